@@ -1,0 +1,427 @@
+//! What can be typed.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Parser, Subcommand, ValueEnum};
+use everbus_core::{GroupName, Pattern, StartFrom, Timestamp};
+
+use crate::when;
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0    it worked
+  1    the operation failed, or `check` found problems
+  2    the command line, or the data given with it, is wrong
+  3    there is no such file, event, dead letter or group
+  4    refused for now: in use or locked, disk full, or nothing can be written
+  130  interrupted with Ctrl-C before the work was done
+
+Environment: EVERBUS_DB and EVERBUS_BROKER choose the file or engine, EVERBUS_LOG what is logged
+(for example EVERBUS_LOG=everbus=debug).";
+
+/// Reliable events in a file: publish, follow, and repair what failed.
+#[derive(Debug, Parser)]
+#[command(name = "everbus", version, after_help = EXIT_CODES, max_term_width = 100)]
+pub(crate) struct Args {
+    /// The file that holds the events [env: EVERBUS_DB] [default: everbus.db]
+    // The environment is read in `open`, so that a flag beats either variable.
+    #[arg(long, global = true, value_name = "FILE", conflicts_with = "broker")]
+    pub(crate) db: Option<PathBuf>,
+
+    /// The engine, as a URL: sqlite:FILE [env: EVERBUS_BROKER]
+    #[arg(long, global = true, value_name = "URL")]
+    pub(crate) broker: Option<String>,
+
+    /// Text for people or JSON for machines
+    #[arg(
+        short,
+        long,
+        global = true,
+        value_enum,
+        value_name = "FORMAT",
+        default_value = "text"
+    )]
+    pub(crate) output: OutputFormat,
+
+    /// Log more to standard error (-v, -vv, -vvv)
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub(crate) verbose: u8,
+
+    #[command(subcommand)]
+    pub(crate) command: Option<Command>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OutputFormat {
+    Text,
+    Json,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Store an event and print its id once it is durable
+    Publish(Box<PublishArgs>),
+    /// Show events as they come
+    Tail(TailArgs),
+    /// Show one event and where it stands in every group
+    Get(GetArgs),
+    /// Look at events that failed for good, retry or delete them
+    #[command(subcommand)]
+    Dlq(DlqCommand),
+    /// Show how far every group is
+    Groups(GroupsArgs),
+    /// A small shop on a new file: publishes, handles, fails, retries, dead-letters
+    Demo,
+    /// Measure, with the raw SQLite figure beside ours
+    Bench(BenchArgs),
+    /// Verify the file; exit code 1 if something is wrong
+    Check,
+    /// Copy the file while it is in use
+    Backup(BackupArgs),
+    /// Bring a backup into place as the file named by --db
+    Restore(RestoreArgs),
+    /// Print a completion script for a shell
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+}
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+With - as the payload, each line of standard input is one payload; empty lines are skipped. What
+commits is printed as it commits. A line that is not a valid payload ends the command with its line
+number and exit code 2; every line before it has been published, no line after it.")]
+pub(crate) struct PublishArgs {
+    /// The type of the event, for example order.placed
+    #[arg(value_name = "TYPE")]
+    pub(crate) event_type: String,
+
+    /// The payload as JSON, or - for one payload per line of standard input
+    #[arg(
+        value_name = "JSON|-",
+        default_value = "null",
+        hide_default_value = true
+    )]
+    pub(crate) payload: String,
+
+    /// An id of your own: publishing the same id again stores nothing
+    #[arg(long, conflicts_with = "count")]
+    pub(crate) id: Option<String>,
+
+    /// Events with the same key are handled in order by groups that ask for it
+    #[arg(long)]
+    pub(crate) key: Option<String>,
+
+    /// For whom the event is
+    #[arg(long)]
+    pub(crate) tenant: Option<String>,
+
+    /// The application it belongs to
+    #[arg(long)]
+    pub(crate) app: Option<String>,
+
+    /// The thing it is about
+    #[arg(long, value_name = "TYPE:ID", value_parser = parse_entity)]
+    pub(crate) entity: Option<(String, String)>,
+
+    /// Ties together everything one request caused
+    #[arg(long, value_name = "ID")]
+    pub(crate) correlation_id: Option<String>,
+
+    /// Who emitted it
+    #[arg(long)]
+    pub(crate) source: Option<String>,
+
+    /// Metadata; may be given several times
+    #[arg(long, value_name = "KEY=VALUE", value_parser = parse_pair)]
+    pub(crate) meta: Vec<(String, String)>,
+
+    /// The schema version of the payload
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) version: u32,
+
+    /// What the payload is, if not JSON
+    #[arg(long, value_name = "MIME")]
+    pub(crate) content_type: Option<String>,
+
+    /// Publish this many events
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) count: Option<u64>,
+
+    /// At most this many events per second
+    #[arg(long, value_name = "R", value_parser = parse_rate)]
+    pub(crate) rate: Option<f64>,
+
+    /// Wait until every group has handled or dead-lettered each event, this long at most
+    /// [default when given alone: 30]
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "30",
+        value_parser = when::parse_seconds
+    )]
+    pub(crate) wait: Option<Duration>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct TailArgs {
+    /// Which types: order.placed, order.*, order.>; everything if none is given
+    #[arg(value_name = "PATTERN")]
+    pub(crate) patterns: Vec<Pattern>,
+
+    /// Where to start: new, first, last, a time, or how long ago (15m, 2h, 7d)
+    /// [default: new; first with --no-follow]
+    #[arg(long, value_name = "WHERE", value_parser = when::parse_start)]
+    pub(crate) from: Option<StartFrom>,
+
+    /// Consume as this group: what was shown counts as handled and is not shown again. A group
+    /// that exists keeps its position
+    #[arg(long, value_name = "NAME")]
+    pub(crate) group: Option<GroupName>,
+
+    /// Stop after this many events
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) limit: Option<u64>,
+
+    /// Stop at the end instead of waiting for more
+    #[arg(long)]
+    pub(crate) no_follow: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct GetArgs {
+    /// The id of the event
+    pub(crate) id: String,
+
+    /// The source the event was published with, if its id is not a UUID
+    #[arg(long)]
+    pub(crate) source: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum DlqCommand {
+    /// List dead letters, newest event first
+    List(DlqListArgs),
+    /// Show everything known about one: payload, attempts, errors
+    Show(DlqShowArgs),
+    /// Send dead letters back to the group that failed
+    Retry(DlqRetryArgs),
+    /// Delete old dead letters for good
+    Purge(DlqPurgeArgs),
+}
+
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct DlqFilterArgs {
+    /// Only of types that match
+    #[arg(long = "type", value_name = "PATTERN")]
+    pub(crate) pattern: Option<Pattern>,
+
+    /// Only of this group; (unnamed) is the unnamed one
+    #[arg(long, value_name = "NAME")]
+    pub(crate) group: Option<GroupName>,
+
+    /// Only events received at or after this time
+    #[arg(long, value_name = "TIME", value_parser = when::parse)]
+    pub(crate) since: Option<Timestamp>,
+
+    /// Only events received at or before this time
+    #[arg(long, value_name = "TIME", value_parser = when::parse)]
+    pub(crate) until: Option<Timestamp>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct DlqListArgs {
+    #[command(flatten)]
+    pub(crate) filter: DlqFilterArgs,
+
+    /// At most this many
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    pub(crate) limit: usize,
+
+    /// Leave out this many first
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) offset: usize,
+
+    /// Begin after this one: the cursor printed below a full page
+    #[arg(long, value_name = "CURSOR", value_parser = parse_cursor)]
+    pub(crate) after: Option<(u64, GroupName)>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct DlqShowArgs {
+    /// The id of the event
+    pub(crate) id: String,
+
+    /// Only of this group
+    #[arg(long, value_name = "NAME")]
+    pub(crate) group: Option<GroupName>,
+
+    /// The source the event was published with, if its id is not a UUID
+    #[arg(long)]
+    pub(crate) source: Option<String>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct DlqRetryArgs {
+    /// The ids of the events
+    #[arg(value_name = "ID", conflicts_with = "all")]
+    pub(crate) ids: Vec<String>,
+
+    /// All of them
+    #[arg(long)]
+    pub(crate) all: bool,
+
+    #[command(flatten)]
+    pub(crate) filter: DlqFilterArgs,
+
+    /// The source the events were published with, if their ids are not UUIDs
+    #[arg(long)]
+    pub(crate) source: Option<String>,
+
+    /// Only say how many there are
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct DlqPurgeArgs {
+    /// Those older than this many days
+    #[arg(long, value_name = "DAYS", value_parser = when::parse_days)]
+    pub(crate) older_than: Duration,
+
+    /// By when the event was created or by when it died
+    #[arg(long, value_enum, default_value = "created")]
+    pub(crate) by: PurgeBy,
+
+    #[command(flatten)]
+    pub(crate) filter: DlqFilterArgs,
+
+    /// Only say how many there are
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PurgeBy {
+    Created,
+    Died,
+}
+
+#[derive(Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(crate) struct GroupsArgs {
+    #[command(subcommand)]
+    pub(crate) command: Option<GroupsCommand>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum GroupsCommand {
+    /// Delete a group with its position, what it owes and its dead letters
+    Remove {
+        /// The group; (unnamed) is the unnamed one
+        name: GroupName,
+        /// Really
+        #[arg(long)]
+        yes: bool,
+    },
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct BenchArgs {
+    /// Which scenarios; all if none is named
+    #[arg(value_enum, value_name = "SCENARIO")]
+    pub(crate) scenarios: Vec<crate::bench::Scenario>,
+
+    /// How many events the throughput scenarios use in each round
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100_000_000))]
+    pub(crate) events: Option<u64>,
+
+    /// A twentieth of everything, to see that it runs; the figures mean little
+    #[arg(long)]
+    pub(crate) quick: bool,
+
+    /// Where the files of the bench go, since disks differ
+    #[arg(long, value_name = "DIRECTORY")]
+    pub(crate) dir: Option<PathBuf>,
+
+    /// One part of a scenario, run by the bench itself in a process of its own
+    #[arg(long, hide = true, value_name = "PART")]
+    pub(crate) only_child: Option<String>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct BackupArgs {
+    /// The new file; it must not exist
+    pub(crate) file: PathBuf,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct RestoreArgs {
+    /// The backup
+    pub(crate) file: PathBuf,
+
+    /// Replace the file named by --db if it exists
+    #[arg(long)]
+    pub(crate) force: bool,
+}
+
+fn parse_pair(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
+        _ => Err(format!("{text:?} is not KEY=VALUE")),
+    }
+}
+
+fn parse_entity(text: &str) -> Result<(String, String), String> {
+    match text.split_once(':') {
+        Some((kind, id)) if !kind.is_empty() && !id.is_empty() => {
+            Ok((kind.to_owned(), id.to_owned()))
+        }
+        _ => Err(format!("{text:?} is not TYPE:ID, for example ORDER:42")),
+    }
+}
+
+fn parse_rate(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if rate.is_finite() && (0.001..=10_000_000.0).contains(&rate) => Ok(rate),
+        _ => Err(format!(
+            "{text:?} is not a number of events per second between 0.001 and 10000000"
+        )),
+    }
+}
+
+fn parse_cursor(text: &str) -> Result<(u64, GroupName), String> {
+    let bad = || format!("{text:?} is not a cursor as `dlq list` prints it");
+    let (position, group) = text.split_once(':').ok_or_else(bad)?;
+    let position = position.parse().map_err(|_| bad())?;
+    let group = group.parse().map_err(|_| bad())?;
+    Ok((position, group))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn cursors_name_a_position_and_a_group() {
+        assert_eq!(
+            parse_cursor("12:a:b").unwrap(),
+            (12, GroupName::new("a:b").unwrap())
+        );
+        assert_eq!(
+            parse_cursor("12:(unnamed)").unwrap().1,
+            GroupName::unnamed()
+        );
+        assert!(parse_cursor("x:y").is_err() && parse_cursor("12").is_err());
+    }
+}

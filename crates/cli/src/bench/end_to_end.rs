@@ -1,0 +1,94 @@
+//! The whole way: published by 512 tasks, handled by a group, settled for good.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use everbus::Bus;
+use everbus_core::StartFrom;
+
+use super::report::Figure;
+use super::sample::{self, Maker, TYPE, median, rate};
+use super::{Bench, Scenario, raw};
+use crate::stop::Outcome;
+
+const PUBLISHERS: u64 = 512;
+
+pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
+    let scenario = Scenario::EndToEnd;
+    let events = bench.events(300_000).next_multiple_of(PUBLISHERS);
+    let (mut ours, mut raws) = (Vec::new(), Vec::new());
+    for round in 1..=bench.rounds() {
+        bench.say(scenario, format!("round {round}, raw"));
+        let path = bench.file("raw.db")?;
+        raws.push(rate(events, raw::batched(path.clone(), events).await?));
+        bench.remove(&path);
+        bench.say(scenario, format!("round {round}"));
+        let path = bench.file("ours.db")?;
+        let bus = sample::open(&path).await?;
+        ours.push(rate(events, Box::pin(through(&bus, events)).await?));
+        bus.shutdown().await?;
+        bench.remove(&path);
+    }
+    let (ours, raw) = (median(ours), median(raws));
+    Ok(Figure::new(scenario)
+        .rates(ours, raw)
+        .target("≥ 0.6 × raw batched insert", ours >= 0.6 * raw))
+}
+
+/// Publishes single events from 512 tasks and waits until the group has settled all of them.
+pub(super) async fn through(bus: &Bus, events: u64) -> Outcome<Duration> {
+    let handled = Arc::new(AtomicU64::new(0));
+    let count = handled.clone();
+    bus.subscribe("bench.>")
+        .group("bench")
+        .start_from(StartFrom::First)
+        .handler(move |_| {
+            count.fetch_add(1, Ordering::Relaxed);
+            std::future::ready(Ok(()))
+        })
+        .await?;
+    bus.start().await?;
+    let maker = Maker::new(TYPE);
+    let each = events.div_ceil(PUBLISHERS);
+    let began = Instant::now();
+    let mut publishers = tokio::task::JoinSet::new();
+    for _ in 0..PUBLISHERS {
+        let (bus, maker) = (bus.clone(), maker.clone());
+        publishers.spawn(async move {
+            for _ in 0..each {
+                bus.publish(maker.event()?).await?;
+            }
+            Ok::<_, everbus_core::Error>(())
+        });
+    }
+    for outcome in publishers.join_all().await {
+        outcome?;
+    }
+    until_idle(bus).await?;
+    let took = began.elapsed();
+    // A rate is worth nothing if not everything was done.
+    sample::expect_stored(bus, each * PUBLISHERS).await?;
+    let handled = handled.load(Ordering::Relaxed);
+    if handled != each * PUBLISHERS {
+        return Err(sample::wrong(format!(
+            "{handled} of {} events were handled",
+            each * PUBLISHERS
+        )));
+    }
+    Ok(took)
+}
+
+/// Waits until no group owes anything.
+pub(super) async fn until_idle(bus: &Bus) -> Outcome {
+    loop {
+        let groups = bus.groups().await?;
+        if groups
+            .iter()
+            .all(|g| g.behind + g.in_flight + g.waiting == 0)
+        {
+            return Ok(());
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}

@@ -1,0 +1,35 @@
+//! Resident memory, in processes of their own: after a million events published and handled, and
+//! with a backlog of a million that handlers are slow on.
+
+use super::report::Figure;
+use super::{Bench, Scenario, children};
+use crate::stop::Outcome;
+
+const LIMIT_MIB: f64 = 40.0;
+
+pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
+    let scenario = Scenario::Memory;
+    let events = bench.scaled(1_000_000);
+    let mut used = Vec::new();
+    for part in [children::HANDLE, children::BACKLOG] {
+        bench.say(scenario, format!("{part}, {events} events"));
+        let path = bench.file("memory.db")?;
+        let mut child = children::spawn(part, &path, events)?;
+        let line = child.wait_for_line().await?;
+        child.wait()?;
+        bench.remove(&path);
+        used.push(children::Resident::parse(&line)?);
+    }
+    let most = used.iter().map(|r| r.now_mib).fold(0.0, f64::max);
+    let detail = match used.as_slice() {
+        [handled, backlog] => format!(
+            "{events} handled: {:.1} MiB (peak {:.1}); backlog of {events}: {:.1} MiB (peak {:.1})",
+            handled.now_mib, handled.peak_mib, backlog.now_mib, backlog.peak_mib
+        ),
+        _ => String::new(),
+    };
+    Ok(Figure::new(scenario)
+        .rss(most)
+        .target("< 40 MiB resident", most > 0.0 && most < LIMIT_MIB)
+        .detail(detail))
+}

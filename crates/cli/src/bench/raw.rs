@@ -1,0 +1,151 @@
+//! The raw loops: plain SQLite doing the same amount of durable work, and nothing else.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use everbus_core::{Code, Error, Result};
+use rusqlite::{Connection, Statement, params};
+use tokio::sync::{mpsc, oneshot};
+use uuid::Uuid;
+
+use super::sample::{self, TYPE};
+use crate::open::blocking;
+use crate::stop::Outcome;
+
+const TABLE: &str = "CREATE TABLE raw(seq INTEGER PRIMARY KEY AUTOINCREMENT, id BLOB UNIQUE, \
+                     type TEXT, payload BLOB, created_at INTEGER)";
+const INSERT: &str = "INSERT INTO raw(id, type, payload, created_at) VALUES (?1, ?2, ?3, ?4)";
+
+fn failed(error: rusqlite::Error) -> Error {
+    Error::new(Code::StorageFailed, format!("the raw loop failed: {error}")).caused_by(error)
+}
+
+/// One connection, WAL, `synchronous=FULL`, default cache and autocheckpoint.
+fn open(path: &Path) -> rusqlite::Result<Connection> {
+    let connection = Connection::open(path)?;
+    connection.pragma_update(None, "journal_mode", "WAL")?;
+    connection.pragma_update(None, "synchronous", "FULL")?;
+    connection.execute_batch(TABLE)?;
+    Ok(connection)
+}
+
+fn insert(statement: &mut Statement<'_>, payload: &[u8]) -> rusqlite::Result<()> {
+    let id = Uuid::now_v7();
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |t| i64::try_from(t.as_micros()).unwrap_or(i64::MAX));
+    statement.execute(params![id.as_bytes(), TYPE, payload, now])?;
+    Ok(())
+}
+
+/// A prepared single-row insert, 1000 rows per transaction.
+pub(super) async fn batched(path: PathBuf, events: u64) -> Outcome<Duration> {
+    let loop_ = move || -> rusqlite::Result<Duration> {
+        let connection = open(&path)?;
+        let payload = sample::payload();
+        let began = Instant::now();
+        let mut statement = connection.prepare(INSERT)?;
+        let mut left = events;
+        while left > 0 {
+            connection.execute_batch("BEGIN IMMEDIATE")?;
+            for _ in 0..left.min(1000) {
+                insert(&mut statement, &payload)?;
+            }
+            connection.execute_batch("COMMIT")?;
+            left -= left.min(1000);
+        }
+        Ok(began.elapsed())
+    };
+    Ok(blocking(move || loop_().map_err(failed)).await?)
+}
+
+/// Bare group commit: the same table fed by a channel, each task awaiting its commit.
+pub(super) async fn group_commit(path: PathBuf, tasks: u64, events: u64) -> Outcome<Duration> {
+    let (to, from) = mpsc::unbounded_channel();
+    let (ready, opened) = oneshot::channel();
+    let writer = std::thread::spawn(move || commit_what_is_queued(&path, from, ready));
+    if opened.await.is_err() {
+        return Err(join(writer).err().unwrap_or_else(ended).into());
+    }
+    let each = events.div_ceil(tasks);
+    let payload = sample::payload();
+    let began = Instant::now();
+    let mut publishers = tokio::task::JoinSet::new();
+    for _ in 0..tasks {
+        let (to, payload) = (to.clone(), payload.clone());
+        publishers.spawn(async move {
+            for _ in 0..each {
+                let (done, committed) = oneshot::channel::<()>();
+                if to.send((payload.clone(), done)).is_err() || committed.await.is_err() {
+                    return;
+                }
+            }
+        });
+    }
+    publishers.join_all().await;
+    let took = began.elapsed();
+    drop(to);
+    join(writer)?;
+    Ok(took)
+}
+
+type Queued = (bytes::Bytes, oneshot::Sender<()>);
+
+fn commit_what_is_queued(
+    path: &Path,
+    mut from: mpsc::UnboundedReceiver<Queued>,
+    ready: oneshot::Sender<()>,
+) -> rusqlite::Result<()> {
+    let connection = open(path)?;
+    let mut statement = connection.prepare(INSERT)?;
+    let _ = ready.send(());
+    let mut batch: Vec<Queued> = Vec::new();
+    while from.blocking_recv_many(&mut batch, 4096) > 0 {
+        connection.execute_batch("BEGIN IMMEDIATE")?;
+        for (payload, _) in &batch {
+            insert(&mut statement, payload)?;
+        }
+        connection.execute_batch("COMMIT")?;
+        for (_, done) in batch.drain(..) {
+            let _ = done.send(());
+        }
+    }
+    Ok(())
+}
+
+fn join(writer: std::thread::JoinHandle<rusqlite::Result<()>>) -> Result<()> {
+    match writer.join() {
+        Ok(outcome) => outcome.map_err(failed),
+        Err(_) => Err(ended()),
+    }
+}
+
+fn ended() -> Error {
+    Error::new(Code::Internal, "the raw writer ended early")
+}
+
+/// How long single-row commits take at a steady rate.
+pub(super) async fn paced_commits(
+    path: PathBuf,
+    events: u64,
+    period: Duration,
+) -> Outcome<Vec<Duration>> {
+    let loop_ = move || -> rusqlite::Result<Vec<Duration>> {
+        let connection = open(&path)?;
+        let payload = sample::payload();
+        let mut statement = connection.prepare(INSERT)?;
+        let mut took = Vec::new();
+        let mut next = Instant::now();
+        for _ in 0..events {
+            next += period;
+            std::thread::sleep(next.saturating_duration_since(Instant::now()));
+            let began = Instant::now();
+            connection.execute_batch("BEGIN IMMEDIATE")?;
+            insert(&mut statement, &payload)?;
+            connection.execute_batch("COMMIT")?;
+            took.push(began.elapsed());
+        }
+        Ok(took)
+    };
+    Ok(blocking(move || loop_().map_err(failed)).await?)
+}

@@ -1,0 +1,116 @@
+//! `everbus backup` copies a file while it is in use; `everbus restore` brings a backup into place.
+
+use std::path::{Path, PathBuf};
+
+use everbus_core::{Clock as _, Code, Error, SystemClock};
+use indicatif::ProgressBar;
+use serde_json::json;
+
+use crate::args::{BackupArgs, RestoreArgs};
+use crate::files::{self, with_suffix};
+use crate::open::{Target, blocking, close};
+use crate::output::{Output, escaped, grouped};
+use crate::progress;
+use crate::stop::Outcome;
+
+pub(crate) async fn backup(args: BackupArgs, target: &Target, output: &mut Output) -> Outcome {
+    let engine = target.open_existing().await?;
+    let bar = progress::bar("copying pages", Some(0));
+    let copied = match engine.maintenance() {
+        Ok(maintenance) => {
+            let report = reporter(bar.clone());
+            maintenance.backup(args.file.clone(), report).await
+        }
+        Err(error) => Err(error),
+    };
+    bar.finish_and_clear();
+    close(&engine).await;
+    copied?;
+    done("backup", &args.file, None, output)
+}
+
+pub(crate) async fn restore(args: RestoreArgs, target: &Target, output: &mut Output) -> Outcome {
+    let path = target.path()?.to_path_buf();
+    let exists = path.symlink_metadata().is_ok();
+    if exists && !args.force {
+        return Err(Error::new(
+            Code::InvalidSetting,
+            format!("{} is here already", path.display()),
+        )
+        .hint(
+            "name a new file with --db, or replace it with --force; the old one is kept beside it",
+        )
+        .into());
+    }
+    let bar = progress::bar("copying pages", Some(0));
+    let report = reporter(bar.clone());
+    let (from, to) = (args.file, path.clone());
+    let outcome = blocking(move || {
+        if exists {
+            replace(&from, &to, report).map(Some)
+        } else {
+            everbus_sqlite::restore(&from, &to, false, report).map(|()| None)
+        }
+    })
+    .await;
+    bar.finish_and_clear();
+    done("restored", &path, outcome?.as_deref(), output)
+}
+
+/// Is told pages copied and in all.
+type Report = Box<dyn FnMut(u64, u64) + Send>;
+
+fn reporter(bar: ProgressBar) -> Report {
+    Box::new(move |copied, of| {
+        bar.set_length(of);
+        bar.set_position(copied);
+    })
+}
+
+/// Restores beside the old file first, so that a bad backup changes nothing, then swaps the two.
+/// Returns where the old file is kept.
+fn replace(backup: &Path, target: &Path, report: Report) -> everbus_core::Result<PathBuf> {
+    let is_file = std::fs::metadata(target).is_ok_and(|meta| meta.is_file());
+    if !is_file {
+        return Err(Error::new(
+            Code::NotAFile,
+            format!("{} is not a regular file", target.display()),
+        ));
+    }
+    files::claim_alone(target)?;
+    let stamp = SystemClock.now().as_micros();
+    let fresh = with_suffix(target, &format!(".restoring-{stamp}"));
+    let old = with_suffix(target, &format!(".before-restore-{stamp}"));
+    let restored = everbus_sqlite::restore(backup, &fresh, false, report)
+        // Somebody may have come while we copied.
+        .and_then(|()| files::claim_alone(target))
+        .and_then(|()| files::rename(target, &old))
+        .and_then(|()| files::rename(&fresh, target));
+    if restored.is_err() {
+        let _ = files::remove(&fresh);
+    }
+    restored.map(|()| old)
+}
+
+fn done(what: &str, path: &Path, kept: Option<&Path>, output: &mut Output) -> Outcome {
+    let bytes = std::fs::metadata(path).map_or(0, |meta| meta.len());
+    if output.is_json() {
+        return output.json(&json!({
+            what: path.to_string_lossy(),
+            "bytes": bytes,
+            "kept": kept.map(Path::to_string_lossy),
+        }));
+    }
+    output.line(format!(
+        "{what}: {} ({} bytes)",
+        escaped(&path.to_string_lossy()),
+        grouped(bytes)
+    ))?;
+    if let Some(kept) = kept {
+        output.line(format!(
+            "the old file is kept as {}",
+            escaped(&kept.to_string_lossy())
+        ))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,117 @@
+//! `everbus get`: one event and where it stands in every group.
+
+use everbus_core::{Engine, EventState, GroupState, Recorded};
+use serde::Serialize;
+
+use super::{ID_HINT, event_id};
+use crate::args::GetArgs;
+use crate::open::{Target, close};
+use crate::output::{Output, escaped, payload_text};
+use crate::stop::{Outcome, Stop};
+use crate::when;
+
+pub(crate) async fn run(args: &GetArgs, target: &Target, output: &mut Output) -> Outcome {
+    let engine = target.open_existing().await?;
+    let outcome = show(args, &engine, output).await;
+    close(&engine).await;
+    outcome
+}
+
+async fn show(args: &GetArgs, engine: &Engine, output: &mut Output) -> Outcome {
+    #[derive(Serialize)]
+    struct Found<'a> {
+        event: &'a Recorded,
+        groups: &'a [GroupState],
+    }
+    let log = engine.log()?;
+    let records = log.find(event_id(&args.id, args.source.as_deref())).await?;
+    if records.is_empty() {
+        return Err(Stop::not_found(
+            format!("there is no event {:?}", args.id),
+            ID_HINT,
+        ));
+    }
+    for record in &records {
+        let groups = log.states(record.position).await?;
+        if output.is_json() {
+            output.json(&Found {
+                event: record,
+                groups: &groups,
+            })?;
+        } else {
+            print_event(record, output)?;
+            print_groups(&groups, output)?;
+        }
+    }
+    Ok(())
+}
+
+/// Every field that is set, one per line; also used for dead letters.
+pub(super) fn print_event(record: &Recorded, output: &mut Output) -> Outcome {
+    let event = &record.event;
+    let mut field = |name: &str, value: &str| -> Outcome {
+        output.line(format!("{name:<12} {}", escaped(value)))
+    };
+    field("id", &event.id().to_string())?;
+    field("seq", &record.position.to_string())?;
+    field("type", event.event_type())?;
+    field("version", &event.version().to_string())?;
+    field("received", &when::shown(record.received_at))?;
+    field("occurred", &when::shown(event.occurred_at()))?;
+    field("correlation", &event.correlation_id())?;
+    if let Some(a) = event.attributes() {
+        let texts = [
+            ("foreign id", &a.foreign_id),
+            ("causation", &a.causation_id),
+            ("source", &a.source),
+            ("app", &a.app),
+            ("tenant", &a.tenant),
+            ("key", &a.key),
+            ("content type", &a.content_type),
+        ];
+        for (name, value) in texts {
+            if let Some(value) = value {
+                field(name, value)?;
+            }
+        }
+        if let Some(entity) = &a.entity {
+            field("entity", &entity.to_string())?;
+        }
+        if let Some(trace) = &a.trace {
+            field("trace", &trace.traceparent)?;
+        }
+        for (key, value) in &a.metadata {
+            field("metadata", &format!("{key}={value}"))?;
+        }
+    }
+    output.line(format!("{:<12} {}", "payload", payload_text(event)))
+}
+
+fn print_groups(groups: &[GroupState], output: &mut Output) -> Outcome {
+    if groups.is_empty() {
+        return output.line("groups       none yet");
+    }
+    for group in groups {
+        let mut line = format!(
+            "group        {}: {}",
+            escaped(&group.group.to_string()),
+            group.state.as_str()
+        );
+        if group.attempts > 0 && group.state != EventState::Done {
+            line.push_str(&format!(", attempts: {}", group.attempts));
+        }
+        if let Some(due) = group.due_at {
+            line.push_str(&format!(", next attempt at {}", when::shown(due)));
+        }
+        output.line(line)?;
+        for failure in &group.failures {
+            output.line(format!(
+                "             attempt {} {}: {}",
+                failure.attempt,
+                when::shown(failure.at),
+                escaped(&failure.error)
+            ))?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,91 @@
+//! `everbus groups`: how far every group is, and the removal of one that nobody needs any more.
+
+use everbus_core::{Code, Engine, Error, GroupInfo, GroupName};
+use serde_json::json;
+
+use crate::args::{GroupsArgs, GroupsCommand};
+use crate::open::{Target, close};
+use crate::output::{Output, Table, escaped, grouped, shell_word, shortened};
+use crate::stop::{Outcome, Stop};
+use crate::when;
+
+pub(crate) async fn run(args: GroupsArgs, target: &Target, output: &mut Output) -> Outcome {
+    let engine = target.open_existing().await?;
+    let outcome = match args.command {
+        None => list(&engine, output).await,
+        Some(GroupsCommand::Remove { name, yes }) => remove(name, yes, &engine, output).await,
+    };
+    close(&engine).await;
+    outcome
+}
+
+async fn list(engine: &Engine, output: &mut Output) -> Outcome {
+    let groups = engine.broker.inspect().await?;
+    if output.is_json() {
+        return output.json(&groups);
+    }
+    if groups.is_empty() {
+        return output.line("no groups yet; a group exists from its first subscription");
+    }
+    let mut table = Table::new(&[
+        "GROUP",
+        "PATTERNS",
+        "POSITION",
+        "BEHIND",
+        "IN FLIGHT",
+        "WAITING",
+        "DEAD LETTERS",
+        "OLDEST",
+        "LAST ACTIVE",
+    ]);
+    for group in &groups {
+        table.row(row(group));
+    }
+    table.print(output)
+}
+
+fn row(group: &GroupInfo) -> Vec<String> {
+    vec![
+        escaped(&group.name.to_string()).into_owned(),
+        shortened(&escaped(&group.patterns.join(" ")), 40).into_owned(),
+        grouped(group.position),
+        grouped(group.behind),
+        grouped(group.in_flight),
+        grouped(group.waiting),
+        grouped(group.dead_letters),
+        match group.oldest {
+            Some(_) => when::lasting(group.behind_for),
+            None => "-".to_owned(),
+        },
+        when::ago(group.active_at),
+    ]
+}
+
+async fn remove(name: GroupName, yes: bool, engine: &Engine, output: &mut Output) -> Outcome {
+    let groups = engine.broker.inspect().await?;
+    let Some(group) = groups.iter().find(|group| group.name == name) else {
+        return Err(Stop::Failed(
+            Error::new(Code::GroupNotFound, format!("there is no group {name}"))
+                .hint("`everbus groups` lists them"),
+        ));
+    };
+    if !yes {
+        return Err(Stop::usage(
+            format!(
+                "removing the group {name} forgets its position, {} events it has not handled and \
+                 {} dead letters",
+                grouped(group.behind + group.in_flight + group.waiting),
+                grouped(group.dead_letters)
+            ),
+            Some(&format!(
+                "if that is meant: everbus groups remove {} --yes",
+                shell_word(&name.to_string())
+            )),
+        ));
+    }
+    engine.broker.remove_group(name.clone()).await?;
+    if output.is_json() {
+        return output.json(&json!({ "removed": name }));
+    }
+    output.line(format!("removed {}", escaped(&name.to_string())))
+}

@@ -1,0 +1,97 @@
+//! One file per command.
+
+mod backup;
+mod check;
+mod demo;
+mod dlq;
+mod get;
+mod groups;
+mod publish;
+mod tail;
+
+use clap::CommandFactory as _;
+use everbus_core::EventId;
+
+use crate::args::{Args, Command};
+use crate::bench;
+use crate::open::Target;
+use crate::output::Output;
+use crate::stop::{Outcome, Stop};
+
+const WELCOME: &str = "\
+Everbus keeps events in a file and delivers each of them, or says why it could not.
+
+  everbus demo                                 see it work, in a few seconds
+  everbus publish order.placed '{\"order\": 1}'  store your first event (in everbus.db, here)
+  everbus tail --from first                    look at what is stored, and follow
+  everbus --help                               everything else";
+
+/// Runs what was typed.
+pub(crate) async fn run(args: Args, output: &mut Output) -> Outcome {
+    let target = Target::choose(&args)?;
+    match args.command {
+        None => welcome(output),
+        Some(Command::Publish(args)) => publish::run(*args, &target, output).await,
+        Some(Command::Tail(args)) => tail::run(args, &target, output).await,
+        Some(Command::Completions { shell }) => completions(shell, output),
+        Some(Command::Demo) => until_interrupted(demo::run(output)).await,
+        Some(Command::Bench(args)) => until_interrupted(bench::run(args, &target, output)).await,
+        Some(Command::Get(args)) => until_interrupted(get::run(&args, &target, output)).await,
+        Some(Command::Dlq(command)) => until_interrupted(dlq::run(command, &target, output)).await,
+        Some(Command::Groups(args)) => until_interrupted(groups::run(args, &target, output)).await,
+        Some(Command::Check) => until_interrupted(check::run(&target, output)).await,
+        Some(Command::Backup(args)) => {
+            until_interrupted(backup::backup(args, &target, output)).await
+        }
+        Some(Command::Restore(args)) => {
+            until_interrupted(backup::restore(args, &target, output)).await
+        }
+    }
+}
+
+fn welcome(output: &mut Output) -> Outcome {
+    if output.is_json() {
+        return output.json(&serde_json::json!({ "welcome": WELCOME }));
+    }
+    output.line(WELCOME)
+}
+
+fn completions(shell: clap_complete::Shell, output: &mut Output) -> Outcome {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Args::command(), "everbus", &mut script);
+    output.raw(&script)
+}
+
+/// Runs a command that Ctrl-C may end anywhere: nothing it holds needs more than being dropped.
+async fn until_interrupted(command: impl Future<Output = Outcome>) -> Outcome {
+    tokio::select! {
+        outcome = Box::pin(command) => outcome,
+        () = interrupt() => Err(Stop::Interrupted),
+    }
+}
+
+/// Resolves when the person, or a supervisor, asks the process to end.
+async fn interrupt() {
+    #[cfg(unix)]
+    {
+        use tokio::signal::unix::{SignalKind, signal};
+        if let Ok(mut terminate) = signal(SignalKind::terminate()) {
+            tokio::select! {
+                _ = terminate.recv() => return,
+                Ok(()) = tokio::signal::ctrl_c() => return,
+            }
+        }
+    }
+    if tokio::signal::ctrl_c().await.is_err() {
+        // No signal will come; then nothing interrupts.
+        std::future::pending::<()>().await;
+    }
+}
+
+/// The id a person typed: a UUID, or a foreign id with the source it was published with.
+fn event_id(text: &str, source: Option<&str>) -> EventId {
+    EventId::from_foreign(source.unwrap_or_default(), text)
+}
+
+const ID_HINT: &str = "`everbus tail --from first --no-follow` shows what is stored; an id that is \
+                       not a UUID also needs the --source it was published with";

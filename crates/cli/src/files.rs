@@ -1,0 +1,135 @@
+//! Database files as files: whether another program has one open, and moving one out of the way.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use everbus_core::{Code, Error, Result};
+use rusqlite::{Connection, ErrorCode, OpenFlags};
+
+/// Makes sure that nobody has the file open and that nothing of it is left in a write-ahead log.
+///
+/// SQLite leaves the write-ahead mode only for the sole user of a file, so asking for that is the
+/// one test that sees every other program. A file that is damaged, or no database, passes: nobody
+/// can be working with it.
+pub(crate) fn claim_alone(path: &Path) -> Result<()> {
+    // Somebody may be about to close it.
+    for _ in 0..50 {
+        if !in_use(path) {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Err(
+        Error::new(Code::Busy, format!("{} is in use", path.display()))
+            .hint("stop the programs that have it open, then try again"),
+    )
+}
+
+fn in_use(path: &Path) -> bool {
+    let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+    let outcome = Connection::open_with_flags(path, flags).and_then(|connection| {
+        connection.query_row("PRAGMA journal_mode = DELETE", [], |row| {
+            row.get::<_, String>(0)
+        })
+    });
+    match &outcome {
+        Ok(mode) => mode.eq_ignore_ascii_case("wal"),
+        Err(error) => matches!(
+            error.sqlite_error_code(),
+            Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked)
+        ),
+    }
+}
+
+/// What the names of the file and its companions end with, beyond the path: nothing for the file
+/// itself, then the write-ahead log, its index, and the locks of programs that ended.
+pub(crate) fn companions(path: &Path) -> Vec<String> {
+    let mut suffixes = vec![String::new(), "-wal".to_owned(), "-shm".to_owned()];
+    let beside = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let entries = std::fs::read_dir(beside).into_iter().flatten();
+    for entry in entries.filter_map(std::result::Result::ok) {
+        let other = entry.file_name().to_string_lossy().into_owned();
+        match other.strip_prefix(name.as_ref()) {
+            Some(suffix) if suffix.starts_with("-owner-") => suffixes.push(suffix.to_owned()),
+            _ => {}
+        }
+    }
+    suffixes.retain(|suffix| with_suffix(path, suffix).exists());
+    suffixes
+}
+
+/// Deletes the file and its companions.
+pub(crate) fn remove(path: &Path) -> Result<()> {
+    for suffix in companions(path) {
+        let file = with_suffix(path, &suffix);
+        std::fs::remove_file(&file).map_err(|e| io_error("cannot remove", &file, e))?;
+    }
+    Ok(())
+}
+
+/// Renames the file and its companions.
+pub(crate) fn rename(path: &Path, to: &Path) -> Result<()> {
+    for suffix in companions(path) {
+        let file = with_suffix(path, &suffix);
+        std::fs::rename(&file, with_suffix(to, &suffix))
+            .map_err(|e| io_error("cannot move", &file, e))?;
+    }
+    Ok(())
+}
+
+/// The path with text added to its last part.
+pub(crate) fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = OsString::from(path);
+    name.push(suffix);
+    name.into()
+}
+
+/// An error of the file system, as an error of ours.
+pub(crate) fn io_error(what: &str, path: &Path, error: std::io::Error) -> Error {
+    let code = match error.kind() {
+        std::io::ErrorKind::NotFound => Code::NoSuchFile,
+        std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem => {
+            Code::ReadOnly
+        }
+        std::io::ErrorKind::StorageFull => Code::DiskFull,
+        _ => Code::StorageFailed,
+    };
+    Error::new(code, format!("{what} {}: {error}", path.display())).caused_by(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn companions_move_and_go_with_their_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        for name in ["a.db", "a.db-wal", "a.db-owner-1", "a.db2", "b.db"] {
+            std::fs::write(at(name), "").unwrap();
+        }
+        rename(&at("a.db"), &at("c.db")).unwrap();
+        assert!(at("c.db-owner-1").exists() && !at("a.db-wal").exists());
+        remove(&at("c.db")).unwrap();
+        let left = std::fs::read_dir(directory.path()).unwrap();
+        assert_eq!(left.count(), 2, "a.db2 and b.db are not ours");
+    }
+
+    #[test]
+    fn a_file_that_somebody_has_open_is_in_use() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a.db");
+        let other = Connection::open(&path).unwrap();
+        other.pragma_update(None, "journal_mode", "WAL").unwrap();
+        other.execute_batch("CREATE TABLE t(x)").unwrap();
+        assert_eq!(claim_alone(&path).unwrap_err().code(), Code::Busy);
+        drop(other);
+        claim_alone(&path).unwrap();
+        assert_eq!(companions(&path), [""]);
+    }
+}

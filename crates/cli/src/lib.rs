@@ -1,0 +1,97 @@
+//! The `everbus` command line: publish, look, repair and measure.
+//!
+//! `args` says what can be typed, `commands` has one file per command, `bench` the figures beside
+//! their raw loops. Everything printed goes through `output`, which escapes what could harm a
+//! terminal; everything that fails ends as a `Stop`, which knows its exit code.
+
+mod args;
+mod bench;
+mod commands;
+mod files;
+mod open;
+mod output;
+mod progress;
+mod stop;
+mod when;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::Parser as _;
+
+use crate::args::{Args, Command, OutputFormat};
+use crate::output::Output;
+use crate::stop::Stop;
+
+/// The example of the README, compiled and run as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+pub struct Readme;
+
+/// Runs the command line of this process and returns its exit code.
+pub fn main() -> ExitCode {
+    let raw: Vec<OsString> = std::env::args_os().collect();
+    let args = match Args::try_parse_from(&raw) {
+        Ok(args) => args,
+        Err(error) => return usage(&error, &raw),
+    };
+    start_logging(&args);
+    let mut output = Output::new(args.output);
+    let format = args.output;
+    let runtime = match tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+    {
+        Ok(runtime) => runtime,
+        Err(error) => return Stop::from(error).report(format),
+    };
+    let outcome = runtime.block_on(Box::pin(commands::run(args, &mut output)));
+    // Whatever still runs (a reader of standard input) must not hold the exit back.
+    runtime.shutdown_background();
+    match outcome.and_then(|()| output.flush()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(stop) => {
+            let _ = output.flush();
+            stop.report(format)
+        }
+    }
+}
+
+/// Help and version are no errors; a wrong command line is one in the format that was asked for.
+fn usage(error: &clap::Error, raw: &[OsString]) -> ExitCode {
+    let json = raw.windows(2).any(|pair| {
+        matches!(pair[0].to_str(), Some("-o" | "--output")) && pair[1].to_str() == Some("json")
+    }) || raw
+        .iter()
+        .any(|word| matches!(word.to_str(), Some("-ojson" | "-o=json" | "--output=json")));
+    if error.use_stderr() && json {
+        return Stop::usage(first_paragraph(&error.to_string()), None).report(OutputFormat::Json);
+    }
+    let _ = error.print();
+    ExitCode::from(if error.use_stderr() { 2 } else { 0 })
+}
+
+fn first_paragraph(text: &str) -> String {
+    let text = text.strip_prefix("error: ").unwrap_or(text);
+    let paragraph = text.split("\n\n").next().unwrap_or(text);
+    paragraph.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+fn start_logging(args: &Args) {
+    let level = match args.verbose {
+        // These fail on purpose, and say so themselves.
+        0 if matches!(args.command, Some(Command::Demo | Command::Bench(_))) => "off",
+        0 => "warn",
+        1 => "info",
+        2 => "debug",
+        _ => "trace",
+    };
+    let filter = tracing_subscriber::EnvFilter::try_from_env("EVERBUS_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(level));
+    let ansi = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(ansi)
+        .init();
+}

@@ -1,0 +1,179 @@
+//! Why a command ended early, and with which exit code.
+
+use std::io;
+use std::process::ExitCode;
+
+use everbus_core::{Code, Error};
+use serde::Serialize;
+
+use crate::args::OutputFormat;
+use crate::output::escaped;
+
+/// What a command returns.
+pub(crate) type Outcome<T = ()> = Result<T, Stop>;
+
+/// Why a command ended before its work was done.
+#[derive(Debug)]
+pub(crate) enum Stop {
+    /// The bus or its file said no.
+    Failed(Error),
+    /// What was typed, or given on standard input, is wrong.
+    Usage {
+        message: String,
+        hint: Option<String>,
+    },
+    /// Something outside the bus failed: standard input, another file.
+    Io(String),
+    /// The result was printed and is itself a failure.
+    Unsatisfied,
+    /// Nobody reads our output any more: `everbus tail | head`.
+    BrokenPipe,
+    /// Ctrl-C.
+    Interrupted,
+}
+
+impl Stop {
+    pub(crate) fn usage(message: impl Into<String>, hint: Option<&str>) -> Self {
+        Self::Usage {
+            message: message.into(),
+            hint: hint.map(str::to_owned),
+        }
+    }
+
+    pub(crate) fn not_found(message: impl Into<String>, hint: &str) -> Self {
+        Self::Failed(Error::new(Code::NotFound, message).hint(hint))
+    }
+
+    /// The exit code, as documented in `main.rs`, `--help` and the README.
+    fn exit_code(&self) -> u8 {
+        match self {
+            Self::BrokenPipe => 0,
+            Self::Io(_) | Self::Unsatisfied => 1,
+            Self::Usage { .. } => 2,
+            Self::Interrupted => 130,
+            Self::Failed(error) => match error.code() {
+                Code::InvalidPayload
+                | Code::PayloadTooLarge
+                | Code::InvalidType
+                | Code::InvalidId
+                | Code::InvalidAttribute
+                | Code::InvalidPattern
+                | Code::InvalidSetting
+                | Code::InvalidUrl => 2,
+                Code::NoSuchFile
+                | Code::NotFound
+                | Code::GroupNotFound
+                | Code::SubscriptionNotFound => 3,
+                Code::Busy | Code::DiskFull | Code::ReadOnly | Code::NetworkFileSystem => 4,
+                _ => 1,
+            },
+        }
+    }
+
+    /// Says on standard error what happened and returns the exit code.
+    pub(crate) fn report(&self, format: OutputFormat) -> ExitCode {
+        if let Some(report) = self.describe() {
+            let text = match format {
+                OutputFormat::Json => {
+                    let json = serde_json::json!({ "error": report });
+                    format!("{json}\n")
+                }
+                OutputFormat::Text => report.to_text(),
+            };
+            // If even standard error is gone, the exit code still tells.
+            let _ = io::Write::write_all(&mut io::stderr(), text.as_bytes());
+        }
+        ExitCode::from(self.exit_code())
+    }
+
+    fn describe(&self) -> Option<Report> {
+        match self {
+            Self::BrokenPipe | Self::Interrupted | Self::Unsatisfied => None,
+            Self::Failed(error) => Some(Report {
+                code: error.code().as_str(),
+                message: match std::error::Error::source(error) {
+                    Some(cause) => format!("{} ({cause})", error.message()),
+                    None => error.message().to_owned(),
+                },
+                hint: error.hint_text().map(str::to_owned),
+                outcome_unknown: error.outcome_unknown(),
+            }),
+            Self::Usage { message, hint } => Some(Report {
+                code: "Usage",
+                message: message.clone(),
+                hint: hint.clone(),
+                outcome_unknown: false,
+            }),
+            Self::Io(message) => Some(Report {
+                code: "Io",
+                message: message.clone(),
+                hint: None,
+                outcome_unknown: false,
+            }),
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Report {
+    code: &'static str,
+    message: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hint: Option<String>,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    outcome_unknown: bool,
+}
+
+impl Report {
+    fn to_text(&self) -> String {
+        let mut text = format!("error[{}]: {}\n", self.code, escaped(&self.message));
+        if self.outcome_unknown {
+            text.push_str(
+                "note: it may have taken effect all the same; the same id can be published again\n",
+            );
+        }
+        if let Some(hint) = &self.hint {
+            text.push_str(&format!("hint: {}\n", escaped(hint)));
+        }
+        text
+    }
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl From<io::Error> for Stop {
+    fn from(error: io::Error) -> Self {
+        if error.kind() == io::ErrorKind::BrokenPipe {
+            Self::BrokenPipe
+        } else {
+            Self::Io(error.to_string())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // conformance: issue-2/cli-exit-codes: every error code has the exit code its documentation says
+    #[test]
+    fn codes_map_to_the_documented_exit_codes() {
+        let exit = |code| Stop::from(Error::new(code, "x")).exit_code();
+        assert_eq!(exit(Code::InvalidPayload), 2);
+        assert_eq!(exit(Code::InvalidUrl), 2);
+        assert_eq!(exit(Code::NoSuchFile), 3);
+        assert_eq!(exit(Code::GroupNotFound), 3);
+        assert_eq!(exit(Code::DiskFull), 4);
+        assert_eq!(exit(Code::Busy), 4);
+        assert_eq!(exit(Code::IdReused), 1);
+        assert_eq!(
+            Stop::from(io::Error::from(io::ErrorKind::BrokenPipe)).exit_code(),
+            0
+        );
+        assert_eq!(Stop::Interrupted.exit_code(), 130);
+    }
+}

@@ -1,0 +1,56 @@
+//! `everbus bench`, small enough to see only that it runs.
+
+use crate::support::Shop;
+
+// conformance: issue-2/cli-bench: bench -o json prints one object per scenario, the raw figure beside ours
+#[test]
+fn every_scenario_runs_and_prints_its_figure() {
+    let shop = Shop::new();
+    let fast = ["publish-1", "publish-64", "publish-batch", "end-to-end"];
+    let all = [
+        &["-o", "json", "bench", "--quick", "--events", "2000"],
+        &fast[..],
+    ]
+    .concat();
+    let figures = shop.run(&all).json();
+    for (figure, name) in figures.as_array().unwrap().iter().zip(fast) {
+        assert_eq!(figure["scenario"], name);
+        for field in ["events_per_s", "raw_events_per_s", "ratio"] {
+            assert!(figure[field].as_f64().unwrap() > 0.0, "{figure}");
+        }
+        assert!(
+            figure
+                .get("rss_mib")
+                .is_some_and(serde_json::Value::is_null)
+        );
+    }
+    let rest = [
+        "latency",
+        "dead-letters",
+        "recovery",
+        "sparse-group",
+        "cold-start",
+    ];
+    let all = [
+        &["-o", "json", "bench", "--quick", "--events", "100"],
+        &rest[..],
+    ]
+    .concat();
+    let figures = shop.run(&all).json();
+    for (figure, name) in figures.as_array().unwrap().iter().zip(rest) {
+        assert_eq!(figure["scenario"], name);
+        assert!(figure["p50_us"].as_f64().unwrap() >= 0.0, "{figure}");
+    }
+    let left = std::fs::read_dir(shop.path(".")).unwrap().count();
+    assert_eq!(left, 0, "the bench cleans up after itself");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_is_weighed_in_a_process_of_its_own() {
+    let shop = Shop::new();
+    let figures = shop
+        .run(&["-o", "json", "bench", "--quick", "memory"])
+        .json();
+    assert!(figures[0]["rss_mib"].as_f64().unwrap() > 1.0, "{figures}");
+}

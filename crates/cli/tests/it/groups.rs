@@ -1,0 +1,42 @@
+//! `everbus groups`.
+
+use crate::support::Shop;
+
+// conformance: issue-2/cli-groups: position, backlog, waiting and dead letters of every group are shown
+#[test]
+fn every_group_is_shown_with_what_it_owes() {
+    let shop = Shop::new();
+    shop.run(&["publish", "order.placed"]).ok();
+    assert!(shop.run(&["groups"]).ok().contains("no groups yet"));
+    shop.dead_letters(2);
+    shop.run(&["publish", "order.placed", "1", "--count", "3"])
+        .ok();
+    let groups = shop.run(&["-o", "json", "groups"]).json();
+    assert_eq!(groups[0]["name"], "payment");
+    assert_eq!(groups[0]["dead_letters"], 2);
+    assert_eq!(groups[0]["behind"], 3);
+    let text = shop.run(&["groups"]).ok();
+    assert!(
+        text.contains("DEAD LETTERS") && text.contains("order.*"),
+        "{text}"
+    );
+}
+
+// conformance: issue-2/cli-groups: a group is removed only when that is confirmed
+#[test]
+fn a_group_is_removed_only_when_that_is_confirmed() {
+    let shop = Shop::new();
+    shop.dead_letters(2);
+    let said = shop
+        .run(&["groups", "remove", "payment"])
+        .failed(2, "Usage");
+    assert!(
+        said.contains("2 dead letters") && said.contains("--yes"),
+        "{said}"
+    );
+    shop.run(&["groups", "remove", "payment", "--yes"]).ok();
+    shop.run(&["groups", "remove", "payment", "--yes"])
+        .failed(3, "GroupNotFound");
+    let groups = shop.run(&["-o", "json", "groups"]).json();
+    assert_eq!(groups, serde_json::json!([]));
+}

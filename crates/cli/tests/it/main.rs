@@ -1,0 +1,13 @@
+//! The `everbus` binary as a person or a script uses it.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod basics;
+mod bench;
+mod demo;
+mod dlq;
+mod files;
+mod groups;
+mod publish;
+mod support;
+mod tail;

@@ -1,0 +1,249 @@
+//! `everbus publish` and `everbus get`.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::process::Stdio;
+
+use serde_json::{Value, json};
+
+use crate::support::{Shop, exists};
+
+// conformance: issue-2/cli-publish: an event is stored with its attributes, id and sequence are printed
+// conformance: issue-2/cli-get: an event is shown with everything it was published with
+#[test]
+fn an_event_is_stored_with_everything_it_was_given() {
+    let shop = Shop::new();
+    let published = shop
+        .run(&[
+            "-o",
+            "json",
+            "publish",
+            "order.placed",
+            "{\"order\": 42, \"z\":1.50}",
+            "--key",
+            "42",
+            "--tenant",
+            "acme",
+            "--app",
+            "web",
+            "--entity",
+            "ORDER:42",
+            "--correlation-id",
+            "req-1",
+            "--source",
+            "checkout",
+            "--meta",
+            "a=1",
+            "--meta",
+            "b=x=y",
+            "--version",
+            "3",
+        ])
+        .json();
+    assert_eq!(published["seq"], 1);
+    let id = published["id"].as_str().unwrap();
+    let raw = shop.run(&["-o", "json", "get", id]).ok();
+    assert!(
+        raw.contains("{\"order\": 42, \"z\":1.50}"),
+        "kept as given: {raw}"
+    );
+    let got: Value = serde_json::from_str(&raw).unwrap();
+    let event = &got["event"];
+    for (field, value) in [
+        ("id", json!(id)),
+        ("type", json!("order.placed")),
+        ("version", json!(3)),
+        ("key", json!("42")),
+        ("tenant", json!("acme")),
+        ("app", json!("web")),
+        ("entity", json!({ "type": "ORDER", "id": "42" })),
+        ("correlation_id", json!("req-1")),
+        ("source", json!("checkout")),
+        ("metadata", json!({ "a": "1", "b": "x=y" })),
+    ] {
+        assert_eq!(event[field], value, "{field}");
+    }
+    let text = shop.run(&["get", id]).ok();
+    assert!(
+        text.contains("order.placed") && text.contains("a=1"),
+        "{text}"
+    );
+}
+
+#[test]
+fn the_payload_may_be_left_out() {
+    let shop = Shop::new();
+    let text = shop.run(&["publish", "door.opened"]).ok();
+    assert!(text.ends_with(" at 1\n"), "{text}");
+    let line = shop.run(&["-o", "json", "tail", "--no-follow"]).json();
+    assert_eq!(line["payload"], Value::Null);
+}
+
+#[test]
+fn the_same_id_again_stores_nothing_and_another_body_is_an_error() {
+    let shop = Shop::new();
+    let publish = |body: &str| shop.run(&["-o", "json", "publish", "a.b", body, "--id", "order-7"]);
+    let first = publish("1").json();
+    let again = publish("1").json();
+    assert_eq!(first["id"], again["id"]);
+    assert_eq!(first["seq"], again["seq"]);
+    assert_eq!(again["duplicate"], true);
+    let other = publish("2");
+    assert_eq!(other.code, 1);
+    assert!(other.err.contains("IdReused"), "{other:?}");
+    // A foreign id finds its event again.
+    let got = shop.run(&["-o", "json", "get", "order-7"]).json();
+    assert_eq!(got["event"]["foreign_id"], "order-7");
+}
+
+#[test]
+fn what_is_wrong_with_an_event_is_said_before_a_file_is_made() {
+    let shop = Shop::new();
+    shop.run(&["publish", "", "{}"]).failed(2, "InvalidType");
+    shop.run(&["publish", "a.*", "{}"]).failed(2, "InvalidType");
+    shop.run(&["publish", "a.b", "hello"])
+        .failed(2, "InvalidPayloadError");
+    shop.run(&["publish", "a.b", "1", "--version", "0"])
+        .failed(2, "InvalidAttribute");
+    assert!(!exists(&shop.db()));
+    shop.run(&["publish", "a.b", "hello", "--content-type", "text/plain"])
+        .ok();
+}
+
+#[test]
+fn an_event_that_is_not_there_is_not_found() {
+    let shop = Shop::new();
+    shop.run(&["publish", "a.b"]).ok();
+    shop.run(&["get", "0198c5f0-0000-7000-8000-000000000000"])
+        .failed(3, "NotFound");
+    shop.run(&["get", "no-such-id"]).failed(3, "NotFound");
+}
+
+// conformance: issue-2/cli-publish-stdin: each line is an event, printed in order; empty lines are skipped
+#[test]
+fn each_line_of_standard_input_is_an_event() {
+    let shop = Shop::new();
+    let input: String = (0..5000).map(|n| format!("{{\"n\":{n}}}\n\n")).collect();
+    let lines = shop
+        .run_with_input(&["-o", "json", "publish", "a.b", "-"], &input)
+        .lines();
+    let seqs: Vec<u64> = lines.iter().map(|l| l["seq"].as_u64().unwrap()).collect();
+    assert_eq!(seqs, (1..=5000).collect::<Vec<u64>>());
+    let stored = shop.run(&["-o", "json", "tail", "--no-follow"]).lines();
+    let payloads: Vec<u64> = stored
+        .iter()
+        .map(|l| l["payload"]["n"].as_u64().unwrap())
+        .collect();
+    assert_eq!(
+        payloads,
+        (0..5000).collect::<Vec<u64>>(),
+        "in the order given"
+    );
+}
+
+// conformance: issue-2/cli-publish-stdin: each event is printed as it commits, not at the end
+#[test]
+fn a_line_is_answered_while_the_input_is_still_open() {
+    let shop = Shop::new();
+    let mut child = shop
+        .command(&["-o", "json", "publish", "a.b", "-"])
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut to = child.stdin.take().unwrap();
+    let mut from = BufReader::new(child.stdout.take().unwrap());
+    for n in 1..=3 {
+        writeln!(to, "{n}").unwrap();
+        let mut line = String::new();
+        from.read_line(&mut line).unwrap();
+        let answer: Value = serde_json::from_str(&line).unwrap();
+        assert_eq!(answer["seq"], n);
+    }
+    drop(to);
+    assert!(child.wait().unwrap().success());
+}
+
+#[test]
+fn a_bad_line_is_named_and_everything_before_it_is_published() {
+    let shop = Shop::new();
+    let ran = shop.run_with_input(&["-o", "json", "publish", "a.b", "-"], "1\n2\n\noops\n4\n");
+    assert_eq!(ran.code, 2);
+    assert!(ran.err.contains("line 4: "), "{ran:?}");
+    assert_eq!(ran.out.lines().count(), 2);
+    let stored = shop.run(&["-o", "json", "tail", "--no-follow"]).lines();
+    assert_eq!(stored.len(), 2);
+}
+
+// conformance: issue-2/payload-too-large: a payload over the limit is refused, with its line
+#[test]
+fn a_line_over_the_limit_is_refused_by_its_number() {
+    let shop = Shop::new();
+    let input = format!("1\n\"{}\"\n3\n", "x".repeat(1 << 20));
+    let ran = shop.run_with_input(&["publish", "a.b", "-"], &input);
+    let said = ran.failed(2, "PayloadTooLarge");
+    assert!(said.contains("line 2: "), "{said}");
+    let stored = shop.run(&["-o", "json", "tail", "--no-follow"]).lines();
+    assert_eq!(stored.len(), 1, "the line before is stored, none after");
+}
+
+#[test]
+fn no_lines_are_no_events() {
+    let shop = Shop::new();
+    let ran = shop.run_with_input(&["publish", "a.b", "-"], "\n  \n");
+    assert!(ran.ok().contains("published 0 events"));
+}
+
+// conformance: issue-2/cli-publish-count: --count publishes that many, --rate spreads them
+#[test]
+fn a_count_publishes_that_many_events_with_ids_of_their_own() {
+    let shop = Shop::new();
+    let lines = shop
+        .run(&["-o", "json", "publish", "a.b", "1", "--count", "2500"])
+        .lines();
+    let ids: std::collections::HashSet<&str> =
+        lines.iter().map(|l| l["id"].as_str().unwrap()).collect();
+    assert_eq!(ids.len(), 2500);
+    let paced = shop.run(&["publish", "a.b", "1", "--count", "20", "--rate", "200"]);
+    assert!(paced.ok().contains("published 20 events"));
+}
+
+#[test]
+fn waiting_for_events_that_nobody_wants_ends_at_once() {
+    let shop = Shop::new();
+    let line = shop
+        .run(&["-o", "json", "publish", "a.b", "1", "--wait"])
+        .json();
+    assert_eq!(line["settled"], true);
+}
+
+#[test]
+fn waiting_for_a_group_that_nobody_serves_times_out_and_says_so() {
+    let shop = Shop::new();
+    shop.dead_letters(1);
+    let ran = shop.run(&["publish", "order.placed", "1", "--wait=0.2"]);
+    let out = ran.out.clone();
+    ran.failed(1, "Timeout");
+    assert!(out.contains("not settled"), "{out}");
+}
+
+#[test]
+fn an_interrupt_ends_it_cleanly_and_keeps_what_was_printed() {
+    let shop = Shop::new();
+    let mut child = shop
+        .command(&["-o", "json", "publish", "a.b", "-"])
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut to = child.stdin.take().unwrap();
+    let mut from = BufReader::new(child.stdout.take().unwrap());
+    writeln!(to, "1").unwrap();
+    let mut line = String::new();
+    from.read_line(&mut line).unwrap();
+    let pid = child.id().to_string();
+    let kill = std::process::Command::new("kill")
+        .args(["-INT", &pid])
+        .status();
+    assert!(kill.unwrap().success());
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    let stored = shop.run(&["-o", "json", "tail", "--no-follow"]).lines();
+    assert_eq!(stored.len(), 1);
+}

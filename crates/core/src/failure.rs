@@ -1,0 +1,122 @@
+//! What is kept of a failed attempt.
+
+use serde::{Deserialize, Serialize};
+
+use crate::time::Timestamp;
+
+/// How an attempt failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum FailureKind {
+    /// The handler returned an error.
+    Error,
+    /// The handler returned an error that no retry can mend.
+    Permanent,
+    /// The handler did not finish in time.
+    Timeout,
+    /// The handler panicked.
+    Panic,
+    /// The process died, or lost its lease, while the event was in flight.
+    Crash,
+    /// The event or its payload could not be read.
+    Decode,
+    /// No process had a handler for the event for too long.
+    NoHandler,
+}
+
+impl FailureKind {
+    /// The kind as it is written in JSON.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Error => "error",
+            Self::Permanent => "permanent",
+            Self::Timeout => "timeout",
+            Self::Panic => "panic",
+            Self::Crash => "crash",
+            Self::Decode => "decode",
+            Self::NoHandler => "no_handler",
+        }
+    }
+}
+
+/// One failed attempt: kept, in order, with the delivery and later with the dead letter.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failure {
+    /// Which attempt it was, from 1.
+    pub attempt: u32,
+    /// When it failed.
+    pub at: Timestamp,
+    /// How it failed.
+    pub kind: FailureKind,
+    /// The name of the handler that failed, where one ran.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub handler: Option<String>,
+    /// The error, with its causes.
+    pub error: String,
+    /// For a crash: whether this was the only event its process had in flight, so that no other
+    /// can be to blame. Only such an event may be dead-lettered for crashes.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub alone: bool,
+}
+
+/// Longer error texts are cut here, at a character boundary, with a mark.
+pub const MAX_ERROR_BYTES: usize = 64 * 1024;
+
+impl Failure {
+    /// A failure; the text is cut at [`MAX_ERROR_BYTES`].
+    pub fn new(attempt: u32, at: Timestamp, kind: FailureKind, error: impl Into<String>) -> Self {
+        let mut error = error.into();
+        if error.len() > MAX_ERROR_BYTES {
+            let cut = error.floor_char_boundary(MAX_ERROR_BYTES);
+            error.truncate(cut);
+            error.push_str("… (cut)");
+        }
+        Self {
+            attempt,
+            at,
+            kind,
+            handler: None,
+            error,
+            alone: false,
+        }
+    }
+
+    /// Names the handler that failed.
+    #[must_use]
+    pub fn in_handler(mut self, name: impl Into<String>) -> Self {
+        self.handler = Some(name.into());
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_errors_are_cut_at_a_character_boundary() {
+        let f = Failure::new(
+            1,
+            Timestamp::EPOCH,
+            FailureKind::Error,
+            "ä".repeat(MAX_ERROR_BYTES),
+        );
+        assert!(f.error.len() <= MAX_ERROR_BYTES + 16);
+        assert!(f.error.ends_with("(cut)"));
+    }
+
+    #[test]
+    fn the_text_of_a_kind_is_its_json_form() {
+        for kind in [
+            FailureKind::Error,
+            FailureKind::NoHandler,
+            FailureKind::Crash,
+        ] {
+            assert_eq!(
+                serde_json::to_string(&kind).unwrap(),
+                format!("\"{}\"", kind.as_str())
+            );
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! Consumer groups: who reads the log, from where, and which events it wants.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::error::{Code, Error, Result};
+use crate::pattern::Pattern;
+use crate::time::Timestamp;
+
+/// The name of a group. The unnamed group, which the specification of the embedded bus describes,
+/// has the empty name and is shown as `(unnamed)`.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GroupName(Arc<str>);
+
+/// How the unnamed group is shown and may be written on a command line.
+pub const UNNAMED: &str = "(unnamed)";
+
+impl GroupName {
+    /// The unnamed group.
+    pub fn unnamed() -> Self {
+        Self("".into())
+    }
+
+    /// A named group: 1 to 128 printable characters.
+    pub fn new(name: &str) -> Result<Self> {
+        let bad = |what: &str| {
+            Err(
+                Error::new(Code::InvalidSetting, format!("{what}: {name:?}"))
+                    .hint("a group name is 1 to 128 printable characters, for example billing"),
+            )
+        };
+        if name.is_empty() {
+            return bad("the group name is empty");
+        }
+        if name.chars().count() > 128 {
+            return bad("the group name is too long");
+        }
+        if name == UNNAMED || name.chars().any(char::is_control) {
+            return bad("the group name is not allowed");
+        }
+        Ok(Self(name.into()))
+    }
+
+    /// Whether this is the unnamed group.
+    pub fn is_unnamed(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The name as stored: empty for the unnamed group.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for GroupName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.is_unnamed() { UNNAMED } else { &self.0 })
+    }
+}
+
+impl FromStr for GroupName {
+    type Err = Error;
+
+    /// Reads a name as shown: the empty text and `(unnamed)` are the unnamed group.
+    fn from_str(s: &str) -> Result<Self> {
+        if s.is_empty() || s == UNNAMED {
+            Ok(Self::unnamed())
+        } else {
+            Self::new(s)
+        }
+    }
+}
+
+impl Serialize for GroupName {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// Where a new group begins to read. A group that exists keeps its position.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StartFrom {
+    /// After everything that is in the log now.
+    New,
+    /// At the beginning of the log.
+    First,
+    /// At the newest event that matches, which is included.
+    Last,
+    /// At the first event received at or after this time.
+    Time(Timestamp),
+}
+
+/// One subscription inside a group: a pattern under a name that stays the same across restarts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SubscriptionSpec {
+    /// Stable within the group; declaring it again is the same subscription.
+    pub name: String,
+    /// Which events it wants.
+    pub pattern: Pattern,
+}
+
+/// A group and the subscriptions this process adds to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupSpec {
+    /// The group.
+    pub name: GroupName,
+    /// Where it begins if it does not exist yet.
+    pub start_from: StartFrom,
+    /// Whether events with the same key are handled strictly one after another.
+    pub ordered: bool,
+    /// The subscriptions to add. Adding is not retroactive: it applies from the group's position on.
+    pub subscriptions: Vec<SubscriptionSpec>,
+}
+
+/// A subscription as it is stored.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct SubscriptionInfo {
+    /// The id that `subscribe` returns and `unsubscribe` takes.
+    pub id: crate::id::EventId,
+    /// The group it belongs to.
+    pub group: GroupName,
+    /// Its name within the group.
+    pub name: String,
+    /// Which events it wants.
+    pub pattern: Pattern,
+    /// It applies to events after this position.
+    pub after: u64,
+    /// When it was first declared.
+    pub created_at: Timestamp,
+}
+
+/// How a group stands.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct GroupInfo {
+    /// The group.
+    pub name: GroupName,
+    /// Whether events with the same key are handled one after another.
+    pub ordered: bool,
+    /// The patterns it wants.
+    pub patterns: Vec<String>,
+    /// Everything up to here was handed out or skipped.
+    pub position: u64,
+    /// Events in the log beyond the position, whether they match or not.
+    pub behind: u64,
+    /// Events handed out and not settled.
+    pub in_flight: u64,
+    /// Failed events that wait for their next attempt, and released ones.
+    pub waiting: u64,
+    /// Open dead letters.
+    pub dead_letters: u64,
+    /// When the oldest event that is not settled was received.
+    pub oldest: Option<Timestamp>,
+    /// How long the oldest unsettled event has been waiting; zero if there is none.
+    #[serde(rename = "behind_ms", serialize_with = "as_millis")]
+    pub behind_for: Duration,
+    /// When the group last handed something out or settled something.
+    pub active_at: Timestamp,
+}
+
+fn as_millis<S: serde::Serializer>(d: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u64(u64::try_from(d.as_millis()).unwrap_or(u64::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_unnamed_group_is_shown_and_read_as_such() {
+        assert_eq!(GroupName::unnamed().to_string(), "(unnamed)");
+        assert_eq!(
+            "(unnamed)".parse::<GroupName>().unwrap(),
+            GroupName::unnamed()
+        );
+        assert_eq!("billing".parse::<GroupName>().unwrap().as_str(), "billing");
+    }
+
+    #[test]
+    fn bad_names_are_refused() {
+        for bad in ["", "(unnamed)", "a\nb", &"x".repeat(129)] {
+            assert_eq!(
+                GroupName::new(bad).unwrap_err().code(),
+                Code::InvalidSetting
+            );
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! The vocabulary of Everbus: events, patterns, policies and the traits that engines implement.
+//!
+//! This crate does no I/O and knows no engine. Read it in this order:
+//!
+//! 1. [`Event`]: what travels. [`Pattern`]: which events a subscriber wants.
+//! 2. [`Broker`] and [`Consumer`]: how events move (append, fetch, settle).
+//! 3. [`Log`], [`DeadLetters`], [`Maintenance`]: what an engine may offer beside that.
+//! 4. [`RetryPolicy`], [`Clock`], [`Progress`]: the small pure parts every engine shares.
+//!
+//! Everything that can go wrong is an [`Error`] with a stable [`Code`] and a hint.
+
+pub mod broker;
+pub mod clock;
+pub mod dead_letters;
+pub mod engine;
+pub mod error;
+pub mod event;
+pub mod failure;
+pub mod group;
+pub mod id;
+pub mod log;
+pub mod maintenance;
+pub mod pattern;
+pub mod progress;
+pub mod retry;
+pub mod time;
+
+pub use broker::{
+    Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Deduplication, Delivery,
+    Durability, Lease, OrderScope, SettledOutcome, Settlement, Verdict,
+};
+pub use clock::{Clock, ManualClock, SystemClock};
+pub use dead_letters::{
+    DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage, DeadLetters, PageRequest,
+    PurgeBasis,
+};
+pub use engine::Engine;
+pub use error::{Code, Error, Result};
+pub use event::{Attributes, Entity, Event, EventBuilder, IntoEvent, MAX_TYPE_CHARS, TraceContext};
+pub use failure::{Failure, FailureKind};
+pub use group::{GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, SubscriptionSpec};
+pub use id::EventId;
+pub use log::{EventState, GroupState, Log, Recorded};
+pub use maintenance::{CheckReport, Finding, Maintenance, Pruned, Retention};
+pub use pattern::Pattern;
+pub use progress::Progress;
+pub use retry::RetryPolicy;
+pub use time::Timestamp;

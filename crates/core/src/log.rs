@@ -1,0 +1,209 @@
+//! Reading the log without a group: for tailing, looking up and replaying.
+
+use std::sync::Arc;
+
+use serde::ser::SerializeMap;
+use serde::{Serialize, Serializer};
+
+use crate::broker::BoxFuture;
+use crate::error::Result;
+use crate::event::Event;
+use crate::failure::Failure;
+use crate::group::{GroupName, StartFrom};
+use crate::id::EventId;
+use crate::pattern::Pattern;
+use crate::time::Timestamp;
+
+/// An event in the log. Serialises as the native JSON envelope.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Recorded {
+    /// The event.
+    pub event: Event,
+    /// Its place in the log; later events have higher positions.
+    pub position: u64,
+    /// When the engine received it; never earlier than that of an earlier position.
+    pub received_at: Timestamp,
+}
+
+/// Where an event stands in one group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EventState {
+    /// Not handed out yet, or waiting after a release, a crash or the retry of a dead letter.
+    Pending,
+    /// Handed out, or failed and waiting for its next attempt.
+    Processing,
+    /// Handled or skipped.
+    Done,
+    /// In the dead letters.
+    Dlq,
+}
+
+impl EventState {
+    /// The word the specification uses in its `status` column.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Pending => "pending",
+            Self::Processing => "processing",
+            Self::Done => "done",
+            Self::Dlq => "dlq",
+        }
+    }
+}
+
+/// How one event stands in one group.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct GroupState {
+    /// The group.
+    pub group: GroupName,
+    /// Where the event stands there.
+    pub state: EventState,
+    /// Attempts begun.
+    pub attempts: u32,
+    /// The failed attempts, in order.
+    pub failures: Vec<Failure>,
+    /// When the next attempt is due, if it waits for one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub due_at: Option<Timestamp>,
+}
+
+/// An engine whose log can be read directly.
+pub trait Log: Send + Sync + 'static {
+    /// The position of the newest event; 0 if there was never one.
+    fn head(&self) -> BoxFuture<'_, Result<u64>>;
+
+    /// Reads up to `limit` events after a position that match one of the patterns, and how far the
+    /// log was searched: go on from there.
+    fn read(
+        &self,
+        after: u64,
+        patterns: Vec<Pattern>,
+        limit: usize,
+    ) -> BoxFuture<'_, Result<(Vec<Arc<Recorded>>, u64)>>;
+
+    /// The position after which a reader that starts so begins.
+    fn resolve(&self, from: StartFrom, patterns: Vec<Pattern>) -> BoxFuture<'_, Result<u64>>;
+
+    /// Waits until there is something after a position. Dropping the future is harmless.
+    fn wait_beyond(&self, position: u64) -> BoxFuture<'_, Result<()>>;
+
+    /// The events with this id: one per tenant that used it.
+    fn find(&self, id: EventId) -> BoxFuture<'_, Result<Vec<Arc<Recorded>>>>;
+
+    /// How an event stands in every group; [`Code::NotFound`](crate::Code::NotFound) without one.
+    fn states(&self, position: u64) -> BoxFuture<'_, Result<Vec<GroupState>>>;
+}
+
+impl Serialize for Recorded {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let event = &self.event;
+        let mut map = serializer.serialize_map(None)?;
+        map.serialize_entry("id", &event.id())?;
+        map.serialize_entry("seq", &self.position)?;
+        map.serialize_entry("type", event.event_type())?;
+        map.serialize_entry("version", &event.version())?;
+        map.serialize_entry("occurred_at", &event.occurred_at())?;
+        map.serialize_entry("received_at", &self.received_at)?;
+        map.serialize_entry("correlation_id", &event.correlation_id())?;
+        if let Some(a) = event.attributes() {
+            let texts = [
+                ("foreign_id", &a.foreign_id),
+                ("source", &a.source),
+                ("app", &a.app),
+                ("tenant", &a.tenant),
+                ("key", &a.key),
+                ("causation_id", &a.causation_id),
+                ("content_type", &a.content_type),
+            ];
+            for (name, value) in texts {
+                if let Some(value) = value {
+                    map.serialize_entry(name, value)?;
+                }
+            }
+            if let Some(entity) = &a.entity {
+                map.serialize_entry("entity", entity)?;
+            }
+            if let Some(trace) = &a.trace {
+                map.serialize_entry("trace", trace)?;
+            }
+            if !a.metadata.is_empty() {
+                map.serialize_entry("metadata", &a.metadata)?;
+            }
+        }
+        match payload_json(event) {
+            Some(json) => map.serialize_entry("payload", json)?,
+            None => match std::str::from_utf8(event.payload()) {
+                Ok(text) => map.serialize_entry("payload_text", text)?,
+                Err(_) => map.serialize_entry("payload_hex", &hex(event.payload()))?,
+            },
+        }
+        map.end()
+    }
+}
+
+/// The payload as raw JSON, if that is what it is; the bytes are not changed.
+fn payload_json(event: &Event) -> Option<&serde_json::value::RawValue> {
+    if event.is_json() {
+        serde_json::from_slice(event.payload()).ok()
+    } else {
+        None
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write as _;
+    bytes
+        .iter()
+        .fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
+            let _ = write!(text, "{byte:02x}");
+            text
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(event: Event) -> serde_json::Value {
+        let r = Recorded {
+            event,
+            position: 7,
+            received_at: Timestamp::EPOCH,
+        };
+        serde_json::to_value(&r).unwrap()
+    }
+
+    // conformance: embedded/metadata: metadata comes back unchanged
+    #[test]
+    fn the_envelope_carries_the_payload_as_it_is() {
+        let event = Event::builder("t")
+            .payload("{\"z\":1, \"a\":1.50}")
+            .meta("k", "v")
+            .build()
+            .unwrap();
+        let r = Recorded {
+            event,
+            position: 7,
+            received_at: Timestamp::EPOCH,
+        };
+        let text = serde_json::to_string(&r).unwrap();
+        assert!(text.contains("\"payload\":{\"z\":1, \"a\":1.50}"), "{text}");
+        assert!(text.contains("\"metadata\":{\"k\":\"v\"}") && text.contains("\"seq\":7"));
+    }
+
+    #[test]
+    fn payloads_that_are_not_json_are_shown_as_text_or_hex() {
+        let text = Event::builder("t")
+            .payload("hello")
+            .content_type("text/plain")
+            .build()
+            .unwrap();
+        assert_eq!(record(text)["payload_text"], "hello");
+        let bytes = Event::builder("t")
+            .payload(vec![0xff, 1])
+            .content_type("x/y")
+            .build()
+            .unwrap();
+        assert_eq!(record(bytes)["payload_hex"], "ff01");
+    }
+}

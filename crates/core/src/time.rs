@@ -1,0 +1,133 @@
+//! Points in time, in microseconds of UTC, shown and read as RFC 3339.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::error::{Code, Error};
+
+/// A point in time with microsecond precision.
+///
+/// ```
+/// use everbus_core::Timestamp;
+/// let t: Timestamp = "2026-01-02T03:04:05.000006Z".parse()?;
+/// assert_eq!(t.to_string(), "2026-01-02T03:04:05.000006Z");
+/// # Ok::<(), everbus_core::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Timestamp(i64);
+
+/// 9999-12-30T22:00:00Z, the last moment the calendar library can write.
+const LAST: i64 = 253_402_207_200_000_000;
+/// 0000-01-01T00:00:00Z, the first one.
+const FIRST: i64 = -62_167_219_200_000_000;
+
+impl Timestamp {
+    /// The Unix epoch.
+    pub const EPOCH: Timestamp = Timestamp(0);
+
+    /// From microseconds since the Unix epoch; values outside the years 0–9999 are clamped.
+    pub const fn from_micros(micros: i64) -> Self {
+        if micros > LAST {
+            Self(LAST)
+        } else if micros < FIRST {
+            Self(FIRST)
+        } else {
+            Self(micros)
+        }
+    }
+
+    /// Microseconds since the Unix epoch.
+    pub const fn as_micros(self) -> i64 {
+        self.0
+    }
+
+    /// This moment plus a duration, clamped to what can be written.
+    #[must_use]
+    pub fn plus(self, by: Duration) -> Self {
+        let by = i64::try_from(by.as_micros()).unwrap_or(i64::MAX);
+        Self::from_micros(self.0.saturating_add(by))
+    }
+
+    /// This moment minus a duration, clamped to what can be written.
+    #[must_use]
+    pub fn minus(self, by: Duration) -> Self {
+        let by = i64::try_from(by.as_micros()).unwrap_or(i64::MAX);
+        Self::from_micros(self.0.saturating_sub(by))
+    }
+
+    /// How long after `earlier` this is; zero if it is not after.
+    pub fn since(self, earlier: Timestamp) -> Duration {
+        Duration::from_micros(u64::try_from(self.0.saturating_sub(earlier.0)).unwrap_or(0))
+    }
+}
+
+impl fmt::Display for Timestamp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match jiff::Timestamp::from_microsecond(self.0) {
+            Ok(t) => write!(f, "{t:.6}"),
+            Err(_) => write!(f, "{}us", self.0),
+        }
+    }
+}
+
+impl FromStr for Timestamp {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self, Error> {
+        s.parse::<jiff::Timestamp>()
+            .map(|t| Self(t.as_microsecond()))
+            .map_err(|e| {
+                Error::new(Code::InvalidSetting, format!("{s:?} is not a time: {e}"))
+                    .hint("write times as RFC 3339, for example 2026-01-31T12:00:00Z")
+            })
+    }
+}
+
+impl Serialize for Timestamp {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Timestamp {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = std::borrow::Cow::<'de, str>::deserialize(deserializer)?;
+        text.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_form_round_trips_and_sorts_like_the_number() {
+        let a = Timestamp::from_micros(1_700_000_000_000_000);
+        let b = Timestamp::from_micros(1_700_000_000_000_001);
+        assert_eq!(a.to_string().parse::<Timestamp>().unwrap(), a);
+        assert!(a.to_string() < b.to_string());
+        assert_eq!(a.to_string(), "2023-11-14T22:13:20.000000Z");
+    }
+
+    #[test]
+    fn offsets_are_understood_and_nonsense_is_refused() {
+        let t: Timestamp = "2023-11-14T23:13:20+01:00".parse().unwrap();
+        assert_eq!(t.as_micros(), 1_700_000_000_000_000);
+        let e = "yesterday".parse::<Timestamp>().unwrap_err();
+        assert_eq!(e.code(), Code::InvalidSetting);
+    }
+
+    #[test]
+    fn arithmetic_clamps_instead_of_overflowing() {
+        let end = Timestamp::EPOCH.plus(Duration::MAX);
+        assert!(end.to_string().starts_with("9999-12-30"));
+        assert_eq!(
+            Timestamp::EPOCH.minus(Duration::MAX).to_string(),
+            "0000-01-01T00:00:00.000000Z"
+        );
+        assert_eq!(Timestamp::EPOCH.since(end), Duration::ZERO);
+    }
+}

@@ -1,0 +1,371 @@
+//! The bus: what users hold on to.
+
+use std::future::Future;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, PoisonError};
+use std::time::Duration;
+
+use everbus_core::{
+    Capabilities, Code, Engine, Error, Event, GroupInfo, GroupName, IntoEvent, Log, Maintenance,
+    Result,
+};
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+
+use crate::dead_letters::DeadLetterQueue;
+use crate::options::{BusBuilder, BusOptions};
+use crate::receipt::Receipt;
+use crate::registry::Registry;
+use crate::retention;
+use crate::shutdown::{self, Shutdown};
+use crate::subscribe::{Subscribe, SubscriptionId};
+
+/// A bus on an open engine. Clones are the same bus.
+///
+/// Needs a tokio runtime with its timer enabled, as `#[tokio::main]` gives. Dropping the last clone
+/// without [`shutdown`](Self::shutdown) blocks nothing and loses nothing: running handlers get the
+/// shutdown timeout in the background as long as the runtime lives, and what they did not finish is
+/// delivered again. A handler that holds a clone of the bus keeps it alive until it is shut down.
+#[derive(Clone)]
+pub struct Bus {
+    inner: Arc<Inner>,
+}
+
+/// What the clones of a bus share.
+struct Inner {
+    shared: Arc<Shared>,
+    registry: tokio::sync::Mutex<Registry>,
+    runtime: OnceLock<Handle>,
+    ending: std::sync::Mutex<Option<watch::Receiver<Ending>>>,
+}
+
+/// Nothing, until the shutdown is over.
+type Ending = Option<Result<Shutdown>>;
+
+/// What the background tasks and receipts need. It does not keep the bus alive.
+pub(crate) struct Shared {
+    pub(crate) engine: Engine,
+    pub(crate) options: BusOptions,
+    /// Becomes true just before the engine is closed.
+    pub(crate) closed: watch::Sender<bool>,
+    state: AtomicU8,
+    failure: OnceLock<Error>,
+    lost_leases: AtomicU64,
+}
+
+const OPEN: u8 = 0;
+const FAILED: u8 = 1;
+const CLOSED: u8 = 2;
+
+impl Shared {
+    /// Whether publishes and subscriptions are taken.
+    pub(crate) fn accepts(&self) -> Result<()> {
+        match self.state.load(Ordering::Acquire) {
+            OPEN => Ok(()),
+            FAILED => Err(self.failure.get().cloned().unwrap_or_else(Error::shutdown)),
+            _ => Err(Error::shutdown()),
+        }
+    }
+
+    /// Remembers the first failure that the engine does not recover from.
+    pub(crate) fn fail(&self, error: &Error) {
+        let _ = self.failure.set(error.clone());
+        let _ = self
+            .state
+            .compare_exchange(OPEN, FAILED, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    pub(crate) fn count_lost_lease(&self) {
+        self.lost_leases.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn refuse_new_work(&self) {
+        self.state.store(CLOSED, Ordering::Release);
+    }
+}
+
+impl Bus {
+    /// Opens a bus with the default settings: `sqlite:FILE` or a bare path for a file on disk,
+    /// `memory:` for events that need not survive the process.
+    pub async fn open(url: impl AsRef<str>) -> Result<Bus> {
+        Self::builder().open(url).await
+    }
+
+    /// Begins a bus with settings of one's own.
+    pub fn builder() -> BusBuilder {
+        BusBuilder::default()
+    }
+
+    /// A bus on an engine that is open already.
+    pub fn with_engine(engine: Engine, options: BusOptions) -> Result<Bus> {
+        options.validate()?;
+        Ok(Bus {
+            inner: Arc::new(Inner {
+                shared: Arc::new(Shared {
+                    engine,
+                    options,
+                    closed: watch::Sender::new(false),
+                    state: AtomicU8::new(OPEN),
+                    failure: OnceLock::new(),
+                    lost_leases: AtomicU64::new(0),
+                }),
+                registry: tokio::sync::Mutex::default(),
+                runtime: OnceLock::new(),
+                ending: std::sync::Mutex::default(),
+            }),
+        })
+    }
+
+    /// Publishes an event and returns when it is durable.
+    ///
+    /// Takes an [`Event`], a builder, or a pair of type and serialisable value. An event whose id was
+    /// published before with the same body returns the first receipt and stores nothing.
+    ///
+    /// If the error says [`outcome_unknown`](Error::outcome_unknown), the event may have been stored:
+    /// publish it again with the same id.
+    pub fn publish<E: IntoEvent>(
+        &self,
+        event: E,
+    ) -> impl Future<Output = Result<Receipt>> + Send + use<'_, E> {
+        let event = self.accept(event);
+        async move {
+            let mut answers = self.append(vec![event?]).await?;
+            let appended = answers.pop().unwrap_or_else(|| Err(no_answer()))?;
+            Ok(Receipt::new(appended, self.inner.shared.clone()))
+        }
+    }
+
+    /// Publishes events in one step: all of them or none, where the engine's
+    /// [`Capabilities::atomic_batch`] says so. Receipts come in the order of the events.
+    pub fn publish_batch<I>(
+        &self,
+        events: I,
+    ) -> impl Future<Output = Result<Vec<Receipt>>> + Send + use<'_, I>
+    where
+        I: IntoIterator,
+        I::Item: IntoEvent,
+    {
+        let events: Result<Vec<Event>> = events.into_iter().map(|e| self.accept(e)).collect();
+        async move {
+            let events = events?;
+            if events.is_empty() {
+                return Ok(Vec::new());
+            }
+            let expected = events.len();
+            let answers = self.append(events).await?;
+            if answers.len() != expected {
+                return Err(no_answer());
+            }
+            answers
+                .into_iter()
+                .map(|answer| Ok(Receipt::new(answer?, self.inner.shared.clone())))
+                .collect()
+        }
+    }
+
+    fn accept(&self, event: impl IntoEvent) -> Result<Event> {
+        let shared = &self.inner.shared;
+        shared.accepts()?;
+        let event = event.into_event()?;
+        let (bytes, limit) = (event.payload().len(), shared.options.max_payload);
+        if bytes > limit {
+            return Err(Error::new(
+                Code::PayloadTooLarge,
+                format!("the payload has {bytes} bytes, the limit is {limit}"),
+            )
+            .hint("store large data elsewhere and publish where it is, or raise max_payload"));
+        }
+        Ok(event)
+    }
+
+    async fn append(&self, events: Vec<Event>) -> Result<Vec<Result<everbus_core::Appended>>> {
+        let shared = &self.inner.shared;
+        // Checked again: the future may have been kept over a shutdown.
+        shared.accepts()?;
+        shared
+            .engine
+            .broker
+            .append(events)
+            .await
+            .inspect_err(|error| {
+                if error.code() == Code::StorageFailed {
+                    shared.fail(error);
+                }
+            })
+    }
+
+    /// Begins a subscription to the events that match a pattern (`user.created`, `user.*`,
+    /// `order.*.shipped`, `*`). It takes effect with [`Subscribe::handler`].
+    pub fn subscribe(&self, pattern: impl AsRef<str>) -> Subscribe<'_> {
+        Subscribe::new(self, pattern.as_ref())
+    }
+
+    /// Removes a subscription, its handler and its durable record. Runs of the handler that have
+    /// begun finish; no new one begins. What its group owes and no other handler here matches is
+    /// left to other processes.
+    pub async fn unsubscribe(&self, id: SubscriptionId) -> Result<()> {
+        let mut registry = self.inner.registry.lock().await;
+        self.accepts()?;
+        registry.unsubscribe(&self.inner.shared, id).await
+    }
+
+    /// Starts dispatching: handlers run from now on, also those that are subscribed later. What was
+    /// in flight in a process that died is taken up again. Starting twice is harmless.
+    pub async fn start(&self) -> Result<()> {
+        let mut registry = self.inner.registry.lock().await;
+        self.accepts()?;
+        let _ = self.inner.runtime.set(Handle::current());
+        let shared = &self.inner.shared;
+        if registry.start(shared)
+            && let Some(retention) = shared.options.retention
+        {
+            registry.keep(tokio::spawn(retention::prune_hourly(
+                shared.clone(),
+                retention,
+            )));
+        }
+        Ok(())
+    }
+
+    /// Shuts down within the configured time (30 s unless set).
+    pub async fn shutdown(&self) -> Result<Shutdown> {
+        self.shutdown_within(self.inner.shared.options.shutdown_timeout)
+            .await
+    }
+
+    /// Shuts down: refuses new publishes and subscriptions (`EventBusShutdownError`), gives back what
+    /// has not begun, lets running handlers finish within `timeout`, makes every outcome durable and
+    /// closes the engine.
+    ///
+    /// Handlers that are still running then are abandoned; their events will be delivered again, with
+    /// the attempt counted. Shutting down twice, also at the same time, is harmless: both calls
+    /// return the report of the first. Dropping the future does not stop the shutdown. A handler that
+    /// awaits the shutdown of its own bus waits for itself and is abandoned.
+    pub async fn shutdown_within(&self, timeout: Duration) -> Result<Shutdown> {
+        let mut ending = self.begin_shutdown(timeout);
+        let report = ending.wait_for(Option::is_some).await;
+        match report.as_deref() {
+            Ok(Some(report)) => report.clone(),
+            _ => Err(Error::new(
+                Code::Internal,
+                "the shutdown ended without a report",
+            )),
+        }
+    }
+
+    fn begin_shutdown(&self, timeout: Duration) -> watch::Receiver<Ending> {
+        let mut ending = self
+            .inner
+            .ending
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(running) = &*ending {
+            return running.clone();
+        }
+        self.inner.shared.refuse_new_work();
+        let (report, receiver) = watch::channel(None);
+        let inner = self.inner.clone();
+        // A task of its own, so that it goes on when the caller stops waiting.
+        tokio::spawn(async move {
+            let registry = std::mem::take(&mut *inner.registry.lock().await);
+            let outcome = shutdown::drain(&inner.shared, registry, timeout).await;
+            report.send_replace(Some(outcome));
+        });
+        *ending = Some(receiver.clone());
+        receiver
+    }
+
+    /// The dead letters. They need no started bus.
+    pub fn dead_letters(&self) -> DeadLetterQueue {
+        DeadLetterQueue::new(self.inner.shared.clone())
+    }
+
+    /// How every group of the engine stands, those of other processes included.
+    pub async fn groups(&self) -> Result<Vec<GroupInfo>> {
+        self.inner.shared.engine.broker.inspect().await
+    }
+
+    /// Deletes a group with its position, what it owes and its dead letters. Refused while this bus
+    /// has handlers in it.
+    pub async fn remove_group(&self, group: GroupName) -> Result<()> {
+        let mut registry = self.inner.registry.lock().await;
+        self.accepts()?;
+        registry.forget_group(&group)?;
+        self.inner.shared.engine.broker.remove_group(group).await
+    }
+
+    /// The log itself, for looking up, reading and tailing events; `Unsupported` where the engine
+    /// cannot.
+    pub fn log(&self) -> Result<&dyn Log> {
+        self.inner.shared.engine.log()
+    }
+
+    /// The upkeep of the engine's file; `Unsupported` where it has none.
+    pub fn maintenance(&self) -> Result<&dyn Maintenance> {
+        self.inner.shared.engine.maintenance()
+    }
+
+    /// What the engine really offers.
+    pub fn capabilities(&self) -> Capabilities {
+        self.inner.shared.engine.broker.capabilities()
+    }
+
+    /// The engine.
+    pub fn engine(&self) -> &Engine {
+        &self.inner.shared.engine
+    }
+
+    /// The failure after which this bus stopped working, if there was one: a disk that failed, a file
+    /// upgraded by a newer version. Publishes return it too. Open the bus again to go on.
+    pub fn failure(&self) -> Option<Error> {
+        self.inner.shared.failure.get().cloned()
+    }
+
+    /// How many outcomes came too late: the lease was over and the event had gone to somebody else.
+    /// More than a few mean that this process is stopped or starved for longer than its leases last.
+    pub fn lost_leases(&self) -> u64 {
+        self.inner.shared.lost_leases.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn accepts(&self) -> Result<()> {
+        self.inner.shared.accepts()
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.inner.shared
+    }
+
+    pub(crate) fn registry(&self) -> &tokio::sync::Mutex<Registry> {
+        &self.inner.registry
+    }
+}
+
+fn no_answer() -> Error {
+    Error::new(Code::Internal, "the engine did not answer for every event").with_unknown_outcome()
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let registry = std::mem::take(self.registry.get_mut());
+        // Without a start there is nothing in the background, and after a shutdown nothing is left.
+        let Some(runtime) = self.runtime.get().filter(|_| registry.is_started()) else {
+            return;
+        };
+        self.shared.refuse_new_work();
+        let shared = self.shared.clone();
+        runtime.spawn(async move {
+            let timeout = shared.options.shutdown_timeout;
+            if let Err(error) = shutdown::drain(&shared, registry, timeout).await {
+                tracing::warn!(target: "everbus::shutdown", %error, "a dropped bus did not close cleanly");
+            }
+        });
+    }
+}
+
+impl std::fmt::Debug for Bus {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Bus")
+            .field("engine", &self.inner.shared.engine)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,36 @@
+//! The lease keeper: while this process lives, it keeps what it holds.
+
+use std::sync::Arc;
+
+use everbus_core::Code;
+
+use super::Runner;
+
+impl Runner {
+    /// Extends every lease the group holds, three times per lease. In real time, since it is real
+    /// work that takes long.
+    pub(super) async fn keep_leases(self: Arc<Self>) {
+        loop {
+            let lease = self.plan().lease;
+            tokio::time::sleep(lease / 3).await;
+            let held = self.queue.held();
+            if held.is_empty() {
+                continue;
+            }
+            let group = &self.group;
+            match self.shared.engine.broker.extend(held, lease).await {
+                Ok(answers) => {
+                    // Some were settled since we looked; the others say so when they are settled.
+                    let lost = answers.iter().filter(|answer| answer.is_err()).count();
+                    if lost > 0 {
+                        tracing::debug!(target: "everbus::dispatch", %group, lost, "leases not extended");
+                    }
+                }
+                Err(error) if error.code() == Code::Shutdown => return,
+                Err(error) => {
+                    tracing::warn!(target: "everbus::dispatch", %group, %error, "leases could not be extended");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Dispatch: from the engine's deliveries to handlers, and back with what became of them.
+//!
+//! Each group has a [`Runner`] with its own tasks, so that a group that is slow or failing does not
+//! hold back another:
+//!
+//! ```text
+//!            fetch             pop                settlements
+//!  consumer ───────▶ [Queue] ───────▶ workers ─────────────────▶ [Queue] ───────▶ settler
+//!                       └───────────── leases held ─────────────────┘ ───────▶ lease keeper
+//! ```
+//!
+//! One lock per event: a worker hands in its settlement and takes its next delivery in one step.
+
+mod fetch;
+mod keep;
+mod plan;
+mod queue;
+mod settle;
+mod work;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use everbus_core::GroupName;
+use tokio::sync::Notify;
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::Instant;
+
+use crate::bus::Shared;
+
+pub(crate) use plan::Plan;
+use queue::Queue;
+
+/// How long a settlement that the engine is too busy for is tried again during a shutdown.
+const FLUSH_TIME: Duration = Duration::from_secs(10);
+
+/// The dispatch of one group.
+pub(crate) struct Runner {
+    shared: Arc<Shared>,
+    group: GroupName,
+    plan: Mutex<Arc<Plan>>,
+    /// The fetch loop looks at the plan again.
+    changed: Notify,
+    queue: Queue,
+    workers: Mutex<JoinSet<()>>,
+    tasks: Mutex<Tasks>,
+}
+
+#[derive(Default)]
+struct Tasks {
+    fetch: Option<JoinHandle<()>>,
+    settle: Option<JoinHandle<()>>,
+    keep: Option<JoinHandle<()>>,
+}
+
+impl Runner {
+    pub(crate) fn start(shared: Arc<Shared>, group: GroupName, plan: Plan) -> Arc<Self> {
+        let runner = Arc::new(Self {
+            shared,
+            group,
+            queue: Queue::new(plan.concurrency),
+            plan: Mutex::new(Arc::new(plan)),
+            changed: Notify::new(),
+            workers: Mutex::default(),
+            tasks: Mutex::default(),
+        });
+        *lock(&runner.tasks) = Tasks {
+            fetch: Some(tokio::spawn(runner.clone().fetch_loop())),
+            settle: Some(tokio::spawn(runner.clone().settle_loop())),
+            keep: Some(tokio::spawn(runner.clone().keep_leases())),
+        };
+        runner
+    }
+
+    /// Replaces what the group is to do. What is queued is not disturbed.
+    pub(crate) fn change(self: &Arc<Self>, plan: Plan) {
+        self.spawn_worker(self.queue.set_concurrency(plan.concurrency));
+        *lock(&self.plan) = Arc::new(plan);
+        self.changed.notify_one();
+    }
+
+    /// Whether it has stopped by itself, because the engine failed or the group was removed.
+    pub(crate) fn has_stopped(&self) -> bool {
+        self.queue.is_stopping()
+    }
+
+    /// Ends the group in the background.
+    pub(crate) fn retire(self: Arc<Self>) {
+        let deadline = Instant::now() + self.shared.options.shutdown_timeout;
+        tokio::spawn(self.stop(deadline));
+    }
+
+    fn plan(&self) -> Arc<Plan> {
+        lock(&self.plan).clone()
+    }
+
+    /// Ends the group: gives back what has not begun, waits for what runs until the deadline, and
+    /// returns when every outcome is durable. Returns how many handlers were abandoned.
+    pub(crate) async fn stop(self: Arc<Self>, deadline: Instant) -> usize {
+        let tasks = std::mem::take(&mut *lock(&self.tasks));
+        self.queue.stop();
+        self.changed.notify_one();
+        let mut workers = std::mem::take(&mut *lock(&self.workers));
+        let all = async { while workers.join_next().await.is_some() {} };
+        let in_time = tokio::time::timeout_at(deadline, all).await.is_ok();
+        let abandoned = if in_time { 0 } else { self.queue.abandon() };
+        workers.abort_all();
+        workers.detach_all();
+        let flush_until = Instant::now() + FLUSH_TIME;
+        if let Some(fetch) = tasks.fetch {
+            // It may still have deliveries to give back.
+            let _ = tokio::time::timeout_at(flush_until, fetch).await;
+        }
+        self.queue.finish(flush_until);
+        if let Some(settle) = tasks.settle {
+            let _ = settle.await;
+        }
+        if let Some(keep) = tasks.keep {
+            keep.abort();
+        }
+        abandoned
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,131 @@
+//! From a URL to an engine: the only place that knows which engines there are.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use everbus_core::{Clock, Code, Engine, Error, Result};
+pub use everbus_sqlite::Durable;
+
+/// The settings that only some engines have.
+#[derive(Clone, Debug)]
+pub(crate) struct EngineOptions {
+    pub(crate) durability: Durable,
+    pub(crate) create: bool,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            durability: Durable::default(),
+            create: true,
+        }
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Target {
+    Memory,
+    Sqlite(PathBuf),
+}
+
+pub(crate) async fn open(
+    url: &str,
+    options: EngineOptions,
+    clock: Arc<dyn Clock>,
+) -> Result<Engine> {
+    match parse(url)? {
+        Target::Memory => Ok(everbus_memory::open(everbus_memory::Options { clock })),
+        Target::Sqlite(path) => {
+            let options = everbus_sqlite::Options {
+                clock,
+                durability: options.durability,
+                create: options.create,
+                ..everbus_sqlite::Options::default()
+            };
+            tokio::task::spawn_blocking(move || everbus_sqlite::open(&path, options))
+                .await
+                .map_err(|e| Error::new(Code::Internal, "opening the file failed").caused_by(e))?
+        }
+    }
+}
+
+const HINT: &str = "use sqlite:FILE or a path for a file, memory: for none";
+
+fn parse(url: &str) -> Result<Target> {
+    let bad = |what: String| Err(Error::new(Code::InvalidUrl, what).hint(HINT));
+    if url.is_empty() {
+        return bad("the URL is empty".into());
+    }
+    let Some((scheme, rest)) = split_scheme(url) else {
+        return Ok(Target::Sqlite(url.into()));
+    };
+    match scheme {
+        "memory" if matches!(rest, "" | "//") => Ok(Target::Memory),
+        "memory" => bad(format!(
+            "memory: takes nothing after the colon, got {rest:?}"
+        )),
+        "sqlite" => {
+            let path = rest.strip_prefix("//").unwrap_or(rest);
+            if path.is_empty() {
+                return bad("sqlite: needs the name of a file".into());
+            }
+            if path == ":memory:" {
+                return bad("an SQLite database in memory survives nothing".into());
+            }
+            if path.contains('?') {
+                return bad(format!("settings after ? are not read: {url:?}"));
+            }
+            Ok(Target::Sqlite(path.into()))
+        }
+        _ => bad(format!("this build has no engine for {scheme:?}")),
+    }
+}
+
+/// Splits `scheme:rest`. A single letter is a drive, and a slash before the colon makes it a path.
+fn split_scheme(url: &str) -> Option<(&str, &str)> {
+    let (scheme, rest) = url.split_once(':')?;
+    let is_scheme = scheme.len() > 1
+        && scheme.starts_with(|c: char| c.is_ascii_alphabetic())
+        && scheme
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || matches!(c, '+' | '-'));
+    (is_scheme || scheme.is_empty()).then_some((scheme, rest))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_and_paths_are_understood() {
+        for (url, path) in [
+            ("sqlite:shop.db", "shop.db"),
+            ("sqlite://shop.db", "shop.db"),
+            ("sqlite:///var/lib/shop.db", "/var/lib/shop.db"),
+            ("sqlite:/var/lib/shop.db", "/var/lib/shop.db"),
+            ("shop.db", "shop.db"),
+            ("./a:b.db", "./a:b.db"),
+            ("C:\\shop.db", "C:\\shop.db"),
+        ] {
+            assert_eq!(parse(url).unwrap(), Target::Sqlite(path.into()), "{url}");
+        }
+        assert_eq!(parse("memory:").unwrap(), Target::Memory);
+    }
+
+    #[test]
+    fn what_names_no_engine_is_refused_with_a_hint() {
+        for url in [
+            "",
+            "sqlite:",
+            "sqlite::memory:",
+            ":memory:",
+            "memory:x",
+            "kafka://host:9092",
+            "sqlite:a.db?mode=ro",
+        ] {
+            let e = parse(url).unwrap_err();
+            assert_eq!(e.code(), Code::InvalidUrl, "{url}");
+            assert!(e.hint_text().is_some());
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Reliable events that start as a file on disk: publish, subscribe, retry, dead letters.
+//!
+//! An event whose publish was acknowledged is never lost. Every group that wants it handles it, or it
+//! is in the dead letters with everything needed to understand and retry it.
+//!
+//! ```
+//! use everbus::{Bus, Message};
+//! use serde_json::json;
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> everbus::Result<()> {
+//! # let dir = tempfile::tempdir().unwrap();
+//! # let url = format!("sqlite:{}", dir.path().join("shop.db").display());
+//! # let url = url.as_str();
+//! let bus = Bus::open(url).await?; // "sqlite:shop.db", or "memory:" for a test
+//! bus.subscribe("user.*")
+//!     .handler(|m: Message| async move {
+//!         let user: serde_json::Value = m.json()?;
+//!         println!("{} {user}", m.event_type());
+//!         Ok(())
+//!     })
+//!     .await?;
+//! bus.start().await?;
+//! let receipt = bus.publish(("user.created", json!({ "id": 1 }))).await?; // durable now
+//! receipt.settled().await?; // handled now
+//! bus.shutdown().await?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! - [`Bus`]: open, publish, subscribe, start, shut down.
+//! - [`Subscribe`]: which group, from where, how often to retry, how long a handler may take.
+//! - [`HandlerError`]: what a handler may answer besides `Ok`.
+//! - [`DeadLetterQueue`]: list, retry and purge what was given up on.
+//!
+//! Everything here is written against the traits of [`everbus_core`]; it never asks which engine it
+//! is on.
+
+mod bus;
+mod dead_letters;
+mod dispatch;
+mod engines;
+mod handler;
+mod message;
+mod options;
+mod pipeline;
+mod receipt;
+mod registry;
+mod retention;
+mod shutdown;
+mod subscribe;
+
+pub use bus::Bus;
+pub use dead_letters::DeadLetterQueue;
+pub use engines::Durable;
+pub use handler::{HandlerError, HandlerResult};
+pub use message::Message;
+pub use options::{BusBuilder, BusOptions};
+pub use receipt::{Receipt, Settled};
+pub use shutdown::Shutdown;
+pub use subscribe::{Subscribe, SubscriptionId};
+
+pub use everbus_core as core;
+pub use everbus_core::{
+    Attributes, Capabilities, CheckReport, Clock, Code, DeadLetter, DeadLetterFilter,
+    DeadLetterKey, DeadLetterPage, Durability, Engine, Entity, Error, Event, EventBuilder, EventId,
+    EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState, IntoEvent, Log,
+    Maintenance, ManualClock, PageRequest, Pattern, Pruned, PurgeBasis, Recorded, Result,
+    Retention, RetryPolicy, StartFrom, SystemClock, Timestamp, TraceContext,
+};

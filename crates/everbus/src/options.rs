@@ -1,0 +1,218 @@
+//! The settings of a bus, their defaults and what is refused.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{Clock, Code, Engine, Error, Result, Retention, RetryPolicy, SystemClock};
+
+use crate::bus::Bus;
+use crate::engines::{self, Durable, EngineOptions};
+
+/// Longer durations are a mistake of units.
+pub(crate) const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
+/// SQLite cannot store more in one row.
+const LARGEST_PAYLOAD: usize = 512 * 1024 * 1024;
+/// More handlers at once than this are a mistake.
+const MOST_AT_ONCE: usize = 65_536;
+/// Handlers of a group at once, unless a subscription says otherwise.
+pub(crate) const DEFAULT_CONCURRENCY: usize = 16;
+
+/// How a bus behaves, whatever its engine.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct BusOptions {
+    /// Where the time comes from; must be the clock the engine uses.
+    pub clock: Arc<dyn Clock>,
+    /// The retry policy of subscriptions that do not bring their own.
+    pub retry: RetryPolicy,
+    /// How long one attempt of a handler may take (30 s), unless its subscription says otherwise.
+    pub timeout: Duration,
+    /// How long [`Bus::shutdown`] waits for running handlers (30 s).
+    pub shutdown_timeout: Duration,
+    /// The largest payload that is taken, in bytes (1 MiB).
+    pub max_payload: usize,
+    /// How many deliveries of a group this bus holds at most, queued and running together. Unless
+    /// set, eight for each handler that may run at once, and at least 1024.
+    pub prefetch: Option<usize>,
+    /// What to remove from the log once nobody needs it any more; nothing unless set.
+    pub retention: Option<Retention>,
+    /// An event that no process has had a handler for is dead-lettered after this long (24 h).
+    pub no_handler_after: Duration,
+}
+
+impl Default for BusOptions {
+    fn default() -> Self {
+        Self {
+            clock: Arc::new(SystemClock),
+            retry: RetryPolicy::default(),
+            timeout: Duration::from_secs(30),
+            shutdown_timeout: Duration::from_secs(30),
+            max_payload: 1024 * 1024,
+            prefetch: None,
+            retention: None,
+            no_handler_after: Duration::from_secs(24 * 3600),
+        }
+    }
+}
+
+impl BusOptions {
+    pub(crate) fn validate(&self) -> Result<()> {
+        self.retry.validate()?;
+        check_duration("the timeout", self.timeout)?;
+        check_duration("no_handler_after", self.no_handler_after)?;
+        if self.shutdown_timeout > LONGEST {
+            return Err(too_long("the shutdown timeout", self.shutdown_timeout));
+        }
+        if self.max_payload == 0 || self.max_payload > LARGEST_PAYLOAD {
+            let what = format!("a payload limit of {} bytes", self.max_payload);
+            return Err(Error::new(Code::InvalidSetting, what).hint(format!(
+                "the limit is between 1 and {LARGEST_PAYLOAD} bytes"
+            )));
+        }
+        if self.prefetch.is_some_and(|n| n == 0 || n > 1_000_000) {
+            return Err(Error::new(
+                Code::InvalidSetting,
+                format!("a prefetch of {}", self.prefetch.unwrap_or_default()),
+            )
+            .hint("it is between 1 and 1000000; 1 takes one event at a time"));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn prefetch_for(&self, concurrency: usize) -> usize {
+        self.prefetch
+            .unwrap_or_else(|| concurrency.saturating_mul(8).max(1024))
+    }
+}
+
+/// Refuses durations of zero and of more than a year.
+pub(crate) fn check_duration(what: &str, duration: Duration) -> Result<()> {
+    if duration.is_zero() {
+        return Err(
+            Error::new(Code::InvalidSetting, format!("{what} is zero")).hint("30 s is the default")
+        );
+    }
+    if duration > LONGEST {
+        return Err(too_long(what, duration));
+    }
+    Ok(())
+}
+
+fn too_long(what: &str, duration: Duration) -> Error {
+    Error::new(
+        Code::InvalidSetting,
+        format!("{what} is longer than a year: {duration:?}"),
+    )
+    .hint("check the unit")
+}
+
+pub(crate) fn check_concurrency(concurrency: usize) -> Result<()> {
+    if concurrency == 0 || concurrency > MOST_AT_ONCE {
+        return Err(Error::new(
+            Code::InvalidSetting,
+            format!("a concurrency of {concurrency}"),
+        )
+        .hint(format!(
+            "between 1 and {MOST_AT_ONCE} handlers run at once; the default is {DEFAULT_CONCURRENCY}"
+        )));
+    }
+    Ok(())
+}
+
+/// Opens a [`Bus`] with settings of one's own.
+///
+/// ```
+/// use std::time::Duration;
+/// use everbus::{Bus, RetryPolicy};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> everbus::Result<()> {
+/// let bus = Bus::builder()
+///     .retry(RetryPolicy::default().max_retries(5))
+///     .timeout(Duration::from_secs(5))
+///     .open("memory:")
+///     .await?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, Default)]
+#[must_use = "a builder does nothing until it is opened"]
+pub struct BusBuilder {
+    options: BusOptions,
+    engine: EngineOptions,
+}
+
+impl BusBuilder {
+    /// Where the time comes from (the operating system).
+    pub fn clock(mut self, clock: impl Clock) -> Self {
+        self.options.clock = Arc::new(clock);
+        self
+    }
+
+    /// The retry policy of subscriptions that do not bring their own.
+    pub fn retry(mut self, policy: RetryPolicy) -> Self {
+        self.options.retry = policy;
+        self
+    }
+
+    /// How long one attempt of a handler may take (30 s).
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.options.timeout = timeout;
+        self
+    }
+
+    /// How long [`Bus::shutdown`] waits for running handlers (30 s).
+    pub fn shutdown_timeout(mut self, timeout: Duration) -> Self {
+        self.options.shutdown_timeout = timeout;
+        self
+    }
+
+    /// The largest payload that is taken, in bytes (1 MiB).
+    pub fn max_payload(mut self, bytes: usize) -> Self {
+        self.options.max_payload = bytes;
+        self
+    }
+
+    /// How many deliveries of a group this bus holds at most, queued and running together.
+    pub fn prefetch(mut self, deliveries: usize) -> Self {
+        self.options.prefetch = Some(deliveries);
+        self
+    }
+
+    /// What to remove from the log once nobody needs it any more: at start and every hour.
+    pub fn retention(mut self, retention: Retention) -> Self {
+        self.options.retention = Some(retention);
+        self
+    }
+
+    /// After how long an event that no process has a handler for is dead-lettered (24 h).
+    pub fn no_handler_after(mut self, after: Duration) -> Self {
+        self.options.no_handler_after = after;
+        self
+    }
+
+    /// How durable an acknowledged publish is, where the engine has a choice (`Full`).
+    pub fn durability(mut self, durability: Durable) -> Self {
+        self.engine.durability = durability;
+        self
+    }
+
+    /// Whether a file that does not exist is created (yes).
+    pub fn create(mut self, create: bool) -> Self {
+        self.engine.create = create;
+        self
+    }
+
+    /// Opens the bus: `sqlite:FILE` or a bare path for a file, `memory:` for none.
+    pub async fn open(self, url: impl AsRef<str>) -> Result<Bus> {
+        self.options.validate()?;
+        let clock = self.options.clock.clone();
+        let engine = engines::open(url.as_ref(), self.engine, clock).await?;
+        Bus::with_engine(engine, self.options)
+    }
+
+    /// Builds the bus on an engine that is open already. The settings that concern opening a file
+    /// have no effect, and the clock must be the engine's.
+    pub fn with_engine(self, engine: Engine) -> Result<Bus> {
+        Bus::with_engine(engine, self.options)
+    }
+}

@@ -1,0 +1,14 @@
+//! The bus on every embedded engine: the checklist of the specification, line by line.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stderr)]
+
+mod dead_letters;
+mod dispatch;
+mod faults;
+mod logs;
+mod publish;
+mod retention;
+mod retry;
+mod shutdown;
+mod subscribe;
+mod support;

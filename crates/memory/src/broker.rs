@@ -1,0 +1,272 @@
+//! The verbs of the broker, on the state behind its lock.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use everbus_core::{
+    Appended, BoxFuture, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, Durability,
+    Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Result, SettledOutcome,
+    Settlement, SubscriptionInfo, Timestamp,
+};
+use tokio::sync::Notify;
+
+use crate::consumer::MemoryConsumer;
+use crate::group::{Group, Handled};
+use crate::records::Records;
+use crate::state::State;
+
+/// The engine. Everything it offers is implemented on this one type.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    state: Mutex<State>,
+    clock: Arc<dyn Clock>,
+    /// Wakes those who wait for work or for the log to grow.
+    pub(crate) work: Notify,
+}
+
+impl Memory {
+    pub(crate) fn new(clock: Arc<dyn Clock>) -> Self {
+        Self {
+            state: Mutex::new(State::new()),
+            clock,
+            work: Notify::new(),
+        }
+    }
+
+    /// Looks at due times again whenever the clock jumps.
+    pub(crate) fn wake_on_jumps(self: &Arc<Self>) {
+        let memory = Arc::downgrade(self);
+        self.clock.on_jump(Box::new(move || {
+            if let Some(memory) = memory.upgrade() {
+                memory.work.notify_waiters();
+            }
+        }));
+    }
+
+    pub(crate) fn now(&self) -> Timestamp {
+        self.clock.now()
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The state, unless the engine is closed.
+    pub(crate) fn open_state(&self) -> Result<MutexGuard<'_, State>> {
+        let state = self.lock();
+        if state.closed {
+            return Err(Error::shutdown());
+        }
+        Ok(state)
+    }
+
+    fn append_batch(&self, batch: Vec<Event>) -> Result<Vec<Result<Appended>>> {
+        let answers = self.open_state()?.append(batch, self.now())?;
+        self.work.notify_waiters();
+        Ok(answers.into_iter().map(Ok).collect())
+    }
+
+    fn settle_batch(&self, settlements: Vec<Settlement>) -> Result<Vec<Result<()>>> {
+        let mut state = self.open_state()?;
+        let now = self.now();
+        let settled = settlements.into_iter();
+        let answers = settled.map(|settlement| state.settle(settlement, now)).collect();
+        drop(state);
+        self.work.notify_waiters();
+        Ok(answers)
+    }
+
+    fn begin(self: &Arc<Self>, name: &GroupName, options: ConsumeOptions) -> Result<MemoryConsumer> {
+        let mut state = self.open_state()?;
+        let group = state.group_number(name)?;
+        let id = state.number();
+        if let Some(group) = state.groups.get_mut(&group) {
+            let patterns = options.handled.clone();
+            group.consumers.insert(
+                id,
+                Handled {
+                    patterns,
+                    in_flight: 0,
+                },
+            );
+            group.handlers_changed();
+        }
+        drop(state);
+        self.work.notify_waiters();
+        Ok(MemoryConsumer::new(self.clone(), group, id, options))
+    }
+
+    async fn wait_settled(&self, position: u64) -> Result<SettledOutcome> {
+        let waiting = Waiting::new(self, position)?;
+        loop {
+            let mut changed = std::pin::pin!(waiting.notify.notified());
+            changed.as_mut().enable();
+            if let Some(outcome) = self.open_state()?.outcome(position)? {
+                return Ok(outcome);
+            }
+            changed.await;
+        }
+    }
+
+    fn inspect_groups(&self) -> Result<Vec<GroupInfo>> {
+        let mut state = self.open_state()?;
+        let now = self.now();
+        state.end_leases(now);
+        let groups = state.names.values().filter_map(|number| state.groups.get(number));
+        let infos = groups.map(|group| {
+            let dead_letters = state.dead.open_in(&group.name);
+            describe(group, &state.records, dead_letters, now)
+        });
+        Ok(infos.collect())
+    }
+}
+
+fn describe(group: &Group, records: &Records, dead_letters: u64, now: Timestamp) -> GroupInfo {
+    let owed = group.rows.values().next().map(|row| row.record.received_at);
+    let mut beyond = records.after(group.position);
+    let oldest = owed.or_else(|| {
+        let pending = beyond.find(|record| group.wants(record.event.event_type()));
+        pending.map(|record| record.received_at)
+    });
+    let in_flight = group.in_flight();
+    GroupInfo {
+        name: group.name.clone(),
+        ordered: group.ordered,
+        patterns: group
+            .subscriptions
+            .iter()
+            .map(|s| s.pattern.as_str().to_string())
+            .collect(),
+        position: group.position,
+        behind: records.count_after(group.position),
+        in_flight: in_flight as u64,
+        waiting: (group.rows.len() - in_flight) as u64,
+        dead_letters,
+        oldest,
+        behind_for: oldest.map_or(Duration::ZERO, |oldest| now.since(oldest)),
+        active_at: group.active_at,
+    }
+}
+
+/// Keeps a place among those who wait for a position, also when the future is dropped.
+struct Waiting<'a> {
+    memory: &'a Memory,
+    position: u64,
+    notify: Arc<Notify>,
+}
+
+impl<'a> Waiting<'a> {
+    fn new(memory: &'a Memory, position: u64) -> Result<Self> {
+        let mut state = memory.open_state()?;
+        let (notify, waiters) = state.waiters.entry(position).or_default();
+        *waiters += 1;
+        let notify = notify.clone();
+        Ok(Self {
+            memory,
+            position,
+            notify,
+        })
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        let mut state = self.memory.lock();
+        if let Some((_, waiters)) = state.waiters.get_mut(&self.position) {
+            *waiters -= 1;
+            if *waiters == 0 {
+                state.waiters.remove(&self.position);
+            }
+        }
+    }
+}
+
+/// The broker is handed out behind an `Arc`, which its consumers share.
+#[derive(Debug)]
+pub(crate) struct MemoryBroker(pub(crate) Arc<Memory>);
+
+impl Broker for MemoryBroker {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::full("memory", Durability::Memory)
+    }
+
+    fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
+        Box::pin(async move {
+            let declared = self.0.open_state()?.declare(group, self.0.now())?;
+            self.0.work.notify_waiters();
+            Ok(declared)
+        })
+    }
+
+    fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let mut state = self.0.open_state()?;
+            state.retract(subscription)?;
+            state.wake_all_waiters();
+            Ok(())
+        })
+    }
+
+    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let mut state = self.0.open_state()?;
+            state.remove_group(&group)?;
+            state.wake_all_waiters();
+            self.0.work.notify_waiters();
+            Ok(())
+        })
+    }
+
+    fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
+        Box::pin(async move { self.0.append_batch(batch) })
+    }
+
+    fn consume(
+        &self,
+        group: GroupName,
+        options: ConsumeOptions,
+    ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
+        Box::pin(async move {
+            let consumer = self.0.begin(&group, options)?;
+            Ok(Box::new(consumer) as Box<dyn Consumer>)
+        })
+    }
+
+    fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        Box::pin(async move { self.0.settle_batch(settlements) })
+    }
+
+    fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        Box::pin(async move {
+            let mut state = self.0.open_state()?;
+            let now = self.0.now();
+            let until = now.plus(by);
+            let extended = leases.iter().map(|lease| state.extend(lease, until, now));
+            Ok(extended.collect())
+        })
+    }
+
+    fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
+        Box::pin(async move { self.0.inspect_groups() })
+    }
+
+    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
+        Box::pin(async move {
+            let waited = tokio::time::timeout(timeout, self.0.wait_settled(position)).await;
+            waited.unwrap_or_else(|_| {
+                let what = format!("event {position} was not settled within {timeout:?}");
+                Err(Error::new(Code::Timeout, what))
+            })
+        })
+    }
+
+    fn close(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let mut state = self.0.lock();
+            state.closed = true;
+            state.wake_all_waiters();
+            self.0.work.notify_waiters();
+            Ok(())
+        })
+    }
+}

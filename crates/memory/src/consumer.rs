@@ -1,0 +1,131 @@
+//! One consumer of a group. It claims only what a fetch returns, so a dropped future holds nothing.
+
+use std::sync::Arc;
+
+use everbus_core::{
+    BoxFuture, Code, ConsumeOptions, Consumer, Delivery, Error, Lease, Pattern, Result, Timestamp,
+};
+
+use crate::broker::Memory;
+use crate::group::RowState;
+
+pub(crate) struct MemoryConsumer {
+    memory: Arc<Memory>,
+    group: u64,
+    id: u64,
+    options: ConsumeOptions,
+}
+
+/// What a look at the group gave.
+enum Look {
+    Got(Vec<Delivery>),
+    Nothing { until: Option<Timestamp> },
+}
+
+impl MemoryConsumer {
+    pub(crate) fn new(memory: Arc<Memory>, group: u64, id: u64, options: ConsumeOptions) -> Self {
+        Self {
+            memory,
+            group,
+            id,
+            options,
+        }
+    }
+
+    fn look(&self, max: usize) -> Result<Look> {
+        let mut guard = self.memory.open_state()?;
+        let state = &mut *guard;
+        let now = self.memory.now();
+        let Some(group) = state.groups.get_mut(&self.group) else {
+            return Err(Error::new(Code::GroupNotFound, "the group was removed"));
+        };
+        let claim = group.claim(
+            self.id,
+            &self.options,
+            max,
+            &state.records,
+            now,
+            &mut state.next_token,
+        );
+        let mut deliveries = Vec::with_capacity(claim.taken.len());
+        for position in &claim.taken {
+            let Some(row) = group.rows.get(position) else {
+                continue;
+            };
+            let RowState::InFlight { token, .. } = row.state else {
+                continue;
+            };
+            deliveries.push(Delivery {
+                record: row.record.clone(),
+                attempt: row.attempts,
+                failures: row.failures.clone(),
+                lease: Lease {
+                    position: *position,
+                    slot: self.group,
+                    token,
+                    handle: None,
+                },
+            });
+        }
+        if !claim.orphans.is_empty() {
+            let name = group.name.clone();
+            state.bury_orphans(&name, claim.orphans, now);
+            self.memory.work.notify_waiters();
+        }
+        Ok(if deliveries.is_empty() {
+            Look::Nothing { until: claim.next }
+        } else {
+            Look::Got(deliveries)
+        })
+    }
+}
+
+impl Consumer for MemoryConsumer {
+    fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
+        Box::pin(async move {
+            loop {
+                // Registered before the look, so that nothing between the two is missed.
+                let mut woken = std::pin::pin!(self.memory.work.notified());
+                woken.as_mut().enable();
+                match self.look(max.max(1))? {
+                    Look::Got(deliveries) => return Ok(deliveries),
+                    Look::Nothing { until: None } => woken.await,
+                    Look::Nothing { until: Some(until) } => {
+                        let wait = until.since(self.memory.now());
+                        // Either way: look again.
+                        let _ = tokio::time::timeout(wait, woken).await;
+                    }
+                }
+            }
+        })
+    }
+
+    fn set_handled(&mut self, handled: Vec<Pattern>) {
+        let mut state = self.memory.lock();
+        if let Some(group) = state.groups.get_mut(&self.group) {
+            if let Some(consumer) = group.consumers.get_mut(&self.id) {
+                consumer.patterns = handled;
+            }
+            group.handlers_changed();
+        }
+        drop(state);
+        self.memory.work.notify_waiters();
+    }
+
+    fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {
+        drop(self);
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+impl Drop for MemoryConsumer {
+    fn drop(&mut self) {
+        let mut state = self.memory.lock();
+        if let Some(group) = state.groups.get_mut(&self.group) {
+            group.consumers.remove(&self.id);
+        }
+        drop(state);
+        // The others may now be the ones to see that nobody handles an event.
+        self.memory.work.notify_waiters();
+    }
+}

@@ -1,0 +1,212 @@
+//! The dead letters, newest first.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::ops::Bound;
+
+use everbus_core::{
+    BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterPage, DeadLetters, EventId, GroupName,
+    PageRequest, PurgeBasis, Result, Timestamp,
+};
+
+use crate::broker::Memory;
+use crate::group::Row;
+
+type Key = (Reverse<u64>, GroupName);
+
+/// All dead letters, open and retried, in the order they are listed.
+#[derive(Debug, Default)]
+pub(crate) struct Graveyard {
+    graves: BTreeMap<Key, Grave>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Grave {
+    pub(crate) letter: DeadLetter,
+    /// A retried one is kept and no longer open, until it fails again.
+    pub(crate) open: bool,
+}
+
+impl Graveyard {
+    /// Adds a dead letter, or opens the one there is again: attempts add up, the first time stays.
+    pub(crate) fn bury(&mut self, group: GroupName, row: Row, now: Timestamp) {
+        let key = (Reverse(row.record.position), group.clone());
+        let handler = row.failures.last().and_then(|f| f.handler.clone());
+        let grave = self.graves.entry(key).or_insert_with(|| Grave {
+            letter: DeadLetter {
+                group,
+                handler: None,
+                attempts: 0,
+                failures: Vec::new(),
+                first_seen_at: now,
+                died_at: now,
+                retried_at: None,
+                event: row.record,
+            },
+            open: true,
+        });
+        grave.open = true;
+        grave.letter.handler = handler;
+        grave.letter.attempts = grave.letter.attempts.saturating_add(row.attempts);
+        grave.letter.failures = row.failures;
+        grave.letter.died_at = now;
+    }
+
+    pub(crate) fn get(&self, position: u64, group: &GroupName) -> Option<&Grave> {
+        self.graves.get(&(Reverse(position), group.clone()))
+    }
+
+    pub(crate) fn is_open(&self, position: u64, group: &GroupName) -> bool {
+        self.get(position, group).is_some_and(|grave| grave.open)
+    }
+
+    pub(crate) fn open_in(&self, group: &GroupName) -> u64 {
+        let open = self.graves.values().filter(|g| g.open && g.letter.group == *group);
+        open.count() as u64
+    }
+
+    pub(crate) fn remove_group(&mut self, group: &GroupName) {
+        self.graves.retain(|(_, name), _| name != group);
+    }
+
+    /// Forgets what is kept of an event that leaves the log.
+    pub(crate) fn forget(&mut self, position: u64) {
+        let first = (Reverse(position), GroupName::unnamed());
+        let of_event = self.graves.range(first..).map(|(key, _)| key.clone());
+        let of_event: Vec<Key> = of_event.take_while(|key| key.0.0 == position).collect();
+        for key in of_event {
+            self.graves.remove(&key);
+        }
+    }
+
+    /// Open dead letters that pass a filter, beginning after a key.
+    fn open<'a>(
+        &'a self,
+        filter: &'a DeadLetterFilter,
+        after: Option<Key>,
+    ) -> impl Iterator<Item = &'a DeadLetter> {
+        let after = after.map_or(Bound::Unbounded, Bound::Excluded);
+        let graves = self.graves.range((after, Bound::Unbounded));
+        let open = graves.filter(|(_, grave)| grave.open).map(|(_, grave)| &grave.letter);
+        open.filter(|letter| passes(letter, filter))
+    }
+}
+
+fn passes(letter: &DeadLetter, filter: &DeadLetterFilter) -> bool {
+    let DeadLetterFilter {
+        pattern,
+        group,
+        id,
+        since,
+        until,
+    } = filter;
+    let record = &letter.event;
+    pattern.as_ref().is_none_or(|p| p.matches(record.event.event_type()))
+        && group.as_ref().is_none_or(|g| *g == letter.group)
+        && id.is_none_or(|id| id == record.event.id())
+        && since.is_none_or(|since| record.received_at >= since)
+        && until.is_none_or(|until| record.received_at <= until)
+}
+
+impl Memory {
+    fn page(&self, filter: &DeadLetterFilter, page: PageRequest) -> Result<DeadLetterPage> {
+        page.validate()?;
+        let state = self.open_state()?;
+        let after = page.after.map(|key| (Reverse(key.position), key.group));
+        let mut open = state.dead.open(filter, after).skip(page.offset);
+        let items: Vec<DeadLetter> = open.by_ref().take(page.limit).cloned().collect();
+        let more = open.next().is_some();
+        let next = items.last().filter(|_| more).map(DeadLetter::key);
+        Ok(DeadLetterPage { items, next })
+    }
+
+    fn retry_open(&self, filter: &DeadLetterFilter) -> Result<u64> {
+        let mut guard = self.open_state()?;
+        let state = &mut *guard;
+        let now = self.now();
+        let mut retried = 0;
+        for grave in state.dead.graves.values_mut() {
+            if !grave.open || !passes(&grave.letter, filter) {
+                continue;
+            }
+            let number = state.names.get(&grave.letter.group);
+            let Some(group) = number.and_then(|number| state.groups.get_mut(number)) else {
+                continue;
+            };
+            group.add_waiting(grave.letter.event.clone(), now);
+            grave.open = false;
+            grave.letter.retried_at = Some(now);
+            retried += 1;
+        }
+        drop(guard);
+        self.work.notify_waiters();
+        Ok(retried)
+    }
+
+    fn purge_open(
+        &self,
+        cutoff: Timestamp,
+        basis: PurgeBasis,
+        filter: &DeadLetterFilter,
+    ) -> Result<u64> {
+        let mut state = self.open_state()?;
+        let old = state.dead.open(filter, None).filter(|letter| {
+            let time = match basis {
+                PurgeBasis::Created => letter.event.received_at,
+                PurgeBasis::Died => letter.died_at,
+            };
+            time <= cutoff
+        });
+        let old: Vec<DeadLetter> = old.cloned().collect();
+        for letter in &old {
+            let position = letter.event.position;
+            state.dead.graves.remove(&(Reverse(position), letter.group.clone()));
+            if !state.is_needed(&letter.event) {
+                state.records.remove(position);
+                state.dead.forget(position);
+            }
+            state.wake_waiters(position);
+        }
+        Ok(old.len() as u64)
+    }
+}
+
+impl DeadLetters for Memory {
+    fn list(
+        &self,
+        filter: DeadLetterFilter,
+        page: PageRequest,
+    ) -> BoxFuture<'_, Result<DeadLetterPage>> {
+        Box::pin(async move { self.page(&filter, page) })
+    }
+
+    fn count(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move {
+            let state = self.open_state()?;
+            let count = state.dead.open(&filter, None).count();
+            Ok(count as u64)
+        })
+    }
+
+    fn get(&self, id: EventId) -> BoxFuture<'_, Result<Vec<DeadLetter>>> {
+        Box::pin(async move {
+            let state = self.open_state()?;
+            let graves = state.dead.graves.values();
+            let of_event = graves.filter(|grave| grave.letter.event.event.id() == id);
+            Ok(of_event.map(|grave| grave.letter.clone()).collect())
+        })
+    }
+
+    fn retry(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move { self.retry_open(&filter) })
+    }
+
+    fn purge(
+        &self,
+        cutoff: Timestamp,
+        basis: PurgeBasis,
+        filter: DeadLetterFilter,
+    ) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move { self.purge_open(cutoff, basis, &filter) })
+    }
+}

@@ -1,0 +1,462 @@
+//! One consumer group: its position, and the events it was handed and has not settled.
+//!
+//! Every position up to the group's is done, a row here (in flight or waiting), or an open dead
+//! letter. The rows are indexed by what they wait for, so that a fetch looks only at what it can get.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use everbus_core::{
+    ConsumeOptions, Failure, FailureKind, GroupName, Lease, Pattern, Progress, Recorded,
+    SubscriptionInfo, Timestamp,
+};
+
+use crate::records::{Records, any_matches};
+
+#[derive(Debug)]
+pub(crate) struct Group {
+    pub(crate) name: GroupName,
+    pub(crate) ordered: bool,
+    /// The head of the log when the group was declared: it owes what came after.
+    pub(crate) declared_at: u64,
+    pub(crate) subscriptions: Vec<SubscriptionInfo>,
+    /// Everything up to here was handed out, set aside as a row, or skipped.
+    pub(crate) position: u64,
+    /// What is settled or skipped. A retried dead letter is in here and has a row again.
+    pub(crate) done: Progress,
+    pub(crate) rows: BTreeMap<u64, Row>,
+    pub(crate) active_at: Timestamp,
+    /// How many events were skipped by a verdict, for each reason.
+    pub(crate) skipped: HashMap<String, u64>,
+    pub(crate) consumers: HashMap<u64, Handled>,
+    /// Waiting rows that may be handed out now.
+    ready: BTreeSet<u64>,
+    /// Waiting rows that no consumer here has a handler for.
+    unhandled: BTreeSet<u64>,
+    /// Waiting rows whose time has not come.
+    due: BTreeSet<(Timestamp, u64)>,
+    /// Leases by their end.
+    leases: BTreeSet<(Timestamp, u64)>,
+    /// In an ordered group: the rows of each key.
+    keys: HashMap<Arc<str>, BTreeSet<u64>>,
+}
+
+/// A consumer as its group sees it.
+#[derive(Debug)]
+pub(crate) struct Handled {
+    pub(crate) patterns: Vec<Pattern>,
+    pub(crate) in_flight: usize,
+}
+
+/// An event that was handed out or set aside, and is not settled.
+#[derive(Debug)]
+pub(crate) struct Row {
+    pub(crate) record: Arc<Recorded>,
+    /// Attempts begun.
+    pub(crate) attempts: u32,
+    pub(crate) failures: Vec<Failure>,
+    pub(crate) state: RowState,
+    key: Option<Arc<str>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RowState {
+    InFlight {
+        token: u64,
+        consumer: u64,
+        until: Timestamp,
+    },
+    Waiting {
+        due: Timestamp,
+    },
+}
+
+/// What a claim found.
+pub(crate) struct Claim {
+    /// The rows handed out: their leases are in the rows.
+    pub(crate) taken: Vec<u64>,
+    /// Rows nobody had a handler for in time; they are gone from the group.
+    pub(crate) orphans: Vec<Row>,
+    /// When to look again, if nothing else happens before.
+    pub(crate) next: Option<Timestamp>,
+}
+
+impl Group {
+    pub(crate) fn new(
+        name: GroupName,
+        ordered: bool,
+        position: u64,
+        head: u64,
+        now: Timestamp,
+    ) -> Self {
+        Self {
+            name,
+            ordered,
+            declared_at: head,
+            subscriptions: Vec::new(),
+            position,
+            done: Progress::new(position),
+            rows: BTreeMap::new(),
+            active_at: now,
+            skipped: HashMap::new(),
+            consumers: HashMap::new(),
+            ready: BTreeSet::new(),
+            unhandled: BTreeSet::new(),
+            due: BTreeSet::new(),
+            leases: BTreeSet::new(),
+            keys: HashMap::new(),
+        }
+    }
+
+    /// Whether a subscription wants events of this type.
+    pub(crate) fn wants(&self, event_type: &str) -> bool {
+        self.subscriptions
+            .iter()
+            .any(|s| s.pattern.matches(event_type))
+    }
+
+    pub(crate) fn in_flight(&self) -> usize {
+        self.leases.len()
+    }
+
+    /// Sends every row that was set aside for want of a handler to be looked at again.
+    pub(crate) fn handlers_changed(&mut self) {
+        self.ready.append(&mut self.unhandled);
+    }
+
+    /// Hands out up to `max` rows and fresh events to a consumer.
+    pub(crate) fn claim(
+        &mut self,
+        consumer: u64,
+        options: &ConsumeOptions,
+        max: usize,
+        records: &Records,
+        now: Timestamp,
+        next_token: &mut u64,
+    ) -> Claim {
+        self.end_leases(now);
+        self.wake_due(now);
+        let free = self.consumers.get(&consumer).map_or(0, |c| {
+            options.prefetch.max(1).saturating_sub(c.in_flight)
+        });
+        let max = max.min(free);
+        let until = now.plus(options.lease);
+        let mut taken = Vec::new();
+        // What waited comes first. Rows of other consumers' handlers stay where they are.
+        let mut from = 0;
+        while taken.len() < max {
+            let Some(&position) = self.ready.range(from..).next() else {
+                break;
+            };
+            from = position + 1;
+            let event_type = self.rows[&position].record.event.type_arc().clone();
+            if self.handles(consumer, &event_type) {
+                self.hand_out(position, consumer, until, next_token);
+                taken.push(position);
+            } else if !self.is_handled(&event_type) {
+                self.ready.remove(&position);
+                self.unhandled.insert(position);
+            }
+        }
+        if taken.len() < max {
+            for record in records.after(self.position) {
+                if taken.len() == max {
+                    break;
+                }
+                self.pass(record, consumer, until, next_token, now, &mut taken);
+            }
+            if taken.len() < max {
+                // Removed events at the end of the log are nothing to come back to.
+                self.advance_to(records.head());
+            }
+        }
+        let orphans = self.take_orphans(options, now);
+        if !taken.is_empty() {
+            self.active_at = now;
+        }
+        let due = self.due.first().map(|(at, _)| *at);
+        let lease = self.leases.first().map(|(at, _)| *at);
+        let orphan = self.unhandled.first().map(|position| {
+            let received_at = self.rows[position].record.received_at;
+            received_at.plus(options.no_handler_after)
+        });
+        let next = [due, lease, orphan].into_iter().flatten().min();
+        Claim {
+            taken,
+            orphans,
+            next,
+        }
+    }
+
+    /// Moves the position past one fresh event: handed out, set aside, or skipped.
+    fn pass(
+        &mut self,
+        record: &Arc<Recorded>,
+        consumer: u64,
+        until: Timestamp,
+        next_token: &mut u64,
+        now: Timestamp,
+        taken: &mut Vec<u64>,
+    ) {
+        let position = record.position;
+        if !self.wants(record.event.event_type()) {
+            self.advance_to(position);
+            return;
+        }
+        self.advance_to(position - 1);
+        self.position = position;
+        if !self.insert_row(record.clone(), now) {
+            return;
+        }
+        let event_type = record.event.event_type();
+        if self.handles(consumer, event_type) {
+            self.hand_out(position, consumer, until, next_token);
+            taken.push(position);
+        } else if self.is_handled(event_type) {
+            self.ready.insert(position);
+        } else {
+            self.unhandled.insert(position);
+        }
+    }
+
+    /// Skips everything up to a position.
+    fn advance_to(&mut self, position: u64) {
+        if position > self.position {
+            self.done.complete_range(self.position + 1, position);
+            self.position = position;
+        }
+    }
+
+    fn handles(&self, consumer: u64, event_type: &str) -> bool {
+        let consumer = self.consumers.get(&consumer);
+        consumer.is_some_and(|c| any_matches(&c.patterns, event_type))
+    }
+
+    fn is_handled(&self, event_type: &str) -> bool {
+        let mut consumers = self.consumers.values();
+        consumers.any(|c| any_matches(&c.patterns, event_type))
+    }
+
+    /// Adds a row that waits from now on, with no attempts, for a retried dead letter.
+    pub(crate) fn add_waiting(&mut self, record: Arc<Recorded>, now: Timestamp) {
+        let position = record.position;
+        if self.insert_row(record, now) {
+            self.ready.insert(position);
+        }
+    }
+
+    /// Adds a row that is due now; says whether its key lets it go.
+    fn insert_row(&mut self, record: Arc<Recorded>, now: Timestamp) -> bool {
+        let position = record.position;
+        let mut key = None;
+        if self.ordered
+            && let Some(name) = record.event.ordering_key()
+        {
+            let name: Arc<str> = name.as_ref().into();
+            let rows = self.keys.entry(name.clone()).or_default();
+            // A retried dead letter comes before what was first until now.
+            if let Some(&later) = rows.range(position..).next() {
+                self.ready.remove(&later);
+                self.unhandled.remove(&later);
+            }
+            rows.insert(position);
+            key = Some(name);
+        }
+        let free = key.as_ref().is_none_or(|key| self.may_go(key, position));
+        let row = Row {
+            record,
+            attempts: 0,
+            failures: Vec::new(),
+            state: RowState::Waiting { due: now },
+            key,
+        };
+        self.rows.insert(position, row);
+        free
+    }
+
+    fn hand_out(&mut self, position: u64, consumer: u64, until: Timestamp, next_token: &mut u64) {
+        self.ready.remove(&position);
+        self.unhandled.remove(&position);
+        if let Some(row) = self.rows.get_mut(&position) {
+            *next_token += 1;
+            row.attempts += 1;
+            row.state = RowState::InFlight {
+                token: *next_token,
+                consumer,
+                until,
+            };
+            self.leases.insert((until, position));
+        }
+        if let Some(consumer) = self.consumers.get_mut(&consumer) {
+            consumer.in_flight += 1;
+        }
+    }
+
+    /// The row a lease is for, if it is still held.
+    pub(crate) fn held(&self, lease: &Lease) -> Option<&Row> {
+        let row = self.rows.get(&lease.position)?;
+        match row.state {
+            RowState::InFlight { token, .. } if token == lease.token => Some(row),
+            _ => None,
+        }
+    }
+
+    /// Lengthens a lease that is held.
+    pub(crate) fn extend(&mut self, position: u64, to: Timestamp) {
+        if let Some(Row {
+            state: RowState::InFlight { until, .. },
+            ..
+        }) = self.rows.get_mut(&position)
+        {
+            self.leases.remove(&(*until, position));
+            *until = to;
+            self.leases.insert((to, position));
+        }
+    }
+
+    /// Settles a row for good and takes it out.
+    pub(crate) fn finish(&mut self, position: u64) -> Option<Row> {
+        self.leave_flight(position);
+        self.ready.remove(&position);
+        self.unhandled.remove(&position);
+        let row = self.rows.remove(&position)?;
+        if let RowState::Waiting { due } = row.state {
+            self.due.remove(&(due, position));
+        }
+        self.done.complete(position);
+        if let Some(key) = &row.key {
+            if let Some(rows) = self.keys.get_mut(key) {
+                rows.remove(&position);
+            }
+            self.wake_key(key);
+        }
+        Some(row)
+    }
+
+    /// Lets the first row of a key be looked at again.
+    fn wake_key(&mut self, key: &Arc<str>) {
+        let Some(&first) = self.keys.get(key).and_then(BTreeSet::first) else {
+            self.keys.remove(key);
+            return;
+        };
+        let state = self.rows.get(&first).map(|row| row.state);
+        if let Some(RowState::Waiting { due }) = state {
+            self.due.insert((due, first));
+        }
+    }
+
+    /// Puts a row that was in flight back to wait.
+    pub(crate) fn put_back(&mut self, position: u64, due: Timestamp, undo_attempt: bool) {
+        self.leave_flight(position);
+        if let Some(row) = self.rows.get_mut(&position) {
+            row.attempts -= u32::from(undo_attempt);
+            row.state = RowState::Waiting { due };
+            self.due.insert((due, position));
+            if let Some(key) = row.key.clone() {
+                self.wake_key(&key);
+            }
+        }
+    }
+
+    fn leave_flight(&mut self, position: u64) {
+        let state = self.rows.get(&position).map(|row| row.state);
+        if let Some(RowState::InFlight {
+            consumer, until, ..
+        }) = state
+        {
+            self.leases.remove(&(until, position));
+            if let Some(consumer) = self.consumers.get_mut(&consumer) {
+                consumer.in_flight -= 1;
+            }
+        }
+    }
+
+    /// Takes back what was held past the end of its lease: the attempt counts, as a crash.
+    pub(crate) fn end_leases(&mut self, now: Timestamp) {
+        let mut ended = Vec::new();
+        while let Some(&(until, position)) = self.leases.first()
+            && until <= now
+        {
+            ended.push(position);
+            self.leases.pop_first();
+        }
+        let alone = ended.len() == 1 && self.leases.is_empty();
+        for position in ended {
+            if let Some(row) = self.rows.get_mut(&position) {
+                let text = "the lease ended before the event was settled";
+                let mut failure = Failure::new(row.attempts, now, FailureKind::Crash, text);
+                failure.alone = alone;
+                row.failures.push(failure);
+            }
+            self.put_back(position, now, false);
+        }
+    }
+
+    /// Moves rows whose time has come to those that are ready, unless an earlier one of their key is
+    /// not settled; that one brings them back when it is.
+    fn wake_due(&mut self, now: Timestamp) {
+        while let Some(&(due, position)) = self.due.first()
+            && due <= now
+        {
+            self.due.pop_first();
+            let Some(row) = self.rows.get(&position) else {
+                continue;
+            };
+            let free = row.key.as_ref().is_none_or(|key| self.may_go(key, position));
+            if free {
+                self.ready.insert(position);
+            }
+        }
+    }
+
+    /// Whether a row is the first of its key and no later one is in flight.
+    fn may_go(&self, key: &Arc<str>, position: u64) -> bool {
+        let Some(rows) = self.keys.get(key) else {
+            return true;
+        };
+        rows.first() == Some(&position)
+            && rows.iter().all(|other| {
+                let row = self.rows.get(other);
+                row.is_none_or(|row| matches!(row.state, RowState::Waiting { .. }))
+            })
+    }
+
+    fn take_orphans(&mut self, options: &ConsumeOptions, now: Timestamp) -> Vec<Row> {
+        let mut orphans = Vec::new();
+        // Times of receipt rise with the position, so the first is the oldest.
+        while let Some(&position) = self.unhandled.first() {
+            let received_at = self.rows[&position].record.received_at;
+            if now < received_at.plus(options.no_handler_after) {
+                break;
+            }
+            if let Some(mut row) = self.finish(position) {
+                let text = format!(
+                    "no process had a handler for {} for {:?}",
+                    row.record.event.event_type(),
+                    options.no_handler_after
+                );
+                let failure = Failure::new(row.attempts, now, FailureKind::NoHandler, text);
+                row.failures.push(failure);
+                orphans.push(row);
+            }
+        }
+        orphans
+    }
+
+    /// Where the numbers contradict each other, if they do.
+    pub(crate) fn contradiction(&self, open_dead: impl Fn(u64) -> bool) -> Option<String> {
+        for (first, last) in self.done.unfinished(self.position) {
+            for position in first..=last {
+                if !self.rows.contains_key(&position) {
+                    return Some(format!("event {position} is unfinished and has no row"));
+                }
+            }
+        }
+        let highest = self.done.highest().max(self.rows.keys().next_back().copied().unwrap_or(0));
+        if highest > self.position {
+            return Some(format!("event {highest} is beyond position {}", self.position));
+        }
+        let both = self.rows.keys().find(|position| open_dead(**position));
+        both.map(|position| format!("event {position} is owed and a dead letter"))
+    }
+}

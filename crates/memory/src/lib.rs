@@ -1,0 +1,58 @@
+//! The in-memory engine: the semantics of the embedded engine without a file.
+//!
+//! For tests, and for events that need not survive the process. Everything is behind one lock: a
+//! log, and for each group what is not plain progress. Nothing polls; waiting futures are woken by
+//! appends, settlements, due times and jumps of the clock.
+//!
+//! ```
+//! use everbus_core::Event;
+//! # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+//! let engine = everbus_memory::open(everbus_memory::Options::default());
+//! let event = Event::builder("order.placed").json(&42).build()?;
+//! let appended = engine.broker.append(vec![event]).await?.remove(0)?;
+//! assert_eq!(appended.position, 1);
+//! # Ok::<(), everbus_core::Error>(())
+//! # }).unwrap();
+//! ```
+
+mod broker;
+mod consumer;
+mod dead_letters;
+mod group;
+mod log;
+mod maintenance;
+mod records;
+mod state;
+
+use std::sync::Arc;
+
+use everbus_core::{Clock, Engine, SystemClock};
+
+use crate::broker::{Memory, MemoryBroker};
+
+/// How to open the engine.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// What due times, leases and ages are reckoned with.
+    pub clock: Arc<dyn Clock>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            clock: Arc::new(SystemClock),
+        }
+    }
+}
+
+/// Opens an empty engine. It lives as long as something holds it; closing only makes it refuse.
+pub fn open(options: Options) -> Engine {
+    let memory = Arc::new(Memory::new(options.clock));
+    memory.wake_on_jumps();
+    Engine {
+        broker: Arc::new(MemoryBroker(memory.clone())),
+        log: Some(memory.clone()),
+        dead_letters: Some(memory.clone()),
+        maintenance: Some(memory),
+    }
+}

@@ -1,0 +1,334 @@
+//! Everything the engine holds, and the steps that change it. The lock is around this.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use everbus_core::{
+    Appended, Code, Error, Event, EventId, EventState, FailureKind, GroupName, GroupSpec, GroupState, Lease,
+    Pattern, Recorded, Result, SettledOutcome, Settlement, SubscriptionInfo, Timestamp, Verdict,
+};
+use tokio::sync::Notify;
+
+use crate::dead_letters::Graveyard;
+use crate::group::{Group, Row, RowState};
+use crate::records::Records;
+
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) closed: bool,
+    pub(crate) records: Records,
+    /// By number; a number is never used again, so an old lease or consumer cannot meet a new group.
+    pub(crate) groups: BTreeMap<u64, Group>,
+    pub(crate) names: BTreeMap<GroupName, u64>,
+    pub(crate) dead: Graveyard,
+    pub(crate) next_token: u64,
+    next_number: u64,
+    /// Who waits for a position to be settled, and how many.
+    pub(crate) waiters: HashMap<u64, (Arc<Notify>, usize)>,
+}
+
+impl State {
+    pub(crate) fn new() -> Self {
+        Self {
+            closed: false,
+            records: Records::new(),
+            groups: BTreeMap::new(),
+            names: BTreeMap::new(),
+            dead: Graveyard::default(),
+            next_token: 0,
+            next_number: 0,
+            waiters: HashMap::new(),
+        }
+    }
+
+    /// A number for a group or a consumer.
+    pub(crate) fn number(&mut self) -> u64 {
+        self.next_number += 1;
+        self.next_number
+    }
+
+    pub(crate) fn group_number(&self, name: &GroupName) -> Result<u64> {
+        let number = self.names.get(name).copied();
+        number.ok_or_else(|| {
+            Error::new(Code::GroupNotFound, format!("there is no group {name}"))
+                .hint("declare the group, by subscribing, before it is used")
+        })
+    }
+
+    pub(crate) fn declare(&mut self, spec: GroupSpec, now: Timestamp) -> Result<Vec<SubscriptionInfo>> {
+        let number = match self.names.get(&spec.name) {
+            Some(&number) => {
+                if self.groups[&number].ordered != spec.ordered {
+                    let what = format!("the group {} exists with another ordering", spec.name);
+                    return Err(Error::new(Code::GroupConflict, what)
+                        .hint("declare it as it was, or remove the group first"));
+                }
+                number
+            }
+            None => {
+                let patterns: Vec<Pattern> =
+                    spec.subscriptions.iter().map(|s| s.pattern.clone()).collect();
+                let position = self.records.resolve(spec.start_from, &patterns);
+                let head = self.records.head();
+                let group = Group::new(spec.name.clone(), spec.ordered, position, head, now);
+                let number = self.number();
+                self.groups.insert(number, group);
+                self.names.insert(spec.name.clone(), number);
+                number
+            }
+        };
+        let Some(group) = self.groups.get_mut(&number) else {
+            return Err(Error::new(Code::Internal, "a group has a name and no state"));
+        };
+        let mut declared = Vec::with_capacity(spec.subscriptions.len());
+        for wanted in spec.subscriptions {
+            let known = group.subscriptions.iter_mut().find(|s| s.name == wanted.name);
+            let info = match known {
+                Some(known) => {
+                    known.pattern = wanted.pattern;
+                    known.clone()
+                }
+                None => {
+                    let info = SubscriptionInfo {
+                        id: EventId::new(),
+                        group: spec.name.clone(),
+                        name: wanted.name,
+                        pattern: wanted.pattern,
+                        after: group.position,
+                        created_at: now,
+                    };
+                    group.subscriptions.push(info.clone());
+                    info
+                }
+            };
+            declared.push(info);
+        }
+        Ok(declared)
+    }
+
+    pub(crate) fn retract(&mut self, id: EventId) -> Result<()> {
+        for group in self.groups.values_mut() {
+            let before = group.subscriptions.len();
+            group.subscriptions.retain(|s| s.id != id);
+            if group.subscriptions.len() < before {
+                return Ok(());
+            }
+        }
+        let what = format!("there is no subscription {id}");
+        Err(Error::new(Code::SubscriptionNotFound, what))
+    }
+
+    pub(crate) fn remove_group(&mut self, name: &GroupName) -> Result<()> {
+        let number = self.group_number(name)?;
+        self.names.remove(name);
+        self.groups.remove(&number);
+        self.dead.remove_group(name);
+        Ok(())
+    }
+
+    /// Appends all events or none.
+    pub(crate) fn append(&mut self, batch: Vec<Event>, now: Timestamp) -> Result<Vec<Appended>> {
+        let before = self.records.head();
+        let received_at = self.records.receipt_time(now);
+        let mut answers = Vec::with_capacity(batch.len());
+        for event in batch {
+            let (id, tenant) = (event.id(), event.tenant());
+            let appended = match self.records.find(id, tenant) {
+                Some(known) if known.event.same_body(&event) => Appended {
+                    id,
+                    position: known.position,
+                    received_at: known.received_at,
+                    duplicate: true,
+                },
+                Some(_) => {
+                    self.records.truncate(before);
+                    let what = format!("the event {id} exists with another body");
+                    return Err(Error::new(Code::IdReused, what)
+                        .hint("an id names one event for ever; give the new event a new id"));
+                }
+                None => {
+                    let position = self.records.head() + 1;
+                    self.records.push(Arc::new(Recorded {
+                        event,
+                        position,
+                        received_at,
+                    }));
+                    Appended {
+                        id,
+                        position,
+                        received_at,
+                        duplicate: false,
+                    }
+                }
+            };
+            answers.push(appended);
+        }
+        Ok(answers)
+    }
+
+    /// The group in which a lease is held now.
+    fn holder(&mut self, lease: &Lease, now: Timestamp) -> Result<&mut Group> {
+        let lost = || {
+            let what = format!("the lease on event {} had ended", lease.position);
+            Error::new(Code::LeaseLost, what)
+                .hint("the event was or will be delivered again; extend leases of long work")
+        };
+        let group = self.groups.get_mut(&lease.slot).ok_or_else(lost)?;
+        group.end_leases(now);
+        if group.held(lease).is_none() {
+            return Err(lost());
+        }
+        Ok(group)
+    }
+
+    pub(crate) fn extend(&mut self, lease: &Lease, until: Timestamp, now: Timestamp) -> Result<()> {
+        self.holder(lease, now)?.extend(lease.position, until);
+        Ok(())
+    }
+
+    /// Applies one settlement: follow-ups and verdict together, or neither.
+    pub(crate) fn settle(&mut self, settlement: Settlement, now: Timestamp) -> Result<()> {
+        let Settlement {
+            lease,
+            verdict,
+            follow_ups,
+        } = settlement;
+        self.holder(&lease, now)?;
+        if !follow_ups.is_empty() {
+            self.append(follow_ups, now)?;
+        }
+        let group = self.holder(&lease, now)?;
+        let position = lease.position;
+        group.active_at = now;
+        match verdict {
+            Verdict::Ack => {
+                group.finish(position);
+            }
+            Verdict::Skip { reason } => {
+                group.finish(position);
+                *group.skipped.entry(reason).or_default() += 1;
+            }
+            Verdict::Retry { after, failure } => {
+                if let Some(row) = group.rows.get_mut(&position) {
+                    row.failures.push(failure);
+                }
+                group.put_back(position, now.plus(after), false);
+            }
+            Verdict::Release { after } => group.put_back(position, now.plus(after), true),
+            Verdict::Dead { failure } => {
+                let name = group.name.clone();
+                if let Some(mut row) = group.finish(position) {
+                    row.failures.extend(failure);
+                    self.dead.bury(name, row, now);
+                }
+            }
+        }
+        self.wake_waiters(position);
+        Ok(())
+    }
+
+    /// Moves rows nobody had a handler for to the dead letters.
+    pub(crate) fn bury_orphans(&mut self, group: &GroupName, orphans: Vec<Row>, now: Timestamp) {
+        for row in orphans {
+            let position = row.record.position;
+            self.dead.bury(group.clone(), row, now);
+            self.wake_waiters(position);
+        }
+    }
+
+    pub(crate) fn wake_waiters(&self, position: u64) {
+        if let Some((waiter, _)) = self.waiters.get(&position) {
+            waiter.notify_waiters();
+        }
+    }
+
+    pub(crate) fn wake_all_waiters(&self) {
+        self.waiters.values().for_each(|(waiter, _)| waiter.notify_waiters());
+    }
+
+    /// Takes back every lease that ended.
+    pub(crate) fn end_leases(&mut self, now: Timestamp) {
+        self.groups.values_mut().for_each(|group| group.end_leases(now));
+    }
+
+    /// Where an event stands in a group.
+    fn state_in(&self, group: &Group, record: &Recorded) -> EventState {
+        let position = record.position;
+        match group.rows.get(&position) {
+            Some(row) => match row.state {
+                RowState::Waiting { .. }
+                    if row.failures.last().is_none_or(|f| f.kind == FailureKind::Crash) =>
+                {
+                    EventState::Pending
+                }
+                _ => EventState::Processing,
+            },
+            None if self.dead.is_open(position, &group.name) => EventState::Dlq,
+            None if position > group.position && group.wants(record.event.event_type()) => {
+                EventState::Pending
+            }
+            None => EventState::Done,
+        }
+    }
+
+    /// How an event stands in every group.
+    pub(crate) fn states(&self, record: &Recorded) -> Vec<GroupState> {
+        let position = record.position;
+        let states = self.names.values().filter_map(|number| {
+            let group = self.groups.get(number)?;
+            let state = self.state_in(group, record);
+            let (mut attempts, mut failures, mut due_at) = (0, Vec::new(), None);
+            if let Some(row) = group.rows.get(&position) {
+                attempts = row.attempts;
+                failures.clone_from(&row.failures);
+                if let RowState::Waiting { due } = row.state {
+                    due_at = Some(due);
+                }
+            } else if state == EventState::Dlq
+                && let Some(dead) = self.dead.get(position, &group.name)
+            {
+                attempts = dead.letter.attempts;
+                failures.clone_from(&dead.letter.failures);
+            }
+            Some(GroupState {
+                group: group.name.clone(),
+                state,
+                attempts,
+                failures,
+                due_at,
+            })
+        });
+        states.collect()
+    }
+
+    /// Whether a group owes work on an event or keeps it as a dead letter.
+    pub(crate) fn is_needed(&self, record: &Recorded) -> bool {
+        let mut groups = self.groups.values();
+        groups.any(|group| self.state_in(group, record) != EventState::Done)
+    }
+
+    /// How an event was settled by the groups that were there when it came; `None` if it is not yet.
+    pub(crate) fn outcome(&self, position: u64) -> Result<Option<SettledOutcome>> {
+        let Some(record) = self.records.get(position) else {
+            return Err(no_event(position));
+        };
+        let mut outcome = SettledOutcome::default();
+        for number in self.names.values() {
+            let group = &self.groups[number];
+            if group.declared_at >= position {
+                continue;
+            }
+            match self.state_in(group, record) {
+                EventState::Done => {}
+                EventState::Dlq => outcome.dead_lettered.push(group.name.clone()),
+                EventState::Pending | EventState::Processing => return Ok(None),
+            }
+        }
+        Ok(Some(outcome))
+    }
+}
+
+pub(crate) fn no_event(position: u64) -> Error {
+    let what = format!("there is no event at position {position}");
+    Error::new(Code::NotFound, what)
+}

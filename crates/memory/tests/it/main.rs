@@ -1,0 +1,4 @@
+//! The memory engine against the conformance suite and the model.
+
+mod conformance;
+mod model;

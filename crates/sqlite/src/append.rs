@@ -1,0 +1,144 @@
+//! Putting events into the log.
+
+use std::sync::Arc;
+
+use everbus_core::{Appended, Code, Error, Event, Recorded, Result, Timestamp};
+use rusqlite::{CachedStatement, Connection, OptionalExtension, params};
+
+use crate::errors::from_sqlite;
+use crate::rows::{read_record, seq_from, to_sql};
+use crate::state::{State, micros};
+
+const INSERT: &str =
+    "INSERT INTO log (seq, id, tenant, type, version, occurred_at, received_at, attrs, payload)
+     VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9) ON CONFLICT DO NOTHING";
+
+/// Appends events inside one transaction.
+pub(crate) struct Appender<'c> {
+    conn: &'c Connection,
+    insert: CachedStatement<'c>,
+    received_at: i64,
+}
+
+impl<'c> Appender<'c> {
+    pub(crate) fn new(conn: &'c Connection, state: &State, now: Timestamp) -> Result<Self> {
+        let insert = conn.prepare_cached(INSERT).map_err(|e| from_sqlite("publishing", e))?;
+        Ok(Self { conn, insert, received_at: micros(now).max(state.last_received) })
+    }
+
+    /// Appends a batch as a whole or not at all.
+    pub(crate) fn batch(&mut self, state: &mut State, events: Vec<Event>) -> Result<Vec<Appended>> {
+        let mark = (state.head, state.appended.len());
+        let mut answers = Vec::with_capacity(events.len());
+        for event in events {
+            match self.one(state, event) {
+                Ok(answer) => answers.push(answer),
+                Err(e) => {
+                    self.undo(state, mark)?;
+                    return Err(e);
+                }
+            }
+        }
+        Ok(answers)
+    }
+
+    fn one(&mut self, state: &mut State, event: Event) -> Result<Appended> {
+        let doing = |e| from_sqlite("publishing", e);
+        let type_id = state.intern_type(self.conn, event.type_arc())?;
+        let tenant = state.intern_tenant(self.conn, event.tenant())?;
+        let attrs = match event.attributes() {
+            None => None,
+            Some(attributes) => Some(serde_json::to_string(attributes).map_err(|e| {
+                Error::new(Code::InvalidAttribute, format!("the attributes cannot be stored: {e}"))
+            })?),
+        };
+        let position = state.head + 1;
+        let inserted = self
+            .insert
+            .execute(params![
+                to_sql(position),
+                event.id().as_bytes(),
+                tenant,
+                type_id,
+                event.version(),
+                micros(event.occurred_at()),
+                self.received_at,
+                attrs,
+                &event.payload()[..],
+            ])
+            .map_err(doing)?;
+        if inserted == 0 {
+            return self.repeated(state, &event, tenant);
+        }
+        state.head = position;
+        state.last_received = self.received_at;
+        let received_at = Timestamp::from_micros(self.received_at);
+        let answer = Appended { id: event.id(), position, received_at, duplicate: false };
+        state.appended.push((type_id, Arc::new(Recorded { event, position, received_at })));
+        Ok(answer)
+    }
+
+    /// The id is taken: by the same event, or by another one.
+    fn repeated(&mut self, state: &mut State, event: &Event, tenant: i64) -> Result<Appended> {
+        let doing = |e| from_sqlite("looking for an earlier publish", e);
+        let sql = format!("SELECT {} FROM log WHERE id = ?1 AND tenant = ?2", crate::rows::RECORD);
+        let mut statement = self.conn.prepare_cached(&sql).map_err(doing)?;
+        let mut rows = statement.query(params![event.id().as_bytes(), tenant]).map_err(doing)?;
+        let row = rows.next().map_err(doing)?.ok_or_else(|| {
+            Error::new(Code::Internal, "an event could not be stored, yet its id is free")
+        })?;
+        let first = read_record(self.conn, row, &mut state.type_names)?;
+        if !first.event.same_body(event) {
+            return Err(Error::new(
+                Code::IdReused,
+                format!("event {} was published before with another body", event.display_id()),
+            )
+            .hint("use a new id for a new event; repeat a publish with the same content"));
+        }
+        Ok(Appended {
+            id: first.event.id(),
+            position: first.position,
+            received_at: first.received_at,
+            duplicate: true,
+        })
+    }
+
+    fn undo(&mut self, state: &mut State, (head, appended): (u64, usize)) -> Result<()> {
+        self.conn
+            .prepare_cached("DELETE FROM log WHERE seq > ?1")
+            .and_then(|mut s| s.execute([to_sql(head)]))
+            .map_err(|e| from_sqlite("taking back a refused batch", e))?;
+        state.head = head;
+        state.appended.truncate(appended);
+        Ok(())
+    }
+}
+
+/// The place of the first event received at or after a time, less one: what a reader that begins
+/// there has behind it.
+pub(crate) fn position_before(conn: &Connection, at: Timestamp) -> Result<u64> {
+    let doing = |e| from_sqlite("searching the log by time", e);
+    let ends: Option<(i64, i64)> = conn
+        .query_row("SELECT min(seq), max(seq) FROM log", [], |r| {
+            Ok(r.get::<_, Option<i64>>(0)?.zip(r.get::<_, Option<i64>>(1)?))
+        })
+        .map_err(doing)?;
+    let Some((mut low, mut high)) = ends else { return Ok(0) };
+    // Times never fall as positions rise, so halving the range finds the place.
+    let mut statement = conn
+        .prepare_cached("SELECT seq, received_at FROM log WHERE seq >= ?1 ORDER BY seq LIMIT 1")
+        .map_err(doing)?;
+    high += 1;
+    while low < high {
+        let middle = low + (high - low) / 2;
+        let found: Option<(i64, i64)> = statement
+            .query_row([middle], |r| Ok((r.get(0)?, r.get(1)?)))
+            .optional()
+            .map_err(doing)?;
+        match found {
+            Some((seq, received)) if received < micros(at) => low = seq + 1,
+            _ => high = middle,
+        }
+    }
+    Ok(seq_from(low - 1))
+}

@@ -1,0 +1,291 @@
+//! Handing out stretches of the log.
+//!
+//! A claim covers a range with one row: the group moved past it, and a bitmap says what of it is
+//! done. It is made in the transaction that appends the events if the group is caught up, or after
+//! the feeder read them.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{Delivery, Lease, Progress, Recorded, Result};
+use rusqlite::params;
+
+use crate::errors::from_sqlite;
+use crate::rows::to_sql;
+use crate::state::{BEHIND_KEY, Claim, Held, LEASED, UNHANDLED, WAITING, micros};
+use crate::writer::Writer;
+
+/// An event with the number of its type.
+pub(crate) type Typed = (i64, Arc<Recorded>);
+
+/// Leases of claims have even slots, those of single deliveries odd ones.
+pub(crate) fn claim_slot(id: i64) -> u64 {
+    (id as u64) << 1
+}
+
+pub(crate) fn delivery_slot(group: i64) -> u64 {
+    ((group as u64) << 1) | 1
+}
+
+/// A token that no earlier holder can guess or repeat.
+pub(crate) fn new_token() -> i64 {
+    let (high, low) = uuid::Uuid::new_v4().as_u64_pair();
+    ((high ^ low) >> 1) as i64
+}
+
+impl Writer {
+    /// Hands out what this transaction appended to groups that were caught up before it.
+    pub(crate) fn claim_appended(&mut self) -> Result<()> {
+        if self.state.appended.is_empty() || self.isolating.is_some() {
+            return Ok(());
+        }
+        let first = self.state.appended[0].1.position;
+        let groups: Vec<i64> = self
+            .state
+            .groups
+            .iter()
+            .filter(|(_, group)| group.cursor + 1 == first)
+            .map(|(id, _)| *id)
+            .collect();
+        for group_id in groups {
+            // Among competing consumers the one with the least to do goes first.
+            let session = self
+                .sessions
+                .iter()
+                .filter(|(_, s)| s.group == group_id && s.room() > 0)
+                .min_by_key(|(_, s)| s.in_flight)
+                .map(|(id, s)| (*id, s.room()));
+            let Some((session, room)) = session else { continue };
+            let Some(group) = self.state.groups.get_mut(&group_id) else { continue };
+            let mut wanted = Vec::with_capacity(self.state.appended.len().min(room));
+            let mut searched = first - 1;
+            for (type_id, record) in &self.state.appended {
+                if group.wants(*type_id, record.event.event_type()) {
+                    if wanted.len() == room {
+                        break;
+                    }
+                    wanted.push((*type_id, record.clone()));
+                }
+                searched = record.position;
+            }
+            self.hand_out(session, searched, wanted)?;
+        }
+        Ok(())
+    }
+
+    /// Moves the session's group to `searched` and hands out the wanted events before it.
+    pub(crate) fn hand_out(
+        &mut self,
+        session_id: u64,
+        searched: u64,
+        wanted: Vec<Typed>,
+    ) -> Result<()> {
+        let Some(session) = self.sessions.get_mut(&session_id) else { return Ok(()) };
+        let group_id = session.group;
+        let group = self.state.group_mut(group_id)?;
+        group.cursor = searched;
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let (handled, unhandled): (Vec<Typed>, Vec<Typed>) = wanted
+            .into_iter()
+            .partition(|(type_id, record)| session.handles(*type_id, record.event.event_type()));
+        let (lease, patience) = (session.lease, session.no_handler_after);
+        if !unhandled.is_empty() {
+            let due = micros(self.clock.now().plus(patience));
+            for event in &unhandled {
+                self.park(group_id, event, UNHANDLED, due)?;
+            }
+        }
+        if self.state.group_mut(group_id)?.ordered {
+            return self.queue_by_key(group_id, &handled);
+        }
+        let (Some(first), Some(last)) = (handled.first(), handled.last()) else { return Ok(()) };
+        let (lo, hi) = (first.1.position, last.1.position);
+        // A bitmap over a few events far apart would be larger than a row for each.
+        let span = hi - lo + 1;
+        if span > 64 + 16 * handled.len() as u64 {
+            return self.lease_one_by_one(session_id, group_id, handled, lease);
+        }
+        self.claim_range(session_id, group_id, (lo, hi), handled, lease)
+    }
+
+    fn claim_range(
+        &mut self,
+        session: u64,
+        group: i64,
+        (lo, hi): (u64, u64),
+        events: Vec<Typed>,
+        lease: Duration,
+    ) -> Result<()> {
+        let mut progress = Progress::new(lo - 1);
+        let mut next = lo;
+        for (_, record) in &events {
+            if record.position > next {
+                progress.complete_range(next, record.position - 1);
+            }
+            next = record.position + 1;
+        }
+        let done = (progress.highest() >= lo).then(|| progress.bitmap(lo, hi));
+        let token = new_token();
+        let until = micros(self.clock.now().plus(lease));
+        let id = self
+            .conn
+            .prepare_cached(
+                "INSERT INTO claims (group_id, lo, hi, owner, token, until, attempt, done)
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, 1, ?7)",
+            )
+            .and_then(|mut s| {
+                s.insert(params![group, to_sql(lo), to_sql(hi), self.state.owner, token, until, done])
+            })
+            .map_err(|e| from_sqlite("claiming", e))?;
+        let slot = claim_slot(id);
+        let deliveries: Vec<Delivery> = events
+            .into_iter()
+            .map(|(_, record)| Delivery {
+                lease: Lease { position: record.position, slot, token: token as u64, handle: None },
+                record,
+                attempt: 1,
+                failures: Vec::new(),
+            })
+            .collect();
+        if let Some(session) = self.sessions.get_mut(&session) {
+            session.in_flight += deliveries.len();
+        }
+        let extended = HashMap::new();
+        let claim = Claim { group, session, lo, hi, token, until, extended, progress };
+        self.state.claims.insert(id, claim);
+        self.outgoing.push((session, deliveries));
+        Ok(())
+    }
+
+    fn lease_one_by_one(
+        &mut self,
+        session: u64,
+        group: i64,
+        events: Vec<Typed>,
+        lease: Duration,
+    ) -> Result<()> {
+        let now = self.clock.now();
+        let until = micros(now.plus(lease));
+        let mut insert = self
+            .conn
+            .prepare_cached(
+                "INSERT INTO deliveries (group_id, seq, state, due, attempt, type, owner, token, until, updated_at)
+                 VALUES (?1, ?2, ?3, ?4, 1, ?5, ?6, ?7, ?8, ?4)",
+            )
+            .map_err(|e| from_sqlite("claiming", e))?;
+        let mut deliveries = Vec::with_capacity(events.len());
+        for (type_id, record) in events {
+            let token = new_token();
+            let position = record.position;
+            insert
+                .execute(params![
+                    group,
+                    to_sql(position),
+                    LEASED,
+                    micros(now),
+                    type_id,
+                    self.state.owner,
+                    token,
+                    until
+                ])
+                .map_err(|e| from_sqlite("claiming", e))?;
+            let held = Held { session, token, until, suspect: false, alone: false };
+            self.state.held.insert((group, position), held);
+            deliveries.push(Delivery {
+                lease: Lease {
+                    position,
+                    slot: delivery_slot(group),
+                    token: token as u64,
+                    handle: None,
+                },
+                record,
+                attempt: 1,
+                failures: Vec::new(),
+            });
+        }
+        drop(insert);
+        if let Some(session) = self.sessions.get_mut(&session) {
+            session.in_flight += deliveries.len();
+        }
+        self.outgoing.push((session, deliveries));
+        Ok(())
+    }
+
+    /// In an ordered group every event waits in a row; one behind another of its key is not due.
+    fn queue_by_key(&mut self, group: i64, events: &[Typed]) -> Result<()> {
+        let due = micros(self.clock.now());
+        for event in events {
+            let key = event.1.event.ordering_key();
+            let behind: bool = match &key {
+                None => false,
+                Some(key) => self
+                    .conn
+                    .prepare_cached(
+                        "SELECT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?1 AND key = ?2)",
+                    )
+                    .and_then(|mut s| s.query_row(params![group, key], |row| row.get(0)))
+                    .map_err(|e| from_sqlite("ordering by key", e))?,
+            };
+            self.park(group, event, if behind { BEHIND_KEY } else { WAITING }, due)?;
+        }
+        Ok(())
+    }
+
+    /// Puts an event into a row of its own, without an attempt.
+    pub(crate) fn park(&mut self, group: i64, event: &Typed, state: i64, due: i64) -> Result<()> {
+        let ordered = self.state.group_mut(group)?.ordered;
+        let key = if ordered { event.1.event.ordering_key() } else { None };
+        self.conn
+            .prepare_cached(
+                "INSERT OR IGNORE INTO deliveries
+                   (group_id, seq, state, due, attempt, type, key, updated_at)
+                 VALUES (?1, ?2, ?3, ?4, 0, ?5, ?6, ?7)",
+            )
+            .and_then(|mut s| {
+                let now = micros(self.clock.now());
+                s.execute(params![group, to_sql(event.1.position), state, due, event.0, key, now])
+            })
+            .map_err(|e| from_sqlite("setting an event aside", e))?;
+        if state != BEHIND_KEY {
+            self.note_due(group, due);
+        }
+        Ok(())
+    }
+
+    /// Remembers that something of a group is due at a time.
+    pub(crate) fn note_due(&mut self, group: i64, due: i64) {
+        if let Some(group) = self.state.groups.get_mut(&group) {
+            group.next_due = Some(group.next_due.map_or(due, |known| known.min(due)));
+        }
+    }
+
+    /// Writes the bitmaps of claims that changed; a finished claim goes.
+    pub(crate) fn flush_claims(&mut self) -> Result<()> {
+        let doing = |e| from_sqlite("settling", e);
+        let mut touched = std::mem::take(&mut self.touched);
+        touched.sort_unstable();
+        touched.dedup();
+        for id in &touched {
+            let Some(claim) = self.state.claims.get(id) else { continue };
+            if claim.progress.is_complete(claim.hi) {
+                self.conn
+                    .prepare_cached("DELETE FROM claims WHERE id = ?1 AND token = ?2")
+                    .and_then(|mut s| s.execute((id, claim.token)))
+                    .map_err(doing)?;
+                self.state.claims.remove(id);
+            } else {
+                let done = claim.progress.bitmap(claim.lo, claim.hi);
+                self.conn
+                    .prepare_cached("UPDATE claims SET done = ?3 WHERE id = ?1 AND token = ?2")
+                    .and_then(|mut s| s.execute(params![id, claim.token, done]))
+                    .map_err(doing)?;
+            }
+        }
+        touched.clear();
+        self.touched = touched;
+        Ok(())
+    }
+}

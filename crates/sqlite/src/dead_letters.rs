@@ -1,0 +1,278 @@
+//! The dead letters of a file. Nothing here needs a running bus.
+
+use everbus_core::{
+    BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage, DeadLetters, EventId,
+    GroupName, PageRequest, PurgeBasis, Result, Timestamp,
+};
+use rusqlite::types::Value;
+use rusqlite::{Connection, Row, params_from_iter};
+
+use crate::append::position_before;
+use crate::engine::SqliteEngine;
+use crate::errors::from_sqlite;
+use crate::readers::Reader;
+use crate::rows::{RECORD, TypeNames, read_failures, read_record, seq_from, to_sql};
+use crate::state::micros;
+use crate::writer::Writer;
+
+/// At most this many rows are changed in one transaction, so that others get their turn.
+const STEP: usize = 500;
+
+const COLUMNS: &str = "d.attempts, d.failures, d.handler, d.first_seen_at, d.died_at, d.retried_at, g.name";
+
+impl DeadLetters for SqliteEngine {
+    fn list(
+        &self,
+        filter: DeadLetterFilter,
+        page: PageRequest,
+    ) -> BoxFuture<'_, Result<DeadLetterPage>> {
+        self.handle.query(move |reader| {
+            page.validate()?;
+            let mut condition = Condition::open(&reader.conn, &filter)?;
+            if let Some(after) = &page.after {
+                condition.beyond(after);
+            }
+            let sql = format!(
+                "SELECT {RECORD}, {COLUMNS} FROM dead_letters d
+                   JOIN log ON log.seq = d.seq JOIN groups g ON g.id = d.group_id
+                 WHERE {} ORDER BY d.seq DESC, g.name LIMIT {} OFFSET {}",
+                condition.sql,
+                page.limit,
+                page.offset
+            );
+            let items = read(reader, &sql, condition.values)?;
+            let full = items.len() == page.limit;
+            let next = items.last().filter(|_| full).map(DeadLetter::key);
+            Ok(DeadLetterPage { items, next })
+        })
+    }
+
+    fn count(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>> {
+        self.handle.query(move |reader| {
+            let condition = Condition::open(&reader.conn, &filter)?;
+            let join = if filter.id.is_some() { "JOIN log ON log.seq = d.seq" } else { "" };
+            let sql = format!("SELECT count(*) FROM dead_letters d {join} WHERE {}", condition.sql);
+            reader
+                .conn
+                .query_row(&sql, params_from_iter(condition.values), |r| r.get(0))
+                .map(seq_from)
+                .map_err(|e| from_sqlite("counting dead letters", e))
+        })
+    }
+
+    fn get(&self, id: EventId) -> BoxFuture<'_, Result<Vec<DeadLetter>>> {
+        self.handle.query(move |reader| {
+            let sql = format!(
+                "SELECT {RECORD}, {COLUMNS} FROM log
+                   JOIN dead_letters d ON d.seq = log.seq JOIN groups g ON g.id = d.group_id
+                 WHERE log.id = ?1 ORDER BY log.seq, g.name"
+            );
+            read(reader, &sql, vec![Value::Blob(id.as_bytes().to_vec())])
+        })
+    }
+
+    fn retry(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move {
+            let mut total = 0;
+            loop {
+                let filter = filter.clone();
+                let done = self.handle.job(move |writer| writer.retry_some(&filter)).await?;
+                total += done as u64;
+                if done < STEP {
+                    return Ok(total);
+                }
+            }
+        })
+    }
+
+    fn purge(
+        &self,
+        cutoff: Timestamp,
+        basis: PurgeBasis,
+        filter: DeadLetterFilter,
+    ) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move {
+            let mut total = 0;
+            loop {
+                let filter = filter.clone();
+                let done =
+                    self.handle.job(move |writer| writer.purge_some(cutoff, basis, &filter)).await?;
+                total += done as u64;
+                if done < STEP {
+                    return Ok(total);
+                }
+            }
+        })
+    }
+}
+
+/// A condition over `dead_letters d`, with its values.
+struct Condition {
+    sql: String,
+    values: Vec<Value>,
+}
+
+impl Condition {
+    /// The open dead letters that a filter lets through.
+    fn open(conn: &Connection, filter: &DeadLetterFilter) -> Result<Self> {
+        let DeadLetterFilter { pattern, group, id, since, until } = filter;
+        let mut condition = Self { sql: "d.retried_at IS NULL".into(), values: Vec::new() };
+        if let Some(pattern) = pattern {
+            let doing = |e| from_sqlite("reading the types", e);
+            let names: Vec<(i64, String)> = conn
+                .prepare_cached("SELECT id, name FROM types")
+                .and_then(|mut s| s.query_map([], |r| Ok((r.get(0)?, r.get(1)?)))?.collect())
+                .map_err(doing)?;
+            let ids: Vec<String> = names
+                .iter()
+                .filter(|(_, name)| pattern.matches(name))
+                .map(|(id, _)| id.to_string())
+                .collect();
+            // Numbers of ours, never text of a user's.
+            condition.sql += &format!(" AND d.type IN ({})", ids.join(","));
+        }
+        if let Some(group) = group {
+            condition.and(
+                "d.group_id = (SELECT id FROM groups WHERE name = ?)",
+                Value::Text(group.as_str().to_owned()),
+            );
+        }
+        if let Some(id) = id {
+            condition.and(
+                "d.seq IN (SELECT seq FROM log WHERE id = ?)",
+                Value::Blob(id.as_bytes().to_vec()),
+            );
+        }
+        if let Some(since) = since {
+            // The time never falls as the position rises, so a time is a position.
+            let before = position_before(conn, *since)?;
+            condition.and("d.seq > ?", Value::Integer(to_sql(before)));
+        }
+        if let Some(until) = until {
+            let last = last_received_by(conn, *until)?;
+            condition.and("d.seq <= ?", Value::Integer(to_sql(last)));
+        }
+        Ok(condition)
+    }
+
+    fn and(&mut self, term: &str, value: Value) {
+        self.sql += " AND ";
+        self.sql += term;
+        self.values.push(value);
+    }
+
+    /// Only what comes after a dead letter in the order of the list.
+    fn beyond(&mut self, key: &DeadLetterKey) {
+        let position = Value::Integer(to_sql(key.position));
+        self.sql += " AND d.seq <= ? AND (d.seq < ? OR g.name > ?)";
+        self.values.extend([
+            position.clone(),
+            position,
+            Value::Text(key.group.as_str().to_owned()),
+        ]);
+    }
+}
+
+/// The place of the last event received at or before a time.
+fn last_received_by(conn: &Connection, at: Timestamp) -> Result<u64> {
+    position_before(conn, Timestamp::from_micros(micros(at).saturating_add(1)))
+}
+
+fn read(reader: &mut Reader, sql: &str, values: Vec<Value>) -> Result<Vec<DeadLetter>> {
+    let doing = |e| from_sqlite("reading dead letters", e);
+    let Reader { conn, types } = reader;
+    let mut statement = conn.prepare_cached(sql).map_err(doing)?;
+    let mut rows = statement.query(params_from_iter(values)).map_err(doing)?;
+    let mut found = Vec::new();
+    while let Some(row) = rows.next().map_err(doing)? {
+        found.push(read_one(conn, row, types)?);
+    }
+    Ok(found)
+}
+
+fn read_one(conn: &Connection, row: &Row<'_>, types: &mut TypeNames) -> Result<DeadLetter> {
+    let doing = |e| from_sqlite("reading a dead letter", e);
+    let time = |index: usize| -> Result<Timestamp> {
+        row.get(index).map(Timestamp::from_micros).map_err(doing)
+    };
+    let failures: String = row.get(9).map_err(doing)?;
+    let name: String = row.get(14).map_err(doing)?;
+    let retried: Option<i64> = row.get(13).map_err(doing)?;
+    let group: GroupName = name.parse()?;
+    Ok(DeadLetter {
+        group,
+        handler: row.get(10).map_err(doing)?,
+        attempts: row.get(8).map_err(doing)?,
+        failures: read_failures(Some(&failures))?,
+        first_seen_at: time(11)?,
+        died_at: time(12)?,
+        retried_at: retried.map(Timestamp::from_micros),
+        event: read_record(conn, row, types)?,
+    })
+}
+
+impl Writer {
+    fn pick(&self, condition: &Condition, order: &str) -> Result<Vec<(u64, i64)>> {
+        let sql = format!(
+            "SELECT d.seq, d.group_id FROM dead_letters d WHERE {} {order} LIMIT {STEP}",
+            condition.sql
+        );
+        self.conn
+            .prepare_cached(&sql)
+            .and_then(|mut s| {
+                s.query_map(params_from_iter(&condition.values), |r| {
+                    Ok((seq_from(r.get(0)?), r.get(1)?))
+                })?
+                .collect()
+            })
+            .map_err(|e| from_sqlite("choosing dead letters", e))
+    }
+
+    fn retry_some(&mut self, filter: &DeadLetterFilter) -> Result<usize> {
+        let condition = Condition::open(&self.conn, filter)?;
+        let chosen = self.pick(&condition, "ORDER BY d.seq, d.group_id")?;
+        let now = self.clock.now();
+        for (seq, group) in &chosen {
+            self.conn
+                .prepare_cached(
+                    "UPDATE dead_letters SET retried_at = ?3 WHERE seq = ?1 AND group_id = ?2",
+                )
+                .and_then(|mut s| s.execute((to_sql(*seq), group, micros(now))))
+                .map_err(|e| from_sqlite("retrying a dead letter", e))?;
+            self.insert_waiting(*group, *seq, 0, now, &[])?;
+        }
+        Ok(chosen.len())
+    }
+
+    fn purge_some(
+        &mut self,
+        cutoff: Timestamp,
+        basis: PurgeBasis,
+        filter: &DeadLetterFilter,
+    ) -> Result<usize> {
+        let mut condition = Condition::open(&self.conn, filter)?;
+        match basis {
+            PurgeBasis::Created => {
+                let last = last_received_by(&self.conn, cutoff)?;
+                condition.and("d.seq <= ?", Value::Integer(to_sql(last)));
+            }
+            PurgeBasis::Died => {
+                condition.and("d.died_at <= ?", Value::Integer(micros(cutoff)));
+            }
+        }
+        let chosen = self.pick(&condition, "")?;
+        for (seq, group) in &chosen {
+            self.conn
+                .prepare_cached("DELETE FROM dead_letters WHERE seq = ?1 AND group_id = ?2")
+                .and_then(|mut s| s.execute((to_sql(*seq), group)))
+                .map_err(|e| from_sqlite("purging a dead letter", e))?;
+        }
+        let owed = self.owed()?;
+        for (seq, _) in &chosen {
+            if !owed.contains(*seq) {
+                self.remove_unowed(*seq)?;
+            }
+        }
+        Ok(chosen.len())
+    }
+}

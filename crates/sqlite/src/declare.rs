@@ -1,0 +1,211 @@
+//! Groups and subscriptions: made, changed, removed.
+
+use everbus_core::{
+    Code, Error, EventId, GroupName, GroupSpec, Pattern, Result, StartFrom, SubscriptionInfo,
+    SubscriptionSpec, Timestamp,
+};
+use rusqlite::{Connection, OptionalExtension, params};
+
+use crate::append::position_before;
+use crate::errors::from_sqlite;
+use crate::rows::{seq_from, to_sql};
+use crate::state::micros;
+use crate::writer::Writer;
+
+impl Writer {
+    /// Creates a group if it is new, and adds subscriptions.
+    pub(crate) fn declare(&mut self, spec: &GroupSpec) -> Result<Vec<SubscriptionInfo>> {
+        let known = self.state.group_id(&spec.name);
+        let group = match known {
+            Some(id) => {
+                let group = self.state.group_mut(id)?;
+                if group.ordered != spec.ordered {
+                    return Err(Error::new(
+                        Code::GroupConflict,
+                        format!(
+                            "group {} is {}ordered and cannot be changed",
+                            spec.name,
+                            if group.ordered { "" } else { "not " }
+                        ),
+                    )
+                    .hint("use another group name, or remove the group first"));
+                }
+                id
+            }
+            None => self.create_group(spec)?,
+        };
+        let result = spec.subscriptions.iter().map(|s| self.subscribe(group, &spec.name, s)).collect();
+        self.state.refresh_groups(&self.conn)?;
+        result
+    }
+
+    fn create_group(&mut self, spec: &GroupSpec) -> Result<i64> {
+        let patterns: Vec<Pattern> =
+            spec.subscriptions.iter().map(|s| s.pattern.clone()).collect();
+        let cursor = resolve(&self.conn, self.state.head, spec.start_from, &patterns)?;
+        let now = micros(self.clock.now());
+        self.conn
+            .prepare_cached(
+                "INSERT INTO groups (name, ordered, cursor, declared_at, created_at, active_at)
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?5)",
+            )
+            .and_then(|mut s| {
+                s.insert(params![
+                    spec.name.as_str(),
+                    spec.ordered,
+                    to_sql(cursor),
+                    to_sql(self.state.head),
+                    now
+                ])
+            })
+            .map_err(|e| from_sqlite("declaring a group", e))
+    }
+
+    fn subscribe(
+        &mut self,
+        group: i64,
+        name: &GroupName,
+        spec: &SubscriptionSpec,
+    ) -> Result<SubscriptionInfo> {
+        let doing = |e| from_sqlite("declaring a subscription", e);
+        let position: i64 = self
+            .conn
+            .prepare_cached("SELECT cursor FROM groups WHERE id = ?1")
+            .and_then(|mut s| s.query_row([group], |r| r.get(0)))
+            .map_err(doing)?;
+        // What was skipped and not written down yet counts as passed.
+        let passed = self.state.groups.get(&group).map_or(0, |g| g.cursor);
+        let position = position.max(to_sql(passed));
+        self.conn
+            .prepare_cached("UPDATE groups SET cursor = ?2 WHERE id = ?1 AND cursor < ?2")
+            .and_then(|mut s| s.execute((group, position)))
+            .map_err(doing)?;
+        let known: Option<(String, String, i64, String)> = self
+            .conn
+            .prepare_cached(
+                "SELECT id, event_type, after_seq, created_at FROM subscriptions
+                 WHERE group_id = ?1 AND name = ?2",
+            )
+            .and_then(|mut s| {
+                s.query_row(params![group, spec.name], |r| {
+                    Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?))
+                })
+                .optional()
+            })
+            .map_err(doing)?;
+        let info = |id: EventId, after: i64, created_at: Timestamp| SubscriptionInfo {
+            id,
+            group: name.clone(),
+            name: spec.name.clone(),
+            pattern: spec.pattern.clone(),
+            after: seq_from(after),
+            created_at,
+        };
+        if let Some((id, pattern, after, created_at)) = known {
+            let mut after = after;
+            if pattern != spec.pattern.as_str() {
+                after = position;
+                self.conn
+                    .prepare_cached(
+                        "UPDATE subscriptions SET event_type = ?2, after_seq = ?3 WHERE id = ?1",
+                    )
+                    .and_then(|mut s| s.execute(params![id, spec.pattern.as_str(), after]))
+                    .map_err(doing)?;
+            }
+            return Ok(info(id.parse()?, after, created_at.parse()?));
+        }
+        let (id, now) = (EventId::new(), self.clock.now());
+        self.conn
+            .prepare_cached(
+                "INSERT INTO subscriptions (id, event_type, created_at, group_id, name, after_seq)
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
+            )
+            .and_then(|mut s| {
+                s.execute(params![
+                    id.to_string(),
+                    spec.pattern.as_str(),
+                    now.to_string(),
+                    group,
+                    spec.name,
+                    position
+                ])
+            })
+            .map_err(doing)?;
+        Ok(info(id, position, now))
+    }
+
+    /// Removes a subscription; what the group owes already stays owed.
+    pub(crate) fn retract(&mut self, subscription: &str) -> Result<()> {
+        let removed = self
+            .conn
+            .prepare_cached("DELETE FROM subscriptions WHERE id = ?1")
+            .and_then(|mut s| s.execute([subscription]))
+            .map_err(|e| from_sqlite("unsubscribing", e))?;
+        if removed == 0 {
+            return Err(Error::new(
+                Code::SubscriptionNotFound,
+                format!("there is no subscription {subscription}"),
+            )
+            .hint("subscriptions are named by the id that subscribe returned"));
+        }
+        self.state.refresh_groups(&self.conn)
+    }
+
+    /// Deletes a group and everything of it.
+    pub(crate) fn remove_group(&mut self, name: &GroupName) -> Result<()> {
+        let doing = |e| from_sqlite("removing a group", e);
+        let id = self.state.group_id(name).ok_or_else(|| {
+            Error::new(Code::GroupNotFound, format!("there is no group {name}"))
+                .hint("list the groups with `everbus groups`")
+        })?;
+        for table in ["subscriptions", "claims", "deliveries", "dead_letters", "skips"] {
+            self.conn
+                .execute(&format!("DELETE FROM {table} WHERE group_id = ?1"), [id])
+                .map_err(doing)?;
+        }
+        self.conn.execute("DELETE FROM groups WHERE id = ?1", [id]).map_err(doing)?;
+        self.state.claims.retain(|_, claim| claim.group != id);
+        self.state.held.retain(|(group, _), _| *group != id);
+        let gone = Error::new(Code::GroupNotFound, format!("group {name} was removed"));
+        self.sessions.retain(|_, session| {
+            if session.group == id {
+                session.mailbox.end(gone.clone());
+            }
+            session.group != id
+        });
+        self.isolating = self.isolating.filter(|(group, _)| *group != id);
+        self.watches.recheck_all();
+        self.state.refresh_groups(&self.conn)
+    }
+}
+
+/// The position after which a reader that starts so begins.
+pub(crate) fn resolve(
+    conn: &Connection,
+    head: u64,
+    from: StartFrom,
+    patterns: &[Pattern],
+) -> Result<u64> {
+    match from {
+        StartFrom::New => Ok(head),
+        StartFrom::First => Ok(0),
+        StartFrom::Time(at) => Ok(position_before(conn, at)?.min(head)),
+        StartFrom::Last => {
+            let doing = |e| from_sqlite("looking for the newest event", e);
+            let mut statement = conn
+                .prepare_cached(
+                    "SELECT log.seq, types.name FROM log JOIN types ON types.id = log.type
+                     ORDER BY log.seq DESC",
+                )
+                .map_err(doing)?;
+            let mut rows = statement.query([]).map_err(doing)?;
+            while let Some(row) = rows.next().map_err(doing)? {
+                let name: String = row.get(1).map_err(doing)?;
+                if patterns.iter().any(|p| p.matches(&name)) {
+                    return Ok(seq_from(row.get::<_, i64>(0).map_err(doing)?) - 1);
+                }
+            }
+            Ok(head)
+        }
+    }
+}

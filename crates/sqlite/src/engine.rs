@@ -1,0 +1,262 @@
+//! The engine as others see it: every verb becomes a command for the writer or a query.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use everbus_core::{
+    Appended, BoxFuture, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, Durability,
+    Engine, Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Result, SettledOutcome,
+    Settlement, SubscriptionInfo,
+};
+use tokio::sync::{oneshot, watch};
+
+use crate::feeder;
+use crate::file::{locate, open_writer};
+use crate::queue::{Answer, Command, Queue, Reply};
+use crate::readers::{Reader, Readers};
+use crate::session::{Mailbox, NewSession, SqliteConsumer};
+use crate::writer::{Start, Writer};
+use crate::{Durable, Options};
+
+/// What the engine and its consumers share. When the last one is dropped, the writer finishes what
+/// is queued and ends.
+pub(crate) struct Handle {
+    pub(crate) queue: Arc<Queue>,
+    readers: Readers,
+    pub(crate) head: watch::Receiver<u64>,
+    pub(crate) failed: Arc<OnceLock<Error>>,
+    pub(crate) path: PathBuf,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) durability: Durable,
+    sessions: AtomicU64,
+    ended: watch::Receiver<bool>,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.queue.close();
+    }
+}
+
+impl Handle {
+    /// Runs a query apart from the writer, as long as the engine serves.
+    pub(crate) fn query<T: Send + 'static>(
+        &self,
+        query: impl FnOnce(&mut Reader) -> Result<T> + Send + 'static,
+    ) -> BoxFuture<'static, Result<T>> {
+        match self.failed.get() {
+            Some(error) => Box::pin(std::future::ready(Err(error.clone()))),
+            None => self.readers.query(query),
+        }
+    }
+
+    /// Runs a change inside the writer's transaction and returns what it gives once it is durable.
+    pub(crate) fn job<T: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
+    ) -> BoxFuture<'static, Result<T>> {
+        let (reply, answer) = oneshot::channel();
+        let reply = Arc::new(std::sync::Mutex::new(Some(reply)));
+        let take = |slot: &std::sync::Mutex<Option<Reply<T>>>| {
+            slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take()
+        };
+        let failed = reply.clone();
+        self.queue.push(Command::Job {
+            job: Some(Box::new(move |writer| {
+                let value = job(writer)?;
+                let answer: Answer = Box::new(move || {
+                    if let Some(reply) = take(&reply) {
+                        let _ = reply.send(Ok(value));
+                    }
+                });
+                Ok(answer)
+            })),
+            failed: Box::new(move |error| {
+                if let Some(reply) = take(&failed) {
+                    let _ = reply.send(Err(error));
+                }
+            }),
+        });
+        Box::pin(receive(answer))
+    }
+}
+
+/// Waits for an answer; a writer that is gone without one has failed.
+async fn receive<T>(answer: oneshot::Receiver<Result<T>>) -> Result<T> {
+    answer.await.unwrap_or_else(|_| {
+        Err(Error::new(Code::StorageFailed, "the writer of the file has ended")
+            .hint("open the file again")
+            .with_unknown_outcome())
+    })
+}
+
+/// The embedded engine.
+pub(crate) struct SqliteEngine {
+    pub(crate) handle: Arc<Handle>,
+}
+
+pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
+    crate::schema::check_library()?;
+    let path = locate(path, options.create)?;
+    let conn = open_writer(&path, &options)?;
+    let queue = Arc::new(Queue::default());
+    let (head, watched) = watch::channel(0);
+    let (end, ended) = watch::channel(false);
+    let failed = Arc::new(OnceLock::new());
+    let feeder = feeder::start(&path, &queue)?;
+    let (clock, durability) = (options.clock.clone(), options.durability);
+    let writer = Writer::new(Start {
+        conn,
+        path: path.clone(),
+        options,
+        queue: queue.clone(),
+        feeder,
+        head,
+        failed: failed.clone(),
+    })?;
+    std::thread::Builder::new()
+        .name("everbus-write".into())
+        .spawn(move || {
+            // Dropped when the writer ends, also by a panic, so that nobody waits for ever.
+            let _end = EndSignal(end);
+            writer.run();
+        })
+        .map_err(|e| Error::new(Code::Internal, format!("no thread for writing: {e}")))?;
+    let wake = Arc::downgrade(&queue);
+    clock.on_jump(Box::new(move || {
+        if let Some(queue) = wake.upgrade() {
+            queue.nudge();
+        }
+    }));
+    let handle = Arc::new(Handle {
+        queue,
+        readers: Readers::new(path.clone()),
+        head: watched,
+        failed,
+        path,
+        clock,
+        durability,
+        sessions: AtomicU64::new(1),
+        ended,
+    });
+    let engine = Arc::new(SqliteEngine { handle });
+    Ok(Engine {
+        broker: engine.clone(),
+        log: Some(engine.clone()),
+        dead_letters: Some(engine.clone()),
+        maintenance: Some(engine),
+    })
+}
+
+struct EndSignal(watch::Sender<bool>);
+
+impl Drop for EndSignal {
+    fn drop(&mut self) {
+        self.0.send_replace(true);
+    }
+}
+
+impl SqliteEngine {
+    fn ask<T: Send + 'static>(
+        &self,
+        command: impl FnOnce(Reply<T>) -> Command,
+    ) -> BoxFuture<'static, Result<T>> {
+        let (reply, answer) = oneshot::channel();
+        self.handle.queue.push(command(reply));
+        Box::pin(receive(answer))
+    }
+}
+
+impl Broker for SqliteEngine {
+    fn capabilities(&self) -> Capabilities {
+        let durability = match self.handle.durability {
+            Durable::Full => Durability::PowerLoss,
+            Durable::Normal => Durability::Process,
+        };
+        Capabilities::full("sqlite", durability)
+    }
+
+    fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
+        self.ask(|reply| Command::Declare { group, reply })
+    }
+
+    fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
+        let subscription = subscription.to_string();
+        self.ask(|reply| Command::Retract { subscription, reply })
+    }
+
+    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
+        self.ask(|reply| Command::RemoveGroup { group, reply })
+    }
+
+    fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
+        if batch.is_empty() {
+            return Box::pin(std::future::ready(Ok(Vec::new())));
+        }
+        self.ask(|reply| Command::Append { events: batch, reply })
+    }
+
+    fn consume(
+        &self,
+        group: GroupName,
+        options: ConsumeOptions,
+    ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
+        let id = self.handle.sessions.fetch_add(1, Ordering::Relaxed);
+        let mailbox = Arc::new(Mailbox::default());
+        let session = NewSession { id, group, options, mailbox: mailbox.clone() };
+        let attached = self.ask(|reply| Command::Attach { session, reply });
+        // Made before the answer: if the caller gives up waiting, dropping it detaches the session.
+        let consumer =
+            SqliteConsumer { id, mailbox, handle: self.handle.clone(), closed: false };
+        Box::pin(async move {
+            attached.await?;
+            Ok(Box::new(consumer) as Box<dyn Consumer>)
+        })
+    }
+
+    fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        if settlements.is_empty() {
+            return Box::pin(std::future::ready(Ok(Vec::new())));
+        }
+        self.ask(|reply| Command::Settle { settlements, reply })
+    }
+
+    fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        if leases.is_empty() {
+            return Box::pin(std::future::ready(Ok(Vec::new())));
+        }
+        self.ask(|reply| Command::Extend { leases, by, reply })
+    }
+
+    fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
+        let now = self.handle.clock.now();
+        self.handle.query(move |reader| crate::inspect::groups(reader, now))
+    }
+
+    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
+        let waiting = self.ask(|reply| Command::Watch { position, reply: Some(reply) });
+        Box::pin(async move {
+            tokio::time::timeout(timeout, waiting).await.unwrap_or_else(|_| {
+                Err(Error::new(
+                    Code::Timeout,
+                    format!("event {position} was not settled within {timeout:?}"),
+                )
+                .hint("a handler is slow, failing, or not running; see `everbus groups`"))
+            })
+        })
+    }
+
+    fn close(&self) -> BoxFuture<'_, Result<()>> {
+        self.handle.queue.close();
+        let mut ended = self.handle.ended.clone();
+        Box::pin(async move {
+            let _ = ended.wait_for(|ended| *ended).await;
+            match self.handle.failed.get() {
+                Some(error) if error.code() != Code::Shutdown => Err(error.clone()),
+                _ => Ok(()),
+            }
+        })
+    }
+}

@@ -1,0 +1,41 @@
+//! What a SQLite error means to a user of the bus.
+
+use everbus_core::{Code, Error};
+use rusqlite::ErrorCode;
+
+/// Turns an error of SQLite into ours. `doing` says what was under way.
+pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
+    let code = error.sqlite_error_code();
+    let message = format!("{doing}: {error}");
+    let (code, hint) = match code {
+        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => (
+            Code::Busy,
+            "another program holds the file; close it, or raise the busy timeout",
+        ),
+        Some(ErrorCode::DiskFull) => {
+            (Code::DiskFull, "free some space; nothing that was acknowledged is lost")
+        }
+        Some(ErrorCode::ReadOnly | ErrorCode::PermissionDenied) => {
+            (Code::ReadOnly, "make the file and its directory writable for this user")
+        }
+        Some(ErrorCode::CannotOpen) => {
+            (Code::ReadOnly, "check that the directory exists and may be written")
+        }
+        Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) => (
+            Code::Corrupt,
+            "restore a backup with `everbus restore`; keep the damaged file for recovery",
+        ),
+        Some(ErrorCode::SystemIoFailure) => (
+            Code::StorageFailed,
+            "look at the disk and the system log, then open the file again; a publish may be \
+             repeated with the same id",
+        ),
+        _ => (Code::Internal, "this is a bug in Everbus; please report it"),
+    };
+    Error::new(code, message).hint(hint).caused_by(error)
+}
+
+/// Whether the engine must stop serving after this error.
+pub(crate) fn is_fatal(code: Code) -> bool {
+    matches!(code, Code::StorageFailed | Code::Corrupt | Code::NewerSchema)
+}

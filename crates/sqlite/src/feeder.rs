@@ -1,0 +1,128 @@
+//! Reads for groups that fell behind, so that the writer need not.
+
+use std::path::Path;
+use std::sync::mpsc;
+use std::sync::{Arc, Weak};
+
+use everbus_core::{Code, Error, Pattern, Recorded, Result};
+
+use crate::errors::from_sqlite;
+use crate::queue::{Command, Queue};
+use crate::readers::Reader;
+use crate::rows::{RECORD, read_record, seq_from, to_sql};
+
+/// What to read for whom.
+pub(crate) struct Feed {
+    pub(crate) session: u64,
+    pub(crate) after: u64,
+    pub(crate) upto: u64,
+    pub(crate) patterns: Vec<Pattern>,
+    pub(crate) limit: usize,
+}
+
+/// What was read: the matching events after `after`, and how far the log was searched.
+pub(crate) struct Fed {
+    pub(crate) session: u64,
+    pub(crate) after: u64,
+    pub(crate) searched: u64,
+    pub(crate) records: Result<Vec<(i64, Arc<Recorded>)>>,
+}
+
+/// At most this many rows are searched before the writer hears of it.
+const SEARCH: u64 = 200_000;
+/// At most about this many bytes of payload are read at once.
+const BYTES: usize = 4 << 20;
+
+/// Starts the thread; it ends when the sender is dropped.
+pub(crate) fn start(path: &Path, queue: &Arc<Queue>) -> Result<mpsc::Sender<Feed>> {
+    let mut reader = Reader::open(path)?;
+    let (sender, feeds) = mpsc::channel::<Feed>();
+    let queue: Weak<Queue> = Arc::downgrade(queue);
+    std::thread::Builder::new()
+        .name("everbus-feed".into())
+        .spawn(move || {
+            for feed in feeds {
+                let Some(queue) = queue.upgrade() else { return };
+                queue.push(Command::Fed(serve(&mut reader, &feed)));
+            }
+        })
+        .map_err(|e| Error::new(Code::Internal, format!("no thread for reading ahead: {e}")))?;
+    Ok(sender)
+}
+
+fn serve(reader: &mut Reader, feed: &Feed) -> Fed {
+    let result = reader.snapshot(|reader| {
+        read_matching(reader, feed.after, feed.upto, &feed.patterns, feed.limit)
+    });
+    let (records, searched) = match result {
+        Ok((records, searched)) => (Ok(records), searched),
+        Err(e) => (Err(e), feed.after),
+    };
+    Fed { session: feed.session, after: feed.after, searched, records }
+}
+
+/// Events after a position that match, oldest first, and how far the log was searched.
+pub(crate) fn read_matching(
+    reader: &mut Reader,
+    after: u64,
+    upto: u64,
+    patterns: &[Pattern],
+    limit: usize,
+) -> Result<(Vec<(i64, Arc<Recorded>)>, u64)> {
+    let doing = |e| from_sqlite("reading the log", e);
+    let upto = upto.min(after.saturating_add(SEARCH));
+    let filter = type_filter(reader, patterns)?;
+    let sql = format!(
+        "SELECT {RECORD} FROM log WHERE log.seq > ?1 AND log.seq <= ?2 {filter} ORDER BY log.seq LIMIT ?3"
+    );
+    let Reader { conn, types } = reader;
+    let mut statement = conn.prepare_cached(&sql).map_err(doing)?;
+    let mut rows =
+        statement.query((to_sql(after), to_sql(upto), to_sql(limit as u64))).map_err(doing)?;
+    let mut found = Vec::new();
+    let mut bytes = 0;
+    let mut searched = upto;
+    while let Some(row) = rows.next().map_err(doing)? {
+        let type_id: i64 = row.get(2).map_err(doing)?;
+        let record = read_record(conn, row, types)?;
+        if !patterns.iter().any(|p| p.matches(record.event.event_type())) {
+            continue;
+        }
+        bytes += record.event.payload().len();
+        let seq = seq_from(row.get(0).map_err(doing)?);
+        found.push((type_id, record));
+        if found.len() >= limit || bytes > BYTES {
+            searched = seq;
+            break;
+        }
+    }
+    Ok((found, searched))
+}
+
+/// More matching types than this are not written into the query; the rows are looked at instead.
+const LISTED_TYPES: usize = 2_000;
+
+/// A condition that leaves only the types that match; empty if nearly all of them do.
+fn type_filter(reader: &Reader, patterns: &[Pattern]) -> Result<String> {
+    let doing = |e| from_sqlite("reading the types", e);
+    let mut statement =
+        reader.conn.prepare_cached("SELECT id, name FROM types ORDER BY id").map_err(doing)?;
+    let mut rows = statement.query([]).map_err(doing)?;
+    let (mut wanted, mut others) = (Vec::new(), 0u32);
+    while let Some(row) = rows.next().map_err(doing)? {
+        let name = row.get_ref(1).map_err(doing)?.as_str().unwrap_or_default();
+        if patterns.iter().any(|p| p.matches(name)) {
+            if wanted.len() == LISTED_TYPES {
+                return Ok(String::new());
+            }
+            wanted.push(row.get::<_, i64>(0).map_err(doing)?.to_string());
+        } else {
+            others += 1;
+        }
+    }
+    if others == 0 {
+        return Ok(String::new());
+    }
+    // Numbers of ours, never text of a user's.
+    Ok(format!("AND log.type IN ({})", wanted.join(",")))
+}

@@ -1,0 +1,96 @@
+//! The embedded engine: one SQLite file, no server.
+//!
+//! ```text
+//!  append ─┐                                        ┌─▶ log            every event, in order
+//!  settle ─┼─▶ queue ─▶ writer thread ── COMMIT ────┼─▶ groups         how far each group has got
+//!  declare ┘   (takes all that is queued,           ├─▶ claims         ranges handed out
+//!               one transaction, one fsync)         ├─▶ deliveries     what waits or runs alone
+//!                                                   └─▶ dead_letters
+//!  feeder thread ── reads what a group that fell behind has missed
+//!  reader thread ── answers queries
+//! ```
+//!
+//! One thread owns the writing connection and commits whatever is queued in one transaction. A group
+//! that is caught up gets its claim in the very transaction that appends the events, so in the
+//! common case handling an event costs no read and a fraction of a row. Several processes may open
+//! the same file; each notices what the others committed within 20 ms.
+
+mod append;
+mod claims;
+mod dead_letters;
+mod declare;
+mod deliver;
+mod engine;
+mod errors;
+mod failpoint;
+mod feeder;
+mod file;
+mod inspect;
+mod log;
+mod maintenance;
+mod owner;
+mod queue;
+mod readers;
+mod recover;
+mod rows;
+mod schema;
+mod session;
+mod settle;
+mod space;
+mod state;
+mod watch;
+mod writer;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{Clock, Engine, Result, SystemClock};
+
+pub use maintenance::restore;
+pub use schema::VERSION as SCHEMA_VERSION;
+
+/// How safe a commit is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Durable {
+    /// `synchronous=FULL`: an acknowledged event survives power loss.
+    #[default]
+    Full,
+    /// `synchronous=NORMAL`: it survives the process, but a power loss may take the last moments.
+    Normal,
+}
+
+/// How to open a file.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Where the time comes from.
+    pub clock: Arc<dyn Clock>,
+    /// How safe a commit is.
+    pub durability: Durable,
+    /// Whether to create the file if there is none.
+    pub create: bool,
+    /// Publishes are refused when the disk has less room than this, so that acks still fit. On small
+    /// disks a tenth of the disk is enough.
+    pub disk_headroom: u64,
+    /// How long to wait for another process that holds the file.
+    pub busy_timeout: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            clock: Arc::new(SystemClock),
+            durability: Durable::Full,
+            create: true,
+            disk_headroom: 16 << 20,
+            busy_timeout: Duration::from_secs(10),
+        }
+    }
+}
+
+/// Opens a file, creates or migrates its tables, and starts the engine's threads.
+///
+/// This blocks for as long as the file system does; call it off the async executor.
+pub fn open(path: &Path, options: Options) -> Result<Engine> {
+    engine::open(path, options)
+}

@@ -1,0 +1,202 @@
+//! Reading the log without a group.
+
+use std::sync::Arc;
+
+use everbus_core::{
+    BoxFuture, Code, Error, EventId, EventState, Failure, FailureKind, GroupName, GroupState, Log,
+    Pattern, Progress, Recorded, Result, StartFrom, Timestamp,
+};
+use rusqlite::{OptionalExtension, params};
+
+use crate::declare::resolve;
+use crate::deliver::CRASHED;
+use crate::engine::SqliteEngine;
+use crate::errors::from_sqlite;
+use crate::feeder::read_matching;
+use crate::readers::Reader;
+use crate::rows::{RECORD, read_failures, read_record, record_at, seq_from, to_sql};
+use crate::state::{LEASED, WAITING, patterns_of};
+
+impl Log for SqliteEngine {
+    fn head(&self) -> BoxFuture<'_, Result<u64>> {
+        self.handle.query(|reader| head(reader))
+    }
+
+    fn read(
+        &self,
+        after: u64,
+        patterns: Vec<Pattern>,
+        limit: usize,
+    ) -> BoxFuture<'_, Result<(Vec<Arc<Recorded>>, u64)>> {
+        self.handle.query(move |reader| {
+            let head = head(reader)?;
+            let (found, searched) = read_matching(reader, after, head, &patterns, limit.max(1))?;
+            Ok((found.into_iter().map(|(_, record)| record).collect(), searched.max(after)))
+        })
+    }
+
+    fn resolve(&self, from: StartFrom, patterns: Vec<Pattern>) -> BoxFuture<'_, Result<u64>> {
+        self.handle.query(move |reader| {
+            let head = head(reader)?;
+            resolve(&reader.conn, head, from, &patterns)
+        })
+    }
+
+    fn wait_beyond(&self, position: u64) -> BoxFuture<'_, Result<()>> {
+        let mut head = self.handle.head.clone();
+        Box::pin(async move {
+            // A first look makes the writer notice that somebody waits for other processes.
+            self.handle.queue.nudge();
+            loop {
+                if let Some(error) = self.handle.failed.get() {
+                    return Err(error.clone());
+                }
+                if *head.borrow_and_update() > position {
+                    return Ok(());
+                }
+                if head.changed().await.is_err() {
+                    return Err(Error::shutdown());
+                }
+            }
+        })
+    }
+
+    fn find(&self, id: EventId) -> BoxFuture<'_, Result<Vec<Arc<Recorded>>>> {
+        self.handle.query(move |reader| {
+            let doing = |e| from_sqlite("looking for an event", e);
+            let Reader { conn, types } = reader;
+            let mut statement = conn
+                .prepare_cached(&format!("SELECT {RECORD} FROM log WHERE id = ?1 ORDER BY seq"))
+                .map_err(doing)?;
+            let mut rows = statement.query(params![id.as_bytes()]).map_err(doing)?;
+            let mut found = Vec::new();
+            while let Some(row) = rows.next().map_err(doing)? {
+                found.push(read_record(conn, row, types)?);
+            }
+            Ok(found)
+        })
+    }
+
+    fn states(&self, position: u64) -> BoxFuture<'_, Result<Vec<GroupState>>> {
+        self.handle.query(move |reader| {
+            let Some(record) = record_at(&reader.conn, position, &mut reader.types)? else {
+                return Err(Error::new(Code::NotFound, format!("there is no event at {position}")));
+            };
+            let groups: Vec<(i64, String, i64)> = reader
+                .conn
+                .prepare_cached("SELECT id, name, cursor FROM groups ORDER BY name")
+                .and_then(|mut s| {
+                    s.query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?)))?.collect()
+                })
+                .map_err(|e| from_sqlite("reading the groups", e))?;
+            groups
+                .into_iter()
+                .map(|(id, name, cursor)| {
+                    let group: GroupName = name.parse()?;
+                    state_in(reader, id, group, seq_from(cursor), &record)
+                })
+                .collect()
+        })
+    }
+}
+
+/// The newest position ever given.
+pub(crate) fn head(reader: &Reader) -> Result<u64> {
+    reader
+        .conn
+        .prepare_cached(
+            "SELECT max(coalesce((SELECT max(seq) FROM log), 0),
+                        coalesce((SELECT value FROM meta WHERE key = 'head'), 0))",
+        )
+        .and_then(|mut s| s.query_row([], |r| r.get(0)))
+        .map(seq_from)
+        .map_err(|e| from_sqlite("reading the log", e))
+}
+
+type Row = (i64, i64, u32, Option<String>);
+
+fn state_in(
+    reader: &Reader,
+    id: i64,
+    group: GroupName,
+    cursor: u64,
+    record: &Recorded,
+) -> Result<GroupState> {
+    let doing = |e| from_sqlite("reading the state of an event", e);
+    let seq = to_sql(record.position);
+    let mut state =
+        GroupState { group, state: EventState::Done, attempts: 0, failures: vec![], due_at: None };
+    let dead: Option<(u32, String)> = reader
+        .conn
+        .prepare_cached(
+            "SELECT attempts, failures FROM dead_letters
+             WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL",
+        )
+        .and_then(|mut s| s.query_row((seq, id), |r| Ok((r.get(0)?, r.get(1)?))).optional())
+        .map_err(doing)?;
+    if let Some((attempts, failures)) = dead {
+        state.state = EventState::Dlq;
+        state.attempts = attempts;
+        state.failures = read_failures(Some(&failures))?;
+        return Ok(state);
+    }
+    let row: Option<Row> = reader
+        .conn
+        .prepare_cached(
+            "SELECT state, due, attempt, failures FROM deliveries
+             WHERE group_id = ?1 AND seq = ?2",
+        )
+        .and_then(|mut s| {
+            s.query_row((id, seq), |r| {
+                Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?))
+            })
+            .optional()
+        })
+        .map_err(doing)?;
+    if let Some((kind, due, attempts, failures)) = row {
+        state.attempts = attempts;
+        state.failures = read_failures(failures.as_deref())?;
+        let crashed_or_fresh = state.failures.last().is_none_or(|f| f.kind == FailureKind::Crash);
+        state.state = if kind != LEASED && crashed_or_fresh {
+            EventState::Pending
+        } else {
+            EventState::Processing
+        };
+        state.due_at = (kind == WAITING).then(|| Timestamp::from_micros(due));
+        return Ok(state);
+    }
+    let claim: Option<(i64, i64, i64, u32, Option<i64>, Option<Vec<u8>>)> = reader
+        .conn
+        .prepare_cached(
+            "SELECT lo, hi, owner, attempt, crashed_at, done FROM claims
+             WHERE group_id = ?1 AND lo <= ?2 AND hi >= ?2",
+        )
+        .and_then(|mut s| {
+            s.query_row((id, seq), |r| {
+                Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?, r.get(4)?, r.get(5)?))
+            })
+            .optional()
+        })
+        .map_err(doing)?;
+    if let Some((lo, hi, owner, attempt, crashed_at, done)) = claim {
+        let done = done.unwrap_or_default();
+        if !Progress::from_bitmap(seq_from(lo), seq_from(hi), &done).is_done(record.position) {
+            state.attempts = attempt;
+            if owner == 0 {
+                let at = Timestamp::from_micros(crashed_at.unwrap_or(0));
+                state.state = EventState::Pending;
+                state.failures.push(Failure::new(attempt, at, FailureKind::Crash, CRASHED));
+            } else {
+                state.state = EventState::Processing;
+            }
+            return Ok(state);
+        }
+    }
+    let wanted = || -> Result<bool> {
+        Ok(patterns_of(&reader.conn, id)?.iter().any(|p| p.matches(record.event.event_type())))
+    };
+    if record.position > cursor && wanted()? {
+        state.state = EventState::Pending;
+    }
+    Ok(state)
+}

@@ -1,0 +1,407 @@
+//! Upkeep of the file: check, backup, restore, retention.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use everbus_core::{
+    BoxFuture, CheckReport, Code, Error, Maintenance, Progress, Pruned, Result, Retention, Timestamp,
+};
+use rusqlite::backup::{Backup, StepResult};
+use rusqlite::{Connection, OpenFlags, OptionalExtension, params};
+use tokio::sync::oneshot;
+
+use crate::engine::SqliteEngine;
+use crate::errors::from_sqlite;
+use crate::file::{locate, open_reader};
+use crate::rows::{seq_from, to_sql};
+use crate::schema::{Kind, identify};
+use crate::writer::Writer;
+
+/// Rows removed in one transaction: little enough that a publish hardly waits.
+const STEP: usize = 500;
+/// Pages copied between two looks at the clock.
+const PAGES: i32 = 256;
+
+impl Maintenance for SqliteEngine {
+    fn check(&self) -> BoxFuture<'_, Result<CheckReport>> {
+        let path = self.handle.path.clone();
+        apart("everbus-check", move || check(&path))
+    }
+
+    fn backup(
+        &self,
+        target: PathBuf,
+        progress: Box<dyn FnMut(u64, u64) + Send>,
+    ) -> BoxFuture<'_, Result<()>> {
+        let path = self.handle.path.clone();
+        apart("everbus-backup", move || copy(&path, &target, false, progress))
+    }
+
+    fn prune(&self, retention: Retention) -> BoxFuture<'_, Result<Pruned>> {
+        Box::pin(async move {
+            let mut pruned = Pruned::default();
+            let mut after = 0;
+            loop {
+                let step = self.handle.job(move |writer| writer.prune_some(retention, after)).await?;
+                pruned.removed += step.removed;
+                pruned.kept += step.kept;
+                match step.next {
+                    Some(next) => after = next,
+                    None => break,
+                }
+            }
+            if pruned.removed > 0 {
+                self.handle.job(|writer| writer.shrink()).await?;
+            }
+            Ok(pruned)
+        })
+    }
+}
+
+/// Copies a backup to where a bus shall open it. An existing file is replaced only with `force`, and
+/// never while a process has it open. `progress` is told pages done and in all.
+pub fn restore(
+    backup: &Path,
+    target: &Path,
+    force: bool,
+    progress: Box<dyn FnMut(u64, u64) + Send>,
+) -> Result<()> {
+    let source = locate(backup, false)?;
+    let conn = open_reader(&source)?;
+    let report = verify(&conn)?;
+    if let Some(bad) = report.findings.iter().find(|f| !f.ok) {
+        return Err(Error::new(
+            Code::Corrupt,
+            format!("the backup is damaged: {}: {}", bad.check, bad.detail),
+        )
+        .hint("use another backup; nothing was changed"));
+    }
+    drop(conn);
+    if target.exists() {
+        if !force {
+            return Err(Error::new(
+                Code::InvalidSetting,
+                format!("{} exists already", target.display()),
+            )
+            .hint("restore to another path, or replace it with --force"));
+        }
+        refuse_if_in_use(target)?;
+    }
+    copy(&source, target, force, progress)
+}
+
+/// An exclusive lock can only be had while no other process has the file open.
+fn refuse_if_in_use(target: &Path) -> Result<()> {
+    let in_use = |e: rusqlite::Error| match e.sqlite_error_code() {
+        Some(rusqlite::ErrorCode::DatabaseBusy | rusqlite::ErrorCode::DatabaseLocked) => {
+            Error::new(Code::Busy, format!("{} is in use by a process", target.display()))
+                .hint("stop it first; nothing was changed")
+        }
+        // What is damaged may be replaced.
+        _ => from_sqlite("looking whether the file is in use", e),
+    };
+    let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+    let conn = Connection::open_with_flags(target, flags).map_err(in_use)?;
+    conn.pragma_update(None, "locking_mode", "EXCLUSIVE").map_err(in_use)?;
+    match conn.execute_batch("BEGIN EXCLUSIVE; ROLLBACK") {
+        Ok(()) => Ok(()),
+        Err(e) => {
+            let error = in_use(e);
+            if error.code() == Code::Corrupt { Ok(()) } else { Err(error) }
+        }
+    }
+}
+
+/// Copies a database through the backup API (a copy of the file alone would lack the write-ahead log)
+/// into a temporary file beside the target, which then takes its name.
+fn copy(
+    source: &Path,
+    target: &Path,
+    replace: bool,
+    mut progress: Box<dyn FnMut(u64, u64) + Send>,
+) -> Result<()> {
+    let doing = |e| from_sqlite("copying the file", e);
+    if !replace && target.exists() {
+        return Err(Error::new(Code::InvalidSetting, format!("{} exists already", target.display()))
+            .hint("choose another name; nothing is overwritten"));
+    }
+    let target = locate(target, true)?;
+    let mut partial = target.as_os_str().to_owned();
+    partial.push(".partial");
+    let partial = PathBuf::from(partial);
+    let _ = std::fs::remove_file(&partial);
+    let result = (|| {
+        let from = open_reader(source)?;
+        let mut to = Connection::open(&partial).map_err(doing)?;
+        {
+            let backup = Backup::new(&from, &mut to).map_err(doing)?;
+            loop {
+                let step = backup.step(PAGES).map_err(doing)?;
+                let state = backup.progress();
+                let (all, left) = (state.pagecount.max(0) as u64, state.remaining.max(0) as u64);
+                progress(all - left.min(all), all);
+                match step {
+                    StepResult::Done => break,
+                    StepResult::More => {}
+                    _ => std::thread::sleep(Duration::from_millis(5)),
+                }
+            }
+        }
+        // One self-contained file: no write-ahead log beside it.
+        let mode: String =
+            to.query_row("PRAGMA journal_mode = DELETE", [], |r| r.get(0)).map_err(doing)?;
+        if !mode.eq_ignore_ascii_case("delete") {
+            return Err(Error::new(Code::Internal, "the copy kept its write-ahead log"));
+        }
+        drop(to);
+        let io = |e: std::io::Error| {
+            Error::new(Code::StorageFailed, format!("the copy cannot be made safe: {e}")).caused_by(e)
+        };
+        std::fs::File::open(&partial).and_then(|file| file.sync_all()).map_err(io)?;
+        if replace {
+            for suffix in ["-wal", "-shm"] {
+                let mut side = target.as_os_str().to_owned();
+                side.push(suffix);
+                let _ = std::fs::remove_file(PathBuf::from(side));
+            }
+        }
+        std::fs::rename(&partial, &target).map_err(io)?;
+        let directory = target.parent().unwrap_or(Path::new("."));
+        std::fs::File::open(directory).and_then(|d| d.sync_all()).map_err(io)
+    })();
+    if result.is_err() {
+        let _ = std::fs::remove_file(&partial);
+    }
+    result
+}
+
+/// Runs something long on a thread of its own.
+fn apart<T: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> BoxFuture<'static, Result<T>> {
+    let (reply, answer) = oneshot::channel();
+    let spawned = std::thread::Builder::new().name(name.into()).spawn(move || {
+        let _ = reply.send(work());
+    });
+    Box::pin(async move {
+        if let Err(e) = spawned {
+            return Err(Error::new(Code::Internal, format!("no thread: {e}")));
+        }
+        answer.await.unwrap_or_else(|_| Err(Error::new(Code::Internal, "the work has ended")))
+    })
+}
+
+fn check(path: &Path) -> Result<CheckReport> {
+    let conn = open_reader(path)?;
+    let mut report = verify(&conn)?;
+    report.add("SQLite", true, rusqlite::version());
+    let mode: String = conn
+        .query_row("PRAGMA journal_mode", [], |r| r.get(0))
+        .map_err(|e| from_sqlite("checking", e))?;
+    report.add("write-ahead log", mode.eq_ignore_ascii_case("wal"), mode);
+    Ok(report)
+}
+
+/// The structure of the database and the rules of the tables.
+fn verify(conn: &Connection) -> Result<CheckReport> {
+    let doing = |e| from_sqlite("checking", e);
+    let mut report = CheckReport::default();
+    match identify(conn)? {
+        Kind::Empty => {
+            return Err(Error::new(Code::NotEverbus, "the file holds no Everbus tables")
+                .hint("name a file that everbus made"));
+        }
+        Kind::Ours(version) => {
+            report.add("schema", true, format!("version {version}"));
+        }
+    }
+    let problems: Vec<String> = conn
+        .prepare("PRAGMA integrity_check(20)")
+        .and_then(|mut s| s.query_map([], |r| r.get(0))?.collect())
+        .map_err(doing)?;
+    let sound = problems.len() == 1 && problems[0] == "ok";
+    report.add("integrity", sound, problems.join("; "));
+    if !sound {
+        return Ok(report);
+    }
+    const RULES: &[(&str, &str)] = &[
+        (
+            "every event has a type",
+            "SELECT count(*) FROM log WHERE type NOT IN (SELECT id FROM types)",
+        ),
+        (
+            "every delivery has its event",
+            "SELECT count(*) FROM deliveries WHERE seq NOT IN (SELECT seq FROM log)",
+        ),
+        (
+            "every open dead letter has its event",
+            "SELECT count(*) FROM dead_letters
+             WHERE retried_at IS NULL AND seq NOT IN (SELECT seq FROM log)",
+        ),
+        (
+            "no event is both waiting and dead",
+            "SELECT count(*) FROM deliveries JOIN dead_letters USING (group_id, seq)
+             WHERE retried_at IS NULL",
+        ),
+        (
+            "no claim lies beyond its group",
+            "SELECT count(*) FROM claims JOIN groups ON groups.id = group_id WHERE hi > cursor",
+        ),
+        (
+            "claims do not overlap",
+            "SELECT count(*) FROM claims a JOIN claims b
+               ON a.group_id = b.group_id AND a.id < b.id AND a.lo <= b.hi AND b.lo <= a.hi",
+        ),
+        (
+            "times never fall",
+            "SELECT count(*) FROM (SELECT received_at < lag(received_at) OVER (ORDER BY seq) AS fell
+               FROM log) WHERE fell",
+        ),
+    ];
+    for (rule, sql) in RULES {
+        let broken: i64 = conn.query_row(sql, [], |r| r.get(0)).map_err(doing)?;
+        let detail = if broken == 0 { "ok".into() } else { format!("{broken} rows break it") };
+        report.add(*rule, broken == 0, detail);
+    }
+    let events: i64 =
+        conn.query_row("SELECT count(*) FROM log", [], |r| r.get(0)).map_err(doing)?;
+    report.add("events", true, events.to_string());
+    Ok(report)
+}
+
+/// What groups still owe.
+pub(crate) struct Owed {
+    floor: u64,
+    claims: Vec<(u64, u64, Progress)>,
+}
+
+impl Owed {
+    pub(crate) fn contains(&self, seq: u64) -> bool {
+        let open = |(lo, hi, progress): &(u64, u64, Progress)| {
+            (*lo..=*hi).contains(&seq) && !progress.is_done(seq)
+        };
+        seq > self.floor || self.claims.iter().any(open)
+    }
+}
+
+/// What one step of retention did.
+struct Step {
+    removed: u64,
+    kept: u64,
+    next: Option<u64>,
+}
+
+impl Writer {
+    /// What groups still owe that no row tells: everything beyond the slowest group, and what is
+    /// open in claims.
+    pub(crate) fn owed(&self) -> Result<Owed> {
+        let doing = |e| from_sqlite("looking what is still owed", e);
+        let mut statement = self
+            .conn
+            .prepare_cached("SELECT id, lo, hi, done FROM claims")
+            .map_err(doing)?;
+        let mut rows = statement.query([]).map_err(doing)?;
+        let mut claims = Vec::new();
+        while let Some(row) = rows.next().map_err(doing)? {
+            let id: i64 = row.get(0).map_err(doing)?;
+            // Of our own claims memory knows more than the file.
+            let claim = match self.state.claims.get(&id) {
+                Some(claim) => (claim.lo, claim.hi, claim.progress.clone()),
+                None => {
+                    let lo = seq_from(row.get(1).map_err(doing)?);
+                    let hi = seq_from(row.get(2).map_err(doing)?);
+                    let done: Option<Vec<u8>> = row.get(3).map_err(doing)?;
+                    (lo, hi, Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default()))
+                }
+            };
+            claims.push(claim);
+        }
+        let floor = self.state.groups.values().map(|group| group.cursor).min();
+        Ok(Owed { floor: floor.unwrap_or(self.state.head), claims })
+    }
+
+    /// Removes an event unless a group still has a row or an open dead letter for it.
+    pub(crate) fn remove_unowed(&mut self, seq: u64) -> Result<bool> {
+        let doing = |e| from_sqlite("removing an event", e);
+        let owed: bool = self
+            .conn
+            .prepare_cached(
+                "SELECT EXISTS (SELECT 1 FROM groups g JOIN deliveries d
+                                  ON d.group_id = g.id AND d.seq = ?1)
+                     OR EXISTS (SELECT 1 FROM dead_letters WHERE seq = ?1 AND retried_at IS NULL)",
+            )
+            .and_then(|mut s| s.query_row([to_sql(seq)], |r| r.get(0)))
+            .map_err(doing)?;
+        if owed {
+            return Ok(false);
+        }
+        if seq == self.state.head {
+            // The newest position must never be given again.
+            self.conn
+                .prepare_cached("INSERT OR REPLACE INTO meta (key, value) VALUES ('head', ?1)")
+                .and_then(|mut s| s.execute([to_sql(seq)]))
+                .map_err(doing)?;
+        }
+        self.conn
+            .prepare_cached("DELETE FROM dead_letters WHERE seq = ?1")
+            .and_then(|mut s| s.execute([to_sql(seq)]))
+            .map_err(doing)?;
+        self.conn
+            .prepare_cached(
+                "DELETE FROM skips WHERE seq = ?1 AND group_id IN (SELECT id FROM groups)",
+            )
+            .and_then(|mut s| s.execute([to_sql(seq)]))
+            .map_err(doing)?;
+        self.conn
+            .prepare_cached("DELETE FROM log WHERE seq = ?1")
+            .and_then(|mut s| s.execute([to_sql(seq)]))
+            .map(|removed| removed > 0)
+            .map_err(doing)
+    }
+
+    fn prune_some(&mut self, retention: Retention, after: u64) -> Result<Step> {
+        let doing = |e| from_sqlite("pruning", e);
+        let mut limit = 0;
+        if let Some(age) = retention.max_age {
+            let cutoff: Timestamp = self.clock.now().minus(age);
+            limit = limit.max(crate::append::position_before(&self.conn, cutoff)?);
+        }
+        if let Some(length) = retention.max_len {
+            let beyond: Option<i64> = self
+                .conn
+                .prepare_cached("SELECT seq FROM log ORDER BY seq DESC LIMIT 1 OFFSET ?1")
+                .and_then(|mut s| s.query_row([to_sql(length)], |r| r.get(0)).optional())
+                .map_err(doing)?;
+            limit = limit.max(beyond.map_or(0, seq_from));
+        }
+        let owed = self.owed()?;
+        let candidates: Vec<i64> = self
+            .conn
+            .prepare_cached("SELECT seq FROM log WHERE seq > ?1 AND seq <= ?2 ORDER BY seq LIMIT ?3")
+            .and_then(|mut s| {
+                s.query_map(params![to_sql(after), to_sql(limit), STEP as i64], |r| r.get(0))?
+                    .collect()
+            })
+            .map_err(doing)?;
+        let mut step = Step { removed: 0, kept: 0, next: None };
+        if candidates.len() == STEP {
+            step.next = candidates.last().map(|seq| seq_from(*seq));
+        }
+        for seq in candidates.into_iter().map(seq_from) {
+            if !owed.contains(seq) && self.remove_unowed(seq)? {
+                step.removed += 1;
+            } else {
+                step.kept += 1;
+            }
+        }
+        Ok(step)
+    }
+
+    /// Gives pages that pruning freed back to the file system, a few at a time.
+    fn shrink(&mut self) -> Result<()> {
+        self.conn
+            .execute_batch("PRAGMA incremental_vacuum(2000)")
+            .map_err(|e| from_sqlite("giving space back", e))
+    }
+}

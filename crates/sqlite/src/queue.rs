@@ -1,0 +1,143 @@
+//! What is waiting for the writer.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use everbus_core::{
+    Appended, Error, Event, GroupName, GroupSpec, Lease, Pattern, Result, SettledOutcome,
+    Settlement, SubscriptionInfo,
+};
+use tokio::sync::oneshot;
+
+use crate::feeder::Fed;
+use crate::session::NewSession;
+use crate::writer::Writer;
+
+pub(crate) type Reply<T> = oneshot::Sender<Result<T>>;
+
+/// A task that runs inside the writer's transaction.
+pub(crate) type Job = Box<dyn FnOnce(&mut Writer) -> Result<Answer> + Send>;
+/// Sends a job's answer once it is durable.
+pub(crate) type Answer = Box<dyn FnOnce() + Send>;
+
+/// One thing for the writer to do.
+pub(crate) enum Command {
+    Append { events: Vec<Event>, reply: Reply<Vec<Result<Appended>>> },
+    Settle { settlements: Vec<Settlement>, reply: Reply<Vec<Result<()>>> },
+    Extend { leases: Vec<Lease>, by: Duration, reply: Reply<Vec<Result<()>>> },
+    Declare { group: GroupSpec, reply: Reply<Vec<SubscriptionInfo>> },
+    Retract { subscription: String, reply: Reply<()> },
+    RemoveGroup { group: GroupName, reply: Reply<()> },
+    Attach { session: NewSession, reply: Reply<()> },
+    SetHandled { session: u64, handled: Vec<Pattern> },
+    Detach { session: u64, reply: Option<Reply<()>> },
+    Fed(Fed),
+    Watch { position: u64, reply: Option<Reply<SettledOutcome>> },
+    /// A change made by an operator: retry or purge dead letters, prune.
+    Job { job: Option<Job>, failed: Box<dyn FnOnce(Error) + Send> },
+}
+
+impl Command {
+    /// Answers with an error.
+    pub(crate) fn fail(self, error: Error) {
+        match self {
+            Command::Append { reply, .. } => drop(reply.send(Err(error))),
+            Command::Settle { reply, .. } | Command::Extend { reply, .. } => {
+                drop(reply.send(Err(error)));
+            }
+            Command::Declare { reply, .. } => drop(reply.send(Err(error))),
+            Command::Retract { reply, .. } | Command::RemoveGroup { reply, .. } => {
+                drop(reply.send(Err(error)));
+            }
+            Command::Attach { reply, .. } => drop(reply.send(Err(error))),
+            Command::Detach { reply, .. } => {
+                if let Some(reply) = reply {
+                    drop(reply.send(Err(error)));
+                }
+            }
+            Command::Watch { reply, .. } => {
+                if let Some(reply) = reply {
+                    drop(reply.send(Err(error)));
+                }
+            }
+            Command::Job { failed, .. } => failed(error),
+            Command::SetHandled { .. } | Command::Fed(_) => {}
+        }
+    }
+}
+
+/// The queue between everybody and the writer.
+#[derive(Default)]
+pub(crate) struct Queue {
+    inner: Mutex<Inner>,
+    wake: Condvar,
+}
+
+#[derive(Default)]
+struct Inner {
+    commands: Vec<Command>,
+    sleeping: bool,
+    nudged: bool,
+    closed: bool,
+}
+
+/// What the writer found in the queue.
+pub(crate) struct Taken {
+    pub(crate) commands: Vec<Command>,
+    pub(crate) closed: bool,
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a command; one that comes after the end is answered at once.
+    pub(crate) fn push(&self, command: Command) {
+        let mut inner = self.lock();
+        if inner.closed {
+            drop(inner);
+            command.fail(Error::shutdown());
+            return;
+        }
+        inner.commands.push(command);
+        if inner.sleeping {
+            inner.sleeping = false;
+            drop(inner);
+            self.wake.notify_one();
+        }
+    }
+
+    /// Makes the writer look around although nothing was queued.
+    pub(crate) fn nudge(&self) {
+        self.lock().nudged = true;
+        self.wake.notify_one();
+    }
+
+    /// Ends the queue: the writer finishes what is in it and stops.
+    pub(crate) fn close(&self) {
+        self.lock().closed = true;
+        self.wake.notify_one();
+    }
+
+    /// Takes everything, waiting up to `timeout` for something to come.
+    pub(crate) fn take(&self, spare: Vec<Command>, timeout: Option<Duration>) -> Taken {
+        let mut inner = self.lock();
+        if inner.commands.is_empty() && !inner.closed && !inner.nudged {
+            inner.sleeping = true;
+            inner = match timeout {
+                Some(timeout) => {
+                    self.wake
+                        .wait_timeout(inner, timeout)
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .0
+                }
+                None => self.wake.wait(inner).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+        inner.sleeping = false;
+        inner.nudged = false;
+        let commands = std::mem::replace(&mut inner.commands, spare);
+        Taken { commands, closed: inner.closed }
+    }
+}

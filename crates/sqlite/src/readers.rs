@@ -1,0 +1,87 @@
+//! Queries, on a thread and a connection of their own.
+
+use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+
+use everbus_core::{BoxFuture, Code, Error, Result};
+use rusqlite::Connection;
+use tokio::sync::oneshot;
+
+use crate::errors::from_sqlite;
+use crate::file::open_reader;
+use crate::rows::TypeNames;
+
+type Query = Box<dyn FnOnce(&mut Reader) + Send>;
+
+/// A reading connection with its cache of names.
+pub(crate) struct Reader {
+    pub(crate) conn: Connection,
+    pub(crate) types: TypeNames,
+}
+
+impl Reader {
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        Ok(Self { conn: open_reader(path)?, types: TypeNames::default() })
+    }
+
+    /// Runs a query in one read transaction, so that all of it sees the same moment.
+    pub(crate) fn snapshot<T>(&mut self, query: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        self.conn.execute_batch("BEGIN").map_err(|e| from_sqlite("beginning to read", e))?;
+        let result = query(self);
+        // Also after an error: an open read transaction would keep the write-ahead log growing.
+        let _ = self.conn.execute_batch("ROLLBACK");
+        result
+    }
+}
+
+/// The thread that answers queries; started by the first one.
+pub(crate) struct Readers {
+    path: PathBuf,
+    sender: std::sync::Mutex<Option<mpsc::Sender<Query>>>,
+}
+
+impl Readers {
+    pub(crate) fn new(path: PathBuf) -> Self {
+        Self { path, sender: std::sync::Mutex::new(None) }
+    }
+
+    /// Runs a query and waits for its answer without blocking the executor.
+    pub(crate) fn query<T: Send + 'static>(
+        &self,
+        query: impl FnOnce(&mut Reader) -> Result<T> + Send + 'static,
+    ) -> BoxFuture<'static, Result<T>> {
+        let (reply, answer) = oneshot::channel();
+        let task: Query = Box::new(move |reader| {
+            let _ = reply.send(reader.snapshot(query));
+        });
+        if let Err(e) = self.send(task) {
+            return Box::pin(std::future::ready(Err(e)));
+        }
+        Box::pin(async move {
+            answer.await.unwrap_or_else(|_| {
+                Err(Error::new(Code::Internal, "the reader of the file has ended"))
+            })
+        })
+    }
+
+    fn send(&self, task: Query) -> Result<()> {
+        let mut sender = self.sender.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let task = match sender.as_ref() {
+            None => task,
+            Some(sender) => match sender.send(task) {
+                Ok(()) => return Ok(()),
+                // The thread has ended, which only a panic in a query can do; begin another.
+                Err(mpsc::SendError(task)) => task,
+            },
+        };
+        let mut reader = Reader::open(&self.path)?;
+        let (new, tasks) = mpsc::channel::<Query>();
+        std::thread::Builder::new()
+            .name("everbus-read".into())
+            .spawn(move || tasks.into_iter().for_each(|task| task(&mut reader)))
+            .map_err(|e| Error::new(Code::Internal, format!("no thread for reading: {e}")))?;
+        let _ = new.send(task);
+        *sender = Some(new);
+        Ok(())
+    }
+}

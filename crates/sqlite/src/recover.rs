@@ -1,0 +1,427 @@
+//! Leases that end, owners that die, and what becomes of their work.
+
+use std::collections::HashMap;
+
+use everbus_core::{Code, Delivery, Error, Failure, FailureKind, Progress, Result, Timestamp};
+use rusqlite::{OptionalExtension, params};
+
+use crate::claims::{claim_slot, delivery_slot, new_token};
+use crate::deliver::{CRASHED, EXPIRED};
+use crate::errors::from_sqlite;
+use crate::owner::{OwnerLock, bury, is_dead};
+use crate::rows::{seq_from, to_sql};
+use crate::session::{NewSession, Session};
+use crate::state::{Claim, State, WAITING, micros};
+use crate::writer::Writer;
+
+impl Writer {
+    /// Begins to serve a consumer.
+    pub(crate) fn attach(&mut self, new: &NewSession) -> Result<()> {
+        let group = self.state.group_id(&new.group).ok_or_else(|| {
+            Error::new(Code::GroupNotFound, format!("there is no group {}", new.group))
+                .hint("declare it by subscribing, or list the groups with `everbus groups`")
+        })?;
+        self.become_owner()?;
+        self.sessions.insert(new.id, Session::new(new, group));
+        self.inherit_from_dead()
+    }
+
+    /// Takes a lock and a number, once.
+    fn become_owner(&mut self) -> Result<()> {
+        if self.owner_lock.is_some() {
+            return Ok(());
+        }
+        let lock = OwnerLock::take(&self.path)?;
+        self.state.owner = self
+            .conn
+            .prepare_cached("INSERT INTO owners (lock, pid, started_at) VALUES (?1, ?2, ?3)")
+            .and_then(|mut s| {
+                s.insert(params![lock.name(), std::process::id(), micros(self.clock.now())])
+            })
+            .map_err(|e| from_sqlite("registering as a consumer", e))?;
+        self.owner_lock = Some(lock);
+        Ok(())
+    }
+
+    /// Stops serving a consumer: what it did not fetch goes back without an attempt.
+    pub(crate) fn detach(&mut self, id: u64) -> Result<()> {
+        let Some(session) = self.sessions.remove(&id) else { return Ok(()) };
+        let group = session.group;
+        let unfetched = session.mailbox.recall(|_| true);
+        self.give_back(group, &unfetched)?;
+        if self.isolating.is_some_and(|(g, _)| g == group) {
+            self.isolating = None;
+        }
+        Ok(())
+    }
+
+    /// Takes back everything that nobody has fetched yet, so that less is in flight.
+    pub(crate) fn recall_unfetched(&mut self) -> Result<()> {
+        let mut unseen = Vec::new();
+        for session in self.sessions.values_mut() {
+            let back = session.mailbox.recall(|_| true);
+            session.in_flight = session.in_flight.saturating_sub(back.len());
+            unseen.push((session.group, back));
+        }
+        unseen.iter().try_for_each(|(group, back)| self.give_back(*group, back))
+    }
+
+    /// Puts deliveries that nobody has seen back as if they had not been handed out.
+    fn give_back(&mut self, group: i64, unseen: &[Delivery]) -> Result<()> {
+        let now = micros(self.clock.now());
+        for delivery in unseen {
+            let seq = delivery.record.position;
+            if delivery.lease.slot == delivery_slot(group) {
+                if let Some(held) = self.state.held.remove(&(group, seq)) {
+                    self.release_row(group, seq, held.suspect, now)?;
+                }
+                continue;
+            }
+            let id = (delivery.lease.slot >> 1) as i64;
+            let Some(claim) = self.state.claims.get_mut(&id) else { continue };
+            if claim.progress.complete(seq) {
+                self.touched.push(id);
+                let event = (self.state.intern_type(&self.conn, delivery.record.event.type_arc())?, delivery.record.clone());
+                self.park(group, &event, WAITING, now)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn leases_ended(&self, now: i64) -> bool {
+        !self.sessions.is_empty()
+            && (self.state.foreign_until.is_some_and(|until| until <= now)
+                || self.state.claims.values().any(|claim| claim.may_have_ended(now))
+                || self.state.held.values().any(|held| held.until <= now))
+    }
+
+    /// Takes back what was not settled in time.
+    pub(crate) fn end_leases(&mut self, now: i64) -> Result<()> {
+        let ended: Vec<i64> =
+            self.state.claims.iter().filter(|(_, c)| c.may_have_ended(now)).map(|(id, _)| *id).collect();
+        for id in ended {
+            self.end_claim(id, now)?;
+        }
+        let ended: Vec<(i64, u64)> =
+            self.state.held.iter().filter(|(_, h)| h.until <= now).map(|(key, _)| *key).collect();
+        for key in ended {
+            self.end_row(key, now)?;
+        }
+        if self.state.foreign_until.is_some_and(|until| until <= now) {
+            let theirs = (self.state.owner, now);
+            self.crash_rows("owner <> ?5 AND until <= ?6", theirs, EXPIRED, false)?;
+            self.crash_claims("owner NOT IN (0, ?3) AND until <= ?4", theirs)?;
+            self.state.foreign_until = None;
+            self.state.refresh_groups(&self.conn)?;
+        }
+        Ok(())
+    }
+
+    /// Leases in a claim of ours ran out: what was not fetched was never begun, the rest is a failed
+    /// attempt.
+    fn end_claim(&mut self, id: i64, now: i64) -> Result<()> {
+        let Some(claim) = self.state.claims.get(&id) else { return Ok(()) };
+        let (group, session, ended) = (claim.group, claim.session, claim.ended(now));
+        let slot = claim_slot(id);
+        let unseen = match self.sessions.get_mut(&session) {
+            Some(session) => {
+                session.in_flight = session.in_flight.saturating_sub(ended.len());
+                session.mailbox.recall(|d| {
+                    d.lease.slot == slot && ended.binary_search(&d.lease.position).is_ok()
+                })
+            }
+            None => Vec::new(),
+        };
+        self.give_back(group, &unseen)?;
+        self.touched.push(id);
+        for seq in ended {
+            let Some(claim) = self.state.claims.get_mut(&id) else { break };
+            if claim.progress.complete(seq) {
+                let at = Timestamp::from_micros(now);
+                let failure = Failure::new(1, at, FailureKind::Crash, EXPIRED);
+                self.insert_suspect(group, seq, 1, &[failure], now)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn end_row(&mut self, (group, seq): (i64, u64), now: i64) -> Result<()> {
+        let Some(held) = self.state.held.remove(&(group, seq)) else { return Ok(()) };
+        if self.isolating == Some((group, seq)) {
+            self.isolating = None;
+        }
+        let mut unseen = false;
+        if let Some(session) = self.sessions.get_mut(&held.session) {
+            session.in_flight = session.in_flight.saturating_sub(1);
+            let token = held.token as u64;
+            unseen = !session
+                .mailbox
+                .recall(|d| d.lease.position == seq && d.lease.token == token)
+                .is_empty();
+        }
+        if unseen {
+            return self.release_row(group, seq, held.suspect, now);
+        }
+        self.crash_rows("group_id = ?5 AND seq = ?6", (group, to_sql(seq)), EXPIRED, held.alone)?;
+        self.note_suspect(group, now);
+        Ok(())
+    }
+
+    /// Whether the lock of some other owner is free.
+    pub(crate) fn some_owner_died(&self) -> bool {
+        self.state.other_owners.iter().any(|(_, lock)| is_dead(&self.path, lock))
+    }
+
+    /// Takes over what dead owners had in flight.
+    pub(crate) fn inherit_from_dead(&mut self) -> Result<()> {
+        let dead: Vec<(i64, String)> = self
+            .state
+            .other_owners
+            .iter()
+            .filter(|(_, lock)| is_dead(&self.path, lock))
+            .cloned()
+            .collect();
+        for (owner, lock) in &dead {
+            tracing::info!(target: "everbus::recovery", owner, "taking over from a process that died");
+            self.inherit(*owner)?;
+            self.state.other_owners.retain(|(id, _)| id != owner);
+            bury(&self.path, lock);
+        }
+        if !dead.is_empty() {
+            self.state.refresh_groups(&self.conn)?;
+        }
+        Ok(())
+    }
+
+    /// Takes over what one owner had in flight, and strikes it from the list. Its claims become
+    /// nobody's and are drained one event at a time; an event that was alone in flight is marked so.
+    fn inherit(&mut self, owner: i64) -> Result<()> {
+        let now = micros(self.clock.now());
+        let claimed = self.claimed_by(owner)?;
+        let leased: i64 = self
+            .conn
+            .prepare_cached("SELECT count(*) FROM deliveries WHERE state = 1 AND owner = ?1")
+            .and_then(|mut s| s.query_row([owner], |r| r.get(0)))
+            .map_err(|e| from_sqlite("recovering", e))?;
+        let open: u64 = claimed.iter().map(|(c, _)| c.progress.unfinished_count(c.hi)).sum();
+        let alone = open + seq_from(leased) == 1;
+        self.crash_rows("owner = ?5 AND ?6 = ?6", (owner, now), CRASHED, alone)?;
+        if alone
+            && let Some((claim, attempt)) = claimed.first()
+            && let Some((seq, _)) = claim.progress.unfinished(claim.hi).next()
+        {
+            let at = Timestamp::from_micros(now);
+            let mut failure = Failure::new(*attempt, at, FailureKind::Crash, CRASHED);
+            failure.alone = true;
+            self.insert_suspect(claim.group, seq, *attempt, &[failure], now)?;
+            self.conn
+                .prepare_cached("DELETE FROM claims WHERE owner = ?1")
+                .and_then(|mut s| s.execute([owner]))
+                .map_err(|e| from_sqlite("recovering", e))?;
+        } else {
+            self.crash_claims("owner = ?3 AND ?4 = ?4", (owner, now))?;
+        }
+        self.strike_owner(owner)
+    }
+
+    fn strike_owner(&mut self, owner: i64) -> Result<()> {
+        self.conn
+            .prepare_cached("DELETE FROM owners WHERE id = ?1")
+            .and_then(|mut s| s.execute([owner]))
+            .map(drop)
+            .map_err(|e| from_sqlite("striking an owner", e))
+    }
+
+    fn claimed_by(&self, owner: i64) -> Result<Vec<(Claim, u32)>> {
+        let mut claims = self
+            .conn
+            .prepare_cached(
+                "SELECT group_id, lo, hi, token, until, attempt, done FROM claims WHERE owner = ?1",
+            )
+            .map_err(|e| from_sqlite("recovering", e))?;
+        let rows = claims.query_map([owner], |r| {
+            let (lo, hi) = (seq_from(r.get(1)?), seq_from(r.get(2)?));
+            let done: Option<Vec<u8>> = r.get(6)?;
+            let claim = Claim {
+                group: r.get(0)?,
+                session: 0,
+                lo,
+                hi,
+                token: r.get(3)?,
+                until: r.get(4)?,
+                extended: HashMap::new(),
+                progress: Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default()),
+            };
+            Ok((claim, r.get(5)?))
+        });
+        rows.and_then(Iterator::collect).map_err(|e| from_sqlite("recovering", e))
+    }
+
+    /// Leased rows that match go back to waiting, with the crash on record.
+    fn crash_rows(
+        &mut self,
+        which: &str,
+        values: (i64, i64),
+        error: &str,
+        alone: bool,
+    ) -> Result<()> {
+        let now = self.clock.now();
+        self.conn
+            .prepare_cached(&format!(
+                "UPDATE deliveries SET state = 0, due = ?1, owner = 0, suspect = 1,
+                   crashes = crashes + 1, updated_at = ?1,
+                   failures = json_insert(coalesce(failures, '[]'), '$[#]', json_object(
+                     'attempt', attempt, 'at', ?2, 'kind', 'crash', 'error', ?3,
+                     'alone', json(iif(alone OR ?4, 'true', 'false'))))
+                 WHERE state = 1 AND {which}"
+            ))
+            .and_then(|mut s| {
+                s.execute(params![micros(now), now.to_string(), error, alone, values.0, values.1])
+            })
+            .map(drop)
+            .map_err(|e| from_sqlite("recovering", e))
+    }
+
+    /// Claims that match become nobody's; their old token is worth nothing from here on.
+    fn crash_claims(&mut self, which: &str, values: (i64, i64)) -> Result<()> {
+        let now = micros(self.clock.now());
+        self.conn
+            .prepare_cached(&format!(
+                "UPDATE claims SET owner = 0, token = ?1, crashed_at = ?2 WHERE {which}"
+            ))
+            .and_then(|mut s| s.execute(params![new_token(), now, values.0, values.1]))
+            .map(drop)
+            .map_err(|e| from_sqlite("recovering", e))
+    }
+
+    /// Claims and rows that wait in a mailbox and whose lease is half over.
+    fn waiting_leases(&self, now: i64) -> (Vec<i64>, Vec<(i64, u64)>) {
+        let half_over = |session: u64, until: i64| {
+            self.sessions.get(&session).filter(|s| {
+                let half = i64::try_from(s.lease.as_micros() / 2).unwrap_or(i64::MAX);
+                until.saturating_sub(now) < half
+            })
+        };
+        let claims = self.state.claims.iter().filter(|(id, claim)| {
+            half_over(claim.session, claim.until).is_some_and(|s| {
+                s.mailbox.holds(|d| {
+                    d.lease.slot == claim_slot(**id)
+                        && half_over(claim.session, claim.until_of(d.lease.position)).is_some()
+                })
+            })
+        });
+        let rows = self.state.held.iter().filter(|((group, seq), held)| {
+            half_over(held.session, held.until).is_some_and(|s| {
+                s.mailbox.holds(|d| {
+                    d.lease.position == *seq && d.lease.slot == delivery_slot(*group)
+                })
+            })
+        });
+        (claims.map(|(id, _)| *id).collect(), rows.map(|(key, _)| *key).collect())
+    }
+
+    pub(crate) fn leases_to_extend(&self, now: i64) -> bool {
+        let (claims, rows) = self.waiting_leases(now);
+        !claims.is_empty() || !rows.is_empty()
+    }
+
+    /// Keeps alive the leases of what waits in mailboxes: nobody else extends those.
+    pub(crate) fn extend_waiting(&mut self, now: i64) -> Result<()> {
+        let (claims, rows) = self.waiting_leases(now);
+        for id in claims {
+            let session = self.state.claims.get(&id).and_then(|c| self.sessions.get(&c.session));
+            let Some(session) = session else { continue };
+            let until = micros(self.clock.now().plus(session.lease));
+            let seqs = session.mailbox.positions(|d| d.lease.slot == claim_slot(id));
+            self.extend_claimed(id, &seqs, until)?;
+        }
+        for (group, seq) in rows {
+            let held = self.state.held.get(&(group, seq));
+            let session = held.and_then(|h| self.sessions.get(&h.session));
+            let lease = session.map(|s| s.lease).unwrap_or_default();
+            self.extend_row(group, seq, micros(self.clock.now().plus(lease)))?;
+        }
+        Ok(())
+    }
+
+    /// Gives up everything at an orderly end. What was fetched and not settled counts as an attempt.
+    pub(crate) fn leave(&mut self) -> Result<()> {
+        if self.owner_lock.is_none() {
+            return Ok(());
+        }
+        let now = micros(self.clock.now());
+        let claims: Vec<Claim> = self.state.claims.drain().map(|(_, claim)| claim).collect();
+        for claim in claims {
+            let open: Vec<u64> =
+                claim.progress.unfinished(claim.hi).flat_map(|(a, b)| a..=b).collect();
+            for seq in open {
+                let at = Timestamp::from_micros(now);
+                let failure = Failure::new(1, at, FailureKind::Crash, ABANDONED);
+                self.insert_suspect(claim.group, seq, 1, &[failure], now)?;
+            }
+        }
+        let owner = self.state.owner;
+        self.conn
+            .prepare_cached("DELETE FROM claims WHERE owner = ?1")
+            .and_then(|mut s| s.execute([owner]))
+            .map_err(|e| from_sqlite("leaving", e))?;
+        self.state.held.clear();
+        self.crash_rows("owner = ?5 AND ?6 = ?6", (owner, now), ABANDONED, false)?;
+        self.strike_owner(owner)
+    }
+
+    /// After a rollback: which leases does the file say are ours, and what of them is done?
+    pub(crate) fn reload_leases(&mut self, old: State) -> Result<()> {
+        let doing = |e| from_sqlite("reading the leases again", e);
+        for (id, mut claim) in old.claims {
+            let stored: Option<(i64, Option<Vec<u8>>)> = self
+                .conn
+                .prepare_cached("SELECT until, done FROM claims WHERE id = ?1 AND token = ?2")
+                .and_then(|mut s| {
+                    s.query_row((id, claim.token), |r| Ok((r.get(0)?, r.get(1)?))).optional()
+                })
+                .map_err(doing)?;
+            if let Some((until, done)) = stored {
+                claim.until = until;
+                claim.progress =
+                    Progress::from_bitmap(claim.lo, claim.hi, done.as_deref().unwrap_or_default());
+                self.state.claims.insert(id, claim);
+            }
+        }
+        for ((group, seq), mut held) in old.held {
+            let stored: Option<i64> = self
+                .conn
+                .prepare_cached(
+                    "SELECT until FROM deliveries
+                     WHERE group_id = ?1 AND seq = ?2 AND token = ?3 AND state = 1",
+                )
+                .and_then(|mut s| {
+                    s.query_row((group, to_sql(seq), held.token), |r| r.get(0)).optional()
+                })
+                .map_err(doing)?;
+            if let Some(until) = stored {
+                held.until = until;
+                self.state.held.insert((group, seq), held);
+            }
+        }
+        for session in self.sessions.values_mut() {
+            session.in_flight = 0;
+            session.look_for_unhandled = true;
+        }
+        for claim in self.state.claims.values() {
+            if let Some(session) = self.sessions.get_mut(&claim.session) {
+                session.in_flight +=
+                    usize::try_from(claim.progress.unfinished_count(claim.hi)).unwrap_or(0);
+            }
+        }
+        for held in self.state.held.values() {
+            if let Some(session) = self.sessions.get_mut(&held.session) {
+                session.in_flight += 1;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What an orderly end leaves on record for handlers that did not finish in time.
+const ABANDONED: &str = "the bus was shut down before the handler finished";

@@ -1,0 +1,145 @@
+//! The tables of a file, their version, and the way from one version to the next.
+
+use everbus_core::{Code, Error, Result};
+use rusqlite::Connection;
+
+use crate::errors::from_sqlite;
+
+/// The version of the tables this build reads and writes.
+pub const VERSION: i32 = 1;
+
+/// `EVBS`: marks a SQLite file as ours.
+const APPLICATION_ID: i32 = 0x4556_4253;
+
+/// What leads from version n to n + 1; the first leads from an empty file to version 1.
+const MIGRATIONS: &[&str] = &[include_str!("schema.sql")];
+
+/// The first SQLite that has the fix for lost commits after a WAL reset, and the older lines that
+/// got it too.
+const SAFE_SQLITE: i32 = 3_051_003;
+
+/// Refuses a SQLite library that may lose commits.
+pub(crate) fn check_library() -> Result<()> {
+    check_library_version(rusqlite::version_number())
+}
+
+fn check_library_version(version: i32) -> Result<()> {
+    let patched = (3_050_007..3_051_000).contains(&version) || (3_044_006..3_045_000).contains(&version);
+    if version >= SAFE_SQLITE || patched {
+        return Ok(());
+    }
+    Err(Error::new(
+        Code::SqliteTooOld,
+        format!(
+            "SQLite {}.{}.{} may lose commits when its write-ahead log is reset",
+            version / 1_000_000,
+            version / 1000 % 1000,
+            version % 1000
+        ),
+    )
+    .hint("build with the bundled SQLite, or link 3.51.3 or newer"))
+}
+
+/// What a file turned out to be.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Empty,
+    Ours(i32),
+}
+
+/// Looks at a file without changing it.
+pub(crate) fn identify(conn: &Connection) -> Result<Kind> {
+    let get = |pragma: &str| -> Result<i32> {
+        conn.query_row(&format!("PRAGMA {pragma}"), [], |row| row.get(0))
+            .map_err(|e| from_sqlite("reading the file", e))
+    };
+    let (application, version) = (get("application_id")?, get("user_version")?);
+    if application == APPLICATION_ID {
+        return if version > VERSION { Err(newer(version)) } else { Ok(Kind::Ours(version)) };
+    }
+    let tables: i64 = conn
+        .query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0))
+        .map_err(|e| from_sqlite("reading the file", e))?;
+    if application == 0 && version == 0 && tables == 0 {
+        return Ok(Kind::Empty);
+    }
+    Err(Error::new(Code::NotEverbus, "this is a SQLite database of another program")
+        .hint("choose another file; Everbus does not put its tables into foreign databases"))
+}
+
+/// The error for a file from the future.
+pub(crate) fn newer(version: i32) -> Error {
+    Error::new(
+        Code::NewerSchema,
+        format!("the file has schema version {version}, this build knows {VERSION}"),
+    )
+    .hint("use a newer version of Everbus; the file was not touched")
+}
+
+/// Brings the tables to [`VERSION`]. Each step is one transaction; the file is the old version or the
+/// new one, never between.
+pub(crate) fn migrate(conn: &Connection) -> Result<()> {
+    let doing = |e| from_sqlite("preparing the tables", e);
+    loop {
+        let from = match identify(conn)? {
+            Kind::Empty => 0,
+            Kind::Ours(version) => version,
+        };
+        let Some(step) = MIGRATIONS.get(usize::try_from(from).unwrap_or(usize::MAX)) else {
+            return Ok(());
+        };
+        conn.execute_batch("BEGIN IMMEDIATE").map_err(doing)?;
+        let moved = identify(conn).and_then(|kind| {
+            // Another process may have been faster.
+            if kind != (if from == 0 { Kind::Empty } else { Kind::Ours(from) }) {
+                return Ok(());
+            }
+            conn.execute_batch(step).map_err(doing)?;
+            conn.pragma_update(None, "application_id", APPLICATION_ID).map_err(doing)?;
+            conn.pragma_update(None, "user_version", from + 1).map_err(doing)
+        });
+        match moved {
+            Ok(()) => conn.execute_batch("COMMIT").map_err(doing)?,
+            Err(e) => {
+                let _ = conn.execute_batch("ROLLBACK");
+                return Err(e);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libraries_with_the_wal_reset_bug_are_refused() {
+        for bad in [3_040_001, 3_044_005, 3_050_006, 3_051_002] {
+            assert_eq!(check_library_version(bad).unwrap_err().code(), Code::SqliteTooOld);
+        }
+        for good in [3_044_006, 3_050_007, 3_051_003, 3_052_000] {
+            assert!(check_library_version(good).is_ok());
+        }
+        assert!(check_library().is_ok(), "the bundled one");
+    }
+
+    #[test]
+    fn an_empty_file_becomes_ours_and_stays_so() {
+        let conn = Connection::open_in_memory().unwrap();
+        assert_eq!(identify(&conn).unwrap(), Kind::Empty);
+        migrate(&conn).unwrap();
+        migrate(&conn).unwrap();
+        assert_eq!(identify(&conn).unwrap(), Kind::Ours(VERSION));
+    }
+
+    #[test]
+    fn newer_and_foreign_files_are_refused() {
+        let conn = Connection::open_in_memory().unwrap();
+        migrate(&conn).unwrap();
+        conn.pragma_update(None, "user_version", VERSION + 1).unwrap();
+        assert_eq!(identify(&conn).unwrap_err().code(), Code::NewerSchema);
+        let foreign = Connection::open_in_memory().unwrap();
+        foreign.execute_batch("CREATE TABLE theirs (x)").unwrap();
+        assert_eq!(migrate(&foreign).unwrap_err().code(), Code::NotEverbus);
+    }
+}

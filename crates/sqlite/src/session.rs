@@ -1,0 +1,187 @@
+//! A consumer's side of a group: deliveries wait here until they are fetched.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use everbus_core::{BoxFuture, ConsumeOptions, Consumer, Delivery, Error, Pattern, Result};
+use tokio::sync::{Notify, oneshot};
+
+use crate::engine::Handle;
+use crate::queue::Command;
+use crate::rows::MAX_CACHED_TYPES;
+
+/// What the writer and the consumer share.
+#[derive(Default)]
+pub(crate) struct Mailbox {
+    inner: Mutex<Inner>,
+    arrived: Notify,
+}
+
+#[derive(Default)]
+struct Inner {
+    deliveries: VecDeque<Delivery>,
+    ended: Option<Error>,
+}
+
+impl Mailbox {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn put(&self, deliveries: Vec<Delivery>) {
+        self.lock().deliveries.extend(deliveries);
+        self.arrived.notify_one();
+    }
+
+    /// Takes back what was not fetched.
+    pub(crate) fn recall(&self, mut which: impl FnMut(&Delivery) -> bool) -> Vec<Delivery> {
+        let mut inner = self.lock();
+        let (back, stay) = inner.deliveries.drain(..).partition(|d| which(d));
+        inner.deliveries = stay;
+        Vec::from(back)
+    }
+
+    /// Whether something of this claim or delivery still waits to be fetched.
+    pub(crate) fn holds(&self, mut which: impl FnMut(&Delivery) -> bool) -> bool {
+        self.lock().deliveries.iter().any(|d| which(d))
+    }
+
+    /// The positions of what still waits to be fetched.
+    pub(crate) fn positions(&self, mut which: impl FnMut(&Delivery) -> bool) -> Vec<u64> {
+        let inner = self.lock();
+        inner.deliveries.iter().filter(|d| which(d)).map(|d| d.lease.position).collect()
+    }
+
+    /// Ends the mailbox: fetches fail from now on.
+    pub(crate) fn end(&self, error: Error) {
+        self.lock().ended.get_or_insert(error);
+        self.arrived.notify_one();
+    }
+
+    fn take(&self, max: usize) -> Option<Result<Vec<Delivery>>> {
+        let mut inner = self.lock();
+        if let Some(error) = &inner.ended {
+            return Some(Err(error.clone()));
+        }
+        if inner.deliveries.is_empty() {
+            return None;
+        }
+        let count = inner.deliveries.len().min(max.max(1));
+        Some(Ok(inner.deliveries.drain(..count).collect()))
+    }
+}
+
+/// A consumer that the writer has yet to learn about.
+pub(crate) struct NewSession {
+    pub(crate) id: u64,
+    pub(crate) group: everbus_core::GroupName,
+    pub(crate) options: ConsumeOptions,
+    pub(crate) mailbox: Arc<Mailbox>,
+}
+
+/// A consumer as the writer knows it.
+pub(crate) struct Session {
+    pub(crate) group: i64,
+    pub(crate) prefetch: usize,
+    pub(crate) lease: Duration,
+    pub(crate) no_handler_after: Duration,
+    pub(crate) mailbox: Arc<Mailbox>,
+    handled: Vec<Pattern>,
+    handles: HashMap<i64, bool>,
+    /// Handed out and not settled.
+    pub(crate) in_flight: usize,
+    /// Whether the feeder is reading for it.
+    pub(crate) feeding: bool,
+    /// Whether rows without a handler should be looked through again.
+    pub(crate) look_for_unhandled: bool,
+}
+
+impl Session {
+    pub(crate) fn new(new: &NewSession, group: i64) -> Self {
+        Self {
+            group,
+            prefetch: new.options.prefetch.max(1),
+            lease: new.options.lease,
+            no_handler_after: new.options.no_handler_after,
+            mailbox: new.mailbox.clone(),
+            handled: new.options.handled.clone(),
+            handles: HashMap::new(),
+            in_flight: 0,
+            feeding: false,
+            look_for_unhandled: true,
+        }
+    }
+
+    pub(crate) fn room(&self) -> usize {
+        self.prefetch.saturating_sub(self.in_flight)
+    }
+
+    pub(crate) fn set_handled(&mut self, handled: Vec<Pattern>) {
+        self.handled = handled;
+        self.handles.clear();
+        self.look_for_unhandled = true;
+    }
+
+    /// Whether this process has a handler for a type.
+    pub(crate) fn handles(&mut self, type_id: i64, name: &str) -> bool {
+        if let Some(known) = self.handles.get(&type_id) {
+            return *known;
+        }
+        if self.handles.len() >= MAX_CACHED_TYPES {
+            self.handles.clear();
+        }
+        let handled = self.handled.iter().any(|p| p.matches(name));
+        self.handles.insert(type_id, handled);
+        handled
+    }
+}
+
+/// The consumer that a user of the engine holds.
+pub(crate) struct SqliteConsumer {
+    pub(crate) id: u64,
+    pub(crate) mailbox: Arc<Mailbox>,
+    pub(crate) handle: Arc<Handle>,
+    pub(crate) closed: bool,
+}
+
+impl Consumer for SqliteConsumer {
+    fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
+        Box::pin(async move {
+            loop {
+                // Registered before looking, so that nothing arrives unnoticed between.
+                let arrived = self.mailbox.arrived.notified();
+                if let Some(result) = self.mailbox.take(max) {
+                    return result;
+                }
+                arrived.await;
+            }
+        })
+    }
+
+    fn set_handled(&mut self, handled: Vec<Pattern>) {
+        self.handle.queue.push(Command::SetHandled { session: self.id, handled });
+    }
+
+    fn close(mut self: Box<Self>) -> BoxFuture<'static, Result<()>> {
+        self.closed = true;
+        let (reply, answer) = oneshot::channel();
+        self.handle.queue.push(Command::Detach { session: self.id, reply: Some(reply) });
+        Box::pin(async move {
+            match answer.await {
+                // An engine that has stopped holds nothing for anybody.
+                Ok(Err(e)) if e.code() == everbus_core::Code::Shutdown => Ok(()),
+                Ok(result) => result,
+                Err(_) => Ok(()),
+            }
+        })
+    }
+}
+
+impl Drop for SqliteConsumer {
+    fn drop(&mut self) {
+        if !self.closed {
+            self.handle.queue.push(Command::Detach { session: self.id, reply: None });
+        }
+    }
+}

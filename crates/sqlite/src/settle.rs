@@ -1,0 +1,366 @@
+//! What became of deliveries.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use everbus_core::{Code, Error, Failure, Lease, Result, Settlement, Timestamp, Verdict};
+use rusqlite::params;
+
+use crate::errors::from_sqlite;
+use crate::failpoint;
+use crate::rows::{read_failures, record_at, to_sql, write_failures};
+use crate::state::{WAITING, micros};
+use crate::writer::Writer;
+
+/// Where a lease leads.
+#[derive(Clone, Copy)]
+enum Place {
+    Claim(i64),
+    Row(i64),
+}
+
+impl Writer {
+    /// Applies settlements; each is refused by itself if its lease is lost.
+    pub(crate) fn settle(&mut self, settlements: &[Settlement]) -> Result<Vec<Result<()>>> {
+        let mut results = Vec::with_capacity(settlements.len());
+        for settlement in settlements {
+            results.push(match self.settle_one(settlement) {
+                Ok(()) => Ok(()),
+                Err(e) if matches!(e.code(), Code::LeaseLost | Code::IdReused) => Err(e),
+                Err(e) => return Err(e),
+            });
+        }
+        failpoint::hit("after-settle");
+        Ok(results)
+    }
+
+    fn settle_one(&mut self, settlement: &Settlement) -> Result<()> {
+        let lease = &settlement.lease;
+        let place = self.find(lease)?;
+        if !settlement.follow_ups.is_empty() {
+            self.append_follow_ups(settlement.follow_ups.clone())?;
+        }
+        match place {
+            Place::Claim(id) => self.settle_claimed(id, lease.position, &settlement.verdict)?,
+            Place::Row(group) => self.settle_row(group, lease.position, &settlement.verdict)?,
+        }
+        self.watches.touch(lease.position);
+        Ok(())
+    }
+
+    /// The claim or row a lease stands for, if it is still ours.
+    fn find(&self, lease: &Lease) -> Result<Place> {
+        let seq = lease.position;
+        // A lease that is over is lost, also before somebody took the event.
+        let now = micros(self.clock.now());
+        if lease.slot & 1 == 0 {
+            let id = (lease.slot >> 1) as i64;
+            match self.state.claims.get(&id) {
+                Some(claim)
+                    if claim.token as u64 == lease.token
+                        && (claim.lo..=claim.hi).contains(&seq)
+                        && !claim.progress.is_done(seq)
+                        && claim.until_of(seq) > now =>
+                {
+                    Ok(Place::Claim(id))
+                }
+                _ => Err(lost(seq)),
+            }
+        } else {
+            let group = (lease.slot >> 1) as i64;
+            match self.state.held.get(&(group, seq)) {
+                Some(held) if held.token as u64 == lease.token && held.until > now => {
+                    Ok(Place::Row(group))
+                }
+                _ => Err(lost(seq)),
+            }
+        }
+    }
+
+    fn settle_claimed(&mut self, id: i64, seq: u64, verdict: &Verdict) -> Result<()> {
+        let Some(claim) = self.state.claims.get_mut(&id) else { return Err(lost(seq)) };
+        let (group, session) = (claim.group, claim.session);
+        claim.progress.complete(seq);
+        self.touched.push(id);
+        self.settled_in(session);
+        match verdict {
+            Verdict::Ack => Ok(()),
+            Verdict::Skip { reason } => self.write_skip(group, seq, reason),
+            Verdict::Retry { after, failure } => {
+                let due = self.clock.now().plus(*after);
+                self.insert_waiting(group, seq, 1, due, std::slice::from_ref(failure))
+            }
+            Verdict::Release { after } => {
+                let due = self.clock.now().plus(*after);
+                self.insert_waiting(group, seq, 0, due, &[])
+            }
+            Verdict::Dead { failure } => {
+                let failures: Vec<Failure> = failure.iter().cloned().collect();
+                let type_id = self.type_of(seq)?;
+                self.write_dead_letter(group, seq, type_id, 1, &failures)
+            }
+        }
+    }
+
+    fn settle_row(&mut self, group: i64, seq: u64, verdict: &Verdict) -> Result<()> {
+        let Some(held) = self.state.held.remove(&(group, seq)) else { return Err(lost(seq)) };
+        self.settled_in(held.session);
+        if self.isolating == Some((group, seq)) {
+            self.isolating = None;
+        }
+        let doing = |e| from_sqlite("settling", e);
+        let now = self.clock.now();
+        match verdict {
+            Verdict::Ack => self.remove_row(group, seq),
+            Verdict::Skip { reason } => {
+                self.write_skip(group, seq, reason)?;
+                self.remove_row(group, seq)
+            }
+            Verdict::Retry { after, failure } => {
+                let (_, mut failures) = self.row(group, seq)?;
+                failures.push(failure.clone());
+                let due = micros(now.plus(*after));
+                self.conn
+                    .prepare_cached(
+                        "UPDATE deliveries SET state = 0, due = ?3, owner = 0, suspect = 0, alone = 0,
+                           failures = ?4, updated_at = ?5
+                         WHERE group_id = ?1 AND seq = ?2",
+                    )
+                    .and_then(|mut s| {
+                        s.execute(params![group, to_sql(seq), due, write_failures(&failures), micros(now)])
+                    })
+                    .map_err(doing)?;
+                self.note_due(group, due);
+                Ok(())
+            }
+            Verdict::Release { after } => {
+                let due = micros(now.plus(*after));
+                self.release_row(group, seq, held.suspect, due)
+            }
+            Verdict::Dead { failure } => {
+                let (attempt, mut failures) = self.row(group, seq)?;
+                failures.extend(failure.iter().cloned());
+                let type_id = self.type_of(seq)?;
+                self.write_dead_letter(group, seq, type_id, attempt, &failures)?;
+                self.remove_row(group, seq)
+            }
+        }
+    }
+
+    /// Puts a leased row back as if it had not been handed out.
+    pub(crate) fn release_row(&mut self, group: i64, seq: u64, suspect: bool, due: i64) -> Result<()> {
+        self.conn
+            .prepare_cached(
+                "UPDATE deliveries SET state = 0, due = ?3, attempt = attempt - 1, owner = 0,
+                   suspect = ?4, alone = 0, updated_at = ?5
+                 WHERE group_id = ?1 AND seq = ?2",
+            )
+            .and_then(|mut s| {
+                s.execute(params![group, to_sql(seq), due, suspect, micros(self.clock.now())])
+            })
+            .map_err(|e| from_sqlite("giving an event back", e))?;
+        if suspect {
+            self.note_suspect(group, due);
+        } else {
+            self.note_due(group, due);
+        }
+        Ok(())
+    }
+
+    fn settled_in(&mut self, session: u64) {
+        if let Some(session) = self.sessions.get_mut(&session) {
+            session.in_flight = session.in_flight.saturating_sub(1);
+        }
+    }
+
+    fn row(&self, group: i64, seq: u64) -> Result<(u32, Vec<Failure>)> {
+        let (attempt, failures): (u32, Option<String>) = self
+            .conn
+            .prepare_cached("SELECT attempt, failures FROM deliveries WHERE group_id = ?1 AND seq = ?2")
+            .and_then(|mut s| s.query_row((group, to_sql(seq)), |r| Ok((r.get(0)?, r.get(1)?))))
+            .map_err(|e| from_sqlite("reading a delivery", e))?;
+        Ok((attempt, read_failures(failures.as_deref())?))
+    }
+
+    pub(crate) fn type_of(&mut self, seq: u64) -> Result<i64> {
+        self.conn
+            .prepare_cached("SELECT type FROM log WHERE seq = ?1")
+            .and_then(|mut s| s.query_row([to_sql(seq)], |r| r.get(0)))
+            .map_err(|e| from_sqlite("reading the log", e))
+    }
+
+    /// Removes a finished row; in an ordered group the next of its key may go.
+    pub(crate) fn remove_row(&mut self, group: i64, seq: u64) -> Result<()> {
+        let doing = |e| from_sqlite("settling", e);
+        let ordered = self.state.groups.get(&group).is_some_and(|g| g.ordered);
+        let key: Option<String> = if ordered {
+            self.conn
+                .prepare_cached("SELECT key FROM deliveries WHERE group_id = ?1 AND seq = ?2")
+                .and_then(|mut s| s.query_row((group, to_sql(seq)), |r| r.get(0)))
+                .map_err(doing)?
+        } else {
+            None
+        };
+        self.conn
+            .prepare_cached("DELETE FROM deliveries WHERE group_id = ?1 AND seq = ?2")
+            .and_then(|mut s| s.execute((group, to_sql(seq))))
+            .map_err(doing)?;
+        if let Some(key) = key {
+            let freed = self
+                .conn
+                .prepare_cached(
+                    "UPDATE deliveries SET state = 0 WHERE group_id = ?1 AND state = 2 AND seq =
+                       (SELECT min(seq) FROM deliveries WHERE group_id = ?1 AND key = ?2)",
+                )
+                .and_then(|mut s| s.execute(params![group, key]))
+                .map_err(doing)?;
+            if freed > 0 {
+                self.note_due(group, micros(self.clock.now()));
+            }
+        }
+        Ok(())
+    }
+
+    /// A new row that waits.
+    pub(crate) fn insert_waiting(
+        &mut self,
+        group: i64,
+        seq: u64,
+        attempt: u32,
+        due: Timestamp,
+        failures: &[Failure],
+    ) -> Result<()> {
+        let type_id = self.type_of(seq)?;
+        let key = if self.state.group_mut(group)?.ordered {
+            record_at(&self.conn, seq, &mut self.state.type_names)?
+                .and_then(|r| r.event.ordering_key().map(std::borrow::Cow::into_owned))
+        } else {
+            None
+        };
+        self.conn
+            .prepare_cached(
+                "INSERT OR REPLACE INTO deliveries
+                   (group_id, seq, state, due, attempt, type, key, failures, updated_at)
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)",
+            )
+            .and_then(|mut s| {
+                s.execute(params![
+                    group,
+                    to_sql(seq),
+                    WAITING,
+                    micros(due),
+                    attempt,
+                    type_id,
+                    key,
+                    write_failures(failures),
+                    micros(self.clock.now())
+                ])
+            })
+            .map_err(|e| from_sqlite("setting an event aside", e))?;
+        self.note_due(group, micros(due));
+        Ok(())
+    }
+
+    fn write_skip(&mut self, group: i64, seq: u64, reason: &str) -> Result<()> {
+        self.conn
+            .prepare_cached(
+                "INSERT OR REPLACE INTO skips (group_id, seq, reason, at) VALUES (?1, ?2, ?3, ?4)",
+            )
+            .and_then(|mut s| {
+                s.execute(params![group, to_sql(seq), reason, micros(self.clock.now())])
+            })
+            .map(drop)
+            .map_err(|e| from_sqlite("recording a skip", e))
+    }
+
+    /// Opens a dead letter, or opens it again: attempts add up, the first time stays.
+    pub(crate) fn write_dead_letter(
+        &mut self,
+        group: i64,
+        seq: u64,
+        type_id: i64,
+        attempts: u32,
+        failures: &[Failure],
+    ) -> Result<()> {
+        let handler = failures.iter().rev().find_map(|f| f.handler.as_deref());
+        let failures_json = serde_json::to_string(failures)
+            .map_err(|e| Error::new(Code::Internal, format!("failures cannot be stored: {e}")))?;
+        let now = failures.last().map_or_else(|| self.clock.now(), |f| f.at);
+        self.conn
+            .prepare_cached(
+                "INSERT INTO dead_letters
+                   (seq, group_id, type, attempts, failures, handler, first_seen_at, died_at)
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7)
+                 ON CONFLICT (seq, group_id) DO UPDATE SET
+                   attempts = attempts + excluded.attempts, failures = excluded.failures,
+                   handler = excluded.handler, died_at = excluded.died_at, retried_at = NULL",
+            )
+            .and_then(|mut s| {
+                s.execute(params![
+                    to_sql(seq),
+                    group,
+                    type_id,
+                    attempts,
+                    failures_json,
+                    handler,
+                    micros(now)
+                ])
+            })
+            .map_err(|e| from_sqlite("writing a dead letter", e))?;
+        self.watches.touch(seq);
+        failpoint::hit("after-dead-letter");
+        Ok(())
+    }
+
+    /// Lengthens leases.
+    pub(crate) fn extend(&mut self, leases: &[Lease], by: Duration) -> Result<Vec<Result<()>>> {
+        let until = micros(self.clock.now().plus(by));
+        let mut results = Vec::with_capacity(leases.len());
+        let mut claims: HashMap<i64, Vec<u64>> = HashMap::new();
+        for lease in leases {
+            results.push(match self.find(lease) {
+                Err(e) => Err(e),
+                Ok(Place::Claim(id)) => {
+                    claims.entry(id).or_default().push(lease.position);
+                    Ok(())
+                }
+                Ok(Place::Row(group)) => {
+                    self.extend_row(group, lease.position, until)?;
+                    Ok(())
+                }
+            });
+        }
+        for (id, seqs) in claims {
+            self.extend_claimed(id, &seqs, until)?;
+        }
+        Ok(results)
+    }
+
+    /// Extends single events of a claim. In the file the claim lasts as long as its longest lease;
+    /// which of its events are behind that is known here, where they would be missed first.
+    pub(crate) fn extend_claimed(&mut self, id: i64, seqs: &[u64], until: i64) -> Result<()> {
+        let Some(claim) = self.state.claims.get_mut(&id) else { return Ok(()) };
+        claim.extended.extend(seqs.iter().map(|seq| (*seq, until)));
+        self.conn
+            .prepare_cached("UPDATE claims SET until = max(until, ?3) WHERE id = ?1 AND token = ?2")
+            .and_then(|mut s| s.execute((id, claim.token, until)))
+            .map(drop)
+            .map_err(|e| from_sqlite("extending a lease", e))
+    }
+
+    pub(crate) fn extend_row(&mut self, group: i64, seq: u64, until: i64) -> Result<()> {
+        if let Some(held) = self.state.held.get_mut(&(group, seq)) {
+            held.until = until;
+            self.conn
+                .prepare_cached("UPDATE deliveries SET until = ?3 WHERE group_id = ?1 AND seq = ?2")
+                .and_then(|mut s| s.execute((group, to_sql(seq), until)))
+                .map_err(|e| from_sqlite("extending a lease", e))?;
+        }
+        Ok(())
+    }
+}
+
+fn lost(seq: u64) -> Error {
+    Error::new(Code::LeaseLost, format!("the lease on event {seq} has ended or is somebody else's"))
+        .hint("the event is delivered again; make handlers idempotent or raise the timeout")
+}

@@ -1,0 +1,149 @@
+//! Who waits for an event to be settled.
+
+use std::collections::HashMap;
+
+use everbus_core::{Code, Error, Progress, Result, SettledOutcome};
+use rusqlite::{OptionalExtension, params};
+
+use crate::errors::from_sqlite;
+use crate::queue::Reply;
+use crate::rows::{seq_from, to_sql};
+use crate::writer::Writer;
+
+/// Waiters by position.
+#[derive(Default)]
+pub(crate) struct Watches {
+    waiting: HashMap<u64, Vec<Reply<SettledOutcome>>>,
+    /// Positions that may be settled now.
+    touched: Vec<u64>,
+}
+
+impl Watches {
+    pub(crate) fn add(&mut self, position: u64, reply: Reply<SettledOutcome>) {
+        self.waiting.entry(position).or_default().push(reply);
+        self.touched.push(position);
+    }
+
+    pub(crate) fn touch(&mut self, position: u64) {
+        if self.waiting.contains_key(&position) {
+            self.touched.push(position);
+        }
+    }
+
+    pub(crate) fn recheck_all(&mut self) {
+        self.touched = self.waiting.keys().copied().collect();
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    pub(crate) fn fail_all(&mut self, error: &Error) {
+        for reply in self.waiting.drain().flat_map(|(_, replies)| replies) {
+            let _ = reply.send(Err(error.clone()));
+        }
+    }
+
+    /// Answers those whose event nobody owes work on any more. Runs outside a transaction, so that
+    /// what it sees is durable.
+    pub(crate) fn answer(&mut self, writer: &mut Writer) -> Result<()> {
+        let mut touched = std::mem::take(&mut self.touched);
+        touched.sort_unstable();
+        touched.dedup();
+        for position in touched {
+            let Some(replies) = self.waiting.get_mut(&position) else { continue };
+            // A caller that gave up is not waited for.
+            replies.retain(|reply| !reply.is_closed());
+            let answer = match writer.outcome(position)? {
+                _ if replies.is_empty() => None,
+                Some(outcome) => Some(outcome),
+                None => continue,
+            };
+            for reply in self.waiting.remove(&position).into_iter().flatten() {
+                if let Some(answer) = &answer {
+                    let _ = reply.send(answer.clone());
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Writer {
+    /// How a position was settled; `None` while some group still owes work on it.
+    fn outcome(&mut self, position: u64) -> Result<Option<Result<SettledOutcome>>> {
+        let doing = |e| from_sqlite("looking whether an event is settled", e);
+        let type_id: Option<i64> = self
+            .conn
+            .prepare_cached("SELECT type FROM log WHERE seq = ?1")
+            .and_then(|mut s| s.query_row([to_sql(position)], |r| r.get(0)).optional())
+            .map_err(doing)?;
+        let Some(type_id) = type_id else {
+            let error = Error::new(Code::NotFound, format!("there is no event at {position}"));
+            return Ok(Some(Err(error)));
+        };
+        let name = self.state.type_names.get(&self.conn, type_id)?;
+        let mut outcome = SettledOutcome::default();
+        let ids: Vec<i64> = self.state.groups.keys().copied().collect();
+        for id in ids {
+            let group = self.state.group_mut(id)?;
+            if group.declared_at >= position || !group.wants(type_id, &name) {
+                continue;
+            }
+            let (cursor, group_name) = (group.cursor, group.name.clone());
+            if cursor < position || self.is_claimed(id, position)? || self.has_row(id, position)? {
+                return Ok(None);
+            }
+            let dead: bool = self
+                .conn
+                .prepare_cached(
+                    "SELECT EXISTS (SELECT 1 FROM dead_letters
+                       WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL)",
+                )
+                .and_then(|mut s| s.query_row((to_sql(position), id), |r| r.get(0)))
+                .map_err(doing)?;
+            if dead {
+                outcome.dead_lettered.push(group_name);
+            }
+        }
+        outcome.dead_lettered.sort();
+        Ok(Some(Ok(outcome)))
+    }
+
+    fn is_claimed(&self, group: i64, position: u64) -> Result<bool> {
+        let ours = self.state.claims.values().any(|c| {
+            c.group == group && (c.lo..=c.hi).contains(&position) && !c.progress.is_done(position)
+        });
+        if ours {
+            return Ok(true);
+        }
+        let doing = |e| from_sqlite("looking whether an event is settled", e);
+        let mut statement = self
+            .conn
+            .prepare_cached(
+                "SELECT lo, hi, done FROM claims
+                 WHERE group_id = ?1 AND lo <= ?2 AND hi >= ?2 AND owner <> ?3",
+            )
+            .map_err(doing)?;
+        let mut rows =
+            statement.query(params![group, to_sql(position), self.state.owner]).map_err(doing)?;
+        while let Some(row) = rows.next().map_err(doing)? {
+            let (lo, hi) = (row.get(0).map_err(doing)?, row.get(1).map_err(doing)?);
+            let done: Option<Vec<u8>> = row.get(2).map_err(doing)?;
+            let (lo, hi) = (seq_from(lo), seq_from(hi));
+            if !Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default()).is_done(position) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn has_row(&self, group: i64, position: u64) -> Result<bool> {
+        self.conn
+            .prepare_cached(
+                "SELECT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?1 AND seq = ?2)",
+            )
+            .and_then(|mut s| s.query_row((group, to_sql(position)), |r| r.get(0)))
+            .map_err(|e| from_sqlite("looking whether an event is settled", e))
+    }
+}

@@ -1,0 +1,4 @@
+//! The SQLite engine against the conformance suite, the model, and bad luck.
+
+mod conformance;
+mod model;

@@ -1,0 +1,49 @@
+//! The conformance suite: scenarios at the level of [`Broker`](everbus_core::Broker),
+//! [`Log`](everbus_core::Log) and [`DeadLetters`](everbus_core::DeadLetters) that every engine passes.
+//!
+//! An engine implements [`Harness`] and expands [`conformance_tests!`](crate::conformance_tests).
+//! Where engines may differ, a scenario asks their [`Capabilities`](everbus_core::Capabilities).
+
+pub mod appending;
+pub mod consuming;
+pub mod dead_letters;
+pub mod groups;
+pub mod ordered;
+pub mod restart;
+pub mod settled;
+pub mod settling;
+pub(crate) mod stage;
+mod suite;
+pub mod upkeep;
+
+use std::future::Future;
+use std::sync::Arc;
+
+use everbus_core::{Clock, Engine};
+
+pub use stage::Stage;
+
+/// How the suite gets at an engine. One value is one storage, empty at first.
+pub trait Harness: Send + Sync {
+    /// Opens the engine; opening again on the same value is a restart.
+    fn open(&self, clock: Arc<dyn Clock>) -> impl Future<Output = Engine> + Send;
+
+    /// Whether what was acknowledged is there after a restart.
+    fn survives_restart(&self) -> bool;
+
+    /// Ends an engine as a crash would: no close. The default drops it.
+    fn crash(&self, engine: Engine) -> impl Future<Output = ()> + Send {
+        async move { drop(engine) }
+    }
+
+    /// Whether a consumer may claim events before they are fetched. What it claimed and lost unfetched,
+    /// by a crash or the end of a lease, may count as an attempt.
+    fn claims_ahead(&self) -> bool {
+        true
+    }
+
+    /// Whether leases and delays follow the clock given to `open`. Otherwise the suite really waits.
+    fn virtual_time(&self) -> bool {
+        true
+    }
+}

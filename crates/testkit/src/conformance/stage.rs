@@ -1,0 +1,340 @@
+//! What every scenario stands on: an opened engine, a clock that is moved by hand, and short ways
+//! to publish, take and settle.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{
+    Appended, Broker, Capabilities, Code, ConsumeOptions, Consumer, DeadLetter, DeadLetterFilter,
+    DeadLetters, Delivery, Engine, Event, EventState, Failure, FailureKind, GroupInfo, GroupName,
+    GroupSpec, GroupState, Log, ManualClock, PageRequest, Pattern, Result, Settlement, StartFrom,
+    SubscriptionInfo, SubscriptionSpec, Timestamp, Verdict,
+};
+
+use super::Harness;
+
+/// How long to wait for what must happen.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
+/// How long to watch that nothing happens.
+pub(crate) const QUIET: Duration = Duration::from_millis(150);
+/// The lease of [`Stage::consumer`].
+pub(crate) const LEASE: Duration = Duration::from_secs(5);
+
+/// An opened engine on a harness, with its clock.
+#[derive(Debug)]
+pub struct Stage<H: Harness> {
+    harness: H,
+    engine: Option<Engine>,
+    /// The clock the engine goes by.
+    pub clock: ManualClock,
+}
+
+impl<H: Harness> Stage<H> {
+    /// Opens the engine.
+    pub async fn open(harness: H) -> Self {
+        let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
+        let clock = if harness.virtual_time() {
+            ManualClock::new(start)
+        } else {
+            ManualClock::default()
+        };
+        let engine = harness.open(Arc::new(clock.clone())).await;
+        Self {
+            harness,
+            engine: Some(engine),
+            clock,
+        }
+    }
+
+    /// The engine.
+    pub fn engine(&self) -> &Engine {
+        self.engine.as_ref().expect("an open engine")
+    }
+
+    /// The broker.
+    pub fn broker(&self) -> &Arc<dyn Broker> {
+        &self.engine().broker
+    }
+
+    /// The log. Scenarios that need one ask [`Stage::has_log`] first.
+    pub fn log(&self) -> &dyn Log {
+        self.engine().log().unwrap()
+    }
+
+    /// The dead letters.
+    pub fn dead_letters(&self) -> &dyn DeadLetters {
+        self.engine().dead_letters().unwrap()
+    }
+
+    /// Whether the log can be read without a group.
+    pub fn has_log(&self) -> bool {
+        self.engine().log.is_some()
+    }
+
+    /// Whether dead letters can be queried.
+    pub fn has_dead_letters(&self) -> bool {
+        self.engine().dead_letters.is_some()
+    }
+
+    /// What the engine offers.
+    pub fn capabilities(&self) -> Capabilities {
+        self.broker().capabilities()
+    }
+
+    /// Whether there is something after a restart.
+    pub fn survives_restart(&self) -> bool {
+        self.harness.survives_restart()
+    }
+
+    /// How the engine is got at.
+    pub fn harness(&self) -> &H {
+        &self.harness
+    }
+
+    /// Closes the engine and opens it again.
+    pub async fn restart(&mut self) {
+        let engine = self.engine.take().unwrap();
+        engine.broker.close().await.unwrap();
+        drop(engine);
+        self.engine = Some(self.harness.open(Arc::new(self.clock.clone())).await);
+    }
+
+    /// Ends the engine without closing it and opens it again.
+    pub async fn crash(&mut self) {
+        let engine = self.engine.take().unwrap();
+        self.harness.crash(engine).await;
+        self.engine = Some(self.harness.open(Arc::new(self.clock.clone())).await);
+    }
+
+    /// Lets time pass.
+    pub async fn advance(&self, by: Duration) {
+        if self.harness.virtual_time() {
+            self.clock.advance(by);
+        } else {
+            tokio::time::sleep(by).await;
+            self.clock.set(everbus_core::Clock::now(&everbus_core::SystemClock));
+        }
+    }
+
+    /// Declares a group that begins at the start of the log.
+    pub async fn declare(&self, group: &str, patterns: &[&str]) -> Vec<SubscriptionInfo> {
+        self.broker().declare(spec(group, patterns)).await.unwrap()
+    }
+
+    /// A consumer that handles everything, with room for 64 deliveries.
+    pub async fn consumer(&self, group: &str) -> Box<dyn Consumer> {
+        self.consumer_with(group, options()).await
+    }
+
+    /// A consumer.
+    pub async fn consumer_with(&self, group: &str, options: ConsumeOptions) -> Box<dyn Consumer> {
+        self.broker().consume(name(group), options).await.unwrap()
+    }
+
+    /// Publishes an event of this type with an empty object.
+    pub async fn publish(&self, event_type: &str) -> Appended {
+        self.append(event(event_type)).await
+    }
+
+    /// Publishes one event.
+    pub async fn append(&self, event: Event) -> Appended {
+        self.try_append(event).await.unwrap()
+    }
+
+    /// Publishes one event that may be refused.
+    pub async fn try_append(&self, event: Event) -> Result<Appended> {
+        let answers = self.broker().append(vec![event]).await?;
+        answers.into_iter().next().expect("one answer per event")
+    }
+
+    /// Publishes several events of a type.
+    pub async fn publish_many(&self, event_type: &str, count: usize) -> Vec<Appended> {
+        let batch = (0..count).map(|_| event(event_type)).collect();
+        let answers = self.broker().append(batch).await.unwrap();
+        answers.into_iter().map(|answer| answer.unwrap()).collect()
+    }
+
+    /// Settles one delivery.
+    pub async fn settle(&self, delivery: &Delivery, verdict: Verdict) -> Result<()> {
+        self.settle_with(Settlement::new(delivery.lease.clone(), verdict))
+            .await
+    }
+
+    /// Settles one delivery, with everything that belongs to it.
+    pub async fn settle_with(&self, settlement: Settlement) -> Result<()> {
+        let answers = self.broker().settle(vec![settlement]).await?;
+        answers.into_iter().next().expect("one answer per settlement")
+    }
+
+    /// Acks one delivery, which must succeed.
+    pub async fn ack(&self, delivery: &Delivery) {
+        self.settle(delivery, Verdict::Ack).await.unwrap();
+    }
+
+    /// Lets one delivery fail, to be tried again after a while.
+    pub async fn fail(&self, delivery: &Delivery, after: Duration) {
+        let failure = self.failure(delivery);
+        self.settle(delivery, Verdict::Retry { after, failure })
+            .await
+            .unwrap();
+    }
+
+    /// Lets one delivery fail for good.
+    pub async fn kill(&self, delivery: &Delivery) {
+        let failure = Some(self.failure(delivery));
+        self.settle(delivery, Verdict::Dead { failure })
+            .await
+            .unwrap();
+    }
+
+    /// A failure of this delivery's attempt, at this moment.
+    pub fn failure(&self, delivery: &Delivery) -> Failure {
+        let now = everbus_core::Clock::now(&self.clock);
+        let text = format!("attempt {} failed", delivery.attempt);
+        Failure::new(delivery.attempt, now, FailureKind::Error, text).in_handler("the handler")
+    }
+
+    /// Publishes an event and lets a group give it up at once.
+    pub async fn dead_letter(&self, group: &str, event_type: &str) -> Appended {
+        let appended = self.publish(event_type).await;
+        let mut consumer = self.consumer(group).await;
+        let delivery = take_one(&mut consumer).await;
+        assert_eq!(delivery.record.position, appended.position);
+        self.kill(&delivery).await;
+        consumer.close().await.unwrap();
+        appended
+    }
+
+    /// How an event stands in a group; `None` where the engine has no log to ask.
+    pub async fn group_state(&self, position: u64, group: &str) -> Option<GroupState> {
+        if !self.has_log() {
+            return None;
+        }
+        let states = self.log().states(position).await.unwrap();
+        let mut of_group = states.into_iter().filter(|s| s.group == name(group));
+        let state = of_group.next();
+        assert!(of_group.next().is_none(), "one state per group");
+        Some(state.expect("a state for every group"))
+    }
+
+    /// Checks how an event stands in a group, where the engine can tell.
+    pub async fn assert_state(&self, position: u64, group: &str, expected: EventState) {
+        if let Some(state) = self.group_state(position, group).await {
+            assert_eq!(state.state, expected, "event {position} in {group:?}");
+        }
+    }
+
+    /// How a group stands.
+    pub async fn group_info(&self, group: &str) -> GroupInfo {
+        let groups = self.broker().inspect().await.unwrap();
+        let mut found = groups.into_iter().filter(|g| g.name == name(group));
+        found.next().expect("the group is listed")
+    }
+
+    /// All open dead letters.
+    pub async fn open_dead_letters(&self) -> Vec<DeadLetter> {
+        let page = self
+            .dead_letters()
+            .list(DeadLetterFilter::default(), PageRequest::default());
+        page.await.unwrap().items
+    }
+
+    /// Waits until something is so.
+    pub async fn eventually<F: Future<Output = bool>>(&self, what: &str, mut so: impl FnMut() -> F) {
+        let waiting = async {
+            while !so().await {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        if tokio::time::timeout(DEADLINE, waiting).await.is_err() {
+            panic!("waited in vain: {what}");
+        }
+    }
+}
+
+/// A group's name; the empty text is the unnamed group.
+pub(crate) fn name(group: &str) -> GroupName {
+    group.parse().unwrap()
+}
+
+/// A pattern.
+pub(crate) fn pattern(text: &str) -> Pattern {
+    Pattern::new(text).unwrap()
+}
+
+/// A group that begins at the start of the log, with one subscription per pattern, named after it.
+pub(crate) fn spec(group: &str, patterns: &[&str]) -> GroupSpec {
+    GroupSpec {
+        name: name(group),
+        start_from: StartFrom::First,
+        ordered: false,
+        subscriptions: patterns
+            .iter()
+            .map(|text| SubscriptionSpec {
+                name: (*text).to_string(),
+                pattern: pattern(text),
+            })
+            .collect(),
+    }
+}
+
+/// Handlers for everything, room for 64, [`LEASE`].
+pub(crate) fn options() -> ConsumeOptions {
+    ConsumeOptions {
+        prefetch: 64,
+        lease: LEASE,
+        handled: vec![pattern("*"), pattern("system.>")],
+        ..ConsumeOptions::default()
+    }
+}
+
+/// An event of this type with an empty object.
+pub(crate) fn event(event_type: &str) -> Event {
+    Event::builder(event_type).payload("{}").build().unwrap()
+}
+
+/// Takes exactly this many deliveries.
+pub(crate) async fn take(consumer: &mut Box<dyn Consumer>, count: usize) -> Vec<Delivery> {
+    let mut taken: Vec<Delivery> = Vec::with_capacity(count);
+    while taken.len() < count {
+        let wanted = count - taken.len();
+        match tokio::time::timeout(DEADLINE, consumer.fetch(wanted)).await {
+            Ok(batch) => {
+                let batch = batch.unwrap();
+                assert!(!batch.is_empty(), "fetch returned nothing");
+                assert!(batch.len() <= wanted, "fetch returned more than asked for");
+                taken.extend(batch);
+            }
+            Err(_) => panic!(
+                "waited in vain for delivery {} of {count}; so far {:?}",
+                taken.len() + 1,
+                positions(&taken)
+            ),
+        }
+    }
+    taken
+}
+
+/// Takes one delivery.
+pub(crate) async fn take_one(consumer: &mut Box<dyn Consumer>) -> Delivery {
+    take(consumer, 1).await.remove(0)
+}
+
+/// Checks that nothing is delivered for a while.
+pub(crate) async fn nothing(consumer: &mut Box<dyn Consumer>) {
+    if let Ok(batch) = tokio::time::timeout(QUIET, consumer.fetch(1000)).await {
+        let batch = batch.unwrap();
+        panic!("delivered what should wait: {:?}", positions(&batch));
+    }
+}
+
+/// The positions of deliveries.
+pub(crate) fn positions(deliveries: &[Delivery]) -> Vec<u64> {
+    deliveries.iter().map(|d| d.record.position).collect()
+}
+
+/// The code of an error that must be there.
+pub(crate) fn code<T: std::fmt::Debug>(result: Result<T>) -> Code {
+    result.unwrap_err().code()
+}

@@ -1,0 +1,420 @@
+//! The list of scenarios: one test each, in whatever engine expands it.
+
+/// Expands to one test per scenario of the suite. The expression makes a fresh
+/// [`Harness`](crate::conformance::Harness) each time; the calling crate needs `tokio` with its macros.
+///
+/// ```ignore
+/// everbus_testkit::conformance_tests!(MyHarness::new());
+/// ```
+#[macro_export]
+macro_rules! conformance_tests {
+    ($harness:expr) => {
+        // conformance: issue-2/order: order holds within the log for one consumer of a group
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn events_come_in_the_order_of_the_log() {
+            $crate::conformance::consuming::events_come_in_the_order_of_the_log($harness).await;
+        }
+
+        // conformance: issue-2/wake-up: a publish wakes waiting consumers without polling
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_waiting_fetch_is_woken_by_an_append() {
+            $crate::conformance::consuming::a_waiting_fetch_is_woken_by_an_append($harness).await;
+        }
+
+        // conformance: issue-2/competing: consumers of one group compete; no event is delivered twice and all are handled
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn competing_consumers_share_and_never_double() {
+            $crate::conformance::consuming::competing_consumers_share_and_never_double($harness).await;
+        }
+
+        // conformance: rule-2/groups: each group has its own position, attempts and dead letters
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn groups_are_independent() {
+            $crate::conformance::consuming::groups_are_independent($harness).await;
+        }
+
+        // conformance: issue-2/prefetch: a consumer never holds more unsettled deliveries than its prefetch
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_prefetch_bound_is_respected() {
+            $crate::conformance::consuming::the_prefetch_bound_is_respected($harness).await;
+        }
+
+        // conformance: fault-10/cancelled-fetch: a fetch future that is dropped loses nothing and counts nothing
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn dropping_a_fetch_loses_nothing() {
+            $crate::conformance::consuming::dropping_a_fetch_loses_nothing($harness).await;
+        }
+
+        // conformance: fault-10/given-back: what was claimed and not fetched is given back without an attempt
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn what_was_not_fetched_is_given_back() {
+            $crate::conformance::consuming::what_was_not_fetched_is_given_back($harness).await;
+        }
+
+        // conformance: issue-2/unknown-group: consuming a group nobody declared is an error
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_unknown_group_cannot_be_consumed() {
+            $crate::conformance::consuming::an_unknown_group_cannot_be_consumed($harness).await;
+        }
+
+        // conformance: embedded/shutdown-error: publish and subscribe after shutdown give EventBusShutdownError
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn after_close_everything_is_refused() {
+            $crate::conformance::consuming::after_close_everything_is_refused($harness).await;
+        }
+
+        // conformance: embedded/transitions: an event goes pending, processing, done, and a handled one never comes again
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_acked_event_is_done() {
+            $crate::conformance::settling::an_acked_event_is_done($harness).await;
+        }
+
+        // conformance: fault-5/cursor: a position never passes an unfinished earlier event
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn acks_out_of_order_pass_over_nothing() {
+            $crate::conformance::settling::acks_out_of_order_pass_over_nothing($harness).await;
+        }
+
+        // conformance: embedded/retry-delay: a failed event is tried again after its delay, not before, with all its errors in order
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_failed_event_waits_out_its_delay() {
+            $crate::conformance::settling::a_failed_event_waits_out_its_delay($harness).await;
+        }
+
+        // conformance: rule-5/no-blocking: a failing event does not block others, each retry comes at its own time
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn waiting_events_come_each_at_its_time() {
+            $crate::conformance::settling::waiting_events_come_each_at_its_time($harness).await;
+        }
+
+        // conformance: embedded/dlq-context: a dead letter keeps the original event, every error, the attempts and the time of the final failure
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_dead_lettered_event_is_kept_with_its_history() {
+            $crate::conformance::settling::a_dead_lettered_event_is_kept_with_its_history($harness).await;
+        }
+
+        // conformance: issue-2/release: a released delivery comes again without an attempt counted
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_release_is_not_an_attempt() {
+            $crate::conformance::settling::a_release_is_not_an_attempt($harness).await;
+        }
+
+        // conformance: fault-12/lease-end: a lease that ends gives the event back with the attempt counted and a crash recorded
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_lease_that_ends_counts_as_a_crash() {
+            $crate::conformance::settling::a_lease_that_ends_counts_as_a_crash($harness).await;
+        }
+
+        // conformance: fault-7/zombie: a late ack cannot complete another worker's lease
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_late_settlement_is_refused() {
+            $crate::conformance::settling::a_late_settlement_is_refused($harness).await;
+        }
+
+        // conformance: rule-4/fenced: a lease that ended is lost even when nobody else took the event yet
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_settlement_after_the_lease_is_refused() {
+            $crate::conformance::settling::a_settlement_after_the_lease_is_refused($harness).await;
+        }
+
+        // conformance: rule-4/once: a lease settles once, answers are per item
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_second_settlement_is_refused() {
+            $crate::conformance::settling::a_second_settlement_is_refused($harness).await;
+        }
+
+        // conformance: rule-4/extend: an extended lease is kept beyond its first end
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_extended_lease_is_kept() {
+            $crate::conformance::settling::an_extended_lease_is_kept($harness).await;
+        }
+
+        // conformance: issue-2/follow-ups: follow-up events are appended in one step with the verdict
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn follow_ups_are_appended_with_the_verdict() {
+            $crate::conformance::settling::follow_ups_are_appended_with_the_verdict($harness).await;
+        }
+
+        // conformance: rule-4/follow-ups: a settlement whose lease was lost appends nothing
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn follow_ups_of_a_lost_lease_are_not_appended() {
+            $crate::conformance::settling::follow_ups_of_a_lost_lease_are_not_appended($harness).await;
+        }
+
+        // conformance: rule-5/key: a failing event blocks those with the same key in an ordered group, until it is dead-lettered
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_same_key_is_strictly_sequential() {
+            $crate::conformance::ordered::the_same_key_is_strictly_sequential($harness).await;
+        }
+
+        // conformance: rule-5/key-consumers: the order by key holds between competing consumers and lost leases
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_key_holds_between_consumers() {
+            $crate::conformance::ordered::the_key_holds_between_consumers($harness).await;
+        }
+
+        // conformance: rule-5/key-random: under random verdicts every key is handled in order, and all of it
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn random_work_keeps_every_key_in_order() {
+            $crate::conformance::ordered::random_work_keeps_every_key_in_order($harness).await;
+        }
+
+        // conformance: issue-2/settled-none: an event no group wants is settled at once
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_event_nobody_wants_is_settled() {
+            $crate::conformance::settled::an_event_nobody_wants_is_settled($harness).await;
+        }
+
+        // conformance: issue-2/settled-later: settled covers the groups declared when the event was published
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_later_group_is_not_waited_for() {
+            $crate::conformance::settled::a_later_group_is_not_waited_for($harness).await;
+        }
+
+        // conformance: embedded/publish-awaits: a publisher can wait until every matching group has handled or dead-lettered its event
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn settled_waits_for_every_group() {
+            $crate::conformance::settled::settled_waits_for_every_group($harness).await;
+        }
+
+        // conformance: issue-2/settled-skip: skipping settles, and so does removing the group
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn skipping_or_removing_the_group_settles() {
+            $crate::conformance::settled::skipping_or_removing_the_group_settles($harness).await;
+        }
+
+        // conformance: issue-2/settled-timeout: a wait for settlement takes a timeout
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_wait_that_is_too_long_times_out() {
+            $crate::conformance::settled::a_wait_that_is_too_long_times_out($harness).await;
+        }
+
+        // conformance: issue-2/dedup: the same event twice returns the first receipt and stores nothing
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_same_event_twice_is_stored_once() {
+            $crate::conformance::appending::the_same_event_twice_is_stored_once($harness).await;
+        }
+
+        // conformance: issue-2/id-reused: the same id with another body is IdReused
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_same_id_with_another_body_is_refused() {
+            $crate::conformance::appending::the_same_id_with_another_body_is_refused($harness).await;
+        }
+
+        // conformance: issue-2/dedup-batch: a batch may repeat an event
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_batch_may_repeat_an_event() {
+            $crate::conformance::appending::a_batch_may_repeat_an_event($harness).await;
+        }
+
+        // conformance: fault-2/atomic-batch: a batch that is refused stores nothing and acknowledges nothing
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_batch_is_stored_whole_or_not_at_all() {
+            $crate::conformance::appending::a_batch_is_stored_whole_or_not_at_all($harness).await;
+        }
+
+        // conformance: issue-2/tenant-ids: ids are unique per tenant
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn ids_are_unique_per_tenant() {
+            $crate::conformance::appending::ids_are_unique_per_tenant($harness).await;
+        }
+
+        // conformance: embedded/payload: payloads of 1 MB and odd ones come out byte for byte as they went in
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn odd_payloads_come_out_as_they_went_in() {
+            $crate::conformance::appending::odd_payloads_come_out_as_they_went_in($harness).await;
+        }
+
+        // conformance: issue-2/odd-types: types with spaces, without dots, of 255 characters are carried
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn odd_types_are_carried() {
+            $crate::conformance::appending::odd_types_are_carried($harness).await;
+        }
+
+        // conformance: issue-2/log: the log can be read, searched and waited on without a group
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_log_can_be_read_without_a_group() {
+            $crate::conformance::appending::the_log_can_be_read_without_a_group($harness).await;
+        }
+
+        // conformance: embedded/shutdown-load: closing while many publish forgets nothing that was acknowledged
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn closing_under_load_forgets_nothing_acknowledged() {
+            $crate::conformance::appending::closing_under_load_forgets_nothing_acknowledged($harness).await;
+        }
+
+        // conformance: issue-2/start-new: a group that starts at new gets what is published from then on
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn start_from_new() {
+            $crate::conformance::groups::start_from_new($harness).await;
+        }
+
+        // conformance: issue-2/start-first: a group that starts at first gets everything there is
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn start_from_first() {
+            $crate::conformance::groups::start_from_first($harness).await;
+        }
+
+        // conformance: issue-2/start-last: a group that starts at last begins with the newest matching event
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn start_from_last() {
+            $crate::conformance::groups::start_from_last($harness).await;
+        }
+
+        // conformance: issue-2/start-time: a group that starts at a time begins with the first event received then or later
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn start_from_a_time() {
+            $crate::conformance::groups::start_from_a_time($harness).await;
+        }
+
+        // conformance: issue-2/durable-group: an existing group keeps its position and subscription ids
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_existing_group_keeps_its_position() {
+            $crate::conformance::groups::an_existing_group_keeps_its_position($harness).await;
+        }
+
+        // conformance: embedded/glob: a group gets the events its glob patterns match and skips the others
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn unmatched_events_are_skipped() {
+            $crate::conformance::groups::unmatched_events_are_skipped($harness).await;
+        }
+
+        // conformance: issue-2/widening: a new pattern applies from the group's position on
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn widening_is_not_retroactive() {
+            $crate::conformance::groups::widening_is_not_retroactive($harness).await;
+        }
+
+        // conformance: issue-2/system: the system's own events are left out of the star
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn system_events_are_left_out_of_the_star() {
+            $crate::conformance::groups::system_events_are_left_out_of_the_star($harness).await;
+        }
+
+        // conformance: embedded/unsubscribe: an unsubscribed pattern gets nothing new, what was handed out stays owed
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn retracting_mid_flight_keeps_what_is_owed() {
+            $crate::conformance::groups::retracting_mid_flight_keeps_what_is_owed($harness).await;
+        }
+
+        // conformance: issue-2/remove-group: a removed group takes its position, deliveries and dead letters with it
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_removed_group_leaves_nothing_behind() {
+            $crate::conformance::groups::a_removed_group_leaves_nothing_behind($harness).await;
+        }
+
+        // conformance: issue-2/no-handler-here: an event whose handler is not registered here is left to other processes
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_event_without_a_handler_is_left_to_others() {
+            $crate::conformance::groups::an_event_without_a_handler_is_left_to_others($harness).await;
+        }
+
+        // conformance: fault-4/no-handler: an event no process handles becomes a dead letter after a configurable time, never an ack
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_event_nobody_handles_is_dead_lettered_in_the_end() {
+            $crate::conformance::groups::an_event_nobody_handles_is_dead_lettered_in_the_end($harness).await;
+        }
+
+        // conformance: embedded/restart: after a restart settled events stay settled and the rest comes again
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_restart_keeps_everything() {
+            $crate::conformance::restart::a_restart_keeps_everything($harness).await;
+        }
+
+        // conformance: embedded/crash-recovery: events in flight at a crash go back to waiting with their attempt counted
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_crash_keeps_everything() {
+            $crate::conformance::restart::a_crash_keeps_everything($harness).await;
+        }
+
+        // conformance: issue-2/restart-identity: ids are recognised and positions go on after a restart
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn identity_and_positions_survive() {
+            $crate::conformance::restart::identity_and_positions_survive($harness).await;
+        }
+
+        // conformance: rule-3/attempts: attempts are durable before the handler runs
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn every_crash_is_counted() {
+            $crate::conformance::restart::every_crash_is_counted($harness).await;
+        }
+
+        // conformance: issue-2/clock-back: a clock that is set back neither loses nor reorders events
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_clock_set_back_keeps_the_order() {
+            $crate::conformance::restart::a_clock_set_back_keeps_the_order($harness).await;
+        }
+
+        // conformance: embedded/dlq-list: dead letters are listed newest first with offset and limit, 100 by default
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn pages_by_offset_and_by_key_agree() {
+            $crate::conformance::dead_letters::pages_by_offset_and_by_key_agree($harness).await;
+        }
+
+        // conformance: issue-2/dlq-filters: dead letters are filtered by type, group, event and time
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn filters_select() {
+            $crate::conformance::dead_letters::filters_select($harness).await;
+        }
+
+        // conformance: embedded/dlq-retry: a retried dead letter is reset in full and goes only to the group that failed
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_retry_goes_to_the_group_that_failed() {
+            $crate::conformance::dead_letters::a_retry_goes_to_the_group_that_failed($harness).await;
+        }
+
+        // conformance: issue-2/dlq-again: a retried dead letter that fails again is the same row, attempts add up
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_retried_dead_letter_that_fails_again_is_the_same() {
+            $crate::conformance::dead_letters::a_retried_dead_letter_that_fails_again_is_the_same($harness).await;
+        }
+
+        // conformance: issue-2/dlq-retry-many: many dead letters are retried by filter at once
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn many_are_retried_at_once() {
+            $crate::conformance::dead_letters::many_are_retried_at_once($harness).await;
+        }
+
+        // conformance: embedded/dlq-purge: purge deletes dead events up to and including the cutoff of creation
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn purging_is_inclusive() {
+            $crate::conformance::dead_letters::purging_is_inclusive($harness).await;
+        }
+
+        // conformance: issue-2/dlq-purge-died: purge may go by the time of death
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn purging_by_time_of_death() {
+            $crate::conformance::dead_letters::purging_by_time_of_death($harness).await;
+        }
+
+        // conformance: rule-7/purge: purging takes no event another group owes work on
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn purging_leaves_what_others_owe() {
+            $crate::conformance::dead_letters::purging_leaves_what_others_owe($harness).await;
+        }
+
+        // conformance: issue-2/inspect: position, lag, in flight, waiting and dead letters of a group are right
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_numbers_of_a_group_are_right() {
+            $crate::conformance::upkeep::the_numbers_of_a_group_are_right($harness).await;
+        }
+
+        // conformance: embedded/states: an event has exactly one state in every group
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn every_event_has_one_state_per_group() {
+            $crate::conformance::upkeep::every_event_has_one_state_per_group($harness).await;
+        }
+
+        // conformance: fault-9/retention: retention never removes what a group owes work on, nor a dead letter
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn retention_takes_nothing_anyone_needs() {
+            $crate::conformance::upkeep::retention_takes_nothing_anyone_needs($harness).await;
+        }
+
+        // conformance: issue-2/retention: retention by age and length takes the oldest
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn retention_by_age_and_by_length() {
+            $crate::conformance::upkeep::retention_by_age_and_by_length($harness).await;
+        }
+    };
+}

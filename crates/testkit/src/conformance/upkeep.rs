@@ -1,0 +1,164 @@
+//! What operators see and do: how groups stand, and retention that takes nothing anyone needs.
+
+use std::time::Duration;
+
+use everbus_core::{Clock, ConsumeOptions, Event, EventId, EventState, Retention};
+
+use super::stage::{nothing, options, take, take_one};
+use super::{Harness, Stage};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// The numbers of a group are what they say.
+pub async fn the_numbers_of_a_group_are_right<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    assert!(stage.broker().inspect().await.unwrap().is_empty());
+    stage.declare("g", &["a.*", "b.*"]).await;
+    let empty = stage.group_info("g").await;
+    assert_eq!((empty.position, empty.behind, empty.in_flight), (0, 0, 0));
+    assert_eq!((empty.waiting, empty.dead_letters, empty.oldest), (0, 0, None));
+    assert_eq!(empty.behind_for, Duration::ZERO);
+    assert_eq!(empty.patterns, ["a.*", "b.*"]);
+    assert!(!empty.ordered);
+
+    let mut published = Vec::new();
+    for _ in 0..6 {
+        published.push(stage.publish("a.x").await);
+        stage.advance(SECOND).await;
+    }
+    let behind = stage.group_info("g").await;
+    assert_eq!((behind.position, behind.behind), (0, 6));
+    assert_eq!(behind.oldest, Some(published[0].received_at));
+    assert_eq!(behind.behind_for, 6 * SECOND);
+
+    let exactly_three = ConsumeOptions {
+        prefetch: 3,
+        ..options()
+    };
+    let mut consumer = stage.consumer_with("g", exactly_three).await;
+    let got = take(&mut consumer, 3).await;
+    consumer.close().await.unwrap();
+    let info = stage.group_info("g").await;
+    assert_eq!((info.in_flight, info.waiting, info.dead_letters), (3, 0, 0));
+    assert_eq!(info.active_at, stage.clock.now());
+    stage.ack(&got[0]).await;
+    stage.fail(&got[1], 100 * SECOND).await;
+    stage.kill(&got[2]).await;
+    let info = stage.group_info("g").await;
+    assert_eq!((info.in_flight, info.waiting, info.dead_letters), (0, 1, 1));
+    assert_eq!((info.position, info.behind), (published[2].position, 3));
+    assert_eq!(info.oldest, Some(published[1].received_at));
+    assert_eq!(info.behind_for, 5 * SECOND);
+}
+
+/// Every event has exactly one state in every group.
+pub async fn every_event_has_one_state_per_group<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    if !stage.has_log() {
+        return;
+    }
+    stage.declare("g", &["a.*"]).await;
+    stage.declare("h", &["*"]).await;
+    for event_type in ["a.1", "a.2", "a.3", "a.4", "a.5", "b.1"] {
+        stage.publish(event_type).await;
+    }
+    let mut consumer = stage
+        .consumer_with("g", ConsumeOptions { prefetch: 4, ..options() })
+        .await;
+    let got = take(&mut consumer, 4).await;
+    consumer.close().await.unwrap();
+    stage.ack(&got[0]).await;
+    stage.kill(&got[1]).await;
+    stage.fail(&got[2], SECOND).await;
+    let expected = [
+        EventState::Done,
+        EventState::Dlq,
+        EventState::Processing,
+        EventState::Processing,
+        EventState::Pending,
+        EventState::Done,
+    ];
+    let (records, _) = stage.log().read(0, vec![super::stage::pattern("*")], 10).await.unwrap();
+    for (record, expected) in records.iter().zip(expected) {
+        let states = stage.log().states(record.position).await.unwrap();
+        assert_eq!(states.len(), 2);
+        stage.assert_state(record.position, "g", expected).await;
+        stage.assert_state(record.position, "h", EventState::Pending).await;
+    }
+}
+
+/// Retention takes what everyone is done with, and nothing a group owes work on or a dead letter.
+pub async fn retention_takes_nothing_anyone_needs<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let Ok(maintenance) = stage.engine().maintenance() else {
+        return;
+    };
+    stage.declare("g", &["*"]).await;
+    let published = stage.publish_many("a.x", 6).await;
+    let mut consumer = stage
+        .consumer_with("g", ConsumeOptions { prefetch: 5, ..options() })
+        .await;
+    let got = take(&mut consumer, 5).await;
+    stage.ack(&got[0]).await;
+    stage.kill(&got[1]).await;
+    stage.fail(&got[2], SECOND).await;
+    stage.ack(&got[3]).await;
+    // 4 is in flight, 5 was not handed out or only just claimed.
+    stage.advance(2 * SECOND).await;
+    let nothing_left = Retention {
+        max_age: Some(SECOND),
+        max_len: Some(0),
+    };
+    let pruned = maintenance.prune(nothing_left).await.unwrap();
+    assert_eq!((pruned.removed, pruned.kept), (2, 4));
+    for (n, appended) in published.iter().enumerate() {
+        let found = stage.log().find(appended.id).await.unwrap().len();
+        assert_eq!(found, usize::from(n != 0 && n != 3), "event {n}");
+    }
+    // What was kept is still delivered.
+    stage.ack(&got[4]).await;
+    for _ in 0..2 {
+        let delivery = take_one(&mut consumer).await;
+        stage.ack(&delivery).await;
+    }
+    nothing(&mut consumer).await;
+    let pruned = maintenance.prune(nothing_left).await.unwrap();
+    assert_eq!((pruned.removed, pruned.kept), (3, 1), "only the dead letter stays");
+    if stage.has_dead_letters() {
+        let now = stage.clock.now();
+        let purged = stage.dead_letters().purge(now, Default::default(), Default::default());
+        assert_eq!(purged.await.unwrap(), 1);
+        assert!(stage.log().find(published[1].id).await.unwrap().is_empty());
+    }
+    // The log is empty; positions are not used again.
+    let next = stage.publish("a.x").await;
+    assert!(next.position > published[5].position);
+    assert_eq!(take_one(&mut consumer).await.record.position, next.position);
+    assert!(maintenance.check().await.unwrap().is_ok());
+}
+
+/// Retention by age and by length takes the oldest, and a pruned id may be used again.
+pub async fn retention_by_age_and_by_length<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let Ok(maintenance) = stage.engine().maintenance() else {
+        return;
+    };
+    let id = EventId::new();
+    let body = |payload: &'static str| Event::builder("a.x").id(id).payload(payload).build().unwrap();
+    stage.append(body("1")).await;
+    for _ in 0..4 {
+        stage.advance(10 * SECOND).await;
+        stage.publish("a.x").await;
+    }
+    let keep = |max_age: Option<u64>, max_len: Option<u64>| Retention {
+        max_age: max_age.map(Duration::from_secs),
+        max_len,
+    };
+    assert_eq!(maintenance.prune(keep(None, None)).await.unwrap().removed, 0);
+    assert_eq!(maintenance.prune(keep(Some(1000), Some(5))).await.unwrap().removed, 0);
+    assert_eq!(maintenance.prune(keep(Some(35), None)).await.unwrap().removed, 1);
+    assert_eq!(maintenance.prune(keep(None, Some(2))).await.unwrap().removed, 2);
+    assert!(!stage.append(body("2")).await.duplicate);
+    let (left, _) = stage.log().read(0, vec![super::stage::pattern("*")], 100).await.unwrap();
+    assert_eq!(left.len(), 3);
+}

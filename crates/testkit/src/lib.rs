@@ -1,0 +1,13 @@
+//! What proves that Everbus keeps its promises.
+//!
+//! - [`conformance`]: the scenarios every engine passes unchanged; an engine's crate runs them with
+//!   [`conformance_tests!`].
+//! - [`model`]: a seeded random plan of operations, compared step by step with a plain model.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "this crate is test code: a surprise is a failed test"
+)]
+
+pub mod conformance;
+pub mod model;

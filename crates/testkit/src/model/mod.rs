@@ -1,0 +1,28 @@
+//! A seeded random plan of operations on an engine, compared step by step with a plain model of the
+//! delivery rules.
+//!
+//! [`run_seeds`] is what an engine's tests call. A failure prints its seed and the last steps;
+//! `EVERBUS_SEED=…` runs that plan alone.
+
+mod oracle;
+mod plan;
+pub mod random;
+
+pub use plan::run_model;
+pub use random::Random;
+
+use crate::conformance::Harness;
+
+/// Runs plans of `steps` steps for each seed, each on a fresh harness. `EVERBUS_SEED` runs only that.
+pub async fn run_seeds<H: Harness>(
+    make: impl Fn() -> H,
+    seeds: impl IntoIterator<Item = u64>,
+    steps: usize,
+) {
+    if let Some(seed) = Random::seed_from_env() {
+        return Box::pin(run_model(make(), seed, steps)).await;
+    }
+    for seed in seeds {
+        Box::pin(run_model(make(), seed, steps)).await;
+    }
+}

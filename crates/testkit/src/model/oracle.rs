@@ -1,0 +1,467 @@
+//! The model: what every event is in every group, kept as plainly as possible.
+//!
+//! It says what a delivery may be, not which one comes. Where an engine claims events before they
+//! are fetched (`ahead`), the model allows what that may do: an unfetched claim that is lost counts
+//! an attempt, and a lease may have begun when the event was claimed.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
+
+use everbus_core::{
+    Delivery, Event, EventId, EventState, Failure, FailureKind, Lease, Pattern, Timestamp, Verdict,
+};
+
+/// The lease of every consumer of a plan. No other duration has its odd microseconds, so that no
+/// lease ends in the very moment that is looked at.
+pub(super) const LEASE: Duration = Duration::from_micros(10_000_007);
+
+#[derive(Debug)]
+pub(super) struct Oracle {
+    pub(super) now: Timestamp,
+    pub(super) ahead: bool,
+    pub(super) head: u64,
+    pub(super) last_received: Timestamp,
+    /// The events in the log.
+    pub(super) log: BTreeMap<u64, Kept>,
+    pub(super) ids: HashMap<EventId, u64>,
+    pub(super) groups: BTreeMap<String, Desk>,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Kept {
+    pub(super) event: Event,
+    pub(super) received_at: Timestamp,
+}
+
+/// A group.
+#[derive(Debug)]
+pub(super) struct Desk {
+    pub(super) ordered: bool,
+    pub(super) patterns: Vec<Pattern>,
+    /// What is neither done nor dead.
+    pub(super) owed: BTreeMap<u64, Work>,
+    pub(super) dead: BTreeMap<u64, Death>,
+    /// Whether a consumer is there to claim.
+    pub(super) attended: bool,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Work {
+    pub(super) key: Option<String>,
+    pub(super) attempts: u32,
+    pub(super) failures: Vec<Failure>,
+    pub(super) state: WorkState,
+    /// Since when a consumer may have claimed it unfetched.
+    claimable_since: Option<Timestamp>,
+    /// How many unfetched claims may have been lost.
+    ghosts: u32,
+    /// Whether its last attempt ended in a crash, so that an engine may hand it out alone.
+    pub(super) inherited: bool,
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum WorkState {
+    Waiting {
+        due: Timestamp,
+    },
+    /// Held for sure until `surely`, and perhaps until `until`.
+    Held {
+        lease: Lease,
+        surely: Timestamp,
+        until: Timestamp,
+    },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Death {
+    pub(super) open: bool,
+    pub(super) attempts: u32,
+    pub(super) failures: Vec<Failure>,
+    pub(super) first_seen_at: Timestamp,
+    pub(super) died_at: Timestamp,
+}
+
+/// Whether a lease is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Hold {
+    Yes,
+    Perhaps,
+    No,
+}
+
+impl Oracle {
+    pub(super) fn new(now: Timestamp, ahead: bool) -> Self {
+        Self {
+            now,
+            ahead,
+            head: 0,
+            last_received: now,
+            log: BTreeMap::new(),
+            ids: HashMap::new(),
+            groups: BTreeMap::new(),
+        }
+    }
+
+    /// Takes note of an event the engine stored.
+    pub(super) fn appended(&mut self, event: &Event, position: u64, received_at: Timestamp) {
+        assert!(position > self.head, "position {position} after {}", self.head);
+        let expected = self.now.max(self.last_received);
+        assert_eq!(received_at, expected, "the time of receipt of {position}");
+        self.head = position;
+        self.last_received = received_at;
+        self.ids.insert(event.id(), position);
+        for desk in self.groups.values_mut() {
+            if desk.wants(event) {
+                desk.owed.insert(position, Work::new(event, self.now));
+            }
+        }
+        let event = event.clone();
+        self.log.insert(position, Kept { event, received_at });
+    }
+
+    pub(super) fn declared(&mut self, name: &str, ordered: bool, patterns: Vec<Pattern>, first: bool) {
+        let mut desk = Desk {
+            ordered,
+            patterns,
+            owed: BTreeMap::new(),
+            dead: BTreeMap::new(),
+            attended: false,
+        };
+        if first {
+            for (position, kept) in &self.log {
+                if desk.wants(&kept.event) {
+                    desk.owed.insert(*position, Work::new(&kept.event, self.now));
+                }
+            }
+        }
+        self.groups.insert(name.to_string(), desk);
+    }
+
+    /// Lets time pass: leases end.
+    pub(super) fn advance(&mut self, by: Duration) {
+        self.now = self.now.plus(by);
+        let now = self.now;
+        for desk in self.groups.values_mut() {
+            for work in desk.owed.values_mut() {
+                if matches!(work.state, WorkState::Held { until, .. } if until <= now) {
+                    work.crash(now);
+                }
+                if work.claimable_since.is_some_and(|since| since.plus(LEASE) <= now) {
+                    work.ghosts += 1;
+                    work.claimable_since = Some(now);
+                }
+            }
+        }
+        self.note_claimable();
+    }
+
+    /// The process ends: what was in flight is a crash.
+    pub(super) fn process_ended(&mut self) {
+        let now = self.now;
+        for desk in self.groups.values_mut() {
+            desk.attended = false;
+            for work in desk.owed.values_mut() {
+                if matches!(work.state, WorkState::Held { .. }) {
+                    work.crash(now);
+                }
+                if work.claimable_since.take().is_some() {
+                    work.ghosts += 1;
+                }
+            }
+        }
+    }
+
+    /// The consumers of a group come or go.
+    pub(super) fn attended(&mut self, group: &str, attended: bool) {
+        let desk = self.groups.get_mut(group).unwrap();
+        desk.attended = attended;
+        if !attended {
+            desk.owed.values_mut().for_each(|work| work.claimable_since = None);
+        }
+        self.note_claimable();
+    }
+
+    /// Notes what consumers may have claimed by now.
+    pub(super) fn note_claimable(&mut self) {
+        if !self.ahead {
+            return;
+        }
+        let now = self.now;
+        for desk in self.groups.values_mut().filter(|desk| desk.attended) {
+            for position in desk.deliverable(now) {
+                let work = desk.owed.get_mut(&position).unwrap();
+                work.claimable_since.get_or_insert(now);
+            }
+        }
+    }
+
+    /// Takes note of a delivery, or says why it is illegal.
+    pub(super) fn deliver(&mut self, group: &str, delivery: &Delivery) -> Result<(), String> {
+        let now = self.now;
+        let position = delivery.record.position;
+        let kept = self.log.get(&position).ok_or("it is not in the log")?;
+        if delivery.record.event != kept.event || delivery.record.received_at != kept.received_at {
+            return Err("it is not the event that was published".into());
+        }
+        let desk = self.groups.get_mut(group).unwrap();
+        let blocked = desk.is_blocked(position);
+        let work = desk.owed.get_mut(&position).ok_or("the group does not owe it")?;
+        match work.state {
+            WorkState::Held { surely, .. } if now < surely => return Err("it is held".into()),
+            WorkState::Held { .. } => work.crash(now),
+            WorkState::Waiting { due } if now < due => return Err(format!("it is due at {due}")),
+            WorkState::Waiting { .. } => {}
+        }
+        if blocked && work.claimable_since.is_none() {
+            return Err("an earlier one of its key is not settled".into());
+        }
+        let extra = delivery.attempt.checked_sub(work.attempts + 1);
+        let extra = extra.filter(|extra| *extra <= work.ghosts);
+        let Some(extra) = extra else {
+            return Err(format!(
+                "attempt {} after {} attempts",
+                delivery.attempt, work.attempts
+            ));
+        };
+        let (known, ghosts) = delivery
+            .failures
+            .split_at_checked(work.failures.len())
+            .ok_or("it forgot a failure")?;
+        if !same_failures(known, &work.failures) {
+            return Err(format!("its failures should be {:?}", work.failures));
+        }
+        if ghosts.len() != extra as usize || ghosts.iter().any(|f| f.kind != FailureKind::Crash) {
+            return Err("it has failures that never were".into());
+        }
+        let until = now.plus(LEASE);
+        work.attempts = delivery.attempt;
+        work.failures.clone_from(&delivery.failures);
+        work.state = WorkState::Held {
+            lease: delivery.lease.clone(),
+            surely: work.claimable_since.map_or(until, |since| since.plus(LEASE)),
+            until,
+        };
+        work.claimable_since = None;
+        work.ghosts = 0;
+        Ok(())
+    }
+
+    /// Whether a lease is held now.
+    pub(super) fn hold(&self, group: &str, lease: &Lease) -> Hold {
+        let work = self.groups.get(group).and_then(|desk| desk.owed.get(&lease.position));
+        match work.map(|work| &work.state) {
+            Some(WorkState::Held { lease: own, surely, .. }) if own == lease => {
+                if self.now < *surely {
+                    Hold::Yes
+                } else {
+                    Hold::Perhaps
+                }
+            }
+            _ => Hold::No,
+        }
+    }
+
+    /// The engine said that a lease the model was not sure of was lost.
+    pub(super) fn lost(&mut self, group: &str, position: u64) {
+        let now = self.now;
+        self.work(group, position).crash(now);
+    }
+
+    pub(super) fn extended(&mut self, group: &str, position: u64, by: Duration) {
+        let end = self.now.plus(by);
+        if let WorkState::Held { surely, until, .. } = &mut self.work(group, position).state {
+            (*surely, *until) = (end, end);
+        }
+    }
+
+    /// Applies a verdict the engine took.
+    pub(super) fn settled(&mut self, group: &str, position: u64, verdict: &Verdict) {
+        let now = self.now;
+        let work = self.work(group, position);
+        work.inherited = false;
+        match verdict {
+            Verdict::Ack | Verdict::Skip { .. } => {
+                self.groups.get_mut(group).unwrap().owed.remove(&position);
+            }
+            Verdict::Retry { after, failure } => {
+                work.failures.push(failure.clone());
+                work.state = WorkState::Waiting { due: now.plus(*after) };
+            }
+            Verdict::Release { after } => {
+                work.attempts -= 1;
+                work.state = WorkState::Waiting { due: now.plus(*after) };
+            }
+            Verdict::Dead { failure } => {
+                let desk = self.groups.get_mut(group).unwrap();
+                let mut work = desk.owed.remove(&position).unwrap();
+                work.failures.extend(failure.clone());
+                let death = desk.dead.entry(position).or_insert(Death {
+                    open: true,
+                    attempts: 0,
+                    failures: Vec::new(),
+                    first_seen_at: now,
+                    died_at: now,
+                });
+                death.open = true;
+                death.attempts += work.attempts;
+                death.failures = work.failures;
+                death.died_at = now;
+            }
+        }
+    }
+
+    /// Sends open dead letters that pass back to their groups.
+    pub(super) fn retry_dead(&mut self, passes: impl Fn(&str, u64) -> bool) -> u64 {
+        let now = self.now;
+        let mut retried = 0;
+        for (name, desk) in &mut self.groups {
+            for (position, death) in &mut desk.dead {
+                if death.open && passes(name, *position) {
+                    death.open = false;
+                    let event = &self.log[position].event;
+                    desk.owed.insert(*position, Work::new(event, now));
+                    retried += 1;
+                }
+            }
+        }
+        retried
+    }
+
+    /// Deletes open dead letters that pass, and events nobody needs any more.
+    pub(super) fn purge(&mut self, passes: impl Fn(&Kept, &Death) -> bool) -> u64 {
+        let mut touched = Vec::new();
+        for desk in self.groups.values_mut() {
+            let log = &self.log;
+            desk.dead.retain(|position, death| {
+                let goes = death.open && passes(&log[position], death);
+                if goes {
+                    touched.push(*position);
+                }
+                !goes
+            });
+        }
+        for position in &touched {
+            if !self.is_needed(*position) {
+                self.removed(*position);
+            }
+        }
+        touched.len() as u64
+    }
+
+    /// Takes note of an event that left the log.
+    pub(super) fn removed(&mut self, position: u64) {
+        if let Some(kept) = self.log.remove(&position) {
+            self.ids.remove(&kept.event.id());
+        }
+        for desk in self.groups.values_mut() {
+            desk.dead.remove(&position);
+        }
+    }
+
+    /// Whether a group owes work on an event or keeps it as a dead letter.
+    pub(super) fn is_needed(&self, position: u64) -> bool {
+        self.groups.values().any(|desk| {
+            desk.owed.contains_key(&position) || desk.dead.get(&position).is_some_and(|d| d.open)
+        })
+    }
+
+    fn work(&mut self, group: &str, position: u64) -> &mut Work {
+        let desk = self.groups.get_mut(group).unwrap();
+        desk.owed.get_mut(&position).unwrap()
+    }
+}
+
+impl Desk {
+    fn wants(&self, event: &Event) -> bool {
+        self.patterns.iter().any(|p| p.matches(event.event_type()))
+    }
+
+    /// Whether an earlier event with the same key is not settled.
+    fn is_blocked(&self, position: u64) -> bool {
+        let key = self.owed.get(&position).and_then(|work| work.key.as_ref());
+        let Some(key) = key.filter(|_| self.ordered) else {
+            return false;
+        };
+        let mut earlier = self.owed.range(..position);
+        earlier.any(|(_, work)| work.key.as_ref() == Some(key))
+    }
+
+    /// What may be handed out now.
+    pub(super) fn deliverable(&self, now: Timestamp) -> Vec<u64> {
+        let due = self.owed.iter().filter(|(_, work)| match work.state {
+            WorkState::Waiting { due } => due <= now,
+            WorkState::Held { .. } => false,
+        });
+        let due = due.map(|(position, _)| *position);
+        due.filter(|position| !self.is_blocked(*position)).collect()
+    }
+
+    /// What must be handed out now to a consumer that has room. An event whose key has a later one in
+    /// flight (a retried dead letter) may also wait for that.
+    pub(super) fn must_deliver(&self, now: Timestamp) -> bool {
+        self.deliverable(now).into_iter().any(|position| {
+            let key = &self.owed[&position].key;
+            let busy = self.owed.values().any(|work| {
+                work.key == *key && matches!(work.state, WorkState::Held { .. })
+            });
+            !self.ordered || key.is_none() || !busy
+        })
+    }
+
+    /// The states the engine may show for an event.
+    pub(super) fn states(&self, position: u64) -> Vec<EventState> {
+        match self.owed.get(&position) {
+            Some(work) if work.is_uncertain() => vec![EventState::Pending, EventState::Processing],
+            Some(Work {
+                state: WorkState::Waiting { .. },
+                failures,
+                ..
+            }) if failures.is_empty() => vec![EventState::Pending],
+            // A lease that ended is only noticed when somebody consumes the group.
+            Some(Work { failures, .. })
+                if failures.last().is_some_and(|f| f.kind == FailureKind::Crash) =>
+            {
+                vec![EventState::Pending, EventState::Processing]
+            }
+            Some(_) => vec![EventState::Processing],
+            None if self.dead.get(&position).is_some_and(|d| d.open) => vec![EventState::Dlq],
+            None => vec![EventState::Done],
+        }
+    }
+}
+
+impl Work {
+    fn new(event: &Event, due: Timestamp) -> Self {
+        Self {
+            key: event.ordering_key().map(|key| key.into_owned()),
+            attempts: 0,
+            failures: Vec::new(),
+            state: WorkState::Waiting { due },
+            claimable_since: None,
+            ghosts: 0,
+            inherited: false,
+        }
+    }
+
+    /// The attempt under way ended without a verdict.
+    fn crash(&mut self, now: Timestamp) {
+        let failure = Failure::new(self.attempts, now, FailureKind::Crash, "");
+        self.failures.push(failure);
+        self.state = WorkState::Waiting { due: now };
+        self.inherited = true;
+    }
+
+    /// Whether the engine may know something about it that the model cannot.
+    pub(super) fn is_uncertain(&self) -> bool {
+        self.claimable_since.is_some() || self.ghosts > 0
+    }
+}
+
+/// The texts and times of crashes are the engine's own; everything else must agree.
+pub(super) fn same_failures(a: &[Failure], b: &[Failure]) -> bool {
+    let same = |(a, b): (&Failure, &Failure)| {
+        let agree = a.attempt == b.attempt && a.kind == b.kind;
+        agree && (a.kind == FailureKind::Crash || a == b)
+    };
+    a.len() == b.len() && a.iter().zip(b).all(same)
+}

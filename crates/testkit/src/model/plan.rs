@@ -1,0 +1,631 @@
+//! The plan: random operations on an engine, each mirrored on the model and compared.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use everbus_core::{
+    Clock, Code, ConsumeOptions, Consumer, DeadLetterFilter, Deduplication, Delivery, Event,
+    EventId, GroupSpec, GroupState, PageRequest, PurgeBasis, Retention, Settlement, StartFrom, Verdict,
+};
+
+use super::Random;
+use super::oracle::{Hold, LEASE, Oracle, same_failures};
+use crate::conformance::stage::{event, name, options, pattern, spec};
+use crate::conformance::{Harness, Stage};
+
+const ROOM: usize = 6;
+const GROUPS: [(&str, &[&str]); 5] = [
+    ("", &["*"]),
+    ("some", &["a.*", "c"]),
+    ("ordered", &["*"]),
+    ("system", &["system.>", "b.x"]),
+    ("late", &["*"]),
+];
+const TYPES: [&str; 5] = ["a.x", "a.y", "b.x", "c", "system.note"];
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Runs one random plan and compares the engine with the model throughout. Panics on a difference,
+/// after printing the seed and the last steps.
+pub async fn run_model<H: Harness>(harness: H, seed: u64, steps: usize) {
+    let mut plan = Plan::open(harness, seed).await;
+    for _ in 0..steps {
+        plan.step().await;
+    }
+    plan.drain().await;
+}
+
+/// A consumer, and how many deliveries it may still count as its own.
+struct Seat {
+    number: usize,
+    consumer: Box<dyn Consumer>,
+}
+
+/// A delivery that was fetched; its lease may be over by now.
+struct Fetched {
+    group: &'static str,
+    seat: usize,
+    delivery: Delivery,
+}
+
+struct Plan<H: Harness> {
+    stage: Stage<H>,
+    oracle: Oracle,
+    random: Random,
+    trace: Trace,
+    seats: BTreeMap<&'static str, Vec<Seat>>,
+    next_seat: usize,
+    fetched: Vec<Fetched>,
+}
+
+/// The steps so far; shown when the test fails.
+struct Trace {
+    seed: u64,
+    steps: Vec<String>,
+}
+
+impl Drop for Trace {
+    #[allow(clippy::print_stderr, reason = "this is what a person needs to reproduce the failure")]
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let from = self.steps.len().saturating_sub(40);
+            eprintln!("the last steps of {}:", self.steps.len());
+            self.steps[from..].iter().for_each(|step| eprintln!("  {step}"));
+            eprintln!("reproduce with EVERBUS_SEED={}", self.seed);
+        }
+    }
+}
+
+impl<H: Harness> Plan<H> {
+    async fn open(harness: H, seed: u64) -> Self {
+        let stage = Stage::open(harness).await;
+        let oracle = Oracle::new(stage.clock.now(), stage.harness().claims_ahead());
+        Self {
+            oracle,
+            stage,
+            random: Random::new(seed),
+            trace: Trace {
+                seed,
+                steps: Vec::new(),
+            },
+            seats: BTreeMap::new(),
+            next_seat: 0,
+            fetched: Vec::new(),
+        }
+    }
+
+    fn note(&mut self, step: String) {
+        let number = self.trace.steps.len() + 1;
+        self.trace.steps.push(format!("{number}: {step}"));
+    }
+
+    async fn step(&mut self) {
+        match self.random.below(100) {
+            0..22 => self.append().await,
+            22..48 => self.fetch().await,
+            48..76 => self.settle().await,
+            76..80 => self.extend().await,
+            80..87 => self.advance().await,
+            87..90 => self.declare().await,
+            90..93 => self.retry_dead().await,
+            93..94 => self.purge().await,
+            94..96 => self.leave().await,
+            96..98 => self.end_process().await,
+            _ => self.prune().await,
+        }
+        self.oracle.note_claimable();
+        let positions: Vec<u64> = self.oracle.log.keys().copied().collect();
+        for _ in 0..3 {
+            if let Some(&position) = self.random.pick(&positions) {
+                self.compare(position).await;
+            }
+        }
+        if self.trace.steps.len() % 50 == 0 {
+            self.compare_all().await;
+        }
+    }
+
+    fn new_event(&mut self) -> Event {
+        let event_type = *self.random.pick(&TYPES).unwrap();
+        let builder = Event::builder(event_type).json(&self.random.below(1000));
+        let builder = match self.random.below(4) {
+            0 => builder.key("k0"),
+            1 => builder.key("k1"),
+            2 => builder.entity("TASK", "1"),
+            _ => builder,
+        };
+        builder.build().unwrap()
+    }
+
+    async fn append(&mut self) {
+        let mut batch = Vec::new();
+        let mut reused = false;
+        let knows_ids = self.stage.capabilities().deduplication != Deduplication::None;
+        for _ in 0..=self.random.below(4) {
+            let known: Vec<u64> = self.oracle.log.keys().copied().collect();
+            let known = self.random.pick(&known).copied().filter(|_| knows_ids);
+            match (self.random.below(25), known) {
+                (0..2, Some(known)) => batch.push(self.oracle.log[&known].event.clone()),
+                (2, Some(known)) => {
+                    let id = self.oracle.log[&known].event.id();
+                    let other = Event::builder("a.x").id(id).json("another body");
+                    batch.push(other.build().unwrap());
+                    reused = true;
+                }
+                (3, _) if knows_ids && !batch.is_empty() => {
+                    let again: Event = batch[0].clone();
+                    batch.push(again);
+                }
+                _ => batch.push(self.new_event()),
+            }
+        }
+        let types: Vec<&str> = batch.iter().map(Event::event_type).collect();
+        self.note(format!("append {types:?}, head {}, reused {reused}", self.oracle.head));
+        if reused && !self.stage.capabilities().atomic_batch {
+            return;
+        }
+        let answers = self.stage.broker().append(batch.clone()).await;
+        if reused {
+            assert_eq!(answers.unwrap_err().code(), Code::IdReused);
+            return;
+        }
+        let answers = answers.unwrap();
+        assert_eq!(answers.len(), batch.len());
+        for (event, answer) in batch.iter().zip(answers) {
+            let answer = answer.unwrap();
+            assert_eq!(answer.id, event.id());
+            match self.oracle.ids.get(&event.id()) {
+                Some(first) => {
+                    assert!(answer.duplicate && answer.position == *first, "{answer:?}");
+                }
+                None => {
+                    assert!(!answer.duplicate, "{answer:?}");
+                    self.oracle.appended(event, answer.position, answer.received_at);
+                }
+            }
+        }
+    }
+
+    async fn declare(&mut self) {
+        let undeclared = GROUPS.iter().filter(|(n, _)| !self.oracle.groups.contains_key(*n));
+        let undeclared: Vec<_> = undeclared.copied().collect();
+        let Some(&(group, patterns)) = self.random.pick(&undeclared) else {
+            return;
+        };
+        let first = group != "late" && self.random.one_in(2);
+        self.note(format!("declare {group:?}, first: {first}"));
+        let ordered = group == "ordered";
+        let declared = GroupSpec {
+            ordered,
+            start_from: if first { StartFrom::First } else { StartFrom::New },
+            ..spec(group, patterns)
+        };
+        self.stage.broker().declare(declared).await.unwrap();
+        let patterns = patterns.iter().map(|text| pattern(text)).collect();
+        self.oracle.declared(group, ordered, patterns, first);
+    }
+
+    fn random_group(&mut self) -> Option<&'static str> {
+        let groups = GROUPS.iter().filter(|(n, _)| self.oracle.groups.contains_key(*n));
+        let groups: Vec<&'static str> = groups.map(|(n, _)| *n).collect();
+        self.random.pick(&groups).copied()
+    }
+
+    async fn attend(&mut self, group: &'static str, prefetch: usize) {
+        let options = ConsumeOptions {
+            prefetch,
+            lease: LEASE,
+            ..options()
+        };
+        let consumer = self.stage.consumer_with(group, options).await;
+        self.next_seat += 1;
+        let number = self.next_seat;
+        self.seats.entry(group).or_default().push(Seat { number, consumer });
+        self.oracle.attended(group, true);
+    }
+
+    async fn fetch(&mut self) {
+        let Some(group) = self.random_group() else {
+            return self.declare().await;
+        };
+        let seats = self.seats.get(group).map_or(0, Vec::len);
+        if seats == 0 || (seats == 1 && self.random.one_in(10)) {
+            self.attend(group, ROOM).await;
+        }
+        let max = 1 + self.random.below(4);
+        let now = self.oracle.now;
+        let desk = &self.oracle.groups[group];
+        // What follows a crash may be handed out alone, so it is only demanded at the end.
+        let inherited = self.oracle.groups.values().any(|d| d.owed.values().any(|w| w.inherited));
+        let must = desk.must_deliver(now) && !(self.oracle.ahead && inherited);
+        let room = self.seats[group].iter().any(|seat| self.load(seat.number) < ROOM);
+        self.note(format!("fetch {max} from {group:?}, must {must}, room {room}"));
+        let patience = if must && room { PATIENCE } else { Duration::from_millis(2) };
+        let began = tokio::time::Instant::now();
+        loop {
+            // Any consumer of the group may be the one that has them.
+            for at in 0..self.seats[group].len() {
+                let seat = &mut self.seats.get_mut(group).unwrap()[at];
+                let turn = patience.min(Duration::from_millis(20));
+                let Ok(batch) = tokio::time::timeout(turn, seat.consumer.fetch(max)).await else {
+                    continue;
+                };
+                let (number, batch) = (seat.number, batch.unwrap());
+                assert!((1..=max).contains(&batch.len()), "between 1 and max");
+                self.take_note(group, number, batch);
+                return;
+            }
+            if began.elapsed() >= patience {
+                assert!(!(must && room), "nothing came: {:?}", self.oracle.groups[group]);
+                return;
+            }
+        }
+    }
+
+    /// How many deliveries a consumer may count as unsettled.
+    fn load(&self, seat: usize) -> usize {
+        self.fetched.iter().filter(|f| f.seat == seat).count()
+    }
+
+    fn take_note(&mut self, group: &'static str, seat: usize, batch: Vec<Delivery>) {
+        let mut fresh = 0;
+        for delivery in batch {
+            let position = delivery.record.position;
+            self.note(format!("  got {position}, attempt {}", delivery.attempt));
+            let seen = self.fetched.iter().any(|f| f.delivery.lease == delivery.lease);
+            assert!(!seen, "a lease came twice: {:?}", delivery.lease);
+            if let Err(why) = self.oracle.deliver(group, &delivery) {
+                panic!("{group:?} was given {position}, but {why}: {delivery:?}");
+            }
+            if delivery.attempt == 1 && delivery.failures.is_empty() && !self.oracle.ahead {
+                assert!(position > fresh, "out of order");
+                fresh = position;
+            }
+            self.fetched.push(Fetched {
+                group,
+                seat,
+                delivery,
+            });
+        }
+        let held = self.fetched.iter().filter(|f| {
+            f.seat == seat && self.oracle.hold(f.group, &f.delivery.lease) == Hold::Yes
+        });
+        assert!(held.count() <= ROOM, "more than the prefetch");
+    }
+
+    async fn settle(&mut self) {
+        if self.fetched.is_empty() {
+            return self.fetch().await;
+        }
+        let at = self.random.below(self.fetched.len());
+        let (group, delivery) = (self.fetched[at].group, self.fetched[at].delivery.clone());
+        let failure = self.stage.failure(&delivery);
+        let after = Duration::from_millis(self.random.below(8) as u64 * 1500);
+        let verdict = match self.random.below(8) {
+            0..3 => Verdict::Ack,
+            3 => Verdict::Skip {
+                reason: "stale".into(),
+            },
+            4 | 5 => Verdict::Retry { after, failure },
+            6 => Verdict::Dead {
+                failure: Some(failure).filter(|_| !self.random.one_in(5)),
+            },
+            _ => Verdict::Release { after },
+        };
+        let follow_ups: Vec<Event> = if self.random.one_in(8) {
+            vec![event("c")]
+        } else {
+            Vec::new()
+        };
+        let position = delivery.record.position;
+        let hold = self.oracle.hold(group, &delivery.lease);
+        self.note(format!("settle {position} of {group:?} ({hold:?}): {verdict:?}"));
+        let answer = self
+            .stage
+            .settle_with(Settlement {
+                lease: delivery.lease.clone(),
+                verdict: verdict.clone(),
+                follow_ups: follow_ups.clone(),
+            })
+            .await;
+        if self.holds(answer, hold, group, position) {
+            self.oracle.settled(group, position, &verdict);
+            for event in &follow_ups {
+                let found = self.stage.log().find(event.id()).await.unwrap();
+                assert_eq!(found.len(), 1, "the follow-up is there");
+                self.oracle.appended(event, found[0].position, found[0].received_at);
+            }
+        } else {
+            for event in &follow_ups {
+                let found = self.stage.log().find(event.id()).await.unwrap();
+                assert!(found.is_empty(), "a follow-up of a lost lease");
+            }
+        }
+        // A stale one is kept now and then, to be tried again.
+        if !self.random.one_in(6) {
+            self.fetched.swap_remove(at);
+        }
+    }
+
+    /// Whether the engine took it, which must agree with what the model knows of the lease.
+    fn holds(&mut self, answer: everbus_core::Result<()>, hold: Hold, group: &str, at: u64) -> bool {
+        match (answer, hold) {
+            (Ok(()), Hold::Yes | Hold::Perhaps) => true,
+            (Ok(()), Hold::No) => panic!("a lost lease on {at} of {group:?} was accepted"),
+            (Err(error), hold) => {
+                assert_eq!(error.code(), Code::LeaseLost);
+                assert_ne!(hold, Hold::Yes, "a lease on {at} of {group:?} was refused");
+                if hold == Hold::Perhaps {
+                    self.oracle.lost(group, at);
+                }
+                false
+            }
+        }
+    }
+
+    async fn extend(&mut self) {
+        let fetched = self.fetched.len();
+        let at = self.random.below(fetched);
+        let Some(Fetched { group, delivery, .. }) = self.fetched.get(at) else {
+            return;
+        };
+        let (group, lease) = (*group, delivery.lease.clone());
+        let by = LEASE * (1 + self.random.below(3) as u32);
+        let hold = self.oracle.hold(group, &lease);
+        self.note(format!("extend {} of {group:?} ({hold:?}) by {by:?}", lease.position));
+        let answer = self.stage.broker().extend(vec![lease.clone()], by).await;
+        let answer = answer.unwrap().remove(0);
+        if self.holds(answer, hold, group, lease.position) {
+            self.oracle.extended(group, lease.position, by);
+        }
+    }
+
+    async fn advance(&mut self) {
+        let millis = match self.random.below(6) {
+            0 => 11_000 + self.random.below(30_000),
+            _ => self.random.below(4000),
+        };
+        let by = Duration::from_millis(millis as u64);
+        self.note(format!("advance {by:?}"));
+        self.stage.advance(by).await;
+        self.oracle.advance(by);
+    }
+
+    async fn retry_dead(&mut self) {
+        if !self.stage.has_dead_letters() {
+            return;
+        }
+        let mut filter = DeadLetterFilter::default();
+        let dead = self.stage.open_dead_letters().await;
+        if let Some(one) = self.random.pick(&dead) {
+            match self.random.below(3) {
+                0 => filter.id = Some(one.event.event.id()),
+                1 => filter.group = Some(one.group.clone()),
+                _ => {}
+            }
+        }
+        self.note(format!("retry {filter:?}"));
+        let retried = self.stage.dead_letters().retry(filter.clone()).await.unwrap();
+        let position: Option<Option<u64>> = filter.id.map(|id| self.oracle.ids.get(&id).copied());
+        let expected = self.oracle.retry_dead(|group, at| {
+            filter.group.as_ref().is_none_or(|g| *g == name(group))
+                && position.is_none_or(|position| position == Some(at))
+        });
+        assert_eq!(retried, expected, "how many were retried");
+    }
+
+    async fn purge(&mut self) {
+        if !self.stage.has_dead_letters() {
+            return;
+        }
+        let times: Vec<_> = self.oracle.log.values().map(|kept| kept.received_at).collect();
+        let Some(&cutoff) = self.random.pick(&times) else {
+            return;
+        };
+        let died = self.random.one_in(2);
+        let basis = if died { PurgeBasis::Died } else { PurgeBasis::Created };
+        self.note(format!("purge to {cutoff} by {basis:?}"));
+        let purge = self.stage.dead_letters().purge(cutoff, basis, DeadLetterFilter::default());
+        let purged = purge.await.unwrap();
+        let expected = self.oracle.purge(|kept, death| {
+            let time = if died { death.died_at } else { kept.received_at };
+            time <= cutoff
+        });
+        assert_eq!(purged, expected, "how many were purged");
+        self.compare_all().await;
+    }
+
+    /// A group's consumers go; what they fetched stays theirs to settle.
+    async fn leave(&mut self) {
+        let Some(group) = self.random_group() else {
+            return;
+        };
+        let closes = self.random.one_in(2);
+        self.note(format!("leave {group:?}, close: {closes}"));
+        for seat in self.seats.remove(group).unwrap_or_default() {
+            if closes {
+                seat.consumer.close().await.unwrap();
+            } else {
+                drop(seat.consumer);
+            }
+        }
+        self.oracle.attended(group, false);
+    }
+
+    async fn end_process(&mut self) {
+        if !self.stage.survives_restart() {
+            return;
+        }
+        let crash = self.random.one_in(2);
+        self.note(format!("end the process, crash: {crash}"));
+        self.seats.clear();
+        if crash {
+            self.stage.crash().await;
+        } else {
+            self.stage.restart().await;
+        }
+        self.oracle.process_ended();
+        self.compare_all().await;
+    }
+
+    /// Retention may take what is over the limits and needed by nobody, and nothing else.
+    async fn prune(&mut self) {
+        let Ok(maintenance) = self.stage.engine().maintenance() else {
+            return;
+        };
+        let keep = self.random.below(40);
+        let retention = Retention {
+            max_age: None,
+            max_len: Some(keep as u64),
+        };
+        let over = self.oracle.log.len().saturating_sub(keep);
+        let pruned = maintenance.prune(retention).await.unwrap();
+        self.note(format!("prune to {keep}: {pruned:?}"));
+        let positions: Vec<u64> = self.oracle.log.keys().copied().collect();
+        let mut removed = 0;
+        for (index, position) in positions.into_iter().enumerate() {
+            if self.is_kept(position).await {
+                continue;
+            }
+            assert!(!self.oracle.is_needed(position), "{position} is needed and gone");
+            assert!(index < over, "{position} is within the limit and gone");
+            self.oracle.removed(position);
+            removed += 1;
+        }
+        assert_eq!(pruned.removed, removed);
+    }
+
+    async fn is_kept(&self, position: u64) -> bool {
+        let id: EventId = self.oracle.log[&position].event.id();
+        let found = self.stage.log().find(id).await.unwrap();
+        found.iter().any(|record| record.position == position)
+    }
+
+    /// Compares how one event stands in every group. A consumer that was dropped gives back what it
+    /// had in its own time, so an engine gets a moment to agree.
+    async fn compare(&self, position: u64) {
+        if !self.stage.has_log() {
+            return;
+        }
+        let mut differs = String::new();
+        for _ in 0..100 {
+            let states = self.stage.log().states(position).await.unwrap();
+            assert_eq!(states.len(), self.oracle.groups.len(), "one state for every group");
+            match states.iter().find_map(|state| self.differs(position, state)) {
+                None => return,
+                Some(what) => differs = what,
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        panic!("{differs}");
+    }
+
+    fn differs(&self, position: u64, state: &GroupState) -> Option<String> {
+        let desk = &self.oracle.groups[state.group.as_str()];
+        let allowed = desk.states(position);
+        let work = desk.owed.get(&position);
+        let context = format!("event {position} in {}: {state:?}, {work:?}", state.group);
+        if !allowed.contains(&state.state) {
+            return Some(format!("{allowed:?} expected; {context}"));
+        }
+        let work = work?;
+        // An engine that works ahead may notice a lost lease only when it looks.
+        if self.oracle.ahead && (work.is_uncertain() || work.inherited) {
+            return None;
+        }
+        if state.attempts != work.attempts {
+            return Some(format!("the attempts differ; {context}"));
+        }
+        (!same_failures(&state.failures, &work.failures))
+            .then(|| format!("the failures differ; {context}"))
+    }
+
+    /// Compares everything: events, states, dead letters.
+    async fn compare_all(&self) {
+        for (position, kept) in &self.oracle.log {
+            assert!(self.is_kept(*position).await, "{position} is lost: {:?}", kept.event);
+            self.compare(*position).await;
+        }
+        if !self.stage.has_dead_letters() {
+            return;
+        }
+        let page = PageRequest {
+            limit: 10_000,
+            ..PageRequest::default()
+        };
+        let list = self.stage.dead_letters().list(DeadLetterFilter::default(), page);
+        let list = list.await.unwrap().items;
+        let mut expected = Vec::new();
+        for (group, desk) in &self.oracle.groups {
+            let open = desk.dead.iter().filter(|(_, death)| death.open);
+            expected.extend(open.map(|(position, death)| (*position, group, death)));
+        }
+        expected.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(b.1)));
+        let keys: Vec<(u64, &str)> = expected.iter().map(|(p, g, _)| (*p, g.as_str())).collect();
+        let got: Vec<(u64, &str)> = list.iter().map(|d| (d.event.position, d.group.as_str())).collect();
+        assert_eq!(got, keys, "the open dead letters");
+        for (letter, (position, group, death)) in list.iter().zip(expected) {
+            let context = format!("dead letter {position} of {group:?}: {letter:?}");
+            assert_eq!(letter.attempts, death.attempts, "{context}");
+            assert!(same_failures(&letter.failures, &death.failures), "{context}");
+            assert_eq!(letter.first_seen_at, death.first_seen_at, "{context}");
+            assert_eq!(letter.died_at, death.died_at, "{context}");
+            assert_eq!(letter.event.event, self.oracle.log[&position].event, "{context}");
+        }
+    }
+
+    /// Handles everything that is owed; then nothing may be left and nothing more may come.
+    async fn drain(&mut self) {
+        self.note("drain".into());
+        let groups: Vec<&'static str> = GROUPS
+            .iter()
+            .map(|(group, _)| *group)
+            .filter(|group| self.oracle.groups.contains_key(*group))
+            .collect();
+        for group in &groups {
+            self.seats.remove(group);
+            self.oracle.attended(group, false);
+        }
+        self.fetched.clear();
+        let by = Duration::from_secs(600);
+        self.stage.advance(by).await;
+        self.oracle.advance(by);
+        for group in &groups {
+            self.attend(group, ROOM).await;
+        }
+        let began = tokio::time::Instant::now();
+        while self.oracle.groups.values().any(|desk| !desk.owed.is_empty()) {
+            for group in &groups {
+                if self.oracle.groups[*group].owed.is_empty() {
+                    continue;
+                }
+                let seat = &mut self.seats.get_mut(group).unwrap()[0];
+                let number = seat.number;
+                let turn = Duration::from_millis(20);
+                if let Ok(batch) = tokio::time::timeout(turn, seat.consumer.fetch(ROOM)).await {
+                    self.take_note(group, number, batch.unwrap());
+                }
+                for done in std::mem::take(&mut self.fetched) {
+                    self.stage.ack(&done.delivery).await;
+                    let position = done.delivery.record.position;
+                    self.oracle.settled(done.group, position, &Verdict::Ack);
+                }
+                self.oracle.note_claimable();
+            }
+            assert!(
+                began.elapsed() < PATIENCE * 2,
+                "lost: {:?}",
+                self.oracle.groups.values().map(|d| &d.owed).collect::<Vec<_>>()
+            );
+        }
+        for seat in self.seats.values_mut().flatten() {
+            let turn = Duration::from_millis(5);
+            let more = tokio::time::timeout(turn, seat.consumer.fetch(ROOM)).await;
+            assert!(more.is_err(), "more came than was owed: {more:?}");
+        }
+        self.compare_all().await;
+        if let Ok(maintenance) = self.stage.engine().maintenance() {
+            let report = maintenance.check().await.unwrap();
+            assert!(report.is_ok(), "{report:?}");
+        }
+    }
+}

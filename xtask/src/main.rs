@@ -1,0 +1,156 @@
+//! Tasks of the workspace: `cargo xtask test | conformance | bench | chaos | ci`.
+//!
+//! Only the standard library, so that it builds in seconds on a fresh machine.
+
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a task runner talks to the person who runs it"
+)]
+
+mod conformance;
+mod run;
+mod tools;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use run::{Cargo, Failed};
+
+const USAGE: &str = "\
+cargo xtask <task>
+
+  test [--no-chaos]            install what the tests need, then run all of them, check the
+                               conformance table and run the kill campaign for 60 seconds
+  conformance [--check]        write docs/conformance.md from the tags on the tests;
+                               --check only says whether it is complete and up to date
+  bench [arguments]            build in release mode and run `everbus bench` with the arguments
+  chaos --minutes N            kill a real process again and again and look for lost events
+        --seconds N
+  ci                           format check, lints with warnings as errors, then test
+";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let (task, rest) = match arguments.split_first() {
+        Some((task, rest)) => (task.as_str(), rest),
+        None => ("help", &[][..]),
+    };
+    let outcome = match task {
+        "test" => test(rest),
+        "conformance" => conformance_task(rest),
+        "bench" => bench(rest),
+        "chaos" => chaos(rest),
+        "ci" => ci(rest),
+        "help" | "-h" | "--help" => {
+            print!("{USAGE}");
+            Ok(())
+        }
+        other => Err(Failed::usage(format!("there is no task {other:?}"))),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failed) => {
+            eprintln!("xtask: {failed}");
+            if failed.is_usage() {
+                eprint!("\n{USAGE}");
+                return ExitCode::from(2);
+            }
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The root of the workspace: the parent of this package.
+fn root() -> PathBuf {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.parent().unwrap_or(here).to_path_buf()
+}
+
+fn test(arguments: &[String]) -> Result<(), Failed> {
+    let mut campaign = true;
+    for argument in arguments {
+        match argument.as_str() {
+            "--no-chaos" => campaign = false,
+            other => {
+                return Err(Failed::usage(format!("test does not know {other:?}")));
+            }
+        }
+    }
+    tools::install()?;
+    let tests = Cargo::new(&["test", "--workspace"]).run_tests();
+    let table = conformance::check(&root());
+    let chaos = if campaign && tests.is_ok() {
+        chaos_for(60)
+    } else {
+        Ok(())
+    };
+    // All three run before the first failure is reported, so that one run shows everything.
+    match &tests {
+        Ok(summary) => println!("\nsummary: {summary}"),
+        Err(failed) => println!("\nsummary: {failed}"),
+    }
+    tests.map(drop).and(table).and(chaos)
+}
+
+fn conformance_task(arguments: &[String]) -> Result<(), Failed> {
+    match arguments {
+        [] => conformance::write(&root()),
+        [flag] if flag == "--check" => conformance::check(&root()),
+        _ => Err(Failed::usage("conformance takes --check or nothing")),
+    }
+}
+
+fn bench(arguments: &[String]) -> Result<(), Failed> {
+    let fixed = [
+        "run",
+        "--release",
+        "--package",
+        "everbus-cli",
+        "--bin",
+        "everbus",
+        "--",
+        "bench",
+    ];
+    Cargo::new(&fixed).args(arguments).run()
+}
+
+fn chaos(arguments: &[String]) -> Result<(), Failed> {
+    let number = |text: &String| {
+        text.parse::<u64>()
+            .map_err(|_| Failed::usage(format!("{text:?} is not a number")))
+    };
+    let seconds = match arguments {
+        [unit, n] if unit == "--minutes" => number(n)?.saturating_mul(60),
+        [unit, n] if unit == "--seconds" => number(n)?,
+        _ => return Err(Failed::usage("chaos takes --minutes N or --seconds N")),
+    };
+    chaos_for(seconds)
+}
+
+fn chaos_for(seconds: u64) -> Result<(), Failed> {
+    let fixed = [
+        "run",
+        "--package",
+        "everbus-testkit",
+        "--bin",
+        "everbus-chaos",
+        "--",
+        "--seconds",
+    ];
+    Cargo::new(&fixed).args(&[seconds.to_string()]).run()
+}
+
+fn ci(arguments: &[String]) -> Result<(), Failed> {
+    Cargo::new(&["fmt", "--all", "--check"]).run()?;
+    let lint = [
+        "clippy",
+        "--workspace",
+        "--all-targets",
+        "--",
+        "--deny",
+        "warnings",
+    ];
+    Cargo::new(&lint).run()?;
+    test(arguments)
+}
