@@ -204,6 +204,7 @@ impl Oracle {
             return Err("it is not the event that was published".into());
         }
         let desk = self.groups.get_mut(group).unwrap();
+        let ordered = desk.ordered;
         let blocked = desk.is_blocked(position);
         let work = desk.owed.get_mut(&position).ok_or("the group does not owe it")?;
         match work.state {
@@ -238,7 +239,13 @@ impl Oracle {
         work.failures.clone_from(&delivery.failures);
         work.state = WorkState::Held {
             lease: delivery.lease.clone(),
-            surely: work.claimable_since.map_or(until, |since| since.plus(LEASE)),
+            // In an ordered group an engine that works ahead claims the next of a key the moment the
+            // one before is settled, which the model cannot see.
+            surely: match work.claimable_since {
+                _ if self.ahead && ordered => now,
+                Some(since) => since.plus(LEASE),
+                None => until,
+            },
             until,
         };
         work.claimable_since = None;
@@ -409,9 +416,11 @@ impl Desk {
     }
 
     /// The states the engine may show for an event.
-    pub(super) fn states(&self, position: u64) -> Vec<EventState> {
+    pub(super) fn states(&self, position: u64, now: Timestamp) -> Vec<EventState> {
         match self.owed.get(&position) {
-            Some(work) if work.is_uncertain() => vec![EventState::Pending, EventState::Processing],
+            Some(work) if work.is_uncertain(now) => {
+                vec![EventState::Pending, EventState::Processing]
+            }
             Some(Work {
                 state: WorkState::Waiting { .. },
                 failures,
@@ -452,8 +461,9 @@ impl Work {
     }
 
     /// Whether the engine may know something about it that the model cannot.
-    pub(super) fn is_uncertain(&self) -> bool {
-        self.claimable_since.is_some() || self.ghosts > 0
+    pub(super) fn is_uncertain(&self, now: Timestamp) -> bool {
+        let perhaps_ended = matches!(self.state, WorkState::Held { surely, .. } if surely <= now);
+        perhaps_ended || self.claimable_since.is_some() || self.ghosts > 0
     }
 }
 

@@ -521,7 +521,7 @@ impl<H: Harness> Plan<H> {
 
     fn differs(&self, position: u64, state: &GroupState) -> Option<String> {
         let desk = &self.oracle.groups[state.group.as_str()];
-        let allowed = desk.states(position);
+        let allowed = desk.states(position, self.oracle.now);
         let work = desk.owed.get(&position);
         let context = format!("event {position} in {}: {state:?}, {work:?}", state.group);
         if !allowed.contains(&state.state) {
@@ -529,7 +529,7 @@ impl<H: Harness> Plan<H> {
         }
         let work = work?;
         // An engine that works ahead may notice a lost lease only when it looks.
-        if self.oracle.ahead && (work.is_uncertain() || work.inherited) {
+        if self.oracle.ahead && (work.is_uncertain(self.oracle.now) || work.inherited) {
             return None;
         }
         if state.attempts != work.attempts {
