@@ -32,7 +32,7 @@ pub struct BusOptions {
     /// The largest payload that is taken, in bytes (1 MiB).
     pub max_payload: usize,
     /// How many deliveries of a group this bus holds at most, queued and running together. Unless
-    /// set, eight for each handler that may run at once, and at least 1024.
+    /// set, eight for each handler that may run at once, and at least 4096.
     pub prefetch: Option<usize>,
     /// What to remove from the log once nobody needs it any more; nothing unless set.
     pub retention: Option<Retention>,
@@ -81,7 +81,7 @@ impl BusOptions {
 
     pub(crate) fn prefetch_for(&self, concurrency: usize) -> usize {
         self.prefetch
-            .unwrap_or_else(|| concurrency.saturating_mul(8).max(1024))
+            .unwrap_or_else(|| concurrency.saturating_mul(8).max(4096))
     }
 }
 

@@ -70,13 +70,19 @@ impl Memory {
         let mut state = self.open_state()?;
         let now = self.now();
         let settled = settlements.into_iter();
-        let answers = settled.map(|settlement| state.settle(settlement, now)).collect();
+        let answers = settled
+            .map(|settlement| state.settle(settlement, now))
+            .collect();
         drop(state);
         self.work.notify_waiters();
         Ok(answers)
     }
 
-    fn begin(self: &Arc<Self>, name: &GroupName, options: ConsumeOptions) -> Result<MemoryConsumer> {
+    fn begin(
+        self: &Arc<Self>,
+        name: &GroupName,
+        options: ConsumeOptions,
+    ) -> Result<MemoryConsumer> {
         let mut state = self.open_state()?;
         let group = state.group_number(name)?;
         let id = state.number();
@@ -112,7 +118,10 @@ impl Memory {
         let mut state = self.open_state()?;
         let now = self.now();
         state.end_leases(now);
-        let groups = state.names.values().filter_map(|number| state.groups.get(number));
+        let groups = state
+            .names
+            .values()
+            .filter_map(|number| state.groups.get(number));
         let infos = groups.map(|group| {
             let dead_letters = state.dead.open_in(&group.name);
             describe(group, &state.records, dead_letters, now)

@@ -61,7 +61,10 @@ impl Graveyard {
     }
 
     pub(crate) fn open_in(&self, group: &GroupName) -> u64 {
-        let open = self.graves.values().filter(|g| g.open && g.letter.group == *group);
+        let open = self
+            .graves
+            .values()
+            .filter(|g| g.open && g.letter.group == *group);
         open.count() as u64
     }
 
@@ -87,7 +90,9 @@ impl Graveyard {
     ) -> impl Iterator<Item = &'a DeadLetter> {
         let after = after.map_or(Bound::Unbounded, Bound::Excluded);
         let graves = self.graves.range((after, Bound::Unbounded));
-        let open = graves.filter(|(_, grave)| grave.open).map(|(_, grave)| &grave.letter);
+        let open = graves
+            .filter(|(_, grave)| grave.open)
+            .map(|(_, grave)| &grave.letter);
         open.filter(|letter| passes(letter, filter))
     }
 }
@@ -101,7 +106,9 @@ fn passes(letter: &DeadLetter, filter: &DeadLetterFilter) -> bool {
         until,
     } = filter;
     let record = &letter.event;
-    pattern.as_ref().is_none_or(|p| p.matches(record.event.event_type()))
+    pattern
+        .as_ref()
+        .is_none_or(|p| p.matches(record.event.event_type()))
         && group.as_ref().is_none_or(|g| *g == letter.group)
         && id.is_none_or(|id| id == record.event.id())
         && since.is_none_or(|since| record.received_at >= since)
@@ -160,7 +167,10 @@ impl Memory {
         let old: Vec<DeadLetter> = old.cloned().collect();
         for letter in &old {
             let position = letter.event.position;
-            state.dead.graves.remove(&(Reverse(position), letter.group.clone()));
+            state
+                .dead
+                .graves
+                .remove(&(Reverse(position), letter.group.clone()));
             if !state.is_needed(&letter.event) {
                 state.records.remove(position);
                 state.dead.forget(position);

@@ -31,8 +31,8 @@ pub(crate) struct Group {
     pub(crate) consumers: HashMap<u64, Handled>,
     /// Waiting rows that may be handed out now.
     ready: BTreeSet<u64>,
-    /// Waiting rows that no consumer here has a handler for.
-    unhandled: BTreeSet<u64>,
+    /// Waiting rows that no consumer has a handler for, by when that was first seen.
+    unhandled: BTreeSet<(Timestamp, u64)>,
     /// Waiting rows whose time has not come.
     due: BTreeSet<(Timestamp, u64)>,
     /// Leases by their end.
@@ -57,6 +57,8 @@ pub(crate) struct Row {
     pub(crate) failures: Vec<Failure>,
     pub(crate) state: RowState,
     key: Option<Arc<str>>,
+    /// When it was first seen that nobody has a handler for it.
+    unhandled_since: Option<Timestamp>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,7 +123,9 @@ impl Group {
 
     /// Sends every row that was set aside for want of a handler to be looked at again.
     pub(crate) fn handlers_changed(&mut self) {
-        self.ready.append(&mut self.unhandled);
+        let again = std::mem::take(&mut self.unhandled);
+        self.ready
+            .extend(again.into_iter().map(|(_, position)| position));
     }
 
     /// Hands out up to `max` rows and fresh events to a consumer.
@@ -136,9 +140,10 @@ impl Group {
     ) -> Claim {
         self.end_leases(now);
         self.wake_due(now);
-        let free = self.consumers.get(&consumer).map_or(0, |c| {
-            options.prefetch.max(1).saturating_sub(c.in_flight)
-        });
+        let free = self
+            .consumers
+            .get(&consumer)
+            .map_or(0, |c| options.prefetch.max(1).saturating_sub(c.in_flight));
         let max = max.min(free);
         let until = now.plus(options.lease);
         let mut taken = Vec::new();
@@ -154,8 +159,7 @@ impl Group {
                 self.hand_out(position, consumer, until, next_token);
                 taken.push(position);
             } else if !self.is_handled(&event_type) {
-                self.ready.remove(&position);
-                self.unhandled.insert(position);
+                self.set_aside(position, now);
             }
         }
         if taken.len() < max {
@@ -176,10 +180,8 @@ impl Group {
         }
         let due = self.due.first().map(|(at, _)| *at);
         let lease = self.leases.first().map(|(at, _)| *at);
-        let orphan = self.unhandled.first().map(|position| {
-            let received_at = self.rows[position].record.received_at;
-            received_at.plus(options.no_handler_after)
-        });
+        let orphan = self.unhandled.first();
+        let orphan = orphan.map(|(since, _)| since.plus(options.no_handler_after));
         let next = [due, lease, orphan].into_iter().flatten().min();
         Claim {
             taken,
@@ -215,7 +217,25 @@ impl Group {
         } else if self.is_handled(event_type) {
             self.ready.insert(position);
         } else {
-            self.unhandled.insert(position);
+            self.set_aside(position, now);
+        }
+    }
+
+    /// Keeps a row that nobody has a handler for out of the way.
+    fn set_aside(&mut self, position: u64, now: Timestamp) {
+        self.ready.remove(&position);
+        if let Some(row) = self.rows.get_mut(&position) {
+            let since = *row.unhandled_since.get_or_insert(now);
+            self.unhandled.insert((since, position));
+        }
+    }
+
+    /// Takes a row out of those that may be handed out.
+    fn withdraw(&mut self, position: u64) {
+        self.ready.remove(&position);
+        let since = self.rows.get(&position).and_then(|row| row.unhandled_since);
+        if let Some(since) = since {
+            self.unhandled.remove(&(since, position));
         }
     }
 
@@ -254,12 +274,12 @@ impl Group {
         {
             let name: Arc<str> = name.as_ref().into();
             let rows = self.keys.entry(name.clone()).or_default();
-            // A retried dead letter comes before what was first until now.
-            if let Some(&later) = rows.range(position..).next() {
-                self.ready.remove(&later);
-                self.unhandled.remove(&later);
-            }
+            let later = rows.range(position..).next().copied();
             rows.insert(position);
+            // A retried dead letter comes before what was first until now.
+            if let Some(later) = later {
+                self.withdraw(later);
+            }
             key = Some(name);
         }
         let free = key.as_ref().is_none_or(|key| self.may_go(key, position));
@@ -269,15 +289,16 @@ impl Group {
             failures: Vec::new(),
             state: RowState::Waiting { due: now },
             key,
+            unhandled_since: None,
         };
         self.rows.insert(position, row);
         free
     }
 
     fn hand_out(&mut self, position: u64, consumer: u64, until: Timestamp, next_token: &mut u64) {
-        self.ready.remove(&position);
-        self.unhandled.remove(&position);
+        self.withdraw(position);
         if let Some(row) = self.rows.get_mut(&position) {
+            row.unhandled_since = None;
             *next_token += 1;
             row.attempts += 1;
             row.state = RowState::InFlight {
@@ -317,8 +338,7 @@ impl Group {
     /// Settles a row for good and takes it out.
     pub(crate) fn finish(&mut self, position: u64) -> Option<Row> {
         self.leave_flight(position);
-        self.ready.remove(&position);
-        self.unhandled.remove(&position);
+        self.withdraw(position);
         let row = self.rows.remove(&position)?;
         if let RowState::Waiting { due } = row.state {
             self.due.remove(&(due, position));
@@ -402,7 +422,10 @@ impl Group {
             let Some(row) = self.rows.get(&position) else {
                 continue;
             };
-            let free = row.key.as_ref().is_none_or(|key| self.may_go(key, position));
+            let free = row
+                .key
+                .as_ref()
+                .is_none_or(|key| self.may_go(key, position));
             if free {
                 self.ready.insert(position);
             }
@@ -423,12 +446,9 @@ impl Group {
 
     fn take_orphans(&mut self, options: &ConsumeOptions, now: Timestamp) -> Vec<Row> {
         let mut orphans = Vec::new();
-        // Times of receipt rise with the position, so the first is the oldest.
-        while let Some(&position) = self.unhandled.first() {
-            let received_at = self.rows[&position].record.received_at;
-            if now < received_at.plus(options.no_handler_after) {
-                break;
-            }
+        while let Some(&(since, position)) = self.unhandled.first()
+            && since.plus(options.no_handler_after) <= now
+        {
             if let Some(mut row) = self.finish(position) {
                 let text = format!(
                     "no process had a handler for {} for {:?}",
@@ -452,9 +472,15 @@ impl Group {
                 }
             }
         }
-        let highest = self.done.highest().max(self.rows.keys().next_back().copied().unwrap_or(0));
+        let highest = self
+            .done
+            .highest()
+            .max(self.rows.keys().next_back().copied().unwrap_or(0));
         if highest > self.position {
-            return Some(format!("event {highest} is beyond position {}", self.position));
+            return Some(format!(
+                "event {highest} is beyond position {}",
+                self.position
+            ));
         }
         let both = self.rows.keys().find(|position| open_dead(**position));
         both.map(|position| format!("event {position} is owed and a dead letter"))

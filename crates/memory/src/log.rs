@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use everbus_core::{
-    BoxFuture, EventId, GroupState, Log, Pattern, Recorded, Result, StartFrom,
-};
+use everbus_core::{BoxFuture, EventId, GroupState, Log, Pattern, Recorded, Result, StartFrom};
 
 use crate::broker::Memory;
 use crate::records::any_matches;
@@ -66,7 +64,10 @@ impl Log for Memory {
         Box::pin(async move {
             let mut state = self.open_state()?;
             state.end_leases(self.now());
-            let record = state.records.get(position).ok_or_else(|| no_event(position))?;
+            let record = state
+                .records
+                .get(position)
+                .ok_or_else(|| no_event(position))?;
             Ok(state.states(record))
         })
     }

@@ -2,9 +2,7 @@
 
 use std::path::PathBuf;
 
-use everbus_core::{
-    BoxFuture, CheckReport, Code, Error, Maintenance, Pruned, Result, Retention,
-};
+use everbus_core::{BoxFuture, CheckReport, Code, Error, Maintenance, Pruned, Result, Retention};
 
 use crate::broker::Memory;
 
@@ -65,7 +63,8 @@ impl Maintenance for Memory {
         Box::pin(async move {
             drop(self.open_state()?);
             let what = "the memory engine has no file to back up";
-            Err(Error::new(Code::Unsupported, what).hint("open the bus on a file: sqlite:events.db"))
+            Err(Error::new(Code::Unsupported, what)
+                .hint("open the bus on a file: sqlite:events.db"))
         })
     }
 

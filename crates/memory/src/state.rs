@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use everbus_core::{
-    Appended, Code, Error, Event, EventId, EventState, FailureKind, GroupName, GroupSpec, GroupState, Lease,
-    Pattern, Recorded, Result, SettledOutcome, Settlement, SubscriptionInfo, Timestamp, Verdict,
+    Appended, Code, Error, Event, EventId, EventState, FailureKind, GroupName, GroupSpec,
+    GroupState, Lease, Pattern, Recorded, Result, SettledOutcome, Settlement, SubscriptionInfo,
+    Timestamp, Verdict,
 };
 use tokio::sync::Notify;
 
@@ -55,7 +56,11 @@ impl State {
         })
     }
 
-    pub(crate) fn declare(&mut self, spec: GroupSpec, now: Timestamp) -> Result<Vec<SubscriptionInfo>> {
+    pub(crate) fn declare(
+        &mut self,
+        spec: GroupSpec,
+        now: Timestamp,
+    ) -> Result<Vec<SubscriptionInfo>> {
         let number = match self.names.get(&spec.name) {
             Some(&number) => {
                 if self.groups[&number].ordered != spec.ordered {
@@ -66,8 +71,11 @@ impl State {
                 number
             }
             None => {
-                let patterns: Vec<Pattern> =
-                    spec.subscriptions.iter().map(|s| s.pattern.clone()).collect();
+                let patterns: Vec<Pattern> = spec
+                    .subscriptions
+                    .iter()
+                    .map(|s| s.pattern.clone())
+                    .collect();
                 let position = self.records.resolve(spec.start_from, &patterns);
                 let head = self.records.head();
                 let group = Group::new(spec.name.clone(), spec.ordered, position, head, now);
@@ -78,11 +86,17 @@ impl State {
             }
         };
         let Some(group) = self.groups.get_mut(&number) else {
-            return Err(Error::new(Code::Internal, "a group has a name and no state"));
+            return Err(Error::new(
+                Code::Internal,
+                "a group has a name and no state",
+            ));
         };
         let mut declared = Vec::with_capacity(spec.subscriptions.len());
         for wanted in spec.subscriptions {
-            let known = group.subscriptions.iter_mut().find(|s| s.name == wanted.name);
+            let known = group
+                .subscriptions
+                .iter_mut()
+                .find(|s| s.name == wanted.name);
             let info = match known {
                 Some(known) => {
                     known.pattern = wanted.pattern;
@@ -243,12 +257,16 @@ impl State {
     }
 
     pub(crate) fn wake_all_waiters(&self) {
-        self.waiters.values().for_each(|(waiter, _)| waiter.notify_waiters());
+        self.waiters
+            .values()
+            .for_each(|(waiter, _)| waiter.notify_waiters());
     }
 
     /// Takes back every lease that ended.
     pub(crate) fn end_leases(&mut self, now: Timestamp) {
-        self.groups.values_mut().for_each(|group| group.end_leases(now));
+        self.groups
+            .values_mut()
+            .for_each(|group| group.end_leases(now));
     }
 
     /// Where an event stands in a group.
@@ -257,7 +275,10 @@ impl State {
         match group.rows.get(&position) {
             Some(row) => match row.state {
                 RowState::Waiting { .. }
-                    if row.failures.last().is_none_or(|f| f.kind == FailureKind::Crash) =>
+                    if row
+                        .failures
+                        .last()
+                        .is_none_or(|f| f.kind == FailureKind::Crash) =>
                 {
                     EventState::Pending
                 }

@@ -19,6 +19,11 @@ use crate::writer::Writer;
 /// An event with the number of its type.
 pub(crate) type Typed = (i64, Arc<Recorded>);
 
+/// What an event counts for in the memory of a consumer.
+pub(crate) fn size(record: &Recorded) -> u64 {
+    record.event.payload().len() as u64
+}
+
 /// Leases of claims have even slots, those of single deliveries odd ones.
 pub(crate) fn claim_slot(id: i64) -> u64 {
     (id as u64) << 1
@@ -55,16 +60,17 @@ impl Writer {
                 .iter()
                 .filter(|(_, s)| s.group == group_id && s.room() > 0)
                 .min_by_key(|(_, s)| s.in_flight)
-                .map(|(id, s)| (*id, s.room()));
-            let Some((session, room)) = session else { continue };
+                .map(|(id, s)| (*id, s.room(), s.room_in_bytes()));
+            let Some((session, room, room_in_bytes)) = session else { continue };
             let Some(group) = self.state.groups.get_mut(&group_id) else { continue };
             let mut wanted = Vec::with_capacity(self.state.appended.len().min(room));
-            let mut searched = first - 1;
+            let (mut searched, mut bytes) = (first - 1, 0);
             for (type_id, record) in &self.state.appended {
                 if group.wants(*type_id, record.event.event_type()) {
-                    if wanted.len() == room {
+                    if wanted.len() == room || bytes > room_in_bytes {
                         break;
                     }
+                    bytes += size(record);
                     wanted.push((*type_id, record.clone()));
                 }
                 searched = record.position;
@@ -141,6 +147,8 @@ impl Writer {
             })
             .map_err(|e| from_sqlite("claiming", e))?;
         let slot = claim_slot(id);
+        let bytes_each =
+            events.iter().map(|(_, record)| size(record)).sum::<u64>() / events.len() as u64;
         let deliveries: Vec<Delivery> = events
             .into_iter()
             .map(|(_, record)| Delivery {
@@ -151,10 +159,10 @@ impl Writer {
             })
             .collect();
         if let Some(session) = self.sessions.get_mut(&session) {
-            session.in_flight += deliveries.len();
+            session.took(deliveries.len(), bytes_each * deliveries.len() as u64);
         }
         let extended = HashMap::new();
-        let claim = Claim { group, session, lo, hi, token, until, extended, progress };
+        let claim = Claim { group, session, lo, hi, token, until, extended, progress, bytes_each };
         self.state.claims.insert(id, claim);
         self.outgoing.push((session, deliveries));
         Ok(())
@@ -192,8 +200,12 @@ impl Writer {
                     until
                 ])
                 .map_err(|e| from_sqlite("claiming", e))?;
-            let held = Held { session, token, until, suspect: false, alone: false };
+            let bytes = size(&record);
+            let held = Held { session, token, until, suspect: false, alone: false, bytes };
             self.state.held.insert((group, position), held);
+            if let Some(session) = self.sessions.get_mut(&session) {
+                session.took(1, bytes);
+            }
             deliveries.push(Delivery {
                 lease: Lease {
                     position,
@@ -207,9 +219,6 @@ impl Writer {
             });
         }
         drop(insert);
-        if let Some(session) = self.sessions.get_mut(&session) {
-            session.in_flight += deliveries.len();
-        }
         self.outgoing.push((session, deliveries));
         Ok(())
     }

@@ -3,7 +3,7 @@
 use everbus_core::{Code, Delivery, Error, Failure, FailureKind, Lease, Progress, Result};
 use rusqlite::{OptionalExtension, params};
 
-use crate::claims::{delivery_slot, new_token};
+use crate::claims::{delivery_slot, new_token, size};
 use crate::errors::from_sqlite;
 use crate::rows::{read_failures, record_at, seq_from, to_sql, write_failures};
 use crate::state::{CRASHES_BEFORE_ISOLATION, Held, UNHANDLED, micros, next_due, next_suspect};
@@ -86,6 +86,9 @@ impl Writer {
         )?;
         let mut deliveries = Vec::with_capacity(ready.len());
         for row in ready {
+            if self.sessions.get(&session).is_none_or(|s| s.room_in_bytes() == 0) {
+                break;
+            }
             if self.stands_behind(group, row.seq)? {
                 continue;
             }
@@ -174,8 +177,8 @@ impl Writer {
         Ok(self.sessions.get_mut(&session).is_some_and(|s| s.handles(type_id, &name)))
     }
 
-    /// In an ordered group, an event waits while an earlier one of its key is there. Retrying a dead
-    /// letter can put one before others that were free to go.
+    /// In an ordered group, an event waits while an earlier one of its key is there or any of its key
+    /// is in flight. Retrying a dead letter can put one before others that were free to go.
     fn stands_behind(&mut self, group: i64, seq: u64) -> Result<bool> {
         if !self.state.group_mut(group)?.ordered {
             return Ok(false);
@@ -183,8 +186,9 @@ impl Writer {
         self.conn
             .prepare_cached(
                 "UPDATE deliveries SET state = 2, suspect = 0 WHERE group_id = ?1 AND seq = ?2
-                   AND EXISTS (SELECT 1 FROM deliveries earlier WHERE earlier.group_id = ?1
-                     AND earlier.key = deliveries.key AND earlier.seq < ?2)",
+                   AND EXISTS (SELECT 1 FROM deliveries other WHERE other.group_id = ?1
+                     AND other.key = deliveries.key AND other.seq <> ?2
+                     AND (other.seq < ?2 OR other.state = 1))",
             )
             .and_then(|mut s| s.execute((group, to_sql(seq))))
             .map(|moved| moved > 0)
@@ -196,7 +200,7 @@ impl Writer {
         let due = micros(self.clock.now().plus(patience));
         self.conn
             .prepare_cached(
-                "UPDATE deliveries SET state = ?3, due = ?4, updated_at = ?5
+                "UPDATE deliveries SET state = ?3, due = ?4, suspect = 0, updated_at = ?5
                  WHERE group_id = ?1 AND seq = ?2",
             )
             .and_then(|mut s| s.execute(params![group, to_sql(seq), UNHANDLED, due, now]))
@@ -239,9 +243,11 @@ impl Writer {
         let record = record_at(&self.conn, row.seq, &mut self.state.type_names)?.ok_or_else(|| {
             Error::new(Code::Corrupt, format!("event {} is owed but not in the log", row.seq))
         })?;
-        self.state.held.insert((group, row.seq), Held { session, token, until, suspect, alone });
+        let bytes = size(&record);
+        let held = Held { session, token, until, suspect, alone, bytes };
+        self.state.held.insert((group, row.seq), held);
         if let Some(session) = self.sessions.get_mut(&session) {
-            session.in_flight += 1;
+            session.took(1, bytes);
         }
         Ok(Delivery {
             record,
@@ -329,7 +335,7 @@ impl Writer {
         self.conn
             .prepare_cached(&format!(
                 "SELECT seq, type, attempt, failures, crashes FROM deliveries
-                 WHERE group_id = ?1 AND suspect = 1 AND state = 0 {which}"
+                 WHERE group_id = ?1 AND suspect = 1 {which}"
             ))
             .and_then(|mut s| {
                 s.query_row((group, value), |row| {
@@ -354,7 +360,7 @@ impl Writer {
             .conn
             .prepare_cached(
                 "SELECT EXISTS (SELECT 1 FROM deliveries
-                   WHERE group_id = ?1 AND suspect = 1 AND state = 0 AND due <= ?2)",
+                   WHERE group_id = ?1 AND suspect = 1 AND due <= ?2)",
             )
             .and_then(|mut s| s.query_row((group, now), |row| row.get(0)))
             .map_err(doing)?;

@@ -24,7 +24,7 @@ use crate::{Durable, Options};
 /// is queued and ends.
 pub(crate) struct Handle {
     pub(crate) queue: Arc<Queue>,
-    readers: Readers,
+    readers: Arc<Readers>,
     pub(crate) head: watch::Receiver<u64>,
     pub(crate) failed: Arc<OnceLock<Error>>,
     pub(crate) path: PathBuf,
@@ -36,7 +36,7 @@ pub(crate) struct Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.queue.close();
+        self.queue.close(false);
     }
 }
 
@@ -106,6 +106,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
     let (end, ended) = watch::channel(false);
     let failed = Arc::new(OnceLock::new());
     let feeder = feeder::start(&path, &queue)?;
+    let readers = Arc::new(Readers::new(path.clone()));
     let (clock, durability) = (options.clock.clone(), options.durability);
     let writer = Writer::new(Start {
         conn,
@@ -113,6 +114,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         options,
         queue: queue.clone(),
         feeder,
+        readers: readers.clone(),
         head,
         failed: failed.clone(),
     })?;
@@ -132,7 +134,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
     }));
     let handle = Arc::new(Handle {
         queue,
-        readers: Readers::new(path.clone()),
+        readers,
         head: watched,
         failed,
         path,
@@ -249,7 +251,7 @@ impl Broker for SqliteEngine {
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {
-        self.handle.queue.close();
+        self.handle.queue.close(true);
         let mut ended = self.handle.ended.clone();
         Box::pin(async move {
             let _ = ended.wait_for(|ended| *ended).await;

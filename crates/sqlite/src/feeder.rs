@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::mpsc;
 use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
 
 use everbus_core::{Code, Error, Pattern, Recorded, Result};
 
@@ -18,6 +19,7 @@ pub(crate) struct Feed {
     pub(crate) upto: u64,
     pub(crate) patterns: Vec<Pattern>,
     pub(crate) limit: usize,
+    pub(crate) bytes: u64,
 }
 
 /// What was read: the matching events after `after`, and how far the log was searched.
@@ -30,15 +32,34 @@ pub(crate) struct Fed {
 
 /// At most this many rows are searched before the writer hears of it.
 const SEARCH: u64 = 200_000;
-/// At most about this many bytes of payload are read at once.
-const BYTES: usize = 4 << 20;
 
-/// Starts the thread; it ends when the sender is dropped.
-pub(crate) fn start(path: &Path, queue: &Arc<Queue>) -> Result<mpsc::Sender<Feed>> {
+/// The thread that reads ahead.
+pub(crate) struct Feeder {
+    sender: Option<mpsc::Sender<Feed>>,
+    handle: Option<JoinHandle<()>>,
+}
+
+impl Feeder {
+    /// Asks for a feed; says whether it will come.
+    pub(crate) fn ask(&self, feed: Feed) -> bool {
+        self.sender.as_ref().is_some_and(|sender| sender.send(feed).is_ok())
+    }
+
+    /// Ends the thread and closes its connection.
+    pub(crate) fn close(&mut self) {
+        self.sender = None;
+        if let Some(handle) = self.handle.take() {
+            let _ = handle.join();
+        }
+    }
+}
+
+/// Starts the thread.
+pub(crate) fn start(path: &Path, queue: &Arc<Queue>) -> Result<Feeder> {
     let mut reader = Reader::open(path)?;
     let (sender, feeds) = mpsc::channel::<Feed>();
     let queue: Weak<Queue> = Arc::downgrade(queue);
-    std::thread::Builder::new()
+    let handle = std::thread::Builder::new()
         .name("everbus-feed".into())
         .spawn(move || {
             for feed in feeds {
@@ -47,12 +68,12 @@ pub(crate) fn start(path: &Path, queue: &Arc<Queue>) -> Result<mpsc::Sender<Feed
             }
         })
         .map_err(|e| Error::new(Code::Internal, format!("no thread for reading ahead: {e}")))?;
-    Ok(sender)
+    Ok(Feeder { sender: Some(sender), handle: Some(handle) })
 }
 
 fn serve(reader: &mut Reader, feed: &Feed) -> Fed {
     let result = reader.snapshot(|reader| {
-        read_matching(reader, feed.after, feed.upto, &feed.patterns, feed.limit)
+        read_matching(reader, (feed.after, feed.upto), &feed.patterns, (feed.limit, feed.bytes))
     });
     let (records, searched) = match result {
         Ok((records, searched)) => (Ok(records), searched),
@@ -61,13 +82,13 @@ fn serve(reader: &mut Reader, feed: &Feed) -> Fed {
     Fed { session: feed.session, after: feed.after, searched, records }
 }
 
-/// Events after a position that match, oldest first, and how far the log was searched.
+/// Events after a position that match, oldest first, and how far the log was searched. Reading stops
+/// at so many events or bytes.
 pub(crate) fn read_matching(
     reader: &mut Reader,
-    after: u64,
-    upto: u64,
+    (after, upto): (u64, u64),
     patterns: &[Pattern],
-    limit: usize,
+    (limit, limit_in_bytes): (usize, u64),
 ) -> Result<(Vec<(i64, Arc<Recorded>)>, u64)> {
     let doing = |e| from_sqlite("reading the log", e);
     let upto = upto.min(after.saturating_add(SEARCH));
@@ -88,10 +109,10 @@ pub(crate) fn read_matching(
         if !patterns.iter().any(|p| p.matches(record.event.event_type())) {
             continue;
         }
-        bytes += record.event.payload().len();
+        bytes += record.event.payload().len() as u64;
         let seq = seq_from(row.get(0).map_err(doing)?);
         found.push((type_id, record));
-        if found.len() >= limit || bytes > BYTES {
+        if found.len() >= limit || bytes > limit_in_bytes {
             searched = seq;
             break;
         }

@@ -30,7 +30,7 @@ impl Log for SqliteEngine {
     ) -> BoxFuture<'_, Result<(Vec<Arc<Recorded>>, u64)>> {
         self.handle.query(move |reader| {
             let head = head(reader)?;
-            let (found, searched) = read_matching(reader, after, head, &patterns, limit.max(1))?;
+            let (found, searched) = read_matching(reader, (after, head), &patterns, (limit.max(1), 16 << 20))?;
             Ok((found.into_iter().map(|(_, record)| record).collect(), searched.max(after)))
         })
     }

@@ -79,12 +79,14 @@ struct Inner {
     sleeping: bool,
     nudged: bool,
     closed: bool,
+    orderly: bool,
 }
 
 /// What the writer found in the queue.
 pub(crate) struct Taken {
     pub(crate) commands: Vec<Command>,
     pub(crate) closed: bool,
+    pub(crate) orderly: bool,
 }
 
 impl Queue {
@@ -114,9 +116,13 @@ impl Queue {
         self.wake.notify_one();
     }
 
-    /// Ends the queue: the writer finishes what is in it and stops.
-    pub(crate) fn close(&self) {
-        self.lock().closed = true;
+    /// Ends the queue: the writer finishes what is in it and stops. In an orderly end it also settles
+    /// its own affairs; otherwise it leaves them as a process that died would.
+    pub(crate) fn close(&self, orderly: bool) {
+        let mut inner = self.lock();
+        inner.orderly |= orderly && !inner.closed;
+        inner.closed = true;
+        drop(inner);
         self.wake.notify_one();
     }
 
@@ -138,6 +144,6 @@ impl Queue {
         inner.sleeping = false;
         inner.nudged = false;
         let commands = std::mem::replace(&mut inner.commands, spare);
-        Taken { commands, closed: inner.closed }
+        Taken { commands, closed: inner.closed, orderly: inner.orderly }
     }
 }

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
+use std::sync::{Mutex, PoisonError};
+use std::thread::JoinHandle;
 
 use everbus_core::{BoxFuture, Code, Error, Result};
 use rusqlite::Connection;
@@ -37,12 +39,19 @@ impl Reader {
 /// The thread that answers queries; started by the first one.
 pub(crate) struct Readers {
     path: PathBuf,
-    sender: std::sync::Mutex<Option<mpsc::Sender<Query>>>,
+    thread: Mutex<Thread>,
+}
+
+#[derive(Default)]
+struct Thread {
+    sender: Option<mpsc::Sender<Query>>,
+    handle: Option<JoinHandle<()>>,
+    closed: bool,
 }
 
 impl Readers {
     pub(crate) fn new(path: PathBuf) -> Self {
-        Self { path, sender: std::sync::Mutex::new(None) }
+        Self { path, thread: Mutex::default() }
     }
 
     /// Runs a query and waits for its answer without blocking the executor.
@@ -65,8 +74,11 @@ impl Readers {
     }
 
     fn send(&self, task: Query) -> Result<()> {
-        let mut sender = self.sender.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let task = match sender.as_ref() {
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if thread.closed {
+            return Err(Error::shutdown());
+        }
+        let task = match &thread.sender {
             None => task,
             Some(sender) => match sender.send(task) {
                 Ok(()) => return Ok(()),
@@ -75,13 +87,26 @@ impl Readers {
             },
         };
         let mut reader = Reader::open(&self.path)?;
-        let (new, tasks) = mpsc::channel::<Query>();
-        std::thread::Builder::new()
+        let (sender, tasks) = mpsc::channel::<Query>();
+        let handle = std::thread::Builder::new()
             .name("everbus-read".into())
             .spawn(move || tasks.into_iter().for_each(|task| task(&mut reader)))
             .map_err(|e| Error::new(Code::Internal, format!("no thread for reading: {e}")))?;
-        let _ = new.send(task);
-        *sender = Some(new);
+        let _ = sender.send(task);
+        thread.sender = Some(sender);
+        thread.handle = Some(handle);
         Ok(())
+    }
+
+    /// Answers what was asked, then closes the connection.
+    pub(crate) fn close(&self) {
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        thread.closed = true;
+        thread.sender = None;
+        let handle = thread.handle.take();
+        drop(thread);
+        if let Some(handle) = handle {
+            let _ = handle.join();
+        }
     }
 }

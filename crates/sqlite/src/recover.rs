@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use everbus_core::{Code, Delivery, Error, Failure, FailureKind, Progress, Result, Timestamp};
 use rusqlite::{OptionalExtension, params};
 
-use crate::claims::{claim_slot, delivery_slot, new_token};
+use crate::claims::{claim_slot, delivery_slot, new_token, size};
 use crate::deliver::{CRASHED, EXPIRED};
 use crate::errors::from_sqlite;
 use crate::owner::{OwnerLock, bury, is_dead};
@@ -60,7 +60,7 @@ impl Writer {
         let mut unseen = Vec::new();
         for session in self.sessions.values_mut() {
             let back = session.mailbox.recall(|_| true);
-            session.in_flight = session.in_flight.saturating_sub(back.len());
+            session.gave(back.len(), back.iter().map(|d| size(&d.record)).sum());
             unseen.push((session.group, back));
         }
         unseen.iter().try_for_each(|(group, back)| self.give_back(*group, back))
@@ -112,7 +112,7 @@ impl Writer {
             self.crash_rows("owner <> ?5 AND until <= ?6", theirs, EXPIRED, false)?;
             self.crash_claims("owner NOT IN (0, ?3) AND until <= ?4", theirs)?;
             self.state.foreign_until = None;
-            self.state.refresh_groups(&self.conn)?;
+            self.after_crashes()?;
         }
         Ok(())
     }
@@ -122,10 +122,11 @@ impl Writer {
     fn end_claim(&mut self, id: i64, now: i64) -> Result<()> {
         let Some(claim) = self.state.claims.get(&id) else { return Ok(()) };
         let (group, session, ended) = (claim.group, claim.session, claim.ended(now));
+        let bytes = claim.bytes_each * ended.len() as u64;
         let slot = claim_slot(id);
         let unseen = match self.sessions.get_mut(&session) {
             Some(session) => {
-                session.in_flight = session.in_flight.saturating_sub(ended.len());
+                session.gave(ended.len(), bytes);
                 session.mailbox.recall(|d| {
                     d.lease.slot == slot && ended.binary_search(&d.lease.position).is_ok()
                 })
@@ -152,7 +153,7 @@ impl Writer {
         }
         let mut unseen = false;
         if let Some(session) = self.sessions.get_mut(&held.session) {
-            session.in_flight = session.in_flight.saturating_sub(1);
+            session.gave(1, held.bytes);
             let token = held.token as u64;
             unseen = !session
                 .mailbox
@@ -164,7 +165,7 @@ impl Writer {
         }
         self.crash_rows("group_id = ?5 AND seq = ?6", (group, to_sql(seq)), EXPIRED, held.alone)?;
         self.note_suspect(group, now);
-        Ok(())
+        self.free_keys(group)
     }
 
     /// Whether the lock of some other owner is free.
@@ -187,10 +188,14 @@ impl Writer {
             self.state.other_owners.retain(|(id, _)| id != owner);
             bury(&self.path, lock);
         }
-        if !dead.is_empty() {
-            self.state.refresh_groups(&self.conn)?;
-        }
-        Ok(())
+        if dead.is_empty() { Ok(()) } else { self.after_crashes() }
+    }
+
+    /// Looks at the groups again after somebody else's work became theirs.
+    fn after_crashes(&mut self) -> Result<()> {
+        self.state.refresh_groups(&self.conn)?;
+        let ids: Vec<i64> = self.state.groups.keys().copied().collect();
+        ids.into_iter().try_for_each(|id| self.free_keys(id))
     }
 
     /// Takes over what one owner had in flight, and strikes it from the list. Its claims become
@@ -251,6 +256,7 @@ impl Writer {
                 until: r.get(4)?,
                 extended: HashMap::new(),
                 progress: Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default()),
+                bytes_each: 0,
             };
             Ok((claim, r.get(5)?))
         });
@@ -405,18 +411,18 @@ impl Writer {
             }
         }
         for session in self.sessions.values_mut() {
-            session.in_flight = 0;
+            session.recount();
             session.look_for_unhandled = true;
         }
         for claim in self.state.claims.values() {
             if let Some(session) = self.sessions.get_mut(&claim.session) {
-                session.in_flight +=
-                    usize::try_from(claim.progress.unfinished_count(claim.hi)).unwrap_or(0);
+                let open = claim.progress.unfinished_count(claim.hi);
+                session.took(usize::try_from(open).unwrap_or(0), open * claim.bytes_each);
             }
         }
         for held in self.state.held.values() {
             if let Some(session) = self.sessions.get_mut(&held.session) {
-                session.in_flight += 1;
+                session.took(1, held.bytes);
             }
         }
         Ok(())

@@ -72,7 +72,7 @@ CREATE TABLE deliveries (
   owner      INTEGER NOT NULL DEFAULT 0,
   token      INTEGER NOT NULL DEFAULT 0,
   until      INTEGER NOT NULL DEFAULT 0,
-  suspect    INTEGER NOT NULL DEFAULT 0,      -- its last attempt ended with a crash
+  suspect    INTEGER NOT NULL DEFAULT 0,      -- waits after a crash (only with state 0)
   crashes    INTEGER NOT NULL DEFAULT 0,
   alone      INTEGER NOT NULL DEFAULT 0,      -- handed out with nothing else in flight
   failures   TEXT,                            -- JSON array

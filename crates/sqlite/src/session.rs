@@ -11,6 +11,9 @@ use crate::engine::Handle;
 use crate::queue::Command;
 use crate::rows::MAX_CACHED_TYPES;
 
+/// A consumer has at most about this many bytes of payload in flight, but always at least one event.
+const MAX_BYTES_IN_FLIGHT: u64 = 16 << 20;
+
 /// What the writer and the consumer share.
 #[derive(Default)]
 pub(crate) struct Mailbox {
@@ -91,6 +94,8 @@ pub(crate) struct Session {
     handles: HashMap<i64, bool>,
     /// Handed out and not settled.
     pub(crate) in_flight: usize,
+    /// The payloads of those, in bytes.
+    bytes_in_flight: u64,
     /// Whether the feeder is reading for it.
     pub(crate) feeding: bool,
     /// Whether rows without a handler should be looked through again.
@@ -108,13 +113,37 @@ impl Session {
             handled: new.options.handled.clone(),
             handles: HashMap::new(),
             in_flight: 0,
+            bytes_in_flight: 0,
             feeding: false,
             look_for_unhandled: true,
         }
     }
 
+    /// How many more events it may have in flight.
     pub(crate) fn room(&self) -> usize {
-        self.prefetch.saturating_sub(self.in_flight)
+        if self.room_in_bytes() == 0 { 0 } else { self.prefetch.saturating_sub(self.in_flight) }
+    }
+
+    /// How many more bytes of payload, so that large events do not fill the memory.
+    pub(crate) fn room_in_bytes(&self) -> u64 {
+        MAX_BYTES_IN_FLIGHT.saturating_sub(self.bytes_in_flight)
+    }
+
+    /// Takes note of events handed out.
+    pub(crate) fn took(&mut self, count: usize, bytes: u64) {
+        self.in_flight += count;
+        self.bytes_in_flight += bytes;
+    }
+
+    /// Takes note of events that are no longer in flight.
+    pub(crate) fn gave(&mut self, count: usize, bytes: u64) {
+        self.in_flight = self.in_flight.saturating_sub(count);
+        self.bytes_in_flight = self.bytes_in_flight.saturating_sub(bytes);
+    }
+
+    /// Begins counting anew.
+    pub(crate) fn recount(&mut self) {
+        (self.in_flight, self.bytes_in_flight) = (0, 0);
     }
 
     pub(crate) fn set_handled(&mut self, handled: Vec<Pattern>) {

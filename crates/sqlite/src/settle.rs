@@ -79,10 +79,10 @@ impl Writer {
 
     fn settle_claimed(&mut self, id: i64, seq: u64, verdict: &Verdict) -> Result<()> {
         let Some(claim) = self.state.claims.get_mut(&id) else { return Err(lost(seq)) };
-        let (group, session) = (claim.group, claim.session);
+        let (group, session, bytes) = (claim.group, claim.session, claim.bytes_each);
         claim.progress.complete(seq);
         self.touched.push(id);
-        self.settled_in(session);
+        self.settled_in(session, bytes);
         match verdict {
             Verdict::Ack => Ok(()),
             Verdict::Skip { reason } => self.write_skip(group, seq, reason),
@@ -104,7 +104,7 @@ impl Writer {
 
     fn settle_row(&mut self, group: i64, seq: u64, verdict: &Verdict) -> Result<()> {
         let Some(held) = self.state.held.remove(&(group, seq)) else { return Err(lost(seq)) };
-        self.settled_in(held.session);
+        self.settled_in(held.session, held.bytes);
         if self.isolating == Some((group, seq)) {
             self.isolating = None;
         }
@@ -131,7 +131,7 @@ impl Writer {
                     })
                     .map_err(doing)?;
                 self.note_due(group, due);
-                Ok(())
+                self.free_keys(group)
             }
             Verdict::Release { after } => {
                 let due = micros(now.plus(*after));
@@ -164,12 +164,12 @@ impl Writer {
         } else {
             self.note_due(group, due);
         }
-        Ok(())
+        self.free_keys(group)
     }
 
-    fn settled_in(&mut self, session: u64) {
+    fn settled_in(&mut self, session: u64, bytes: u64) {
         if let Some(session) = self.sessions.get_mut(&session) {
-            session.in_flight = session.in_flight.saturating_sub(1);
+            session.gave(1, bytes);
         }
     }
 
@@ -217,6 +217,28 @@ impl Writer {
             if freed > 0 {
                 self.note_due(group, micros(self.clock.now()));
             }
+        }
+        Ok(())
+    }
+
+    /// In an ordered group, lets the first of every key go that has none in flight. Needed when
+    /// something stopped being in flight without being finished.
+    pub(crate) fn free_keys(&mut self, group: i64) -> Result<()> {
+        if !self.state.groups.get(&group).is_some_and(|g| g.ordered) {
+            return Ok(());
+        }
+        let freed = self
+            .conn
+            .prepare_cached(
+                "UPDATE deliveries AS d SET state = 0 WHERE d.group_id = ?1 AND d.state = 2
+                   AND NOT EXISTS (SELECT 1 FROM deliveries other WHERE other.group_id = ?1
+                     AND other.key = d.key AND other.seq <> d.seq
+                     AND (other.seq < d.seq OR other.state = 1))",
+            )
+            .and_then(|mut s| s.execute([group]))
+            .map_err(|e| from_sqlite("ordering by key", e))?;
+        if freed > 0 {
+            self.note_due(group, micros(self.clock.now()));
         }
         Ok(())
     }

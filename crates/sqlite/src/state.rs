@@ -66,6 +66,8 @@ pub(crate) struct Claim {
     /// Single events whose lease was extended, and until when. The file has the latest of all.
     pub(crate) extended: HashMap<u64, i64>,
     pub(crate) progress: Progress,
+    /// The payload of one of its events, on average, in bytes.
+    pub(crate) bytes_each: u64,
 }
 
 impl Claim {
@@ -94,6 +96,7 @@ pub(crate) struct Held {
     pub(crate) until: i64,
     pub(crate) suspect: bool,
     pub(crate) alone: bool,
+    pub(crate) bytes: u64,
 }
 
 /// Everything the writer remembers.

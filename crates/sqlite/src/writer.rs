@@ -6,7 +6,6 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::mpsc;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -17,9 +16,10 @@ use tokio::sync::watch;
 use crate::append::Appender;
 use crate::errors::{from_sqlite, is_fatal};
 use crate::failpoint;
-use crate::feeder::{Fed, Feed};
+use crate::feeder::{Fed, Feed, Feeder};
 use crate::owner::OwnerLock;
 use crate::queue::{Answer, Command, Queue, Reply, Taken};
+use crate::readers::Readers;
 use crate::session::Session;
 use crate::space::{Space, full};
 use crate::state::{Claim, Lost, State, micros};
@@ -48,7 +48,8 @@ pub(crate) struct Writer {
     /// While this is set, only the named suspect may be handed out.
     pub(crate) isolating: Option<(i64, u64)>,
     pub(crate) owner_lock: Option<OwnerLock>,
-    pub(crate) feeder: mpsc::Sender<Feed>,
+    feeder: Feeder,
+    readers: Arc<Readers>,
     queue: Arc<Queue>,
     space: Space,
     busy_timeout: Duration,
@@ -67,7 +68,8 @@ pub(crate) struct Start {
     pub(crate) path: PathBuf,
     pub(crate) options: crate::Options,
     pub(crate) queue: Arc<Queue>,
-    pub(crate) feeder: mpsc::Sender<Feed>,
+    pub(crate) feeder: Feeder,
+    pub(crate) readers: Arc<Readers>,
     pub(crate) head: watch::Sender<u64>,
     pub(crate) failed: Arc<OnceLock<Error>>,
 }
@@ -126,6 +128,7 @@ impl Writer {
             isolating: None,
             owner_lock: None,
             feeder: start.feeder,
+            readers: start.readers,
             queue: start.queue,
             head: start.head,
             data_version,
@@ -142,7 +145,8 @@ impl Writer {
         let mut spare = Vec::new();
         loop {
             let timeout = if self.backlog.is_empty() { self.sleep() } else { Some(Duration::ZERO) };
-            let Taken { commands, closed } = self.queue.take(std::mem::take(&mut spare), timeout);
+            let Taken { commands, closed, orderly } =
+                self.queue.take(std::mem::take(&mut spare), timeout);
             let mut commands = commands;
             if let Some(error) = self.failed.get() {
                 let error = error.clone();
@@ -155,7 +159,7 @@ impl Writer {
             }
             let idle = commands.is_empty() && self.backlog.is_empty();
             if closed && idle {
-                self.finish();
+                self.finish(orderly);
                 return;
             }
             self.backlog.append(&mut commands);
@@ -522,8 +526,9 @@ impl Writer {
                 upto: head,
                 patterns: group.patterns.clone(),
                 limit: session.room().min(1024),
+                bytes: session.room_in_bytes().min(4 << 20),
             };
-            session.feeding = self.feeder.send(feed).is_ok();
+            session.feeding = self.feeder.ask(feed);
         }
     }
 
@@ -566,7 +571,7 @@ impl Writer {
         }
         for ((group, seq), held) in lost.held {
             if let Some(session) = self.sessions.get_mut(&held.session) {
-                session.in_flight = session.in_flight.saturating_sub(1);
+                session.gave(1, held.bytes);
                 session.mailbox.recall(|d| {
                     d.lease.position == seq && d.lease.token == held.token as u64
                 });
@@ -579,15 +584,16 @@ impl Writer {
 
     fn forget_claim(&mut self, id: i64, claim: &Claim) {
         if let Some(session) = self.sessions.get_mut(&claim.session) {
-            let open = usize::try_from(claim.progress.unfinished_count(claim.hi)).unwrap_or(0);
-            session.in_flight = session.in_flight.saturating_sub(open);
+            let open = claim.progress.unfinished_count(claim.hi);
+            session.gave(usize::try_from(open).unwrap_or(0), open * claim.bytes_each);
             let slot = crate::claims::claim_slot(id);
             session.mailbox.recall(|d| d.lease.slot == slot);
         }
     }
 
-    /// The orderly end: everything that was skipped is written down, the lock is given back.
-    fn finish(&mut self) {
+    /// The end: what was not fetched is given back, everything skipped is written down, the lock is
+    /// freed. In an orderly end what was fetched and not settled is given back too.
+    fn finish(&mut self, orderly: bool) {
         let ids: Vec<u64> = self.sessions.keys().copied().collect();
         let mailboxes: Vec<_> = self.sessions.values().map(|s| s.mailbox.clone()).collect();
         if self.begin().is_ok() {
@@ -595,7 +601,7 @@ impl Writer {
                 .iter()
                 .try_for_each(|id| self.detach(*id))
                 .and_then(|()| self.flush())
-                .and_then(|()| self.leave())
+                .and_then(|()| if orderly { self.leave() } else { Ok(()) })
                 .and_then(|()| self.commit());
             if done.is_err() {
                 // Nothing acknowledged depends on this: the next owner inherits what is left.
@@ -616,6 +622,10 @@ impl Writer {
         self.watches.fail_all(&error);
         // Wakes everybody who waits for new events; they find the engine stopped.
         self.head.send_modify(|_| {});
+        // The readers go first: the last connection to close must be one that can tidy up the
+        // write-ahead log.
+        self.readers.close();
+        self.feeder.close();
         self.owner_lock = None;
     }
 }

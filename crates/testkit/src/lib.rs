@@ -3,11 +3,13 @@
 //! - [`conformance`]: the scenarios every engine passes unchanged; an engine's crate runs them with
 //!   [`conformance_tests!`].
 //! - [`model`]: a seeded random plan of operations, compared step by step with a plain model.
+//! - [`chaos`]: the never-lost checker, and campaigns that kill a real process and cut its power.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
     reason = "this crate is test code: a surprise is a failed test"
 )]
 
+pub mod chaos;
 pub mod conformance;
 pub mod model;

@@ -1,4 +1,87 @@
 //! The SQLite engine against the conformance suite, the model, and bad luck.
 
+mod bench_shape;
 mod conformance;
+mod disk;
+mod files;
+mod golden;
 mod model;
+mod sharing;
+mod upkeep;
+mod view;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use everbus_core::{
+    Appended, ConsumeOptions, Consumer, Delivery, Engine, Event, Failure, FailureKind, GroupName,
+    GroupSpec, Settlement, StartFrom, SubscriptionSpec, Timestamp, Verdict,
+};
+use everbus_sqlite::Options;
+
+/// Opens a file with the defaults.
+fn open(path: &Path) -> Engine {
+    everbus_sqlite::open(path, Options::default()).expect("the file opens")
+}
+
+async fn publish(engine: &Engine, event_type: &str) -> Appended {
+    let event = Event::builder(event_type).json(&serde_json::json!({ "n": 1 })).build().unwrap();
+    engine.broker.append(vec![event]).await.unwrap().remove(0).unwrap()
+}
+
+async fn declare(engine: &Engine, group: &str, pattern: &str) {
+    let spec = GroupSpec {
+        name: group.parse().unwrap(),
+        start_from: StartFrom::First,
+        ordered: false,
+        subscriptions: vec![SubscriptionSpec {
+            name: pattern.into(),
+            pattern: pattern.parse().unwrap(),
+        }],
+    };
+    engine.broker.declare(spec).await.unwrap();
+}
+
+fn options() -> ConsumeOptions {
+    ConsumeOptions { handled: vec!["*".parse().unwrap()], ..ConsumeOptions::default() }
+}
+
+async fn consume(engine: &Engine, group: &str) -> Box<dyn Consumer> {
+    let group: GroupName = group.parse().unwrap();
+    engine.broker.consume(group, options()).await.unwrap()
+}
+
+/// Waits for deliveries, not for ever.
+async fn fetch(consumer: &mut Box<dyn Consumer>, count: usize) -> Vec<Delivery> {
+    let mut got = Vec::new();
+    while got.len() < count {
+        let more = tokio::time::timeout(Duration::from_secs(20), consumer.fetch(count - got.len()));
+        got.extend(more.await.expect("a delivery in time").unwrap());
+    }
+    got
+}
+
+async fn settle(engine: &Engine, delivery: &Delivery, verdict: Verdict) {
+    let settlement = Settlement::new(delivery.lease.clone(), verdict);
+    engine.broker.settle(vec![settlement]).await.unwrap().remove(0).unwrap();
+}
+
+fn failure(text: &str) -> Failure {
+    Failure::new(1, Timestamp::from_micros(1_700_000_000_000_000), FailureKind::Error, text)
+}
+
+/// Waits until something holds, not for ever.
+async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+    let give_up = Instant::now() + Duration::from_secs(20);
+    while !holds().await {
+        assert!(Instant::now() < give_up, "waited in vain: {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// A clock of one's own, for several engines.
+fn clock() -> (everbus_core::ManualClock, Arc<everbus_core::ManualClock>) {
+    let clock = everbus_core::ManualClock::default();
+    (clock.clone(), Arc::new(clock))
+}

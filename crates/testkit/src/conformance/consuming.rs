@@ -252,7 +252,10 @@ pub async fn after_close_everything_is_refused<H: Harness>(harness: H) {
     let appended = stage.publish("a.b").await;
     let mut consumer = stage.consumer("").await;
     let delivery = take_one(&mut consumer).await;
-    let waiting = tokio::spawn(async move { consumer.fetch(1).await });
+    // A group with nothing in flight has no lease whose end would wake its consumer.
+    stage.declare("idle", &["never"]).await;
+    let mut idle = stage.consumer("idle").await;
+    let waiting = tokio::spawn(async move { idle.fetch(1).await });
     tokio::time::sleep(Duration::from_millis(20)).await;
     stage.broker().close().await.unwrap();
     let ended = tokio::time::timeout(DEADLINE, waiting).await.unwrap().unwrap();

@@ -321,8 +321,10 @@ pub async fn an_event_nobody_handles_is_dead_lettered_in_the_end<H: Harness>(har
         no_handler_after: LEASE * 2,
         ..options()
     };
+    // The time counts from when a consumer without a handler came upon it, so that an old event
+    // survives the start of a process.
+    stage.advance(LEASE * 4).await;
     let mut consumer = stage.consumer_with("g", only_a).await;
-    // The time counts from when a consumer without a handler came upon it.
     nothing(&mut consumer).await;
     stage.advance(LEASE).await;
     nothing(&mut consumer).await;

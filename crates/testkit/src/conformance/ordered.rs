@@ -75,6 +75,44 @@ pub async fn the_same_key_is_strictly_sequential<H: Harness>(harness: H) {
     nothing(&mut consumer).await;
 }
 
+/// A retried dead letter goes before the later events of its key, whatever becomes of the one that is
+/// in flight meanwhile.
+pub async fn a_retried_dead_letter_goes_before_its_key<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    if !stage.has_dead_letters() {
+        return;
+    }
+    declare_ordered(&stage).await;
+    let mut at = Vec::new();
+    for step in 0..3 {
+        at.push(stage.append(keyed("a", step)).await.position);
+    }
+    let mut consumer = stage.consumer("ordered").await;
+    for step in 0..3 {
+        let first = take_one(&mut consumer).await;
+        assert_eq!(first.record.position, at[0]);
+        stage.kill(&first).await;
+        let second = take_one(&mut consumer).await;
+        assert_eq!(second.record.position, at[1]);
+        let retried = stage.dead_letters().retry(Default::default()).await;
+        assert_eq!(retried.unwrap(), 1);
+        match step {
+            0 => stage.fail(&second, Duration::ZERO).await,
+            1 => {
+                let after = Duration::ZERO;
+                stage.settle(&second, Verdict::Release { after }).await.unwrap();
+            }
+            _ => stage.advance(LEASE + SECOND).await,
+        }
+    }
+    for expected in at {
+        let next = take_one(&mut consumer).await;
+        assert_eq!(next.record.position, expected);
+        nothing(&mut consumer).await;
+        stage.ack(&next).await;
+    }
+}
+
 /// The entity is the key where none is given, and the order holds between competing consumers.
 pub async fn the_key_holds_between_consumers<H: Harness>(harness: H) {
     let stage = Stage::open(harness).await;

@@ -122,7 +122,7 @@ pub async fn every_crash_is_counted<H: Harness>(harness: H) {
         assert_eq!(delivery.attempt, attempt);
         let attempts: Vec<u32> = delivery.failures.iter().map(|f| f.attempt).collect();
         assert_eq!(attempts, (1..attempt).collect::<Vec<u32>>());
-        assert!(delivery.failures.iter().all(|f| f.kind == FailureKind::Crash));
+        assert!(delivery.failures.iter().all(|f| f.kind == FailureKind::Crash && f.alone));
         drop(consumer);
         stage.crash().await;
     }

@@ -147,6 +147,12 @@ macro_rules! conformance_tests {
             $crate::conformance::ordered::the_same_key_is_strictly_sequential($harness).await;
         }
 
+        // conformance: rule-5/key-retried: a retried dead letter goes before the later events of its key
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_retried_dead_letter_goes_before_its_key() {
+            $crate::conformance::ordered::a_retried_dead_letter_goes_before_its_key($harness).await;
+        }
+
         // conformance: rule-5/key-consumers: the order by key holds between competing consumers and lost leases
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_key_holds_between_consumers() {

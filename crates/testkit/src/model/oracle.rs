@@ -243,6 +243,8 @@ impl Oracle {
             // one before is settled, which the model cannot see.
             surely: match work.claimable_since {
                 _ if self.ahead && ordered => now,
+                // It may be fetched in the moment in which its lease is noticed to have ended.
+                _ if work.ghosts > 0 => now,
                 Some(since) => since.plus(LEASE),
                 None => until,
             },

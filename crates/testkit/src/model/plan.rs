@@ -14,10 +14,11 @@ use crate::conformance::stage::{event, name, options, pattern, spec};
 use crate::conformance::{Harness, Stage};
 
 const ROOM: usize = 6;
-const GROUPS: [(&str, &[&str]); 5] = [
+const GROUPS: [(&str, &[&str]); 6] = [
     ("", &["*"]),
     ("some", &["a.*", "c"]),
     ("ordered", &["*"]),
+    ("ordered too", &["*"]),
     ("system", &["system.>", "b.x"]),
     ("late", &["*"]),
 ];
@@ -193,7 +194,7 @@ impl<H: Harness> Plan<H> {
         };
         let first = group != "late" && self.random.one_in(2);
         self.note(format!("declare {group:?}, first: {first}"));
-        let ordered = group == "ordered";
+        let ordered = group.starts_with("ordered");
         let declared = GroupSpec {
             ordered,
             start_from: if first { StartFrom::First } else { StartFrom::New },

@@ -1,0 +1,74 @@
+//! One file per schema version is kept, and every later build opens it.
+
+use everbus_core::{DeadLetterFilter, EventId, PageRequest, Verdict};
+
+use crate::{consume, declare, failure, fetch, open, publish, settle};
+
+const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden");
+
+// conformance: issue-2/golden-files: the golden file of every schema version opens, migrates and answers
+#[tokio::test]
+async fn every_golden_file_still_answers() {
+    let mut versions = 0;
+    for version in 1..=everbus_sqlite::SCHEMA_VERSION {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("golden.db");
+        std::fs::copy(format!("{GOLDEN}/v{version}.db"), &path)
+            .unwrap_or_else(|e| panic!("the golden file of version {version}: {e}"));
+        let engine = open(&path);
+        let report = engine.maintenance().unwrap().check().await.unwrap();
+        assert!(report.is_ok(), "{report:?}");
+        let first: EventId = "01900000-0000-7000-8000-000000000001".parse().unwrap();
+        let found = engine.log().unwrap().find(first).await.unwrap();
+        assert_eq!(&found[0].event.payload()[..], br#"{"golden":1}"#);
+        assert_eq!(found[0].event.metadata()["k"], "v");
+        let dead = engine
+            .dead_letters()
+            .unwrap()
+            .list(DeadLetterFilter::default(), PageRequest::default())
+            .await
+            .unwrap();
+        assert_eq!(dead.items.len(), 1);
+        assert_eq!(dead.items[0].last_error(), "hopeless");
+        let mut consumer = consume(&engine, "").await;
+        let waiting = fetch(&mut consumer, 2).await;
+        let mut attempts: Vec<u32> = waiting.iter().map(|d| d.attempt).collect();
+        attempts.sort_unstable();
+        assert_eq!(attempts, [1, 2], "one was never begun, one waits for its second attempt");
+        let next = publish(&engine, "after.migration").await;
+        assert_eq!(next.position, 5);
+        versions += 1;
+    }
+    assert!(versions > 0);
+}
+
+/// Writes the golden file of the current version; run once when the version changes, with
+/// `EVERBUS_WRITE_GOLDEN=1`.
+#[tokio::test]
+async fn the_golden_file_of_this_version_can_be_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("golden.db");
+    let engine = open(&path);
+    declare(&engine, "", "*").await;
+    let events = (1..=4u8).map(|n| {
+        let id: EventId = format!("01900000-0000-7000-8000-00000000000{n}").parse().unwrap();
+        let payload = format!("{{\"golden\":{n}}}");
+        everbus_core::Event::builder("golden.made").id(id).payload(payload).meta("k", "v").build().unwrap()
+    });
+    engine.broker.append(events.collect()).await.unwrap();
+    let mut consumer = consume(&engine, "").await;
+    let deliveries = fetch(&mut consumer, 3).await;
+    settle(&engine, &deliveries[0], Verdict::Ack).await;
+    let zero = std::time::Duration::ZERO;
+    settle(&engine, &deliveries[1], Verdict::Dead { failure: Some(failure("hopeless")) }).await;
+    consumer.close().await.unwrap();
+    settle(&engine, &deliveries[2], Verdict::Retry { after: zero, failure: failure("once") }).await;
+    engine.broker.close().await.unwrap();
+    let size = std::fs::metadata(&path).unwrap().len();
+    assert!(size > 0);
+    if std::env::var_os("EVERBUS_WRITE_GOLDEN").is_some() {
+        let target = format!("{GOLDEN}/v{}.db", everbus_sqlite::SCHEMA_VERSION);
+        std::fs::create_dir_all(GOLDEN).unwrap();
+        std::fs::copy(&path, target).unwrap();
+    }
+}

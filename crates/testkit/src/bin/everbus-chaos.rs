@@ -1,0 +1,216 @@
+//! `everbus-chaos`: kills a real process and cuts its power, again and again, and looks for lost
+//! events. Exit code 1 means that something was lost or that a check failed.
+
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a program that talks to the person who runs it"
+)]
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use clap::{Args, Parser, Subcommand};
+use everbus_testkit::chaos::campaign::{Campaign, Until};
+use everbus_testkit::chaos::disk::Disk;
+use everbus_testkit::chaos::power::{Losses, Power};
+use everbus_testkit::chaos::tally::Tally;
+use everbus_testkit::chaos::{Broken, victim, zombie};
+
+#[derive(Parser)]
+#[command(about, args_conflicts_with_subcommands = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    campaign: CampaignArgs,
+}
+
+#[derive(Args)]
+struct CampaignArgs {
+    /// Run for this many seconds (60 unless something else is said).
+    #[arg(long, group = "until")]
+    seconds: Option<u64>,
+    /// Run for this many minutes.
+    #[arg(long, group = "until")]
+    minutes: Option<u64>,
+    /// Run until this many processes were killed.
+    #[arg(long, group = "until")]
+    kills: Option<u64>,
+    /// How often the power is cut afterwards. Unless said, a fifth of the time goes to it where the
+    /// machine allows it; none with --kills.
+    #[arg(long, value_name = "K")]
+    power_losses: Option<u64>,
+    /// Repeats the schedule of an earlier run.
+    #[arg(long)]
+    seed: Option<u64>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Cut the power of a disk while a process works on it.
+    Power {
+        /// How often.
+        #[arg(long, default_value_t = 20)]
+        losses: u64,
+        /// The control: without syncs, the same must lose something.
+        #[arg(long)]
+        normal: bool,
+        /// Repeats the schedule of an earlier run.
+        #[arg(long)]
+        seed: Option<u64>,
+    },
+    #[command(hide = true)]
+    Victim {
+        #[arg(long)]
+        db: PathBuf,
+        #[arg(long)]
+        seed: u64,
+        #[arg(long)]
+        publishes: u64,
+        #[arg(long)]
+        repeat: Option<u64>,
+        #[arg(long)]
+        lease_ms: Option<u64>,
+        #[arg(long)]
+        normal: bool,
+    },
+    #[command(hide = true)]
+    Zombie {
+        #[arg(long)]
+        db: PathBuf,
+    },
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let outcome = match cli.command {
+        None => campaign(&cli.campaign),
+        Some(Command::Power {
+            losses,
+            normal,
+            seed,
+        }) => power(losses, normal, seed_or_new(seed)),
+        Some(Command::Victim {
+            db,
+            seed,
+            publishes,
+            repeat,
+            lease_ms,
+            normal,
+        }) => victim::run(victim::Orders {
+            db,
+            seed,
+            publishes,
+            repeat,
+            lease_ms,
+            normal,
+        })
+        .map(|()| true),
+        Some(Command::Zombie { db }) => zombie::run(&db).map(|()| true),
+    };
+    match outcome {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(broken) => {
+            eprintln!("everbus-chaos: {broken}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn campaign(args: &CampaignArgs) -> Result<bool, Broken> {
+    let seed = seed_or_new(args.seed);
+    println!("seed={seed}");
+    let seconds = args.minutes.map(|m| m.saturating_mul(60)).or(args.seconds);
+    let time = Duration::from_secs(seconds.unwrap_or(60));
+    let (until, losses) = match (args.kills, args.power_losses) {
+        (Some(kills), losses) => (Until::Kills(kills), Losses::Count(losses.unwrap_or(0))),
+        (None, Some(losses)) => (Until::Time(time), Losses::Count(losses)),
+        (None, None) => (Until::Time(time * 4 / 5), Losses::Time(time / 5)),
+    };
+    let directory = std::env::temp_dir().join(format!("everbus-chaos-{}", std::process::id()));
+    let io = |error| Broken(format!("{}: {error}", directory.display()));
+    std::fs::create_dir_all(&directory).map_err(io)?;
+    let campaign = Campaign {
+        program: this_program()?,
+        directory: directory.clone(),
+        seed,
+        until,
+    };
+    let mut tally = campaign.run()?;
+    if tally.is_clean() {
+        std::fs::remove_dir_all(&directory).map_err(io)?;
+    }
+    let mut control = true;
+    if !matches!(losses, Losses::Count(0)) && tally.is_clean() && may_lose_power() {
+        let power = Power {
+            program: this_program()?,
+            seed,
+        };
+        tally.add(power.run(losses)?);
+        control = lost_as_it_must(&power.control()?);
+    }
+    Ok(report(&tally, seed) && control)
+}
+
+fn power(losses: u64, normal: bool, seed: u64) -> Result<bool, Broken> {
+    println!("seed={seed}");
+    if !may_lose_power() {
+        return Ok(true);
+    }
+    let power = Power {
+        program: this_program()?,
+        seed,
+    };
+    if normal {
+        return Ok(lost_as_it_must(&power.control()?));
+    }
+    Ok(report(&power.run(Losses::Count(losses))?, seed))
+}
+
+/// Whether the machine allows it; says loudly if not.
+fn may_lose_power() -> bool {
+    match Disk::missing() {
+        None => true,
+        Some(what) => {
+            println!("SKIPPED power loss: {what} is missing");
+            false
+        }
+    }
+}
+
+fn lost_as_it_must(control: &Tally) -> bool {
+    let Tally {
+        outages,
+        events,
+        lost,
+        ..
+    } = control;
+    println!("control: synchronous=NORMAL outages={outages} events={events} lost={lost}");
+    if *lost == 0 {
+        println!("the control lost nothing: the power losses prove nothing on this machine");
+    }
+    *lost > 0
+}
+
+fn report(tally: &Tally, seed: u64) -> bool {
+    for problem in &tally.problems {
+        println!("PROBLEM {problem}");
+    }
+    println!("{} checks, {} orderly ends", tally.checks, tally.orderly);
+    println!("{}", tally.line(seed));
+    tally.is_clean()
+}
+
+fn this_program() -> Result<PathBuf, Broken> {
+    std::env::current_exe().map_err(|error| Broken(format!("where am I? {error}")))
+}
+
+fn seed_or_new(seed: Option<u64>) -> u64 {
+    seed.unwrap_or_else(|| {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        now.map_or(1, |now| now.as_micros() as u64)
+    })
+}

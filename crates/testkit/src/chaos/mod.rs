@@ -1,0 +1,102 @@
+//! The never-lost checker, and campaigns that try to make it find something.
+//!
+//! ```text
+//!  campaign ──spawns, kills, stops──▶ victim ──publishes, handles──▶ file
+//!     ▲                                 │                             │
+//!     │        A id seq, H group id …   │                             │ after the kill
+//!  ledger ◀──────────── pipe ───────────┘        checker ◀── observe ─┘
+//! ```
+//!
+//! The victim is a process of its own: it says on its standard output what was acknowledged to it and
+//! what its handlers finished. The ledger of that lives in the campaign's process, which no kill
+//! touches. The checker compares ledger and file, and knows nothing of engines.
+
+pub mod campaign;
+pub mod checker;
+pub mod content;
+pub mod disk;
+pub mod leases;
+pub mod ledger;
+pub mod observe;
+pub mod power;
+pub mod process;
+pub mod rounds;
+pub mod tally;
+pub mod victim;
+pub mod zombie;
+
+use std::io::Write as _;
+
+/// A group that every victim subscribes.
+#[derive(Clone, Copy, Debug)]
+pub struct Group {
+    /// Its name as stored; empty for the unnamed group.
+    pub name: &'static str,
+    /// Which events it wants.
+    pub pattern: &'static str,
+    /// Its handlers, in the order they run for each event.
+    pub handlers: &'static [&'static str],
+    /// Whether events with the same key are handled one after another.
+    pub ordered: bool,
+}
+
+/// The groups of a victim. All of them are declared before it publishes anything.
+pub const GROUPS: [Group; 3] = [
+    Group {
+        name: "",
+        pattern: "chaos.>",
+        handlers: &["first", "second"],
+        ordered: false,
+    },
+    Group {
+        name: "work",
+        pattern: "chaos.work.*",
+        handlers: &["worker"],
+        ordered: false,
+    },
+    Group {
+        name: "ledger",
+        pattern: "chaos.>",
+        handlers: &["bookkeeper"],
+        ordered: true,
+    },
+];
+
+/// How many deliveries of a group a victim holds at most, and so how many may come again for each
+/// group after a kill.
+pub const PREFETCH: usize = 64;
+
+/// Where a process may be killed by name; see the engine's `failpoint.rs`.
+pub const FAILPOINTS: [&str; 6] = [
+    "before-commit",
+    "after-commit",
+    "after-answer",
+    "after-hand-over",
+    "after-settle",
+    "after-dead-letter",
+];
+
+/// Why a campaign could not go on. What it found wrong is in the tally instead.
+#[derive(Debug)]
+pub struct Broken(pub String);
+
+impl Broken {
+    pub(crate) fn new(what: impl std::fmt::Display) -> Self {
+        Self(what.to_string())
+    }
+
+    pub(crate) fn at<E: std::fmt::Display>(doing: &str) -> impl FnOnce(E) -> Self {
+        move |error| Self(format!("{doing}: {error}"))
+    }
+}
+
+impl std::fmt::Display for Broken {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Tells the person who watches; standard output is kept for the result.
+pub(crate) fn say(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{text}");
+}

@@ -1,0 +1,113 @@
+//! Power loss: a victim works on a disk whose power is cut, and everything acknowledged must be there
+//! when it comes back.
+//!
+//! With `synchronous=NORMAL` the same must lose something: if it does not, the test proves nothing.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use super::checker::Stage;
+use super::disk::Disk;
+use super::rounds::Arena;
+use super::tally::Tally;
+use super::{Broken, campaign, say};
+use crate::model::Random;
+
+/// After so many losses the file is drained and a new one begun.
+const LOSSES_PER_FILE: u64 = 20;
+/// After so many files the file system is made anew.
+const FILES_PER_FORMAT: u64 = 5;
+/// A control that has lost nothing by then will not.
+const CONTROL_LOSSES: u64 = 20;
+
+/// When to stop.
+#[derive(Clone, Copy, Debug)]
+pub enum Losses {
+    /// After so many.
+    Count(u64),
+    /// After this time.
+    Time(Duration),
+}
+
+/// A series of power losses.
+#[derive(Clone, Debug)]
+pub struct Power {
+    /// The program whose subcommand `victim` works on the disk.
+    pub program: PathBuf,
+    /// Decides what it publishes and when the power goes.
+    pub seed: u64,
+}
+
+impl Power {
+    /// Cuts the power again and again, up to the end or to the first problem.
+    pub fn run(&self, losses: Losses) -> Result<Tally, Broken> {
+        let began = Instant::now();
+        let is_over = |outages: u64| match losses {
+            Losses::Count(most) => outages >= most,
+            Losses::Time(time) => began.elapsed() >= time,
+        };
+        let mut disk = Disk::create()?;
+        let mut random = Random::new(self.seed);
+        let mut tally = Tally::default();
+        let mut files = 0;
+        while !is_over(tally.outages) && tally.is_clean() {
+            files += 1;
+            if files % FILES_PER_FORMAT == 0 {
+                disk.replace()?;
+            }
+            let file = disk.path().join(format!("power-{files}.db"));
+            let mut arena = Arena::new(&self.program, file, random.number());
+            while arena.tally.outages < LOSSES_PER_FILE
+                && !is_over(tally.outages + arena.tally.outages)
+                && arena.tally.is_clean()
+            {
+                lose_power(&mut disk, &mut arena, false)?;
+                arena.check(Stage::Interrupted)?;
+            }
+            if arena.tally.is_clean() {
+                arena.drain()?;
+                campaign::remove(arena.file())?;
+            }
+            tally.add(std::mem::take(&mut arena.tally));
+            say(&format!("{tally} after {:?}", began.elapsed()));
+        }
+        Ok(tally)
+    }
+
+    /// The control: without syncs the same procedure must lose something acknowledged. Returns what
+    /// happened; `lost` is 0 if the procedure proves nothing.
+    pub fn control(&self) -> Result<Tally, Broken> {
+        let mut disk = Disk::create()?;
+        let file = disk.path().join("control.db");
+        let mut arena = Arena::new(&self.program, file, self.seed);
+        while arena.tally.outages < CONTROL_LOSSES && arena.tally.lost == 0 {
+            lose_power(&mut disk, &mut arena, true)?;
+            let report = arena.report(Stage::Interrupted)?;
+            arena.tally.lost = report.lost.len() as u64;
+        }
+        Ok(std::mem::take(&mut arena.tally))
+    }
+}
+
+fn lose_power(disk: &mut Disk, arena: &mut Arena, normal: bool) -> Result<(), Broken> {
+    let mut orders = arena.orders();
+    // It must not have said everything it has to say before the power goes.
+    orders.publishes = 10_000;
+    orders.normal = normal;
+    let victim = arena.spawn(&orders, None)?;
+    arena.work(&victim)?;
+    let t0=std::time::Instant::now(); disk.lose_power()?; let t1=std::time::Instant::now();
+    arena.linger();
+    // Its file system is gone: whatever it says of that is expected, and it is of no more use.
+    victim.kill()?;
+    arena.ledger().lock().take_errors();
+    arena.tally.outages += 1;
+    disk.restore_power()?;
+    let o = super::observe::observe(arena.file())?;
+    let l = arena.ledger().lock();
+    let mut v: Vec<_> = l.acked().iter().filter(|(id,_)| !o.events.contains_key(id)).map(|(id,p)| (*p, l.when[id])).collect();
+    v.sort();
+    let late: Vec<_> = l.acked().iter().filter(|(id,_)| l.when[id] > t0).collect();
+    say(&format!("cut took {:?}; late acks {}; lost: {:?}", t1-t0, late.len(), v.iter().map(|(p,w)| (*p, if *w>=t0 {format!("+{:?}", *w-t0)} else {format!("-{:?}", t0-*w)})).collect::<Vec<_>>()));
+    Ok(())
+}

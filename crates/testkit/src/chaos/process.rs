@@ -1,0 +1,248 @@
+//! A victim from outside: started, listened to, stopped, killed.
+
+use std::io::{BufRead as _, BufReader};
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
+
+use super::ledger::Ledger;
+use super::observe::is_being_written;
+use super::victim::Orders;
+use super::Broken;
+
+/// No victim takes longer than this for what it is asked.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+const SIGABRT: i32 = 6;
+
+/// The ledger as the threads that listen share it.
+#[derive(Clone, Debug, Default)]
+pub struct SharedLedger(Arc<Mutex<Ledger>>);
+
+impl SharedLedger {
+    /// The ledger; nobody panics while holding it.
+    pub fn lock(&self) -> MutexGuard<'_, Ledger> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How a victim ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// By our signal.
+    Killed,
+    /// At the failpoint it was armed with.
+    Failpoint,
+    /// In order.
+    Orderly,
+    /// In a way nobody asked for.
+    Unexpected(ExitStatus),
+}
+
+/// A running victim. Dropping it kills it.
+pub struct Victim {
+    child: Child,
+    input: Option<ChildStdin>,
+    listener: Option<JoinHandle<()>>,
+    ready: Receiver<()>,
+    number: u32,
+    file: PathBuf,
+}
+
+impl Victim {
+    /// Starts a victim. Everything it says goes into the ledger under its number.
+    pub fn spawn(
+        program: &Path,
+        orders: &Orders,
+        failpoint: Option<&str>,
+        number: u32,
+        ledger: &SharedLedger,
+    ) -> Result<Self, Broken> {
+        let mut command = Command::new(program);
+        command
+            .arg("victim")
+            .arg("--db")
+            .arg(&orders.db)
+            .args(["--seed", &orders.seed.to_string()])
+            .args(["--publishes", &orders.publishes.to_string()]);
+        if let Some(seed) = orders.repeat {
+            command.args(["--repeat", &seed.to_string()]);
+        }
+        if let Some(lease) = orders.lease_ms {
+            command.args(["--lease-ms", &lease.to_string()]);
+        }
+        if orders.normal {
+            command.arg("--normal");
+        }
+        match failpoint {
+            Some(failpoint) => command.env("EVERBUS_FAILPOINT", failpoint),
+            None => command.env_remove("EVERBUS_FAILPOINT"),
+        };
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(Broken::at("starting a victim"))?;
+        let (tell_ready, ready) = channel();
+        let listener = child.stdout.take().map(|output| {
+            let ledger = ledger.clone();
+            std::thread::spawn(move || listen(output, number, &ledger, &tell_ready))
+        });
+        Ok(Self {
+            input: child.stdin.take(),
+            child,
+            listener,
+            ready,
+            number,
+            file: orders.db.clone(),
+        })
+    }
+
+    /// Its number in the ledger.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Waits until it has subscribed and started, or has ended.
+    pub fn wait_until_ready(&self) -> Result<(), Broken> {
+        match self.ready.recv_timeout(PATIENCE) {
+            Ok(()) | Err(RecvTimeoutError::Disconnected) => Ok(()),
+            Err(RecvTimeoutError::Timeout) => {
+                Err(Broken::new(format!("victim {} does not start", self.number)))
+            }
+        }
+    }
+
+    /// Whether it is still there.
+    pub fn is_running(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// Waits until it ends by itself, for so long at most; whether it did.
+    pub fn ends_within(&mut self, time: Duration) -> bool {
+        let until = Instant::now() + time;
+        while self.is_running() {
+            if Instant::now() >= until {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        true
+    }
+
+    /// Stops it between two transactions: one that is stopped inside one would hold the file and
+    /// everybody else would wait for it.
+    pub fn stop_between_transactions(&mut self) -> Result<bool, Broken> {
+        for _ in 0..200 {
+            self.stop()?;
+            if !is_being_written(&self.file)? {
+                return Ok(true);
+            }
+            self.go_on()?;
+            if self.ends_within(Duration::from_micros(700)) {
+                return Ok(false);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Stops it where it is.
+    pub fn stop(&mut self) -> Result<(), Broken> {
+        stop(self.child.id())
+    }
+
+    /// Lets it go on.
+    pub fn go_on(&mut self) -> Result<(), Broken> {
+        signal(self.child.id(), Signal::CONT)
+    }
+
+    /// Kills it and takes in the last of what it said.
+    pub fn kill(mut self) -> Result<End, Broken> {
+        self.child.kill().map_err(Broken::at("killing a victim"))?;
+        self.finish()
+    }
+
+    /// Asks it to end in order, and waits until it has.
+    pub fn end_in_order(mut self) -> Result<End, Broken> {
+        drop(self.input.take());
+        if !self.ends_within(PATIENCE) {
+            return Err(Broken::new(format!(
+                "victim {} does not shut down",
+                self.number
+            )));
+        }
+        self.finish()
+    }
+
+    fn finish(&mut self) -> Result<End, Broken> {
+        let status = self
+            .child
+            .wait()
+            .map_err(Broken::at("waiting for a victim"))?;
+        if let Some(listener) = self.listener.take() {
+            let _ = listener.join();
+        }
+        Ok(match status.signal() {
+            Some(SIGABRT) => End::Failpoint,
+            Some(_) => End::Killed,
+            None if status.success() => End::Orderly,
+            None => End::Unexpected(status),
+        })
+    }
+}
+
+impl Drop for Victim {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.finish();
+    }
+}
+
+/// Stops a child and waits until all of it has stopped, or it is gone.
+pub fn stop(child: u32) -> Result<(), Broken> {
+    signal(child, Signal::STOP)?;
+    // Not waited for as ended: that is for whoever owns the child.
+    let options = WaitIdOptions::STOPPED | WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+    waitid(WaitId::Pid(pid(child)?), options)
+        .map(drop)
+        .map_err(Broken::at("waiting for a process to stop"))
+}
+
+/// Sends a signal to a child; one that has ended does not mind.
+pub fn signal(child: u32, signal: Signal) -> Result<(), Broken> {
+    match kill_process(pid(child)?, signal) {
+        Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+        Err(error) => Err(Broken(format!("sending a signal: {error}"))),
+    }
+}
+
+fn pid(child: u32) -> Result<Pid, Broken> {
+    i32::try_from(child)
+        .ok()
+        .and_then(Pid::from_raw)
+        .ok_or_else(|| Broken::new("a process without a number"))
+}
+
+/// Reads lines until the pipe ends. What follows the last line's end was cut off and does not count.
+fn listen(output: ChildStdout, number: u32, ledger: &SharedLedger, ready: &Sender<()>) {
+    let mut output = BufReader::new(output);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match output.read_until(b'\n', &mut line) {
+            Ok(length) if length > 0 && line.ends_with(b"\n") => {}
+            _ => return,
+        }
+        let text = String::from_utf8_lossy(&line[..line.len() - 1]);
+        if text == "READY" {
+            let _ = ready.send(());
+        } else {
+            ledger.lock().hear(number, &text);
+        }
+    }
+}

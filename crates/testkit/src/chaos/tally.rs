@@ -1,0 +1,100 @@
+//! What a campaign did and found, as one line.
+
+use std::fmt;
+
+use super::checker::Report;
+
+/// The figures of a campaign.
+#[derive(Clone, Debug, Default)]
+pub struct Tally {
+    /// Processes killed at a random moment.
+    pub kills: u64,
+    /// Processes that died at a named place.
+    pub failpoint_kills: u64,
+    /// Processes stopped past their leases, and continued.
+    pub stops: u64,
+    /// Power losses.
+    pub outages: u64,
+    /// Processes that ended in order.
+    pub orderly: u64,
+    /// Events whose publish was acknowledged.
+    pub events: u64,
+    /// Acknowledged events that were lost.
+    pub lost: u64,
+    /// How often a group finished an event that it had finished before.
+    pub duplicates: u64,
+    /// How often the checker compared a file with what was said.
+    pub checks: u64,
+    /// What it found wrong, the first of each file.
+    pub problems: Vec<String>,
+}
+
+/// More than this of one check are not worth reading.
+const SHOWN: usize = 20;
+
+impl Tally {
+    /// All kills, those at named places included.
+    pub fn all_kills(&self) -> u64 {
+        self.kills + self.failpoint_kills
+    }
+
+    /// How often a process was torn out of its work.
+    pub fn interruptions(&self) -> u64 {
+        self.all_kills() + self.stops + self.outages
+    }
+
+    /// Whether nothing was lost and nothing else was wrong.
+    pub fn is_clean(&self) -> bool {
+        self.lost == 0 && self.problems.is_empty()
+    }
+
+    /// Takes in what a check found. What was handled twice is not added up: it is counted from the
+    /// beginning of the file each time.
+    pub(crate) fn take(&mut self, report: Report) {
+        self.checks += 1;
+        self.lost += report.lost.len() as u64;
+        self.duplicates = report.duplicates;
+        let found = report.lost.len() + report.faults.len();
+        let lost = report.lost.into_iter().map(|what| format!("LOST {what}"));
+        let all = lost.chain(report.faults);
+        self.problems.extend(all.take(SHOWN));
+        if found > SHOWN {
+            self.problems.push(format!("and {} more", found - SHOWN));
+        }
+    }
+
+    /// Adds the figures of another part of the campaign.
+    pub fn add(&mut self, other: Tally) {
+        self.kills += other.kills;
+        self.failpoint_kills += other.failpoint_kills;
+        self.stops += other.stops;
+        self.outages += other.outages;
+        self.orderly += other.orderly;
+        self.events += other.events;
+        self.lost += other.lost;
+        self.duplicates += other.duplicates;
+        self.checks += other.checks;
+        self.problems.extend(other.problems);
+    }
+
+    /// The line that ends a campaign.
+    pub fn line(&self, seed: u64) -> String {
+        format!("chaos: {self} seed={seed}")
+    }
+}
+
+impl fmt::Display for Tally {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "kills={} failpoint_kills={} stops={} outages={} events={} lost={} duplicates={}",
+            self.kills,
+            self.failpoint_kills,
+            self.stops,
+            self.outages,
+            self.events,
+            self.lost,
+            self.duplicates
+        )
+    }
+}

@@ -1,0 +1,210 @@
+//! The process that is killed: it publishes, handles, and says on its standard output what was
+//! acknowledged to it and what its handlers finished.
+//!
+//! `A id position` is written after the publish returned; `H group handler id position attempt` before
+//! the handler returns. Standard input closing asks it to end in order.
+
+use std::io::{Read as _, Write as _};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use everbus::{Bus, Durable, HandlerError, HandlerResult, Message, Receipt, RetryPolicy};
+use everbus_core::{Code, Error, EventId};
+use tokio::sync::oneshot;
+
+use super::content::{Act, Content, Ids};
+use super::leases::ShortLeases;
+use super::{Broken, GROUPS, PREFETCH};
+use crate::model::Random;
+
+/// A handler that takes longer has failed.
+const TIMEOUT: Duration = Duration::from_millis(50);
+/// Tasks that publish.
+const TASKS: u64 = 3;
+/// Ids of an earlier victim that are published again: it may have died before it had its answer.
+const REPEATED: usize = 6;
+
+/// What a victim is to do.
+#[derive(Clone, Debug)]
+pub struct Orders {
+    /// The file.
+    pub db: PathBuf,
+    /// Which ids it publishes, and how.
+    pub seed: u64,
+    /// How many publishes each of its tasks makes; 0 for a process that only handles.
+    pub publishes: u64,
+    /// The seed of an earlier victim, some of whose ids are published again.
+    pub repeat: Option<u64>,
+    /// Leases end after this many milliseconds instead of what the bus chooses.
+    pub lease_ms: Option<u64>,
+    /// Commits are not synced: acknowledged events may be lost with the power.
+    pub normal: bool,
+}
+
+/// Works until standard input is closed, then ends in order. Usually it is killed before that.
+pub fn run(orders: Orders) -> Result<(), Broken> {
+    quiet_expected_panics();
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_time()
+        .build()
+        .map_err(Broken::at("starting a runtime"))?
+        .block_on(live(orders))
+        .map_err(|error| Broken(format!("{error:?}")))
+}
+
+async fn live(orders: Orders) -> Result<(), Error> {
+    let bus = open(&orders).await?;
+    for group in 0..GROUPS.len() {
+        subscribe(&bus, group).await?;
+    }
+    bus.start().await?;
+    tell("READY\n");
+    let ended = end_of_input();
+    if orders.publishes > 0 {
+        for task in 0..TASKS {
+            tokio::spawn(publish(bus.clone(), orders.clone(), task));
+        }
+    }
+    let _ = ended.await;
+    bus.shutdown_within(Duration::from_secs(5)).await.map(drop)
+}
+
+async fn open(orders: &Orders) -> Result<Bus, Error> {
+    let policy = RetryPolicy::new()
+        .base_delay(Duration::from_millis(5))
+        .max_delay(Duration::from_millis(50));
+    let builder = Bus::builder()
+        .retry(policy)
+        .timeout(TIMEOUT)
+        .prefetch(PREFETCH)
+        .durability(if orders.normal { Durable::Normal } else { Durable::Full });
+    let url = format!("sqlite:{}", orders.db.display());
+    let Some(lease) = orders.lease_ms else {
+        return builder.open(url).await;
+    };
+    // The bus makes its leases long; to outlive one in a test they must be short.
+    let mut engine = everbus_sqlite::open(&orders.db, everbus_sqlite::Options::default())?;
+    engine.broker = ShortLeases::wrap(engine.broker, Duration::from_millis(lease));
+    builder.with_engine(engine)
+}
+
+async fn subscribe(bus: &Bus, group: usize) -> Result<(), Error> {
+    let described = &GROUPS[group];
+    for (handler, name) in described.handlers.iter().enumerate() {
+        let mut subscription = bus.subscribe(described.pattern).name(*name).concurrency(8);
+        if !described.name.is_empty() {
+            subscription = subscription.group(described.name);
+        }
+        if described.ordered {
+            subscription = subscription.ordered();
+        }
+        subscription
+            .handler(move |message| handle(message, group, handler))
+            .await?;
+    }
+    Ok(())
+}
+
+async fn handle(message: Message, group: usize, handler: usize) -> HandlerResult {
+    let (id, attempt) = (message.id(), message.attempt());
+    let content = Content::of(id);
+    if message.payload().as_ref() != content.payload {
+        return Err(HandlerError::permanent("this is not what was published"));
+    }
+    match content.act(group, handler, attempt) {
+        Act::Finish => {}
+        Act::Nap(ms) => tokio::time::sleep(Duration::from_millis(ms)).await,
+        Act::Fail => return Err(HandlerError::new(format!("attempt {attempt} fails"))),
+        Act::GiveUp => return Err(HandlerError::permanent("no retry can mend this")),
+        Act::Panic => panic!("{EXPECTED} at attempt {attempt}"),
+        Act::Oversleep => tokio::time::sleep(TIMEOUT * 100).await,
+        Act::Skip => return Err(HandlerError::skip("not for this group")),
+    }
+    let position = message.seq();
+    tell(&format!("H {group} {handler} {id} {position} {attempt}\n"));
+    Ok(())
+}
+
+async fn publish(bus: Bus, orders: Orders, task: u64) {
+    let mut random = Random::new(orders.seed.wrapping_mul(31).wrapping_add(task));
+    let mut ids = Ids::new(seed_of(orders.seed, task));
+    let mut known: Vec<EventId> = match orders.repeat {
+        Some(seed) => Ids::new(seed_of(seed, task)).take(REPEATED).collect(),
+        None => Vec::new(),
+    };
+    for _ in 0..orders.publishes {
+        let batch: Vec<EventId> = match random.below(10) {
+            0 if !known.is_empty() => vec![known[random.below(known.len())]],
+            1..=2 => ids.by_ref().take(2 + random.below(15)).collect(),
+            _ => ids.by_ref().take(1).collect(),
+        };
+        if !publish_one(&bus, &batch).await {
+            return;
+        }
+        known.extend(batch);
+        if random.one_in(2) {
+            tokio::time::sleep(Duration::from_micros(random.number() % 6000)).await;
+        }
+    }
+}
+
+/// The seed of one task's ids.
+fn seed_of(victim: u64, task: u64) -> u64 {
+    victim.wrapping_add(task.wrapping_mul(0x9e37_79b9))
+}
+
+/// Publishes and tells what was acknowledged; whether to go on.
+async fn publish_one(bus: &Bus, batch: &[EventId]) -> bool {
+    let events = batch.iter().map(|id| Content::of(*id).event());
+    let published: Result<Vec<Receipt>, Error> = match batch {
+        [id] => bus.publish(Content::of(*id).event()).await.map(|r| vec![r]),
+        _ => bus.publish_batch(events).await,
+    };
+    match published {
+        Ok(receipts) => {
+            let lines: String = receipts
+                .iter()
+                .map(|receipt| format!("A {} {}\n", receipt.id(), receipt.seq()))
+                .collect();
+            tell(&lines);
+            true
+        }
+        Err(error) if error.code() == Code::Shutdown => false,
+        Err(error) => {
+            tell(&format!("E {error}\n"));
+            error.code() == Code::Busy
+        }
+    }
+}
+
+/// Writes whole lines at once and waits until they are in the pipe, where a kill cannot reach them.
+fn tell(lines: &str) {
+    let mut out = std::io::stdout().lock();
+    // Nobody to tell means that the campaign is gone; standard input says so too.
+    let _ = out.write_all(lines.as_bytes()).and_then(|()| out.flush());
+}
+
+fn end_of_input() -> oneshot::Receiver<()> {
+    let (ended, wait) = oneshot::channel();
+    std::thread::spawn(move || {
+        let _ = std::io::stdin().read_to_end(&mut Vec::new());
+        let _ = ended.send(());
+    });
+    wait
+}
+
+const EXPECTED: &str = "a panic as ordered";
+
+/// Handlers panic on purpose; anything else is still printed.
+fn quiet_expected_panics() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        let expected = info
+            .payload_as_str()
+            .is_some_and(|text| text.starts_with(EXPECTED));
+        if !expected {
+            usual(info);
+        }
+    }));
+}
