@@ -58,7 +58,7 @@ impl Records {
 
     /// How many events are kept after a position.
     pub(crate) fn count_after(&self, position: u64) -> u64 {
-        if position + 1 <= self.first {
+        if position < self.first {
             return self.kept;
         }
         if self.kept == self.slots.len() as u64 {

@@ -22,8 +22,14 @@ pub(crate) struct Appender<'c> {
 
 impl<'c> Appender<'c> {
     pub(crate) fn new(conn: &'c Connection, state: &State, now: Timestamp) -> Result<Self> {
-        let insert = conn.prepare_cached(INSERT).map_err(|e| from_sqlite("publishing", e))?;
-        Ok(Self { conn, insert, received_at: micros(now).max(state.last_received) })
+        let insert = conn
+            .prepare_cached(INSERT)
+            .map_err(|e| from_sqlite("publishing", e))?;
+        Ok(Self {
+            conn,
+            insert,
+            received_at: micros(now).max(state.last_received),
+        })
     }
 
     /// Appends a batch as a whole or not at all.
@@ -49,7 +55,10 @@ impl<'c> Appender<'c> {
         let attrs = match event.attributes() {
             None => None,
             Some(attributes) => Some(serde_json::to_string(attributes).map_err(|e| {
-                Error::new(Code::InvalidAttribute, format!("the attributes cannot be stored: {e}"))
+                Error::new(
+                    Code::InvalidAttribute,
+                    format!("the attributes cannot be stored: {e}"),
+                )
             })?),
         };
         let position = state.head + 1;
@@ -73,25 +82,48 @@ impl<'c> Appender<'c> {
         state.head = position;
         state.last_received = self.received_at;
         let received_at = Timestamp::from_micros(self.received_at);
-        let answer = Appended { id: event.id(), position, received_at, duplicate: false };
-        state.appended.push((type_id, Arc::new(Recorded { event, position, received_at })));
+        let answer = Appended {
+            id: event.id(),
+            position,
+            received_at,
+            duplicate: false,
+        };
+        state.appended.push((
+            type_id,
+            Arc::new(Recorded {
+                event,
+                position,
+                received_at,
+            }),
+        ));
         Ok(answer)
     }
 
     /// The id is taken: by the same event, or by another one.
     fn repeated(&mut self, state: &mut State, event: &Event, tenant: i64) -> Result<Appended> {
         let doing = |e| from_sqlite("looking for an earlier publish", e);
-        let sql = format!("SELECT {} FROM log WHERE id = ?1 AND tenant = ?2", crate::rows::RECORD);
+        let sql = format!(
+            "SELECT {} FROM log WHERE id = ?1 AND tenant = ?2",
+            crate::rows::RECORD
+        );
         let mut statement = self.conn.prepare_cached(&sql).map_err(doing)?;
-        let mut rows = statement.query(params![event.id().as_bytes(), tenant]).map_err(doing)?;
+        let mut rows = statement
+            .query(params![event.id().as_bytes(), tenant])
+            .map_err(doing)?;
         let row = rows.next().map_err(doing)?.ok_or_else(|| {
-            Error::new(Code::Internal, "an event could not be stored, yet its id is free")
+            Error::new(
+                Code::Internal,
+                "an event could not be stored, yet its id is free",
+            )
         })?;
         let first = read_record(self.conn, row, &mut state.type_names)?;
         if !first.event.same_body(event) {
             return Err(Error::new(
                 Code::IdReused,
-                format!("event {} was published before with another body", event.display_id()),
+                format!(
+                    "event {} was published before with another body",
+                    event.display_id()
+                ),
             )
             .hint("use a new id for a new event; repeat a publish with the same content"));
         }
@@ -123,7 +155,9 @@ pub(crate) fn position_before(conn: &Connection, at: Timestamp) -> Result<u64> {
             Ok(r.get::<_, Option<i64>>(0)?.zip(r.get::<_, Option<i64>>(1)?))
         })
         .map_err(doing)?;
-    let Some((mut low, mut high)) = ends else { return Ok(0) };
+    let Some((mut low, mut high)) = ends else {
+        return Ok(0);
+    };
     // Times never fall as positions rise, so halving the range finds the place.
     let mut statement = conn
         .prepare_cached("SELECT seq, received_at FROM log WHERE seq >= ?1 ORDER BY seq LIMIT 1")

@@ -61,8 +61,12 @@ impl Writer {
                 .filter(|(_, s)| s.group == group_id && s.room() > 0)
                 .min_by_key(|(_, s)| s.in_flight)
                 .map(|(id, s)| (*id, s.room(), s.room_in_bytes()));
-            let Some((session, room, room_in_bytes)) = session else { continue };
-            let Some(group) = self.state.groups.get_mut(&group_id) else { continue };
+            let Some((session, room, room_in_bytes)) = session else {
+                continue;
+            };
+            let Some(group) = self.state.groups.get_mut(&group_id) else {
+                continue;
+            };
             let mut wanted = Vec::with_capacity(self.state.appended.len().min(room));
             let (mut searched, mut bytes) = (first - 1, 0);
             for (type_id, record) in &self.state.appended {
@@ -87,7 +91,9 @@ impl Writer {
         searched: u64,
         wanted: Vec<Typed>,
     ) -> Result<()> {
-        let Some(session) = self.sessions.get_mut(&session_id) else { return Ok(()) };
+        let Some(session) = self.sessions.get_mut(&session_id) else {
+            return Ok(());
+        };
         let group_id = session.group;
         let group = self.state.group_mut(group_id)?;
         group.cursor = searched;
@@ -107,7 +113,9 @@ impl Writer {
         if self.state.group_mut(group_id)?.ordered {
             return self.queue_by_key(group_id, &handled);
         }
-        let (Some(first), Some(last)) = (handled.first(), handled.last()) else { return Ok(()) };
+        let (Some(first), Some(last)) = (handled.first(), handled.last()) else {
+            return Ok(());
+        };
         let (lo, hi) = (first.1.position, last.1.position);
         // A bitmap over a few events far apart would be larger than a row for each.
         let span = hi - lo + 1;
@@ -143,7 +151,15 @@ impl Writer {
                  VALUES (?1, ?2, ?3, ?4, ?5, ?6, 1, ?7)",
             )
             .and_then(|mut s| {
-                s.insert(params![group, to_sql(lo), to_sql(hi), self.state.owner, token, until, done])
+                s.insert(params![
+                    group,
+                    to_sql(lo),
+                    to_sql(hi),
+                    self.state.owner,
+                    token,
+                    until,
+                    done
+                ])
             })
             .map_err(|e| from_sqlite("claiming", e))?;
         let slot = claim_slot(id);
@@ -152,7 +168,12 @@ impl Writer {
         let deliveries: Vec<Delivery> = events
             .into_iter()
             .map(|(_, record)| Delivery {
-                lease: Lease { position: record.position, slot, token: token as u64, handle: None },
+                lease: Lease {
+                    position: record.position,
+                    slot,
+                    token: token as u64,
+                    handle: None,
+                },
                 record,
                 attempt: 1,
                 failures: Vec::new(),
@@ -162,7 +183,17 @@ impl Writer {
             session.took(deliveries.len(), bytes_each * deliveries.len() as u64);
         }
         let extended = HashMap::new();
-        let claim = Claim { group, session, lo, hi, token, until, extended, progress, bytes_each };
+        let claim = Claim {
+            group,
+            session,
+            lo,
+            hi,
+            token,
+            until,
+            extended,
+            progress,
+            bytes_each,
+        };
         self.state.claims.insert(id, claim);
         self.outgoing.push((session, deliveries));
         Ok(())
@@ -201,7 +232,14 @@ impl Writer {
                 ])
                 .map_err(|e| from_sqlite("claiming", e))?;
             let bytes = size(&record);
-            let held = Held { session, token, until, suspect: false, alone: false, bytes };
+            let held = Held {
+                session,
+                token,
+                until,
+                suspect: false,
+                alone: false,
+                bytes,
+            };
             self.state.held.insert((group, position), held);
             if let Some(session) = self.sessions.get_mut(&session) {
                 session.took(1, bytes);
@@ -246,7 +284,11 @@ impl Writer {
     /// Puts an event into a row of its own, without an attempt.
     pub(crate) fn park(&mut self, group: i64, event: &Typed, state: i64, due: i64) -> Result<()> {
         let ordered = self.state.group_mut(group)?.ordered;
-        let key = if ordered { event.1.event.ordering_key() } else { None };
+        let key = if ordered {
+            event.1.event.ordering_key()
+        } else {
+            None
+        };
         self.conn
             .prepare_cached(
                 "INSERT OR IGNORE INTO deliveries
@@ -255,7 +297,15 @@ impl Writer {
             )
             .and_then(|mut s| {
                 let now = micros(self.clock.now());
-                s.execute(params![group, to_sql(event.1.position), state, due, event.0, key, now])
+                s.execute(params![
+                    group,
+                    to_sql(event.1.position),
+                    state,
+                    due,
+                    event.0,
+                    key,
+                    now
+                ])
             })
             .map_err(|e| from_sqlite("setting an event aside", e))?;
         if state != BEHIND_KEY {
@@ -278,7 +328,9 @@ impl Writer {
         touched.sort_unstable();
         touched.dedup();
         for id in &touched {
-            let Some(claim) = self.state.claims.get(id) else { continue };
+            let Some(claim) = self.state.claims.get(id) else {
+                continue;
+            };
             if claim.progress.is_complete(claim.hi) {
                 self.conn
                     .prepare_cached("DELETE FROM claims WHERE id = ?1 AND token = ?2")

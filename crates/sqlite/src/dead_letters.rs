@@ -18,7 +18,8 @@ use crate::writer::Writer;
 /// At most this many rows are changed in one transaction, so that others get their turn.
 const STEP: usize = 500;
 
-const COLUMNS: &str = "d.attempts, d.failures, d.handler, d.first_seen_at, d.died_at, d.retried_at, g.name";
+const COLUMNS: &str =
+    "d.attempts, d.failures, d.handler, d.first_seen_at, d.died_at, d.retried_at, g.name";
 
 impl DeadLetters for SqliteEngine {
     fn list(
@@ -36,9 +37,7 @@ impl DeadLetters for SqliteEngine {
                 "SELECT {RECORD}, {COLUMNS} FROM dead_letters d
                    JOIN log ON log.seq = d.seq JOIN groups g ON g.id = d.group_id
                  WHERE {} ORDER BY d.seq DESC, g.name LIMIT {} OFFSET {}",
-                condition.sql,
-                page.limit,
-                page.offset
+                condition.sql, page.limit, page.offset
             );
             let items = read(reader, &sql, condition.values)?;
             let full = items.len() == page.limit;
@@ -50,8 +49,15 @@ impl DeadLetters for SqliteEngine {
     fn count(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>> {
         self.handle.query(move |reader| {
             let condition = Condition::open(&reader.conn, &filter)?;
-            let join = if filter.id.is_some() { "JOIN log ON log.seq = d.seq" } else { "" };
-            let sql = format!("SELECT count(*) FROM dead_letters d {join} WHERE {}", condition.sql);
+            let join = if filter.id.is_some() {
+                "JOIN log ON log.seq = d.seq"
+            } else {
+                ""
+            };
+            let sql = format!(
+                "SELECT count(*) FROM dead_letters d {join} WHERE {}",
+                condition.sql
+            );
             reader
                 .conn
                 .query_row(&sql, params_from_iter(condition.values), |r| r.get(0))
@@ -76,7 +82,10 @@ impl DeadLetters for SqliteEngine {
             let mut total = 0;
             loop {
                 let filter = filter.clone();
-                let done = self.handle.job(move |writer| writer.retry_some(&filter)).await?;
+                let done = self
+                    .handle
+                    .job(move |writer| writer.retry_some(&filter))
+                    .await?;
                 total += done as u64;
                 if done < STEP {
                     return Ok(total);
@@ -95,8 +104,10 @@ impl DeadLetters for SqliteEngine {
             let mut total = 0;
             loop {
                 let filter = filter.clone();
-                let done =
-                    self.handle.job(move |writer| writer.purge_some(cutoff, basis, &filter)).await?;
+                let done = self
+                    .handle
+                    .job(move |writer| writer.purge_some(cutoff, basis, &filter))
+                    .await?;
                 total += done as u64;
                 if done < STEP {
                     return Ok(total);
@@ -115,8 +126,17 @@ struct Condition {
 impl Condition {
     /// The open dead letters that a filter lets through.
     fn open(conn: &Connection, filter: &DeadLetterFilter) -> Result<Self> {
-        let DeadLetterFilter { pattern, group, id, since, until } = filter;
-        let mut condition = Self { sql: "d.retried_at IS NULL".into(), values: Vec::new() };
+        let DeadLetterFilter {
+            pattern,
+            group,
+            id,
+            since,
+            until,
+        } = filter;
+        let mut condition = Self {
+            sql: "d.retried_at IS NULL".into(),
+            values: Vec::new(),
+        };
         if let Some(pattern) = pattern {
             let doing = |e| from_sqlite("reading the types", e);
             let names: Vec<(i64, String)> = conn

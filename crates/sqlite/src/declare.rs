@@ -34,14 +34,21 @@ impl Writer {
             }
             None => self.create_group(spec)?,
         };
-        let result = spec.subscriptions.iter().map(|s| self.subscribe(group, &spec.name, s)).collect();
+        let result = spec
+            .subscriptions
+            .iter()
+            .map(|s| self.subscribe(group, &spec.name, s))
+            .collect();
         self.state.refresh_groups(&self.conn)?;
         result
     }
 
     fn create_group(&mut self, spec: &GroupSpec) -> Result<i64> {
-        let patterns: Vec<Pattern> =
-            spec.subscriptions.iter().map(|s| s.pattern.clone()).collect();
+        let patterns: Vec<Pattern> = spec
+            .subscriptions
+            .iter()
+            .map(|s| s.pattern.clone())
+            .collect();
         let cursor = resolve(&self.conn, self.state.head, spec.start_from, &patterns)?;
         let now = micros(self.clock.now());
         self.conn
@@ -158,12 +165,20 @@ impl Writer {
             Error::new(Code::GroupNotFound, format!("there is no group {name}"))
                 .hint("list the groups with `everbus groups`")
         })?;
-        for table in ["subscriptions", "claims", "deliveries", "dead_letters", "skips"] {
+        for table in [
+            "subscriptions",
+            "claims",
+            "deliveries",
+            "dead_letters",
+            "skips",
+        ] {
             self.conn
                 .execute(&format!("DELETE FROM {table} WHERE group_id = ?1"), [id])
                 .map_err(doing)?;
         }
-        self.conn.execute("DELETE FROM groups WHERE id = ?1", [id]).map_err(doing)?;
+        self.conn
+            .execute("DELETE FROM groups WHERE id = ?1", [id])
+            .map_err(doing)?;
         self.state.claims.retain(|_, claim| claim.group != id);
         self.state.held.retain(|(group, _), _| *group != id);
         let gone = Error::new(Code::GroupNotFound, format!("group {name} was removed"));

@@ -6,6 +6,7 @@ use rusqlite::{OptionalExtension, params};
 use crate::claims::{delivery_slot, new_token, size};
 use crate::errors::from_sqlite;
 use crate::rows::{read_failures, record_at, seq_from, to_sql, write_failures};
+use crate::session::Session;
 use crate::state::{CRASHES_BEFORE_ISOLATION, Held, UNHANDLED, micros, next_due, next_suspect};
 use crate::writer::Writer;
 
@@ -29,7 +30,9 @@ impl Writer {
     /// Whether some session could take a row now.
     pub(crate) fn deliveries_to_take(&self, now: i64) -> bool {
         self.sessions.values().any(|session| {
-            let Some(group) = self.state.groups.get(&session.group) else { return false };
+            let Some(group) = self.state.groups.get(&session.group) else {
+                return false;
+            };
             session.room() > 0
                 && (group.next_due.is_some_and(|due| due <= now)
                     || session.look_for_unhandled
@@ -45,12 +48,16 @@ impl Writer {
         }
         let ids: Vec<u64> = self.sessions.keys().copied().collect();
         for id in ids {
-            let Some(session) = self.sessions.get(&id) else { continue };
+            let Some(session) = self.sessions.get(&id) else {
+                continue;
+            };
             let (group, room) = (session.group, session.room());
             if room == 0 {
                 continue;
             }
-            let Some(known) = self.state.groups.get(&group) else { continue };
+            let Some(known) = self.state.groups.get(&group) else {
+                continue;
+            };
             let is_due = |at: Option<i64>| at.is_some_and(|at| at <= now);
             let (suspect, due) = (is_due(known.next_suspect), is_due(known.next_due));
             if suspect {
@@ -75,7 +82,11 @@ impl Writer {
     }
 
     fn take_due(&mut self, session: u64, group: i64, now: i64) -> Result<()> {
-        let room = self.sessions.get(&session).map_or(0, |s| s.room()).min(BATCH);
+        let room = self
+            .sessions
+            .get(&session)
+            .map_or(0, Session::room)
+            .min(BATCH);
         let ready = self.ready(
             "SELECT seq, type, attempt, failures FROM deliveries
              WHERE group_id = ?1 AND state = 0 AND suspect = 0 AND due <= ?2
@@ -86,14 +97,18 @@ impl Writer {
         )?;
         let mut deliveries = Vec::with_capacity(ready.len());
         for row in ready {
-            if self.sessions.get(&session).is_none_or(|s| s.room_in_bytes() == 0) {
+            if self
+                .sessions
+                .get(&session)
+                .is_none_or(|s| s.room_in_bytes() == 0)
+            {
                 break;
             }
             if self.stands_behind(group, row.seq)? {
                 continue;
             }
             if self.session_handles(session, row.type_id)? {
-                deliveries.push(self.lease_row(session, group, row, now, false, false)?);
+                deliveries.push(self.lease_row(session, group, &row, now, false, false)?);
             } else {
                 self.set_unhandled(session, group, row.seq, now)?;
             }
@@ -104,7 +119,7 @@ impl Writer {
 
     /// Looks through what no process had a handler for: this one may have one now.
     fn take_unhandled(&mut self, session: u64, group: i64, now: i64) -> Result<()> {
-        let room = self.sessions.get(&session).map_or(0, |s| s.room());
+        let room = self.sessions.get(&session).map_or(0, Session::room);
         let ready = self.ready(
             "SELECT seq, type, attempt, failures FROM deliveries
              WHERE group_id = ?1 AND state = 3 AND due > ?2 ORDER BY due, seq LIMIT ?3",
@@ -122,7 +137,7 @@ impl Writer {
                 complete = false;
                 break;
             }
-            deliveries.push(self.lease_row(session, group, row, now, false, false)?);
+            deliveries.push(self.lease_row(session, group, &row, now, false, false)?);
         }
         if let Some(session) = self.sessions.get_mut(&session) {
             session.look_for_unhandled = !complete;
@@ -174,7 +189,10 @@ impl Writer {
 
     fn session_handles(&mut self, session: u64, type_id: i64) -> Result<bool> {
         let name = self.state.type_names.get(&self.conn, type_id)?;
-        Ok(self.sessions.get_mut(&session).is_some_and(|s| s.handles(type_id, &name)))
+        Ok(self
+            .sessions
+            .get_mut(&session)
+            .is_some_and(|s| s.handles(type_id, &name)))
     }
 
     /// In an ordered group, an event waits while an earlier one of its key is there or any of its key
@@ -196,7 +214,11 @@ impl Writer {
     }
 
     fn set_unhandled(&mut self, session: u64, group: i64, seq: u64, now: i64) -> Result<()> {
-        let patience = self.sessions.get(&session).map(|s| s.no_handler_after).unwrap_or_default();
+        let patience = self
+            .sessions
+            .get(&session)
+            .map(|s| s.no_handler_after)
+            .unwrap_or_default();
         let due = micros(self.clock.now().plus(patience));
         self.conn
             .prepare_cached(
@@ -213,12 +235,16 @@ impl Writer {
         &mut self,
         session: u64,
         group: i64,
-        row: Ready,
+        row: &Ready,
         now: i64,
         suspect: bool,
         alone: bool,
     ) -> Result<Delivery> {
-        let lease = self.sessions.get(&session).map(|s| s.lease).unwrap_or_default();
+        let lease = self
+            .sessions
+            .get(&session)
+            .map(|s| s.lease)
+            .unwrap_or_default();
         let (token, attempt) = (new_token(), row.attempt + 1);
         let until = micros(self.clock.now().plus(lease));
         self.conn
@@ -240,11 +266,22 @@ impl Writer {
                 ])
             })
             .map_err(|e| from_sqlite("claiming", e))?;
-        let record = record_at(&self.conn, row.seq, &mut self.state.type_names)?.ok_or_else(|| {
-            Error::new(Code::Corrupt, format!("event {} is owed but not in the log", row.seq))
-        })?;
+        let record =
+            record_at(&self.conn, row.seq, &mut self.state.type_names)?.ok_or_else(|| {
+                Error::new(
+                    Code::Corrupt,
+                    format!("event {} is owed but not in the log", row.seq),
+                )
+            })?;
         let bytes = size(&record);
-        let held = Held { session, token, until, suspect, alone, bytes };
+        let held = Held {
+            session,
+            token,
+            until,
+            suspect,
+            alone,
+            bytes,
+        };
         self.state.held.insert((group, row.seq), held);
         if let Some(session) = self.sessions.get_mut(&session) {
             session.took(1, bytes);
@@ -269,7 +306,11 @@ impl Writer {
     }
 
     fn may_take_suspect(&self, group: i64) -> bool {
-        let running = self.state.held.iter().any(|((g, _), held)| *g == group && held.suspect);
+        let running = self
+            .state
+            .held
+            .iter()
+            .any(|((g, _), held)| *g == group && held.suspect);
         !running && (self.isolating.is_none() || self.state.in_flight() == 0)
     }
 
@@ -294,7 +335,9 @@ impl Writer {
                 self.suspect("AND due <= ?2 ORDER BY due, seq LIMIT 1", group, now)?
             }
         };
-        let Some((row, crashes)) = next else { return self.look_for_suspects(group) };
+        let Some((row, crashes)) = next else {
+            return self.look_for_suspects(group);
+        };
         let key = (group, row.seq);
         let alone = crashes >= CRASHES_BEFORE_ISOLATION;
         if alone {
@@ -313,7 +356,7 @@ impl Writer {
             self.set_unhandled(session, group, row.seq, now)?;
             return self.look_for_suspects(group);
         }
-        let delivery = self.lease_row(session, group, row, now, true, alone)?;
+        let delivery = self.lease_row(session, group, &row, now, true, alone)?;
         self.post(session, vec![delivery]);
         self.look_for_suspects(group)
     }
@@ -375,12 +418,22 @@ impl Writer {
             )
             .and_then(|mut s| {
                 s.query_row([group], |r| {
-                    Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?, r.get(4)?, r.get(5)?, r.get(6)?))
+                    Ok((
+                        r.get(0)?,
+                        r.get(1)?,
+                        r.get(2)?,
+                        r.get(3)?,
+                        r.get(4)?,
+                        r.get(5)?,
+                        r.get(6)?,
+                    ))
                 })
                 .optional()
             })
             .map_err(doing)?;
-        let Some((id, lo, hi, _token, crashed_at, attempt, done)) = claim else { return Ok(()) };
+        let Some((id, lo, hi, _token, crashed_at, attempt, done)) = claim else {
+            return Ok(());
+        };
         let (lo, hi) = (seq_from(lo), seq_from(hi));
         let mut progress = Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default());
         let next = progress.unfinished(hi).next().map(|(first, _)| first);
@@ -418,9 +471,18 @@ impl Writer {
         let Some(record) = record_at(&self.conn, seq, &mut self.state.type_names)? else {
             return Ok(());
         };
-        let type_id = self.state.intern_type(&self.conn, record.event.type_arc())?;
-        let key = if ordered { record.event.ordering_key() } else { None };
-        let crashes = failures.iter().filter(|f| f.kind == FailureKind::Crash).count();
+        let type_id = self
+            .state
+            .intern_type(&self.conn, record.event.type_arc())?;
+        let key = if ordered {
+            record.event.ordering_key()
+        } else {
+            None
+        };
+        let crashes = failures
+            .iter()
+            .filter(|f| f.kind == FailureKind::Crash)
+            .count();
         self.conn
             .prepare_cached(
                 "INSERT OR REPLACE INTO deliveries

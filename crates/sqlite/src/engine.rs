@@ -60,7 +60,9 @@ impl Handle {
         let (reply, answer) = oneshot::channel();
         let reply = Arc::new(std::sync::Mutex::new(Some(reply)));
         let take = |slot: &std::sync::Mutex<Option<Reply<T>>>| {
-            slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take()
+            slot.lock()
+                .unwrap_or_else(std::sync::PoisonError::into_inner)
+                .take()
         };
         let failed = reply.clone();
         self.queue.push(Command::Job {
@@ -86,9 +88,11 @@ impl Handle {
 /// Waits for an answer; a writer that is gone without one has failed.
 async fn receive<T>(answer: oneshot::Receiver<Result<T>>) -> Result<T> {
     answer.await.unwrap_or_else(|_| {
-        Err(Error::new(Code::StorageFailed, "the writer of the file has ended")
-            .hint("open the file again")
-            .with_unknown_outcome())
+        Err(
+            Error::new(Code::StorageFailed, "the writer of the file has ended")
+                .hint("open the file again")
+                .with_unknown_outcome(),
+        )
     })
 }
 
@@ -186,7 +190,10 @@ impl Broker for SqliteEngine {
 
     fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
         let subscription = subscription.to_string();
-        self.ask(|reply| Command::Retract { subscription, reply })
+        self.ask(|reply| Command::Retract {
+            subscription,
+            reply,
+        })
     }
 
     fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
@@ -197,7 +204,10 @@ impl Broker for SqliteEngine {
         if batch.is_empty() {
             return Box::pin(std::future::ready(Ok(Vec::new())));
         }
-        self.ask(|reply| Command::Append { events: batch, reply })
+        self.ask(|reply| Command::Append {
+            events: batch,
+            reply,
+        })
     }
 
     fn consume(
@@ -207,11 +217,20 @@ impl Broker for SqliteEngine {
     ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
         let id = self.handle.sessions.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
-        let session = NewSession { id, group, options, mailbox: mailbox.clone() };
+        let session = NewSession {
+            id,
+            group,
+            options,
+            mailbox: mailbox.clone(),
+        };
         let attached = self.ask(|reply| Command::Attach { session, reply });
         // Made before the answer: if the caller gives up waiting, dropping it detaches the session.
-        let consumer =
-            SqliteConsumer { id, mailbox, handle: self.handle.clone(), closed: false };
+        let consumer = SqliteConsumer {
+            id,
+            mailbox,
+            handle: self.handle.clone(),
+            closed: false,
+        };
         Box::pin(async move {
             attached.await?;
             Ok(Box::new(consumer) as Box<dyn Consumer>)
@@ -234,19 +253,25 @@ impl Broker for SqliteEngine {
 
     fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
         let now = self.handle.clock.now();
-        self.handle.query(move |reader| crate::inspect::groups(reader, now))
+        self.handle
+            .query(move |reader| crate::inspect::groups(reader, now))
     }
 
     fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
-        let waiting = self.ask(|reply| Command::Watch { position, reply: Some(reply) });
+        let waiting = self.ask(|reply| Command::Watch {
+            position,
+            reply: Some(reply),
+        });
         Box::pin(async move {
-            tokio::time::timeout(timeout, waiting).await.unwrap_or_else(|_| {
-                Err(Error::new(
-                    Code::Timeout,
-                    format!("event {position} was not settled within {timeout:?}"),
-                )
-                .hint("a handler is slow, failing, or not running; see `everbus groups`"))
-            })
+            tokio::time::timeout(timeout, waiting)
+                .await
+                .unwrap_or_else(|_| {
+                    Err(Error::new(
+                        Code::Timeout,
+                        format!("event {position} was not settled within {timeout:?}"),
+                    )
+                    .hint("a handler is slow, failing, or not running; see `everbus groups`"))
+                })
         })
     }
 

@@ -12,15 +12,18 @@ pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
             Code::Busy,
             "another program holds the file; close it, or raise the busy timeout",
         ),
-        Some(ErrorCode::DiskFull) => {
-            (Code::DiskFull, "free some space; nothing that was acknowledged is lost")
-        }
-        Some(ErrorCode::ReadOnly | ErrorCode::PermissionDenied) => {
-            (Code::ReadOnly, "make the file and its directory writable for this user")
-        }
-        Some(ErrorCode::CannotOpen) => {
-            (Code::ReadOnly, "check that the directory exists and may be written")
-        }
+        Some(ErrorCode::DiskFull) => (
+            Code::DiskFull,
+            "free some space; nothing that was acknowledged is lost",
+        ),
+        Some(ErrorCode::ReadOnly | ErrorCode::PermissionDenied) => (
+            Code::ReadOnly,
+            "make the file and its directory writable for this user",
+        ),
+        Some(ErrorCode::CannotOpen) => (
+            Code::ReadOnly,
+            "check that the directory exists and may be written",
+        ),
         Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) => (
             Code::Corrupt,
             "restore a backup with `everbus restore`; keep the damaged file for recovery",
@@ -37,5 +40,8 @@ pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
 
 /// Whether the engine must stop serving after this error.
 pub(crate) fn is_fatal(code: Code) -> bool {
-    matches!(code, Code::StorageFailed | Code::Corrupt | Code::NewerSchema)
+    matches!(
+        code,
+        Code::StorageFailed | Code::Corrupt | Code::NewerSchema
+    )
 }

@@ -5,8 +5,9 @@ use std::sync::mpsc;
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
-use everbus_core::{Code, Error, Pattern, Recorded, Result};
+use everbus_core::{Code, Error, Pattern, Result};
 
+use crate::claims::Typed;
 use crate::errors::from_sqlite;
 use crate::queue::{Command, Queue};
 use crate::readers::Reader;
@@ -27,7 +28,7 @@ pub(crate) struct Fed {
     pub(crate) session: u64,
     pub(crate) after: u64,
     pub(crate) searched: u64,
-    pub(crate) records: Result<Vec<(i64, Arc<Recorded>)>>,
+    pub(crate) records: Result<Vec<Typed>>,
 }
 
 /// At most this many rows are searched before the writer hears of it.
@@ -42,7 +43,9 @@ pub(crate) struct Feeder {
 impl Feeder {
     /// Asks for a feed; says whether it will come.
     pub(crate) fn ask(&self, feed: Feed) -> bool {
-        self.sender.as_ref().is_some_and(|sender| sender.send(feed).is_ok())
+        self.sender
+            .as_ref()
+            .is_some_and(|sender| sender.send(feed).is_ok())
     }
 
     /// Ends the thread and closes its connection.
@@ -68,18 +71,31 @@ pub(crate) fn start(path: &Path, queue: &Arc<Queue>) -> Result<Feeder> {
             }
         })
         .map_err(|e| Error::new(Code::Internal, format!("no thread for reading ahead: {e}")))?;
-    Ok(Feeder { sender: Some(sender), handle: Some(handle) })
+    Ok(Feeder {
+        sender: Some(sender),
+        handle: Some(handle),
+    })
 }
 
 fn serve(reader: &mut Reader, feed: &Feed) -> Fed {
     let result = reader.snapshot(|reader| {
-        read_matching(reader, (feed.after, feed.upto), &feed.patterns, (feed.limit, feed.bytes))
+        read_matching(
+            reader,
+            (feed.after, feed.upto),
+            &feed.patterns,
+            (feed.limit, feed.bytes),
+        )
     });
     let (records, searched) = match result {
         Ok((records, searched)) => (Ok(records), searched),
         Err(e) => (Err(e), feed.after),
     };
-    Fed { session: feed.session, after: feed.after, searched, records }
+    Fed {
+        session: feed.session,
+        after: feed.after,
+        searched,
+        records,
+    }
 }
 
 /// Events after a position that match, oldest first, and how far the log was searched. Reading stops
@@ -89,7 +105,7 @@ pub(crate) fn read_matching(
     (after, upto): (u64, u64),
     patterns: &[Pattern],
     (limit, limit_in_bytes): (usize, u64),
-) -> Result<(Vec<(i64, Arc<Recorded>)>, u64)> {
+) -> Result<(Vec<Typed>, u64)> {
     let doing = |e| from_sqlite("reading the log", e);
     let upto = upto.min(after.saturating_add(SEARCH));
     let filter = type_filter(reader, patterns)?;
@@ -98,15 +114,19 @@ pub(crate) fn read_matching(
     );
     let Reader { conn, types } = reader;
     let mut statement = conn.prepare_cached(&sql).map_err(doing)?;
-    let mut rows =
-        statement.query((to_sql(after), to_sql(upto), to_sql(limit as u64))).map_err(doing)?;
+    let mut rows = statement
+        .query((to_sql(after), to_sql(upto), to_sql(limit as u64)))
+        .map_err(doing)?;
     let mut found = Vec::new();
     let mut bytes = 0;
     let mut searched = upto;
     while let Some(row) = rows.next().map_err(doing)? {
         let type_id: i64 = row.get(2).map_err(doing)?;
         let record = read_record(conn, row, types)?;
-        if !patterns.iter().any(|p| p.matches(record.event.event_type())) {
+        if !patterns
+            .iter()
+            .any(|p| p.matches(record.event.event_type()))
+        {
             continue;
         }
         bytes += record.event.payload().len() as u64;
@@ -126,8 +146,10 @@ const LISTED_TYPES: usize = 2_000;
 /// A condition that leaves only the types that match; empty if nearly all of them do.
 fn type_filter(reader: &Reader, patterns: &[Pattern]) -> Result<String> {
     let doing = |e| from_sqlite("reading the types", e);
-    let mut statement =
-        reader.conn.prepare_cached("SELECT id, name FROM types ORDER BY id").map_err(doing)?;
+    let mut statement = reader
+        .conn
+        .prepare_cached("SELECT id, name FROM types ORDER BY id")
+        .map_err(doing)?;
     let mut rows = statement.query([]).map_err(doing)?;
     let (mut wanted, mut others) = (Vec::new(), 0u32);
     while let Some(row) = rows.next().map_err(doing)? {

@@ -37,20 +37,26 @@ pub(crate) fn locate(path: &Path, create: bool) -> Result<PathBuf> {
                 .hint("name a file in it, for example events.db"));
         }
         Ok(meta) if !meta.is_file() => {
-            return Err(Error::new(Code::NotAFile, format!("{show} is not a regular file"))
-                .hint("name a file on a local disk"));
+            return Err(
+                Error::new(Code::NotAFile, format!("{show} is not a regular file"))
+                    .hint("name a file on a local disk"),
+            );
         }
         Ok(_) => {}
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
             if !create {
-                return Err(Error::new(Code::NoSuchFile, format!("there is no file {show}"))
-                    .hint("check the path, or publish something to create it"));
+                return Err(
+                    Error::new(Code::NoSuchFile, format!("there is no file {show}"))
+                        .hint("check the path, or publish something to create it"),
+                );
             }
         }
         Err(e) => {
-            return Err(Error::new(Code::ReadOnly, format!("{show} cannot be reached: {e}"))
-                .hint("check that the directory exists and may be read")
-                .caused_by(e));
+            return Err(
+                Error::new(Code::ReadOnly, format!("{show} cannot be reached: {e}"))
+                    .hint("check that the directory exists and may be read")
+                    .caused_by(e),
+            );
         }
     }
     let parent = match path.parent() {
@@ -58,24 +64,34 @@ pub(crate) fn locate(path: &Path, create: bool) -> Result<PathBuf> {
         _ => Path::new("."),
     };
     let directory = parent.canonicalize().map_err(|e| {
-        Error::new(Code::NoSuchFile, format!("the directory {} does not exist", parent.display()))
-            .hint("create it first")
-            .caused_by(e)
+        Error::new(
+            Code::NoSuchFile,
+            format!("the directory {} does not exist", parent.display()),
+        )
+        .hint("create it first")
+        .caused_by(e)
     })?;
     refuse_network(&directory)?;
     // A link is followed, so that every way to the file means the same locks.
-    let named = path.file_name().map_or_else(|| directory.clone(), |name| directory.join(name));
+    let named = path
+        .file_name()
+        .map_or_else(|| directory.clone(), |name| directory.join(name));
     Ok(named.canonicalize().unwrap_or(named))
 }
 
 fn refuse_network(directory: &Path) -> Result<()> {
     // A file system that does not say what it is counts as local.
-    let Ok(stat) = rustix::fs::statfs(directory) else { return Ok(()) };
+    let Ok(stat) = rustix::fs::statfs(directory) else {
+        return Ok(());
+    };
     match network_name(stat.f_type as u64) {
         None => Ok(()),
         Some(name) => Err(Error::new(
             Code::NetworkFileSystem,
-            format!("{} is on {name}, where SQLite's locks cannot be trusted", directory.display()),
+            format!(
+                "{} is on {name}, where SQLite's locks cannot be trusted",
+                directory.display()
+            ),
         )
         .hint("put the file on a local disk, or use an engine with a server")),
     }
@@ -83,7 +99,10 @@ fn refuse_network(directory: &Path) -> Result<()> {
 
 fn network_name(magic: u64) -> Option<&'static str> {
     // The kernel's type is signed on some platforms; compare the low 32 bits.
-    NETWORK.iter().find(|(number, _)| *number == magic & 0xffff_ffff).map(|(_, name)| *name)
+    NETWORK
+        .iter()
+        .find(|(number, _)| *number == magic & 0xffff_ffff)
+        .map(|(_, name)| *name)
 }
 
 /// How SQLite waits for another process before a statement of ours gives up.
@@ -96,15 +115,19 @@ pub(crate) fn open_writer(path: &Path, options: &Options) -> Result<Connection> 
         flags |= OpenFlags::SQLITE_OPEN_CREATE;
     }
     let conn = open(path, flags)?;
-    conn.busy_timeout(options.busy_timeout).map_err(|e| from_sqlite("opening the file", e))?;
+    conn.busy_timeout(options.busy_timeout)
+        .map_err(|e| from_sqlite("opening the file", e))?;
     let kind = crate::schema::identify(&conn)?;
     if kind == crate::schema::Kind::Empty {
         // Must come before the first table.
         pragma(&conn, "auto_vacuum", "INCREMENTAL")?;
     }
     if conn.is_readonly("main").unwrap_or(false) {
-        return Err(Error::new(Code::ReadOnly, format!("{} may only be read", path.display()))
-            .hint("make the file and its directory writable for this user"));
+        return Err(Error::new(
+            Code::ReadOnly,
+            format!("{} may only be read", path.display()),
+        )
+        .hint("make the file and its directory writable for this user"));
     }
     let mode: String = conn
         .query_row("PRAGMA journal_mode = WAL", [], |row| row.get(0))
@@ -121,12 +144,15 @@ pub(crate) fn open_writer(path: &Path, options: &Options) -> Result<Connection> 
         .query_row("PRAGMA synchronous", [], |row| row.get(0))
         .map_err(|e| from_sqlite("checking synchronous", e))?;
     if set != number {
-        return Err(not_durable(format!("synchronous is {set}, asked for {number}")));
+        return Err(not_durable(format!(
+            "synchronous is {set}, asked for {number}"
+        )));
     }
     pragma(&conn, "cache_size", "-8192")?;
     pragma(&conn, "temp_store", "MEMORY")?;
     crate::schema::migrate(&conn)?;
-    conn.busy_timeout(STATEMENT_BUSY).map_err(|e| from_sqlite("opening the file", e))?;
+    conn.busy_timeout(STATEMENT_BUSY)
+        .map_err(|e| from_sqlite("opening the file", e))?;
     conn.set_prepared_statement_cache_capacity(128);
     Ok(conn)
 }
@@ -135,7 +161,8 @@ pub(crate) fn open_writer(path: &Path, options: &Options) -> Result<Connection> 
 pub(crate) fn open_reader(path: &Path) -> Result<Connection> {
     let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_NO_MUTEX;
     let conn = open(path, flags)?;
-    conn.busy_timeout(Duration::from_secs(5)).map_err(|e| from_sqlite("opening the file", e))?;
+    conn.busy_timeout(Duration::from_secs(5))
+        .map_err(|e| from_sqlite("opening the file", e))?;
     pragma(&conn, "cache_size", "-2048")?;
     pragma(&conn, "query_only", "ON")?;
     conn.set_prepared_statement_cache_capacity(64);
@@ -148,21 +175,28 @@ fn open(path: &Path, flags: OpenFlags) -> Result<Connection> {
 }
 
 fn pragma(conn: &Connection, name: &str, value: &str) -> Result<()> {
-    conn.pragma_update(None, name, value).map_err(|e| from_sqlite(&format!("setting {name}"), e))
+    conn.pragma_update(None, name, value)
+        .map_err(|e| from_sqlite(&format!("setting {name}"), e))
 }
 
 fn not_durable(what: String) -> Error {
-    Error::new(Code::NotDurable, what).hint("the file system does not support what durability needs")
+    Error::new(Code::NotDurable, what)
+        .hint("the file system does not support what durability needs")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    // conformance: issue-2/network-file-system: file systems whose locks cannot be trusted are refused
     #[test]
     fn network_file_systems_are_known_by_their_number() {
         assert_eq!(network_name(0x6969), Some("NFS"));
-        assert_eq!(network_name(0xffff_ffff_ff53_4d42), Some("CIFS"), "sign-extended");
+        assert_eq!(
+            network_name(0xffff_ffff_ff53_4d42),
+            Some("CIFS"),
+            "sign-extended"
+        );
         assert_eq!(network_name(0xef53), None, "ext4");
         assert_eq!(network_name(0x0102_1994), None, "tmpfs");
     }

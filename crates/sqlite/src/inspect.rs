@@ -36,7 +36,10 @@ pub(crate) fn groups(reader: &Reader, now: Timestamp) -> Result<Vec<GroupInfo>> 
         })
         .map_err(doing)?;
     let head = head(reader)?;
-    stored.into_iter().map(|group| info(&reader.conn, head, &group, now)).collect()
+    stored
+        .into_iter()
+        .map(|group| info(&reader.conn, head, &group, now))
+        .collect()
 }
 
 fn info(conn: &Connection, head: u64, group: &Stored, now: Timestamp) -> Result<GroupInfo> {
@@ -50,7 +53,10 @@ fn info(conn: &Connection, head: u64, group: &Stored, now: Timestamp) -> Result<
     let claims: Vec<(i64, i64, i64, Option<Vec<u8>>)> = conn
         .prepare_cached("SELECT lo, hi, owner, done FROM claims WHERE group_id = ?1 ORDER BY lo")
         .and_then(|mut s| {
-            s.query_map([group.id], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?)))?.collect()
+            s.query_map([group.id], |r| {
+                Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?))
+            })?
+            .collect()
         })
         .map_err(doing)?;
     let (mut in_flight, mut waiting) = (0, 0);
@@ -59,7 +65,11 @@ fn info(conn: &Connection, head: u64, group: &Stored, now: Timestamp) -> Result<
         let (lo, hi) = (seq_from(lo), seq_from(hi));
         let progress = Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default());
         let open = progress.unfinished_count(hi);
-        *(if owner == 0 { &mut waiting } else { &mut in_flight }) += open;
+        *(if owner == 0 {
+            &mut waiting
+        } else {
+            &mut in_flight
+        }) += open;
         if let Some((first, _)) = progress.unfinished(hi).next() {
             oldest = Some(oldest.map_or(first, |known| known.min(first)));
         }
@@ -84,7 +94,10 @@ fn info(conn: &Connection, head: u64, group: &Stored, now: Timestamp) -> Result<
     Ok(GroupInfo {
         name: group.name.parse()?,
         ordered: group.ordered,
-        patterns: patterns_of(conn, group.id)?.iter().map(|p| p.as_str().to_owned()).collect(),
+        patterns: patterns_of(conn, group.id)?
+            .iter()
+            .map(|p| p.as_str().to_owned())
+            .collect(),
         position: group.cursor,
         behind: head.saturating_sub(group.cursor),
         in_flight,

@@ -30,8 +30,12 @@ impl Log for SqliteEngine {
     ) -> BoxFuture<'_, Result<(Vec<Arc<Recorded>>, u64)>> {
         self.handle.query(move |reader| {
             let head = head(reader)?;
-            let (found, searched) = read_matching(reader, (after, head), &patterns, (limit.max(1), 16 << 20))?;
-            Ok((found.into_iter().map(|(_, record)| record).collect(), searched.max(after)))
+            let (found, searched) =
+                read_matching(reader, (after, head), &patterns, (limit.max(1), 16 << 20))?;
+            Ok((
+                found.into_iter().map(|(_, record)| record).collect(),
+                searched.max(after),
+            ))
         })
     }
 
@@ -66,7 +70,9 @@ impl Log for SqliteEngine {
             let doing = |e| from_sqlite("looking for an event", e);
             let Reader { conn, types } = reader;
             let mut statement = conn
-                .prepare_cached(&format!("SELECT {RECORD} FROM log WHERE id = ?1 ORDER BY seq"))
+                .prepare_cached(&format!(
+                    "SELECT {RECORD} FROM log WHERE id = ?1 ORDER BY seq"
+                ))
                 .map_err(doing)?;
             let mut rows = statement.query(params![id.as_bytes()]).map_err(doing)?;
             let mut found = Vec::new();
@@ -80,13 +86,17 @@ impl Log for SqliteEngine {
     fn states(&self, position: u64) -> BoxFuture<'_, Result<Vec<GroupState>>> {
         self.handle.query(move |reader| {
             let Some(record) = record_at(&reader.conn, position, &mut reader.types)? else {
-                return Err(Error::new(Code::NotFound, format!("there is no event at {position}")));
+                return Err(Error::new(
+                    Code::NotFound,
+                    format!("there is no event at {position}"),
+                ));
             };
             let groups: Vec<(i64, String, i64)> = reader
                 .conn
                 .prepare_cached("SELECT id, name, cursor FROM groups ORDER BY name")
                 .and_then(|mut s| {
-                    s.query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?)))?.collect()
+                    s.query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?)))?
+                        .collect()
                 })
                 .map_err(|e| from_sqlite("reading the groups", e))?;
             groups
@@ -113,7 +123,10 @@ pub(crate) fn head(reader: &Reader) -> Result<u64> {
         .map_err(|e| from_sqlite("reading the log", e))
 }
 
+/// state, due, attempt, failures
 type Row = (i64, i64, u32, Option<String>);
+/// lo, hi, owner, attempt, crashed_at, done
+type Claimed = (i64, i64, i64, u32, Option<i64>, Option<Vec<u8>>);
 
 fn state_in(
     reader: &Reader,
@@ -124,15 +137,23 @@ fn state_in(
 ) -> Result<GroupState> {
     let doing = |e| from_sqlite("reading the state of an event", e);
     let seq = to_sql(record.position);
-    let mut state =
-        GroupState { group, state: EventState::Done, attempts: 0, failures: vec![], due_at: None };
+    let mut state = GroupState {
+        group,
+        state: EventState::Done,
+        attempts: 0,
+        failures: vec![],
+        due_at: None,
+    };
     let dead: Option<(u32, String)> = reader
         .conn
         .prepare_cached(
             "SELECT attempts, failures FROM dead_letters
              WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL",
         )
-        .and_then(|mut s| s.query_row((seq, id), |r| Ok((r.get(0)?, r.get(1)?))).optional())
+        .and_then(|mut s| {
+            s.query_row((seq, id), |r| Ok((r.get(0)?, r.get(1)?)))
+                .optional()
+        })
         .map_err(doing)?;
     if let Some((attempts, failures)) = dead {
         state.state = EventState::Dlq;
@@ -156,7 +177,10 @@ fn state_in(
     if let Some((kind, due, attempts, failures)) = row {
         state.attempts = attempts;
         state.failures = read_failures(failures.as_deref())?;
-        let crashed_or_fresh = state.failures.last().is_none_or(|f| f.kind == FailureKind::Crash);
+        let crashed_or_fresh = state
+            .failures
+            .last()
+            .is_none_or(|f| f.kind == FailureKind::Crash);
         state.state = if kind != LEASED && crashed_or_fresh {
             EventState::Pending
         } else {
@@ -165,7 +189,7 @@ fn state_in(
         state.due_at = (kind == WAITING).then(|| Timestamp::from_micros(due));
         return Ok(state);
     }
-    let claim: Option<(i64, i64, i64, u32, Option<i64>, Option<Vec<u8>>)> = reader
+    let claim: Option<Claimed> = reader
         .conn
         .prepare_cached(
             "SELECT lo, hi, owner, attempt, crashed_at, done FROM claims
@@ -173,7 +197,14 @@ fn state_in(
         )
         .and_then(|mut s| {
             s.query_row((id, seq), |r| {
-                Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?, r.get(4)?, r.get(5)?))
+                Ok((
+                    r.get(0)?,
+                    r.get(1)?,
+                    r.get(2)?,
+                    r.get(3)?,
+                    r.get(4)?,
+                    r.get(5)?,
+                ))
             })
             .optional()
         })
@@ -185,7 +216,9 @@ fn state_in(
             if owner == 0 {
                 let at = Timestamp::from_micros(crashed_at.unwrap_or(0));
                 state.state = EventState::Pending;
-                state.failures.push(Failure::new(attempt, at, FailureKind::Crash, CRASHED));
+                state
+                    .failures
+                    .push(Failure::new(attempt, at, FailureKind::Crash, CRASHED));
             } else {
                 state.state = EventState::Processing;
             }
@@ -193,7 +226,9 @@ fn state_in(
         }
     }
     let wanted = || -> Result<bool> {
-        Ok(patterns_of(&reader.conn, id)?.iter().any(|p| p.matches(record.event.event_type())))
+        Ok(patterns_of(&reader.conn, id)?
+            .iter()
+            .any(|p| p.matches(record.event.event_type())))
     };
     if record.position > cursor && wanted()? {
         state.state = EventState::Pending;

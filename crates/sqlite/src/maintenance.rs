@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use everbus_core::{
-    BoxFuture, CheckReport, Code, Error, Maintenance, Progress, Pruned, Result, Retention, Timestamp,
+    BoxFuture, CheckReport, Code, Error, Maintenance, Progress, Pruned, Result, Retention,
+    Timestamp,
 };
 use rusqlite::backup::{Backup, StepResult};
 use rusqlite::{Connection, OpenFlags, OptionalExtension, params};
@@ -34,7 +35,9 @@ impl Maintenance for SqliteEngine {
         progress: Box<dyn FnMut(u64, u64) + Send>,
     ) -> BoxFuture<'_, Result<()>> {
         let path = self.handle.path.clone();
-        apart("everbus-backup", move || copy(&path, &target, false, progress))
+        apart("everbus-backup", move || {
+            copy(&path, &target, false, progress)
+        })
     }
 
     fn prune(&self, retention: Retention) -> BoxFuture<'_, Result<Pruned>> {
@@ -42,7 +45,10 @@ impl Maintenance for SqliteEngine {
             let mut pruned = Pruned::default();
             let mut after = 0;
             loop {
-                let step = self.handle.job(move |writer| writer.prune_some(retention, after)).await?;
+                let step = self
+                    .handle
+                    .job(move |writer| writer.prune_some(retention, after))
+                    .await?;
                 pruned.removed += step.removed;
                 pruned.kept += step.kept;
                 match step.next {
@@ -51,7 +57,7 @@ impl Maintenance for SqliteEngine {
                 }
             }
             if pruned.removed > 0 {
-                self.handle.job(|writer| writer.shrink()).await?;
+                self.handle.job(Writer::shrink).await?;
             }
             Ok(pruned)
         })
@@ -94,20 +100,28 @@ pub fn restore(
 fn refuse_if_in_use(target: &Path) -> Result<()> {
     let in_use = |e: rusqlite::Error| match e.sqlite_error_code() {
         Some(rusqlite::ErrorCode::DatabaseBusy | rusqlite::ErrorCode::DatabaseLocked) => {
-            Error::new(Code::Busy, format!("{} is in use by a process", target.display()))
-                .hint("stop it first; nothing was changed")
+            Error::new(
+                Code::Busy,
+                format!("{} is in use by a process", target.display()),
+            )
+            .hint("stop it first; nothing was changed")
         }
         // What is damaged may be replaced.
         _ => from_sqlite("looking whether the file is in use", e),
     };
     let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
     let conn = Connection::open_with_flags(target, flags).map_err(in_use)?;
-    conn.pragma_update(None, "locking_mode", "EXCLUSIVE").map_err(in_use)?;
+    conn.pragma_update(None, "locking_mode", "EXCLUSIVE")
+        .map_err(in_use)?;
     match conn.execute_batch("BEGIN EXCLUSIVE; ROLLBACK") {
         Ok(()) => Ok(()),
         Err(e) => {
             let error = in_use(e);
-            if error.code() == Code::Corrupt { Ok(()) } else { Err(error) }
+            if error.code() == Code::Corrupt {
+                Ok(())
+            } else {
+                Err(error)
+            }
         }
     }
 }
@@ -122,8 +136,11 @@ fn copy(
 ) -> Result<()> {
     let doing = |e| from_sqlite("copying the file", e);
     if !replace && target.exists() {
-        return Err(Error::new(Code::InvalidSetting, format!("{} exists already", target.display()))
-            .hint("choose another name; nothing is overwritten"));
+        return Err(Error::new(
+            Code::InvalidSetting,
+            format!("{} exists already", target.display()),
+        )
+        .hint("choose another name; nothing is overwritten"));
     }
     let target = locate(target, true)?;
     let mut partial = target.as_os_str().to_owned();
@@ -148,16 +165,26 @@ fn copy(
             }
         }
         // One self-contained file: no write-ahead log beside it.
-        let mode: String =
-            to.query_row("PRAGMA journal_mode = DELETE", [], |r| r.get(0)).map_err(doing)?;
+        let mode: String = to
+            .query_row("PRAGMA journal_mode = DELETE", [], |r| r.get(0))
+            .map_err(doing)?;
         if !mode.eq_ignore_ascii_case("delete") {
-            return Err(Error::new(Code::Internal, "the copy kept its write-ahead log"));
+            return Err(Error::new(
+                Code::Internal,
+                "the copy kept its write-ahead log",
+            ));
         }
         drop(to);
         let io = |e: std::io::Error| {
-            Error::new(Code::StorageFailed, format!("the copy cannot be made safe: {e}")).caused_by(e)
+            Error::new(
+                Code::StorageFailed,
+                format!("the copy cannot be made safe: {e}"),
+            )
+            .caused_by(e)
         };
-        std::fs::File::open(&partial).and_then(|file| file.sync_all()).map_err(io)?;
+        std::fs::File::open(&partial)
+            .and_then(|file| file.sync_all())
+            .map_err(io)?;
         if replace {
             for suffix in ["-wal", "-shm"] {
                 let mut side = target.as_os_str().to_owned();
@@ -167,7 +194,9 @@ fn copy(
         }
         std::fs::rename(&partial, &target).map_err(io)?;
         let directory = target.parent().unwrap_or(Path::new("."));
-        std::fs::File::open(directory).and_then(|d| d.sync_all()).map_err(io)
+        std::fs::File::open(directory)
+            .and_then(|d| d.sync_all())
+            .map_err(io)
     })();
     if result.is_err() {
         let _ = std::fs::remove_file(&partial);
@@ -181,14 +210,18 @@ fn apart<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> BoxFuture<'static, Result<T>> {
     let (reply, answer) = oneshot::channel();
-    let spawned = std::thread::Builder::new().name(name.into()).spawn(move || {
-        let _ = reply.send(work());
-    });
+    let spawned = std::thread::Builder::new()
+        .name(name.into())
+        .spawn(move || {
+            let _ = reply.send(work());
+        });
     Box::pin(async move {
         if let Err(e) = spawned {
             return Err(Error::new(Code::Internal, format!("no thread: {e}")));
         }
-        answer.await.unwrap_or_else(|_| Err(Error::new(Code::Internal, "the work has ended")))
+        answer
+            .await
+            .unwrap_or_else(|_| Err(Error::new(Code::Internal, "the work has ended")))
     })
 }
 
@@ -209,8 +242,10 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
     let mut report = CheckReport::default();
     match identify(conn)? {
         Kind::Empty => {
-            return Err(Error::new(Code::NotEverbus, "the file holds no Everbus tables")
-                .hint("name a file that everbus made"));
+            return Err(
+                Error::new(Code::NotEverbus, "the file holds no Everbus tables")
+                    .hint("name a file that everbus made"),
+            );
         }
         Kind::Ours(version) => {
             report.add("schema", true, format!("version {version}"));
@@ -261,11 +296,16 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
     ];
     for (rule, sql) in RULES {
         let broken: i64 = conn.query_row(sql, [], |r| r.get(0)).map_err(doing)?;
-        let detail = if broken == 0 { "ok".into() } else { format!("{broken} rows break it") };
+        let detail = if broken == 0 {
+            "ok".into()
+        } else {
+            format!("{broken} rows break it")
+        };
         report.add(*rule, broken == 0, detail);
     }
-    let events: i64 =
-        conn.query_row("SELECT count(*) FROM log", [], |r| r.get(0)).map_err(doing)?;
+    let events: i64 = conn
+        .query_row("SELECT count(*) FROM log", [], |r| r.get(0))
+        .map_err(doing)?;
     report.add("events", true, events.to_string());
     Ok(report)
 }
@@ -312,13 +352,20 @@ impl Writer {
                     let lo = seq_from(row.get(1).map_err(doing)?);
                     let hi = seq_from(row.get(2).map_err(doing)?);
                     let done: Option<Vec<u8>> = row.get(3).map_err(doing)?;
-                    (lo, hi, Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default()))
+                    (
+                        lo,
+                        hi,
+                        Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default()),
+                    )
                 }
             };
             claims.push(claim);
         }
         let floor = self.state.groups.values().map(|group| group.cursor).min();
-        Ok(Owed { floor: floor.unwrap_or(self.state.head), claims })
+        Ok(Owed {
+            floor: floor.unwrap_or(self.state.head),
+            claims,
+        })
     }
 
     /// Removes an event unless a group still has a row or an open dead letter for it.
@@ -378,13 +425,21 @@ impl Writer {
         let owed = self.owed()?;
         let candidates: Vec<i64> = self
             .conn
-            .prepare_cached("SELECT seq FROM log WHERE seq > ?1 AND seq <= ?2 ORDER BY seq LIMIT ?3")
+            .prepare_cached(
+                "SELECT seq FROM log WHERE seq > ?1 AND seq <= ?2 ORDER BY seq LIMIT ?3",
+            )
             .and_then(|mut s| {
-                s.query_map(params![to_sql(after), to_sql(limit), STEP as i64], |r| r.get(0))?
-                    .collect()
+                s.query_map(params![to_sql(after), to_sql(limit), STEP as i64], |r| {
+                    r.get(0)
+                })?
+                .collect()
             })
             .map_err(doing)?;
-        let mut step = Step { removed: 0, kept: 0, next: None };
+        let mut step = Step {
+            removed: 0,
+            kept: 0,
+            next: None,
+        };
         if candidates.len() == STEP {
             step.next = candidates.last().map(|seq| seq_from(*seq));
         }

@@ -30,7 +30,11 @@ impl OwnerLock {
                 Err(TryLockError::WouldBlock) => Err(std::io::ErrorKind::WouldBlock.into()),
             });
         match locked {
-            Ok(file) => Ok(Self { name, path, _file: file }),
+            Ok(file) => Ok(Self {
+                name,
+                path,
+                _file: file,
+            }),
             Err(e) => Err(Error::new(
                 Code::ReadOnly,
                 format!("the lock file {} cannot be made: {e}", path.display()),
@@ -58,7 +62,10 @@ pub(crate) fn is_dead(database: &Path, name: &str) -> bool {
     if !is_lock_name(name) {
         return true;
     }
-    match OpenOptions::new().write(true).open(lock_path(database, name)) {
+    match OpenOptions::new()
+        .write(true)
+        .open(lock_path(database, name))
+    {
         Ok(file) => file.try_lock().is_ok(),
         Err(e) => e.kind() == std::io::ErrorKind::NotFound,
     }
@@ -93,10 +100,17 @@ mod tests {
         let database = dir.path().join("a.db");
         let lock = OwnerLock::take(&database).unwrap();
         let name = lock.name().to_owned();
-        assert!(!is_dead(&database, &name), "also seen from the same process");
+        assert!(
+            !is_dead(&database, &name),
+            "also seen from the same process"
+        );
         drop(lock);
         assert!(is_dead(&database, &name));
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left behind");
+        assert_eq!(
+            std::fs::read_dir(dir.path()).unwrap().count(),
+            0,
+            "nothing is left behind"
+        );
     }
 
     #[test]

@@ -22,19 +22,53 @@ pub(crate) type Answer = Box<dyn FnOnce() + Send>;
 
 /// One thing for the writer to do.
 pub(crate) enum Command {
-    Append { events: Vec<Event>, reply: Reply<Vec<Result<Appended>>> },
-    Settle { settlements: Vec<Settlement>, reply: Reply<Vec<Result<()>>> },
-    Extend { leases: Vec<Lease>, by: Duration, reply: Reply<Vec<Result<()>>> },
-    Declare { group: GroupSpec, reply: Reply<Vec<SubscriptionInfo>> },
-    Retract { subscription: String, reply: Reply<()> },
-    RemoveGroup { group: GroupName, reply: Reply<()> },
-    Attach { session: NewSession, reply: Reply<()> },
-    SetHandled { session: u64, handled: Vec<Pattern> },
-    Detach { session: u64, reply: Option<Reply<()>> },
+    Append {
+        events: Vec<Event>,
+        reply: Reply<Vec<Result<Appended>>>,
+    },
+    Settle {
+        settlements: Vec<Settlement>,
+        reply: Reply<Vec<Result<()>>>,
+    },
+    Extend {
+        leases: Vec<Lease>,
+        by: Duration,
+        reply: Reply<Vec<Result<()>>>,
+    },
+    Declare {
+        group: GroupSpec,
+        reply: Reply<Vec<SubscriptionInfo>>,
+    },
+    Retract {
+        subscription: String,
+        reply: Reply<()>,
+    },
+    RemoveGroup {
+        group: GroupName,
+        reply: Reply<()>,
+    },
+    Attach {
+        session: NewSession,
+        reply: Reply<()>,
+    },
+    SetHandled {
+        session: u64,
+        handled: Vec<Pattern>,
+    },
+    Detach {
+        session: u64,
+        reply: Option<Reply<()>>,
+    },
     Fed(Fed),
-    Watch { position: u64, reply: Option<Reply<SettledOutcome>> },
+    Watch {
+        position: u64,
+        reply: Option<Reply<SettledOutcome>>,
+    },
     /// A change made by an operator: retry or purge dead letters, prune.
-    Job { job: Option<Job>, failed: Box<dyn FnOnce(Error) + Send> },
+    Job {
+        job: Option<Job>,
+        failed: Box<dyn FnOnce(Error) + Send>,
+    },
 }
 
 impl Command {
@@ -138,12 +172,19 @@ impl Queue {
                         .unwrap_or_else(PoisonError::into_inner)
                         .0
                 }
-                None => self.wake.wait(inner).unwrap_or_else(PoisonError::into_inner),
+                None => self
+                    .wake
+                    .wait(inner)
+                    .unwrap_or_else(PoisonError::into_inner),
             };
         }
         inner.sleeping = false;
         inner.nudged = false;
         let commands = std::mem::replace(&mut inner.commands, spare);
-        Taken { commands, closed: inner.closed, orderly: inner.orderly }
+        Taken {
+            commands,
+            closed: inner.closed,
+            orderly: inner.orderly,
+        }
     }
 }

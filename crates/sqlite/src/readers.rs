@@ -23,12 +23,17 @@ pub(crate) struct Reader {
 
 impl Reader {
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        Ok(Self { conn: open_reader(path)?, types: TypeNames::default() })
+        Ok(Self {
+            conn: open_reader(path)?,
+            types: TypeNames::default(),
+        })
     }
 
     /// Runs a query in one read transaction, so that all of it sees the same moment.
     pub(crate) fn snapshot<T>(&mut self, query: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        self.conn.execute_batch("BEGIN").map_err(|e| from_sqlite("beginning to read", e))?;
+        self.conn
+            .execute_batch("BEGIN")
+            .map_err(|e| from_sqlite("beginning to read", e))?;
         let result = query(self);
         // Also after an error: an open read transaction would keep the write-ahead log growing.
         let _ = self.conn.execute_batch("ROLLBACK");
@@ -51,7 +56,10 @@ struct Thread {
 
 impl Readers {
     pub(crate) fn new(path: PathBuf) -> Self {
-        Self { path, thread: Mutex::default() }
+        Self {
+            path,
+            thread: Mutex::default(),
+        }
     }
 
     /// Runs a query and waits for its answer without blocking the executor.
@@ -68,7 +76,10 @@ impl Readers {
         }
         Box::pin(async move {
             answer.await.unwrap_or_else(|_| {
-                Err(Error::new(Code::Internal, "the reader of the file has ended"))
+                Err(Error::new(
+                    Code::Internal,
+                    "the reader of the file has ended",
+                ))
             })
         })
     }

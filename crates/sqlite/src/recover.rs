@@ -18,8 +18,11 @@ impl Writer {
     /// Begins to serve a consumer.
     pub(crate) fn attach(&mut self, new: &NewSession) -> Result<()> {
         let group = self.state.group_id(&new.group).ok_or_else(|| {
-            Error::new(Code::GroupNotFound, format!("there is no group {}", new.group))
-                .hint("declare it by subscribing, or list the groups with `everbus groups`")
+            Error::new(
+                Code::GroupNotFound,
+                format!("there is no group {}", new.group),
+            )
+            .hint("declare it by subscribing, or list the groups with `everbus groups`")
         })?;
         self.become_owner()?;
         self.sessions.insert(new.id, Session::new(new, group));
@@ -36,7 +39,11 @@ impl Writer {
             .conn
             .prepare_cached("INSERT INTO owners (lock, pid, started_at) VALUES (?1, ?2, ?3)")
             .and_then(|mut s| {
-                s.insert(params![lock.name(), std::process::id(), micros(self.clock.now())])
+                s.insert(params![
+                    lock.name(),
+                    std::process::id(),
+                    micros(self.clock.now())
+                ])
             })
             .map_err(|e| from_sqlite("registering as a consumer", e))?;
         self.owner_lock = Some(lock);
@@ -45,7 +52,9 @@ impl Writer {
 
     /// Stops serving a consumer: what it did not fetch goes back without an attempt.
     pub(crate) fn detach(&mut self, id: u64) -> Result<()> {
-        let Some(session) = self.sessions.remove(&id) else { return Ok(()) };
+        let Some(session) = self.sessions.remove(&id) else {
+            return Ok(());
+        };
         let group = session.group;
         let unfetched = session.mailbox.recall(|_| true);
         self.give_back(group, &unfetched)?;
@@ -63,7 +72,9 @@ impl Writer {
             session.gave(back.len(), back.iter().map(|d| size(&d.record)).sum());
             unseen.push((session.group, back));
         }
-        unseen.iter().try_for_each(|(group, back)| self.give_back(*group, back))
+        unseen
+            .iter()
+            .try_for_each(|(group, back)| self.give_back(*group, back))
     }
 
     /// Puts deliveries that nobody has seen back as if they had not been handed out.
@@ -78,10 +89,16 @@ impl Writer {
                 continue;
             }
             let id = (delivery.lease.slot >> 1) as i64;
-            let Some(claim) = self.state.claims.get_mut(&id) else { continue };
+            let Some(claim) = self.state.claims.get_mut(&id) else {
+                continue;
+            };
             if claim.progress.complete(seq) {
                 self.touched.push(id);
-                let event = (self.state.intern_type(&self.conn, delivery.record.event.type_arc())?, delivery.record.clone());
+                let event = (
+                    self.state
+                        .intern_type(&self.conn, delivery.record.event.type_arc())?,
+                    delivery.record.clone(),
+                );
                 self.park(group, &event, WAITING, now)?;
             }
         }
@@ -91,19 +108,33 @@ impl Writer {
     pub(crate) fn leases_ended(&self, now: i64) -> bool {
         !self.sessions.is_empty()
             && (self.state.foreign_until.is_some_and(|until| until <= now)
-                || self.state.claims.values().any(|claim| claim.may_have_ended(now))
+                || self
+                    .state
+                    .claims
+                    .values()
+                    .any(|claim| claim.may_have_ended(now))
                 || self.state.held.values().any(|held| held.until <= now))
     }
 
     /// Takes back what was not settled in time.
     pub(crate) fn end_leases(&mut self, now: i64) -> Result<()> {
-        let ended: Vec<i64> =
-            self.state.claims.iter().filter(|(_, c)| c.may_have_ended(now)).map(|(id, _)| *id).collect();
+        let ended: Vec<i64> = self
+            .state
+            .claims
+            .iter()
+            .filter(|(_, c)| c.may_have_ended(now))
+            .map(|(id, _)| *id)
+            .collect();
         for id in ended {
             self.end_claim(id, now)?;
         }
-        let ended: Vec<(i64, u64)> =
-            self.state.held.iter().filter(|(_, h)| h.until <= now).map(|(key, _)| *key).collect();
+        let ended: Vec<(i64, u64)> = self
+            .state
+            .held
+            .iter()
+            .filter(|(_, h)| h.until <= now)
+            .map(|(key, _)| *key)
+            .collect();
         for key in ended {
             self.end_row(key, now)?;
         }
@@ -120,7 +151,9 @@ impl Writer {
     /// Leases in a claim of ours ran out: what was not fetched was never begun, the rest is a failed
     /// attempt.
     fn end_claim(&mut self, id: i64, now: i64) -> Result<()> {
-        let Some(claim) = self.state.claims.get(&id) else { return Ok(()) };
+        let Some(claim) = self.state.claims.get(&id) else {
+            return Ok(());
+        };
         let (group, session, ended) = (claim.group, claim.session, claim.ended(now));
         let bytes = claim.bytes_each * ended.len() as u64;
         let slot = claim_slot(id);
@@ -136,7 +169,9 @@ impl Writer {
         self.give_back(group, &unseen)?;
         self.touched.push(id);
         for seq in ended {
-            let Some(claim) = self.state.claims.get_mut(&id) else { break };
+            let Some(claim) = self.state.claims.get_mut(&id) else {
+                break;
+            };
             if claim.progress.complete(seq) {
                 let at = Timestamp::from_micros(now);
                 let failure = Failure::new(1, at, FailureKind::Crash, EXPIRED);
@@ -147,7 +182,9 @@ impl Writer {
     }
 
     fn end_row(&mut self, (group, seq): (i64, u64), now: i64) -> Result<()> {
-        let Some(held) = self.state.held.remove(&(group, seq)) else { return Ok(()) };
+        let Some(held) = self.state.held.remove(&(group, seq)) else {
+            return Ok(());
+        };
         if self.isolating == Some((group, seq)) {
             self.isolating = None;
         }
@@ -163,14 +200,22 @@ impl Writer {
         if unseen {
             return self.release_row(group, seq, held.suspect, now);
         }
-        self.crash_rows("group_id = ?5 AND seq = ?6", (group, to_sql(seq)), EXPIRED, held.alone)?;
+        self.crash_rows(
+            "group_id = ?5 AND seq = ?6",
+            (group, to_sql(seq)),
+            EXPIRED,
+            held.alone,
+        )?;
         self.note_suspect(group, now);
         self.free_keys(group)
     }
 
     /// Whether the lock of some other owner is free.
     pub(crate) fn some_owner_died(&self) -> bool {
-        self.state.other_owners.iter().any(|(_, lock)| is_dead(&self.path, lock))
+        self.state
+            .other_owners
+            .iter()
+            .any(|(_, lock)| is_dead(&self.path, lock))
     }
 
     /// Takes over what dead owners had in flight.
@@ -188,7 +233,11 @@ impl Writer {
             self.state.other_owners.retain(|(id, _)| id != owner);
             bury(&self.path, lock);
         }
-        if dead.is_empty() { Ok(()) } else { self.after_crashes() }
+        if dead.is_empty() {
+            Ok(())
+        } else {
+            self.after_crashes()
+        }
     }
 
     /// Looks at the groups again after somebody else's work became theirs.
@@ -208,7 +257,10 @@ impl Writer {
             .prepare_cached("SELECT count(*) FROM deliveries WHERE state = 1 AND owner = ?1")
             .and_then(|mut s| s.query_row([owner], |r| r.get(0)))
             .map_err(|e| from_sqlite("recovering", e))?;
-        let open: u64 = claimed.iter().map(|(c, _)| c.progress.unfinished_count(c.hi)).sum();
+        let open: u64 = claimed
+            .iter()
+            .map(|(c, _)| c.progress.unfinished_count(c.hi))
+            .sum();
         let alone = open + seq_from(leased) == 1;
         self.crash_rows("owner = ?5 AND ?6 = ?6", (owner, now), CRASHED, alone)?;
         if alone
@@ -260,7 +312,8 @@ impl Writer {
             };
             Ok((claim, r.get(5)?))
         });
-        rows.and_then(Iterator::collect).map_err(|e| from_sqlite("recovering", e))
+        rows.and_then(Iterator::collect)
+            .map_err(|e| from_sqlite("recovering", e))
     }
 
     /// Leased rows that match go back to waiting, with the crash on record.
@@ -282,7 +335,14 @@ impl Writer {
                  WHERE state = 1 AND {which}"
             ))
             .and_then(|mut s| {
-                s.execute(params![micros(now), now.to_string(), error, alone, values.0, values.1])
+                s.execute(params![
+                    micros(now),
+                    now.to_string(),
+                    error,
+                    alone,
+                    values.0,
+                    values.1
+                ])
             })
             .map(drop)
             .map_err(|e| from_sqlite("recovering", e))
@@ -318,12 +378,14 @@ impl Writer {
         });
         let rows = self.state.held.iter().filter(|((group, seq), held)| {
             half_over(held.session, held.until).is_some_and(|s| {
-                s.mailbox.holds(|d| {
-                    d.lease.position == *seq && d.lease.slot == delivery_slot(*group)
-                })
+                s.mailbox
+                    .holds(|d| d.lease.position == *seq && d.lease.slot == delivery_slot(*group))
             })
         });
-        (claims.map(|(id, _)| *id).collect(), rows.map(|(key, _)| *key).collect())
+        (
+            claims.map(|(id, _)| *id).collect(),
+            rows.map(|(key, _)| *key).collect(),
+        )
     }
 
     pub(crate) fn leases_to_extend(&self, now: i64) -> bool {
@@ -335,10 +397,16 @@ impl Writer {
     pub(crate) fn extend_waiting(&mut self, now: i64) -> Result<()> {
         let (claims, rows) = self.waiting_leases(now);
         for id in claims {
-            let session = self.state.claims.get(&id).and_then(|c| self.sessions.get(&c.session));
+            let session = self
+                .state
+                .claims
+                .get(&id)
+                .and_then(|c| self.sessions.get(&c.session));
             let Some(session) = session else { continue };
             let until = micros(self.clock.now().plus(session.lease));
-            let seqs = session.mailbox.positions(|d| d.lease.slot == claim_slot(id));
+            let seqs = session
+                .mailbox
+                .positions(|d| d.lease.slot == claim_slot(id));
             self.extend_claimed(id, &seqs, until)?;
         }
         for (group, seq) in rows {
@@ -358,8 +426,11 @@ impl Writer {
         let now = micros(self.clock.now());
         let claims: Vec<Claim> = self.state.claims.drain().map(|(_, claim)| claim).collect();
         for claim in claims {
-            let open: Vec<u64> =
-                claim.progress.unfinished(claim.hi).flat_map(|(a, b)| a..=b).collect();
+            let open: Vec<u64> = claim
+                .progress
+                .unfinished(claim.hi)
+                .flat_map(|(a, b)| a..=b)
+                .collect();
             for seq in open {
                 let at = Timestamp::from_micros(now);
                 let failure = Failure::new(1, at, FailureKind::Crash, ABANDONED);
@@ -384,7 +455,8 @@ impl Writer {
                 .conn
                 .prepare_cached("SELECT until, done FROM claims WHERE id = ?1 AND token = ?2")
                 .and_then(|mut s| {
-                    s.query_row((id, claim.token), |r| Ok((r.get(0)?, r.get(1)?))).optional()
+                    s.query_row((id, claim.token), |r| Ok((r.get(0)?, r.get(1)?)))
+                        .optional()
                 })
                 .map_err(doing)?;
             if let Some((until, done)) = stored {
@@ -402,7 +474,8 @@ impl Writer {
                      WHERE group_id = ?1 AND seq = ?2 AND token = ?3 AND state = 1",
                 )
                 .and_then(|mut s| {
-                    s.query_row((group, to_sql(seq), held.token), |r| r.get(0)).optional()
+                    s.query_row((group, to_sql(seq), held.token), |r| r.get(0))
+                        .optional()
                 })
                 .map_err(doing)?;
             if let Some(until) = stored {

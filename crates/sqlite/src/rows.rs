@@ -11,8 +11,7 @@ use rusqlite::{Connection, OptionalExtension, Row};
 use crate::errors::from_sqlite;
 
 /// The columns that [`read_record`] expects, in its order.
-pub(crate) const RECORD: &str =
-    "log.seq, log.id, log.type, log.version, log.occurred_at, log.received_at, log.attrs, log.payload";
+pub(crate) const RECORD: &str = "log.seq, log.id, log.type, log.version, log.occurred_at, log.received_at, log.attrs, log.payload";
 
 /// The names of interned types, read when needed and kept up to a limit.
 #[derive(Default)]
@@ -31,7 +30,12 @@ impl TypeNames {
             .and_then(|mut s| s.query_row([id], |row| row.get(0)).optional())
             .map_err(|e| from_sqlite("reading a type", e))?;
         let name: Arc<str> = name
-            .ok_or_else(|| Error::new(Code::Corrupt, format!("the log names type {id}, which is missing")))?
+            .ok_or_else(|| {
+                Error::new(
+                    Code::Corrupt,
+                    format!("the log names type {id}, which is missing"),
+                )
+            })?
             .into();
         if self.0.len() >= MAX_CACHED_TYPES {
             self.0.clear();
@@ -59,7 +63,10 @@ pub(crate) fn read_record(
         }
     };
     let payload = row.get_ref(7).map_err(get)?.as_bytes().map_err(|e| {
-        Error::new(Code::Corrupt, format!("the payload of event {position} is damaged: {e}"))
+        Error::new(
+            Code::Corrupt,
+            format!("the payload of event {position} is damaged: {e}"),
+        )
     })?;
     let event = Event::from_stored(
         EventId::from_bytes(id),
@@ -70,12 +77,19 @@ pub(crate) fn read_record(
         attrs,
     );
     let received_at = Timestamp::from_micros(row.get(5).map_err(get)?);
-    Ok(Arc::new(Recorded { event, position, received_at }))
+    Ok(Arc::new(Recorded {
+        event,
+        position,
+        received_at,
+    }))
 }
 
 fn read_attributes(position: u64, text: &str) -> Result<Attributes> {
     serde_json::from_str(text).map_err(|e| {
-        Error::new(Code::Corrupt, format!("the attributes of event {position} are damaged: {e}"))
+        Error::new(
+            Code::Corrupt,
+            format!("the attributes of event {position} are damaged: {e}"),
+        )
     })
 }
 
@@ -111,12 +125,19 @@ pub(crate) fn read_failures(text: Option<&str>) -> Result<Vec<Failure>> {
     match text {
         None => Ok(Vec::new()),
         Some(text) => serde_json::from_str(text).map_err(|e| {
-            Error::new(Code::Corrupt, format!("a record of failures is damaged: {e}"))
+            Error::new(
+                Code::Corrupt,
+                format!("a record of failures is damaged: {e}"),
+            )
         }),
     }
 }
 
 /// Writes them; none at all is NULL.
 pub(crate) fn write_failures(failures: &[Failure]) -> Option<String> {
-    if failures.is_empty() { None } else { serde_json::to_string(failures).ok() }
+    if failures.is_empty() {
+        None
+    } else {
+        serde_json::to_string(failures).ok()
+    }
 }

@@ -24,7 +24,8 @@ pub(crate) fn check_library() -> Result<()> {
 }
 
 fn check_library_version(version: i32) -> Result<()> {
-    let patched = (3_050_007..3_051_000).contains(&version) || (3_044_006..3_045_000).contains(&version);
+    let patched =
+        (3_050_007..3_051_000).contains(&version) || (3_044_006..3_045_000).contains(&version);
     if version >= SAFE_SQLITE || patched {
         return Ok(());
     }
@@ -55,7 +56,11 @@ pub(crate) fn identify(conn: &Connection) -> Result<Kind> {
     };
     let (application, version) = (get("application_id")?, get("user_version")?);
     if application == APPLICATION_ID {
-        return if version > VERSION { Err(newer(version)) } else { Ok(Kind::Ours(version)) };
+        return if version > VERSION {
+            Err(newer(version))
+        } else {
+            Ok(Kind::Ours(version))
+        };
     }
     let tables: i64 = conn
         .query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0))
@@ -63,8 +68,11 @@ pub(crate) fn identify(conn: &Connection) -> Result<Kind> {
     if application == 0 && version == 0 && tables == 0 {
         return Ok(Kind::Empty);
     }
-    Err(Error::new(Code::NotEverbus, "this is a SQLite database of another program")
-        .hint("choose another file; Everbus does not put its tables into foreign databases"))
+    Err(Error::new(
+        Code::NotEverbus,
+        "this is a SQLite database of another program",
+    )
+    .hint("choose another file; Everbus does not put its tables into foreign databases"))
 }
 
 /// The error for a file from the future.
@@ -91,12 +99,20 @@ pub(crate) fn migrate(conn: &Connection) -> Result<()> {
         conn.execute_batch("BEGIN IMMEDIATE").map_err(doing)?;
         let moved = identify(conn).and_then(|kind| {
             // Another process may have been faster.
-            if kind != (if from == 0 { Kind::Empty } else { Kind::Ours(from) }) {
+            if kind
+                != (if from == 0 {
+                    Kind::Empty
+                } else {
+                    Kind::Ours(from)
+                })
+            {
                 return Ok(());
             }
             conn.execute_batch(step).map_err(doing)?;
-            conn.pragma_update(None, "application_id", APPLICATION_ID).map_err(doing)?;
-            conn.pragma_update(None, "user_version", from + 1).map_err(doing)
+            conn.pragma_update(None, "application_id", APPLICATION_ID)
+                .map_err(doing)?;
+            conn.pragma_update(None, "user_version", from + 1)
+                .map_err(doing)
         });
         match moved {
             Ok(()) => conn.execute_batch("COMMIT").map_err(doing)?,
@@ -112,10 +128,14 @@ pub(crate) fn migrate(conn: &Connection) -> Result<()> {
 mod tests {
     use super::*;
 
+    // conformance: issue-2/sqlite-version: a SQLite with the WAL-reset bug is refused at open
     #[test]
     fn libraries_with_the_wal_reset_bug_are_refused() {
         for bad in [3_040_001, 3_044_005, 3_050_006, 3_051_002] {
-            assert_eq!(check_library_version(bad).unwrap_err().code(), Code::SqliteTooOld);
+            assert_eq!(
+                check_library_version(bad).unwrap_err().code(),
+                Code::SqliteTooOld
+            );
         }
         for good in [3_044_006, 3_050_007, 3_051_003, 3_052_000] {
             assert!(check_library_version(good).is_ok());
@@ -136,7 +156,8 @@ mod tests {
     fn newer_and_foreign_files_are_refused() {
         let conn = Connection::open_in_memory().unwrap();
         migrate(&conn).unwrap();
-        conn.pragma_update(None, "user_version", VERSION + 1).unwrap();
+        conn.pragma_update(None, "user_version", VERSION + 1)
+            .unwrap();
         assert_eq!(identify(&conn).unwrap_err().code(), Code::NewerSchema);
         let foreign = Connection::open_in_memory().unwrap();
         foreign.execute_batch("CREATE TABLE theirs (x)").unwrap();

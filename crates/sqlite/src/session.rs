@@ -46,14 +46,19 @@ impl Mailbox {
     }
 
     /// Whether something of this claim or delivery still waits to be fetched.
-    pub(crate) fn holds(&self, mut which: impl FnMut(&Delivery) -> bool) -> bool {
-        self.lock().deliveries.iter().any(|d| which(d))
+    pub(crate) fn holds(&self, which: impl FnMut(&Delivery) -> bool) -> bool {
+        self.lock().deliveries.iter().any(which)
     }
 
     /// The positions of what still waits to be fetched.
     pub(crate) fn positions(&self, mut which: impl FnMut(&Delivery) -> bool) -> Vec<u64> {
         let inner = self.lock();
-        inner.deliveries.iter().filter(|d| which(d)).map(|d| d.lease.position).collect()
+        inner
+            .deliveries
+            .iter()
+            .filter(|d| which(d))
+            .map(|d| d.lease.position)
+            .collect()
     }
 
     /// Ends the mailbox: fetches fail from now on.
@@ -121,7 +126,11 @@ impl Session {
 
     /// How many more events it may have in flight.
     pub(crate) fn room(&self) -> usize {
-        if self.room_in_bytes() == 0 { 0 } else { self.prefetch.saturating_sub(self.in_flight) }
+        if self.room_in_bytes() == 0 {
+            0
+        } else {
+            self.prefetch.saturating_sub(self.in_flight)
+        }
     }
 
     /// How many more bytes of payload, so that large events do not fill the memory.
@@ -189,13 +198,19 @@ impl Consumer for SqliteConsumer {
     }
 
     fn set_handled(&mut self, handled: Vec<Pattern>) {
-        self.handle.queue.push(Command::SetHandled { session: self.id, handled });
+        self.handle.queue.push(Command::SetHandled {
+            session: self.id,
+            handled,
+        });
     }
 
     fn close(mut self: Box<Self>) -> BoxFuture<'static, Result<()>> {
         self.closed = true;
         let (reply, answer) = oneshot::channel();
-        self.handle.queue.push(Command::Detach { session: self.id, reply: Some(reply) });
+        self.handle.queue.push(Command::Detach {
+            session: self.id,
+            reply: Some(reply),
+        });
         Box::pin(async move {
             match answer.await {
                 // An engine that has stopped holds nothing for anybody.
@@ -210,7 +225,10 @@ impl Consumer for SqliteConsumer {
 impl Drop for SqliteConsumer {
     fn drop(&mut self) {
         if !self.closed {
-            self.handle.queue.push(Command::Detach { session: self.id, reply: None });
+            self.handle.queue.push(Command::Detach {
+                session: self.id,
+                reply: None,
+            });
         }
     }
 }

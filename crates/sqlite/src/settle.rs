@@ -78,7 +78,9 @@ impl Writer {
     }
 
     fn settle_claimed(&mut self, id: i64, seq: u64, verdict: &Verdict) -> Result<()> {
-        let Some(claim) = self.state.claims.get_mut(&id) else { return Err(lost(seq)) };
+        let Some(claim) = self.state.claims.get_mut(&id) else {
+            return Err(lost(seq));
+        };
         let (group, session, bytes) = (claim.group, claim.session, claim.bytes_each);
         claim.progress.complete(seq);
         self.touched.push(id);
@@ -103,7 +105,9 @@ impl Writer {
     }
 
     fn settle_row(&mut self, group: i64, seq: u64, verdict: &Verdict) -> Result<()> {
-        let Some(held) = self.state.held.remove(&(group, seq)) else { return Err(lost(seq)) };
+        let Some(held) = self.state.held.remove(&(group, seq)) else {
+            return Err(lost(seq));
+        };
         self.settled_in(held.session, held.bytes);
         if self.isolating == Some((group, seq)) {
             self.isolating = None;
@@ -148,7 +152,13 @@ impl Writer {
     }
 
     /// Puts a leased row back as if it had not been handed out.
-    pub(crate) fn release_row(&mut self, group: i64, seq: u64, suspect: bool, due: i64) -> Result<()> {
+    pub(crate) fn release_row(
+        &mut self,
+        group: i64,
+        seq: u64,
+        suspect: bool,
+        due: i64,
+    ) -> Result<()> {
         self.conn
             .prepare_cached(
                 "UPDATE deliveries SET state = 0, due = ?3, attempt = attempt - 1, owner = 0,
@@ -156,7 +166,13 @@ impl Writer {
                  WHERE group_id = ?1 AND seq = ?2",
             )
             .and_then(|mut s| {
-                s.execute(params![group, to_sql(seq), due, suspect, micros(self.clock.now())])
+                s.execute(params![
+                    group,
+                    to_sql(seq),
+                    due,
+                    suspect,
+                    micros(self.clock.now())
+                ])
             })
             .map_err(|e| from_sqlite("giving an event back", e))?;
         if suspect {
@@ -176,7 +192,9 @@ impl Writer {
     fn row(&self, group: i64, seq: u64) -> Result<(u32, Vec<Failure>)> {
         let (attempt, failures): (u32, Option<String>) = self
             .conn
-            .prepare_cached("SELECT attempt, failures FROM deliveries WHERE group_id = ?1 AND seq = ?2")
+            .prepare_cached(
+                "SELECT attempt, failures FROM deliveries WHERE group_id = ?1 AND seq = ?2",
+            )
             .and_then(|mut s| s.query_row((group, to_sql(seq)), |r| Ok((r.get(0)?, r.get(1)?))))
             .map_err(|e| from_sqlite("reading a delivery", e))?;
         Ok((attempt, read_failures(failures.as_deref())?))
@@ -289,7 +307,12 @@ impl Writer {
                 "INSERT OR REPLACE INTO skips (group_id, seq, reason, at) VALUES (?1, ?2, ?3, ?4)",
             )
             .and_then(|mut s| {
-                s.execute(params![group, to_sql(seq), reason, micros(self.clock.now())])
+                s.execute(params![
+                    group,
+                    to_sql(seq),
+                    reason,
+                    micros(self.clock.now())
+                ])
             })
             .map(drop)
             .map_err(|e| from_sqlite("recording a skip", e))
@@ -361,7 +384,9 @@ impl Writer {
     /// Extends single events of a claim. In the file the claim lasts as long as its longest lease;
     /// which of its events are behind that is known here, where they would be missed first.
     pub(crate) fn extend_claimed(&mut self, id: i64, seqs: &[u64], until: i64) -> Result<()> {
-        let Some(claim) = self.state.claims.get_mut(&id) else { return Ok(()) };
+        let Some(claim) = self.state.claims.get_mut(&id) else {
+            return Ok(());
+        };
         claim.extended.extend(seqs.iter().map(|seq| (*seq, until)));
         self.conn
             .prepare_cached("UPDATE claims SET until = max(until, ?3) WHERE id = ?1 AND token = ?2")
@@ -383,6 +408,9 @@ impl Writer {
 }
 
 fn lost(seq: u64) -> Error {
-    Error::new(Code::LeaseLost, format!("the lease on event {seq} has ended or is somebody else's"))
-        .hint("the event is delivered again; make handlers idempotent or raise the timeout")
+    Error::new(
+        Code::LeaseLost,
+        format!("the lease on event {seq} has ended or is somebody else's"),
+    )
+    .hint("the event is delivered again; make handlers idempotent or raise the timeout")
 }

@@ -13,25 +13,32 @@ pub(crate) struct Space {
 impl Space {
     pub(crate) fn new(file: &Path, headroom: u64) -> Self {
         let directory = file.parent().unwrap_or(Path::new(".")).to_owned();
-        Self { directory, headroom }
+        Self {
+            directory,
+            headroom,
+        }
     }
 
     /// Whether there is room to publish.
     pub(crate) fn check(&self) -> Result<()> {
         // A file system that does not say counts as having room; a real lack of it is noticed later.
-        let Ok(stat) = rustix::fs::statvfs(&self.directory) else { return Ok(()) };
+        let Ok(stat) = rustix::fs::statvfs(&self.directory) else {
+            return Ok(());
+        };
         let free = stat.f_bavail.saturating_mul(stat.f_frsize);
         let total = stat.f_blocks.saturating_mul(stat.f_frsize);
         let needed = self.headroom.min(total / 10);
         if free >= needed {
             return Ok(());
         }
-        Err(full(format!("{free} bytes are free, {needed} are kept for acks and dead letters")))
+        Err(full(&format!(
+            "{free} bytes are free, {needed} are kept for acks and dead letters"
+        )))
     }
 }
 
 /// The error of a publish that found no room.
-pub(crate) fn full(what: String) -> Error {
+pub(crate) fn full(what: &str) -> Error {
     Error::new(Code::DiskFull, format!("the disk is full: {what}"))
         .hint("free some space and publish again; nothing that was acknowledged is lost")
 }

@@ -78,14 +78,20 @@ impl Claim {
 
     /// What is neither done nor within its lease.
     pub(crate) fn ended(&self, now: i64) -> Vec<u64> {
-        let open = self.progress.unfinished(self.hi).flat_map(|(first, last)| first..=last);
+        let open = self
+            .progress
+            .unfinished(self.hi)
+            .flat_map(|(first, last)| first..=last);
         open.filter(|seq| self.until_of(*seq) <= now).collect()
     }
 
     /// Whether some lease may have ended; cheap, and wrong only on the safe side.
     pub(crate) fn may_have_ended(&self, now: i64) -> bool {
         self.until <= now && !self.ended(now).is_empty()
-            || self.extended.iter().any(|(seq, until)| *until <= now && !self.progress.is_done(*seq))
+            || self
+                .extended
+                .iter()
+                .any(|(seq, until)| *until <= now && !self.progress.is_done(*seq))
     }
 }
 
@@ -142,8 +148,9 @@ impl State {
     /// and returned as `(claims, deliveries)`.
     pub(crate) fn refresh(&mut self, conn: &Connection) -> Result<Lost> {
         let doing = |e| from_sqlite("reading the state of the file", e);
-        let version: i32 =
-            conn.query_row("PRAGMA user_version", [], |r| r.get(0)).map_err(doing)?;
+        let version: i32 = conn
+            .query_row("PRAGMA user_version", [], |r| r.get(0))
+            .map_err(doing)?;
         if version > crate::schema::VERSION {
             return Err(crate::schema::newer(version));
         }
@@ -165,7 +172,8 @@ impl State {
         self.other_owners = conn
             .prepare_cached("SELECT id, lock FROM owners WHERE id <> ?1")
             .and_then(|mut s| {
-                s.query_map([self.owner], |r| Ok((r.get(0)?, r.get(1)?)))?.collect()
+                s.query_map([self.owner], |r| Ok((r.get(0)?, r.get(1)?)))?
+                    .collect()
             })
             .map_err(doing)?;
         self.foreign_until = conn
@@ -225,11 +233,13 @@ impl State {
             let ours: HashMap<i64, i64> = conn
                 .prepare_cached("SELECT id, token FROM claims WHERE owner = ?1")
                 .and_then(|mut s| {
-                    s.query_map([self.owner], |r| Ok((r.get(0)?, r.get(1)?)))?.collect()
+                    s.query_map([self.owner], |r| Ok((r.get(0)?, r.get(1)?)))?
+                        .collect()
                 })
                 .map_err(doing)?;
-            for (id, claim) in
-                self.claims.extract_if(|id, claim| ours.get(id) != Some(&claim.token))
+            for (id, claim) in self
+                .claims
+                .extract_if(|id, claim| ours.get(id) != Some(&claim.token))
             {
                 lost.claims.push((id, claim));
             }
@@ -287,7 +297,10 @@ impl State {
     }
 
     pub(crate) fn group_id(&self, name: &GroupName) -> Option<i64> {
-        self.groups.iter().find(|(_, group)| group.name == *name).map(|(id, _)| *id)
+        self.groups
+            .iter()
+            .find(|(_, group)| group.name == *name)
+            .map(|(id, _)| *id)
     }
 
     pub(crate) fn group_mut(&mut self, id: i64) -> Result<&mut Group> {
@@ -298,7 +311,11 @@ impl State {
 
     /// How many events this engine has in flight.
     pub(crate) fn in_flight(&self) -> u64 {
-        let claimed: u64 = self.claims.values().map(|c| c.progress.unfinished_count(c.hi)).sum();
+        let claimed: u64 = self
+            .claims
+            .values()
+            .map(|c| c.progress.unfinished_count(c.hi))
+            .sum();
         claimed + self.held.len() as u64
     }
 }

@@ -51,7 +51,9 @@ impl Watches {
         touched.sort_unstable();
         touched.dedup();
         for position in touched {
-            let Some(replies) = self.waiting.get_mut(&position) else { continue };
+            let Some(replies) = self.waiting.get_mut(&position) else {
+                continue;
+            };
             // A caller that gave up is not waited for.
             replies.retain(|reply| !reply.is_closed());
             let answer = match writer.outcome(position)? {
@@ -125,13 +127,15 @@ impl Writer {
                  WHERE group_id = ?1 AND lo <= ?2 AND hi >= ?2 AND owner <> ?3",
             )
             .map_err(doing)?;
-        let mut rows =
-            statement.query(params![group, to_sql(position), self.state.owner]).map_err(doing)?;
+        let mut rows = statement
+            .query(params![group, to_sql(position), self.state.owner])
+            .map_err(doing)?;
         while let Some(row) = rows.next().map_err(doing)? {
             let (lo, hi) = (row.get(0).map_err(doing)?, row.get(1).map_err(doing)?);
             let done: Option<Vec<u8>> = row.get(2).map_err(doing)?;
             let (lo, hi) = (seq_from(lo), seq_from(hi));
-            if !Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default()).is_done(position) {
+            if !Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default()).is_done(position)
+            {
                 return Ok(true);
             }
         }

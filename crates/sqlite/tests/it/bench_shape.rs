@@ -7,8 +7,11 @@ use crate::{declare, open};
 /// The plan of a query, one step a line.
 fn plan(conn: &Connection, sql: &str) -> String {
     let mut statement = conn.prepare(&format!("EXPLAIN QUERY PLAN {sql}")).unwrap();
-    let steps: Vec<String> =
-        statement.query_map([], |r| r.get(3)).unwrap().map(Result::unwrap).collect();
+    let steps: Vec<String> = statement
+        .query_map([], |r| r.get(3))
+        .unwrap()
+        .map(Result::unwrap)
+        .collect();
     steps.join("\n")
 }
 

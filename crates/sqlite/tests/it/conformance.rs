@@ -19,7 +19,10 @@ impl File {
 impl Harness for File {
     async fn open(&self, clock: Arc<dyn Clock>) -> Engine {
         let path = self.0.path().join("test.db");
-        let options = Options { clock, ..Options::default() };
+        let options = Options {
+            clock,
+            ..Options::default()
+        };
         everbus_sqlite::open(&path, options).expect("the file opens")
     }
 
@@ -28,4 +31,5 @@ impl Harness for File {
     }
 }
 
+// conformance: issue-2/conformance-suite: the SQLite engine passes the suite every engine passes
 everbus_testkit::conformance_tests!(File::new());

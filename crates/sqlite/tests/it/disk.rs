@@ -34,14 +34,19 @@ impl Drop for SmallDisk {
 }
 
 fn event(bytes: usize) -> Event {
-    Event::builder("a.b").json(&"x".repeat(bytes)).build().unwrap()
+    Event::builder("a.b")
+        .json(&"x".repeat(bytes))
+        .build()
+        .unwrap()
 }
 
 // conformance: issue-2/full-disk: on a full disk publishes are refused while acks and dead letters succeed
 #[tokio::test]
 async fn on_a_full_disk_publishes_are_refused_first() {
     let dir = tempfile::tempdir().unwrap();
-    let Some(disk) = SmallDisk::mount(dir.path(), 24) else { return };
+    let Some(disk) = SmallDisk::mount(dir.path(), 24) else {
+        return;
+    };
     let path = disk.0.join("a.db");
     let engine = everbus_sqlite::open(&path, Options::default()).unwrap();
     declare(&engine, "", "*").await;
@@ -55,13 +60,19 @@ async fn on_a_full_disk_publishes_are_refused_first() {
     };
     assert_eq!(refused.code(), Code::DiskFull);
     assert!(refused.hint_text().is_some() && !refused.outcome_unknown());
-    assert!(acknowledged.len() > 50, "it filled up: {}", acknowledged.len());
+    assert!(
+        acknowledged.len() > 50,
+        "it filled up: {}",
+        acknowledged.len()
+    );
     // Acks, retries and dead letters all fit into what was kept free.
     for n in 0..acknowledged.len() {
         let delivery = fetch(&mut consumer, 1).await.remove(0);
         let verdict = match n % 3 {
             0 => Verdict::Ack,
-            1 => Verdict::Dead { failure: Some(failure(&"long ".repeat(100))) },
+            1 => Verdict::Dead {
+                failure: Some(failure(&"long ".repeat(100))),
+            },
             _ => Verdict::Retry {
                 after: std::time::Duration::from_secs(3600),
                 failure: failure("x"),
@@ -69,11 +80,23 @@ async fn on_a_full_disk_publishes_are_refused_first() {
         };
         settle(&engine, &delivery, verdict).await;
     }
-    let page = PageRequest { limit: 1000, ..PageRequest::default() };
-    let dead = engine.dead_letters().unwrap().list(DeadLetterFilter::default(), page).await.unwrap();
+    let page = PageRequest {
+        limit: 1000,
+        ..PageRequest::default()
+    };
+    let dead = engine
+        .dead_letters()
+        .unwrap()
+        .list(DeadLetterFilter::default(), page)
+        .await
+        .unwrap();
     assert_eq!(dead.items.len(), (acknowledged.len() + 1) / 3);
     for id in acknowledged {
-        assert_eq!(engine.log().unwrap().find(id).await.unwrap().len(), 1, "nothing is lost");
+        assert_eq!(
+            engine.log().unwrap().find(id).await.unwrap().len(),
+            1,
+            "nothing is lost"
+        );
     }
     let still = engine.broker.append(vec![event(50_000)]).await.unwrap_err();
     assert_eq!(still.code(), Code::DiskFull);
@@ -82,17 +105,29 @@ async fn on_a_full_disk_publishes_are_refused_first() {
 #[tokio::test]
 async fn a_disk_filled_by_others_loses_nothing_and_recovers() {
     let dir = tempfile::tempdir().unwrap();
-    let Some(disk) = SmallDisk::mount(dir.path(), 16) else { return };
+    let Some(disk) = SmallDisk::mount(dir.path(), 16) else {
+        return;
+    };
     let path = disk.0.join("a.db");
     let engine = everbus_sqlite::open(&path, Options::default()).unwrap();
     declare(&engine, "", "*").await;
-    let kept = engine.broker.append(vec![event(1000)]).await.unwrap().remove(0).unwrap();
+    let kept = engine
+        .broker
+        .append(vec![event(1000)])
+        .await
+        .unwrap()
+        .remove(0)
+        .unwrap();
     let filler = disk.0.join("filler");
     // As much as there is, to the last byte.
     let _ = std::fs::write(&filler, vec![0u8; 16 << 20]);
     let refused = engine.broker.append(vec![event(1000)]).await.unwrap_err();
     assert_eq!(refused.code(), Code::DiskFull);
     std::fs::remove_file(&filler).unwrap();
-    engine.broker.append(vec![event(1000)]).await.expect("it goes on by itself");
+    engine
+        .broker
+        .append(vec![event(1000)])
+        .await
+        .expect("it goes on by itself");
     assert_eq!(engine.log().unwrap().find(kept.id).await.unwrap().len(), 1);
 }

@@ -11,7 +11,9 @@ use rusqlite::Connection;
 use crate::{open, publish};
 
 fn refused(path: &Path) -> Error {
-    let error = everbus_sqlite::open(path, Options::default()).map(drop).unwrap_err();
+    let error = everbus_sqlite::open(path, Options::default())
+        .map(drop)
+        .unwrap_err();
     assert!(error.hint_text().is_some(), "{error} has a hint");
     error
 }
@@ -27,15 +29,22 @@ async fn a_new_file_gets_its_tables_in_wal_mode() {
     publish(&engine, "user.created").await;
     crate::declare(&engine, "", "user.*").await;
     let conn = Connection::open(&path).unwrap();
-    let mode: String = conn.query_row("PRAGMA journal_mode", [], |r| r.get(0)).unwrap();
+    let mode: String = conn
+        .query_row("PRAGMA journal_mode", [], |r| r.get(0))
+        .unwrap();
     assert_eq!(mode, "wal");
     let count = |sql: &str| conn.query_row(sql, [], |r| r.get::<_, i64>(0)).unwrap();
     assert_eq!(count("SELECT count(*) FROM events"), 1);
     assert_eq!(count("SELECT count(*) FROM subscriptions"), 1);
     // A reader that stays does not hold the writer up.
-    conn.execute_batch("BEGIN; SELECT count(*) FROM log").unwrap();
+    conn.execute_batch("BEGIN; SELECT count(*) FROM log")
+        .unwrap();
     publish(&engine, "user.created").await;
-    assert_eq!(count("SELECT count(*) FROM log"), 1, "it sees its own moment");
+    assert_eq!(
+        count("SELECT count(*) FROM log"),
+        1,
+        "it sees its own moment"
+    );
     conn.execute_batch("ROLLBACK").unwrap();
     assert_eq!(count("SELECT count(*) FROM log"), 2);
 }
@@ -54,7 +63,10 @@ async fn closing_leaves_one_complete_file() {
     engine.log().unwrap().head().await.unwrap();
     engine.broker.close().await.unwrap();
     engine.broker.close().await.unwrap();
-    let names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    let names: Vec<_> = std::fs::read_dir(dir.path())
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
     assert_eq!(names, ["a.db"], "no write-ahead log, no lock is left");
 }
 
@@ -64,14 +76,20 @@ fn a_directory_is_not_a_file() {
     let dir = tempfile::tempdir().unwrap();
     assert_eq!(refused(dir.path()).code(), Code::NotAFile);
     assert_eq!(refused(Path::new("/dev/null")).code(), Code::NotAFile);
-    assert_eq!(refused(&dir.path().join("missing/a.db")).code(), Code::NoSuchFile);
+    assert_eq!(
+        refused(&dir.path().join("missing/a.db")).code(),
+        Code::NoSuchFile
+    );
 }
 
 #[test]
 fn a_missing_file_is_not_created_unasked() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.db");
-    let options = Options { create: false, ..Options::default() };
+    let options = Options {
+        create: false,
+        ..Options::default()
+    };
     let error = everbus_sqlite::open(&path, options).map(drop).unwrap_err();
     assert_eq!(error.code(), Code::NoSuchFile);
     assert!(!path.exists());
@@ -82,7 +100,9 @@ fn a_missing_file_is_not_created_unasked() {
 async fn damaged_files_are_named_as_such() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("noise.db");
-    let noise: Vec<u8> = (0..20_000u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    let noise: Vec<u8> = (0..20_000u32)
+        .map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8)
+        .collect();
     std::fs::write(&path, &noise).unwrap();
     assert_eq!(refused(&path).code(), Code::Corrupt);
     assert_eq!(std::fs::read(&path).unwrap(), noise, "not touched");
@@ -116,12 +136,18 @@ async fn a_newer_file_is_refused_and_not_touched() {
     publish(&engine, "a.b").await;
     engine.broker.close().await.unwrap();
     let conn = Connection::open(&path).unwrap();
-    conn.pragma_update(None, "user_version", SCHEMA_VERSION + 1).unwrap();
+    conn.pragma_update(None, "user_version", SCHEMA_VERSION + 1)
+        .unwrap();
     conn.close().unwrap();
     let before = std::fs::read(&path).unwrap();
     let error = refused(&path);
     assert_eq!(error.code(), Code::NewerSchema);
-    assert!(error.message().contains(&format!("version {}", SCHEMA_VERSION + 1)), "{error}");
+    assert!(
+        error
+            .message()
+            .contains(&format!("version {}", SCHEMA_VERSION + 1)),
+        "{error}"
+    );
     assert_eq!(std::fs::read(&path).unwrap(), before);
 }
 
@@ -132,11 +158,14 @@ async fn a_file_that_is_upgraded_under_way_stops_the_engine_cleanly() {
     let engine = open(&path);
     publish(&engine, "a.b").await;
     let conn = Connection::open(&path).unwrap();
-    conn.pragma_update(None, "user_version", SCHEMA_VERSION + 1).unwrap();
+    conn.pragma_update(None, "user_version", SCHEMA_VERSION + 1)
+        .unwrap();
     let event = everbus_core::Event::builder("a.b").build().unwrap();
     let error = engine.broker.append(vec![event]).await.unwrap_err();
     assert_eq!(error.code(), Code::NewerSchema);
-    let events: i64 = conn.query_row("SELECT count(*) FROM log", [], |r| r.get(0)).unwrap();
+    let events: i64 = conn
+        .query_row("SELECT count(*) FROM log", [], |r| r.get(0))
+        .unwrap();
     assert_eq!(events, 1);
 }
 
@@ -175,8 +204,10 @@ fn what_may_not_be_written_is_read_only() {
 async fn a_locked_file_is_waited_for_and_then_busy() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.db");
-    let options =
-        Options { busy_timeout: Duration::from_millis(300), ..Options::default() };
+    let options = Options {
+        busy_timeout: Duration::from_millis(300),
+        ..Options::default()
+    };
     let engine = everbus_sqlite::open(&path, options.clone()).unwrap();
     let other = Connection::open(&path).unwrap();
     other.execute_batch("BEGIN IMMEDIATE").unwrap();
@@ -193,7 +224,9 @@ async fn a_locked_file_is_waited_for_and_then_busy() {
     waiting.await.unwrap().unwrap();
     engine.broker.close().await.unwrap();
     // At open: an exclusive lock keeps everybody out.
-    other.pragma_update(None, "locking_mode", "EXCLUSIVE").unwrap();
+    other
+        .pragma_update(None, "locking_mode", "EXCLUSIVE")
+        .unwrap();
     other.execute_batch("BEGIN EXCLUSIVE").unwrap();
     let error = everbus_sqlite::open(&path, options).map(drop).unwrap_err();
     assert_eq!(error.code(), Code::Busy);
@@ -206,8 +239,14 @@ async fn full_durability_is_the_default_and_normal_says_so() {
     use everbus_core::Durability;
     let dir = tempfile::tempdir().unwrap();
     let engine = open(&dir.path().join("full.db"));
-    assert_eq!(engine.broker.capabilities().durability, Durability::PowerLoss);
-    let options = Options { durability: Durable::Normal, ..Options::default() };
+    assert_eq!(
+        engine.broker.capabilities().durability,
+        Durability::PowerLoss
+    );
+    let options = Options {
+        durability: Durable::Normal,
+        ..Options::default()
+    };
     let engine = everbus_sqlite::open(&dir.path().join("normal.db"), options).unwrap();
     assert_eq!(engine.broker.capabilities().durability, Durability::Process);
 }

@@ -34,7 +34,11 @@ async fn every_golden_file_still_answers() {
         let waiting = fetch(&mut consumer, 2).await;
         let mut attempts: Vec<u32> = waiting.iter().map(|d| d.attempt).collect();
         attempts.sort_unstable();
-        assert_eq!(attempts, [1, 2], "one was never begun, one waits for its second attempt");
+        assert_eq!(
+            attempts,
+            [1, 2],
+            "one was never begun, one waits for its second attempt"
+        );
         let next = publish(&engine, "after.migration").await;
         assert_eq!(next.position, 5);
         versions += 1;
@@ -51,18 +55,40 @@ async fn the_golden_file_of_this_version_can_be_written() {
     let engine = open(&path);
     declare(&engine, "", "*").await;
     let events = (1..=4u8).map(|n| {
-        let id: EventId = format!("01900000-0000-7000-8000-00000000000{n}").parse().unwrap();
+        let id: EventId = format!("01900000-0000-7000-8000-00000000000{n}")
+            .parse()
+            .unwrap();
         let payload = format!("{{\"golden\":{n}}}");
-        everbus_core::Event::builder("golden.made").id(id).payload(payload).meta("k", "v").build().unwrap()
+        everbus_core::Event::builder("golden.made")
+            .id(id)
+            .payload(payload)
+            .meta("k", "v")
+            .build()
+            .unwrap()
     });
     engine.broker.append(events.collect()).await.unwrap();
     let mut consumer = consume(&engine, "").await;
     let deliveries = fetch(&mut consumer, 3).await;
     settle(&engine, &deliveries[0], Verdict::Ack).await;
     let zero = std::time::Duration::ZERO;
-    settle(&engine, &deliveries[1], Verdict::Dead { failure: Some(failure("hopeless")) }).await;
+    settle(
+        &engine,
+        &deliveries[1],
+        Verdict::Dead {
+            failure: Some(failure("hopeless")),
+        },
+    )
+    .await;
     consumer.close().await.unwrap();
-    settle(&engine, &deliveries[2], Verdict::Retry { after: zero, failure: failure("once") }).await;
+    settle(
+        &engine,
+        &deliveries[2],
+        Verdict::Retry {
+            after: zero,
+            failure: failure("once"),
+        },
+    )
+    .await;
     engine.broker.close().await.unwrap();
     let size = std::fs::metadata(&path).unwrap().len();
     assert!(size > 0);

@@ -3,6 +3,7 @@
 mod bench_shape;
 mod conformance;
 mod disk;
+mod faults;
 mod files;
 mod golden;
 mod model;
@@ -26,8 +27,17 @@ fn open(path: &Path) -> Engine {
 }
 
 async fn publish(engine: &Engine, event_type: &str) -> Appended {
-    let event = Event::builder(event_type).json(&serde_json::json!({ "n": 1 })).build().unwrap();
-    engine.broker.append(vec![event]).await.unwrap().remove(0).unwrap()
+    let event = Event::builder(event_type)
+        .json(&serde_json::json!({ "n": 1 }))
+        .build()
+        .unwrap();
+    engine
+        .broker
+        .append(vec![event])
+        .await
+        .unwrap()
+        .remove(0)
+        .unwrap()
 }
 
 async fn declare(engine: &Engine, group: &str, pattern: &str) {
@@ -44,7 +54,10 @@ async fn declare(engine: &Engine, group: &str, pattern: &str) {
 }
 
 fn options() -> ConsumeOptions {
-    ConsumeOptions { handled: vec!["*".parse().unwrap()], ..ConsumeOptions::default() }
+    ConsumeOptions {
+        handled: vec!["*".parse().unwrap()],
+        ..ConsumeOptions::default()
+    }
 }
 
 async fn consume(engine: &Engine, group: &str) -> Box<dyn Consumer> {
@@ -64,11 +77,22 @@ async fn fetch(consumer: &mut Box<dyn Consumer>, count: usize) -> Vec<Delivery> 
 
 async fn settle(engine: &Engine, delivery: &Delivery, verdict: Verdict) {
     let settlement = Settlement::new(delivery.lease.clone(), verdict);
-    engine.broker.settle(vec![settlement]).await.unwrap().remove(0).unwrap();
+    engine
+        .broker
+        .settle(vec![settlement])
+        .await
+        .unwrap()
+        .remove(0)
+        .unwrap();
 }
 
 fn failure(text: &str) -> Failure {
-    Failure::new(1, Timestamp::from_micros(1_700_000_000_000_000), FailureKind::Error, text)
+    Failure::new(
+        1,
+        Timestamp::from_micros(1_700_000_000_000_000),
+        FailureKind::Error,
+        text,
+    )
 }
 
 /// Waits until something holds, not for ever.

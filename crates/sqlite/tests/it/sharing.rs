@@ -22,9 +22,13 @@ async fn what_another_process_publishes_is_noticed() {
         let published = publish(&tool, "a.b").await;
         let delivery = fetch(&mut consumer, 1).await.remove(0);
         assert_eq!(delivery.record.position, published.position);
-        let settled = tool.broker.settled(published.position, Duration::from_secs(20));
+        let settled = tool
+            .broker
+            .settled(published.position, Duration::from_secs(20));
         settle(&service, &delivery, Verdict::Ack).await;
-        settled.await.expect("the tool sees that the service settled it");
+        settled
+            .await
+            .expect("the tool sees that the service settled it");
     }
 }
 
@@ -51,7 +55,10 @@ async fn competing_processes_share_a_group_without_overlap() {
                 for result in broker.settle(settlements).await.unwrap() {
                     result.unwrap();
                 }
-                handled.lock().unwrap().extend(batch.iter().map(|d| d.record.position));
+                handled
+                    .lock()
+                    .unwrap()
+                    .extend(batch.iter().map(|d| d.record.position));
             }
         }));
     }
@@ -63,7 +70,10 @@ async fn competing_processes_share_a_group_without_overlap() {
     let publishers: Vec<_> = publishers.collect();
     let [a, b, c]: [_; 3] = publishers.try_into().ok().unwrap();
     tokio::join!(a, b, c);
-    eventually("everything is handled", async || handled.lock().unwrap().len() >= total).await;
+    eventually("everything is handled", async || {
+        handled.lock().unwrap().len() >= total
+    })
+    .await;
     for engine in &engines {
         engine.broker.close().await.unwrap();
     }
@@ -72,7 +82,11 @@ async fn competing_processes_share_a_group_without_overlap() {
     }
     let handled = handled.lock().unwrap();
     assert_eq!(handled.len(), total, "none twice");
-    assert_eq!(handled.iter().collect::<HashSet<_>>().len(), total, "none lost");
+    assert_eq!(
+        handled.iter().collect::<HashSet<_>>().len(),
+        total,
+        "none lost"
+    );
 }
 
 // conformance: issue-2/recovery-spares-the-living: work of a process that lives is not taken
@@ -110,7 +124,10 @@ async fn recovery_takes_from_the_dead_and_never_from_the_living() {
         rival
     };
     let again = fetch(&mut survivor, 1).await.remove(0);
-    assert_eq!((again.record.position, again.attempt), (abandoned.position, 2));
+    assert_eq!(
+        (again.record.position, again.attempt),
+        (abandoned.position, 2)
+    );
     assert_ne!(again.record.position, held.position);
 }
 
@@ -120,7 +137,10 @@ async fn a_zombies_late_ack_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.db");
     let (clock, shared) = clock();
-    let options = || Options { clock: shared.clone(), ..Options::default() };
+    let options = || Options {
+        clock: shared.clone(),
+        ..Options::default()
+    };
     let zombie = everbus_sqlite::open(&path, options()).unwrap();
     declare(&zombie, "", "*").await;
     let mut worker = consume(&zombie, "").await;
@@ -133,11 +153,29 @@ async fn a_zombies_late_ack_is_refused() {
     let new = fetch(&mut rival, 1).await.remove(0);
     assert_eq!(new.attempt, 2);
     let late = vec![Settlement::new(old.lease.clone(), Verdict::Ack)];
-    let refused = zombie.broker.settle(late).await.unwrap().remove(0).unwrap_err();
+    let refused = zombie
+        .broker
+        .settle(late)
+        .await
+        .unwrap()
+        .remove(0)
+        .unwrap_err();
     assert_eq!(refused.code(), Code::LeaseLost);
-    let extended = zombie.broker.extend(vec![old.lease], Duration::from_secs(60)).await.unwrap();
+    let extended = zombie
+        .broker
+        .extend(vec![old.lease], Duration::from_secs(60))
+        .await
+        .unwrap();
     assert_eq!(extended[0].as_ref().unwrap_err().code(), Code::LeaseLost);
-    settle(&other, &new, Verdict::Retry { after: Duration::ZERO, failure: failure("x") }).await;
+    settle(
+        &other,
+        &new,
+        Verdict::Retry {
+            after: Duration::ZERO,
+            failure: failure("x"),
+        },
+    )
+    .await;
     let third = fetch(&mut rival, 1).await.remove(0);
     assert_eq!(third.attempt, 3, "the zombie did not complete it");
 }
@@ -151,11 +189,26 @@ async fn a_tool_retries_dead_letters_while_the_service_runs() {
     let mut consumer = consume(&service, "").await;
     let published = publish(&service, "a.b").await;
     let delivery = fetch(&mut consumer, 1).await.remove(0);
-    settle(&service, &delivery, Verdict::Dead { failure: Some(failure("x")) }).await;
-    let retried = tool.dead_letters().unwrap().retry(DeadLetterFilter::default()).await.unwrap();
+    settle(
+        &service,
+        &delivery,
+        Verdict::Dead {
+            failure: Some(failure("x")),
+        },
+    )
+    .await;
+    let retried = tool
+        .dead_letters()
+        .unwrap()
+        .retry(DeadLetterFilter::default())
+        .await
+        .unwrap();
     assert_eq!(retried, 1);
     let delivery = fetch(&mut consumer, 1).await.remove(0);
-    assert_eq!((delivery.record.position, delivery.attempt), (published.position, 1));
+    assert_eq!(
+        (delivery.record.position, delivery.attempt),
+        (published.position, 1)
+    );
 }
 
 // conformance: rule-3/crash-loop: an event that kills its process again and again is found out alone and marked so
@@ -182,7 +235,11 @@ async fn an_event_that_crashes_again_and_again_is_handed_out_alone() {
         .await;
         let guilty = got.iter().find(|d| d.record.position == 1).unwrap();
         assert_eq!(guilty.attempt, crash);
-        assert_eq!(guilty.failures.len() as u32, crash - 1, "every crash is on record");
+        assert_eq!(
+            guilty.failures.len() as u32,
+            crash - 1,
+            "every crash is on record"
+        );
         if crash == 4 {
             assert_eq!(got.len(), 1, "after three crashes it is alone in flight");
         }
@@ -196,5 +253,9 @@ async fn an_event_that_crashes_again_and_again_is_handed_out_alone() {
     let mut consumer = consume(&engine, "").await;
     let delivery = fetch(&mut consumer, 1).await.remove(0);
     assert_eq!(delivery.attempt, 5);
-    assert!(delivery.failures.last().is_some_and(|f| f.alone), "{:?}", delivery.failures);
+    assert!(
+        delivery.failures.last().is_some_and(|f| f.alone),
+        "{:?}",
+        delivery.failures
+    );
 }

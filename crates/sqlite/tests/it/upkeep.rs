@@ -29,10 +29,16 @@ async fn a_backup_under_load_is_complete_and_stands_alone() {
     };
     let copy = dir.path().join("backup.db");
     let maintenance = engine.maintenance().unwrap();
-    maintenance.backup(copy.clone(), Box::new(|done, all| assert!(done <= all))).await.unwrap();
+    maintenance
+        .backup(copy.clone(), Box::new(|done, all| assert!(done <= all)))
+        .await
+        .unwrap();
     stop.store(true, std::sync::atomic::Ordering::SeqCst);
     load.await.unwrap();
-    let again = maintenance.backup(copy.clone(), Box::new(|_, _| {})).await.unwrap_err();
+    let again = maintenance
+        .backup(copy.clone(), Box::new(|_, _| {}))
+        .await
+        .unwrap_err();
     assert_eq!(again.code(), Code::InvalidSetting, "nothing is overwritten");
 
     let target = dir.path().join("restored.db");
@@ -44,7 +50,15 @@ async fn a_backup_under_load_is_complete_and_stands_alone() {
     let mut consumer = consume(&restored, "").await;
     let delivery = fetch(&mut consumer, 1).await.remove(0);
     assert_eq!(delivery.attempt, 1, "groups and positions came along");
-    assert!(restored.maintenance().unwrap().check().await.unwrap().is_ok());
+    assert!(
+        restored
+            .maintenance()
+            .unwrap()
+            .check()
+            .await
+            .unwrap()
+            .is_ok()
+    );
 }
 
 // conformance: issue-2/restore: a restore refuses to overwrite, refuses a file in use and refuses a damaged backup
@@ -54,11 +68,20 @@ async fn a_restore_replaces_only_when_told_and_never_what_is_in_use() {
     let (path, copy) = (dir.path().join("a.db"), dir.path().join("b.db"));
     let engine = open(&path);
     let old = publish(&engine, "a.b").await;
-    engine.maintenance().unwrap().backup(copy.clone(), Box::new(|_, _| {})).await.unwrap();
+    engine
+        .maintenance()
+        .unwrap()
+        .backup(copy.clone(), Box::new(|_, _| {}))
+        .await
+        .unwrap();
     let newer = publish(&engine, "a.b").await;
     let restore = |force| everbus_sqlite::restore(&copy, &path, force, Box::new(|_, _| {}));
     assert_eq!(restore(false).unwrap_err().code(), Code::InvalidSetting);
-    assert_eq!(restore(true).unwrap_err().code(), Code::Busy, "it is in use");
+    assert_eq!(
+        restore(true).unwrap_err().code(),
+        Code::Busy,
+        "it is in use"
+    );
     engine.broker.close().await.unwrap();
     restore(true).unwrap();
     let engine = open(&path);
@@ -68,7 +91,11 @@ async fn a_restore_replaces_only_when_told_and_never_what_is_in_use() {
     engine.broker.close().await.unwrap();
     std::fs::write(&copy, "not a backup").unwrap();
     assert_eq!(restore(true).unwrap_err().code(), Code::Corrupt);
-    assert_eq!(open(&path).log().unwrap().find(old.id).await.unwrap().len(), 1, "unharmed");
+    assert_eq!(
+        open(&path).log().unwrap().find(old.id).await.unwrap().len(),
+        1,
+        "unharmed"
+    );
 }
 
 // conformance: issue-2/check: the check says what is wrong with the tables
@@ -84,9 +111,16 @@ async fn the_check_finds_broken_rules() {
     let conn = Connection::open(&path).unwrap();
     conn.execute_batch("DELETE FROM types; INSERT INTO claims (group_id, lo, hi, owner, token, until, attempt) VALUES (1, 1, 9, 1, 1, 1, 1)").unwrap();
     let report = engine.maintenance().unwrap().check().await.unwrap();
-    let broken: Vec<&str> =
-        report.findings.iter().filter(|f| !f.ok).map(|f| f.check.as_str()).collect();
-    assert_eq!(broken, ["every event has a type", "no claim lies beyond its group"]);
+    let broken: Vec<&str> = report
+        .findings
+        .iter()
+        .filter(|f| !f.ok)
+        .map(|f| f.check.as_str())
+        .collect();
+    assert_eq!(
+        broken,
+        ["every event has a type", "no claim lies beyond its group"]
+    );
 }
 
 // conformance: issue-2/retention-age: what is older than the limit goes, except what is owed or dead
@@ -98,18 +132,43 @@ async fn retention_spares_what_is_owed() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.db");
     let (clock, shared) = clock();
-    let engine =
-        everbus_sqlite::open(&path, Options { clock: shared, ..Options::default() }).unwrap();
+    let engine = everbus_sqlite::open(
+        &path,
+        Options {
+            clock: shared,
+            ..Options::default()
+        },
+    )
+    .unwrap();
     declare(&engine, "fast", "*").await;
     let mut fast = consume(&engine, "fast").await;
     for _ in 0..700 {
         publish(&engine, "a.b").await;
     }
     let mut deliveries = fetch(&mut fast, 700).await;
-    let (waits, runs, dead) = (deliveries.remove(10), deliveries.remove(20), deliveries.remove(30));
+    let (waits, runs, dead) = (
+        deliveries.remove(10),
+        deliveries.remove(20),
+        deliveries.remove(30),
+    );
     let hour = Duration::from_secs(30);
-    settle(&engine, &waits, Verdict::Retry { after: hour, failure: failure("x") }).await;
-    settle(&engine, &dead, Verdict::Dead { failure: Some(failure("x")) }).await;
+    settle(
+        &engine,
+        &waits,
+        Verdict::Retry {
+            after: hour,
+            failure: failure("x"),
+        },
+    )
+    .await;
+    settle(
+        &engine,
+        &dead,
+        Verdict::Dead {
+            failure: Some(failure("x")),
+        },
+    )
+    .await;
     for delivery in &deliveries {
         settle(&engine, delivery, Verdict::Ack).await;
     }
@@ -118,7 +177,10 @@ async fn retention_spares_what_is_owed() {
         publish(&engine, "a.b").await;
     }
     let maintenance = engine.maintenance().unwrap();
-    let by_age = Retention { max_age: Some(Duration::from_secs(10)), max_len: None };
+    let by_age = Retention {
+        max_age: Some(Duration::from_secs(10)),
+        max_len: None,
+    };
     let pruned = maintenance.prune(by_age).await.unwrap();
     assert_eq!((pruned.removed, pruned.kept), (697, 3));
     let conn = Connection::open(&path).unwrap();
@@ -134,11 +196,18 @@ async fn retention_spares_what_is_owed() {
     assert_eq!(left, kept);
     // A group that has seen nothing yet owes everything.
     declare(&engine, "late", "*").await;
-    let by_length = Retention { max_age: None, max_len: Some(0) };
+    let by_length = Retention {
+        max_age: None,
+        max_len: Some(0),
+    };
     let pruned = maintenance.prune(by_length).await.unwrap();
     assert_eq!((pruned.removed, pruned.kept), (0, 13));
     // A position is never given twice, even when the newest events are gone.
-    engine.broker.remove_group("late".parse().unwrap()).await.unwrap();
+    engine
+        .broker
+        .remove_group("late".parse().unwrap())
+        .await
+        .unwrap();
     let new = fetch(&mut fast, 10).await;
     for delivery in &new {
         settle(&engine, delivery, Verdict::Ack).await;

@@ -37,31 +37,65 @@ async fn the_view_follows_an_event_through_its_life() {
     let engine = open(&path);
     let waiting = publish(&engine, "user.created").await;
     let id = waiting.id.to_string();
-    assert_eq!(row(&path, &id), shown("pending", 0, None), "nobody has subscribed");
+    assert_eq!(
+        row(&path, &id),
+        shown("pending", 0, None),
+        "nobody has subscribed"
+    );
     declare(&engine, "", "*").await;
     assert_eq!(row(&path, &id), shown("pending", 0, None));
     let mut consumer = consume(&engine, "").await;
     let delivery = fetch(&mut consumer, 1).await.remove(0);
     assert_eq!(row(&path, &id), shown("processing", 0, None));
-    let retry = Verdict::Retry { after: Duration::ZERO, failure: failure("first") };
+    let retry = Verdict::Retry {
+        after: Duration::ZERO,
+        failure: failure("first"),
+    };
     settle(&engine, &delivery, retry).await;
     let delivery = fetch(&mut consumer, 1).await.remove(0);
-    assert_eq!(row(&path, &id), shown("processing", 1, Some(r#"["first"]"#)));
+    assert_eq!(
+        row(&path, &id),
+        shown("processing", 1, Some(r#"["first"]"#))
+    );
     let later = Duration::from_secs(3600);
-    let retry = Verdict::Retry { after: later, failure: failure("second \"quoted\"") };
+    let retry = Verdict::Retry {
+        after: later,
+        failure: failure("second \"quoted\""),
+    };
     settle(&engine, &delivery, retry).await;
     let errors = r#"["first","second \"quoted\""]"#;
-    assert_eq!(row(&path, &id), shown("processing", 2, Some(errors)), "a retry that waits");
+    assert_eq!(
+        row(&path, &id),
+        shown("processing", 2, Some(errors)),
+        "a retry that waits"
+    );
 
     let dead = publish(&engine, "user.created").await;
     let delivery = fetch(&mut consumer, 1).await.remove(0);
-    settle(&engine, &delivery, Verdict::Dead { failure: Some(failure("hopeless")) }).await;
+    settle(
+        &engine,
+        &delivery,
+        Verdict::Dead {
+            failure: Some(failure("hopeless")),
+        },
+    )
+    .await;
     let dead_id = dead.id.to_string();
-    assert_eq!(row(&path, &dead_id), shown("dlq", 1, Some(r#"["hopeless"]"#)));
-    let filter = DeadLetterFilter { id: Some(dead.id), ..Default::default() };
+    assert_eq!(
+        row(&path, &dead_id),
+        shown("dlq", 1, Some(r#"["hopeless"]"#))
+    );
+    let filter = DeadLetterFilter {
+        id: Some(dead.id),
+        ..Default::default()
+    };
     consumer.close().await.unwrap();
     engine.dead_letters().unwrap().retry(filter).await.unwrap();
-    assert_eq!(row(&path, &dead_id), shown("pending", 0, None), "a full reset");
+    assert_eq!(
+        row(&path, &dead_id),
+        shown("pending", 0, None),
+        "a full reset"
+    );
     let mut consumer = consume(&engine, "").await;
     let delivery = fetch(&mut consumer, 1).await.remove(0);
     settle(&engine, &delivery, Verdict::Ack).await;
@@ -84,9 +118,16 @@ async fn every_event_is_shown_exactly_once() {
     for (n, delivery) in deliveries.iter().enumerate() {
         let verdict = match n % 5 {
             0 => Verdict::Ack,
-            1 => Verdict::Retry { after: Duration::from_secs(3600), failure: failure("x") },
-            2 => Verdict::Dead { failure: Some(failure("x")) },
-            3 => Verdict::Skip { reason: "stale".into() },
+            1 => Verdict::Retry {
+                after: Duration::from_secs(3600),
+                failure: failure("x"),
+            },
+            2 => Verdict::Dead {
+                failure: Some(failure("x")),
+            },
+            3 => Verdict::Skip {
+                reason: "stale".into(),
+            },
             _ => continue,
         };
         settle(&engine, delivery, verdict).await;
@@ -96,8 +137,9 @@ async fn every_event_is_shown_exactly_once() {
         publish(&engine, "system.x").await;
     }
     let conn = Connection::open(&path).unwrap();
-    let mut statement =
-        conn.prepare("SELECT status, count(*), count(DISTINCT id) FROM events GROUP BY status").unwrap();
+    let mut statement = conn
+        .prepare("SELECT status, count(*), count(DISTINCT id) FROM events GROUP BY status")
+        .unwrap();
     crate::eventually("the skipped ones are written down", async || {
         let counts: Vec<(String, i64, i64)> = statement
             .query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?)))
@@ -107,7 +149,11 @@ async fn every_event_is_shown_exactly_once() {
         assert_eq!(counts.iter().map(|c| c.1).sum::<i64>(), 45);
         assert!(counts.iter().all(|c| c.1 == c.2));
         counts
-            == [("dlq".into(), 8, 8), ("done".into(), 21, 21), ("processing".into(), 16, 16)]
+            == [
+                ("dlq".into(), 8, 8),
+                ("done".into(), 21, 21),
+                ("processing".into(), 16, 16),
+            ]
     })
     .await;
 }
@@ -136,18 +182,28 @@ async fn the_shell_answers_as_the_specification_says() {
             .output()
             .expect("the sqlite3 shell; `cargo xtask test` installs it");
         assert!(output.status.success(), "{output:?}");
-        String::from_utf8(output.stdout).unwrap().trim_end().to_owned()
+        String::from_utf8(output.stdout)
+            .unwrap()
+            .trim_end()
+            .to_owned()
     };
-    let all = "select id, type, payload, status, retry_count, last_error is null, metadata from events";
+    let all =
+        "select id, type, payload, status, retry_count, last_error is null, metadata from events";
     let expected =
         format!("{id}|user.created|{{\"name\": \"Ünal\",\"n\":1.50}}|pending|0|1|{{\"k\":\"v\"}}");
     assert_eq!(shell(all), expected);
     let times = shell("select created_at || ' ' || updated_at from events");
     for time in times.split(' ') {
-        assert!(time.parse::<everbus_core::Timestamp>().is_ok(), "{time} is ISO 8601");
+        assert!(
+            time.parse::<everbus_core::Timestamp>().is_ok(),
+            "{time} is ISO 8601"
+        );
     }
     assert_eq!(shell("select event_type from subscriptions"), "user.*");
-    assert_eq!(shell("select length(id), created_at like '20%Z' from subscriptions"), "36|1");
+    assert_eq!(
+        shell("select length(id), created_at like '20%Z' from subscriptions"),
+        "36|1"
+    );
 }
 
 // conformance: embedded/status-fast: a filter on status reads only what has that status, whatever the size of the log
@@ -168,18 +224,34 @@ async fn a_filter_on_status_does_not_read_the_whole_log() {
     }
     let last = publish(&engine, "a.b").await;
     let delivery = fetch(&mut consumer, 1).await.remove(0);
-    settle(&engine, &delivery, Verdict::Dead { failure: Some(failure("x")) }).await;
+    settle(
+        &engine,
+        &delivery,
+        Verdict::Dead {
+            failure: Some(failure("x")),
+        },
+    )
+    .await;
     let conn = Connection::open(&path).unwrap();
     let steps = |sql: &str| {
         let mut statement = conn.prepare(sql).unwrap();
-        let rows = statement.query_map([], |r| r.get::<_, String>(0)).unwrap().count();
-        (rows, statement.get_status(rusqlite::StatementStatus::VmStep))
+        let rows = statement
+            .query_map([], |r| r.get::<_, String>(0))
+            .unwrap()
+            .count();
+        (
+            rows,
+            statement.get_status(rusqlite::StatementStatus::VmStep),
+        )
     };
     let (rows, dlq) = steps("SELECT id FROM events WHERE status = 'dlq'");
     assert_eq!(rows, 1);
     let (rows, done) = steps("SELECT id FROM events WHERE status = 'done'");
     assert_eq!(rows, 3000);
-    assert!(dlq * 20 < done, "{dlq} steps for one dead letter, {done} for all that is done");
+    assert!(
+        dlq * 20 < done,
+        "{dlq} steps for one dead letter, {done} for all that is done"
+    );
     let (rows, _) = steps("SELECT id FROM events WHERE type = 'a.b' AND status = 'dlq'");
     assert_eq!(rows, 1);
     assert_eq!(last.position, 3001);

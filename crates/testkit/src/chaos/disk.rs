@@ -21,6 +21,7 @@ import fcntl, os, shutil, signal, struct, subprocess, sys, time
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 mount, directory = sys.argv[1:3]
+print("ready", flush=True)
 for line in sys.stdin:
     try:
         root = os.open(mount, os.O_RDONLY)
@@ -99,13 +100,14 @@ impl Disk {
         let _ = directory.keep();
         let (to_switch, from_switch) = (switch.stdin.take(), switch.stdout.take());
         let from_switch = from_switch.ok_or_else(|| Broken::new("python3 has no output"))?;
-        let disk = Self {
+        let mut disk = Self {
             image,
             mount,
             switch,
             to_switch,
             from_switch: BufReader::new(from_switch),
         };
+        disk.hear("ready")?;
         disk.format()?;
         disk.mount()?;
         Ok(disk)
@@ -123,13 +125,17 @@ impl Disk {
         switch
             .write_all(b"off\n")
             .map_err(Broken::at("cutting the power"))?;
+        self.hear("off")
+    }
+
+    fn hear(&mut self, expected: &str) -> Result<(), Broken> {
         let mut answer = String::new();
         self.from_switch
             .read_line(&mut answer)
-            .map_err(Broken::at("cutting the power"))?;
+            .map_err(Broken::at("listening to python3"))?;
         match answer.trim() {
-            "off" => Ok(()),
-            other => Err(Broken(format!("cutting the power: {other}"))),
+            heard if heard == expected => Ok(()),
+            other => Err(Broken(format!("the switch says {other:?}, not {expected:?}"))),
         }
     }
 

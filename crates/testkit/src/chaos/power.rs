@@ -96,18 +96,15 @@ fn lose_power(disk: &mut Disk, arena: &mut Arena, normal: bool) -> Result<(), Br
     orders.normal = normal;
     let victim = arena.spawn(&orders, None)?;
     arena.work(&victim)?;
-    let t0=std::time::Instant::now(); disk.lose_power()?; let t1=std::time::Instant::now();
+    arena.ledger().lock().power_goes();
+    disk.lose_power()?;
     arena.linger();
-    // Its file system is gone: whatever it says of that is expected, and it is of no more use.
+    // Its disk is gone: whatever it says of that is expected.
     victim.kill()?;
-    arena.ledger().lock().take_errors();
+    let mut ledger = arena.ledger().lock();
+    ledger.take_errors();
+    ledger.power_is_back();
+    drop(ledger);
     arena.tally.outages += 1;
-    disk.restore_power()?;
-    let o = super::observe::observe(arena.file())?;
-    let l = arena.ledger().lock();
-    let mut v: Vec<_> = l.acked().iter().filter(|(id,_)| !o.events.contains_key(id)).map(|(id,p)| (*p, l.when[id])).collect();
-    v.sort();
-    let late: Vec<_> = l.acked().iter().filter(|(id,_)| l.when[id] > t0).collect();
-    say(&format!("cut took {:?}; late acks {}; lost: {:?}", t1-t0, late.len(), v.iter().map(|(p,w)| (*p, if *w>=t0 {format!("+{:?}", *w-t0)} else {format!("-{:?}", t0-*w)})).collect::<Vec<_>>()));
-    Ok(())
+    disk.restore_power()
 }

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::checker::{Report, Stage, check};
+use super::ledger::LAST_WORDS;
 use super::observe::{observe, pending};
 use super::process::{End, SharedLedger, Victim};
 use super::tally::Tally;
@@ -231,9 +232,11 @@ impl Arena {
         Ok(())
     }
 
-    /// Waits a moment, so that a victim sees what was done to it.
+    /// Waits a moment, so that a victim sees what was done to it; now and then long enough that it
+    /// must have noticed.
     pub fn linger(&mut self) {
-        std::thread::sleep(self.up_to(10));
+        let long = self.random.one_in(20);
+        std::thread::sleep(self.up_to(10) + if long { LAST_WORDS * 3 / 2 } else { Duration::ZERO });
     }
 
     /// Kills a victim, unless it has died at its failpoint.

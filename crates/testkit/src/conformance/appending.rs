@@ -16,7 +16,11 @@ fn deduplicates(capabilities: &Capabilities) -> bool {
 }
 
 fn body(id: EventId, payload: &'static str) -> Event {
-    Event::builder("order.placed").id(id).payload(payload).build().unwrap()
+    Event::builder("order.placed")
+        .id(id)
+        .payload(payload)
+        .build()
+        .unwrap()
 }
 
 /// The same event twice gets the first answer again and is stored and delivered once.
@@ -33,7 +37,11 @@ pub async fn the_same_event_twice_is_stored_once<H: Harness>(harness: H) {
     stage.advance(Duration::from_secs(1)).await;
     // What a second try may well give anew does not count.
     let again = Event::builder("order.placed").id(id).payload("{\"n\":1}");
-    let again = again.source("another try").correlation_id("c").build().unwrap();
+    let again = again
+        .source("another try")
+        .correlation_id("c")
+        .build()
+        .unwrap();
     let second = stage.append(again).await;
     assert!(second.duplicate);
     assert_eq!(second.position, first.position);
@@ -60,7 +68,10 @@ pub async fn the_same_id_with_another_body_is_refused<H: Harness>(harness: H) {
     let reused = stage.try_append(body(id, "{\"n\":2}")).await;
     assert_eq!(code(reused), Code::IdReused);
     let reused = Event::builder("order.paid").id(id).payload("{\"n\":1}");
-    assert_eq!(code(stage.try_append(reused.build().unwrap()).await), Code::IdReused);
+    assert_eq!(
+        code(stage.try_append(reused.build().unwrap()).await),
+        Code::IdReused
+    );
     if stage.has_log() {
         let found = stage.log().find(id).await.unwrap();
         assert_eq!(found.len(), 1);
@@ -136,7 +147,15 @@ pub async fn ids_are_unique_per_tenant<H: Harness>(harness: H) {
     }
     if stage.has_log() {
         let mut found: Vec<u64> = Vec::new();
-        found.extend(stage.log().find(id).await.unwrap().iter().map(|r| r.position));
+        found.extend(
+            stage
+                .log()
+                .find(id)
+                .await
+                .unwrap()
+                .iter()
+                .map(|r| r.position),
+        );
         found.sort_unstable();
         assert_eq!(found, positions);
     }
@@ -165,7 +184,12 @@ pub async fn odd_payloads_come_out_as_they_went_in<H: Harness>(harness: H) {
     let every_byte: Vec<u8> = (0..=255).collect();
     for bytes in [every_byte, Vec::new()] {
         let builder = Event::builder("odd.bytes").payload(bytes);
-        events.push(builder.content_type("application/octet-stream").build().unwrap());
+        events.push(
+            builder
+                .content_type("application/octet-stream")
+                .build()
+                .unwrap(),
+        );
     }
     let full = Event::builder("odd.full")
         .version(7)
@@ -235,7 +259,11 @@ pub async fn odd_types_are_carried<H: Harness>(harness: H) {
         assert_eq!(got.record.event.event_type(), event_type);
         nothing(&mut consumer).await;
         drop(consumer);
-        stage.broker().remove_group(super::stage::name(group)).await.unwrap();
+        stage
+            .broker()
+            .remove_group(super::stage::name(group))
+            .await
+            .unwrap();
     }
 }
 
@@ -255,7 +283,10 @@ pub async fn the_log_can_be_read_without_a_group<H: Harness>(harness: H) {
     let mut after = 0;
     let mut read = Vec::new();
     for _ in 0..100 {
-        let (batch, reached) = log.read(after, vec![pattern("a.*"), pattern("c.x")], 4).await.unwrap();
+        let (batch, reached) = log
+            .read(after, vec![pattern("a.*"), pattern("c.x")], 4)
+            .await
+            .unwrap();
         assert!(batch.len() <= 4 && reached >= after);
         read.extend(batch.iter().map(|r| r.position));
         if reached == after {
@@ -270,7 +301,10 @@ pub async fn the_log_can_be_read_without_a_group<H: Harness>(harness: H) {
     let found = log.find(published[7].id).await.unwrap();
     assert_eq!(found[0].position, published[7].position);
     assert!(log.find(EventId::new()).await.unwrap().is_empty());
-    assert_eq!(code(log.states(published[29].position + 9).await), Code::NotFound);
+    assert_eq!(
+        code(log.states(published[29].position + 9).await),
+        Code::NotFound
+    );
 
     log.wait_beyond(published[0].position).await.unwrap();
     let waiting = log.wait_beyond(published[29].position);
@@ -279,7 +313,10 @@ pub async fn the_log_can_be_read_without_a_group<H: Harness>(harness: H) {
         tokio::time::sleep(Duration::from_millis(20)).await;
         broker.append(vec![event("a.x")]).await.unwrap();
     });
-    tokio::time::timeout(DEADLINE, waiting).await.unwrap().unwrap();
+    tokio::time::timeout(DEADLINE, waiting)
+        .await
+        .unwrap()
+        .unwrap();
     publisher.await.unwrap();
 }
 
@@ -314,7 +351,12 @@ pub async fn closing_under_load_forgets_nothing_acknowledged<H: Harness>(harness
     stage.broker().close().await.unwrap();
     let mut acknowledged = Vec::new();
     for producer in producers {
-        acknowledged.extend(tokio::time::timeout(DEADLINE, producer).await.unwrap().unwrap());
+        acknowledged.extend(
+            tokio::time::timeout(DEADLINE, producer)
+                .await
+                .unwrap()
+                .unwrap(),
+        );
     }
     assert!(!acknowledged.is_empty(), "the test published nothing");
     if !stage.survives_restart() {
@@ -328,7 +370,11 @@ pub async fn closing_under_load_forgets_nothing_acknowledged<H: Harness>(harness
         let mut after = 0;
         let mut kept = Vec::new();
         loop {
-            let (batch, reached) = stage.log().read(after, vec![pattern("*")], 1000).await.unwrap();
+            let (batch, reached) = stage
+                .log()
+                .read(after, vec![pattern("*")], 1000)
+                .await
+                .unwrap();
             kept.extend(batch.iter().map(|r| (r.position, r.event.id())));
             if reached == after {
                 break;

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use everbus_core::{Code, ConsumeOptions, EventState, OrderScope, Settlement, Verdict};
 
-use super::stage::{DEADLINE, code, event, name, nothing, options, positions, take, take_one};
+use super::stage::{
+    DEADLINE, LEASE, code, event, name, nothing, options, positions, take, take_one,
+};
 use super::{Harness, Stage};
 use crate::model::Random;
 
@@ -90,7 +92,9 @@ pub async fn competing_consumers_share_and_never_double<H: Harness>(harness: H) 
                 let batch = batch.unwrap();
                 mine.extend(positions(&batch));
                 assert!(batch.iter().all(|d| d.attempt == 1), "no second attempt");
-                let acks = batch.into_iter().map(|d| Settlement::new(d.lease, Verdict::Ack));
+                let acks = batch
+                    .into_iter()
+                    .map(|d| Settlement::new(d.lease, Verdict::Ack));
                 let answers = broker.settle(acks.collect()).await.unwrap();
                 assert!(answers.iter().all(Result::is_ok));
                 handled.fetch_add(answers.len(), Ordering::SeqCst);
@@ -137,9 +141,15 @@ pub async fn groups_are_independent<H: Harness>(harness: H) {
     assert_eq!(again.attempt, 2);
     stage.ack(&again).await;
     nothing(&mut mail).await;
-    stage.assert_state(order.position, "billing", EventState::Dlq).await;
-    stage.assert_state(order.position, "mail", EventState::Done).await;
-    stage.assert_state(user.position, "mail", EventState::Done).await;
+    stage
+        .assert_state(order.position, "billing", EventState::Dlq)
+        .await;
+    stage
+        .assert_state(order.position, "mail", EventState::Done)
+        .await;
+    stage
+        .assert_state(user.position, "mail", EventState::Done)
+        .await;
 }
 
 /// A consumer never holds more unsettled deliveries than its prefetch, and goes on when it settles.
@@ -175,7 +185,10 @@ pub async fn dropping_a_fetch_loses_nothing<H: Harness>(harness: H) {
     let broker = stage.broker().clone();
     let producer = tokio::spawn(async move {
         for n in 0..EVENTS / 3 {
-            broker.append((0..3).map(|_| event("a.b")).collect()).await.unwrap();
+            broker
+                .append((0..3).map(|_| event("a.b")).collect())
+                .await
+                .unwrap();
             if n % 5 == 0 {
                 tokio::time::sleep(Duration::from_micros(300)).await;
             }
@@ -190,7 +203,7 @@ pub async fn dropping_a_fetch_loses_nothing<H: Harness>(harness: H) {
                 batch = consumer.fetch(1 + random.clone().below(5)) => batch.unwrap(),
                 () = async {
                     // Half of the futures are polled once and dropped.
-                    if patience.as_micros() % 2 == 0 {
+                    if patience.as_micros().is_multiple_of(2) {
                         tokio::task::yield_now().await;
                     } else {
                         tokio::time::sleep(patience).await;
@@ -198,16 +211,26 @@ pub async fn dropping_a_fetch_loses_nothing<H: Harness>(harness: H) {
                 } => continue,
             };
             for delivery in batch {
-                assert_eq!(delivery.attempt, 1, "seed {seed}: a dropped fetch is no attempt");
+                assert_eq!(
+                    delivery.attempt, 1,
+                    "seed {seed}: a dropped fetch is no attempt"
+                );
                 *seen.entry(delivery.record.position).or_default() += 1;
                 stage.ack(&delivery).await;
             }
         }
     };
     let in_time = tokio::time::timeout(DEADLINE * 2, collect).await;
-    assert!(in_time.is_ok(), "seed {seed}: only {} of {EVENTS} arrived", seen.len());
+    assert!(
+        in_time.is_ok(),
+        "seed {seed}: only {} of {EVENTS} arrived",
+        seen.len()
+    );
     producer.await.unwrap();
-    assert!(seen.values().all(|times| *times == 1), "seed {seed}: delivered twice");
+    assert!(
+        seen.values().all(|times| *times == 1),
+        "seed {seed}: delivered twice"
+    );
     nothing(&mut consumer).await;
 }
 
@@ -238,6 +261,23 @@ pub async fn what_was_not_fetched_is_given_back<H: Harness>(harness: H) {
     }
 }
 
+/// What fetch hands out can be settled: a delivery that was claimed long before it was fetched is not
+/// handed out under a lease that is over.
+pub async fn what_is_handed_out_is_held<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    stage.declare("", &["*"]).await;
+    stage.publish_many("a.b", 6).await;
+    let mut consumer = stage.consumer("").await;
+    for round in 0..6 {
+        let delivery = take_one(&mut consumer).await;
+        stage.ack(&delivery).await;
+        if round % 2 == 0 {
+            stage.advance(LEASE + Duration::from_secs(1)).await;
+        }
+    }
+    nothing(&mut consumer).await;
+}
+
 /// Consuming a group nobody declared is an error.
 pub async fn an_unknown_group_cannot_be_consumed<H: Harness>(harness: H) {
     let stage = Stage::open(harness).await;
@@ -258,12 +298,21 @@ pub async fn after_close_everything_is_refused<H: Harness>(harness: H) {
     let waiting = tokio::spawn(async move { idle.fetch(1).await });
     tokio::time::sleep(Duration::from_millis(20)).await;
     stage.broker().close().await.unwrap();
-    let ended = tokio::time::timeout(DEADLINE, waiting).await.unwrap().unwrap();
+    let ended = tokio::time::timeout(DEADLINE, waiting)
+        .await
+        .unwrap()
+        .unwrap();
     assert_eq!(code(ended), Code::Shutdown);
     stage.broker().close().await.unwrap();
     let broker = stage.broker();
-    assert_eq!(code(broker.append(vec![event("a.b")]).await), Code::Shutdown);
-    assert_eq!(code(broker.declare(super::stage::spec("x", &["*"])).await), Code::Shutdown);
+    assert_eq!(
+        code(broker.append(vec![event("a.b")]).await),
+        Code::Shutdown
+    );
+    assert_eq!(
+        code(broker.declare(super::stage::spec("x", &["*"])).await),
+        Code::Shutdown
+    );
     let consumed = broker.consume(name(""), options()).await;
     assert_eq!(consumed.map(drop).unwrap_err().code(), Code::Shutdown);
     let late = vec![Settlement::new(delivery.lease, Verdict::Ack)];
@@ -271,7 +320,10 @@ pub async fn after_close_everything_is_refused<H: Harness>(harness: H) {
     assert_eq!(code(broker.inspect().await), Code::Shutdown);
     if stage.has_log() {
         assert_eq!(code(stage.log().head().await), Code::Shutdown);
-        assert_eq!(code(stage.log().states(appended.position).await), Code::Shutdown);
+        assert_eq!(
+            code(stage.log().states(appended.position).await),
+            Code::Shutdown
+        );
     }
     if stage.has_dead_letters() {
         let counted = stage.dead_letters().count(Default::default()).await;

@@ -91,7 +91,11 @@ pub async fn pages_by_offset_and_by_key_agree<H: Harness>(harness: H) {
         }
         assert_eq!(keys(&by_offset), expected, "pages of {limit} by offset");
     }
-    assert_eq!(PageRequest::default().limit, 100, "the default of the specification");
+    assert_eq!(
+        PageRequest::default().limit,
+        100,
+        "the default of the specification"
+    );
     for limit in [0, usize::MAX] {
         let page = PageRequest {
             limit,
@@ -112,13 +116,55 @@ pub async fn filters_select<H: Harness>(harness: H) {
     let dead = stage.dead_letters();
     let cases = [
         (all(), 12),
-        (DeadLetterFilter { pattern: Some(pattern("a.*")), ..all() }, 8),
-        (DeadLetterFilter { group: Some(name("mail")), ..all() }, 6),
-        (DeadLetterFilter { group: Some(name("nobody")), ..all() }, 0),
-        (DeadLetterFilter { id: Some(published[2].id), ..all() }, 2),
-        (DeadLetterFilter { id: Some(EventId::new()), ..all() }, 0),
-        (DeadLetterFilter { since: Some(published[4].received_at), ..all() }, 4),
-        (DeadLetterFilter { until: Some(published[1].received_at), ..all() }, 4),
+        (
+            DeadLetterFilter {
+                pattern: Some(pattern("a.*")),
+                ..all()
+            },
+            8,
+        ),
+        (
+            DeadLetterFilter {
+                group: Some(name("mail")),
+                ..all()
+            },
+            6,
+        ),
+        (
+            DeadLetterFilter {
+                group: Some(name("nobody")),
+                ..all()
+            },
+            0,
+        ),
+        (
+            DeadLetterFilter {
+                id: Some(published[2].id),
+                ..all()
+            },
+            2,
+        ),
+        (
+            DeadLetterFilter {
+                id: Some(EventId::new()),
+                ..all()
+            },
+            0,
+        ),
+        (
+            DeadLetterFilter {
+                since: Some(published[4].received_at),
+                ..all()
+            },
+            4,
+        ),
+        (
+            DeadLetterFilter {
+                until: Some(published[1].received_at),
+                ..all()
+            },
+            4,
+        ),
         (
             DeadLetterFilter {
                 pattern: Some(pattern("b.x")),
@@ -131,9 +177,16 @@ pub async fn filters_select<H: Harness>(harness: H) {
         ),
     ];
     for (filter, expected) in &cases {
-        let page = dead.list(filter.clone(), PageRequest::default()).await.unwrap();
+        let page = dead
+            .list(filter.clone(), PageRequest::default())
+            .await
+            .unwrap();
         assert_eq!(page.items.len(), *expected, "{filter:?}");
-        assert_eq!(dead.count(filter.clone()).await.unwrap(), *expected as u64, "{filter:?}");
+        assert_eq!(
+            dead.count(filter.clone()).await.unwrap(),
+            *expected as u64,
+            "{filter:?}"
+        );
     }
     let (last, count) = cases.last().unwrap().clone();
     assert_eq!(dead.retry(last.clone()).await.unwrap(), count as u64);
@@ -174,10 +227,16 @@ pub async fn a_retry_goes_to_the_group_that_failed<H: Harness>(harness: H) {
     nothing(&mut fine).await;
     let mut failing = stage.consumer("failing").await;
     let again = take_one(&mut failing).await;
-    assert_eq!((again.attempt, again.failures.len()), (1, 0), "a fresh set of attempts");
+    assert_eq!(
+        (again.attempt, again.failures.len()),
+        (1, 0),
+        "a fresh set of attempts"
+    );
     stage.ack(&again).await;
     nothing(&mut failing).await;
-    stage.assert_state(appended.position, "failing", EventState::Done).await;
+    stage
+        .assert_state(appended.position, "failing", EventState::Done)
+        .await;
 }
 
 /// A retried dead letter that fails again is the same one: attempts add up, the first time stays.
@@ -209,7 +268,10 @@ pub async fn a_retried_dead_letter_that_fails_again_is_the_same<H: Harness>(harn
         assert_eq!(again.failures.len(), 1, "failures since the last retry");
         assert_eq!(again.first_seen_at, first.first_seen_at);
         assert_eq!(again.died_at, stage.clock.now());
-        assert_eq!(stage.dead_letters().get(appended.id).await.unwrap().len(), 1);
+        assert_eq!(
+            stage.dead_letters().get(appended.id).await.unwrap().len(),
+            1
+        );
     }
     nothing(&mut consumer).await;
 }
@@ -246,17 +308,32 @@ pub async fn purging_is_inclusive<H: Harness>(harness: H) {
     let dead = stage.dead_letters();
     let created = |n: usize| published[n].received_at;
     let before = Timestamp::from_micros(created(0).as_micros() - 1);
-    assert_eq!(dead.purge(before, PurgeBasis::Created, all()).await.unwrap(), 0);
+    assert_eq!(
+        dead.purge(before, PurgeBasis::Created, all())
+            .await
+            .unwrap(),
+        0
+    );
     let one_group = DeadLetterFilter {
         group: Some(name("mail")),
         ..all()
     };
-    assert_eq!(dead.purge(created(0), PurgeBasis::Created, one_group).await.unwrap(), 1);
+    assert_eq!(
+        dead.purge(created(0), PurgeBasis::Created, one_group)
+            .await
+            .unwrap(),
+        1
+    );
     if stage.has_log() {
         let kept = stage.log().find(published[0].id).await.unwrap();
         assert_eq!(kept.len(), 1, "the other group still has it");
     }
-    assert_eq!(dead.purge(created(1), PurgeBasis::Created, all()).await.unwrap(), 3);
+    assert_eq!(
+        dead.purge(created(1), PurgeBasis::Created, all())
+            .await
+            .unwrap(),
+        3
+    );
     assert_eq!(dead.count(all()).await.unwrap(), 4);
     if stage.has_log() {
         for (n, appended) in published.iter().enumerate() {
@@ -266,7 +343,10 @@ pub async fn purging_is_inclusive<H: Harness>(harness: H) {
     }
     assert!(dead.get(published[0].id).await.unwrap().is_empty());
     let left = stage.open_dead_letters().await;
-    assert!(left.iter().all(|d| d.event.position >= published[2].position));
+    assert!(
+        left.iter()
+            .all(|d| d.event.position >= published[2].position)
+    );
     let mut consumer = stage.consumer("mail").await;
     nothing(&mut consumer).await;
 }
@@ -290,7 +370,12 @@ pub async fn purging_by_time_of_death<H: Harness>(harness: H) {
     }
     let dead = stage.dead_letters();
     let at = |n: usize| deaths[n];
-    assert_eq!(dead.purge(at(0).minus(SECOND), PurgeBasis::Died, all()).await.unwrap(), 0);
+    assert_eq!(
+        dead.purge(at(0).minus(SECOND), PurgeBasis::Died, all())
+            .await
+            .unwrap(),
+        0
+    );
     assert_eq!(dead.purge(at(1), PurgeBasis::Died, all()).await.unwrap(), 2);
     let left = stage.open_dead_letters().await;
     assert_eq!(left.len(), 1);
@@ -308,7 +393,14 @@ pub async fn purging_leaves_what_others_owe<H: Harness>(harness: H) {
     stage.declare("slow", &["*"]).await;
     let appended = stage.dead_letter("dead", "a.x").await;
     let now = stage.clock.now();
-    assert_eq!(stage.dead_letters().purge(now, PurgeBasis::Created, all()).await.unwrap(), 1);
+    assert_eq!(
+        stage
+            .dead_letters()
+            .purge(now, PurgeBasis::Created, all())
+            .await
+            .unwrap(),
+        1
+    );
     let mut slow = stage.consumer("slow").await;
     let delivery = take_one(&mut slow).await;
     assert_eq!(delivery.record.position, appended.position);

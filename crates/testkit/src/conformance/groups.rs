@@ -66,7 +66,10 @@ pub async fn start_from_last<H: Harness>(harness: H) {
     take(&mut consumer, 5).await;
     if stage.has_log() {
         let log = stage.log();
-        let at = log.resolve(StartFrom::Last, vec![pattern("b.*")]).await.unwrap();
+        let at = log
+            .resolve(StartFrom::Last, vec![pattern("b.*")])
+            .await
+            .unwrap();
         let (found, _) = log.read(at, vec![pattern("b.*")], 10).await.unwrap();
         assert_eq!(found.len(), 1, "the newest that matches is included");
     }
@@ -82,9 +85,17 @@ pub async fn start_from_a_time<H: Harness>(harness: H) {
     let third = stage.publish("a.b").await;
     let just_after = Timestamp::from_micros(second.received_at.as_micros() + 1);
     for (group, time, expected) in [
-        ("at", second.received_at, vec![second.position, third.position]),
+        (
+            "at",
+            second.received_at,
+            vec![second.position, third.position],
+        ),
         ("after", just_after, vec![third.position]),
-        ("before all", Timestamp::EPOCH, vec![1, second.position, third.position]),
+        (
+            "before all",
+            Timestamp::EPOCH,
+            vec![1, second.position, third.position],
+        ),
     ] {
         start(&stage, group, StartFrom::Time(time), "*").await;
         let mut consumer = stage.consumer(group).await;
@@ -106,7 +117,10 @@ pub async fn an_existing_group_keeps_its_position<H: Harness>(harness: H) {
     let first = stage.declare("g", &["a.*", "b.*"]).await;
     assert_eq!(first.len(), 2);
     assert_ne!(first[0].id, first[1].id);
-    assert_eq!((first[0].name.as_str(), first[1].pattern.as_str()), ("a.*", "b.*"));
+    assert_eq!(
+        (first[0].name.as_str(), first[1].pattern.as_str()),
+        ("a.*", "b.*")
+    );
     stage.publish("a.x").await;
     let mut consumer = stage.consumer("g").await;
     let delivery = take_one(&mut consumer).await;
@@ -125,8 +139,15 @@ pub async fn an_existing_group_keeps_its_position<H: Harness>(harness: H) {
         ordered: true,
         ..spec("g", &["c.*"])
     };
-    assert_eq!(code(stage.broker().declare(other).await), Code::GroupConflict);
-    assert_eq!(stage.group_info("g").await.patterns.len(), 2, "the refused one changed nothing");
+    assert_eq!(
+        code(stage.broker().declare(other).await),
+        Code::GroupConflict
+    );
+    assert_eq!(
+        stage.group_info("g").await.patterns.len(),
+        2,
+        "the refused one changed nothing"
+    );
     stage.publish("b.x").await;
     take_one(&mut consumer).await;
 }
@@ -137,7 +158,14 @@ pub async fn unmatched_events_are_skipped<H: Harness>(harness: H) {
     stage.declare("orders", &["order.*", "*.shipped"]).await;
     let mut wanted = Vec::new();
     let mut skipped = Vec::new();
-    for event_type in ["user.created", "order.placed", "order.a.b", "box.shipped", "order", "order.paid"] {
+    for event_type in [
+        "user.created",
+        "order.placed",
+        "order.a.b",
+        "box.shipped",
+        "order",
+        "order.paid",
+    ] {
         let appended = stage.publish(event_type).await;
         if matches!(event_type, "order.placed" | "box.shipped" | "order.paid") {
             wanted.push(appended.position);
@@ -153,7 +181,9 @@ pub async fn unmatched_events_are_skipped<H: Harness>(harness: H) {
         stage.ack(delivery).await;
     }
     for position in skipped {
-        stage.assert_state(position, "orders", EventState::Done).await;
+        stage
+            .assert_state(position, "orders", EventState::Done)
+            .await;
     }
     // What remains beyond the position is at most what nobody wants.
     stage.publish("order.last").await;
@@ -174,7 +204,9 @@ pub async fn widening_is_not_retroactive<H: Harness>(harness: H) {
     stage.ack(&got).await;
     stage.declare("g", &["b.*"]).await;
     nothing(&mut consumer).await;
-    stage.assert_state(passed.position, "g", EventState::Done).await;
+    stage
+        .assert_state(passed.position, "g", EventState::Done)
+        .await;
     let later = stage.publish("b.x").await;
     let got = take_one(&mut consumer).await;
     assert_eq!(got.record.position, later.position);
@@ -208,7 +240,9 @@ pub async fn system_events_are_left_out_of_the_star<H: Harness>(harness: H) {
     let mut own = stage.consumer("system").await;
     assert_eq!(take_one(&mut own).await.record.position, system.position);
     nothing(&mut own).await;
-    stage.assert_state(system.position, "all", EventState::Done).await;
+    stage
+        .assert_state(system.position, "all", EventState::Done)
+        .await;
 }
 
 /// A retracted subscription gets nothing new; what was handed out before stays owed.
@@ -226,12 +260,19 @@ pub async fn retracting_mid_flight_keeps_what_is_owed<H: Harness>(harness: H) {
     let next = take_one(&mut consumer).await;
     assert_eq!(next.record.position, wanted.position);
     stage.ack(&next).await;
-    stage.assert_state(unwanted.position, "g", EventState::Done).await;
-    stage.assert_state(in_flight.position, "g", EventState::Processing).await;
+    stage
+        .assert_state(unwanted.position, "g", EventState::Done)
+        .await;
+    stage
+        .assert_state(in_flight.position, "g", EventState::Processing)
+        .await;
     stage.ack(&got[0]).await;
     stage.fail(&got[1], Duration::ZERO).await;
     let again = take_one(&mut consumer).await;
-    assert_eq!((again.record.position, again.attempt), (got[1].record.position, 2));
+    assert_eq!(
+        (again.record.position, again.attempt),
+        (got[1].record.position, 2)
+    );
     stage.ack(&again).await;
     nothing(&mut consumer).await;
     let twice = stage.broker().retract(ids[0].id).await;
@@ -286,10 +327,15 @@ pub async fn an_event_without_a_handler_is_left_to_others<H: Harness>(harness: H
     };
     let mut first = stage.consumer_with("g", only_a).await;
     let got = take_one(&mut first).await;
-    assert_eq!(got.record.position, a.position, "it does not hold others back");
+    assert_eq!(
+        got.record.position, a.position,
+        "it does not hold others back"
+    );
     stage.ack(&got).await;
     nothing(&mut first).await;
-    stage.assert_state(b.position, "g", EventState::Pending).await;
+    stage
+        .assert_state(b.position, "g", EventState::Pending)
+        .await;
     let only_b = ConsumeOptions {
         handled: vec![pattern("b.*")],
         ..options()
@@ -328,7 +374,9 @@ pub async fn an_event_nobody_handles_is_dead_lettered_in_the_end<H: Harness>(har
     nothing(&mut consumer).await;
     stage.advance(LEASE).await;
     nothing(&mut consumer).await;
-    stage.assert_state(orphan.position, "g", EventState::Pending).await;
+    stage
+        .assert_state(orphan.position, "g", EventState::Pending)
+        .await;
     stage.advance(LEASE + SECOND).await;
     let mut rounds = 0;
     while stage.open_dead_letters().await.is_empty() {
@@ -340,7 +388,9 @@ pub async fn an_event_nobody_handles_is_dead_lettered_in_the_end<H: Harness>(har
     assert_eq!(dead.event.position, orphan.position);
     let last = dead.failures.last().unwrap();
     assert_eq!(last.kind, FailureKind::NoHandler);
-    stage.assert_state(orphan.position, "g", EventState::Dlq).await;
+    stage
+        .assert_state(orphan.position, "g", EventState::Dlq)
+        .await;
     let a = stage.publish("a.x").await;
     assert_eq!(take_one(&mut consumer).await.record.position, a.position);
 }

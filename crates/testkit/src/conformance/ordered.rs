@@ -13,7 +13,11 @@ const SECOND: Duration = Duration::from_secs(1);
 
 fn keyed(key: &str, step: usize) -> Event {
     let builder = Event::builder("step.done").json(&step);
-    let builder = if key.is_empty() { builder } else { builder.key(key) };
+    let builder = if key.is_empty() {
+        builder
+    } else {
+        builder.key(key)
+    };
     builder.build().unwrap()
 }
 
@@ -43,7 +47,11 @@ pub async fn the_same_key_is_strictly_sequential<H: Harness>(harness: H) {
     let mut consumer = stage.consumer("ordered").await;
     let got = take_sorted(&mut consumer, 4).await;
     let heads: Vec<u64> = got.iter().map(|d| d.record.position).collect();
-    assert_eq!(heads, [at[0], at[2], at[4], at[5]], "the first of each key, and those without");
+    assert_eq!(
+        heads,
+        [at[0], at[2], at[4], at[5]],
+        "the first of each key, and those without"
+    );
     nothing(&mut consumer).await;
 
     stage.fail(&got[0], 4 * SECOND).await;
@@ -62,9 +70,15 @@ pub async fn the_same_key_is_strictly_sequential<H: Harness>(harness: H) {
     nothing(&mut consumer).await;
     stage.kill(&retried).await;
     let second = take_one(&mut consumer).await;
-    assert_eq!(second.record.position, at[1], "a dead letter blocks no longer");
+    assert_eq!(
+        second.record.position, at[1],
+        "a dead letter blocks no longer"
+    );
     let after = Duration::ZERO;
-    stage.settle(&second, Verdict::Release { after }).await.unwrap();
+    stage
+        .settle(&second, Verdict::Release { after })
+        .await
+        .unwrap();
     let second = take_one(&mut consumer).await;
     assert_eq!(second.record.position, at[1], "a released one stays first");
     nothing(&mut consumer).await;
@@ -88,21 +102,37 @@ pub async fn a_retried_dead_letter_goes_before_its_key<H: Harness>(harness: H) {
         at.push(stage.append(keyed("a", step)).await.position);
     }
     let mut consumer = stage.consumer("ordered").await;
-    for step in 0..3 {
+    let after = Duration::ZERO;
+    // An engine that claims ahead may have the second at hand before the first is back.
+    let rounds = if stage.harness().claims_ahead() { 2 } else { 3 };
+    for round in 0..rounds {
         let first = take_one(&mut consumer).await;
         assert_eq!(first.record.position, at[0]);
         stage.kill(&first).await;
         let second = take_one(&mut consumer).await;
         assert_eq!(second.record.position, at[1]);
+        if round == 2 {
+            stage
+                .settle(&second, Verdict::Release { after })
+                .await
+                .unwrap();
+            // Another consumer looks and has no handler: the second is known to be ready.
+            let none = everbus_core::ConsumeOptions {
+                handled: Vec::new(),
+                ..options()
+            };
+            let mut other = stage.consumer_with("ordered", none).await;
+            nothing(&mut other).await;
+        }
         let retried = stage.dead_letters().retry(Default::default()).await;
         assert_eq!(retried.unwrap(), 1);
-        match step {
-            0 => stage.fail(&second, Duration::ZERO).await,
-            1 => {
-                let after = Duration::ZERO;
-                stage.settle(&second, Verdict::Release { after }).await.unwrap();
-            }
-            _ => stage.advance(LEASE + SECOND).await,
+        match round {
+            0 => stage.fail(&second, after).await,
+            1 => stage
+                .settle(&second, Verdict::Release { after })
+                .await
+                .unwrap(),
+            _ => {}
         }
     }
     for expected in at {
@@ -173,7 +203,9 @@ pub async fn random_work_keeps_every_key_in_order<H: Harness>(harness: H) {
             if let Ok(batch) = fetched {
                 for delivery in batch.unwrap() {
                     let key = delivery.record.event.ordering_key().unwrap().into_owned();
-                    let busy = held.iter().any(|d| d.record.event.ordering_key().unwrap() == key);
+                    let busy = held
+                        .iter()
+                        .any(|d| d.record.event.ordering_key().unwrap() == key);
                     assert!(!busy, "seed {seed}: {key} twice in flight");
                     let step: usize = delivery.record.event.json().unwrap();
                     let expected = *next.entry(key.clone()).or_default();
@@ -191,7 +223,10 @@ pub async fn random_work_keeps_every_key_in_order<H: Harness>(harness: H) {
                 0 => stage.fail(&delivery, SECOND / 20).await,
                 1 => {
                     let after = Duration::ZERO;
-                    stage.settle(&delivery, Verdict::Release { after }).await.unwrap();
+                    stage
+                        .settle(&delivery, Verdict::Release { after })
+                        .await
+                        .unwrap();
                 }
                 verdict => {
                     if verdict == 2 {
@@ -206,5 +241,9 @@ pub async fn random_work_keeps_every_key_in_order<H: Harness>(harness: H) {
         }
     };
     let in_time = tokio::time::timeout(Duration::from_secs(60), work).await;
-    assert!(in_time.is_ok(), "seed {seed}: {handled} of {} handled", KEYS * STEPS);
+    assert!(
+        in_time.is_ok(),
+        "seed {seed}: {handled} of {} handled",
+        KEYS * STEPS
+    );
 }

@@ -8,7 +8,10 @@ use tokio::task::JoinHandle;
 use super::stage::{DEADLINE, QUIET, code, name, take_one};
 use super::{Harness, Stage};
 
-fn wait_for<H: Harness>(stage: &Stage<H>, position: u64) -> JoinHandle<everbus_core::Result<SettledOutcome>> {
+fn wait_for<H: Harness>(
+    stage: &Stage<H>,
+    position: u64,
+) -> JoinHandle<everbus_core::Result<SettledOutcome>> {
     let broker = stage.broker().clone();
     tokio::spawn(async move { broker.settled(position, DEADLINE).await })
 }
@@ -33,7 +36,10 @@ pub async fn an_event_nobody_wants_is_settled<H: Harness>(harness: H) {
     let unmatched = stage.publish("user.created").await;
     let outcome = stage.broker().settled(unmatched.position, DEADLINE).await;
     assert_eq!(outcome.unwrap(), SettledOutcome::default());
-    let missing = stage.broker().settled(unmatched.position + 1000, QUIET).await;
+    let missing = stage
+        .broker()
+        .settled(unmatched.position + 1000, QUIET)
+        .await;
     assert_eq!(code(missing), Code::NotFound);
 }
 
@@ -73,7 +79,10 @@ pub async fn settled_waits_for_every_group<H: Harness>(harness: H) {
     let mut billing = stage.consumer("billing").await;
     let delivery = take_one(&mut billing).await;
     stage.kill(&delivery).await;
-    let outcome = tokio::time::timeout(DEADLINE, waiting).await.unwrap().unwrap();
+    let outcome = tokio::time::timeout(DEADLINE, waiting)
+        .await
+        .unwrap()
+        .unwrap();
     let dead_lettered: Vec<GroupName> = vec![name("billing")];
     assert_eq!(outcome.unwrap(), SettledOutcome { dead_lettered });
 }
@@ -91,10 +100,16 @@ pub async fn skipping_or_removing_the_group_settles<H: Harness>(harness: H) {
     let mut consumer = stage.consumer("skips").await;
     let delivery = take_one(&mut consumer).await;
     let reason = "stale".to_string();
-    stage.settle(&delivery, Verdict::Skip { reason }).await.unwrap();
+    stage
+        .settle(&delivery, Verdict::Skip { reason })
+        .await
+        .unwrap();
     still_waiting(&mut waiting).await;
     stage.broker().remove_group(name("goes")).await.unwrap();
-    let outcome = tokio::time::timeout(DEADLINE, waiting).await.unwrap().unwrap();
+    let outcome = tokio::time::timeout(DEADLINE, waiting)
+        .await
+        .unwrap()
+        .unwrap();
     assert_eq!(outcome.unwrap(), SettledOutcome::default());
 }
 
@@ -106,7 +121,10 @@ pub async fn a_wait_that_is_too_long_times_out<H: Harness>(harness: H) {
     }
     stage.declare("", &["*"]).await;
     let appended = stage.publish("a.b").await;
-    let late = stage.broker().settled(appended.position, Duration::from_millis(30)).await;
+    let late = stage
+        .broker()
+        .settled(appended.position, Duration::from_millis(30))
+        .await;
     assert_eq!(code(late), Code::Timeout);
     let mut consumer = stage.consumer("").await;
     let delivery = take_one(&mut consumer).await;

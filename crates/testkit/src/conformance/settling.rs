@@ -16,13 +16,20 @@ pub async fn an_acked_event_is_done<H: Harness>(harness: H) {
     stage.declare("", &["*"]).await;
     let a = stage.publish("a.b").await;
     let b = stage.publish("a.b").await;
-    stage.assert_state(a.position, "", EventState::Pending).await;
+    stage
+        .assert_state(a.position, "", EventState::Pending)
+        .await;
     let mut consumer = stage.consumer("").await;
     let got = take(&mut consumer, 2).await;
-    stage.assert_state(a.position, "", EventState::Processing).await;
+    stage
+        .assert_state(a.position, "", EventState::Processing)
+        .await;
     stage.ack(&got[0]).await;
     let reason = "stale".to_string();
-    stage.settle(&got[1], Verdict::Skip { reason }).await.unwrap();
+    stage
+        .settle(&got[1], Verdict::Skip { reason })
+        .await
+        .unwrap();
     stage.assert_state(a.position, "", EventState::Done).await;
     stage.assert_state(b.position, "", EventState::Done).await;
     stage.advance(LEASE * 3).await;
@@ -36,7 +43,11 @@ pub async fn acks_out_of_order_pass_over_nothing<H: Harness>(harness: H) {
     stage.publish_many("a.b", 20).await;
     let mut consumer = stage.consumer("").await;
     let got = take(&mut consumer, 20).await;
-    for delivery in got.iter().rev().filter(|d| d.record.position != got[7].record.position) {
+    for delivery in got
+        .iter()
+        .rev()
+        .filter(|d| d.record.position != got[7].record.position)
+    {
         stage.ack(delivery).await;
     }
     let stuck = got[7].record.position;
@@ -44,7 +55,10 @@ pub async fn acks_out_of_order_pass_over_nothing<H: Harness>(harness: H) {
     assert_eq!(stage.group_info("").await.in_flight, 1);
     stage.advance(LEASE + SECOND).await;
     let again = take_one(&mut consumer).await;
-    assert_eq!(again.record.position, stuck, "the unfinished one comes again");
+    assert_eq!(
+        again.record.position, stuck,
+        "the unfinished one comes again"
+    );
     stage.ack(&again).await;
     nothing(&mut consumer).await;
 }
@@ -60,12 +74,24 @@ pub async fn a_failed_event_waits_out_its_delay<H: Harness>(harness: H) {
         assert_eq!(delivery.record.position, failing.position);
         assert_eq!(delivery.attempt, attempt);
         let texts: Vec<&str> = delivery.failures.iter().map(|f| f.error.as_str()).collect();
-        let expected: Vec<String> = (1..attempt).map(|n| format!("attempt {n} failed")).collect();
+        let expected: Vec<String> = (1..attempt)
+            .map(|n| format!("attempt {n} failed"))
+            .collect();
         assert_eq!(texts, expected, "every failure, in order");
-        assert!(delivery.failures.iter().zip(1..).all(|(f, n)| f.attempt == n));
+        assert!(
+            delivery
+                .failures
+                .iter()
+                .zip(1..)
+                .all(|(f, n)| f.attempt == n)
+        );
         stage.fail(&delivery, 4 * SECOND).await;
         if let Some(state) = stage.group_state(failing.position, "").await {
-            assert_eq!(state.state, EventState::Processing, "waiting shows as processing");
+            assert_eq!(
+                state.state,
+                EventState::Processing,
+                "waiting shows as processing"
+            );
             assert_eq!(state.attempts, attempt);
             assert_eq!(state.failures.len() as u32, attempt);
             assert!(state.due_at.is_some());
@@ -82,7 +108,9 @@ pub async fn a_failed_event_waits_out_its_delay<H: Harness>(harness: H) {
     let last = take_one(&mut consumer).await;
     assert_eq!(last.attempt, 4);
     stage.ack(&last).await;
-    stage.assert_state(failing.position, "", EventState::Done).await;
+    stage
+        .assert_state(failing.position, "", EventState::Done)
+        .await;
     nothing(&mut consumer).await;
 }
 
@@ -121,7 +149,9 @@ pub async fn a_dead_lettered_event_is_kept_with_its_history<H: Harness>(harness:
     let second = take_one(&mut consumer).await;
     stage.advance(SECOND).await;
     stage.kill(&second).await;
-    stage.assert_state(appended.position, "billing", EventState::Dlq).await;
+    stage
+        .assert_state(appended.position, "billing", EventState::Dlq)
+        .await;
     stage.advance(LEASE * 2).await;
     nothing(&mut consumer).await;
     assert_eq!(stage.group_info("billing").await.dead_letters, 1);
@@ -154,11 +184,17 @@ pub async fn a_release_is_not_an_attempt<H: Harness>(harness: H) {
         let delivery = take_one(&mut consumer).await;
         assert_eq!((delivery.attempt, delivery.failures.len()), (1, 0));
         let after = Duration::ZERO;
-        stage.settle(&delivery, Verdict::Release { after }).await.unwrap();
+        stage
+            .settle(&delivery, Verdict::Release { after })
+            .await
+            .unwrap();
     }
     let delivery = take_one(&mut consumer).await;
     let after = 4 * SECOND;
-    stage.settle(&delivery, Verdict::Release { after }).await.unwrap();
+    stage
+        .settle(&delivery, Verdict::Release { after })
+        .await
+        .unwrap();
     if let Some(state) = stage.group_state(appended.position, "").await {
         assert_eq!(state.state, EventState::Pending);
         assert_eq!(state.attempts, 0);
@@ -171,7 +207,10 @@ pub async fn a_release_is_not_an_attempt<H: Harness>(harness: H) {
     let delivery = take_one(&mut consumer).await;
     assert_eq!(delivery.attempt, 2);
     let after = Duration::ZERO;
-    stage.settle(&delivery, Verdict::Release { after }).await.unwrap();
+    stage
+        .settle(&delivery, Verdict::Release { after })
+        .await
+        .unwrap();
     let delivery = take_one(&mut consumer).await;
     assert_eq!((delivery.attempt, delivery.failures.len()), (2, 1));
     stage.ack(&delivery).await;
@@ -226,9 +265,13 @@ pub async fn a_late_settlement_is_refused<H: Harness>(harness: H) {
     let extended = stage.broker().extend(vec![lost.lease.clone()], LEASE).await;
     let extended = extended.unwrap().remove(0);
     assert_eq!(code(extended), Code::LeaseLost);
-    stage.assert_state(appended.position, "", EventState::Processing).await;
+    stage
+        .assert_state(appended.position, "", EventState::Processing)
+        .await;
     stage.ack(&held).await;
-    stage.assert_state(appended.position, "", EventState::Done).await;
+    stage
+        .assert_state(appended.position, "", EventState::Done)
+        .await;
     nothing(&mut consumer).await;
 }
 
@@ -244,7 +287,10 @@ pub async fn a_settlement_after_the_lease_is_refused<H: Harness>(harness: H) {
     let lost = take_one(&mut asleep).await;
     asleep.close().await.unwrap();
     stage.advance(LEASE + SECOND).await;
-    assert_eq!(code(stage.settle(&lost, Verdict::Ack).await), Code::LeaseLost);
+    assert_eq!(
+        code(stage.settle(&lost, Verdict::Ack).await),
+        Code::LeaseLost
+    );
     let mut consumer = stage.consumer("").await;
     let again = take_one(&mut consumer).await;
     assert_eq!(again.attempt, 2);
@@ -271,8 +317,14 @@ pub async fn a_second_settlement_is_refused<H: Harness>(harness: H) {
         Settlement::new(got[2].lease.clone(), Verdict::Ack),
     ];
     let answers = stage.broker().settle(batch).await.unwrap();
-    let codes: Vec<Option<Code>> = answers.iter().map(|a| a.as_ref().err().map(|e| e.code())).collect();
-    assert_eq!(codes, [None, Some(Code::LeaseLost), None, Some(Code::LeaseLost)]);
+    let codes: Vec<Option<Code>> = answers
+        .iter()
+        .map(|a| a.as_ref().err().map(everbus_core::Error::code))
+        .collect();
+    assert_eq!(
+        codes,
+        [None, Some(Code::LeaseLost), None, Some(Code::LeaseLost)]
+    );
     stage.advance(LEASE * 2).await;
     nothing(&mut consumer).await;
 }
@@ -292,7 +344,10 @@ pub async fn an_extended_lease_is_kept<H: Harness>(harness: H) {
         extended.await.unwrap().remove(0).unwrap();
     }
     let other = take_one(&mut consumer).await;
-    assert_eq!(other.record.position, held[0].record.position, "the other one ended");
+    assert_eq!(
+        other.record.position, held[0].record.position,
+        "the other one ended"
+    );
     stage.ack(&other).await;
     nothing(&mut consumer).await;
     stage.ack(&held[1]).await;

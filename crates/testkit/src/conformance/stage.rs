@@ -113,7 +113,8 @@ impl<H: Harness> Stage<H> {
             self.clock.advance(by);
         } else {
             tokio::time::sleep(by).await;
-            self.clock.set(everbus_core::Clock::now(&everbus_core::SystemClock));
+            self.clock
+                .set(everbus_core::Clock::now(&everbus_core::SystemClock));
         }
     }
 
@@ -164,7 +165,10 @@ impl<H: Harness> Stage<H> {
     /// Settles one delivery, with everything that belongs to it.
     pub async fn settle_with(&self, settlement: Settlement) -> Result<()> {
         let answers = self.broker().settle(vec![settlement]).await?;
-        answers.into_iter().next().expect("one answer per settlement")
+        answers
+            .into_iter()
+            .next()
+            .expect("one answer per settlement")
     }
 
     /// Acks one delivery, which must succeed.
@@ -241,7 +245,11 @@ impl<H: Harness> Stage<H> {
     }
 
     /// Waits until something is so.
-    pub async fn eventually<F: Future<Output = bool>>(&self, what: &str, mut so: impl FnMut() -> F) {
+    pub async fn eventually<F: Future<Output = bool>>(
+        &self,
+        what: &str,
+        mut so: impl FnMut() -> F,
+    ) {
         let waiting = async {
             while !so().await {
                 tokio::time::sleep(Duration::from_millis(5)).await;

@@ -24,7 +24,8 @@ macro_rules! conformance_tests {
         // conformance: issue-2/competing: consumers of one group compete; no event is delivered twice and all are handled
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn competing_consumers_share_and_never_double() {
-            $crate::conformance::consuming::competing_consumers_share_and_never_double($harness).await;
+            $crate::conformance::consuming::competing_consumers_share_and_never_double($harness)
+                .await;
         }
 
         // conformance: rule-2/groups: each group has its own position, attempts and dead letters
@@ -49,6 +50,12 @@ macro_rules! conformance_tests {
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn what_was_not_fetched_is_given_back() {
             $crate::conformance::consuming::what_was_not_fetched_is_given_back($harness).await;
+        }
+
+        // conformance: rule-4/held: what fetch hands out is held, however long ago it was claimed
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn what_is_handed_out_is_held() {
+            $crate::conformance::consuming::what_is_handed_out_is_held($harness).await;
         }
 
         // conformance: issue-2/unknown-group: consuming a group nobody declared is an error
@@ -90,7 +97,8 @@ macro_rules! conformance_tests {
         // conformance: embedded/dlq-context: a dead letter keeps the original event, every error, the attempts and the time of the final failure
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_dead_lettered_event_is_kept_with_its_history() {
-            $crate::conformance::settling::a_dead_lettered_event_is_kept_with_its_history($harness).await;
+            $crate::conformance::settling::a_dead_lettered_event_is_kept_with_its_history($harness)
+                .await;
         }
 
         // conformance: issue-2/release: a released delivery comes again without an attempt counted
@@ -138,7 +146,8 @@ macro_rules! conformance_tests {
         // conformance: rule-4/follow-ups: a settlement whose lease was lost appends nothing
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn follow_ups_of_a_lost_lease_are_not_appended() {
-            $crate::conformance::settling::follow_ups_of_a_lost_lease_are_not_appended($harness).await;
+            $crate::conformance::settling::follow_ups_of_a_lost_lease_are_not_appended($harness)
+                .await;
         }
 
         // conformance: rule-5/key: a failing event blocks those with the same key in an ordered group, until it is dead-lettered
@@ -204,7 +213,8 @@ macro_rules! conformance_tests {
         // conformance: issue-2/id-reused: the same id with another body is IdReused
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_same_id_with_another_body_is_refused() {
-            $crate::conformance::appending::the_same_id_with_another_body_is_refused($harness).await;
+            $crate::conformance::appending::the_same_id_with_another_body_is_refused($harness)
+                .await;
         }
 
         // conformance: issue-2/dedup-batch: a batch may repeat an event
@@ -246,7 +256,10 @@ macro_rules! conformance_tests {
         // conformance: embedded/shutdown-load: closing while many publish forgets nothing that was acknowledged
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn closing_under_load_forgets_nothing_acknowledged() {
-            $crate::conformance::appending::closing_under_load_forgets_nothing_acknowledged($harness).await;
+            $crate::conformance::appending::closing_under_load_forgets_nothing_acknowledged(
+                $harness,
+            )
+            .await;
         }
 
         // conformance: issue-2/start-new: a group that starts at new gets what is published from then on
@@ -312,13 +325,17 @@ macro_rules! conformance_tests {
         // conformance: issue-2/no-handler-here: an event whose handler is not registered here is left to other processes
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_event_without_a_handler_is_left_to_others() {
-            $crate::conformance::groups::an_event_without_a_handler_is_left_to_others($harness).await;
+            $crate::conformance::groups::an_event_without_a_handler_is_left_to_others($harness)
+                .await;
         }
 
         // conformance: fault-4/no-handler: an event no process handles becomes a dead letter after a configurable time, never an ack
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_event_nobody_handles_is_dead_lettered_in_the_end() {
-            $crate::conformance::groups::an_event_nobody_handles_is_dead_lettered_in_the_end($harness).await;
+            $crate::conformance::groups::an_event_nobody_handles_is_dead_lettered_in_the_end(
+                $harness,
+            )
+            .await;
         }
 
         // conformance: embedded/restart: after a restart settled events stay settled and the rest comes again
@@ -366,13 +383,17 @@ macro_rules! conformance_tests {
         // conformance: embedded/dlq-retry: a retried dead letter is reset in full and goes only to the group that failed
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_retry_goes_to_the_group_that_failed() {
-            $crate::conformance::dead_letters::a_retry_goes_to_the_group_that_failed($harness).await;
+            $crate::conformance::dead_letters::a_retry_goes_to_the_group_that_failed($harness)
+                .await;
         }
 
         // conformance: issue-2/dlq-again: a retried dead letter that fails again is the same row, attempts add up
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_retried_dead_letter_that_fails_again_is_the_same() {
-            $crate::conformance::dead_letters::a_retried_dead_letter_that_fails_again_is_the_same($harness).await;
+            $crate::conformance::dead_letters::a_retried_dead_letter_that_fails_again_is_the_same(
+                $harness,
+            )
+            .await;
         }
 
         // conformance: issue-2/dlq-retry-many: many dead letters are retried by filter at once

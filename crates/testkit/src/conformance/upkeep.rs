@@ -16,7 +16,10 @@ pub async fn the_numbers_of_a_group_are_right<H: Harness>(harness: H) {
     stage.declare("g", &["a.*", "b.*"]).await;
     let empty = stage.group_info("g").await;
     assert_eq!((empty.position, empty.behind, empty.in_flight), (0, 0, 0));
-    assert_eq!((empty.waiting, empty.dead_letters, empty.oldest), (0, 0, None));
+    assert_eq!(
+        (empty.waiting, empty.dead_letters, empty.oldest),
+        (0, 0, None)
+    );
     assert_eq!(empty.behind_for, Duration::ZERO);
     assert_eq!(empty.patterns, ["a.*", "b.*"]);
     assert!(!empty.ordered);
@@ -63,7 +66,13 @@ pub async fn every_event_has_one_state_per_group<H: Harness>(harness: H) {
         stage.publish(event_type).await;
     }
     let mut consumer = stage
-        .consumer_with("g", ConsumeOptions { prefetch: 4, ..options() })
+        .consumer_with(
+            "g",
+            ConsumeOptions {
+                prefetch: 4,
+                ..options()
+            },
+        )
         .await;
     let got = take(&mut consumer, 4).await;
     consumer.close().await.unwrap();
@@ -78,12 +87,18 @@ pub async fn every_event_has_one_state_per_group<H: Harness>(harness: H) {
         EventState::Pending,
         EventState::Done,
     ];
-    let (records, _) = stage.log().read(0, vec![super::stage::pattern("*")], 10).await.unwrap();
+    let (records, _) = stage
+        .log()
+        .read(0, vec![super::stage::pattern("*")], 10)
+        .await
+        .unwrap();
     for (record, expected) in records.iter().zip(expected) {
         let states = stage.log().states(record.position).await.unwrap();
         assert_eq!(states.len(), 2);
         stage.assert_state(record.position, "g", expected).await;
-        stage.assert_state(record.position, "h", EventState::Pending).await;
+        stage
+            .assert_state(record.position, "h", EventState::Pending)
+            .await;
     }
 }
 
@@ -96,7 +111,13 @@ pub async fn retention_takes_nothing_anyone_needs<H: Harness>(harness: H) {
     stage.declare("g", &["*"]).await;
     let published = stage.publish_many("a.x", 6).await;
     let mut consumer = stage
-        .consumer_with("g", ConsumeOptions { prefetch: 5, ..options() })
+        .consumer_with(
+            "g",
+            ConsumeOptions {
+                prefetch: 5,
+                ..options()
+            },
+        )
         .await;
     let got = take(&mut consumer, 5).await;
     stage.ack(&got[0]).await;
@@ -123,10 +144,16 @@ pub async fn retention_takes_nothing_anyone_needs<H: Harness>(harness: H) {
     }
     nothing(&mut consumer).await;
     let pruned = maintenance.prune(nothing_left).await.unwrap();
-    assert_eq!((pruned.removed, pruned.kept), (3, 1), "only the dead letter stays");
+    assert_eq!(
+        (pruned.removed, pruned.kept),
+        (3, 1),
+        "only the dead letter stays"
+    );
     if stage.has_dead_letters() {
         let now = stage.clock.now();
-        let purged = stage.dead_letters().purge(now, Default::default(), Default::default());
+        let purged = stage
+            .dead_letters()
+            .purge(now, Default::default(), Default::default());
         assert_eq!(purged.await.unwrap(), 1);
         assert!(stage.log().find(published[1].id).await.unwrap().is_empty());
     }
@@ -144,7 +171,13 @@ pub async fn retention_by_age_and_by_length<H: Harness>(harness: H) {
         return;
     };
     let id = EventId::new();
-    let body = |payload: &'static str| Event::builder("a.x").id(id).payload(payload).build().unwrap();
+    let body = |payload: &'static str| {
+        Event::builder("a.x")
+            .id(id)
+            .payload(payload)
+            .build()
+            .unwrap()
+    };
     stage.append(body("1")).await;
     for _ in 0..4 {
         stage.advance(10 * SECOND).await;
@@ -154,11 +187,39 @@ pub async fn retention_by_age_and_by_length<H: Harness>(harness: H) {
         max_age: max_age.map(Duration::from_secs),
         max_len,
     };
-    assert_eq!(maintenance.prune(keep(None, None)).await.unwrap().removed, 0);
-    assert_eq!(maintenance.prune(keep(Some(1000), Some(5))).await.unwrap().removed, 0);
-    assert_eq!(maintenance.prune(keep(Some(35), None)).await.unwrap().removed, 1);
-    assert_eq!(maintenance.prune(keep(None, Some(2))).await.unwrap().removed, 2);
+    assert_eq!(
+        maintenance.prune(keep(None, None)).await.unwrap().removed,
+        0
+    );
+    assert_eq!(
+        maintenance
+            .prune(keep(Some(1000), Some(5)))
+            .await
+            .unwrap()
+            .removed,
+        0
+    );
+    assert_eq!(
+        maintenance
+            .prune(keep(Some(35), None))
+            .await
+            .unwrap()
+            .removed,
+        1
+    );
+    assert_eq!(
+        maintenance
+            .prune(keep(None, Some(2)))
+            .await
+            .unwrap()
+            .removed,
+        2
+    );
     assert!(!stage.append(body("2")).await.duplicate);
-    let (left, _) = stage.log().read(0, vec![super::stage::pattern("*")], 100).await.unwrap();
+    let (left, _) = stage
+        .log()
+        .read(0, vec![super::stage::pattern("*")], 100)
+        .await
+        .unwrap();
     assert_eq!(left.len(), 3);
 }

@@ -4,6 +4,7 @@
 //! [`run_seeds`] is what an engine's tests call. A failure prints its seed and the last steps;
 //! `EVERBUS_SEED=…` runs that plan alone.
 
+mod compare;
 mod oracle;
 mod plan;
 pub mod random;

@@ -104,7 +104,11 @@ impl Oracle {
 
     /// Takes note of an event the engine stored.
     pub(super) fn appended(&mut self, event: &Event, position: u64, received_at: Timestamp) {
-        assert!(position > self.head, "position {position} after {}", self.head);
+        assert!(
+            position > self.head,
+            "position {position} after {}",
+            self.head
+        );
         let expected = self.now.max(self.last_received);
         assert_eq!(received_at, expected, "the time of receipt of {position}");
         self.head = position;
@@ -119,7 +123,13 @@ impl Oracle {
         self.log.insert(position, Kept { event, received_at });
     }
 
-    pub(super) fn declared(&mut self, name: &str, ordered: bool, patterns: Vec<Pattern>, first: bool) {
+    pub(super) fn declared(
+        &mut self,
+        name: &str,
+        ordered: bool,
+        patterns: Vec<Pattern>,
+        first: bool,
+    ) {
         let mut desk = Desk {
             ordered,
             patterns,
@@ -130,7 +140,8 @@ impl Oracle {
         if first {
             for (position, kept) in &self.log {
                 if desk.wants(&kept.event) {
-                    desk.owed.insert(*position, Work::new(&kept.event, self.now));
+                    desk.owed
+                        .insert(*position, Work::new(&kept.event, self.now));
                 }
             }
         }
@@ -146,7 +157,10 @@ impl Oracle {
                 if matches!(work.state, WorkState::Held { until, .. } if until <= now) {
                     work.crash(now);
                 }
-                if work.claimable_since.is_some_and(|since| since.plus(LEASE) <= now) {
+                if work
+                    .claimable_since
+                    .is_some_and(|since| since.plus(LEASE) <= now)
+                {
                     work.ghosts += 1;
                     work.claimable_since = Some(now);
                 }
@@ -176,7 +190,9 @@ impl Oracle {
         let desk = self.groups.get_mut(group).unwrap();
         desk.attended = attended;
         if !attended {
-            desk.owed.values_mut().for_each(|work| work.claimable_since = None);
+            desk.owed
+                .values_mut()
+                .for_each(|work| work.claimable_since = None);
         }
         self.note_claimable();
     }
@@ -206,7 +222,10 @@ impl Oracle {
         let desk = self.groups.get_mut(group).unwrap();
         let ordered = desk.ordered;
         let blocked = desk.is_blocked(position);
-        let work = desk.owed.get_mut(&position).ok_or("the group does not owe it")?;
+        let work = desk
+            .owed
+            .get_mut(&position)
+            .ok_or("the group does not owe it")?;
         match work.state {
             WorkState::Held { surely, .. } if now < surely => return Err("it is held".into()),
             WorkState::Held { .. } => work.crash(now),
@@ -257,9 +276,14 @@ impl Oracle {
 
     /// Whether a lease is held now.
     pub(super) fn hold(&self, group: &str, lease: &Lease) -> Hold {
-        let work = self.groups.get(group).and_then(|desk| desk.owed.get(&lease.position));
+        let work = self
+            .groups
+            .get(group)
+            .and_then(|desk| desk.owed.get(&lease.position));
         match work.map(|work| &work.state) {
-            Some(WorkState::Held { lease: own, surely, .. }) if own == lease => {
+            Some(WorkState::Held {
+                lease: own, surely, ..
+            }) if own == lease => {
                 if self.now < *surely {
                     Hold::Yes
                 } else {
@@ -294,11 +318,15 @@ impl Oracle {
             }
             Verdict::Retry { after, failure } => {
                 work.failures.push(failure.clone());
-                work.state = WorkState::Waiting { due: now.plus(*after) };
+                work.state = WorkState::Waiting {
+                    due: now.plus(*after),
+                };
             }
             Verdict::Release { after } => {
                 work.attempts -= 1;
-                work.state = WorkState::Waiting { due: now.plus(*after) };
+                work.state = WorkState::Waiting {
+                    due: now.plus(*after),
+                };
             }
             Verdict::Dead { failure } => {
                 let desk = self.groups.get_mut(group).unwrap();
@@ -410,9 +438,10 @@ impl Desk {
     pub(super) fn must_deliver(&self, now: Timestamp) -> bool {
         self.deliverable(now).into_iter().any(|position| {
             let key = &self.owed[&position].key;
-            let busy = self.owed.values().any(|work| {
-                work.key == *key && matches!(work.state, WorkState::Held { .. })
-            });
+            let busy = self
+                .owed
+                .values()
+                .any(|work| work.key == *key && matches!(work.state, WorkState::Held { .. }));
             !self.ordered || key.is_none() || !busy
         })
     }
@@ -430,7 +459,9 @@ impl Desk {
             }) if failures.is_empty() => vec![EventState::Pending],
             // A lease that ended is only noticed when somebody consumes the group.
             Some(Work { failures, .. })
-                if failures.last().is_some_and(|f| f.kind == FailureKind::Crash) =>
+                if failures
+                    .last()
+                    .is_some_and(|f| f.kind == FailureKind::Crash) =>
             {
                 vec![EventState::Pending, EventState::Processing]
             }
@@ -444,7 +475,7 @@ impl Desk {
 impl Work {
     fn new(event: &Event, due: Timestamp) -> Self {
         Self {
-            key: event.ordering_key().map(|key| key.into_owned()),
+            key: event.ordering_key().map(std::borrow::Cow::into_owned),
             attempts: 0,
             failures: Vec::new(),
             state: WorkState::Waiting { due },

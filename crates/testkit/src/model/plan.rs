@@ -5,16 +5,16 @@ use std::time::Duration;
 
 use everbus_core::{
     Clock, Code, ConsumeOptions, Consumer, DeadLetterFilter, Deduplication, Delivery, Event,
-    EventId, GroupSpec, GroupState, PageRequest, PurgeBasis, Retention, Settlement, StartFrom, Verdict,
+    GroupSpec, PurgeBasis, Retention, Settlement, StartFrom, Verdict,
 };
 
 use super::Random;
-use super::oracle::{Hold, LEASE, Oracle, same_failures};
+use super::oracle::{Hold, LEASE, Oracle};
 use crate::conformance::stage::{event, name, options, pattern, spec};
 use crate::conformance::{Harness, Stage};
 
-const ROOM: usize = 6;
-const GROUPS: [(&str, &[&str]); 6] = [
+pub(super) const ROOM: usize = 6;
+pub(super) const GROUPS: [(&str, &[&str]); 6] = [
     ("", &["*"]),
     ("some", &["a.*", "c"]),
     ("ordered", &["*"]),
@@ -23,7 +23,7 @@ const GROUPS: [(&str, &[&str]); 6] = [
     ("late", &["*"]),
 ];
 const TYPES: [&str; 5] = ["a.x", "a.y", "b.x", "c", "system.note"];
-const PATIENCE: Duration = Duration::from_secs(20);
+pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Runs one random plan and compares the engine with the model throughout. Panics on a difference,
 /// after printing the seed and the last steps.
@@ -36,41 +36,46 @@ pub async fn run_model<H: Harness>(harness: H, seed: u64, steps: usize) {
 }
 
 /// A consumer, and how many deliveries it may still count as its own.
-struct Seat {
-    number: usize,
-    consumer: Box<dyn Consumer>,
+pub(super) struct Seat {
+    pub(super) number: usize,
+    pub(super) consumer: Box<dyn Consumer>,
 }
 
 /// A delivery that was fetched; its lease may be over by now.
-struct Fetched {
-    group: &'static str,
+pub(super) struct Fetched {
+    pub(super) group: &'static str,
     seat: usize,
-    delivery: Delivery,
+    pub(super) delivery: Delivery,
 }
 
-struct Plan<H: Harness> {
-    stage: Stage<H>,
-    oracle: Oracle,
+pub(super) struct Plan<H: Harness> {
+    pub(super) stage: Stage<H>,
+    pub(super) oracle: Oracle,
     random: Random,
     trace: Trace,
-    seats: BTreeMap<&'static str, Vec<Seat>>,
+    pub(super) seats: BTreeMap<&'static str, Vec<Seat>>,
     next_seat: usize,
-    fetched: Vec<Fetched>,
+    pub(super) fetched: Vec<Fetched>,
 }
 
 /// The steps so far; shown when the test fails.
-struct Trace {
+pub(super) struct Trace {
     seed: u64,
     steps: Vec<String>,
 }
 
 impl Drop for Trace {
-    #[allow(clippy::print_stderr, reason = "this is what a person needs to reproduce the failure")]
+    #[allow(
+        clippy::print_stderr,
+        reason = "this is what a person needs to reproduce the failure"
+    )]
     fn drop(&mut self) {
         if std::thread::panicking() {
             let from = self.steps.len().saturating_sub(40);
             eprintln!("the last steps of {}:", self.steps.len());
-            self.steps[from..].iter().for_each(|step| eprintln!("  {step}"));
+            self.steps[from..]
+                .iter()
+                .for_each(|step| eprintln!("  {step}"));
             eprintln!("reproduce with EVERBUS_SEED={}", self.seed);
         }
     }
@@ -94,7 +99,7 @@ impl<H: Harness> Plan<H> {
         }
     }
 
-    fn note(&mut self, step: String) {
+    pub(super) fn note(&mut self, step: &str) {
         let number = self.trace.steps.len() + 1;
         self.trace.steps.push(format!("{number}: {step}"));
     }
@@ -120,7 +125,7 @@ impl<H: Harness> Plan<H> {
                 self.compare(position).await;
             }
         }
-        if self.trace.steps.len() % 50 == 0 {
+        if self.trace.steps.len().is_multiple_of(50) {
             self.compare_all().await;
         }
     }
@@ -160,7 +165,10 @@ impl<H: Harness> Plan<H> {
             }
         }
         let types: Vec<&str> = batch.iter().map(Event::event_type).collect();
-        self.note(format!("append {types:?}, head {}, reused {reused}", self.oracle.head));
+        self.note(&format!(
+            "append {types:?}, head {}, reused {reused}",
+            self.oracle.head
+        ));
         if reused && !self.stage.capabilities().atomic_batch {
             return;
         }
@@ -180,24 +188,31 @@ impl<H: Harness> Plan<H> {
                 }
                 None => {
                     assert!(!answer.duplicate, "{answer:?}");
-                    self.oracle.appended(event, answer.position, answer.received_at);
+                    self.oracle
+                        .appended(event, answer.position, answer.received_at);
                 }
             }
         }
     }
 
     async fn declare(&mut self) {
-        let undeclared = GROUPS.iter().filter(|(n, _)| !self.oracle.groups.contains_key(*n));
+        let undeclared = GROUPS
+            .iter()
+            .filter(|(n, _)| !self.oracle.groups.contains_key(*n));
         let undeclared: Vec<_> = undeclared.copied().collect();
         let Some(&(group, patterns)) = self.random.pick(&undeclared) else {
             return;
         };
         let first = group != "late" && self.random.one_in(2);
-        self.note(format!("declare {group:?}, first: {first}"));
+        self.note(&format!("declare {group:?}, first: {first}"));
         let ordered = group.starts_with("ordered");
         let declared = GroupSpec {
             ordered,
-            start_from: if first { StartFrom::First } else { StartFrom::New },
+            start_from: if first {
+                StartFrom::First
+            } else {
+                StartFrom::New
+            },
             ..spec(group, patterns)
         };
         self.stage.broker().declare(declared).await.unwrap();
@@ -206,12 +221,14 @@ impl<H: Harness> Plan<H> {
     }
 
     fn random_group(&mut self) -> Option<&'static str> {
-        let groups = GROUPS.iter().filter(|(n, _)| self.oracle.groups.contains_key(*n));
+        let groups = GROUPS
+            .iter()
+            .filter(|(n, _)| self.oracle.groups.contains_key(*n));
         let groups: Vec<&'static str> = groups.map(|(n, _)| *n).collect();
         self.random.pick(&groups).copied()
     }
 
-    async fn attend(&mut self, group: &'static str, prefetch: usize) {
+    pub(super) async fn attend(&mut self, group: &'static str, prefetch: usize) {
         let options = ConsumeOptions {
             prefetch,
             lease: LEASE,
@@ -220,7 +237,10 @@ impl<H: Harness> Plan<H> {
         let consumer = self.stage.consumer_with(group, options).await;
         self.next_seat += 1;
         let number = self.next_seat;
-        self.seats.entry(group).or_default().push(Seat { number, consumer });
+        self.seats
+            .entry(group)
+            .or_default()
+            .push(Seat { number, consumer });
         self.oracle.attended(group, true);
     }
 
@@ -236,11 +256,23 @@ impl<H: Harness> Plan<H> {
         let now = self.oracle.now;
         let desk = &self.oracle.groups[group];
         // What follows a crash may be handed out alone, so it is only demanded at the end.
-        let inherited = self.oracle.groups.values().any(|d| d.owed.values().any(|w| w.inherited));
+        let inherited = self
+            .oracle
+            .groups
+            .values()
+            .any(|d| d.owed.values().any(|w| w.inherited));
         let must = desk.must_deliver(now) && !(self.oracle.ahead && inherited);
-        let room = self.seats[group].iter().any(|seat| self.load(seat.number) < ROOM);
-        self.note(format!("fetch {max} from {group:?}, must {must}, room {room}"));
-        let patience = if must && room { PATIENCE } else { Duration::from_millis(2) };
+        let room = self.seats[group]
+            .iter()
+            .any(|seat| self.load(seat.number) < ROOM);
+        self.note(&format!(
+            "fetch {max} from {group:?}, must {must}, room {room}"
+        ));
+        let patience = if must && room {
+            PATIENCE
+        } else {
+            Duration::from_millis(2)
+        };
         let began = tokio::time::Instant::now();
         loop {
             // Any consumer of the group may be the one that has them.
@@ -256,7 +288,11 @@ impl<H: Harness> Plan<H> {
                 return;
             }
             if began.elapsed() >= patience {
-                assert!(!(must && room), "nothing came: {:?}", self.oracle.groups[group]);
+                assert!(
+                    !(must && room),
+                    "nothing came: {:?}",
+                    self.oracle.groups[group]
+                );
                 return;
             }
         }
@@ -267,12 +303,15 @@ impl<H: Harness> Plan<H> {
         self.fetched.iter().filter(|f| f.seat == seat).count()
     }
 
-    fn take_note(&mut self, group: &'static str, seat: usize, batch: Vec<Delivery>) {
+    pub(super) fn take_note(&mut self, group: &'static str, seat: usize, batch: Vec<Delivery>) {
         let mut fresh = 0;
         for delivery in batch {
             let position = delivery.record.position;
-            self.note(format!("  got {position}, attempt {}", delivery.attempt));
-            let seen = self.fetched.iter().any(|f| f.delivery.lease == delivery.lease);
+            self.note(&format!("  got {position}, attempt {}", delivery.attempt));
+            let seen = self
+                .fetched
+                .iter()
+                .any(|f| f.delivery.lease == delivery.lease);
             assert!(!seen, "a lease came twice: {:?}", delivery.lease);
             if let Err(why) = self.oracle.deliver(group, &delivery) {
                 panic!("{group:?} was given {position}, but {why}: {delivery:?}");
@@ -319,7 +358,9 @@ impl<H: Harness> Plan<H> {
         };
         let position = delivery.record.position;
         let hold = self.oracle.hold(group, &delivery.lease);
-        self.note(format!("settle {position} of {group:?} ({hold:?}): {verdict:?}"));
+        self.note(&format!(
+            "settle {position} of {group:?} ({hold:?}): {verdict:?}"
+        ));
         let answer = self
             .stage
             .settle_with(Settlement {
@@ -333,7 +374,8 @@ impl<H: Harness> Plan<H> {
             for event in &follow_ups {
                 let found = self.stage.log().find(event.id()).await.unwrap();
                 assert_eq!(found.len(), 1, "the follow-up is there");
-                self.oracle.appended(event, found[0].position, found[0].received_at);
+                self.oracle
+                    .appended(event, found[0].position, found[0].received_at);
             }
         } else {
             for event in &follow_ups {
@@ -348,7 +390,13 @@ impl<H: Harness> Plan<H> {
     }
 
     /// Whether the engine took it, which must agree with what the model knows of the lease.
-    fn holds(&mut self, answer: everbus_core::Result<()>, hold: Hold, group: &str, at: u64) -> bool {
+    fn holds(
+        &mut self,
+        answer: everbus_core::Result<()>,
+        hold: Hold,
+        group: &str,
+        at: u64,
+    ) -> bool {
         match (answer, hold) {
             (Ok(()), Hold::Yes | Hold::Perhaps) => true,
             (Ok(()), Hold::No) => panic!("a lost lease on {at} of {group:?} was accepted"),
@@ -366,13 +414,19 @@ impl<H: Harness> Plan<H> {
     async fn extend(&mut self) {
         let fetched = self.fetched.len();
         let at = self.random.below(fetched);
-        let Some(Fetched { group, delivery, .. }) = self.fetched.get(at) else {
+        let Some(Fetched {
+            group, delivery, ..
+        }) = self.fetched.get(at)
+        else {
             return;
         };
         let (group, lease) = (*group, delivery.lease.clone());
         let by = LEASE * (1 + self.random.below(3) as u32);
         let hold = self.oracle.hold(group, &lease);
-        self.note(format!("extend {} of {group:?} ({hold:?}) by {by:?}", lease.position));
+        self.note(&format!(
+            "extend {} of {group:?} ({hold:?}) by {by:?}",
+            lease.position
+        ));
         let answer = self.stage.broker().extend(vec![lease.clone()], by).await;
         let answer = answer.unwrap().remove(0);
         if self.holds(answer, hold, group, lease.position) {
@@ -386,7 +440,7 @@ impl<H: Harness> Plan<H> {
             _ => self.random.below(4000),
         };
         let by = Duration::from_millis(millis as u64);
-        self.note(format!("advance {by:?}"));
+        self.note(&format!("advance {by:?}"));
         self.stage.advance(by).await;
         self.oracle.advance(by);
     }
@@ -404,8 +458,13 @@ impl<H: Harness> Plan<H> {
                 _ => {}
             }
         }
-        self.note(format!("retry {filter:?}"));
-        let retried = self.stage.dead_letters().retry(filter.clone()).await.unwrap();
+        self.note(&format!("retry {filter:?}"));
+        let retried = self
+            .stage
+            .dead_letters()
+            .retry(filter.clone())
+            .await
+            .unwrap();
         let position: Option<Option<u64>> = filter.id.map(|id| self.oracle.ids.get(&id).copied());
         let expected = self.oracle.retry_dead(|group, at| {
             filter.group.as_ref().is_none_or(|g| *g == name(group))
@@ -418,17 +477,33 @@ impl<H: Harness> Plan<H> {
         if !self.stage.has_dead_letters() {
             return;
         }
-        let times: Vec<_> = self.oracle.log.values().map(|kept| kept.received_at).collect();
+        let times: Vec<_> = self
+            .oracle
+            .log
+            .values()
+            .map(|kept| kept.received_at)
+            .collect();
         let Some(&cutoff) = self.random.pick(&times) else {
             return;
         };
         let died = self.random.one_in(2);
-        let basis = if died { PurgeBasis::Died } else { PurgeBasis::Created };
-        self.note(format!("purge to {cutoff} by {basis:?}"));
-        let purge = self.stage.dead_letters().purge(cutoff, basis, DeadLetterFilter::default());
+        let basis = if died {
+            PurgeBasis::Died
+        } else {
+            PurgeBasis::Created
+        };
+        self.note(&format!("purge to {cutoff} by {basis:?}"));
+        let purge = self
+            .stage
+            .dead_letters()
+            .purge(cutoff, basis, DeadLetterFilter::default());
         let purged = purge.await.unwrap();
         let expected = self.oracle.purge(|kept, death| {
-            let time = if died { death.died_at } else { kept.received_at };
+            let time = if died {
+                death.died_at
+            } else {
+                kept.received_at
+            };
             time <= cutoff
         });
         assert_eq!(purged, expected, "how many were purged");
@@ -441,7 +516,7 @@ impl<H: Harness> Plan<H> {
             return;
         };
         let closes = self.random.one_in(2);
-        self.note(format!("leave {group:?}, close: {closes}"));
+        self.note(&format!("leave {group:?}, close: {closes}"));
         for seat in self.seats.remove(group).unwrap_or_default() {
             if closes {
                 seat.consumer.close().await.unwrap();
@@ -457,7 +532,7 @@ impl<H: Harness> Plan<H> {
             return;
         }
         let crash = self.random.one_in(2);
-        self.note(format!("end the process, crash: {crash}"));
+        self.note(&format!("end the process, crash: {crash}"));
         self.seats.clear();
         if crash {
             self.stage.crash().await;
@@ -480,153 +555,21 @@ impl<H: Harness> Plan<H> {
         };
         let over = self.oracle.log.len().saturating_sub(keep);
         let pruned = maintenance.prune(retention).await.unwrap();
-        self.note(format!("prune to {keep}: {pruned:?}"));
+        self.note(&format!("prune to {keep}: {pruned:?}"));
         let positions: Vec<u64> = self.oracle.log.keys().copied().collect();
         let mut removed = 0;
         for (index, position) in positions.into_iter().enumerate() {
             if self.is_kept(position).await {
                 continue;
             }
-            assert!(!self.oracle.is_needed(position), "{position} is needed and gone");
+            assert!(
+                !self.oracle.is_needed(position),
+                "{position} is needed and gone"
+            );
             assert!(index < over, "{position} is within the limit and gone");
             self.oracle.removed(position);
             removed += 1;
         }
         assert_eq!(pruned.removed, removed);
-    }
-
-    async fn is_kept(&self, position: u64) -> bool {
-        let id: EventId = self.oracle.log[&position].event.id();
-        let found = self.stage.log().find(id).await.unwrap();
-        found.iter().any(|record| record.position == position)
-    }
-
-    /// Compares how one event stands in every group. A consumer that was dropped gives back what it
-    /// had in its own time, so an engine gets a moment to agree.
-    async fn compare(&self, position: u64) {
-        if !self.stage.has_log() {
-            return;
-        }
-        let mut differs = String::new();
-        for _ in 0..100 {
-            let states = self.stage.log().states(position).await.unwrap();
-            assert_eq!(states.len(), self.oracle.groups.len(), "one state for every group");
-            match states.iter().find_map(|state| self.differs(position, state)) {
-                None => return,
-                Some(what) => differs = what,
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-        panic!("{differs}");
-    }
-
-    fn differs(&self, position: u64, state: &GroupState) -> Option<String> {
-        let desk = &self.oracle.groups[state.group.as_str()];
-        let allowed = desk.states(position, self.oracle.now);
-        let work = desk.owed.get(&position);
-        let context = format!("event {position} in {}: {state:?}, {work:?}", state.group);
-        if !allowed.contains(&state.state) {
-            return Some(format!("{allowed:?} expected; {context}"));
-        }
-        let work = work?;
-        // An engine that works ahead may notice a lost lease only when it looks.
-        if self.oracle.ahead && (work.is_uncertain(self.oracle.now) || work.inherited) {
-            return None;
-        }
-        if state.attempts != work.attempts {
-            return Some(format!("the attempts differ; {context}"));
-        }
-        (!same_failures(&state.failures, &work.failures))
-            .then(|| format!("the failures differ; {context}"))
-    }
-
-    /// Compares everything: events, states, dead letters.
-    async fn compare_all(&self) {
-        for (position, kept) in &self.oracle.log {
-            assert!(self.is_kept(*position).await, "{position} is lost: {:?}", kept.event);
-            self.compare(*position).await;
-        }
-        if !self.stage.has_dead_letters() {
-            return;
-        }
-        let page = PageRequest {
-            limit: 10_000,
-            ..PageRequest::default()
-        };
-        let list = self.stage.dead_letters().list(DeadLetterFilter::default(), page);
-        let list = list.await.unwrap().items;
-        let mut expected = Vec::new();
-        for (group, desk) in &self.oracle.groups {
-            let open = desk.dead.iter().filter(|(_, death)| death.open);
-            expected.extend(open.map(|(position, death)| (*position, group, death)));
-        }
-        expected.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(b.1)));
-        let keys: Vec<(u64, &str)> = expected.iter().map(|(p, g, _)| (*p, g.as_str())).collect();
-        let got: Vec<(u64, &str)> = list.iter().map(|d| (d.event.position, d.group.as_str())).collect();
-        assert_eq!(got, keys, "the open dead letters");
-        for (letter, (position, group, death)) in list.iter().zip(expected) {
-            let context = format!("dead letter {position} of {group:?}: {letter:?}");
-            assert_eq!(letter.attempts, death.attempts, "{context}");
-            assert!(same_failures(&letter.failures, &death.failures), "{context}");
-            assert_eq!(letter.first_seen_at, death.first_seen_at, "{context}");
-            assert_eq!(letter.died_at, death.died_at, "{context}");
-            assert_eq!(letter.event.event, self.oracle.log[&position].event, "{context}");
-        }
-    }
-
-    /// Handles everything that is owed; then nothing may be left and nothing more may come.
-    async fn drain(&mut self) {
-        self.note("drain".into());
-        let groups: Vec<&'static str> = GROUPS
-            .iter()
-            .map(|(group, _)| *group)
-            .filter(|group| self.oracle.groups.contains_key(*group))
-            .collect();
-        for group in &groups {
-            self.seats.remove(group);
-            self.oracle.attended(group, false);
-        }
-        self.fetched.clear();
-        let by = Duration::from_secs(600);
-        self.stage.advance(by).await;
-        self.oracle.advance(by);
-        for group in &groups {
-            self.attend(group, ROOM).await;
-        }
-        let began = tokio::time::Instant::now();
-        while self.oracle.groups.values().any(|desk| !desk.owed.is_empty()) {
-            for group in &groups {
-                if self.oracle.groups[*group].owed.is_empty() {
-                    continue;
-                }
-                let seat = &mut self.seats.get_mut(group).unwrap()[0];
-                let number = seat.number;
-                let turn = Duration::from_millis(20);
-                if let Ok(batch) = tokio::time::timeout(turn, seat.consumer.fetch(ROOM)).await {
-                    self.take_note(group, number, batch.unwrap());
-                }
-                for done in std::mem::take(&mut self.fetched) {
-                    self.stage.ack(&done.delivery).await;
-                    let position = done.delivery.record.position;
-                    self.oracle.settled(done.group, position, &Verdict::Ack);
-                }
-                self.oracle.note_claimable();
-            }
-            assert!(
-                began.elapsed() < PATIENCE * 2,
-                "lost: {:?}",
-                self.oracle.groups.values().map(|d| &d.owed).collect::<Vec<_>>()
-            );
-        }
-        for seat in self.seats.values_mut().flatten() {
-            let turn = Duration::from_millis(5);
-            let more = tokio::time::timeout(turn, seat.consumer.fetch(ROOM)).await;
-            assert!(more.is_err(), "more came than was owed: {more:?}");
-        }
-        self.compare_all().await;
-        if let Ok(maintenance) = self.stage.engine().maintenance() {
-            let report = maintenance.check().await.unwrap();
-            assert!(report.is_ok(), "{report:?}");
-        }
     }
 }

@@ -4,24 +4,25 @@
 //! is durable. Between commands it wakes for what is due: retries, leases that end, owners that died,
 //! commits of other processes.
 
+mod transaction;
+
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use everbus_core::{Appended, Clock, Code, Delivery, Error, Event, Result, SubscriptionInfo};
-use rusqlite::{Connection, ErrorCode};
+use everbus_core::{Clock, Delivery, Error, Result};
+use rusqlite::Connection;
 use tokio::sync::watch;
 
-use crate::append::Appender;
 use crate::errors::{from_sqlite, is_fatal};
 use crate::failpoint;
 use crate::feeder::{Fed, Feed, Feeder};
 use crate::owner::OwnerLock;
-use crate::queue::{Answer, Command, Queue, Reply, Taken};
+use crate::queue::{Command, Queue, Taken};
 use crate::readers::Readers;
 use crate::session::Session;
-use crate::space::{Space, full};
+use crate::space::Space;
 use crate::state::{Claim, Lost, State, micros};
 use crate::watch::Watches;
 
@@ -74,41 +75,6 @@ pub(crate) struct Start {
     pub(crate) failed: Arc<OnceLock<Error>>,
 }
 
-/// What came of a command, told to its sender after the commit.
-enum Outcome {
-    Nothing,
-    Each(Vec<Result<()>>),
-    Unit(Result<()>),
-    Declared(Result<Vec<SubscriptionInfo>>),
-    Job(Result<Answer>),
-}
-
-impl Outcome {
-    fn answer(self, command: Command) {
-        match (command, self) {
-            (
-                Command::Settle { reply, .. } | Command::Extend { reply, .. },
-                Outcome::Each(results),
-            ) => drop(reply.send(Ok(results))),
-            (Command::Declare { reply, .. }, Outcome::Declared(result)) => {
-                drop(reply.send(result));
-            }
-            (
-                Command::Retract { reply, .. }
-                | Command::RemoveGroup { reply, .. }
-                | Command::Attach { reply, .. }
-                | Command::Detach { reply: Some(reply), .. },
-                Outcome::Unit(result),
-            ) => drop(reply.send(result)),
-            (Command::Job { failed, .. }, Outcome::Job(result)) => match result {
-                Ok(answer) => answer(),
-                Err(error) => failed(error),
-            },
-            _ => {}
-        }
-    }
-}
-
 impl Writer {
     pub(crate) fn new(start: Start) -> Result<Self> {
         let state = State::load(&start.conn, 0)?;
@@ -144,13 +110,23 @@ impl Writer {
     pub(crate) fn run(mut self) {
         let mut spare = Vec::new();
         loop {
-            let timeout = if self.backlog.is_empty() { self.sleep() } else { Some(Duration::ZERO) };
-            let Taken { commands, closed, orderly } =
-                self.queue.take(std::mem::take(&mut spare), timeout);
+            let timeout = if self.backlog.is_empty() {
+                self.sleep()
+            } else {
+                Some(Duration::ZERO)
+            };
+            let Taken {
+                commands,
+                closed,
+                orderly,
+            } = self.queue.take(std::mem::take(&mut spare), timeout);
             let mut commands = commands;
             if let Some(error) = self.failed.get() {
                 let error = error.clone();
-                self.backlog.drain(..).chain(commands.drain(..)).for_each(|c| c.fail(error.clone()));
+                self.backlog
+                    .drain(..)
+                    .chain(commands.drain(..))
+                    .for_each(|c| c.fail(error.clone()));
                 if closed {
                     return;
                 }
@@ -166,7 +142,7 @@ impl Writer {
             spare = commands;
             let batch = self.next_batch();
             if let Err(error) = self.turn(batch) {
-                self.stop(error);
+                self.stop(&error);
             }
         }
     }
@@ -221,8 +197,9 @@ impl Writer {
                 return Ok(());
             }
         }
-        let (appends, others): (Vec<_>, Vec<_>) =
-            commands.into_iter().partition(|c| matches!(c, Command::Append { .. }));
+        let (appends, others): (Vec<_>, Vec<_>) = commands
+            .into_iter()
+            .partition(|c| matches!(c, Command::Append { .. }));
         let appends = self.refuse_if_full(appends);
         match self.transaction(appends, others) {
             Ok(()) => {
@@ -249,182 +226,11 @@ impl Writer {
         }
     }
 
-    /// Runs everything in one transaction; if the disk turns out to be full, once more without the
-    /// publishes, so that acks and dead letters get what room there is.
-    fn transaction(&mut self, appends: Vec<Command>, mut others: Vec<Command>) -> Result<()> {
-        let publishing = !appends.is_empty();
-        let Err(error) = self.attempt(appends, &mut others) else { return Ok(()) };
-        if error.code() == Code::DiskFull && publishing && !others.is_empty() {
-            self.forget_transaction()?;
-            return match self.attempt(Vec::new(), &mut others) {
-                Ok(()) => Ok(()),
-                Err(error) => {
-                    others.into_iter().for_each(|c| c.fail(error.clone()));
-                    Err(error)
-                }
-            };
-        }
-        others.into_iter().for_each(|c| c.fail(error.clone()));
-        Err(error)
-    }
-
-    /// One transaction. On success everybody is answered; on failure only the publishers are.
-    fn attempt(&mut self, appends: Vec<Command>, others: &mut Vec<Command>) -> Result<()> {
-        if let Err(error) = self.begin() {
-            appends.into_iter().for_each(|c| c.fail(error.clone()));
-            return Err(error);
-        }
-        let mut published = Vec::with_capacity(appends.len());
-        let result = self
-            .perform(others)
-            .and_then(|outcomes| self.append(appends, &mut published).map(|()| outcomes))
-            .and_then(|outcomes| self.pump().map(|()| outcomes))
-            .and_then(|outcomes| self.flush().map(|()| outcomes))
-            .and_then(|outcomes| self.commit().map(|()| outcomes));
-        match result {
-            Ok(outcomes) => {
-                for (reply, result) in published {
-                    let _ = reply.send(result.map(|all| all.into_iter().map(Ok).collect()));
-                }
-                for (command, outcome) in others.drain(..).zip(outcomes) {
-                    outcome.answer(command);
-                }
-                failpoint::hit("after-answer");
-                self.announce_head();
-                Ok(())
-            }
-            Err(error) => {
-                let _ = self.conn.execute_batch("ROLLBACK");
-                let error = match error.code() {
-                    Code::DiskFull => full(error.message().to_owned()),
-                    code if is_fatal(code) => error.with_unknown_outcome(),
-                    _ => error,
-                };
-                for (reply, _) in published {
-                    let _ = reply.send(Err(error.clone()));
-                }
-                Err(error)
-            }
-        }
-    }
-
     /// After a rollback, memory is ahead of the file: read it again.
     fn forget_transaction(&mut self) -> Result<()> {
         self.outgoing.clear();
         self.touched.clear();
         self.reload()
-    }
-
-    fn begin(&mut self) -> Result<()> {
-        let give_up = Instant::now() + self.busy_timeout;
-        loop {
-            match self.conn.execute_batch("BEGIN IMMEDIATE") {
-                Ok(()) => break,
-                Err(e) if is_busy(&e) && Instant::now() < give_up => {}
-                Err(e) => return Err(from_sqlite("waiting for the file", e)),
-            }
-        }
-        let version = match data_version(&self.conn) {
-            Ok(version) => version,
-            Err(e) => {
-                let _ = self.conn.execute_batch("ROLLBACK");
-                return Err(e);
-            }
-        };
-        if version != self.data_version {
-            self.data_version = version;
-            self.watches.recheck_all();
-            if let Err(e) = self.refresh() {
-                let _ = self.conn.execute_batch("ROLLBACK");
-                return Err(e);
-            }
-        }
-        Ok(())
-    }
-
-    fn append(
-        &mut self,
-        appends: Vec<Command>,
-        published: &mut Vec<(Reply<Vec<Result<Appended>>>, Result<Vec<Appended>>)>,
-    ) -> Result<()> {
-        if appends.is_empty() {
-            return Ok(());
-        }
-        let now = self.clock.now();
-        let mut appender = Appender::new(&self.conn, &self.state, now);
-        let mut failure = None;
-        for command in appends {
-            let Command::Append { events, reply } = command else { continue };
-            let result = match (&failure, &mut appender) {
-                (Some(error), _) => Err(Error::clone(error)),
-                (None, Err(error)) => Err(error.clone()),
-                (None, Ok(appender)) => appender.batch(&mut self.state, events),
-            };
-            if let Err(e) = &result
-                && !matches!(e.code(), Code::IdReused | Code::InvalidAttribute)
-            {
-                failure.get_or_insert_with(|| e.clone());
-            }
-            published.push((reply, result));
-        }
-        failure.map_or(Ok(()), Err)
-    }
-
-    fn perform(&mut self, commands: &mut [Command]) -> Result<Vec<Outcome>> {
-        commands.iter_mut().map(|command| self.perform_one(command)).collect()
-    }
-
-    fn perform_one(&mut self, command: &mut Command) -> Result<Outcome> {
-        Ok(match command {
-            Command::Append { .. } => Outcome::Nothing,
-            Command::Settle { settlements, .. } => Outcome::Each(self.settle(settlements)?),
-            Command::Extend { leases, by, .. } => Outcome::Each(self.extend(leases, *by)?),
-            Command::Declare { group, .. } => Outcome::Declared(soft(self.declare(group))?),
-            Command::Retract { subscription, .. } => {
-                Outcome::Unit(soft(self.retract(subscription))?)
-            }
-            Command::RemoveGroup { group, .. } => Outcome::Unit(soft(self.remove_group(group))?),
-            Command::Attach { session, .. } => Outcome::Unit(soft(self.attach(session))?),
-            Command::SetHandled { session, handled } => {
-                if let Some(session) = self.sessions.get_mut(session) {
-                    session.set_handled(handled.clone());
-                }
-                Outcome::Nothing
-            }
-            Command::Detach { session, .. } => {
-                self.detach(*session)?;
-                Outcome::Unit(Ok(()))
-            }
-            Command::Fed(fed) => {
-                self.take_feed(fed)?;
-                Outcome::Nothing
-            }
-            Command::Watch { position, reply } => {
-                if let Some(reply) = reply.take() {
-                    self.watches.add(*position, reply);
-                }
-                Outcome::Nothing
-            }
-            Command::Job { job, .. } => match job.take() {
-                Some(job) => Outcome::Job(soft(job(self))?),
-                None => Outcome::Nothing,
-            },
-        })
-    }
-
-    /// Appends events that a settlement brings, in its own transaction.
-    pub(crate) fn append_follow_ups(&mut self, events: Vec<Event>) -> Result<()> {
-        let now = self.clock.now();
-        let mut appender = Appender::new(&self.conn, &self.state, now)?;
-        appender.batch(&mut self.state, events).map(drop)
-    }
-
-    fn commit(&mut self) -> Result<()> {
-        failpoint::hit("before-commit");
-        self.conn.execute_batch("COMMIT").map_err(|e| from_sqlite("committing", e))?;
-        failpoint::hit("after-commit");
-        self.state.appended.clear();
-        Ok(())
     }
 
     fn announce_head(&mut self) {
@@ -489,7 +295,11 @@ impl Writer {
             || self.leases_to_extend(now)
             || self.deliveries_to_take(now)
             || (self.cursors_stored.elapsed() >= CURSOR_DELAY
-                && self.state.groups.values().any(|g| g.cursor != g.stored_cursor))
+                && self
+                    .state
+                    .groups
+                    .values()
+                    .any(|g| g.cursor != g.stored_cursor))
     }
 
     /// Hands out whatever can be handed out.
@@ -506,7 +316,11 @@ impl Writer {
         self.take_deliveries(now)?;
         self.claim_appended()?;
         // In ordered groups what was just appended waits in rows.
-        if self.deliveries_to_take(now) { self.take_deliveries(now) } else { Ok(()) }
+        if self.deliveries_to_take(now) {
+            self.take_deliveries(now)
+        } else {
+            Ok(())
+        }
     }
 
     /// Asks the feeder to read for sessions that have room and are behind.
@@ -516,7 +330,9 @@ impl Writer {
         }
         let head = self.state.head;
         for (id, session) in &mut self.sessions {
-            let Some(group) = self.state.groups.get(&session.group) else { continue };
+            let Some(group) = self.state.groups.get(&session.group) else {
+                continue;
+            };
             if session.feeding || session.room() == 0 || group.cursor >= head {
                 continue;
             }
@@ -533,11 +349,15 @@ impl Writer {
     }
 
     fn take_feed(&mut self, fed: &mut Fed) -> Result<()> {
-        let Some(session) = self.sessions.get_mut(&fed.session) else { return Ok(()) };
+        let Some(session) = self.sessions.get_mut(&fed.session) else {
+            return Ok(());
+        };
         session.feeding = false;
         let group_id = session.group;
         let records = std::mem::replace(&mut fed.records, Ok(Vec::new()))?;
-        let Some(group) = self.state.groups.get(&group_id) else { return Ok(()) };
+        let Some(group) = self.state.groups.get(&group_id) else {
+            return Ok(());
+        };
         // Somebody else may have moved the group meanwhile; then this is read again.
         if group.cursor != fed.after || self.isolating.is_some() {
             return Ok(());
@@ -572,9 +392,9 @@ impl Writer {
         for ((group, seq), held) in lost.held {
             if let Some(session) = self.sessions.get_mut(&held.session) {
                 session.gave(1, held.bytes);
-                session.mailbox.recall(|d| {
-                    d.lease.position == seq && d.lease.token == held.token as u64
-                });
+                session
+                    .mailbox
+                    .recall(|d| d.lease.position == seq && d.lease.token == held.token as u64);
             }
             if self.isolating == Some((group, seq)) {
                 self.isolating = None;
@@ -608,18 +428,20 @@ impl Writer {
                 let _ = self.conn.execute_batch("ROLLBACK");
             }
         }
-        self.stop(Error::shutdown());
-        mailboxes.iter().for_each(|mailbox| mailbox.end(Error::shutdown()));
+        self.stop(&Error::shutdown());
+        mailboxes
+            .iter()
+            .for_each(|mailbox| mailbox.end(Error::shutdown()));
     }
 
     /// Answers everybody who waits with an error and takes nothing more.
-    fn stop(&mut self, error: Error) {
+    fn stop(&mut self, error: &Error) {
         let _ = self.failed.set(error.clone());
         for session in self.sessions.values() {
             session.mailbox.end(error.clone());
         }
         self.sessions.clear();
-        self.watches.fail_all(&error);
+        self.watches.fail_all(error);
         // Wakes everybody who waits for new events; they find the engine stopped.
         self.head.send_modify(|_| {});
         // The readers go first: the last connection to close must be one that can tidy up the
@@ -628,34 +450,6 @@ impl Writer {
         self.feeder.close();
         self.owner_lock = None;
     }
-}
-
-/// Keeps refusals (of this command alone) apart from failures (of the whole transaction).
-fn soft<T>(result: Result<T>) -> Result<Result<T>> {
-    match result {
-        Err(e)
-            if matches!(
-                e.code(),
-                Code::GroupConflict
-                    | Code::GroupNotFound
-                    | Code::SubscriptionNotFound
-                    | Code::NotFound
-                    | Code::InvalidSetting
-                    | Code::ReadOnly
-            ) =>
-        {
-            Ok(Err(e))
-        }
-        Err(e) => Err(e),
-        Ok(value) => Ok(Ok(value)),
-    }
-}
-
-fn is_busy(error: &rusqlite::Error) -> bool {
-    matches!(
-        error.sqlite_error_code(),
-        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked)
-    )
 }
 
 /// Changes whenever another connection commits; our own commits do not change it.

@@ -1,0 +1,263 @@
+//! One transaction: everything that was queued, done together, answered once it is durable.
+
+use std::time::Instant;
+
+use everbus_core::{Appended, Code, Error, Event, Result, SubscriptionInfo};
+use rusqlite::ErrorCode;
+
+use super::{Writer, data_version};
+use crate::append::Appender;
+use crate::errors::{from_sqlite, is_fatal};
+use crate::failpoint;
+use crate::queue::{Answer, Command, Reply};
+use crate::space::full;
+
+/// A publisher that waits, and what it will be told if the transaction commits.
+type Published = (Reply<Vec<Result<Appended>>>, Result<Vec<Appended>>);
+
+/// What came of a command, told to its sender after the commit.
+enum Outcome {
+    Nothing,
+    Each(Vec<Result<()>>),
+    Unit(Result<()>),
+    Declared(Result<Vec<SubscriptionInfo>>),
+    Job(Result<Answer>),
+}
+
+impl Outcome {
+    fn answer(self, command: Command) {
+        match (command, self) {
+            (
+                Command::Settle { reply, .. } | Command::Extend { reply, .. },
+                Outcome::Each(results),
+            ) => drop(reply.send(Ok(results))),
+            (Command::Declare { reply, .. }, Outcome::Declared(result)) => {
+                drop(reply.send(result));
+            }
+            (
+                Command::Retract { reply, .. }
+                | Command::RemoveGroup { reply, .. }
+                | Command::Attach { reply, .. }
+                | Command::Detach {
+                    reply: Some(reply), ..
+                },
+                Outcome::Unit(result),
+            ) => drop(reply.send(result)),
+            (Command::Job { failed, .. }, Outcome::Job(result)) => match result {
+                Ok(answer) => answer(),
+                Err(error) => failed(error),
+            },
+            _ => {}
+        }
+    }
+}
+
+impl Writer {
+    /// Runs everything in one transaction; if the disk turns out to be full, once more without the
+    /// publishes, so that acks and dead letters get what room there is.
+    pub(super) fn transaction(
+        &mut self,
+        appends: Vec<Command>,
+        mut others: Vec<Command>,
+    ) -> Result<()> {
+        let publishing = !appends.is_empty();
+        let Err(error) = self.attempt(appends, &mut others) else {
+            return Ok(());
+        };
+        if error.code() == Code::DiskFull && publishing && !others.is_empty() {
+            self.forget_transaction()?;
+            return match self.attempt(Vec::new(), &mut others) {
+                Ok(()) => Ok(()),
+                Err(error) => {
+                    others.into_iter().for_each(|c| c.fail(error.clone()));
+                    Err(error)
+                }
+            };
+        }
+        others.into_iter().for_each(|c| c.fail(error.clone()));
+        Err(error)
+    }
+
+    /// One transaction. On success everybody is answered; on failure only the publishers are.
+    fn attempt(&mut self, appends: Vec<Command>, others: &mut Vec<Command>) -> Result<()> {
+        if let Err(error) = self.begin() {
+            appends.into_iter().for_each(|c| c.fail(error.clone()));
+            return Err(error);
+        }
+        let mut published = Vec::with_capacity(appends.len());
+        let result = self
+            .perform(others)
+            .and_then(|outcomes| self.append(appends, &mut published).map(|()| outcomes))
+            .and_then(|outcomes| self.pump().map(|()| outcomes))
+            .and_then(|outcomes| self.flush().map(|()| outcomes))
+            .and_then(|outcomes| self.commit().map(|()| outcomes));
+        match result {
+            Ok(outcomes) => {
+                for (reply, result) in published {
+                    let _ = reply.send(result.map(|all| all.into_iter().map(Ok).collect()));
+                }
+                for (command, outcome) in others.drain(..).zip(outcomes) {
+                    outcome.answer(command);
+                }
+                failpoint::hit("after-answer");
+                self.announce_head();
+                Ok(())
+            }
+            Err(error) => {
+                let _ = self.conn.execute_batch("ROLLBACK");
+                let error = match error.code() {
+                    Code::DiskFull => full(error.message()),
+                    code if is_fatal(code) => error.with_unknown_outcome(),
+                    _ => error,
+                };
+                for (reply, _) in published {
+                    let _ = reply.send(Err(error.clone()));
+                }
+                Err(error)
+            }
+        }
+    }
+
+    pub(super) fn begin(&mut self) -> Result<()> {
+        let give_up = Instant::now() + self.busy_timeout;
+        loop {
+            match self.conn.execute_batch("BEGIN IMMEDIATE") {
+                Ok(()) => break,
+                Err(e) if is_busy(&e) && Instant::now() < give_up => {}
+                Err(e) => return Err(from_sqlite("waiting for the file", e)),
+            }
+        }
+        let version = match data_version(&self.conn) {
+            Ok(version) => version,
+            Err(e) => {
+                let _ = self.conn.execute_batch("ROLLBACK");
+                return Err(e);
+            }
+        };
+        if version != self.data_version {
+            self.data_version = version;
+            self.watches.recheck_all();
+            if let Err(e) = self.refresh() {
+                let _ = self.conn.execute_batch("ROLLBACK");
+                return Err(e);
+            }
+        }
+        Ok(())
+    }
+
+    fn append(&mut self, appends: Vec<Command>, published: &mut Vec<Published>) -> Result<()> {
+        if appends.is_empty() {
+            return Ok(());
+        }
+        let now = self.clock.now();
+        let mut appender = Appender::new(&self.conn, &self.state, now);
+        let mut failure = None;
+        for command in appends {
+            let Command::Append { events, reply } = command else {
+                continue;
+            };
+            let result = match (&failure, &mut appender) {
+                (Some(error), _) => Err(Error::clone(error)),
+                (None, Err(error)) => Err(error.clone()),
+                (None, Ok(appender)) => appender.batch(&mut self.state, events),
+            };
+            if let Err(e) = &result
+                && !matches!(e.code(), Code::IdReused | Code::InvalidAttribute)
+            {
+                failure.get_or_insert_with(|| e.clone());
+            }
+            published.push((reply, result));
+        }
+        failure.map_or(Ok(()), Err)
+    }
+
+    fn perform(&mut self, commands: &mut [Command]) -> Result<Vec<Outcome>> {
+        commands
+            .iter_mut()
+            .map(|command| self.perform_one(command))
+            .collect()
+    }
+
+    fn perform_one(&mut self, command: &mut Command) -> Result<Outcome> {
+        Ok(match command {
+            Command::Append { .. } => Outcome::Nothing,
+            Command::Settle { settlements, .. } => Outcome::Each(self.settle(settlements)?),
+            Command::Extend { leases, by, .. } => Outcome::Each(self.extend(leases, *by)?),
+            Command::Declare { group, .. } => Outcome::Declared(soft(self.declare(group))?),
+            Command::Retract { subscription, .. } => {
+                Outcome::Unit(soft(self.retract(subscription))?)
+            }
+            Command::RemoveGroup { group, .. } => Outcome::Unit(soft(self.remove_group(group))?),
+            Command::Attach { session, .. } => Outcome::Unit(soft(self.attach(session))?),
+            Command::SetHandled { session, handled } => {
+                if let Some(session) = self.sessions.get_mut(session) {
+                    session.set_handled(handled.clone());
+                }
+                Outcome::Nothing
+            }
+            Command::Detach { session, .. } => {
+                self.detach(*session)?;
+                Outcome::Unit(Ok(()))
+            }
+            Command::Fed(fed) => {
+                self.take_feed(fed)?;
+                Outcome::Nothing
+            }
+            Command::Watch { position, reply } => {
+                if let Some(reply) = reply.take() {
+                    self.watches.add(*position, reply);
+                }
+                Outcome::Nothing
+            }
+            Command::Job { job, .. } => match job.take() {
+                Some(job) => Outcome::Job(soft(job(self))?),
+                None => Outcome::Nothing,
+            },
+        })
+    }
+
+    /// Appends events that a settlement brings, in its own transaction.
+    pub(crate) fn append_follow_ups(&mut self, events: Vec<Event>) -> Result<()> {
+        let now = self.clock.now();
+        let mut appender = Appender::new(&self.conn, &self.state, now)?;
+        appender.batch(&mut self.state, events).map(drop)
+    }
+
+    pub(super) fn commit(&mut self) -> Result<()> {
+        failpoint::hit("before-commit");
+        self.conn
+            .execute_batch("COMMIT")
+            .map_err(|e| from_sqlite("committing", e))?;
+        failpoint::hit("after-commit");
+        self.state.appended.clear();
+        Ok(())
+    }
+}
+
+/// Keeps refusals (of this command alone) apart from failures (of the whole transaction).
+fn soft<T>(result: Result<T>) -> Result<Result<T>> {
+    match result {
+        Err(e)
+            if matches!(
+                e.code(),
+                Code::GroupConflict
+                    | Code::GroupNotFound
+                    | Code::SubscriptionNotFound
+                    | Code::NotFound
+                    | Code::InvalidSetting
+                    | Code::ReadOnly
+            ) =>
+        {
+            Ok(Err(e))
+        }
+        Err(e) => Err(e),
+        Ok(value) => Ok(Ok(value)),
+    }
+}
+
+fn is_busy(error: &rusqlite::Error) -> bool {
+    matches!(
+        error.sqlite_error_code(),
+        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked)
+    )
+}

@@ -1,0 +1,178 @@
+//! Comparing the engine with the model, and the end of a plan: nothing is lost, nothing is left.
+
+use std::time::Duration;
+
+use everbus_core::{DeadLetterFilter, EventId, GroupState, PageRequest, Verdict};
+
+use super::oracle::same_failures;
+use super::plan::{GROUPS, PATIENCE, Plan, ROOM};
+use crate::conformance::Harness;
+
+impl<H: Harness> Plan<H> {
+    pub(super) async fn is_kept(&self, position: u64) -> bool {
+        let id: EventId = self.oracle.log[&position].event.id();
+        let found = self.stage.log().find(id).await.unwrap();
+        found.iter().any(|record| record.position == position)
+    }
+
+    /// Compares how one event stands in every group. A consumer that was dropped gives back what it
+    /// had in its own time, so an engine gets a moment to agree.
+    pub(super) async fn compare(&self, position: u64) {
+        if !self.stage.has_log() {
+            return;
+        }
+        let mut differs = String::new();
+        for _ in 0..100 {
+            let states = self.stage.log().states(position).await.unwrap();
+            assert_eq!(
+                states.len(),
+                self.oracle.groups.len(),
+                "one state for every group"
+            );
+            match states
+                .iter()
+                .find_map(|state| self.differs(position, state))
+            {
+                None => return,
+                Some(what) => differs = what,
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        panic!("{differs}");
+    }
+
+    fn differs(&self, position: u64, state: &GroupState) -> Option<String> {
+        let desk = &self.oracle.groups[state.group.as_str()];
+        let allowed = desk.states(position, self.oracle.now);
+        let work = desk.owed.get(&position);
+        let context = format!("event {position} in {}: {state:?}, {work:?}", state.group);
+        if !allowed.contains(&state.state) {
+            return Some(format!("{allowed:?} expected; {context}"));
+        }
+        let work = work?;
+        // An engine that works ahead may notice a lost lease only when it looks.
+        if self.oracle.ahead && (work.is_uncertain(self.oracle.now) || work.inherited) {
+            return None;
+        }
+        if state.attempts != work.attempts {
+            return Some(format!("the attempts differ; {context}"));
+        }
+        (!same_failures(&state.failures, &work.failures))
+            .then(|| format!("the failures differ; {context}"))
+    }
+
+    /// Compares everything: events, states, dead letters.
+    pub(super) async fn compare_all(&self) {
+        for (position, kept) in &self.oracle.log {
+            assert!(
+                self.is_kept(*position).await,
+                "{position} is lost: {:?}",
+                kept.event
+            );
+            self.compare(*position).await;
+        }
+        if !self.stage.has_dead_letters() {
+            return;
+        }
+        let page = PageRequest {
+            limit: 10_000,
+            ..PageRequest::default()
+        };
+        let list = self
+            .stage
+            .dead_letters()
+            .list(DeadLetterFilter::default(), page);
+        let list = list.await.unwrap().items;
+        let mut expected = Vec::new();
+        for (group, desk) in &self.oracle.groups {
+            let open = desk.dead.iter().filter(|(_, death)| death.open);
+            expected.extend(open.map(|(position, death)| (*position, group, death)));
+        }
+        expected.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(b.1)));
+        let keys: Vec<(u64, &str)> = expected.iter().map(|(p, g, _)| (*p, g.as_str())).collect();
+        let got: Vec<(u64, &str)> = list
+            .iter()
+            .map(|d| (d.event.position, d.group.as_str()))
+            .collect();
+        assert_eq!(got, keys, "the open dead letters");
+        for (letter, (position, group, death)) in list.iter().zip(expected) {
+            let context = format!("dead letter {position} of {group:?}: {letter:?}");
+            assert_eq!(letter.attempts, death.attempts, "{context}");
+            assert!(
+                same_failures(&letter.failures, &death.failures),
+                "{context}"
+            );
+            assert_eq!(letter.first_seen_at, death.first_seen_at, "{context}");
+            assert_eq!(letter.died_at, death.died_at, "{context}");
+            assert_eq!(
+                letter.event.event, self.oracle.log[&position].event,
+                "{context}"
+            );
+        }
+    }
+
+    /// Handles everything that is owed; then nothing may be left and nothing more may come.
+    pub(super) async fn drain(&mut self) {
+        self.note("drain");
+        let groups: Vec<&'static str> = GROUPS
+            .iter()
+            .map(|(group, _)| *group)
+            .filter(|group| self.oracle.groups.contains_key(*group))
+            .collect();
+        for group in &groups {
+            self.seats.remove(group);
+            self.oracle.attended(group, false);
+        }
+        self.fetched.clear();
+        let by = Duration::from_secs(600);
+        self.stage.advance(by).await;
+        self.oracle.advance(by);
+        for group in &groups {
+            self.attend(group, ROOM).await;
+        }
+        let began = tokio::time::Instant::now();
+        while self
+            .oracle
+            .groups
+            .values()
+            .any(|desk| !desk.owed.is_empty())
+        {
+            for group in &groups {
+                if self.oracle.groups[*group].owed.is_empty() {
+                    continue;
+                }
+                let seat = &mut self.seats.get_mut(group).unwrap()[0];
+                let number = seat.number;
+                let turn = Duration::from_millis(20);
+                if let Ok(batch) = tokio::time::timeout(turn, seat.consumer.fetch(ROOM)).await {
+                    self.take_note(group, number, batch.unwrap());
+                }
+                for done in std::mem::take(&mut self.fetched) {
+                    self.stage.ack(&done.delivery).await;
+                    let position = done.delivery.record.position;
+                    self.oracle.settled(done.group, position, &Verdict::Ack);
+                }
+                self.oracle.note_claimable();
+            }
+            assert!(
+                began.elapsed() < PATIENCE * 2,
+                "lost: {:?}",
+                self.oracle
+                    .groups
+                    .values()
+                    .map(|d| &d.owed)
+                    .collect::<Vec<_>>()
+            );
+        }
+        for seat in self.seats.values_mut().flatten() {
+            let turn = Duration::from_millis(5);
+            let more = tokio::time::timeout(turn, seat.consumer.fetch(ROOM)).await;
+            assert!(more.is_err(), "more came than was owed: {more:?}");
+        }
+        self.compare_all().await;
+        if let Ok(maintenance) = self.stage.engine().maintenance() {
+            let report = maintenance.check().await.unwrap();
+            assert!(report.is_ok(), "{report:?}");
+        }
+    }
+}
