@@ -195,7 +195,7 @@ impl Writer {
             bytes_each,
         };
         self.state.claims.insert(id, claim);
-        self.outgoing.push((session, deliveries));
+        self.outgoing.push((session, until, deliveries));
         Ok(())
     }
 
@@ -257,7 +257,7 @@ impl Writer {
             });
         }
         drop(insert);
-        self.outgoing.push((session, deliveries));
+        self.outgoing.push((session, until, deliveries));
         Ok(())
     }
 

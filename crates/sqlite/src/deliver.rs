@@ -301,7 +301,13 @@ impl Writer {
 
     fn post(&mut self, session: u64, deliveries: Vec<Delivery>) {
         if !deliveries.is_empty() {
-            self.outgoing.push((session, deliveries));
+            let lease = self
+                .sessions
+                .get(&session)
+                .map(|s| s.lease)
+                .unwrap_or_default();
+            let until = micros(self.clock.now().plus(lease));
+            self.outgoing.push((session, until, deliveries));
         }
     }
 

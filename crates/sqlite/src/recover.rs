@@ -407,13 +407,22 @@ impl Writer {
             let seqs = session
                 .mailbox
                 .positions(|d| d.lease.slot == claim_slot(id));
+            session
+                .mailbox
+                .renew(until, |d| d.lease.slot == claim_slot(id));
             self.extend_claimed(id, &seqs, until)?;
         }
         for (group, seq) in rows {
             let held = self.state.held.get(&(group, seq));
-            let session = held.and_then(|h| self.sessions.get(&h.session));
-            let lease = session.map(|s| s.lease).unwrap_or_default();
-            self.extend_row(group, seq, micros(self.clock.now().plus(lease)))?;
+            let Some(session) = held.and_then(|h| self.sessions.get(&h.session)) else {
+                continue;
+            };
+            let until = micros(self.clock.now().plus(session.lease));
+            let slot = delivery_slot(group);
+            session
+                .mailbox
+                .renew(until, |d| d.lease.position == seq && d.lease.slot == slot);
+            self.extend_row(group, seq, until)?;
         }
         Ok(())
     }

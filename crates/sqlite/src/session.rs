@@ -10,9 +10,11 @@ use tokio::sync::{Notify, oneshot};
 use crate::engine::Handle;
 use crate::queue::Command;
 use crate::rows::MAX_CACHED_TYPES;
+use crate::state::micros;
 
-/// A consumer has at most about this many bytes of payload in flight, but always at least one event.
-const MAX_BYTES_IN_FLIGHT: u64 = 16 << 20;
+/// A consumer has at most about this many bytes of payload in flight for each event it may have, all
+/// together: 16 MiB with a prefetch of 4096. One event is always let through.
+const BYTES_PER_EVENT: u64 = 4096;
 
 /// What the writer and the consumer share.
 #[derive(Default)]
@@ -23,7 +25,8 @@ pub(crate) struct Mailbox {
 
 #[derive(Default)]
 struct Inner {
-    deliveries: VecDeque<Delivery>,
+    /// Each with the end of its lease.
+    deliveries: VecDeque<(i64, Delivery)>,
     ended: Option<Error>,
 }
 
@@ -32,22 +35,36 @@ impl Mailbox {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn put(&self, deliveries: Vec<Delivery>) {
-        self.lock().deliveries.extend(deliveries);
+    /// Adds deliveries whose leases end at a time.
+    pub(crate) fn put(&self, until: i64, deliveries: Vec<Delivery>) {
+        self.lock()
+            .deliveries
+            .extend(deliveries.into_iter().map(|d| (until, d)));
+        self.arrived.notify_one();
+    }
+
+    /// Takes note that leases were extended.
+    pub(crate) fn renew(&self, until: i64, mut which: impl FnMut(&Delivery) -> bool) {
+        for (end, _) in self.lock().deliveries.iter_mut().filter(|(_, d)| which(d)) {
+            *end = until;
+        }
         self.arrived.notify_one();
     }
 
     /// Takes back what was not fetched.
     pub(crate) fn recall(&self, mut which: impl FnMut(&Delivery) -> bool) -> Vec<Delivery> {
         let mut inner = self.lock();
-        let (back, stay) = inner.deliveries.drain(..).partition(|d| which(d));
+        let (back, stay): (VecDeque<_>, VecDeque<_>) =
+            inner.deliveries.drain(..).partition(|(_, d)| which(d));
         inner.deliveries = stay;
-        Vec::from(back)
+        // What is behind a lease that was over may be fetched now.
+        self.arrived.notify_one();
+        back.into_iter().map(|(_, d)| d).collect()
     }
 
     /// Whether something of this claim or delivery still waits to be fetched.
-    pub(crate) fn holds(&self, which: impl FnMut(&Delivery) -> bool) -> bool {
-        self.lock().deliveries.iter().any(which)
+    pub(crate) fn holds(&self, mut which: impl FnMut(&Delivery) -> bool) -> bool {
+        self.lock().deliveries.iter().any(|(_, d)| which(d))
     }
 
     /// The positions of what still waits to be fetched.
@@ -56,8 +73,8 @@ impl Mailbox {
         inner
             .deliveries
             .iter()
-            .filter(|d| which(d))
-            .map(|d| d.lease.position)
+            .filter(|(_, d)| which(d))
+            .map(|(_, d)| d.lease.position)
             .collect()
     }
 
@@ -67,16 +84,20 @@ impl Mailbox {
         self.arrived.notify_one();
     }
 
-    fn take(&self, max: usize) -> Option<Result<Vec<Delivery>>> {
+    /// What can be fetched. A delivery whose lease is over stays until the writer has dealt with it:
+    /// whoever got it could not settle it.
+    fn take(&self, max: usize, now: i64) -> Option<Result<Vec<Delivery>>> {
         let mut inner = self.lock();
         if let Some(error) = &inner.ended {
             return Some(Err(error.clone()));
         }
-        if inner.deliveries.is_empty() {
-            return None;
-        }
-        let count = inner.deliveries.len().min(max.max(1));
-        Some(Ok(inner.deliveries.drain(..count).collect()))
+        let held = inner
+            .deliveries
+            .iter()
+            .take(max.max(1))
+            .take_while(|(until, _)| *until > now);
+        let count = held.count();
+        (count > 0).then(|| Ok(inner.deliveries.drain(..count).map(|(_, d)| d).collect()))
     }
 }
 
@@ -135,7 +156,7 @@ impl Session {
 
     /// How many more bytes of payload, so that large events do not fill the memory.
     pub(crate) fn room_in_bytes(&self) -> u64 {
-        MAX_BYTES_IN_FLIGHT.saturating_sub(self.bytes_in_flight)
+        (self.prefetch as u64 * BYTES_PER_EVENT).saturating_sub(self.bytes_in_flight)
     }
 
     /// Takes note of events handed out.
@@ -189,7 +210,7 @@ impl Consumer for SqliteConsumer {
             loop {
                 // Registered before looking, so that nothing arrives unnoticed between.
                 let arrived = self.mailbox.arrived.notified();
-                if let Some(result) = self.mailbox.take(max) {
+                if let Some(result) = self.mailbox.take(max, micros(self.handle.clock.now())) {
                     return result;
                 }
                 arrived.await;

@@ -44,8 +44,8 @@ pub(crate) struct Writer {
     pub(crate) watches: Watches,
     /// Claims whose bitmap changed in this transaction.
     pub(crate) touched: Vec<i64>,
-    /// Deliveries to hand over once the transaction is durable.
-    pub(crate) outgoing: Vec<(u64, Vec<Delivery>)>,
+    /// Deliveries to hand over once the transaction is durable, with the end of their leases.
+    pub(crate) outgoing: Vec<(u64, i64, Vec<Delivery>)>,
     /// While this is set, only the named suspect may be handed out.
     pub(crate) isolating: Option<(i64, u64)>,
     pub(crate) owner_lock: Option<OwnerLock>,
@@ -243,9 +243,9 @@ impl Writer {
     }
 
     fn hand_over(&mut self) {
-        for (session, deliveries) in self.outgoing.drain(..) {
+        for (session, until, deliveries) in self.outgoing.drain(..) {
             if let Some(session) = self.sessions.get(&session) {
-                session.mailbox.put(deliveries);
+                session.mailbox.put(until, deliveries);
             }
         }
         failpoint::hit("after-hand-over");

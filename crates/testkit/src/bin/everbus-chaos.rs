@@ -75,6 +75,8 @@ enum Command {
         lease_ms: Option<u64>,
         #[arg(long)]
         normal: bool,
+        #[arg(long)]
+        ack_first: bool,
     },
     #[command(hide = true)]
     Zombie {
@@ -99,6 +101,7 @@ fn main() -> ExitCode {
             repeat,
             lease_ms,
             normal,
+            ack_first,
         }) => victim::run(victim::Orders {
             db,
             seed,
@@ -106,6 +109,8 @@ fn main() -> ExitCode {
             repeat,
             lease_ms,
             normal,
+            ack_first,
+            quiet: false,
         })
         .map(|()| true),
         Some(Command::Zombie { db }) => zombie::run(&db).map(|()| true),
@@ -200,6 +205,12 @@ fn report(tally: &Tally, seed: u64) -> bool {
         println!("PROBLEM {problem}");
     }
     println!("{} checks, {} orderly ends", tally.checks, tally.orderly);
+    if tally.outages > 0 {
+        println!(
+            "{} acknowledgements heard after the power began to go are not counted; {} of them are gone",
+            tally.last_words, tally.unheard
+        );
+    }
     println!("{}", tally.line(seed));
     tally.is_clean()
 }

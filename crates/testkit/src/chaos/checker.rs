@@ -60,9 +60,9 @@ pub fn check(ledger: &Ledger, observed: &Observed, stage: Stage, interruptions: 
     }
     for (id, position) in ledger.acked() {
         match observed.events.get(id) {
-            None => report
-                .lost
-                .push(format!("{id}, acknowledged at {position}, is not in the log")),
+            None => report.lost.push(format!(
+                "{id}, acknowledged at {position}, is not in the log"
+            )),
             Some(stored) if stored.position != *position => report.faults.push(format!(
                 "{id}, acknowledged at {position}, is at {}",
                 stored.position
@@ -79,18 +79,25 @@ pub fn check(ledger: &Ledger, observed: &Observed, stage: Stage, interruptions: 
 fn check_event(id: EventId, stored: &Stored, ledger: &Ledger, stage: Stage, report: &mut Report) {
     let content = Content::of(id);
     if stored.payload != content.payload || stored.event_type != content.event_type {
-        report
-            .lost
-            .push(format!("{id} at {} is not what was published", stored.position));
+        report.lost.push(format!(
+            "{id} at {} is not what was published",
+            stored.position
+        ));
         return;
     }
     for (index, group) in GROUPS.iter().enumerate() {
         let told = |what: String| {
-            format!("{id} at {} in group {:?} {what}", stored.position, group.name)
+            format!(
+                "{id} at {} in group {:?} {what}",
+                stored.position, group.name
+            )
         };
         let places = &stored.places[index];
         if !content.is_wanted_by(index) {
-            if places.iter().any(|p| !matches!(p, Place::Waiting | Place::Handled)) {
+            if places
+                .iter()
+                .any(|p| !matches!(p, Place::Waiting | Place::Handled))
+            {
                 report
                     .faults
                     .push(told(format!("is not wanted there, yet {places:?}")));
@@ -165,7 +172,10 @@ fn flaws(dead: &Dead, stored: &Stored, content: &Content, group: usize) -> Vec<S
     }
     let last_handler = failures.iter().rev().find_map(|f| f.handler.as_deref());
     if dead.handler.as_deref() != last_handler {
-        flaws.push(format!("of handler {:?}, not {last_handler:?}", dead.handler));
+        flaws.push(format!(
+            "of handler {:?}, not {last_handler:?}",
+            dead.handler
+        ));
     }
     if dead.first_seen_at < stored.received_at || dead.died_at < dead.first_seen_at {
         flaws.push("that died before it lived".into());

@@ -216,7 +216,10 @@ mod tests {
     fn an_id_says_everything_about_its_event() {
         for id in Ids::new(7).take(200) {
             let (a, b) = (Content::of(id), Content::of(id));
-            assert_eq!((a.event_type, &a.key, &a.payload), (b.event_type, &b.key, &b.payload));
+            assert_eq!(
+                (a.event_type, &a.key, &a.payload),
+                (b.event_type, &b.key, &b.payload)
+            );
             let event = a.event().build().unwrap();
             assert_eq!(event.payload().as_ref(), a.payload);
             assert!(a.is_wanted_by(0) && a.is_wanted_by(2));

@@ -74,7 +74,9 @@ impl Disk {
             }
         }
         let tried = Self::create().and_then(|mut disk| disk.lose_power());
-        tried.err().map(|error| format!("a file system to shut down ({error})"))
+        tried
+            .err()
+            .map(|error| format!("a file system to shut down ({error})"))
     }
 
     /// Makes, formats and mounts a new disk.
@@ -83,7 +85,10 @@ impl Disk {
             .prefix("everbus-power-")
             .tempdir()
             .map_err(Broken::at("making a directory"))?;
-        let (image, mount) = (directory.path().join("disk"), directory.path().join("mount"));
+        let (image, mount) = (
+            directory.path().join("disk"),
+            directory.path().join("mount"),
+        );
         std::fs::create_dir(&mount).map_err(Broken::at("making a directory"))?;
         std::fs::File::create(&image)
             .and_then(|file| file.set_len(SIZE))
@@ -135,7 +140,9 @@ impl Disk {
             .map_err(Broken::at("listening to python3"))?;
         match answer.trim() {
             heard if heard == expected => Ok(()),
-            other => Err(Broken(format!("the switch says {other:?}, not {expected:?}"))),
+            other => Err(Broken(format!(
+                "the switch says {other:?}, not {expected:?}"
+            ))),
         }
     }
 

@@ -31,6 +31,8 @@ pub struct Ledger {
     stopped: HashSet<u32>,
     /// Since when the power is off.
     off_since: Option<Instant>,
+    /// Acknowledgements heard since then.
+    last_words: HashSet<EventId>,
     faults: Vec<String>,
     errors: Vec<String>,
 }
@@ -48,8 +50,9 @@ impl Ledger {
             _ => None,
         };
         if understood.is_none() {
-            self.faults
-                .push(format!("victim {victim} said {line:?}, which means nothing"));
+            self.faults.push(format!(
+                "victim {victim} said {line:?}, which means nothing"
+            ));
         }
     }
 
@@ -64,6 +67,7 @@ impl Ledger {
                     since.elapsed()
                 ));
             }
+            self.last_words.insert(id);
             return Some(());
         }
         if let Some(first) = self.acked.insert(id, position)
@@ -104,7 +108,9 @@ impl Ledger {
         if GROUPS[group].ordered
             && let Some(key) = Content::of(id).key
         {
-            let last = self.last_of_key.insert((victim, group, key.clone()), position);
+            let last = self
+                .last_of_key
+                .insert((victim, group, key.clone()), position);
             if last.is_some_and(|last| last >= position) {
                 self.out_of_order
                     .push((victim, format!("{key}: {position} after {last:?}")));
@@ -124,9 +130,11 @@ impl Ledger {
         self.off_since = Some(Instant::now());
     }
 
-    /// The power is back, and the process that knew it off is gone.
-    pub fn power_is_back(&mut self) {
+    /// The power is back, and the process that knew it off is gone. Returns the ids it named
+    /// meanwhile.
+    pub fn power_is_back(&mut self) -> HashSet<EventId> {
         self.off_since = None;
+        std::mem::take(&mut self.last_words)
     }
 
     /// This victim was stopped past its leases: what it did since may repeat what others did.

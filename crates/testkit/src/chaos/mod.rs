@@ -18,6 +18,7 @@ pub mod disk;
 pub mod leases;
 pub mod ledger;
 pub mod observe;
+pub mod plant;
 pub mod power;
 pub mod process;
 pub mod rounds;

@@ -3,7 +3,7 @@
 //! The rules of the tables are applied here once more, apart from the engine: a mistake in the
 //! engine's own reading must not hide what it did.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::time::Duration;
 
@@ -98,8 +98,13 @@ pub fn pending(file: &Path) -> Result<u64, Broken> {
         [],
         |row| row.get::<_, i64>(0),
     )
-    .map(|n| n.unsigned_abs())
+    .map(i64::unsigned_abs)
     .map_err(Broken::at("counting what is pending"))
+}
+
+/// The ids in the log of a file.
+pub(crate) fn ids(file: &Path) -> Result<HashSet<EventId>, Broken> {
+    Ok(observe(file)?.events.into_keys().collect())
 }
 
 /// Whether somebody holds the file for writing.
@@ -129,7 +134,9 @@ fn read(conn: &Connection, observed: &mut Observed) -> rusqlite::Result<()> {
     let groups = read_groups(conn)?;
     let by_position = read_log(conn, observed)?;
     let place = |group: i64, seq: i64, place: Place, observed: &mut Observed| {
-        let Some(group) = groups.get(&group) else { return };
+        let Some(group) = groups.get(&group) else {
+            return;
+        };
         match by_position
             .get(&seq.unsigned_abs())
             .and_then(|id| observed.events.get_mut(id))
@@ -145,13 +152,22 @@ fn read(conn: &Connection, observed: &mut Observed) -> rusqlite::Result<()> {
     let mut rows = statement.query([])?;
     while let Some(row) = rows.next()? {
         let in_flight = row.get::<_, i64>(2)? == 1;
-        let standing = if in_flight { Place::InFlight } else { Place::Waiting };
+        let standing = if in_flight {
+            Place::InFlight
+        } else {
+            Place::Waiting
+        };
         place(row.get(0)?, row.get(1)?, standing, observed);
     }
     let mut statement = conn.prepare("SELECT group_id, seq, reason FROM skips")?;
     let mut rows = statement.query([])?;
     while let Some(row) = rows.next()? {
-        place(row.get(0)?, row.get(1)?, Place::Skipped(row.get(2)?), observed);
+        place(
+            row.get(0)?,
+            row.get(1)?,
+            Place::Skipped(row.get(2)?),
+            observed,
+        );
     }
     let mut statement = conn.prepare(
         "SELECT group_id, seq, attempts, failures, handler, first_seen_at, died_at
@@ -172,7 +188,11 @@ fn read(conn: &Connection, observed: &mut Observed) -> rusqlite::Result<()> {
         let inherited = row.get::<_, i64>(3)? == 0;
         for (begin, end) in progress.unfinished(last) {
             for seq in begin..=end {
-                let standing = if inherited { Place::Waiting } else { Place::InFlight };
+                let standing = if inherited {
+                    Place::Waiting
+                } else {
+                    Place::InFlight
+                };
                 place(row.get(0)?, seq as i64, standing, observed);
             }
         }
@@ -206,10 +226,7 @@ fn read_groups(conn: &Connection) -> rusqlite::Result<HashMap<i64, GroupRow>> {
     Ok(groups)
 }
 
-fn read_log(
-    conn: &Connection,
-    observed: &mut Observed,
-) -> rusqlite::Result<HashMap<u64, EventId>> {
+fn read_log(conn: &Connection, observed: &mut Observed) -> rusqlite::Result<HashMap<u64, EventId>> {
     let mut statement = conn.prepare(
         "SELECT log.seq, log.id, types.name, log.payload, log.received_at
          FROM log LEFT JOIN types ON types.id = log.type",

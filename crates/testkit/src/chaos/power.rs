@@ -94,17 +94,20 @@ fn lose_power(disk: &mut Disk, arena: &mut Arena, normal: bool) -> Result<(), Br
     // It must not have said everything it has to say before the power goes.
     orders.publishes = 10_000;
     orders.normal = normal;
+    orders.quiet = true;
     let victim = arena.spawn(&orders, None)?;
     arena.work(&victim)?;
     arena.ledger().lock().power_goes();
     disk.lose_power()?;
     arena.linger();
-    // Its disk is gone: whatever it says of that is expected.
     victim.kill()?;
-    let mut ledger = arena.ledger().lock();
-    ledger.take_errors();
-    ledger.power_is_back();
-    drop(ledger);
+    let last_words = {
+        let mut ledger = arena.ledger().lock();
+        // Its disk was gone: that its publishes failed is as it should be.
+        ledger.take_errors();
+        ledger.power_is_back()
+    };
     arena.tally.outages += 1;
-    disk.restore_power()
+    disk.restore_power()?;
+    arena.count_last_words(&last_words)
 }

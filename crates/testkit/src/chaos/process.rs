@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 
+use super::Broken;
 use super::ledger::Ledger;
 use super::observe::is_being_written;
 use super::victim::Orders;
-use super::Broken;
 
 /// No victim takes longer than this for what it is asked.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -79,10 +79,16 @@ impl Victim {
         if orders.normal {
             command.arg("--normal");
         }
+        if orders.ack_first {
+            command.arg("--ack-first");
+        }
         match failpoint {
             Some(failpoint) => command.env("EVERBUS_FAILPOINT", failpoint),
             None => command.env_remove("EVERBUS_FAILPOINT"),
         };
+        if orders.quiet {
+            command.stderr(Stdio::null());
+        }
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -112,9 +118,10 @@ impl Victim {
     pub fn wait_until_ready(&self) -> Result<(), Broken> {
         match self.ready.recv_timeout(PATIENCE) {
             Ok(()) | Err(RecvTimeoutError::Disconnected) => Ok(()),
-            Err(RecvTimeoutError::Timeout) => {
-                Err(Broken::new(format!("victim {} does not start", self.number)))
-            }
+            Err(RecvTimeoutError::Timeout) => Err(Broken::new(format!(
+                "victim {} does not start",
+                self.number
+            ))),
         }
     }
 

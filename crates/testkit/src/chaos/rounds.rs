@@ -1,11 +1,14 @@
 //! One file and the rounds played on it: each starts victims, and tears them out of their work.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use everbus_core::EventId;
+
 use super::checker::{Report, Stage, check};
 use super::ledger::LAST_WORDS;
-use super::observe::{observe, pending};
+use super::observe::{ids, observe, pending};
 use super::process::{End, SharedLedger, Victim};
 use super::tally::Tally;
 use super::victim::Orders;
@@ -211,6 +214,8 @@ impl Arena {
             repeat,
             lease_ms: None,
             normal: false,
+            ack_first: false,
+            quiet: false,
         }
     }
 
@@ -236,7 +241,26 @@ impl Arena {
     /// must have noticed.
     pub fn linger(&mut self) {
         let long = self.random.one_in(20);
-        std::thread::sleep(self.up_to(10) + if long { LAST_WORDS * 3 / 2 } else { Duration::ZERO });
+        std::thread::sleep(
+            self.up_to(10)
+                + if long {
+                    LAST_WORDS * 3 / 2
+                } else {
+                    Duration::ZERO
+                },
+        );
+    }
+
+    /// Counts what was said while the power went, and how much of it is not there.
+    pub(crate) fn count_last_words(&mut self, said: &HashSet<EventId>) -> Result<(), Broken> {
+        let ids = if said.is_empty() {
+            HashSet::new()
+        } else {
+            ids(&self.file)?
+        };
+        self.tally.last_words += said.len() as u64;
+        self.tally.unheard += said.difference(&ids).count() as u64;
+        Ok(())
     }
 
     /// Kills a victim, unless it has died at its failpoint.

@@ -23,6 +23,10 @@ pub struct Tally {
     pub lost: u64,
     /// How often a group finished an event that it had finished before.
     pub duplicates: u64,
+    /// Acknowledgements heard after the power began to go, which do not count as such.
+    pub last_words: u64,
+    /// How many of those are not in the log.
+    pub unheard: u64,
     /// How often the checker compared a file with what was said.
     pub checks: u64,
     /// What it found wrong, the first of each file.
@@ -73,6 +77,8 @@ impl Tally {
         self.events += other.events;
         self.lost += other.lost;
         self.duplicates += other.duplicates;
+        self.last_words += other.last_words;
+        self.unheard += other.unheard;
         self.checks += other.checks;
         self.problems.extend(other.problems);
     }

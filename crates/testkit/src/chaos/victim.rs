@@ -14,6 +14,7 @@ use tokio::sync::oneshot;
 
 use super::content::{Act, Content, Ids};
 use super::leases::ShortLeases;
+use super::plant::AckFirst;
 use super::{Broken, GROUPS, PREFETCH};
 use crate::model::Random;
 
@@ -39,6 +40,10 @@ pub struct Orders {
     pub lease_ms: Option<u64>,
     /// Commits are not synced: acknowledged events may be lost with the power.
     pub normal: bool,
+    /// Events are acked before they are handled: a bug that the campaign must find.
+    pub ack_first: bool,
+    /// Its complaints are expected and not shown.
+    pub quiet: bool,
 }
 
 /// Works until standard input is closed, then ends in order. Usually it is killed before that.
@@ -78,14 +83,23 @@ async fn open(orders: &Orders) -> Result<Bus, Error> {
         .retry(policy)
         .timeout(TIMEOUT)
         .prefetch(PREFETCH)
-        .durability(if orders.normal { Durable::Normal } else { Durable::Full });
+        .durability(if orders.normal {
+            Durable::Normal
+        } else {
+            Durable::Full
+        });
     let url = format!("sqlite:{}", orders.db.display());
-    let Some(lease) = orders.lease_ms else {
+    if orders.lease_ms.is_none() && !orders.ack_first {
         return builder.open(url).await;
-    };
-    // The bus makes its leases long; to outlive one in a test they must be short.
+    }
     let mut engine = everbus_sqlite::open(&orders.db, everbus_sqlite::Options::default())?;
-    engine.broker = ShortLeases::wrap(engine.broker, Duration::from_millis(lease));
+    if let Some(lease) = orders.lease_ms {
+        // The bus makes its leases long; to outlive one in a test they must be short.
+        engine.broker = ShortLeases::wrap(engine.broker, Duration::from_millis(lease));
+    }
+    if orders.ack_first {
+        engine.broker = AckFirst::wrap(engine.broker);
+    }
     builder.with_engine(engine)
 }
 
