@@ -163,7 +163,8 @@ impl Writer {
                 FailureKind::NoHandler,
                 "no process has a handler for this event",
             ));
-            self.write_dead_letter(group, row.seq, row.type_id, row.attempt, &failures)?;
+            let died_at = self.clock.now();
+            self.write_dead_letter(group, row.seq, row.type_id, row.attempt, &failures, died_at)?;
             self.remove_row(group, row.seq)?;
         }
         Ok(())

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use everbus_core::{Code, Delivery, Error, Failure, FailureKind, Progress, Result, Timestamp};
 use rusqlite::{OptionalExtension, params};
 
-use crate::claims::{claim_slot, delivery_slot, new_token, size};
+use crate::claims::{claim_slot, delivery_slot, new_token};
 use crate::deliver::{CRASHED, EXPIRED};
 use crate::errors::from_sqlite;
 use crate::owner::{OwnerLock, bury, is_dead};
@@ -26,7 +26,9 @@ impl Writer {
         })?;
         self.become_owner()?;
         self.sessions.insert(new.id, Session::new(new, group));
-        self.inherit_from_dead()
+        self.inherit_from_dead()?;
+        // Whoever had the group before may have left with something of a key in flight.
+        self.free_keys(group)
     }
 
     /// Takes a lock and a number, once.
@@ -67,9 +69,12 @@ impl Writer {
     /// Takes back everything that nobody has fetched yet, so that less is in flight.
     pub(crate) fn recall_unfetched(&mut self) -> Result<()> {
         let mut unseen = Vec::new();
+        let state = &self.state;
         for session in self.sessions.values_mut() {
             let back = session.mailbox.recall(|_| true);
-            session.gave(back.len(), back.iter().map(|d| size(&d.record)).sum());
+            for delivery in &back {
+                session.gave(1, state.bytes_of(&delivery.lease));
+            }
             unseen.push((session.group, back));
         }
         unseen

@@ -97,9 +97,10 @@ impl Writer {
                 self.insert_waiting(group, seq, 0, due, &[])
             }
             Verdict::Dead { failure } => {
+                let died_at = failure.as_ref().map_or_else(|| self.clock.now(), |f| f.at);
                 let failures: Vec<Failure> = failure.iter().cloned().collect();
                 let type_id = self.type_of(seq)?;
-                self.write_dead_letter(group, seq, type_id, 1, &failures)
+                self.write_dead_letter(group, seq, type_id, 1, &failures, died_at)
             }
         }
     }
@@ -142,10 +143,11 @@ impl Writer {
                 self.release_row(group, seq, held.suspect, due)
             }
             Verdict::Dead { failure } => {
+                let died_at = failure.as_ref().map_or(now, |f| f.at);
                 let (attempt, mut failures) = self.row(group, seq)?;
                 failures.extend(failure.iter().cloned());
                 let type_id = self.type_of(seq)?;
-                self.write_dead_letter(group, seq, type_id, attempt, &failures)?;
+                self.write_dead_letter(group, seq, type_id, attempt, &failures, died_at)?;
                 self.remove_row(group, seq)
             }
         }
@@ -326,11 +328,11 @@ impl Writer {
         type_id: i64,
         attempts: u32,
         failures: &[Failure],
+        died_at: Timestamp,
     ) -> Result<()> {
         let handler = failures.iter().rev().find_map(|f| f.handler.as_deref());
         let failures_json = serde_json::to_string(failures)
             .map_err(|e| Error::new(Code::Internal, format!("failures cannot be stored: {e}")))?;
-        let now = failures.last().map_or_else(|| self.clock.now(), |f| f.at);
         self.conn
             .prepare_cached(
                 "INSERT INTO dead_letters
@@ -348,7 +350,7 @@ impl Writer {
                     attempts,
                     failures_json,
                     handler,
-                    micros(now)
+                    micros(died_at)
                 ])
             })
             .map_err(|e| from_sqlite("writing a dead letter", e))?;

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use everbus_core::{Code, Error, GroupName, Pattern, Progress, Recorded, Result, Timestamp};
+use everbus_core::{Code, Error, GroupName, Lease, Pattern, Progress, Recorded, Result, Timestamp};
 use rusqlite::{Connection, OptionalExtension};
 
 use crate::errors::from_sqlite;
@@ -307,6 +307,18 @@ impl State {
         self.groups
             .get_mut(&id)
             .ok_or_else(|| Error::new(Code::GroupNotFound, "the group was removed"))
+    }
+
+    /// What a delivery counts for in the memory of its consumer.
+    pub(crate) fn bytes_of(&self, lease: &Lease) -> u64 {
+        let id = (lease.slot >> 1) as i64;
+        if lease.slot & 1 == 0 {
+            self.claims.get(&id).map_or(0, |claim| claim.bytes_each)
+        } else {
+            self.held
+                .get(&(id, lease.position))
+                .map_or(0, |held| held.bytes)
+        }
     }
 
     /// How many events this engine has in flight.

@@ -1,5 +1,12 @@
 //! The SQLite engine against the conformance suite, the model, and bad luck.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::print_stderr,
+    reason = "a test fails by panicking, and says what it skips"
+)]
+
 mod bench_shape;
 mod conformance;
 mod disk;

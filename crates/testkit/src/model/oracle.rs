@@ -197,6 +197,19 @@ impl Oracle {
         self.note_claimable();
     }
 
+    /// Whether an engine may hold everything back to run an event alone that crashed several times.
+    pub(super) fn may_isolate(&self) -> bool {
+        let crashes = |work: &Work| {
+            work.failures
+                .iter()
+                .filter(|f| f.kind == FailureKind::Crash)
+                .count()
+        };
+        self.groups
+            .values()
+            .any(|desk| desk.owed.values().any(|work| crashes(work) >= 3))
+    }
+
     /// Notes what consumers may have claimed by now.
     pub(super) fn note_claimable(&mut self) {
         if !self.ahead {
@@ -220,7 +233,6 @@ impl Oracle {
             return Err("it is not the event that was published".into());
         }
         let desk = self.groups.get_mut(group).unwrap();
-        let ordered = desk.ordered;
         let blocked = desk.is_blocked(position);
         let work = desk
             .owed
@@ -258,11 +270,8 @@ impl Oracle {
         work.failures.clone_from(&delivery.failures);
         work.state = WorkState::Held {
             lease: delivery.lease.clone(),
-            // In an ordered group an engine that works ahead claims the next of a key the moment the
-            // one before is settled, which the model cannot see.
             surely: match work.claimable_since {
-                _ if self.ahead && ordered => now,
-                // It may be fetched in the moment in which its lease is noticed to have ended.
+                // An engine that renews what waits unfetched does so at moments of its own choosing.
                 _ if work.ghosts > 0 => now,
                 Some(since) => since.plus(LEASE),
                 None => until,

@@ -261,7 +261,8 @@ impl<H: Harness> Plan<H> {
             .groups
             .values()
             .any(|d| d.owed.values().any(|w| w.inherited));
-        let must = desk.must_deliver(now) && !(self.oracle.ahead && inherited);
+        let must = desk.must_deliver(now)
+            && !(self.oracle.ahead && (inherited || self.oracle.may_isolate()));
         let room = self.seats[group]
             .iter()
             .any(|seat| self.load(seat.number) < ROOM);
@@ -570,6 +571,10 @@ impl<H: Harness> Plan<H> {
             self.oracle.removed(position);
             removed += 1;
         }
-        assert_eq!(pruned.removed, removed);
+        // The model forgets an event when a purge may take it; the engine may have kept it until now.
+        assert!(
+            pruned.removed >= removed,
+            "{removed} are gone, {pruned:?} admitted"
+        );
     }
 }

@@ -8,6 +8,7 @@
 
 mod checker;
 mod kills;
+mod opening;
 mod power;
 mod zombie;
 
