@@ -58,7 +58,14 @@ impl Writer {
             return Ok(());
         };
         let group = session.group;
-        let unfetched = session.mailbox.recall(|_| true);
+        let mut unfetched = session.mailbox.recall(|_| true);
+        // What this very transaction handed out has not reached the mailbox.
+        for (_, _, deliveries) in self
+            .outgoing
+            .extract_if(.., |(session, _, _)| *session == id)
+        {
+            unfetched.extend(deliveries);
+        }
         self.give_back(group, &unfetched)?;
         if self.isolating.is_some_and(|(g, _)| g == group) {
             self.isolating = None;
@@ -69,9 +76,13 @@ impl Writer {
     /// Takes back everything that nobody has fetched yet, so that less is in flight.
     pub(crate) fn recall_unfetched(&mut self) -> Result<()> {
         let mut unseen = Vec::new();
+        let mut outgoing = std::mem::take(&mut self.outgoing);
         let state = &self.state;
-        for session in self.sessions.values_mut() {
-            let back = session.mailbox.recall(|_| true);
+        for (id, session) in &mut self.sessions {
+            let mut back = session.mailbox.recall(|_| true);
+            for (_, _, deliveries) in outgoing.extract_if(.., |(to, _, _)| to == id) {
+                back.extend(deliveries);
+            }
             for delivery in &back {
                 session.gave(1, state.bytes_of(&delivery.lease));
             }
