@@ -12,8 +12,9 @@ use crate::queue::Command;
 use crate::rows::MAX_CACHED_TYPES;
 use crate::state::micros;
 
-/// A consumer has at most about this many bytes of payload in flight for each event it may have, all
-/// together: 16 MiB with a prefetch of 4096. One event is always let through.
+/// The payloads a consumer has in flight take at most about this many bytes, or this many for each
+/// event it asked for, whichever is more. One event is always let through.
+const BYTES_IN_FLIGHT: u64 = 16 << 20;
 const BYTES_PER_EVENT: u64 = 4096;
 
 /// What the writer and the consumer share.
@@ -156,7 +157,8 @@ impl Session {
 
     /// How many more bytes of payload, so that large events do not fill the memory.
     pub(crate) fn room_in_bytes(&self) -> u64 {
-        (self.prefetch as u64 * BYTES_PER_EVENT).saturating_sub(self.bytes_in_flight)
+        let limit = (self.prefetch as u64 * BYTES_PER_EVENT).max(BYTES_IN_FLIGHT);
+        limit.saturating_sub(self.bytes_in_flight)
     }
 
     /// Takes note of events handed out.

@@ -77,8 +77,9 @@ pub(crate) struct Start {
 
 impl Writer {
     pub(crate) fn new(start: Start) -> Result<Self> {
-        let state = State::load(&start.conn, 0)?;
+        // In this order: a commit of another process between the two is noticed as a change.
         let data_version = data_version(&start.conn)?;
+        let state = State::load(&start.conn, 0)?;
         let _ = start.head.send_replace(state.head);
         Ok(Self {
             space: Space::new(&start.path, start.options.disk_headroom),
