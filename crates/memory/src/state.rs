@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use everbus_core::{
     Appended, Code, Error, Event, EventId, EventState, FailureKind, GroupName, GroupSpec,
-    GroupState, Lease, Pattern, Recorded, Result, SettledOutcome, Settlement, SubscriptionInfo,
-    Timestamp, Verdict,
+    GroupState, Lease, Pattern, Recorded, Result, SettledOutcome, Settlement, StartFrom,
+    SubscriptionInfo, Timestamp, Verdict,
 };
 use tokio::sync::Notify;
 
@@ -76,6 +76,13 @@ impl State {
                     .iter()
                     .map(|s| s.pattern.clone())
                     .collect();
+                if spec.name.is_unnamed() && spec.start_from != StartFrom::First {
+                    return Err(Error::new(
+                        Code::InvalidSetting,
+                        "the unnamed group begins at the start of the log",
+                    )
+                    .hint("name the group to start it anywhere else"));
+                }
                 let position = self.records.resolve(spec.start_from, &patterns);
                 let head = self.records.head();
                 let group = Group::new(spec.name.clone(), spec.ordered, position, head, now);

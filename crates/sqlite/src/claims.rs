@@ -109,6 +109,7 @@ impl Writer {
             for event in &unhandled {
                 self.park(group_id, event, UNHANDLED, due)?;
             }
+            self.offer_unhandled(group_id, session_id);
         }
         if self.state.group_mut(group_id)?.ordered {
             return self.queue_by_key(group_id, &handled);
@@ -237,7 +238,6 @@ impl Writer {
                 token,
                 until,
                 suspect: false,
-                alone: false,
                 bytes,
             };
             self.state.held.insert((group, position), held);
@@ -336,7 +336,7 @@ impl Writer {
                     .prepare_cached("DELETE FROM claims WHERE id = ?1 AND token = ?2")
                     .and_then(|mut s| s.execute((id, claim.token)))
                     .map_err(doing)?;
-                self.state.claims.remove(id);
+                self.drop_claim(*id);
             } else {
                 let done = claim.progress.bitmap(claim.lo, claim.hi);
                 self.conn

@@ -79,16 +79,18 @@ impl DeadLetters for SqliteEngine {
 
     fn retry(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>> {
         Box::pin(async move {
-            let mut total = 0;
+            let (mut total, mut after) = (0, (0, 0));
             loop {
                 let filter = filter.clone();
                 let done = self
                     .handle
-                    .job(move |writer| writer.retry_some(&filter))
+                    .job(move |writer| writer.retry_some(&filter, after))
                     .await?;
-                total += done as u64;
-                if done < STEP {
-                    return Ok(total);
+                total += done.len() as u64;
+                // Onwards only: what fails again meanwhile is not retried again.
+                match done.last() {
+                    Some(last) if done.len() == STEP => after = *last,
+                    _ => return Ok(total),
                 }
             }
         })
@@ -248,8 +250,16 @@ impl Writer {
             .map_err(|e| from_sqlite("choosing dead letters", e))
     }
 
-    fn retry_some(&mut self, filter: &DeadLetterFilter) -> Result<usize> {
-        let condition = Condition::open(&self.conn, filter)?;
+    fn retry_some(
+        &mut self,
+        filter: &DeadLetterFilter,
+        after: (u64, i64),
+    ) -> Result<Vec<(u64, i64)>> {
+        let mut condition = Condition::open(&self.conn, filter)?;
+        condition.sql += " AND (d.seq, d.group_id) > (?, ?)";
+        condition
+            .values
+            .extend([Value::Integer(to_sql(after.0)), Value::Integer(after.1)]);
         let chosen = self.pick(&condition, "ORDER BY d.seq, d.group_id")?;
         let now = self.clock.now();
         for (seq, group) in &chosen {
@@ -261,7 +271,7 @@ impl Writer {
                 .map_err(|e| from_sqlite("retrying a dead letter", e))?;
             self.insert_waiting(*group, *seq, 0, now, &[])?;
         }
-        Ok(chosen.len())
+        Ok(chosen)
     }
 
     fn purge_some(

@@ -44,6 +44,13 @@ impl Writer {
     }
 
     fn create_group(&mut self, spec: &GroupSpec) -> Result<i64> {
+        if spec.name.is_unnamed() && spec.start_from != StartFrom::First {
+            return Err(Error::new(
+                Code::InvalidSetting,
+                "the unnamed group begins at the start of the log",
+            )
+            .hint("name the group to start it anywhere else"));
+        }
         let patterns: Vec<Pattern> = spec
             .subscriptions
             .iter()
@@ -148,6 +155,7 @@ impl Writer {
             .prepare_cached("DELETE FROM subscriptions WHERE id = ?1")
             .and_then(|mut s| s.execute([subscription]))
             .map_err(|e| from_sqlite("unsubscribing", e))?;
+        self.watches.recheck_all();
         if removed == 0 {
             return Err(Error::new(
                 Code::SubscriptionNotFound,
@@ -179,17 +187,21 @@ impl Writer {
         self.conn
             .execute("DELETE FROM groups WHERE id = ?1", [id])
             .map_err(doing)?;
-        self.state.claims.retain(|_, claim| claim.group != id);
-        self.state.held.retain(|(group, _), _| *group != id);
-        let gone = Error::new(Code::GroupNotFound, format!("group {name} was removed"));
-        self.sessions.retain(|_, session| {
-            if session.group == id {
-                session.mailbox.end(gone.clone());
-            }
-            session.group != id
-        });
+        let claims = self
+            .state
+            .claims
+            .iter()
+            .filter(|(_, claim)| claim.group == id);
+        let claims: Vec<i64> = claims.map(|(id, _)| *id).collect();
+        claims.into_iter().for_each(|id| self.drop_claim(id));
+        let held = self.state.held.keys().filter(|(group, _)| *group == id);
+        let held: Vec<(i64, u64)> = held.copied().collect();
+        for key in held {
+            self.drop_held(key);
+        }
         self.isolating = self.isolating.filter(|(group, _)| *group != id);
         self.watches.recheck_all();
+        // Its consumers are told once this is durable.
         self.state.refresh_groups(&self.conn)
     }
 }

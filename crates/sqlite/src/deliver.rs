@@ -29,6 +29,9 @@ struct Ready {
 impl Writer {
     /// Whether some session could take a row now.
     pub(crate) fn deliveries_to_take(&self, now: i64) -> bool {
+        if let Some(key) = self.isolating {
+            return !self.state.held.contains_key(&key) && self.state.in_flight() == 0;
+        }
         self.sessions.values().any(|session| {
             let Some(group) = self.state.groups.get(&session.group) else {
                 return false;
@@ -46,6 +49,7 @@ impl Writer {
         if self.sessions.is_empty() {
             return Ok(());
         }
+        self.drop_stale_isolation()?;
         let ids: Vec<u64> = self.sessions.keys().copied().collect();
         for id in ids {
             let Some(session) = self.sessions.get(&id) else {
@@ -77,6 +81,22 @@ impl Writer {
                 let next = next_due(&self.conn, group)?;
                 self.state.group_mut(group)?.next_due = next;
             }
+        }
+        Ok(())
+    }
+
+    /// Ends an isolation whose event is no longer there to be isolated: another process took it, or
+    /// nobody here consumes its group.
+    pub(crate) fn drop_stale_isolation(&mut self) -> Result<()> {
+        let Some((group, seq)) = self.isolating else {
+            return Ok(());
+        };
+        if self.state.held.contains_key(&(group, seq)) {
+            return Ok(());
+        }
+        let attended = self.sessions.values().any(|session| session.group == group);
+        if !attended || self.suspect("AND seq = ?2", group, to_sql(seq))?.is_none() {
+            self.isolating = None;
         }
         Ok(())
     }
@@ -125,15 +145,19 @@ impl Writer {
              WHERE group_id = ?1 AND state = 3 AND due > ?2 ORDER BY due, seq LIMIT ?3",
             group,
             now,
-            usize::MAX,
+            10 * BATCH,
         )?;
+        let mut complete = ready.len() < 10 * BATCH;
         let mut deliveries = Vec::new();
-        let mut complete = true;
         for row in ready {
             if !self.session_handles(session, row.type_id)? || self.stands_behind(group, row.seq)? {
                 continue;
             }
-            if deliveries.len() >= room {
+            let full = self
+                .sessions
+                .get(&session)
+                .is_none_or(|s| s.room_in_bytes() == 0);
+            if deliveries.len() >= room || full {
                 complete = false;
                 break;
             }
@@ -157,12 +181,25 @@ impl Writer {
         )?;
         for row in ready {
             let mut failures = read_failures(row.failures.as_deref())?;
+            let error = "no process has a handler for this event";
             failures.push(Failure::new(
                 row.attempt,
                 self.clock.now(),
                 FailureKind::NoHandler,
-                "no process has a handler for this event",
+                error,
             ));
+            if let Some(record) = record_at(&self.conn, row.seq, &mut self.state.type_names)? {
+                tracing::error!(
+                    target: "everbus::dispatch",
+                    event_id = %record.event.id(),
+                    event_type = record.event.event_type(),
+                    group = %self.state.group_mut(group)?.name,
+                    attempt = row.attempt,
+                    dead_lettered = true,
+                    error,
+                    "an event is dead-lettered"
+                );
+            }
             let died_at = self.clock.now();
             self.write_dead_letter(group, row.seq, row.type_id, row.attempt, &failures, died_at)?;
             self.remove_row(group, row.seq)?;
@@ -214,6 +251,13 @@ impl Writer {
             .map_err(|e| from_sqlite("ordering by key", e))
     }
 
+    /// Another consumer of the group in this process may have a handler for what one has not.
+    pub(crate) fn offer_unhandled(&mut self, group: i64, not_to: u64) {
+        for (id, session) in &mut self.sessions {
+            session.look_for_unhandled |= session.group == group && *id != not_to;
+        }
+    }
+
     fn set_unhandled(&mut self, session: u64, group: i64, seq: u64, now: i64) -> Result<()> {
         let patience = self
             .sessions
@@ -221,6 +265,7 @@ impl Writer {
             .map(|s| s.no_handler_after)
             .unwrap_or_default();
         let due = micros(self.clock.now().plus(patience));
+        self.offer_unhandled(group, session);
         self.conn
             .prepare_cached(
                 "UPDATE deliveries SET state = ?3, due = ?4, suspect = 0, updated_at = ?5
@@ -280,7 +325,6 @@ impl Writer {
             token,
             until,
             suspect,
-            alone,
             bytes,
         };
         self.state.held.insert((group, row.seq), held);

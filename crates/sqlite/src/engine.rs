@@ -215,6 +215,11 @@ impl Broker for SqliteEngine {
         group: GroupName,
         options: ConsumeOptions,
     ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
+        if options.lease.is_zero() {
+            let error = Error::new(Code::InvalidSetting, "a lease of no time")
+                .hint("a lease lasts as long as a handler may run, and some more");
+            return Box::pin(std::future::ready(Err(error)));
+        }
         let id = self.handle.sessions.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
         let session = NewSession {

@@ -3,14 +3,25 @@
 use everbus_core::{Code, Error};
 use rusqlite::ErrorCode;
 
+/// `SQLITE_IOERR_SHMSIZE`.
+const IOERR_SHMSIZE: i32 = 10 | (19 << 8);
+
 /// Turns an error of SQLite into ours. `doing` says what was under way.
 pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
     let code = error.sqlite_error_code();
+    // Growing the index of the write-ahead log found no room.
+    let no_room = error
+        .sqlite_error()
+        .is_some_and(|e| e.extended_code == IOERR_SHMSIZE);
     let message = format!("{doing}: {error}");
     let (code, hint) = match code {
         Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => (
             Code::Busy,
             "another program holds the file; close it, or raise the busy timeout",
+        ),
+        _ if no_room => (
+            Code::DiskFull,
+            "free some space; nothing that was acknowledged is lost",
         ),
         Some(ErrorCode::DiskFull) => (
             Code::DiskFull,
@@ -24,7 +35,11 @@ pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
             Code::ReadOnly,
             "check that the directory exists and may be written",
         ),
-        Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) => (
+        Some(ErrorCode::NotADatabase) => (
+            Code::NotEverbus,
+            "name an Everbus file; if this was one, its beginning is damaged: restore a backup",
+        ),
+        Some(ErrorCode::DatabaseCorrupt) => (
             Code::Corrupt,
             "restore a backup with `everbus restore`; keep the damaged file for recovery",
         ),
@@ -42,6 +57,6 @@ pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
 pub(crate) fn is_fatal(code: Code) -> bool {
     matches!(
         code,
-        Code::StorageFailed | Code::Corrupt | Code::NewerSchema
+        Code::StorageFailed | Code::Corrupt | Code::NotEverbus | Code::NewerSchema
     )
 }

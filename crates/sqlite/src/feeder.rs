@@ -28,6 +28,8 @@ pub(crate) struct Fed {
     pub(crate) session: u64,
     pub(crate) after: u64,
     pub(crate) searched: u64,
+    /// What was looked for.
+    pub(crate) patterns: Vec<Pattern>,
     pub(crate) records: Result<Vec<Typed>>,
 }
 
@@ -67,7 +69,7 @@ pub(crate) fn start(path: &Path, queue: &Arc<Queue>) -> Result<Feeder> {
         .spawn(move || {
             for feed in feeds {
                 let Some(queue) = queue.upgrade() else { return };
-                queue.push(Command::Fed(serve(&mut reader, &feed)));
+                queue.push(Command::Fed(serve(&mut reader, feed)));
             }
         })
         .map_err(|e| Error::new(Code::Internal, format!("no thread for reading ahead: {e}")))?;
@@ -77,7 +79,7 @@ pub(crate) fn start(path: &Path, queue: &Arc<Queue>) -> Result<Feeder> {
     })
 }
 
-fn serve(reader: &mut Reader, feed: &Feed) -> Fed {
+fn serve(reader: &mut Reader, feed: Feed) -> Fed {
     let result = reader.snapshot(|reader| {
         read_matching(
             reader,
@@ -94,6 +96,7 @@ fn serve(reader: &mut Reader, feed: &Feed) -> Fed {
         session: feed.session,
         after: feed.after,
         searched,
+        patterns: feed.patterns,
         records,
     }
 }
@@ -119,8 +122,14 @@ pub(crate) fn read_matching(
         .map_err(doing)?;
     let mut found = Vec::new();
     let mut bytes = 0;
-    let mut searched = upto;
+    let (mut searched, mut rows_read) = (upto, 0);
     while let Some(row) = rows.next().map_err(doing)? {
+        rows_read += 1;
+        let seq = seq_from(row.get(0).map_err(doing)?);
+        if rows_read == limit {
+            // The query ends here, whether or not this row matches.
+            searched = seq;
+        }
         let type_id: i64 = row.get(2).map_err(doing)?;
         let record = read_record(conn, row, types)?;
         if !patterns
@@ -130,9 +139,8 @@ pub(crate) fn read_matching(
             continue;
         }
         bytes += record.event.payload().len() as u64;
-        let seq = seq_from(row.get(0).map_err(doing)?);
         found.push((type_id, record));
-        if found.len() >= limit || bytes > limit_in_bytes {
+        if bytes > limit_in_bytes {
             searched = seq;
             break;
         }

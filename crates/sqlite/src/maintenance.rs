@@ -57,7 +57,7 @@ impl Maintenance for SqliteEngine {
                 }
             }
             if pruned.removed > 0 {
-                self.handle.job(Writer::shrink).await?;
+                while self.handle.job(Writer::shrink).await? {}
             }
             Ok(pruned)
         })
@@ -149,6 +149,10 @@ fn copy(
     let _ = std::fs::remove_file(&partial);
     let result = (|| {
         let from = open_reader(source)?;
+        // One moment of the source for the whole copy: commits of others do not start it over.
+        from.execute_batch("BEGIN").map_err(doing)?;
+        from.query_row("SELECT count(*) FROM sqlite_schema", [], |_| Ok(()))
+            .map_err(doing)?;
         let mut to = Connection::open(&partial).map_err(doing)?;
         {
             let backup = Backup::new(&from, &mut to).map_err(doing)?;
@@ -453,10 +457,22 @@ impl Writer {
         Ok(step)
     }
 
-    /// Gives pages that pruning freed back to the file system, a few at a time.
-    fn shrink(&mut self) -> Result<()> {
-        self.conn
-            .execute_batch("PRAGMA incremental_vacuum(2000)")
-            .map_err(|e| from_sqlite("giving space back", e))
+    /// Gives some pages that pruning freed back to the file system; says whether there are more.
+    fn shrink(&mut self) -> Result<bool> {
+        let doing = |e| from_sqlite("giving space back", e);
+        let mut statement = self
+            .conn
+            .prepare_cached("PRAGMA incremental_vacuum(500)")
+            .map_err(doing)?;
+        // It frees one page with every step.
+        let mut rows = statement.query([]).map_err(doing)?;
+        while rows.next().map_err(doing)?.is_some() {}
+        drop(rows);
+        drop(statement);
+        let left: i64 = self
+            .conn
+            .query_row("PRAGMA freelist_count", [], |r| r.get(0))
+            .map_err(doing)?;
+        Ok(left > 0)
     }
 }

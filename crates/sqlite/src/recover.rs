@@ -25,7 +25,7 @@ impl Writer {
             .hint("declare it by subscribing, or list the groups with `everbus groups`")
         })?;
         self.become_owner()?;
-        self.sessions.insert(new.id, Session::new(new, group));
+        self.add_session(new.id, Session::new(new, group));
         self.inherit_from_dead()?;
         // Whoever had the group before may have left with something of a key in flight.
         self.free_keys(group)
@@ -54,43 +54,29 @@ impl Writer {
 
     /// Stops serving a consumer: what it did not fetch goes back without an attempt.
     pub(crate) fn detach(&mut self, id: u64) -> Result<()> {
-        let Some(session) = self.sessions.remove(&id) else {
+        let Some(group) = self.sessions.get(&id).map(|session| session.group) else {
             return Ok(());
         };
-        let group = session.group;
-        let mut unfetched = session.mailbox.recall(|_| true);
-        // What this very transaction handed out has not reached the mailbox.
-        for (_, _, deliveries) in self
-            .outgoing
-            .extract_if(.., |(session, _, _)| *session == id)
-        {
-            unfetched.extend(deliveries);
-        }
-        self.give_back(group, &unfetched)?;
-        if self.isolating.is_some_and(|(g, _)| g == group) {
-            self.isolating = None;
-        }
-        Ok(())
+        let unfetched = self.recall(id, |_| true);
+        self.drop_session(id);
+        self.give_back(group, &unfetched)
     }
 
     /// Takes back everything that nobody has fetched yet, so that less is in flight.
     pub(crate) fn recall_unfetched(&mut self) -> Result<()> {
-        let mut unseen = Vec::new();
-        let mut outgoing = std::mem::take(&mut self.outgoing);
-        let state = &self.state;
-        for (id, session) in &mut self.sessions {
-            let mut back = session.mailbox.recall(|_| true);
-            for (_, _, deliveries) in outgoing.extract_if(.., |(to, _, _)| to == id) {
-                back.extend(deliveries);
+        let ids: Vec<(u64, i64)> = self.sessions.iter().map(|(id, s)| (*id, s.group)).collect();
+        for (id, group) in ids {
+            let unfetched = self.recall(id, |_| true);
+            let bytes = unfetched
+                .iter()
+                .map(|d| self.state.bytes_of(&d.lease))
+                .sum();
+            if let Some(session) = self.sessions.get_mut(&id) {
+                session.gave(unfetched.len(), bytes);
             }
-            for delivery in &back {
-                session.gave(1, state.bytes_of(&delivery.lease));
-            }
-            unseen.push((session.group, back));
+            self.give_back(group, &unfetched)?;
         }
-        unseen
-            .iter()
-            .try_for_each(|(group, back)| self.give_back(*group, back))
+        Ok(())
     }
 
     /// Puts deliveries that nobody has seen back as if they had not been handed out.
@@ -99,7 +85,7 @@ impl Writer {
         for delivery in unseen {
             let seq = delivery.record.position;
             if delivery.lease.slot == delivery_slot(group) {
-                if let Some(held) = self.state.held.remove(&(group, seq)) {
+                if let Some(held) = self.drop_held((group, seq)) {
                     self.release_row(group, seq, held.suspect, now)?;
                 }
                 continue;
@@ -173,15 +159,12 @@ impl Writer {
         let (group, session, ended) = (claim.group, claim.session, claim.ended(now));
         let bytes = claim.bytes_each * ended.len() as u64;
         let slot = claim_slot(id);
-        let unseen = match self.sessions.get_mut(&session) {
-            Some(session) => {
-                session.gave(ended.len(), bytes);
-                session.mailbox.recall(|d| {
-                    d.lease.slot == slot && ended.binary_search(&d.lease.position).is_ok()
-                })
-            }
-            None => Vec::new(),
-        };
+        if let Some(session) = self.sessions.get_mut(&session) {
+            session.gave(ended.len(), bytes);
+        }
+        let unseen = self.recall(session, |d| {
+            d.lease.slot == slot && ended.binary_search(&d.lease.position).is_ok()
+        });
         self.give_back(group, &unseen)?;
         self.touched.push(id);
         for seq in ended {
@@ -198,29 +181,28 @@ impl Writer {
     }
 
     fn end_row(&mut self, (group, seq): (i64, u64), now: i64) -> Result<()> {
-        let Some(held) = self.state.held.remove(&(group, seq)) else {
+        let Some(held) = self.drop_held((group, seq)) else {
             return Ok(());
         };
         if self.isolating == Some((group, seq)) {
             self.isolating = None;
         }
-        let mut unseen = false;
         if let Some(session) = self.sessions.get_mut(&held.session) {
             session.gave(1, held.bytes);
-            let token = held.token as u64;
-            unseen = !session
-                .mailbox
-                .recall(|d| d.lease.position == seq && d.lease.token == token)
-                .is_empty();
         }
-        if unseen {
+        let token = held.token as u64;
+        let unseen = self.recall(held.session, |d| {
+            d.lease.position == seq && d.lease.token == token
+        });
+        if !unseen.is_empty() {
             return self.release_row(group, seq, held.suspect, now);
         }
         self.crash_rows(
             "group_id = ?5 AND seq = ?6",
             (group, to_sql(seq)),
             EXPIRED,
-            held.alone,
+            // No process died, so nothing is proved against it.
+            false,
         )?;
         self.note_suspect(group, now);
         self.free_keys(group)
@@ -347,7 +329,7 @@ impl Writer {
                    crashes = crashes + 1, updated_at = ?1,
                    failures = json_insert(coalesce(failures, '[]'), '$[#]', json_object(
                      'attempt', attempt, 'at', ?2, 'kind', 'crash', 'error', ?3,
-                     'alone', json(iif(alone OR ?4, 'true', 'false'))))
+                     'alone', json(iif((alone AND ?3 = '{CRASHED}') OR ?4, 'true', 'false'))))
                  WHERE state = 1 AND {which}"
             ))
             .and_then(|mut s| {
@@ -449,26 +431,36 @@ impl Writer {
             return Ok(());
         }
         let now = micros(self.clock.now());
-        let claims: Vec<Claim> = self.state.claims.drain().map(|(_, claim)| claim).collect();
-        for claim in claims {
+        let ids: Vec<i64> = self.state.claims.keys().copied().collect();
+        for id in ids {
+            let Some(claim) = self.state.claims.get(&id) else {
+                continue;
+            };
+            let (group, token) = (claim.group, claim.token);
             let open: Vec<u64> = claim
                 .progress
                 .unfinished(claim.hi)
                 .flat_map(|(a, b)| a..=b)
                 .collect();
+            self.drop_claim(id);
             for seq in open {
                 let at = Timestamp::from_micros(now);
                 let failure = Failure::new(1, at, FailureKind::Crash, ABANDONED);
-                self.insert_suspect(claim.group, seq, 1, &[failure], now)?;
+                self.insert_suspect(group, seq, 1, &[failure], now)?;
             }
+            self.conn
+                .prepare_cached("DELETE FROM claims WHERE id = ?1 AND token = ?2")
+                .and_then(|mut s| s.execute((id, token)))
+                .map_err(|e| from_sqlite("leaving", e))?;
         }
         let owner = self.state.owner;
-        self.conn
-            .prepare_cached("DELETE FROM claims WHERE owner = ?1")
-            .and_then(|mut s| s.execute([owner]))
-            .map_err(|e| from_sqlite("leaving", e))?;
-        self.state.held.clear();
+        let keys: Vec<(i64, u64)> = self.state.held.keys().copied().collect();
+        for key in keys {
+            self.drop_held(key);
+        }
         self.crash_rows("owner = ?5 AND ?6 = ?6", (owner, now), ABANDONED, false)?;
+        // Should there be a claim that memory does not know, it is inherited, not forgotten.
+        self.crash_claims("owner = ?3 AND ?4 = ?4", (owner, now))?;
         self.strike_owner(owner)
     }
 

@@ -25,7 +25,7 @@ CREATE TABLE log (
 CREATE UNIQUE INDEX log_id ON log (id, tenant);
 
 CREATE TABLE groups (
-  id          INTEGER PRIMARY KEY,
+  id          INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: leases carry it
   name        TEXT    NOT NULL UNIQUE,        -- '' is the unnamed group
   ordered     INTEGER NOT NULL,
   cursor      INTEGER NOT NULL,               -- everything up to here was handed out or skipped

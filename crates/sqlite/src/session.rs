@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use everbus_core::{BoxFuture, ConsumeOptions, Consumer, Delivery, Error, Pattern, Result};
 use tokio::sync::{Notify, oneshot};
@@ -53,14 +53,23 @@ impl Mailbox {
     }
 
     /// Takes back what was not fetched.
-    pub(crate) fn recall(&self, mut which: impl FnMut(&Delivery) -> bool) -> Vec<Delivery> {
+    pub(crate) fn recall(&self, mut which: impl FnMut(&Delivery) -> bool) -> Vec<(i64, Delivery)> {
         let mut inner = self.lock();
         let (back, stay): (VecDeque<_>, VecDeque<_>) =
             inner.deliveries.drain(..).partition(|(_, d)| which(d));
         inner.deliveries = stay;
         // What is behind a lease that was over may be fetched now.
         self.arrived.notify_one();
-        back.into_iter().map(|(_, d)| d).collect()
+        Vec::from(back)
+    }
+
+    /// Puts back what was recalled.
+    pub(crate) fn put_back(&self, deliveries: Vec<(i64, Delivery)>) {
+        let mut inner = self.lock();
+        for delivery in deliveries.into_iter().rev() {
+            inner.deliveries.push_front(delivery);
+        }
+        self.arrived.notify_one();
     }
 
     /// Whether something of this claim or delivery still waits to be fetched.
@@ -125,6 +134,8 @@ pub(crate) struct Session {
     bytes_in_flight: u64,
     /// Whether the feeder is reading for it.
     pub(crate) feeding: bool,
+    /// When the feeder may be asked again, if the last reading failed.
+    pub(crate) feed_after: Option<Instant>,
     /// Whether rows without a handler should be looked through again.
     pub(crate) look_for_unhandled: bool,
 }
@@ -142,6 +153,7 @@ impl Session {
             in_flight: 0,
             bytes_in_flight: 0,
             feeding: false,
+            feed_after: None,
             look_for_unhandled: true,
         }
     }
@@ -157,7 +169,9 @@ impl Session {
 
     /// How many more bytes of payload, so that large events do not fill the memory.
     pub(crate) fn room_in_bytes(&self) -> u64 {
-        let limit = (self.prefetch as u64 * BYTES_PER_EVENT).max(BYTES_IN_FLIGHT);
+        let limit = (self.prefetch as u64)
+            .saturating_mul(BYTES_PER_EVENT)
+            .max(BYTES_IN_FLIGHT);
         limit.saturating_sub(self.bytes_in_flight)
     }
 

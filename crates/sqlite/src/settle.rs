@@ -106,7 +106,7 @@ impl Writer {
     }
 
     fn settle_row(&mut self, group: i64, seq: u64, verdict: &Verdict) -> Result<()> {
-        let Some(held) = self.state.held.remove(&(group, seq)) else {
+        let Some(held) = self.drop_held((group, seq)) else {
             return Err(lost(seq));
         };
         self.settled_in(held.session, held.bytes);

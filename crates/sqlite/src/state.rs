@@ -96,12 +96,12 @@ impl Claim {
 }
 
 /// A single delivery that this engine handed out.
+#[derive(Clone, Copy)]
 pub(crate) struct Held {
     pub(crate) session: u64,
     pub(crate) token: i64,
     pub(crate) until: i64,
     pub(crate) suspect: bool,
-    pub(crate) alone: bool,
     pub(crate) bytes: u64,
 }
 

@@ -16,10 +16,18 @@ pub(crate) struct Watches {
     waiting: HashMap<u64, Vec<Reply<SettledOutcome>>>,
     /// Positions that may be settled now.
     touched: Vec<u64>,
+    /// How many positions may be waited for before those nobody waits for are forgotten.
+    sweep_at: usize,
 }
 
 impl Watches {
     pub(crate) fn add(&mut self, position: u64, reply: Reply<SettledOutcome>) {
+        // Callers that gave up are forgotten before there are too many of them.
+        if self.waiting.len() >= self.sweep_at.max(1024) {
+            self.waiting
+                .retain(|_, replies| replies.iter().any(|reply| !reply.is_closed()));
+            self.sweep_at = 2 * self.waiting.len();
+        }
         self.waiting.entry(position).or_default().push(reply);
         self.touched.push(position);
     }
@@ -89,11 +97,12 @@ impl Writer {
         let ids: Vec<i64> = self.state.groups.keys().copied().collect();
         for id in ids {
             let group = self.state.group_mut(id)?;
-            if group.declared_at >= position || !group.wants(type_id, &name) {
+            if group.declared_at >= position {
                 continue;
             }
-            let (cursor, group_name) = (group.cursor, group.name.clone());
-            if cursor < position || self.is_claimed(id, position)? || self.has_row(id, position)? {
+            let to_come = group.cursor < position && group.wants(type_id, &name);
+            let group_name = group.name.clone();
+            if to_come || self.is_claimed(id, position)? || self.has_row(id, position)? {
                 return Ok(None);
             }
             let dead: bool = self

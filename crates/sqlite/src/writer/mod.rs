@@ -5,13 +5,14 @@
 //! commits of other processes.
 
 mod transaction;
+mod undo;
 
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use everbus_core::{Clock, Delivery, Error, Result};
+use everbus_core::{Clock, Code, Delivery, Error, Result};
 use rusqlite::Connection;
 use tokio::sync::watch;
 
@@ -32,8 +33,12 @@ const POLL: Duration = Duration::from_millis(20);
 const OWNER_CHECK: Duration = Duration::from_millis(200);
 /// Skipped positions are written down at the latest after this long.
 const CURSOR_DELAY: Duration = Duration::from_millis(500);
-/// One transaction takes at most about this many events.
+/// One transaction takes at most about this many events, and this many bytes of payload: less than
+/// what is kept free on the disk.
 const MAX_EVENTS: usize = 8192;
+const MAX_BYTES: usize = 4 << 20;
+/// After a failed reading ahead the next one comes this much later.
+const FEED_PAUSE: Duration = Duration::from_secs(1);
 
 pub(crate) struct Writer {
     pub(crate) conn: Connection,
@@ -48,6 +53,9 @@ pub(crate) struct Writer {
     pub(crate) outgoing: Vec<(u64, i64, Vec<Delivery>)>,
     /// While this is set, only the named suspect may be handed out.
     pub(crate) isolating: Option<(i64, u64)>,
+    undo: undo::Undo,
+    /// Memory may be ahead of the file: nothing is done before it was read again.
+    must_reload: bool,
     pub(crate) owner_lock: Option<OwnerLock>,
     feeder: Feeder,
     readers: Arc<Readers>,
@@ -93,6 +101,8 @@ impl Writer {
             touched: Vec::new(),
             outgoing: Vec::new(),
             isolating: None,
+            undo: undo::Undo::default(),
+            must_reload: false,
             owner_lock: None,
             feeder: start.feeder,
             readers: start.readers,
@@ -107,8 +117,25 @@ impl Writer {
         })
     }
 
-    /// Serves until the queue is closed and empty.
+    /// Serves until the queue is closed and empty. A panic ends the engine with an error for everybody
+    /// who waits, instead of silence.
     pub(crate) fn run(mut self) {
+        let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.serve()));
+        if served.is_err() {
+            let error = Error::new(Code::Internal, "the writer of the file panicked")
+                .hint("this is a bug in Everbus; please report it, and open the file again")
+                .with_unknown_outcome();
+            self.stop(&error);
+            self.queue.close(false);
+            let Taken { commands, .. } = self.queue.take(Vec::new(), None);
+            self.backlog
+                .drain(..)
+                .chain(commands)
+                .for_each(|c| c.fail(error.clone()));
+        }
+    }
+
+    fn serve(&mut self) {
         let mut spare = Vec::new();
         loop {
             let timeout = if self.backlog.is_empty() {
@@ -142,19 +169,26 @@ impl Writer {
             self.backlog.append(&mut commands);
             spare = commands;
             let batch = self.next_batch();
-            if let Err(error) = self.turn(batch) {
-                self.stop(&error);
+            match self.turn(batch) {
+                Err(error) if is_fatal(error.code()) => self.stop(&error),
+                // Something passing, such as a locked file: the next round tries again.
+                Err(error) => tracing::warn!(target: "everbus::sqlite", %error, "trying again"),
+                Ok(()) => {}
             }
         }
     }
 
     /// Takes what one transaction should hold from what was queued.
     fn next_batch(&mut self) -> Vec<Command> {
-        let mut events = 0;
+        let (mut events, mut bytes) = (0, 0);
         let fits = self.backlog.iter().take_while(|command| {
-            let fits = events < MAX_EVENTS;
+            let fits = events < MAX_EVENTS && bytes < MAX_BYTES;
             if let Command::Append { events: batch, .. } = command {
                 events += batch.len();
+                bytes += batch
+                    .iter()
+                    .map(|event| event.payload().len())
+                    .sum::<usize>();
             }
             fits
         });
@@ -171,6 +205,9 @@ impl Writer {
         let watched = self.head.receiver_count() > 1 || !self.watches.is_empty();
         if self.sessions.is_empty() && !watched {
             return None;
+        }
+        if self.isolating.is_some() {
+            return Some(POLL);
         }
         let now = micros(self.clock.now());
         let due = self.sessions.values().filter_map(|session| {
@@ -205,12 +242,13 @@ impl Writer {
         match self.transaction(appends, others) {
             Ok(()) => {
                 self.hand_over();
+                self.dismiss_orphans();
                 self.answer_watches()?;
                 self.feed();
                 Ok(())
             }
             Err(e) if is_fatal(e.code()) => Err(e),
-            Err(_) => self.forget_transaction(),
+            Err(_) => self.undo_changes(),
         }
     }
 
@@ -225,13 +263,6 @@ impl Writer {
                 Vec::new()
             }
         }
-    }
-
-    /// After a rollback, memory is ahead of the file: read it again.
-    fn forget_transaction(&mut self) -> Result<()> {
-        self.outgoing.clear();
-        self.touched.clear();
-        self.reload()
     }
 
     fn announce_head(&mut self) {
@@ -334,9 +365,11 @@ impl Writer {
             let Some(group) = self.state.groups.get(&session.group) else {
                 continue;
             };
-            if session.feeding || session.room() == 0 || group.cursor >= head {
+            let pausing = session.feed_after.is_some_and(|at| Instant::now() < at);
+            if session.feeding || pausing || session.room() == 0 || group.cursor >= head {
                 continue;
             }
+            session.feed_after = None;
             let feed = Feed {
                 session: *id,
                 after: group.cursor,
@@ -349,18 +382,26 @@ impl Writer {
         }
     }
 
-    fn take_feed(&mut self, fed: &mut Fed) -> Result<()> {
+    fn take_feed(&mut self, fed: &Fed) -> Result<()> {
         let Some(session) = self.sessions.get_mut(&fed.session) else {
             return Ok(());
         };
         session.feeding = false;
         let group_id = session.group;
-        let records = std::mem::replace(&mut fed.records, Ok(Vec::new()))?;
+        let records = match &fed.records {
+            Ok(records) => records.clone(),
+            Err(error) if is_fatal(error.code()) => return Err(error.clone()),
+            Err(error) => {
+                tracing::error!(target: "everbus::sqlite", %error, "reading ahead failed; trying again");
+                session.feed_after = Some(Instant::now() + FEED_PAUSE);
+                return Ok(());
+            }
+        };
         let Some(group) = self.state.groups.get(&group_id) else {
             return Ok(());
         };
-        // Somebody else may have moved the group meanwhile; then this is read again.
-        if group.cursor != fed.after || self.isolating.is_some() {
+        // The group may have moved or may want other events meanwhile; then this is read again.
+        if group.cursor != fed.after || group.patterns != fed.patterns || self.isolating.is_some() {
             return Ok(());
         }
         self.hand_out(fed.session, fed.searched, records)
@@ -370,19 +411,12 @@ impl Writer {
     fn refresh(&mut self) -> Result<()> {
         let lost = self.state.refresh(&self.conn)?;
         self.forget(lost);
+        self.dismiss_orphans();
+        self.drop_stale_isolation()?;
         for session in self.sessions.values_mut() {
             session.look_for_unhandled = true;
         }
         self.announce_head();
-        Ok(())
-    }
-
-    /// Reads everything again after a failed transaction: memory may be ahead of the file.
-    fn reload(&mut self) -> Result<()> {
-        let owner = self.state.owner;
-        let old = std::mem::replace(&mut self.state, State::load(&self.conn, owner)?);
-        self.reload_leases(old)?;
-        self.isolating = None;
         Ok(())
     }
 
@@ -400,6 +434,20 @@ impl Writer {
             if self.isolating == Some((group, seq)) {
                 self.isolating = None;
             }
+        }
+    }
+
+    /// Tells consumers whose group was removed.
+    fn dismiss_orphans(&mut self) {
+        let groups = &self.state.groups;
+        for (_, session) in self
+            .sessions
+            .extract_if(|_, s| !groups.contains_key(&s.group))
+        {
+            let gone = Error::new(Code::GroupNotFound, "the group was removed");
+            session
+                .mailbox
+                .end(gone.hint("subscribe again to create it anew"));
         }
     }
 

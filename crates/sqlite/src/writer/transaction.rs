@@ -61,21 +61,34 @@ impl Writer {
         mut others: Vec<Command>,
     ) -> Result<()> {
         let publishing = !appends.is_empty();
-        let Err(error) = self.attempt(appends, &mut others) else {
+        let Err(mut error) = self.attempt(appends, &mut others) else {
             return Ok(());
         };
         if error.code() == Code::DiskFull && publishing && !others.is_empty() {
-            self.forget_transaction()?;
-            return match self.attempt(Vec::new(), &mut others) {
-                Ok(()) => Ok(()),
-                Err(error) => {
-                    others.into_iter().for_each(|c| c.fail(error.clone()));
-                    Err(error)
-                }
-            };
+            // A job can only be run once.
+            let jobs = others.extract_if(.., |c| matches!(c, Command::Job { .. }));
+            jobs.for_each(|job| job.fail(error.clone()));
+            let again = self
+                .undo_changes()
+                .and_then(|()| self.attempt(Vec::new(), &mut others));
+            match again {
+                Ok(()) => return Ok(()),
+                Err(e) => error = e,
+            }
         }
-        others.into_iter().for_each(|c| c.fail(error.clone()));
+        self.refuse(others, &error);
         Err(error)
+    }
+
+    /// Answers commands whose transaction failed. A consumer that leaves must leave all the same, so
+    /// that is tried again.
+    fn refuse(&mut self, commands: Vec<Command>, error: &Error) {
+        for command in commands {
+            match command {
+                Command::Detach { .. } if !is_fatal(error.code()) => self.backlog.push(command),
+                command => command.fail(error.clone()),
+            }
+        }
     }
 
     /// One transaction. On success everybody is answered; on failure only the publishers are.
@@ -85,12 +98,18 @@ impl Writer {
             return Err(error);
         }
         let mut published = Vec::with_capacity(appends.len());
-        let result = self
-            .perform(others)
-            .and_then(|outcomes| self.append(appends, &mut published).map(|()| outcomes))
-            .and_then(|outcomes| self.pump().map(|()| outcomes))
-            .and_then(|outcomes| self.flush().map(|()| outcomes))
-            .and_then(|outcomes| self.commit().map(|()| outcomes));
+        let result = match self.perform(others) {
+            Ok(outcomes) => self
+                .append(appends, &mut published)
+                .and_then(|()| self.pump())
+                .and_then(|()| self.flush())
+                .and_then(|()| self.commit())
+                .map(|()| outcomes),
+            Err(error) => {
+                appends.into_iter().for_each(|c| c.fail(error.clone()));
+                Err(error)
+            }
+        };
         match result {
             Ok(outcomes) => {
                 for (reply, result) in published {
@@ -119,6 +138,9 @@ impl Writer {
     }
 
     pub(super) fn begin(&mut self) -> Result<()> {
+        if self.must_reload {
+            self.undo_changes()?;
+        }
         let give_up = Instant::now() + self.busy_timeout;
         loop {
             match self.conn.execute_batch("BEGIN IMMEDIATE") {
@@ -188,7 +210,13 @@ impl Writer {
                 Outcome::Unit(soft(self.retract(subscription))?)
             }
             Command::RemoveGroup { group, .. } => Outcome::Unit(soft(self.remove_group(group))?),
-            Command::Attach { session, .. } => Outcome::Unit(soft(self.attach(session))?),
+            Command::Attach { session, .. } => {
+                Outcome::Unit(match self.attach(session) {
+                    // The lock file cannot be made: this consumer's trouble, nobody else's.
+                    Err(e) if e.code() == Code::ReadOnly => Err(e),
+                    other => soft(other)?,
+                })
+            }
             Command::SetHandled { session, handled } => {
                 if let Some(session) = self.sessions.get_mut(session) {
                     session.set_handled(handled.clone());
@@ -230,6 +258,7 @@ impl Writer {
             .map_err(|e| from_sqlite("committing", e))?;
         failpoint::hit("after-commit");
         self.state.appended.clear();
+        self.keep_changes();
         Ok(())
     }
 }
@@ -245,7 +274,6 @@ fn soft<T>(result: Result<T>) -> Result<Result<T>> {
                     | Code::SubscriptionNotFound
                     | Code::NotFound
                     | Code::InvalidSetting
-                    | Code::ReadOnly
             ) =>
         {
             Ok(Err(e))

@@ -9,11 +9,11 @@ use everbus_sqlite::Options;
 use crate::{consume, declare, failure, fetch, settle};
 
 /// A small file system in memory, unmounted in the end.
-struct SmallDisk(PathBuf);
+pub(crate) struct SmallDisk(pub(crate) PathBuf);
 
 impl SmallDisk {
     /// `None`, loudly, where the machine does not allow it.
-    fn mount(path: &Path, megabytes: u32) -> Option<Self> {
+    pub(crate) fn mount(path: &Path, megabytes: u32) -> Option<Self> {
         let size = format!("size={megabytes}m");
         let mounted = Command::new("mount")
             .args(["-t", "tmpfs", "-o", &size, "everbus-test"])
@@ -24,6 +24,25 @@ impl SmallDisk {
         }
         eprintln!("SKIPPED: a small file system cannot be mounted here (needs root)");
         None
+    }
+
+    /// Takes all the room there is but for so many bytes.
+    pub(crate) fn fill(&self, leave: u64) {
+        let path = self.filler();
+        // As much as there is, to the last byte.
+        let _ = std::fs::write(&path, vec![0u8; 32 << 20]);
+        let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+        let size = file.metadata().unwrap().len();
+        file.set_len(size - leave.min(size)).unwrap();
+    }
+
+    /// Gives the room back.
+    pub(crate) fn free(&self) {
+        std::fs::remove_file(self.filler()).unwrap();
+    }
+
+    fn filler(&self) -> PathBuf {
+        self.0.join("filler")
     }
 }
 
@@ -118,12 +137,10 @@ async fn a_disk_filled_by_others_loses_nothing_and_recovers() {
         .unwrap()
         .remove(0)
         .unwrap();
-    let filler = disk.0.join("filler");
-    // As much as there is, to the last byte.
-    let _ = std::fs::write(&filler, vec![0u8; 16 << 20]);
+    disk.fill(0);
     let refused = engine.broker.append(vec![event(1000)]).await.unwrap_err();
     assert_eq!(refused.code(), Code::DiskFull);
-    std::fs::remove_file(&filler).unwrap();
+    disk.free();
     engine
         .broker
         .append(vec![event(1000)])

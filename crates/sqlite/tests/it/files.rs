@@ -104,7 +104,7 @@ async fn damaged_files_are_named_as_such() {
         .map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8)
         .collect();
     std::fs::write(&path, &noise).unwrap();
-    assert_eq!(refused(&path).code(), Code::Corrupt);
+    assert_eq!(refused(&path).code(), Code::NotEverbus);
     assert_eq!(std::fs::read(&path).unwrap(), noise, "not touched");
 
     // Damage inside: the check finds it, and reading it is an error, not a panic.

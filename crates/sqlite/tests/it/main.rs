@@ -13,7 +13,10 @@ mod disk;
 mod faults;
 mod files;
 mod golden;
+mod locked;
 mod model;
+mod regressions;
+mod rollback;
 mod sharing;
 mod upkeep;
 mod view;
@@ -24,7 +27,7 @@ use std::time::{Duration, Instant};
 
 use everbus_core::{
     Appended, ConsumeOptions, Consumer, Delivery, Engine, Event, Failure, FailureKind, GroupName,
-    GroupSpec, Settlement, StartFrom, SubscriptionSpec, Timestamp, Verdict,
+    GroupSpec, Result, Settlement, StartFrom, SubscriptionSpec, Timestamp, Verdict,
 };
 use everbus_sqlite::Options;
 
@@ -72,6 +75,21 @@ async fn consume(engine: &Engine, group: &str) -> Box<dyn Consumer> {
     engine.broker.consume(group, options()).await.unwrap()
 }
 
+/// Consumes with handlers for these patterns only, and so much in flight at most.
+async fn consume_some(
+    engine: &Engine,
+    group: &str,
+    handled: &[&str],
+    prefetch: usize,
+) -> Result<Box<dyn Consumer>> {
+    let options = ConsumeOptions {
+        handled: handled.iter().map(|p| p.parse().unwrap()).collect(),
+        prefetch,
+        ..ConsumeOptions::default()
+    };
+    engine.broker.consume(group.parse().unwrap(), options).await
+}
+
 /// Waits for deliveries, not for ever.
 async fn fetch(consumer: &mut Box<dyn Consumer>, count: usize) -> Vec<Delivery> {
     let mut got = Vec::new();
@@ -83,14 +101,19 @@ async fn fetch(consumer: &mut Box<dyn Consumer>, count: usize) -> Vec<Delivery> 
 }
 
 async fn settle(engine: &Engine, delivery: &Delivery, verdict: Verdict) {
+    try_settle(engine, delivery, verdict).await.unwrap();
+}
+
+async fn try_settle(engine: &Engine, delivery: &Delivery, verdict: Verdict) -> Result<()> {
     let settlement = Settlement::new(delivery.lease.clone(), verdict);
-    engine
-        .broker
-        .settle(vec![settlement])
-        .await
-        .unwrap()
-        .remove(0)
-        .unwrap();
+    engine.broker.settle(vec![settlement]).await?.remove(0)
+}
+
+fn retry_at_once(text: &str) -> Verdict {
+    Verdict::Retry {
+        after: Duration::ZERO,
+        failure: failure(text),
+    }
 }
 
 fn failure(text: &str) -> Failure {

@@ -90,7 +90,7 @@ async fn a_restore_replaces_only_when_told_and_never_what_is_in_use() {
     assert!(log.find(newer.id).await.unwrap().is_empty());
     engine.broker.close().await.unwrap();
     std::fs::write(&copy, "not a backup").unwrap();
-    assert_eq!(restore(true).unwrap_err().code(), Code::Corrupt);
+    assert_eq!(restore(true).unwrap_err().code(), Code::NotEverbus);
     assert_eq!(
         open(&path).log().unwrap().find(old.id).await.unwrap().len(),
         1,

@@ -203,7 +203,8 @@ impl<H: Harness> Plan<H> {
         let Some(&(group, patterns)) = self.random.pick(&undeclared) else {
             return;
         };
-        let first = group != "late" && self.random.one_in(2);
+        // The unnamed group always begins at the start of the log.
+        let first = group != "late" && (self.random.one_in(2) || group.is_empty());
         self.note(&format!("declare {group:?}, first: {first}"));
         let ordered = group.starts_with("ordered");
         let declared = GroupSpec {

@@ -1,0 +1,129 @@
+//! What a transaction takes out of memory is kept until it is durable, and put back otherwise.
+//!
+//! The file rolls back by itself; memory must follow. After a rollback everything that is in the file
+//! is read again, and this knows the rest: which consumers there are, what waits in their mailboxes,
+//! and which consumer a lease belongs to.
+
+use std::sync::Arc;
+
+use everbus_core::{Delivery, Result};
+use rusqlite::{OptionalExtension, params};
+
+use super::Writer;
+use crate::errors::from_sqlite;
+use crate::session::{Mailbox, Session};
+use crate::state::{Claim, Held, State};
+
+/// What the transaction under way took out.
+#[derive(Default)]
+pub(crate) struct Undo {
+    claims: Vec<(i64, Claim)>,
+    held: Vec<((i64, u64), Held)>,
+    sessions: Vec<(u64, Session)>,
+    attached: Vec<u64>,
+    recalled: Vec<(Arc<Mailbox>, Vec<(i64, Delivery)>)>,
+}
+
+impl Writer {
+    /// Forgets a claim that is finished or given up.
+    pub(crate) fn drop_claim(&mut self, id: i64) {
+        if let Some(claim) = self.state.claims.remove(&id) {
+            self.undo.claims.push((id, claim));
+        }
+    }
+
+    /// Forgets a single delivery that is finished or given up.
+    pub(crate) fn drop_held(&mut self, key: (i64, u64)) -> Option<Held> {
+        let held = self.state.held.remove(&key)?;
+        self.undo.held.push((key, held));
+        Some(held)
+    }
+
+    /// Adds a consumer.
+    pub(crate) fn add_session(&mut self, id: u64, session: Session) {
+        self.sessions.insert(id, session);
+        self.undo.attached.push(id);
+    }
+
+    /// Removes a consumer.
+    pub(crate) fn drop_session(&mut self, id: u64) {
+        if let Some(session) = self.sessions.remove(&id) {
+            self.undo.sessions.push((id, session));
+        }
+    }
+
+    /// Takes back what a consumer has not fetched, also what this very transaction handed out and
+    /// has not reached the mailbox.
+    pub(crate) fn recall(
+        &mut self,
+        session: u64,
+        mut which: impl FnMut(&Delivery) -> bool,
+    ) -> Vec<Delivery> {
+        let Some(mailbox) = self.sessions.get(&session).map(|s| s.mailbox.clone()) else {
+            return Vec::new();
+        };
+        let recalled = mailbox.recall(&mut which);
+        let mut deliveries: Vec<Delivery> = recalled.iter().map(|(_, d)| d.clone()).collect();
+        if !recalled.is_empty() {
+            self.undo.recalled.push((mailbox, recalled));
+        }
+        for (to, _, outgoing) in &mut self.outgoing {
+            if *to == session {
+                deliveries.extend(outgoing.extract_if(.., |d| which(d)));
+            }
+        }
+        deliveries
+    }
+
+    /// The transaction is durable: nothing needs to be put back.
+    pub(super) fn keep_changes(&mut self) {
+        self.undo = Undo::default();
+    }
+
+    /// The transaction was rolled back: memory becomes what the file says.
+    pub(super) fn undo_changes(&mut self) -> Result<()> {
+        self.outgoing.clear();
+        self.touched.clear();
+        self.must_reload = true;
+        let owner = self.owner_in_file()?;
+        let mut old = std::mem::replace(&mut self.state, State::load(&self.conn, owner)?);
+        let undo = std::mem::take(&mut self.undo);
+        for id in undo.attached {
+            self.sessions.remove(&id);
+        }
+        self.sessions.extend(undo.sessions);
+        for (mailbox, deliveries) in undo.recalled.into_iter().rev() {
+            mailbox.put_back(deliveries);
+        }
+        old.claims.extend(undo.claims);
+        old.held.extend(undo.held);
+        // A reading that was under way may have been lost; asking twice is harmless.
+        self.sessions
+            .values_mut()
+            .for_each(|session| session.feeding = false);
+        self.reload_leases(old)?;
+        self.isolating = None;
+        self.must_reload = false;
+        Ok(())
+    }
+
+    /// Our number, if the file knows it: the transaction that registered us may be the one that was
+    /// rolled back.
+    fn owner_in_file(&mut self) -> Result<i64> {
+        let Some(lock) = &self.owner_lock else {
+            return Ok(0);
+        };
+        let known: Option<i64> = self
+            .conn
+            .prepare_cached("SELECT id FROM owners WHERE id = ?1 AND lock = ?2")
+            .and_then(|mut s| {
+                s.query_row(params![self.state.owner, lock.name()], |r| r.get(0))
+                    .optional()
+            })
+            .map_err(|e| from_sqlite("looking for our own entry", e))?;
+        if known.is_none() {
+            self.owner_lock = None;
+        }
+        Ok(known.unwrap_or(0))
+    }
+}
