@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
-use everbus_core::{GroupName, Pattern, StartFrom, Timestamp};
+use everbus_core::{Error, GroupName, Pattern, StartFrom, Timestamp};
 
 use crate::when;
 
@@ -17,8 +17,11 @@ Exit codes:
   4    refused for now: in use or locked, disk full, or nothing can be written
   130  interrupted with Ctrl-C before the work was done
 
-Environment: EVERBUS_DB and EVERBUS_BROKER choose the file or engine, EVERBUS_LOG what is logged
-(for example EVERBUS_LOG=everbus=debug).";
+Every command needs to write to the file and its directory, those that only look too: SQLite keeps
+its -wal and -shm files there, and a program that opens the file recovers what a dead one left.
+
+Environment: EVERBUS_DB and EVERBUS_BROKER choose the file or engine, EVERBUS_MAX_PAYLOAD the
+largest payload, EVERBUS_LOG what is logged (for example EVERBUS_LOG=everbus=debug).";
 
 /// Reliable events in a file: publish, follow, and repair what failed.
 #[derive(Debug, Parser)]
@@ -43,6 +46,30 @@ pub(crate) struct Args {
         default_value = "text"
     )]
     pub(crate) output: OutputFormat,
+
+    /// The largest payload that is published, in bytes; 512k and 8m are understood
+    #[arg(
+        long,
+        global = true,
+        value_name = "BYTES",
+        env = "EVERBUS_MAX_PAYLOAD",
+        hide_env_values = true,
+        default_value = "1m",
+        allow_hyphen_values = true,
+        value_parser = parse_bytes
+    )]
+    pub(crate) max_payload: usize,
+
+    /// How long to wait for another program that holds the file: 10, 500ms, 2m
+    #[arg(
+        long,
+        global = true,
+        value_name = "DURATION",
+        default_value = "10s",
+        allow_hyphen_values = true,
+        value_parser = when::parse_wait
+    )]
+    pub(crate) busy_timeout: Duration,
 
     /// Log more to standard error (-v, -vv, -vvv)
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
@@ -71,7 +98,8 @@ pub(crate) enum Command {
     Dlq(DlqCommand),
     /// Show how far every group is
     Groups(GroupsArgs),
-    /// A small shop on a new file: publishes, handles, fails, retries, dead-letters
+    /// A small shop on a new file: publishes, handles, fails, retries, dead-letters. It replaces
+    /// the everbus-demo.db of an earlier demo, and no other file
     Demo,
     /// Measure, with the raw SQLite figure beside ours
     Bench(BenchArgs),
@@ -92,7 +120,8 @@ pub(crate) enum Command {
 #[command(after_help = "\
 With - as the payload, each line of standard input is one payload; empty lines are skipped. What
 commits is printed as it commits. A line that is not a valid payload ends the command with its line
-number and exit code 2; every line before it has been published, no line after it.")]
+number and exit code 2; every line before it has been published, no line after it. Ctrl-C lets what
+is under way commit and prints it; what was printed is stored, and nothing else is.")]
 pub(crate) struct PublishArgs {
     /// The type of the event, for example order.placed
     #[arg(value_name = "TYPE")]
@@ -102,7 +131,8 @@ pub(crate) struct PublishArgs {
     #[arg(
         value_name = "JSON|-",
         default_value = "null",
-        hide_default_value = true
+        hide_default_value = true,
+        allow_negative_numbers = true
     )]
     pub(crate) payload: String,
 
@@ -139,7 +169,12 @@ pub(crate) struct PublishArgs {
     pub(crate) meta: Vec<(String, String)>,
 
     /// The schema version of the payload
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        allow_negative_numbers = true
+    )]
     pub(crate) version: u32,
 
     /// What the payload is, if not JSON
@@ -147,15 +182,15 @@ pub(crate) struct PublishArgs {
     pub(crate) content_type: Option<String>,
 
     /// Publish this many events
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true)]
     pub(crate) count: Option<u64>,
 
     /// At most this many events per second
-    #[arg(long, value_name = "R", value_parser = parse_rate)]
+    #[arg(long, value_name = "R", value_parser = parse_rate, allow_negative_numbers = true)]
     pub(crate) rate: Option<f64>,
 
-    /// Wait until every group has handled or dead-lettered each event, this long at most
-    /// [default when given alone: 30]
+    /// Wait until every group has handled or dead-lettered each event: --wait for up to 30 seconds,
+    /// --wait=5 for up to 5
     #[arg(
         long,
         value_name = "SECONDS",
@@ -168,23 +203,33 @@ pub(crate) struct PublishArgs {
 }
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "\
+With --group, an event is handled once it is printed. Into a pipe, events go one by one, and each is
+handled once the reader has taken it out of the pipe: `everbus tail --group g | head -1` takes one
+event. What a reader took and did not use counts as handled all the same; --limit N is the exact way
+to take N events.")]
 pub(crate) struct TailArgs {
     /// Which types: order.placed, order.*, order.>; everything if none is given
-    #[arg(value_name = "PATTERN")]
+    #[arg(value_name = "PATTERN", value_parser = parse_pattern)]
     pub(crate) patterns: Vec<Pattern>,
 
     /// Where to start: new, first, last, a time, or how long ago (15m, 2h, 7d)
     /// [default: new; first with --no-follow]
-    #[arg(long, value_name = "WHERE", value_parser = when::parse_start)]
+    #[arg(
+        long,
+        value_name = "WHERE",
+        value_parser = when::parse_start,
+        allow_hyphen_values = true
+    )]
     pub(crate) from: Option<StartFrom>,
 
-    /// Consume as this group: what was shown counts as handled and is not shown again. A group
-    /// that exists keeps its position
-    #[arg(long, value_name = "NAME")]
+    /// Consume as this group: what was shown counts as handled and is not shown again. A new group
+    /// begins where --from says (new), one that exists keeps its position
+    #[arg(long, value_name = "NAME", value_parser = parse_own_group)]
     pub(crate) group: Option<GroupName>,
 
     /// Stop after this many events
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true)]
     pub(crate) limit: Option<u64>,
 
     /// Stop at the end instead of waiting for more
@@ -217,19 +262,19 @@ pub(crate) enum DlqCommand {
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct DlqFilterArgs {
     /// Only of types that match
-    #[arg(long = "type", value_name = "PATTERN")]
+    #[arg(long = "type", value_name = "PATTERN", value_parser = parse_pattern)]
     pub(crate) pattern: Option<Pattern>,
 
     /// Only of this group; (unnamed) is the unnamed one
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = parse_group)]
     pub(crate) group: Option<GroupName>,
 
     /// Only events received at or after this time
-    #[arg(long, value_name = "TIME", value_parser = when::parse)]
+    #[arg(long, value_name = "TIME", value_parser = when::parse_past, allow_hyphen_values = true)]
     pub(crate) since: Option<Timestamp>,
 
     /// Only events received at or before this time
-    #[arg(long, value_name = "TIME", value_parser = when::parse)]
+    #[arg(long, value_name = "TIME", value_parser = when::parse, allow_hyphen_values = true)]
     pub(crate) until: Option<Timestamp>,
 }
 
@@ -239,14 +284,24 @@ pub(crate) struct DlqListArgs {
     pub(crate) filter: DlqFilterArgs,
 
     /// At most this many
-    #[arg(long, value_name = "N", default_value_t = 100)]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 100,
+        allow_negative_numbers = true
+    )]
     pub(crate) limit: usize,
 
     /// Leave out this many first
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        allow_negative_numbers = true
+    )]
     pub(crate) offset: usize,
 
-    /// Begin after this one: the cursor printed below a full page
+    /// Begin after this one: the cursor printed below a page that is not the last
     #[arg(long, value_name = "CURSOR", value_parser = parse_cursor)]
     pub(crate) after: Option<(u64, GroupName)>,
 }
@@ -257,7 +312,7 @@ pub(crate) struct DlqShowArgs {
     pub(crate) id: String,
 
     /// Only of this group
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = parse_group)]
     pub(crate) group: Option<GroupName>,
 
     /// The source the event was published with, if its id is not a UUID
@@ -290,7 +345,12 @@ pub(crate) struct DlqRetryArgs {
 #[derive(Debug, clap::Args)]
 pub(crate) struct DlqPurgeArgs {
     /// Those older than this many days
-    #[arg(long, value_name = "DAYS", value_parser = when::parse_days)]
+    #[arg(
+        long,
+        value_name = "DAYS",
+        value_parser = when::parse_days,
+        allow_hyphen_values = true
+    )]
     pub(crate) older_than: Duration,
 
     /// By when the event was created or by when it died
@@ -323,6 +383,7 @@ pub(crate) enum GroupsCommand {
     /// Delete a group with its position, what it owes and its dead letters
     Remove {
         /// The group; (unnamed) is the unnamed one
+        #[arg(value_parser = parse_group)]
         name: GroupName,
         /// Really
         #[arg(long)]
@@ -394,6 +455,58 @@ fn parse_rate(text: &str) -> Result<f64, String> {
     }
 }
 
+/// Reads a whole number that is not zero.
+fn parse_count(text: &str) -> Result<u64, String> {
+    match text.parse() {
+        Ok(n) if n > 0 => Ok(n),
+        _ => Err(format!("{text:?} is not a whole number of 1 or more")),
+    }
+}
+
+/// Reads a number of bytes: `500`, `64k`, `8m`. What is too large is the library's to say.
+fn parse_bytes(text: &str) -> Result<usize, String> {
+    let lower = text.to_ascii_lowercase();
+    let (digits, unit) = match lower.as_bytes().last() {
+        Some(b'k') => (&lower[..lower.len() - 1], 1 << 10),
+        Some(b'm') => (&lower[..lower.len() - 1], 1 << 20),
+        _ => (lower.as_str(), 1),
+    };
+    let bytes = digits.parse().ok().and_then(|n: usize| n.checked_mul(unit));
+    bytes
+        .filter(|bytes| *bytes > 0)
+        .ok_or_else(|| format!("{text:?} is not a number of bytes such as 500, 64k or 8m"))
+}
+
+fn parse_pattern(text: &str) -> Result<Pattern, String> {
+    Pattern::new(text).map_err(|error| with_hint(&error))
+}
+
+fn parse_group(text: &str) -> Result<GroupName, String> {
+    text.parse().map_err(|error| with_hint(&error))
+}
+
+/// A group that may be consumed from here. The unnamed one is what programs use that name none:
+/// whoever consumes it takes their events away.
+fn parse_own_group(text: &str) -> Result<GroupName, String> {
+    match parse_group(text)? {
+        group if group.is_unnamed() => Err(format!(
+            "the unnamed group belongs to the programs that name none{HINT}\
+             name a group of its own, for example --group audit"
+        )),
+        group => Ok(group),
+    }
+}
+
+/// Between the sentence and the hint of a value that is refused; `usage` finds it again.
+pub(crate) const HINT: &str = "\nhint: ";
+
+fn with_hint(error: &Error) -> String {
+    match error.hint_text() {
+        Some(hint) => format!("{}{HINT}{hint}", error.message()),
+        None => error.message().to_owned(),
+    }
+}
+
 fn parse_cursor(text: &str) -> Result<(u64, GroupName), String> {
     let bad = || format!("{text:?} is not a cursor as `dlq list` prints it");
     let (position, group) = text.split_once(':').ok_or_else(bad)?;
@@ -410,6 +523,16 @@ mod tests {
     #[test]
     fn the_command_line_is_well_formed() {
         Args::command().debug_assert();
+    }
+
+    #[test]
+    fn sizes_are_read_with_their_unit() {
+        assert_eq!(parse_bytes("500"), Ok(500));
+        assert_eq!(parse_bytes("64k"), Ok(65_536));
+        assert_eq!(parse_bytes("8M"), Ok(8 << 20));
+        for bad in ["", "0", "k", "-1", "1.5m", "99999999999999999999m"] {
+            assert!(parse_bytes(bad).is_err(), "{bad}");
+        }
     }
 
     #[test]

@@ -72,14 +72,51 @@ pub(crate) fn remove(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Renames the file and its companions.
+/// Renames the file and its companions: all of them or none.
 pub(crate) fn rename(path: &Path, to: &Path) -> Result<()> {
-    for suffix in companions(path) {
+    let mut moved: Vec<String> = Vec::new();
+    // The file itself must be there; nothing to move would look like success otherwise.
+    let companions = companions(path).into_iter().filter(|s| !s.is_empty());
+    for suffix in std::iter::once(String::new()).chain(companions) {
         let file = with_suffix(path, &suffix);
-        std::fs::rename(&file, with_suffix(to, &suffix))
-            .map_err(|e| io_error("cannot move", &file, e))?;
+        if let Err(error) = std::fs::rename(&file, with_suffix(to, &suffix)) {
+            for suffix in moved {
+                let _ = std::fs::rename(with_suffix(to, &suffix), with_suffix(path, &suffix));
+            }
+            return Err(io_error("cannot move", &file, error));
+        }
+        moved.push(suffix);
     }
     Ok(())
+}
+
+/// Puts a new file in the place of an old one, which is kept under another name. If that fails, the
+/// old one is back where it was.
+pub(crate) fn swap(fresh: &Path, target: &Path, old: &Path) -> Result<()> {
+    rename(target, old)?;
+    let Err(error) = rename(fresh, target) else {
+        return Ok(());
+    };
+    Err(match rename(old, target) {
+        Ok(()) => error,
+        Err(again) => Error::new(
+            again.code(),
+            format!("{}; and {}", error.message(), again.message()),
+        )
+        .hint(format!(
+            "the old file is {}; move it and what is named like it back by hand",
+            old.display()
+        )),
+    })
+}
+
+/// Whether both paths lead to the same file, by whatever names.
+pub(crate) fn are_same(one: &Path, other: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt as _;
+    match (std::fs::metadata(one), std::fs::metadata(other)) {
+        (Ok(one), Ok(other)) => (one.dev(), one.ino()) == (other.dev(), other.ino()),
+        _ => false,
+    }
 }
 
 /// The path with text added to its last part.
@@ -118,6 +155,37 @@ mod tests {
         remove(&at("c.db")).unwrap();
         let left = std::fs::read_dir(directory.path()).unwrap();
         assert_eq!(left.count(), 2, "a.db2 and b.db are not ours");
+    }
+
+    #[test]
+    fn a_swap_that_fails_leaves_the_old_file_where_it_was() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        for name in ["a.db", "a.db-wal"] {
+            std::fs::write(at(name), "old").unwrap();
+        }
+        // There is no fresh file, so the second of the two moves fails.
+        let error = swap(&at("fresh.db"), &at("a.db"), &at("kept.db")).unwrap_err();
+        assert_eq!(error.code(), Code::NoSuchFile);
+        assert!(at("a.db").exists() && at("a.db-wal").exists());
+        assert!(!at("kept.db").exists());
+        std::fs::write(at("fresh.db"), "new").unwrap();
+        swap(&at("fresh.db"), &at("a.db"), &at("kept.db")).unwrap();
+        assert_eq!(std::fs::read(at("a.db")).unwrap(), b"new");
+        assert_eq!(std::fs::read(at("kept.db-wal")).unwrap(), b"old");
+        assert!(!at("a.db-wal").exists());
+    }
+
+    #[test]
+    fn a_rename_that_fails_halfway_is_undone() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        for name in ["a.db", "a.db-wal"] {
+            std::fs::write(at(name), "").unwrap();
+        }
+        std::fs::create_dir_all(at("b.db-wal/full")).unwrap();
+        assert!(rename(&at("a.db"), &at("b.db")).is_err());
+        assert!(at("a.db").exists() && at("a.db-wal").exists() && !at("b.db").exists());
     }
 
     #[test]

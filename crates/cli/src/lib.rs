@@ -8,9 +8,11 @@ mod args;
 mod bench;
 mod commands;
 mod files;
+mod interrupt;
 mod open;
 mod output;
 mod progress;
+mod reader;
 mod stop;
 mod when;
 
@@ -65,16 +67,21 @@ fn usage(error: &clap::Error, raw: &[OsString]) -> ExitCode {
         .iter()
         .any(|word| matches!(word.to_str(), Some("-ojson" | "-o=json" | "--output=json")));
     if error.use_stderr() && json {
-        return Stop::usage(first_paragraph(&error.to_string()), None).report(OutputFormat::Json);
+        let text = error.to_string();
+        let said = text.split("\n\n").next().unwrap_or(&text);
+        let (message, hint) = match said.split_once(args::HINT) {
+            Some((message, hint)) => (message, Some(one_line(hint))),
+            None => (said, None),
+        };
+        let message = one_line(message.strip_prefix("error: ").unwrap_or(message));
+        return Stop::usage(message, hint.as_deref()).report(OutputFormat::Json);
     }
     let _ = error.print();
     ExitCode::from(if error.use_stderr() { 2 } else { 0 })
 }
 
-fn first_paragraph(text: &str) -> String {
-    let text = text.strip_prefix("error: ").unwrap_or(text);
-    let paragraph = text.split("\n\n").next().unwrap_or(text);
-    paragraph.split_whitespace().collect::<Vec<_>>().join(" ")
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 fn start_logging(args: &Args) {

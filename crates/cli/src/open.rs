@@ -1,19 +1,35 @@
 //! Which file or engine a command works on, and how it is opened.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use everbus::Bus;
+use everbus::{Bus, BusOptions};
 use everbus_core::{Code, Engine, Error};
 
-use crate::args::Args;
+use crate::args::{Args, OutputFormat};
+use crate::output::escaped;
 use crate::stop::{Outcome, Stop};
+use crate::when;
 
 const DEFAULT_FILE: &str = "everbus.db";
 
-/// What `--db`, `--broker` and the environment chose.
+/// After this long a person is told what a command waits for.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// What `--db`, `--broker` and the environment chose, and how it is opened.
+#[derive(Clone, Debug)]
+pub(crate) struct Target {
+    place: Place,
+    max_payload: usize,
+    busy_timeout: Duration,
+    /// Whether the person knows that we wait, or need not.
+    told: Arc<AtomicBool>,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Target {
+enum Place {
     /// A file of the embedded engine.
     File(PathBuf),
     /// Another engine.
@@ -23,6 +39,32 @@ pub(crate) enum Target {
 impl Target {
     /// A flag beats the environment, whichever of the two variables is set.
     pub(crate) fn choose(args: &Args) -> Outcome<Self> {
+        let place = Place::choose(args)?;
+        if let Place::File(path) = &place {
+            refuse_directory_name(path, "--db")?;
+        }
+        Ok(Self {
+            place,
+            max_payload: args.max_payload,
+            busy_timeout: args.busy_timeout,
+            // Machines wait in silence.
+            told: Arc::new(AtomicBool::new(args.output == OutputFormat::Json)),
+        })
+    }
+
+    /// A file of our own, opened with the usual settings.
+    pub(crate) fn file(path: &Path) -> Self {
+        Self {
+            place: Place::File(path.to_path_buf()),
+            max_payload: BusOptions::default().max_payload,
+            busy_timeout: everbus_sqlite::Options::default().busy_timeout,
+            told: Arc::new(AtomicBool::new(true)),
+        }
+    }
+}
+
+impl Place {
+    fn choose(args: &Args) -> Outcome<Self> {
         if let Some(path) = &args.db {
             return Ok(Self::File(path.clone()));
         }
@@ -58,12 +100,14 @@ impl Target {
             _ => Ok(Self::Url(url.to_owned())),
         }
     }
+}
 
+impl Target {
     /// The file, for commands that work on files.
     pub(crate) fn path(&self) -> Outcome<&Path> {
-        match self {
-            Self::File(path) => Ok(path),
-            Self::Url(url) => Err(Stop::Failed(
+        match &self.place {
+            Place::File(path) => Ok(path),
+            Place::Url(url) => Err(Stop::Failed(
                 Error::new(Code::Unsupported, format!("{url} is not a file"))
                     .hint("name the file with --db"),
             )),
@@ -73,9 +117,9 @@ impl Target {
     /// The option that names this target again, for the commands we suggest.
     pub(crate) fn as_option(&self) -> String {
         use crate::output::shell_word;
-        match self {
-            Self::File(path) => format!("--db {}", shell_word(&path.to_string_lossy())),
-            Self::Url(url) => format!("--broker {}", shell_word(url)),
+        match &self.place {
+            Place::File(path) => format!("--db {}", shell_word(&path.to_string_lossy())),
+            Place::Url(url) => format!("--broker {}", shell_word(url)),
         }
     }
 
@@ -86,25 +130,75 @@ impl Target {
 
     /// Opens a bus that publishes; a file is created if it is not there.
     pub(crate) async fn open_bus(&self) -> Outcome<Bus> {
-        Ok(Bus::builder().with_engine(self.open(true).await?)?)
+        let builder = Bus::builder().max_payload(self.max_payload);
+        Ok(builder.with_engine(self.open(true).await?)?)
+    }
+
+    /// The largest payload that may be published.
+    pub(crate) fn max_payload(&self) -> usize {
+        self.max_payload
     }
 
     async fn open(&self, create: bool) -> Outcome<Engine> {
-        match self {
-            Self::File(path) => {
+        match &self.place {
+            Place::File(path) => {
                 let path = path.clone();
                 let options = everbus_sqlite::Options {
                     create,
+                    busy_timeout: self.busy_timeout,
                     ..everbus_sqlite::Options::default()
                 };
-                Ok(blocking(move || everbus_sqlite::open(&path, options)).await?)
+                let opened = blocking(move || everbus_sqlite::open(&path, options));
+                Ok(self.patiently(opened).await?)
             }
-            Self::Url(url) => {
+            Place::Url(url) => {
                 let bus = Bus::builder().create(create).open(url).await?;
                 Ok(bus.engine().clone())
             }
         }
     }
+
+    /// Waits for something that writes to the file, and says so once if that takes long: most
+    /// likely another program holds a lock on it.
+    pub(crate) async fn patiently<T>(&self, work: impl Future<Output = T>) -> T {
+        let mut work = std::pin::pin!(work);
+        tokio::select! {
+            biased;
+            done = &mut work => return done,
+            () = tokio::time::sleep(PATIENCE) => {}
+        }
+        if !self.told.swap(true, Ordering::Relaxed) {
+            let what = match &self.place {
+                Place::File(path) => path.to_string_lossy().into_owned(),
+                Place::Url(url) => url.clone(),
+            };
+            let line = format!(
+                "waiting for {}: another program may hold it (for up to {}, see --busy-timeout)\n",
+                escaped(&what),
+                when::lasting(self.busy_timeout)
+            );
+            // If standard error is gone, there is nobody to tell.
+            let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
+        }
+        work.await
+    }
+}
+
+/// Refuses a name that can only be that of a directory.
+pub(crate) fn refuse_directory_name(path: &Path, example: &str) -> Outcome {
+    let text = path.to_string_lossy();
+    let is_directory = path.is_dir();
+    if !is_directory && !text.ends_with(std::path::is_separator) {
+        return Ok(());
+    }
+    let what = if is_directory { "is" } else { "names" };
+    let file = path.join(DEFAULT_FILE);
+    let file = crate::output::shell_word(&file.to_string_lossy());
+    Err(
+        Error::new(Code::NotAFile, format!("{text} {what} a directory"))
+            .hint(format!("name a file in it: {example} {file}"))
+            .into(),
+    )
 }
 
 /// Runs what blocks off the executor.
@@ -131,14 +225,14 @@ mod tests {
 
     #[test]
     fn a_sqlite_url_names_its_file() {
-        let file = |path: &str| Target::File(path.into());
-        assert_eq!(Target::from_url("sqlite:a/b.db").unwrap(), file("a/b.db"));
-        assert_eq!(Target::from_url("sqlite://a/b.db").unwrap(), file("a/b.db"));
-        assert_eq!(Target::from_url("sqlite:///a.db").unwrap(), file("/a.db"));
-        assert!(Target::from_url("memory:").is_err());
+        let file = |path: &str| Place::File(path.into());
+        assert_eq!(Place::from_url("sqlite:a/b.db").unwrap(), file("a/b.db"));
+        assert_eq!(Place::from_url("sqlite://a/b.db").unwrap(), file("a/b.db"));
+        assert_eq!(Place::from_url("sqlite:///a.db").unwrap(), file("/a.db"));
+        assert!(Place::from_url("memory:").is_err());
         assert!(matches!(
-            Target::from_url("kafka://h").unwrap(),
-            Target::Url(_)
+            Place::from_url("kafka://h").unwrap(),
+            Place::Url(_)
         ));
     }
 }

@@ -59,7 +59,10 @@ impl Stop {
                 | Code::InvalidAttribute
                 | Code::InvalidPattern
                 | Code::InvalidSetting
-                | Code::InvalidUrl => 2,
+                | Code::InvalidUrl
+                | Code::IdReused
+                | Code::NotAFile
+                | Code::NotEverbus => 2,
                 Code::NoSuchFile
                 | Code::NotFound
                 | Code::GroupNotFound
@@ -91,11 +94,8 @@ impl Stop {
             Self::BrokenPipe | Self::Interrupted | Self::Unsatisfied => None,
             Self::Failed(error) => Some(Report {
                 code: error.code().as_str(),
-                message: match std::error::Error::source(error) {
-                    Some(cause) => format!("{} ({cause})", error.message()),
-                    None => error.message().to_owned(),
-                },
-                hint: error.hint_text().map(str::to_owned),
+                message: with_cause(error),
+                hint: error.hint_text().map(with_options),
                 outcome_unknown: error.outcome_unknown(),
             }),
             Self::Usage { message, hint } => Some(Report {
@@ -112,6 +112,33 @@ impl Stop {
             }),
         }
     }
+}
+
+/// What the error says, with its cause unless that is part of it.
+fn with_cause(error: &Error) -> String {
+    let message = error.message();
+    match std::error::Error::source(error).map(ToString::to_string) {
+        Some(cause) if !message.contains(&cause) => format!("{message} ({cause})"),
+        _ => message.to_owned(),
+    }
+}
+
+/// A hint of the library names settings; on the command line they are options.
+fn with_options(hint: &str) -> String {
+    hint.replace("max_payload", "--max-payload")
+        .replace("the busy timeout", "--busy-timeout")
+}
+
+/// The same error, with what it is about before it.
+pub(crate) fn about(what: &str, error: &Error) -> Error {
+    let mut named = Error::new(error.code(), format!("{what}: {}", with_cause(error)));
+    if let Some(hint) = error.hint_text() {
+        named = named.hint(hint);
+    }
+    if error.outcome_unknown() {
+        named = named.with_unknown_outcome();
+    }
+    named
 }
 
 #[derive(Serialize)]
@@ -169,11 +196,37 @@ mod tests {
         assert_eq!(exit(Code::GroupNotFound), 3);
         assert_eq!(exit(Code::DiskFull), 4);
         assert_eq!(exit(Code::Busy), 4);
-        assert_eq!(exit(Code::IdReused), 1);
+        assert_eq!(exit(Code::IdReused), 2);
+        assert_eq!(exit(Code::NotAFile), 2);
+        assert_eq!(exit(Code::NotEverbus), 2);
+        assert_eq!(exit(Code::Corrupt), 1);
         assert_eq!(
             Stop::from(io::Error::from(io::ErrorKind::BrokenPipe)).exit_code(),
             0
         );
         assert_eq!(Stop::Interrupted.exit_code(), 130);
+    }
+
+    #[test]
+    fn a_cause_that_the_message_tells_is_not_told_again() {
+        let cause = || io::Error::other("disk on fire");
+        let report = |message: &str| {
+            let error = Error::new(Code::StorageFailed, message).caused_by(cause());
+            Stop::from(error).describe().map(|report| report.message)
+        };
+        assert_eq!(
+            report("writing: disk on fire").as_deref(),
+            Some("writing: disk on fire")
+        );
+        assert_eq!(report("writing").as_deref(), Some("writing (disk on fire)"));
+    }
+
+    #[test]
+    fn hints_name_options_where_the_library_names_settings() {
+        assert_eq!(
+            with_options("close it, or raise the busy timeout"),
+            "close it, or raise --busy-timeout"
+        );
+        assert_eq!(with_options("raise max_payload"), "raise --max-payload");
     }
 }

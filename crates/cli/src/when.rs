@@ -4,35 +4,75 @@ use std::time::Duration;
 
 use everbus_core::{Clock as _, StartFrom, SystemClock, Timestamp};
 
-/// Reads a time: RFC 3339, a date, or how long ago (`90s`, `15m`, `2h`, `7d`).
+/// Nothing here is older than a hundred years; a longer age is a mistake of units.
+const OLDEST_DAYS: u64 = 36_525;
+/// Clocks of several machines may differ by this much.
+const SKEW: Duration = Duration::from_secs(60);
+
+/// Reads a time: RFC 3339, a date, a date with a time of day (in UTC unless it names a zone), or how
+/// long ago (`90s`, `15m`, `2h`, `7d`).
 pub(crate) fn parse(text: &str) -> Result<Timestamp, String> {
-    if let Some(ago) = age(text) {
-        return Ok(SystemClock.now().minus(ago));
+    match age(text) {
+        Some(Ok(ago)) => return Ok(SystemClock.now().minus(ago)),
+        Some(Err(out_of_range)) => return Err(out_of_range),
+        None => {}
     }
-    let bare_date = text.len() == 10 && text.bytes().filter(|b| *b == b'-').count() == 2;
-    let full = if bare_date {
-        format!("{text}T00:00:00Z")
-    } else {
-        text.to_owned()
-    };
-    full.parse::<Timestamp>().map_err(|_| {
+    full_time(text).parse::<Timestamp>().map_err(|_| {
         format!(
-            "{text:?} is not a time; write 2026-01-31T12:00:00Z, 2026-01-31, \
-             or how long ago: 90s, 15m, 2h, 7d"
+            "{text:?} is not a time; write 2026-01-31T12:00:00Z, 2026-01-31 12:00 (UTC), \
+             2026-01-31, or how long ago: 90s, 15m, 2h, 7d"
         )
     })
 }
 
-fn age(text: &str) -> Option<Duration> {
-    let unit = match text.chars().last()? {
-        's' => 1,
-        'm' => 60,
-        'h' => 3600,
-        'd' => 86_400,
+/// Reads a time that is not in the future.
+pub(crate) fn parse_past(text: &str) -> Result<Timestamp, String> {
+    let time = parse(text)?;
+    if time > SystemClock.now().plus(SKEW) {
+        return Err(format!("{text:?} lies in the future"));
+    }
+    Ok(time)
+}
+
+fn age(text: &str) -> Option<Result<Duration, String>> {
+    let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    let unit = match unit {
+        "s" => 1,
+        "m" => 60,
+        "h" => 3600,
+        "d" => 86_400,
         _ => return None,
     };
-    let number: u64 = text[..text.len() - 1].parse().ok()?;
-    Some(Duration::from_secs(number.checked_mul(unit)?))
+    let digits = number.strip_prefix('-').unwrap_or(number);
+    if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
+        return None;
+    }
+    let seconds = number.parse::<u64>().ok().and_then(|n| n.checked_mul(unit));
+    Some(match seconds {
+        Some(seconds) if seconds <= OLDEST_DAYS * 86_400 => Ok(Duration::from_secs(seconds)),
+        _ => Err(format!(
+            "{text:?} ago is out of range: between 0s and {OLDEST_DAYS}d"
+        )),
+    })
+}
+
+/// What people leave out of a time, added: `2026-01-31 12:00` is `2026-01-31T12:00:00Z`.
+fn full_time(text: &str) -> String {
+    let text = text.strip_suffix(" UTC").unwrap_or(text);
+    let Some((date, rest)) = text.split_at_checked(10) else {
+        return text.to_owned();
+    };
+    if rest.is_empty() {
+        return format!("{date}T00:00:00Z");
+    }
+    let Some(rest) = rest.strip_prefix([' ', 'T', 't']) else {
+        return text.to_owned();
+    };
+    let zone = rest.find(['Z', 'z', '+', '-']).unwrap_or(rest.len());
+    let (time, zone) = rest.split_at(zone);
+    let seconds = if time.len() == 5 { ":00" } else { "" };
+    let zone = if zone.is_empty() { "Z" } else { zone };
+    format!("{date}T{time}{seconds}{zone}")
 }
 
 /// Reads where to start: `new`, `first`, `last` or a time.
@@ -41,7 +81,7 @@ pub(crate) fn parse_start(text: &str) -> Result<StartFrom, String> {
         "new" => Ok(StartFrom::New),
         "first" => Ok(StartFrom::First),
         "last" => Ok(StartFrom::Last),
-        time => parse(time)
+        time => parse_past(time)
             .map(StartFrom::Time)
             .map_err(|e| format!("{e}; or one of new, first, last")),
     }
@@ -56,7 +96,7 @@ pub(crate) fn parse_days(text: &str) -> Result<Duration, String> {
         .map_err(|_| format!("{text:?} is not a number of days"))?;
     let seconds = days * 86_400.0;
     if !(0.0..=86_400.0 * 366_000.0).contains(&seconds) {
-        return Err(format!("{text:?} days is out of range"));
+        return Err(format!("{text:?} days is out of range: 0 or more"));
     }
     Duration::try_from_secs_f64(seconds).map_err(|e| format!("{text:?} days: {e}"))
 }
@@ -72,6 +112,24 @@ pub(crate) fn parse_seconds(text: &str) -> Result<Duration, String> {
         return Err(format!("{text:?} seconds is out of range"));
     }
     Duration::try_from_secs_f64(seconds).map_err(|e| format!("{text:?} seconds: {e}"))
+}
+
+/// Reads how long to wait: `10`, `10s`, `500ms`, `2m`; at most an hour.
+pub(crate) fn parse_wait(text: &str) -> Result<Duration, String> {
+    let (number, unit) = match text {
+        _ if text.ends_with("ms") => (&text[..text.len() - 2], 0.001),
+        _ if text.ends_with('s') => (&text[..text.len() - 1], 1.0),
+        _ if text.ends_with('m') => (&text[..text.len() - 1], 60.0),
+        _ => (text, 1.0),
+    };
+    let number: f64 = number
+        .parse()
+        .map_err(|_| format!("{text:?} is not a duration such as 10s, 500ms or 2m"))?;
+    let seconds = number * unit;
+    if !(0.0..=3600.0).contains(&seconds) {
+        return Err(format!("{text:?} is out of range: between 0s and 60m"));
+    }
+    Duration::try_from_secs_f64(seconds).map_err(|e| format!("{text:?}: {e}"))
 }
 
 /// A time to the millisecond: `2026-01-31 12:00:00.123 UTC`.
@@ -125,11 +183,45 @@ mod tests {
             "1y",
             "-5m",
             "2026-13-01",
+            "2026-01-31 25:00",
+            "2026-01-31x12:00",
             "999999999999999999999d",
+            "40000d",
         ] {
             assert!(parse(bad).is_err(), "{bad}");
         }
         assert_eq!(parse_start("last").unwrap(), StartFrom::Last);
+        let noon = parse("2026-01-31T12:00:00Z").unwrap();
+        for same in [
+            "2026-01-31 12:00",
+            "2026-01-31 12:00:00",
+            "2026-01-31T12:00",
+            "2026-01-31T12:00:00",
+            "2026-01-31 12:00Z",
+            "2026-01-31 13:00+01:00",
+            "2026-01-31 12:00:00.000",
+            &shown(noon),
+        ] {
+            assert_eq!(parse(same), Ok(noon), "{same}");
+        }
+    }
+
+    #[test]
+    fn a_start_in_the_future_is_refused() {
+        assert!(parse_start("2999-01-01").is_err_and(|e| e.contains("future")));
+        assert!(parse("2999-01-01").is_ok(), "an end may lie there");
+        assert!(parse_start("-5m").is_err_and(|e| e.contains("out of range")));
+    }
+
+    #[test]
+    fn waits_have_units_and_an_end() {
+        assert_eq!(parse_wait("10"), Ok(Duration::from_secs(10)));
+        assert_eq!(parse_wait("500ms"), Ok(Duration::from_millis(500)));
+        assert_eq!(parse_wait("2m"), Ok(Duration::from_secs(120)));
+        assert_eq!(parse_wait("0"), Ok(Duration::ZERO));
+        for bad in ["", "x", "-1", "2h", "61m", "NaN", "1e99"] {
+            assert!(parse_wait(bad).is_err(), "{bad}");
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The bus: what users hold on to.
 
+use std::collections::BTreeMap;
 use std::future::Future;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError};
@@ -13,6 +14,7 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use crate::dead_letters::DeadLetterQueue;
+use crate::guard;
 use crate::options::{BusBuilder, BusOptions};
 use crate::receipt::Receipt;
 use crate::registry::Registry;
@@ -48,8 +50,11 @@ pub(crate) struct Shared {
     pub(crate) options: BusOptions,
     /// Becomes true just before the engine is closed.
     pub(crate) closed: watch::Sender<bool>,
+    /// Becomes true when the shutdown begins.
+    ending: watch::Sender<bool>,
     state: AtomicU8,
     failure: OnceLock<Error>,
+    stopped_groups: std::sync::Mutex<BTreeMap<GroupName, Error>>,
     lost_leases: AtomicU64,
 }
 
@@ -67,12 +72,54 @@ impl Shared {
         }
     }
 
-    /// Remembers the first failure that the engine does not recover from.
-    pub(crate) fn fail(&self, error: &Error) {
-        let _ = self.failure.set(error.clone());
-        let _ = self
-            .state
-            .compare_exchange(OPEN, FAILED, Ordering::AcqRel, Ordering::Acquire);
+    /// Remembers the first failure that the engine does not recover from; whether this is one.
+    pub(crate) fn fail_if_fatal(&self, error: &Error) -> bool {
+        let fatal = matches!(
+            error.code(),
+            Code::StorageFailed | Code::Corrupt | Code::NewerSchema
+        );
+        if fatal && self.failure.set(error.clone()).is_ok() {
+            let _ = self
+                .state
+                .compare_exchange(OPEN, FAILED, Ordering::AcqRel, Ordering::Acquire);
+            guard::log(|| {
+                tracing::error!(target: "everbus::bus", %error, "the engine failed; the bus takes no more publishes");
+            });
+        }
+        fatal
+    }
+
+    /// A group that had stopped, perhaps, runs again or is no longer ours.
+    pub(crate) fn group_not_stopped(&self, group: &GroupName) {
+        self.stopped_groups().remove(group);
+    }
+
+    /// A group has stopped by itself.
+    pub(crate) fn group_stopped(&self, group: &GroupName, error: &Error) {
+        self.stopped_groups().insert(group.clone(), error.clone());
+    }
+
+    fn stopped_groups(&self) -> std::sync::MutexGuard<'_, BTreeMap<GroupName, Error>> {
+        self.stopped_groups
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks the engine for a change, until the shutdown begins: an engine that is slow to answer
+    /// must not hold that up.
+    pub(crate) async fn unless_ending<T>(
+        &self,
+        change: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let mut ending = self.ending.subscribe();
+        let changed = tokio::select! {
+            biased;
+            changed = change => changed,
+            _ = ending.wait_for(|ending| *ending) => Err(Error::shutdown()),
+        };
+        changed.inspect_err(|error| {
+            self.fail_if_fatal(error);
+        })
     }
 
     pub(crate) fn count_lost_lease(&self) {
@@ -81,6 +128,7 @@ impl Shared {
 
     fn refuse_new_work(&self) {
         self.state.store(CLOSED, Ordering::Release);
+        self.ending.send_replace(true);
     }
 }
 
@@ -105,8 +153,10 @@ impl Bus {
                     engine,
                     options,
                     closed: watch::Sender::new(false),
+                    ending: watch::Sender::new(false),
                     state: AtomicU8::new(OPEN),
                     failure: OnceLock::new(),
+                    stopped_groups: std::sync::Mutex::default(),
                     lost_leases: AtomicU64::new(0),
                 }),
                 registry: tokio::sync::Mutex::default(),
@@ -187,10 +237,13 @@ impl Bus {
             .broker
             .append(events)
             .await
-            .inspect_err(|error| {
-                if error.code() == Code::StorageFailed {
-                    shared.fail(error);
+            .inspect(|answers| {
+                for error in answers.iter().filter_map(|answer| answer.as_ref().err()) {
+                    shared.fail_if_fatal(error);
                 }
+            })
+            .inspect_err(|error| {
+                shared.fail_if_fatal(error);
             })
     }
 
@@ -206,7 +259,8 @@ impl Bus {
     pub async fn unsubscribe(&self, id: SubscriptionId) -> Result<()> {
         let mut registry = self.inner.registry.lock().await;
         self.accepts()?;
-        registry.unsubscribe(&self.inner.shared, id).await
+        let shared = &self.inner.shared;
+        shared.unless_ending(registry.unsubscribe(shared, id)).await
     }
 
     /// Starts dispatching: handlers run from now on, also those that are subscribed later. What was
@@ -227,18 +281,21 @@ impl Bus {
         Ok(())
     }
 
-    /// Shuts down within the configured time (30 s unless set).
+    /// Shuts down within the configured time (30 s unless set), as
+    /// [`shutdown_within`](Self::shutdown_within) does.
     pub async fn shutdown(&self) -> Result<Shutdown> {
         self.shutdown_within(self.inner.shared.options.shutdown_timeout)
             .await
     }
 
     /// Shuts down: refuses new publishes and subscriptions (`EventBusShutdownError`), gives back what
-    /// has not begun, lets running handlers finish within `timeout`, makes every outcome durable and
-    /// closes the engine.
+    /// has not begun, lets running handlers finish within `timeout`, makes their outcomes durable and
+    /// closes the engine. It returns at the latest 5 seconds after `timeout`: that is what outcomes and
+    /// the engine get when the handlers have taken all of it, or when another program holds the file.
     ///
-    /// Handlers that are still running then are abandoned; their events will be delivered again, with
-    /// the attempt counted. Shutting down twice, also at the same time, is harmless: both calls
+    /// Handlers that are still running after `timeout` are abandoned; their events will be delivered
+    /// again, with the attempt counted. [`Shutdown`] says how many those are, how many outcomes could
+    /// not be made durable in time, and whether the engine is closed. Shutting down twice, also at the same time, is harmless: both calls
     /// return the report of the first. Dropping the future does not stop the shutdown. A handler that
     /// awaits the shutdown of its own bus waits for itself and is abandoned.
     pub async fn shutdown_within(&self, timeout: Duration) -> Result<Shutdown> {
@@ -263,12 +320,13 @@ impl Bus {
             return running.clone();
         }
         self.inner.shared.refuse_new_work();
+        let deadline = shutdown::deadline(timeout);
         let (report, receiver) = watch::channel(None);
         let inner = self.inner.clone();
         // A task of its own, so that it goes on when the caller stops waiting.
         tokio::spawn(async move {
             let registry = std::mem::take(&mut *inner.registry.lock().await);
-            let outcome = shutdown::drain(&inner.shared, registry, timeout).await;
+            let outcome = shutdown::drain(&inner.shared, registry, deadline).await;
             report.send_replace(Some(outcome));
         });
         *ending = Some(receiver.clone());
@@ -291,7 +349,11 @@ impl Bus {
         let mut registry = self.inner.registry.lock().await;
         self.accepts()?;
         registry.forget_group(&group)?;
-        self.inner.shared.engine.broker.remove_group(group).await
+        let shared = &self.inner.shared;
+        shared.group_not_stopped(&group);
+        shared
+            .unless_ending(shared.engine.broker.remove_group(group))
+            .await
     }
 
     /// The log itself, for looking up, reading and tailing events; `Unsupported` where the engine
@@ -316,9 +378,19 @@ impl Bus {
     }
 
     /// The failure after which this bus stopped working, if there was one: a disk that failed, a file
-    /// upgraded by a newer version. Publishes return it too. Open the bus again to go on.
+    /// that is damaged or was upgraded by a newer version. Publishes return it too. Open the bus again
+    /// to go on. A group may also stop by itself: see [`stopped_groups`](Self::stopped_groups).
     pub fn failure(&self) -> Option<Error> {
         self.inner.shared.failure.get().cloned()
+    }
+
+    /// The groups with handlers here that handle nothing any more, and why: somebody else removed
+    /// the group, or the engine failed. Other groups and publishes go on after a removal. To have a
+    /// removed group again, unsubscribe its handlers and subscribe them anew.
+    pub fn stopped_groups(&self) -> Vec<(GroupName, Error)> {
+        let stopped = self.inner.shared.stopped_groups();
+        let pairs = stopped.iter();
+        pairs.map(|(g, e)| (g.clone(), e.clone())).collect()
     }
 
     /// How many outcomes came too late: the lease was over and the event had gone to somebody else.
@@ -354,8 +426,8 @@ impl Drop for Inner {
         self.shared.refuse_new_work();
         let shared = self.shared.clone();
         runtime.spawn(async move {
-            let timeout = shared.options.shutdown_timeout;
-            if let Err(error) = shutdown::drain(&shared, registry, timeout).await {
+            let deadline = shutdown::deadline(shared.options.shutdown_timeout);
+            if let Err(error) = shutdown::drain(&shared, registry, deadline).await {
                 tracing::warn!(target: "everbus::shutdown", %error, "a dropped bus did not close cleanly");
             }
         });

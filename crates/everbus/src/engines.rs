@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use everbus_core::{Clock, Code, Engine, Error, Result};
 pub use everbus_sqlite::Durable;
@@ -11,6 +12,8 @@ pub use everbus_sqlite::Durable;
 pub(crate) struct EngineOptions {
     pub(crate) durability: Durable,
     pub(crate) create: bool,
+    /// The engine's own unless set.
+    pub(crate) busy_timeout: Option<Duration>,
 }
 
 impl Default for EngineOptions {
@@ -18,6 +21,7 @@ impl Default for EngineOptions {
         Self {
             durability: Durable::default(),
             create: true,
+            busy_timeout: None,
         }
     }
 }
@@ -36,11 +40,13 @@ pub(crate) async fn open(
     match parse(url)? {
         Target::Memory => Ok(everbus_memory::open(everbus_memory::Options { clock })),
         Target::Sqlite(path) => {
+            let defaults = everbus_sqlite::Options::default();
             let options = everbus_sqlite::Options {
                 clock,
                 durability: options.durability,
                 create: options.create,
-                ..everbus_sqlite::Options::default()
+                busy_timeout: options.busy_timeout.unwrap_or(defaults.busy_timeout),
+                ..defaults
             };
             tokio::task::spawn_blocking(move || everbus_sqlite::open(&path, options))
                 .await

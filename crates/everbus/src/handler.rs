@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use everbus_core::{BoxFuture, Code, FailureKind, Pattern, RetryPolicy};
 
+use crate::guard;
 use crate::message::Message;
 use crate::subscribe::SubscriptionId;
 
@@ -208,6 +209,21 @@ impl Handler {
 
     pub(crate) fn is_removed(&self) -> bool {
         self.removed.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Handler {
+    /// Whoever happens to be the last to hold it must not die of what the user's function does when
+    /// it is dropped.
+    fn drop(&mut self) {
+        let nothing: Run = Box::new(|_| Box::pin(std::future::ready(Ok(()))));
+        let run = std::mem::replace(&mut self.run, nothing);
+        if let Err(error) = guard::contain(|| drop(run)) {
+            let handler = self.name.as_str();
+            guard::log(|| {
+                tracing::error!(target: "everbus::dispatch", handler, error, "a handler panicked while it was dropped");
+            });
+        }
     }
 }
 

@@ -40,6 +40,7 @@ mod bus;
 mod dead_letters;
 mod dispatch;
 mod engines;
+mod guard;
 mod handler;
 mod message;
 mod options;

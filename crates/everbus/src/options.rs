@@ -202,9 +202,19 @@ impl BusBuilder {
         self
     }
 
+    /// How long an operation waits for another program that holds the file before it gives up with
+    /// `FileBusy` (10 s). What was handled is not given up: its outcome is tried again.
+    pub fn busy_timeout(mut self, timeout: Duration) -> Self {
+        self.engine.busy_timeout = Some(timeout);
+        self
+    }
+
     /// Opens the bus: `sqlite:FILE` or a bare path for a file, `memory:` for none.
     pub async fn open(self, url: impl AsRef<str>) -> Result<Bus> {
         self.options.validate()?;
+        if let Some(timeout) = self.engine.busy_timeout.filter(|t| *t > LONGEST) {
+            return Err(too_long("the busy timeout", timeout));
+        }
         let clock = self.options.clock.clone();
         let engine = engines::open(url.as_ref(), self.engine, clock).await?;
         Bus::with_engine(engine, self.options)

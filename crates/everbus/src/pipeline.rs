@@ -5,9 +5,7 @@
 //! Of these, the trace of failures, the timeout and the handler exist so far; a further layer goes
 //! into [`deliver`] (once per delivery) or [`attempt`] (once per handler) at its place in that order.
 
-use std::any::Any;
 use std::future::{Future, poll_fn};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -17,6 +15,7 @@ use everbus_core::{
     BoxFuture, Clock, Delivery, Failure, FailureKind, GroupName, RetryPolicy, Verdict,
 };
 
+use crate::guard;
 use crate::handler::{Answer, Handler, HandlerError, HandlerResult};
 use crate::message::Message;
 
@@ -24,14 +23,35 @@ use crate::message::Message;
 /// ends the attempt, and the policy of the handler that failed decides.
 ///
 /// A handler that skips does not keep the others from running; the event counts as skipped if no
-/// handler handled it.
+/// handler handled it. Whatever panics on the way is a failure of the attempt.
 pub(crate) async fn deliver(
     group: &GroupName,
     clock: &dyn Clock,
     delivery: &Delivery,
     handlers: &[Arc<Handler>],
 ) -> Verdict {
-    if let Some(verdict) = used_up_by_crashes(group, delivery, handlers) {
+    match guard::contained(run_handlers(group, clock, delivery, handlers)).await {
+        Ok(verdict) => verdict,
+        Err(said) => match most_patient(handlers) {
+            Some(Handler { retry, .. }) => {
+                let error = HandlerError::panicked(&said);
+                judge(group, clock, delivery, retry, None, error)
+            }
+            None => released(),
+        },
+    }
+}
+
+async fn run_handlers(
+    group: &GroupName,
+    clock: &dyn Clock,
+    delivery: &Delivery,
+    handlers: &[Arc<Handler>],
+) -> Verdict {
+    if let Some(crash) = delivery.failures.last()
+        && crash.kind == FailureKind::Crash
+        && let Some(verdict) = after_crash(group, delivery, crash, handlers)
+    {
         return verdict;
     }
     let mut handled = false;
@@ -40,7 +60,14 @@ pub(crate) async fn deliver(
         let message = Message::new(delivery, group, handler.retry.max_attempts());
         match attempt(handler, message).await {
             Ok(()) => handled = true,
-            Err(error) => match judge(group, clock, delivery, handler, error) {
+            Err(error) => match judge(
+                group,
+                clock,
+                delivery,
+                &handler.retry,
+                Some(&handler.name),
+                error,
+            ) {
                 Verdict::Skip { reason } => skipped = skipped.or(Some(reason)),
                 verdict => return verdict,
             },
@@ -50,17 +77,30 @@ pub(crate) async fn deliver(
         _ if handled => Verdict::Ack,
         Some(reason) => Verdict::Skip { reason },
         // Every handler it was queued for has been unsubscribed since.
-        None => Verdict::Release {
-            after: Duration::ZERO,
-        },
+        None => released(),
     }
+}
+
+fn released() -> Verdict {
+    Verdict::Release {
+        after: Duration::ZERO,
+    }
+}
+
+/// The handler that would try most often.
+fn most_patient(handlers: &[Arc<Handler>]) -> Option<&Handler> {
+    handlers
+        .iter()
+        .filter(|handler| !handler.is_removed())
+        .max_by_key(|handler| handler.retry.max_attempts())
+        .map(|handler| &**handler)
 }
 
 /// Calls one handler under its timeout.
 async fn attempt(handler: &Handler, message: Message) -> HandlerResult {
-    let mut run = match catch_unwind(AssertUnwindSafe(|| handler.call(message))) {
+    let mut run = match guard::contain(|| handler.call(message)) {
         Ok(future) => Unpanicked(Some(future)),
-        Err(payload) => return Err(panicked(&*payload)),
+        Err(said) => return Err(HandlerError::panicked(&said)),
     };
     // Most handlers are ready at once; those never touch the timer.
     match poll_fn(|cx| Poll::Ready(Pin::new(&mut run).poll(cx))).await {
@@ -82,9 +122,9 @@ impl Future for Unpanicked {
         let Some(future) = &mut self.0 else {
             return Poll::Pending;
         };
-        match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(cx))) {
+        match guard::contain(|| future.as_mut().poll(cx)) {
             Ok(poll) => poll,
-            Err(payload) => Poll::Ready(Err(panicked(&*payload))),
+            Err(said) => Poll::Ready(Err(HandlerError::panicked(&said))),
         }
     }
 }
@@ -92,19 +132,12 @@ impl Future for Unpanicked {
 impl Drop for Unpanicked {
     fn drop(&mut self) {
         let future = self.0.take();
-        if catch_unwind(AssertUnwindSafe(|| drop(future))).is_err() {
-            tracing::error!(target: "everbus::dispatch", "a handler panicked while it was dropped");
+        if let Err(said) = guard::contain(|| drop(future)) {
+            guard::log(|| {
+                tracing::error!(target: "everbus::dispatch", error = said, "a handler panicked while it was dropped");
+            });
         }
     }
-}
-
-fn panicked(payload: &(dyn Any + Send)) -> HandlerError {
-    let text = payload
-        .downcast_ref::<&str>()
-        .copied()
-        .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("(no message)");
-    HandlerError::panicked(text)
 }
 
 /// From a handler's error to a verdict, with a line in the log for every failed attempt.
@@ -112,21 +145,22 @@ fn judge(
     group: &GroupName,
     clock: &dyn Clock,
     delivery: &Delivery,
-    handler: &Handler,
+    policy: &RetryPolicy,
+    handler: Option<&str>,
     error: HandlerError,
 ) -> Verdict {
     let (text, kind, answer) = error.into_parts();
     let attempt = delivery.attempt;
-    let policy_says = || handler.retry.after_failure(attempt, random());
+    let policy_says = || policy.after_failure(attempt, random());
     let delay = match answer {
         Answer::Skip => return Verdict::Skip { reason: text },
         Answer::GiveUp => None,
         Answer::Retry => policy_says(),
         Answer::RetryAfter(after) => policy_says().map(|_| after),
     };
-    let name = handler.name.as_str();
-    report(group, delivery, name, &handler.retry, attempt, delay, &text);
-    let failure = Failure::new(attempt, clock.now(), kind, text).in_handler(name);
+    report(group, delivery, handler, policy, attempt, delay, &text);
+    let mut failure = Failure::new(attempt, clock.now(), kind, text);
+    failure.handler = handler.map(str::to_owned);
     match delay {
         Some(after) => Verdict::Retry { after, failure },
         None => Verdict::Dead {
@@ -135,43 +169,31 @@ fn judge(
     }
 }
 
-/// A delivery whose attempts are used up and whose last one crashed the process, with no other event
-/// in flight that could be to blame, is not tried again: the failures already recorded say why. In
-/// every other case it runs once more and its own outcome decides: another event may have been the
-/// culprit, or the policy was tightened meanwhile.
-fn used_up_by_crashes(
+/// The last attempt ended with its process or its lease, so nobody was there to log it: that is done
+/// here, when the event comes again.
+///
+/// If that used up the attempts, with no other event in flight that could be to blame, it is not tried
+/// again: the failures already recorded say why. In every other case it runs once more and its own
+/// outcome decides: another event may have been the culprit, or the policy was tightened meanwhile.
+fn after_crash(
     group: &GroupName,
     delivery: &Delivery,
+    crash: &Failure,
     handlers: &[Arc<Handler>],
 ) -> Option<Verdict> {
-    let last = delivery.failures.last()?;
-    if last.kind != FailureKind::Crash || !last.alone {
-        return None;
-    }
-    let longest = handlers
-        .iter()
-        .filter(|handler| !handler.is_removed())
-        .max_by_key(|handler| handler.retry.max_attempts())?;
-    if delivery.attempt <= longest.retry.max_attempts() {
-        return None;
-    }
-    report(
-        group,
-        delivery,
-        &longest.name,
-        &longest.retry,
-        last.attempt,
-        None,
-        &last.error,
-    );
-    Some(Verdict::Dead { failure: None })
+    let policy = &most_patient(handlers)?.retry;
+    let used_up = crash.alone && delivery.attempt > policy.max_attempts();
+    let delay = (!used_up).then_some(Duration::ZERO);
+    let (attempt, error) = (crash.attempt, &crash.error);
+    report(group, delivery, None, policy, attempt, delay, error);
+    used_up.then_some(Verdict::Dead { failure: None })
 }
 
 /// The structured log entry of a failed attempt, the last included.
 fn report(
     group: &GroupName,
     delivery: &Delivery,
-    handler: &str,
+    handler: Option<&str>,
     policy: &RetryPolicy,
     attempt: u32,
     delay: Option<Duration>,
@@ -179,7 +201,7 @@ fn report(
 ) {
     let event = &delivery.record.event;
     let max_attempts = policy.max_attempts();
-    match delay {
+    guard::log(|| match delay {
         Some(delay) => tracing::warn!(
             target: "everbus::dispatch",
             event_id = %event.id(),
@@ -205,7 +227,7 @@ fn report(
             dead_lettered = true,
             "the last attempt failed"
         ),
-    }
+    });
 }
 
 /// Between 0 and 1, for the jitter of a retry.
@@ -300,6 +322,28 @@ mod tests {
         };
         assert_eq!(verdict(&crashed(0, false), &[gone]).await, released);
         assert_eq!(verdict(&crashed(4, true), &[]).await, released);
+    }
+
+    #[tokio::test]
+    async fn a_panic_outside_a_handler_is_a_failure_of_the_attempt() {
+        #[derive(Debug)]
+        struct Broken(std::sync::atomic::AtomicBool);
+        impl Clock for Broken {
+            fn now(&self) -> Timestamp {
+                let was_asked = self.0.swap(true, std::sync::atomic::Ordering::SeqCst);
+                assert!(was_asked, "the first answer is a panic");
+                Timestamp::EPOCH
+            }
+        }
+        let handlers = [handler(RetryPolicy::default(), || {
+            Err(HandlerError::new("an error"))
+        })];
+        let (group, clock) = (GroupName::unnamed(), Broken(false.into()));
+        let verdict = deliver(&group, &clock, &crashed(0, false), &handlers).await;
+        let Verdict::Retry { failure, .. } = verdict else {
+            panic!("{verdict:?}");
+        };
+        assert_eq!((failure.attempt, failure.kind), (1, FailureKind::Panic));
     }
 
     #[tokio::test]

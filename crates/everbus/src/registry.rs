@@ -234,7 +234,7 @@ impl Group {
         }
         match &self.runner {
             Some(runner) => runner.change(plan),
-            None if self.handlers.is_empty() => {}
+            None if self.handlers.is_empty() => shared.group_not_stopped(name),
             None => self.runner = Some(Runner::start(shared.clone(), name.clone(), plan)),
         }
     }

@@ -27,6 +27,7 @@ pub(crate) async fn prune_hourly(shared: Arc<Shared>, retention: Retention) {
             ),
             Err(error) if error.code() == Code::Shutdown => return,
             Err(error) => {
+                shared.fail_if_fatal(&error);
                 tracing::warn!(target: "everbus::retention", %error, "could not prune the log");
                 if error.code() == Code::Unsupported {
                     return;

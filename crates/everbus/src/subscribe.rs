@@ -186,8 +186,9 @@ impl<'a> Subscribe<'a> {
         let mut registry = bus.registry().lock().await;
         // Checked again under the lock: a shutdown may have come first.
         bus.accepts()?;
-        registry
-            .subscribe(bus.shared(), request, Handler::erase(handler))
+        let shared = bus.shared();
+        shared
+            .unless_ending(registry.subscribe(shared, request, Handler::erase(handler)))
             .await
     }
 

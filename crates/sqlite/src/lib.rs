@@ -70,7 +70,7 @@ pub struct Options {
     /// Whether to create the file if there is none.
     pub create: bool,
     /// Publishes are refused when the disk has less room than this, so that acks still fit. On small
-    /// disks a tenth of the disk is enough.
+    /// disks a tenth of the disk, but at least 6 MiB, is enough.
     pub disk_headroom: u64,
     /// How long to wait for another process that holds the file.
     pub busy_timeout: Duration,

@@ -4,6 +4,9 @@ use std::path::{Path, PathBuf};
 
 use everbus_core::{Code, Error, Result};
 
+/// What is in the write-ahead log may have to fit into the database as well, and some more.
+const LEAST: u64 = 6 << 20;
+
 /// Watches the disk that holds a file.
 pub(crate) struct Space {
     directory: PathBuf,
@@ -27,7 +30,7 @@ impl Space {
         };
         let free = stat.f_bavail.saturating_mul(stat.f_frsize);
         let total = stat.f_blocks.saturating_mul(stat.f_frsize);
-        let needed = self.headroom.min(total / 10);
+        let needed = self.headroom.min((total / 10).max(LEAST));
         if free >= needed {
             return Ok(());
         }

@@ -9,6 +9,7 @@ use everbus_core::{
     Code, ConsumeOptions, Engine, Error, GroupName, GroupSpec, Pattern, StartFrom, SubscriptionSpec,
 };
 
+use super::cross_process::publish_paced;
 use super::end_to_end::{through, until_idle};
 use super::sample;
 use crate::open::blocking;
@@ -21,6 +22,8 @@ pub(super) const HOLD: &str = "hold";
 pub(super) const HANDLE: &str = "handle";
 /// Makes a backlog for slow handlers, then prints its resident memory.
 pub(super) const BACKLOG: &str = "backlog";
+/// Publishes events at a steady pace, then prints when each was committed.
+pub(super) const PACED: &str = "paced";
 
 /// A process of the bench whose first line is worth waiting for. It is killed when dropped.
 pub(super) struct Part {
@@ -116,6 +119,7 @@ pub(super) async fn run(part: &str, path: &Path, events: u64, output: &mut Outpu
         HOLD => hold(path, events, output).await,
         HANDLE => handle(path, events, output).await,
         BACKLOG => backlog(path, events, output).await,
+        PACED => publish_paced(path, events, output).await,
         other => Err(Stop::usage(
             format!("the bench has no part {other:?}"),
             None,

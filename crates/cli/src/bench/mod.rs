@@ -5,6 +5,7 @@
 
 mod children;
 mod cold_start;
+mod cross_process;
 mod dead_letters;
 mod end_to_end;
 mod latency;
@@ -46,6 +47,9 @@ pub(crate) enum Scenario {
     /// From commit to the start of the handler, at 1,000 events per second
     #[value(name = "latency")]
     Latency,
+    /// From a commit in another process to the start of the handler in this one
+    #[value(name = "cross-process")]
+    CrossProcess,
     /// A page of 100 dead letters out of a million
     #[value(name = "dead-letters")]
     DeadLetters,
@@ -71,6 +75,7 @@ impl Scenario {
             Self::PublishBatch => "publish-batch",
             Self::EndToEnd => "end-to-end",
             Self::Latency => "latency",
+            Self::CrossProcess => "cross-process",
             Self::DeadLetters => "dead-letters",
             Self::Recovery => "recovery",
             Self::Memory => "memory",
@@ -86,6 +91,7 @@ impl Scenario {
             Self::PublishBatch => publish::in_batches(bench).await,
             Self::EndToEnd => end_to_end::measure(bench).await,
             Self::Latency => latency::measure(bench).await,
+            Self::CrossProcess => cross_process::measure(bench).await,
             Self::DeadLetters => dead_letters::measure(bench).await,
             Self::Recovery => recovery::measure(bench).await,
             Self::Memory => memory::measure(bench).await,

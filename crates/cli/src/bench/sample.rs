@@ -64,7 +64,7 @@ impl Maker {
 
 /// Opens a bus on a file.
 pub(super) async fn open(path: &Path) -> Outcome<Bus> {
-    Target::File(path.to_path_buf()).open_bus().await
+    Target::file(path).open_bus().await
 }
 
 /// Publishes `n` events in batches of 1000.

@@ -8,12 +8,13 @@ use serde_json::json;
 
 use crate::args::{BackupArgs, RestoreArgs};
 use crate::files::{self, with_suffix};
-use crate::open::{Target, blocking, close};
+use crate::open::{Target, blocking, close, refuse_directory_name};
 use crate::output::{Output, escaped, grouped};
 use crate::progress;
-use crate::stop::Outcome;
+use crate::stop::{Outcome, Stop, about};
 
 pub(crate) async fn backup(args: BackupArgs, target: &Target, output: &mut Output) -> Outcome {
+    refuse_directory_name(&args.file, "everbus backup")?;
     let engine = target.open_existing().await?;
     let bar = progress::bar("copying pages", Some(0));
     let copied = match engine.maintenance() {
@@ -32,6 +33,12 @@ pub(crate) async fn backup(args: BackupArgs, target: &Target, output: &mut Outpu
 pub(crate) async fn restore(args: RestoreArgs, target: &Target, output: &mut Output) -> Outcome {
     let path = target.path()?.to_path_buf();
     let exists = path.symlink_metadata().is_ok();
+    if files::are_same(&args.file, &path) {
+        return Err(Stop::usage(
+            format!("{} is the file to restore itself", path.display()),
+            Some("name a backup, and with --db the file that shall hold what is in it"),
+        ));
+    }
     if exists && !args.force {
         return Err(Error::new(
             Code::InvalidSetting,
@@ -49,7 +56,7 @@ pub(crate) async fn restore(args: RestoreArgs, target: &Target, output: &mut Out
         if exists {
             replace(&from, &to, report).map(Some)
         } else {
-            everbus_sqlite::restore(&from, &to, false, report).map(|()| None)
+            copy(&from, &to, report).map(|()| None)
         }
     })
     .await;
@@ -67,6 +74,22 @@ fn reporter(bar: ProgressBar) -> Report {
     })
 }
 
+/// Restores to where nothing is. What is wrong with the backup is said with its name, since two
+/// files are in play.
+fn copy(backup: &Path, target: &Path, report: Report) -> everbus_core::Result<()> {
+    everbus_sqlite::restore(backup, target, false, report).map_err(|error| {
+        let name = backup.display().to_string();
+        match error.code() {
+            Code::Corrupt | Code::NotEverbus | Code::NewerSchema
+                if !error.message().contains(&name) =>
+            {
+                about(&name, &error)
+            }
+            _ => error,
+        }
+    })
+}
+
 /// Restores beside the old file first, so that a bad backup changes nothing, then swaps the two.
 /// Returns where the old file is kept.
 fn replace(backup: &Path, target: &Path, report: Report) -> everbus_core::Result<PathBuf> {
@@ -81,11 +104,10 @@ fn replace(backup: &Path, target: &Path, report: Report) -> everbus_core::Result
     let stamp = SystemClock.now().as_micros();
     let fresh = with_suffix(target, &format!(".restoring-{stamp}"));
     let old = with_suffix(target, &format!(".before-restore-{stamp}"));
-    let restored = everbus_sqlite::restore(backup, &fresh, false, report)
+    let restored = copy(backup, &fresh, report)
         // Somebody may have come while we copied.
         .and_then(|()| files::claim_alone(target))
-        .and_then(|()| files::rename(target, &old))
-        .and_then(|()| files::rename(&fresh, target));
+        .and_then(|()| files::swap(&fresh, target, &old));
     if restored.is_err() {
         let _ = files::remove(&fresh);
     }

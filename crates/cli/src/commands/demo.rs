@@ -65,13 +65,16 @@ pub(crate) async fn run(output: &mut Output) -> Outcome {
     let path = Path::new(FILE);
     if path.exists() {
         remove_previous(path).await?;
+        if !output.is_json() {
+            output.line(format!("{FILE} of an earlier demo is replaced."))?;
+        }
     }
     if !output.is_json() {
         output.line(format!("A small shop on a new file, {FILE}."))?;
         output.line("Three groups work on its events: payment, shipping and email.\n")?;
         output.flush()?;
     }
-    let bus = Target::File(path.to_path_buf()).open_bus().await?;
+    let bus = Target::file(path).open_bus().await?;
     let (to, mut steps) = unbounded_channel();
     let teller = Teller {
         began: Instant::now(),
@@ -87,7 +90,7 @@ pub(crate) async fn run(output: &mut Output) -> Outcome {
 
 /// A demo begins with a new file. Only what an earlier demo made is replaced.
 async fn remove_previous(path: &Path) -> Outcome {
-    let engine = Target::File(path.to_path_buf()).open_existing().await?;
+    let engine = Target::file(path).open_existing().await?;
     let ours = is_ours(&engine).await;
     close(&engine).await;
     drop(engine);

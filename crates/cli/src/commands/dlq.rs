@@ -1,13 +1,13 @@
 //! `everbus dlq`: look at what failed for good, send it back, or delete it. Needs no running bus.
 
 use everbus_core::{
-    Clock as _, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetters, Engine, PageRequest,
-    PurgeBasis, SystemClock, Timestamp,
+    Clock as _, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetters, Engine, EventId,
+    GroupName, PageRequest, PurgeBasis, SystemClock, Timestamp,
 };
 use serde_json::json;
 
 use super::get::print_event;
-use super::{ID_HINT, event_id};
+use super::{ID_HINT, event_id, existing_group};
 use crate::args::{
     DlqCommand, DlqFilterArgs, DlqListArgs, DlqPurgeArgs, DlqRetryArgs, DlqShowArgs, PurgeBy,
 };
@@ -32,42 +32,73 @@ async fn run_on(
 ) -> Outcome {
     let letters = engine.dead_letters()?;
     match command {
-        DlqCommand::List(args) => list(args, letters, target, output).await,
-        DlqCommand::Show(args) => show(args, letters, output).await,
-        DlqCommand::Retry(args) => retry(args, letters, output).await,
-        DlqCommand::Purge(args) => purge(args, letters, output).await,
+        DlqCommand::List(args) => list(args, engine, target, output).await,
+        DlqCommand::Show(args) => show(args, engine, output).await,
+        DlqCommand::Retry(args) => {
+            let retried = retry(args, engine, output);
+            target.patiently(retried).await
+        }
+        DlqCommand::Purge(args) => {
+            let filter = filter(&args.filter, engine).await?;
+            let purged = purge(args, filter, letters, output);
+            target.patiently(purged).await
+        }
     }
 }
 
-fn filter(args: DlqFilterArgs) -> DeadLetterFilter {
-    DeadLetterFilter {
-        pattern: args.pattern,
-        group: args.group,
+/// The filter, if it makes sense: a group that is not there and an end before the beginning match
+/// nothing, and that would look like good news.
+async fn filter(args: &DlqFilterArgs, engine: &Engine) -> Outcome<DeadLetterFilter> {
+    if let (Some(since), Some(until)) = (args.since, args.until)
+        && since > until
+    {
+        return Err(Stop::usage(
+            format!(
+                "--since {} is after --until {}",
+                when::shown(since),
+                when::shown(until)
+            ),
+            Some("exchange the two"),
+        ));
+    }
+    if let Some(group) = &args.group {
+        existing_group(group, engine).await?;
+    }
+    Ok(DeadLetterFilter {
+        pattern: args.pattern.clone(),
+        group: args.group.clone(),
         id: None,
         since: args.since,
         until: args.until,
-    }
+    })
 }
 
 fn cursor(key: &DeadLetterKey) -> String {
     format!("{}:{}", key.position, key.group)
 }
 
-async fn list(
-    args: DlqListArgs,
-    letters: &dyn DeadLetters,
-    target: &Target,
-    output: &mut Output,
-) -> Outcome {
+async fn list(args: DlqListArgs, engine: &Engine, target: &Target, output: &mut Output) -> Outcome {
+    let after = args.after.clone();
     let request = PageRequest {
         limit: args.limit,
         offset: args.offset,
-        after: args
-            .after
-            .map(|(position, group)| DeadLetterKey { position, group }),
+        after: after.map(|(position, group)| DeadLetterKey { position, group }),
     };
     request.validate()?;
-    let page = letters.list(filter(args.filter), request).await?;
+    let filter = filter(&args.filter, engine).await?;
+    let letters = engine.dead_letters()?;
+    let mut page = letters.list(filter.clone(), request).await?;
+    if let Some(next) = &page.next {
+        // A full page may be the last one: only what really follows is worth a cursor.
+        let peek = PageRequest {
+            limit: 1,
+            offset: 0,
+            after: Some(next.clone()),
+        };
+        if letters.list(filter, peek).await?.items.is_empty() {
+            page.next = None;
+        }
+    }
     if output.is_json() {
         return output.json(&json!({
             "dead_letters": page.items,
@@ -91,27 +122,41 @@ async fn list(
     }
     table.print(output)?;
     if let Some(next) = &page.next {
-        output.line(format!(
-            "more: everbus {} dlq list --after {} (and the same filters)",
-            target.as_option(),
-            shell_word(&cursor(next))
-        ))?;
+        output.line(format!("more: {}", next_page(&args, next, target)))?;
     }
     Ok(())
 }
 
-async fn show(args: DlqShowArgs, letters: &dyn DeadLetters, output: &mut Output) -> Outcome {
-    let mut found = letters
-        .get(event_id(&args.id, args.source.as_deref()))
-        .await?;
+/// The command that shows the next page.
+fn next_page(args: &DlqListArgs, next: &DeadLetterKey, target: &Target) -> String {
+    let mut command = format!("everbus {} dlq list", target.as_option());
+    let mut option = |name: &str, value: Option<String>| {
+        if let Some(value) = value {
+            command.push_str(&format!(" {name} {}", shell_word(&value)));
+        }
+    };
+    let filter = &args.filter;
+    option("--type", filter.pattern.as_ref().map(ToString::to_string));
+    option("--group", filter.group.as_ref().map(ToString::to_string));
+    option("--since", filter.since.map(|time| time.to_string()));
+    option("--until", filter.until.map(|time| time.to_string()));
+    option("--limit", Some(args.limit.to_string()));
+    option("--after", Some(cursor(next)));
+    command
+}
+
+async fn show(args: DlqShowArgs, engine: &Engine, output: &mut Output) -> Outcome {
+    if let Some(group) = &args.group {
+        existing_group(group, engine).await?;
+    }
+    let id = event_id(&args.id, args.source.as_deref());
+    let mut found = engine.dead_letters()?.get(id).await?;
     if let Some(group) = &args.group {
         found.retain(|letter| letter.group == *group);
     }
     if found.is_empty() {
-        return Err(Stop::not_found(
-            format!("there is no dead letter of the event {:?}", args.id),
-            "`everbus dlq list` shows the open ones; `everbus get ID` shows any event",
-        ));
+        let why = why_not(&args.id, id, args.group.as_ref(), engine).await?;
+        return Err(Stop::not_found(why.message, &why.hint));
     }
     if output.is_json() {
         return output.json(&found);
@@ -159,7 +204,53 @@ fn print_letter(letter: &DeadLetter, output: &mut Output) -> Outcome {
     Ok(())
 }
 
-async fn retry(args: DlqRetryArgs, letters: &dyn DeadLetters, output: &mut Output) -> Outcome {
+/// Why an event is not among the dead letters that were asked for.
+struct WhyNot {
+    message: String,
+    hint: String,
+}
+
+async fn why_not(
+    text: &str,
+    id: EventId,
+    group: Option<&GroupName>,
+    engine: &Engine,
+) -> Outcome<WhyNot> {
+    let get = format!("`everbus get {}` shows where it stands", shell_word(text));
+    let letters = engine.dead_letters()?.get(id).await?;
+    let here = |letter: &&DeadLetter| group.is_none_or(|group| letter.group == *group);
+    if let Some(letter) = letters.iter().find(here) {
+        let message = match letter.retried_at {
+            Some(at) => format!(
+                "{text:?} was sent back to {} already, {}",
+                letter.group,
+                when::ago(at)
+            ),
+            None => format!("{text:?} is a dead letter that the filters leave out"),
+        };
+        return Ok(WhyNot { message, hint: get });
+    }
+    if let Some(group) = group
+        && !letters.is_empty()
+    {
+        let groups: Vec<String> = letters.iter().map(|l| l.group.to_string()).collect();
+        return Ok(WhyNot {
+            message: format!("{text:?} has no dead letter in the group {group}"),
+            hint: format!("it has one in {}", groups.join(", ")),
+        });
+    }
+    let stored = !engine.log()?.find(id).await?.is_empty();
+    Ok(WhyNot {
+        message: if stored {
+            format!("{text:?} is not a dead letter")
+        } else {
+            format!("there is no event {text:?}")
+        },
+        hint: if stored { get } else { ID_HINT.to_owned() },
+    })
+}
+
+async fn retry(args: DlqRetryArgs, engine: &Engine, output: &mut Output) -> Outcome {
     let any = args.filter.pattern.is_some()
         || args.filter.group.is_some()
         || args.filter.since.is_some()
@@ -170,8 +261,9 @@ async fn retry(args: DlqRetryArgs, letters: &dyn DeadLetters, output: &mut Outpu
             Some("name ids, give a filter such as --type order.*, or say --all"),
         ));
     }
+    let base = filter(&args.filter, engine).await?;
+    let letters = engine.dead_letters()?;
     let bar = progress::spinner("sending back");
-    let base = filter(args.filter);
     let mut filters = vec![base.clone()];
     if !args.ids.is_empty() {
         filters = args
@@ -204,18 +296,26 @@ async fn retry(args: DlqRetryArgs, letters: &dyn DeadLetters, output: &mut Outpu
         (false, true) => output.line(format!("would send back {what}"))?,
         (false, false) => output.line(format!("sent back {what}"))?,
     }
-    if missing.is_empty() {
+    let (mut messages, mut hint) = (Vec::new(), String::new());
+    for text in missing {
+        let id = event_id(text, args.source.as_deref());
+        let why = why_not(text, id, args.filter.group.as_ref(), engine).await?;
+        messages.push(why.message);
+        hint = why.hint;
+    }
+    if messages.is_empty() {
         return Ok(());
     }
-    Err(Stop::not_found(
-        format!("no open dead letter: {}", missing.join(", ")),
-        ID_HINT,
-    ))
+    Err(Stop::not_found(messages.join("; "), &hint))
 }
 
-async fn purge(args: DlqPurgeArgs, letters: &dyn DeadLetters, output: &mut Output) -> Outcome {
+async fn purge(
+    args: DlqPurgeArgs,
+    filter: DeadLetterFilter,
+    letters: &dyn DeadLetters,
+    output: &mut Output,
+) -> Outcome {
     let cutoff = SystemClock.now().minus(args.older_than);
-    let filter = filter(args.filter);
     let bar = progress::spinner("deleting");
     let purged = match (args.dry_run, args.by) {
         (false, PurgeBy::Created) => letters.purge(cutoff, PurgeBasis::Created, filter).await?,

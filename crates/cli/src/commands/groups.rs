@@ -1,8 +1,9 @@
 //! `everbus groups`: how far every group is, and the removal of one that nobody needs any more.
 
-use everbus_core::{Code, Engine, Error, GroupInfo, GroupName};
+use everbus_core::{Engine, GroupInfo, GroupName};
 use serde_json::json;
 
+use super::existing_group;
 use crate::args::{GroupsArgs, GroupsCommand};
 use crate::open::{Target, close};
 use crate::output::{Output, Table, escaped, grouped, shell_word, shortened};
@@ -13,7 +14,10 @@ pub(crate) async fn run(args: GroupsArgs, target: &Target, output: &mut Output) 
     let engine = target.open_existing().await?;
     let outcome = match args.command {
         None => list(&engine, output).await,
-        Some(GroupsCommand::Remove { name, yes }) => remove(name, yes, &engine, output).await,
+        Some(GroupsCommand::Remove { name, yes }) => {
+            let removed = remove(name, yes, &engine, output);
+            target.patiently(removed).await
+        }
     };
     close(&engine).await;
     outcome
@@ -62,13 +66,7 @@ fn row(group: &GroupInfo) -> Vec<String> {
 }
 
 async fn remove(name: GroupName, yes: bool, engine: &Engine, output: &mut Output) -> Outcome {
-    let groups = engine.broker.inspect().await?;
-    let Some(group) = groups.iter().find(|group| group.name == name) else {
-        return Err(Stop::Failed(
-            Error::new(Code::GroupNotFound, format!("there is no group {name}"))
-                .hint("`everbus groups` lists them"),
-        ));
-    };
+    let group = existing_group(&name, engine).await?;
     if !yes {
         return Err(Stop::usage(
             format!(

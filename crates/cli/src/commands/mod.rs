@@ -10,10 +10,11 @@ mod publish;
 mod tail;
 
 use clap::CommandFactory as _;
-use everbus_core::EventId;
+use everbus_core::{Code, Engine, Error, EventId, GroupInfo, GroupName};
 
 use crate::args::{Args, Command};
 use crate::bench;
+use crate::interrupt::Interrupt;
 use crate::open::Target;
 use crate::output::Output;
 use crate::stop::{Outcome, Stop};
@@ -64,27 +65,10 @@ fn completions(shell: clap_complete::Shell, output: &mut Output) -> Outcome {
 
 /// Runs a command that Ctrl-C may end anywhere: nothing it holds needs more than being dropped.
 async fn until_interrupted(command: impl Future<Output = Outcome>) -> Outcome {
+    let interrupt = Interrupt::listen();
     tokio::select! {
         outcome = Box::pin(command) => outcome,
-        () = interrupt() => Err(Stop::Interrupted),
-    }
-}
-
-/// Resolves when the person, or a supervisor, asks the process to end.
-async fn interrupt() {
-    #[cfg(unix)]
-    {
-        use tokio::signal::unix::{SignalKind, signal};
-        if let Ok(mut terminate) = signal(SignalKind::terminate()) {
-            tokio::select! {
-                _ = terminate.recv() => return,
-                Ok(()) = tokio::signal::ctrl_c() => return,
-            }
-        }
-    }
-    if tokio::signal::ctrl_c().await.is_err() {
-        // No signal will come; then nothing interrupts.
-        std::future::pending::<()>().await;
+        () = interrupt.wait() => Err(Stop::Interrupted),
     }
 }
 
@@ -95,3 +79,14 @@ fn event_id(text: &str, source: Option<&str>) -> EventId {
 
 const ID_HINT: &str = "`everbus tail --from first --no-follow` shows what is stored; an id that is \
                        not a UUID also needs the --source it was published with";
+
+/// The group, which must exist: a mistyped name would look like a group without dead letters.
+async fn existing_group(name: &GroupName, engine: &Engine) -> Outcome<GroupInfo> {
+    let groups = engine.broker.inspect().await?;
+    let found = groups.into_iter().find(|group| group.name == *name);
+    found.ok_or_else(|| {
+        Error::new(Code::GroupNotFound, format!("there is no group {name}"))
+            .hint("`everbus groups` lists them")
+            .into()
+    })
+}

@@ -12,17 +12,18 @@ use indicatif::ProgressBar;
 use serde::Serialize;
 use tokio::sync::mpsc;
 
-use super::interrupt;
 use crate::args::PublishArgs;
+use crate::interrupt::Interrupt;
 use crate::open::Target;
 use crate::output::{Output, counted, escaped};
 use crate::progress;
-use crate::stop::{Outcome, Stop};
+use crate::stop::{Outcome, Stop, about};
 
 /// One commit takes at most this many events.
 const BATCH: usize = 1000;
-/// A line longer than this is refused before it is in memory as a whole.
-const LONGEST_LINE: u64 = 64 << 20;
+/// A line longer than this, and than the largest payload, is refused before it is in memory as a
+/// whole.
+const LONGEST_LINE: usize = 64 << 20;
 
 pub(crate) async fn run(args: PublishArgs, target: &Target, output: &mut Output) -> Outcome {
     let lines = args.payload == "-";
@@ -39,9 +40,15 @@ pub(crate) async fn run(args: PublishArgs, target: &Target, output: &mut Output)
     } else {
         template.clone().payload(args.payload.clone()).build()?
     };
-    let bus = target.open_bus().await?;
+    let interrupt = Interrupt::listen();
+    let bus = tokio::select! {
+        bus = target.open_bus() => bus?,
+        () = interrupt.wait() => return Err(Stop::Interrupted),
+    };
     let mut publisher = Publisher {
         bus: &bus,
+        target,
+        interrupt,
         pace: Pace::new(args.rate),
         wait: args.wait,
         bar: ProgressBar::hidden(),
@@ -49,7 +56,7 @@ pub(crate) async fn run(args: PublishArgs, target: &Target, output: &mut Output)
         dead_lettered: 0,
         single: !lines && args.count.is_none(),
     };
-    let work = async {
+    let outcome = {
         if lines {
             publisher.bar = progress::bar("publishing", None);
             publisher.lines(&template, output).await
@@ -61,10 +68,6 @@ pub(crate) async fn run(args: PublishArgs, target: &Target, output: &mut Output)
         } else {
             publisher.batch(vec![(0, first)], output).await
         }
-    };
-    let outcome = tokio::select! {
-        outcome = work => outcome,
-        () = interrupt() => Err(Stop::Interrupted),
     };
     publisher.bar.finish_and_clear();
     let closed = bus.shutdown().await;
@@ -114,6 +117,8 @@ fn template(args: &PublishArgs) -> EventBuilder {
 #[derive(Serialize)]
 struct Published {
     id: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    foreign_id: Option<String>,
     seq: u64,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     duplicate: bool,
@@ -125,6 +130,8 @@ struct Published {
 
 struct Publisher<'a> {
     bus: &'a Bus,
+    target: &'a Target,
+    interrupt: Interrupt,
     pace: Pace,
     wait: Option<Duration>,
     bar: ProgressBar,
@@ -139,7 +146,7 @@ impl Publisher<'_> {
         let mut left = count;
         while left > 0 {
             let most = usize::try_from(left).unwrap_or(BATCH).min(BATCH);
-            let n = self.pace.grant(most).await;
+            let n = self.grant(most).await?;
             let copies = (0..n).map(|_| (0, copy(first))).collect();
             self.batch(copies, output).await?;
             left -= n as u64;
@@ -148,13 +155,19 @@ impl Publisher<'_> {
     }
 
     async fn lines(&mut self, template: &EventBuilder, output: &mut Output) -> Outcome {
-        let mut lines = read_lines();
+        let mut lines = read_lines(self.target.max_payload().max(LONGEST_LINE));
         let mut waiting: Vec<Line> = Vec::new();
         loop {
-            if waiting.is_empty() && lines.recv_many(&mut waiting, BATCH).await == 0 {
-                return Ok(());
+            if waiting.is_empty() {
+                let read = tokio::select! {
+                    read = lines.recv_many(&mut waiting, BATCH) => read,
+                    () = self.interrupt.wait() => return Err(Stop::Interrupted),
+                };
+                if read == 0 {
+                    return Ok(());
+                }
             }
-            let n = self.pace.grant(waiting.len()).await;
+            let n = self.grant(waiting.len()).await?;
             let mut batch = Vec::with_capacity(n);
             let mut bad = None;
             for (number, line) in waiting.drain(..n) {
@@ -175,23 +188,44 @@ impl Publisher<'_> {
         }
     }
 
+    /// How many events may go now. An interrupt is heeded here, between two batches: what is under
+    /// way commits and is printed first.
+    async fn grant(&mut self, most: usize) -> Outcome<usize> {
+        if self.interrupt.is_set() {
+            return Err(Stop::Interrupted);
+        }
+        tokio::select! {
+            n = self.pace.grant(most) => Ok(n),
+            () = self.interrupt.wait() => Err(Stop::Interrupted),
+        }
+    }
+
     /// Publishes events, each with the number of its line (0 if it has none).
     async fn batch(&mut self, batch: Vec<(u64, Event)>, output: &mut Output) -> Outcome {
         let events: Vec<Event> = batch.iter().map(|(_, event)| event.clone()).collect();
-        match self.bus.publish_batch(events).await {
+        let published = self.bus.publish_batch(events);
+        match self.target.patiently(published).await {
             Ok(receipts) => {
-                for receipt in receipts {
-                    self.committed(&receipt, output).await?;
+                let mut settled = Ok(());
+                for (receipt, (_, event)) in receipts.iter().zip(&batch) {
+                    // All of them are stored, so each is printed, however the wait for one ends.
+                    let wait = settled.is_ok();
+                    let outcome = self.committed(receipt, event, wait, output).await;
+                    settled = settled.and(outcome);
                 }
-                output.flush()
+                output.flush()?;
+                settled
             }
             // The batch is stored as a whole or not at all. One by one, the bad one names itself
             // and those before it are stored, as documented.
             Err(error) if batch.len() > 1 && !error.outcome_unknown() => {
                 for (number, event) in batch {
-                    match self.bus.publish(event).await {
-                        Ok(receipt) => self.committed(&receipt, output).await?,
+                    match self.bus.publish(event.clone()).await {
+                        Ok(receipt) => self.committed(&receipt, &event, true, output).await?,
                         Err(error) => return Err(at_line(number, error.into())),
+                    }
+                    if self.interrupt.is_set() {
+                        return Err(Stop::Interrupted);
                     }
                 }
                 output.flush()
@@ -203,37 +237,50 @@ impl Publisher<'_> {
         }
     }
 
-    async fn committed(&mut self, receipt: &Receipt, output: &mut Output) -> Outcome {
+    /// Prints an event that is stored, after it is settled if that was asked for. A wait that ends
+    /// badly is an error; the line is printed either way.
+    async fn committed(
+        &mut self,
+        receipt: &Receipt,
+        event: &Event,
+        wait: bool,
+        output: &mut Output,
+    ) -> Outcome {
         self.published += 1;
         self.bar.inc(1);
+        let foreign_id = event.attributes().and_then(|a| a.foreign_id.as_deref());
         let mut published = Published {
             id: receipt.id().to_string(),
+            foreign_id: foreign_id.map(str::to_owned),
             seq: receipt.seq(),
             duplicate: receipt.is_duplicate(),
             settled: None,
             dead_lettered: Vec::new(),
         };
-        if let Some(wait) = self.wait {
-            // The line is printed even if the wait ends badly: the event is stored.
-            match receipt.settled_within(wait).await {
-                Ok(settled) => {
-                    published.settled = Some(true);
-                    published.dead_lettered = settled
-                        .dead_lettered
-                        .iter()
-                        .map(ToString::to_string)
-                        .collect();
-                }
-                Err(error) => {
-                    published.settled = Some(false);
-                    print(&published, output)?;
-                    output.flush()?;
-                    return Err(error.into());
-                }
-            }
-        }
+        let outcome = match self.wait.filter(|_| wait) {
+            None => Ok(()),
+            Some(longest) => self.settled(receipt, longest, &mut published).await,
+        };
         self.dead_lettered += u64::from(!published.dead_lettered.is_empty());
-        print(&published, output)
+        print(&published, output)?;
+        outcome
+    }
+
+    async fn settled(
+        &self,
+        receipt: &Receipt,
+        longest: Duration,
+        published: &mut Published,
+    ) -> Outcome {
+        published.settled = Some(false);
+        let settled = tokio::select! {
+            settled = receipt.settled_within(longest) => settled?,
+            () = self.interrupt.wait() => return Err(Stop::Interrupted),
+        };
+        published.settled = Some(true);
+        let groups = settled.dead_lettered.iter();
+        published.dead_lettered = groups.map(ToString::to_string).collect();
+        Ok(())
     }
 
     fn summary(&self, output: &mut Output) -> Outcome {
@@ -248,7 +295,11 @@ fn print(published: &Published, output: &mut Output) -> Outcome {
     if output.is_json() {
         return output.json(published);
     }
-    let mut line = format!("{} at {}", published.id, published.seq);
+    let mut line = published.id.clone();
+    if let Some(id) = &published.foreign_id {
+        line.push_str(&format!(" ({})", escaped(id)));
+    }
+    line.push_str(&format!(" at {}", published.seq));
     if published.duplicate {
         line.push_str(" (was there already)");
     }
@@ -279,14 +330,17 @@ fn copy(event: &Event) -> Event {
 fn at_line(number: u64, stop: Stop) -> Stop {
     match stop {
         Stop::Failed(error) if number > 0 => {
-            let mut named = Error::new(error.code(), format!("line {number}: {}", error.message()));
-            if let Some(hint) = error.hint_text() {
-                named = named.hint(hint);
+            let named = about(&format!("line {number}"), &error);
+            let Some((before, column)) = named.message().split_once(" at line 1 column ") else {
+                return Stop::Failed(named);
+            };
+            // One number of a line is enough: the payload is all of it.
+            let message = format!("{before} at column {column}");
+            let mut plain = Error::new(named.code(), message);
+            if let Some(hint) = named.hint_text() {
+                plain = plain.hint(hint);
             }
-            if error.outcome_unknown() {
-                named = named.with_unknown_outcome();
-            }
-            Stop::Failed(named)
+            Stop::Failed(plain)
         }
         other => other,
     }
@@ -296,7 +350,7 @@ fn at_line(number: u64, stop: Stop) -> Stop {
 type Line = (u64, Outcome<Vec<u8>>);
 
 /// Reads standard input on a thread of its own, a bounded number of lines ahead.
-fn read_lines() -> mpsc::Receiver<Line> {
+fn read_lines(longest: usize) -> mpsc::Receiver<Line> {
     let (to, from) = mpsc::channel(BATCH);
     std::thread::spawn(move || {
         let mut input = std::io::stdin().lock();
@@ -306,14 +360,20 @@ fn read_lines() -> mpsc::Receiver<Line> {
             let mut line = Vec::new();
             let read = input
                 .by_ref()
-                .take(LONGEST_LINE)
+                .take(longest as u64 + 1)
                 .read_until(b'\n', &mut line);
             let item = match read {
                 Ok(0) => return,
-                Ok(n) if n as u64 == LONGEST_LINE => Err(Stop::Failed(Error::new(
-                    Code::PayloadTooLarge,
-                    "the line does not end",
-                ))),
+                Ok(n) if n > longest => Err(Stop::Failed(
+                    Error::new(
+                        Code::PayloadTooLarge,
+                        format!("the line has more than {longest} bytes"),
+                    )
+                    .hint(
+                        "each line of standard input is one payload; does the input have line \
+                         ends? --max-payload says how large a payload may be",
+                    ),
+                )),
                 Ok(_) => {
                     let end = line.trim_ascii_end().len();
                     line.truncate(end);
@@ -394,6 +454,20 @@ mod tests {
             let allowed = pace.started.elapsed().as_secs_f64() * 2000.0 + 1.0;
             assert!(granted as f64 <= allowed, "{granted} > {allowed}");
         }
+    }
+
+    #[test]
+    fn a_bad_line_has_one_number() {
+        let bad = Event::builder("t").payload("{\"a\": x}").build();
+        let Stop::Failed(error) = at_line(7, bad.unwrap_err().into()) else {
+            panic!("an error of the bus");
+        };
+        let said = error.message();
+        assert!(
+            said.starts_with("line 7: ") && said.ends_with(" at column 7"),
+            "{said}"
+        );
+        assert!(error.hint_text().is_some());
     }
 
     #[test]

@@ -5,14 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    Code, ConsumeOptions, Consumer, Engine, GroupName, GroupSpec, Pattern, Recorded, Settlement,
-    StartFrom, SubscriptionSpec, Verdict,
+    Code, ConsumeOptions, Consumer, Delivery, Engine, GroupName, GroupSpec, Pattern, Recorded,
+    Settlement, StartFrom, SubscriptionSpec, Verdict,
 };
 
-use super::interrupt;
 use crate::args::TailArgs;
+use crate::interrupt::Interrupt;
 use crate::open::{Target, close};
 use crate::output::{Output, escaped, payload_text};
+use crate::reader;
 use crate::stop::{Outcome, Stop};
 use crate::when;
 
@@ -21,12 +22,27 @@ const CHUNK: usize = 256;
 const LOOK: Duration = Duration::from_millis(50);
 /// A reader may pause our output (a pager) for this long before the events go to somebody else.
 const LEASE: Duration = Duration::from_secs(600);
+/// A reader that takes nothing for so long is spoken of.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 pub(crate) async fn run(args: TailArgs, target: &Target, output: &mut Output) -> Outcome {
-    let engine = target.open_existing().await?;
+    let interrupt = Interrupt::listen();
+    let engine = tokio::select! {
+        engine = target.open_existing() => engine?,
+        () = interrupt.wait() => return Ok(()),
+    };
     let outcome = match args.group.clone() {
-        None => look(&args, &engine, output).await,
-        Some(group) => consume(&args, group, &engine, output).await,
+        None => look(&args, &engine, &interrupt, output).await,
+        Some(group) => {
+            let tail = Tail {
+                args: &args,
+                group: &group,
+                engine: &engine,
+                interrupt: &interrupt,
+                target,
+            };
+            tail.run(output).await
+        }
     };
     close(&engine).await;
     outcome
@@ -56,7 +72,12 @@ fn left(limit: Option<u64>, shown: u64) -> usize {
     })
 }
 
-async fn look(args: &TailArgs, engine: &Engine, output: &mut Output) -> Outcome {
+async fn look(
+    args: &TailArgs,
+    engine: &Engine,
+    interrupt: &Interrupt,
+    output: &mut Output,
+) -> Outcome {
     let log = engine.log()?;
     let patterns = patterns(args)?;
     // Without following, what is published while we print does not move the end.
@@ -82,10 +103,14 @@ async fn look(args: &TailArgs, engine: &Engine, output: &mut Output) -> Outcome 
         if args.no_follow && (position >= end || stuck) {
             return nothing_shown(shown, output);
         }
+        if interrupt.is_set() {
+            return Ok(());
+        }
         if records.is_empty() {
             tokio::select! {
                 more = log.wait_beyond(position) => more?,
-                () = interrupt() => return Ok(()),
+                () = reader::gone() => return Err(Stop::BrokenPipe),
+                () = interrupt.wait() => return Ok(()),
             }
         }
     }
@@ -98,23 +123,120 @@ fn nothing_shown(shown: u64, output: &mut Output) -> Outcome {
     Ok(())
 }
 
-async fn consume(
-    args: &TailArgs,
-    group: GroupName,
-    engine: &Engine,
-    output: &mut Output,
-) -> Outcome {
-    let handled = join_group(args, &group, engine).await?;
-    let options = ConsumeOptions {
-        prefetch: left(args.limit, 0).max(1),
-        lease: LEASE,
-        handled,
-        ..ConsumeOptions::default()
-    };
-    let mut consumer = engine.broker.consume(group.clone(), options).await?;
-    let outcome = consume_with(args, &group, engine, consumer.as_mut(), output).await;
-    consumer.close().await?;
-    outcome
+/// A tail that consumes.
+struct Tail<'a> {
+    args: &'a TailArgs,
+    group: &'a GroupName,
+    engine: &'a Engine,
+    interrupt: &'a Interrupt,
+    target: &'a Target,
+}
+
+impl Tail<'_> {
+    async fn run(&self, output: &mut Output) -> Outcome {
+        let joined = join_group(self.args, self.group, self.engine);
+        let handled = self.target.patiently(joined).await?;
+        // What a reader may never take is handed out one by one.
+        let one_by_one = reader::may_leave();
+        let options = ConsumeOptions {
+            prefetch: if one_by_one {
+                1
+            } else {
+                left(self.args.limit, 0).max(1)
+            },
+            lease: LEASE,
+            handled,
+            ..ConsumeOptions::default()
+        };
+        let broker = &self.engine.broker;
+        let mut consumer = broker.consume(self.group.clone(), options).await?;
+        let outcome = self.consume(consumer.as_mut(), one_by_one, output).await;
+        consumer.close().await?;
+        match outcome {
+            // Ctrl-C is the usual end of a tail.
+            Err(Stop::Interrupted) => Ok(()),
+            other => other,
+        }
+    }
+
+    async fn consume(
+        &self,
+        consumer: &mut dyn Consumer,
+        one_by_one: bool,
+        output: &mut Output,
+    ) -> Outcome {
+        let most = if one_by_one { 1 } else { CHUNK };
+        let mut shown = 0;
+        loop {
+            let max = left(self.args.limit, shown).min(most);
+            if max == 0 || self.interrupt.is_set() {
+                return Ok(());
+            }
+            let deliveries = tokio::select! {
+                deliveries = consumer.fetch(max) => deliveries?,
+                () = at_the_end(self.group, self.engine), if self.args.no_follow => {
+                    return nothing_shown(shown, output);
+                }
+                () = reader::gone() => return Err(Stop::BrokenPipe),
+                () = self.interrupt.wait() => return Ok(()),
+            };
+            shown += deliveries.len() as u64;
+            let mut outcome = show(&deliveries, output);
+            if outcome.is_ok() && one_by_one && false {
+                outcome = self.until_taken().await;
+            }
+            // Handled means that the reader has it. Otherwise somebody else gets it, or a later call.
+            let verdict = match outcome {
+                Ok(()) => Verdict::Ack,
+                Err(_) => Verdict::Release {
+                    after: Duration::ZERO,
+                },
+            };
+            self.settle(deliveries, verdict).await?;
+            outcome?;
+        }
+    }
+
+    /// Waits until the reader of a pipe has taken what was written.
+    async fn until_taken(&self) -> Outcome {
+        let taken = async {
+            let mut taken = std::pin::pin!(reader::has_taken_all());
+            tokio::select! {
+                taken = &mut taken => return taken,
+                () = tokio::time::sleep(PATIENCE) => {}
+            }
+            tracing::warn!("nobody reads what was written; until then it is not handled");
+            taken.await
+        };
+        tokio::select! {
+            taken = taken => if taken { Ok(()) } else { Err(Stop::BrokenPipe) },
+            () = self.interrupt.wait() => Err(Stop::Interrupted),
+        }
+    }
+
+    async fn settle(&self, deliveries: Vec<Delivery>, verdict: Verdict) -> Outcome {
+        let settlements = deliveries
+            .into_iter()
+            .map(|delivery| Settlement::new(delivery.lease, verdict.clone()))
+            .collect();
+        let settled = self.engine.broker.settle(settlements);
+        for answer in self.target.patiently(settled).await? {
+            match answer {
+                Err(error) if error.code() == Code::LeaseLost => {
+                    tracing::warn!("an event was shown so late that it may be shown again");
+                }
+                other => other?,
+            }
+        }
+        Ok(())
+    }
+}
+
+fn show(deliveries: &[Delivery], output: &mut Output) -> Outcome {
+    for delivery in deliveries {
+        print(&delivery.record, output)?;
+    }
+    output.flush()
 }
 
 /// Makes the group if it is new. One that exists is not widened: its own program would get events
@@ -152,59 +274,6 @@ async fn join_group(args: &TailArgs, name: &GroupName, engine: &Engine) -> Outco
     }
     let patterns = group.patterns.iter().map(|text| Pattern::new(text));
     Ok(patterns.collect::<Result<_, _>>()?)
-}
-
-async fn consume_with(
-    args: &TailArgs,
-    group: &GroupName,
-    engine: &Engine,
-    consumer: &mut dyn Consumer,
-    output: &mut Output,
-) -> Outcome {
-    let mut shown = 0;
-    loop {
-        let max = left(args.limit, shown);
-        if max == 0 {
-            return Ok(());
-        }
-        let deliveries = tokio::select! {
-            deliveries = consumer.fetch(max) => deliveries?,
-            () = at_the_end(group, engine), if args.no_follow => {
-                return nothing_shown(shown, output);
-            }
-            () = interrupt() => return Ok(()),
-        };
-        let mut printed = Ok(());
-        let mut settlements = Vec::with_capacity(deliveries.len());
-        for delivery in deliveries {
-            if printed.is_ok() {
-                printed = print(&delivery.record, output);
-            }
-            settlements.push(delivery.lease);
-        }
-        // Handled means that the reader has it.
-        printed = printed.and_then(|()| output.flush());
-        let verdict = match printed {
-            Ok(()) => Verdict::Ack,
-            Err(_) => Verdict::Release {
-                after: Duration::ZERO,
-            },
-        };
-        shown += settlements.len() as u64;
-        let settlements = settlements
-            .into_iter()
-            .map(|lease| Settlement::new(lease, verdict.clone()))
-            .collect();
-        for answer in engine.broker.settle(settlements).await? {
-            match answer {
-                Err(error) if error.code() == Code::LeaseLost => {
-                    tracing::warn!("an event was shown so late that it may be shown again");
-                }
-                other => other?,
-            }
-        }
-        printed?;
-    }
 }
 
 /// Resolves once the group has nothing to hand out.

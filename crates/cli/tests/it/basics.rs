@@ -36,6 +36,8 @@ fn what_cannot_be_understood_is_usage_and_creates_nothing() {
         &["publish", "a.b", "{}", "--count", "2", "--id", "x"],
         &["tail", "a.*b"],
         &["tail", "--from", "yesterday"],
+        &["--max-payload", "0", "publish", "a.b"],
+        &["--busy-timeout", "-1", "groups"],
         &["dlq", "purge"],
         &["dlq", "purge", "--older-than", "-1"],
         &["dlq", "list", "--after", "nonsense"],
@@ -67,6 +69,22 @@ fn errors_are_json_when_json_was_asked_for() {
         assert_eq!(error["error"]["code"], code);
         assert!(error["error"]["message"].as_str().unwrap().len() > 5);
     }
+}
+
+#[test]
+fn what_is_wrong_with_a_value_comes_with_its_hint() {
+    let shop = Shop::new();
+    for arguments in [&["tail", "us*"][..], &["dlq", "list", "--type", "a.**.b"]] {
+        let text = shop.run(arguments);
+        assert!(text.err.contains("\nhint: use whole segments"), "{text:?}");
+        let ran = shop.run(&[&["-o", "json"], arguments].concat());
+        let error: Value = serde_json::from_str(&ran.err).unwrap();
+        let hint = error["error"]["hint"].as_str().unwrap();
+        assert!(hint.starts_with("use whole segments"), "{hint}");
+        assert!(!error["error"]["message"].as_str().unwrap().contains("hint"));
+    }
+    let help = shop.run(&["publish", "--help"]).ok();
+    assert!(help.contains("--wait=5"), "{help}");
 }
 
 // conformance: issue-2/cli-no-creation: commands that read do not create a missing file
@@ -129,10 +147,12 @@ fn a_directory_where_a_file_should_be_is_refused() {
     std::fs::create_dir(shop.path("dir")).unwrap();
     for command in [&["publish", "a.b"][..], &["groups"]] {
         let arguments = [&["--db", "dir"], command].concat();
-        let said = shop.run(&arguments);
-        assert_ne!(said.code, 0);
-        assert!(said.err.contains("error[NotAFile]"), "{said:?}");
+        let said = shop.run(&arguments).failed(2, "NotAFile");
+        assert!(said.contains("dir/everbus.db"), "{said}");
     }
+    let said = shop.run(&["--db", "new/", "publish", "a.b"]);
+    said.failed(2, "NotAFile");
+    assert!(!exists(&shop.path("new")));
 }
 
 // conformance: issue-2/cli-completions: completions prints a script for each shell

@@ -26,6 +26,7 @@ fn every_scenario_runs_and_prints_its_figure() {
     }
     let rest = [
         "latency",
+        "cross-process",
         "dead-letters",
         "recovery",
         "sparse-group",

@@ -40,6 +40,11 @@ fn a_second_demo_begins_anew_and_no_other_file_is_touched() {
     let again = shop.run(&["-o", "json", "demo"]).lines();
     let summary = |lines: &[serde_json::Value]| lines.last().unwrap()["published"].clone();
     assert_eq!(summary(&first), summary(&again));
+    let said = shop.run(&["demo"]).ok();
+    assert!(
+        said.starts_with("everbus-demo.db of an earlier demo is replaced"),
+        "{said}"
+    );
 
     let other = Shop::new();
     other

@@ -33,7 +33,36 @@ fn dead_letters_are_listed_newest_first_and_paged() {
     assert_eq!(page["next"], Value::Null);
     let text = shop.run(&["dlq", "list", "--limit", "2"]).ok();
     assert!(text.contains(&ids[4]) && text.contains("payment"), "{text}");
-    assert!(text.contains("--after"), "the next page is named: {text}");
+}
+
+#[test]
+fn the_next_page_is_named_if_there_is_one_by_a_command_that_works() {
+    let shop = Shop::new();
+    let ids = shop.dead_letters(5);
+    let all = shop
+        .run(&["-o", "json", "dlq", "list", "--limit", "5"])
+        .json();
+    assert_eq!(all["next"], Value::Null, "a full page that is the last");
+    let text = shop
+        .run(&[
+            "dlq", "list", "--limit", "4", "--type", "order.*", "--group", "payment", "--since",
+            "1h",
+        ])
+        .ok();
+    let more = text.lines().last().unwrap();
+    let command = more.strip_prefix("more: everbus ").unwrap();
+    for part in [
+        "--limit 4",
+        "--type 'order.*'",
+        "--group payment",
+        "--since 2",
+    ] {
+        assert!(command.contains(part), "{part} in {command}");
+    }
+    let words: Vec<&str> = command.split(' ').map(|w| w.trim_matches('\'')).collect();
+    let last = shop.run(&words).ok();
+    assert!(last.contains(&ids[0]) && !last.contains(&ids[1]), "{last}");
+    assert!(!last.contains("more: "), "{last}");
 }
 
 #[test]
@@ -48,11 +77,69 @@ fn the_filters_of_the_list_are_honoured() {
     assert_eq!(count(&["--type", "order.*"]), 3);
     assert_eq!(count(&["--type", "user.*"]), 0);
     assert_eq!(count(&["--group", "payment"]), 3);
-    assert_eq!(count(&["--group", "(unnamed)"]), 0);
     assert_eq!(count(&["--since", "1h"]), 3);
     assert_eq!(count(&["--until", "1h"]), 0);
     let ran = shop.run(&["dlq", "list", "--limit", "0"]);
     ran.failed(2, "InvalidSetting");
+}
+
+// conformance: issue-2/cli-dlq: a filter by a group that does not exist is an error, not an empty answer
+#[test]
+fn a_filter_that_can_match_nothing_is_an_error() {
+    let shop = Shop::new();
+    let ids = shop.dead_letters(1);
+    for group in ["paymnet", "(unnamed)"] {
+        for command in [
+            &["dlq", "list"][..],
+            &["dlq", "retry", "--all"],
+            &["dlq", "purge", "--older-than", "0"],
+            &["dlq", "show", &ids[0]],
+        ] {
+            let arguments = [command, &["--group", group]].concat();
+            shop.run(&arguments).failed(3, "GroupNotFound");
+        }
+    }
+    shop.run(&["dlq", "list", "--since", "1h", "--until", "2h"])
+        .failed(2, "Usage");
+    for wrong in [
+        &["dlq", "purge", "--older-than", "-1"][..],
+        &["dlq", "list", "--since", "2999-01-01"],
+        &["dlq", "list", "--limit", "-1"],
+    ] {
+        let ran = shop.run(wrong);
+        assert_eq!(ran.code, 2, "{ran:?}");
+        assert!(ran.err.contains("invalid value"), "{ran:?}");
+    }
+    assert_eq!(
+        shop.run(&["-o", "json", "groups"]).json()[0]["dead_letters"],
+        1
+    );
+}
+
+#[test]
+fn what_is_not_among_the_dead_letters_is_said_with_the_reason() {
+    let shop = Shop::new();
+    let ids = shop.dead_letters(1);
+    let other = shop.run(&["-o", "json", "publish", "a.b"]).json();
+    let other = other["id"].as_str().unwrap();
+    shop.run(&["tail", "--group", "audit", "--no-follow"]).ok();
+    let said = shop
+        .run(&["dlq", "show", &ids[0], "--group", "audit"])
+        .failed(3, "NotFound");
+    assert!(said.contains("hint: it has one in payment"), "{said}");
+    shop.run(&["dlq", "retry", &ids[0]]).ok();
+    let said = shop.run(&["dlq", "retry", &ids[0]]).failed(3, "NotFound");
+    assert!(said.contains("sent back to payment already"), "{said}");
+    assert!(said.contains(&format!("everbus get {}", ids[0])), "{said}");
+    for command in ["show", "retry"] {
+        let said = shop.run(&["dlq", command, other]).failed(3, "NotFound");
+        assert!(said.contains("is not a dead letter"), "{said}");
+        let said = shop.run(&["dlq", command, "nope"]).failed(3, "NotFound");
+        assert!(
+            said.contains("there is no event") && said.contains("--source"),
+            "{said}"
+        );
+    }
 }
 
 // conformance: issue-2/cli-dlq: a dead letter shows payload, attempts and every error, escaped
@@ -72,8 +159,6 @@ fn a_dead_letter_shows_everything_needed_to_understand_it() {
     assert!(text.contains("no \\u{1b}[31mmoney"), "{text:?}");
     assert!(!text.contains('\u{1b}'));
     assert!(!shop.run(&["dlq", "list"]).ok().contains('\u{1b}'));
-    shop.run(&["dlq", "show", &ids[0], "--group", "other"])
-        .failed(3, "NotFound");
 }
 
 // conformance: issue-2/cli-dlq: retry sends one, many or all back to the group that failed

@@ -9,5 +9,6 @@ mod dlq;
 mod files;
 mod groups;
 mod publish;
+mod recovery;
 mod support;
 mod tail;

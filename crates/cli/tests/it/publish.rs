@@ -5,7 +5,7 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use crate::support::{Shop, exists};
+use crate::support::{Shop, exists, signal, wait_until};
 
 // conformance: issue-2/cli-publish: an event is stored with its attributes, id and sequence are printed
 // conformance: issue-2/cli-get: an event is shown with everything it was published with
@@ -88,8 +88,12 @@ fn the_same_id_again_stores_nothing_and_another_body_is_an_error() {
     assert_eq!(first["seq"], again["seq"]);
     assert_eq!(again["duplicate"], true);
     let other = publish("2");
-    assert_eq!(other.code, 1);
+    assert_eq!(other.code, 2);
     assert!(other.err.contains("IdReused"), "{other:?}");
+    // The id that was given is shown beside the one that was made of it.
+    assert_eq!(first["foreign_id"], "order-7");
+    let text = shop.run(&["publish", "a.b", "1", "--id", "order-7"]).ok();
+    assert!(text.contains("(order-7) at 1"), "{text}");
     // A foreign id finds its event again.
     let got = shop.run(&["-o", "json", "get", "order-7"]).json();
     assert_eq!(got["event"]["foreign_id"], "order-7");
@@ -181,8 +185,57 @@ fn a_line_over_the_limit_is_refused_by_its_number() {
     let ran = shop.run_with_input(&["publish", "a.b", "-"], &input);
     let said = ran.failed(2, "PayloadTooLarge");
     assert!(said.contains("line 2: "), "{said}");
+    assert!(said.contains("raise --max-payload"), "{said}");
     let stored = shop.run(&["-o", "json", "tail", "--no-follow"]).lines();
     assert_eq!(stored.len(), 1, "the line before is stored, none after");
+}
+
+#[test]
+fn the_limit_of_a_payload_can_be_moved() {
+    let shop = Shop::new();
+    let large = format!("\"{}\"\n", "x".repeat(1 << 20));
+    let publish = |size: &str| {
+        let arguments = ["--max-payload", size, "publish", "a.b", "-"];
+        shop.run_with_input(&arguments, &large)
+    };
+    publish("2m").ok();
+    publish("1m").failed(2, "PayloadTooLarge");
+    publish("100").failed(2, "PayloadTooLarge");
+    publish("1024m").failed(2, "InvalidSetting");
+    let mut small = shop.command(&["publish", "a.b", "12345"]);
+    small.env("EVERBUS_MAX_PAYLOAD", "4");
+    assert_eq!(small.output().unwrap().status.code(), Some(2));
+}
+
+#[test]
+fn a_bad_line_is_named_once() {
+    let shop = Shop::new();
+    let said = shop
+        .run_with_input(&["publish", "a.b", "-"], "1\nnope\n")
+        .failed(2, "InvalidPayloadError");
+    assert_eq!(said.matches("line ").count(), 1, "{said}");
+    assert!(
+        said.contains("line 2: ") && said.contains("hint: "),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_negative_number_is_a_payload() {
+    let shop = Shop::new();
+    shop.run(&["publish", "a.b", "-5"]).ok();
+    shop.run(&["publish", "a.b", "-2.5"]).ok();
+    let stored = shop.run(&["-o", "json", "tail", "--no-follow"]).lines();
+    let payloads: Vec<f64> = stored
+        .iter()
+        .map(|line| line["payload"].as_f64().unwrap())
+        .collect();
+    assert_eq!(payloads, [-5.0, -2.5]);
+    for (option, value) in [("--count", "-1"), ("--rate", "-1"), ("--version", "-1")] {
+        let ran = shop.run(&["publish", "a.b", "1", option, value]);
+        assert_eq!(ran.code, 2, "{ran:?}");
+        assert!(ran.err.contains("invalid value '-1'"), "{ran:?}");
+    }
 }
 
 #[test]
@@ -238,12 +291,54 @@ fn an_interrupt_ends_it_cleanly_and_keeps_what_was_printed() {
     writeln!(to, "1").unwrap();
     let mut line = String::new();
     from.read_line(&mut line).unwrap();
-    let pid = child.id().to_string();
-    let kill = std::process::Command::new("kill")
-        .args(["-INT", &pid])
-        .status();
-    assert!(kill.unwrap().success());
+    signal(&child, "-INT");
     assert_eq!(child.wait().unwrap().code(), Some(130));
     let stored = shop.run(&["-o", "json", "tail", "--no-follow"]).lines();
     assert_eq!(stored.len(), 1);
+}
+
+// conformance: issue-2/cli-publish-count: an interrupt lets what is under way commit; what was printed is what is stored
+#[test]
+fn an_interrupt_lets_what_is_under_way_commit_and_prints_it() {
+    let shop = Shop::new();
+    let printed = std::fs::File::create(shop.path("printed")).unwrap();
+    let mut child = shop
+        .command(&["-o", "json", "publish", "a.b", "1", "--count", "100000000"])
+        .stdout(printed)
+        .spawn()
+        .unwrap();
+    let lines = || std::fs::read_to_string(shop.path("printed")).unwrap();
+    wait_until("something is published", || !lines().is_empty());
+    signal(&child, "-INT");
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    let printed = lines().lines().count();
+    let last: Value = serde_json::from_str(lines().lines().last().unwrap()).unwrap();
+    assert_eq!(last["seq"], printed as u64);
+    let stored = shop.run(&["-o", "json", "tail", "--no-follow", "--from", "last"]);
+    assert_eq!(
+        stored.json()["seq"],
+        printed as u64,
+        "neither more nor less"
+    );
+}
+
+#[test]
+fn an_interrupt_ends_the_wait_for_handlers() {
+    let shop = Shop::new();
+    shop.dead_letters(1);
+    let mut child = shop
+        .command(&["publish", "order.placed", "1", "--count", "2", "--wait=600"])
+        .spawn()
+        .unwrap();
+    wait_until("both are stored", || {
+        shop.run(&["-o", "json", "groups"]).json()[0]["behind"] == 2
+    });
+    signal(&child, "-INT");
+    let out = child.stdout.take().unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    let out = std::io::read_to_string(out).unwrap();
+    assert!(
+        out.contains(" at 2 not settled\n") && out.contains(" at 3\n"),
+        "{out}"
+    );
 }

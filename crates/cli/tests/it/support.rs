@@ -2,7 +2,7 @@
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use everbus::{Bus, HandlerError};
@@ -45,6 +45,7 @@ impl Shop {
             .env_remove("EVERBUS_DB")
             .env_remove("EVERBUS_BROKER")
             .env_remove("EVERBUS_LOG")
+            .env_remove("EVERBUS_MAX_PAYLOAD")
             // Or suggestions would be for `cargo run`, since that is who runs the tests.
             .env_remove("CARGO_PKG_NAME")
             .args(arguments)
@@ -161,6 +162,14 @@ pub(crate) fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
         assert!(Instant::now() < deadline, "waited in vain: {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// Sends a signal to a process that we started.
+pub(crate) fn signal(child: &Child, name: &str) {
+    let kill = Command::new("kill")
+        .args([name, &child.id().to_string()])
+        .status();
+    assert!(kill.unwrap().success());
 }
 
 pub(crate) fn exists(path: &Path) -> bool {

@@ -1,11 +1,11 @@
 //! `everbus tail`.
 
 use std::io::{BufRead as _, BufReader, Read as _};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 
 use serde_json::Value;
 
-use crate::support::{Shop, wait_until};
+use crate::support::{Ran, Shop, signal, wait_until};
 
 fn types(lines: &[Value]) -> Vec<&str> {
     lines.iter().map(|l| l["type"].as_str().unwrap()).collect()
@@ -97,14 +97,7 @@ fn it_follows_until_it_is_told_to_stop() {
     assert_eq!(next()["type"], "a.old");
     shop.run(&["publish", "a.new"]).ok();
     assert_eq!(next()["type"], "a.new");
-    let pid = child.id().to_string();
-    assert!(
-        Command::new("kill")
-            .args(["-INT", &pid])
-            .status()
-            .unwrap()
-            .success()
-    );
+    signal(&child, "-INT");
     assert_eq!(
         child.wait().unwrap().code(),
         Some(0),
@@ -129,6 +122,112 @@ fn a_reader_that_goes_away_ends_it_quietly() {
         .read_to_string(&mut said)
         .unwrap();
     assert_eq!((child.wait().unwrap().code(), said.as_str()), (Some(0), ""));
+}
+
+/// Waits for a child that must end by itself.
+fn end_of(child: &mut Child) -> Option<i32> {
+    wait_until("the command ends", || child.try_wait().unwrap().is_some());
+    child.wait().unwrap().code()
+}
+
+#[test]
+fn a_reader_that_goes_away_while_there_is_nothing_new_ends_it_too() {
+    let shop = shop_with(&["a.old"]);
+    for arguments in [
+        &["tail", "--from", "first"][..],
+        &["tail", "--from", "first", "--group", "g"],
+    ] {
+        let mut child = shop.command(arguments).spawn().unwrap();
+        let mut from = BufReader::new(child.stdout.take().unwrap());
+        from.read_line(&mut String::new()).unwrap();
+        drop(from);
+        assert_eq!(end_of(&mut child), Some(0), "{arguments:?}");
+    }
+}
+
+// conformance: issue-2/cli-tail: with a group, what the reader of a pipe never took is not handled
+#[test]
+fn what_a_reader_that_left_never_took_is_not_handled() {
+    let shop = Shop::new();
+    shop.run(&["publish", "a.b", "1", "--count", "50"]).ok();
+    for taken in 1..=3 {
+        let mut tail = shop
+            .command(&["tail", "--group", "g", "--from", "first", "--no-follow"])
+            .spawn()
+            .unwrap();
+        let head = Command::new("head")
+            .arg("-1")
+            .stdin(Stdio::from(tail.stdout.take().unwrap()))
+            .output()
+            .unwrap();
+        assert_eq!(Ran::from(head).ok().lines().count(), 1);
+        assert_eq!(end_of(&mut tail), Some(0));
+        let group = &shop.run(&["-o", "json", "groups"]).json()[0];
+        let open = ["behind", "in_flight", "waiting"].map(|field| group[field].as_u64().unwrap());
+        assert_eq!(open.iter().sum::<u64>(), 50 - taken, "{group}");
+    }
+    let rest = shop.run(&["-o", "json", "tail", "--group", "g", "--no-follow"]);
+    let mut seqs: Vec<u64> = rest
+        .lines()
+        .iter()
+        .map(|line| line["seq"].as_u64().unwrap())
+        .collect();
+    seqs.sort_unstable();
+    assert_eq!(seqs, (4..=50).collect::<Vec<u64>>());
+}
+
+#[test]
+fn nothing_is_handled_while_nobody_reads() {
+    let shop = shop_with(&["a.one", "a.two"]);
+    let mut child = shop
+        .command(&["tail", "--group", "g", "--from", "first"])
+        .spawn()
+        .unwrap();
+    let group = || shop.run(&["-o", "json", "groups"]).json()[0].clone();
+    wait_until("the first event is handed out", || {
+        group()["in_flight"] == 1
+    });
+    signal(&child, "-INT");
+    assert_eq!(end_of(&mut child), Some(0));
+    let left = group();
+    let open = ["behind", "in_flight", "waiting"].map(|field| left[field].as_u64().unwrap());
+    assert_eq!(open.iter().sum::<u64>(), 2, "{left}");
+}
+
+// conformance: issue-2/cli-tail: it never consumes the unnamed group, whose events belong to programs that name none
+#[test]
+fn the_unnamed_group_is_not_consumed() {
+    let shop = shop_with(&["a.b"]);
+    for name in ["", "(unnamed)"] {
+        let ran = shop.run(&["tail", "--group", name, "--no-follow"]);
+        assert_eq!(ran.code, 2, "{ran:?}");
+        assert!(ran.err.contains("hint: name a group"), "{ran:?}");
+    }
+    let groups = shop.run(&["-o", "json", "groups"]).json();
+    assert_eq!(groups, serde_json::json!([]));
+}
+
+#[test]
+fn a_start_that_makes_no_sense_is_refused() {
+    let shop = shop_with(&["a.b"]);
+    for (from, why) in [
+        ("-5m", "out of range"),
+        ("99999999d", "out of range"),
+        ("2999-01-01", "future"),
+    ] {
+        let ran = shop.run(&["tail", "--no-follow", "--from", from]);
+        assert_eq!(ran.code, 2, "{ran:?}");
+        assert!(ran.err.contains(why), "{ran:?}");
+    }
+    let since = shop.run(&[
+        "-o",
+        "json",
+        "tail",
+        "--no-follow",
+        "--from",
+        "2020-01-31 10:00",
+    ]);
+    assert_eq!(since.lines().len(), 1);
 }
 
 // conformance: issue-2/cli-tail: with a group, what was shown is handled and not shown again

@@ -8,6 +8,7 @@ use everbus_core::{Code, Consumer, Error, Result};
 use super::Runner;
 use super::plan::{Plan, Routes};
 use super::queue::Work;
+use crate::guard;
 
 /// At most this many deliveries at a time.
 const BATCH: usize = 256;
@@ -85,6 +86,11 @@ impl Runner {
             _ => close(consuming.take()).await,
         }
         if !plan.handlers.is_empty() {
+            self.lease.send_if_modified(|lease| {
+                let changes = *lease != plan.lease;
+                *lease = plan.lease;
+                changes
+            });
             let broker = &self.shared.engine.broker;
             let consumer = broker
                 .consume(self.group.clone(), plan.consume_options())
@@ -97,22 +103,29 @@ impl Runner {
     /// Whether fetching goes on after this error.
     fn survives(&self, error: &Error) -> bool {
         let group = &self.group;
-        match error.code() {
-            Code::Shutdown => false,
-            Code::StorageFailed | Code::Corrupt | Code::NewerSchema => {
-                tracing::error!(target: "everbus::dispatch", %group, %error, "the engine failed; the group stops");
-                self.shared.fail(error);
-                false
-            }
-            Code::GroupNotFound => {
-                tracing::error!(target: "everbus::dispatch", %group, %error, "the group was removed; it stops");
-                false
-            }
-            _ => {
-                tracing::warn!(target: "everbus::dispatch", %group, %error, "fetching failed and will be repeated");
-                true
-            }
+        if error.code() == Code::Shutdown {
+            return false;
         }
+        if self.shared.fail_if_fatal(error) {
+            guard::log(|| {
+                tracing::error!(target: "everbus::dispatch", %group, %error, "the engine failed; the group stops");
+            });
+        } else if error.code() == Code::GroupNotFound {
+            if self.queue.is_stopping() || self.plan().handlers.is_empty() {
+                // We wanted nothing more from it.
+                return false;
+            }
+            guard::log(|| {
+                tracing::error!(target: "everbus::dispatch", %group, %error, "the group was removed; it stops");
+            });
+        } else {
+            guard::log(|| {
+                tracing::warn!(target: "everbus::dispatch", %group, %error, "fetching failed and will be repeated");
+            });
+            return true;
+        }
+        self.shared.group_stopped(group, error);
+        false
     }
 }
 
@@ -121,6 +134,8 @@ async fn close(consuming: Option<Consuming>) {
         && let Err(error) = consumer.close().await
         && error.code() != Code::Shutdown
     {
-        tracing::warn!(target: "everbus::dispatch", %error, "a consumer did not close cleanly");
+        guard::log(|| {
+            tracing::warn!(target: "everbus::dispatch", %error, "a consumer did not close cleanly");
+        });
     }
 }

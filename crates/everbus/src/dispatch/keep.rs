@@ -5,14 +5,20 @@ use std::sync::Arc;
 use everbus_core::Code;
 
 use super::Runner;
+use crate::guard;
 
 impl Runner {
-    /// Extends every lease the group holds, three times per lease. In real time, since it is real
-    /// work that takes long.
+    /// Extends every lease the group holds, three times per lease, and at once when the length of
+    /// its leases changes. In real time, since it is real work that takes long.
     pub(super) async fn keep_leases(self: Arc<Self>) {
+        let mut length = self.lease.subscribe();
         loop {
-            let lease = self.plan().lease;
-            tokio::time::sleep(lease / 3).await;
+            let lease = *length.borrow_and_update();
+            tokio::select! {
+                () = tokio::time::sleep(lease / 3) => {}
+                _ = length.changed() => {}
+            }
+            let lease = *length.borrow_and_update();
             let held = self.queue.held();
             if held.is_empty() {
                 continue;
@@ -23,12 +29,17 @@ impl Runner {
                     // Some were settled since we looked; the others say so when they are settled.
                     let lost = answers.iter().filter(|answer| answer.is_err()).count();
                     if lost > 0 {
-                        tracing::debug!(target: "everbus::dispatch", %group, lost, "leases not extended");
+                        guard::log(|| {
+                            tracing::debug!(target: "everbus::dispatch", %group, lost, "leases not extended");
+                        });
                     }
                 }
                 Err(error) if error.code() == Code::Shutdown => return,
                 Err(error) => {
-                    tracing::warn!(target: "everbus::dispatch", %group, %error, "leases could not be extended");
+                    self.shared.fail_if_fatal(&error);
+                    guard::log(|| {
+                        tracing::warn!(target: "everbus::dispatch", %group, %error, "leases could not be extended");
+                    });
                 }
             }
         }

@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use everbus_core::GroupName;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::Instant;
 
@@ -31,8 +31,18 @@ use crate::bus::Shared;
 pub(crate) use plan::Plan;
 use queue::Queue;
 
-/// How long a settlement that the engine is too busy for is tried again during a shutdown.
-const FLUSH_TIME: Duration = Duration::from_secs(10);
+/// How long, after the time for handlers is over, a shutdown goes on making outcomes durable and
+/// closing the engine. [`Bus::shutdown_within`](crate::Bus::shutdown_within) documents the number.
+pub(crate) const GRACE: Duration = Duration::from_secs(5);
+
+/// What the end of a group left behind.
+#[derive(Default)]
+pub(crate) struct Leftovers {
+    /// Handlers that were still running.
+    pub(crate) abandoned: usize,
+    /// Handlers that had finished and whose outcome is not known to be durable.
+    pub(crate) unsettled: usize,
+}
 
 /// The dispatch of one group.
 pub(crate) struct Runner {
@@ -41,6 +51,9 @@ pub(crate) struct Runner {
     plan: Mutex<Arc<Plan>>,
     /// The fetch loop looks at the plan again.
     changed: Notify,
+    /// How long the leases of the open consumer last. It changes only when everything that the
+    /// consumer before handed out is in the queue, so that the keeper sees it.
+    lease: watch::Sender<Duration>,
     queue: Queue,
     workers: Mutex<JoinSet<()>>,
     tasks: Mutex<Tasks>,
@@ -55,10 +68,12 @@ struct Tasks {
 
 impl Runner {
     pub(crate) fn start(shared: Arc<Shared>, group: GroupName, plan: Plan) -> Arc<Self> {
+        shared.group_not_stopped(&group);
         let runner = Arc::new(Self {
             shared,
             group,
             queue: Queue::new(plan.concurrency),
+            lease: watch::Sender::new(plan.lease),
             plan: Mutex::new(Arc::new(plan)),
             changed: Notify::new(),
             workers: Mutex::default(),
@@ -95,8 +110,8 @@ impl Runner {
     }
 
     /// Ends the group: gives back what has not begun, waits for what runs until the deadline, and
-    /// returns when every outcome is durable. Returns how many handlers were abandoned.
-    pub(crate) async fn stop(self: Arc<Self>, deadline: Instant) -> usize {
+    /// makes every outcome durable if it can within the [`GRACE`] after that.
+    pub(crate) async fn stop(self: Arc<Self>, deadline: Instant) -> Leftovers {
         let tasks = std::mem::take(&mut *lock(&self.tasks));
         self.queue.stop();
         self.changed.notify_one();
@@ -106,19 +121,25 @@ impl Runner {
         let abandoned = if in_time { 0 } else { self.queue.abandon() };
         workers.abort_all();
         workers.detach_all();
-        let flush_until = Instant::now() + FLUSH_TIME;
+        let end = deadline + GRACE;
         if let Some(fetch) = tasks.fetch {
             // It may still have deliveries to give back.
-            let _ = tokio::time::timeout_at(flush_until, fetch).await;
+            let _ = tokio::time::timeout_at(end, fetch).await;
         }
-        self.queue.finish(flush_until);
-        if let Some(settle) = tasks.settle {
+        self.queue.finish(end);
+        if let Some(mut settle) = tasks.settle
+            && tokio::time::timeout_at(end, &mut settle).await.is_err()
+        {
+            settle.abort();
             let _ = settle.await;
         }
         if let Some(keep) = tasks.keep {
             keep.abort();
         }
-        abandoned
+        Leftovers {
+            abandoned,
+            unsettled: self.queue.unsettled(),
+        }
     }
 }
 

@@ -39,6 +39,8 @@ struct State {
     concurrency: usize,
     stopping: bool,
     abandoned: bool,
+    /// Outcomes the settler gave up on since the group stops.
+    unsettled: usize,
     finish_by: Option<Instant>,
 }
 
@@ -236,6 +238,26 @@ impl Queue {
         Outcomes::Send(batch)
     }
 
+    /// Only these of what was taken last are not settled yet.
+    pub(super) fn still_sending(&self, batch: Arc<Vec<Settlement>>) {
+        self.state().sending = Some(batch);
+    }
+
+    /// The settler gives up on these. Before the group stops that is no end: they come again.
+    pub(super) fn count_unsettled(&self, batch: &[Settlement]) {
+        let mut state = self.state();
+        if state.stopping {
+            state.unsettled += outcomes_in(batch);
+        }
+    }
+
+    /// How many outcomes of handlers are not known to be durable, once the settler has ended.
+    pub(super) fn unsettled(&self) -> usize {
+        let state = self.state();
+        let sending = state.sending.as_deref().map_or(0, |s| outcomes_in(s));
+        state.unsettled + sending + outcomes_in(&state.done)
+    }
+
     /// Waits until there may be outcomes to settle.
     pub(super) async fn outcomes(&self) {
         self.outcomes.notified().await;
@@ -250,6 +272,12 @@ impl Queue {
         let settling = state.done.iter().chain(sending).map(|s| &s.lease);
         waiting.chain(running).chain(settling).cloned().collect()
     }
+}
+
+/// How many of these came from a handler; the others only give back what has not begun.
+fn outcomes_in(batch: &[Settlement]) -> usize {
+    let of_handler = |s: &&Settlement| !matches!(s.verdict, Verdict::Release { .. });
+    batch.iter().filter(of_handler).count()
 }
 
 /// Given back without an attempt.

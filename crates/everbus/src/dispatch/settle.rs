@@ -10,6 +10,7 @@ use tokio::time::Instant;
 
 use super::Runner;
 use super::queue::Outcomes;
+use crate::guard;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -33,7 +34,7 @@ impl Runner {
             match self.shared.engine.broker.settle(batch.to_vec()).await {
                 Ok(answers) if answers.len() != batch.len() => {
                     let error = Error::new(Code::Internal, "not every outcome was answered");
-                    return self.settling_failed(batch.len(), &error);
+                    return self.settling_failed(&batch, &error);
                 }
                 Ok(answers) => {
                     let refused = batch
@@ -48,21 +49,24 @@ impl Runner {
                         return;
                     }
                     batch = Arc::new(again);
+                    self.queue.still_sending(batch.clone());
                 }
                 Err(error) if is_passing(&error) => {}
-                Err(error) => return self.settling_failed(batch.len(), &error),
+                Err(error) => return self.settling_failed(&batch, &error),
             }
             let give_up = self.queue.finish_by();
             if give_up.is_some_and(|by| Instant::now() + pause > by) {
                 let error = Error::new(Code::Busy, "no time left before the shutdown");
-                return self.settling_failed(batch.len(), &error);
+                return self.settling_failed(&batch, &error);
             }
-            tracing::warn!(
-                target: "everbus::dispatch",
-                group = %self.group,
-                outcomes = batch.len(),
-                "the engine is too busy to settle; trying again"
-            );
+            guard::log(|| {
+                tracing::warn!(
+                    target: "everbus::dispatch",
+                    group = %self.group,
+                    outcomes = batch.len(),
+                    "the engine is too busy to settle; trying again"
+                );
+            });
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
@@ -72,22 +76,29 @@ impl Runner {
         let (group, seq) = (&self.group, settlement.lease.position);
         if error.code() == Code::LeaseLost {
             self.shared.count_lost_lease();
-            tracing::warn!(target: "everbus::dispatch", %group, seq, "the lease was lost before the outcome was settled; the event is delivered again");
+            guard::log(|| {
+                tracing::warn!(target: "everbus::dispatch", %group, seq, "the lease was lost before the outcome was settled; the event is delivered again");
+            });
             return false;
         }
         let passing = is_passing(error);
         if !passing {
-            tracing::error!(target: "everbus::dispatch", %group, seq, %error, "an outcome could not be settled; the event is delivered again");
+            self.queue.count_unsettled(std::slice::from_ref(settlement));
+            guard::log(|| {
+                tracing::error!(target: "everbus::dispatch", %group, seq, %error, "an outcome could not be settled; the event is delivered again");
+            });
         }
         passing
     }
 
     /// Nothing is acked by this: the events are delivered again when their leases end.
-    fn settling_failed(&self, outcomes: usize, error: &Error) {
-        tracing::error!(target: "everbus::dispatch", group = %self.group, outcomes, %error, "outcomes could not be settled; their events are delivered again");
-        if error.code() == Code::StorageFailed {
-            self.shared.fail(error);
-        }
+    fn settling_failed(&self, batch: &[Settlement], error: &Error) {
+        self.queue.count_unsettled(batch);
+        self.shared.fail_if_fatal(error);
+        let (group, outcomes) = (&self.group, batch.len());
+        guard::log(|| {
+            tracing::error!(target: "everbus::dispatch", %group, outcomes, %error, "outcomes could not be settled; their events are delivered again");
+        });
     }
 }
 

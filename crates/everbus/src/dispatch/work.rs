@@ -6,7 +6,7 @@ use everbus_core::Settlement;
 
 use super::queue::{NewSeat, Next};
 use super::{Runner, lock};
-use crate::pipeline;
+use crate::{guard, pipeline};
 
 /// After this many deliveries in a row a worker lets other tasks of its thread run.
 const BEFORE_YIELDING: u32 = 32;
@@ -19,8 +19,15 @@ impl Runner {
                 runner: self.clone(),
                 number: seat,
             };
+            self.reap_workers();
             lock(&self.workers).spawn(seat.work());
         }
+    }
+
+    /// Forgets the workers that have ended, so that they take no memory.
+    fn reap_workers(&self) {
+        let mut workers = lock(&self.workers);
+        while workers.try_join_next().is_some() {}
     }
 }
 
@@ -31,9 +38,39 @@ struct Seat {
     number: Option<usize>,
 }
 
+/// Why a worker ends.
+enum End {
+    /// There are too many, or the group stops; the seat has been given back.
+    Surplus,
+    Stopped,
+}
+
 impl Seat {
     async fn work(mut self) {
         let Some(number) = self.number else { return };
+        loop {
+            match guard::contained(self.take_turns(number)).await {
+                Ok(End::Surplus) => {
+                    self.number = None;
+                    self.runner.reap_workers();
+                    return;
+                }
+                Ok(End::Stopped) => return,
+                // The worker goes on, or what is queued would wait for ever. The event it had in hand
+                // comes again when its lease ends.
+                Err(error) => {
+                    let group = &self.runner.group;
+                    guard::log(|| {
+                        tracing::error!(target: "everbus::dispatch", %group, error, "a worker panicked");
+                    });
+                    tokio::task::yield_now().await;
+                }
+            }
+        }
+    }
+
+    /// Takes one delivery after another.
+    async fn take_turns(&self, number: usize) -> End {
         let runner = &self.runner;
         let clock = &*runner.shared.options.clock;
         let mut finished = None;
@@ -47,14 +84,11 @@ impl Seat {
                 Next::Wait => {
                     in_a_row = 0;
                     if !runner.queue.woken().await {
-                        return;
+                        return End::Stopped;
                     }
                     continue;
                 }
-                Next::End => {
-                    self.number = None;
-                    return;
-                }
+                Next::End => return End::Surplus,
             };
             let verdict =
                 pipeline::deliver(&runner.group, clock, &work.delivery, &work.route).await;
@@ -73,5 +107,76 @@ impl Drop for Seat {
         if let Some(number) = self.number {
             self.runner.queue.leave(number);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use everbus_core::{Delivery, Event, GroupName, Lease, Recorded, Timestamp};
+
+    use super::super::queue::Work;
+    use super::super::{Plan, Runner, lock};
+    use crate::bus::Bus;
+    use crate::handler::Handler;
+    use crate::options::BusOptions;
+
+    #[tokio::test]
+    async fn workers_that_are_too_many_are_forgotten_when_they_end() {
+        const MANY: usize = 64;
+        let bus = Bus::open("memory:").await.unwrap();
+        let plan = |concurrency| Plan::new(&[], concurrency, &BusOptions::default());
+        let runner = Runner::start(bus.shared().clone(), GroupName::unnamed(), plan(MANY));
+        // Each runs until all of them do.
+        let all = std::sync::Arc::new(tokio::sync::Barrier::new(MANY));
+        let handler = std::sync::Arc::new(Handler::new(
+            everbus_core::EventId::new().into(),
+            "h".into(),
+            "a".parse().unwrap(),
+            everbus_core::RetryPolicy::never(),
+            Duration::from_secs(30),
+            Handler::erase(move |_| {
+                let all = all.clone();
+                async move {
+                    all.wait().await;
+                    Ok(())
+                }
+            }),
+        ));
+        let work = (0..MANY as u64).map(|n| Work {
+            delivery: Delivery {
+                record: std::sync::Arc::new(Recorded {
+                    event: Event::builder("a").build().unwrap(),
+                    position: n,
+                    received_at: Timestamp::EPOCH,
+                }),
+                attempt: 1,
+                failures: Vec::new(),
+                lease: Lease {
+                    position: n,
+                    slot: 0,
+                    token: n,
+                    handle: None,
+                },
+            },
+            route: [handler.clone()].into(),
+        });
+        runner.spawn_worker(runner.queue.push(work));
+        let until = async |condition: &dyn Fn() -> bool| {
+            while !condition() {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        let workers = || lock(&runner.workers).len();
+        let settled = async {
+            until(&|| workers() == MANY).await;
+            until(&|| runner.queue.held().is_empty()).await;
+            runner.change(plan(1));
+            // One that stays, and the last to end.
+            until(&|| workers() <= 2).await;
+        };
+        let settled = tokio::time::timeout(Duration::from_secs(30), settled).await;
+        assert!(settled.is_ok(), "{} workers are remembered", workers());
     }
 }

@@ -1,164 +1,15 @@
 //! An engine that is busy, full, failing or slow: outcomes are kept, leases are kept, nothing is
 //! acked by falling through.
 
-use std::collections::VecDeque;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use everbus::core::{
-    Appended, BoxFuture, Broker, ConsumeOptions, Consumer, Delivery, GroupSpec, Lease,
-    SettledOutcome, Settlement, SubscriptionInfo,
-};
-use everbus::{
-    Bus, Capabilities, Code, Engine, Error, Event, EventId, GroupInfo, GroupName, ManualClock,
-    Message, Pattern, Result,
-};
+use everbus::{Bus, Code, GroupName, Message};
 use tokio::sync::Semaphore;
 
-use crate::support::{eventually, fine, is_done, recorder};
-
-/// What goes wrong next, for one verb.
-#[derive(Clone, Default)]
-struct Errors(Arc<Mutex<VecDeque<Error>>>);
-
-impl Errors {
-    fn add(&self, times: usize, code: Code) {
-        let error = Error::new(code, "planted");
-        self.0.lock().unwrap().extend(vec![error; times]);
-    }
-
-    fn next(&self) -> Result<()> {
-        self.0.lock().unwrap().pop_front().map_or(Ok(()), Err)
-    }
-}
-
-/// An engine with planted faults.
-#[derive(Clone)]
-struct Faulty {
-    inner: Arc<dyn Broker>,
-    fetch: Errors,
-    settle: Errors,
-    settle_one: Errors,
-    extended: Arc<AtomicUsize>,
-    taken: Arc<AtomicUsize>,
-}
-
-struct FaultyConsumer(Box<dyn Consumer>, Errors);
-
-impl Consumer for FaultyConsumer {
-    fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
-        Box::pin(async move {
-            self.1.next()?;
-            self.0.fetch(max).await
-        })
-    }
-
-    fn set_handled(&mut self, handled: Vec<Pattern>) {
-        self.0.set_handled(handled);
-    }
-
-    fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {
-        self.0.close()
-    }
-}
-
-impl Broker for Faulty {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
-
-    fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
-        self.inner.declare(group)
-    }
-
-    fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
-        self.inner.retract(subscription)
-    }
-
-    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
-        self.inner.remove_group(group)
-    }
-
-    fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
-        self.inner.append(batch)
-    }
-
-    fn consume(
-        &self,
-        group: GroupName,
-        options: ConsumeOptions,
-    ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
-        Box::pin(async move {
-            let consumer = self.inner.consume(group, options).await?;
-            Ok(Box::new(FaultyConsumer(consumer, self.fetch.clone())) as Box<dyn Consumer>)
-        })
-    }
-
-    fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
-        Box::pin(async move {
-            self.settle.next()?;
-            if let Err(error) = self.settle_one.next() {
-                // The first is refused, the others go through.
-                let mut settlements = settlements.into_iter();
-                let _ = settlements.next();
-                let mut answers = self.inner.settle(settlements.collect()).await?;
-                answers.insert(0, Err(error));
-                return Ok(answers);
-            }
-            let answers = self.inner.settle(settlements).await?;
-            let taken = answers.iter().filter(|answer| answer.is_ok()).count();
-            self.taken.fetch_add(taken, Ordering::SeqCst);
-            Ok(answers)
-        })
-    }
-
-    fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
-        self.extended.fetch_add(1, Ordering::SeqCst);
-        self.inner.extend(leases, by)
-    }
-
-    fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
-        self.inner.inspect()
-    }
-
-    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
-        self.inner.settled(position, timeout)
-    }
-
-    fn close(&self) -> BoxFuture<'_, Result<()>> {
-        self.inner.close()
-    }
-}
-
-/// A bus on an engine with planted faults, and the clock of both.
-async fn faulty() -> (Bus, Faulty, ManualClock) {
-    crate::logs::listen();
-    let clock = ManualClock::default();
-    let memory = Bus::builder()
-        .clock(clock.clone())
-        .open("memory:")
-        .await
-        .unwrap();
-    let engine = memory.engine();
-    let faulty = Faulty {
-        inner: engine.broker.clone(),
-        fetch: Errors::default(),
-        settle: Errors::default(),
-        settle_one: Errors::default(),
-        extended: Arc::default(),
-        taken: Arc::default(),
-    };
-    let engine = Engine {
-        broker: Arc::new(faulty.clone()),
-        ..engine.clone()
-    };
-    let bus = Bus::builder()
-        .clock(clock.clone())
-        .with_engine(engine)
-        .unwrap();
-    (bus, faulty, clock)
-}
+use crate::faulty::faulty;
+use crate::support::{Kind, Lab, PATIENCE, eventually, fine, is_done, recorder};
 
 // conformance: embedded/sqlite-lock: an engine that is busy or full is asked again with backoff until the outcome is durable.
 #[tokio::test]
@@ -228,13 +79,184 @@ async fn after_storage_failed_publishes_are_refused_with_the_reason() {
     bus.shutdown().await.unwrap();
 }
 
+// conformance: issue-2/storage-failed: a publish that meets a failure the engine does not recover from ends the bus with that reason.
+#[tokio::test]
+async fn a_publish_that_meets_a_fatal_failure_ends_the_bus() {
+    for code in [Code::StorageFailed, Code::NewerSchema, Code::Corrupt] {
+        let (bus, faults, _) = faulty().await;
+        faults.append.add(1, code);
+        for _ in 0..2 {
+            assert_eq!(bus.publish(("a", 1)).await.unwrap_err().code(), code);
+        }
+        assert_eq!(bus.failure().unwrap().code(), code);
+        bus.shutdown().await.unwrap();
+    }
+    let (bus, faults, _) = faulty().await;
+    faults.append.add(1, Code::Busy);
+    bus.publish(("a", 1)).await.unwrap_err();
+    assert!(bus.failure().is_none(), "a passing failure");
+    bus.publish(("a", 1)).await.unwrap();
+    bus.shutdown().await.unwrap();
+}
+
+#[tokio::test]
+async fn an_outcome_that_meets_a_fatal_failure_ends_the_bus() {
+    for code in [Code::StorageFailed, Code::NewerSchema, Code::Corrupt] {
+        let (bus, faults, _) = faulty().await;
+        let (handler, mut seen) = recorder(fine);
+        bus.subscribe("a").handler(handler).await.unwrap();
+        faults.settle.add(1, code);
+        bus.start().await.unwrap();
+        bus.publish(("a", 1)).await.unwrap();
+        seen.next().await;
+        eventually("the failure is seen", || async { bus.failure().is_some() }).await;
+        assert_eq!(bus.failure().unwrap().code(), code);
+        bus.shutdown().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_group_that_somebody_else_removed_is_reported() {
+    let (bus, _, _) = faulty().await;
+    let (handler, mut in_other) = recorder(fine);
+    bus.subscribe("a").handler(handler).await.unwrap();
+    let subscribe = async || {
+        let (handler, seen) = recorder(fine);
+        let id = bus.subscribe("a").group("g").handler(handler).await;
+        (id.unwrap(), seen)
+    };
+    let (id, _) = subscribe().await;
+    bus.start().await.unwrap();
+    let group: GroupName = "g".parse().unwrap();
+    assert!(bus.stopped_groups().is_empty());
+    let engine = bus.engine().broker.clone();
+    engine.remove_group(group.clone()).await.unwrap();
+    // Wakes the consumer, and the other group goes on.
+    bus.publish(("a", 1)).await.unwrap();
+    in_other.next().await;
+    eventually("the stop is visible", || async {
+        !bus.stopped_groups().is_empty()
+    })
+    .await;
+    let stopped = bus.stopped_groups();
+    assert_eq!(stopped[0].0, group);
+    assert_eq!(stopped[0].1.code(), Code::GroupNotFound);
+    assert!(bus.failure().is_none(), "the bus itself works");
+
+    bus.unsubscribe(id).await.unwrap();
+    assert!(bus.stopped_groups().is_empty());
+    let (_, mut seen) = subscribe().await;
+    bus.publish(("a", 2)).await.unwrap();
+    seen.next().await;
+    assert!(bus.stopped_groups().is_empty());
+    bus.shutdown().await.unwrap();
+}
+
+// conformance: embedded/sqlite-lock: a publish waits for another program that holds the file as long as it was told, and then says so.
+#[tokio::test]
+async fn a_file_that_is_locked_for_longer_than_the_busy_timeout_is_busy() {
+    let lab = Lab::new(Kind::Sqlite);
+    let busy_timeout = Duration::from_millis(50);
+    let bus = lab
+        .open_with(lab.builder().busy_timeout(busy_timeout))
+        .await;
+    bus.publish(("a", 1)).await.unwrap();
+    let other = rusqlite::Connection::open(lab.file()).unwrap();
+    other.execute_batch("BEGIN IMMEDIATE").unwrap();
+    let error = bus.publish(("a", 2)).await.unwrap_err();
+    assert_eq!(error.code(), Code::Busy);
+    other.execute_batch("ROLLBACK").unwrap();
+    bus.publish(("a", 2)).await.unwrap();
+    bus.shutdown().await.unwrap();
+
+    let absurd = Bus::builder().busy_timeout(Duration::MAX).open("memory:");
+    assert_eq!(absurd.await.unwrap_err().code(), Code::InvalidSetting);
+}
+
+// conformance: embedded/shutdown-timeout: a locked file does not hold up a shutdown beyond its time, and what could not be made durable is counted.
+#[tokio::test]
+async fn a_shutdown_under_a_locked_file_says_what_is_not_durable() {
+    let lab = Lab::new(Kind::Sqlite);
+    // Longer than the test would wait.
+    let busy_timeout = Duration::from_secs(3600);
+    let bus = lab
+        .open_with(lab.builder().busy_timeout(busy_timeout))
+        .await;
+    let (gate, mut seen) = gated(&bus).await;
+    bus.start().await.unwrap();
+    bus.publish(("a", 1)).await.unwrap();
+    seen.next().await;
+    let other = rusqlite::Connection::open(lab.file()).unwrap();
+    other.execute_batch("BEGIN IMMEDIATE").unwrap();
+    gate.add_permits(1);
+    let report = bus.shutdown_within(Duration::from_millis(100));
+    let report = tokio::time::timeout(PATIENCE, report).await;
+    let report = report.expect("the shutdown ends by itself").unwrap();
+    assert_eq!((report.abandoned, report.unsettled), (0, 1));
+    assert!(!report.closed);
+    other.execute_batch("ROLLBACK").unwrap();
+}
+
+// conformance: embedded/shutdown-timeout: handlers get the timeout, outcomes and the engine five seconds more, and then the shutdown returns.
+#[tokio::test(start_paused = true)]
+async fn a_shutdown_has_one_end_whatever_the_engine_does() {
+    let (bus, faults, _) = faulty().await;
+    let (gate, mut seen) = gated(&bus).await;
+    bus.start().await.unwrap();
+    for n in 0..3 {
+        bus.publish(("a", n)).await.unwrap();
+        seen.next().await;
+    }
+    faults.stuck.store(true, Ordering::SeqCst);
+    gate.add_permits(2);
+    let subscribing = tokio::spawn({
+        let bus = bus.clone();
+        async move { bus.subscribe("b").handler(|_| async { Ok(()) }).await }
+    });
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let begun = tokio::time::Instant::now();
+    let report = bus.shutdown_within(Duration::from_secs(3)).await.unwrap();
+    // In the time of tokio, which only moves here when everybody waits.
+    assert!(
+        begun.elapsed() <= Duration::from_millis(8_001),
+        "{:?}",
+        begun.elapsed()
+    );
+    assert_eq!((report.abandoned, report.unsettled), (1, 2));
+    assert!(!report.closed);
+    let refused = subscribing.await.unwrap().unwrap_err();
+    assert_eq!(refused.code(), Code::Shutdown);
+}
+
+#[tokio::test(start_paused = true)]
+async fn outcomes_that_an_engine_refuses_until_the_end_are_counted() {
+    let (bus, faults, _) = faulty().await;
+    let (gate, mut seen) = gated(&bus).await;
+    bus.start().await.unwrap();
+    for n in 0..3 {
+        bus.publish(("a", n)).await.unwrap();
+        seen.next().await;
+    }
+    // One of three is refused again and again.
+    faults.settle_one.add(10_000, Code::Busy);
+    gate.add_permits(3);
+    let report = bus.shutdown_within(Duration::ZERO).await.unwrap();
+    assert_eq!((report.abandoned, report.unsettled), (0, 1));
+    assert!(report.closed);
+}
+
 /// Subscribes a handler that notes its message and waits at the gate.
 async fn gated(bus: &Bus) -> (Arc<Semaphore>, crate::support::Seen) {
+    gated_for(bus, Duration::from_secs(30)).await
+}
+
+async fn gated_for(bus: &Bus, timeout: Duration) -> (Arc<Semaphore>, crate::support::Seen) {
     let gate = Arc::new(Semaphore::new(0));
     let inside = gate.clone();
     let (note, seen) = recorder(fine);
     let note = Arc::new(note);
     bus.subscribe("a")
+        .timeout(timeout)
         .handler(move |m: Message| {
             let (gate, note) = (inside.clone(), note.clone());
             async move {
@@ -291,5 +313,48 @@ async fn a_long_handler_keeps_its_event() {
     receipt.settled().await.unwrap();
     assert!(seen.is_empty(), "delivered once");
     assert_eq!(bus.lost_leases(), 0);
+    bus.shutdown().await.unwrap();
+}
+
+// conformance: rule-4/extend: leases are extended in time also after the timeouts of the group's handlers became shorter.
+#[tokio::test(start_paused = true)]
+async fn leases_are_kept_after_they_became_shorter() {
+    let (bus, faults, _) = faulty().await;
+    let long = bus.subscribe("a").timeout(Duration::from_secs(3600));
+    let id = long.handler(|_| async { Ok(()) }).await.unwrap();
+    bus.start().await.unwrap();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    bus.unsubscribe(id).await.unwrap();
+    let (_gate, mut seen) = gated_for(&bus, Duration::from_secs(20)).await;
+    bus.publish(("a", 1)).await.unwrap();
+    seen.next().await;
+    // The lease is 30 s now.
+    let before = faults.extended.load(Ordering::SeqCst);
+    tokio::time::sleep(Duration::from_secs(11)).await;
+    assert!(faults.extended.load(Ordering::SeqCst) > before);
+    bus.shutdown_within(Duration::ZERO).await.unwrap();
+}
+
+// conformance: rule-4/extend: what is held when the timeouts of the group's handlers become longer keeps its lease too.
+#[tokio::test(start_paused = true)]
+async fn leases_are_kept_when_they_become_longer() {
+    let (bus, faults, clock) = faulty().await;
+    let (gate, mut seen) = gated_for(&bus, Duration::from_secs(20)).await;
+    bus.start().await.unwrap();
+    let receipt = bus.publish(("a", 1)).await.unwrap();
+    seen.next().await;
+    let before = faults.extended.load(Ordering::SeqCst);
+    let long = bus.subscribe("b").timeout(Duration::from_secs(3600));
+    long.handler(|_| async { Ok(()) }).await.unwrap();
+    eventually("the lease is extended", || async {
+        faults.extended.load(Ordering::SeqCst) > before
+    })
+    .await;
+    // Longer than the first lease, shorter than a third of the new one.
+    clock.advance(Duration::from_secs(600));
+    gate.add_permits(1);
+    receipt.settled().await.unwrap();
+    assert_eq!(bus.lost_leases(), 0);
+    assert!(seen.is_empty(), "delivered once");
     bus.shutdown().await.unwrap();
 }

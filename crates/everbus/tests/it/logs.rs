@@ -3,13 +3,17 @@
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
 
 use everbus::RetryPolicy;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
-use crate::support::{broken, on_every_engine, recorder, run_out_of_retries};
+use crate::support::{broken, fine, on_every_engine, recorder, run_out_of_retries};
+
+/// An error of this text makes the logger panic.
+pub(crate) const UNLOGGABLE: &str = "not to be logged";
 
 type Entry = (Level, BTreeMap<&'static str, String>);
 
@@ -45,6 +49,8 @@ impl Subscriber for Entries {
     fn event(&self, event: &Event<'_>) {
         let mut fields = Fields::default();
         event.record(&mut fields);
+        let error = fields.0.get("error").map(String::as_str);
+        assert_ne!(error, Some(UNLOGGABLE));
         let entry = (*event.metadata().level(), fields.0);
         self.0.lock().unwrap().push(entry);
     }
@@ -67,6 +73,13 @@ impl Visit for Fields {
     }
 }
 
+/// What was logged about an event.
+fn entries_of(event_id: &str) -> Vec<Entry> {
+    let mut entries = listen().0.lock().unwrap().clone();
+    entries.retain(|(_, fields)| fields.get("event_id").is_some_and(|id| id == event_id));
+    entries
+}
+
 // conformance: embedded/log-failed-attempts: each failed attempt, the final one included, emits a structured log entry.
 #[tokio::test]
 async fn every_failed_attempt_is_logged_with_its_fields_the_last_included() {
@@ -87,8 +100,7 @@ async fn every_failed_attempt_is_logged_with_its_fields_the_last_included() {
         bus.shutdown().await.unwrap();
 
         let id = receipt.id().to_string();
-        let mut entries = listen().0.lock().unwrap().clone();
-        entries.retain(|(_, fields)| fields.get("event_id") == Some(&id));
+        let entries = entries_of(&id);
         let expected = [
             (Level::WARN, "1", Some("1000")),
             (Level::WARN, "2", Some("2000")),
@@ -109,6 +121,53 @@ async fn every_failed_attempt_is_logged_with_its_fields_the_last_included() {
             let dead = if delay.is_none() { "true" } else { "false" };
             assert_eq!(field("dead_lettered"), Some(dead));
         }
+    })
+    .await;
+}
+
+// conformance: embedded/log-failed-attempts: an attempt that ended with its lease or its process is logged once, when the event comes again.
+#[tokio::test]
+async fn an_attempt_that_nobody_saw_end_is_logged_when_the_event_comes_again() {
+    on_every_engine(|lab| async move {
+        let bus = lab
+            .open_with(lab.builder().retry(RetryPolicy::default().max_retries(9)))
+            .await;
+        let (note, mut seen) = recorder(fine);
+        let note = Arc::new(note);
+        bus.subscribe("a.b")
+            .group("g")
+            .handler(move |m| {
+                let note = note.clone();
+                async move {
+                    note(m).await?;
+                    std::future::pending().await
+                }
+            })
+            .await
+            .unwrap();
+        bus.start().await.unwrap();
+        let receipt = bus.publish(("a.b", 1)).await.unwrap();
+        let id = receipt.id().to_string();
+        for attempt in 1..=3 {
+            assert_eq!(seen.next().await.attempt(), attempt);
+            assert_eq!(entries_of(&id).len() as u32, attempt - 1);
+            // As if this process had been stopped for an hour.
+            lab.clock.advance(Duration::from_secs(3600));
+        }
+        seen.next().await;
+        let entries = entries_of(&id);
+        assert_eq!(entries.len(), 3, "{entries:?}");
+        for (index, (level, fields)) in entries.iter().enumerate() {
+            let field = |name| fields.get(name).map(String::as_str);
+            assert_eq!(*level, Level::WARN);
+            assert_eq!(field("event_type"), Some("a.b"));
+            assert_eq!(field("group"), Some("g"));
+            assert_eq!(field("attempt"), Some(["1", "2", "3"][index]));
+            assert_eq!(field("max_attempts"), Some("10"));
+            assert!(field("error").unwrap().contains("lease"), "{fields:?}");
+            assert_eq!(field("dead_lettered"), Some("false"));
+        }
+        bus.shutdown_within(Duration::ZERO).await.unwrap();
     })
     .await;
 }

@@ -5,7 +5,9 @@
 mod dead_letters;
 mod dispatch;
 mod faults;
+mod faulty;
 mod logs;
+mod panics;
 mod publish;
 mod retention;
 mod retry;

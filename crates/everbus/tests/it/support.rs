@@ -35,6 +35,11 @@ impl Lab {
         }
     }
 
+    /// Where the engine that has a file keeps it.
+    pub(crate) fn file(&self) -> std::path::PathBuf {
+        self.dir.path().join("bus.db")
+    }
+
     pub(crate) fn builder(&self) -> BusBuilder {
         Bus::builder().clock(self.clock.clone())
     }
@@ -46,7 +51,7 @@ impl Lab {
     pub(crate) async fn open_with(&self, builder: BusBuilder) -> Bus {
         let url = match self.kind {
             Kind::Memory => "memory:".to_owned(),
-            Kind::Sqlite => format!("sqlite:{}", self.dir.path().join("bus.db").display()),
+            Kind::Sqlite => format!("sqlite:{}", self.file().display()),
         };
         builder.open(url).await.unwrap()
     }

@@ -56,6 +56,7 @@ pub(crate) struct Writer {
     undo: undo::Undo,
     /// Memory may be ahead of the file: nothing is done before it was read again.
     must_reload: bool,
+    saving_room: bool,
     pub(crate) owner_lock: Option<OwnerLock>,
     feeder: Feeder,
     readers: Arc<Readers>,
@@ -103,6 +104,7 @@ impl Writer {
             isolating: None,
             undo: undo::Undo::default(),
             must_reload: false,
+            saving_room: false,
             owner_lock: None,
             feeder: start.feeder,
             readers: start.readers,
@@ -252,16 +254,41 @@ impl Writer {
         }
     }
 
-    fn refuse_if_full(&self, appends: Vec<Command>) -> Vec<Command> {
+    fn refuse_if_full(&mut self, appends: Vec<Command>) -> Vec<Command> {
         if appends.is_empty() {
             return appends;
         }
         match self.space.check() {
-            Ok(()) => appends,
+            Ok(()) => {
+                self.save_room(false);
+                appends
+            }
             Err(error) => {
                 appends.into_iter().for_each(|c| c.fail(error.clone()));
+                self.save_room(true);
                 Vec::new()
             }
+        }
+    }
+
+    /// While the disk is nearly full, the write-ahead log is written back often, so that it is used
+    /// again from its beginning and the acks and dead letters that follow need hardly more room.
+    fn save_room(&mut self, save: bool) {
+        if save != self.saving_room {
+            let pages = if save { 50 } else { 1000 };
+            if self
+                .conn
+                .pragma_update(None, "wal_autocheckpoint", pages)
+                .is_ok()
+            {
+                self.saving_room = save;
+            }
+        }
+        if save {
+            // If even this finds no room, the acks will say so.
+            let _ = self
+                .conn
+                .query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
         }
     }
 

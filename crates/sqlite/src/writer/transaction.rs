@@ -60,11 +60,11 @@ impl Writer {
         appends: Vec<Command>,
         mut others: Vec<Command>,
     ) -> Result<()> {
-        let publishing = !appends.is_empty();
         let Err(mut error) = self.attempt(appends, &mut others) else {
             return Ok(());
         };
-        if error.code() == Code::DiskFull && publishing && !others.is_empty() {
+        if error.code() == Code::DiskFull && !others.is_empty() {
+            self.save_room(true);
             // A job can only be run once.
             let jobs = others.extract_if(.., |c| matches!(c, Command::Job { .. }));
             jobs.for_each(|job| job.fail(error.clone()));
@@ -80,12 +80,14 @@ impl Writer {
         Err(error)
     }
 
-    /// Answers commands whose transaction failed. A consumer that leaves must leave all the same, so
-    /// that is tried again.
+    /// Answers commands whose transaction failed. What has no answer, or must happen all the same (a
+    /// consumer that leaves or changes its handlers), is tried again.
     fn refuse(&mut self, commands: Vec<Command>, error: &Error) {
         for command in commands {
             match command {
-                Command::Detach { .. } if !is_fatal(error.code()) => self.backlog.push(command),
+                Command::Detach { .. } | Command::SetHandled { .. } if !is_fatal(error.code()) => {
+                    self.backlog.push(command);
+                }
                 command => command.fail(error.clone()),
             }
         }

@@ -148,3 +148,30 @@ async fn a_disk_filled_by_others_loses_nothing_and_recovers() {
         .expect("it goes on by itself");
     assert_eq!(engine.log().unwrap().find(kept.id).await.unwrap().len(), 1);
 }
+
+// conformance: issue-2/full-disk: on a disk that stays full, verdicts go on, since the write-ahead log is used again
+#[tokio::test]
+async fn on_a_disk_that_stays_full_verdicts_go_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(disk) = SmallDisk::mount(dir.path(), 24) else {
+        return;
+    };
+    let engine = everbus_sqlite::open(&disk.0.join("a.db"), Options::default()).unwrap();
+    declare(&engine, "", "*").await;
+    let mut consumer = consume(&engine, "").await;
+    while engine.broker.append(vec![event(500_000)]).await.is_ok() {}
+    let deliveries = fetch(&mut consumer, 20).await;
+    for delivery in &deliveries[1..] {
+        settle(&engine, delivery, Verdict::Ack).await;
+    }
+    // Together many times what is kept free.
+    let mut delivery = deliveries[0].clone();
+    for n in 0..400 {
+        let verdict = crate::retry_at_once("x");
+        let settled = crate::try_settle(&engine, &delivery, verdict).await;
+        assert!(settled.is_ok(), "verdict {n}: {settled:?}");
+        delivery = fetch(&mut consumer, 1).await.remove(0);
+    }
+    let refused = engine.broker.append(vec![event(500_000)]).await;
+    assert_eq!(refused.unwrap_err().code(), Code::DiskFull);
+}

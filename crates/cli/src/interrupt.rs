@@ -1,0 +1,53 @@
+//! Ctrl-C, and the signal with which a supervisor ends a process: remembered from the moment the
+//! command begins, so that none is missed between two waits.
+
+use tokio::sync::watch;
+
+/// Whether the person, or a supervisor, asked the process to end.
+#[derive(Clone)]
+pub(crate) struct Interrupt(watch::Receiver<bool>);
+
+impl Interrupt {
+    /// Begins to listen. From now on the signals no longer end the process by themselves.
+    pub(crate) fn listen() -> Self {
+        let (to, from) = watch::channel(false);
+        tokio::spawn(async move {
+            signalled().await;
+            to.send_replace(true);
+            // Who asks twice does not want to wait for what is under way.
+            tokio::select! {
+                () = signalled() => std::process::exit(130),
+                () = to.closed() => {}
+            }
+        });
+        Self(from)
+    }
+
+    pub(crate) fn is_set(&self) -> bool {
+        *self.0.borrow()
+    }
+
+    /// Resolves once it is set.
+    pub(crate) async fn wait(&self) {
+        if self.0.clone().wait_for(|set| *set).await.is_err() {
+            // No signal will come; then nothing interrupts.
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+async fn signalled() {
+    #[cfg(unix)]
+    {
+        use tokio::signal::unix::{SignalKind, signal};
+        if let Ok(mut terminate) = signal(SignalKind::terminate()) {
+            tokio::select! {
+                _ = terminate.recv() => return,
+                Ok(()) = tokio::signal::ctrl_c() => return,
+            }
+        }
+    }
+    if tokio::signal::ctrl_c().await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}

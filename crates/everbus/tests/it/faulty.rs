@@ -1,0 +1,182 @@
+//! The memory engine with planted faults.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use everbus::core::{
+    Appended, BoxFuture, Broker, ConsumeOptions, Consumer, Delivery, GroupSpec, Lease,
+    SettledOutcome, Settlement, SubscriptionInfo,
+};
+use everbus::{
+    Bus, Capabilities, Code, Engine, Error, Event, EventId, GroupInfo, GroupName, ManualClock,
+    Pattern, Result,
+};
+
+/// What goes wrong next, for one verb.
+#[derive(Clone, Default)]
+pub(crate) struct Errors(Arc<Mutex<VecDeque<Error>>>);
+
+impl Errors {
+    pub(crate) fn add(&self, times: usize, code: Code) {
+        let error = Error::new(code, "planted");
+        self.0.lock().unwrap().extend(vec![error; times]);
+    }
+
+    fn next(&self) -> Result<()> {
+        self.0.lock().unwrap().pop_front().map_or(Ok(()), Err)
+    }
+}
+
+/// An engine with planted faults.
+#[derive(Clone)]
+pub(crate) struct Faulty {
+    inner: Arc<dyn Broker>,
+    pub(crate) append: Errors,
+    pub(crate) fetch: Errors,
+    pub(crate) settle: Errors,
+    pub(crate) settle_one: Errors,
+    /// How often leases were extended.
+    pub(crate) extended: Arc<AtomicUsize>,
+    /// How many outcomes were taken.
+    pub(crate) taken: Arc<AtomicUsize>,
+    /// Settling, declaring and closing are not answered, as when another program holds the file.
+    pub(crate) stuck: Arc<AtomicBool>,
+}
+
+struct FaultyConsumer(Box<dyn Consumer>, Errors);
+
+impl Consumer for FaultyConsumer {
+    fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
+        Box::pin(async move {
+            self.1.next()?;
+            self.0.fetch(max).await
+        })
+    }
+
+    fn set_handled(&mut self, handled: Vec<Pattern>) {
+        self.0.set_handled(handled);
+    }
+
+    fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {
+        self.0.close()
+    }
+}
+
+impl Faulty {
+    async fn while_stuck(&self) {
+        if self.stuck.load(Ordering::SeqCst) {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+impl Broker for Faulty {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
+        Box::pin(async move {
+            self.while_stuck().await;
+            self.inner.declare(group).await
+        })
+    }
+
+    fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
+        self.inner.retract(subscription)
+    }
+
+    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
+        self.inner.remove_group(group)
+    }
+
+    fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
+        Box::pin(async move {
+            self.append.next()?;
+            self.inner.append(batch).await
+        })
+    }
+
+    fn consume(
+        &self,
+        group: GroupName,
+        options: ConsumeOptions,
+    ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
+        Box::pin(async move {
+            let consumer = self.inner.consume(group, options).await?;
+            Ok(Box::new(FaultyConsumer(consumer, self.fetch.clone())) as Box<dyn Consumer>)
+        })
+    }
+
+    fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        Box::pin(async move {
+            self.while_stuck().await;
+            self.settle.next()?;
+            if let Err(error) = self.settle_one.next() {
+                // The first is refused, the others go through.
+                let mut settlements = settlements.into_iter();
+                let _ = settlements.next();
+                let mut answers = self.inner.settle(settlements.collect()).await?;
+                answers.insert(0, Err(error));
+                return Ok(answers);
+            }
+            let answers = self.inner.settle(settlements).await?;
+            let taken = answers.iter().filter(|answer| answer.is_ok()).count();
+            self.taken.fetch_add(taken, Ordering::SeqCst);
+            Ok(answers)
+        })
+    }
+
+    fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        self.extended.fetch_add(1, Ordering::SeqCst);
+        self.inner.extend(leases, by)
+    }
+
+    fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
+        self.inner.inspect()
+    }
+
+    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
+        self.inner.settled(position, timeout)
+    }
+
+    fn close(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.while_stuck().await;
+            self.inner.close().await
+        })
+    }
+}
+
+/// A bus on an engine with planted faults, and the clock of both.
+pub(crate) async fn faulty() -> (Bus, Faulty, ManualClock) {
+    crate::logs::listen();
+    let clock = ManualClock::default();
+    let memory = Bus::builder()
+        .clock(clock.clone())
+        .open("memory:")
+        .await
+        .unwrap();
+    let engine = memory.engine();
+    let faulty = Faulty {
+        inner: engine.broker.clone(),
+        append: Errors::default(),
+        fetch: Errors::default(),
+        settle: Errors::default(),
+        settle_one: Errors::default(),
+        extended: Arc::default(),
+        taken: Arc::default(),
+        stuck: Arc::default(),
+    };
+    let engine = Engine {
+        broker: Arc::new(faulty.clone()),
+        ..engine.clone()
+    };
+    let bus = Bus::builder()
+        .clock(clock.clone())
+        .with_engine(engine)
+        .unwrap();
+    (bus, faulty, clock)
+}
