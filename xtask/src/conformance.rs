@@ -57,6 +57,8 @@ struct Requirement {
     text: String,
     lives: Option<String>,
     deviation: Option<String>,
+    /// What the tests show and what they do not.
+    note: Option<String>,
     bench: Option<String>,
     out_of_scope: Option<String>,
     /// Further ids whose tags show this requirement too.
@@ -147,6 +149,7 @@ impl Table {
             match field {
                 "lives" => requirement.lives = Some(value),
                 "deviation" => requirement.deviation = Some(value),
+                "note" => requirement.note = Some(value),
                 "bench" => requirement.bench = Some(value),
                 "out-of-scope" => requirement.out_of_scope = Some(value),
                 "also" => requirement.also = value.split(", ").map(str::to_owned).collect(),
@@ -273,6 +276,9 @@ fn render_row(text: &mut String, r: &Requirement) {
     if let Some(reason) = &r.deviation {
         let _ = write!(requirement, "<br>*deviation*: {}", cell(reason));
     }
+    if let Some(note) = &r.note {
+        let _ = write!(requirement, "<br>*note*: {}", cell(note));
+    }
     let mut shown: Vec<String> = r.tests.iter().map(|test| format!("`{test}`")).collect();
     if let Some(scenario) = &r.bench {
         shown.push(format!("`everbus bench {scenario}`"));
@@ -358,7 +364,7 @@ fn read(path: &Path) -> Result<String, Failed> {
 mod tests {
     use super::*;
 
-    const LIST: &str = "# a comment\n## Part\na: first | thing\n  lives: crates\n  deviation: because\nb: second\nc: third\n  out-of-scope: later\n";
+    const LIST: &str = "# a comment\n## Part\na: first | thing\n  lives: crates\n  deviation: because\n  note: by halves\nb: second\nc: third\n  out-of-scope: later\n";
 
     fn table(source: &str) -> Table {
         let mut table = Table::default();
@@ -375,7 +381,7 @@ mod tests {
             "// conformance: embedded/a: x\n// conformance: rule-1: y\n#[tokio::test]\nasync fn shows_it() {\n",
         );
         let text = t.render();
-        assert!(text.contains("| a | first \\| thing<br>*deviation*: because | `crates` | `crates/x/tests/it/a.rs::shows_it` |"), "{text}");
+        assert!(text.contains("| a | first \\| thing<br>*deviation*: because<br>*note*: by halves | `crates` | `crates/x/tests/it/a.rs::shows_it` |"), "{text}");
         assert!(text.contains("| rule-1 | ack late |  | `crates/x/tests/it/a.rs::shows_it` |"));
         assert!(text.contains("| b | second |  | **MISSING** |"));
         assert!(text.contains("*out of scope*: later"));

@@ -20,7 +20,8 @@ use run::{Cargo, Failed};
 const USAGE: &str = "\
 cargo xtask <task>
 
-  test [--no-chaos]            install what the tests need, then run all of them, check the
+  test [--no-chaos]            install what the tests need (as root, with apt-get; otherwise say
+                               what is missing and stop), then run all of them, check the
                                conformance table and run the kill campaign for 60 seconds
   conformance [--check]        write docs/conformance.md from the tags on the tests;
                                --check only says whether it is complete and up to date

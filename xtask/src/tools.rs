@@ -28,8 +28,8 @@ const TOOLS: &[Tool] = &[
     },
 ];
 
-/// Installs what is missing where that is possible without asking, and says what is missing
-/// otherwise.
+/// Installs what is missing where that is possible without asking (as root, with `apt-get`), and
+/// says what to install otherwise.
 pub(crate) fn install() -> Result<(), Failed> {
     let missing = || TOOLS.iter().filter(|tool| !works(tool.program, tool.probe));
     let packages: Vec<&str> = missing().map(|tool| tool.package).collect();
@@ -57,7 +57,7 @@ pub(crate) fn install() -> Result<(), Failed> {
         "the tests need programs that are not installed:\n{}\n\
          On Debian or Ubuntu: sudo apt-get install {}\n\
          On Fedora: sudo dnf install gcc sqlite\n\
-         On macOS: xcode-select --install",
+         On macOS: xcode-select --install (sqlite3 is there already)",
         lines.join("\n"),
         packages.join(" ")
     )))

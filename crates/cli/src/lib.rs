@@ -25,7 +25,7 @@ use crate::args::{Args, Command, OutputFormat};
 use crate::output::Output;
 use crate::stop::Stop;
 
-/// The example of the README, compiled and run as a test.
+/// The examples of the README, compiled as tests.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 pub struct Readme;

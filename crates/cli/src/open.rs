@@ -152,7 +152,8 @@ impl Target {
                 Ok(self.patiently(opened).await?)
             }
             Place::Url(url) => {
-                let bus = Bus::builder().create(create).open(url).await?;
+                let builder = Bus::builder().create(create);
+                let bus = builder.busy_timeout(self.busy_timeout).open(url).await?;
                 Ok(bus.engine().clone())
             }
         }

@@ -10,6 +10,7 @@
 //! Everything that can go wrong is an [`Error`] with a stable [`Code`] and a hint.
 
 pub mod broker;
+pub mod builder;
 pub mod clock;
 pub mod dead_letters;
 pub mod engine;
@@ -29,6 +30,7 @@ pub use broker::{
     Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Deduplication, Delivery,
     Durability, Lease, OrderScope, SettledOutcome, Settlement, Verdict,
 };
+pub use builder::{EventBuilder, IntoEvent, MAX_TYPE_CHARS};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use dead_letters::{
     DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage, DeadLetters, PageRequest,
@@ -36,7 +38,7 @@ pub use dead_letters::{
 };
 pub use engine::Engine;
 pub use error::{Code, Error, Result};
-pub use event::{Attributes, Entity, Event, EventBuilder, IntoEvent, MAX_TYPE_CHARS, TraceContext};
+pub use event::{Attributes, Entity, Event, TraceContext};
 pub use failure::{Failure, FailureKind};
 pub use group::{GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, SubscriptionSpec};
 pub use id::EventId;

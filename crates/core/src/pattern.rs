@@ -3,8 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::builder::MAX_TYPE_CHARS;
 use crate::error::{Code, Error, Result};
-use crate::event::MAX_TYPE_CHARS;
 
 /// A compiled glob over event types. Matching allocates nothing.
 ///

@@ -1,13 +1,13 @@
 //! Handing out what waits in rows of its own: retries, released events, suspects.
 
-use everbus_core::{Code, Delivery, Error, Failure, FailureKind, Lease, Progress, Result};
-use rusqlite::{OptionalExtension, params};
+use everbus_core::{Code, Delivery, Error, Failure, FailureKind, Lease, Result};
+use rusqlite::params;
 
 use crate::claims::{delivery_slot, new_token, size};
 use crate::errors::from_sqlite;
-use crate::rows::{read_failures, record_at, seq_from, to_sql, write_failures};
+use crate::rows::{read_failures, record_at, seq_from, to_sql};
 use crate::session::Session;
-use crate::state::{CRASHES_BEFORE_ISOLATION, Held, UNHANDLED, micros, next_due, next_suspect};
+use crate::state::{Held, UNHANDLED, micros, next_due};
 use crate::writer::Writer;
 
 /// What a crash leaves in the record of failures.
@@ -19,11 +19,11 @@ pub(crate) const EXPIRED: &str = "the lease ended before the event was settled";
 const BATCH: usize = 1024;
 
 /// A row that may be handed out.
-struct Ready {
-    seq: u64,
-    type_id: i64,
-    attempt: u32,
-    failures: Option<String>,
+pub(crate) struct Ready {
+    pub(crate) seq: u64,
+    pub(crate) type_id: i64,
+    pub(crate) attempt: u32,
+    pub(crate) failures: Option<String>,
 }
 
 impl Writer {
@@ -81,22 +81,6 @@ impl Writer {
                 let next = next_due(&self.conn, group)?;
                 self.state.group_mut(group)?.next_due = next;
             }
-        }
-        Ok(())
-    }
-
-    /// Ends an isolation whose event is no longer there to be isolated: another process took it, or
-    /// nobody here consumes its group.
-    pub(crate) fn drop_stale_isolation(&mut self) -> Result<()> {
-        let Some((group, seq)) = self.isolating else {
-            return Ok(());
-        };
-        if self.state.held.contains_key(&(group, seq)) {
-            return Ok(());
-        }
-        let attended = self.sessions.values().any(|session| session.group == group);
-        if !attended || self.suspect("AND seq = ?2", group, to_sql(seq))?.is_none() {
-            self.isolating = None;
         }
         Ok(())
     }
@@ -225,7 +209,7 @@ impl Writer {
             .map_err(|e| from_sqlite("reading the waiting deliveries", e))
     }
 
-    fn session_handles(&mut self, session: u64, type_id: i64) -> Result<bool> {
+    pub(crate) fn session_handles(&mut self, session: u64, type_id: i64) -> Result<bool> {
         let name = self.state.type_names.get(&self.conn, type_id)?;
         Ok(self
             .sessions
@@ -235,7 +219,7 @@ impl Writer {
 
     /// In an ordered group, an event waits while an earlier one of its key is there or any of its key
     /// is in flight. Retrying a dead letter can put one before others that were free to go.
-    fn stands_behind(&mut self, group: i64, seq: u64) -> Result<bool> {
+    pub(crate) fn stands_behind(&mut self, group: i64, seq: u64) -> Result<bool> {
         if !self.state.group_mut(group)?.ordered {
             return Ok(false);
         }
@@ -258,7 +242,13 @@ impl Writer {
         }
     }
 
-    fn set_unhandled(&mut self, session: u64, group: i64, seq: u64, now: i64) -> Result<()> {
+    pub(crate) fn set_unhandled(
+        &mut self,
+        session: u64,
+        group: i64,
+        seq: u64,
+        now: i64,
+    ) -> Result<()> {
         let patience = self
             .sessions
             .get(&session)
@@ -277,7 +267,7 @@ impl Writer {
     }
 
     /// Leases a row: the attempt is counted here, before anything runs.
-    fn lease_row(
+    pub(crate) fn lease_row(
         &mut self,
         session: u64,
         group: i64,
@@ -344,7 +334,7 @@ impl Writer {
         })
     }
 
-    fn post(&mut self, session: u64, deliveries: Vec<Delivery>) {
+    pub(crate) fn post(&mut self, session: u64, deliveries: Vec<Delivery>) {
         if !deliveries.is_empty() {
             let lease = self
                 .sessions
@@ -354,206 +344,5 @@ impl Writer {
             let until = micros(self.clock.now().plus(lease));
             self.outgoing.push((session, until, deliveries));
         }
-    }
-
-    fn may_take_suspect(&self, group: i64) -> bool {
-        let running = self
-            .state
-            .held
-            .iter()
-            .any(|((g, _), held)| *g == group && held.suspect);
-        !running && (self.isolating.is_none() || self.state.in_flight() == 0)
-    }
-
-    /// Hands out one event that was in flight at a crash. One at a time, so that the guilty one can
-    /// be told from the innocent; after several crashes only while nothing else is in flight.
-    fn take_suspect(&mut self, session: u64, group: i64, now: i64) -> Result<()> {
-        if !self.may_take_suspect(group) {
-            return Ok(());
-        }
-        let next = match self.isolating {
-            Some((chosen, _)) if chosen != group => return Ok(()),
-            Some((_, seq)) => {
-                let row = self.suspect("AND seq = ?2", group, to_sql(seq))?;
-                if row.is_none() {
-                    // It went another way; nothing needs to be kept apart any more.
-                    self.isolating = None;
-                }
-                row
-            }
-            None => {
-                self.separate_inherited(group, now)?;
-                self.suspect("AND due <= ?2 ORDER BY due, seq LIMIT 1", group, now)?
-            }
-        };
-        let Some((row, crashes)) = next else {
-            return self.look_for_suspects(group);
-        };
-        let key = (group, row.seq);
-        let alone = crashes >= CRASHES_BEFORE_ISOLATION;
-        if alone {
-            self.isolating = Some(key);
-            self.recall_unfetched()?;
-            if self.state.in_flight() > 0 {
-                return Ok(());
-            }
-        }
-        if self.stands_behind(group, row.seq)? {
-            self.isolating = None;
-            return self.look_for_suspects(group);
-        }
-        if !self.session_handles(session, row.type_id)? {
-            self.isolating = None;
-            self.set_unhandled(session, group, row.seq, now)?;
-            return self.look_for_suspects(group);
-        }
-        let delivery = self.lease_row(session, group, &row, now, true, alone)?;
-        self.post(session, vec![delivery]);
-        self.look_for_suspects(group)
-    }
-
-    fn look_for_suspects(&mut self, group: i64) -> Result<()> {
-        let next = next_suspect(&self.conn, group)?;
-        self.state.group_mut(group)?.next_suspect = next;
-        Ok(())
-    }
-
-    /// Remembers that a suspect of a group is due at a time.
-    pub(crate) fn note_suspect(&mut self, group: i64, due: i64) {
-        if let Some(group) = self.state.groups.get_mut(&group) {
-            group.next_suspect = Some(group.next_suspect.map_or(due, |known| known.min(due)));
-        }
-    }
-
-    fn suspect(&self, which: &str, group: i64, value: i64) -> Result<Option<(Ready, i64)>> {
-        self.conn
-            .prepare_cached(&format!(
-                "SELECT seq, type, attempt, failures, crashes FROM deliveries
-                 WHERE group_id = ?1 AND suspect = 1 {which}"
-            ))
-            .and_then(|mut s| {
-                s.query_row((group, value), |row| {
-                    let ready = Ready {
-                        seq: seq_from(row.get(0)?),
-                        type_id: row.get(1)?,
-                        attempt: row.get(2)?,
-                        failures: row.get(3)?,
-                    };
-                    Ok((ready, row.get(4)?))
-                })
-                .optional()
-            })
-            .map_err(|e| from_sqlite("reading the suspects", e))
-    }
-
-    /// Moves the next unfinished event of an inherited claim into a row of its own.
-    fn separate_inherited(&mut self, group: i64, now: i64) -> Result<()> {
-        let doing = |e| from_sqlite("recovering", e);
-        type Inherited = (i64, i64, i64, i64, i64, u32, Option<Vec<u8>>);
-        let waiting: bool = self
-            .conn
-            .prepare_cached(
-                "SELECT EXISTS (SELECT 1 FROM deliveries
-                   WHERE group_id = ?1 AND suspect = 1 AND due <= ?2)",
-            )
-            .and_then(|mut s| s.query_row((group, now), |row| row.get(0)))
-            .map_err(doing)?;
-        if waiting {
-            return Ok(());
-        }
-        let claim: Option<Inherited> = self
-            .conn
-            .prepare_cached(
-                "SELECT id, lo, hi, token, coalesce(crashed_at, 0), attempt, done FROM claims
-                 WHERE group_id = ?1 AND owner = 0 ORDER BY lo LIMIT 1",
-            )
-            .and_then(|mut s| {
-                s.query_row([group], |r| {
-                    Ok((
-                        r.get(0)?,
-                        r.get(1)?,
-                        r.get(2)?,
-                        r.get(3)?,
-                        r.get(4)?,
-                        r.get(5)?,
-                        r.get(6)?,
-                    ))
-                })
-                .optional()
-            })
-            .map_err(doing)?;
-        let Some((id, lo, hi, _token, crashed_at, attempt, done)) = claim else {
-            return Ok(());
-        };
-        let (lo, hi) = (seq_from(lo), seq_from(hi));
-        let mut progress = Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default());
-        let next = progress.unfinished(hi).next().map(|(first, _)| first);
-        if let Some(seq) = next {
-            progress.complete(seq);
-            let at = everbus_core::Timestamp::from_micros(crashed_at);
-            let crash = Failure::new(attempt, at, FailureKind::Crash, CRASHED);
-            self.insert_suspect(group, seq, attempt, &[crash], now)?;
-        }
-        if progress.is_complete(hi) {
-            self.conn
-                .prepare_cached("DELETE FROM claims WHERE id = ?1")
-                .and_then(|mut s| s.execute([id]))
-                .map_err(doing)?;
-        } else {
-            let done = progress.bitmap(lo, hi);
-            self.conn
-                .prepare_cached("UPDATE claims SET done = ?2 WHERE id = ?1")
-                .and_then(|mut s| s.execute(params![id, done]))
-                .map_err(doing)?;
-        }
-        Ok(())
-    }
-
-    /// A row for an event whose last attempt ended with a crash.
-    pub(crate) fn insert_suspect(
-        &mut self,
-        group: i64,
-        seq: u64,
-        attempt: u32,
-        failures: &[Failure],
-        now: i64,
-    ) -> Result<()> {
-        let ordered = self.state.group_mut(group)?.ordered;
-        let Some(record) = record_at(&self.conn, seq, &mut self.state.type_names)? else {
-            return Ok(());
-        };
-        let type_id = self
-            .state
-            .intern_type(&self.conn, record.event.type_arc())?;
-        let key = if ordered {
-            record.event.ordering_key()
-        } else {
-            None
-        };
-        let crashes = failures
-            .iter()
-            .filter(|f| f.kind == FailureKind::Crash)
-            .count();
-        self.conn
-            .prepare_cached(
-                "INSERT OR REPLACE INTO deliveries
-                   (group_id, seq, state, due, attempt, type, key, suspect, crashes, failures, updated_at)
-                 VALUES (?1, ?2, 0, ?3, ?4, ?5, ?6, 1, ?7, ?8, ?3)",
-            )
-            .and_then(|mut s| {
-                s.execute(params![
-                    group,
-                    to_sql(seq),
-                    now,
-                    attempt,
-                    type_id,
-                    key,
-                    to_sql(crashes as u64),
-                    write_failures(failures)
-                ])
-            })
-            .map_err(|e| from_sqlite("recovering", e))?;
-        self.note_suspect(group, now);
-        Ok(())
     }
 }

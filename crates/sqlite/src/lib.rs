@@ -26,6 +26,7 @@ mod failpoint;
 mod feeder;
 mod file;
 mod inspect;
+mod leases;
 mod log;
 mod maintenance;
 mod owner;
@@ -38,6 +39,7 @@ mod session;
 mod settle;
 mod space;
 mod state;
+mod suspects;
 mod watch;
 mod writer;
 

@@ -182,7 +182,7 @@ impl Tail<'_> {
             };
             shown += deliveries.len() as u64;
             let mut outcome = show(&deliveries, output);
-            if outcome.is_ok() && one_by_one && false {
+            if outcome.is_ok() && one_by_one {
                 outcome = self.until_taken().await;
             }
             // Handled means that the reader has it. Otherwise somebody else gets it, or a later call.

@@ -1,0 +1,235 @@
+//! Leases that end, leases that are kept alive, and which are left after a rollback.
+
+use everbus_core::{Failure, FailureKind, Progress, Result, Timestamp};
+use rusqlite::OptionalExtension;
+
+use crate::claims::{claim_slot, delivery_slot};
+use crate::deliver::EXPIRED;
+use crate::errors::from_sqlite;
+use crate::rows::to_sql;
+use crate::state::{State, micros};
+use crate::writer::Writer;
+
+impl Writer {
+    pub(crate) fn leases_ended(&self, now: i64) -> bool {
+        !self.sessions.is_empty()
+            && (self.state.foreign_until.is_some_and(|until| until <= now)
+                || self
+                    .state
+                    .claims
+                    .values()
+                    .any(|claim| claim.may_have_ended(now))
+                || self.state.held.values().any(|held| held.until <= now))
+    }
+
+    /// Takes back what was not settled in time.
+    pub(crate) fn end_leases(&mut self, now: i64) -> Result<()> {
+        let ended: Vec<i64> = self
+            .state
+            .claims
+            .iter()
+            .filter(|(_, c)| c.may_have_ended(now))
+            .map(|(id, _)| *id)
+            .collect();
+        for id in ended {
+            self.end_claim(id, now)?;
+        }
+        let ended: Vec<(i64, u64)> = self
+            .state
+            .held
+            .iter()
+            .filter(|(_, h)| h.until <= now)
+            .map(|(key, _)| *key)
+            .collect();
+        for key in ended {
+            self.end_row(key, now)?;
+        }
+        if self.state.foreign_until.is_some_and(|until| until <= now) {
+            let theirs = (self.state.owner, now);
+            self.crash_rows("owner <> ?5 AND until <= ?6", theirs, EXPIRED, false)?;
+            self.crash_claims("owner NOT IN (0, ?3) AND until <= ?4", theirs)?;
+            self.state.foreign_until = None;
+            self.after_crashes()?;
+        }
+        Ok(())
+    }
+
+    /// Leases in a claim of ours ran out: what was not fetched was never begun, the rest is a failed
+    /// attempt.
+    pub(crate) fn end_claim(&mut self, id: i64, now: i64) -> Result<()> {
+        let Some(claim) = self.state.claims.get(&id) else {
+            return Ok(());
+        };
+        let (group, session, ended) = (claim.group, claim.session, claim.ended(now));
+        let bytes = claim.bytes_each * ended.len() as u64;
+        let slot = claim_slot(id);
+        if let Some(session) = self.sessions.get_mut(&session) {
+            session.gave(ended.len(), bytes);
+        }
+        let unseen = self.recall(session, |d| {
+            d.lease.slot == slot && ended.binary_search(&d.lease.position).is_ok()
+        });
+        self.give_back(group, &unseen)?;
+        self.touched.push(id);
+        for seq in ended {
+            let Some(claim) = self.state.claims.get_mut(&id) else {
+                break;
+            };
+            if claim.progress.complete(seq) {
+                let at = Timestamp::from_micros(now);
+                let failure = Failure::new(1, at, FailureKind::Crash, EXPIRED);
+                self.insert_suspect(group, seq, 1, &[failure], now)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn end_row(&mut self, (group, seq): (i64, u64), now: i64) -> Result<()> {
+        let Some(held) = self.drop_held((group, seq)) else {
+            return Ok(());
+        };
+        if self.isolating == Some((group, seq)) {
+            self.isolating = None;
+        }
+        if let Some(session) = self.sessions.get_mut(&held.session) {
+            session.gave(1, held.bytes);
+        }
+        let token = held.token as u64;
+        let unseen = self.recall(held.session, |d| {
+            d.lease.position == seq && d.lease.token == token
+        });
+        if !unseen.is_empty() {
+            return self.release_row(group, seq, held.suspect, now);
+        }
+        self.crash_rows(
+            "group_id = ?5 AND seq = ?6",
+            (group, to_sql(seq)),
+            EXPIRED,
+            // No process died, so nothing is proved against it.
+            false,
+        )?;
+        self.note_suspect(group, now);
+        self.free_keys(group)
+    }
+
+    /// Claims and rows that wait in a mailbox and whose lease is half over.
+    pub(crate) fn waiting_leases(&self, now: i64) -> (Vec<i64>, Vec<(i64, u64)>) {
+        let half_over = |session: u64, until: i64| {
+            self.sessions.get(&session).filter(|s| {
+                let half = i64::try_from(s.lease.as_micros() / 2).unwrap_or(i64::MAX);
+                until.saturating_sub(now) < half
+            })
+        };
+        let claims = self.state.claims.iter().filter(|(id, claim)| {
+            half_over(claim.session, claim.until).is_some_and(|s| {
+                s.mailbox.holds(|d| {
+                    d.lease.slot == claim_slot(**id)
+                        && half_over(claim.session, claim.until_of(d.lease.position)).is_some()
+                })
+            })
+        });
+        let rows = self.state.held.iter().filter(|((group, seq), held)| {
+            half_over(held.session, held.until).is_some_and(|s| {
+                s.mailbox
+                    .holds(|d| d.lease.position == *seq && d.lease.slot == delivery_slot(*group))
+            })
+        });
+        (
+            claims.map(|(id, _)| *id).collect(),
+            rows.map(|(key, _)| *key).collect(),
+        )
+    }
+
+    pub(crate) fn leases_to_extend(&self, now: i64) -> bool {
+        let (claims, rows) = self.waiting_leases(now);
+        !claims.is_empty() || !rows.is_empty()
+    }
+
+    /// Keeps alive the leases of what waits in mailboxes: nobody else extends those.
+    pub(crate) fn extend_waiting(&mut self, now: i64) -> Result<()> {
+        let (claims, rows) = self.waiting_leases(now);
+        for id in claims {
+            let session = self
+                .state
+                .claims
+                .get(&id)
+                .and_then(|c| self.sessions.get(&c.session));
+            let Some(session) = session else { continue };
+            let until = micros(self.clock.now().plus(session.lease));
+            let seqs = session
+                .mailbox
+                .positions(|d| d.lease.slot == claim_slot(id));
+            session
+                .mailbox
+                .renew(until, |d| d.lease.slot == claim_slot(id));
+            self.extend_claimed(id, &seqs, until)?;
+        }
+        for (group, seq) in rows {
+            let held = self.state.held.get(&(group, seq));
+            let Some(session) = held.and_then(|h| self.sessions.get(&h.session)) else {
+                continue;
+            };
+            let until = micros(self.clock.now().plus(session.lease));
+            let slot = delivery_slot(group);
+            session
+                .mailbox
+                .renew(until, |d| d.lease.position == seq && d.lease.slot == slot);
+            self.extend_row(group, seq, until)?;
+        }
+        Ok(())
+    }
+
+    /// After a rollback: which leases does the file say are ours, and what of them is done?
+    pub(crate) fn reload_leases(&mut self, old: State) -> Result<()> {
+        let doing = |e| from_sqlite("reading the leases again", e);
+        for (id, mut claim) in old.claims {
+            let stored: Option<(i64, Option<Vec<u8>>)> = self
+                .conn
+                .prepare_cached("SELECT until, done FROM claims WHERE id = ?1 AND token = ?2")
+                .and_then(|mut s| {
+                    s.query_row((id, claim.token), |r| Ok((r.get(0)?, r.get(1)?)))
+                        .optional()
+                })
+                .map_err(doing)?;
+            if let Some((until, done)) = stored {
+                claim.until = until;
+                claim.progress =
+                    Progress::from_bitmap(claim.lo, claim.hi, done.as_deref().unwrap_or_default());
+                self.state.claims.insert(id, claim);
+            }
+        }
+        for ((group, seq), mut held) in old.held {
+            let stored: Option<i64> = self
+                .conn
+                .prepare_cached(
+                    "SELECT until FROM deliveries
+                     WHERE group_id = ?1 AND seq = ?2 AND token = ?3 AND state = 1",
+                )
+                .and_then(|mut s| {
+                    s.query_row((group, to_sql(seq), held.token), |r| r.get(0))
+                        .optional()
+                })
+                .map_err(doing)?;
+            if let Some(until) = stored {
+                held.until = until;
+                self.state.held.insert((group, seq), held);
+            }
+        }
+        for session in self.sessions.values_mut() {
+            session.recount();
+            session.look_for_unhandled = true;
+        }
+        for claim in self.state.claims.values() {
+            if let Some(session) = self.sessions.get_mut(&claim.session) {
+                let open = claim.progress.unfinished_count(claim.hi);
+                session.took(usize::try_from(open).unwrap_or(0), open * claim.bytes_each);
+            }
+        }
+        for held in self.state.held.values() {
+            if let Some(session) = self.sessions.get_mut(&held.session) {
+                session.took(1, held.bytes);
+            }
+        }
+        Ok(())
+    }
+}
