@@ -1,8 +1,9 @@
 //! The `everbus` command line: publish, look, repair and measure.
 //!
-//! `args` says what can be typed, `commands` has one file per command, `bench` the figures beside
-//! their raw loops. Everything printed goes through `output`, which escapes what could harm a
-//! terminal; everything that fails ends as a `Stop`, which knows its exit code.
+//! `args` says what can be typed, `values` and `when` read it, `commands` has one file per command,
+//! `bench` the figures beside their raw loops. Everything printed goes through `output`, which
+//! escapes what could harm a terminal; everything that fails ends as a `Stop`, which knows its exit
+//! code.
 
 mod args;
 mod bench;
@@ -14,6 +15,7 @@ mod output;
 mod progress;
 mod reader;
 mod stop;
+mod values;
 mod when;
 
 use std::ffi::OsString;
@@ -69,7 +71,7 @@ fn usage(error: &clap::Error, raw: &[OsString]) -> ExitCode {
     if error.use_stderr() && json {
         let text = error.to_string();
         let said = text.split("\n\n").next().unwrap_or(&text);
-        let (message, hint) = match said.split_once(args::HINT) {
+        let (message, hint) = match said.split_once(values::HINT) {
             Some((message, hint)) => (message, Some(one_line(hint))),
             None => (said, None),
         };

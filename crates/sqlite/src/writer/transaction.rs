@@ -1,6 +1,6 @@
 //! One transaction: everything that was queued, done together, answered once it is durable.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use everbus_core::{Appended, Code, Error, Event, Result, SubscriptionInfo};
 use rusqlite::ErrorCode;
@@ -87,6 +87,8 @@ impl Writer {
             match command {
                 Command::Detach { .. } | Command::SetHandled { .. } if !is_fatal(error.code()) => {
                     self.backlog.push(command);
+                    // Not at once: whatever is in the way needs a moment to go.
+                    std::thread::sleep(Duration::from_millis(5));
                 }
                 command => command.fail(error.clone()),
             }

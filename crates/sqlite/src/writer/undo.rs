@@ -14,6 +14,9 @@ use crate::errors::from_sqlite;
 use crate::session::{Mailbox, Session};
 use crate::state::{Claim, Held, State};
 
+/// What was taken out of a mailbox, with the ends of the leases.
+type Recalled = (Arc<Mailbox>, Vec<(i64, Delivery)>);
+
 /// What the transaction under way took out.
 #[derive(Default)]
 pub(crate) struct Undo {
@@ -21,7 +24,7 @@ pub(crate) struct Undo {
     held: Vec<((i64, u64), Held)>,
     sessions: Vec<(u64, Session)>,
     attached: Vec<u64>,
-    recalled: Vec<(Arc<Mailbox>, Vec<(i64, Delivery)>)>,
+    recalled: Vec<Recalled>,
 }
 
 impl Writer {

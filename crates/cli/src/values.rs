@@ -1,0 +1,116 @@
+//! The values of options and arguments, as text becomes them. Times are in `when`.
+
+use everbus_core::{Error, GroupName, Pattern};
+
+pub(crate) fn parse_pair(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
+        _ => Err(format!("{text:?} is not KEY=VALUE")),
+    }
+}
+
+pub(crate) fn parse_entity(text: &str) -> Result<(String, String), String> {
+    match text.split_once(':') {
+        Some((kind, id)) if !kind.is_empty() && !id.is_empty() => {
+            Ok((kind.to_owned(), id.to_owned()))
+        }
+        _ => Err(format!("{text:?} is not TYPE:ID, for example ORDER:42")),
+    }
+}
+
+pub(crate) fn parse_rate(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if rate.is_finite() && (0.001..=10_000_000.0).contains(&rate) => Ok(rate),
+        _ => Err(format!(
+            "{text:?} is not a number of events per second between 0.001 and 10000000"
+        )),
+    }
+}
+
+/// Reads a whole number that is not zero.
+pub(crate) fn parse_count(text: &str) -> Result<u64, String> {
+    match text.parse() {
+        Ok(n) if n > 0 => Ok(n),
+        _ => Err(format!("{text:?} is not a whole number of 1 or more")),
+    }
+}
+
+/// Reads a number of bytes: `500`, `64k`, `8m`. What is too large is the library's to say.
+pub(crate) fn parse_bytes(text: &str) -> Result<usize, String> {
+    let lower = text.to_ascii_lowercase();
+    let (digits, unit) = match lower.as_bytes().last() {
+        Some(b'k') => (&lower[..lower.len() - 1], 1 << 10),
+        Some(b'm') => (&lower[..lower.len() - 1], 1 << 20),
+        _ => (lower.as_str(), 1),
+    };
+    let bytes = digits.parse().ok().and_then(|n: usize| n.checked_mul(unit));
+    bytes
+        .filter(|bytes| *bytes > 0)
+        .ok_or_else(|| format!("{text:?} is not a number of bytes such as 500, 64k or 8m"))
+}
+
+pub(crate) fn parse_pattern(text: &str) -> Result<Pattern, String> {
+    Pattern::new(text).map_err(|error| with_hint(&error))
+}
+
+pub(crate) fn parse_group(text: &str) -> Result<GroupName, String> {
+    text.parse().map_err(|error| with_hint(&error))
+}
+
+/// A group that may be consumed from here. The unnamed one is what programs use that name none:
+/// whoever consumes it takes their events away.
+pub(crate) fn parse_own_group(text: &str) -> Result<GroupName, String> {
+    match parse_group(text)? {
+        group if group.is_unnamed() => Err(format!(
+            "the unnamed group belongs to the programs that name none{HINT}\
+             name a group of its own, for example --group audit"
+        )),
+        group => Ok(group),
+    }
+}
+
+/// Between the sentence and the hint of a value that is refused; `usage` finds it again.
+pub(crate) const HINT: &str = "\nhint: ";
+
+fn with_hint(error: &Error) -> String {
+    match error.hint_text() {
+        Some(hint) => format!("{}{HINT}{hint}", error.message()),
+        None => error.message().to_owned(),
+    }
+}
+
+pub(crate) fn parse_cursor(text: &str) -> Result<(u64, GroupName), String> {
+    let bad = || format!("{text:?} is not a cursor as `dlq list` prints it");
+    let (position, group) = text.split_once(':').ok_or_else(bad)?;
+    let position = position.parse().map_err(|_| bad())?;
+    let group = group.parse().map_err(|_| bad())?;
+    Ok((position, group))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_with_their_unit() {
+        assert_eq!(parse_bytes("500"), Ok(500));
+        assert_eq!(parse_bytes("64k"), Ok(65_536));
+        assert_eq!(parse_bytes("8M"), Ok(8 << 20));
+        for bad in ["", "0", "k", "-1", "1.5m", "99999999999999999999m"] {
+            assert!(parse_bytes(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn cursors_name_a_position_and_a_group() {
+        assert_eq!(
+            parse_cursor("12:a:b").unwrap(),
+            (12, GroupName::new("a:b").unwrap())
+        );
+        assert_eq!(
+            parse_cursor("12:(unnamed)").unwrap().1,
+            GroupName::unnamed()
+        );
+        assert!(parse_cursor("x:y").is_err() && parse_cursor("12").is_err());
+    }
+}
