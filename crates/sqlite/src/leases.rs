@@ -105,7 +105,7 @@ impl Writer {
             "group_id = ?5 AND seq = ?6",
             (group, to_sql(seq)),
             EXPIRED,
-            // No process died, so nothing is proved against it.
+            // Unless it was kept apart, nothing is proved against it: no process died.
             false,
         )?;
         self.note_suspect(group, now);

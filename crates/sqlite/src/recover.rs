@@ -228,7 +228,7 @@ impl Writer {
                    crashes = crashes + 1, updated_at = ?1,
                    failures = json_insert(coalesce(failures, '[]'), '$[#]', json_object(
                      'attempt', attempt, 'at', ?2, 'kind', 'crash', 'error', ?3,
-                     'alone', json(iif((alone AND ?3 = '{CRASHED}') OR ?4, 'true', 'false'))))
+                     'alone', json(iif((alone AND ?3 <> '{ABANDONED}') OR ?4, 'true', 'false'))))
                  WHERE state = 1 AND {which}"
             ))
             .and_then(|mut s| {

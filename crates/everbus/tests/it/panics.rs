@@ -1,9 +1,9 @@
 //! Panics of handlers and loggers: each costs an attempt at most, and dispatch goes on.
 
-use everbus::{FailureKind, HandlerError, Message, RetryPolicy};
+use everbus::{Bus, Clock, FailureKind, HandlerError, Message, RetryPolicy, Timestamp};
 
 use crate::logs::UNLOGGABLE;
-use crate::support::{on_every_engine, wait_for_retry};
+use crate::support::{is_done, on_every_engine, wait_for_retry};
 
 /// Panics when it is dropped.
 struct Bomb;
@@ -106,4 +106,39 @@ async fn a_handler_that_panics_when_it_is_dropped_harms_nobody() {
         assert!(report.closed);
     })
     .await;
+}
+
+// A failure that cannot even be recorded: the event stays owed, and the worker goes on.
+#[tokio::test]
+async fn a_worker_that_panics_goes_on_with_what_is_queued() {
+    #[derive(Debug)]
+    struct Broken;
+    impl Clock for Broken {
+        fn now(&self) -> Timestamp {
+            panic!("no time");
+        }
+    }
+    crate::logs::listen();
+    let memory = Bus::open("memory:").await.unwrap();
+    let bus = Bus::builder()
+        .clock(Broken)
+        .with_engine(memory.engine().clone())
+        .unwrap();
+    bus.subscribe("a")
+        .concurrency(1)
+        .handler(|m: Message| async move {
+            match m.json::<i32>()? {
+                0 => Err(HandlerError::new("the time of this is asked for")),
+                _ => Ok(()),
+            }
+        })
+        .await
+        .unwrap();
+    bus.start().await.unwrap();
+    let receipts = bus.publish_batch((0..40).map(|n| ("a", n))).await.unwrap();
+    for receipt in &receipts[1..] {
+        receipt.settled().await.unwrap();
+    }
+    assert!(!is_done(&bus, receipts[0].seq(), "").await);
+    bus.shutdown().await.unwrap();
 }

@@ -124,7 +124,7 @@ impl Writer {
     pub(crate) fn run(mut self) {
         let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.serve()));
         if served.is_err() {
-            let error = Error::new(Code::Internal, "the writer of the file panicked")
+            let error = Error::new(Code::StorageFailed, "the writer of the file panicked")
                 .hint("this is a bug in Everbus; please report it, and open the file again")
                 .with_unknown_outcome();
             self.stop(&error);
