@@ -3,7 +3,7 @@
 /// Expands to one test per scenario of the suite. The expression makes a fresh
 /// [`Harness`](crate::conformance::Harness) each time; the calling crate needs `tokio` with its macros.
 ///
-/// ```ignore
+/// ```text
 /// everbus_testkit::conformance_tests!(MyHarness::new());
 /// ```
 #[macro_export]
