@@ -414,7 +414,7 @@ impl Writer {
             return Ok(());
         };
         session.feeding = false;
-        let group_id = session.group;
+        let (group_id, room) = (session.group, session.room());
         let records = match &fed.records {
             Ok(records) => records.clone(),
             Err(error) if is_fatal(error.code()) => return Err(error.clone()),
@@ -431,7 +431,16 @@ impl Writer {
         if group.cursor != fed.after || group.patterns != fed.patterns || self.isolating.is_some() {
             return Ok(());
         }
-        self.hand_out(fed.session, fed.searched, records)
+        // Retries that became due meanwhile may have taken the room.
+        let (mut records, mut searched) = (records, fed.searched);
+        if records.len() > room {
+            records.truncate(room);
+            let Some((_, last)) = records.last() else {
+                return Ok(());
+            };
+            searched = last.position;
+        }
+        self.hand_out(fed.session, searched, records)
     }
 
     /// Takes in what other processes changed.

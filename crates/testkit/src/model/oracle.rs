@@ -374,7 +374,7 @@ impl Oracle {
     }
 
     /// Deletes open dead letters that pass, and events nobody needs any more.
-    pub(super) fn purge(&mut self, passes: impl Fn(&Kept, &Death) -> bool) -> u64 {
+    pub(super) fn purge(&mut self, passes: impl Fn(&Kept, &Death) -> bool) -> Vec<u64> {
         let mut touched = Vec::new();
         for desk in self.groups.values_mut() {
             let log = &self.log;
@@ -386,12 +386,7 @@ impl Oracle {
                 !goes
             });
         }
-        for position in &touched {
-            if !self.is_needed(*position) {
-                self.removed(*position);
-            }
-        }
-        touched.len() as u64
+        touched
     }
 
     /// Takes note of an event that left the log.
