@@ -14,6 +14,7 @@ const TABLE: &str = "docs/conformance.md";
 const SECTIONS: &[(&str, &str)] = &[
     ("embedded", "The embedded specification"),
     ("issue-2", "What the embedded bus delivers beyond it"),
+    ("issue-3", "What handlers deliver"),
     ("rules", "Delivery rules"),
     ("faults", "Ways to lose events"),
 ];

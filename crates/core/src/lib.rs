@@ -25,6 +25,7 @@ pub mod pattern;
 pub mod progress;
 pub mod retry;
 pub mod time;
+pub mod typed;
 
 pub use broker::{
     Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Deduplication, Delivery,
@@ -48,3 +49,4 @@ pub use pattern::Pattern;
 pub use progress::Progress;
 pub use retry::RetryPolicy;
 pub use time::Timestamp;
+pub use typed::TypedEvent;

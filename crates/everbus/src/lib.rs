@@ -28,10 +28,47 @@
 //! # }
 //! ```
 //!
+//! # Typed events
+//!
+//! A type that is the payload of one event type says so once, and is then published and read as it
+//! is; `everbus::Event` is the derive macro as well as the struct.
+//!
+//! ```
+//! use everbus::{Bus, Event, Message};
+//! use serde::{Deserialize, Serialize};
+//!
+//! #[derive(Serialize, Deserialize, Event)]
+//! #[event(type = "orders.order.placed", version = 2, key = "order_id")]
+//! struct OrderPlaced {
+//!     order_id: u64,
+//!     total: u64,
+//! }
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> everbus::Result<()> {
+//! let bus = Bus::open("memory:").await?;
+//! bus.subscribe("orders.>")
+//!     .handler(|m: Message| async move {
+//!         let order: OrderPlaced = m.typed()?; // refuses another type or version
+//!         assert_eq!((order.order_id, order.total), (42, 1999));
+//!         Ok(())
+//!     })
+//!     .await?;
+//! bus.start().await?;
+//! let receipt = bus.publish(OrderPlaced { order_id: 42, total: 1999 }).await?;
+//! assert!(receipt.settled().await?.dead_lettered.is_empty());
+//! bus.shutdown().await?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Where to find what
+//!
 //! - [`Bus`]: open, publish, subscribe, start, shut down.
 //! - [`Subscribe`]: which group, from where, how often to retry, how long a handler may take.
 //! - [`HandlerError`]: what a handler may answer besides `Ok`.
 //! - [`DeadLetterQueue`]: list, retry and purge what was given up on.
+//! - [`TypedEvent`]: a Rust type that is the payload of one event type.
 //!
 //! Everything here is written against the traits of [`everbus_core`]; it never asks which engine it
 //! is on.
@@ -67,5 +104,13 @@ pub use everbus_core::{
     DeadLetterKey, DeadLetterPage, Durability, Engine, Entity, Error, Event, EventBuilder, EventId,
     EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState, IntoEvent, Log,
     Maintenance, ManualClock, PageRequest, Pattern, Pruned, PurgeBasis, Recorded, Result,
-    Retention, RetryPolicy, StartFrom, SystemClock, Timestamp, TraceContext,
+    Retention, RetryPolicy, StartFrom, SystemClock, Timestamp, TraceContext, TypedEvent,
 };
+// The derive macro; it shares its name with the struct.
+pub use everbus_macros::Event;
+
+/// What the code of the derive macro names; not for use by hand.
+#[doc(hidden)]
+pub mod __private {
+    pub use serde::Serialize;
+}

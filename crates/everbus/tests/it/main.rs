@@ -14,3 +14,4 @@ mod retry;
 mod shutdown;
 mod subscribe;
 mod support;
+mod typed;

@@ -1,0 +1,74 @@
+//! Typed events: a Rust type that is the payload of one event type, and reading it back.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Code, Error, Result};
+use crate::event::Event;
+
+/// A Rust type that is the payload of one event type in one version.
+///
+/// Usually derived with `#[derive(Event)]` of the crate `everbus`, which makes the value publishable
+/// as well. Written by hand it is enough for [`Event::typed`]:
+///
+/// ```
+/// use everbus_core::{Event, TypedEvent};
+/// use serde::{Deserialize, Serialize};
+///
+/// #[derive(Serialize, Deserialize)]
+/// struct OrderPlaced {
+///     order: u64,
+/// }
+///
+/// impl TypedEvent for OrderPlaced {
+///     const TYPE: &'static str = "orders.order.placed";
+/// }
+///
+/// let event = Event::builder(OrderPlaced::TYPE)
+///     .version(OrderPlaced::VERSION)
+///     .json(&OrderPlaced { order: 42 })
+///     .build()?;
+/// assert_eq!(event.typed::<OrderPlaced>()?.order, 42);
+/// # Ok::<(), everbus_core::Error>(())
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a typed event",
+    label = "no event type is known for this",
+    note = "add `#[derive(everbus::Event)]` and `#[event(type = \"domain.entity.action\")]` to it"
+)]
+pub trait TypedEvent: Serialize {
+    /// The event type: 1 to 255 printable characters without `*` and `>`.
+    const TYPE: &'static str;
+
+    /// The version of the payload, 1 or more.
+    const VERSION: u32 = 1;
+}
+
+impl Event {
+    /// Reads the payload into the Rust type of this event type and version.
+    ///
+    /// An event of another type or version is never parsed, even if its payload would fit: it is
+    /// [`Code::InvalidPayload`], as is a payload that does not fit.
+    pub fn typed<'a, T: TypedEvent + Deserialize<'a>>(&'a self) -> Result<T> {
+        if self.event_type() != T::TYPE {
+            return Err(self.not_readable_as::<T>("read it as the type that it is"));
+        }
+        if self.version() != T::VERSION {
+            return Err(self.not_readable_as::<T>(
+                "read other versions with json(), or publish the version that is read",
+            ));
+        }
+        self.json()
+    }
+
+    fn not_readable_as<T: TypedEvent>(&self, hint: &str) -> Error {
+        let what = format!(
+            "the event {} is {:?} version {} and cannot be read as {:?} version {}",
+            self.display_id(),
+            self.event_type(),
+            self.version(),
+            T::TYPE,
+            T::VERSION
+        );
+        Error::new(Code::InvalidPayload, what).hint(hint)
+    }
+}

@@ -1,0 +1,10 @@
+//! What the compiler says about a wrong `#[event(…)]`, word for word.
+//!
+//! After a deliberate change, `TRYBUILD=overwrite cargo test -p everbus-macros` writes the snapshots
+//! anew; read them before keeping them.
+
+// conformance: issue-3/typed-compile-errors: a wrong attribute is a compile error at the place of the mistake that says what to do.
+#[test]
+fn mistakes_are_pointed_at_with_advice() {
+    trybuild::TestCases::new().compile_fail("tests/it/compile_errors/*.rs");
+}
