@@ -39,7 +39,7 @@ impl Writer {
             .iter()
             .map(|s| self.subscribe(group, &spec.name, s))
             .collect();
-        self.state.refresh_groups(&self.conn)?;
+        self.reread_groups()?;
         result
     }
 
@@ -163,7 +163,7 @@ impl Writer {
             )
             .hint("subscriptions are named by the id that subscribe returned"));
         }
-        self.state.refresh_groups(&self.conn)
+        self.reread_groups()
     }
 
     /// Deletes a group and everything of it.
@@ -202,7 +202,7 @@ impl Writer {
         self.isolating = self.isolating.filter(|(group, _)| *group != id);
         self.watches.recheck_all();
         // Its consumers are told once this is durable.
-        self.state.refresh_groups(&self.conn)
+        self.reread_groups()
     }
 }
 

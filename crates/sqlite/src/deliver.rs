@@ -124,14 +124,28 @@ impl Writer {
     /// Looks through what no process had a handler for: this one may have one now.
     fn take_unhandled(&mut self, session: u64, group: i64, now: i64) -> Result<()> {
         let room = self.sessions.get(&session).map_or(0, Session::room);
-        let ready = self.ready(
+        let types: Vec<i64> = self
+            .conn
+            .prepare_cached(
+                "SELECT DISTINCT type FROM deliveries WHERE group_id = ?1 AND state = 3",
+            )
+            .and_then(|mut s| s.query_map([group], |r| r.get(0))?.collect())
+            .map_err(|e| from_sqlite("reading what has no handler", e))?;
+        let mut handled = Vec::new();
+        for type_id in types {
+            if self.session_handles(session, type_id)? {
+                handled.push(type_id.to_string());
+            }
+        }
+        // Numbers of ours, never text of a user's.
+        let sql = format!(
             "SELECT seq, type, attempt, failures FROM deliveries
-             WHERE group_id = ?1 AND state = 3 AND due > ?2 ORDER BY due, seq LIMIT ?3",
-            group,
-            now,
-            10 * BATCH,
-        )?;
-        let mut complete = ready.len() < 10 * BATCH;
+             WHERE group_id = ?1 AND state = 3 AND due > ?2 AND type IN ({})
+             ORDER BY due, seq LIMIT ?3",
+            handled.join(",")
+        );
+        let ready = self.ready(&sql, group, now, BATCH)?;
+        let mut complete = ready.len() < BATCH;
         let mut deliveries = Vec::new();
         for row in ready {
             if !self.session_handles(session, row.type_id)? || self.stands_behind(group, row.seq)? {

@@ -1,12 +1,13 @@
 //! Leases that end, leases that are kept alive, and which are left after a rollback.
 
+use std::collections::HashMap;
+
 use everbus_core::{Failure, FailureKind, Progress, Result, Timestamp};
-use rusqlite::OptionalExtension;
 
 use crate::claims::{claim_slot, delivery_slot};
 use crate::deliver::EXPIRED;
 use crate::errors::from_sqlite;
-use crate::rows::to_sql;
+use crate::rows::{seq_from, to_sql};
 use crate::state::{State, micros};
 use crate::writer::Writer;
 
@@ -48,7 +49,7 @@ impl Writer {
             let theirs = (self.state.owner, now);
             self.crash_rows("owner <> ?5 AND until <= ?6", theirs, EXPIRED, false)?;
             self.crash_claims("owner NOT IN (0, ?3) AND until <= ?4", theirs)?;
-            self.state.foreign_until = None;
+            self.state.find_foreign_leases(&self.conn)?;
             self.after_crashes()?;
         }
         Ok(())
@@ -179,40 +180,68 @@ impl Writer {
         Ok(())
     }
 
-    /// After a rollback: which leases does the file say are ours, and what of them is done?
-    pub(crate) fn reload_leases(&mut self, old: State) -> Result<()> {
+    /// Which leases the file says are ours.
+    pub(crate) fn leases_in_file(&self, owner: i64) -> Result<LeasesInFile> {
         let doing = |e| from_sqlite("reading the leases again", e);
+        let claims = self
+            .conn
+            .prepare_cached("SELECT id, token, until, done FROM claims WHERE owner = ?1")
+            .and_then(|mut s| {
+                s.query_map([owner], |r| {
+                    Ok((r.get(0)?, (r.get(1)?, r.get(2)?, r.get(3)?)))
+                })?
+                .collect()
+            })
+            .map_err(doing)?;
+        let rows = self
+            .conn
+            .prepare_cached(
+                "SELECT group_id, seq, token, until FROM deliveries WHERE state = 1 AND owner = ?1",
+            )
+            .and_then(|mut s| {
+                s.query_map([owner], |r| {
+                    Ok(((r.get(0)?, seq_from(r.get(1)?)), (r.get(2)?, r.get(3)?)))
+                })?
+                .collect()
+            })
+            .map_err(doing)?;
+        Ok(LeasesInFile { claims, rows })
+    }
+
+    /// After a rollback: what memory knew of leases, as far as the file agrees. What it no longer
+    /// knows is taken out of the mailboxes, where it would stand in the way.
+    pub(crate) fn restore_leases(&mut self, old: State, file: &LeasesInFile) {
         for (id, mut claim) in old.claims {
-            let stored: Option<(i64, Option<Vec<u8>>)> = self
-                .conn
-                .prepare_cached("SELECT until, done FROM claims WHERE id = ?1 AND token = ?2")
-                .and_then(|mut s| {
-                    s.query_row((id, claim.token), |r| Ok((r.get(0)?, r.get(1)?)))
-                        .optional()
-                })
-                .map_err(doing)?;
-            if let Some((until, done)) = stored {
-                claim.until = until;
-                claim.progress =
-                    Progress::from_bitmap(claim.lo, claim.hi, done.as_deref().unwrap_or_default());
-                self.state.claims.insert(id, claim);
+            match file
+                .claims
+                .get(&id)
+                .filter(|(token, _, _)| *token == claim.token)
+            {
+                Some((_, until, done)) => {
+                    claim.until = *until;
+                    let done = done.as_deref().unwrap_or_default();
+                    claim.progress = Progress::from_bitmap(claim.lo, claim.hi, done);
+                    self.state.claims.insert(id, claim);
+                }
+                None => self.discard(claim.session, |d| d.lease.slot == claim_slot(id)),
             }
         }
         for ((group, seq), mut held) in old.held {
-            let stored: Option<i64> = self
-                .conn
-                .prepare_cached(
-                    "SELECT until FROM deliveries
-                     WHERE group_id = ?1 AND seq = ?2 AND token = ?3 AND state = 1",
-                )
-                .and_then(|mut s| {
-                    s.query_row((group, to_sql(seq), held.token), |r| r.get(0))
-                        .optional()
-                })
-                .map_err(doing)?;
-            if let Some(until) = stored {
-                held.until = until;
-                self.state.held.insert((group, seq), held);
+            match file
+                .rows
+                .get(&(group, seq))
+                .filter(|(token, _)| *token == held.token)
+            {
+                Some((_, until)) => {
+                    held.until = *until;
+                    self.state.held.insert((group, seq), held);
+                }
+                None => {
+                    let token = held.token as u64;
+                    self.discard(held.session, |d| {
+                        d.lease.position == seq && d.lease.token == token
+                    });
+                }
             }
         }
         for session in self.sessions.values_mut() {
@@ -230,6 +259,17 @@ impl Writer {
                 session.took(1, held.bytes);
             }
         }
-        Ok(())
     }
+
+    fn discard(&self, session: u64, which: impl FnMut(&everbus_core::Delivery) -> bool) {
+        if let Some(session) = self.sessions.get(&session) {
+            session.mailbox.recall(which);
+        }
+    }
+}
+
+/// Our leases as the file has them: claims with token, end and bitmap; rows with token and end.
+pub(crate) struct LeasesInFile {
+    claims: HashMap<i64, (i64, i64, Option<Vec<u8>>)>,
+    rows: HashMap<(i64, u64), (i64, i64)>,
 }

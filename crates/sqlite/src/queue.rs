@@ -160,6 +160,11 @@ impl Queue {
         self.wake.notify_one();
     }
 
+    /// Whether the end has been asked for.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.lock().closed
+    }
+
     /// Takes everything, waiting up to `timeout` for something to come.
     pub(crate) fn take(&self, spare: Vec<Command>, timeout: Option<Duration>) -> Taken {
         let mut inner = self.lock();

@@ -139,7 +139,7 @@ impl Writer {
 
     /// Looks at the groups again after somebody else's work became theirs.
     pub(crate) fn after_crashes(&mut self) -> Result<()> {
-        self.state.refresh_groups(&self.conn)?;
+        self.reread_groups()?;
         let ids: Vec<i64> = self.state.groups.keys().copied().collect();
         ids.into_iter().try_for_each(|id| self.free_keys(id))
     }
@@ -293,6 +293,7 @@ impl Writer {
         self.crash_rows("owner = ?5 AND ?6 = ?6", (owner, now), ABANDONED, false)?;
         // Should there be a claim that memory does not know, it is inherited, not forgotten.
         self.crash_claims("owner = ?3 AND ?4 = ?4", (owner, now))?;
+        self.after_crashes()?;
         self.strike_owner(owner)
     }
 }

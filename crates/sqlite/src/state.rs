@@ -176,6 +176,13 @@ impl State {
                     .collect()
             })
             .map_err(doing)?;
+        self.find_foreign_leases(conn)?;
+        self.drop_lost(conn)
+    }
+
+    /// When the first lease of another owner ends.
+    pub(crate) fn find_foreign_leases(&mut self, conn: &Connection) -> Result<()> {
+        let doing = |e| from_sqlite("reading the leases of others", e);
         self.foreign_until = conn
             .prepare_cached(
                 "SELECT min(until) FROM (
@@ -184,13 +191,13 @@ impl State {
             )
             .and_then(|mut s| s.query_row([self.owner], |r| r.get(0)))
             .map_err(doing)?;
-        self.drop_lost(conn)
+        Ok(())
     }
 
     /// Reads groups and their patterns again.
     pub(crate) fn refresh_groups(&mut self, conn: &Connection) -> Result<()> {
         let doing = |e| from_sqlite("reading the groups", e);
-        let mut old = std::mem::take(&mut self.groups);
+        let mut groups = HashMap::new();
         let mut statement = conn
             .prepare_cached("SELECT id, name, ordered, cursor, declared_at FROM groups")
             .map_err(doing)?;
@@ -210,8 +217,9 @@ impl State {
                 next_due: next_due(conn, id)?,
                 next_suspect: next_suspect(conn, id)?,
             };
-            self.groups.insert(id, group);
+            groups.insert(id, group);
         }
+        let mut old = std::mem::replace(&mut self.groups, groups);
         for (id, group) in &mut self.groups {
             // What was skipped and not yet written down need not be looked at again, unless the
             // group wants more than before.

@@ -74,6 +74,7 @@ impl Writer {
         }
         if self.stands_behind(group, row.seq)? {
             self.isolating = None;
+            self.free_keys(group)?;
             return self.look_for_suspects(group);
         }
         if !self.session_handles(session, row.type_id)? {

@@ -64,7 +64,15 @@ impl Watches {
             };
             // A caller that gave up is not waited for.
             replies.retain(|reply| !reply.is_closed());
-            let answer = match writer.outcome(position)? {
+            let outcome = match writer.outcome(position) {
+                Ok(outcome) => outcome,
+                Err(e) => {
+                    // All are asked again in the next round.
+                    self.recheck_all();
+                    return Err(e);
+                }
+            };
+            let answer = match outcome {
                 _ if replies.is_empty() => None,
                 Some(outcome) => Some(outcome),
                 None => continue,

@@ -224,11 +224,15 @@ impl Writer {
 
     /// One round: the commands, and whatever is due by itself.
     fn turn(&mut self, commands: Vec<Command>) -> Result<()> {
+        let idle = commands.is_empty();
+        if idle && self.must_reload {
+            self.undo_changes()?;
+        }
         if commands.is_empty() {
             let version = data_version(&self.conn)?;
             if version != self.data_version {
-                self.data_version = version;
                 self.refresh()?;
+                self.data_version = version;
                 self.watches.recheck_all();
             }
             if !self.has_work() {
@@ -250,7 +254,14 @@ impl Writer {
                 Ok(())
             }
             Err(e) if is_fatal(e.code()) => Err(e),
-            Err(_) => self.undo_changes(),
+            Err(error) => {
+                tracing::warn!(target: "everbus::sqlite", %error, "a transaction was rolled back");
+                if idle {
+                    // Nobody waits for an answer; whatever is in the way needs a moment to go.
+                    std::thread::sleep(POLL);
+                }
+                self.undo_changes()
+            }
         }
     }
 
@@ -321,6 +332,12 @@ impl Writer {
     fn flush(&mut self) -> Result<()> {
         self.flush_claims()?;
         self.flush_cursors()
+    }
+
+    /// Reads the groups again inside a transaction, after writing down how far they have moved in it.
+    pub(crate) fn reread_groups(&mut self) -> Result<()> {
+        self.flush_cursors()?;
+        self.state.refresh_groups(&self.conn)
     }
 
     fn flush_cursors(&mut self) -> Result<()> {

@@ -83,15 +83,21 @@ impl Writer {
     /// Answers commands whose transaction failed. What has no answer, or must happen all the same (a
     /// consumer that leaves or changes its handlers), is tried again.
     fn refuse(&mut self, commands: Vec<Command>, error: &Error) {
+        let lasting = is_fatal(error.code()) || self.queue.is_closed();
+        let mut again = Vec::new();
         for command in commands {
             match command {
-                Command::Detach { .. } | Command::SetHandled { .. } if !is_fatal(error.code()) => {
-                    self.backlog.push(command);
-                    // Not at once: whatever is in the way needs a moment to go.
-                    std::thread::sleep(Duration::from_millis(5));
+                Command::Detach { .. } | Command::SetHandled { .. } if !lasting => {
+                    again.push(command);
                 }
                 command => command.fail(error.clone()),
             }
+        }
+        if !again.is_empty() {
+            // First in line, but not at once: whatever is in the way needs a moment to go.
+            again.append(&mut self.backlog);
+            self.backlog = again;
+            std::thread::sleep(Duration::from_millis(5));
         }
     }
 
@@ -161,12 +167,12 @@ impl Writer {
             }
         };
         if version != self.data_version {
-            self.data_version = version;
             self.watches.recheck_all();
             if let Err(e) = self.refresh() {
                 let _ = self.conn.execute_batch("ROLLBACK");
                 return Err(e);
             }
+            self.data_version = version;
         }
         Ok(())
     }

@@ -89,7 +89,9 @@ impl Writer {
         self.touched.clear();
         self.must_reload = true;
         let owner = self.owner_in_file()?;
-        let mut old = std::mem::replace(&mut self.state, State::load(&self.conn, owner)?);
+        // Everything that can fail comes first, so that this may be tried again.
+        let (state, leases) = (State::load(&self.conn, owner)?, self.leases_in_file(owner)?);
+        let mut old = std::mem::replace(&mut self.state, state);
         let undo = std::mem::take(&mut self.undo);
         for id in undo.attached {
             self.sessions.remove(&id);
@@ -98,13 +100,14 @@ impl Writer {
         for (mailbox, deliveries) in undo.recalled.into_iter().rev() {
             mailbox.put_back(deliveries);
         }
-        old.claims.extend(undo.claims);
-        old.held.extend(undo.held);
+        // Backwards: what was there first is what the file has.
+        old.claims.extend(undo.claims.into_iter().rev());
+        old.held.extend(undo.held.into_iter().rev());
         // A reading that was under way may have been lost; asking twice is harmless.
         self.sessions
             .values_mut()
             .for_each(|session| session.feeding = false);
-        self.reload_leases(old)?;
+        self.restore_leases(old, &leases);
         self.isolating = None;
         self.must_reload = false;
         Ok(())
