@@ -18,6 +18,7 @@ mod model;
 mod regressions;
 mod rollback;
 mod sharing;
+mod takeovers;
 mod upkeep;
 mod view;
 
