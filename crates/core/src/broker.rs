@@ -15,7 +15,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::error::Result;
+use crate::effect::Effect;
+use crate::error::{Code, Error, Result};
 use crate::event::Event;
 use crate::failure::Failure;
 use crate::group::{GroupInfo, GroupName, GroupSpec, SubscriptionInfo};
@@ -79,8 +80,39 @@ pub trait Broker: Send + Sync + 'static {
     /// [`Code::Unsupported`](crate::Code::Unsupported) where the engine cannot know.
     fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>>;
 
+    /// How many events that match are still owed by the group that owes most of them, counted up to
+    /// `limit`. Zero if no group wants any. [`Code::Unsupported`] where the engine cannot know.
+    fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
+        let _ = (stream, limit);
+        Box::pin(std::future::ready(Err(unsupported(
+            self.capabilities().engine,
+            "counting what waits in a stream",
+        ))))
+    }
+
+    /// Skips, in every group, the oldest matching events that wait, until at most `keep` are owed;
+    /// what is in flight is left alone. Each is recorded as skipped with the reason
+    /// [`DROPPED`]. Returns how many events were skipped in at least one group.
+    fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
+        let _ = (stream, keep);
+        Box::pin(std::future::ready(Err(unsupported(
+            self.capabilities().engine,
+            "dropping the oldest events of a stream",
+        ))))
+    }
+
     /// Stops the engine after what is under way; later calls fail. Closing twice is harmless.
     fn close(&self) -> BoxFuture<'_, Result<()>>;
+}
+
+/// Why an event was skipped that [`Broker::drop_oldest`] dropped.
+pub const DROPPED: &str = "dropped: the stream was full";
+
+fn unsupported(engine: &str, what: &str) -> Error {
+    Error::new(
+        Code::Unsupported,
+        format!("the {engine} engine does not offer {what}"),
+    )
 }
 
 /// Hands out the deliveries of one group to this process.
@@ -173,15 +205,24 @@ pub struct Settlement {
     /// Events to append in the same step as the verdict, where the engine can do both at once
     /// ([`Capabilities::atomic_follow_ups`]); before it otherwise.
     pub follow_ups: Vec<Event>,
+    /// With [`Verdict::Ack`]: writes the event into the group's inbox in the same step. If it is
+    /// there already, the event is acked and neither the effect nor the follow-ups happen again.
+    pub inbox: bool,
+    /// With [`Verdict::Ack`]: runs inside the same transaction. If it fails, nothing of the settlement
+    /// is applied, the answer is [`Code::EffectFailed`] with its error as the cause, and the lease is
+    /// still held. [`Code::Unsupported`] where [`Capabilities::transaction`] is another engine's.
+    pub effect: Option<Effect>,
 }
 
 impl Settlement {
-    /// A settlement without follow-up events.
+    /// A settlement with nothing but a verdict.
     pub fn new(lease: Lease, verdict: Verdict) -> Self {
         Self {
             lease,
             verdict,
             follow_ups: Vec::new(),
+            inbox: false,
+            effect: None,
         }
     }
 }
@@ -284,6 +325,8 @@ pub struct Capabilities {
     pub order: OrderScope,
     /// `settled` can be answered.
     pub settled: bool,
+    /// The engine in whose transactions an [`Effect`] runs, if it runs any.
+    pub transaction: Option<&'static str>,
 }
 
 impl Capabilities {
@@ -302,6 +345,7 @@ impl Capabilities {
             deduplication: Deduplication::WhileRetained,
             order: OrderScope::Log,
             settled: true,
+            transaction: None,
         }
     }
 }

@@ -180,6 +180,7 @@ impl EventBuilder {
         if json && !self.known_json {
             validate_json(&payload)?;
         }
+        let made_id = self.id.is_none();
         Ok(Event::from_stored(
             self.id.unwrap_or_default(),
             self.event_type,
@@ -187,7 +188,8 @@ impl EventBuilder {
             self.occurred_at.unwrap_or_else(|| SystemClock.now()),
             payload,
             attributes,
-        ))
+        )
+        .with_made_id(made_id))
     }
 
     fn attributes_mut(&mut self) -> &mut Attributes {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::broker::Broker;
 use crate::dead_letters::DeadLetters;
 use crate::error::{Code, Error, Result};
+use crate::inbox::Inbox;
 use crate::log::Log;
 use crate::maintenance::Maintenance;
 
@@ -20,6 +21,8 @@ pub struct Engine {
     pub dead_letters: Option<Arc<dyn DeadLetters>>,
     /// Looks after its own file, where it has one.
     pub maintenance: Option<Arc<dyn Maintenance>>,
+    /// Remembers what each group has handled, where the engine can.
+    pub inbox: Option<Arc<dyn Inbox>>,
 }
 
 impl Engine {
@@ -42,6 +45,13 @@ impl Engine {
         self.maintenance
             .as_deref()
             .ok_or_else(|| self.unsupported("a file to look after"))
+    }
+
+    /// The inbox, or [`Code::Unsupported`].
+    pub fn inbox(&self) -> Result<&dyn Inbox> {
+        self.inbox
+            .as_deref()
+            .ok_or_else(|| self.unsupported("an inbox"))
     }
 
     fn unsupported(&self, what: &str) -> Error {

@@ -66,6 +66,20 @@ codes! {
     Timeout = "Timeout",
     /// The engine cannot do this.
     Unsupported = "Unsupported",
+    /// The payload does not match the schema registered for its type.
+    SchemaViolation = "ValidationError",
+    /// What was given as a JSON Schema is none.
+    InvalidSchema = "InvalidSchema",
+    /// The event has a version that nothing here can read.
+    UnknownVersion = "UnknownVersion",
+    /// The functions from one version of an event to the next contradict each other.
+    UpcastConflict = "UpcastConflict",
+    /// The stream is full, or the publisher is over its rate, for longer than a publish waits.
+    Backpressure = "Backpressure",
+    /// What a handler wanted done in the transaction of its ack failed; nothing of it was done.
+    EffectFailed = "EffectFailed",
+    /// The configuration file cannot be used.
+    InvalidConfig = "InvalidConfig",
     /// The file is locked by something else for longer than the bus waits.
     Busy = "FileBusy",
     /// The disk is full, or nearly: publishes are refused so that acks still fit.

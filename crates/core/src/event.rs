@@ -31,7 +31,7 @@ const JSON: &str = "application/json";
 /// assert_eq!(event.correlation_id(), event.id().to_string());
 /// # Ok::<(), everbus_core::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct Event {
     id: EventId,
     event_type: Arc<str>,
@@ -40,6 +40,36 @@ pub struct Event {
     payload: Bytes,
     // Most events have none of these: one pointer instead of four hundred bytes.
     attributes: Option<Box<Attributes>>,
+    // The publisher left the id to us. Not stored.
+    made_id: bool,
+}
+
+impl PartialEq for Event {
+    fn eq(&self, other: &Self) -> bool {
+        self.id == other.id
+            && self.event_type == other.event_type
+            && self.version == other.version
+            && self.occurred_at == other.occurred_at
+            && self.payload == other.payload
+            && self.attributes == other.attributes
+    }
+}
+
+impl Eq for Event {}
+
+/// What an event takes over from the work during which it is published, where it does not say
+/// otherwise itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Inherited {
+    /// The correlation id.
+    pub correlation_id: Option<String>,
+    /// The event being handled.
+    pub causation_id: Option<String>,
+    /// The trace.
+    pub trace: Option<TraceContext>,
+    /// Who emits it.
+    pub source: Option<String>,
 }
 
 /// What an event may carry beside its type and payload. Everything is optional.
@@ -98,6 +128,13 @@ impl fmt::Display for Entity {
 }
 
 /// W3C trace context.
+///
+/// ```
+/// use everbus_core::TraceContext;
+/// let trace = TraceContext::parse("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", None)?;
+/// assert_eq!(trace.trace_id(), Some("0af7651916cd43dd8448eb211c80319c"));
+/// # Ok::<(), everbus_core::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TraceContext {
     /// The `traceparent` header.
@@ -105,6 +142,49 @@ pub struct TraceContext {
     /// The `tracestate` header.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tracestate: Option<String>,
+}
+
+impl TraceContext {
+    /// Reads the two headers of a request: `00-<32 hex digits>-<16 hex digits>-<2 hex digits>`, neither
+    /// id all zeroes. Higher versions are read as far as version 00 goes, as the standard asks.
+    pub fn parse(traceparent: &str, tracestate: Option<&str>) -> Result<Self> {
+        let trace = Self {
+            traceparent: traceparent.trim().to_owned(),
+            tracestate: tracestate.map(str::to_owned),
+        };
+        match trace.trace_id() {
+            Some(_) => Ok(trace),
+            None => Err(Error::new(
+                Code::InvalidAttribute,
+                format!("{traceparent:?} is not a traceparent"),
+            )
+            .hint("00, the trace id, the parent id and the flags in hex, joined by -")),
+        }
+    }
+
+    /// The trace id, if the header is well formed.
+    pub fn trace_id(&self) -> Option<&str> {
+        let mut parts = self.traceparent.split('-');
+        let (version, trace, parent, flags) =
+            (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
+        let hex = |text: &str, digits: usize| {
+            text.len() == digits
+                && text
+                    .bytes()
+                    .all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+        };
+        let given = |text: &str| text.bytes().any(|b| b != b'0');
+        let whole = version != "00" || parts.next().is_none();
+        (hex(version, 2)
+            && version != "ff"
+            && hex(trace, 32)
+            && hex(parent, 16)
+            && hex(flags, 2)
+            && given(trace)
+            && given(parent)
+            && whole)
+            .then_some(trace)
+    }
 }
 
 impl Event {
@@ -129,7 +209,42 @@ impl Event {
             occurred_at,
             payload,
             attributes,
+            made_id: false,
         }
+    }
+
+    pub(crate) fn with_made_id(mut self, made: bool) -> Self {
+        self.made_id = made;
+        self
+    }
+
+    /// Whether the id was made by the builder, not brought by the publisher. Events that were stored
+    /// never say so.
+    pub fn has_made_id(&self) -> bool {
+        self.made_id
+    }
+
+    /// Puts another id in place of one that the builder made; one that was brought is kept.
+    #[must_use]
+    pub fn or_id(mut self, id: impl FnOnce() -> EventId) -> Self {
+        if self.made_id {
+            self.id = id();
+        }
+        self
+    }
+
+    /// Takes over what the event does not say itself.
+    #[must_use]
+    pub fn inheriting(mut self, from: Inherited) -> Self {
+        if from == Inherited::default() {
+            return self;
+        }
+        let own = self.attributes.get_or_insert_default();
+        own.correlation_id = own.correlation_id.take().or(from.correlation_id);
+        own.causation_id = own.causation_id.take().or(from.causation_id);
+        own.trace = own.trace.take().or(from.trace);
+        own.source = own.source.take().or(from.source);
+        self
     }
 
     /// The identity and idempotency key.

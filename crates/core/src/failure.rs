@@ -23,6 +23,12 @@ pub enum FailureKind {
     Decode,
     /// No process had a handler for the event for too long.
     NoHandler,
+    /// The payload has a version that no handler here reads.
+    Version,
+    /// The payload does not match its schema.
+    Schema,
+    /// Not an attempt: the circuit breaker was open.
+    Rejected,
 }
 
 impl FailureKind {
@@ -36,6 +42,9 @@ impl FailureKind {
             Self::Crash => "crash",
             Self::Decode => "decode",
             Self::NoHandler => "no_handler",
+            Self::Version => "version",
+            Self::Schema => "schema",
+            Self::Rejected => "rejected",
         }
     }
 }
@@ -112,6 +121,9 @@ mod tests {
             FailureKind::Error,
             FailureKind::NoHandler,
             FailureKind::Crash,
+            FailureKind::Version,
+            FailureKind::Schema,
+            FailureKind::Rejected,
         ] {
             assert_eq!(
                 serde_json::to_string(&kind).unwrap(),

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::error::{Code, Error};
+use crate::time::Timestamp;
 
 /// The identity of an event and its idempotency key.
 ///
@@ -37,6 +38,27 @@ impl EventId {
         name.extend_from_slice(source.as_bytes());
         name.extend_from_slice(id.as_bytes());
         Self(Uuid::new_v5(&FOREIGN, &name))
+    }
+
+    /// The id of an event that handling another one brought about: always the same for the same cause,
+    /// group, handler and index, so that a second run publishes nothing twice. It sorts by the time
+    /// the cause was received, as the cause's own id would.
+    pub fn derived(
+        cause: EventId,
+        received_at: Timestamp,
+        group: &str,
+        handler: &str,
+        index: u32,
+    ) -> Self {
+        let mut name = Vec::with_capacity(16 + group.len() + handler.len());
+        name.extend_from_slice(&(group.len() as u64).to_be_bytes());
+        name.extend_from_slice(group.as_bytes());
+        name.extend_from_slice(&index.to_be_bytes());
+        name.extend_from_slice(handler.as_bytes());
+        let hash = Uuid::new_v5(&cause.0, &name).into_bytes();
+        let millis = u64::try_from(received_at.as_micros() / 1000).unwrap_or(0);
+        let random = std::array::from_fn(|i| hash[i]);
+        Self(uuid::Builder::from_unix_timestamp_millis(millis, &random).into_uuid())
     }
 
     /// From the sixteen bytes of a UUID.

@@ -54,5 +54,6 @@ pub fn open(options: Options) -> Engine {
         log: Some(memory.clone()),
         dead_letters: Some(memory.clone()),
         maintenance: Some(memory),
+        inbox: None,
     }
 }

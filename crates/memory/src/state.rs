@@ -213,6 +213,8 @@ impl State {
             lease,
             verdict,
             follow_ups,
+            inbox: _,
+            effect: _,
         } = settlement;
         self.holder(&lease, now)?;
         if !follow_ups.is_empty() {

@@ -153,6 +153,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         log: Some(engine.clone()),
         dead_letters: Some(engine.clone()),
         maintenance: Some(engine),
+        inbox: None,
     })
 }
 

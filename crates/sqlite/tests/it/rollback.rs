@@ -67,6 +67,8 @@ async fn with_a_verdict_rolled_back(path: &Path) -> (Engine, Box<dyn Consumer>, 
         lease: delivery.lease,
         verdict: retry_at_once("x"),
         follow_ups: vec![event("a.c", 1)],
+        inbox: false,
+        effect: None,
     };
     let sabotage = Sabotage::plant(path, "UPDATE ON groups");
     let refused = engine.broker.settle(vec![settlement.clone()]).await;

@@ -369,6 +369,8 @@ pub async fn follow_ups_are_appended_with_the_verdict<H: Harness>(harness: H) {
             lease: cause.lease.clone(),
             verdict: Verdict::Ack,
             follow_ups,
+            inbox: false,
+            effect: None,
         })
         .await
         .unwrap();
@@ -401,6 +403,8 @@ pub async fn follow_ups_of_a_lost_lease_are_not_appended<H: Harness>(harness: H)
             lease: lost.lease.clone(),
             verdict: Verdict::Ack,
             follow_ups: vec![follow_up],
+            inbox: false,
+            effect: None,
         })
         .await;
     assert_eq!(code(late), Code::LeaseLost);

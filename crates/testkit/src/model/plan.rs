@@ -369,6 +369,8 @@ impl<H: Harness> Plan<H> {
                 lease: delivery.lease.clone(),
                 verdict: verdict.clone(),
                 follow_ups: follow_ups.clone(),
+                inbox: false,
+                effect: None,
             })
             .await;
         if self.holds(answer, hold, group, position) {
