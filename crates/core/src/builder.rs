@@ -197,10 +197,25 @@ impl EventBuilder {
     }
 }
 
-/// Whatever can be published: an [`Event`], a builder, or a pair of type and serialisable value.
+/// Whatever can be published: an [`Event`], a builder, a pair of type and serialisable value, or a
+/// value whose type derives `everbus::Event`.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be published",
+    label = "this is not an event",
+    note = "add `#[derive(everbus::Event)]` and `#[event(type = \"domain.entity.action\")]` to the type",
+    note = "or publish a pair of event type and value: `(\"domain.entity.action\", value)`"
+)]
 pub trait IntoEvent {
     /// The event, or what is wrong with it.
     fn into_event(self) -> Result<Event>;
+
+    /// The Rust type that the payload is serialised from, as [`std::any::type_name`] gives it, if
+    /// that type stands for an event type.
+    ///
+    /// A publish need not check such a payload against the schema of that very type.
+    fn rust_type(&self) -> Option<&'static str> {
+        None
+    }
 }
 
 impl IntoEvent for Event {

@@ -41,6 +41,14 @@ pub trait TypedEvent: Serialize {
 
     /// The version of the payload, 1 or more.
     const VERSION: u32 = 1;
+
+    /// The JSON Schema of the payload, where one is known.
+    ///
+    /// The derive fills it in for types that also derive `everbus::schemars::JsonSchema`. Written by
+    /// hand it may be any draft, named by its `$schema`.
+    fn schema() -> Option<serde_json::Value> {
+        None
+    }
 }
 
 impl Event {

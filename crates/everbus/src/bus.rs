@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::future::Future;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -13,13 +13,20 @@ use everbus_core::{
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
+use crate::admission::Admission;
+use crate::ambient;
+use crate::breaker::BreakerInfo;
+use crate::circuits::Circuits;
 use crate::dead_letters::DeadLetterQueue;
 use crate::guard;
 use crate::options::{BusBuilder, BusOptions};
 use crate::receipt::Receipt;
 use crate::registry::Registry;
 use crate::retention;
+use crate::router::Router;
+use crate::schema::Schemas;
 use crate::shutdown::{self, Shutdown};
+use crate::stats::{BusStats, Published, Stats};
 use crate::subscribe::{Subscribe, SubscriptionId};
 
 /// A bus on an open engine. Clones are the same bus.
@@ -48,6 +55,12 @@ type Ending = Option<Result<Shutdown>>;
 pub(crate) struct Shared {
     pub(crate) engine: Engine,
     pub(crate) options: BusOptions,
+    pub(crate) stats: Stats,
+    pub(crate) circuits: Circuits,
+    admission: Admission,
+    schemas: std::sync::RwLock<Arc<Schemas>>,
+    /// Whether there are any schemas, so that a publish without them asks nobody.
+    validates: AtomicBool,
     /// Becomes true just before the engine is closed.
     pub(crate) closed: watch::Sender<bool>,
     /// Becomes true when the shutdown begins.
@@ -126,6 +139,65 @@ impl Shared {
         self.lost_leases.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Whether an event may be stored: its size, and its schema where there is one. A payload that was
+    /// just serialised from the very type the schema comes from is not checked again.
+    pub(crate) fn check_event(&self, event: &Event, rust_type: Option<&str>) -> Result<()> {
+        let (bytes, limit) = (event.payload().len(), self.options.max_payload);
+        if bytes > limit {
+            return Err(Error::new(
+                Code::PayloadTooLarge,
+                format!("the payload has {bytes} bytes, the limit is {limit}"),
+            )
+            .hint("store large data elsewhere and publish where it is, or raise max_payload"));
+        }
+        if self.validates.load(Ordering::Acquire) {
+            self.schemas().check_published(event, rust_type)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn schemas(&self) -> Arc<Schemas> {
+        let schemas = self.schemas.read().unwrap_or_else(PoisonError::into_inner);
+        schemas.clone()
+    }
+
+    /// The schemas, if there are some for this type.
+    pub(crate) fn schemas_of(&self, event_type: &str) -> Option<Arc<Schemas>> {
+        let schemas = self.schemas();
+        schemas.knows(event_type).then_some(schemas)
+    }
+
+    pub(crate) fn set_schemas(&self, schemas: Schemas) {
+        let any = !schemas.is_empty();
+        *self.schemas.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(schemas);
+        self.validates.store(any, Ordering::Release);
+    }
+
+    /// Appends events that have been accepted, and counts them.
+    async fn append(&self, events: Vec<Event>) -> Result<Vec<Result<everbus_core::Appended>>> {
+        let counts = Published::new(&self.stats, &events);
+        let appended = self.engine.broker.append(events).await;
+        match &appended {
+            Ok(answers) => {
+                counts.stored(answers);
+                for error in answers.iter().filter_map(|answer| answer.as_ref().err()) {
+                    self.fail_if_fatal(error);
+                }
+            }
+            Err(error) => {
+                self.fail_if_fatal(error);
+            }
+        }
+        appended
+    }
+
+    /// Appends an event of the bus itself.
+    pub(crate) async fn append_one(&self, event: Event) -> Result<()> {
+        self.accepts()?;
+        let mut answers = self.append(vec![event]).await?;
+        answers.pop().unwrap_or_else(|| Err(no_answer())).map(drop)
+    }
+
     fn refuse_new_work(&self) {
         self.state.store(CLOSED, Ordering::Release);
         self.ending.send_replace(true);
@@ -147,11 +219,17 @@ impl Bus {
     /// A bus on an engine that is open already.
     pub fn with_engine(engine: Engine, options: BusOptions) -> Result<Bus> {
         options.validate()?;
+        let admission = Admission::new(options.limits.clone(), options.publish_rate.clone())?;
         Ok(Bus {
             inner: Arc::new(Inner {
                 shared: Arc::new(Shared {
+                    admission,
                     engine,
                     options,
+                    stats: Stats::default(),
+                    circuits: Circuits::default(),
+                    schemas: std::sync::RwLock::default(),
+                    validates: AtomicBool::new(false),
                     closed: watch::Sender::new(false),
                     ending: watch::Sender::new(false),
                     state: AtomicU8::new(OPEN),
@@ -216,15 +294,9 @@ impl Bus {
     fn accept(&self, event: impl IntoEvent) -> Result<Event> {
         let shared = &self.inner.shared;
         shared.accepts()?;
+        let rust_type = event.rust_type();
         let event = event.into_event()?;
-        let (bytes, limit) = (event.payload().len(), shared.options.max_payload);
-        if bytes > limit {
-            return Err(Error::new(
-                Code::PayloadTooLarge,
-                format!("the payload has {bytes} bytes, the limit is {limit}"),
-            )
-            .hint("store large data elsewhere and publish where it is, or raise max_payload"));
-        }
+        shared.check_event(&event, rust_type)?;
         Ok(event)
     }
 
@@ -232,25 +304,51 @@ impl Bus {
         let shared = &self.inner.shared;
         // Checked again: the future may have been kept over a shutdown.
         shared.accepts()?;
-        shared
-            .engine
-            .broker
-            .append(events)
-            .await
-            .inspect(|answers| {
-                for error in answers.iter().filter_map(|answer| answer.as_ref().err()) {
-                    shared.fail_if_fatal(error);
-                }
-            })
-            .inspect_err(|error| {
-                shared.fail_if_fatal(error);
-            })
+        let source = shared.options.source.as_ref();
+        let events = events
+            .into_iter()
+            .map(|event| ambient::inherit(event, source))
+            .collect::<Result<Vec<_>>>()?;
+        let broker = &*shared.engine.broker;
+        // Held until the append is over.
+        let admitted = shared.admission.admit(broker, &events).await?;
+        if admitted.dropped() > 0 {
+            let dropped = admitted.dropped();
+            tracing::warn!(target: "everbus::bus", dropped, "old events were skipped to make room for new ones");
+        }
+        shared.append(events).await
     }
 
     /// Begins a subscription to the events that match a pattern (`user.created`, `user.*`,
     /// `order.*.shipped`, `*`). It takes effect with [`Subscribe::handler`].
     pub fn subscribe(&self, pattern: impl AsRef<str>) -> Subscribe<'_> {
         Subscribe::new(self, pattern.as_ref())
+    }
+
+    /// Subscribes everything a router says. The whole of it is checked first; if anything is wrong,
+    /// nothing is subscribed. Returns the ids in the order of the routes.
+    ///
+    /// A pattern that matches none of the event types that are known (from the handlers of this and of
+    /// earlier routers, and from schemas) is logged as a warning: it is probably a typing error.
+    pub async fn mount(&self, router: Router) -> Result<Vec<SubscriptionId>> {
+        self.accepts()?;
+        let resolved = router.resolve()?;
+        let mut registry = self.inner.registry.lock().await;
+        // Checked again under the lock: a shutdown may have come first.
+        self.accepts()?;
+        let shared = &self.inner.shared;
+        shared.unless_ending(registry.mount(shared, resolved)).await
+    }
+
+    /// Counts and latencies since this bus was opened: per event type, per group, and its breakers.
+    pub fn stats(&self) -> BusStats {
+        let shared = &self.inner.shared;
+        shared.stats.snapshot(shared.circuits.infos())
+    }
+
+    /// How the circuit breakers of this bus stand.
+    pub fn breakers(&self) -> Vec<BreakerInfo> {
+        self.inner.shared.circuits.infos()
     }
 
     /// Removes a subscription, its handler and its durable record. Runs of the handler that have
@@ -403,13 +501,11 @@ impl Bus {
         self.inner.shared.accepts()
     }
 
+    #[cfg(test)]
     pub(crate) fn shared(&self) -> &Arc<Shared> {
         &self.inner.shared
     }
 
-    pub(crate) fn registry(&self) -> &tokio::sync::Mutex<Registry> {
-        &self.inner.registry
-    }
 }
 
 fn no_answer() -> Error {

@@ -73,30 +73,68 @@
 //! Everything here is written against the traits of [`everbus_core`]; it never asks which engine it
 //! is on.
 
+mod admission;
+mod agreed;
+mod ambient;
+pub mod asyncapi;
+mod breaker;
 mod bus;
+mod circuits;
+pub mod config;
 mod dead_letters;
 mod dispatch;
 mod engines;
+mod extract;
 mod guard;
 mod handler;
+mod layers;
 mod message;
 mod options;
+#[cfg(feature = "otel")]
+mod otel;
+mod outcome;
 mod pipeline;
 mod receipt;
 mod registry;
+mod request;
 mod retention;
+mod router;
+mod schema;
+mod settings;
 mod shutdown;
+pub mod sqlite;
+mod stats;
+pub mod streams;
 mod subscribe;
+mod suggest;
+mod trace;
+mod upcast;
 
+pub use admission::{Limits, OnFull, PublishRate, StreamLimit};
+pub use ambient::{correlation_id, with_correlation_id, with_trace};
+pub use breaker::{BreakerInfo, BreakerPolicy, BreakerState, Criticality};
 pub use bus::Bus;
+pub use config::Config;
 pub use dead_letters::DeadLetterQueue;
 pub use engines::Durable;
-pub use handler::{HandlerError, HandlerResult};
+pub use extract::{
+    Context, Envelope, FromMessage, Json, Meta, Needs, Payload, PayloadNeed, State, StateNeed,
+};
+pub use handler::{
+    BoxError, Handler, HandlerError, HandlerOutcome, HandlerResult, handled, permanent,
+    retry_after, skip,
+};
+pub use layers::HandlerService;
 pub use message::Message;
 pub use options::{BusBuilder, BusOptions};
+pub use outcome::{Emitted, IntoOutcome, Outcome, Returns};
 pub use receipt::{Receipt, Settled};
+pub use router::{IntoRoute, Route, Router, to};
+pub use schema::{Schema, Schemas};
 pub use shutdown::Shutdown;
+pub use stats::{BusStats, GroupStats, Outcomes, Quantiles, Skipped, TypeStats};
 pub use subscribe::{Subscribe, SubscriptionId};
+pub use upcast::Upcasts;
 
 pub use everbus_core as core;
 pub use everbus_core::{
@@ -106,6 +144,10 @@ pub use everbus_core::{
     Maintenance, ManualClock, PageRequest, Pattern, Pruned, PurgeBasis, Recorded, Result,
     Retention, RetryPolicy, StartFrom, SystemClock, Timestamp, TraceContext, TypedEvent,
 };
+/// The crate whose transactions [`sqlite::in_transaction`] runs in.
+pub use rusqlite;
+/// The crate whose `JsonSchema` gives events their schemas.
+pub use schemars;
 // The derive macro; it shares its name with the struct.
 pub use everbus_macros::Event;
 
@@ -113,4 +155,8 @@ pub use everbus_macros::Event;
 #[doc(hidden)]
 pub mod __private {
     pub use serde::Serialize;
+    pub use serde_json::Value;
+
+    pub use crate::outcome::{emit, emits};
+    pub use crate::schema::probe::{KnownSchema, NoSchema, SchemaOf};
 }

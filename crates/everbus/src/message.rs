@@ -1,11 +1,16 @@
 //! What a handler is given: the event, and where this delivery of it stands.
 
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use everbus_core::{Delivery, Event, Failure, GroupName, Recorded, Timestamp};
+use everbus_core::{Code, Delivery, Error, Event, Failure, GroupName, IntoEvent, Recorded, Timestamp};
+use tokio::time::Instant;
 
-/// One delivery of an event to a handler. It derefs to the [`Event`].
+use crate::handler::Registered;
+use crate::options::LONGEST;
+
+/// One delivery of an event to a handler. It derefs to the [`Event`]; clones are the same delivery.
 ///
 /// ```
 /// use everbus::{HandlerResult, Message};
@@ -18,68 +23,141 @@ use everbus_core::{Delivery, Event, Failure, GroupName, Recorded, Timestamp};
 ///     Ok(())
 /// }
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Message {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
     record: Arc<Recorded>,
     group: GroupName,
-    // Almost every delivery has none.
-    failures: Option<Arc<[Failure]>>,
+    handler: Arc<Registered>,
+    failures: Vec<Failure>,
     attempt: u32,
-    max_attempts: u32,
+    deadline: Mutex<Instant>,
+    follow_ups: Mutex<Vec<Event>>,
 }
 
 impl Message {
-    pub(crate) fn new(delivery: &Delivery, group: &GroupName, max_attempts: u32) -> Self {
-        let failures = &delivery.failures;
+    pub(crate) fn new(
+        delivery: &Delivery,
+        group: &GroupName,
+        handler: &Arc<Registered>,
+        started: Instant,
+    ) -> Self {
         Self {
-            record: delivery.record.clone(),
-            group: group.clone(),
-            failures: (!failures.is_empty()).then(|| failures.as_slice().into()),
-            attempt: delivery.attempt,
-            max_attempts,
+            inner: Arc::new(Inner {
+                record: delivery.record.clone(),
+                group: group.clone(),
+                handler: handler.clone(),
+                // Almost every delivery has none, and then this allocates nothing.
+                failures: delivery.failures.clone(),
+                attempt: delivery.attempt,
+                deadline: Mutex::new(started + handler.timeout),
+                follow_ups: Mutex::default(),
+            }),
         }
     }
 
     /// The event, as it was published.
     pub fn event(&self) -> &Event {
-        &self.record.event
+        &self.inner.record.event
     }
 
     /// Which attempt this is, from 1. It was counted before the handler was called.
     pub fn attempt(&self) -> u32 {
-        self.attempt
+        self.inner.attempt
     }
 
     /// After how many attempts this handler's policy gives up.
     pub fn max_attempts(&self) -> u32 {
-        self.max_attempts
+        self.inner.handler.retry.max_attempts()
     }
 
     /// The group on whose behalf the handler runs.
     pub fn group(&self) -> &GroupName {
-        &self.group
+        &self.inner.group
+    }
+
+    /// The name of the handler.
+    pub fn handler_name(&self) -> &str {
+        &self.inner.handler.name
     }
 
     /// The place of the event in the log.
     pub fn seq(&self) -> u64 {
-        self.record.position
+        self.inner.record.position
     }
 
     /// When the bus received the event.
     pub fn received_at(&self) -> Timestamp {
-        self.record.received_at
+        self.inner.record.received_at
     }
 
     /// The failed attempts so far, in order.
     pub fn failures(&self) -> &[Failure] {
-        self.failures.as_deref().unwrap_or_default()
+        &self.inner.failures
     }
+
+    /// When this attempt ends with a timeout.
+    pub fn deadline(&self) -> Instant {
+        *lock(&self.inner.deadline)
+    }
+
+    /// Gives this attempt until `by` from now, instead of the time it had: for work that turns out to
+    /// take longer. The lease is kept meanwhile.
+    pub fn extend(&self, by: Duration) {
+        *lock(&self.inner.deadline) = Instant::now() + by.min(LONGEST);
+    }
+
+    /// Adds an event that is published in the same step as the ack of this one, if this attempt
+    /// succeeds, and not at all otherwise.
+    pub fn publish(&self, event: impl IntoEvent) -> Result<(), Error> {
+        let event = event.into_event()?;
+        let mut follow_ups = lock(&self.inner.follow_ups);
+        if follow_ups.len() >= MOST_FOLLOW_UPS {
+            let what = format!("one handler publishes more than {MOST_FOLLOW_UPS} events at once");
+            return Err(Error::new(Code::InvalidSetting, what)
+                .hint("publish them through the bus, in batches"));
+        }
+        follow_ups.push(event);
+        Ok(())
+    }
+
+    pub(crate) fn record(&self) -> &Arc<Recorded> {
+        &self.inner.record
+    }
+
+    pub(crate) fn handler(&self) -> &Registered {
+        &self.inner.handler
+    }
+
+    pub(crate) fn take_follow_ups(&self) -> Vec<Event> {
+        std::mem::take(&mut lock(&self.inner.follow_ups))
+    }
+}
+
+/// A settlement holds all of them in memory.
+const MOST_FOLLOW_UPS: usize = 10_000;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Deref for Message {
     type Target = Event;
 
     fn deref(&self) -> &Event {
-        &self.record.event
+        self.event()
+    }
+}
+
+impl std::fmt::Debug for Message {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Message")
+            .field("event", self.event())
+            .field("group", self.group())
+            .field("attempt", &self.attempt())
+            .finish_non_exhaustive()
     }
 }

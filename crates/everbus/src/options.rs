@@ -1,12 +1,18 @@
 //! The settings of a bus, their defaults and what is refused.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Clock, Code, Engine, Error, Result, Retention, RetryPolicy, SystemClock};
+use everbus_core::{
+    Clock, Code, Engine, Error, GroupName, Result, Retention, RetryPolicy, SystemClock,
+};
 
+use crate::admission::{Limits, PublishRate, StreamLimit};
 use crate::bus::Bus;
 use crate::engines::{self, Durable, EngineOptions};
+use crate::settings::Settings;
+use crate::streams;
 
 /// Longer durations are a mistake of units.
 pub(crate) const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
@@ -38,6 +44,32 @@ pub struct BusOptions {
     pub retention: Option<Retention>,
     /// An event that no process has had a handler for is dead-lettered after this long (24 h).
     pub no_handler_after: Duration,
+    /// The source of events that name none: the service this bus belongs to.
+    pub source: Option<Arc<str>>,
+    /// How full streams may get, and what happens then.
+    pub limits: Limits,
+    /// How many events may be published in a second.
+    pub publish_rate: Option<PublishRate>,
+    /// Events of these types are skipped when they happened longer ago than this; zero is never.
+    pub max_staleness: BTreeMap<String, Duration>,
+    /// What the configuration file says of single consumers.
+    pub(crate) consumers: Vec<ConsumerOverride>,
+}
+
+/// What the configuration file says of one consumer.
+#[derive(Clone)]
+pub(crate) struct ConsumerOverride {
+    pub(crate) name: String,
+    pub(crate) group: GroupName,
+    /// The type its stream stands for.
+    pub(crate) stream: String,
+    pub(crate) settings: Settings,
+}
+
+impl std::fmt::Debug for ConsumerOverride {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} ({} of {})", self.name, self.group, self.stream)
+    }
 }
 
 impl Default for BusOptions {
@@ -51,6 +83,11 @@ impl Default for BusOptions {
             prefetch: None,
             retention: None,
             no_handler_after: Duration::from_secs(24 * 3600),
+            source: None,
+            limits: Limits::default(),
+            publish_rate: None,
+            max_staleness: BTreeMap::new(),
+            consumers: Vec::new(),
         }
     }
 }
@@ -60,6 +97,21 @@ impl BusOptions {
         self.retry.validate()?;
         check_duration("the timeout", self.timeout)?;
         check_duration("no_handler_after", self.no_handler_after)?;
+        self.limits.validate()?;
+        if let Some(rate) = &self.publish_rate {
+            rate.validate()?;
+        }
+        for age in self.max_staleness.values() {
+            check_staleness(*age)?;
+        }
+        if let Some(source) = &self.source
+            && (source.is_empty() || source.len() > 255)
+        {
+            return Err(Error::new(
+                Code::InvalidSetting,
+                "the source has no or more than 255 bytes",
+            ));
+        }
         if self.shutdown_timeout > LONGEST {
             return Err(too_long("the shutdown timeout", self.shutdown_timeout));
         }
@@ -104,6 +156,14 @@ fn too_long(what: &str, duration: Duration) -> Error {
         format!("{what} is longer than a year: {duration:?}"),
     )
     .hint("check the unit")
+}
+
+/// Zero is "never skip".
+pub(crate) fn check_staleness(age: Duration) -> Result<()> {
+    if age > LONGEST {
+        return Err(too_long("max_staleness", age));
+    }
+    Ok(())
 }
 
 pub(crate) fn check_concurrency(concurrency: usize) -> Result<()> {
@@ -187,6 +247,38 @@ impl BusBuilder {
     /// After how long an event that no process has a handler for is dead-lettered (24 h).
     pub fn no_handler_after(mut self, after: Duration) -> Self {
         self.options.no_handler_after = after;
+        self
+    }
+
+    /// The source of events that name none: the service this bus belongs to.
+    pub fn source(mut self, service: impl Into<Arc<str>>) -> Self {
+        self.options.source = Some(service.into());
+        self
+    }
+
+    /// How full a stream may get: `orders.order.placed`, or in the form `orders:order-placed`.
+    pub fn stream_limit(mut self, stream: &str, limit: StreamLimit) -> Self {
+        let limits = &mut self.options.limits.by_stream;
+        limits.insert(streams::canonical(stream), limit);
+        self
+    }
+
+    /// How full every stream may get that has no limit of its own.
+    pub fn default_stream_limit(mut self, limit: StreamLimit) -> Self {
+        self.options.limits.default = Some(limit);
+        self
+    }
+
+    /// How many events may be published in a second.
+    pub fn publish_rate(mut self, rate: PublishRate) -> Self {
+        self.options.publish_rate = Some(rate);
+        self
+    }
+
+    /// Skips events of a stream that happened longer ago than this, in every group; zero is never.
+    pub fn max_staleness(mut self, stream: &str, age: Duration) -> Self {
+        let ages = &mut self.options.max_staleness;
+        ages.insert(streams::canonical(stream), age);
         self
     }
 

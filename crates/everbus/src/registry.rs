@@ -1,19 +1,20 @@
-//! Which handlers there are, in which groups, and whether their settings agree.
+//! Which handlers there are, in which groups, and how they are subscribed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use everbus_core::{
-    BoxFuture, Code, Error, GroupName, GroupSpec, Result, StartFrom, SubscriptionSpec,
-};
+use everbus_core::builder::validate_type;
+use everbus_core::{Code, Error, GroupName, GroupSpec, Result, SubscriptionSpec};
 use tokio::task::JoinHandle;
 
+use crate::agreed::Agreed;
 use crate::bus::Shared;
 use crate::dispatch::{Plan, Runner};
-use crate::handler::{Handler, HandlerResult};
-use crate::message::Message;
-use crate::options::DEFAULT_CONCURRENCY;
-use crate::subscribe::{Request, SubscriptionId};
+use crate::handler::Registered;
+use crate::request::Request;
+use crate::router::{Resolved, Subscription};
+use crate::schema::Schemas;
+use crate::subscribe::SubscriptionId;
 
 /// The groups this bus has handlers in. Guarded by one lock: subscribing is rare.
 #[derive(Default)]
@@ -21,54 +22,78 @@ pub(crate) struct Registry {
     groups: BTreeMap<GroupName, Group>,
     started: bool,
     housekeeping: Vec<JoinHandle<()>>,
+    /// The event types that handlers and schemas name.
+    known: BTreeSet<String>,
 }
 
-/// A group as its subscriptions in this bus agree it to be.
+/// A group and its handlers in this bus.
+#[derive(Default)]
 struct Group {
-    start_from: StartFrom,
-    ordered: bool,
-    /// The subscription that settled where the group begins and whether it is ordered.
-    founder: String,
-    /// The number asked for, and who asked.
-    concurrency: Option<(usize, String)>,
+    agreed: Agreed,
     /// In the order they were subscribed, which is the order they run in.
-    handlers: Vec<Arc<Handler>>,
+    handlers: Vec<Arc<Registered>>,
     runner: Option<Arc<Runner>>,
 }
 
 impl Registry {
-    pub(crate) async fn subscribe(
+    /// Subscribes everything a router says, after all of it was found to be right.
+    pub(crate) async fn mount(
         &mut self,
         shared: &Arc<Shared>,
-        request: Request,
-        run: Box<dyn Fn(Message) -> BoxFuture<'static, HandlerResult> + Send + Sync>,
-    ) -> Result<SubscriptionId> {
-        let existing = self
-            .groups
-            .get(&request.group)
-            .filter(|group| !group.handlers.is_empty());
-        let name = choose_name(existing, &request)?;
-        let (start_from, ordered) = match existing {
-            Some(group) => {
-                group.agrees(&request, &name)?;
-                (group.start_from, group.ordered)
-            }
-            None => (
-                request.start_from.unwrap_or(if request.group.is_unnamed() {
-                    StartFrom::First
-                } else {
-                    StartFrom::New
-                }),
-                request.ordered,
-            ),
-        };
+        resolved: Resolved,
+    ) -> Result<Vec<SubscriptionId>> {
+        let (requests, schemas, known) = self.prepare(shared, resolved)?;
+        shared.set_schemas(schemas);
+        self.known = known;
+        let mut ids = Vec::with_capacity(requests.len());
+        for request in requests {
+            ids.push(self.subscribe(shared, request).await?);
+        }
+        Ok(ids)
+    }
+
+    /// Checks a router against the bus and against what is subscribed already; changes nothing but the
+    /// breakers, which do nothing by themselves.
+    fn prepare(
+        &self,
+        shared: &Arc<Shared>,
+        resolved: Resolved,
+    ) -> Result<(Vec<Request>, Schemas, BTreeSet<String>)> {
+        let schemas = schemas_with(&shared.schemas(), &resolved)?;
+        let mut known = self.known.clone();
+        known.extend(resolved.known_types());
+        known.extend(schemas.iter().map(|(event_type, _, _)| event_type.to_owned()));
+        for (pattern, near) in resolved.unmatched(&known) {
+            tracing::warn!(
+                target: "everbus::router",
+                pattern,
+                did_you_mean = near,
+                "the pattern matches no event type that is known here"
+            );
+        }
+        let mut groups: BTreeMap<GroupName, Agreed> = BTreeMap::new();
+        let mut requests = Vec::with_capacity(resolved.subscriptions.len());
+        for subscription in resolved.subscriptions {
+            let group = subscription.group.clone();
+            let agreed = groups.entry(group).or_insert_with_key(|name| {
+                let existing = self.groups.get(name);
+                existing.map_or_else(Agreed::default, |group| group.agreed.clone())
+            });
+            requests.push(Request::new(shared, subscription, agreed)?);
+        }
+        Ok((requests, schemas, known))
+    }
+
+    async fn subscribe(&mut self, shared: &Arc<Shared>, request: Request) -> Result<SubscriptionId> {
+        let name = request.name;
+        let start_from = request.agreed.start_from(&request.group);
         let declared = shared
             .engine
             .broker
             .declare(GroupSpec {
                 name: request.group.clone(),
                 start_from,
-                ordered,
+                ordered: request.agreed.is_ordered(),
                 subscriptions: vec![SubscriptionSpec {
                     name: name.clone(),
                     pattern: request.pattern.clone(),
@@ -82,31 +107,16 @@ impl Registry {
             ));
         };
         let id = SubscriptionId::from(info.id);
-        let group = self
-            .groups
-            .entry(request.group.clone())
-            .or_insert_with(|| Group {
-                start_from,
-                ordered,
-                founder: name.clone(),
-                concurrency: None,
-                handlers: Vec::new(),
-                runner: None,
-            });
-        if group.handlers.is_empty() {
-            (group.start_from, group.ordered) = (start_from, ordered);
-            (group.founder, group.concurrency) = (name.clone(), None);
-        }
-        if let Some(asked) = request.concurrency {
-            group.concurrency.get_or_insert((asked, name.clone()));
-        }
-        group.handlers.push(Arc::new(Handler::new(
+        let group = self.groups.entry(request.group.clone()).or_default();
+        group.agreed = request.agreed;
+        group.handlers.push(Arc::new(Registered::new(
             id,
             name,
             request.pattern,
             request.retry,
             request.timeout,
-            run,
+            request.traits,
+            request.run,
         )));
         if self.started {
             group.run(shared, &request.group);
@@ -135,7 +145,9 @@ impl Registry {
             Err(error) if error.code() == Code::SubscriptionNotFound => {}
             retracted => retracted?,
         }
-        group.handlers.remove(index).remove();
+        let handler = group.handlers.remove(index);
+        handler.remove();
+        group.agreed.leave(&handler.name);
         if self.started {
             group.run(shared, name);
         }
@@ -192,42 +204,9 @@ impl Registry {
 }
 
 impl Group {
-    /// Whether a further subscription may join.
-    fn agrees(&self, request: &Request, name: &str) -> Result<()> {
-        let conflict = |what: String| {
-            Err(Error::new(
-                Code::GroupConflict,
-                format!("in the group {}, {what}", request.group),
-            )
-            .hint("say it the same way in both subscriptions, or in the first one only"))
-        };
-        if let Some(from) = request.start_from
-            && from != self.start_from
-        {
-            return conflict(format!(
-                "{:?} starts from {:?} and {name:?} from {from:?}",
-                self.founder, self.start_from
-            ));
-        }
-        if request.ordered && !self.ordered {
-            return conflict(format!("{:?} is not ordered and {name:?} is", self.founder));
-        }
-        if let (Some(asked), Some((agreed, by))) = (request.concurrency, &self.concurrency)
-            && asked != *agreed
-        {
-            return conflict(format!(
-                "{by:?} asks for a concurrency of {agreed} and {name:?} for {asked}"
-            ));
-        }
-        Ok(())
-    }
-
     /// Tells the runner what to do now, and starts one if there is none.
     fn run(&mut self, shared: &Arc<Shared>, name: &GroupName) {
-        let concurrency = self
-            .concurrency
-            .as_ref()
-            .map_or(DEFAULT_CONCURRENCY, |(agreed, _)| *agreed);
+        let concurrency = self.agreed.concurrency();
         let plan = Plan::new(&self.handlers, concurrency, &shared.options);
         if let Some(stopped) = self.runner.take_if(|runner| runner.has_stopped()) {
             stopped.retire();
@@ -240,29 +219,28 @@ impl Group {
     }
 }
 
-/// The name asked for, or the pattern with a number if the group has it already.
-fn choose_name(group: Option<&Group>, request: &Request) -> Result<String> {
-    let taken =
-        |name: &str| group.is_some_and(|group| group.handlers.iter().any(|h| h.name == name));
-    match &request.name {
-        Some(name) if taken(name) => Err(Error::new(
-            Code::GroupConflict,
-            format!(
-                "the group {} already has a subscription named {name:?}",
-                request.group
-            ),
-        )
-        .hint("names are unique in a group; leave the name out to have one chosen")),
-        Some(name) => Ok(name.clone()),
-        None => {
-            let pattern = request.pattern.as_str();
-            let mut name = pattern.to_owned();
-            let mut number = 2;
-            while taken(&name) {
-                name = format!("{pattern}#{number}");
-                number += 1;
-            }
-            Ok(name)
+/// The schemas that are known and those the router brings.
+fn schemas_with(known: &Schemas, resolved: &Resolved) -> Result<Schemas> {
+    let mut schemas = known.clone();
+    for declared in &resolved.declared {
+        validate_type(&declared.event_type)?;
+        if let Some(schema) = &declared.schema {
+            let (event_type, version) = (&declared.event_type, declared.version);
+            schemas.insert(event_type, version, schema, declared.rust_type)?;
         }
     }
+    for Subscription { route, .. } in &resolved.subscriptions {
+        for need in &route.needs.payloads {
+            if let Some(schema) = &need.schema {
+                schemas.insert(need.event_type, need.version, schema, Some(need.rust_type))?;
+            }
+        }
+        for emitted in &route.returns.emits {
+            if let Some(schema) = &emitted.schema {
+                let (event_type, version) = (emitted.event_type, emitted.version);
+                schemas.insert(event_type, version, schema, Some(emitted.rust_type))?;
+            }
+        }
+    }
+    Ok(schemas)
 }

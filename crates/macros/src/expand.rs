@@ -45,6 +45,13 @@ pub(crate) fn expand(input: &DeriveInput) -> Result<TokenStream> {
         impl #parameters ::everbus::TypedEvent for #name #types #bounds {
             const TYPE: &'static ::core::primitive::str = #event_type;
             const VERSION: ::core::primitive::u32 = #version;
+
+            fn schema() -> ::core::option::Option<::everbus::__private::Value> {
+                // Which of the two answers depends on whether the type has a schema.
+                #[allow(unused_imports)]
+                use ::everbus::__private::{KnownSchema as _, NoSchema as _};
+                (&::everbus::__private::SchemaOf::<Self>::NEW).json_schema()
+            }
         }
 
         #[automatically_derived]
@@ -56,12 +63,31 @@ pub(crate) fn expand(input: &DeriveInput) -> Result<TokenStream> {
                     #attributes
                     .build()
             }
+
+            fn rust_type(&self) -> ::core::option::Option<&'static ::core::primitive::str> {
+                ::core::option::Option::Some(::core::any::type_name::<#name #types>())
+            }
         }
 
         #[automatically_derived]
         impl #parameters ::everbus::IntoEvent for #name #types #bounds {
             fn into_event(self) -> ::everbus::Result<::everbus::Event> {
                 ::everbus::IntoEvent::into_event(&self)
+            }
+
+            fn rust_type(&self) -> ::core::option::Option<&'static ::core::primitive::str> {
+                ::core::option::Option::Some(::core::any::type_name::<Self>())
+            }
+        }
+
+        #[automatically_derived]
+        impl #parameters ::everbus::IntoOutcome for #name #types #bounds {
+            fn into_outcome(self) -> ::everbus::HandlerOutcome {
+                ::everbus::__private::emit(self)
+            }
+
+            fn returns(returns: &mut ::everbus::Returns) {
+                ::everbus::__private::emits::<Self>(returns);
             }
         }
     })

@@ -13,8 +13,9 @@ use syn::{DeriveInput, parse_macro_input};
 
 /// Makes a serialisable type the payload of one event type.
 ///
-/// It implements `everbus::TypedEvent` for the type, and `everbus::IntoEvent` for the type and for a
-/// reference to it, so that `bus.publish(value)` and `bus.publish(&value)` work. Nothing needs to be
+/// It implements `everbus::TypedEvent` for the type, `everbus::IntoEvent` for the type and for a
+/// reference to it, so that `bus.publish(value)` and `bus.publish(&value)` work, and
+/// `everbus::IntoOutcome`, so that a handler can return the value to publish it. Nothing needs to be
 /// imported, but the crate `everbus` must be a dependency under that name. The type must implement
 /// `serde::Serialize`, and `serde::Deserialize` to be read with `Event::typed`.
 ///
@@ -29,6 +30,24 @@ use syn::{DeriveInput, parse_macro_input};
 /// | `entity("ORDER", "field")` | the kind of thing the event is about, and the field that says which one |
 ///
 /// The fields named are shown with `Display`. They stay in the payload as well.
+///
+/// # JSON Schema
+///
+/// If the type derives `JsonSchema` too, `TypedEvent::schema` gives its JSON Schema (draft 7, of what
+/// the type reads); otherwise there is none, and that is no error. `JsonSchema` must be the one of
+/// `everbus::schemars`, or of the same major version:
+///
+/// ```ignore
+/// #[derive(Serialize, Deserialize, everbus::schemars::JsonSchema, everbus::Event)]
+/// #[event(type = "orders.order.placed")]
+/// #[schemars(crate = "everbus::schemars")]
+/// struct OrderPlaced {
+///     order_id: u64,
+/// }
+/// ```
+///
+/// A generic type has a schema only if its own bounds say that its parameters have one
+/// (`struct Changed<T: JsonSchema>`).
 #[proc_macro_derive(Event, attributes(event))]
 pub fn derive_event(input: TokenStream) -> TokenStream {
     let input = parse_macro_input!(input as DeriveInput);

@@ -19,6 +19,7 @@ mod broker;
 mod consumer;
 mod dead_letters;
 mod group;
+mod inbox;
 mod log;
 mod maintenance;
 mod records;
@@ -53,7 +54,7 @@ pub fn open(options: Options) -> Engine {
         broker: Arc::new(MemoryBroker(memory.clone())),
         log: Some(memory.clone()),
         dead_letters: Some(memory.clone()),
-        maintenance: Some(memory),
-        inbox: None,
+        maintenance: Some(memory.clone()),
+        inbox: Some(memory),
     }
 }

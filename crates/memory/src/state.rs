@@ -12,6 +12,7 @@ use tokio::sync::Notify;
 
 use crate::dead_letters::Graveyard;
 use crate::group::{Group, Row, RowState};
+use crate::inbox::Handled;
 use crate::records::Records;
 
 #[derive(Debug)]
@@ -22,6 +23,7 @@ pub(crate) struct State {
     pub(crate) groups: BTreeMap<u64, Group>,
     pub(crate) names: BTreeMap<GroupName, u64>,
     pub(crate) dead: Graveyard,
+    pub(crate) inbox: Handled,
     pub(crate) next_token: u64,
     next_number: u64,
     /// Who waits for a position to be settled, and how many.
@@ -36,6 +38,7 @@ impl State {
             groups: BTreeMap::new(),
             names: BTreeMap::new(),
             dead: Graveyard::default(),
+            inbox: Handled::default(),
             next_token: 0,
             next_number: 0,
             waiters: HashMap::new(),
@@ -144,6 +147,7 @@ impl State {
         self.names.remove(name);
         self.groups.remove(&number);
         self.dead.remove_group(name);
+        self.inbox.remove_group(number);
         Ok(())
     }
 
@@ -207,18 +211,30 @@ impl State {
         Ok(())
     }
 
-    /// Applies one settlement: follow-ups and verdict together, or neither.
+    /// Applies one settlement: everything it brings together, or nothing.
     pub(crate) fn settle(&mut self, settlement: Settlement, now: Timestamp) -> Result<()> {
         let Settlement {
             lease,
             verdict,
             follow_ups,
-            inbox: _,
-            effect: _,
+            inbox,
+            effect,
         } = settlement;
-        self.holder(&lease, now)?;
-        if !follow_ups.is_empty() {
+        let held = self.holder(&lease, now)?.held(&lease);
+        let record = held.map(|row| row.record.clone());
+        let acked = verdict == Verdict::Ack;
+        if acked && effect.is_some() {
+            return Err(no_transaction());
+        }
+        let record = record.filter(|_| acked && inbox);
+        let handled = |record: &Arc<Recorded>| self.inbox.contains(lease.slot, &record.event);
+        // What was handled before is acked, and nothing of it happens again.
+        let again = record.as_ref().is_some_and(handled);
+        if !follow_ups.is_empty() && !again {
             self.append(follow_ups, now)?;
+        }
+        if let Some(record) = record.filter(|_| !again) {
+            self.inbox.insert(lease.slot, &record.event, now);
         }
         let group = self.holder(&lease, now)?;
         let position = lease.position;
@@ -356,6 +372,12 @@ impl State {
         }
         Ok(Some(outcome))
     }
+}
+
+fn no_transaction() -> Error {
+    let what = "the memory engine has no transactions in which an effect could run";
+    Error::new(Code::Unsupported, what)
+        .hint("open the bus on a file (sqlite:events.db), or make the handler idempotent")
 }
 
 pub(crate) fn no_event(position: u64) -> Error {

@@ -12,8 +12,10 @@ use everbus_core::{
 };
 use tokio::sync::{oneshot, watch};
 
+use crate::effect::ENGINE;
 use crate::feeder;
 use crate::file::{locate, open_writer};
+use crate::guard::Guard;
 use crate::queue::{Answer, Command, Queue, Reply};
 use crate::readers::{Reader, Readers};
 use crate::session::{Mailbox, NewSession, SqliteConsumer};
@@ -25,6 +27,8 @@ use crate::{Durable, Options};
 pub(crate) struct Handle {
     pub(crate) queue: Arc<Queue>,
     readers: Arc<Readers>,
+    /// Apart from the others: a handler waits for what this one is asked.
+    inbox_readers: Arc<Readers>,
     pub(crate) head: watch::Receiver<u64>,
     pub(crate) failed: Arc<OnceLock<Error>>,
     pub(crate) path: PathBuf,
@@ -46,9 +50,25 @@ impl Handle {
         &self,
         query: impl FnOnce(&mut Reader) -> Result<T> + Send + 'static,
     ) -> BoxFuture<'static, Result<T>> {
+        self.query_on(&self.readers, query)
+    }
+
+    /// Runs a query about the inbox, which does not wait for longer ones.
+    pub(crate) fn query_inbox<T: Send + 'static>(
+        &self,
+        query: impl FnOnce(&mut Reader) -> Result<T> + Send + 'static,
+    ) -> BoxFuture<'static, Result<T>> {
+        self.query_on(&self.inbox_readers, query)
+    }
+
+    fn query_on<T: Send + 'static>(
+        &self,
+        readers: &Readers,
+        query: impl FnOnce(&mut Reader) -> Result<T> + Send + 'static,
+    ) -> BoxFuture<'static, Result<T>> {
         match self.failed.get() {
             Some(error) => Box::pin(std::future::ready(Err(error.clone()))),
-            None => self.readers.query(query),
+            None => readers.query(query),
         }
     }
 
@@ -104,21 +124,24 @@ pub(crate) struct SqliteEngine {
 pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
     crate::schema::check_library()?;
     let path = locate(path, options.create)?;
-    let conn = open_writer(&path, &options)?;
+    let mut conn = open_writer(&path, &options)?;
+    let guard = Guard::install(&mut conn)?;
     let queue = Arc::new(Queue::default());
     let (head, watched) = watch::channel(0);
     let (end, ended) = watch::channel(false);
     let failed = Arc::new(OnceLock::new());
     let feeder = feeder::start(&path, &queue)?;
     let readers = Arc::new(Readers::new(path.clone()));
+    let inbox_readers = Arc::new(Readers::new(path.clone()));
     let (clock, durability) = (options.clock.clone(), options.durability);
     let writer = Writer::new(Start {
         conn,
+        guard,
         path: path.clone(),
         options,
         queue: queue.clone(),
         feeder,
-        readers: readers.clone(),
+        readers: vec![readers.clone(), inbox_readers.clone()],
         head,
         failed: failed.clone(),
     })?;
@@ -139,6 +162,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
     let handle = Arc::new(Handle {
         queue,
         readers,
+        inbox_readers,
         head: watched,
         failed,
         path,
@@ -152,8 +176,8 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         broker: engine.clone(),
         log: Some(engine.clone()),
         dead_letters: Some(engine.clone()),
-        maintenance: Some(engine),
-        inbox: None,
+        maintenance: Some(engine.clone()),
+        inbox: Some(engine),
     })
 }
 
@@ -182,7 +206,9 @@ impl Broker for SqliteEngine {
             Durable::Full => Durability::PowerLoss,
             Durable::Normal => Durability::Process,
         };
-        Capabilities::full("sqlite", durability)
+        let mut capabilities = Capabilities::full(ENGINE, durability);
+        capabilities.transaction = Some(ENGINE);
+        capabilities
     }
 
     fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {

@@ -72,6 +72,14 @@ pub(crate) enum Command {
 }
 
 impl Command {
+    /// Whether it brings something of a user's to be run.
+    pub(crate) fn has_effects(&self) -> bool {
+        match self {
+            Command::Settle { settlements, .. } => settlements.iter().any(|s| s.effect.is_some()),
+            _ => false,
+        }
+    }
+
     /// Answers with an error.
     pub(crate) fn fail(self, error: Error) {
         match self {

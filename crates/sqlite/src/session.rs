@@ -187,9 +187,10 @@ impl Session {
         self.bytes_in_flight = self.bytes_in_flight.saturating_sub(bytes);
     }
 
-    /// Begins counting anew.
+    /// Begins counting anew, after a rollback: numbers of types may be given anew, too.
     pub(crate) fn recount(&mut self) {
         (self.in_flight, self.bytes_in_flight) = (0, 0);
+        self.handles.clear();
     }
 
     pub(crate) fn set_handled(&mut self, handled: Vec<Pattern>) {

@@ -20,15 +20,21 @@ enum Place {
 }
 
 impl Writer {
-    /// Applies settlements; each is refused by itself if its lease is lost.
+    /// Applies settlements; each is refused by itself if its lease is lost or its effect fails.
     pub(crate) fn settle(&mut self, settlements: &[Settlement]) -> Result<Vec<Result<()>>> {
         let mut results = Vec::with_capacity(settlements.len());
         for settlement in settlements {
-            results.push(match self.settle_one(settlement) {
-                Ok(()) => Ok(()),
-                Err(e) if matches!(e.code(), Code::LeaseLost | Code::IdReused) => Err(e),
-                Err(e) => return Err(e),
-            });
+            let result = self.settle_one(settlement);
+            let refused = match &result {
+                Ok(()) => true,
+                // Without a transaction nothing of the others is left either.
+                Err(_) if self.conn.is_autocommit() => false,
+                Err(e) => is_refusal(e.code()),
+            };
+            if !refused {
+                return result.map(|()| results);
+            }
+            results.push(result);
         }
         failpoint::hit("after-settle");
         Ok(results)
@@ -37,7 +43,9 @@ impl Writer {
     fn settle_one(&mut self, settlement: &Settlement) -> Result<()> {
         let lease = &settlement.lease;
         let place = self.find(lease)?;
-        if !settlement.follow_ups.is_empty() {
+        if settlement.verdict == Verdict::Ack && (settlement.inbox || settlement.effect.is_some()) {
+            self.accompany_ack(place, settlement)?;
+        } else if !settlement.follow_ups.is_empty() {
             self.append_follow_ups(settlement.follow_ups.clone())?;
         }
         match place {
@@ -46,6 +54,43 @@ impl Writer {
         }
         self.watches.touch(lease.position);
         Ok(())
+    }
+
+    /// Does what goes with an ack: the record in the inbox, the effect, the events that follow. If
+    /// the record is there already, all of it was done before.
+    fn accompany_ack(&mut self, place: Place, settlement: &Settlement) -> Result<()> {
+        let seq = settlement.lease.position;
+        let group = match place {
+            Place::Row(group) => group,
+            Place::Claim(id) => self.state.claims.get(&id).ok_or_else(|| lost(seq))?.group,
+        };
+        if let Some(effect) = &settlement.effect {
+            Self::check_effect(effect)?;
+            let offence = self.offenders.iter().find(|(l, _)| *l == settlement.lease);
+            if let Some((_, error)) = offence {
+                return Err(error.clone());
+            }
+            return self.under_savepoint(|writer| {
+                if settlement.inbox && !writer.note_handled(group, seq)? {
+                    return Ok(());
+                }
+                let more = writer.run_effect(&settlement.lease, effect)?;
+                let mut follow_ups = settlement.follow_ups.clone();
+                follow_ups.extend(more);
+                writer.append_follow_ups(follow_ups)
+            });
+        }
+        if !self.note_handled(group, seq)? {
+            return Ok(());
+        }
+        if settlement.follow_ups.is_empty() {
+            return Ok(());
+        }
+        let appended = self.append_follow_ups(settlement.follow_ups.clone());
+        if appended.is_err() {
+            self.unnote_handled(group, seq)?;
+        }
+        appended
     }
 
     /// The claim or row a lease stands for, if it is still ours.
@@ -407,6 +452,18 @@ impl Writer {
         }
         Ok(())
     }
+}
+
+/// Whether an error refuses one settlement and leaves the others alone.
+fn is_refusal(code: Code) -> bool {
+    matches!(
+        code,
+        Code::LeaseLost
+            | Code::IdReused
+            | Code::InvalidAttribute
+            | Code::EffectFailed
+            | Code::Unsupported
+    )
 }
 
 fn lost(seq: u64) -> Error {

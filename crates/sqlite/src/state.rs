@@ -304,6 +304,13 @@ impl State {
         Ok(id)
     }
 
+    /// Forgets what is known of names, whose numbers were given in vain.
+    pub(crate) fn forget_names(&mut self) {
+        self.types.clear();
+        self.tenants.clear();
+        self.type_names = TypeNames::default();
+    }
+
     pub(crate) fn group_id(&self, name: &GroupName) -> Option<i64> {
         self.groups
             .iter()

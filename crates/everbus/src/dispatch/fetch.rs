@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Code, Consumer, Error, Result};
+use everbus_core::{Code, Consumer, Delivery, Error, Result};
 
 use super::Runner;
-use super::plan::{Plan, Routes};
+use super::plan::{Gate, Plan, Routes};
 use super::queue::Work;
 use crate::guard;
 
@@ -19,6 +19,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 struct Consuming {
     consumer: Box<dyn Consumer>,
     plan: Arc<Plan>,
+    gate: Gate,
 }
 
 impl Runner {
@@ -52,12 +53,21 @@ impl Runner {
         consuming: &mut Option<Consuming>,
         routes: &mut Routes,
     ) -> Result<()> {
-        self.follow_plan(consuming).await?;
-        let Some(Consuming { consumer, plan }) = consuming else {
+        let plan = self.plan();
+        let gate = plan.gate();
+        if gate == Gate::Shut {
+            return self.wait_for_breakers(consuming, &plan).await;
+        }
+        self.follow_plan(consuming, plan, gate).await?;
+        let Some(Consuming { consumer, plan, .. }) = consuming else {
             self.changed.notified().await;
             return Ok(());
         };
-        let most = BATCH.min(plan.prefetch);
+        let most = if gate == Gate::Free {
+            BATCH.min(plan.prefetch)
+        } else {
+            1
+        };
         let batch = tokio::select! {
             biased;
             () = self.changed.notified() => return Ok(()),
@@ -65,18 +75,80 @@ impl Runner {
         };
         // The plan as it is now: whoever subscribed before an event was published gets it.
         routes.follow(self.plan());
-        let work = batch.into_iter().map(|delivery| Work {
-            route: routes.find(delivery.record.event.type_arc()),
-            delivery,
+        let work = batch.into_iter().map(|delivery: Delivery| {
+            let event_type = delivery.record.event.type_arc();
+            Work {
+                route: routes.find(&self.shared, &self.group, event_type),
+                delivery,
+                already_handled: false,
+            }
         });
-        self.spawn_worker(self.queue.push(work));
+        let mut work: Vec<Work> = work.collect();
+        self.ask_inbox(&mut work).await;
+        self.spawn_worker(self.queue.push(work.into_iter()));
+        self.depth.set(self.queue.depth());
+        Ok(())
+    }
+
+    /// Marks what the group has handled before. What the inbox gives no answer for is given back: it
+    /// must not be handled twice, and it is not failed either.
+    async fn ask_inbox(&self, work: &mut Vec<Work>) {
+        let asked = || work.iter().filter(|work| work.route.idempotent);
+        let records: Vec<_> = asked().map(|w| w.delivery.record.clone()).collect();
+        if records.is_empty() {
+            return;
+        }
+        let expected = records.len();
+        let answers = match self.shared.engine.inbox() {
+            Ok(inbox) => inbox.handled(self.group.clone(), records).await,
+            Err(error) => Err(error),
+        };
+        match answers {
+            Ok(answers) if answers.len() == expected => {
+                let asked = work.iter_mut().filter(|work| work.route.idempotent);
+                for (work, handled) in asked.zip(answers) {
+                    work.already_handled = handled;
+                }
+            }
+            other => {
+                let group = &self.group;
+                let error = other.err();
+                guard::log(|| {
+                    tracing::warn!(target: "everbus::dispatch", %group, ?error, "the inbox gave no answer; its events are given back");
+                });
+                let unknown = work.extract_if(.., |work| work.route.idempotent);
+                self.queue.give_back(unknown, LONGEST_PAUSE);
+            }
+        }
+    }
+
+    /// A breaker of a critical handler is open: the group holds nothing and fetches nothing until one
+    /// event may be tried.
+    async fn wait_for_breakers(
+        &self,
+        consuming: &mut Option<Consuming>,
+        plan: &Plan,
+    ) -> Result<()> {
+        self.queue.give_back_waiting();
+        close(consuming.take()).await;
+        for breaker in &plan.gates {
+            tokio::select! {
+                () = breaker.ready() => {}
+                () = self.changed.notified() => return Ok(()),
+            }
+        }
         Ok(())
     }
 
     /// Opens, retunes or closes the consumer as the plan wants it.
-    async fn follow_plan(&self, consuming: &mut Option<Consuming>) -> Result<()> {
-        let plan = self.plan();
+    async fn follow_plan(
+        &self,
+        consuming: &mut Option<Consuming>,
+        plan: Arc<Plan>,
+        gate: Gate,
+    ) -> Result<()> {
         match consuming {
+            Some(current) if current.gate != gate => close(consuming.take()).await,
             Some(current) if Arc::ptr_eq(&current.plan, &plan) => return Ok(()),
             Some(current) if !plan.handlers.is_empty() && plan.consumes_like(&current.plan) => {
                 current.consumer.set_handled(plan.patterns());
@@ -93,9 +165,13 @@ impl Runner {
             });
             let broker = &self.shared.engine.broker;
             let consumer = broker
-                .consume(self.group.clone(), plan.consume_options())
+                .consume(self.group.clone(), plan.consume_options(gate))
                 .await?;
-            *consuming = Some(Consuming { consumer, plan });
+            *consuming = Some(Consuming {
+                consumer,
+                plan,
+                gate,
+            });
         }
         Ok(())
     }

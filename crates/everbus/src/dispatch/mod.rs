@@ -27,8 +27,10 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::Instant;
 
 use crate::bus::Shared;
+use crate::pipeline::Pipeline;
+use crate::stats::QueueDepth;
 
-pub(crate) use plan::Plan;
+pub(crate) use plan::{Plan, Route};
 use queue::Queue;
 
 /// How long, after the time for handlers is over, a shutdown goes on making outcomes durable and
@@ -48,13 +50,15 @@ pub(crate) struct Leftovers {
 pub(crate) struct Runner {
     shared: Arc<Shared>,
     group: GroupName,
+    pipeline: Pipeline,
     plan: Mutex<Arc<Plan>>,
-    /// The fetch loop looks at the plan again.
-    changed: Notify,
+    /// The fetch loop looks at the plan and the breakers again.
+    changed: Arc<Notify>,
     /// How long the leases of the open consumer last. It changes only when everything that the
     /// consumer before handed out is in the queue, so that the keeper sees it.
     lease: watch::Sender<Duration>,
     queue: Queue,
+    depth: QueueDepth,
     workers: Mutex<JoinSet<()>>,
     tasks: Mutex<Tasks>,
 }
@@ -69,13 +73,21 @@ struct Tasks {
 impl Runner {
     pub(crate) fn start(shared: Arc<Shared>, group: GroupName, plan: Plan) -> Arc<Self> {
         shared.group_not_stopped(&group);
+        let changed = Arc::new(Notify::new());
+        let depth = shared.stats.queue(&group);
+        shared.circuits.tell(&changed);
         let runner = Arc::new(Self {
+            pipeline: Pipeline {
+                shared: shared.clone(),
+                group: group.clone(),
+            },
             shared,
             group,
             queue: Queue::new(plan.concurrency),
+            depth,
             lease: watch::Sender::new(plan.lease),
             plan: Mutex::new(Arc::new(plan)),
-            changed: Notify::new(),
+            changed,
             workers: Mutex::default(),
             tasks: Mutex::default(),
         });

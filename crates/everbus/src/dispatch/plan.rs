@@ -4,10 +4,14 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{ConsumeOptions, Pattern};
+use everbus_core::{ConsumeOptions, Event, GroupName, Pattern, Result};
 
-use crate::handler::Handler;
+use crate::breaker::{Breaker, BreakerState, Criticality};
+use crate::bus::Shared;
+use crate::handler::Registered;
 use crate::options::BusOptions;
+use crate::schema::Schemas;
+use crate::stats::Meter;
 
 /// A lease outlives the longest handler by this much.
 const LEASE_MARGIN: Duration = Duration::from_secs(10);
@@ -16,15 +20,26 @@ const MOST_ROUTES: usize = 10_000;
 
 /// The handlers of a group and how they are fed.
 pub(crate) struct Plan {
-    pub(super) handlers: Vec<Arc<Handler>>,
+    pub(super) handlers: Vec<Arc<Registered>>,
     pub(super) concurrency: usize,
     pub(super) prefetch: usize,
     pub(super) lease: Duration,
     no_handler_after: Duration,
+    /// While one of these is open the group fetches nothing.
+    pub(super) gates: Vec<Breaker>,
+}
+
+/// How the group may fetch, as the breakers of its critical handlers stand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Gate {
+    Free,
+    /// One event at a time, to find out.
+    Probe,
+    Shut,
 }
 
 impl Plan {
-    pub(crate) fn new(handlers: &[Arc<Handler>], concurrency: usize, options: &BusOptions) -> Self {
+    pub(crate) fn new(handlers: &[Arc<Registered>], concurrency: usize, options: &BusOptions) -> Self {
         let longest = handlers.iter().map(|handler| handler.timeout).max();
         Self {
             handlers: handlers.to_vec(),
@@ -32,16 +47,29 @@ impl Plan {
             prefetch: options.prefetch_for(concurrency),
             lease: longest.unwrap_or(options.timeout) + LEASE_MARGIN,
             no_handler_after: options.no_handler_after,
+            gates: critical_breakers(handlers),
         }
+    }
+
+    pub(super) fn gate(&self) -> Gate {
+        let mut gate = Gate::Free;
+        for breaker in &self.gates {
+            match breaker.state() {
+                BreakerState::Closed => {}
+                BreakerState::HalfOpen => gate = Gate::Probe,
+                BreakerState::Open { .. } => return Gate::Shut,
+            }
+        }
+        gate
     }
 
     pub(super) fn patterns(&self) -> Vec<Pattern> {
         self.handlers.iter().map(|h| h.pattern.clone()).collect()
     }
 
-    pub(super) fn consume_options(&self) -> ConsumeOptions {
+    pub(super) fn consume_options(&self, gate: Gate) -> ConsumeOptions {
         ConsumeOptions {
-            prefetch: self.prefetch,
+            prefetch: if gate == Gate::Free { self.prefetch } else { 1 },
             lease: self.lease,
             handled: self.patterns(),
             no_handler_after: self.no_handler_after,
@@ -54,14 +82,70 @@ impl Plan {
     }
 }
 
-/// The handlers that match a type, in subscription order.
-pub(super) type Route = Arc<[Arc<Handler>]>;
+fn critical_breakers(handlers: &[Arc<Registered>]) -> Vec<Breaker> {
+    let mut breakers: Vec<Breaker> = Vec::new();
+    for traits in handlers.iter().map(|handler| &handler.traits) {
+        if traits.criticality == Criticality::Critical
+            && let Some(breaker) = &traits.breaker
+            && !breakers.iter().any(|known| known.name() == breaker.name())
+        {
+            breakers.push(breaker.clone());
+        }
+    }
+    breakers
+}
 
-/// Remembers the handlers of each type, so that a pattern is matched once per type.
+/// Where the events of one type go in a group.
+pub(crate) struct Route {
+    /// In subscription order.
+    pub(crate) handlers: Vec<Arc<Registered>>,
+    pub(crate) meter: Arc<Meter>,
+    /// The inbox is asked before and told after.
+    pub(crate) idempotent: bool,
+    /// Some handler has a breaker or a limit on the age of events.
+    pub(crate) guarded: bool,
+    /// Older events of this type are skipped, unless the handler says otherwise.
+    pub(crate) max_staleness: Option<Duration>,
+    /// There are schemas for this type.
+    schemas: Option<Arc<Schemas>>,
+}
+
+impl Route {
+    pub(crate) fn new(
+        handlers: Vec<Arc<Registered>>,
+        meter: Arc<Meter>,
+        schemas: Option<Arc<Schemas>>,
+        max_staleness: Option<Duration>,
+    ) -> Self {
+        let traits = || handlers.iter().map(|handler| &handler.traits);
+        Self {
+            meter,
+            idempotent: traits().any(|traits| traits.idempotent),
+            guarded: max_staleness.is_some()
+                || traits().any(|t| t.breaker.is_some() || t.max_staleness.is_some()),
+            max_staleness,
+            schemas,
+            handlers,
+        }
+    }
+
+    /// Whether the payload is what its schemas say.
+    pub(crate) fn check(&self, event: &Event, handler: &Registered) -> Result<()> {
+        if let Some(schemas) = &self.schemas {
+            schemas.check_consumed(event)?;
+        }
+        match &handler.traits.schema {
+            Some(schema) => schema.check(event.payload()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Remembers the route of each type, so that a pattern is matched once per type.
 pub(super) struct Routes {
     plan: Arc<Plan>,
-    by_type: HashMap<Arc<str>, Route>,
-    last: Option<(Arc<str>, Route)>,
+    by_type: HashMap<Arc<str>, Arc<Route>>,
+    last: Option<(Arc<str>, Arc<Route>)>,
 }
 
 impl Routes {
@@ -80,7 +164,12 @@ impl Routes {
         }
     }
 
-    pub(super) fn find(&mut self, event_type: &Arc<str>) -> Route {
+    pub(super) fn find(
+        &mut self,
+        shared: &Shared,
+        group: &GroupName,
+        event_type: &Arc<str>,
+    ) -> Arc<Route> {
         // Events of one type often come in a row.
         if let Some((last, route)) = &self.last
             && (Arc::ptr_eq(last, event_type) || last == event_type)
@@ -91,10 +180,15 @@ impl Routes {
             Some(route) => route.clone(),
             None => {
                 let matching = self.plan.handlers.iter();
-                let route: Route = matching
+                let handlers = matching
                     .filter(|handler| handler.pattern.matches(event_type))
                     .cloned()
                     .collect();
+                let meter = shared.stats.meter(group, event_type);
+                let schemas = shared.schemas_of(event_type);
+                let staleness = &shared.options.max_staleness;
+                let oldest = staleness.get(&**event_type).copied();
+                let route = Arc::new(Route::new(handlers, meter, schemas, oldest));
                 if self.by_type.len() >= MOST_ROUTES {
                     self.by_type.clear();
                 }
@@ -110,13 +204,16 @@ impl Routes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bus::Bus;
 
-    #[test]
-    fn the_table_of_types_stays_bounded() {
+    #[tokio::test]
+    async fn the_table_of_types_stays_bounded() {
+        let bus = Bus::open("memory:").await.unwrap();
         let plan = Arc::new(Plan::new(&[], 1, &BusOptions::default()));
         let mut routes = Routes::new(plan);
         for n in 0..3 * MOST_ROUTES {
-            routes.find(&format!("type.{n}").into());
+            let event_type = format!("type.{n}").into();
+            routes.find(bus.shared(), &GroupName::unnamed(), &event_type);
             assert!(routes.by_type.len() <= MOST_ROUTES);
         }
     }

@@ -10,11 +10,27 @@ use tokio::time::Instant;
 
 use super::lock;
 use super::plan::Route;
+use crate::pipeline::{Counted, Finished};
 
 /// A delivery and the handlers it goes to.
 pub(super) struct Work {
     pub(super) delivery: Delivery,
-    pub(super) route: Route,
+    pub(super) route: Arc<Route>,
+    /// The inbox knows it.
+    pub(super) already_handled: bool,
+}
+
+impl Work {
+    /// Given back without an attempt, not to be handed out before this long.
+    fn given_back(self, after: Duration) -> Finished {
+        Finished {
+            received_at: self.delivery.record.received_at,
+            settlement: Settlement::new(self.delivery.lease, Verdict::Release { after }),
+            counted: Counted::Nothing,
+            route: self.route,
+            case: None,
+        }
+    }
 }
 
 /// A delivery passes through here in one direction, waiting → running → done → sending, each step
@@ -32,8 +48,8 @@ struct State {
     /// The lease each worker holds, by its seat.
     running: Vec<Option<Lease>>,
     free_seats: Vec<usize>,
-    done: Vec<Settlement>,
-    sending: Option<Arc<Vec<Settlement>>>,
+    done: Vec<Finished>,
+    sending: Option<Arc<Vec<Finished>>>,
     workers: usize,
     idle_workers: usize,
     concurrency: usize,
@@ -67,7 +83,7 @@ pub(super) type NewSeat = usize;
 
 /// What the settler does next.
 pub(super) enum Outcomes {
-    Send(Arc<Vec<Settlement>>),
+    Send(Arc<Vec<Finished>>),
     Wait,
     End,
 }
@@ -94,7 +110,7 @@ impl Queue {
         if state.stopping {
             state
                 .done
-                .extend(work.map(|work| given_back(work.delivery)));
+                .extend(work.map(|work| work.given_back(Duration::ZERO)));
             drop(state);
             self.outcomes.notify_one();
             return None;
@@ -104,14 +120,14 @@ impl Queue {
     }
 
     /// Hands in what became of the last delivery and takes the next.
-    pub(super) fn next(&self, seat: usize, finished: Option<Settlement>) -> Next {
+    pub(super) fn next(&self, seat: usize, finished: Option<Finished>) -> Next {
         let mut state = self.state();
         let mut first = false;
-        if let Some(settlement) = finished
+        if let Some(finished) = finished
             && !state.abandoned
         {
             first = state.done.is_empty();
-            state.done.push(settlement);
+            state.done.push(finished);
         }
         let next = if state.workers > state.concurrency {
             // Whoever ends here may have been woken for work that is still there.
@@ -200,10 +216,35 @@ impl Queue {
         let mut state = self.state();
         state.stopping = true;
         let State { waiting, done, .. } = &mut *state;
-        done.extend(waiting.drain(..).map(|work| given_back(work.delivery)));
+        done.extend(waiting.drain(..).map(|work| work.given_back(Duration::ZERO)));
         drop(state);
         self.idle.close();
         self.outcomes.notify_one();
+    }
+
+    /// Gives back what waits, without an attempt; what runs goes on.
+    pub(super) fn give_back_waiting(&self) {
+        let mut state = self.state();
+        let State { waiting, done, .. } = &mut *state;
+        done.extend(waiting.drain(..).map(|work| work.given_back(Duration::ZERO)));
+        drop(state);
+        self.outcomes.notify_one();
+    }
+
+    /// Gives these back, not to be handed out again before this long.
+    pub(super) fn give_back(&self, work: impl Iterator<Item = Work>, after: Duration) {
+        let mut state = self.state();
+        state.done.extend(work.map(|work| work.given_back(after)));
+        drop(state);
+        self.outcomes.notify_one();
+    }
+
+    /// How many deliveries wait, run, or have an outcome that is not durable yet.
+    pub(super) fn depth(&self) -> u64 {
+        let state = self.state();
+        let running = state.running.iter().flatten().count();
+        let sending = state.sending.as_deref().map_or(0, Vec::len);
+        (state.waiting.len() + running + state.done.len() + sending) as u64
     }
 
     /// From now on, what running handlers come up with is not settled. Returns how many there are.
@@ -239,12 +280,12 @@ impl Queue {
     }
 
     /// Only these of what was taken last are not settled yet.
-    pub(super) fn still_sending(&self, batch: Arc<Vec<Settlement>>) {
+    pub(super) fn still_sending(&self, batch: Arc<Vec<Finished>>) {
         self.state().sending = Some(batch);
     }
 
     /// The settler gives up on these. Before the group stops that is no end: they come again.
-    pub(super) fn count_unsettled(&self, batch: &[Settlement]) {
+    pub(super) fn count_unsettled(&self, batch: &[Finished]) {
         let mut state = self.state();
         if state.stopping {
             state.unsettled += outcomes_in(batch);
@@ -269,23 +310,13 @@ impl Queue {
         let waiting = state.waiting.iter().map(|work| &work.delivery.lease);
         let running = state.running.iter().flatten();
         let sending = state.sending.iter().flat_map(|batch| batch.iter());
-        let settling = state.done.iter().chain(sending).map(|s| &s.lease);
+        let settling = state.done.iter().chain(sending).map(|f| &f.settlement.lease);
         waiting.chain(running).chain(settling).cloned().collect()
     }
 }
 
 /// How many of these came from a handler; the others only give back what has not begun.
-fn outcomes_in(batch: &[Settlement]) -> usize {
-    let of_handler = |s: &&Settlement| !matches!(s.verdict, Verdict::Release { .. });
+fn outcomes_in(batch: &[Finished]) -> usize {
+    let of_handler = |f: &&Finished| !matches!(f.settlement.verdict, Verdict::Release { .. });
     batch.iter().filter(of_handler).count()
-}
-
-/// Given back without an attempt.
-fn given_back(delivery: Delivery) -> Settlement {
-    Settlement::new(
-        delivery.lease,
-        Verdict::Release {
-            after: Duration::ZERO,
-        },
-    )
 }

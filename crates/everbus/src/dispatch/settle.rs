@@ -5,12 +5,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Code, Error, Settlement};
+use everbus_core::{Code, Error, Settlement, Timestamp};
 use tokio::time::Instant;
 
 use super::Runner;
 use super::queue::Outcomes;
 use crate::guard;
+use crate::handler::HandlerError;
+use crate::pipeline::{Counted, Finished};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -20,7 +22,10 @@ impl Runner {
         loop {
             match self.queue.take_outcomes() {
                 Outcomes::Send(batch) => self.settle(batch).await,
-                Outcomes::Wait => self.queue.outcomes().await,
+                Outcomes::Wait => {
+                    self.depth.set(self.queue.depth());
+                    self.queue.outcomes().await;
+                }
                 Outcomes::End => return,
             }
         }
@@ -28,23 +33,18 @@ impl Runner {
 
     /// Settles a batch, again and again as long as the engine is only too busy. A lease that ends
     /// meanwhile is answered as lost.
-    async fn settle(&self, mut batch: Arc<Vec<Settlement>>) {
+    async fn settle(&self, mut batch: Arc<Vec<Finished>>) {
         let mut pause = FIRST_PAUSE;
         loop {
-            match self.shared.engine.broker.settle(batch.to_vec()).await {
+            let settlements = batch.iter().map(|f| f.settlement.clone()).collect();
+            let mut busy = true;
+            match self.shared.engine.broker.settle(settlements).await {
                 Ok(answers) if answers.len() != batch.len() => {
                     let error = Error::new(Code::Internal, "not every outcome was answered");
                     return self.settling_failed(&batch, &error);
                 }
                 Ok(answers) => {
-                    let refused = batch
-                        .iter()
-                        .zip(answers)
-                        .filter_map(|(settlement, answer)| Some((settlement, answer.err()?)));
-                    let again: Vec<_> = refused
-                        .filter(|(settlement, error)| self.is_worth_repeating(settlement, error))
-                        .map(|(settlement, _)| settlement.clone())
-                        .collect();
+                    let again = self.sort_out(&batch, answers, &mut busy);
                     if again.is_empty() {
                         return;
                     }
@@ -53,6 +53,9 @@ impl Runner {
                 }
                 Err(error) if is_passing(&error) => {}
                 Err(error) => return self.settling_failed(&batch, &error),
+            }
+            if !busy {
+                continue;
             }
             let give_up = self.queue.finish_by();
             if give_up.is_some_and(|by| Instant::now() + pause > by) {
@@ -72,33 +75,102 @@ impl Runner {
         }
     }
 
-    fn is_worth_repeating(&self, settlement: &Settlement, error: &Error) -> bool {
-        let (group, seq) = (&self.group, settlement.lease.position);
+    /// Counts what is durable and returns what is to be sent again: what the engine had no time for,
+    /// and new verdicts on what it refused. `busy` says whether some of it was the former.
+    fn sort_out(
+        &self,
+        batch: &[Finished],
+        answers: Vec<Result<(), Error>>,
+        busy: &mut bool,
+    ) -> Vec<Finished> {
+        *busy = false;
+        // The clock and the recorder of metrics are other people's code: they must not end the settler.
+        let now = guard::contain(|| self.shared.options.clock.now()).ok();
+        let mut again = Vec::new();
+        for (finished, answer) in batch.iter().zip(answers) {
+            match answer {
+                Ok(()) => drop(guard::contain(|| count(finished, now))),
+                Err(error) if is_passing(&error) => {
+                    *busy = true;
+                    again.push(finished.again());
+                }
+                Err(error) => again.extend(self.refused(finished, &error)),
+            }
+        }
+        again
+    }
+
+    /// The engine will not have this outcome. If that is because of what the handler came up with, the
+    /// attempt has failed; otherwise the event comes again by itself.
+    fn refused(&self, finished: &Finished, error: &Error) -> Option<Finished> {
+        let (group, seq) = (&self.group, finished.settlement.lease.position);
         if error.code() == Code::LeaseLost {
             self.shared.count_lost_lease();
             guard::log(|| {
                 tracing::warn!(target: "everbus::dispatch", %group, seq, "the lease was lost before the outcome was settled; the event is delivered again");
             });
-            return false;
+            return None;
         }
-        let passing = is_passing(error);
-        if !passing {
-            self.queue.count_unsettled(std::slice::from_ref(settlement));
+        let Some(case) = &finished.case else {
+            self.queue.count_unsettled(std::slice::from_ref(finished));
             guard::log(|| {
                 tracing::error!(target: "everbus::dispatch", %group, seq, %error, "an outcome could not be settled; the event is delivered again");
             });
-        }
-        passing
+            return None;
+        };
+        let clock = &*self.shared.options.clock;
+        let (verdict, counted) = case.refused(group, clock, why_refused(error));
+        Some(Finished {
+            settlement: Settlement::new(finished.settlement.lease.clone(), verdict),
+            counted,
+            received_at: finished.received_at,
+            route: finished.route.clone(),
+            case: None,
+        })
     }
 
     /// Nothing is acked by this: the events are delivered again when their leases end.
-    fn settling_failed(&self, batch: &[Settlement], error: &Error) {
+    fn settling_failed(&self, batch: &[Finished], error: &Error) {
         self.queue.count_unsettled(batch);
         self.shared.fail_if_fatal(error);
         let (group, outcomes) = (&self.group, batch.len());
         guard::log(|| {
             tracing::error!(target: "everbus::dispatch", %group, outcomes, %error, "outcomes could not be settled; their events are delivered again");
         });
+    }
+}
+
+/// What the engine refused is the handler's failure: an effect that failed, with the answer it gave, or
+/// events that cannot be published, which another run would publish again.
+fn why_refused(error: &Error) -> HandlerError {
+    match error.code() {
+        Code::EffectFailed => HandlerError::from_box(error),
+        _ => HandlerError::permanent(error.clone()),
+    }
+}
+
+fn count(finished: &Finished, now: Option<Timestamp>) {
+    let meter = &finished.route.meter;
+    match finished.counted {
+        Counted::Handled { took } => {
+            let now = now.unwrap_or(finished.received_at);
+            meter.handled(now.since(finished.received_at), took);
+        }
+        Counted::AlreadyHandled => meter.inbox_hit(),
+        Counted::Skipped(skip) => meter.skipped(skip),
+        Counted::Failed { retried: true } => {
+            meter.failed();
+            meter.retried();
+        }
+        Counted::Failed { retried: false } => {
+            meter.failed();
+            meter.dead_lettered();
+        }
+        Counted::Rejected => {
+            meter.rejected();
+            meter.dead_lettered();
+        }
+        Counted::Nothing => {}
     }
 }
 

@@ -2,11 +2,9 @@
 
 use std::sync::Arc;
 
-use everbus_core::Settlement;
-
-use super::queue::{NewSeat, Next};
+use super::queue::{NewSeat, Next, Work};
 use super::{Runner, lock};
-use crate::{guard, pipeline};
+use crate::guard;
 
 /// After this many deliveries in a row a worker lets other tasks of its thread run.
 const BEFORE_YIELDING: u32 = 32;
@@ -72,7 +70,6 @@ impl Seat {
     /// Takes one delivery after another.
     async fn take_turns(&self, number: usize) -> End {
         let runner = &self.runner;
-        let clock = &*runner.shared.options.clock;
         let mut finished = None;
         let mut in_a_row = 0;
         loop {
@@ -90,9 +87,13 @@ impl Seat {
                 }
                 Next::End => return End::Surplus,
             };
-            let verdict =
-                pipeline::deliver(&runner.group, clock, &work.delivery, &work.route).await;
-            finished = Some(Settlement::new(work.delivery.lease, verdict));
+            let pipeline = &runner.pipeline;
+            let Work {
+                delivery,
+                route,
+                already_handled,
+            } = work;
+            finished = Some(pipeline.deliver(delivery, route, already_handled).await);
             in_a_row += 1;
             if in_a_row == BEFORE_YIELDING {
                 in_a_row = 0;
@@ -112,15 +113,17 @@ impl Drop for Seat {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::time::Duration;
 
     use everbus_core::{Delivery, Event, GroupName, Lease, Recorded, Timestamp};
 
     use super::super::queue::Work;
-    use super::super::{Plan, Runner, lock};
+    use super::super::{Plan, Route, Runner, lock};
     use crate::bus::Bus;
-    use crate::handler::Handler;
+    use crate::handler::{Registered, Traits};
     use crate::options::BusOptions;
+    use crate::outcome::Outcome;
 
     #[tokio::test]
     async fn workers_that_are_too_many_are_forgotten_when_they_end() {
@@ -129,24 +132,27 @@ mod tests {
         let plan = |concurrency| Plan::new(&[], concurrency, &BusOptions::default());
         let runner = Runner::start(bus.shared().clone(), GroupName::unnamed(), plan(MANY));
         // Each runs until all of them do.
-        let all = std::sync::Arc::new(tokio::sync::Barrier::new(MANY));
-        let handler = std::sync::Arc::new(Handler::new(
+        let all = Arc::new(tokio::sync::Barrier::new(MANY));
+        let handler = Arc::new(Registered::new(
             everbus_core::EventId::new().into(),
             "h".into(),
             "a".parse().unwrap(),
             everbus_core::RetryPolicy::never(),
             Duration::from_secs(30),
-            Handler::erase(move |_| {
+            Traits::default(),
+            Box::new(move |_| {
                 let all = all.clone();
-                async move {
+                Box::pin(async move {
                     all.wait().await;
-                    Ok(())
-                }
+                    Ok(Outcome::default())
+                })
             }),
         ));
+        let meter = bus.shared().stats.meter(&GroupName::unnamed(), &"a".into());
+        let route = Arc::new(Route::new(vec![handler], meter, None, None));
         let work = (0..MANY as u64).map(|n| Work {
             delivery: Delivery {
-                record: std::sync::Arc::new(Recorded {
+                record: Arc::new(Recorded {
                     event: Event::builder("a").build().unwrap(),
                     position: n,
                     received_at: Timestamp::EPOCH,
@@ -160,7 +166,8 @@ mod tests {
                     handle: None,
                 },
             },
-            route: [handler.clone()].into(),
+            route: route.clone(),
+            already_handled: false,
         });
         runner.spawn_worker(runner.queue.push(work));
         let until = async |condition: &dyn Fn() -> bool| {

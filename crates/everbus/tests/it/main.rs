@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stderr)]
 
+mod config;
 mod dead_letters;
 mod dispatch;
 mod faults;

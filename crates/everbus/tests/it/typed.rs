@@ -1,8 +1,13 @@
 //! Typed events: the value itself is published, and read back as the type it was.
 
+mod asyncapi;
+mod asyncapi_rules;
+mod schema;
+mod upcast;
+
 use std::fmt::Debug;
 
-use everbus::{Code, Event, FailureKind, IntoEvent, TypedEvent};
+use everbus::{Code, Event, FailureKind, IntoEvent, IntoOutcome, Returns, TypedEvent};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -56,6 +61,26 @@ fn the_attribute_says_what_the_envelope_holds() {
     assert_eq!(attributes.entity.as_ref().unwrap().to_string(), "ORDER#42");
     let payload: serde_json::Value = event.json().unwrap();
     assert_eq!(payload, json!({ "order_id": 42, "shop": "north" }));
+}
+
+// conformance: issue-3/typed-return: a handler returns a value whose type derives Event, and it is published.
+#[test]
+fn a_value_is_what_a_handler_may_return() {
+    let outcome = order().into_outcome().unwrap();
+    let [event] = outcome.events() else {
+        panic!("not one event: {outcome:?}");
+    };
+    assert_eq!(event.typed::<OrderPlaced>().unwrap(), order());
+    // It is known before the handler ever ran.
+    let mut returns = Returns::default();
+    <Result<Vec<OrderPlaced>, std::io::Error>>::returns(&mut returns);
+    let [emitted] = returns.emits.as_slice() else {
+        panic!("not one type: {returns:?}");
+    };
+    assert_eq!(
+        (emitted.event_type, emitted.version),
+        (OrderPlaced::TYPE, 2)
+    );
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! What the compiler says about a wrong `#[event(…)]`, word for word.
+//! What the compiler says about a wrong `#[event(…)]` and about publishing what is no event, word for
+//! word.
 //!
 //! After a deliberate change, `TRYBUILD=overwrite cargo test -p everbus-macros` writes the snapshots
 //! anew; read them before keeping them.

@@ -12,13 +12,14 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use everbus_core::{Clock, Code, Delivery, Error, Result};
+use everbus_core::{Clock, Code, Delivery, Error, Lease, Result};
 use rusqlite::Connection;
 use tokio::sync::watch;
 
 use crate::errors::{from_sqlite, is_fatal};
 use crate::failpoint;
 use crate::feeder::{Fed, Feed, Feeder};
+use crate::guard::Guard;
 use crate::owner::OwnerLock;
 use crate::queue::{Command, Queue, Taken};
 use crate::readers::Readers;
@@ -37,11 +38,14 @@ const CURSOR_DELAY: Duration = Duration::from_millis(500);
 /// what is kept free on the disk.
 const MAX_EVENTS: usize = 8192;
 const MAX_BYTES: usize = 4 << 20;
+/// An effect counts for so many events: what it does is not known.
+const EFFECT: usize = 64;
 /// After a failed reading ahead the next one comes this much later.
 const FEED_PAUSE: Duration = Duration::from_secs(1);
 
 pub(crate) struct Writer {
     pub(crate) conn: Connection,
+    pub(crate) guard: Guard,
     pub(crate) path: PathBuf,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) state: State,
@@ -53,13 +57,17 @@ pub(crate) struct Writer {
     pub(crate) outgoing: Vec<(u64, i64, Vec<Delivery>)>,
     /// While this is set, only the named suspect may be handed out.
     pub(crate) isolating: Option<(i64, u64)>,
+    /// Effects that rolled the transaction back, with what they are answered.
+    pub(crate) offenders: Vec<(Lease, Error)>,
+    /// Whether each settlement has a transaction of its own.
+    pub(crate) settling_apart: bool,
     undo: undo::Undo,
     /// Memory may be ahead of the file: nothing is done before it was read again.
     must_reload: bool,
     saving_room: bool,
     pub(crate) owner_lock: Option<OwnerLock>,
     feeder: Feeder,
-    readers: Arc<Readers>,
+    readers: Vec<Arc<Readers>>,
     queue: Arc<Queue>,
     space: Space,
     busy_timeout: Duration,
@@ -75,11 +83,12 @@ pub(crate) struct Writer {
 /// What the writer needs to begin.
 pub(crate) struct Start {
     pub(crate) conn: Connection,
+    pub(crate) guard: Guard,
     pub(crate) path: PathBuf,
     pub(crate) options: crate::Options,
     pub(crate) queue: Arc<Queue>,
     pub(crate) feeder: Feeder,
-    pub(crate) readers: Arc<Readers>,
+    pub(crate) readers: Vec<Arc<Readers>>,
     pub(crate) head: watch::Sender<u64>,
     pub(crate) failed: Arc<OnceLock<Error>>,
 }
@@ -93,6 +102,7 @@ impl Writer {
         Ok(Self {
             space: Space::new(&start.path, start.options.disk_headroom),
             conn: start.conn,
+            guard: start.guard,
             path: start.path,
             clock: start.options.clock,
             busy_timeout: start.options.busy_timeout,
@@ -102,6 +112,8 @@ impl Writer {
             touched: Vec::new(),
             outgoing: Vec::new(),
             isolating: None,
+            offenders: Vec::new(),
+            settling_apart: false,
             undo: undo::Undo::default(),
             must_reload: false,
             saving_room: false,
@@ -185,12 +197,19 @@ impl Writer {
         let (mut events, mut bytes) = (0, 0);
         let fits = self.backlog.iter().take_while(|command| {
             let fits = events < MAX_EVENTS && bytes < MAX_BYTES;
-            if let Command::Append { events: batch, .. } = command {
-                events += batch.len();
-                bytes += batch
-                    .iter()
-                    .map(|event| event.payload().len())
-                    .sum::<usize>();
+            match command {
+                Command::Append { events: batch, .. } => {
+                    events += batch.len();
+                    bytes += batch
+                        .iter()
+                        .map(|event| event.payload().len())
+                        .sum::<usize>();
+                }
+                Command::Settle { settlements, .. } => {
+                    let effects = settlements.iter().filter(|s| s.effect.is_some()).count();
+                    events += effects * EFFECT;
+                }
+                _ => {}
             }
             fits
         });
@@ -241,10 +260,15 @@ impl Writer {
                 return Ok(());
             }
         }
-        let (appends, others): (Vec<_>, Vec<_>) = commands
+        let (appends, mut others): (Vec<_>, Vec<_>) = commands
             .into_iter()
             .partition(|c| matches!(c, Command::Append { .. }));
         let appends = self.refuse_if_full(appends);
+        if let Err(error) = self.settle_apart(&mut others) {
+            let refused = appends.into_iter().chain(others);
+            refused.for_each(|command| command.fail(error.clone()));
+            return Err(error);
+        }
         match self.transaction(appends, others) {
             Ok(()) => {
                 self.hand_over();
@@ -548,7 +572,7 @@ impl Writer {
         self.head.send_modify(|_| {});
         // The readers go first: the last connection to close must be one that can tidy up the
         // write-ahead log.
-        self.readers.close();
+        self.readers.iter().for_each(|readers| readers.close());
         self.feeder.close();
         self.owner_lock = None;
     }

@@ -2,11 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use everbus_core::{Appended, Code, Error, Event, Result, SubscriptionInfo};
+use everbus_core::{Appended, Code, Error, Event, Result, Settlement, SubscriptionInfo};
 use rusqlite::ErrorCode;
+use tokio::sync::oneshot;
 
 use super::{Writer, data_version};
 use crate::append::Appender;
+use crate::effect::failed_at_commit;
 use crate::errors::{from_sqlite, is_fatal};
 use crate::failpoint;
 use crate::queue::{Answer, Command, Reply};
@@ -57,11 +59,27 @@ impl Writer {
     /// publishes, so that acks and dead letters get what room there is.
     pub(super) fn transaction(
         &mut self,
-        appends: Vec<Command>,
+        mut appends: Vec<Command>,
         mut others: Vec<Command>,
     ) -> Result<()> {
-        let Err(mut error) = self.attempt(appends, &mut others) else {
-            return Ok(());
+        // First what can end the transaction of all the others, while nothing of theirs is done.
+        others.sort_by_key(|command| !command.has_effects());
+        self.offenders.clear();
+        let mut known = 0;
+        let mut error = loop {
+            let Err(error) = self.attempt(&mut appends, &mut others) else {
+                return Ok(());
+            };
+            if self.offenders.len() == known {
+                break error;
+            }
+            // An effect ended it: once more, without that one.
+            known = self.offenders.len();
+            if let Err(error) = self.undo_changes() {
+                appends.into_iter().for_each(|c| c.fail(error.clone()));
+                self.refuse(others, &error);
+                return Err(error);
+            }
         };
         if error.code() == Code::DiskFull && !others.is_empty() {
             self.save_room(true);
@@ -70,7 +88,7 @@ impl Writer {
             jobs.for_each(|job| job.fail(error.clone()));
             let again = self
                 .undo_changes()
-                .and_then(|()| self.attempt(Vec::new(), &mut others));
+                .and_then(|()| self.attempt(&mut Vec::new(), &mut others));
             match again {
                 Ok(()) => return Ok(()),
                 Err(e) => error = e,
@@ -78,6 +96,56 @@ impl Writer {
         }
         self.refuse(others, &error);
         Err(error)
+    }
+
+    /// Settles one by one, each in a transaction of its own: needed in a file with constraints that
+    /// are checked at the commit, which would otherwise fail for everybody who is in it.
+    pub(super) fn settle_apart(&mut self, others: &mut Vec<Command>) -> Result<()> {
+        if !others.iter().any(Command::has_effects) || !self.defers_constraints()? {
+            return Ok(());
+        }
+        let apart: Vec<Command> = others.extract_if(.., |c| c.has_effects()).collect();
+        let mut apart = apart.into_iter();
+        while let Some(command) = apart.next() {
+            let Command::Settle { settlements, reply } = command else {
+                continue;
+            };
+            let results = settlements.into_iter().map(|s| self.settle_alone(s));
+            let results: Result<Vec<Result<()>>> = results.collect();
+            let failed = results.as_ref().err().cloned();
+            let _ = reply.send(results);
+            if let Some(error) = failed {
+                apart.for_each(|command| command.fail(error.clone()));
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// One settlement in a transaction of its own. An error beside its answer ends the engine.
+    fn settle_alone(&mut self, settlement: Settlement) -> Result<Result<()>> {
+        let (reply, mut answer) = oneshot::channel();
+        let settlements = vec![settlement];
+        self.settling_apart = true;
+        let done = self.transaction(Vec::new(), vec![Command::Settle { settlements, reply }]);
+        self.settling_apart = false;
+        match done {
+            Ok(()) => {
+                self.hand_over();
+                let answer = answer.try_recv().ok().and_then(|all| all.ok()?.pop());
+                Ok(answer.unwrap_or_else(|| Err(Error::new(Code::Internal, "no answer"))))
+            }
+            Err(error) if is_fatal(error.code()) => Err(error),
+            Err(error) => {
+                // If this fails, the next transaction begins with it.
+                let _ = self.undo_changes();
+                Ok(Err(if is_constraint(&error) {
+                    failed_at_commit(error)
+                } else {
+                    error
+                }))
+            }
+        }
     }
 
     /// Answers commands whose transaction failed. What has no answer, or must happen all the same (a
@@ -101,22 +169,26 @@ impl Writer {
         }
     }
 
-    /// One transaction. On success everybody is answered; on failure only the publishers are.
-    fn attempt(&mut self, appends: Vec<Command>, others: &mut Vec<Command>) -> Result<()> {
+    /// One transaction. On success everybody is answered; on failure only the publishers are, unless
+    /// an effect ended it before anything was published.
+    fn attempt(&mut self, appends: &mut Vec<Command>, others: &mut Vec<Command>) -> Result<()> {
         if let Err(error) = self.begin() {
-            appends.into_iter().for_each(|c| c.fail(error.clone()));
+            appends.drain(..).for_each(|c| c.fail(error.clone()));
             return Err(error);
         }
+        let offenders = self.offenders.len();
         let mut published = Vec::with_capacity(appends.len());
         let result = match self.perform(others) {
             Ok(outcomes) => self
-                .append(appends, &mut published)
+                .append(std::mem::take(appends), &mut published)
                 .and_then(|()| self.pump())
                 .and_then(|()| self.flush())
                 .and_then(|()| self.commit())
                 .map(|()| outcomes),
             Err(error) => {
-                appends.into_iter().for_each(|c| c.fail(error.clone()));
+                if self.offenders.len() == offenders {
+                    appends.drain(..).for_each(|c| c.fail(error.clone()));
+                }
                 Err(error)
             }
         };
@@ -291,6 +363,12 @@ fn soft<T>(result: Result<T>) -> Result<Result<T>> {
         Err(e) => Err(e),
         Ok(value) => Ok(Ok(value)),
     }
+}
+
+fn is_constraint(error: &Error) -> bool {
+    let cause = std::error::Error::source(error);
+    let cause = cause.and_then(|e| e.downcast_ref::<rusqlite::Error>());
+    cause.and_then(rusqlite::Error::sqlite_error_code) == Some(ErrorCode::ConstraintViolation)
 }
 
 fn is_busy(error: &rusqlite::Error) -> bool {

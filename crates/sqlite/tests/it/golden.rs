@@ -46,6 +46,32 @@ async fn every_golden_file_still_answers() {
     assert!(versions > 0);
 }
 
+/// The schema of a file, in the order it was made.
+fn schema(path: &std::path::Path) -> Vec<(String, String, String, Option<String>)> {
+    let conn = rusqlite::Connection::open(path).unwrap();
+    let mut statement = conn
+        .prepare("SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY rowid")
+        .unwrap();
+    let rows = statement.query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?)));
+    rows.unwrap().collect::<Result<_, _>>().unwrap()
+}
+
+// conformance: issue-2/migrated-schema: a file of an older version has, once opened, the schema of a new one
+#[tokio::test]
+async fn a_migrated_file_has_the_schema_of_a_new_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let fresh = dir.path().join("fresh.db");
+    open(&fresh).broker.close().await.unwrap();
+    let expected = schema(&fresh);
+    assert!(expected.iter().any(|(_, name, _, _)| name == "inbox"));
+    for version in 1..=everbus_sqlite::SCHEMA_VERSION {
+        let path = dir.path().join(format!("v{version}.db"));
+        std::fs::copy(format!("{GOLDEN}/v{version}.db"), &path).unwrap();
+        open(&path).broker.close().await.unwrap();
+        assert_eq!(schema(&path), expected, "from version {version}");
+    }
+}
+
 /// Writes the golden file of the current version; run once when the version changes, with
 /// `EVERBUS_WRITE_GOLDEN=1`.
 #[tokio::test]

@@ -10,6 +10,7 @@
 mod bench_shape;
 mod conformance;
 mod disk;
+mod effects;
 mod faults;
 mod files;
 mod golden;

@@ -7,7 +7,9 @@
 pub mod appending;
 pub mod consuming;
 pub mod dead_letters;
+pub mod effects;
 pub mod groups;
+pub mod inbox;
 pub mod ordered;
 pub mod restart;
 pub mod settled;

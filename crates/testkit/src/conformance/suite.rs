@@ -443,5 +443,94 @@ macro_rules! conformance_tests {
         async fn retention_by_age_and_by_length() {
             $crate::conformance::upkeep::retention_by_age_and_by_length($harness).await;
         }
+
+        // conformance: issue-3/inbox-record: an ack may write the event into the inbox of its group, and the record outlives a restart
+        // conformance: outbox/3-check: before handling, a consumer can ask whether (event_id, consumer_name) exists
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_ack_on_record_is_remembered() {
+            $crate::conformance::inbox::an_ack_on_record_is_remembered($harness).await;
+        }
+
+        // conformance: issue-3/inbox-only-ack: a record is written only with an ack that is applied, never with a failure, skip, release or death
+        // conformance: fault-8/only-ack: the record is not written before the effect, only with the ack
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn nothing_but_an_ack_is_recorded() {
+            $crate::conformance::inbox::nothing_but_an_ack_is_recorded($harness).await;
+        }
+
+        // conformance: issue-3/inbox-duplicate: an event that is on record is acked, and its follow-ups do not happen again
+        // conformance: outbox/3-insert: after successful handling the record is inserted, once
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn what_was_handled_has_no_effect_again() {
+            $crate::conformance::inbox::what_was_handled_has_no_effect_again($harness).await;
+        }
+
+        // conformance: issue-3/inbox-tenant: the same id in two tenants is two events
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn tenants_do_not_share_records() {
+            $crate::conformance::inbox::tenants_do_not_share_records($harness).await;
+        }
+
+        // conformance: issue-3/inbox-group: a group that is removed and made again has handled nothing
+        // conformance: outbox/3-key: the primary key is (event_id, consumer_name)
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_group_made_anew_has_handled_nothing() {
+            $crate::conformance::inbox::a_group_made_anew_has_handled_nothing($harness).await;
+        }
+
+        // conformance: issue-3/inbox-forget: records older than a given time are forgotten in small steps
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn old_records_are_forgotten() {
+            $crate::conformance::inbox::old_records_are_forgotten($harness).await;
+        }
+
+        // conformance: issue-3/inbox-refused: a settlement that is refused leaves no record
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_refused_settlement_leaves_no_record() {
+            $crate::conformance::inbox::a_refused_settlement_leaves_no_record($harness).await;
+        }
+
+        // conformance: issue-3/inbox-crash: after a crash an event is on record exactly if it was acked
+        // conformance: fault-8: an event in flight at a crash is not taken for a duplicate
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_record_and_its_ack_survive_together() {
+            $crate::conformance::inbox::a_record_and_its_ack_survive_together($harness).await;
+        }
+
+        // conformance: issue-3/exactly-once-engine: an effect that the engine cannot run is refused, nothing is applied, the lease is kept
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_effect_of_another_engine_is_refused() {
+            $crate::conformance::effects::an_effect_of_another_engine_is_refused($harness).await;
+        }
+
+        // conformance: issue-3/exactly-once-together: effect, inbox record, follow-up events and ack commit together
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_effect_comes_with_its_ack() {
+            $crate::conformance::effects::an_effect_comes_with_its_ack($harness).await;
+        }
+
+        // conformance: issue-3/exactly-once-ack: an effect runs only with an ack
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_effect_runs_only_with_an_ack() {
+            $crate::conformance::effects::an_effect_runs_only_with_an_ack($harness).await;
+        }
+
+        // conformance: issue-3/exactly-once-failure: if the effect fails or panics nothing of its settlement happens, the event is tried again, others are not touched
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_effect_that_fails_undoes_its_settlement() {
+            $crate::conformance::effects::an_effect_that_fails_undoes_its_settlement($harness).await;
+        }
+
+        // conformance: issue-3/exactly-once-duplicate: an event that was handled is acked without its effect
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_duplicate_is_acked_without_its_effect() {
+            $crate::conformance::effects::a_duplicate_is_acked_without_its_effect($harness).await;
+        }
+
+        // conformance: issue-3/exactly-once-follow-ups: a follow-up that is refused undoes the effect
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_refused_follow_up_undoes_the_effect() {
+            $crate::conformance::effects::a_refused_follow_up_undoes_the_effect($harness).await;
+        }
     };
 }

@@ -1,17 +1,13 @@
-//! What a handler is to the bus, and what it may answer.
+//! What a handler may answer besides that it is done.
 
-use std::any::Any;
 use std::error::Error as StdError;
 use std::fmt;
-use std::future::Future;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use everbus_core::{BoxFuture, Code, FailureKind, Pattern, RetryPolicy};
+use everbus_core::{Code, FailureKind};
 
-use crate::guard;
-use crate::message::Message;
-use crate::subscribe::SubscriptionId;
+/// An error of any type, as tower and others pass it on.
+pub type BoxError = Box<dyn StdError + Send + Sync>;
 
 /// What a handler returns.
 pub type HandlerResult = Result<(), HandlerError>;
@@ -57,12 +53,12 @@ pub(crate) enum Answer {
 impl HandlerError {
     /// A failure that is tried again by the retry policy. Takes text and boxed errors, so it is also
     /// the way in for error types that `?` does not convert.
-    pub fn new(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+    pub fn new(error: impl Into<BoxError>) -> Self {
         Self::build(error.into().as_ref(), FailureKind::Error, Answer::Retry)
     }
 
     /// A failure no retry can mend: the event goes to the dead letters at once.
-    pub fn permanent(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+    pub fn permanent(error: impl Into<BoxError>) -> Self {
         Self::build(
             error.into().as_ref(),
             FailureKind::Permanent,
@@ -72,7 +68,7 @@ impl HandlerError {
 
     /// A failure that is tried again after this long instead of what the policy says. It counts as
     /// an attempt like any other. Waits of more than a year are cut to that.
-    pub fn retry_after(error: impl Into<Box<dyn StdError + Send + Sync>>, after: Duration) -> Self {
+    pub fn retry_after(error: impl Into<BoxError>, after: Duration) -> Self {
         let after = after.min(everbus_core::retry::LONGEST_DELAY);
         Self::build(
             error.into().as_ref(),
@@ -106,6 +102,39 @@ impl HandlerError {
         }
     }
 
+    /// From an error of any type. One that is, or was caused by, an answer of a handler keeps that
+    /// answer.
+    pub(crate) fn from_box(error: &(dyn StdError + 'static)) -> Self {
+        let mut next = Some(error);
+        while let Some(cause) = next {
+            if let Some(Carried(inner, _)) = cause.downcast_ref::<Carried>()
+                && let Some(carried) = inner
+                    .lock()
+                    .unwrap_or_else(std::sync::PoisonError::into_inner)
+                    .take()
+            {
+                return carried;
+            }
+            next = cause.source();
+        }
+        Self::from_dyn(error)
+    }
+
+    fn from_dyn(error: &(dyn StdError + 'static)) -> Self {
+        let code = error
+            .downcast_ref::<everbus_core::Error>()
+            .map(everbus_core::Error::code);
+        // What is wrong with the event is worth telling apart from the handler's own errors, and a
+        // retry changes neither its version nor its payload.
+        let (kind, answer) = match code {
+            Some(Code::InvalidPayload) => (FailureKind::Decode, Answer::Retry),
+            Some(Code::UnknownVersion) => (FailureKind::Version, Answer::GiveUp),
+            Some(Code::SchemaViolation) => (FailureKind::Schema, Answer::GiveUp),
+            _ => (FailureKind::Error, Answer::Retry),
+        };
+        Self::build(error, kind, answer)
+    }
+
     fn build(error: &(dyn StdError + 'static), kind: FailureKind, answer: Answer) -> Self {
         Self {
             text: with_causes(error),
@@ -114,23 +143,71 @@ impl HandlerError {
         }
     }
 
+    /// Whether it says nothing about what the handler depends on: the event could not be read, or the
+    /// handler leaves it alone.
+    pub(crate) fn is_about_the_event(&self) -> bool {
+        let unreadable = matches!(
+            self.kind,
+            FailureKind::Decode | FailureKind::Version | FailureKind::Schema
+        );
+        unreadable || matches!(self.answer, Answer::Skip)
+    }
+
     pub(crate) fn into_parts(self) -> (String, FailureKind, Answer) {
         (self.text, self.kind, self.answer)
     }
 }
 
+/// A failure that is no retry's to mend: see [`HandlerError::permanent`].
+pub fn permanent(error: impl Into<BoxError>) -> HandlerError {
+    HandlerError::permanent(error)
+}
+
+/// A failure that is tried again after this long: see [`HandlerError::retry_after`].
+pub fn retry_after(error: impl Into<BoxError>, after: Duration) -> HandlerError {
+    HandlerError::retry_after(error, after)
+}
+
+/// Not a failure; the event is left alone: see [`HandlerError::skip`].
+pub fn skip(reason: impl Into<String>) -> HandlerError {
+    HandlerError::skip(reason)
+}
+
+/// `Ok(())` of a handler, for closures that end without saying what their errors are.
+///
+/// ```
+/// use everbus::{Json, Router, handled};
+/// let router = Router::new().on("user.created", |Json(id): Json<u64>| async move {
+///     println!("{id}");
+///     handled()
+/// });
+/// ```
+pub fn handled() -> HandlerResult {
+    Ok(())
+}
+
 impl<E: StdError + Send + Sync + 'static> From<E> for HandlerError {
     fn from(error: E) -> Self {
-        // A payload that cannot be read is worth telling apart from the handler's own errors.
-        let decode = (&error as &dyn Any)
-            .downcast_ref::<everbus_core::Error>()
-            .is_some_and(|e| e.code() == Code::InvalidPayload);
-        let kind = if decode {
-            FailureKind::Decode
-        } else {
-            FailureKind::Error
-        };
-        Self::build(&error, kind, Answer::Retry)
+        Self::from_dyn(&error)
+    }
+}
+
+/// A [`HandlerError`] on its way through code that only knows errors, such as a tower layer.
+#[derive(Debug)]
+struct Carried(std::sync::Mutex<Option<HandlerError>>, String);
+
+impl fmt::Display for Carried {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.1)
+    }
+}
+
+impl StdError for Carried {}
+
+impl From<HandlerError> for BoxError {
+    fn from(error: HandlerError) -> Self {
+        let text = error.to_string();
+        Box::new(Carried(std::sync::Mutex::new(Some(error)), text))
     }
 }
 
@@ -154,77 +231,6 @@ fn with_causes(error: &(dyn StdError + 'static)) -> String {
         next = cause.source();
     }
     text
-}
-
-type Run = Box<dyn Fn(Message) -> BoxFuture<'static, HandlerResult> + Send + Sync>;
-
-/// A registered handler with the settings of its subscription.
-pub(crate) struct Handler {
-    pub(crate) id: SubscriptionId,
-    pub(crate) name: String,
-    pub(crate) pattern: Pattern,
-    pub(crate) retry: RetryPolicy,
-    pub(crate) timeout: Duration,
-    run: Run,
-    removed: AtomicBool,
-}
-
-impl Handler {
-    pub(crate) fn new(
-        id: SubscriptionId,
-        name: String,
-        pattern: Pattern,
-        retry: RetryPolicy,
-        timeout: Duration,
-        run: Run,
-    ) -> Self {
-        Self {
-            id,
-            name,
-            pattern,
-            retry,
-            timeout,
-            run,
-            removed: AtomicBool::new(false),
-        }
-    }
-
-    /// Boxes a user's function.
-    pub(crate) fn erase<F, Fut>(handler: F) -> Run
-    where
-        F: Fn(Message) -> Fut + Send + Sync + 'static,
-        Fut: Future<Output = HandlerResult> + Send + 'static,
-    {
-        Box::new(move |message| Box::pin(handler(message)))
-    }
-
-    pub(crate) fn call(&self, message: Message) -> BoxFuture<'static, HandlerResult> {
-        (self.run)(message)
-    }
-
-    /// Deliveries that are queued with this handler will not call it any more.
-    pub(crate) fn remove(&self) {
-        self.removed.store(true, Ordering::Release);
-    }
-
-    pub(crate) fn is_removed(&self) -> bool {
-        self.removed.load(Ordering::Acquire)
-    }
-}
-
-impl Drop for Handler {
-    /// Whoever happens to be the last to hold it must not die of what the user's function does when
-    /// it is dropped.
-    fn drop(&mut self) {
-        let nothing: Run = Box::new(|_| Box::pin(std::future::ready(Ok(()))));
-        let run = std::mem::replace(&mut self.run, nothing);
-        if let Err(error) = guard::contain(|| drop(run)) {
-            let handler = self.name.as_str();
-            guard::log(|| {
-                tracing::error!(target: "everbus::dispatch", handler, error, "a handler panicked while it was dropped");
-            });
-        }
-    }
 }
 
 #[cfg(test)]

@@ -1,0 +1,111 @@
+//! Whether a publish may go now: the rate of the bus first, then room in each stream it touches.
+//!
+//! Nothing is stored before a publish is admitted, and one that is refused or cancelled leaves nothing
+//! behind. Without limits this costs one branch.
+
+mod limits;
+mod rate;
+mod streams;
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use everbus_core::{Broker, Event, Result};
+use tokio::time::Instant;
+
+use limits::is_system;
+pub use limits::{Limits, OnFull, StreamLimit};
+pub use rate::PublishRate;
+use rate::Turns;
+use streams::{Reservation, Stream, Streams};
+
+/// Admits publishes to a bus.
+#[derive(Debug)]
+pub(crate) struct Admission {
+    /// Whether there is anything to keep.
+    limited: bool,
+    rate: Option<Turns>,
+    limits: Limits,
+    streams: Streams,
+}
+
+impl Admission {
+    /// Refuses limits that make no sense.
+    pub(crate) fn new(limits: Limits, rate: Option<PublishRate>) -> Result<Self> {
+        limits.validate()?;
+        if let Some(rate) = &rate {
+            rate.validate()?;
+        }
+        Ok(Self {
+            limited: rate.is_some() || !limits.is_empty(),
+            rate: rate.map(Turns::new),
+            limits,
+            streams: Streams::default(),
+        })
+    }
+
+    /// Waits until these events may be appended together, or says why they may not.
+    ///
+    /// A publish waits for its turn and for room together no longer than the longest `wait` of the
+    /// settings that apply to it. What is returned is to be held until the append is over: the
+    /// room stays reserved until then. Dropping the future is harmless.
+    pub(crate) async fn admit(&self, broker: &dyn Broker, events: &[Event]) -> Result<Admitted> {
+        let mut admitted = Admitted::default();
+        if !self.limited {
+            return Ok(admitted);
+        }
+        let demand = self.demand(events)?;
+        let start = Instant::now();
+        if let Some(rate) = &self.rate {
+            let limited = events.iter().filter(|e| !is_system(e.event_type()));
+            match limited.count() as u64 {
+                0 => {}
+                count => rate.take(count, start).await?,
+            }
+        }
+        // In the order of their names: two publishers never wait for each other's room.
+        for (event_type, (limit, count)) in demand {
+            let stream = self.streams.of(event_type, limit)?;
+            let (reservation, dropped) = stream.reserve(broker, count, start).await?;
+            admitted.held.push(reservation);
+            admitted.dropped += dropped;
+        }
+        admitted.held.iter_mut().for_each(Reservation::begin);
+        Ok(admitted)
+    }
+
+    /// How many events of each limited type there are.
+    fn demand<'a>(
+        &'a self,
+        events: &'a [Event],
+    ) -> Result<BTreeMap<&'a Arc<str>, (&'a StreamLimit, u64)>> {
+        let mut demand = BTreeMap::new();
+        for event in events {
+            if let Some(limit) = self.limits.of(event.event_type()) {
+                demand.entry(event.type_arc()).or_insert((limit, 0)).1 += 1;
+            }
+        }
+        for (event_type, (limit, count)) in &demand {
+            Stream::check(event_type, limit, *count)?;
+        }
+        Ok(demand)
+    }
+}
+
+/// Leave to append. To be held until the append is over, however it ends.
+#[derive(Debug, Default)]
+#[must_use = "the room is reserved only while this is held"]
+pub(crate) struct Admitted {
+    held: Vec<Reservation>,
+    dropped: u64,
+}
+
+impl Admitted {
+    /// How many old events were dropped to make room.
+    pub(crate) fn dropped(&self) -> u64 {
+        self.dropped
+    }
+}

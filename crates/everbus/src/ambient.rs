@@ -1,0 +1,141 @@
+//! What surrounds a publish: the correlation id, the event being handled, the trace.
+//!
+//! It belongs to the current task and is inherited by everything published in it. A task that is
+//! spawned does not inherit it by itself; wrap what it runs in [`with_correlation_id`].
+
+use std::future::Future;
+use std::sync::Arc;
+
+use everbus_core::builder::MAX_ATTRIBUTE_BYTES;
+use everbus_core::{Code, Error, Event, Inherited, Recorded, Result, TraceContext};
+
+tokio::task_local! {
+    static AMBIENT: Ambient;
+}
+
+#[derive(Clone, Default)]
+struct Ambient {
+    correlation_id: Option<Arc<str>>,
+    trace: Option<Arc<TraceContext>>,
+    /// The event being handled. It says the rest.
+    handling: Option<Arc<Recorded>>,
+}
+
+/// Runs a future in which everything that is published carries this correlation id, unless the event
+/// says otherwise itself.
+///
+/// ```
+/// use everbus::{Bus, with_correlation_id};
+/// use serde_json::json;
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> everbus::Result<()> {
+/// let bus = Bus::open("memory:").await?;
+/// let receipt = with_correlation_id("request-7", bus.publish(("user.created", json!({})))).await?;
+/// let stored = bus.log()?.get(receipt.id()).await?;
+/// assert_eq!(stored[0].event.correlation_id(), "request-7");
+/// # Ok(())
+/// # }
+/// ```
+pub fn with_correlation_id<F: Future>(
+    id: impl Into<String>,
+    future: F,
+) -> impl Future<Output = F::Output> {
+    let id: Arc<str> = id.into().into();
+    within(|ambient| ambient.correlation_id = Some(id), future)
+}
+
+/// Runs a future in which everything that is published belongs to this trace, unless the event says
+/// otherwise itself.
+pub fn with_trace<F: Future>(trace: TraceContext, future: F) -> impl Future<Output = F::Output> {
+    within(|ambient| ambient.trace = Some(Arc::new(trace)), future)
+}
+
+/// Changes what surrounds a future, from what surrounds it when it is first polled.
+async fn within<F: Future>(change: impl FnOnce(&mut Ambient), future: F) -> F::Output {
+    let mut ambient = AMBIENT.try_with(Clone::clone).unwrap_or_default();
+    change(&mut ambient);
+    AMBIENT.scope(ambient, future).await
+}
+
+/// The correlation id that surrounds this task, if there is one.
+pub fn correlation_id() -> Option<String> {
+    AMBIENT
+        .try_with(|ambient| match (&ambient.correlation_id, &ambient.handling) {
+            (Some(id), _) => Some(id.to_string()),
+            (None, Some(record)) => Some(record.event.correlation_id().into_owned()),
+            (None, None) => None,
+        })
+        .ok()
+        .flatten()
+}
+
+/// Runs the handler of an event.
+pub(crate) fn handling<F: Future>(
+    record: Arc<Recorded>,
+    future: F,
+) -> impl Future<Output = F::Output> {
+    let ambient = Ambient {
+        handling: Some(record),
+        ..Ambient::default()
+    };
+    AMBIENT.scope(ambient, future)
+}
+
+/// What an event published here and now takes over. Nothing is allocated where nothing surrounds it.
+pub(crate) fn inherit(event: Event, source: Option<&Arc<str>>) -> Result<Event> {
+    let mut inherited = AMBIENT.try_with(Ambient::inherited).unwrap_or_default();
+    if let Some(trace) = current_span_trace() {
+        inherited.trace = Some(trace);
+    }
+    let has_source = |event: &Event| event.attributes().is_some_and(|a| a.source.is_some());
+    if let Some(source) = source
+        && !has_source(&event)
+    {
+        inherited.source = Some(source.to_string());
+    }
+    if let Some(id) = &inherited.correlation_id
+        && (id.is_empty() || id.len() > MAX_ATTRIBUTE_BYTES)
+    {
+        return Err(Error::new(
+            Code::InvalidAttribute,
+            format!("the correlation id around this publish has {} bytes", id.len()),
+        )
+        .hint(format!("it has 1 to {MAX_ATTRIBUTE_BYTES} bytes")));
+    }
+    Ok(event.inheriting(inherited))
+}
+
+/// What an event takes over that the handling of another one brought about.
+pub(crate) fn caused_by(cause: &Recorded) -> Inherited {
+    let mut inherited = Inherited::default();
+    inherited.correlation_id = Some(cause.event.correlation_id().into_owned());
+    inherited.causation_id = Some(cause.event.id().to_string());
+    inherited.trace = cause.event.attributes().and_then(|a| a.trace.clone());
+    inherited
+}
+
+impl Ambient {
+    fn inherited(&self) -> Inherited {
+        let mut inherited = match &self.handling {
+            Some(cause) => caused_by(cause),
+            None => Inherited::default(),
+        };
+        if let Some(id) = &self.correlation_id {
+            inherited.correlation_id = Some(id.to_string());
+        }
+        if let Some(trace) = &self.trace {
+            inherited.trace = Some((**trace).clone());
+        }
+        inherited
+    }
+}
+
+#[cfg(not(feature = "otel"))]
+fn current_span_trace() -> Option<TraceContext> {
+    None
+}
+
+#[cfg(feature = "otel")]
+fn current_span_trace() -> Option<TraceContext> {
+    crate::otel::current()
+}

@@ -1,0 +1,48 @@
+//! The section `backpressure`: what happens when consumers cannot keep up.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::duration::LONGEST;
+use super::limits::Names;
+use super::section::{Reader, Section};
+use crate::streams::canonical;
+
+pub(super) const KEYS: &[&str] = &["max_staleness_ms", "publish_rate"];
+
+/// What is skipped, and how fast may be published.
+#[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct Backpressure {
+    /// How old an event of a stream may be and still be handled, by canonical name
+    /// (`max_staleness_ms`). Zero: it is handled however old it is.
+    pub max_staleness: BTreeMap<String, Duration>,
+    /// At most this many events per second are published by one process (`publish_rate`).
+    pub publish_rate: Option<f64>,
+}
+
+impl Backpressure {
+    /// How old an event of this type may be and still be handled; none if it is never skipped.
+    pub fn max_staleness(&self, event_type: &str) -> Option<Duration> {
+        let limit = self.max_staleness.get(&canonical(event_type)).copied();
+        limit.filter(|limit| !limit.is_zero())
+    }
+}
+
+pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Backpressure {
+    let longest = u64::try_from(LONGEST.as_millis()).unwrap_or(u64::MAX);
+    let mut backpressure = Backpressure::default();
+    let mut seen = Names::default();
+    let thresholds = section.get("max_staleness_ms");
+    for field in reader.names(thresholds, "names of streams to milliseconds") {
+        let name = seen.add(reader, &field);
+        let millis = reader.whole(Some(field), 0..=longest, "milliseconds");
+        if let (Some(name), Some(millis)) = (name, millis) {
+            let limit = Duration::from_millis(millis);
+            backpressure.max_staleness.insert(name, limit);
+        }
+    }
+    let rate = section.get("publish_rate");
+    backpressure.publish_rate = reader.number(rate, 0.001..=10_000_000.0, "events per second");
+    backpressure
+}

@@ -1,0 +1,281 @@
+//! The section `broker`: which engine, and where it is.
+
+use std::fmt;
+
+use super::problems::listed;
+use super::redact::redacted;
+use super::section::{Reader, Section, Text};
+
+pub(super) const KEYS: &[&str] = &["type", "url"];
+
+/// Which engine carries the events.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Broker {
+    /// `broker.type`, or what the scheme of the URL says.
+    pub kind: BrokerKind,
+    /// `broker.url` in the form that [`Bus::open`](crate::Bus::open) takes: with its scheme.
+    pub url: BrokerUrl,
+}
+
+/// The engines a file may name. Not every build has all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum BrokerKind {
+    /// Redis Streams.
+    Redis,
+    /// NATS JetStream.
+    Nats,
+    /// Apache Kafka.
+    Kafka,
+    /// A file of the embedded engine.
+    Sqlite,
+    /// Nothing but memory.
+    Memory,
+    /// PostgreSQL.
+    Postgres,
+}
+
+const KINDS: &[(&str, BrokerKind)] = &[
+    ("redis", BrokerKind::Redis),
+    ("nats", BrokerKind::Nats),
+    ("kafka", BrokerKind::Kafka),
+    ("sqlite", BrokerKind::Sqlite),
+    ("memory", BrokerKind::Memory),
+    ("postgres", BrokerKind::Postgres),
+];
+
+impl BrokerKind {
+    /// The word for it in the file.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Redis => "redis",
+            Self::Nats => "nats",
+            Self::Kafka => "kafka",
+            Self::Sqlite => "sqlite",
+            Self::Memory => "memory",
+            Self::Postgres => "postgres",
+        }
+    }
+
+    /// Whether this build has the engine.
+    pub fn is_available(self) -> bool {
+        matches!(self, Self::Sqlite | Self::Memory)
+    }
+
+    fn schemes(self) -> &'static [&'static str] {
+        match self {
+            Self::Redis => &["redis", "rediss"],
+            Self::Nats => &["nats", "tls"],
+            Self::Kafka => &["kafka"],
+            Self::Sqlite => &["sqlite"],
+            Self::Memory => &["memory"],
+            Self::Postgres => &["postgres", "postgresql"],
+        }
+    }
+
+    fn example(self) -> &'static str {
+        match self {
+            Self::Redis => "redis://localhost:6379",
+            Self::Nats => "nats://localhost:4222",
+            Self::Kafka => "localhost:9092 or kafka://localhost:9092",
+            Self::Sqlite => "sqlite:everbus.db",
+            Self::Memory => "memory:",
+            Self::Postgres => "postgres://localhost/events",
+        }
+    }
+}
+
+impl fmt::Display for BrokerKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// The address of a broker. It is shown without user, password and parameters.
+///
+/// ```
+/// use everbus::Config;
+/// let config = Config::parse("broker: {url: 'redis://me:secret@host:6379'}", "everbus.yaml")?;
+/// let url = config.broker.unwrap().url;
+/// assert_eq!(url.to_string(), "redis://***@host:6379");
+/// assert_eq!(url.reveal(), "redis://me:secret@host:6379");
+/// # Ok::<(), everbus::Error>(())
+/// ```
+#[derive(Clone, PartialEq, Eq)]
+pub struct BrokerUrl(String);
+
+impl BrokerUrl {
+    /// The whole address with the secrets in it, to connect with and not to show.
+    pub fn reveal(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for BrokerUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&redacted(&self.0))
+    }
+}
+
+impl fmt::Debug for BrokerUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&redacted(&self.0), f)
+    }
+}
+
+pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<Broker> {
+    let kind_field = section.get("type");
+    let wrong_kind = kind_field.is_some();
+    let kind = reader.choice(kind_field, KINDS);
+    let url = reader.text(section.get("url"), "the address of the broker");
+    let Some(url) = url else {
+        // Memory has no address; for the others it is missing, unless it was there and wrong.
+        match kind {
+            Some(BrokerKind::Memory) if section.get("url").is_none() => {
+                return Some(Broker {
+                    kind: BrokerKind::Memory,
+                    url: BrokerUrl("memory:".to_owned()),
+                });
+            }
+            Some(kind) if section.get("url").is_none() => {
+                let what = format!("{} is missing", section.path_of("url"));
+                let hint = format!(
+                    "a {kind} broker needs its address, such as {}",
+                    kind.example()
+                );
+                reader.problems.add(section.place, what, hint);
+            }
+            _ => {}
+        }
+        return None;
+    };
+    let scheme = scheme(&url.value);
+    let by_scheme = scheme.and_then(|scheme| {
+        let mut kinds = KINDS.iter().map(|(_, kind)| *kind);
+        kinds.find(|kind| kind.schemes().contains(&scheme))
+    });
+    let kind = match kind {
+        Some(kind) => kind,
+        // It was given and refused: what the address means is not known.
+        None if wrong_kind => return None,
+        None if scheme.is_none() && !url.value.trim().is_empty() => BrokerKind::Sqlite,
+        None => match by_scheme {
+            Some(kind) => kind,
+            None => {
+                let words: Vec<&str> = KINDS.iter().map(|(word, _)| *word).collect();
+                let hint = format!(
+                    "the engines are {}; a URL begins with the name of one, such as {}",
+                    listed(&words),
+                    BrokerKind::Redis.example()
+                );
+                refuse(reader, &url, "names no engine that is known", hint);
+                return None;
+            }
+        },
+    };
+    match check(kind, by_scheme, scheme, &url.value) {
+        Ok(url) => Some(Broker {
+            kind,
+            url: BrokerUrl(url),
+        }),
+        Err(what) => {
+            let hint = match url.variables.as_slice() {
+                [] => format!("write it as {}", kind.example()),
+                names => format!(
+                    "set {} so that it reads like {}",
+                    names.join(" and "),
+                    kind.example()
+                ),
+            };
+            refuse(reader, &url, &what, hint);
+            None
+        }
+    }
+}
+
+/// The address as `Bus::open` takes it, or what is wrong with it. The address is never part of that.
+fn check(
+    kind: BrokerKind,
+    by_scheme: Option<BrokerKind>,
+    scheme: Option<&str>,
+    url: &str,
+) -> Result<String, String> {
+    if url.trim().is_empty() {
+        return Err("is empty".to_owned());
+    }
+    let in_a_file_name = kind == BrokerKind::Sqlite;
+    if url
+        .chars()
+        .any(|c| c.is_control() || c == ' ' && !in_a_file_name)
+    {
+        return Err("contains a blank or a control character".to_owned());
+    }
+    if let (Some(other), Some(scheme)) = (by_scheme.filter(|other| *other != kind), scheme) {
+        return Err(format!(
+            "begins with {scheme}:, which is {other}, but type is {kind}"
+        ));
+    }
+    if by_scheme.is_none() {
+        return match kind {
+            // As the clients of Kafka write it: host:port, several with commas.
+            BrokerKind::Kafka if !url.contains(['/', '@']) => Ok(format!("kafka://{url}")),
+            BrokerKind::Sqlite if scheme.is_none() => {
+                check_file(url).map(|()| format!("sqlite:{url}"))
+            }
+            _ => {
+                let schemes = kind.schemes().join(": or ");
+                Err(format!(
+                    "does not begin with {schemes}:, but type is {kind}"
+                ))
+            }
+        };
+    }
+    let rest = url.split_once(':').map_or("", |(_, rest)| rest);
+    match kind {
+        BrokerKind::Memory if !matches!(rest, "" | "//") => {
+            return Err("has something after memory:".to_owned());
+        }
+        BrokerKind::Memory => {}
+        BrokerKind::Sqlite => check_file(rest.strip_prefix("//").unwrap_or(rest))?,
+        _ => match rest.strip_prefix("//") {
+            None => return Err("has no // after its scheme".to_owned()),
+            Some(host) if host.is_empty() || host.starts_with(['/', '?']) => {
+                return Err("names no host".to_owned());
+            }
+            Some(_) => {}
+        },
+    }
+    Ok(url.to_owned())
+}
+
+fn check_file(path: &str) -> Result<(), String> {
+    if path.is_empty() {
+        return Err("names no file".to_owned());
+    }
+    if path == ":memory:" {
+        return Err("names a database in memory, which survives nothing".to_owned());
+    }
+    if path.contains('?') {
+        return Err("has settings after a question mark, which are not read".to_owned());
+    }
+    Ok(())
+}
+
+/// What comes before the colon, if that can be a scheme: a single letter is a drive, and after a
+/// slash it is part of a path.
+fn scheme(url: &str) -> Option<&str> {
+    let (scheme, _) = url.split_once(':')?;
+    let is_scheme = scheme.len() > 1
+        && scheme.starts_with(|c: char| c.is_ascii_alphabetic())
+        && scheme
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || matches!(c, '+' | '-'));
+    (is_scheme || scheme.is_empty()).then_some(scheme)
+}
+
+/// Like any other refusal, but without the value: an address may contain a password.
+fn refuse(reader: &mut Reader<'_>, url: &Text, what: &str, hint: String) {
+    let what = format!("{} {what}", url.path);
+    reader.problems.add(url.place, what, hint);
+}

@@ -1,0 +1,386 @@
+//! The section `consumers`: who handles what, and how it copes with failure.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use everbus_core::{GroupName, Pattern, RetryPolicy, StartFrom};
+
+use super::problems::quoted;
+use super::section::{Field, Reader, Section};
+use crate::streams::canonical;
+
+pub(super) const KEYS: &[&str] = &[
+    "stream",
+    "group",
+    "criticality",
+    "circuit_breaker",
+    "retry",
+    "processing_timeout",
+    "concurrency",
+    "ordered",
+    "idempotent",
+    "start_from",
+];
+pub(super) const BREAKER_KEYS: &[&str] = &[
+    "fail_max",
+    "timeout_duration",
+    "window",
+    "failure_rate",
+    "dependency",
+];
+pub(super) const RETRY_KEYS: &[&str] = &["max_attempts", "backoff_multiplier", "backoff_max"];
+
+/// An event that fails so often never reaches the dead letters.
+const MOST_ATTEMPTS: u64 = 1_000_001;
+/// More handlers at once are a mistake.
+const MOST_AT_ONCE: u64 = 65_536;
+/// A breaker that waits for more failures than this does not break.
+const MOST_FAILURES: u64 = 1_000_000;
+
+/// One consumer: a stream, a group that reads it, and how that group copes with failure.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Consumer {
+    /// Its name in the file.
+    pub name: String,
+    /// The stream as it is written in the file.
+    pub stream: String,
+    /// The event types it wants: the canonical name of the stream, which may have wildcards.
+    pub pattern: Pattern,
+    /// The group that reads; by default it has the name of the consumer.
+    pub group: GroupName,
+    /// What happens to events while the circuit breaker is open (critical).
+    pub criticality: Criticality,
+    /// When to stop trying; none if it is `off`. There is one unless the file says otherwise.
+    pub circuit_breaker: Option<Breaker>,
+    /// When and how often a failed event is tried again; the bus's own policy if none.
+    pub retry: Option<RetryPolicy>,
+    /// How long one attempt may take; the bus's own limit if none.
+    pub processing_timeout: Option<Duration>,
+    /// How many handlers of the group run at once; the bus's own number if none.
+    pub concurrency: Option<usize>,
+    /// Whether events with the same key are handled one after another; not said if none.
+    pub ordered: Option<bool>,
+    /// Whether events that were handled before are recognised and skipped (no).
+    pub idempotent: bool,
+    /// Where a new group begins; not said if none.
+    pub start_from: Option<StartFrom>,
+}
+
+/// How much an event matters when it cannot be handled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Criticality {
+    /// It waits until the breaker closes.
+    #[default]
+    Critical,
+    /// It is dead-lettered, to be replayed later.
+    Standard,
+    /// It is skipped.
+    BestEffort,
+}
+
+const CRITICALITIES: &[(&str, Criticality)] = &[
+    ("critical", Criticality::Critical),
+    ("standard", Criticality::Standard),
+    ("best_effort", Criticality::BestEffort),
+    ("best-effort", Criticality::BestEffort),
+];
+
+/// When a circuit breaker opens, and for how long.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Breaker {
+    /// It opens after this many failures (5).
+    pub fail_max: u32,
+    /// It stays open for this long before it lets one event through as a probe (30 s).
+    pub timeout_duration: Duration,
+    /// Only failures within this time count; the breaker's own window if none.
+    pub window: Option<Duration>,
+    /// It opens only if at least this share of the attempts in the window failed, from 0 to 1.
+    pub failure_rate: Option<f64>,
+    /// What it protects; consumers that name the same dependency share one breaker. Without a name
+    /// the breaker is the group's own.
+    pub dependency: Option<String>,
+}
+
+impl Default for Breaker {
+    fn default() -> Self {
+        Self {
+            fail_max: 5,
+            timeout_duration: Duration::from_secs(30),
+            window: None,
+            failure_rate: None,
+            dependency: None,
+        }
+    }
+}
+
+pub(super) fn read(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> Vec<Consumer> {
+    let mut consumers = Vec::new();
+    let mut shared = Shared::default();
+    for field in reader.names(field, "names of consumers to their settings") {
+        let name = field.key;
+        let Some(section) = reader.section(Some(field), KEYS) else {
+            continue;
+        };
+        if let Some(consumer) = consumer(reader, name, &section) {
+            shared.check(reader, &section, &consumer);
+            consumers.push(consumer);
+        }
+    }
+    consumers
+}
+
+/// Reads all of it, so that every problem is found, and then sees whether it is whole.
+fn consumer(reader: &mut Reader<'_>, name: &str, section: &Section<'_>) -> Option<Consumer> {
+    let stream = stream(reader, section);
+    let group = group(reader, name, section);
+    let criticality = reader.choice(section.get("criticality"), CRITICALITIES);
+    let circuit_breaker = breaker(reader, section.get("circuit_breaker"));
+    let retry = retry(reader, section.get("retry"));
+    let processing_timeout = reader.duration(section.get("processing_timeout"));
+    let concurrency = section.get("concurrency");
+    let concurrency = reader.whole(concurrency, 1..=MOST_AT_ONCE, "handlers");
+    let ordered = reader.boolean(section.get("ordered"));
+    let idempotent = reader.boolean(section.get("idempotent"));
+    let start_from = start_from(reader, section);
+    let (stream, pattern) = stream?;
+    Some(Consumer {
+        name: name.to_owned(),
+        stream,
+        pattern,
+        group: group?,
+        criticality: criticality.unwrap_or_default(),
+        circuit_breaker,
+        retry,
+        processing_timeout,
+        concurrency: concurrency.and_then(|n| usize::try_from(n).ok()),
+        ordered,
+        idempotent: idempotent.unwrap_or_default(),
+        start_from,
+    })
+}
+
+fn stream(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<(String, Pattern)> {
+    let Some(field) = section.get("stream") else {
+        let what = format!("{} is missing", section.path_of("stream"));
+        let hint = "a consumer needs the stream that it reads: stream: orders:order-placed";
+        reader.problems.add(section.place, what, hint);
+        return None;
+    };
+    let text = reader.text(Some(field), "the name of a stream")?;
+    match Pattern::new(&canonical(&text.value)) {
+        Ok(pattern) => Some((text.value, pattern)),
+        Err(error) => {
+            let hint = error.hint_text().unwrap_or("name a stream").to_owned();
+            reader.refuse(&text, "which is not the name of a stream", hint);
+            None
+        }
+    }
+}
+
+/// The group has the name of the consumer unless it has its own.
+fn group(reader: &mut Reader<'_>, name: &str, section: &Section<'_>) -> Option<GroupName> {
+    let hint = "a group is named with 1 to 128 printable characters";
+    let Some(field) = section.get("group") else {
+        let group = GroupName::new(name);
+        if group.is_err() {
+            let what = format!(
+                "the consumer {} cannot be the name of a group",
+                quoted(name)
+            );
+            reader.problems.add(section.place, what, hint);
+        }
+        return group.ok();
+    };
+    let text = reader.text(Some(field), "the name of a group")?;
+    let group = GroupName::new(&text.value);
+    if group.is_err() {
+        reader.refuse(&text, "which cannot be the name of a group", hint);
+    }
+    group.ok()
+}
+
+/// The resilience stack of the specification always has a breaker, so one that is not mentioned has
+/// its defaults; only `off` takes it away.
+fn breaker(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> Option<Breaker> {
+    if field
+        .as_ref()
+        .is_some_and(|field| field.node.is_word(&["off", "false"]))
+    {
+        return None;
+    }
+    let defaults = Breaker::default();
+    let Some(section) = reader.section(field, BREAKER_KEYS) else {
+        return Some(defaults);
+    };
+    let fail_max = reader.whole(section.get("fail_max"), 1..=MOST_FAILURES, "failures");
+    let timeout = reader.duration(section.get("timeout_duration"));
+    let rate = section.get("failure_rate");
+    let dependency = reader.text(section.get("dependency"), "the name of a dependency");
+    let dependency = dependency.and_then(|text| {
+        let bad = text.value.trim().is_empty() || text.value.chars().any(char::is_control);
+        if bad {
+            reader.refuse(
+                &text,
+                "which is not a name",
+                "name what the handler depends on",
+            );
+        }
+        (!bad).then_some(text.value)
+    });
+    Some(Breaker {
+        fail_max: fail_max
+            .and_then(|n| u32::try_from(n).ok())
+            .unwrap_or(defaults.fail_max),
+        timeout_duration: timeout.unwrap_or(defaults.timeout_duration),
+        window: reader.duration(section.get("window")),
+        failure_rate: reader.number(rate, 0.001..=1.0, "a share of the attempts"),
+        dependency,
+    })
+}
+
+/// The keys are those of the specification: all attempts are counted, the "multiplier" is the first
+/// wait, and waits double.
+fn retry(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> Option<RetryPolicy> {
+    let section = reader.section(field, RETRY_KEYS)?;
+    let before = reader.problems.total;
+    let mut policy = RetryPolicy::default().multiplier(2.0);
+    let attempts = section.get("max_attempts");
+    let attempts = reader.whole(attempts, 1..=MOST_ATTEMPTS, "attempts, the first included");
+    if let Some(attempts) = attempts.and_then(|n| u32::try_from(n).ok()) {
+        policy = policy.max_retries(attempts.saturating_sub(1));
+    }
+    if let Some(first) = reader.duration(section.get("backoff_multiplier")) {
+        policy = policy.base_delay(first);
+    }
+    if let Some(longest) = reader.duration(section.get("backoff_max")) {
+        policy = policy.max_delay(longest);
+    }
+    if reader.problems.total == before
+        && let Err(error) = policy.validate()
+    {
+        let what = format!("{}: {}", section.path(), error.message());
+        let hint = "backoff_multiplier is the first wait, backoff_max the longest (30 s if it is \
+                    not given)";
+        reader.problems.add(section.place, what, hint);
+    }
+    Some(policy)
+}
+
+fn start_from(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<StartFrom> {
+    let wanted = "new, first, last, or a time such as 2026-01-31T12:00:00Z";
+    let text = reader.text(section.get("start_from"), wanted)?;
+    match text.value.as_str() {
+        "new" => Some(StartFrom::New),
+        "first" => Some(StartFrom::First),
+        "last" => Some(StartFrom::Last),
+        time => {
+            let time = time.parse().ok().map(StartFrom::Time);
+            if time.is_none() {
+                reader.refuse(
+                    &text,
+                    "which is no place to start",
+                    format!("write {wanted}"),
+                );
+            }
+            time
+        }
+    }
+}
+
+/// What consumers have in common and must agree on: the settings of a group and of a breaker. Names of
+/// groups and streams may come from variables, so problems point at lines instead of quoting them.
+#[derive(Default)]
+struct Shared {
+    handlers: BTreeMap<(String, String), (String, usize)>,
+    groups: BTreeMap<String, Vec<(&'static str, String, usize)>>,
+    breakers: BTreeMap<(&'static str, String), (Option<Breaker>, usize)>,
+}
+
+impl Shared {
+    fn check(&mut self, reader: &mut Reader<'_>, section: &Section<'_>, consumer: &Consumer) {
+        let group = consumer.group.as_str();
+        let at = |key: &str| {
+            section
+                .get(key)
+                .map_or(section.place, |field| field.key_place)
+        };
+        let line = section.place.line;
+
+        let handler = (group.to_owned(), consumer.pattern.as_str().to_owned());
+        match self.handlers.get(&handler) {
+            Some((other, line)) => {
+                let what = format!(
+                    "{} reads the same stream as the same group as {} on line {line}",
+                    section.path(),
+                    quoted(other)
+                );
+                let hint = "one handler of a group is registered twice: remove one, or give it a \
+                            group of its own";
+                reader.problems.add(at("stream"), what, hint);
+            }
+            None => {
+                self.handlers.insert(handler, (consumer.name.clone(), line));
+            }
+        }
+
+        let said = [
+            ("concurrency", consumer.concurrency.map(|n| n.to_string())),
+            (
+                "ordered",
+                consumer.ordered.map(|ordered| ordered.to_string()),
+            ),
+            ("start_from", consumer.start_from.map(shown)),
+        ];
+        for (key, value) in said {
+            let Some(value) = value else { continue };
+            let place = at(key);
+            let known = self.groups.entry(group.to_owned()).or_default();
+            match known.iter().find(|(other, _, _)| *other == key) {
+                Some((_, other, line)) if *other != value => {
+                    let what = format!("{} contradicts line {line}", section.path_of(key));
+                    let hint =
+                        "consumers of one group share it: say it once, or the same each time";
+                    reader.problems.add(place, what, hint);
+                }
+                Some(_) => {}
+                None => known.push((key, value, place.line)),
+            }
+        }
+
+        let dependency = consumer.circuit_breaker.as_ref();
+        let dependency = dependency.and_then(|breaker| breaker.dependency.as_deref());
+        let key = match dependency {
+            Some(dependency) => ("dependency", dependency.to_owned()),
+            None => ("group", group.to_owned()),
+        };
+        let place = at("circuit_breaker");
+        match self.breakers.get(&key) {
+            Some((other, line)) if *other != consumer.circuit_breaker => {
+                let what = format!(
+                    "{} differs from line {line}, but both are the breaker of one {}",
+                    section.path_of("circuit_breaker"),
+                    key.0
+                );
+                let hint = "make them equal, or name a dependency of its own for each";
+                reader.problems.add(place, what, hint);
+            }
+            Some(_) => {}
+            None => {
+                let breaker = consumer.circuit_breaker.clone();
+                self.breakers.insert(key, (breaker, place.line));
+            }
+        }
+    }
+}
+
+fn shown(start: StartFrom) -> String {
+    match start {
+        StartFrom::New => "new".to_owned(),
+        StartFrom::First => "first".to_owned(),
+        StartFrom::Last => "last".to_owned(),
+        StartFrom::Time(time) => time.to_string(),
+    }
+}

@@ -1,0 +1,244 @@
+//! The configuration file `everbus.yaml`: the file of the framework specification, read strictly.
+//!
+//! ```
+//! use std::time::Duration;
+//! use everbus::Config;
+//! let config = Config::parse(
+//!     "
+//! broker:
+//!   type: sqlite
+//!   url: shop.db
+//! consumers:
+//!   notification-service:
+//!     stream: orders:order-placed
+//!     processing_timeout: 30
+//! ",
+//!     "everbus.yaml",
+//! )?;
+//! assert_eq!(config.broker_url().as_deref(), Some("sqlite:shop.db"));
+//! let consumer = &config.consumers[0];
+//! assert_eq!(consumer.pattern.as_str(), "orders.order.placed");
+//! assert_eq!(consumer.processing_timeout, Some(Duration::from_secs(30)));
+//! # Ok::<(), everbus::Error>(())
+//! ```
+//!
+//! Reading gives plain data. What is wrong is an `InvalidConfig` error that lists every problem of the
+//! file with its line and column; [`Problems::of`] gives them one by one. The book's chapter on
+//! configuration lists all keys.
+
+mod backpressure;
+mod broker;
+mod consumers;
+mod duration;
+mod expand;
+mod limits;
+mod problems;
+mod redact;
+mod section;
+mod yaml;
+
+use std::fs::File;
+use std::io::Read as _;
+use std::path::Path;
+
+use everbus_core::Result;
+
+pub use backpressure::Backpressure;
+pub use broker::{Broker, BrokerKind, BrokerUrl};
+pub use consumers::{Breaker, Consumer, Criticality};
+pub use limits::{OnFull, StreamLimit, Streams};
+pub use problems::{Problem, Problems};
+pub use redact::redacted;
+
+use expand::{Lookup, environment};
+use problems::Place;
+use section::Reader;
+
+/// Nobody writes a larger one by hand.
+const LARGEST_FILE: u64 = 1024 * 1024;
+
+const KEYS: &[&str] = &["broker", "streams", "consumers", "backpressure"];
+
+/// Where each key belongs.
+const SECTIONS: &[(&str, &[&str])] = &[
+    ("the top of the file", KEYS),
+    ("broker", broker::KEYS),
+    ("streams", limits::KEYS),
+    ("streams.overrides.NAME", limits::OVERRIDE_KEYS),
+    ("consumers.NAME", consumers::KEYS),
+    ("consumers.NAME.circuit_breaker", consumers::BREAKER_KEYS),
+    ("consumers.NAME.retry", consumers::RETRY_KEYS),
+    ("backpressure", backpressure::KEYS),
+];
+
+/// What a configuration file says.
+#[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct Config {
+    /// The engine, if the file names one.
+    pub broker: Option<Broker>,
+    /// How long streams may become.
+    pub streams: Streams,
+    /// The consumers, in the order of the file.
+    pub consumers: Vec<Consumer>,
+    /// What is skipped, and how fast may be published.
+    pub backpressure: Backpressure,
+}
+
+impl Config {
+    /// Reads a file. Variables come from the environment of this process.
+    ///
+    /// A file over 1 MiB is refused before it is read.
+    pub fn load(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let mut problems = Problems::new(&path.to_string_lossy());
+        let Some(text) = read_file(path, &mut problems) else {
+            return Err(problems.into_error());
+        };
+        read_text(&text, problems, &environment)
+    }
+
+    /// Reads a text. `file` is the name to show in errors; variables come from the environment.
+    pub fn parse(text: &str, file: &str) -> Result<Self> {
+        read_text(text, Problems::new(file), &environment)
+    }
+
+    /// Reads a text with variables of one's own.
+    ///
+    /// ```
+    /// use everbus::Config;
+    /// let variables = |name: &str| (name == "FILE").then(|| "shop.db".to_owned());
+    /// let config = Config::parse_with("broker: {url: 'sqlite:${FILE}'}", "everbus.yaml", variables)?;
+    /// assert_eq!(config.broker_url().as_deref(), Some("sqlite:shop.db"));
+    /// # Ok::<(), everbus::Error>(())
+    /// ```
+    pub fn parse_with(
+        text: &str,
+        file: &str,
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self> {
+        read_text(text, Problems::new(file), &|name| Ok(variable(name)))
+    }
+
+    /// The URL that [`Bus::open`](crate::Bus::open) takes, with the secrets that are in it.
+    pub fn broker_url(&self) -> Option<String> {
+        let broker = self.broker.as_ref()?;
+        Some(broker.url.reveal().to_owned())
+    }
+}
+
+/// The text of a file, if it is one.
+fn read_file(path: &Path, problems: &mut Problems) -> Option<String> {
+    let unreadable = |problems: &mut Problems, error: &std::io::Error| {
+        if error.kind() == std::io::ErrorKind::NotFound {
+            let hint = "create it, or name another one";
+            problems.add_to_file("there is no such file", hint);
+        } else {
+            let what = format!("the file cannot be read: {error}");
+            problems.add_to_file(what, "look at its permissions");
+        }
+    };
+    let opened = File::open(path).and_then(|file| Ok((file.metadata()?, file)));
+    let (metadata, file) = match opened {
+        Ok(opened) => opened,
+        Err(error) => {
+            unreadable(problems, &error);
+            return None;
+        }
+    };
+    if metadata.is_dir() {
+        let hint = "name a file in it, such as everbus.yaml";
+        problems.add_to_file("this is a directory", hint);
+        return None;
+    }
+    let mut bytes = Vec::new();
+    // A pipe does not know how much will come, so the size is limited here too.
+    if metadata.len() <= LARGEST_FILE
+        && let Err(error) = file.take(LARGEST_FILE + 1).read_to_end(&mut bytes)
+    {
+        unreadable(problems, &error);
+        return None;
+    }
+    if metadata.len().max(bytes.len() as u64) > LARGEST_FILE {
+        too_large(problems);
+        return None;
+    }
+    match String::from_utf8(bytes) {
+        Ok(text) => Some(text),
+        Err(error) => {
+            let valid = error.utf8_error().valid_up_to();
+            let before = String::from_utf8_lossy(&error.as_bytes()[..valid]).into_owned();
+            not_text(problems, &before, "a byte that is not UTF-8");
+            None
+        }
+    }
+}
+
+fn too_large(problems: &mut Problems) {
+    problems.add_to_file(
+        "the file is larger than 1 MiB",
+        "a configuration has a few kilobytes; is this the right file?",
+    );
+}
+
+fn not_text(problems: &mut Problems, before: &str, what: &str) {
+    let line = before.matches('\n').count() + 1;
+    let start = before.rfind('\n').map_or(0, |at| at + 1);
+    let column = before[start..].chars().count() + 1;
+    let what = format!("this is not a text: there is {what}");
+    let hint = "a configuration is YAML in UTF-8; is this the right file?";
+    problems.add(Place { line, column }, what, hint);
+}
+
+fn read_text(text: &str, mut problems: Problems, lookup: &Lookup<'_>) -> Result<Config> {
+    if text.len() as u64 > LARGEST_FILE {
+        too_large(&mut problems);
+        return Err(problems.into_error());
+    }
+    if let Some(at) = text.find('\0') {
+        not_text(&mut problems, &text[..at], "a NUL byte");
+        return Err(problems.into_error());
+    }
+    let root = yaml::parse(text, &mut problems);
+    let Some(root) = root.filter(|root| !root.is_null()) else {
+        if problems.total == 0 {
+            let what = if text.trim_start_matches('\u{feff}').trim().is_empty() {
+                "the file is empty"
+            } else {
+                "the file says nothing: it has only comments"
+            };
+            let hint = "write at least the section broker, or use no file at all";
+            problems.add_to_file(what, hint);
+        }
+        return Err(problems.into_error());
+    };
+    let mut reader = Reader {
+        problems,
+        lookup,
+        sections: SECTIONS,
+    };
+    let config = reader
+        .root(&root, KEYS)
+        .map(|top| config(&mut reader, &top))
+        .unwrap_or_default();
+    if reader.problems.total > 0 {
+        return Err(reader.problems.into_error());
+    }
+    Ok(config)
+}
+
+fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
+    let broker = reader.section(top.get("broker"), broker::KEYS);
+    let streams = reader.section(top.get("streams"), limits::KEYS);
+    let backpressure = reader.section(top.get("backpressure"), backpressure::KEYS);
+    Config {
+        broker: broker.and_then(|section| broker::read(reader, &section)),
+        streams: streams
+            .map(|section| limits::read(reader, &section))
+            .unwrap_or_default(),
+        consumers: consumers::read(reader, top.get("consumers")),
+        backpressure: backpressure
+            .map(|section| backpressure::read(reader, &section))
+            .unwrap_or_default(),
+    }
+}

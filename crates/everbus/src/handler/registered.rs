@@ -1,0 +1,97 @@
+//! A handler as it is registered: the user's function with the settings of its subscription.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use everbus_core::{BoxFuture, Pattern, RetryPolicy};
+
+use super::HandlerOutcome;
+use crate::breaker::{Breaker, Criticality};
+use crate::extract::States;
+use crate::guard;
+use crate::message::Message;
+use crate::schema::Schema;
+use crate::subscribe::SubscriptionId;
+use crate::upcast::Upcasts;
+
+/// The user's function, with the layers around it.
+pub(crate) type Run = Box<dyn Fn(Message) -> BoxFuture<'static, HandlerOutcome> + Send + Sync>;
+
+/// What a handler has beside its function.
+#[derive(Clone, Default)]
+pub(crate) struct Traits {
+    pub(crate) states: Arc<States>,
+    pub(crate) upcasts: Arc<Upcasts>,
+    /// A schema of the subscription's own.
+    pub(crate) schema: Option<Arc<Schema>>,
+    /// Older events are skipped.
+    pub(crate) max_staleness: Option<Duration>,
+    pub(crate) breaker: Option<Breaker>,
+    pub(crate) criticality: Criticality,
+    /// What was handled is remembered in the inbox and not handled again.
+    pub(crate) idempotent: bool,
+}
+
+/// A registered handler with the settings of its subscription.
+pub(crate) struct Registered {
+    pub(crate) id: SubscriptionId,
+    pub(crate) name: String,
+    pub(crate) pattern: Pattern,
+    pub(crate) retry: RetryPolicy,
+    pub(crate) timeout: Duration,
+    pub(crate) traits: Traits,
+    run: Run,
+    removed: AtomicBool,
+}
+
+impl Registered {
+    pub(crate) fn new(
+        id: SubscriptionId,
+        name: String,
+        pattern: Pattern,
+        retry: RetryPolicy,
+        timeout: Duration,
+        traits: Traits,
+        run: Run,
+    ) -> Self {
+        Self {
+            id,
+            name,
+            pattern,
+            retry,
+            timeout,
+            traits,
+            run,
+            removed: AtomicBool::new(false),
+        }
+    }
+
+    pub(crate) fn call(&self, message: Message) -> BoxFuture<'static, HandlerOutcome> {
+        (self.run)(message)
+    }
+
+    /// Deliveries that are queued with this handler will not call it any more.
+    pub(crate) fn remove(&self) {
+        self.removed.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_removed(&self) -> bool {
+        self.removed.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Registered {
+    /// Whoever happens to be the last to hold it must not die of what the user's function does when
+    /// it is dropped.
+    fn drop(&mut self) {
+        let nothing: Run = Box::new(|_| Box::pin(std::future::pending()));
+        let run = std::mem::replace(&mut self.run, nothing);
+        if let Err(error) = guard::contain(|| drop(run)) {
+            let handler = self.name.as_str();
+            guard::log(|| {
+                tracing::error!(target: "everbus::dispatch", handler, error, "a handler panicked while it was dropped");
+            });
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! From a failure to a verdict, with a line in the log for every failed attempt.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{Clock, Failure, FailureKind, GroupName, Recorded, RetryPolicy, Verdict};
+
+use super::{Counted, Judged, millis, skipped_as};
+use crate::guard;
+use crate::handler::{Answer, HandlerError, Registered};
+use crate::stats::Skip;
+
+/// An attempt to be judged.
+pub(super) struct Judge<'a> {
+    pub(super) group: &'a GroupName,
+    pub(super) clock: &'a dyn Clock,
+    pub(super) record: &'a Recorded,
+    pub(super) attempt: u32,
+}
+
+/// An attempt that may still be judged after its handler is done: the engine may refuse the events or
+/// the effect it came up with.
+#[derive(Clone)]
+pub(crate) struct Case {
+    pub(crate) handler: Arc<Registered>,
+    pub(crate) record: Arc<Recorded>,
+    pub(crate) attempt: u32,
+}
+
+impl Case {
+    /// The engine refused; what is to happen instead.
+    pub(crate) fn refused(
+        &self,
+        group: &GroupName,
+        clock: &dyn Clock,
+        error: HandlerError,
+    ) -> (Verdict, Counted) {
+        let judge = Judge {
+            group,
+            clock,
+            record: &self.record,
+            attempt: self.attempt,
+        };
+        let judged = judge.failed(&self.handler, Some(&self.handler.name), error);
+        (judged.verdict, judged.counted)
+    }
+}
+
+impl Judge<'_> {
+    /// A handler failed, or skips the event.
+    pub(super) fn failed(
+        &self,
+        handler: &Registered,
+        name: Option<&str>,
+        error: HandlerError,
+    ) -> Judged {
+        let policy = &handler.retry;
+        let (text, kind, answer) = error.into_parts();
+        let policy_says = || policy.after_failure(self.attempt, random());
+        let delay = match answer {
+            Answer::Skip => return skipped_as(text, Skip::Handler),
+            Answer::GiveUp => None,
+            Answer::Retry => policy_says(),
+            Answer::RetryAfter(after) => policy_says().map(|_| after),
+        };
+        self.report(name, policy, self.attempt, delay, &text);
+        let mut failure = Failure::new(self.attempt, self.clock.now(), kind, text);
+        failure.handler = name.map(str::to_owned);
+        Judged {
+            counted: Counted::Failed {
+                retried: delay.is_some(),
+            },
+            verdict: match delay {
+                Some(after) => Verdict::Retry { after, failure },
+                None => Verdict::Dead {
+                    failure: Some(failure),
+                },
+            },
+        }
+    }
+
+    /// The breaker of a standard handler is open: the event waits in the dead letters.
+    pub(super) fn rejected(&self, handler: &Registered, dependency: &str) -> Judged {
+        let text = format!("the circuit breaker of {dependency:?} was open; the handler did not run");
+        let mut failure =
+            Failure::new(self.attempt, self.clock.now(), FailureKind::Rejected, text);
+        failure.handler = Some(handler.name.clone());
+        Judged {
+            verdict: Verdict::Dead {
+                failure: Some(failure),
+            },
+            counted: Counted::Rejected,
+        }
+    }
+
+    /// The last attempt ended with its process or its lease, so nobody was there to log it: that is
+    /// done here, when the event comes again.
+    ///
+    /// If that used up the attempts, with no other event in flight that could be to blame, it is not
+    /// tried again: the failures already recorded say why. In every other case it runs once more and its
+    /// own outcome decides: another event may have been the culprit, or the policy was tightened
+    /// meanwhile.
+    pub(super) fn after_crash(&self, handler: &Registered, crash: &Failure) -> Option<Judged> {
+        let policy = &handler.retry;
+        let used_up = crash.alone && self.attempt > policy.max_attempts();
+        let delay = (!used_up).then_some(Duration::ZERO);
+        self.report(None, policy, crash.attempt, delay, &crash.error);
+        used_up.then_some(Judged {
+            verdict: Verdict::Dead { failure: None },
+            counted: Counted::Failed { retried: false },
+        })
+    }
+
+    /// The structured log entry of a failed attempt, the last included.
+    fn report(
+        &self,
+        handler: Option<&str>,
+        policy: &RetryPolicy,
+        attempt: u32,
+        delay: Option<Duration>,
+        error: &str,
+    ) {
+        let (event, group) = (&self.record.event, self.group);
+        let max_attempts = policy.max_attempts();
+        guard::log(|| match delay {
+            Some(delay) => tracing::warn!(
+                target: "everbus::dispatch",
+                event_id = %event.id(),
+                event_type = event.event_type(),
+                %group,
+                handler,
+                attempt,
+                max_attempts,
+                delay_ms = millis(delay),
+                error,
+                dead_lettered = false,
+                "an attempt failed and will be repeated"
+            ),
+            None => tracing::error!(
+                target: "everbus::dispatch",
+                event_id = %event.id(),
+                event_type = event.event_type(),
+                %group,
+                handler,
+                attempt,
+                max_attempts,
+                error,
+                dead_lettered = true,
+                "the last attempt failed"
+            ),
+        });
+    }
+}
+
+/// Between 0 and 1, for the jitter of a retry.
+fn random() -> f64 {
+    // The lower 48 bits of a version 4 UUID are random.
+    let bits = uuid::Uuid::new_v4().as_u128() & 0xffff_ffff_ffff;
+    bits as f64 / (1u64 << 48) as f64
+}

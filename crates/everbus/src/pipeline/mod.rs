@@ -1,0 +1,420 @@
+//! What happens to one delivery between the queue and its settlement.
+//!
+//! The order of the layers is fixed here and nowhere else:
+//!
+//! ```text
+//! trace + log + metrics → inbox → staleness → circuit breaker → timeout → user layers → handler → settle
+//! ```
+//!
+//! [`deliver`] goes through it once per delivery. The inbox is asked when deliveries are fetched, for a
+//! whole batch at once; its answer comes with the delivery. Metrics are counted when the outcome is
+//! durable.
+
+mod attempt;
+mod follow_ups;
+mod judge;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{Delivery, Effect, Event, FailureKind, GroupName, Settlement, Verdict};
+use tokio::time::Instant;
+use tracing::Instrument;
+
+use crate::breaker::{Criticality, Ticket};
+use crate::bus::Shared;
+use crate::dispatch::Route;
+use crate::guard;
+use crate::handler::{HandlerError, Registered};
+use crate::message::Message;
+use crate::outcome::Outcome;
+use crate::stats::Skip;
+
+pub(crate) use judge::Case;
+use judge::Judge;
+
+/// What the pipeline works with, the same for all deliveries of a group.
+pub(crate) struct Pipeline {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) group: GroupName,
+}
+
+/// What became of a delivery: what is to be made durable, and what is counted once it is.
+pub(crate) struct Finished {
+    pub(crate) settlement: Settlement,
+    pub(crate) counted: Counted,
+    pub(crate) received_at: everbus_core::Timestamp,
+    pub(crate) route: Arc<Route>,
+    /// Who decides if the engine refuses what the handler came up with.
+    pub(crate) case: Option<Box<Case>>,
+}
+
+impl Finished {
+    /// The same once more.
+    pub(crate) fn again(&self) -> Finished {
+        Finished {
+            settlement: self.settlement.clone(),
+            counted: self.counted,
+            received_at: self.received_at,
+            route: self.route.clone(),
+            case: self.case.clone(),
+        }
+    }
+}
+
+/// How a delivery is counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Counted {
+    Handled { took: Duration },
+    AlreadyHandled,
+    Skipped(Skip),
+    Failed { retried: bool },
+    /// Dead-lettered without an attempt, by an open breaker.
+    Rejected,
+    /// Given back.
+    Nothing,
+}
+
+/// A verdict and how it is counted.
+struct Judged {
+    verdict: Verdict,
+    counted: Counted,
+}
+
+impl Judged {
+    fn released(after: Duration) -> Self {
+        Self {
+            verdict: Verdict::Release { after },
+            counted: Counted::Nothing,
+        }
+    }
+}
+
+/// A delivery that went through, with what the handlers came up with.
+struct Done {
+    judged: Judged,
+    events: Vec<Event>,
+    effect: Option<Effect>,
+    /// The handler whose events or effect these are, or the last of them.
+    author: Option<Arc<Registered>>,
+}
+
+impl From<Judged> for Done {
+    fn from(judged: Judged) -> Self {
+        Self {
+            judged,
+            events: Vec::new(),
+            effect: None,
+            author: None,
+        }
+    }
+}
+
+impl Pipeline {
+    /// Takes one delivery through all layers. Whatever panics on the way is a failure of the attempt.
+    pub(crate) async fn deliver(
+        &self,
+        delivery: Delivery,
+        route: Arc<Route>,
+        already_handled: bool,
+    ) -> Finished {
+        let span = crate::trace::span(&self.group, &delivery);
+        let run = guard::contained(self.run(&delivery, &route, already_handled));
+        let result = if span.is_disabled() {
+            run.await
+        } else {
+            run.instrument(span).await
+        };
+        let done = result.unwrap_or_else(|said| match most_patient(&route.handlers) {
+            Some(handler) => self
+                .judge(&delivery)
+                .failed(handler, None, HandlerError::panicked(&said))
+                .into(),
+            None => Judged::released(Duration::ZERO).into(),
+        });
+        let acked = done.judged.verdict == Verdict::Ack;
+        let mut settlement = Settlement::new(delivery.lease, done.judged.verdict);
+        if acked {
+            settlement.inbox = route.idempotent && done.judged.counted != Counted::AlreadyHandled;
+            settlement.follow_ups = done.events;
+            settlement.effect = done.effect;
+        }
+        let case = done.author.map(|handler| {
+            Box::new(Case {
+                handler,
+                record: delivery.record.clone(),
+                attempt: delivery.attempt,
+            })
+        });
+        Finished {
+            settlement,
+            counted: done.judged.counted,
+            received_at: delivery.record.received_at,
+            route,
+            case,
+        }
+    }
+
+    fn judge<'a>(&'a self, delivery: &'a Delivery) -> Judge<'a> {
+        Judge {
+            group: &self.group,
+            clock: &*self.shared.options.clock,
+            record: &delivery.record,
+            attempt: delivery.attempt,
+        }
+    }
+
+    /// Everything between the span and the settlement.
+    async fn run(&self, delivery: &Delivery, route: &Route, already_handled: bool) -> Done {
+        let judge = self.judge(delivery);
+        if let Some(crash) = delivery.failures.last()
+            && crash.kind == FailureKind::Crash
+            && let Some(handler) = most_patient(&route.handlers)
+            && let Some(judged) = judge.after_crash(handler, crash)
+        {
+            return judged.into();
+        }
+        if already_handled {
+            return self.found_in_inbox(delivery).into();
+        }
+        if !route.guarded {
+            return self.run_handlers(delivery, route, |_| Some(None)).await;
+        }
+        let mut passes = match self.admit(delivery, route) {
+            Ok(passes) => passes,
+            Err(judged) => return judged.into(),
+        };
+        let skipped = passes.iter().find_map(|pass| match pass {
+            Pass::Skip(reason, skip) => Some((*reason, *skip)),
+            Pass::Run(_) => None,
+        });
+        let done = self
+            .run_handlers(delivery, route, |index| match passes.get_mut(index) {
+                Some(Pass::Run(ticket)) => Some(ticket.take()),
+                _ => None,
+            })
+            .await;
+        match (done.judged.counted, skipped) {
+            // Nobody ran: it was skipped, if there was somebody to skip it.
+            (Counted::Nothing, Some((reason, skip))) => skipped_as(reason, skip).into(),
+            _ => done,
+        }
+    }
+
+    fn found_in_inbox(&self, delivery: &Delivery) -> Judged {
+        let event = &delivery.record.event;
+        guard::log(|| {
+            tracing::info!(
+                target: "everbus::dispatch",
+                event_id = %event.id(),
+                event_type = event.event_type(),
+                group = %self.group,
+                "already handled by this group; not handled again"
+            );
+        });
+        Judged {
+            verdict: Verdict::Ack,
+            counted: Counted::AlreadyHandled,
+        }
+    }
+
+    /// Staleness, then the breaker, for every handler before the first one runs: an event whose third
+    /// handler may not run must not have run the first two.
+    fn admit(&self, delivery: &Delivery, route: &Route) -> Result<Vec<Pass>, Judged> {
+        let mut passes = Vec::with_capacity(route.handlers.len());
+        for handler in &route.handlers {
+            if handler.is_removed() {
+                passes.push(Pass::Run(None));
+                continue;
+            }
+            let stale = self.is_stale(delivery, handler, route);
+            passes.push(match &handler.traits.breaker {
+                _ if stale => Pass::Skip("stale", Skip::Stale),
+                None => Pass::Run(None),
+                Some(breaker) => match breaker.try_begin() {
+                    Ok(ticket) => Pass::Run(Some(ticket)),
+                    Err(rejected) => self.rejected(delivery, handler, rejected.retry_in)?,
+                },
+            });
+        }
+        Ok(passes)
+    }
+
+    fn is_stale(&self, delivery: &Delivery, handler: &Registered, route: &Route) -> bool {
+        let most = handler.traits.max_staleness.or(route.max_staleness);
+        let Some(most) = most.filter(|most| !most.is_zero()) else {
+            return false;
+        };
+        let event = &delivery.record.event;
+        let age = self.shared.options.clock.now().since(event.occurred_at());
+        let stale = age > most && !event.metadata().contains_key(REPLAY_OF);
+        if stale {
+            guard::log(|| {
+                tracing::warn!(
+                    target: "everbus::dispatch",
+                    event_id = %event.id(),
+                    event_type = event.event_type(),
+                    group = %self.group,
+                    handler = handler.name,
+                    event_age_ms = millis(age),
+                    max_staleness_ms = millis(most),
+                    reason = "stale",
+                    "skipping a stale event"
+                );
+            });
+        }
+        stale
+    }
+
+    /// The breaker is open; the criticality decides. No attempt is made and none is counted.
+    fn rejected(
+        &self,
+        delivery: &Delivery,
+        handler: &Registered,
+        retry_in: Duration,
+    ) -> Result<Pass, Judged> {
+        let event = &delivery.record.event;
+        let dependency = handler.traits.breaker.as_ref().map_or("", |b| b.name());
+        let criticality = handler.traits.criticality;
+        guard::log(|| {
+            tracing::warn!(
+                target: "everbus::dispatch",
+                resilience_event = "circuit_breaker_rejected",
+                dependency,
+                event_id = %event.id(),
+                event_type = event.event_type(),
+                group = %self.group,
+                handler = handler.name,
+                %criticality,
+                "the circuit breaker is open; the event cannot be processed"
+            );
+        });
+        match criticality {
+            Criticality::BestEffort => Ok(Pass::Skip(
+                "the circuit breaker was open (best effort)",
+                Skip::BestEffort,
+            )),
+            Criticality::Standard => Err(self.judge(delivery).rejected(handler, dependency)),
+            Criticality::Critical => Err(Judged::released(retry_in)),
+        }
+    }
+
+    /// Runs the handlers one after another. The first failure ends the attempt, and the policy of the
+    /// handler that failed decides. A handler that skips does not keep the others from running; the
+    /// event counts as skipped if no handler handled it.
+    async fn run_handlers(
+        &self,
+        delivery: &Delivery,
+        route: &Route,
+        mut pass: impl FnMut(usize) -> Option<Option<Ticket>>,
+    ) -> Done {
+        let mut outcome = Outcome::default();
+        let mut author = None;
+        let mut handled = false;
+        let mut skipped = None;
+        let started = Instant::now();
+        for (index, handler) in route.handlers.iter().enumerate() {
+            if handler.is_removed() {
+                continue;
+            }
+            let Some(ticket) = pass(index) else { continue };
+            let began = if index == 0 { started } else { Instant::now() };
+            let message = Message::new(delivery, &self.group, handler, began);
+            let result = match route.check(&delivery.record.event, handler) {
+                Ok(()) => attempt::attempt(handler, &message).await,
+                Err(error) => Err(error.into()),
+            };
+            let result = result.and_then(|outcome| {
+                follow_ups::complete(&self.shared, &message, outcome)
+            });
+            if let Some(ticket) = ticket {
+                self.tell_breaker(handler, ticket, &result);
+            }
+            match result {
+                Ok(part) => {
+                    handled = true;
+                    if !part.events.is_empty() || part.effect.is_some() {
+                        author = Some(handler.clone());
+                        outcome.join(part);
+                    }
+                }
+                Err(error) => {
+                    let judged = self.judge(delivery).failed(handler, Some(&handler.name), error);
+                    match judged.verdict {
+                        Verdict::Skip { reason } => skipped = skipped.or(Some(reason)),
+                        _ => return judged.into(),
+                    }
+                }
+            }
+        }
+        let judged = match skipped {
+            _ if handled => Judged {
+                verdict: Verdict::Ack,
+                counted: Counted::Handled {
+                    took: started.elapsed(),
+                },
+            },
+            Some(reason) => skipped_as(reason, Skip::Handler),
+            // Every handler it was queued for has been unsubscribed since, or was not let through.
+            None => Judged::released(Duration::ZERO),
+        };
+        Done {
+            judged,
+            events: outcome.events,
+            effect: outcome.effect,
+            author,
+        }
+    }
+
+    /// Every failed attempt counts once. What never reached the dependency says nothing about it: an
+    /// event that cannot be read, and a handler that leaves the event alone.
+    fn tell_breaker(
+        &self,
+        handler: &Registered,
+        ticket: Ticket,
+        result: &Result<Outcome, HandlerError>,
+    ) {
+        let change = match result {
+            Ok(_) => ticket.succeeded(),
+            Err(error) if error.is_about_the_event() => ticket.abandon(),
+            Err(_) => ticket.failed(),
+        };
+        if let Some(change) = change {
+            self.shared.circuit_changed(&self.group, handler, change);
+        }
+    }
+}
+
+/// The metadata entry that marks a replayed event.
+const REPLAY_OF: &str = "replay_of";
+
+/// Whether a handler is run.
+enum Pass {
+    Run(Option<Ticket>),
+    Skip(&'static str, Skip),
+}
+
+fn skipped_as(reason: impl Into<String>, skip: Skip) -> Judged {
+    Judged {
+        verdict: Verdict::Skip {
+            reason: reason.into(),
+        },
+        counted: Counted::Skipped(skip),
+    }
+}
+
+/// The handler that would try most often.
+fn most_patient(handlers: &[Arc<Registered>]) -> Option<&Registered> {
+    handlers
+        .iter()
+        .filter(|handler| !handler.is_removed())
+        .max_by_key(|handler| handler.retry.max_attempts())
+        .map(|handler| &**handler)
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests;

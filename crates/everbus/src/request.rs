@@ -1,0 +1,138 @@
+//! A subscription with everything decided: its settings merged with those of the bus and of the
+//! configuration file, its breaker found, its handler wrapped in its layers.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{Code, Error, GroupName, Pattern, Result, RetryPolicy};
+
+use crate::agreed::{Agreed, Asked};
+use crate::breaker::Breaker;
+use crate::bus::Shared;
+use crate::circuits::Owner;
+use crate::handler::{Run, Traits};
+use crate::options::{ConsumerOverride, check_duration};
+use crate::router::Subscription;
+use crate::schema::Schema;
+use crate::settings::Settings;
+
+/// A subscription that can be made.
+pub(crate) struct Request {
+    pub(crate) group: GroupName,
+    pub(crate) name: String,
+    pub(crate) pattern: Pattern,
+    pub(crate) retry: RetryPolicy,
+    pub(crate) timeout: Duration,
+    pub(crate) traits: Traits,
+    pub(crate) run: Run,
+    /// What the group agrees on, this subscription included.
+    pub(crate) agreed: Agreed,
+}
+
+impl Request {
+    pub(crate) fn new(
+        shared: &Arc<Shared>,
+        subscription: Subscription,
+        agreed: &mut Agreed,
+    ) -> Result<Self> {
+        let options = &shared.options;
+        let pattern = subscription.pattern.clone();
+        let group = subscription.group.clone();
+        // The file has the last word: it is where a deployment is tuned.
+        let settings = options
+            .consumers
+            .iter()
+            .filter(|consumer| consumer.concerns(&group, &pattern))
+            .fold(subscription.settings.clone(), |settings, consumer| {
+                consumer.settings.clone().over(&settings)
+            });
+        let name = agreed.join(&Asked {
+            group: &group,
+            name: settings.name.as_deref(),
+            pattern: pattern.as_str(),
+            start_from: settings.start_from,
+            ordered: settings.ordered,
+            concurrency: settings.concurrency,
+        })?;
+        subscription.check_wiring(&name)?;
+        let retry = settings.retry_policy(options.retry);
+        retry.validate()?;
+        let timeout = settings.timeout.unwrap_or(options.timeout);
+        check_duration("the timeout", timeout)?;
+        let transaction = subscription.route.returns.transaction;
+        check_engine(shared, &name, &settings, transaction)?;
+        let schema = match &settings.schema {
+            Some(json) => Some(Arc::new(Schema::new(name.as_str(), json)?)),
+            None => None,
+        };
+        let traits = Traits {
+            states: subscription.states,
+            upcasts: subscription.upcasts,
+            schema,
+            max_staleness: settings.max_staleness,
+            breaker: breaker(shared, &group, &settings)?,
+            criticality: settings.criticality.unwrap_or_default(),
+            idempotent: transaction.is_some() || settings.idempotent.unwrap_or(false),
+        };
+        let handler = subscription.route.run;
+        let run: Run = Box::new(move |message| handler(message));
+        let layers = settings.layers.iter().rev();
+        Ok(Self {
+            group,
+            name,
+            pattern,
+            retry,
+            timeout,
+            traits,
+            run: layers.fold(run, |run, layer| layer.wrap(run)),
+            agreed: agreed.clone(),
+        })
+    }
+}
+
+impl ConsumerOverride {
+    /// Whether a subscription is the consumer that the file speaks of.
+    pub(crate) fn concerns(&self, group: &GroupName, pattern: &Pattern) -> bool {
+        self.group == *group && pattern.matches(&self.stream)
+    }
+}
+
+/// Whether the engine can do what the handler relies on.
+fn check_engine(
+    shared: &Shared,
+    name: &str,
+    settings: &Settings,
+    transaction: Option<&'static str>,
+) -> Result<()> {
+    let capabilities = shared.engine.broker.capabilities();
+    if let Some(wanted) = transaction
+        && capabilities.transaction != transaction
+    {
+        return Err(Error::new(
+            Code::Unsupported,
+            format!(
+                "the handler {name:?} works in a transaction of the {wanted} engine, and this is the \
+                 {} engine",
+                capabilities.engine
+            ),
+        )
+        .hint("open the bus on that engine, or make the handler idempotent instead"));
+    }
+    if transaction.is_some() || settings.idempotent == Some(true) {
+        shared.engine.inbox()?;
+    }
+    Ok(())
+}
+
+fn breaker(shared: &Shared, group: &GroupName, settings: &Settings) -> Result<Option<Breaker>> {
+    let Some(policy) = settings.breaker_policy() else {
+        return Ok(None);
+    };
+    policy.validate()?;
+    let owner = match &settings.dependency {
+        Some(name) => Owner::Dependency(name.clone()),
+        None => Owner::Group(group.clone()),
+    };
+    let clock = &shared.options.clock;
+    shared.circuits.get(&owner, policy, clock).map(Some)
+}

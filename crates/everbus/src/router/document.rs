@@ -1,0 +1,1 @@
+//! The AsyncAPI document of a router.

@@ -1,0 +1,43 @@
+//! How the code of the derive macro finds out whether a type has a schema, without asking for one.
+//!
+//! The derive calls `(&SchemaOf::<T>::NEW).json_schema()`. Method look-up tries the value before a
+//! reference to it, so [`KnownSchema`] answers for a type that implements `JsonSchema`, and
+//! [`NoSchema`] for any other.
+
+use std::marker::PhantomData;
+
+use schemars::JsonSchema;
+use schemars::generate::SchemaSettings;
+use serde_json::Value;
+
+/// Stands for the type that is asked about.
+#[derive(Debug)]
+pub struct SchemaOf<T>(PhantomData<T>);
+
+impl<T> SchemaOf<T> {
+    /// The only value.
+    pub const NEW: Self = Self(PhantomData);
+}
+
+/// The answer for types that derive `JsonSchema`.
+pub trait KnownSchema {
+    /// The schema of what the type reads, as draft 7: the draft that AsyncAPI tools understand.
+    fn json_schema(&self) -> Option<Value>;
+}
+
+impl<T: JsonSchema> KnownSchema for SchemaOf<T> {
+    fn json_schema(&self) -> Option<Value> {
+        let generator = SchemaSettings::draft07().into_generator();
+        Some(generator.into_root_schema_for::<T>().to_value())
+    }
+}
+
+/// The answer for all others.
+pub trait NoSchema {
+    /// None.
+    fn json_schema(&self) -> Option<Value> {
+        None
+    }
+}
+
+impl<T> NoSchema for &SchemaOf<T> {}

@@ -1,0 +1,121 @@
+//! Exactly-once effects in the file of the SQLite engine.
+//!
+//! The engine runs the effect on its writer, in the transaction that also holds the inbox record, the
+//! follow-up events and the ack: they commit together or not at all. While it runs, nothing else is
+//! written, so an effect is a few statements and no waiting.
+
+use std::ops::Deref;
+
+use everbus_core::{Code, Effect, Error, Event};
+use rusqlite::Connection;
+
+use crate::handler::{BoxError, HandlerError, HandlerOutcome};
+use crate::outcome::{IntoOutcome, Outcome, Returns};
+
+/// The name of the engine.
+pub(crate) const ENGINE: &str = "sqlite";
+
+/// The transaction that acks the event. It derefs to the [`Connection`]; tables of one's own may be
+/// created, changed and read, those of Everbus only read. It ends by itself: `COMMIT`, `ROLLBACK`,
+/// `ATTACH` and `PRAGMA` are refused.
+pub struct Transaction<'a>(&'a Connection);
+
+impl Deref for Transaction<'_> {
+    type Target = Connection;
+
+    fn deref(&self) -> &Connection {
+        self.0
+    }
+}
+
+impl std::fmt::Debug for Transaction<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Transaction")
+    }
+}
+
+/// What [`in_transaction`] returns and a handler passes on.
+#[derive(Clone, Debug)]
+#[must_use = "the handler returns it; nothing is done before that"]
+pub struct InTransaction(Effect);
+
+/// Work to be done in the transaction of the ack: the handler returns it.
+///
+/// The closure is called with the transaction, may be called again if that could not be committed, and
+/// must not do anything else. What it returns is as for a handler: nothing, events to publish in the
+/// same transaction, or an error, after which nothing has happened and the event is tried again.
+/// An event that the group has handled before, by its inbox, is acked without a call.
+///
+/// ```
+/// use everbus::{Bus, Event, HandlerError, Payload, Router, sqlite};
+/// use serde::{Deserialize, Serialize};
+///
+/// #[derive(Serialize, Deserialize, Event)]
+/// #[event(type = "bank.deposit.made")]
+/// struct Deposit { account: i64, amount: i64 }
+///
+/// async fn book(Payload(deposit): Payload<Deposit>) -> sqlite::InTransaction {
+///     // Slow work goes here, before the transaction.
+///     sqlite::in_transaction(move |tx| {
+///         tx.execute("CREATE TABLE IF NOT EXISTS balance (account INTEGER PRIMARY KEY, amount INTEGER)", ())?;
+///         tx.execute(
+///             "INSERT INTO balance VALUES (?1, ?2) ON CONFLICT DO UPDATE SET amount = amount + ?2",
+///             (deposit.account, deposit.amount),
+///         )?;
+///         Ok::<_, HandlerError>(())
+///     })
+/// }
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> everbus::Result<()> {
+/// # let dir = tempfile::tempdir().unwrap();
+/// # let url = dir.path().join("bank.db").display().to_string();
+/// let bus = Bus::open(url).await?;
+/// bus.mount(Router::new().group("ledger").on("bank.deposit.made", book)).await?;
+/// bus.start().await?;
+/// let receipt = bus.publish(Deposit { account: 7, amount: 100 }).await?;
+/// assert!(receipt.settled().await?.dead_lettered.is_empty());
+/// # bus.shutdown().await?;
+/// # Ok(())
+/// # }
+/// ```
+pub fn in_transaction<F, R>(effect: F) -> InTransaction
+where
+    F: Fn(&Transaction<'_>) -> R + Send + Sync + 'static,
+    R: IntoOutcome,
+{
+    InTransaction(Effect::new(ENGINE, move |transaction| {
+        let Some(connection) = transaction.downcast_ref::<Connection>() else {
+            return Err(foreign().into());
+        };
+        let outcome = effect(&Transaction(connection)).into_outcome();
+        outcome.map_err(BoxError::from).and_then(events_only)
+    }))
+}
+
+fn events_only(outcome: Outcome) -> Result<Vec<Event>, BoxError> {
+    match outcome.effect {
+        None => Ok(outcome.events),
+        Some(_) => Err(HandlerError::permanent(
+            "a transaction inside a transaction: return events or nothing",
+        )
+        .into()),
+    }
+}
+
+fn foreign() -> Error {
+    Error::new(
+        Code::Unsupported,
+        "the transaction is not one of the SQLite engine",
+    )
+}
+
+impl IntoOutcome for InTransaction {
+    fn into_outcome(self) -> HandlerOutcome {
+        Ok(Outcome::of_effect(self.0))
+    }
+
+    fn returns(returns: &mut Returns) {
+        returns.transaction = Some(ENGINE);
+    }
+}

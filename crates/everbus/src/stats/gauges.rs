@@ -1,0 +1,86 @@
+//! Numbers that go up and down: how many events a group holds, how a circuit breaker stands.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use everbus_core::GroupName;
+use metrics::Gauge;
+
+use super::facade::{self, Labels};
+use crate::breaker::BreakerState;
+
+/// The queues of one group in this process.
+pub(super) struct Queues {
+    depth: AtomicU64,
+    series: Gauge,
+}
+
+impl Queues {
+    pub(super) fn new(group: &GroupName) -> Self {
+        Self {
+            depth: AtomicU64::new(0),
+            series: Labels::group(group).gauge(facade::QUEUE_DEPTH),
+        }
+    }
+
+    pub(super) fn depth(&self) -> u64 {
+        self.depth.load(Ordering::Relaxed)
+    }
+}
+
+/// The depth of one queue: events fetched and not settled. It counts until it is dropped.
+pub(crate) struct QueueDepth {
+    /// What this queue has added to them.
+    own: AtomicU64,
+    queues: Arc<Queues>,
+}
+
+impl QueueDepth {
+    pub(super) fn new(queues: Arc<Queues>) -> Self {
+        Self {
+            own: AtomicU64::new(0),
+            queues,
+        }
+    }
+
+    pub(crate) fn set(&self, depth: u64) {
+        let before = self.own.swap(depth, Ordering::Relaxed);
+        let queues = &self.queues;
+        // Differences, since several queues may share a series, also those of another bus.
+        if depth > before {
+            queues.depth.fetch_add(depth - before, Ordering::Relaxed);
+            queues.series.increment((depth - before) as f64);
+        } else if depth < before {
+            queues.depth.fetch_sub(before - depth, Ordering::Relaxed);
+            queues.series.decrement((before - depth) as f64);
+        }
+    }
+}
+
+impl Drop for QueueDepth {
+    fn drop(&mut self) {
+        self.set(0);
+    }
+}
+
+/// Shows the state of one circuit breaker to the recorder.
+pub(crate) struct BreakerGauge(Gauge);
+
+impl BreakerGauge {
+    pub(super) fn new(name: &str) -> Self {
+        Self(Labels::breaker(name).gauge(facade::BREAKER_STATE))
+    }
+
+    /// A series that several breakers shared would say nothing.
+    pub(super) fn none() -> Self {
+        Self(Gauge::noop())
+    }
+
+    pub(crate) fn set(&self, state: BreakerState) {
+        self.0.set(match state {
+            BreakerState::Closed => 0.0,
+            BreakerState::HalfOpen => 1.0,
+            BreakerState::Open { .. } => 2.0,
+        });
+    }
+}

@@ -1,0 +1,180 @@
+//! What is counted for one type in one group, and for one type that is published.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use everbus_core::GroupName;
+
+use super::facade::{self, Labels};
+use super::histogram::Histogram;
+use super::report::Sums;
+use super::shards::{Shards, Spares};
+
+/// Why an event was neither handled nor dead-lettered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Skip {
+    /// It was older than its stream allows.
+    Stale,
+    /// The circuit breaker was open and the group is best-effort.
+    BestEffort,
+    /// The handler said so.
+    Handler,
+    /// It made room for newer ones.
+    Dropped,
+}
+
+impl Skip {
+    pub(super) const ALL: [Skip; 4] = [Skip::Stale, Skip::BestEffort, Skip::Handler, Skip::Dropped];
+
+    /// The label of the metrics.
+    pub(crate) const fn as_str(self) -> &'static str {
+        match self {
+            Self::Stale => "stale",
+            Self::BestEffort => "best_effort",
+            Self::Handler => "handler",
+            Self::Dropped => "dropped",
+        }
+    }
+}
+
+/// Counts what happens to the events of one type in one group. Nothing here locks; nothing
+/// allocates, but for the first event of a thread.
+pub(crate) struct Meter {
+    times: Shards<Times>,
+    handled: metrics::Counter,
+    latency: metrics::Histogram,
+    handler_duration: metrics::Histogram,
+    failed: Count,
+    retried: Count,
+    skipped: [Count; Skip::ALL.len()],
+    dead_lettered: Count,
+    inbox_hits: Count,
+    rejections: Count,
+}
+
+/// Written for every event. The number of handled events is that of the latencies.
+#[derive(Default)]
+struct Times {
+    latency: Histogram,
+    handler: Histogram,
+}
+
+impl Meter {
+    pub(super) fn new(group: &GroupName, event_type: &str, spares: &Spares) -> Self {
+        let labels = Labels::stream(event_type).and_group(group);
+        let count = |name| Count::new(labels.counter(name));
+        let skipped =
+            |skip: Skip| Count::new(labels.and_reason(skip.as_str()).counter(facade::SKIPPED));
+        Self {
+            times: Shards::new(spares),
+            handled: labels.counter(facade::HANDLED),
+            latency: labels.histogram(facade::LATENCY),
+            handler_duration: labels.histogram(facade::HANDLER_DURATION),
+            failed: count(facade::FAILED),
+            retried: count(facade::RETRIED),
+            skipped: Skip::ALL.map(skipped),
+            dead_lettered: count(facade::DEAD_LETTERED),
+            inbox_hits: count(facade::INBOX_HITS),
+            rejections: count(facade::BREAKER_REJECTIONS),
+        }
+    }
+
+    /// An event was handled: how long after its publish, and how long the handlers took.
+    pub(crate) fn handled(&self, latency: Duration, took: Duration) {
+        let times = self.times.mine();
+        times.latency.record(latency);
+        times.handler.record(took);
+        self.handled.increment(1);
+        self.latency.record(latency);
+        self.handler_duration.record(took);
+    }
+
+    /// An attempt failed, whatever comes of it.
+    pub(crate) fn failed(&self) {
+        self.failed.add(1);
+    }
+
+    /// A failed attempt will be followed by another one.
+    pub(crate) fn retried(&self) {
+        self.retried.add(1);
+    }
+
+    pub(crate) fn skipped(&self, reason: Skip) {
+        self.skipped[reason as usize].add(1);
+    }
+
+    pub(crate) fn dead_lettered(&self) {
+        self.dead_lettered.add(1);
+    }
+
+    /// The inbox knew the event; the handler was not called.
+    pub(crate) fn inbox_hit(&self) {
+        self.inbox_hits.add(1);
+    }
+
+    /// The circuit breaker was open; no attempt was made.
+    pub(crate) fn rejected(&self) {
+        self.rejections.add(1);
+    }
+
+    pub(super) fn add_to(&self, sums: &mut Sums) {
+        for times in self.times.iter() {
+            sums.latency.absorb(&times.latency);
+            sums.handler.absorb(&times.handler);
+        }
+        sums.failed += self.failed.get();
+        sums.retried += self.retried.get();
+        for (sum, count) in sums.skipped.iter_mut().zip(&self.skipped) {
+            *sum += count.get();
+        }
+        sums.dead_lettered += self.dead_lettered.get();
+        sums.inbox_hits += self.inbox_hits.get();
+        sums.rejections += self.rejections.get();
+    }
+}
+
+/// Counts the events of one type that were stored.
+pub(crate) struct PublishMeter {
+    published: Count,
+}
+
+impl PublishMeter {
+    pub(super) fn new(event_type: &str) -> Self {
+        Self {
+            published: Count::new(Labels::stream(event_type).counter(facade::PUBLISHED)),
+        }
+    }
+
+    /// So many events are durable that were not there before.
+    pub(crate) fn published(&self, events: u64) {
+        self.published.add(events);
+    }
+
+    pub(super) fn get(&self) -> u64 {
+        self.published.get()
+    }
+}
+
+/// A number of our own and the series it goes to.
+struct Count {
+    total: AtomicU64,
+    series: metrics::Counter,
+}
+
+impl Count {
+    fn new(series: metrics::Counter) -> Self {
+        Self {
+            total: AtomicU64::new(0),
+            series,
+        }
+    }
+
+    fn add(&self, n: u64) {
+        self.total.fetch_add(n, Ordering::Relaxed);
+        self.series.increment(n);
+    }
+
+    fn get(&self) -> u64 {
+        self.total.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,152 @@
+//! Counts what the bus does: for `bus.stats()`, and for the recorder of the `metrics` crate if the
+//! program has installed one. Memory is bounded, whatever types and groups come along.
+//!
+//! Who counts keeps a [`Meter`]; finding one is for the first event of a type, counting for each.
+//! A meter reports to the recorder that was there when it was made.
+
+mod bounded;
+#[cfg(test)]
+mod captured;
+mod facade;
+mod gauges;
+mod histogram;
+mod meter;
+mod published;
+mod report;
+mod shards;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use everbus_core::GroupName;
+
+use crate::breaker::BreakerInfo;
+use bounded::Bounded;
+use gauges::Queues;
+use report::Sums;
+use shards::Spares;
+
+pub(crate) use gauges::{BreakerGauge, QueueDepth};
+pub(crate) use meter::{Meter, PublishMeter, Skip};
+pub(crate) use published::Published;
+pub use report::{BusStats, GroupStats, Outcomes, Quantiles, Skipped, TypeStats};
+
+/// So many types, pairs of group and type, groups and breakers are told apart.
+pub(crate) const MOST_SERIES: usize = 1000;
+/// So many copies of a meter's histograms, 11 KiB each, may exist beyond the first.
+const MOST_COPIES: usize = 256;
+/// The type and the group of everything beyond.
+const OTHER: &str = "other";
+
+/// The numbers of one bus.
+pub(crate) struct Stats {
+    meters: Bounded<(GroupName, Arc<str>), Meter>,
+    published: Bounded<Arc<str>, PublishMeter>,
+    queues: Bounded<GroupName, Queues>,
+    breakers: Bounded<Arc<str>, BreakerGauge>,
+    spares: Spares,
+    other_group: GroupName,
+}
+
+impl Default for Stats {
+    fn default() -> Self {
+        Self::with_most(MOST_SERIES)
+    }
+}
+
+impl Stats {
+    /// Tells apart so many of each kind.
+    pub(crate) fn with_most(series: usize) -> Self {
+        facade::describe();
+        Self {
+            meters: Bounded::new(series),
+            published: Bounded::new(series),
+            queues: Bounded::new(series),
+            breakers: Bounded::new(series),
+            spares: Spares::new(MOST_COPIES),
+            // The name is a good one.
+            other_group: GroupName::new(OTHER).unwrap_or_else(|_| GroupName::unnamed()),
+        }
+    }
+
+    /// Where the outcomes of this type in this group are counted. To be kept by the caller.
+    pub(crate) fn meter(&self, group: &GroupName, event_type: &Arc<str>) -> Arc<Meter> {
+        self.meters.entry(
+            (group.clone(), event_type.clone()),
+            || Meter::new(group, event_type, &self.spares),
+            || Meter::new(&self.other_group, OTHER, &self.spares),
+        )
+    }
+
+    /// Where events of this type that were stored are counted.
+    pub(crate) fn publishing(&self, event_type: &Arc<str>) -> Arc<PublishMeter> {
+        self.published.entry(
+            event_type.clone(),
+            || PublishMeter::new(event_type),
+            || PublishMeter::new(OTHER),
+        )
+    }
+
+    /// The depth of a queue of this group, zero at first.
+    pub(crate) fn queue(&self, group: &GroupName) -> QueueDepth {
+        QueueDepth::new(self.queues.entry(
+            group.clone(),
+            || Queues::new(group),
+            || Queues::new(&self.other_group),
+        ))
+    }
+
+    /// Where the state of this breaker is shown.
+    pub(crate) fn breaker(&self, name: &str) -> Arc<BreakerGauge> {
+        self.breakers
+            .entry(name.into(), || BreakerGauge::new(name), BreakerGauge::none)
+    }
+
+    /// Everything that was counted so far. Numbers that change meanwhile may be of different moments.
+    pub(crate) fn snapshot(&self, breakers: Vec<BreakerInfo>) -> BusStats {
+        let mut types = BTreeMap::<Arc<str>, (u64, Sums)>::new();
+        let mut groups = BTreeMap::<GroupName, (u64, Sums)>::new();
+        let other: Arc<str> = OTHER.into();
+        for (key, meter) in self.meters.all() {
+            let (group, event_type) =
+                key.unwrap_or_else(|| (self.other_group.clone(), other.clone()));
+            meter.add_to(&mut types.entry(event_type).or_default().1);
+            meter.add_to(&mut groups.entry(group).or_default().1);
+        }
+        for (event_type, meter) in self.published.all() {
+            let event_type = event_type.unwrap_or_else(|| other.clone());
+            types.entry(event_type).or_default().0 += meter.get();
+        }
+        for (group, queues) in self.queues.all() {
+            let group = group.unwrap_or_else(|| self.other_group.clone());
+            groups.entry(group).or_default().0 += queues.depth();
+        }
+        let types = types.into_iter().map(|(event_type, (published, sums))| {
+            let outcomes = sums.into();
+            (
+                event_type.as_ref().to_owned(),
+                TypeStats {
+                    published,
+                    outcomes,
+                },
+            )
+        });
+        let groups = groups.into_iter().map(|(group, (queue_depth, sums))| {
+            let outcomes = sums.into();
+            (
+                group,
+                GroupStats {
+                    queue_depth,
+                    outcomes,
+                },
+            )
+        });
+        BusStats {
+            types: types.collect(),
+            groups: groups.collect(),
+            breakers,
+        }
+    }
+}

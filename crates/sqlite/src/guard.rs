@@ -1,0 +1,257 @@
+//! What an effect may do on the writer's connection.
+//!
+//! An effect gets the connection in the middle of a transaction that belongs to many. SQLite asks here
+//! about every statement that is prepared; while an effect runs, those that would end the transaction,
+//! change how the connection works or touch the tables of Everbus are refused. Statements are prepared
+//! once, so this costs the engine nothing in its daily work.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use everbus_core::Result;
+use rusqlite::Connection;
+use rusqlite::hooks::{AuthAction, AuthContext, Authorization};
+
+use crate::errors::from_sqlite;
+
+/// The savepoint under which an effect runs.
+pub(crate) const SAVEPOINT: &str = "everbus_effect";
+
+/// Names that begin so are kept for what later versions may add to a file.
+const RESERVED: &str = "everbus_";
+
+/// The tables and views of a file that are ours.
+const OURS: &[&str] = &[
+    "meta",
+    "types",
+    "tenants",
+    "log",
+    "groups",
+    "subscriptions",
+    "claims",
+    "deliveries",
+    "dead_letters",
+    "skips",
+    "owners",
+    "inbox",
+    "processed_events",
+    "events",
+];
+
+/// Pragmas that only tell.
+const TELLING: &[&str] = &[
+    "collation_list",
+    "compile_options",
+    "database_list",
+    "foreign_key_check",
+    "foreign_key_list",
+    "function_list",
+    "index_info",
+    "index_list",
+    "index_xinfo",
+    "table_info",
+    "table_list",
+    "table_xinfo",
+];
+
+/// Decides about statements while an effect runs, and about none otherwise.
+#[derive(Clone, Default)]
+pub(crate) struct Guard {
+    on: Arc<AtomicBool>,
+}
+
+impl Guard {
+    /// Puts a guard on a connection, for as long as it lives.
+    pub(crate) fn install(conn: &mut Connection) -> Result<Self> {
+        let guard = Self::default();
+        let on = guard.on.clone();
+        conn.authorizer(Some(move |context: AuthContext<'_>| {
+            if !on.load(Ordering::Relaxed) || allowed(&context) {
+                Authorization::Allow
+            } else {
+                Authorization::Deny
+            }
+        }))
+        .map_err(|e| from_sqlite("guarding the connection", e))?;
+        Ok(guard)
+    }
+
+    /// Watches while this runs.
+    pub(crate) fn during<T>(&self, run: impl FnOnce() -> T) -> T {
+        self.on.store(true, Ordering::Relaxed);
+        let result = run();
+        self.on.store(false, Ordering::Relaxed);
+        result
+    }
+}
+
+fn allowed(context: &AuthContext<'_>) -> bool {
+    match context.action {
+        AuthAction::Select
+        | AuthAction::Read { .. }
+        | AuthAction::Function { .. }
+        // Part of CREATE INDEX; by itself it changes nothing.
+        | AuthAction::Reindex { .. }
+        | AuthAction::Recursive => true,
+        AuthAction::Insert { table_name }
+        | AuthAction::Update { table_name, .. }
+        | AuthAction::Delete { table_name }
+        | AuthAction::DropTable { table_name }
+        | AuthAction::DropVtable { table_name, .. }
+        | AuthAction::CreateIndex { table_name, .. }
+        | AuthAction::DropIndex { table_name, .. }
+        | AuthAction::CreateTrigger { table_name, .. }
+        | AuthAction::DropTrigger { table_name, .. } => !is_ours(table_name),
+        AuthAction::CreateTable { table_name } | AuthAction::CreateVtable { table_name, .. } => {
+            !is_ours(table_name)
+        }
+        AuthAction::CreateView { view_name } | AuthAction::DropView { view_name } => {
+            !is_ours(view_name)
+        }
+        // The new name is not told: in `temp` it could hide a table of ours.
+        AuthAction::AlterTable {
+            database_name,
+            table_name,
+        } => database_name.eq_ignore_ascii_case("main") && !is_ours(table_name),
+        AuthAction::Savepoint { savepoint_name, .. } => {
+            !savepoint_name.eq_ignore_ascii_case(SAVEPOINT)
+        }
+        AuthAction::Pragma { pragma_name, .. } => one_of(TELLING, pragma_name),
+        // Transactions, ATTACH and DETACH, ANALYZE, everything in `temp` (which stays on
+        // the connection, and whose names come before ours), and what is not known here.
+        _ => false,
+    }
+}
+
+/// Whether a table or view belongs to the engine. `sqlite_sequence` has the numbers that our tables
+/// never give twice; for its sake a table can neither be renamed here nor, if it has AUTOINCREMENT,
+/// be dropped.
+fn is_ours(name: &str) -> bool {
+    one_of(OURS, name)
+        || name.eq_ignore_ascii_case("sqlite_sequence")
+        || name
+            .get(..RESERVED.len())
+            .is_some_and(|start| start.eq_ignore_ascii_case(RESERVED))
+}
+
+fn one_of(names: &[&str], name: &str) -> bool {
+    names.iter().any(|known| known.eq_ignore_ascii_case(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    fn guarded() -> (Connection, Guard) {
+        let mut conn = Connection::open_in_memory().unwrap();
+        crate::schema::migrate(&conn).unwrap();
+        let guard = Guard::install(&mut conn).unwrap();
+        (conn, guard)
+    }
+
+    #[test]
+    fn every_table_and_view_of_the_schema_is_known_as_ours() {
+        let (conn, _) = guarded();
+        let stored: BTreeSet<String> = conn
+            .prepare(
+                "SELECT name FROM sqlite_schema
+                 WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite%'",
+            )
+            .and_then(|mut s| s.query_map([], |r| r.get(0))?.collect())
+            .unwrap();
+        let known: BTreeSet<String> = OURS.iter().map(|name| (*name).to_owned()).collect();
+        assert_eq!(stored, known);
+    }
+
+    // conformance: issue-3/exactly-once-guard: an effect cannot end the transaction, change the connection or touch Everbus's own tables
+    #[test]
+    fn what_would_break_out_or_touch_our_tables_is_refused() {
+        let (conn, guard) = guarded();
+        conn.execute_batch(&format!(
+            "CREATE TABLE mine (x); BEGIN; SAVEPOINT {SAVEPOINT}"
+        ))
+        .unwrap();
+        for statement in [
+            "COMMIT",
+            "ROLLBACK",
+            "BEGIN",
+            "ROLLBACK TO everbus_effect",
+            "RELEASE Everbus_Effect",
+            "SAVEPOINT everbus_effect",
+            "ATTACH ':memory:' AS other",
+            "DETACH main",
+            "VACUUM",
+            "ANALYZE",
+            "PRAGMA synchronous = OFF",
+            "PRAGMA foreign_keys = OFF",
+            "PRAGMA defer_foreign_keys = ON",
+            "PRAGMA user_version = 9",
+            "PRAGMA wal_checkpoint",
+            "PRAGMA writable_schema = ON",
+            "DELETE FROM log",
+            "DELETE FROM Log",
+            "UPDATE groups SET cursor = 9",
+            "INSERT INTO skips VALUES (1, 1, 'x', 1)",
+            "INSERT INTO inbox SELECT 1, id, tenant, 1 FROM log",
+            "DROP TABLE claims",
+            "DROP VIEW events",
+            "DROP INDEX log_id",
+            "ALTER TABLE log RENAME TO mine2",
+            "ALTER TABLE log ADD COLUMN more",
+            "CREATE INDEX more ON log (type)",
+            "CREATE TRIGGER t AFTER INSERT ON log BEGIN SELECT 1; END",
+            "CREATE TRIGGER t INSTEAD OF INSERT ON events BEGIN SELECT 1; END",
+            "CREATE TEMP TRIGGER t AFTER INSERT ON main.log BEGIN SELECT 1; END",
+            "CREATE TEMP TABLE log (x)",
+            "CREATE TABLE temp.log (x)",
+            "CREATE TEMP VIEW log AS SELECT 1",
+            "CREATE TABLE everbus_history (x)",
+            "DELETE FROM sqlite_sequence",
+            "UPDATE sqlite_sequence SET seq = 0",
+            "DELETE FROM sqlite_schema",
+        ] {
+            let refused = guard.during(|| conn.execute_batch(statement));
+            assert!(refused.is_err(), "{statement}");
+            assert!(!conn.is_autocommit(), "{statement}");
+        }
+        conn.execute_batch(&format!("ROLLBACK TO {SAVEPOINT}; COMMIT"))
+            .unwrap();
+    }
+
+    #[test]
+    fn reading_our_tables_and_changing_others_is_allowed() {
+        let (conn, guard) = guarded();
+        conn.execute_batch(&format!("BEGIN; SAVEPOINT {SAVEPOINT}"))
+            .unwrap();
+        for statement in [
+            "CREATE TABLE mine (id INTEGER PRIMARY KEY AUTOINCREMENT, x TEXT UNIQUE)",
+            "CREATE INDEX mine_x ON mine (x)",
+            "CREATE TABLE journal (x)",
+            "CREATE TRIGGER kept AFTER INSERT ON mine BEGIN INSERT INTO journal VALUES (new.x); END",
+            "INSERT INTO mine (x) SELECT name FROM groups UNION ALL SELECT 'a'",
+            "INSERT INTO mine (x) VALUES ('a') ON CONFLICT (x) DO UPDATE SET x = 'b'",
+            "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 9)
+             INSERT INTO journal SELECT i FROM n",
+            "CREATE VIEW both AS SELECT * FROM mine, log",
+            "SAVEPOINT inner; DELETE FROM journal; ROLLBACK TO inner; RELEASE inner",
+            "ALTER TABLE journal ADD COLUMN y",
+            "DELETE FROM journal",
+            "DROP VIEW both",
+            "DROP TRIGGER kept",
+            "DROP TABLE journal",
+            "CREATE VIRTUAL TABLE words USING fts5 (x)",
+            "INSERT INTO words VALUES ('a b')",
+        ] {
+            let done = guard.during(|| conn.execute_batch(statement));
+            assert!(done.is_ok(), "{statement}: {done:?}");
+        }
+        let columns = guard.during(|| {
+            conn.query_row("SELECT count(*) FROM pragma_table_info('mine')", [], |r| {
+                r.get::<_, i64>(0)
+            })
+        });
+        assert_eq!(columns.unwrap(), 2);
+        conn.execute_batch("COMMIT").unwrap();
+    }
+}
