@@ -16,7 +16,7 @@ const EXIT_CODES: &str = "\
 Exit codes:
   0    it worked
   1    the operation failed, or `check` found problems
-  2    the command line, or the data given with it, is wrong
+  2    the command line, the configuration file, or the data given with it, is wrong
   3    there is no such file, event, dead letter or group
   4    refused for now: in use or locked, disk full, or nothing can be written
   130  interrupted with Ctrl-C before the work was done
@@ -24,8 +24,15 @@ Exit codes:
 Every command needs to write to the file and its directory, those that only look too: SQLite keeps
 its -wal and -shm files there, and a program that opens the file recovers what a dead one left.
 
-Environment: EVERBUS_DB and EVERBUS_BROKER choose the file or engine, EVERBUS_MAX_PAYLOAD the
-largest payload, EVERBUS_LOG what is logged (for example EVERBUS_LOG=everbus=debug).";
+Environment: EVERBUS_DB and EVERBUS_BROKER choose the file or engine, EVERBUS_CONFIG the configuration
+file that does if neither is set, EVERBUS_MAX_PAYLOAD the largest payload, EVERBUS_LOG what is logged
+(for example EVERBUS_LOG=everbus=debug). A flag is stronger than any of them.";
+
+const CHECK_HELP: &str = "\
+`everbus check` verifies the file that holds the events. `everbus check --config everbus.yaml` reads the
+configuration instead, reports everything that is wrong with it, each with line and column, and warns if
+this build has no engine for its broker. Its variables must be set as for the program that will use it.
+No event is touched and nothing is connected to.";
 
 /// Reliable events in a file: publish, follow, and repair what failed.
 #[derive(Debug, Parser)]
@@ -39,6 +46,11 @@ pub(crate) struct Args {
     /// The engine, as a URL: sqlite:FILE [env: EVERBUS_BROKER]
     #[arg(long, global = true, value_name = "URL")]
     pub(crate) broker: Option<String>,
+
+    /// The configuration file, usually everbus.yaml. Its broker is used unless --db or --broker says
+    /// otherwise [env: EVERBUS_CONFIG]
+    #[arg(long, global = true, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
 
     /// Text for people or JSON for machines
     #[arg(
@@ -107,7 +119,8 @@ pub(crate) enum Command {
     Demo,
     /// Measure, with the raw SQLite figure beside ours
     Bench(BenchArgs),
-    /// Verify the file; exit code 1 if something is wrong
+    /// Verify the file, or with --config the configuration; exit code 1 if something is wrong
+    #[command(after_help = CHECK_HELP)]
     Check,
     /// Copy the file while it is in use
     Backup(BackupArgs),

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use everbus::{Bus, BusOptions};
+use everbus::config::redacted;
+use everbus::{Bus, BusOptions, Config};
 use everbus_core::{Code, Engine, Error};
 
 use crate::args::{Args, OutputFormat};
@@ -18,10 +19,12 @@ const DEFAULT_FILE: &str = "everbus.db";
 /// After this long a person is told what a command waits for.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// What `--db`, `--broker` and the environment chose, and how it is opened.
+/// What `--db`, `--broker`, `--config` and the environment chose, and how it is opened.
 #[derive(Clone, Debug)]
 pub(crate) struct Target {
     place: Place,
+    /// The configuration file that named it.
+    config: Option<PathBuf>,
     max_payload: usize,
     busy_timeout: Duration,
     /// Whether the person knows that we wait, or need not.
@@ -37,14 +40,16 @@ enum Place {
 }
 
 impl Target {
-    /// A flag beats the environment, whichever of the two variables is set.
+    /// A flag beats the environment, whichever of the variables is set; what names the engine itself
+    /// beats a file that names it.
     pub(crate) fn choose(args: &Args) -> Outcome<Self> {
-        let place = Place::choose(args)?;
+        let (place, config) = Place::choose(args)?;
         if let Place::File(path) = &place {
             refuse_directory_name(path, "--db")?;
         }
         Ok(Self {
             place,
+            config,
             max_payload: args.max_payload,
             busy_timeout: args.busy_timeout,
             // Machines wait in silence.
@@ -56,6 +61,7 @@ impl Target {
     pub(crate) fn file(path: &Path) -> Self {
         Self {
             place: Place::File(path.to_path_buf()),
+            config: None,
             max_payload: BusOptions::default().max_payload,
             busy_timeout: everbus_sqlite::Options::default().busy_timeout,
             told: Arc::new(AtomicBool::new(true)),
@@ -64,23 +70,58 @@ impl Target {
 }
 
 impl Place {
-    fn choose(args: &Args) -> Outcome<Self> {
+    /// The place, and the configuration file that named it if one did.
+    fn choose(args: &Args) -> Outcome<(Self, Option<PathBuf>)> {
+        // A file that was named must be good, even if something else is stronger.
+        let configured = match &args.config {
+            Some(path) => Self::from_config(path)?.map(|place| (place, Some(path.clone()))),
+            None => None,
+        };
         if let Some(path) = &args.db {
-            return Ok(Self::File(path.clone()));
+            return Ok((Self::File(path.clone()), None));
         }
         if let Some(url) = &args.broker {
-            return Self::from_url(url);
+            return Ok((Self::from_url(url)?, None));
+        }
+        if let Some(configured) = configured {
+            return Ok(configured);
         }
         let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
         match (variable("EVERBUS_DB"), variable("EVERBUS_BROKER")) {
-            (Some(_), Some(_)) => Err(Stop::usage(
-                "EVERBUS_DB and EVERBUS_BROKER are both set",
-                Some("unset one, or name the file with --db"),
-            )),
-            (Some(path), None) => Ok(Self::File(path.into())),
-            (None, Some(url)) => Self::from_url(&url.to_string_lossy()),
-            (None, None) => Ok(Self::File(DEFAULT_FILE.into())),
+            (Some(_), Some(_)) => {
+                return Err(Stop::usage(
+                    "EVERBUS_DB and EVERBUS_BROKER are both set",
+                    Some("unset one, or name the file with --db"),
+                ));
+            }
+            (Some(path), None) => return Ok((Self::File(path.into()), None)),
+            (None, Some(url)) => return Ok((Self::from_url(&url.to_string_lossy())?, None)),
+            (None, None) => {}
         }
+        if args.config.is_none()
+            && let Some(path) = variable("EVERBUS_CONFIG").map(PathBuf::from)
+            && let Some(place) = Self::from_config(&path)?
+        {
+            return Ok((place, Some(path)));
+        }
+        Ok((Self::File(DEFAULT_FILE.into()), None))
+    }
+
+    /// The broker of a configuration file, if it names one.
+    fn from_config(path: &Path) -> Outcome<Option<Self>> {
+        let Some(broker) = Config::load(path)?.broker else {
+            return Ok(None);
+        };
+        if broker.kind.is_available() {
+            return Self::from_url(broker.url.reveal()).map(Some);
+        }
+        let what = format!(
+            "{} names a {} broker, and this build has no engine for it",
+            path.display(),
+            broker.kind
+        );
+        let hint = "use type sqlite there, or name a file with --db";
+        Err(Error::new(Code::InvalidUrl, what).hint(hint).into())
     }
 
     fn from_url(url: &str) -> Outcome<Self> {
@@ -108,8 +149,11 @@ impl Target {
         match &self.place {
             Place::File(path) => Ok(path),
             Place::Url(url) => Err(Stop::Failed(
-                Error::new(Code::Unsupported, format!("{url} is not a file"))
-                    .hint("name the file with --db"),
+                Error::new(
+                    Code::Unsupported,
+                    format!("{} is not a file", redacted(url)),
+                )
+                .hint("name the file with --db"),
             )),
         }
     }
@@ -119,7 +163,10 @@ impl Target {
         use crate::output::shell_word;
         match &self.place {
             Place::File(path) => format!("--db {}", shell_word(&path.to_string_lossy())),
-            Place::Url(url) => format!("--broker {}", shell_word(url)),
+            Place::Url(url) => match &self.config {
+                Some(path) => format!("--config {}", shell_word(&path.to_string_lossy())),
+                None => format!("--broker {}", shell_word(&redacted(url))),
+            },
         }
     }
 
@@ -171,7 +218,7 @@ impl Target {
         if !self.told.swap(true, Ordering::Relaxed) {
             let what = match &self.place {
                 Place::File(path) => path.to_string_lossy().into_owned(),
-                Place::Url(url) => url.clone(),
+                Place::Url(url) => redacted(url),
             };
             let line = format!(
                 "waiting for {}: another program may hold it (for up to {}, see --busy-timeout)\n",

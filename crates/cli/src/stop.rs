@@ -3,6 +3,7 @@
 use std::io;
 use std::process::ExitCode;
 
+use everbus::config::{Problem, Problems};
 use everbus_core::{Code, Error};
 use serde::Serialize;
 
@@ -60,6 +61,7 @@ impl Stop {
                 | Code::InvalidPattern
                 | Code::InvalidSetting
                 | Code::InvalidUrl
+                | Code::InvalidConfig
                 | Code::IdReused
                 | Code::NotAFile
                 | Code::NotEverbus => 2,
@@ -97,18 +99,21 @@ impl Stop {
                 message: with_cause(error),
                 hint: error.hint_text().map(with_options),
                 outcome_unknown: error.outcome_unknown(),
+                problems: Problems::of(error).map(|problems| problems.list.clone()),
             }),
             Self::Usage { message, hint } => Some(Report {
                 code: "Usage",
                 message: message.clone(),
                 hint: hint.clone(),
                 outcome_unknown: false,
+                problems: None,
             }),
             Self::Io(message) => Some(Report {
                 code: "Io",
                 message: message.clone(),
                 hint: None,
                 outcome_unknown: false,
+                problems: None,
             }),
         }
     }
@@ -149,11 +154,24 @@ struct Report {
     hint: Option<String>,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     outcome_unknown: bool,
+    /// What is wrong with a configuration file, one by one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    problems: Option<Vec<Problem>>,
 }
 
 impl Report {
     fn to_text(&self) -> String {
-        let mut text = format!("error[{}]: {}\n", self.code, escaped(&self.message));
+        // The problems of a file have a line each; any other line break is none of ours.
+        let message = match self.problems {
+            Some(_) => self
+                .message
+                .lines()
+                .map(escaped)
+                .collect::<Vec<_>>()
+                .join("\n  "),
+            None => escaped(&self.message).into_owned(),
+        };
+        let mut text = format!("error[{}]: {message}\n", self.code);
         if self.outcome_unknown {
             text.push_str(
                 "note: it may have taken effect all the same; the same id can be published again\n",
@@ -192,6 +210,7 @@ mod tests {
         let exit = |code| Stop::from(Error::new(code, "x")).exit_code();
         assert_eq!(exit(Code::InvalidPayload), 2);
         assert_eq!(exit(Code::InvalidUrl), 2);
+        assert_eq!(exit(Code::InvalidConfig), 2);
         assert_eq!(exit(Code::NoSuchFile), 3);
         assert_eq!(exit(Code::GroupNotFound), 3);
         assert_eq!(exit(Code::DiskFull), 4);

@@ -14,6 +14,8 @@ use crate::event::Event;
 /// What an effect comes to: further events for the same commit, or why nothing of it may happen.
 pub type EffectResult = Result<Vec<Event>, Box<dyn StdError + Send + Sync>>;
 
+type Run = dyn Fn(&dyn Any) -> EffectResult + Send + Sync;
+
 /// Work for the engine's own transaction.
 ///
 /// It may run more than once: a transaction that was rolled back runs it again. Only the run that is
@@ -21,7 +23,7 @@ pub type EffectResult = Result<Vec<Event>, Box<dyn StdError + Send + Sync>>;
 #[derive(Clone)]
 pub struct Effect {
     engine: &'static str,
-    run: Arc<dyn Fn(&dyn Any) -> EffectResult + Send + Sync>,
+    run: Arc<Run>,
 }
 
 impl Effect {

@@ -31,7 +31,7 @@ struct Ambient {
 /// # async fn main() -> everbus::Result<()> {
 /// let bus = Bus::open("memory:").await?;
 /// let receipt = with_correlation_id("request-7", bus.publish(("user.created", json!({})))).await?;
-/// let stored = bus.log()?.get(receipt.id()).await?;
+/// let stored = bus.log()?.find(receipt.id()).await?;
 /// assert_eq!(stored[0].event.correlation_id(), "request-7");
 /// # Ok(())
 /// # }
@@ -111,6 +111,17 @@ pub(crate) fn caused_by(cause: &Recorded) -> Inherited {
     inherited.correlation_id = Some(cause.event.correlation_id().into_owned());
     inherited.causation_id = Some(cause.event.id().to_string());
     inherited.trace = cause.event.attributes().and_then(|a| a.trace.clone());
+    inherited
+}
+
+/// As [`caused_by`], for what a handler emits: it belongs to the span of the handler, if that is part
+/// of a trace, and to the service.
+pub(crate) fn emitted_by(cause: &Recorded, source: Option<&Arc<str>>) -> Inherited {
+    let mut inherited = caused_by(cause);
+    if let Some(trace) = current_span_trace() {
+        inherited.trace = Some(trace);
+    }
+    inherited.source = source.map(ToString::to_string);
     inherited
 }
 

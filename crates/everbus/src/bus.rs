@@ -175,11 +175,12 @@ impl Shared {
 
     /// Appends events that have been accepted, and counts them.
     async fn append(&self, events: Vec<Event>) -> Result<Vec<Result<everbus_core::Appended>>> {
-        let counts = Published::new(&self.stats, &events);
+        // A recorder of metrics is other people's code, and the event is stored whatever it does.
+        let counts = guard::contain(|| Published::new(&self.stats, &events));
         let appended = self.engine.broker.append(events).await;
         match &appended {
             Ok(answers) => {
-                counts.stored(answers);
+                let _ = guard::contain(|| counts.map(|counts| counts.stored(answers)));
                 for error in answers.iter().filter_map(|answer| answer.as_ref().err()) {
                     self.fail_if_fatal(error);
                 }

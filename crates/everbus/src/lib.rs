@@ -81,12 +81,15 @@ mod breaker;
 mod bus;
 mod circuits;
 pub mod config;
+mod configure;
 mod dead_letters;
 mod dispatch;
 mod engines;
 mod extract;
 mod guard;
 mod handler;
+#[cfg(feature = "http")]
+pub mod http;
 mod layers;
 mod message;
 mod options;
@@ -107,6 +110,7 @@ mod stats;
 pub mod streams;
 mod subscribe;
 mod suggest;
+pub mod testing;
 mod trace;
 mod upcast;
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 use everbus_core::{Code, Delivery, Error, Event, Failure, GroupName, IntoEvent, Recorded, Timestamp};
 use tokio::time::Instant;
 
+use crate::ambient;
 use crate::handler::Registered;
 use crate::options::LONGEST;
 
@@ -35,7 +36,8 @@ struct Inner {
     failures: Vec<Failure>,
     attempt: u32,
     deadline: Mutex<Instant>,
-    follow_ups: Mutex<Vec<Event>>,
+    /// None once the attempt has ended.
+    follow_ups: Mutex<Option<Vec<Event>>>,
 }
 
 impl Message {
@@ -54,7 +56,7 @@ impl Message {
                 failures: delivery.failures.clone(),
                 attempt: delivery.attempt,
                 deadline: Mutex::new(started + handler.timeout),
-                follow_ups: Mutex::default(),
+                follow_ups: Mutex::new(Some(Vec::new())),
             }),
         }
     }
@@ -111,10 +113,18 @@ impl Message {
     }
 
     /// Adds an event that is published in the same step as the ack of this one, if this attempt
-    /// succeeds, and not at all otherwise.
+    /// succeeds, and not at all otherwise. After the attempt has ended it is refused.
     pub fn publish(&self, event: impl IntoEvent) -> Result<(), Error> {
-        let event = event.into_event()?;
+        // What surrounds it here may be gone when the attempt ends.
+        let event = ambient::inherit(event.into_event()?, None)?;
         let mut follow_ups = lock(&self.inner.follow_ups);
+        let Some(follow_ups) = follow_ups.as_mut() else {
+            return Err(Error::new(
+                Code::LeaseLost,
+                "the attempt has ended; nothing can be published with its ack any more",
+            )
+            .hint("publish it through the bus"));
+        };
         if follow_ups.len() >= MOST_FOLLOW_UPS {
             let what = format!("one handler publishes more than {MOST_FOLLOW_UPS} events at once");
             return Err(Error::new(Code::InvalidSetting, what)
@@ -132,8 +142,9 @@ impl Message {
         &self.inner.handler
     }
 
+    /// What the attempt staged. It has ended with this.
     pub(crate) fn take_follow_ups(&self) -> Vec<Event> {
-        std::mem::take(&mut lock(&self.inner.follow_ups))
+        lock(&self.inner.follow_ups).take().unwrap_or_default()
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    Clock, Code, Engine, Error, GroupName, Result, Retention, RetryPolicy, SystemClock,
+    Clock, Code, Engine, Error, GroupName, Pattern, Result, Retention, RetryPolicy, SystemClock,
 };
 
 use crate::admission::{Limits, PublishRate, StreamLimit};
@@ -61,14 +61,13 @@ pub struct BusOptions {
 pub(crate) struct ConsumerOverride {
     pub(crate) name: String,
     pub(crate) group: GroupName,
-    /// The type its stream stands for.
-    pub(crate) stream: String,
+    pub(crate) pattern: Pattern,
     pub(crate) settings: Settings,
 }
 
 impl std::fmt::Debug for ConsumerOverride {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} ({} of {})", self.name, self.group, self.stream)
+        write!(f, "{} ({} of {})", self.name, self.group, self.pattern)
     }
 }
 
@@ -197,8 +196,10 @@ pub(crate) fn check_concurrency(concurrency: usize) -> Result<()> {
 #[derive(Clone, Debug, Default)]
 #[must_use = "a builder does nothing until it is opened"]
 pub struct BusBuilder {
-    options: BusOptions,
+    pub(crate) options: BusOptions,
     engine: EngineOptions,
+    /// Of the configuration file.
+    pub(crate) url: Option<String>,
 }
 
 impl BusBuilder {

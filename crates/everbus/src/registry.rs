@@ -162,7 +162,26 @@ impl Registry {
         for (name, group) in &mut self.groups {
             group.run(shared, name);
         }
+        self.report_unused_consumers(shared);
         true
+    }
+
+    /// A consumer of the configuration file that is no handler here may be another process's, or a
+    /// typing error.
+    fn report_unused_consumers(&self, shared: &Shared) {
+        let subscriptions = self.groups.iter().flat_map(|(name, group)| {
+            let handlers = group.handlers.iter();
+            handlers.map(move |handler| (name, &handler.pattern))
+        });
+        for unused in shared.options.unused_consumers(subscriptions) {
+            tracing::warn!(
+                target: "everbus::config",
+                consumer = unused.name,
+                group = %unused.group,
+                stream = %unused.pattern,
+                "the configuration names a consumer that has no handler here"
+            );
+        }
     }
 
     pub(crate) fn is_started(&self) -> bool {

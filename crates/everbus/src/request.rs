@@ -93,7 +93,9 @@ impl Request {
 impl ConsumerOverride {
     /// Whether a subscription is the consumer that the file speaks of.
     pub(crate) fn concerns(&self, group: &GroupName, pattern: &Pattern) -> bool {
-        self.group == *group && pattern.matches(&self.stream)
+        // The file may name the stream of a handler, or one that the handler's pattern covers.
+        self.group == *group
+            && (*pattern == self.pattern || pattern.matches(self.pattern.as_str()))
     }
 }
 

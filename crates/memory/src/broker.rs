@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use everbus_core::{
     Appended, BoxFuture, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, Durability,
-    Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Result, SettledOutcome,
+    Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result, SettledOutcome,
     Settlement, SubscriptionInfo, Timestamp,
 };
 use tokio::sync::Notify;
@@ -134,10 +134,13 @@ fn describe(group: &Group, records: &Records, dead_letters: u64, now: Timestamp)
     let owed = group.rows.values().next().map(|row| row.record.received_at);
     let mut beyond = records.after(group.position);
     let oldest = owed.or_else(|| {
-        let pending = beyond.find(|record| group.wants(record.event.event_type()));
+        let pending = beyond.find(|record| group.awaits(record));
         pending.map(|record| record.received_at)
     });
     let in_flight = group.in_flight();
+    let beyond = group.dropped.range(group.position + 1..);
+    let still_there = beyond.filter(|position| records.get(**position).is_some());
+    let dropped = still_there.count() as u64;
     GroupInfo {
         name: group.name.clone(),
         ordered: group.ordered,
@@ -147,7 +150,7 @@ fn describe(group: &Group, records: &Records, dead_letters: u64, now: Timestamp)
             .map(|s| s.pattern.as_str().to_string())
             .collect(),
         position: group.position,
-        behind: records.count_after(group.position),
+        behind: records.count_after(group.position) - dropped,
         in_flight: in_flight as u64,
         waiting: (group.rows.len() - in_flight) as u64,
         dead_letters,
@@ -267,6 +270,14 @@ impl Broker for MemoryBroker {
                 Err(Error::new(Code::Timeout, what))
             })
         })
+    }
+
+    fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move { self.0.depth_of(&stream, limit) })
+    }
+
+    fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move { self.0.drop_from(&stream, keep) })
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {

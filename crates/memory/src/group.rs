@@ -28,6 +28,8 @@ pub(crate) struct Group {
     pub(crate) active_at: Timestamp,
     /// How many events were skipped by a verdict, for each reason.
     pub(crate) skipped: HashMap<String, u64>,
+    /// What was dropped before the group reached it.
+    pub(crate) dropped: BTreeSet<u64>,
     pub(crate) consumers: HashMap<u64, Handled>,
     /// Waiting rows that may be handed out now.
     ready: BTreeSet<u64>,
@@ -101,6 +103,7 @@ impl Group {
             rows: BTreeMap::new(),
             active_at: now,
             skipped: HashMap::new(),
+            dropped: BTreeSet::new(),
             consumers: HashMap::new(),
             ready: BTreeSet::new(),
             unhandled: BTreeSet::new(),
@@ -172,6 +175,7 @@ impl Group {
             if taken.len() < max {
                 // Removed events at the end of the log are nothing to come back to.
                 self.advance_to(records.head());
+                self.dropped.clear();
             }
         }
         let orphans = self.take_orphans(options, now);
@@ -201,7 +205,7 @@ impl Group {
         taken: &mut Vec<u64>,
     ) {
         let position = record.position;
-        if !self.wants(record.event.event_type()) {
+        if self.dropped.remove(&position) || !self.wants(record.event.event_type()) {
             self.advance_to(position);
             return;
         }

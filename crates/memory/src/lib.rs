@@ -24,6 +24,7 @@ mod log;
 mod maintenance;
 mod records;
 mod state;
+mod streams;
 
 use std::sync::Arc;
 

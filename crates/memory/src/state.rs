@@ -310,9 +310,7 @@ impl State {
                 _ => EventState::Processing,
             },
             None if self.dead.is_open(position, &group.name) => EventState::Dlq,
-            None if position > group.position && group.wants(record.event.event_type()) => {
-                EventState::Pending
-            }
+            None if group.awaits(record) => EventState::Pending,
             None => EventState::Done,
         }
     }

@@ -164,6 +164,13 @@ impl Writer {
             })
             .map_err(|e| from_sqlite("claiming", e))?;
         let slot = claim_slot(id);
+        let mut keys = Vec::with_capacity(events.len());
+        for (_, record) in &events {
+            let tenant = self
+                .state
+                .intern_tenant(&self.conn, record.event.tenant())?;
+            keys.push((record.position, (*record.event.id().as_bytes(), tenant)));
+        }
         let bytes_each =
             events.iter().map(|(_, record)| size(record)).sum::<u64>() / events.len() as u64;
         let deliveries: Vec<Delivery> = events
@@ -194,6 +201,7 @@ impl Writer {
             extended,
             progress,
             bytes_each,
+            keys,
         };
         self.state.claims.insert(id, claim);
         self.outgoing.push((session, until, deliveries));

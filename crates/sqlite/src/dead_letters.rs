@@ -299,7 +299,7 @@ impl Writer {
         }
         let owed = self.owed()?;
         for (seq, _) in &chosen {
-            if !owed.contains(*seq) {
+            if !self.owes(&owed, *seq)? {
                 self.remove_unowed(*seq)?;
             }
         }

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use everbus_core::{
     Appended, BoxFuture, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, Durability,
-    Engine, Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Result, SettledOutcome,
-    Settlement, SubscriptionInfo,
+    Engine, Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result,
+    SettledOutcome, Settlement, SubscriptionInfo,
 };
 use tokio::sync::{oneshot, watch};
 
@@ -305,6 +305,14 @@ impl Broker for SqliteEngine {
                     .hint("a handler is slow, failing, or not running; see `everbus groups`"))
                 })
         })
+    }
+
+    fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(self.depth_of(stream, limit))
+    }
+
+    fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(self.drop_from(stream, keep))
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {

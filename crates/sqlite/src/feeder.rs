@@ -19,6 +19,8 @@ pub(crate) struct Feed {
     pub(crate) after: u64,
     pub(crate) upto: u64,
     pub(crate) patterns: Vec<Pattern>,
+    /// The group whose dropped events are to be left out, if it has any.
+    pub(crate) without_drops_of: Option<i64>,
     pub(crate) limit: usize,
     pub(crate) bytes: u64,
 }
@@ -85,6 +87,7 @@ fn serve(reader: &mut Reader, feed: Feed) -> Fed {
             reader,
             (feed.after, feed.upto),
             &feed.patterns,
+            feed.without_drops_of,
             (feed.limit, feed.bytes),
         )
     });
@@ -107,18 +110,31 @@ pub(crate) fn read_matching(
     reader: &mut Reader,
     (after, upto): (u64, u64),
     patterns: &[Pattern],
+    without_drops_of: Option<i64>,
     (limit, limit_in_bytes): (usize, u64),
 ) -> Result<(Vec<Typed>, u64)> {
     let doing = |e| from_sqlite("reading the log", e);
     let upto = upto.min(after.saturating_add(SEARCH));
     let filter = type_filter(reader, patterns)?;
+    let drops = match without_drops_of {
+        None => "AND ?4 IS NULL",
+        Some(_) => {
+            "AND NOT EXISTS (SELECT 1 FROM skips WHERE skips.group_id = ?4 AND skips.seq = log.seq)"
+        }
+    };
     let sql = format!(
-        "SELECT {RECORD} FROM log WHERE log.seq > ?1 AND log.seq <= ?2 {filter} ORDER BY log.seq LIMIT ?3"
+        "SELECT {RECORD} FROM log WHERE log.seq > ?1 AND log.seq <= ?2 {filter} {drops}
+         ORDER BY log.seq LIMIT ?3"
     );
     let Reader { conn, types } = reader;
     let mut statement = conn.prepare_cached(&sql).map_err(doing)?;
     let mut rows = statement
-        .query((to_sql(after), to_sql(upto), to_sql(limit as u64)))
+        .query((
+            to_sql(after),
+            to_sql(upto),
+            to_sql(limit as u64),
+            without_drops_of,
+        ))
         .map_err(doing)?;
     let mut found = Vec::new();
     let mut bytes = 0;

@@ -3,6 +3,7 @@
 //! A record is a row of about thirty bytes, written in the transaction of the ack. Ids of version 7
 //! rise with time, so that new records go to the end of their group's part of the tree.
 
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use everbus_core::{BoxFuture, GroupName, Inbox, Recorded, Result, Timestamp};
@@ -12,7 +13,7 @@ use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::readers::Reader;
 use crate::rows::to_sql;
-use crate::state::micros;
+use crate::state::{EventKey, micros};
 use crate::writer::Writer;
 
 /// Records looked at in one reading, and removed in one transaction: so few that a publish hardly
@@ -34,6 +35,30 @@ impl Writer {
             .and_then(|mut s| s.execute(params![group, to_sql(seq), micros(self.clock.now())]))
             .map(|noted| noted > 0)
             .map_err(|e| from_sqlite("writing to the inbox", e))
+    }
+
+    /// Writes down what plain acks noted. What is there already stays as it is.
+    pub(crate) fn write_noted(&mut self) -> Result<()> {
+        if self.noted.is_empty() {
+            return Ok(());
+        }
+        let doing = |e| from_sqlite("writing to the inbox", e);
+        let at = micros(self.clock.now());
+        let mut insert = self
+            .conn
+            .prepare_cached(
+                "INSERT INTO inbox (group_id, id, tenant, at) VALUES (?1, ?2, ?3, ?4)
+                 ON CONFLICT DO NOTHING",
+            )
+            .map_err(doing)?;
+        // In the order of the tree.
+        self.noted.sort_unstable();
+        for (group, (id, tenant)) in self.noted.drain(..) {
+            insert
+                .execute(params![group, id, tenant, at])
+                .map_err(doing)?;
+        }
+        Ok(())
     }
 
     /// Takes the note back.
@@ -115,21 +140,82 @@ fn handled(reader: &Reader, group: &GroupName, events: &[Arc<Recorded>]) -> Resu
         // Whoever is not there has handled nothing.
         return Ok(vec![false; events.len()]);
     };
-    let mut find = reader
+    let mut keys = Vec::with_capacity(events.len());
+    let mut tenants: HashMap<&str, Option<i64>> = HashMap::new();
+    for record in events {
+        let tenant = match record.event.tenant() {
+            None => Some(0),
+            Some(name) => match tenants.get(name) {
+                Some(known) => *known,
+                None => {
+                    let number = tenant_number(reader, name)?;
+                    tenants.insert(name, number);
+                    number
+                }
+            },
+        };
+        // A tenant that has no number has no record.
+        keys.push(tenant.map(|tenant| (*record.event.id().as_bytes(), tenant)));
+    }
+    let found = match neighbours(reader, group, &keys)? {
+        Some(found) => found,
+        None => one_by_one(reader, group, &keys)?,
+    };
+    Ok(keys
+        .iter()
+        .map(|key| key.is_some_and(|key| found.contains(&key)))
+        .collect())
+}
+
+fn tenant_number(reader: &Reader, name: &str) -> Result<Option<i64>> {
+    reader
+        .conn
+        .prepare_cached("SELECT id FROM tenants WHERE name = ?1")
+        .and_then(|mut s| s.query_row([name], |r| r.get(0)).optional())
+        .map_err(|e| from_sqlite("looking into the inbox", e))
+}
+
+/// All records between the first and the last of these: ids that rise with time are close to each
+/// other, and one search is enough for all. `None` if there are many more than was asked for.
+fn neighbours(
+    reader: &Reader,
+    group: i64,
+    keys: &[Option<EventKey>],
+) -> Result<Option<HashSet<EventKey>>> {
+    let doing = |e| from_sqlite("looking into the inbox", e);
+    let ids = || keys.iter().flatten().map(|(id, _)| id);
+    let (Some(first), Some(last)) = (ids().min(), ids().max()) else {
+        return Ok(Some(HashSet::new()));
+    };
+    let most = 2 * keys.len() + 16;
+    let found: HashSet<EventKey> = reader
         .conn
         .prepare_cached(
-            "SELECT EXISTS (SELECT 1 FROM inbox WHERE group_id = ?1 AND id = ?2
-               AND tenant = iif(?3 IS NULL, 0, (SELECT id FROM tenants WHERE name = ?3)))",
+            "SELECT id, tenant FROM inbox WHERE group_id = ?1 AND id BETWEEN ?2 AND ?3 LIMIT ?4",
         )
-        .map_err(doing)?;
-    events
-        .iter()
-        .map(|record| {
-            let (id, tenant) = (record.event.id(), record.event.tenant());
-            find.query_row(params![group, id.as_bytes(), tenant], |r| r.get(0))
-                .map_err(doing)
+        .and_then(|mut s| {
+            s.query_map(params![group, first, last, to_sql(most as u64)], |r| {
+                Ok((r.get(0)?, r.get(1)?))
+            })?
+            .collect()
         })
-        .collect()
+        .map_err(doing)?;
+    Ok((found.len() < most).then_some(found))
+}
+
+fn one_by_one(reader: &Reader, group: i64, keys: &[Option<EventKey>]) -> Result<HashSet<EventKey>> {
+    let doing = |e| from_sqlite("looking into the inbox", e);
+    let mut find = reader
+        .conn
+        .prepare_cached("SELECT 1 FROM inbox WHERE group_id = ?1 AND id = ?2 AND tenant = ?3")
+        .map_err(doing)?;
+    let mut found = HashSet::new();
+    for (id, tenant) in keys.iter().flatten() {
+        if find.exists(params![group, id, tenant]).map_err(doing)? {
+            found.insert((*id, *tenant));
+        }
+    }
+    Ok(found)
 }
 
 /// What one reading of the inbox found.

@@ -60,7 +60,7 @@ fn info(conn: &Connection, head: u64, group: &Stored, now: Timestamp) -> Result<
         })
         .map_err(doing)?;
     let (mut in_flight, mut waiting) = (0, 0);
-    let mut oldest = first_after(conn, group.cursor)?;
+    let mut oldest = first_after(conn, group)?;
     for (lo, hi, owner, done) in claims {
         let (lo, hi) = (seq_from(lo), seq_from(hi));
         let progress = Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default());
@@ -91,6 +91,11 @@ fn info(conn: &Connection, head: u64, group: &Stored, now: Timestamp) -> Result<
             .map_err(doing)?
             .map(Timestamp::from_micros),
     };
+    let dropped: i64 = conn
+        .prepare_cached("SELECT count(*) FROM skips WHERE group_id = ?1 AND seq > ?2")
+        .and_then(|mut s| s.query_row((group.id, to_sql(group.cursor)), |r| r.get(0)))
+        .map_err(doing)?;
+    let dropped = seq_from(dropped);
     Ok(GroupInfo {
         name: group.name.parse()?,
         ordered: group.ordered,
@@ -99,7 +104,7 @@ fn info(conn: &Connection, head: u64, group: &Stored, now: Timestamp) -> Result<
             .map(|p| p.as_str().to_owned())
             .collect(),
         position: group.cursor,
-        behind: head.saturating_sub(group.cursor),
+        behind: head.saturating_sub(group.cursor).saturating_sub(dropped),
         in_flight,
         waiting,
         dead_letters: count(
@@ -111,10 +116,17 @@ fn info(conn: &Connection, head: u64, group: &Stored, now: Timestamp) -> Result<
     })
 }
 
-/// The first event beyond a position.
-fn first_after(conn: &Connection, position: u64) -> Result<Option<u64>> {
-    conn.prepare_cached("SELECT min(seq) FROM log WHERE seq > ?1")
-        .and_then(|mut s| s.query_row([to_sql(position)], |r| r.get::<_, Option<i64>>(0)))
-        .map(|seq| seq.map(seq_from))
-        .map_err(|e| from_sqlite("reading the log", e))
+/// The first event that a group has yet to reach and that was not dropped.
+fn first_after(conn: &Connection, group: &Stored) -> Result<Option<u64>> {
+    conn.prepare_cached(
+        "SELECT seq FROM log WHERE seq > ?2
+           AND NOT EXISTS (SELECT 1 FROM skips WHERE group_id = ?1 AND skips.seq = log.seq)
+         ORDER BY seq LIMIT 1",
+    )
+    .and_then(|mut s| {
+        s.query_row((group.id, to_sql(group.cursor)), |r| r.get::<_, i64>(0))
+            .optional()
+    })
+    .map(|seq| seq.map(seq_from))
+    .map_err(|e| from_sqlite("reading the log", e))
 }

@@ -42,6 +42,7 @@ mod session;
 mod settle;
 mod space;
 mod state;
+mod streams;
 mod suspects;
 mod watch;
 mod writer;

@@ -30,8 +30,13 @@ impl Log for SqliteEngine {
     ) -> BoxFuture<'_, Result<(Vec<Arc<Recorded>>, u64)>> {
         self.handle.query(move |reader| {
             let head = head(reader)?;
-            let (found, searched) =
-                read_matching(reader, (after, head), &patterns, (limit.max(1), 16 << 20))?;
+            let (found, searched) = read_matching(
+                reader,
+                (after, head),
+                &patterns,
+                None,
+                (limit.max(1), 16 << 20),
+            )?;
             Ok((
                 found.into_iter().map(|(_, record)| record).collect(),
                 searched.max(after),
@@ -230,7 +235,14 @@ fn state_in(
             .iter()
             .any(|p| p.matches(record.event.event_type())))
     };
-    if record.position > cursor && wanted()? {
+    let dropped = || {
+        reader
+            .conn
+            .prepare_cached("SELECT 1 FROM skips WHERE group_id = ?1 AND seq = ?2")
+            .and_then(|mut s| s.exists((id, seq)))
+            .map_err(doing)
+    };
+    if record.position > cursor && wanted()? && !dropped()? {
         state.state = EventState::Pending;
     }
     Ok(state)

@@ -316,17 +316,9 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
 
 /// What groups still owe.
 pub(crate) struct Owed {
-    floor: u64,
+    /// The groups with their cursors.
+    cursors: Vec<(i64, u64)>,
     claims: Vec<(u64, u64, Progress)>,
-}
-
-impl Owed {
-    pub(crate) fn contains(&self, seq: u64) -> bool {
-        let open = |(lo, hi, progress): &(u64, u64, Progress)| {
-            (*lo..=*hi).contains(&seq) && !progress.is_done(seq)
-        };
-        seq > self.floor || self.claims.iter().any(open)
-    }
 }
 
 /// What one step of retention did.
@@ -365,11 +357,22 @@ impl Writer {
             };
             claims.push(claim);
         }
-        let floor = self.state.groups.values().map(|group| group.cursor).min();
+        let groups = self.state.groups.iter();
         Ok(Owed {
-            floor: floor.unwrap_or(self.state.head),
+            cursors: groups.map(|(id, group)| (*id, group.cursor)).collect(),
             claims,
         })
+    }
+
+    /// Whether a group has yet to reach an event, unless it was dropped, or has it in flight.
+    pub(crate) fn owes(&self, owed: &Owed, seq: u64) -> Result<bool> {
+        for (group, cursor) in &owed.cursors {
+            if seq > *cursor && !self.was_dropped(*group, seq)? {
+                return Ok(true);
+            }
+        }
+        let mut claims = owed.claims.iter();
+        Ok(claims.any(|(lo, hi, progress)| (*lo..=*hi).contains(&seq) && !progress.is_done(seq)))
     }
 
     /// Removes an event unless a group still has a row or an open dead letter for it.
@@ -448,7 +451,7 @@ impl Writer {
             step.next = candidates.last().map(|seq| seq_from(*seq));
         }
         for seq in candidates.into_iter().map(seq_from) {
-            if !owed.contains(seq) && self.remove_unowed(seq)? {
+            if !self.owes(&owed, seq)? && self.remove_unowed(seq)? {
                 step.removed += 1;
             } else {
                 step.kept += 1;

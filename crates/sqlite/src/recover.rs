@@ -206,6 +206,7 @@ impl Writer {
                 extended: HashMap::new(),
                 progress: Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default()),
                 bytes_each: 0,
+                keys: Vec::new(),
             };
             Ok((claim, r.get(5)?))
         });

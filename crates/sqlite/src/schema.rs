@@ -88,6 +88,23 @@ pub(crate) fn newer(version: i32) -> Error {
 /// new one, never between.
 pub(crate) fn migrate(conn: &Connection) -> Result<()> {
     let doing = |e| from_sqlite("preparing the tables", e);
+    if identify(conn)? == Kind::Ours(VERSION) {
+        return Ok(());
+    }
+    // A table that others refer to can only be made anew while nobody watches over the references.
+    let watched: bool = conn
+        .query_row("PRAGMA foreign_keys", [], |row| row.get(0))
+        .map_err(doing)?;
+    conn.pragma_update(None, "foreign_keys", false)
+        .map_err(doing)?;
+    let migrated = migrate_by_steps(conn);
+    conn.pragma_update(None, "foreign_keys", watched)
+        .map_err(doing)?;
+    migrated
+}
+
+fn migrate_by_steps(conn: &Connection) -> Result<()> {
+    let doing = |e| from_sqlite("preparing the tables", e);
     loop {
         let from = match identify(conn)? {
             Kind::Empty => 0,
@@ -150,6 +167,45 @@ mod tests {
         migrate(&conn).unwrap();
         migrate(&conn).unwrap();
         assert_eq!(identify(&conn).unwrap(), Kind::Ours(VERSION));
+    }
+
+    // conformance: issue-3/inbox-group-numbers: the number of a removed group is never given again, also in a file of version 1
+    #[test]
+    fn the_numbers_of_groups_go_on_after_a_migration() {
+        for kept in [0, 1] {
+            let conn = Connection::open_in_memory().unwrap();
+            conn.execute_batch(MIGRATIONS[0]).unwrap();
+            conn.pragma_update(None, "application_id", APPLICATION_ID)
+                .unwrap();
+            conn.pragma_update(None, "user_version", 1).unwrap();
+            let add = |name: &str| -> i64 {
+                conn.execute(
+                    "INSERT INTO groups (name, ordered, cursor, declared_at, created_at, active_at)
+                     VALUES (?1, 0, 0, 0, 0, 0)",
+                    [name],
+                )
+                .unwrap();
+                conn.last_insert_rowid()
+            };
+            let numbers = ["a", "b", "c"].map(add);
+            conn.execute("INSERT INTO skips VALUES (?1, 1, 'kept', 1)", [numbers[0]])
+                .unwrap();
+            if kept == 0 {
+                conn.execute("DELETE FROM skips", []).unwrap();
+            }
+            conn.execute("DELETE FROM groups WHERE id > ?1", [kept])
+                .unwrap();
+            migrate(&conn).unwrap();
+            assert!(add("d") > numbers[2], "with {kept} kept");
+            let broken: i64 = conn
+                .query_row("SELECT count(*) FROM pragma_foreign_key_check", [], |r| {
+                    r.get(0)
+                })
+                .unwrap();
+            assert_eq!(broken, 0);
+            let orphan = conn.execute("INSERT INTO skips VALUES (99, 1, 'x', 1)", []);
+            assert!(orphan.is_err(), "references are watched over again");
+        }
     }
 
     #[test]

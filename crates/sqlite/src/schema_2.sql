@@ -2,6 +2,29 @@
 --
 -- A row in skips beyond the cursor of its group: dropped from a full stream; the group passes it by.
 
+-- The columns of the specification's table are shown by another view below.
+DROP VIEW events;
+
+-- Early files of version 1 gave the number of a removed group to the next one. No number may come
+-- again: leases and the inbox go by it.
+CREATE TABLE groups_2 (
+  id          INTEGER PRIMARY KEY AUTOINCREMENT,
+  name        TEXT    NOT NULL UNIQUE,        -- '' is the unnamed group
+  ordered     INTEGER NOT NULL,
+  cursor      INTEGER NOT NULL,               -- everything up to here was handed out or skipped
+  declared_at INTEGER NOT NULL,               -- the head of the log when the group was declared
+  created_at  INTEGER NOT NULL,
+  active_at   INTEGER NOT NULL
+);
+INSERT INTO groups_2 SELECT * FROM groups;
+INSERT INTO sqlite_sequence (name, seq)
+  SELECT 'groups_2', seq FROM sqlite_sequence WHERE name = 'groups'
+    AND NOT EXISTS (SELECT 1 FROM groups);
+UPDATE sqlite_sequence SET seq = max(seq, coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'groups'), 0))
+  WHERE name = 'groups_2';
+DROP TABLE groups;
+ALTER TABLE groups_2 RENAME TO groups;
+
 -- What each group has handled. Rows of removed groups are swept up later, in small steps; the number
 -- of a group is never given again, so that they cannot be taken for another's.
 CREATE TABLE inbox (
@@ -23,9 +46,7 @@ FROM groups g
 JOIN inbox i ON i.group_id = g.id;
 
 -- The columns of the specification's table, as the unnamed group sees each event. Every arm has a
--- constant status, so a filter on status reads only the arms it needs. The view of version 1 knew no
--- event that was skipped before its group reached it.
-DROP VIEW events;
+-- constant status, so a filter on status reads only the arms it needs.
 CREATE VIEW events (id, type, payload, status, retry_count, last_error, metadata, created_at, updated_at) AS
 WITH
   unnamed AS (SELECT id, cursor FROM groups WHERE name = ''),

@@ -36,6 +36,7 @@ impl Writer {
             }
             results.push(result);
         }
+        self.write_noted()?;
         failpoint::hit("after-settle");
         Ok(results)
     }
@@ -80,10 +81,10 @@ impl Writer {
                 writer.append_follow_ups(follow_ups)
             });
         }
-        if !self.note_handled(group, seq)? {
-            return Ok(());
-        }
         if settlement.follow_ups.is_empty() {
+            return self.note_later(place, group, seq);
+        }
+        if !self.note_handled(group, seq)? {
             return Ok(());
         }
         let appended = self.append_follow_ups(settlement.follow_ups.clone());
@@ -91,6 +92,22 @@ impl Writer {
             self.unnote_handled(group, seq)?;
         }
         appended
+    }
+
+    /// Whether the event was handled before makes no difference to a plain ack, so that all of these
+    /// are written together.
+    fn note_later(&mut self, place: Place, group: i64, seq: u64) -> Result<()> {
+        let known = match place {
+            Place::Claim(id) => self.state.claims.get(&id).and_then(|c| c.key_of(seq)),
+            Place::Row(_) => None,
+        };
+        match known {
+            Some(key) => self.noted.push((group, key)),
+            None => {
+                self.note_handled(group, seq)?;
+            }
+        }
+        Ok(())
     }
 
     /// The claim or row a lease stands for, if it is still ours.
@@ -348,7 +365,7 @@ impl Writer {
         Ok(())
     }
 
-    fn write_skip(&mut self, group: i64, seq: u64, reason: &str) -> Result<()> {
+    pub(crate) fn write_skip(&mut self, group: i64, seq: u64, reason: &str) -> Result<()> {
         self.conn
             .prepare_cached(
                 "INSERT OR REPLACE INTO skips (group_id, seq, reason, at) VALUES (?1, ?2, ?3, ?4)",

@@ -30,6 +30,8 @@ pub(crate) struct Group {
     pub(crate) cursor: u64,
     /// The cursor as stored: skipping is written down later.
     pub(crate) stored_cursor: u64,
+    /// Nothing beyond this was dropped; what was up to here is in `skips`.
+    pub(crate) dropped_to: u64,
     pub(crate) declared_at: u64,
     pub(crate) patterns: Vec<Pattern>,
     matches: HashMap<i64, bool>,
@@ -68,12 +70,23 @@ pub(crate) struct Claim {
     pub(crate) progress: Progress,
     /// The payload of one of its events, on average, in bytes.
     pub(crate) bytes_each: u64,
+    /// What its events are called, in the order of their places: an ack may put them on record.
+    pub(crate) keys: Vec<(u64, EventKey)>,
 }
+
+/// An event by its id and the number of its tenant.
+pub(crate) type EventKey = ([u8; 16], i64);
 
 impl Claim {
     /// When the lease of one event ends.
     pub(crate) fn until_of(&self, seq: u64) -> i64 {
         self.extended.get(&seq).copied().unwrap_or(self.until)
+    }
+
+    /// What an event is called, if that is known.
+    pub(crate) fn key_of(&self, seq: u64) -> Option<EventKey> {
+        let found = self.keys.binary_search_by_key(&seq, |(seq, _)| *seq);
+        found.ok().map(|index| self.keys[index].1)
     }
 
     /// What is neither done nor within its lease.
@@ -211,6 +224,7 @@ impl State {
                 ordered: row.get(2).map_err(doing)?,
                 cursor,
                 stored_cursor: cursor,
+                dropped_to: last_skip(conn, id)?,
                 declared_at: seq_from(row.get(4).map_err(doing)?),
                 patterns: patterns_of(conn, id)?,
                 matches: HashMap::new(),
@@ -379,6 +393,14 @@ pub(crate) fn patterns_of(conn: &Connection, group: i64) -> Result<Vec<Pattern>>
         .and_then(|mut s| s.query_map([group], |r| r.get(0))?.collect())
         .map_err(doing)?;
     texts.iter().map(|text| Pattern::new(text)).collect()
+}
+
+/// The last event that a group skipped.
+fn last_skip(conn: &Connection, group: i64) -> Result<u64> {
+    conn.prepare_cached("SELECT max(seq) FROM skips WHERE group_id = ?1")
+        .and_then(|mut s| s.query_row([group], |r| r.get::<_, Option<i64>>(0)))
+        .map(|seq| seq.map_or(0, seq_from))
+        .map_err(|e| from_sqlite("reading the skips", e))
 }
 
 /// When the earliest ordinary delivery that waits, or waits for a handler, is due.

@@ -174,19 +174,26 @@ impl Writer {
             let crash = Failure::new(attempt, at, FailureKind::Crash, CRASHED);
             self.insert_suspect(group, seq, attempt, &[crash], now)?;
         }
-        if progress.is_complete(hi) {
+        self.write_inherited(id, (lo, hi), &progress)
+    }
+
+    /// Writes down how far an inherited claim is done; a finished one goes.
+    pub(crate) fn write_inherited(
+        &self,
+        id: i64,
+        (lo, hi): (u64, u64),
+        progress: &Progress,
+    ) -> Result<()> {
+        let written = if progress.is_complete(hi) {
             self.conn
                 .prepare_cached("DELETE FROM claims WHERE id = ?1")
                 .and_then(|mut s| s.execute([id]))
-                .map_err(doing)?;
         } else {
-            let done = progress.bitmap(lo, hi);
             self.conn
                 .prepare_cached("UPDATE claims SET done = ?2 WHERE id = ?1")
-                .and_then(|mut s| s.execute(params![id, done]))
-                .map_err(doing)?;
-        }
-        Ok(())
+                .and_then(|mut s| s.execute(params![id, progress.bitmap(lo, hi)]))
+        };
+        written.map(drop).map_err(|e| from_sqlite("recovering", e))
     }
 
     /// A row for an event whose last attempt ended with a crash.

@@ -110,6 +110,7 @@ impl Writer {
             }
             let to_come = group.cursor < position && group.wants(type_id, &name);
             let group_name = group.name.clone();
+            let to_come = to_come && !self.was_dropped(id, position)?;
             if to_come || self.is_claimed(id, position)? || self.has_row(id, position)? {
                 return Ok(None);
             }

@@ -2,6 +2,7 @@
 
 mod backup;
 mod check;
+mod check_config;
 mod demo;
 mod dlq;
 mod get;
@@ -28,24 +29,28 @@ Everbus keeps events in a file and delivers each of them, or says why it could n
   everbus --help                               everything else";
 
 /// Runs what was typed.
-pub(crate) async fn run(args: Args, output: &mut Output) -> Outcome {
-    let target = Target::choose(&args)?;
-    match args.command {
-        None => welcome(output),
-        Some(Command::Publish(args)) => publish::run(*args, &target, output).await,
-        Some(Command::Tail(args)) => tail::run(args, &target, output).await,
-        Some(Command::Completions { shell }) => completions(shell, output),
-        Some(Command::Demo) => until_interrupted(demo::run(output)).await,
-        Some(Command::Bench(args)) => until_interrupted(bench::run(args, &target, output)).await,
-        Some(Command::Get(args)) => until_interrupted(get::run(&args, &target, output)).await,
-        Some(Command::Dlq(command)) => until_interrupted(dlq::run(command, &target, output)).await,
-        Some(Command::Groups(args)) => until_interrupted(groups::run(args, &target, output)).await,
-        Some(Command::Check) => until_interrupted(check::run(&target, output)).await,
-        Some(Command::Backup(args)) => {
-            until_interrupted(backup::backup(args, &target, output)).await
-        }
-        Some(Command::Restore(args)) => {
-            until_interrupted(backup::restore(args, &target, output)).await
+pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
+    let Some(command) = args.command.take() else {
+        return welcome(output);
+    };
+    // Chosen only by commands that need it: the others work with whatever is configured.
+    let target = || Target::choose(&args);
+    match command {
+        Command::Publish(args) => publish::run(*args, &target()?, output).await,
+        Command::Tail(args) => tail::run(args, &target()?, output).await,
+        Command::Completions { shell } => completions(shell, output),
+        Command::Demo => until_interrupted(demo::run(output)).await,
+        Command::Bench(args) => until_interrupted(bench::run(args, &target()?, output)).await,
+        Command::Get(args) => until_interrupted(get::run(&args, &target()?, output)).await,
+        Command::Dlq(command) => until_interrupted(dlq::run(command, &target()?, output)).await,
+        Command::Groups(args) => until_interrupted(groups::run(args, &target()?, output)).await,
+        Command::Check => match &args.config {
+            Some(config) => check_config::run(&args, config, output),
+            None => until_interrupted(check::run(&target()?, output)).await,
+        },
+        Command::Backup(args) => until_interrupted(backup::backup(args, &target()?, output)).await,
+        Command::Restore(args) => {
+            until_interrupted(backup::restore(args, &target()?, output)).await
         }
     }
 }

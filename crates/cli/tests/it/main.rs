@@ -4,6 +4,7 @@
 
 mod basics;
 mod bench;
+mod config;
 mod demo;
 mod dlq;
 mod files;

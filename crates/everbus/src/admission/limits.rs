@@ -82,7 +82,7 @@ pub struct StreamLimit {
     pub max_len: u64,
     /// What a publish does when there is no room.
     pub on_full: OnFull,
-    /// How long a publish waits at most (5 s).
+    /// How long a publish waits for room at most (5 s), with [`OnFull::Wait`].
     pub wait: Duration,
 }
 
@@ -103,7 +103,7 @@ impl StreamLimit {
         self
     }
 
-    /// How long a publish waits at most.
+    /// How long a publish waits for room at most.
     #[must_use]
     pub fn wait(mut self, wait: Duration) -> Self {
         self.wait = wait;

@@ -8,6 +8,8 @@ mod rate;
 mod streams;
 
 #[cfg(test)]
+mod fake;
+#[cfg(test)]
 mod tests;
 
 use std::collections::BTreeMap;

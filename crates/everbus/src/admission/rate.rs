@@ -23,7 +23,8 @@ use super::limits::{DEFAULT_WAIT, check_wait};
 pub struct PublishRate {
     /// Events in a second, on average.
     pub per_second: f64,
-    /// Events at once after a quiet time; unless set, as many as a second brings.
+    /// Events at once after a quiet time; unless set, as many as a second brings. Timers are no finer
+    /// than a millisecond, so it is at least what two of them bring.
     pub burst: u32,
     /// How long a publish waits for its turn at most (5 s).
     pub wait: Duration,
@@ -72,6 +73,9 @@ impl PublishRate {
     }
 }
 
+/// Timers are no finer than a millisecond. Whatever was earned in twice that time may go at once, or a
+/// high rate with a small burst would never be reached.
+const TIMER: f64 = 0.002;
 /// One event a day.
 const SLOWEST: f64 = 1.0 / 86_400.0;
 const FASTEST: f64 = 1e9;
@@ -81,6 +85,8 @@ const FASTEST: f64 = 1e9;
 #[derive(Debug)]
 pub(super) struct Turns {
     rate: PublishRate,
+    /// What the bucket holds at most.
+    full: f64,
     bucket: Mutex<Bucket>,
 }
 
@@ -93,10 +99,12 @@ struct Bucket {
 
 impl Turns {
     pub(super) fn new(rate: PublishRate) -> Self {
+        let full = f64::from(rate.burst).max(rate.per_second * TIMER);
         Self {
             rate,
+            full,
             bucket: Mutex::new(Bucket {
-                tokens: f64::from(rate.burst),
+                tokens: full,
                 at: Instant::now(),
             }),
         }
@@ -108,12 +116,11 @@ impl Turns {
         let Ok(mut bucket) = timeout_at(deadline, self.bucket.lock()).await else {
             return Err(self.too_fast());
         };
-        let burst = f64::from(self.rate.burst);
-        let needed = (events as f64).min(burst);
+        let needed = (events as f64).min(self.full);
         loop {
             let now = Instant::now();
             let earned = now.duration_since(bucket.at).as_secs_f64() * self.rate.per_second;
-            bucket.tokens = (bucket.tokens + earned).min(burst);
+            bucket.tokens = (bucket.tokens + earned).min(self.full);
             bucket.at = now;
             // Sums of fractions: a millionth of an event short is not short.
             let short = needed - bucket.tokens;
@@ -212,11 +219,29 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn a_high_rate_is_reached_although_timers_are_coarse() {
+        let turns = turns(10_000.0, 1);
+        let start = Instant::now();
+        for _ in 0..10_000 {
+            turns.take(1, Instant::now()).await.unwrap();
+        }
+        let took = start.elapsed().as_millis();
+        assert!(
+            (990..=1010).contains(&took),
+            "a second's worth took {took} ms"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn a_batch_larger_than_the_burst_goes_and_is_paid_for_by_those_after_it() {
         let turns = turns(10.0, 5);
         assert_eq!(took(&turns, 25).await.unwrap(), 0);
         assert_eq!(took(&turns, 1).await.unwrap(), 2100);
-        assert_eq!(took(&turns, 8).await.unwrap(), 500, "when the burst is full");
+        assert_eq!(
+            took(&turns, 8).await.unwrap(),
+            500,
+            "when the burst is full"
+        );
     }
 
     // conformance: issue-3/backpressure-rate-fair: publishers over the rate take turns in the order they came

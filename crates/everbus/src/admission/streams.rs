@@ -17,7 +17,7 @@ use std::time::Duration;
 use everbus_core::{Broker, Code, Error, Pattern, Result};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::limits::{OnFull, StreamLimit};
+use super::limits::{DEFAULT_WAIT, OnFull, StreamLimit};
 
 /// So long a count is believed while other processes may publish.
 const FRESH: Duration = Duration::from_secs(1);
@@ -153,15 +153,24 @@ impl Stream {
         start: Instant,
     ) -> Result<(Reservation, u64)> {
         let (mut known, found) = self.find(events);
-        let (mut refreshing, mut queued) = match found {
+        let (mut refreshing, queued) = match found {
             Found::Room(reservation) => return Ok((reservation, 0)),
             Found::OldCount(refreshing) => (Some(refreshing), None),
             Found::NoRoom(queued) => (None, Some(queued)),
         };
-        let deadline = start + self.limit.wait;
-        let Ok(_turn) = timeout_at(deadline, self.turn.lock()).await else {
-            return Err(self.full());
+        let deadline = match self.limit.on_full {
+            OnFull::Wait => start + self.limit.wait,
+            // They wait for no room, only for the counts of those before them.
+            OnFull::Reject | OnFull::DropOldest => Instant::now() + DEFAULT_WAIT,
         };
+        let Ok(_turn) = timeout_at(deadline, self.turn.lock()).await else {
+            return Err(match self.limit.on_full {
+                OnFull::Wait => self.full(),
+                OnFull::Reject | OnFull::DropOldest => self.too_slow(),
+            });
+        };
+        // Dropped before the turn is given on, so that nobody counts this publish twice.
+        let mut queued = queued;
         let mut pause = PAUSES.0;
         loop {
             // A question that another publisher asked after this one came is as good as its own.
@@ -298,6 +307,17 @@ impl Stream {
             "`everbus groups` shows who is behind; add consumers, publish more slowly, raise max_len, \
              or let the stream say on_full: drop_oldest",
         )
+    }
+
+    fn too_slow(&self) -> Error {
+        Error::new(
+            Code::Backpressure,
+            format!(
+                "how full the stream {} is could not be counted within {DEFAULT_WAIT:?} (max_len {})",
+                self.pattern, self.limit.max_len
+            ),
+        )
+        .hint("the engine is overloaded: publish more slowly and look at its disk")
     }
 
     /// An engine that cannot count says so at the first publish; the sentence says what to change.

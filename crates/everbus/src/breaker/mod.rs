@@ -423,7 +423,7 @@ impl Drop for Ticket {
 
 impl fmt::Debug for Ticket {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = if self.probe { "probe" } else { "attempt" };
+        let kind = if self.is_probe() { "probe" } else { "attempt" };
         write!(f, "Ticket({kind} of {})", self.shared.name)
     }
 }

@@ -453,7 +453,9 @@ fn under_many_threads_there_is_one_probe_and_each_change_is_told_once() {
                 let mut random = seed;
                 for _ in 0..30_000 {
                     // A linear congruential generator; the high bits are the good ones.
-                    random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    random = random
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1);
                     let Ok(ticket) = r.breaker.try_begin() else {
                         r.clock.advance(S / 10_000);
                         thread::yield_now();
@@ -470,7 +472,10 @@ fn under_many_threads_there_is_one_probe_and_each_change_is_told_once() {
                         1 => ticket.succeeded(),
                         _ => ticket.failed(),
                     };
-                    changes.lock().unwrap().extend(change.map(|c| (generation, c)));
+                    changes
+                        .lock()
+                        .unwrap()
+                        .extend(change.map(|c| (generation, c)));
                 }
             });
         }

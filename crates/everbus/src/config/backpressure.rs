@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::duration::LONGEST;
 use super::limits::Names;
 use super::section::{Reader, Section};
+use crate::admission::PublishRate;
 use crate::streams::canonical;
 
 pub(super) const KEYS: &[&str] = &["max_staleness_ms", "publish_rate"];
@@ -17,8 +18,8 @@ pub struct Backpressure {
     /// How old an event of a stream may be and still be handled, by canonical name
     /// (`max_staleness_ms`). Zero: it is handled however old it is.
     pub max_staleness: BTreeMap<String, Duration>,
-    /// At most this many events per second are published by one process (`publish_rate`).
-    pub publish_rate: Option<f64>,
+    /// How fast one bus may publish (`publish_rate`, in events per second).
+    pub publish_rate: Option<PublishRate>,
 }
 
 impl Backpressure {
@@ -43,6 +44,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Backpressu
         }
     }
     let rate = section.get("publish_rate");
-    backpressure.publish_rate = reader.number(rate, 0.001..=10_000_000.0, "events per second");
+    let rate = reader.number(rate, 0.001..=1e9, "events per second");
+    backpressure.publish_rate = rate.map(PublishRate::new);
     backpressure
 }

@@ -7,6 +7,7 @@ use everbus_core::{GroupName, Pattern, RetryPolicy, StartFrom};
 
 use super::problems::quoted;
 use super::section::{Field, Reader, Section};
+use crate::breaker::{BreakerPolicy, Criticality};
 use crate::streams::canonical;
 
 pub(super) const KEYS: &[&str] = &[
@@ -38,6 +39,8 @@ const MOST_AT_ONCE: u64 = 65_536;
 const MOST_FAILURES: u64 = 1_000_000;
 
 /// One consumer: a stream, a group that reads it, and how that group copes with failure.
+///
+/// What the file does not say is none, so that a program may say it.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Consumer {
@@ -49,35 +52,25 @@ pub struct Consumer {
     pub pattern: Pattern,
     /// The group that reads; by default it has the name of the consumer.
     pub group: GroupName,
-    /// What happens to events while the circuit breaker is open (critical).
-    pub criticality: Criticality,
-    /// When to stop trying; none if it is `off`. There is one unless the file says otherwise.
-    pub circuit_breaker: Option<Breaker>,
-    /// When and how often a failed event is tried again; the bus's own policy if none.
-    pub retry: Option<RetryPolicy>,
-    /// How long one attempt may take; the bus's own limit if none.
+    /// What happens to events while the circuit breaker is open.
+    pub criticality: Option<Criticality>,
+    /// When to stop trying.
+    pub circuit_breaker: Breaker,
+    /// What the breaker protects; consumers that name the same dependency share one breaker. Without
+    /// a name the breaker is the group's own.
+    pub dependency: Option<String>,
+    /// When and how often a failed event is tried again.
+    pub retry: Option<Retry>,
+    /// How long one attempt may take.
     pub processing_timeout: Option<Duration>,
-    /// How many handlers of the group run at once; the bus's own number if none.
+    /// How many handlers of the group run at once.
     pub concurrency: Option<usize>,
-    /// Whether events with the same key are handled one after another; not said if none.
+    /// Whether events with the same key are handled one after another.
     pub ordered: Option<bool>,
-    /// Whether events that were handled before are recognised and skipped (no).
-    pub idempotent: bool,
-    /// Where a new group begins; not said if none.
+    /// Whether events that were handled before are recognised and skipped.
+    pub idempotent: Option<bool>,
+    /// Where a new group begins.
     pub start_from: Option<StartFrom>,
-}
-
-/// How much an event matters when it cannot be handled.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Criticality {
-    /// It waits until the breaker closes.
-    #[default]
-    Critical,
-    /// It is dead-lettered, to be replayed later.
-    Standard,
-    /// It is skipped.
-    BestEffort,
 }
 
 const CRITICALITIES: &[(&str, Criticality)] = &[
@@ -87,32 +80,61 @@ const CRITICALITIES: &[(&str, Criticality)] = &[
     ("best-effort", Criticality::BestEffort),
 ];
 
-/// When a circuit breaker opens, and for how long.
-#[derive(Clone, Debug, PartialEq)]
+/// What the file says of a consumer's circuit breaker.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
-pub struct Breaker {
-    /// It opens after this many failures (5).
-    pub fail_max: u32,
-    /// It stays open for this long before it lets one event through as a probe (30 s).
-    pub timeout_duration: Duration,
-    /// Only failures within this time count; the breaker's own window if none.
-    pub window: Option<Duration>,
-    /// It opens only if at least this share of the attempts in the window failed, from 0 to 1.
-    pub failure_rate: Option<f64>,
-    /// What it protects; consumers that name the same dependency share one breaker. Without a name
-    /// the breaker is the group's own.
-    pub dependency: Option<String>,
+pub enum Breaker {
+    /// Nothing. A consumer of the file has one all the same, with the defaults.
+    #[default]
+    Unsaid,
+    /// It has none.
+    Off,
+    /// It has one like this.
+    On(BreakerPolicy),
 }
 
-impl Default for Breaker {
-    fn default() -> Self {
-        Self {
-            fail_max: 5,
-            timeout_duration: Duration::from_secs(30),
-            window: None,
-            failure_rate: None,
-            dependency: None,
+impl Breaker {
+    /// The breaker of the consumer, if it has one.
+    pub fn policy(self) -> Option<BreakerPolicy> {
+        match self {
+            Self::Unsaid => Some(BreakerPolicy::default()),
+            Self::Off => None,
+            Self::On(policy) => Some(policy),
         }
+    }
+}
+
+/// What the file says of retries, in the words of the specification.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Retry {
+    /// All attempts, the first included.
+    pub max_attempts: Option<u32>,
+    /// The first wait; each further one is twice as long.
+    pub backoff_multiplier: Option<Duration>,
+    /// The longest wait.
+    pub backoff_max: Option<Duration>,
+}
+
+impl Retry {
+    /// The policy this makes of another one: waits double, and what is not said stays.
+    pub fn over(&self, policy: RetryPolicy) -> RetryPolicy {
+        let mut policy = policy.multiplier(2.0);
+        if let Some(attempts) = self.max_attempts {
+            policy = policy.max_retries(attempts.saturating_sub(1));
+        }
+        if let Some(first) = self.backoff_multiplier {
+            policy = policy.base_delay(first);
+        }
+        if let Some(longest) = self.backoff_max {
+            policy = policy.max_delay(longest);
+        }
+        policy
+    }
+
+    /// The policy this makes of the default one.
+    pub fn policy(&self) -> RetryPolicy {
+        self.over(RetryPolicy::default())
     }
 }
 
@@ -129,6 +151,7 @@ pub(super) fn read(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> Vec<Con
             consumers.push(consumer);
         }
     }
+    shared.share_breakers(&mut consumers);
     consumers
 }
 
@@ -137,7 +160,7 @@ fn consumer(reader: &mut Reader<'_>, name: &str, section: &Section<'_>) -> Optio
     let stream = stream(reader, section);
     let group = group(reader, name, section);
     let criticality = reader.choice(section.get("criticality"), CRITICALITIES);
-    let circuit_breaker = breaker(reader, section.get("circuit_breaker"));
+    let (circuit_breaker, dependency) = breaker(reader, section.get("circuit_breaker"));
     let retry = retry(reader, section.get("retry"));
     let processing_timeout = reader.duration(section.get("processing_timeout"));
     let concurrency = section.get("concurrency");
@@ -151,13 +174,14 @@ fn consumer(reader: &mut Reader<'_>, name: &str, section: &Section<'_>) -> Optio
         stream,
         pattern,
         group: group?,
-        criticality: criticality.unwrap_or_default(),
+        criticality,
         circuit_breaker,
+        dependency,
         retry,
         processing_timeout,
         concurrency: concurrency.and_then(|n| usize::try_from(n).ok()),
         ordered,
-        idempotent: idempotent.unwrap_or_default(),
+        idempotent,
         start_from,
     })
 }
@@ -202,71 +226,69 @@ fn group(reader: &mut Reader<'_>, name: &str, section: &Section<'_>) -> Option<G
     group.ok()
 }
 
-/// The resilience stack of the specification always has a breaker, so one that is not mentioned has
-/// its defaults; only `off` takes it away.
-fn breaker(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> Option<Breaker> {
+/// The breaker and the name of what it protects.
+fn breaker(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> (Breaker, Option<String>) {
     if field
         .as_ref()
         .is_some_and(|field| field.node.is_word(&["off", "false"]))
     {
-        return None;
+        return (Breaker::Off, None);
     }
-    let defaults = Breaker::default();
     let Some(section) = reader.section(field, BREAKER_KEYS) else {
-        return Some(defaults);
+        return (Breaker::Unsaid, None);
     };
+    let mut policy = BreakerPolicy::new();
     let fail_max = reader.whole(section.get("fail_max"), 1..=MOST_FAILURES, "failures");
-    let timeout = reader.duration(section.get("timeout_duration"));
+    if let Some(failures) = fail_max.and_then(|n| u32::try_from(n).ok()) {
+        policy = policy.fail_max(failures);
+    }
+    if let Some(open_for) = reader.duration(section.get("timeout_duration")) {
+        policy = policy.open_for(open_for);
+    }
+    if let Some(window) = reader.duration(section.get("window")) {
+        policy = policy.window(window);
+    }
     let rate = section.get("failure_rate");
+    if let Some(rate) = reader.number(rate, 0.001..=1.0, "a share of the attempts") {
+        policy = policy.failure_rate(rate);
+    }
     let dependency = reader.text(section.get("dependency"), "the name of a dependency");
     let dependency = dependency.and_then(|text| {
         let bad = text.value.trim().is_empty() || text.value.chars().any(char::is_control);
         if bad {
-            reader.refuse(
-                &text,
-                "which is not a name",
-                "name what the handler depends on",
-            );
+            let hint = "name what the handler depends on";
+            reader.refuse(&text, "which is not a name", hint);
         }
         (!bad).then_some(text.value)
     });
-    Some(Breaker {
-        fail_max: fail_max
-            .and_then(|n| u32::try_from(n).ok())
-            .unwrap_or(defaults.fail_max),
-        timeout_duration: timeout.unwrap_or(defaults.timeout_duration),
-        window: reader.duration(section.get("window")),
-        failure_rate: reader.number(rate, 0.001..=1.0, "a share of the attempts"),
-        dependency,
-    })
+    let mut keys = BREAKER_KEYS.iter().filter(|key| **key != "dependency");
+    let breaker = if keys.any(|key| section.get(key).is_some()) {
+        Breaker::On(policy)
+    } else {
+        Breaker::Unsaid
+    };
+    (breaker, dependency)
 }
 
-/// The keys are those of the specification: all attempts are counted, the "multiplier" is the first
-/// wait, and waits double.
-fn retry(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> Option<RetryPolicy> {
+fn retry(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> Option<Retry> {
     let section = reader.section(field, RETRY_KEYS)?;
     let before = reader.problems.total;
-    let mut policy = RetryPolicy::default().multiplier(2.0);
     let attempts = section.get("max_attempts");
     let attempts = reader.whole(attempts, 1..=MOST_ATTEMPTS, "attempts, the first included");
-    if let Some(attempts) = attempts.and_then(|n| u32::try_from(n).ok()) {
-        policy = policy.max_retries(attempts.saturating_sub(1));
-    }
-    if let Some(first) = reader.duration(section.get("backoff_multiplier")) {
-        policy = policy.base_delay(first);
-    }
-    if let Some(longest) = reader.duration(section.get("backoff_max")) {
-        policy = policy.max_delay(longest);
-    }
+    let retry = Retry {
+        max_attempts: attempts.and_then(|n| u32::try_from(n).ok()),
+        backoff_multiplier: reader.duration(section.get("backoff_multiplier")),
+        backoff_max: reader.duration(section.get("backoff_max")),
+    };
     if reader.problems.total == before
-        && let Err(error) = policy.validate()
+        && let Err(error) = retry.policy().validate()
     {
         let what = format!("{}: {}", section.path(), error.message());
         let hint = "backoff_multiplier is the first wait, backoff_max the longest (30 s if it is \
                     not given)";
         reader.problems.add(section.place, what, hint);
     }
-    Some(policy)
+    Some(retry)
 }
 
 fn start_from(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<StartFrom> {
@@ -296,10 +318,36 @@ fn start_from(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<StartFro
 struct Shared {
     handlers: BTreeMap<(String, String), (String, usize)>,
     groups: BTreeMap<String, Vec<(&'static str, String, usize)>>,
-    breakers: BTreeMap<(&'static str, String), (Option<Breaker>, usize)>,
+    breakers: BTreeMap<Protected, (BreakerPolicy, usize)>,
+}
+
+/// What a breaker is there for.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Protected {
+    Dependency(String),
+    Group(String),
+}
+
+impl Protected {
+    fn by(consumer: &Consumer) -> Self {
+        match &consumer.dependency {
+            Some(dependency) => Self::Dependency(dependency.clone()),
+            None => Self::Group(consumer.group.as_str().to_owned()),
+        }
+    }
 }
 
 impl Shared {
+    /// Who has not said how its breaker is has that of those it shares it with.
+    fn share_breakers(&self, consumers: &mut [Consumer]) {
+        for consumer in consumers {
+            let shared = self.breakers.get(&Protected::by(consumer));
+            if let (Breaker::Unsaid, Some((policy, _))) = (consumer.circuit_breaker, shared) {
+                consumer.circuit_breaker = Breaker::On(*policy);
+            }
+        }
+    }
+
     fn check(&mut self, reader: &mut Reader<'_>, section: &Section<'_>, consumer: &Consumer) {
         let group = consumer.group.as_str();
         let at = |key: &str| {
@@ -350,27 +398,27 @@ impl Shared {
             }
         }
 
-        let dependency = consumer.circuit_breaker.as_ref();
-        let dependency = dependency.and_then(|breaker| breaker.dependency.as_deref());
-        let key = match dependency {
-            Some(dependency) => ("dependency", dependency.to_owned()),
-            None => ("group", group.to_owned()),
+        let Breaker::On(policy) = consumer.circuit_breaker else {
+            return;
         };
+        let protected = Protected::by(consumer);
         let place = at("circuit_breaker");
-        match self.breakers.get(&key) {
-            Some((other, line)) if *other != consumer.circuit_breaker => {
+        match self.breakers.get(&protected) {
+            Some((other, line)) if *other != policy => {
+                let one = match protected {
+                    Protected::Dependency(_) => "dependency",
+                    Protected::Group(_) => "group",
+                };
                 let what = format!(
-                    "{} differs from line {line}, but both are the breaker of one {}",
+                    "{} differs from line {line}, but both are the breaker of one {one}",
                     section.path_of("circuit_breaker"),
-                    key.0
                 );
-                let hint = "make them equal, or name a dependency of its own for each";
+                let hint = "say it once, or the same each time, or name a dependency for each";
                 reader.problems.add(place, what, hint);
             }
             Some(_) => {}
             None => {
-                let breaker = consumer.circuit_breaker.clone();
-                self.breakers.insert(key, (breaker, place.line));
+                self.breakers.insert(protected, (policy, place.line));
             }
         }
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use everbus_core::MAX_TYPE_CHARS;
 
 use super::section::{Field, Reader, Section};
+use crate::admission::{Limits, OnFull, StreamLimit};
 use crate::streams::canonical;
 
 pub(super) const KEYS: &[&str] = &["default_maxlen", "overrides", "on_full", "wait"];
@@ -14,72 +15,38 @@ pub(super) const OVERRIDE_KEYS: &[&str] = &["maxlen", "on_full", "wait"];
 /// More events than this in one stream are a mistake.
 const LARGEST: u64 = 1_000_000_000_000;
 
-/// How long streams may become.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Streams {
-    /// The limit of streams that have none of their own (`default_maxlen`, `on_full`, `wait`).
-    pub default: StreamLimit,
-    /// The limits of single streams (`overrides`) by canonical name, with what they leave out taken
-    /// from the default.
-    pub overrides: BTreeMap<String, StreamLimit>,
-}
-
-/// How many events may wait in a stream, and what a publish does when it is full.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct StreamLimit {
-    /// At most this many events are still owed to any one group; no limit if none.
-    pub max_len: Option<u64>,
-    /// What happens to the event that would be one too many.
-    pub on_full: OnFull,
-    /// How long `wait` waits for room (5 s).
-    pub wait: Duration,
-}
-
-impl Default for StreamLimit {
-    fn default() -> Self {
-        Self {
-            max_len: None,
-            on_full: OnFull::Wait,
-            wait: Duration::from_secs(5),
-        }
-    }
-}
-
-/// What a publish to a full stream does.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum OnFull {
-    /// It waits for room, and then fails with `Backpressure`.
-    #[default]
-    Wait,
-    /// It fails with `Backpressure` at once.
-    Reject,
-    /// It goes through, and the oldest event that waits is given up. That is recorded and counted.
-    DropOldest,
-}
-
 const ON_FULL: &[(&str, OnFull)] = &[
     ("wait", OnFull::Wait),
     ("reject", OnFull::Reject),
     ("drop_oldest", OnFull::DropOldest),
 ];
 
-impl Streams {
-    /// The limit of the stream an event type belongs to, however its name is written.
-    pub fn limit(&self, event_type: &str) -> StreamLimit {
-        let named = self.overrides.get(&canonical(event_type));
-        named.copied().unwrap_or(self.default)
+/// What was said of a limit; the number may come from elsewhere.
+#[derive(Clone, Copy)]
+struct Said {
+    max_len: Option<u64>,
+    on_full: OnFull,
+    wait: Option<Duration>,
+}
+
+impl Said {
+    fn limit(self) -> Option<StreamLimit> {
+        let limit = StreamLimit::new(self.max_len?).on_full(self.on_full);
+        Some(self.wait.map_or(limit, |wait| limit.wait(wait)))
     }
 }
 
-pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Streams {
-    let mut streams = Streams {
-        default: limit(reader, section, "default_maxlen", StreamLimit::default()),
-        overrides: BTreeMap::new(),
+/// The names in the result are canonical.
+pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Limits {
+    let nothing = Said {
+        max_len: None,
+        on_full: OnFull::default(),
+        wait: None,
     };
+    let default = said(reader, section, "default_maxlen", nothing);
     let has_default = section.get("default_maxlen").is_some();
+    let mut limits = Limits::new();
+    limits.default = default.limit();
     let overrides = section.get("overrides");
     let mut seen = Names::default();
     for field in reader.names(overrides, "names of streams to their limits") {
@@ -92,33 +59,37 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Streams {
             reader.problems.add(field.key_place, what, hint);
             continue;
         }
+        if name.starts_with("system.") {
+            let what = format!("{} is of the system's own events", field.path);
+            let hint = "they are never limited: remove it";
+            reader.problems.add(field.key_place, what, hint);
+        }
         let path = field.path.clone();
-        if let Some(section) = reader.section(Some(field), OVERRIDE_KEYS) {
-            let limit = limit(reader, &section, "maxlen", streams.default);
-            if limit.max_len.is_none() && section.get("maxlen").is_none() && !has_default {
+        let Some(section) = reader.section(Some(field), OVERRIDE_KEYS) else {
+            continue;
+        };
+        match said(reader, &section, "maxlen", default).limit() {
+            Some(limit) => limits = limits.stream(name, limit),
+            // It was given, and refused.
+            None if has_default || section.get("maxlen").is_some() => {}
+            None => {
                 let what = format!("{path} has no maxlen, and there is no default_maxlen");
                 let hint = "without one the stream is never full: add maxlen";
                 reader.problems.add(section.place, what, hint);
             }
-            streams.overrides.insert(name, limit);
         }
     }
-    streams
+    limits
 }
 
-fn limit(
-    reader: &mut Reader<'_>,
-    section: &Section<'_>,
-    max_len: &str,
-    default: StreamLimit,
-) -> StreamLimit {
+fn said(reader: &mut Reader<'_>, section: &Section<'_>, max_len: &str, default: Said) -> Said {
     let max_len = reader.whole(section.get(max_len), 1..=LARGEST, "events");
-    StreamLimit {
+    let on_full = reader.choice(section.get("on_full"), ON_FULL);
+    let wait = reader.duration(section.get("wait"));
+    Said {
         max_len: max_len.or(default.max_len),
-        on_full: reader
-            .choice(section.get("on_full"), ON_FULL)
-            .unwrap_or(default.on_full),
-        wait: reader.duration(section.get("wait")).unwrap_or(default.wait),
+        on_full: on_full.unwrap_or(default.on_full),
+        wait: wait.or(default.wait),
     }
 }
 

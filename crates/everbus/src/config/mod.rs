@@ -43,10 +43,11 @@ use std::path::Path;
 
 use everbus_core::Result;
 
+use crate::admission::Limits;
+
 pub use backpressure::Backpressure;
 pub use broker::{Broker, BrokerKind, BrokerUrl};
-pub use consumers::{Breaker, Consumer, Criticality};
-pub use limits::{OnFull, StreamLimit, Streams};
+pub use consumers::{Breaker, Consumer, Retry};
 pub use problems::{Problem, Problems};
 pub use redact::redacted;
 
@@ -77,8 +78,8 @@ const SECTIONS: &[(&str, &[&str])] = &[
 pub struct Config {
     /// The engine, if the file names one.
     pub broker: Option<Broker>,
-    /// How long streams may become.
-    pub streams: Streams,
+    /// How many events may wait in each stream, by canonical name.
+    pub streams: Limits,
     /// The consumers, in the order of the file.
     pub consumers: Vec<Consumer>,
     /// What is skipped, and how fast may be published.

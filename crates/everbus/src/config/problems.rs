@@ -168,49 +168,16 @@ fn visible(c: char) -> impl Iterator<Item = char> {
     escaped.into_iter().flatten().chain((!hidden).then_some(c))
 }
 
-/// The known word that was most likely meant.
+/// The known word that was most likely meant, whatever the case and the hyphens.
 pub(super) fn nearest<'a>(written: &str, known: &[&'a str]) -> Option<&'a str> {
-    let plain = |text: &str| -> Vec<char> {
-        let lower = text.chars().flat_map(char::to_lowercase);
-        lower.map(|c| if c == '-' { '_' } else { c }).collect()
-    };
-    let written = plain(written);
-    if written.len() > 64 {
+    if written.chars().nth(64).is_some() {
         return None;
     }
-    let close = known.iter().filter_map(|word| {
-        let letters = plain(word);
-        let distance = distance(&written, &letters);
-        (distance <= 1 + written.len().max(letters.len()) / 4).then_some((distance, *word))
-    });
-    if let Some((_, word)) = close.min_by_key(|(distance, _)| *distance) {
-        return Some(word);
-    }
+    let written = written.to_lowercase().replace('-', "_");
     // `timeout` for `timeout_duration`, `breaker` for `circuit_breaker`.
-    let written: String = written.into_iter().collect();
-    known
-        .iter()
-        .copied()
-        .find(|word| written.len() >= 4 && (word.contains(&written) || written.contains(word)))
-}
-
-/// How many letters must be added, left out, changed or swapped to make one of the other.
-fn distance(a: &[char], b: &[char]) -> usize {
-    let mut before: Vec<usize> = Vec::new();
-    let mut last: Vec<usize> = (0..=b.len()).collect();
-    for i in 1..=a.len() {
-        let mut row = vec![i];
-        for j in 1..=b.len() {
-            let change = last[j - 1] + usize::from(a[i - 1] != b[j - 1]);
-            let mut best = change.min(last[j] + 1).min(row[j - 1] + 1);
-            if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
-                best = best.min(before[j - 2] + 1);
-            }
-            row.push(best);
-        }
-        before = std::mem::replace(&mut last, row);
-    }
-    last[b.len()]
+    let part = |word: &&&str| written.len() >= 4 && word.contains(&written);
+    crate::suggest::nearest(&written, known.iter().copied())
+        .or_else(|| known.iter().find(part).copied())
 }
 
 /// `a`, `b` and `c`.

@@ -90,7 +90,10 @@ impl Reader<'_> {
     ) -> Option<Section<'n>> {
         let field = field?;
         let (path, place) = (field.path.clone(), field.key_place);
-        let fields = self.entries(field, &format!("a mapping with the keys {}", listed(known)))?;
+        let fields = self.entries(
+            &field,
+            &format!("a mapping with the keys {}", listed(known)),
+        )?;
         let (fields, unknown) = fields
             .into_iter()
             .partition(|field| known.contains(&field.key));
@@ -109,7 +112,7 @@ impl Reader<'_> {
         let Some(field) = field else {
             return Vec::new();
         };
-        let entries = self.entries(field, &format!("a mapping from {what}"));
+        let entries = self.entries(&field, &format!("a mapping from {what}"));
         let mut named = entries.unwrap_or_default();
         named.retain(|field| {
             if field.key.contains("${") {
@@ -124,7 +127,7 @@ impl Reader<'_> {
         named
     }
 
-    fn entries<'n>(&mut self, field: Field<'n>, wanted: &str) -> Option<Vec<Field<'n>>> {
+    fn entries<'n>(&mut self, field: &Field<'n>, wanted: &str) -> Option<Vec<Field<'n>>> {
         match &field.node.value {
             Value::Map(entries) => Some(
                 entries
@@ -139,7 +142,7 @@ impl Reader<'_> {
             ),
             _ if field.node.is_null() => Some(Vec::new()),
             _ => {
-                self.wrong_kind(&field, wanted);
+                self.wrong_kind(field, wanted);
                 None
             }
         }

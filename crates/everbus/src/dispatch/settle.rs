@@ -89,7 +89,7 @@ impl Runner {
         let mut again = Vec::new();
         for (finished, answer) in batch.iter().zip(answers) {
             match answer {
-                Ok(()) => drop(guard::contain(|| count(finished, now))),
+                Ok(()) => drop(guard::contain(|| self.count(finished, now))),
                 Err(error) if is_passing(&error) => {
                     *busy = true;
                     again.push(finished.again());
@@ -129,6 +129,33 @@ impl Runner {
         })
     }
 
+    /// Counts an outcome that is durable, and the events that were published with it.
+    fn count(&self, finished: &Finished, now: Option<Timestamp>) {
+        let settlement = &finished.settlement;
+        for event in &settlement.follow_ups {
+            self.shared.stats.publishing(event.type_arc()).published(1);
+        }
+        let meter = &finished.route.meter;
+        match finished.counted {
+            Counted::Handled { took } => {
+                let now = now.unwrap_or(finished.received_at);
+                meter.handled(now.since(finished.received_at), took);
+            }
+            Counted::AlreadyHandled => meter.inbox_hit(),
+            Counted::Skipped(skip) => meter.skipped(skip),
+            Counted::Failed { retried: true } => {
+                meter.failed();
+                meter.retried();
+            }
+            Counted::Failed { retried: false } => {
+                meter.failed();
+                meter.dead_lettered();
+            }
+            Counted::Rejected => meter.dead_lettered(),
+            Counted::Nothing => {}
+        }
+    }
+
     /// Nothing is acked by this: the events are delivered again when their leases end.
     fn settling_failed(&self, batch: &[Finished], error: &Error) {
         self.queue.count_unsettled(batch);
@@ -146,31 +173,6 @@ fn why_refused(error: &Error) -> HandlerError {
     match error.code() {
         Code::EffectFailed => HandlerError::from_box(error),
         _ => HandlerError::permanent(error.clone()),
-    }
-}
-
-fn count(finished: &Finished, now: Option<Timestamp>) {
-    let meter = &finished.route.meter;
-    match finished.counted {
-        Counted::Handled { took } => {
-            let now = now.unwrap_or(finished.received_at);
-            meter.handled(now.since(finished.received_at), took);
-        }
-        Counted::AlreadyHandled => meter.inbox_hit(),
-        Counted::Skipped(skip) => meter.skipped(skip),
-        Counted::Failed { retried: true } => {
-            meter.failed();
-            meter.retried();
-        }
-        Counted::Failed { retried: false } => {
-            meter.failed();
-            meter.dead_lettered();
-        }
-        Counted::Rejected => {
-            meter.rejected();
-            meter.dead_lettered();
-        }
-        Counted::Nothing => {}
     }
 }
 

@@ -1,6 +1,8 @@
 //! What a handler emits: ids that a second run repeats, and what is inherited from the cause.
 
-use everbus_core::{Effect, Event, EventId};
+use std::sync::Arc;
+
+use everbus_core::{Effect, Event, EventId, Inherited};
 
 use crate::ambient;
 use crate::bus::Shared;
@@ -13,29 +15,42 @@ use crate::outcome::Outcome;
 const EFFECT_INDEX: u32 = 1 << 24;
 
 /// Everything the handler wants published: what it staged, then what it returned.
-pub(super) fn complete(shared: &Shared, message: &Message, outcome: Outcome) -> HandlerOutcome {
-    let mut events = message.take_follow_ups();
-    if events.is_empty() && outcome.events.is_empty() && outcome.effect.is_none() {
+pub(super) fn complete(
+    shared: &Arc<Shared>,
+    message: &Message,
+    staged: Vec<Event>,
+    outcome: Outcome,
+) -> HandlerOutcome {
+    if staged.is_empty() && outcome.events.is_empty() && outcome.effect.is_none() {
         return Ok(outcome);
     }
+    let inherited = ambient::emitted_by(message.record(), shared.options.source.as_ref());
+    let mut events = staged;
     events.extend(outcome.events);
-    let events = adopt(message, 0, events);
-    for event in &events {
-        shared.check_event(event, None).map_err(|error| {
-            HandlerError::permanent(format!("an event it publishes was refused: {error}"))
-        })?;
-    }
+    let events = adopt(message, &inherited, 0, events);
+    check(shared, &events)?;
     let effect = outcome.effect.map(|effect| {
-        let message = message.clone();
+        let (shared, message) = (shared.clone(), message.clone());
         Effect::new(effect.engine(), move |transaction| {
             let events = effect.run(transaction)?;
-            Ok::<_, BoxError>(adopt(&message, EFFECT_INDEX, events))
+            let events = adopt(&message, &inherited, EFFECT_INDEX, events);
+            check(&shared, &events)?;
+            Ok::<_, BoxError>(events)
         })
     });
     Ok(Outcome { events, effect })
 }
 
-fn adopt(message: &Message, first: u32, events: Vec<Event>) -> Vec<Event> {
+/// Whether they may be published. Another run would come up with the same.
+fn check(shared: &Shared, events: &[Event]) -> Result<(), HandlerError> {
+    events.iter().try_for_each(|event| {
+        shared.check_event(event, None).map_err(|error| {
+            HandlerError::permanent(format!("an event it publishes was refused: {error}"))
+        })
+    })
+}
+
+fn adopt(message: &Message, from: &Inherited, first: u32, events: Vec<Event>) -> Vec<Event> {
     let record = message.record();
     let adopt = |(index, event): (u32, Event)| {
         event
@@ -48,7 +63,7 @@ fn adopt(message: &Message, first: u32, events: Vec<Event>) -> Vec<Event> {
                     index,
                 )
             })
-            .inheriting(ambient::caused_by(record))
+            .inheriting(from.clone())
     };
     (first..).zip(events).map(adopt).collect()
 }

@@ -18,10 +18,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{Delivery, Effect, Event, FailureKind, GroupName, Settlement, Verdict};
+use smallvec::SmallVec;
 use tokio::time::Instant;
 use tracing::Instrument;
 
-use crate::breaker::{Criticality, Ticket};
+use crate::breaker::{BreakerState, Criticality, Ticket};
 use crate::bus::Shared;
 use crate::dispatch::Route;
 use crate::guard;
@@ -220,8 +221,8 @@ impl Pipeline {
 
     /// Staleness, then the breaker, for every handler before the first one runs: an event whose third
     /// handler may not run must not have run the first two.
-    fn admit(&self, delivery: &Delivery, route: &Route) -> Result<Vec<Pass>, Judged> {
-        let mut passes = Vec::with_capacity(route.handlers.len());
+    fn admit(&self, delivery: &Delivery, route: &Route) -> Result<Passes, Judged> {
+        let mut passes = Passes::new();
         for handler in &route.handlers {
             if handler.is_removed() {
                 passes.push(Pass::Run(None));
@@ -232,8 +233,17 @@ impl Pipeline {
                 _ if stale => Pass::Skip("stale", Skip::Stale),
                 None => Pass::Run(None),
                 Some(breaker) => match breaker.try_begin() {
-                    Ok(ticket) => Pass::Run(Some(ticket)),
-                    Err(rejected) => self.rejected(delivery, handler, rejected.retry_in)?,
+                    Ok(ticket) => {
+                        if ticket.is_probe() {
+                            let gauge = self.shared.stats.breaker(breaker.name());
+                            gauge.set(BreakerState::HalfOpen);
+                        }
+                        Pass::Run(Some(ticket))
+                    }
+                    Err(rejected) => {
+                        route.meter.rejected();
+                        self.rejected(delivery, handler, rejected.retry_in)?
+                    }
                 },
             });
         }
@@ -324,8 +334,9 @@ impl Pipeline {
                 Ok(()) => attempt::attempt(handler, &message).await,
                 Err(error) => Err(error.into()),
             };
+            let staged = message.take_follow_ups();
             let result = result.and_then(|outcome| {
-                follow_ups::complete(&self.shared, &message, outcome)
+                follow_ups::complete(&self.shared, &message, staged, outcome)
             });
             if let Some(ticket) = ticket {
                 self.tell_breaker(handler, ticket, &result);
@@ -387,6 +398,9 @@ impl Pipeline {
 
 /// The metadata entry that marks a replayed event.
 const REPLAY_OF: &str = "replay_of";
+
+/// One for each handler. Most events have one or two.
+type Passes = SmallVec<[Pass; 2]>;
 
 /// Whether a handler is run.
 enum Pass {

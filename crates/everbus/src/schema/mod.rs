@@ -4,6 +4,7 @@
 //! Everything is compiled when it is registered: a schema that is none is an error before any event
 //! moves, and a check is a look-up and a walk over the payload.
 
+mod effort;
 pub(crate) mod probe;
 mod single;
 mod violation;

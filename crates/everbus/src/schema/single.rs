@@ -8,6 +8,7 @@ use jsonschema::Validator;
 use jsonschema::error::{ValidationError, ValidationErrorKind};
 use serde_json::Value;
 
+use super::effort;
 use super::violation::{self, printable};
 
 /// A JSON Schema, compiled. Cloning is cheap, and it may be used from many threads.
@@ -33,6 +34,8 @@ struct Compiled {
     name: String,
     json: Value,
     validator: Validator,
+    /// Deeper documents are refused without a place.
+    deepest: Option<usize>,
 }
 
 /// Whether `format` is checked.
@@ -61,6 +64,7 @@ impl Schema {
             name,
             json: json.clone(),
             validator,
+            deepest: effort::deepest(json),
         })))
     }
 
@@ -86,7 +90,12 @@ impl Schema {
         if validator.is_valid(&document) {
             return Ok(());
         }
-        let reasons = violation::list(validator, &document);
+        let reasons = match self.0.deepest {
+            Some(deepest) if effort::depth(&document) > deepest => {
+                "it is nested too deeply to say where".to_owned()
+            }
+            _ => violation::list(validator, &document),
+        };
         let what = format!("the payload does not match {}: {reasons}", self.name());
         Err(Error::new(Code::SchemaViolation, what)
             .hint("mend the payload, or give what has changed a new version"))

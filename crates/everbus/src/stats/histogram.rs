@@ -244,10 +244,15 @@ mod tests {
             both.record(duration);
             if n % 3 == 0 { &left } else { &right }.record(duration);
         }
-        let (merged, both) = (distribution([&left, &right]), distribution([&both]));
-        assert_eq!(merged.counts, both.counts);
-        assert_eq!(merged.count(), both.count());
-        assert_eq!(merged.max(), both.max());
+        let longest = Duration::from_secs(100_000);
+        both.record(longest);
+        left.record(longest);
+        let both = distribution([&both]);
+        for merged in [distribution([&left, &right]), distribution([&right, &left])] {
+            assert_eq!(merged.counts, both.counts);
+            assert_eq!(merged.count(), both.count());
+            assert_eq!((merged.max(), both.max()), (longest, longest));
+        }
     }
 
     // conformance: issue-3/stats-lose-nothing: what threads record at the same time is all counted

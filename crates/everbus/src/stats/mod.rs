@@ -13,7 +13,6 @@ mod histogram;
 mod meter;
 mod published;
 mod report;
-mod shards;
 #[cfg(test)]
 mod tests;
 
@@ -26,17 +25,14 @@ use crate::breaker::BreakerInfo;
 use bounded::Bounded;
 use gauges::Queues;
 use report::Sums;
-use shards::Spares;
 
 pub(crate) use gauges::{BreakerGauge, QueueDepth};
 pub(crate) use meter::{Meter, PublishMeter, Skip};
 pub(crate) use published::Published;
 pub use report::{BusStats, GroupStats, Outcomes, Quantiles, Skipped, TypeStats};
 
-/// So many types, pairs of group and type, groups and breakers are told apart.
+/// So many types, pairs of group and type (11 KiB each), groups and breakers are told apart.
 pub(crate) const MOST_SERIES: usize = 1000;
-/// So many copies of a meter's histograms, 11 KiB each, may exist beyond the first.
-const MOST_COPIES: usize = 256;
 /// The type and the group of everything beyond.
 const OTHER: &str = "other";
 
@@ -46,7 +42,6 @@ pub(crate) struct Stats {
     published: Bounded<Arc<str>, PublishMeter>,
     queues: Bounded<GroupName, Queues>,
     breakers: Bounded<Arc<str>, BreakerGauge>,
-    spares: Spares,
     other_group: GroupName,
 }
 
@@ -65,7 +60,6 @@ impl Stats {
             published: Bounded::new(series),
             queues: Bounded::new(series),
             breakers: Bounded::new(series),
-            spares: Spares::new(MOST_COPIES),
             // The name is a good one.
             other_group: GroupName::new(OTHER).unwrap_or_else(|_| GroupName::unnamed()),
         }
@@ -75,8 +69,8 @@ impl Stats {
     pub(crate) fn meter(&self, group: &GroupName, event_type: &Arc<str>) -> Arc<Meter> {
         self.meters.entry(
             (group.clone(), event_type.clone()),
-            || Meter::new(group, event_type, &self.spares),
-            || Meter::new(&self.other_group, OTHER, &self.spares),
+            || Meter::new(group, event_type),
+            || Meter::new(&self.other_group, OTHER),
         )
     }
 

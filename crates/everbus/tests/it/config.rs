@@ -7,8 +7,11 @@ mod values;
 
 use std::time::Duration;
 
-use everbus::config::{Breaker, BrokerKind, Criticality, OnFull, Problems};
-use everbus::{Code, Config, Error, RetryPolicy, StartFrom};
+use everbus::config::{Breaker, BrokerKind, Problems};
+use everbus::{
+    BreakerPolicy, Code, Config, Criticality, Error, OnFull, PublishRate, RetryPolicy, StartFrom,
+    StreamLimit,
+};
 
 /// The block of the specification's section Configuration, byte for byte.
 const SPECIFICATION: &str = r#"broker:
@@ -115,15 +118,20 @@ fn the_file_of_the_specification_loads_as_written() {
         Some("redis://me:hunter2@cache:6379/0")
     );
 
-    assert_eq!(config.streams.default.max_len, Some(100_000));
-    assert_eq!(config.streams.overrides.len(), 2);
-    let limit = |name| config.streams.limit(name);
-    assert_eq!(limit("signals:price-update").max_len, Some(10_000));
-    assert_eq!(limit("signals.price.update").max_len, Some(10_000));
-    assert_eq!(limit("orders:order-placed").max_len, Some(500_000));
-    assert_eq!(limit("anything.else").max_len, Some(100_000));
-    assert_eq!(limit("orders:order-placed").on_full, OnFull::Wait);
-    assert_eq!(limit("orders:order-placed").wait, Duration::from_secs(5));
+    let limit = |events| {
+        StreamLimit::new(events)
+            .on_full(OnFull::Wait)
+            .wait(Duration::from_secs(5))
+    };
+    assert_eq!(config.streams.default, Some(limit(100_000)));
+    let overrides: Vec<_> = config.streams.by_stream.iter().collect();
+    assert_eq!(
+        overrides,
+        [
+            (&"orders.order.placed".to_owned(), &limit(500_000)),
+            (&"signals.price.update".to_owned(), &limit(10_000)),
+        ]
+    );
 
     assert_eq!(config.consumers.len(), 2);
     let notification = &config.consumers[0];
@@ -131,19 +139,27 @@ fn the_file_of_the_specification_loads_as_written() {
     assert_eq!(notification.stream, "orders:order-placed");
     assert_eq!(notification.pattern.as_str(), "orders.order.placed");
     assert_eq!(notification.group.as_str(), "notification-service");
-    assert_eq!(notification.criticality, Criticality::Standard);
-    let breaker = notification.circuit_breaker.as_ref().unwrap();
-    assert_eq!(breaker.fail_max, 5);
-    assert_eq!(breaker.timeout_duration, Duration::from_secs(30));
+    assert_eq!(notification.criticality, Some(Criticality::Standard));
     assert_eq!(
-        notification.retry,
-        Some(
-            RetryPolicy::default()
-                .max_retries(2)
-                .base_delay(Duration::from_secs(1))
-                .max_delay(Duration::from_secs(10))
-                .multiplier(2.0)
+        notification.circuit_breaker,
+        Breaker::On(
+            BreakerPolicy::new()
+                .fail_max(5)
+                .open_for(Duration::from_secs(30))
         )
+    );
+    assert_eq!(notification.dependency, None);
+    let retry = notification.retry.unwrap();
+    assert_eq!(retry.max_attempts, Some(3));
+    assert_eq!(retry.backoff_multiplier, Some(Duration::from_secs(1)));
+    assert_eq!(retry.backoff_max, Some(Duration::from_secs(10)));
+    assert_eq!(
+        retry.policy(),
+        RetryPolicy::default()
+            .max_retries(2)
+            .base_delay(Duration::from_secs(1))
+            .max_delay(Duration::from_secs(10))
+            .multiplier(2.0)
     );
     assert_eq!(
         notification.processing_timeout,
@@ -154,14 +170,14 @@ fn the_file_of_the_specification_loads_as_written() {
     assert_eq!(signals.name, "signal-processor");
     assert_eq!(signals.pattern.as_str(), "signals.price.update");
     assert_eq!(signals.group.as_str(), "signal-processor");
-    assert_eq!(signals.criticality, Criticality::BestEffort);
+    assert_eq!(signals.criticality, Some(Criticality::BestEffort));
     assert_eq!(signals.processing_timeout, Some(Duration::from_secs(5)));
     assert_eq!(signals.retry, None);
-    assert_eq!(signals.circuit_breaker, Some(Breaker::default()));
+    assert_eq!(signals.circuit_breaker, Breaker::Unsaid);
     for consumer in &config.consumers {
         assert_eq!(consumer.concurrency, None);
         assert_eq!(consumer.ordered, None);
-        assert!(!consumer.idempotent);
+        assert_eq!(consumer.idempotent, None);
         assert_eq!(consumer.start_from, None);
     }
 
@@ -226,11 +242,20 @@ backpressure:
 fn retry_means_what_it_means_in_the_specification() {
     let text = "consumers: {a: {stream: o.p, retry: {max_attempts: 6, backoff_multiplier: 1, backoff_max: 5}}}";
     let retry = parse(text).unwrap().consumers[0].retry.unwrap();
-    assert_eq!(retry.max_attempts(), 6);
-    let waits: Vec<u64> = (1..=6).map(|n| retry.delay_before(n).as_secs()).collect();
-    assert_eq!(waits, [0, 1, 2, 4, 5, 5]);
+    // The growth of the program's own policy does not matter, what the file leaves out does.
+    for policy in [
+        retry.policy(),
+        retry.over(RetryPolicy::default().multiplier(3.0).jitter(0.5)),
+    ] {
+        assert_eq!(policy.max_attempts(), 6);
+        let waits: Vec<u64> = (1..=6).map(|n| policy.delay_before(n).as_secs()).collect();
+        assert_eq!(waits, [0, 1, 2, 4, 5, 5]);
+    }
     let once = parse("consumers: {a: {stream: o.p, retry: {max_attempts: 1}}}").unwrap();
-    assert_eq!(once.consumers[0].retry.unwrap().max_attempts(), 1);
+    let once = once.consumers[0].retry.unwrap();
+    assert_eq!(once.policy().max_attempts(), 1);
+    let patient = RetryPolicy::default().max_delay(Duration::from_secs(600));
+    assert_eq!(once.over(patient), patient.max_retries(0));
 }
 
 // conformance: framework/config-breaker-default: a consumer has a breaker of 5 failures and 30 s unless it says off
@@ -242,31 +267,34 @@ fn a_consumer_has_a_breaker_and_is_critical_unless_it_says_otherwise() {
         parse(&text).unwrap().consumers.remove(0)
     };
     let plain = of("");
-    assert_eq!(plain.criticality, Criticality::Critical);
-    let breaker = plain.circuit_breaker.unwrap();
-    assert_eq!(breaker.fail_max, 5);
-    assert_eq!(breaker.timeout_duration, Duration::from_secs(30));
-    assert_eq!(of(", circuit_breaker: off").circuit_breaker, None);
-    assert_eq!(of(", circuit_breaker: false").circuit_breaker, None);
+    assert_eq!(plain.criticality, None);
+    assert_eq!(Criticality::default(), Criticality::Critical);
+    assert_eq!(plain.circuit_breaker, Breaker::Unsaid);
+    let policy = plain.circuit_breaker.policy().unwrap();
+    assert_eq!(policy.fail_max, 5);
+    assert_eq!(policy.open_for, Duration::from_secs(30));
+    for off in [", circuit_breaker: off", ", circuit_breaker: false"] {
+        assert_eq!(of(off).circuit_breaker, Breaker::Off);
+        assert_eq!(of(off).circuit_breaker.policy(), None);
+    }
     let named = of(
-        ", circuit_breaker: {fail_max: 2, timeout_duration: 500ms, window: 1m, failure_rate: 0.5, dependency: mail}",
+        ", circuit_breaker: {fail_max: 2, timeout_duration: 500ms, window: 2m, failure_rate: 0.7, dependency: mail}",
     );
-    let breaker = named.circuit_breaker.unwrap();
-    assert_eq!(breaker.fail_max, 2);
-    assert_eq!(breaker.timeout_duration, Duration::from_millis(500));
-    assert_eq!(breaker.window, Some(Duration::from_secs(60)));
-    assert_eq!(breaker.failure_rate, Some(0.5));
-    assert_eq!(breaker.dependency.as_deref(), Some("mail"));
+    let policy = BreakerPolicy::new()
+        .fail_max(2)
+        .open_for(Duration::from_millis(500))
+        .window(Duration::from_secs(120))
+        .failure_rate(0.7);
+    assert_eq!(named.circuit_breaker, Breaker::On(policy));
+    assert_eq!(named.dependency.as_deref(), Some("mail"));
     for (word, criticality) in [
         ("critical", Criticality::Critical),
         ("standard", Criticality::Standard),
         ("best_effort", Criticality::BestEffort),
         ("best-effort", Criticality::BestEffort),
     ] {
-        assert_eq!(
-            of(&format!(", criticality: {word}")).criticality,
-            criticality
-        );
+        let consumer = of(&format!(", criticality: {word}"));
+        assert_eq!(consumer.criticality, Some(criticality));
     }
 }
 
@@ -303,27 +331,30 @@ backpressure:
 ",
     )
     .unwrap();
-    assert_eq!(config.streams.default.on_full, OnFull::Reject);
-    assert_eq!(config.streams.default.wait, Duration::from_secs(2));
-    let dropping = config.streams.limit("a:b");
-    assert_eq!(dropping.max_len, Some(1000));
-    assert_eq!(dropping.on_full, OnFull::DropOldest);
-    let small = config.streams.limit("c.d");
-    assert_eq!((small.max_len, small.on_full), (Some(5), OnFull::Reject));
-    assert_eq!(small.wait, Duration::from_millis(250));
+    let default = StreamLimit::new(1000)
+        .on_full(OnFull::Reject)
+        .wait(Duration::from_secs(2));
+    assert_eq!(config.streams.default, Some(default));
+    let named = |name| config.streams.by_stream[name];
+    assert_eq!(named("a.b"), default.on_full(OnFull::DropOldest));
+    let small = StreamLimit::new(5).on_full(OnFull::Reject);
+    assert_eq!(named("c.d"), small.wait(Duration::from_millis(250)));
     let one = &config.consumers[0];
     assert!(one.pattern.matches("orders.placed"));
     assert_eq!(one.group.as_str(), "shop");
     assert_eq!(one.concurrency, Some(4));
     assert_eq!(one.ordered, Some(true));
-    assert!(one.idempotent);
+    assert_eq!(one.idempotent, Some(true));
     assert_eq!(one.start_from, Some(StartFrom::First));
     assert_eq!(one.processing_timeout, Some(Duration::from_millis(1500)));
     assert!(matches!(
         config.consumers[2].start_from,
         Some(StartFrom::Time(_))
     ));
-    assert_eq!(config.backpressure.publish_rate, Some(0.5));
+    assert_eq!(
+        config.backpressure.publish_rate,
+        Some(PublishRate::new(0.5))
+    );
 }
 
 // conformance: issue-3/config-book: the example of the book loads

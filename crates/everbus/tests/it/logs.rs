@@ -1,7 +1,9 @@
 //! Every failed attempt leaves a structured log entry.
 
-use std::collections::BTreeMap;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt::Debug;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -14,8 +16,30 @@ use crate::support::{broken, fine, on_every_engine, recorder, run_out_of_retries
 
 /// An error of this text makes the logger panic.
 pub(crate) const UNLOGGABLE: &str = "not to be logged";
+/// What handlers of tests log under.
+pub(crate) const TEST: &str = "test";
 
 type Entry = (Level, BTreeMap<&'static str, String>);
+
+/// One line of the log.
+#[derive(Clone, Debug)]
+pub(crate) struct Line {
+    pub(crate) level: Level,
+    pub(crate) target: &'static str,
+    pub(crate) fields: BTreeMap<&'static str, String>,
+    /// Those of the span it was written in.
+    pub(crate) span: BTreeMap<&'static str, String>,
+}
+
+impl Line {
+    pub(crate) fn field(&self, name: &str) -> Option<&str> {
+        self.fields.get(name).map(String::as_str)
+    }
+
+    pub(crate) fn around(&self, name: &str) -> Option<&str> {
+        self.span.get(name).map(String::as_str)
+    }
+}
 
 /// The entries of all tests of this process. One subscriber for all, set before anything is logged:
 /// tracing remembers for each place in the code whether anybody listens, and a subscriber of a
@@ -29,17 +53,36 @@ pub(crate) fn listen() -> &'static Entries {
     })
 }
 
-/// Keeps the entries of the dispatcher.
+/// Keeps what the bus and the handlers of tests log, with the span it was logged in.
 #[derive(Clone, Default)]
-pub(crate) struct Entries(Arc<Mutex<Vec<Entry>>>);
+pub(crate) struct Entries(Arc<Kept>);
+
+#[derive(Default)]
+struct Kept {
+    lines: Mutex<Vec<Line>>,
+    /// The spans that are not closed, with how often they are held.
+    spans: Mutex<HashMap<u64, (Fields, usize)>>,
+    last_span: AtomicU64,
+}
+
+thread_local! {
+    static INSIDE: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+}
 
 impl Subscriber for Entries {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.target() == "everbus::dispatch"
+        matches!(
+            metadata.target(),
+            "everbus::dispatch" | "everbus::handle" | "everbus::breaker" | "everbus::router" | TEST
+        )
     }
 
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
-        Id::from_u64(1)
+    fn new_span(&self, attributes: &Attributes<'_>) -> Id {
+        let mut fields = Fields::default();
+        attributes.record(&mut fields);
+        let id = self.0.last_span.fetch_add(1, Ordering::Relaxed) + 1;
+        self.0.spans.lock().unwrap().insert(id, (fields, 1));
+        Id::from_u64(id)
     }
 
     fn record(&self, _: &Id, _: &Record<'_>) {}
@@ -51,13 +94,50 @@ impl Subscriber for Entries {
         event.record(&mut fields);
         let error = fields.0.get("error").map(String::as_str);
         assert_ne!(error, Some(UNLOGGABLE));
-        let entry = (*event.metadata().level(), fields.0);
-        self.0.lock().unwrap().push(entry);
+        let inside = INSIDE.with_borrow(|spans| spans.last().copied());
+        let span = inside.and_then(|id| {
+            let spans = self.0.spans.lock().unwrap();
+            spans.get(&id).map(|(fields, _)| fields.0.clone())
+        });
+        self.0.lines.lock().unwrap().push(Line {
+            level: *event.metadata().level(),
+            target: event.metadata().target(),
+            fields: fields.0,
+            span: span.unwrap_or_default(),
+        });
     }
 
-    fn enter(&self, _: &Id) {}
+    fn enter(&self, span: &Id) {
+        INSIDE.with_borrow_mut(|spans| spans.push(span.into_u64()));
+    }
 
-    fn exit(&self, _: &Id) {}
+    fn exit(&self, span: &Id) {
+        INSIDE.with_borrow_mut(|spans| {
+            let at = spans.iter().rposition(|id| *id == span.into_u64());
+            spans.remove(at.unwrap());
+        });
+    }
+
+    fn clone_span(&self, span: &Id) -> Id {
+        let mut spans = self.0.spans.lock().unwrap();
+        if let Some((_, held)) = spans.get_mut(&span.into_u64()) {
+            *held += 1;
+        }
+        span.clone()
+    }
+
+    fn try_close(&self, span: Id) -> bool {
+        let mut spans = self.0.spans.lock().unwrap();
+        let Some((_, held)) = spans.get_mut(&span.into_u64()) else {
+            return false;
+        };
+        *held -= 1;
+        let closed = *held == 0;
+        if closed {
+            spans.remove(&span.into_u64());
+        }
+        closed
+    }
 }
 
 #[derive(Default)]
@@ -73,11 +153,21 @@ impl Visit for Fields {
     }
 }
 
+/// The lines of all tests so far that are wanted.
+pub(crate) fn lines(wanted: impl Fn(&Line) -> bool) -> Vec<Line> {
+    let lines = listen().0.lines.lock().unwrap();
+    lines.iter().filter(|line| wanted(line)).cloned().collect()
+}
+
 /// What was logged about an event.
+pub(crate) fn lines_about(event_id: impl ToString) -> Vec<Line> {
+    let event_id = event_id.to_string();
+    lines(|line| line.field("event_id") == Some(&event_id))
+}
+
 fn entries_of(event_id: &str) -> Vec<Entry> {
-    let mut entries = listen().0.lock().unwrap().clone();
-    entries.retain(|(_, fields)| fields.get("event_id").is_some_and(|id| id == event_id));
-    entries
+    let entries = lines_about(event_id).into_iter();
+    entries.map(|line| (line.level, line.fields)).collect()
 }
 
 // conformance: embedded/log-failed-attempts: each failed attempt, the final one included, emits a structured log entry.

@@ -2,17 +2,28 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stderr)]
 
+mod breaker;
 mod config;
+mod correlation;
 mod dead_letters;
 mod dispatch;
+mod exactly_once;
 mod faults;
 mod faulty;
+mod handlers;
+mod layers;
 mod logs;
 mod panics;
+mod pipeline_order;
 mod publish;
 mod retention;
 mod retry;
+mod router;
 mod shutdown;
+mod staleness;
+mod stats;
 mod subscribe;
 mod support;
+mod test_bus;
 mod typed;
+mod wiring;

@@ -1,11 +1,12 @@
 //! A bus on each engine in turn, a clock that is moved by hand, and waiting for conditions.
 
 use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
 
 use everbus::{
-    Bus, BusBuilder, EventState, GroupName, GroupState, HandlerError, HandlerResult, ManualClock,
-    Message, Receipt,
+    Bus, BusBuilder, DeadLetter, EventState, GroupName, GroupState, HandlerError, HandlerResult,
+    IntoEvent, ManualClock, Message, Receipt, Recorded, RetryPolicy,
 };
 use tokio::sync::mpsc;
 
@@ -46,6 +47,12 @@ impl Lab {
 
     pub(crate) async fn open(&self) -> Bus {
         self.open_with(self.builder()).await
+    }
+
+    /// A bus that gives up at the first failure.
+    pub(crate) async fn open_impatient(&self) -> Bus {
+        self.open_with(self.builder().retry(RetryPolicy::never()))
+            .await
     }
 
     pub(crate) async fn open_with(&self, builder: BusBuilder) -> Bus {
@@ -103,6 +110,31 @@ pub(crate) async fn wait_for_retry(bus: &Bus, seq: u64, group: &str, failed: usi
 pub(crate) async fn is_done(bus: &Bus, seq: u64, group: &str) -> bool {
     let state = state_in(bus, seq, group).await;
     state.is_some_and(|state| state.state == EventState::Done)
+}
+
+/// Publishes an event that every group handles or skips.
+pub(crate) async fn handled(bus: &Bus, event: impl IntoEvent) -> Receipt {
+    let receipt = bus.publish(event).await.unwrap();
+    let settled = receipt.settled().await.unwrap();
+    let letters = bus.dead_letters().get(receipt.id()).await.unwrap();
+    assert!(settled.dead_lettered.is_empty(), "{letters:?}");
+    receipt
+}
+
+/// Publishes an event that one group gives up on.
+pub(crate) async fn given_up(bus: &Bus, event: impl IntoEvent) -> DeadLetter {
+    let receipt = bus.publish(event).await.unwrap();
+    receipt.settled().await.unwrap();
+    let mut letters = bus.dead_letters().get(receipt.id()).await.unwrap();
+    assert_eq!(letters.len(), 1, "{letters:?}");
+    letters.remove(0)
+}
+
+/// The events in the log that match a pattern, in order.
+pub(crate) async fn published(bus: &Bus, pattern: &str) -> Vec<Arc<Recorded>> {
+    let patterns = vec![pattern.parse().unwrap()];
+    let (events, _) = bus.log().unwrap().read(0, patterns, 1000).await.unwrap();
+    events
 }
 
 /// What a recording handler saw.

@@ -25,7 +25,7 @@ use crate::queue::{Command, Queue, Taken};
 use crate::readers::Readers;
 use crate::session::Session;
 use crate::space::Space;
-use crate::state::{Claim, Lost, State, micros};
+use crate::state::{Claim, EventKey, Lost, State, micros};
 use crate::watch::Watches;
 
 /// How often the writer looks for commits of other processes while somebody would care.
@@ -57,6 +57,8 @@ pub(crate) struct Writer {
     pub(crate) outgoing: Vec<(u64, i64, Vec<Delivery>)>,
     /// While this is set, only the named suspect may be handed out.
     pub(crate) isolating: Option<(i64, u64)>,
+    /// For the inbox, from plain acks of the settlements under way.
+    pub(crate) noted: Vec<(i64, EventKey)>,
     /// Effects that rolled the transaction back, with what they are answered.
     pub(crate) offenders: Vec<(Lease, Error)>,
     /// Whether each settlement has a transaction of its own.
@@ -112,6 +114,7 @@ impl Writer {
             touched: Vec::new(),
             outgoing: Vec::new(),
             isolating: None,
+            noted: Vec::new(),
             offenders: Vec::new(),
             settling_apart: false,
             undo: undo::Undo::default(),
@@ -443,6 +446,7 @@ impl Writer {
                 after: group.cursor,
                 upto: head,
                 patterns: group.patterns.clone(),
+                without_drops_of: (group.dropped_to > group.cursor).then_some(session.group),
                 limit: session.room().min(1024),
                 bytes: session.room_in_bytes().min(4 << 20),
             };
@@ -472,8 +476,18 @@ impl Writer {
         if group.cursor != fed.after || group.patterns != fed.patterns || self.isolating.is_some() {
             return Ok(());
         }
-        // Retries that became due meanwhile may have taken the room.
         let (mut records, mut searched) = (records, fed.searched);
+        if group.dropped_to > fed.after {
+            // What was dropped since the reading.
+            let mut kept = Vec::with_capacity(records.len());
+            for (type_id, record) in records {
+                if !self.was_dropped(group_id, record.position)? {
+                    kept.push((type_id, record));
+                }
+            }
+            records = kept;
+        }
+        // Retries that became due meanwhile may have taken the room.
         if records.len() > room {
             records.truncate(room);
             let Some((_, last)) = records.last() else {

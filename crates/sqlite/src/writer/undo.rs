@@ -87,6 +87,7 @@ impl Writer {
     pub(super) fn undo_changes(&mut self) -> Result<()> {
         self.outgoing.clear();
         self.touched.clear();
+        self.noted.clear();
         self.must_reload = true;
         let owner = self.owner_in_file()?;
         // Everything that can fail comes first, so that this may be tried again.

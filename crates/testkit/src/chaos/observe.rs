@@ -202,7 +202,9 @@ fn read(conn: &Connection, observed: &mut Observed) -> rusqlite::Result<()> {
     for event in observed.events.values_mut() {
         for group in groups.values() {
             let places = &mut event.places[group.index];
-            if event.position > group.cursor {
+            let skipped = |place: &Place| matches!(place, Place::Skipped(_));
+            // What was dropped from a full stream is skipped before the group reaches it.
+            if event.position > group.cursor && !places.iter().any(skipped) {
                 places.push(Place::Waiting);
             } else if places.is_empty() {
                 places.push(Place::Handled);

@@ -15,6 +15,7 @@ pub mod restart;
 pub mod settled;
 pub mod settling;
 pub(crate) mod stage;
+pub mod streams;
 mod suite;
 pub mod upkeep;
 

@@ -532,5 +532,53 @@ macro_rules! conformance_tests {
         async fn a_refused_follow_up_undoes_the_effect() {
             $crate::conformance::effects::a_refused_follow_up_undoes_the_effect($harness).await;
         }
+
+        // conformance: issue-3/depth: the depth of a stream is what the group that owes most of it still owes, counted up to a limit
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_depth_is_what_the_slowest_group_owes() {
+            $crate::conformance::streams::the_depth_is_what_the_slowest_group_owes($harness).await;
+        }
+
+        // conformance: issue-3/drop-oldest: the oldest events of a full stream are skipped with a reason in every group, and are settled by that
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_oldest_make_room_for_the_newest() {
+            $crate::conformance::streams::the_oldest_make_room_for_the_newest($harness).await;
+        }
+
+        // conformance: issue-3/drop-oldest-in-flight: what is in flight is never dropped
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn what_is_in_flight_is_not_dropped() {
+            $crate::conformance::streams::what_is_in_flight_is_not_dropped($harness).await;
+        }
+
+        // conformance: issue-3/drop-oldest-streams: events of other streams are not touched
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn other_streams_are_not_touched() {
+            $crate::conformance::streams::other_streams_are_not_touched($harness).await;
+        }
+
+        // conformance: issue-3/drop-oldest-groups: retries that wait go too, each group counted for itself
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn waiting_retries_go_in_every_group() {
+            $crate::conformance::streams::waiting_retries_go_in_every_group($harness).await;
+        }
+
+        // conformance: issue-3/drop-oldest-key: in an ordered group the next of a key may go when the one before it is dropped
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn dropping_frees_the_key() {
+            $crate::conformance::streams::dropping_frees_the_key($harness).await;
+        }
+
+        // conformance: rule-7/dropped: what was dropped is owed to nobody, and retention may take it
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn retention_takes_what_was_dropped() {
+            $crate::conformance::streams::retention_takes_what_was_dropped($harness).await;
+        }
+
+        // conformance: issue-3/drop-oldest-crash: what a crash left waiting may be dropped
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn what_a_crash_left_may_be_dropped() {
+            $crate::conformance::streams::what_a_crash_left_may_be_dropped($harness).await;
+        }
     };
 }

@@ -7,6 +7,7 @@ use everbus_core::{DeadLetterFilter, EventId, GroupState, PageRequest, Verdict};
 use super::oracle::same_failures;
 use super::plan::{GROUPS, PATIENCE, Plan, ROOM};
 use crate::conformance::Harness;
+use crate::conformance::stage::name;
 
 impl<H: Harness> Plan<H> {
     pub(super) async fn is_kept(&self, position: u64) -> bool {
@@ -41,6 +42,26 @@ impl<H: Harness> Plan<H> {
         panic!("{differs}");
     }
 
+    /// Compares which groups have an event on record as handled.
+    async fn compare_handled(&self, position: u64) {
+        let Ok(inbox) = self.stage.engine().inbox() else {
+            return;
+        };
+        let kept = &self.oracle.log[&position];
+        let record = std::sync::Arc::new(everbus_core::Recorded {
+            event: kept.event.clone(),
+            position,
+            received_at: kept.received_at,
+        });
+        for group in self.oracle.groups.keys() {
+            let asked = vec![record.clone()];
+            let handled = inbox.handled(name(group), asked).await.unwrap();
+            let key = (group.clone(), kept.event.id());
+            let expected = self.oracle.handled.contains(&key);
+            assert_eq!(handled, [expected], "event {position} in {group:?}");
+        }
+    }
+
     fn differs(&self, position: u64, state: &GroupState) -> Option<String> {
         let desk = &self.oracle.groups[state.group.as_str()];
         let allowed = desk.states(position, self.oracle.now);
@@ -70,6 +91,7 @@ impl<H: Harness> Plan<H> {
                 kept.event
             );
             self.compare(*position).await;
+            self.compare_handled(*position).await;
         }
         if !self.stage.has_dead_letters() {
             return;

@@ -4,7 +4,7 @@
 //! are fetched (`ahead`), the model allows what that may do: an unfetched claim that is lost counts
 //! an attempt, and a lease may have begun when the event was claimed.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use everbus_core::{
@@ -25,6 +25,8 @@ pub(super) struct Oracle {
     pub(super) log: BTreeMap<u64, Kept>,
     pub(super) ids: HashMap<EventId, u64>,
     pub(super) groups: BTreeMap<String, Desk>,
+    /// What each group has on record as handled.
+    pub(super) handled: HashSet<(String, EventId)>,
 }
 
 #[derive(Clone, Debug)]
@@ -99,6 +101,7 @@ impl Oracle {
             log: BTreeMap::new(),
             ids: HashMap::new(),
             groups: BTreeMap::new(),
+            handled: HashSet::new(),
         }
     }
 
@@ -389,6 +392,24 @@ impl Oracle {
         touched
     }
 
+    /// What a group owes of a stream.
+    pub(super) fn owed(&self, group: &str, stream: &Pattern) -> Vec<u64> {
+        let owed = self.groups[group].owed.keys();
+        let matches = |position: &&u64| stream.matches(self.log[*position].event.event_type());
+        owed.filter(matches).copied().collect()
+    }
+
+    /// Takes note that a group dropped an event, or says why that is illegal.
+    pub(super) fn dropped(&mut self, group: &str, position: u64) -> Result<(), String> {
+        let now = self.now;
+        let desk = self.groups.get_mut(group).unwrap();
+        let work = desk.owed.remove(&position);
+        match work.ok_or("the group does not owe it")?.state {
+            WorkState::Held { surely, .. } if now < surely => Err("it is in flight".into()),
+            _ => Ok(()),
+        }
+    }
+
     /// Takes note of an event that left the log.
     pub(super) fn removed(&mut self, position: u64) {
         if let Some(kept) = self.log.remove(&position) {
@@ -495,6 +516,13 @@ impl Work {
         self.failures.push(failure);
         self.state = WorkState::Waiting { due: now };
         self.inherited = true;
+    }
+
+    /// Whether it waits for sure: neither fetched nor perhaps claimed. What a process had that died is
+    /// in flight until somebody finds out.
+    pub(super) fn surely_waits(&self) -> bool {
+        let waits = matches!(self.state, WorkState::Waiting { .. });
+        waits && self.claimable_since.is_none() && self.ghosts == 0 && !self.inherited
     }
 
     /// Whether the engine may know something about it that the model cannot.

@@ -91,7 +91,7 @@ consumers:
     )
     .unwrap();
     assert_eq!(config.consumers[0].retry, config.consumers[1].retry);
-    assert_eq!(config.consumers[1].retry.unwrap().max_attempts(), 9);
+    assert_eq!(config.consumers[1].retry.unwrap().max_attempts, Some(9));
     let mut laughs = String::from("a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n");
     for n in 1..30 {
         let ten = vec![format!("*a{}", n - 1); 10].join(", ");

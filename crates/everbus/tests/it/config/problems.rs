@@ -1,5 +1,8 @@
 //! What is wrong with a file: where it stands, and what was most likely meant.
 
+use everbus::BreakerPolicy;
+use everbus::config::Breaker;
+
 use super::{parse, problems, refused};
 
 // conformance: issue-3/config-unknown-key: an unknown key is an error with file, line and the nearest known key
@@ -222,6 +225,10 @@ fn numbers_with_the_wrong_unit_type_or_range_are_refused() {
         ("streams: {overrides: {a.b: 5}}", "is a single value"),
         ("streams: {overrides: {a.b: }}", "says nothing"),
         (
+            "streams: {overrides: {'system:circuit-opened': {maxlen: 3}}}",
+            "never limited",
+        ),
+        (
             "streams: {overrides: {a.b: {on_full: reject}}}",
             "no default_maxlen",
         ),
@@ -275,7 +282,6 @@ fn consumers_that_share_a_group_must_agree() {
             ", circuit_breaker: {fail_max: 3}",
             "differs from line 2",
         ),
-        (", circuit_breaker: off", "", "differs from line 2"),
     ] {
         refused(&two(one, other), "3:", said);
     }
@@ -283,6 +289,7 @@ fn consumers_that_share_a_group_must_agree() {
         (", concurrency: 2", ""),
         ("", ", ordered: true"),
         (", concurrency: 2", ", concurrency: 2"),
+        (", circuit_breaker: off", ", circuit_breaker: {fail_max: 2}"),
         // Retry and timeout may differ.
         (", retry: {max_attempts: 1}", ", processing_timeout: 3"),
         (
@@ -294,10 +301,13 @@ fn consumers_that_share_a_group_must_agree() {
         assert_eq!(config.consumers.len(), 2);
     }
     refused(
-        "consumers:\n  a: {stream: a.a, circuit_breaker: {dependency: d}}\n  b: {stream: a.a, circuit_breaker: {dependency: d, fail_max: 1}}\n",
+        "consumers:\n  a: {stream: a.a, circuit_breaker: {dependency: d, fail_max: 2}}\n  b: {stream: a.a, circuit_breaker: {dependency: d, fail_max: 1}}\n",
         "3:",
         "the breaker of one dependency",
     );
+    let config = parse(&two("", ", circuit_breaker: {fail_max: 2}")).unwrap();
+    let shared = config.consumers[0].circuit_breaker;
+    assert_eq!(shared, Breaker::On(BreakerPolicy::new().fail_max(2)));
     refused(
         "consumers:\n  a: {stream: 'o:p-q', group: g}\n  b: {stream: o.p.q, group: g}\n",
         "3:",

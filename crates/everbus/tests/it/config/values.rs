@@ -23,8 +23,8 @@ consumers:
     assert_eq!(consumer.stream, "orders:order-placed");
     assert_eq!(consumer.group.as_str(), "a$b");
     assert_eq!(consumer.processing_timeout, Some(Duration::from_secs(300)));
-    assert_eq!(consumer.circuit_breaker.unwrap().fail_max, 7);
-    assert!(consumer.idempotent);
+    assert_eq!(consumer.circuit_breaker.policy().unwrap().fail_max, 7);
+    assert_eq!(consumer.idempotent, Some(true));
     // A value with a line break and a key in it is one value.
     refused(
         "broker:\n  url: ${TRICK}\n",
@@ -74,7 +74,7 @@ fn secrets_are_shown_nowhere() {
         "consumers: {a: {stream: \"${WORD}\", group: \"${WORD}\"}, b: {stream: \"${WORD}\", group: \"${WORD}\"}}",
         "consumers: {a: {stream: a.a, group: \"${WORD}\", ordered: true}, b: {stream: b.b, group: \"${WORD}\", ordered: false}}",
         "consumers: {a: {stream: a.a, processing_timeout: \"${WORD}\"}}",
-        "consumers: {a: {stream: a.a, circuit_breaker: {dependency: \"${WORD}\"}}, b: {stream: b.b, circuit_breaker: {dependency: \"${WORD}\", fail_max: 1}}}",
+        "consumers: {a: {stream: a.a, circuit_breaker: {dependency: \"${WORD}\", fail_max: 2}}, b: {stream: b.b, circuit_breaker: {dependency: \"${WORD}\", fail_max: 1}}}",
     ];
     for text in texts {
         let error = parse(text).unwrap_err();

@@ -333,6 +333,12 @@ fn a_pattern_that_matches_nothing_known_is_a_channel_with_parameters() {
         assert_eq!(channel.unwrap()["address"], address);
         assert_eq!(broken_rules(&json), [""; 0], "{pattern}");
     }
+    // One pattern is no event type that another could match.
+    let mut document = Document::new("Test", "1");
+    document.operations = vec![receives("a.*"), receives(">")];
+    let json = document.to_json().unwrap();
+    let channels: Vec<&String> = json["channels"].as_object().unwrap().keys().collect();
+    assert_eq!(channels, ["_", "a._"]);
 }
 
 #[test]
@@ -388,6 +394,7 @@ fn a_type_given_twice_is_one_channel_with_all_versions() {
     document.channels = vec![
         channel("t", vec![(1, None)]),
         channel("t", vec![(2, None), (1, Some(schema.clone()))]),
+        channel("t", vec![(1, None)]),
     ];
     let json = document.to_json().unwrap();
     assert_eq!(json["channels"].as_object().unwrap().len(), 1);

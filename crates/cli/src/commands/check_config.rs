@@ -1,0 +1,94 @@
+//! `everbus check --config`: is the configuration as it should be?
+
+use std::path::Path;
+
+use everbus::Config;
+use everbus::config::Problems;
+use serde_json::json;
+
+use crate::args::Args;
+use crate::output::{Output, counted, escaped};
+use crate::stop::{Outcome, Stop};
+
+pub(crate) fn run(args: &Args, path: &Path, output: &mut Output) -> Outcome {
+    if args.db.is_some() || args.broker.is_some() {
+        return Err(Stop::usage(
+            "check looks at the configuration or at the file that holds the events, not at both",
+            Some("run it twice: with --config alone, and with --db alone"),
+        ));
+    }
+    match Config::load(path) {
+        Ok(config) => good(path, &config, output),
+        Err(error) => match Problems::of(&error) {
+            Some(problems) => bad(problems, output),
+            None => Err(error.into()),
+        },
+    }
+}
+
+fn good(path: &Path, config: &Config, output: &mut Output) -> Outcome {
+    let file = path.to_string_lossy();
+    let warnings = warnings(config);
+    if output.is_json() {
+        let broker = config.broker.as_ref();
+        let names: Vec<&str> = config.consumers.iter().map(|c| c.name.as_str()).collect();
+        return output.json(&json!({
+            "ok": true,
+            "file": file,
+            "broker": broker.map(|b| json!({ "type": b.kind.as_str(), "url": b.url.to_string() })),
+            "consumers": names,
+            "problems": [],
+            "warnings": warnings,
+        }));
+    }
+    let consumers = counted(config.consumers.len() as u64, "consumer");
+    output.line(match &config.broker {
+        Some(broker) => format!("broker {}, {consumers}", escaped(&broker.url.to_string())),
+        None => format!("no broker, {consumers}"),
+    })?;
+    for warning in &warnings {
+        output.line(format!("warning: {}", escaped(warning)))?;
+    }
+    output.line(format!("{}: everything is as it should be", escaped(&file)))
+}
+
+/// What is not wrong with the file, but will not work here.
+fn warnings(config: &Config) -> Vec<String> {
+    let broker = config.broker.iter().filter(|b| !b.kind.is_available());
+    broker
+        .map(|broker| {
+            format!(
+                "this build has no engine for {}: a bus cannot be opened with this file here",
+                broker.kind
+            )
+        })
+        .collect()
+}
+
+fn bad(problems: &Problems, output: &mut Output) -> Outcome {
+    if output.is_json() {
+        output.json(&json!({
+            "ok": false,
+            "file": problems.file,
+            "problems": problems.list,
+            "total": problems.total,
+            "warnings": [],
+        }))?;
+        return Err(Stop::Unsatisfied);
+    }
+    for problem in &problems.list {
+        let place = match (problem.line, problem.column) {
+            (Some(line), Some(column)) => format!("{}:{line}:{column}", problems.file),
+            _ => problems.file.clone(),
+        };
+        output.line(format!(
+            "BAD {}: {}; {}",
+            escaped(&place),
+            escaped(&problem.message),
+            escaped(&problem.hint)
+        ))?;
+    }
+    let count = counted(problems.total as u64, "problem");
+    output.line(format!("{count} in {}", escaped(&problems.file)))?;
+    Err(Stop::Unsatisfied)
+}

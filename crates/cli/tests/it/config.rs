@@ -1,0 +1,225 @@
+//! `everbus check --config`, and the broker that a configuration file names.
+
+use serde_json::{Value, json};
+
+use crate::support::{Shop, exists};
+
+const WRONG: &str = "\
+broker:
+  type: reddis
+consumers:
+  mail:
+    stream: orders:order-placed
+    criticalty: standard
+    processing_timeout: 30 parsecs
+";
+
+fn write(shop: &Shop, name: &str, text: &str) {
+    std::fs::write(shop.path(name), text).unwrap();
+}
+
+// conformance: issue-3/config-check: check --config reports every problem with its line and an exit code
+#[test]
+fn every_problem_of_a_configuration_is_reported_with_its_line() {
+    let shop = Shop::new();
+    write(&shop, "everbus.yaml", WRONG);
+    let ran = shop.run(&["check", "--config", "everbus.yaml"]);
+    assert_eq!(ran.code, 1, "{ran:?}");
+    let lines: Vec<&str> = ran.out.lines().collect();
+    assert_eq!(lines.len(), 4, "{ran:?}");
+    assert!(lines[0].starts_with("BAD everbus.yaml:2:9: "), "{ran:?}");
+    assert!(
+        lines[1].starts_with("BAD everbus.yaml:6:5: unknown key \"criticalty\"")
+            && lines[1].ends_with("did you mean \"criticality\"?"),
+        "{ran:?}"
+    );
+    assert!(
+        lines[2].starts_with("BAD everbus.yaml:7:25: ") && lines[2].contains("ms, s, m and h"),
+        "{ran:?}"
+    );
+    assert_eq!(lines[3], "3 problems in everbus.yaml");
+    assert_eq!(ran.err, "");
+
+    let ran = shop.run(&["-o", "json", "check", "--config", "everbus.yaml"]);
+    assert_eq!(ran.code, 1, "{ran:?}");
+    let report: Value = serde_json::from_str(&ran.out).unwrap();
+    assert_eq!(report["ok"], false);
+    assert_eq!(report["total"], 3);
+    assert_eq!(report["problems"][1]["line"], 6);
+    assert_eq!(report["problems"][1]["column"], 5);
+    let hint = report["problems"][1]["hint"].as_str().unwrap();
+    assert!(hint.contains("criticality"), "{hint}");
+    assert!(!exists(&shop.db()), "a check creates nothing");
+}
+
+// conformance: issue-3/config-check: a missing, empty or binary file is a problem too
+#[test]
+fn what_is_no_configuration_does_not_pass() {
+    let shop = Shop::new();
+    write(&shop, "empty.yaml", "");
+    std::fs::write(shop.path("binary.yaml"), b"\x7fELF\0\xff").unwrap();
+    let huge = std::fs::File::create(shop.path("huge.yaml")).unwrap();
+    huge.set_len(50 << 20).unwrap();
+    for (file, said) in [
+        ("missing.yaml", "there is no such file"),
+        ("empty.yaml", "the file is empty"),
+        ("binary.yaml", "not a text"),
+        ("huge.yaml", "larger than 1 MiB"),
+    ] {
+        let ran = shop.run(&["check", "--config", file]);
+        assert_eq!(ran.code, 1, "{ran:?}");
+        assert!(ran.out.contains(said), "{ran:?}");
+        assert!(ran.out.starts_with(&format!("BAD {file}")), "{ran:?}");
+        let said = shop.run(&["--config", file, "groups"]);
+        said.failed(2, "InvalidConfig");
+    }
+}
+
+// conformance: issue-3/config-check: a good file passes; an engine that this build lacks is a warning
+#[test]
+fn a_good_configuration_passes_and_a_missing_engine_is_a_warning() {
+    let shop = Shop::new();
+    write(
+        &shop,
+        "redis.yaml",
+        "broker:\n  type: redis\n  url: ${REDIS_URL}\n",
+    );
+    let check = |format: &str| {
+        let mut command = shop.command(&["-o", format, "check", "--config", "redis.yaml"]);
+        command.env("REDIS_URL", "redis://me:hunter2@cache:6379");
+        crate::support::Ran::from(command.output().unwrap())
+    };
+    let text = check("text").ok();
+    assert!(
+        text.contains("broker redis://***@cache:6379, 0 consumers"),
+        "{text}"
+    );
+    assert!(
+        text.contains("warning: this build has no engine for redis"),
+        "{text}"
+    );
+    let report = check("json").json();
+    assert_eq!(report["ok"], true);
+    assert_eq!(
+        report["broker"],
+        json!({ "type": "redis", "url": "redis://***@cache:6379" })
+    );
+    assert_eq!(report["warnings"].as_array().unwrap().len(), 1);
+    // Without the variable it does not pass, and says which one it is.
+    let mut command = shop.command(&["check", "--config", "redis.yaml"]);
+    let ran = crate::support::Ran::from(command.env_remove("REDIS_URL").output().unwrap());
+    assert_eq!(ran.code, 1, "{ran:?}");
+    assert!(
+        ran.out
+            .contains("redis.yaml:3:8: broker.url: the variable REDIS_URL is not set")
+    );
+
+    write(&shop, "file.yaml", "broker: {url: 'sqlite:shop.db'}\n");
+    let text = shop.run(&["--config", "file.yaml", "check"]).ok();
+    assert!(
+        text.ends_with("file.yaml: everything is as it should be\n"),
+        "{text}"
+    );
+    assert!(!exists(&shop.path("shop.db")));
+    let both = shop.run(&["check", "--config", "file.yaml", "--db", "shop.db"]);
+    assert_eq!(both.code, 2, "{both:?}");
+}
+
+// conformance: issue-3/config-broker: --config and EVERBUS_CONFIG choose the engine unless something else does
+#[test]
+fn the_broker_of_the_configuration_is_used_unless_another_is_named() {
+    let shop = Shop::new();
+    write(&shop, "a.yaml", "broker: {type: sqlite, url: a.db}\n");
+    write(&shop, "b.yaml", "broker: {type: sqlite, url: b.db}\n");
+    write(&shop, "none.yaml", "streams: {default_maxlen: 5}\n");
+    let publish = |arguments: &[&str], variables: &[(&str, &str)]| {
+        let arguments = [arguments, &["publish", "a.b"]].concat();
+        let mut command = shop.command(&arguments);
+        command.envs(variables.iter().copied());
+        assert!(command.output().unwrap().status.success(), "{arguments:?}");
+    };
+    let used = |name: &str| {
+        let was = exists(&shop.path(name));
+        let _ = std::fs::remove_file(shop.path(name));
+        was
+    };
+    publish(&["--config", "a.yaml"], &[]);
+    assert!(used("a.db"));
+    publish(&[], &[("EVERBUS_CONFIG", "a.yaml")]);
+    assert!(used("a.db"));
+    publish(
+        &["--config", "b.yaml"],
+        &[("EVERBUS_CONFIG", "a.yaml"), ("EVERBUS_DB", "c.db")],
+    );
+    assert!(used("b.db") && !used("a.db") && !used("c.db"));
+    publish(&[], &[("EVERBUS_CONFIG", "a.yaml"), ("EVERBUS_DB", "c.db")]);
+    assert!(used("c.db") && !used("a.db"));
+    publish(&["--config", "a.yaml", "--db", "d.db"], &[]);
+    assert!(used("d.db") && !used("a.db"));
+    publish(&["--config", "a.yaml", "--broker", "sqlite:e.db"], &[]);
+    assert!(used("e.db") && !used("a.db"));
+    publish(&["--config", "none.yaml"], &[("EVERBUS_CONFIG", "a.yaml")]);
+    assert!(used("everbus.db") && !used("a.db"));
+}
+
+// conformance: issue-3/config-broker: a broker that this build has no engine for, or a file that is wrong, is a clear error
+#[test]
+fn a_configuration_that_cannot_be_used_is_a_clear_error() {
+    let shop = Shop::new();
+    write(
+        &shop,
+        "redis.yaml",
+        "broker: {url: 'redis://me:hunter2@cache'}\n",
+    );
+    let said = shop.run(&["--config", "redis.yaml", "groups"]);
+    assert!(!said.err.contains("hunter2"), "{said:?}");
+    let said = said.failed(2, "InvalidUrl");
+    assert!(said.contains("redis.yaml names a redis broker"), "{said}");
+    write(&shop, "memory.yaml", "broker: {type: memory}\n");
+    shop.run(&["--config", "memory.yaml", "publish", "a.b"])
+        .failed(2, "InvalidUrl");
+
+    write(&shop, "wrong.yaml", WRONG);
+    let said = shop.run(&["--config", "wrong.yaml", "publish", "a.b"]);
+    let said = said.failed(2, "InvalidConfig");
+    assert!(said.starts_with("error[InvalidConfig]: 3 problems in wrong.yaml\n  wrong.yaml:2:9: "));
+    assert_eq!(said.lines().count(), 5, "{said}");
+    let ran = shop.run(&[
+        "-o",
+        "json",
+        "--config",
+        "wrong.yaml",
+        "--db",
+        "x.db",
+        "publish",
+        "a.b",
+    ]);
+    assert_eq!(ran.code, 2, "{ran:?}");
+    let error: Value = serde_json::from_str(&ran.err).unwrap();
+    assert_eq!(error["error"]["code"], "InvalidConfig");
+    assert_eq!(error["error"]["problems"][2]["line"], 7);
+    assert_eq!(
+        std::fs::read_dir(shop.path(".")).unwrap().count(),
+        3,
+        "nothing was created"
+    );
+    // What needs no engine does not care.
+    let mut welcome = shop.command(&[]);
+    welcome.env("EVERBUS_CONFIG", "wrong.yaml");
+    assert!(welcome.output().unwrap().status.success());
+}
+
+#[test]
+fn the_help_names_the_option_and_its_variable() {
+    let shop = Shop::new();
+    let help = shop.run(&["--help"]).ok();
+    assert!(
+        help.contains("--config <FILE>") && help.contains("EVERBUS_CONFIG"),
+        "{help}"
+    );
+    let help = shop.run(&["check", "--help"]).ok();
+    assert!(
+        help.contains("everbus check --config everbus.yaml"),
+        "{help}"
+    );
+}

@@ -1,0 +1,126 @@
+//! The settings of a test bus.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{Code, Error, ManualClock, Result};
+
+use super::bus::{Parts, TestBus};
+use super::control::Control;
+use super::duplicator::Duplicator;
+use super::idle::Gates;
+use super::journal::Journal;
+use super::tap::tapped;
+use crate::bus::Bus;
+use crate::options::BusBuilder;
+use crate::router::Router;
+
+/// A [`TestBus`] in the making.
+///
+/// ```
+/// use everbus::testing::TestBus;
+/// use everbus::{RetryPolicy, Router};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> everbus::Result<()> {
+/// let bus = TestBus::builder()
+///     .bus(|bus| bus.retry(RetryPolicy::default().max_retries(1)).source("shop"))
+///     .duplicate_deliveries()
+///     .build(Router::new())
+///     .await?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+#[must_use = "a builder does nothing until it is built"]
+pub struct TestBusBuilder {
+    bus: BusBuilder,
+    clock: ManualClock,
+    url: String,
+    duplicates: bool,
+    patience: Duration,
+}
+
+/// How long nothing may come of waiting before it is a mistake of the test.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+impl Default for TestBusBuilder {
+    fn default() -> Self {
+        Self {
+            bus: Bus::builder(),
+            clock: ManualClock::default(),
+            url: "memory:".to_owned(),
+            duplicates: false,
+            patience: PATIENCE,
+        }
+    }
+}
+
+impl TestBusBuilder {
+    /// Changes the settings of the bus: retry policy, limits, configuration file. The clock is the
+    /// test's, and a file's engine is not opened: see [`with_real`](Self::with_real).
+    pub fn bus(mut self, settings: impl FnOnce(BusBuilder) -> BusBuilder) -> Self {
+        self.bus = settings(self.bus);
+        self
+    }
+
+    /// The clock to use, in place of one that stands at the time the test began.
+    pub fn clock(mut self, clock: ManualClock) -> Self {
+        self.clock = clock;
+        self
+    }
+
+    /// Delivers everything twice, through a [`Duplicator`].
+    pub fn duplicate_deliveries(mut self) -> Self {
+        self.duplicates = true;
+        self
+    }
+
+    /// Runs the same test on a real engine in place of the one in memory: `sqlite:FILE` or whatever a
+    /// [`Bus`] opens. The engine takes its time from the same clock where it takes one. What it keeps is
+    /// the caller's to place and to clear away; events that are there already are not reported.
+    pub fn with_real(mut self, url: impl Into<String>) -> Self {
+        self.url = url.into();
+        self
+    }
+
+    /// How long, in real time, the bus may be busy with what is due before waiting for it is given up
+    /// (30 s).
+    pub fn patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
+    }
+
+    /// Opens the engine, mounts the router and starts the bus.
+    pub async fn build(self, router: Router) -> Result<TestBus> {
+        let gates = Gates::of(&router.clone().resolve()?);
+        let settings = self.bus.clock(self.clock.clone());
+        // Opened as every bus opens it; only its engine is used.
+        let mut engine = settings.clone().open(&self.url).await?.engine().clone();
+        let Some(log) = engine.log.clone() else {
+            return Err(Error::new(
+                Code::Unsupported,
+                format!("a test bus needs an engine whose log can be read; {:?} is none", self.url),
+            ));
+        };
+        let began_after = log.head().await?;
+        let journal = Arc::new(Journal::begin(log, self.clock.clone()).await?);
+        if self.duplicates {
+            engine = Duplicator::wrap(engine);
+        }
+        let bus = settings.with_engine(tapped(engine, &journal))?;
+        let control = Control::default();
+        // Around everything the router says.
+        let router = Router::new().layer(control.clone()).merge(router);
+        bus.mount(router).await?;
+        bus.start().await?;
+        Ok(TestBus::of(Parts {
+            bus,
+            clock: self.clock,
+            journal,
+            control,
+            gates,
+            began_after,
+            patience: self.patience,
+        }))
+    }
+}

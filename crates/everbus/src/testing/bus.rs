@@ -1,0 +1,269 @@
+//! The test bus: a whole bus in the test's process, on virtual time.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use everbus_core::{
+    Clock, Code, Error, EventState, IntoEvent, ManualClock, Result, Timestamp,
+};
+
+use super::builder::TestBusBuilder;
+use super::control::Control;
+use super::idle::{Gates, Look};
+use super::journal::Journal;
+use super::report::{Fate, Report};
+use crate::bus::Bus;
+use crate::receipt::Receipt;
+use crate::router::Router;
+use crate::shutdown::Shutdown;
+
+/// More moves of the clock than this are a retry that never ends.
+const MOST_MOVES: usize = 10_000;
+/// Most changes are told; this is how often the others are looked for.
+const SHORTEST_WAIT: Duration = Duration::from_millis(1);
+const LONGEST_WAIT: Duration = Duration::from_millis(16);
+
+/// A bus for tests: in process, on the memory engine, with a clock that stands still until it is moved.
+///
+/// Events go through the whole pipeline. [`publish`](Self::publish) returns when everything that is due
+/// now has been handled, what handlers published included; retries wait until
+/// [`advance`](Self::advance) moves the clock. Only the timeout of a handler is measured in real time.
+///
+/// ```
+/// use std::time::Duration;
+/// use everbus::testing::{Fate, TestBus};
+/// use everbus::{Json, Router, to};
+///
+/// async fn greet(Json(name): Json<String>) {
+///     println!("hello {name}");
+/// }
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> everbus::Result<()> {
+/// let bus = TestBus::new(Router::new().on("user.created", to(greet).name("greet"))).await?;
+/// bus.fail_next(1);
+/// let report = bus.publish(("user.created", "Ada")).await?;
+/// assert!(matches!(report.fate("(unnamed)"), Some(Fate::Retrying { .. })));
+///
+/// bus.advance(Duration::from_secs(1)).await?; // no test waits a second for this
+/// bus.assert_handled(report.id());
+/// assert_eq!(bus.calls("greet"), 2);
+/// bus.assert_no_dead_letters().await;
+/// # Ok(())
+/// # }
+/// ```
+pub struct TestBus {
+    parts: Parts,
+}
+
+pub(super) struct Parts {
+    pub(super) bus: Bus,
+    pub(super) clock: ManualClock,
+    pub(super) journal: Arc<Journal>,
+    pub(super) control: Control,
+    pub(super) gates: Gates,
+    /// What is in the log up to here was there before.
+    pub(super) began_after: u64,
+    pub(super) patience: Duration,
+}
+
+impl TestBus {
+    /// A bus with the default settings, the router mounted, started.
+    pub async fn new(router: Router) -> Result<Self> {
+        Self::builder().build(router).await
+    }
+
+    /// Begins a test bus with settings of one's own, or on a real engine.
+    pub fn builder() -> TestBusBuilder {
+        TestBusBuilder::default()
+    }
+
+    pub(super) fn of(parts: Parts) -> Self {
+        Self { parts }
+    }
+
+    /// The bus itself.
+    pub fn bus(&self) -> &Bus {
+        &self.parts.bus
+    }
+
+    /// The clock. Moving it by hand while something is in flight ends leases, as a stopped process
+    /// would; [`advance`](Self::advance) does not.
+    pub fn clock(&self) -> &ManualClock {
+        &self.parts.clock
+    }
+
+    /// The virtual time.
+    pub fn now(&self) -> Timestamp {
+        self.parts.clock.now()
+    }
+
+    pub(super) fn journal(&self) -> &Journal {
+        &self.parts.journal
+    }
+
+    pub(super) fn gates(&self) -> &Gates {
+        &self.parts.gates
+    }
+
+    pub(super) fn began_after(&self) -> u64 {
+        self.parts.began_after
+    }
+
+    /// Publishes an event, waits until everything that is due now has been handled, in all groups and
+    /// with all that handlers published, and says what became of the event.
+    pub async fn publish(&self, event: impl IntoEvent) -> Result<Report> {
+        let receipt = self.publish_only(event).await?;
+        self.settle().await?;
+        self.report(&receipt).await
+    }
+
+    /// Publishes an event and does not wait.
+    pub async fn publish_only(&self, event: impl IntoEvent) -> Result<Receipt> {
+        self.bus().publish(event).await
+    }
+
+    /// How an event stands by now.
+    pub async fn report(&self, receipt: &Receipt) -> Result<Report> {
+        let mut report = self.journal().report(receipt.id(), receipt.seq())?;
+        if report.groups.iter().all(|h| h.fate != Fate::Waiting) {
+            return Ok(report);
+        }
+        // What the engine settled by itself: an event dropped to make room, one that nobody handles.
+        let states = self.bus().log()?.states(receipt.seq()).await?;
+        for happened in report.groups.iter_mut().filter(|h| h.fate == Fate::Waiting) {
+            let state = states.iter().find(|state| state.group == happened.group);
+            match state.map(|state| state.state) {
+                Some(EventState::Done) => {
+                    happened.fate = Fate::Skipped {
+                        reason: "by the engine".to_owned(),
+                    };
+                }
+                Some(EventState::Dlq) => happened.fate = Fate::DeadLettered,
+                _ => {}
+            }
+        }
+        Ok(report)
+    }
+
+    /// Waits until there is nothing left to do now: nothing is being handled, and whatever waits is due
+    /// later. Handlers' own background tasks are not known to the bus and not waited for.
+    ///
+    /// Ends with `Timeout` if that takes longer than the patience of the test bus, and says what was
+    /// still to be done.
+    pub async fn settle(&self) -> Result<()> {
+        self.when_idle().await.map(drop)
+    }
+
+    /// Moves the virtual clock forward, from one due retry to the next, and at each stop waits until
+    /// everything that is due has been handled. In the end the clock has moved by this much.
+    pub async fn advance(&self, by: Duration) -> Result<()> {
+        let end = self.now().plus(by);
+        for _ in 0..MOST_MOVES {
+            let next = self.when_idle().await?;
+            if self.now() >= end {
+                return Ok(());
+            }
+            self.clock().set(next.map_or(end, |next| next.min(end)));
+        }
+        Err(never_ends())
+    }
+
+    /// Moves the virtual clock as far as it takes until nothing waits any more: every event is handled,
+    /// skipped or dead-lettered.
+    pub async fn run_to_end(&self) -> Result<()> {
+        for _ in 0..MOST_MOVES {
+            match self.when_idle().await? {
+                Some(next) => self.clock().set(next),
+                None => return Ok(()),
+            }
+        }
+        Err(never_ends())
+    }
+
+    /// Lets the next so many calls of handlers fail, whichever they are, instead of running them. The
+    /// failure is one that is retried.
+    pub fn fail_next(&self, calls: usize) {
+        self.parts.control.fail_next(calls);
+    }
+
+    /// Lets the next so many calls of one handler fail, in all groups that have one of this name.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such handler.
+    #[track_caller]
+    pub fn fail_next_in(&self, handler: &str, calls: usize) {
+        self.check_name(handler);
+        self.parts.control.fail_next_in(handler, calls);
+    }
+
+    /// How often a handler of the router was called, retries and calls that were made to fail
+    /// included. Its name is the one it was given, else its pattern; handlers of the same name in
+    /// several groups count together.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such handler.
+    #[track_caller]
+    pub fn calls(&self, handler: &str) -> usize {
+        self.check_name(handler);
+        self.parts.control.calls(handler)
+    }
+
+    #[track_caller]
+    fn check_name(&self, handler: &str) {
+        let known = self.journal().handlers();
+        assert!(
+            known.contains(handler),
+            "there is no handler {handler:?}; there are {known:?}"
+        );
+    }
+
+    /// Shuts the bus down, for tests that open what it leaves behind.
+    pub async fn shutdown(self) -> Result<Shutdown> {
+        self.bus().shutdown().await
+    }
+
+    /// Waits until nothing is left to do; when the next thing is due.
+    async fn when_idle(&self) -> Result<Option<Timestamp>> {
+        // In real time, also where the test has stopped that of tokio.
+        let began = Instant::now();
+        let mut wait = SHORTEST_WAIT;
+        loop {
+            let mut changed = std::pin::pin!(self.journal().changed.notified());
+            changed.as_mut().enable();
+            let busy = match self.look().await? {
+                Look::Idle { next } => {
+                    self.journal().catch_up().await?;
+                    return Ok(next);
+                }
+                Look::Busy(busy) => busy,
+            };
+            if began.elapsed() > self.parts.patience {
+                let what = format!("the bus was not idle within {:?}: {busy}", self.parts.patience);
+                return Err(Error::new(Code::Timeout, what)
+                    .hint("a handler that waits for something, or events that cause each other for ever"));
+            }
+            // Some changes are not told, as when numbers are counted.
+            if tokio::time::timeout(wait, changed).await.is_err() {
+                wait = (wait * 2).min(LONGEST_WAIT);
+            }
+        }
+    }
+
+}
+
+fn never_ends() -> Error {
+    let what = format!("after {MOST_MOVES} moves of the clock something is still due later");
+    Error::new(Code::Timeout, what).hint("a handler that asks to be tried again for ever")
+}
+
+impl std::fmt::Debug for TestBus {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TestBus")
+            .field("bus", &self.parts.bus)
+            .field("now", &self.now())
+            .finish_non_exhaustive()
+    }
+}

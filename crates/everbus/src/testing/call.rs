@@ -1,0 +1,180 @@
+//! One call of one handler: no bus, no engine, no pipeline.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{
+    Delivery, Event, EventId, GroupName, IntoEvent, Lease, Pattern, Recorded, RetryPolicy, TypedEvent,
+};
+use serde::de::DeserializeOwned;
+use tokio::time::Instant;
+
+use crate::ambient;
+use crate::extract::States;
+use crate::handler::{Handler, HandlerOutcome, Registered, Traits};
+use crate::message::Message;
+use crate::router::Route;
+use crate::upcast::Upcasts;
+
+/// What logs and [`Message::handler_name`] call a handler that is called so.
+const NAME: &str = "(called directly)";
+
+/// Begins a call of a handler: its parameters are taken from the event given to [`with`](Call::with), and
+/// what it returns is what the bus would be given.
+///
+/// Nothing is published, retried or remembered, and there is no timeout; a panic is the test's. A
+/// function whose parameters can all be made by hand needs none of this:
+/// `confirm(Payload(order), State(mailer)).await` is a call like any other.
+///
+/// ```
+/// use everbus::testing::call;
+/// use everbus::{Context, Event, HandlerError, Payload, State, permanent};
+/// use serde::{Deserialize, Serialize};
+///
+/// #[derive(Serialize, Deserialize, Event)]
+/// #[event(type = "orders.order.placed")]
+/// struct OrderPlaced { total: u64 }
+///
+/// #[derive(Serialize, Deserialize, Event)]
+/// #[event(type = "billing.invoice.sent")]
+/// struct InvoiceSent { amount: u64 }
+///
+/// #[derive(Clone)]
+/// struct Rate(u64);
+///
+/// async fn invoice(
+///     Payload(order): Payload<OrderPlaced>,
+///     State(rate): State<Rate>,
+///     context: Context,
+/// ) -> Result<InvoiceSent, HandlerError> {
+///     if order.total == 0 {
+///         return Err(permanent(format!("nothing to pay, attempt {}", context.attempt())));
+///     }
+///     Ok(InvoiceSent { amount: order.total * rate.0 })
+/// }
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), HandlerError> {
+/// let outcome = call(invoice).state(Rate(2)).with(OrderPlaced { total: 21 }).await?;
+/// assert_eq!(outcome.events()[0].typed::<InvoiceSent>()?.amount, 42);
+///
+/// let refused = call(invoice).state(Rate(2)).attempt(3).with(OrderPlaced { total: 0 }).await;
+/// assert_eq!(refused.unwrap_err().to_string(), "nothing to pay, attempt 3");
+/// # Ok(())
+/// # }
+/// ```
+pub fn call<Args, H: Handler<Args>>(handler: H) -> Call {
+    Call {
+        route: Route::new(handler),
+        states: States::default(),
+        upcasts: Upcasts::new(),
+        group: GroupName::unnamed(),
+        attempt: 1,
+    }
+}
+
+/// A call in the making; see [`call`].
+#[must_use = "the handler is called by `with`"]
+pub struct Call {
+    route: Route,
+    states: States,
+    upcasts: Upcasts,
+    group: GroupName,
+    attempt: u32,
+}
+
+impl Call {
+    /// A value that the handler takes as [`State<S>`](crate::State).
+    pub fn state<S: Clone + Send + Sync + 'static>(mut self, state: S) -> Self {
+        self.states.insert(state);
+        self
+    }
+
+    /// Leads from an older version of an event to a newer one, as
+    /// [`Router::upcast`](crate::Router::upcast) does.
+    pub fn upcast<Old, New, F>(mut self, upcast: F) -> Self
+    where
+        Old: TypedEvent + DeserializeOwned + 'static,
+        New: TypedEvent + DeserializeOwned + 'static,
+        F: Fn(Old) -> New + Send + Sync + 'static,
+    {
+        self.upcasts.add(upcast);
+        self
+    }
+
+    /// The group on whose behalf the handler runs; the unnamed one unless said.
+    pub fn group(mut self, group: GroupName) -> Self {
+        self.group = group;
+        self
+    }
+
+    /// Which attempt it is; the first unless said.
+    pub fn attempt(mut self, attempt: u32) -> Self {
+        self.attempt = attempt.max(1);
+        self
+    }
+
+    /// Calls the handler with an event and returns what came of it. [`Outcome::events`](crate::Outcome::events) are those it
+    /// staged with [`Context::publish`](crate::Context::publish) and those it returned.
+    pub async fn with(self, event: impl IntoEvent) -> HandlerOutcome {
+        let event = event.into_event()?;
+        let (record, message) = self.message(event)?;
+        let run = message.handler().call(message.clone());
+        let outcome = ambient::handling(record.clone(), run).await;
+        let staged = message.take_follow_ups();
+        let mut outcome = outcome?;
+        let events = staged.into_iter().chain(std::mem::take(&mut outcome.events));
+        outcome.events = events
+            .map(|event| event.inheriting(ambient::caused_by(&record)))
+            .collect();
+        Ok(outcome)
+    }
+
+    fn message(self, event: Event) -> Result<(Arc<Recorded>, Message), everbus_core::Error> {
+        self.upcasts.check()?;
+        let record = Arc::new(Recorded {
+            position: 1,
+            received_at: event.occurred_at(),
+            event,
+        });
+        let run = self.route.run;
+        let handler = Registered::new(
+            EventId::new().into(),
+            NAME.to_owned(),
+            Pattern::new(record.event.event_type())?,
+            RetryPolicy::default(),
+            LONG,
+            Traits {
+                states: Arc::new(self.states),
+                upcasts: Arc::new(self.upcasts),
+                ..Traits::default()
+            },
+            Box::new(move |message| run(message)),
+        );
+        let delivery = Delivery {
+            record: record.clone(),
+            attempt: self.attempt,
+            failures: Vec::new(),
+            lease: Lease {
+                position: record.position,
+                slot: 0,
+                token: 0,
+                handle: None,
+            },
+        };
+        let message = Message::new(&delivery, &self.group, &Arc::new(handler), Instant::now());
+        Ok((record, message))
+    }
+}
+
+/// The deadline that a handler sees; nothing happens then.
+const LONG: Duration = Duration::from_secs(30);
+
+impl std::fmt::Debug for Call {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Call")
+            .field("group", &self.group)
+            .field("attempt", &self.attempt)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,402 @@
+//! An engine that delivers everything twice, to find handlers that mind.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use everbus_core::{
+    Appended, BoxFuture, Broker, Capabilities, Code, ConsumeOptions, Consumer, Delivery, Engine, Error,
+    Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result, SettledOutcome, Settlement,
+    SubscriptionInfo, Verdict,
+};
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use super::lock;
+
+/// Wraps an engine so that everything that was handled or skipped is delivered once more, as after an
+/// acknowledgement that was lost.
+///
+/// A delivery that the engine has settled comes again, unchanged, to the same consumer. What comes of
+/// that is thrown away: its settlement is answered `Ok` and never reaches the engine. So a plain handler
+/// runs twice for every event, and one that is [`idempotent`](crate::Route::idempotent) or works
+/// [in a transaction](crate::sqlite::in_transaction) runs once. What is retried, dead-lettered or given
+/// back is not repeated, nor is what was settled after its consumer had closed.
+///
+/// [`TestBusBuilder::duplicate_deliveries`](super::TestBusBuilder::duplicate_deliveries) does this for a
+/// test bus.
+///
+/// ```
+/// use std::sync::atomic::{AtomicU32, Ordering};
+/// use everbus::testing::Duplicator;
+/// use everbus::{Bus, BusOptions, Router, to};
+/// use serde_json::json;
+///
+/// static PLAIN: AtomicU32 = AtomicU32::new(0);
+/// static CAREFUL: AtomicU32 = AtomicU32::new(0);
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> everbus::Result<()> {
+/// let engine = Bus::open("memory:").await?.engine().clone();
+/// let bus = Bus::with_engine(Duplicator::wrap(engine), BusOptions::default())?;
+/// let router = Router::new()
+///     .on("user.created", to(|| async { PLAIN.fetch_add(1, Ordering::SeqCst); }).group("plain"))
+///     .on("user.created", to(|| async { CAREFUL.fetch_add(1, Ordering::SeqCst); }).group("careful").idempotent());
+/// bus.mount(router).await?;
+/// bus.start().await?;
+/// bus.publish(("user.created", json!({}))).await?.settled().await?;
+/// assert_eq!(PLAIN.load(Ordering::SeqCst), 2);
+/// assert_eq!(CAREFUL.load(Ordering::SeqCst), 1);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Duplicator;
+
+impl Duplicator {
+    /// The same engine, delivering everything twice.
+    pub fn wrap(engine: Engine) -> Engine {
+        Engine {
+            broker: Arc::new(Twice {
+                inner: engine.broker,
+                copies: Arc::default(),
+            }),
+            ..engine
+        }
+    }
+}
+
+/// What the leases of repeated deliveries begin with.
+const MARK: &str = "everbus-duplicate-";
+
+/// Whether a lease is that of a repeated delivery.
+pub(super) fn is_copy(lease: &Lease) -> bool {
+    lease.handle.as_deref().is_some_and(|handle| handle.starts_with(MARK))
+}
+
+struct Twice {
+    inner: Arc<dyn Broker>,
+    copies: Arc<Copies>,
+}
+
+/// What was handed out and may come again, and what does.
+#[derive(Default)]
+struct Copies {
+    state: Mutex<State>,
+    /// A copy is waiting, or one is done.
+    changed: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    next: u64,
+    /// Handed out by the engine and not settled.
+    first: HashMap<Lease, First>,
+    /// Copies that wait to be fetched, by consumer. Only open consumers are here.
+    waiting: BTreeMap<u64, VecDeque<Delivery>>,
+    /// Copies that are to come, wait or were handed out, by their marked leases.
+    open: HashMap<Lease, GroupName>,
+}
+
+struct First {
+    delivery: Delivery,
+    group: GroupName,
+    consumer: u64,
+}
+
+impl State {
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+}
+
+impl Copies {
+    fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    fn handed(&self, consumer: u64, group: &GroupName, batch: &[Delivery]) {
+        let mut state = self.state();
+        for delivery in batch {
+            let first = First {
+                delivery: delivery.clone(),
+                group: group.clone(),
+                consumer,
+            };
+            state.first.insert(delivery.lease.clone(), first);
+        }
+    }
+
+    /// Takes up to `max` copies that wait for a consumer.
+    fn take(&self, consumer: u64, max: usize) -> Vec<Delivery> {
+        let mut state = self.state();
+        let Some(waiting) = state.waiting.get_mut(&consumer) else {
+            return Vec::new();
+        };
+        let count = max.max(1).min(waiting.len());
+        waiting.drain(..count).collect()
+    }
+
+    /// A copy is over, whatever came of it.
+    fn done(&self, lease: &Lease) {
+        self.state().open.remove(lease);
+        self.changed.notify_waiters();
+    }
+
+    /// What will come again once the engine has settled it. Known before that, so that nobody sees a
+    /// moment without it.
+    fn prepare(self: &Arc<Self>, settlements: &[Settlement]) -> Prepared {
+        let mut state = self.state();
+        let mut copies = Vec::with_capacity(settlements.len());
+        for Settlement { lease, verdict, .. } in settlements {
+            let repeated = matches!(verdict, Verdict::Ack | Verdict::Skip { .. });
+            let Some(first) = state.first.get(lease).filter(|_| repeated) else {
+                copies.push(None);
+                continue;
+            };
+            let (mut copy, group, consumer) = (first.delivery.clone(), first.group.clone(), first.consumer);
+            let number = state.number();
+            copy.lease.handle = Some(format!("{MARK}{number}").into());
+            state.open.insert(copy.lease.clone(), group);
+            copies.push(Some((consumer, copy)));
+        }
+        Prepared {
+            copies: self.clone(),
+            prepared: copies,
+        }
+    }
+
+    async fn all_done(&self, position: u64) {
+        loop {
+            let mut changed = pin!(self.changed.notified());
+            changed.as_mut().enable();
+            if self.state().open.keys().all(|lease| lease.position != position) {
+                return;
+            }
+            changed.await;
+        }
+    }
+}
+
+/// Copies that are to come if the engine takes the settlements. What is left here when it is dropped
+/// does not come.
+struct Prepared {
+    copies: Arc<Copies>,
+    prepared: Vec<Option<(u64, Delivery)>>,
+}
+
+impl Prepared {
+    fn answered(mut self, leases: &[Lease], answers: &[Result<()>]) {
+        let mut state = self.copies.state();
+        for ((lease, copy), answer) in leases.iter().zip(&mut self.prepared).zip(answers) {
+            let over = match answer {
+                Ok(()) => true,
+                Err(error) => error.code() == Code::LeaseLost,
+            };
+            if over {
+                state.first.remove(lease);
+            }
+            if answer.is_ok()
+                && let Some((consumer, _)) = copy
+                && let Some(waiting) = state.waiting.get_mut(consumer)
+                && let Some((_, copy)) = copy.take()
+            {
+                waiting.push_back(copy);
+            }
+        }
+        drop(state);
+        self.copies.changed.notify_waiters();
+    }
+}
+
+impl Drop for Prepared {
+    fn drop(&mut self) {
+        for (_, copy) in self.prepared.drain(..).flatten() {
+            self.copies.done(&copy.lease);
+        }
+    }
+}
+
+impl Broker for Twice {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
+        self.inner.declare(group)
+    }
+
+    fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
+        self.inner.retract(subscription)
+    }
+
+    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
+        self.inner.remove_group(group)
+    }
+
+    fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
+        self.inner.append(batch)
+    }
+
+    fn consume(
+        &self,
+        group: GroupName,
+        options: ConsumeOptions,
+    ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
+        Box::pin(async move {
+            let inner = self.inner.consume(group.clone(), options).await?;
+            let mut state = self.copies.state();
+            let id = state.number();
+            state.waiting.insert(id, VecDeque::new());
+            drop(state);
+            let place = Place {
+                id,
+                copies: self.copies.clone(),
+            };
+            let consumer = TwiceConsumer { inner, group, place };
+            Ok(Box::new(consumer) as Box<dyn Consumer>)
+        })
+    }
+
+    fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        Box::pin(async move {
+            let of_copies: Vec<bool> = settlements.iter().map(|s| is_copy(&s.lease)).collect();
+            let (copies, firsts): (Vec<_>, Vec<_>) =
+                settlements.into_iter().partition(|s| is_copy(&s.lease));
+            for copy in copies {
+                self.copies.done(&copy.lease);
+            }
+            if firsts.is_empty() {
+                return Ok(vec![Ok(()); of_copies.len()]);
+            }
+            let prepared = self.copies.prepare(&firsts);
+            let leases: Vec<Lease> = firsts.iter().map(|s| s.lease.clone()).collect();
+            let answers = self.inner.settle(firsts).await?;
+            prepared.answered(&leases, &answers);
+            interleave(&of_copies, answers)
+        })
+    }
+
+    fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        Box::pin(async move {
+            let of_copies: Vec<bool> = leases.iter().map(is_copy).collect();
+            let firsts: Vec<Lease> = leases.into_iter().filter(|lease| !is_copy(lease)).collect();
+            if firsts.is_empty() {
+                return Ok(vec![Ok(()); of_copies.len()]);
+            }
+            interleave(&of_copies, self.inner.extend(firsts, by).await?)
+        })
+    }
+
+    /// Copies count as in flight.
+    fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
+        Box::pin(async move {
+            let mut groups = self.inner.inspect().await?;
+            for group in self.copies.state().open.values() {
+                if let Some(info) = groups.iter_mut().find(|info| info.name == *group) {
+                    info.in_flight += 1;
+                }
+            }
+            Ok(groups)
+        })
+    }
+
+    /// Waits for the copies too.
+    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
+        Box::pin(async move {
+            let began = Instant::now();
+            let outcome = self.inner.settled(position, timeout).await?;
+            let left = timeout.saturating_sub(began.elapsed());
+            let all = tokio::time::timeout(left, self.copies.all_done(position)).await;
+            all.map(|()| outcome).map_err(|_| {
+                let what = format!("the copies of event {position} were not settled within {timeout:?}");
+                Error::new(Code::Timeout, what)
+            })
+        })
+    }
+
+    fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
+        self.inner.depth(stream, limit)
+    }
+
+    fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
+        self.inner.drop_oldest(stream, keep)
+    }
+
+    fn close(&self) -> BoxFuture<'_, Result<()>> {
+        self.inner.close()
+    }
+}
+
+/// The answers for all, in order, from those of the engine.
+fn interleave(of_copies: &[bool], answers: Vec<Result<()>>) -> Result<Vec<Result<()>>> {
+    let mut answers = answers.into_iter();
+    let all = of_copies.iter().map(|copy| if *copy { Some(Ok(())) } else { answers.next() });
+    let all: Option<Vec<_>> = all.collect();
+    all.ok_or_else(|| Error::new(Code::Internal, "the engine did not answer for everything"))
+}
+
+struct TwiceConsumer {
+    inner: Box<dyn Consumer>,
+    group: GroupName,
+    place: Place,
+}
+
+/// Where the copies for one consumer wait, as long as it is open.
+struct Place {
+    id: u64,
+    copies: Arc<Copies>,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut state = self.copies.state();
+        for copy in state.waiting.remove(&self.id).unwrap_or_default() {
+            state.open.remove(&copy.lease);
+        }
+        drop(state);
+        self.copies.changed.notify_waiters();
+    }
+}
+
+impl Consumer for TwiceConsumer {
+    fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
+        Box::pin(async move {
+            let Place { id, copies } = &self.place;
+            loop {
+                // Registered before the look, so that nothing between the two is missed.
+                let mut changed = pin!(copies.changed.notified());
+                changed.as_mut().enable();
+                let again = copies.take(*id, max);
+                if !again.is_empty() {
+                    return Ok(again);
+                }
+                // Dropping the fetch of the engine loses nothing.
+                tokio::select! {
+                    biased;
+                    batch = self.inner.fetch(max) => {
+                        let batch = batch?;
+                        copies.handed(*id, &self.group, &batch);
+                        return Ok(batch);
+                    }
+                    () = changed => {}
+                }
+            }
+        })
+    }
+
+    fn set_handled(&mut self, handled: Vec<Pattern>) {
+        self.inner.set_handled(handled);
+    }
+
+    fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {
+        let Self { inner, place, .. } = *self;
+        Box::pin(async move {
+            let closed = inner.close().await;
+            drop(place);
+            closed
+        })
+    }
+}

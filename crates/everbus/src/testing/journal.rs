@@ -1,0 +1,318 @@
+//! What the test bus has seen: who subscribed, what was handed out, what became of it, what is in the
+//! log. Filled by the [tap](super::tap), read by everything else.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::{Arc, Mutex};
+
+use everbus_core::{
+    Clock, Code, Delivery, Error, EventId, Failure, GroupName, Lease, Log, ManualClock, Pattern, Recorded,
+    Result, SubscriptionInfo, Verdict,
+};
+use tokio::sync::Notify;
+
+use super::duplicator::is_copy;
+use super::report::{Fate, Happened, Report};
+use super::lock;
+
+/// Read from the log at once.
+const PAGE: usize = 1000;
+/// What the bus publishes when a circuit breaker opens and closes.
+const ALERTS: [&str; 2] = ["system.circuit_opened", "system.circuit_closed"];
+
+pub(super) struct Journal {
+    seen: Mutex<Seen>,
+    /// Something happened.
+    pub(super) changed: Notify,
+    log: Arc<dyn Log>,
+    everything: Vec<Pattern>,
+    clock: ManualClock,
+}
+
+#[derive(Default)]
+struct Seen {
+    /// Grows whenever something happens.
+    version: u64,
+    /// Calls of the engine that change something and have not returned.
+    under_way: usize,
+    subscriptions: BTreeMap<EventId, SubscriptionInfo>,
+    consumers: BTreeMap<GroupName, usize>,
+    handed: HashMap<Lease, Handed>,
+    happened: BTreeMap<(u64, GroupName), Happened>,
+    /// Outcomes that the engine took, those that only give back left out.
+    outcomes: u64,
+    alerts: u64,
+    /// What came into the log since the beginning of the test.
+    events: Vec<Arc<Recorded>>,
+    read_up_to: u64,
+}
+
+struct Handed {
+    group: GroupName,
+    record: Arc<Recorded>,
+}
+
+/// A call of the engine that changes something. Its end, however it comes, is told.
+pub(super) struct UnderWay<'a>(&'a Journal);
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        self.0.note(|seen| seen.under_way -= 1);
+    }
+}
+
+/// An open consumer.
+pub(super) struct Open(Arc<Journal>, GroupName);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.note(|seen| {
+            if let Some(consumers) = seen.consumers.get_mut(&self.1) {
+                *consumers -= 1;
+            }
+        });
+    }
+}
+
+impl Journal {
+    /// Begins after what is in the log now.
+    pub(super) async fn begin(log: Arc<dyn Log>, clock: ManualClock) -> Result<Self> {
+        let read_up_to = log.head().await?;
+        Ok(Self {
+            seen: Mutex::new(Seen {
+                read_up_to,
+                ..Seen::default()
+            }),
+            changed: Notify::new(),
+            log,
+            // A lone star leaves out the system's own events.
+            everything: vec![Pattern::new("*")?, Pattern::new("system.>")?],
+            clock,
+        })
+    }
+
+    /// Takes note of something.
+    fn note<T>(&self, note: impl FnOnce(&mut Seen) -> T) -> T {
+        let mut seen = lock(&self.seen);
+        let noted = note(&mut seen);
+        seen.version += 1;
+        drop(seen);
+        self.changed.notify_waiters();
+        noted
+    }
+
+    pub(super) fn under_way(&self) -> UnderWay<'_> {
+        lock(&self.seen).under_way += 1;
+        UnderWay(self)
+    }
+
+    pub(super) fn declared(&self, subscriptions: &[SubscriptionInfo]) {
+        self.note(|seen| {
+            for info in subscriptions {
+                seen.subscriptions.insert(info.id, info.clone());
+            }
+        });
+    }
+
+    pub(super) fn retracted(&self, subscription: EventId) {
+        self.note(|seen| seen.subscriptions.remove(&subscription));
+    }
+
+    pub(super) fn opened(self: &Arc<Self>, group: &GroupName) -> Open {
+        self.note(|seen| *seen.consumers.entry(group.clone()).or_default() += 1);
+        Open(self.clone(), group.clone())
+    }
+
+    pub(super) fn handed(&self, group: &GroupName, batch: &[Delivery]) {
+        self.note(|seen| {
+            for delivery in batch {
+                let record = delivery.record.clone();
+                if !is_copy(&delivery.lease) {
+                    let happened = seen.happened_in(record.position, group);
+                    happened.fate = Fate::Waiting;
+                    happened.attempts = delivery.attempt;
+                    happened.failures.clone_from(&delivery.failures);
+                }
+                let group = group.clone();
+                let handed = Handed { group, record };
+                seen.handed.insert(delivery.lease.clone(), handed);
+            }
+        });
+    }
+
+    pub(super) fn appended<'a>(&self, event_types: impl Iterator<Item = &'a str>) {
+        let alerts = event_types.filter(|name| ALERTS.contains(name)).count() as u64;
+        self.note(|seen| seen.alerts += alerts);
+    }
+
+    /// The engine has answered settlements.
+    pub(super) fn settled(&self, verdicts: &[(Lease, Verdict)], answers: &[Result<()>]) {
+        let now = self.clock.now();
+        self.note(|seen| {
+            for ((lease, verdict), answer) in verdicts.iter().zip(answers) {
+                let lost = answer.as_ref().is_err_and(|e| e.code() == Code::LeaseLost);
+                if answer.is_err() && !lost {
+                    // The lease is still held.
+                    continue;
+                }
+                let Some(handed) = seen.handed.remove(lease).filter(|_| !lost) else {
+                    continue;
+                };
+                if !matches!(verdict, Verdict::Release { .. }) {
+                    seen.outcomes += 1;
+                }
+                let happened = seen.happened_in(handed.record.position, &handed.group);
+                happened.failures.extend(failure_of(verdict).cloned());
+                if is_copy(lease) {
+                    continue;
+                }
+                happened.fate = match verdict {
+                    Verdict::Ack => Fate::Handled,
+                    Verdict::Skip { reason } => Fate::Skipped {
+                        reason: reason.clone(),
+                    },
+                    Verdict::Retry { after, .. } => Fate::Retrying {
+                        due_at: now.plus(*after),
+                    },
+                    Verdict::Dead { .. } => Fate::DeadLettered,
+                    Verdict::Release { .. } => Fate::Waiting,
+                };
+                if matches!(verdict, Verdict::Release { .. }) {
+                    // Given back: that was no attempt.
+                    happened.attempts = happened.attempts.saturating_sub(1);
+                }
+            }
+        });
+    }
+
+    /// Reads what came into the log since the last time.
+    pub(super) async fn catch_up(&self) -> Result<()> {
+        loop {
+            let after = lock(&self.seen).read_up_to;
+            let (found, reached) = self.log.read(after, self.everything.clone(), PAGE).await?;
+            let full = found.len() == PAGE;
+            let mut seen = lock(&self.seen);
+            // Somebody else may have read the same meanwhile.
+            let last = seen.read_up_to;
+            let new = found.into_iter().filter(|record| record.position > last);
+            seen.events.extend(new);
+            seen.read_up_to = last.max(reached);
+            if !full {
+                return Ok(());
+            }
+        }
+    }
+
+    /// What came into the log since the beginning of the test.
+    pub(super) fn events(&self) -> Vec<Arc<Recorded>> {
+        lock(&self.seen).events.clone()
+    }
+
+    /// How often something has happened; `None` while a call that changes something is under way.
+    pub(super) fn version(&self) -> Option<u64> {
+        let seen = lock(&self.seen);
+        (seen.under_way == 0).then_some(seen.version)
+    }
+
+    /// The groups with handlers here, and what these want.
+    pub(super) fn groups(&self) -> BTreeMap<GroupName, Vec<Pattern>> {
+        let mut groups = BTreeMap::<_, Vec<_>>::new();
+        for info in lock(&self.seen).subscriptions.values() {
+            let patterns = groups.entry(info.group.clone()).or_default();
+            patterns.push(info.pattern.clone());
+        }
+        groups
+    }
+
+    /// The names of the handlers.
+    pub(super) fn handlers(&self) -> BTreeSet<String> {
+        let seen = lock(&self.seen);
+        let infos = seen.subscriptions.values();
+        infos.map(|info| info.name.clone()).collect()
+    }
+
+    pub(super) fn consumes(&self, group: &GroupName) -> bool {
+        lock(&self.seen).consumers.get(group).is_some_and(|n| *n > 0)
+    }
+
+    /// Outcomes that the engine took, and alerts that were published.
+    pub(super) fn counts(&self) -> (u64, u64) {
+        let seen = lock(&self.seen);
+        (seen.outcomes, seen.alerts)
+    }
+
+    /// What a group holds at the moment, for a message.
+    pub(super) fn held_by(&self, group: &GroupName) -> Vec<String> {
+        let seen = lock(&self.seen);
+        let held = seen.handed.values().filter(|handed| handed.group == *group);
+        held.map(|handed| {
+            let event = &handed.record.event;
+            format!("{} {}", event.event_type(), event.display_id())
+        })
+        .collect()
+    }
+
+    /// What became of an event in every group that wants it.
+    pub(super) fn report(&self, id: EventId, seq: u64) -> Result<Report> {
+        let seen = lock(&self.seen);
+        let mut events = seen.events.iter();
+        let Some(record) = events.find(|record| record.position == seq) else {
+            let what = format!("the event {id} was published before this test bus began");
+            return Err(Error::new(Code::NotFound, what));
+        };
+        let event_type = record.event.event_type();
+        let wanting: BTreeSet<_> = seen
+            .subscriptions
+            .values()
+            .filter(|info| info.after < seq && info.pattern.matches(event_type))
+            .map(|info| info.group.clone())
+            .collect();
+        let of_event = (seq, GroupName::unnamed())..(seq + 1, GroupName::unnamed());
+        let known = seen.happened.range(of_event);
+        let mut groups: Vec<Happened> = known.map(|(_, happened)| happened.clone()).collect();
+        let missing = wanting
+            .into_iter()
+            .filter(|group| !seen.happened.contains_key(&(seq, group.clone())));
+        groups.extend(missing.map(Happened::nothing).collect::<Vec<_>>());
+        groups.sort_by(|a, b| a.group.cmp(&b.group));
+        Ok(Report {
+            id,
+            seq,
+            event_type: event_type.to_owned(),
+            groups,
+        })
+    }
+
+    /// What became of the newest event with this id.
+    pub(super) fn report_of(&self, id: EventId) -> Option<Report> {
+        let mut events = self.events().into_iter().rev();
+        let record = events.find(|record| record.event.id() == id)?;
+        self.report(id, record.position).ok()
+    }
+}
+
+impl Seen {
+    fn happened_in(&mut self, position: u64, group: &GroupName) -> &mut Happened {
+        self.happened
+            .entry((position, group.clone()))
+            .or_insert_with(|| Happened::nothing(group.clone()))
+    }
+}
+
+impl Happened {
+    fn nothing(group: GroupName) -> Self {
+        Self {
+            group,
+            fate: Fate::Waiting,
+            attempts: 0,
+            failures: Vec::new(),
+        }
+    }
+}
+
+fn failure_of(verdict: &Verdict) -> Option<&Failure> {
+    match verdict {
+        Verdict::Retry { failure, .. } => Some(failure),
+        Verdict::Dead { failure } => failure.as_ref(),
+        _ => None,
+    }
+}

@@ -1,0 +1,161 @@
+//! Between the bus and its engine: passes every call on and notes what came of it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{
+    Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Delivery, Engine, Event, EventId,
+    GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result, SettledOutcome, Settlement, SubscriptionInfo,
+};
+
+use super::journal::{Journal, Open};
+
+/// The engine with its broker tapped.
+pub(super) fn tapped(engine: Engine, journal: &Arc<Journal>) -> Engine {
+    Engine {
+        broker: Arc::new(Tap {
+            inner: engine.broker,
+            journal: journal.clone(),
+        }),
+        ..engine
+    }
+}
+
+struct Tap {
+    inner: Arc<dyn Broker>,
+    journal: Arc<Journal>,
+}
+
+impl Broker for Tap {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
+        Box::pin(async move {
+            let declared = self.inner.declare(group).await?;
+            self.journal.declared(&declared);
+            Ok(declared)
+        })
+    }
+
+    fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.inner.retract(subscription).await?;
+            self.journal.retracted(subscription);
+            Ok(())
+        })
+    }
+
+    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
+        self.inner.remove_group(group)
+    }
+
+    fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
+        Box::pin(async move {
+            let _under_way = self.journal.under_way();
+            let types: Vec<_> = batch.iter().map(|event| event.type_arc().clone()).collect();
+            let answers = self.inner.append(batch).await;
+            self.read_log().await;
+            self.journal.appended(types.iter().map(|name| &**name));
+            answers
+        })
+    }
+
+    fn consume(
+        &self,
+        group: GroupName,
+        options: ConsumeOptions,
+    ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
+        Box::pin(async move {
+            let inner = self.inner.consume(group.clone(), options).await?;
+            let consumer = TappedConsumer {
+                inner,
+                open: self.journal.opened(&group),
+                journal: self.journal.clone(),
+                group,
+            };
+            Ok(Box::new(consumer) as Box<dyn Consumer>)
+        })
+    }
+
+    fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        Box::pin(async move {
+            let _under_way = self.journal.under_way();
+            let publishes = |s: &Settlement| !s.follow_ups.is_empty() || s.effect.is_some();
+            let publishing = settlements.iter().any(publishes);
+            let verdicts: Vec<_> = settlements
+                .iter()
+                .map(|settlement| (settlement.lease.clone(), settlement.verdict.clone()))
+                .collect();
+            let answers = self.inner.settle(settlements).await?;
+            if publishing {
+                self.read_log().await;
+            }
+            self.journal.settled(&verdicts, &answers);
+            Ok(answers)
+        })
+    }
+
+    fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        self.inner.extend(leases, by)
+    }
+
+    fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
+        self.inner.inspect()
+    }
+
+    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
+        self.inner.settled(position, timeout)
+    }
+
+    fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
+        self.inner.depth(stream, limit)
+    }
+
+    fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
+        self.inner.drop_oldest(stream, keep)
+    }
+
+    fn close(&self) -> BoxFuture<'_, Result<()>> {
+        self.inner.close()
+    }
+}
+
+impl Tap {
+    /// Whoever gets the answer must find the events. What cannot be read now is read later, and
+    /// whoever waits for the bus is told why.
+    async fn read_log(&self) {
+        let _ = self.journal.catch_up().await;
+    }
+}
+
+struct TappedConsumer {
+    inner: Box<dyn Consumer>,
+    open: Open,
+    journal: Arc<Journal>,
+    group: GroupName,
+}
+
+impl Consumer for TappedConsumer {
+    fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
+        Box::pin(async move {
+            let batch = self.inner.fetch(max).await?;
+            self.journal.handed(&self.group, &batch);
+            Ok(batch)
+        })
+    }
+
+    fn set_handled(&mut self, handled: Vec<Pattern>) {
+        self.inner.set_handled(handled);
+    }
+
+    fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {
+        let Self { inner, open, .. } = *self;
+        Box::pin(async move {
+            let closed = inner.close().await;
+            drop(open);
+            closed
+        })
+    }
+}

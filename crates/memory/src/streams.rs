@@ -1,0 +1,90 @@
+//! How much of a stream is owed, and what goes when it is full.
+
+use std::collections::BTreeSet;
+
+use everbus_core::{DROPPED, Pattern, Recorded, Result};
+
+use crate::broker::Memory;
+use crate::group::{Group, RowState};
+use crate::records::Records;
+
+impl Group {
+    /// Whether a subscription wants an event that the group has not reached, and it was not dropped.
+    pub(crate) fn awaits(&self, record: &Recorded) -> bool {
+        record.position > self.position
+            && self.wants(record.event.event_type())
+            && !self.dropped.contains(&record.position)
+    }
+
+    /// The positions of what is owed of a stream, oldest first; whether each is in flight.
+    fn owed<'a>(
+        &'a self,
+        stream: &'a Pattern,
+        records: &'a Records,
+    ) -> impl Iterator<Item = (u64, bool)> + 'a {
+        let rows = self.rows.values().filter_map(|row| {
+            let in_flight = matches!(row.state, RowState::InFlight { .. });
+            let matches = stream.matches(row.record.event.event_type());
+            matches.then_some((row.record.position, in_flight))
+        });
+        let beyond = records.after(self.position).filter_map(|record| {
+            let matches = stream.matches(record.event.event_type()) && self.awaits(record);
+            matches.then_some((record.position, false))
+        });
+        rows.chain(beyond)
+    }
+
+    /// Skips the oldest that wait, until no more than this are owed; says which.
+    fn drop_oldest(&mut self, stream: &Pattern, records: &Records, keep: u64) -> Vec<u64> {
+        let owed: Vec<(u64, bool)> = self.owed(stream, records).collect();
+        let too_many = owed
+            .len()
+            .saturating_sub(usize::try_from(keep).unwrap_or(usize::MAX));
+        let waiting = owed.iter().filter(|(_, in_flight)| !in_flight);
+        let dropped: Vec<u64> = waiting
+            .map(|(position, _)| *position)
+            .take(too_many)
+            .collect();
+        for position in &dropped {
+            if self.finish(*position).is_none() {
+                self.dropped.insert(*position);
+            }
+        }
+        // What the group has passed since, removed events among it, need not be remembered.
+        self.dropped = self.dropped.split_off(&(self.position + 1));
+        if !dropped.is_empty() {
+            let count = self.skipped.entry(DROPPED.to_owned()).or_default();
+            *count += dropped.len() as u64;
+        }
+        dropped
+    }
+}
+
+impl Memory {
+    pub(crate) fn depth_of(&self, stream: &Pattern, limit: u64) -> Result<u64> {
+        let state = self.open_state()?;
+        let limit = usize::try_from(limit).unwrap_or(usize::MAX);
+        let depths = state
+            .groups
+            .values()
+            .map(|group| group.owed(stream, &state.records).take(limit).count());
+        Ok(depths.max().unwrap_or(0) as u64)
+    }
+
+    pub(crate) fn drop_from(&self, stream: &Pattern, keep: u64) -> Result<u64> {
+        let mut guard = self.open_state()?;
+        let state = &mut *guard;
+        let now = self.now();
+        let mut dropped = BTreeSet::new();
+        for group in state.groups.values_mut() {
+            group.end_leases(now);
+            dropped.extend(group.drop_oldest(stream, &state.records, keep));
+        }
+        for position in &dropped {
+            state.wake_waiters(*position);
+        }
+        drop(guard);
+        self.work.notify_waiters();
+        Ok(dropped.len() as u64)
+    }
+}

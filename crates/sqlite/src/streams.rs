@@ -1,0 +1,405 @@
+//! How much of a stream is owed, and what goes when it is full.
+//!
+//! What is owed is counted by a reader, in short snapshots, so that neither the writer nor the
+//! write-ahead log notices. An event that is dropped before its group has reached it gets its row in
+//! `skips` at once; beyond the cursor such a row means that the group passes the event by.
+
+use std::collections::{BTreeSet, HashSet};
+
+use everbus_core::{DROPPED, Pattern, Progress, Result};
+use rusqlite::{OptionalExtension, params};
+
+use crate::engine::SqliteEngine;
+use crate::errors::from_sqlite;
+use crate::log::head;
+use crate::readers::Reader;
+use crate::rows::{seq_from, to_sql};
+use crate::state::{LEASED, patterns_of};
+use crate::writer::Writer;
+
+/// Rows of the log looked at in one snapshot.
+const LOOK: u64 = 20_000;
+/// Events dropped in one transaction: so few that a publish hardly waits.
+const STEP: usize = 200;
+/// Events a group is moved past in the same transaction.
+const PASSED: i64 = 500;
+
+/// How much of a stream one group owes.
+struct Tally {
+    group: i64,
+    cursor: u64,
+    /// The types of the stream that the group wants.
+    wanted: HashSet<i64>,
+    /// Whether something beyond the cursor was dropped.
+    has_drops: bool,
+    owed: u64,
+    /// What of it waits, if that is asked for.
+    waiting: Vec<u64>,
+}
+
+/// A count under way.
+struct Count {
+    tallies: Vec<Tally>,
+    /// Up to here the log was searched, and so far it is to be.
+    searched: u64,
+    upto: u64,
+    limit: u64,
+    list_waiting: bool,
+}
+
+impl SqliteEngine {
+    /// How many events of a stream the group owes that owes most, counted up to a limit.
+    pub(crate) async fn depth_of(&self, stream: Pattern, limit: u64) -> Result<u64> {
+        let count = self.count_owed(stream, limit, false).await?;
+        let most = count.tallies.iter().map(|tally| tally.owed).max();
+        Ok(most.unwrap_or(0).min(limit))
+    }
+
+    /// Skips the oldest that wait in every group until no more than so many are owed.
+    pub(crate) async fn drop_from(&self, stream: Pattern, keep: u64) -> Result<u64> {
+        let count = self.count_owed(stream, u64::MAX, true).await?;
+        let mut dropped = BTreeSet::new();
+        for mut tally in count.tallies {
+            let too_many = tally.owed.saturating_sub(keep);
+            tally.waiting.sort_unstable();
+            tally
+                .waiting
+                .truncate(usize::try_from(too_many).unwrap_or(usize::MAX));
+            for step in tally.waiting.chunks(STEP) {
+                let (group, step) = (tally.group, step.to_vec());
+                let done = self
+                    .handle
+                    .job(move |writer| writer.drop_waiting(group, &step))
+                    .await?;
+                dropped.extend(done);
+            }
+        }
+        Ok(dropped.len() as u64)
+    }
+
+    async fn count_owed(&self, stream: Pattern, limit: u64, list_waiting: bool) -> Result<Count> {
+        let mut count = self
+            .handle
+            .query(move |reader| Count::begin(reader, &stream, limit, list_waiting))
+            .await?;
+        while !count.is_done() {
+            count = self
+                .handle
+                .query(move |reader| {
+                    count.go_on(reader)?;
+                    Ok(count)
+                })
+                .await?;
+        }
+        Ok(count)
+    }
+}
+
+impl Count {
+    /// Counts what rows and claims say; what lies beyond the cursors comes after.
+    fn begin(reader: &Reader, stream: &Pattern, limit: u64, list_waiting: bool) -> Result<Self> {
+        let types = matching_types(reader, stream)?;
+        let groups: Vec<(i64, i64, Option<i64>)> = reader
+            .conn
+            .prepare_cached(
+                "SELECT id, cursor, (SELECT max(seq) FROM skips WHERE group_id = groups.id)
+                 FROM groups",
+            )
+            .and_then(|mut s| {
+                s.query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?)))?
+                    .collect()
+            })
+            .map_err(|e| from_sqlite("reading the groups", e))?;
+        let all: HashSet<i64> = types.iter().map(|(id, _)| *id).collect();
+        let mut tallies = Vec::with_capacity(groups.len());
+        for (group, cursor, last_skip) in groups {
+            let patterns = patterns_of(&reader.conn, group)?;
+            let wanted = types
+                .iter()
+                .filter(|(_, name)| patterns.iter().any(|p| p.matches(name)));
+            let mut tally = Tally {
+                group,
+                cursor: seq_from(cursor),
+                wanted: wanted.map(|(id, _)| *id).collect(),
+                has_drops: last_skip.is_some_and(|seq| seq > cursor),
+                owed: 0,
+                waiting: Vec::new(),
+            };
+            if !all.is_empty() {
+                tally.count_rows(reader, &all, list_waiting)?;
+                tally.count_claims(reader, &all, list_waiting)?;
+            }
+            tallies.push(tally);
+        }
+        let wanting = tallies.iter().filter(|tally| !tally.wanted.is_empty());
+        let upto = head(reader)?;
+        Ok(Self {
+            searched: wanting.map(|tally| tally.cursor).min().unwrap_or(upto),
+            upto,
+            tallies,
+            limit,
+            list_waiting,
+        })
+    }
+
+    fn is_done(&self) -> bool {
+        self.searched >= self.upto || self.tallies.iter().any(|tally| tally.owed >= self.limit)
+    }
+
+    /// Looks at some more of the log.
+    fn go_on(&mut self, reader: &Reader) -> Result<()> {
+        let doing = |e| from_sqlite("counting what waits", e);
+        let upto = self.upto.min(self.searched.saturating_add(LOOK));
+        let mut dropped = Vec::with_capacity(self.tallies.len());
+        for tally in &self.tallies {
+            dropped.push(if tally.has_drops {
+                dropped_between(reader, tally.group, self.searched, upto)?
+            } else {
+                HashSet::new()
+            });
+        }
+        let mut statement = reader
+            .conn
+            .prepare_cached("SELECT seq, type FROM log WHERE seq > ?1 AND seq <= ?2 ORDER BY seq")
+            .map_err(doing)?;
+        let mut rows = statement
+            .query((to_sql(self.searched), to_sql(upto)))
+            .map_err(doing)?;
+        self.searched = upto;
+        while let Some(row) = rows.next().map_err(doing)? {
+            let seq = seq_from(row.get(0).map_err(doing)?);
+            let type_id: i64 = row.get(1).map_err(doing)?;
+            for (tally, dropped) in self.tallies.iter_mut().zip(&dropped) {
+                if seq > tally.cursor && tally.wanted.contains(&type_id) && !dropped.contains(&seq)
+                {
+                    tally.add(seq, self.list_waiting);
+                    if tally.owed >= self.limit {
+                        return Ok(());
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Tally {
+    fn add(&mut self, seq: u64, list: bool) {
+        self.owed += 1;
+        if list {
+            self.waiting.push(seq);
+        }
+    }
+
+    /// What is in rows of its own: waiting, behind its key, without a handler, or leased.
+    fn count_rows(&mut self, reader: &Reader, types: &HashSet<i64>, list: bool) -> Result<()> {
+        let doing = |e| from_sqlite("counting the deliveries", e);
+        let mut statement = reader
+            .conn
+            .prepare_cached("SELECT seq, type, state FROM deliveries WHERE group_id = ?1")
+            .map_err(doing)?;
+        let mut rows = statement.query([self.group]).map_err(doing)?;
+        while let Some(row) = rows.next().map_err(doing)? {
+            if types.contains(&row.get(1).map_err(doing)?) {
+                let waits = row.get::<_, i64>(2).map_err(doing)? != LEASED;
+                self.add(seq_from(row.get(0).map_err(doing)?), list && waits);
+            }
+        }
+        Ok(())
+    }
+
+    /// What is open in claims. Those of an owner that died are nobody's: what is in them waits.
+    fn count_claims(&mut self, reader: &Reader, types: &HashSet<i64>, list: bool) -> Result<()> {
+        let doing = |e| from_sqlite("counting the claims", e);
+        let claims: Vec<(i64, i64, i64, Option<Vec<u8>>)> = reader
+            .conn
+            .prepare_cached("SELECT lo, hi, owner, done FROM claims WHERE group_id = ?1")
+            .and_then(|mut s| {
+                s.query_map([self.group], |r| {
+                    Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?))
+                })?
+                .collect()
+            })
+            .map_err(doing)?;
+        let mut types_between = reader
+            .conn
+            .prepare_cached("SELECT seq, type FROM log WHERE seq BETWEEN ?1 AND ?2")
+            .map_err(doing)?;
+        for (lo, hi, owner, done) in claims {
+            let (lo, hi) = (seq_from(lo), seq_from(hi));
+            let progress = Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default());
+            let list = list && owner == 0;
+            for (first, last) in progress.unfinished(hi) {
+                let mut rows = types_between
+                    .query((to_sql(first), to_sql(last)))
+                    .map_err(doing)?;
+                while let Some(row) = rows.next().map_err(doing)? {
+                    if types.contains(&row.get(1).map_err(doing)?) {
+                        self.add(seq_from(row.get(0).map_err(doing)?), list);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The types that belong to a stream, with their numbers.
+fn matching_types(reader: &Reader, stream: &Pattern) -> Result<Vec<(i64, String)>> {
+    let doing = |e| from_sqlite("reading the types", e);
+    let text = stream.as_str();
+    if !text.contains(['*', '>']) {
+        return reader
+            .conn
+            .prepare_cached("SELECT id, name FROM types WHERE name = ?1")
+            .and_then(|mut s| {
+                s.query_map([text], |r| Ok((r.get(0)?, r.get(1)?)))?
+                    .collect()
+            })
+            .map_err(doing);
+    }
+    let mut types: Vec<(i64, String)> = reader
+        .conn
+        .prepare_cached("SELECT id, name FROM types")
+        .and_then(|mut s| s.query_map([], |r| Ok((r.get(0)?, r.get(1)?)))?.collect())
+        .map_err(doing)?;
+    types.retain(|(_, name)| stream.matches(name));
+    Ok(types)
+}
+
+/// What a group was told to pass by in a stretch of the log.
+fn dropped_between(reader: &Reader, group: i64, after: u64, upto: u64) -> Result<HashSet<u64>> {
+    reader
+        .conn
+        .prepare_cached("SELECT seq FROM skips WHERE group_id = ?1 AND seq > ?2 AND seq <= ?3")
+        .and_then(|mut s| {
+            s.query_map((group, to_sql(after), to_sql(upto)), |r| {
+                Ok(seq_from(r.get(0)?))
+            })?
+            .collect()
+        })
+        .map_err(|e| from_sqlite("reading the skips", e))
+}
+
+impl Writer {
+    /// Skips events of a group that wait; what is no longer waiting is left alone. Says which went.
+    fn drop_waiting(&mut self, group: i64, seqs: &[u64]) -> Result<Vec<u64>> {
+        let Some(cursor) = self.state.groups.get(&group).map(|g| g.cursor) else {
+            return Ok(Vec::new());
+        };
+        let mut dropped = Vec::with_capacity(seqs.len());
+        let mut rest = Vec::new();
+        for seq in seqs.iter().copied() {
+            if seq > cursor {
+                self.write_skip(group, seq, DROPPED)?;
+                dropped.push(seq);
+            } else if self.waits_in_a_row(group, seq)? {
+                self.write_skip(group, seq, DROPPED)?;
+                self.remove_row(group, seq)?;
+                dropped.push(seq);
+            } else {
+                rest.push(seq);
+            }
+        }
+        dropped.extend(self.drop_inherited(group, &rest)?);
+        for seq in &dropped {
+            self.watches.touch(*seq);
+            if self.isolating == Some((group, *seq)) {
+                self.isolating = None;
+            }
+        }
+        if let (Some(last), Ok(group)) = (dropped.iter().max(), self.state.group_mut(group)) {
+            group.dropped_to = group.dropped_to.max(*last);
+        }
+        self.pass_dropped(group)?;
+        Ok(dropped)
+    }
+
+    fn waits_in_a_row(&self, group: i64, seq: u64) -> Result<bool> {
+        self.conn
+            .prepare_cached(
+                "SELECT EXISTS (SELECT 1 FROM deliveries
+                   WHERE group_id = ?1 AND seq = ?2 AND state <> ?3)",
+            )
+            .and_then(|mut s| s.query_row((group, to_sql(seq), LEASED), |r| r.get(0)))
+            .map_err(|e| from_sqlite("dropping from a stream", e))
+    }
+
+    /// Skips what is open in the claims of owners that died.
+    fn drop_inherited(&mut self, group: i64, seqs: &[u64]) -> Result<Vec<u64>> {
+        let doing = |e| from_sqlite("dropping from a stream", e);
+        if seqs.is_empty() {
+            return Ok(Vec::new());
+        }
+        let claims: Vec<(i64, i64, i64, Option<Vec<u8>>)> = self
+            .conn
+            .prepare_cached("SELECT id, lo, hi, done FROM claims WHERE group_id = ?1 AND owner = 0")
+            .and_then(|mut s| {
+                s.query_map([group], |r| {
+                    Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?))
+                })?
+                .collect()
+            })
+            .map_err(doing)?;
+        let mut dropped = Vec::new();
+        for (id, lo, hi, done) in claims {
+            let (lo, hi) = (seq_from(lo), seq_from(hi));
+            let mut progress = Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default());
+            let open = seqs.iter().filter(|seq| (lo..=hi).contains(seq));
+            let here: Vec<u64> = open
+                .copied()
+                .filter(|seq| progress.complete(*seq))
+                .collect();
+            if here.is_empty() {
+                continue;
+            }
+            for seq in &here {
+                self.write_skip(group, *seq, DROPPED)?;
+            }
+            self.write_inherited(id, (lo, hi), &progress)?;
+            dropped.extend(here);
+        }
+        Ok(dropped)
+    }
+
+    /// Moves a group past what it need not look at, a bounded way: where nobody consumes, nobody else
+    /// would.
+    fn pass_dropped(&mut self, group_id: i64) -> Result<()> {
+        let doing = |e| from_sqlite("passing what was dropped", e);
+        let cursor = self.state.group_mut(group_id)?.cursor;
+        let next: Vec<(i64, i64)> = self
+            .conn
+            .prepare_cached("SELECT seq, type FROM log WHERE seq > ?1 ORDER BY seq LIMIT ?2")
+            .and_then(|mut s| {
+                s.query_map((to_sql(cursor), PASSED), |r| Ok((r.get(0)?, r.get(1)?)))?
+                    .collect()
+            })
+            .map_err(doing)?;
+        for (seq, type_id) in next {
+            let name = self.state.type_names.get(&self.conn, type_id)?;
+            let seq = seq_from(seq);
+            let group = self.state.group_mut(group_id)?;
+            if group.wants(type_id, &name) && !self.was_dropped(group_id, seq)? {
+                break;
+            }
+            self.state.group_mut(group_id)?.cursor = seq;
+        }
+        Ok(())
+    }
+
+    /// Whether an event beyond the cursor of a group was dropped.
+    pub(crate) fn was_dropped(&self, group: i64, seq: u64) -> Result<bool> {
+        let known = self.state.groups.get(&group);
+        if known.is_none_or(|group| seq > group.dropped_to) {
+            return Ok(false);
+        }
+        self.conn
+            .prepare_cached("SELECT 1 FROM skips WHERE group_id = ?1 AND seq = ?2")
+            .and_then(|mut s| {
+                s.query_row(params![group, to_sql(seq)], |_| Ok(()))
+                    .optional()
+            })
+            .map(|found| found.is_some())
+            .map_err(|e| from_sqlite("reading the skips", e))
+    }
+}

@@ -1,0 +1,351 @@
+//! Full streams: how much is owed, and the oldest that wait going for the newest.
+
+use std::time::Duration;
+
+use everbus_core::{
+    Code, ConsumeOptions, Consumer, EventState, GroupSpec, Retention, SettledOutcome, Verdict,
+};
+
+use super::stage::{
+    DEADLINE, code, event, name, nothing, options, pattern, positions, spec, take, take_one,
+};
+use super::{Harness, Stage};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// Whether the engine can count. One that cannot says so.
+async fn counts<H: Harness>(stage: &Stage<H>) -> bool {
+    match stage.broker().depth(pattern("*"), 1).await {
+        Ok(_) => true,
+        Err(error) => {
+            assert_eq!(error.code(), Code::Unsupported);
+            let refused = stage.broker().drop_oldest(pattern("*"), 1).await;
+            assert_eq!(code(refused), Code::Unsupported);
+            false
+        }
+    }
+}
+
+async fn depth<H: Harness>(stage: &Stage<H>, stream: &str) -> u64 {
+    let all = stage.broker().depth(pattern(stream), 1_000_000);
+    all.await.unwrap()
+}
+
+async fn drop_oldest<H: Harness>(stage: &Stage<H>, stream: &str, keep: u64) -> u64 {
+    let dropped = stage.broker().drop_oldest(pattern(stream), keep);
+    dropped.await.unwrap()
+}
+
+/// A consumer that has at most so many in flight.
+async fn narrow<H: Harness>(stage: &Stage<H>, group: &str, prefetch: usize) -> Box<dyn Consumer> {
+    let options = ConsumeOptions {
+        prefetch,
+        ..options()
+    };
+    stage.consumer_with(group, options).await
+}
+
+/// What counts is what a group still owes, in the group that owes most: not yet handed out, waiting
+/// for a retry, in flight; not what is handled, skipped or dead.
+pub async fn the_depth_is_what_the_slowest_group_owes<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    if !counts(&stage).await {
+        return;
+    }
+    stage.publish_many("order.placed", 3).await;
+    assert_eq!(depth(&stage, "order.placed").await, 0, "nobody wants any");
+    stage.declare("users", &["user.*"]).await;
+    assert_eq!(depth(&stage, "order.placed").await, 0);
+    stage.declare("orders", &["order.*"]).await;
+    stage.declare("placed", &["order.placed"]).await;
+    stage.publish_many("order.placed", 4).await;
+    stage.publish_many("order.paid", 5).await;
+    stage.publish_many("user.created", 2).await;
+    assert_eq!(depth(&stage, "order.placed").await, 7);
+    assert_eq!(depth(&stage, "order.*").await, 12);
+    assert_eq!(depth(&stage, "user.created").await, 2);
+    assert_eq!(depth(&stage, "*").await, 12, "of one group, not of all");
+    assert_eq!(depth(&stage, "mail.sent").await, 0, "there are none");
+    for (limit, expected) in [(0, 0), (1, 1), (6, 6), (7, 7), (8, 7)] {
+        let limited = stage.broker().depth(pattern("order.placed"), limit).await;
+        assert_eq!(limited.unwrap(), expected, "up to {limit}");
+    }
+
+    let mut orders = narrow(&stage, "orders", 6).await;
+    let got = take(&mut orders, 6).await;
+    assert_eq!(depth(&stage, "order.*").await, 12, "in flight is owed");
+    stage.fail(&got[0], 100 * SECOND).await;
+    let released = Verdict::Release {
+        after: 100 * SECOND,
+    };
+    stage.settle(&got[1], released).await.unwrap();
+    assert_eq!(depth(&stage, "order.*").await, 12, "what waits is owed");
+    stage.ack(&got[2]).await;
+    stage.kill(&got[3]).await;
+    let reason = "stale".to_string();
+    stage
+        .settle(&got[4], Verdict::Skip { reason })
+        .await
+        .unwrap();
+    assert_eq!(depth(&stage, "order.*").await, 9);
+    assert_eq!(depth(&stage, "order.placed").await, 7, "the other group");
+    stage.broker().remove_group(name("placed")).await.unwrap();
+    assert_eq!(depth(&stage, "order.placed").await, 4);
+}
+
+/// The oldest that wait are skipped, and so they are settled; the newest stay, in their order.
+pub async fn the_oldest_make_room_for_the_newest<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    if !counts(&stage).await {
+        return;
+    }
+    stage.declare("", &["order.*"]).await;
+    let published = stage.publish_many("order.placed", 10).await;
+    assert_eq!(drop_oldest(&stage, "order.placed", 10).await, 0);
+    let broker = stage.broker().clone();
+    let oldest = published[0].position;
+    let waiting = tokio::spawn(async move { broker.settled(oldest, DEADLINE).await });
+    assert_eq!(drop_oldest(&stage, "order.placed", 4).await, 6);
+    assert_eq!(drop_oldest(&stage, "order.placed", 4).await, 0);
+    assert_eq!(depth(&stage, "order.placed").await, 4);
+    if stage.capabilities().settled {
+        let outcome = waiting.await.unwrap().unwrap();
+        assert_eq!(outcome, SettledOutcome::default());
+    }
+    if stage.survives_restart() {
+        stage.crash().await;
+        assert_eq!(depth(&stage, "order.placed").await, 4);
+    }
+    let info = stage.group_info("").await;
+    assert_eq!(
+        (info.behind, info.waiting, info.in_flight, info.dead_letters),
+        (4, 0, 0, 0)
+    );
+    assert_eq!(info.oldest, Some(published[6].received_at));
+    for (n, appended) in published.iter().enumerate() {
+        let expected = if n < 6 {
+            EventState::Done
+        } else {
+            EventState::Pending
+        };
+        stage.assert_state(appended.position, "", expected).await;
+    }
+    let mut consumer = stage.consumer("").await;
+    let got = take(&mut consumer, 4).await;
+    let kept: Vec<u64> = published[6..].iter().map(|a| a.position).collect();
+    assert_eq!(positions(&got), kept);
+    for delivery in &got {
+        assert_eq!(delivery.attempt, 1);
+        stage.ack(delivery).await;
+    }
+    let next = stage.publish("order.placed").await;
+    assert_eq!(take_one(&mut consumer).await.record.position, next.position);
+    nothing(&mut consumer).await;
+}
+
+/// What is in flight is left alone, and counts among what is kept.
+pub async fn what_is_in_flight_is_not_dropped<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    if !counts(&stage).await {
+        return;
+    }
+    stage.declare("", &["*"]).await;
+    let published = stage.publish_many("order.placed", 8).await;
+    let mut consumer = narrow(&stage, "", 3).await;
+    let got = take(&mut consumer, 3).await;
+    assert_eq!(drop_oldest(&stage, "order.placed", 5).await, 3);
+    for appended in &published[3..6] {
+        stage
+            .assert_state(appended.position, "", EventState::Done)
+            .await;
+    }
+    assert_eq!(
+        drop_oldest(&stage, "order.placed", 1).await,
+        2,
+        "all that wait"
+    );
+    assert_eq!(depth(&stage, "order.placed").await, 3);
+    for delivery in &got {
+        stage
+            .assert_state(delivery.record.position, "", EventState::Processing)
+            .await;
+        stage.ack(delivery).await;
+    }
+    assert_eq!(depth(&stage, "order.placed").await, 0);
+    nothing(&mut consumer).await;
+    let next = stage.publish("order.placed").await;
+    assert_eq!(take_one(&mut consumer).await.record.position, next.position);
+}
+
+/// Other streams are not touched, although their events lie between those that go.
+pub async fn other_streams_are_not_touched<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    if !counts(&stage).await {
+        return;
+    }
+    stage.declare("", &["*"]).await;
+    let mut kept = Vec::new();
+    for _ in 0..5 {
+        stage.publish("order.placed").await;
+        kept.push(stage.publish("order.paid").await.position);
+    }
+    assert_eq!(drop_oldest(&stage, "order.placed", 0).await, 5);
+    assert_eq!(depth(&stage, "order.placed").await, 0);
+    assert_eq!(depth(&stage, "*").await, 5);
+    assert_eq!(stage.group_info("").await.behind, 5);
+    let last = stage.publish("order.placed").await;
+    kept.push(last.position);
+    let mut consumer = stage.consumer("").await;
+    let got = take(&mut consumer, 6).await;
+    assert_eq!(positions(&got), kept);
+    for delivery in &got {
+        stage.ack(delivery).await;
+    }
+    nothing(&mut consumer).await;
+}
+
+/// Retries that wait are older than what was never begun, and go first; the groups are counted each
+/// for itself.
+pub async fn waiting_retries_go_in_every_group<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    if !counts(&stage).await {
+        return;
+    }
+    stage.declare("a", &["*"]).await;
+    stage.declare("b", &["*"]).await;
+    let published = stage.publish_many("order.placed", 6).await;
+    let mut a = narrow(&stage, "a", 3).await;
+    let got = take(&mut a, 3).await;
+    a.close().await.unwrap();
+    stage.fail(&got[0], 50 * SECOND).await;
+    stage.ack(&got[1]).await;
+    stage.fail(&got[2], 10 * SECOND).await;
+    // Group a owes 0, 2, 3, 4, 5; group b all six.
+    let mut b = narrow(&stage, "b", 1).await;
+    let of_b = take_one(&mut b).await;
+    assert_eq!(
+        drop_oldest(&stage, "order.*", 4).await,
+        3,
+        "0 in a, 1 and 2 in b"
+    );
+    let expected = [
+        [EventState::Done, EventState::Processing],
+        [EventState::Done, EventState::Done],
+        [EventState::Processing, EventState::Done],
+        [EventState::Pending, EventState::Pending],
+    ];
+    for (appended, [in_a, in_b]) in published.iter().zip(expected) {
+        stage.assert_state(appended.position, "a", in_a).await;
+        stage.assert_state(appended.position, "b", in_b).await;
+    }
+    stage.ack(&of_b).await;
+    let mut a = stage.consumer("a").await;
+    let fresh = take(&mut a, 3).await;
+    assert_eq!(positions(&fresh), [4, 5, 6]);
+    for delivery in &fresh {
+        stage.ack(delivery).await;
+    }
+    stage.advance(11 * SECOND).await;
+    let retried = take_one(&mut a).await;
+    assert_eq!(retried.record.position, 3);
+    stage.ack(&retried).await;
+    stage.advance(60 * SECOND).await;
+    nothing(&mut a).await;
+}
+
+/// In an ordered group the next of a key may go when the one before it is dropped.
+pub async fn dropping_frees_the_key<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    if !counts(&stage).await {
+        return;
+    }
+    let ordered = GroupSpec {
+        ordered: true,
+        ..spec("", &["*"])
+    };
+    stage.broker().declare(ordered).await.unwrap();
+    for _ in 0..4 {
+        let keyed = everbus_core::Event::builder("order.placed")
+            .key("k")
+            .payload("{}");
+        stage.append(keyed.build().unwrap()).await;
+    }
+    let mut consumer = stage.consumer("").await;
+    let first = take_one(&mut consumer).await;
+    nothing(&mut consumer).await;
+    stage.fail(&first, 1000 * SECOND).await;
+    nothing(&mut consumer).await;
+    assert_eq!(drop_oldest(&stage, "order.placed", 2).await, 2);
+    for position in [3, 4] {
+        let next = take_one(&mut consumer).await;
+        assert_eq!(next.record.position, position);
+        nothing(&mut consumer).await;
+        stage.ack(&next).await;
+    }
+    nothing(&mut consumer).await;
+}
+
+/// What was dropped is owed to nobody: retention may take it, and the group goes on.
+pub async fn retention_takes_what_was_dropped<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    if !counts(&stage).await || stage.engine().maintenance.is_none() {
+        return;
+    }
+    stage.declare("", &["*"]).await;
+    let keep = stage.publish("order.paid").await;
+    stage.publish_many("order.placed", 5).await;
+    assert_eq!(drop_oldest(&stage, "order.placed", 2).await, 3);
+    let everything = Retention {
+        max_len: Some(0),
+        ..Retention::default()
+    };
+    let maintenance = stage.engine().maintenance().unwrap();
+    let pruned = maintenance.prune(everything).await.unwrap();
+    assert_eq!((pruned.removed, pruned.kept), (3, 3));
+    let mut consumer = stage.consumer("").await;
+    let got = take(&mut consumer, 3).await;
+    assert_eq!(positions(&got), [keep.position, 5, 6]);
+    for delivery in &got {
+        stage.ack(delivery).await;
+    }
+    let next = stage.append(event("order.placed")).await;
+    assert_eq!(take_one(&mut consumer).await.record.position, next.position);
+    nothing(&mut consumer).await;
+    let report = maintenance.check().await.unwrap();
+    assert!(report.is_ok(), "{report:?}");
+}
+
+/// What a crashed process had in flight waits again, and may be dropped.
+pub async fn what_a_crash_left_may_be_dropped<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    if !counts(&stage).await || !stage.survives_restart() {
+        return;
+    }
+    stage.declare("", &["*"]).await;
+    stage.declare("else", &["mail.*"]).await;
+    stage.publish_many("order.placed", 5).await;
+    let mut consumer = stage.consumer("").await;
+    let got = take(&mut consumer, 5).await;
+    stage.ack(&got[1]).await;
+    drop(consumer);
+    stage.crash().await;
+    // Somebody has to find the dead one's work; this one wants none of it.
+    let mut finder = stage.consumer("else").await;
+    let waits = async || {
+        let info = stage.group_info("").await;
+        (info.waiting, info.in_flight) == (4, 0)
+    };
+    stage
+        .eventually("the work of the dead is found", waits)
+        .await;
+    assert_eq!(depth(&stage, "order.placed").await, 4);
+    assert_eq!(drop_oldest(&stage, "order.placed", 1).await, 3);
+    assert_eq!(depth(&stage, "order.placed").await, 1);
+    nothing(&mut finder).await;
+    let mut consumer = stage.consumer("").await;
+    let last = take_one(&mut consumer).await;
+    assert_eq!(last.record.position, got[4].record.position);
+    stage.ack(&last).await;
+    nothing(&mut consumer).await;
+    assert_eq!(depth(&stage, "order.placed").await, 0);
+}

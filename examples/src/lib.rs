@@ -1,0 +1,21 @@
+//! Runs every Rust snippet of the book as a documentation test, so that none can be wrong.
+
+/// Includes a chapter for `cargo test --doc`.
+#[cfg(doctest)]
+macro_rules! chapters {
+    ($($name:ident: $file:literal,)*) => {$(
+        #[doc = include_str!(concat!("../../docs/book/", $file))]
+        pub mod $name {}
+    )*};
+}
+
+#[cfg(doctest)]
+chapters! {
+    introduction: "introduction.md",
+    first_events: "first-events.md",
+    handlers: "handlers.md",
+    failure: "failure.md",
+    idempotency: "idempotency.md",
+    testing: "testing.md",
+    configuration: "configuration.md",
+}

@@ -1,0 +1,172 @@
+//! The examples do what they say, and the book lists and tests every chapter.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
+
+use std::path::Path;
+use std::process::Command;
+
+/// What an example prints. It ends well, without arguments, and complains about nothing.
+fn run(program: &str) -> String {
+    let output = Command::new(program).output().unwrap();
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{stdout}\n{stderr}");
+    assert_eq!(stderr, "", "{stdout}");
+    stdout
+}
+
+/// The lines of the output that are about something, without what surrounds it.
+fn lines<'a>(output: &'a str, about: &str) -> Vec<&'a str> {
+    let all = output.lines().map(str::trim);
+    all.filter(|line| line.starts_with(about)).collect()
+}
+
+// conformance: issue-3/example-orders: an example shows the order → notification flow, with retries and a breaker that opens, probes and closes
+#[test]
+fn orders_survive_an_outage_through_retries_and_a_breaker() {
+    let output = run(env!("CARGO_BIN_EXE_orders"));
+    assert_eq!(
+        lines(&output, "order-"),
+        [
+            "order-1 attempt 1 (request-1): sent to user-1",
+            "order-2 attempt 1 (request-2): connection refused",
+            "order-3 attempt 1 (request-2): connection refused",
+            "order-4 attempt 1 (request-2): connection refused",
+            "order-2 attempt 2 (request-2): connection refused",
+            "order-3 attempt 2 (request-2): connection refused",
+            // The first probe, and the second.
+            "order-2 attempt 3 (request-2): connection refused",
+            "order-2 attempt 4 (request-2): sent to user-2",
+            "order-3 attempt 3 (request-2): sent to user-3",
+            "order-4 attempt 2 (request-2): sent to user-4",
+        ],
+        "{output}"
+    );
+    assert_eq!(
+        lines(&output, "breaker of"),
+        [
+            "breaker of notification-service: open, 5 failures",
+            "breaker of notification-service: closed, 0 failures",
+        ],
+        "{output}"
+    );
+    let alerts = lines(&output, "ALERT");
+    assert_eq!(alerts.len(), 2, "{output}");
+    assert!(alerts[0].contains("system.circuit_opened"), "{output}");
+    assert!(alerts[0].contains("\"severity\":\"critical\""), "{output}");
+    assert!(alerts[1].contains("system.circuit_closed"), "{output}");
+    let summary = "4 orders placed, 6 attempts failed, 4 notifications sent, 0 dead letters.";
+    assert_eq!(lines(&output, "4 orders"), [summary], "{output}");
+}
+
+// conformance: issue-3/example-exactly-once: an example books payments once through a crash between effect and ack and through duplicates
+#[test]
+fn payments_are_booked_once_through_a_crash_and_duplicates() {
+    let output = run(env!("CARGO_BIN_EXE_exactly-once"));
+    assert_eq!(
+        lines(&output, "payment "),
+        [
+            "payment 1 is booked and acked",
+            "payment 2 is booked and acked",
+            "payment 3 is booked and acked",
+            "payment 4 is booked, not acked, and the process dies",
+            "payment 4 was there already; it is booked and acked",
+            "payment 5 is new; it is booked and acked",
+            "payment 6 is new; it is booked and acked",
+        ],
+        "{output}"
+    );
+    assert_eq!(lines(&output, "It ended"), ["It ended with a crash."]);
+    // After the crash, and at the end.
+    assert_eq!(lines(&output, "Ada has"), ["Ada has 200", "Ada has 300"]);
+    assert_eq!(lines(&output, "Bob has"), ["Bob has 100", "Bob has 300"]);
+    assert!(output.contains("a plain handler ran 4 times for the 2 new payments"));
+    assert!(output.contains("6 events say that something was booked"));
+}
+
+// conformance: issue-3/example-middleware: an example puts a tower layer of its own and one of the tower crate around handlers
+#[test]
+fn layers_see_every_run_of_every_handler_and_hold_it_back() {
+    let output = run(env!("CARGO_BIN_EXE_middleware"));
+    let mut audit: Vec<String> = (1..=5)
+        .map(|order| format!("ship order {order}, attempt 1: done, publishes 1"))
+        .collect();
+    audit.push("ship order 6, attempt 1: failed: there is no address".to_owned());
+    audit.extend((1..=5).map(|order| format!("thank order {order}, attempt 1: done, publishes 0")));
+    let (_, written) = output.split_once("The audit:").unwrap();
+    let written = written
+        .lines()
+        .filter_map(|line| line.trim().split_once(" ("));
+    let written: Vec<&str> = written.map(|(line, _)| line).collect();
+    assert_eq!(written, audit, "{output}");
+    assert_eq!(lines(&output, "order ").len(), 5, "{output}");
+    let most = "At most 2 handlers were in the warehouse at once.";
+    assert_eq!(lines(&output, "At most"), [most], "{output}");
+}
+
+// conformance: issue-3/example-versioning: an example upcasts an old version and retries an unknown one after a deployment
+#[test]
+fn an_unknown_version_waits_in_the_dead_letters_for_its_handler() {
+    let output = run(env!("CARGO_BIN_EXE_versioning"));
+    let mut welcomed = lines(&output, "welcome");
+    welcomed.sort_unstable();
+    assert_eq!(
+        welcomed,
+        [
+            "welcome, Ada (Lovelace)",
+            "welcome, Alan (Turing)",
+            "welcome, Edsger (Dijkstra) from unknown",
+            "welcome, Grace (Hopper) from USA",
+        ],
+        "{output}"
+    );
+    let letters = lines(&output, "dead letter of welcome");
+    assert_eq!(letters.len(), 1, "{output}");
+    let reason = "\"users.user.registered\" version 3, which nothing here can read; known: 1, 2";
+    assert!(letters[0].contains(reason), "{output}");
+    assert!(output.contains("after 1 attempt"), "{output}");
+    assert!(output.contains("0 dead letters are left"), "{output}");
+}
+
+// conformance: issue-3/book-tested: every chapter of the book is listed in its summary, and its Rust snippets run as tests
+#[test]
+fn every_chapter_is_in_the_summary_and_its_snippets_are_run() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let book = root.join("../docs/book");
+    let summary = std::fs::read_to_string(book.join("SUMMARY.md")).unwrap();
+    let tested = std::fs::read_to_string(root.join("src/lib.rs")).unwrap();
+    let files = std::fs::read_dir(&book).unwrap();
+    let mut chapters: Vec<String> = files
+        .map(|file| file.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name.ends_with(".md") && name != "SUMMARY.md")
+        .collect();
+    chapters.sort();
+    for chapter in &chapters {
+        assert!(
+            summary.contains(&format!("({chapter})")),
+            "{chapter} is not in the summary"
+        );
+        assert!(
+            tested.contains(&format!("\"{chapter}\"")),
+            "{chapter} is not tested"
+        );
+    }
+    let listed = summary.matches(".md)").count();
+    assert_eq!(
+        listed,
+        chapters.len(),
+        "the summary lists what is not there"
+    );
+    for expected in [
+        "first-events",
+        "handlers",
+        "failure",
+        "idempotency",
+        "testing",
+    ] {
+        assert!(
+            chapters.contains(&format!("{expected}.md")),
+            "{expected} is missing"
+        );
+    }
+}
