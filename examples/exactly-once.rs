@@ -14,7 +14,7 @@ use everbus::{Bus, Event, HandlerError, Payload, Receipt, Router, State, TypedEv
 use serde::{Deserialize, Serialize};
 
 #[derive(Clone, Serialize, Deserialize, Event)]
-#[event(type = "payments.payment.received", key = "account")]
+#[event(type = "payments.payment.received")]
 struct PaymentReceived {
     number: u32,
     account: String,

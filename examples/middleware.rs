@@ -2,6 +2,7 @@
 //!
 //! Run it with `cargo run -p everbus-examples --bin middleware`.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
@@ -160,11 +161,11 @@ async fn main() -> everbus::Result<()> {
     for receipt in bus.publish_batch(orders).await? {
         receipt.settled().await?;
     }
-    for _ in 1..=5 {
-        if let Some(order) = customers.recv().await {
-            println!("  order {order}: the customer knows that the parcel is on its way");
-        }
+    let mut told = BTreeSet::new();
+    while told.len() < 5 {
+        told.extend(customers.recv().await);
     }
+    println!("  The customers of the orders {told:?} know that their parcels are on the way.");
     bus.shutdown().await?;
 
     println!("\nThe audit:");

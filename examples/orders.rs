@@ -125,15 +125,15 @@ async fn main() -> everbus::Result<()> {
     }
     show_breakers(&bus);
 
-    let stats = bus.stats();
+    let dead = bus.dead_letters().list().await?.len();
+    bus.shutdown().await?;
+    let stats = bus.stats(); // complete once the bus is shut down
     let orders = &stats.types[OrderPlaced::TYPE];
     let sent = stats.types[NotificationSent::TYPE].published;
-    let lost = bus.dead_letters().list().await?.len();
+    let (placed, failed) = (orders.published, orders.failed);
     println!(
-        "\n{} orders placed, {} attempts failed, {sent} notifications sent, {lost} dead letters.",
-        orders.published, orders.failed
+        "\n{placed} orders placed, {failed} attempts failed, {sent} notifications sent, {dead} dead letters."
     );
-    bus.shutdown().await?;
     Ok(())
 }
 

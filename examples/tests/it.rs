@@ -99,9 +99,13 @@ fn layers_see_every_run_of_every_handler_and_hold_it_back() {
         .filter_map(|line| line.trim().split_once(" ("));
     let written: Vec<&str> = written.map(|(line, _)| line).collect();
     assert_eq!(written, audit, "{output}");
-    assert_eq!(lines(&output, "order ").len(), 5, "{output}");
-    let most = "At most 2 handlers were in the warehouse at once.";
-    assert_eq!(lines(&output, "At most"), [most], "{output}");
+    let told =
+        "The customers of the orders {1, 2, 3, 4, 5} know that their parcels are on the way.";
+    assert_eq!(lines(&output, "The customers"), [told], "{output}");
+    // Usually two; only more would be wrong.
+    let at_once = |most| format!("At most {most} handlers were in the warehouse at once.");
+    let most = lines(&output, "At most");
+    assert!(most == [at_once(1)] || most == [at_once(2)], "{output}");
 }
 
 // conformance: issue-3/example-versioning: an example upcasts an old version and retries an unknown one after a deployment

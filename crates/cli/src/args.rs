@@ -122,6 +122,9 @@ pub(crate) enum Command {
     /// Verify the file, or with --config the configuration; exit code 1 if something is wrong
     #[command(after_help = CHECK_HELP)]
     Check,
+    /// Print an AsyncAPI 3 document of the streams, consumers and groups: from --config, and from the
+    /// groups and the newest events of the file
+    Asyncapi(AsyncapiArgs),
     /// Copy the file while it is in use
     Backup(BackupArgs),
     /// Bring a backup into place as the file named by --db
@@ -429,6 +432,21 @@ pub(crate) struct BenchArgs {
     /// One part of a scenario, run by the bench itself in a process of its own
     #[arg(long, hide = true, value_name = "PART")]
     pub(crate) only_child: Option<String>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct AsyncapiArgs {
+    /// The name of the application
+    #[arg(long, default_value = "Everbus")]
+    pub(crate) title: String,
+
+    /// The version of the application
+    #[arg(long, value_name = "VERSION", default_value = "1.0.0")]
+    pub(crate) app_version: String,
+
+    /// How many of the newest events are looked at for their types
+    #[arg(long, value_name = "N", default_value_t = 10_000)]
+    pub(crate) recent: u64,
 }
 
 #[derive(Debug, clap::Args)]

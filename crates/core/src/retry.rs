@@ -139,6 +139,12 @@ impl RetryPolicy {
                 "0.1 spreads the wait by ±10 %",
             );
         }
+        if self.max_retries > 0 && self.base_delay.is_zero() {
+            return bad(
+                "the first wait is zero",
+                "1 s is the default; without a wait a failing event would keep the group busy",
+            );
+        }
         if self.max_delay < self.base_delay {
             return bad(
                 "the longest wait is shorter than the first",
@@ -188,6 +194,7 @@ mod tests {
             p.multiplier(f64::NAN),
             p.jitter(1.5),
             p.jitter(f64::INFINITY),
+            p.base_delay(Duration::ZERO),
             p.max_delay(Duration::from_millis(1)),
             p.max_delay(Duration::MAX),
             p.max_retries(u32::MAX),
@@ -198,12 +205,14 @@ mod tests {
         }
         assert!(p.validate().is_ok());
         assert!(RetryPolicy::never().validate().is_ok());
+        let never = RetryPolicy::never().base_delay(Duration::ZERO);
+        assert!(never.validate().is_ok(), "nothing waits");
     }
 
     proptest! {
         #[test]
         fn waits_grow_up_to_the_maximum_and_never_panic(
-            base in 0u64..10_000_000, max in 0u64..100_000_000, mult in 1.0f64..100.0,
+            base in 1u64..10_000_000, max in 0u64..100_000_000, mult in 1.0f64..100.0,
             attempt in 1u32..10_000, jitter in 0.0f64..1.0, random in 0.0f64..1.0,
         ) {
             let max = Duration::from_millis(base.max(max));

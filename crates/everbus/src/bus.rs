@@ -220,7 +220,7 @@ impl Bus {
     /// A bus on an engine that is open already.
     pub fn with_engine(engine: Engine, options: BusOptions) -> Result<Bus> {
         options.validate()?;
-        let admission = Admission::new(options.limits.clone(), options.publish_rate.clone())?;
+        let admission = Admission::new(options.limits.clone(), options.publish_rate)?;
         Ok(Bus {
             inner: Arc::new(Inner {
                 shared: Arc::new(Shared {
@@ -312,10 +312,13 @@ impl Bus {
             .collect::<Result<Vec<_>>>()?;
         let broker = &*shared.engine.broker;
         // Held until the append is over.
-        let admitted = shared.admission.admit(broker, &events).await?;
-        if admitted.dropped() > 0 {
-            let dropped = admitted.dropped();
-            tracing::warn!(target: "everbus::bus", dropped, "old events were skipped to make room for new ones");
+        let admitting = shared.admission.admit(broker, &events);
+        let admitted = shared.unless_ending(admitting).await?;
+        for (event_type, dropped) in admitted.dropped() {
+            guard::log(|| {
+                shared.stats.publishing(event_type).dropped(*dropped);
+                tracing::warn!(target: "everbus::bus", %event_type, dropped, "old events were skipped to make room for new ones");
+            });
         }
         shared.append(events).await
     }

@@ -1,6 +1,6 @@
 //! The circuit breakers of a bus, and what is told when one opens or closes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -14,9 +14,9 @@ use crate::guard;
 use crate::handler::Registered;
 
 /// Published when a breaker opens.
-const OPENED: &str = "system.circuit_opened";
+pub(crate) const OPENED: &str = "system.circuit_opened";
 /// Published when it closes again.
-const CLOSED: &str = "system.circuit_closed";
+pub(crate) const CLOSED: &str = "system.circuit_closed";
 /// How often an alert is tried to be published.
 const TRIES: u32 = 5;
 
@@ -64,11 +64,21 @@ impl Circuits {
             )
             .hint("handlers that share a group or a dependency share its breaker: say it once")),
             None => {
-                let breaker = Breaker::new(&owner.name(), policy.clone(), clock.clone());
+                let breaker = Breaker::new(&owner.name(), policy, clock.clone());
                 breakers.insert(owner.clone(), (breaker.clone(), policy));
                 Ok(breaker)
             }
         }
+    }
+
+    /// Whose breakers there are.
+    pub(crate) fn owners(&self) -> BTreeSet<Owner> {
+        lock(&self.breakers).keys().cloned().collect()
+    }
+
+    /// Forgets all but these: what was asked for came to nothing.
+    pub(crate) fn keep_only(&self, owners: &BTreeSet<Owner>) {
+        lock(&self.breakers).retain(|owner, _| owners.contains(owner));
     }
 
     /// Notifies whenever a breaker changes.

@@ -9,6 +9,7 @@ use tokio::task::JoinHandle;
 
 use crate::agreed::Agreed;
 use crate::bus::Shared;
+use crate::circuits::{CLOSED, OPENED};
 use crate::dispatch::{Plan, Runner};
 use crate::handler::Registered;
 use crate::request::Request;
@@ -42,18 +43,38 @@ impl Registry {
         shared: &Arc<Shared>,
         resolved: Resolved,
     ) -> Result<Vec<SubscriptionId>> {
-        let (requests, schemas, known) = self.prepare(shared, resolved)?;
+        let breakers = shared.circuits.owners();
+        let declared = self.declare(shared, resolved).await;
+        let (requests, schemas, known) =
+            declared.inspect_err(|_| shared.circuits.keep_only(&breakers))?;
         shared.set_schemas(schemas);
         self.known = known;
-        let mut ids = Vec::with_capacity(requests.len());
-        for request in requests {
-            ids.push(self.subscribe(shared, request).await?);
+        let ids = requests.iter().map(|(_, id)| *id).collect();
+        for (request, id) in requests {
+            self.register(shared, request, id);
         }
         Ok(ids)
     }
 
+    /// Makes everything durable before the first handler is registered: a mount that failed half way
+    /// can be repeated, and no handler is there twice.
+    async fn declare(
+        &self,
+        shared: &Arc<Shared>,
+        resolved: Resolved,
+    ) -> Result<(Vec<(Request, SubscriptionId)>, Schemas, BTreeSet<String>)> {
+        let (requests, schemas, known) = self.prepare(shared, resolved)?;
+        check_groups(shared, &requests).await?;
+        let mut declared = Vec::with_capacity(requests.len());
+        for request in requests {
+            let id = declare(shared, &request).await?;
+            declared.push((request, id));
+        }
+        Ok((declared, schemas, known))
+    }
+
     /// Checks a router against the bus and against what is subscribed already; changes nothing but the
-    /// breakers, which do nothing by themselves.
+    /// breakers, which the caller takes back.
     fn prepare(
         &self,
         shared: &Arc<Shared>,
@@ -63,7 +84,11 @@ impl Registry {
         let mut known = self.known.clone();
         known.extend(resolved.known_types());
         known.extend(schemas.iter().map(|(event_type, _, _)| event_type.to_owned()));
-        for (pattern, near) in resolved.unmatched(&known) {
+        let mut matched = known.clone();
+        if !known.is_empty() {
+            matched.extend([OPENED, CLOSED].map(str::to_owned));
+        }
+        for (pattern, near) in resolved.unmatched(&matched) {
             tracing::warn!(
                 target: "everbus::router",
                 pattern,
@@ -84,34 +109,12 @@ impl Registry {
         Ok((requests, schemas, known))
     }
 
-    async fn subscribe(&mut self, shared: &Arc<Shared>, request: Request) -> Result<SubscriptionId> {
-        let name = request.name;
-        let start_from = request.agreed.start_from(&request.group);
-        let declared = shared
-            .engine
-            .broker
-            .declare(GroupSpec {
-                name: request.group.clone(),
-                start_from,
-                ordered: request.agreed.is_ordered(),
-                subscriptions: vec![SubscriptionSpec {
-                    name: name.clone(),
-                    pattern: request.pattern.clone(),
-                }],
-            })
-            .await?;
-        let Some(info) = declared.into_iter().find(|info| info.name == name) else {
-            return Err(Error::new(
-                Code::Internal,
-                format!("the engine did not confirm the subscription {name:?}"),
-            ));
-        };
-        let id = SubscriptionId::from(info.id);
+    fn register(&mut self, shared: &Arc<Shared>, request: Request, id: SubscriptionId) {
         let group = self.groups.entry(request.group.clone()).or_default();
         group.agreed = request.agreed;
         group.handlers.push(Arc::new(Registered::new(
             id,
-            name,
+            request.name,
             request.pattern,
             request.retry,
             request.timeout,
@@ -121,7 +124,6 @@ impl Registry {
         if self.started {
             group.run(shared, &request.group);
         }
-        Ok(id)
     }
 
     pub(crate) async fn unsubscribe(
@@ -235,6 +237,51 @@ impl Group {
             None if self.handlers.is_empty() => shared.group_not_stopped(name),
             None => self.runner = Some(Runner::start(shared.clone(), name.clone(), plan)),
         }
+    }
+}
+
+/// Whether the groups that the engine has already are of the kind that is asked for. A single
+/// subscription finds that out when it is declared.
+async fn check_groups(shared: &Shared, requests: &[Request]) -> Result<()> {
+    if requests.len() < 2 {
+        return Ok(());
+    }
+    let groups = shared.engine.broker.inspect().await?;
+    for request in requests {
+        let ordered = request.agreed.is_ordered();
+        let existing = groups.iter().find(|group| group.name == request.group);
+        if existing.is_some_and(|group| group.ordered != ordered) {
+            let not = if ordered { "not " } else { "" };
+            let what = format!("the group {} exists and is {not}ordered", request.group);
+            return Err(Error::new(Code::GroupConflict, what)
+                .hint("use another group name, or remove the group first"));
+        }
+    }
+    Ok(())
+}
+
+/// Makes a subscription durable.
+async fn declare(shared: &Shared, request: &Request) -> Result<SubscriptionId> {
+    let name = &request.name;
+    let declared = shared
+        .engine
+        .broker
+        .declare(GroupSpec {
+            name: request.group.clone(),
+            start_from: request.agreed.start_from(&request.group),
+            ordered: request.agreed.is_ordered(),
+            subscriptions: vec![SubscriptionSpec {
+                name: name.clone(),
+                pattern: request.pattern.clone(),
+            }],
+        })
+        .await?;
+    match declared.into_iter().find(|info| info.name == *name) {
+        Some(info) => Ok(SubscriptionId::from(info.id)),
+        None => Err(Error::new(
+            Code::Internal,
+            format!("the engine did not confirm the subscription {name:?}"),
+        )),
     }
 }
 

@@ -48,7 +48,7 @@ impl Settings {
             timeout: self.timeout.or(outer.timeout),
             idempotent: self.idempotent.or(outer.idempotent),
             max_staleness: self.max_staleness.or(outer.max_staleness),
-            breaker: self.breaker.or_else(|| outer.breaker.clone()),
+            breaker: self.breaker.or(outer.breaker),
             dependency: self.dependency.or_else(|| outer.dependency.clone()),
             criticality: self.criticality.or(outer.criticality),
             schema: self.schema.or_else(|| outer.schema.clone()),
@@ -60,7 +60,7 @@ impl Settings {
     pub(crate) fn breaker_policy(&self) -> Option<BreakerPolicy> {
         let implied = self.dependency.is_some() || self.criticality.is_some();
         match &self.breaker {
-            Some(said) => said.clone(),
+            Some(said) => *said,
             None => implied.then(BreakerPolicy::default),
         }
     }

@@ -21,6 +21,8 @@ use crate::writer::Writer;
 const LOOK: u64 = 20_000;
 /// Events dropped in one transaction: so few that a publish hardly waits.
 const STEP: usize = 200;
+/// How often it is counted again what has yet to go.
+const ROUNDS: usize = 8;
 /// Events a group is moved past in the same transaction.
 const PASSED: i64 = 500;
 
@@ -57,21 +59,30 @@ impl SqliteEngine {
 
     /// Skips the oldest that wait in every group until no more than so many are owed.
     pub(crate) async fn drop_from(&self, stream: Pattern, keep: u64) -> Result<u64> {
-        let count = self.count_owed(stream, u64::MAX, true).await?;
         let mut dropped = BTreeSet::new();
-        for mut tally in count.tallies {
-            let too_many = tally.owed.saturating_sub(keep);
-            tally.waiting.sort_unstable();
-            tally
-                .waiting
-                .truncate(usize::try_from(too_many).unwrap_or(usize::MAX));
-            for step in tally.waiting.chunks(STEP) {
-                let (group, step) = (tally.group, step.to_vec());
-                let done = self
-                    .handle
-                    .job(move |writer| writer.drop_waiting(group, &step))
-                    .await?;
-                dropped.extend(done);
+        for _ in 0..ROUNDS {
+            let count = self.count_owed(stream.clone(), u64::MAX, true).await?;
+            let mut escaped = false;
+            for mut tally in count.tallies {
+                let too_many = tally.owed.saturating_sub(keep);
+                tally.waiting.sort_unstable();
+                tally
+                    .waiting
+                    .truncate(usize::try_from(too_many).unwrap_or(usize::MAX));
+                for step in tally.waiting.chunks(STEP) {
+                    let (group, step) = (tally.group, step.to_vec());
+                    let wanted = step.len();
+                    let done = self
+                        .handle
+                        .job(move |writer| writer.drop_waiting(group, &step))
+                        .await?;
+                    escaped |= done.len() < wanted;
+                    dropped.extend(done);
+                }
+            }
+            // What was handed out since the count is in flight now, and others must go in its place.
+            if !escaped {
+                break;
             }
         }
         Ok(dropped.len() as u64)

@@ -1,5 +1,6 @@
 //! One file per command.
 
+mod asyncapi;
 mod backup;
 mod check;
 mod check_config;
@@ -48,6 +49,9 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
             Some(config) => check_config::run(&args, config, output),
             None => until_interrupted(check::run(&target()?, output)).await,
         },
+        Command::Asyncapi(command) => {
+            until_interrupted(asyncapi::run(command, &args, output)).await
+        }
         Command::Backup(args) => until_interrupted(backup::backup(args, &target()?, output)).await,
         Command::Restore(args) => {
             until_interrupted(backup::restore(args, &target()?, output)).await

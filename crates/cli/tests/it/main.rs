@@ -4,6 +4,7 @@
 
 mod basics;
 mod bench;
+mod asyncapi;
 mod config;
 mod demo;
 mod dlq;

@@ -73,7 +73,9 @@ impl Admission {
             let stream = self.streams.of(event_type, limit)?;
             let (reservation, dropped) = stream.reserve(broker, count, start).await?;
             admitted.held.push(reservation);
-            admitted.dropped += dropped;
+            if dropped > 0 {
+                admitted.dropped.push((event_type.clone(), dropped));
+            }
         }
         admitted.held.iter_mut().for_each(Reservation::begin);
         Ok(admitted)
@@ -102,12 +104,12 @@ impl Admission {
 #[must_use = "the room is reserved only while this is held"]
 pub(crate) struct Admitted {
     held: Vec<Reservation>,
-    dropped: u64,
+    dropped: Vec<(Arc<str>, u64)>,
 }
 
 impl Admitted {
-    /// How many old events were dropped to make room.
-    pub(crate) fn dropped(&self) -> u64 {
-        self.dropped
+    /// How many old events of which types were dropped to make room.
+    pub(crate) fn dropped(&self) -> &[(Arc<str>, u64)] {
+        &self.dropped
     }
 }

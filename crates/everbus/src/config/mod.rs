@@ -89,7 +89,7 @@ pub struct Config {
 impl Config {
     /// Reads a file. Variables come from the environment of this process.
     ///
-    /// A file over 1 MiB is refused before it is read.
+    /// A file over 1 MiB is refused, and no more than that is read of it.
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let mut problems = Problems::new(&path.to_string_lossy());
@@ -139,28 +139,26 @@ fn read_file(path: &Path, problems: &mut Problems) -> Option<String> {
             problems.add_to_file(what, "look at its permissions");
         }
     };
-    let opened = File::open(path).and_then(|file| Ok((file.metadata()?, file)));
-    let (metadata, file) = match opened {
-        Ok(opened) => opened,
+    let opened = File::open(path).and_then(|file| Ok((file.metadata()?.is_dir(), file)));
+    let file = match opened {
+        Ok((false, file)) => file,
+        Ok((true, _)) => {
+            let hint = "name a file in it, such as everbus.yaml";
+            problems.add_to_file("this is a directory", hint);
+            return None;
+        }
         Err(error) => {
             unreadable(problems, &error);
             return None;
         }
     };
-    if metadata.is_dir() {
-        let hint = "name a file in it, such as everbus.yaml";
-        problems.add_to_file("this is a directory", hint);
-        return None;
-    }
     let mut bytes = Vec::new();
-    // A pipe does not know how much will come, so the size is limited here too.
-    if metadata.len() <= LARGEST_FILE
-        && let Err(error) = file.take(LARGEST_FILE + 1).read_to_end(&mut bytes)
-    {
+    // However much there is, and even if nobody knows how much (a pipe), no more is read.
+    if let Err(error) = file.take(LARGEST_FILE + 1).read_to_end(&mut bytes) {
         unreadable(problems, &error);
         return None;
     }
-    if metadata.len().max(bytes.len() as u64) > LARGEST_FILE {
+    if bytes.len() as u64 > LARGEST_FILE {
         too_large(problems);
         return None;
     }

@@ -10,6 +10,7 @@ use tokio::time::Instant;
 
 use super::Runner;
 use super::queue::Outcomes;
+use crate::breaker::{Change, Ticket};
 use crate::guard;
 use crate::handler::HandlerError;
 use crate::pipeline::{Counted, Finished};
@@ -89,7 +90,10 @@ impl Runner {
         let mut again = Vec::new();
         for (finished, answer) in batch.iter().zip(answers) {
             match answer {
-                Ok(()) => drop(guard::contain(|| self.count(finished, now))),
+                Ok(()) => {
+                    drop(guard::contain(|| self.count(finished, now)));
+                    self.tell_breaker(finished, Ticket::succeeded);
+                }
                 Err(error) if is_passing(&error) => {
                     *busy = true;
                     again.push(finished.again());
@@ -118,6 +122,9 @@ impl Runner {
             });
             return None;
         };
+        if error.code() == Code::EffectFailed {
+            self.tell_breaker(finished, Ticket::failed);
+        }
         let clock = &*self.shared.options.clock;
         let (verdict, counted) = case.refused(group, clock, why_refused(error));
         Some(Finished {
@@ -153,6 +160,17 @@ impl Runner {
             }
             Counted::Rejected => meter.dead_lettered(),
             Counted::Nothing => {}
+        }
+    }
+
+    /// The attempt of a handler with an effect has ended.
+    fn tell_breaker(&self, finished: &Finished, tell: fn(Ticket) -> Option<Change>) {
+        if let Some(case) = &finished.case
+            && let Some(deferred) = case.take_deferred()
+            && let Ok(Some(change)) = guard::contain(|| tell(deferred.ticket))
+        {
+            let handler = &deferred.handler;
+            self.shared.circuit_changed(&self.group, handler, change);
         }
     }
 

@@ -1,11 +1,12 @@
 //! From a failure to a verdict, with a line in the log for every failed attempt.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{Clock, Failure, FailureKind, GroupName, Recorded, RetryPolicy, Verdict};
 
 use super::{Counted, Judged, millis, skipped_as};
+use crate::breaker::Ticket;
 use crate::guard;
 use crate::handler::{Answer, HandlerError, Registered};
 use crate::stats::Skip;
@@ -25,9 +26,22 @@ pub(crate) struct Case {
     pub(crate) handler: Arc<Registered>,
     pub(crate) record: Arc<Recorded>,
     pub(crate) attempt: u32,
+    pub(crate) deferred: Option<Arc<Mutex<Option<Deferred>>>>,
+}
+
+/// The breaker of a handler with an effect learns how the attempt ended when the effect has.
+pub(crate) struct Deferred {
+    pub(crate) handler: Arc<Registered>,
+    pub(crate) ticket: Ticket,
 }
 
 impl Case {
+    /// Whose breaker has not been told yet.
+    pub(crate) fn take_deferred(&self) -> Option<Deferred> {
+        let deferred = self.deferred.as_ref()?;
+        deferred.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
     /// The engine refused; what is to happen instead.
     pub(crate) fn refused(
         &self,

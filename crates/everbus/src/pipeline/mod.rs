@@ -14,7 +14,7 @@ mod attempt;
 mod follow_ups;
 mod judge;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use everbus_core::{Delivery, Effect, Event, FailureKind, GroupName, Settlement, Verdict};
@@ -32,7 +32,7 @@ use crate::outcome::Outcome;
 use crate::stats::Skip;
 
 pub(crate) use judge::Case;
-use judge::Judge;
+use judge::{Deferred, Judge};
 
 /// What the pipeline works with, the same for all deliveries of a group.
 pub(crate) struct Pipeline {
@@ -98,6 +98,8 @@ struct Done {
     effect: Option<Effect>,
     /// The handler whose events or effect these are, or the last of them.
     author: Option<Arc<Registered>>,
+    /// Of the handler whose effect it is, or the last of them.
+    deferred: Option<Deferred>,
 }
 
 impl From<Judged> for Done {
@@ -107,6 +109,7 @@ impl From<Judged> for Done {
             events: Vec::new(),
             effect: None,
             author: None,
+            deferred: None,
         }
     }
 }
@@ -140,11 +143,13 @@ impl Pipeline {
             settlement.follow_ups = done.events;
             settlement.effect = done.effect;
         }
+        let deferred = done.deferred.map(|it| Arc::new(Mutex::new(Some(it))));
         let case = done.author.map(|handler| {
             Box::new(Case {
                 handler,
                 record: delivery.record.clone(),
                 attempt: delivery.attempt,
+                deferred,
             })
         });
         Finished {
@@ -320,6 +325,7 @@ impl Pipeline {
     ) -> Done {
         let mut outcome = Outcome::default();
         let mut author = None;
+        let mut deferred = None;
         let mut handled = false;
         let mut skipped = None;
         let started = Instant::now();
@@ -339,7 +345,14 @@ impl Pipeline {
                 follow_ups::complete(&self.shared, &message, staged, outcome)
             });
             if let Some(ticket) = ticket {
-                self.tell_breaker(handler, ticket, &result);
+                match &result {
+                    // Whether it succeeded is known when its effect has been done.
+                    Ok(part) if part.effect.is_some() => {
+                        let handler = handler.clone();
+                        deferred = Some(Deferred { handler, ticket });
+                    }
+                    _ => self.tell_breaker(handler, ticket, &result),
+                }
             }
             match result {
                 Ok(part) => {
@@ -374,6 +387,7 @@ impl Pipeline {
             events: outcome.events,
             effect: outcome.effect,
             author,
+            deferred,
         }
     }
 

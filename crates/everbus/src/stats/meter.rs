@@ -124,12 +124,16 @@ impl Meter {
 /// Counts the events of one type that were stored.
 pub(crate) struct PublishMeter {
     published: Count,
+    dropped: Count,
 }
 
 impl PublishMeter {
     pub(super) fn new(event_type: &str) -> Self {
+        let labels = Labels::stream(event_type);
+        let dropped = labels.and_reason(Skip::Dropped.as_str());
         Self {
-            published: Count::new(Labels::stream(event_type).counter(facade::PUBLISHED)),
+            published: Count::new(labels.counter(facade::PUBLISHED)),
+            dropped: Count::new(dropped.counter(facade::SKIPPED)),
         }
     }
 
@@ -138,8 +142,17 @@ impl PublishMeter {
         self.published.add(events);
     }
 
+    /// So many old events made room for new ones, in whichever groups owed them.
+    pub(crate) fn dropped(&self, events: u64) {
+        self.dropped.add(events);
+    }
+
     pub(super) fn get(&self) -> u64 {
         self.published.get()
+    }
+
+    pub(super) fn add_to(&self, sums: &mut Sums) {
+        sums.skipped[Skip::Dropped as usize] += self.dropped.get();
     }
 }
 

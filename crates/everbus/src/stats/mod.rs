@@ -111,7 +111,9 @@ impl Stats {
         }
         for (event_type, meter) in self.published.all() {
             let event_type = event_type.unwrap_or_else(|| other.clone());
-            types.entry(event_type).or_default().0 += meter.get();
+            let (published, sums) = types.entry(event_type).or_default();
+            *published += meter.get();
+            meter.add_to(sums);
         }
         for (group, queues) in self.queues.all() {
             let group = group.unwrap_or_else(|| self.other_group.clone());

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Code, Error, ManualClock, Result};
+use everbus_core::{Code, Engine, Error, ManualClock, Result};
 
 use super::bus::{Parts, TestBus};
 use super::control::Control;
@@ -35,9 +35,16 @@ use crate::router::Router;
 pub struct TestBusBuilder {
     bus: BusBuilder,
     clock: ManualClock,
-    url: String,
+    on: On,
     duplicates: bool,
     patience: Duration,
+}
+
+/// What it runs on.
+#[derive(Clone, Debug)]
+enum On {
+    Url(String),
+    Engine(Engine),
 }
 
 /// How long nothing may come of waiting before it is a mistake of the test.
@@ -48,7 +55,7 @@ impl Default for TestBusBuilder {
         Self {
             bus: Bus::builder(),
             clock: ManualClock::default(),
-            url: "memory:".to_owned(),
+            on: On::Url("memory:".to_owned()),
             duplicates: false,
             patience: PATIENCE,
         }
@@ -79,7 +86,14 @@ impl TestBusBuilder {
     /// [`Bus`] opens. The engine takes its time from the same clock where it takes one. What it keeps is
     /// the caller's to place and to clear away; events that are there already are not reported.
     pub fn with_real(mut self, url: impl Into<String>) -> Self {
-        self.url = url.into();
+        self.on = On::Url(url.into());
+        self
+    }
+
+    /// Runs on an engine that is open already: one with faults planted, one of one's own. Its clock is
+    /// given with [`clock`](Self::clock) too.
+    pub fn with_engine(mut self, engine: Engine) -> Self {
+        self.on = On::Engine(engine);
         self
     }
 
@@ -94,14 +108,13 @@ impl TestBusBuilder {
     pub async fn build(self, router: Router) -> Result<TestBus> {
         let gates = Gates::of(&router.clone().resolve()?);
         let settings = self.bus.clock(self.clock.clone());
-        // Opened as every bus opens it; only its engine is used.
-        let mut engine = settings.clone().open(&self.url).await?.engine().clone();
-        let Some(log) = engine.log.clone() else {
-            return Err(Error::new(
-                Code::Unsupported,
-                format!("a test bus needs an engine whose log can be read; {:?} is none", self.url),
-            ));
+        let mut engine = match self.on {
+            // Opened as every bus opens it; only its engine is used.
+            On::Url(url) => settings.clone().open(url).await?.engine().clone(),
+            On::Engine(engine) => engine,
         };
+        let log = engine.log.clone();
+        let log = log.ok_or_else(|| no_log(engine.broker.capabilities().engine))?;
         let began_after = log.head().await?;
         let journal = Arc::new(Journal::begin(log, self.clock.clone()).await?);
         if self.duplicates {
@@ -123,4 +136,9 @@ impl TestBusBuilder {
             patience: self.patience,
         }))
     }
+}
+
+fn no_log(engine: &str) -> Error {
+    let what = format!("a test bus reads the log of its engine; the {engine} engine has none");
+    Error::new(Code::Unsupported, what)
 }

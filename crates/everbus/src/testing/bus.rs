@@ -3,9 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use everbus_core::{
-    Clock, Code, Error, EventState, IntoEvent, ManualClock, Result, Timestamp,
-};
+use everbus_core::{Clock, Code, Error, EventState, IntoEvent, ManualClock, Result, Timestamp};
 
 use super::builder::TestBusBuilder;
 use super::control::Control;
@@ -17,8 +15,10 @@ use crate::receipt::Receipt;
 use crate::router::Router;
 use crate::shutdown::Shutdown;
 
-/// More moves of the clock than this are a retry that never ends.
-const MOST_MOVES: usize = 10_000;
+/// More moves of the clock than this, without an event that comes to an end, are a retry without one.
+const MOST_MOVES: usize = 1000;
+/// More moves than this within one time are waits too short to be meant.
+const MOST_MOVES_AHEAD: usize = 100_000;
 /// Most changes are told; this is how often the others are looked for.
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
 const LONGEST_WAIT: Duration = Duration::from_millis(16);
@@ -126,12 +126,13 @@ impl TestBus {
     /// How an event stands by now.
     pub async fn report(&self, receipt: &Receipt) -> Result<Report> {
         let mut report = self.journal().report(receipt.id(), receipt.seq())?;
-        if report.groups.iter().all(|h| h.fate != Fate::Waiting) {
+        let is_open = |fate: &Fate| matches!(fate, Fate::Waiting | Fate::Retrying { .. });
+        if !report.groups.iter().any(|happened| is_open(&happened.fate)) {
             return Ok(report);
         }
         // What the engine settled by itself: an event dropped to make room, one that nobody handles.
         let states = self.bus().log()?.states(receipt.seq()).await?;
-        for happened in report.groups.iter_mut().filter(|h| h.fate == Fate::Waiting) {
+        for happened in report.groups.iter_mut().filter(|h| is_open(&h.fate)) {
             let state = states.iter().find(|state| state.group == happened.group);
             match state.map(|state| state.state) {
                 Some(EventState::Done) => {
@@ -159,26 +160,30 @@ impl TestBus {
     /// everything that is due has been handled. In the end the clock has moved by this much.
     pub async fn advance(&self, by: Duration) -> Result<()> {
         let end = self.now().plus(by);
-        for _ in 0..MOST_MOVES {
+        for _ in 0..MOST_MOVES_AHEAD {
             let next = self.when_idle().await?;
             if self.now() >= end {
                 return Ok(());
             }
             self.clock().set(next.map_or(end, |next| next.min(end)));
         }
-        Err(never_ends())
+        Err(never_ends(MOST_MOVES_AHEAD))
     }
 
     /// Moves the virtual clock as far as it takes until nothing waits any more: every event is handled,
     /// skipped or dead-lettered.
     pub async fn run_to_end(&self) -> Result<()> {
-        for _ in 0..MOST_MOVES {
-            match self.when_idle().await? {
-                Some(next) => self.clock().set(next),
-                None => return Ok(()),
+        let (mut moves, mut ended) = (0, 0);
+        while let Some(next) = self.when_idle().await? {
+            let now_ended = self.journal().ended();
+            moves = if now_ended > ended { 0 } else { moves + 1 };
+            ended = now_ended;
+            if moves > MOST_MOVES {
+                return Err(never_ends(MOST_MOVES));
             }
+            self.clock().set(next);
         }
-        Err(never_ends())
+        Ok(())
     }
 
     /// Lets the next so many calls of handlers fail, whichever they are, instead of running them. The
@@ -241,9 +246,13 @@ impl TestBus {
                 Look::Busy(busy) => busy,
             };
             if began.elapsed() > self.parts.patience {
-                let what = format!("the bus was not idle within {:?}: {busy}", self.parts.patience);
-                return Err(Error::new(Code::Timeout, what)
-                    .hint("a handler that waits for something, or events that cause each other for ever"));
+                let what = format!(
+                    "the bus was not idle within {:?}: {busy}",
+                    self.parts.patience
+                );
+                return Err(Error::new(Code::Timeout, what).hint(
+                    "a handler that waits for something, or events that cause each other for ever",
+                ));
             }
             // Some changes are not told, as when numbers are counted.
             if tokio::time::timeout(wait, changed).await.is_err() {
@@ -251,11 +260,10 @@ impl TestBus {
             }
         }
     }
-
 }
 
-fn never_ends() -> Error {
-    let what = format!("after {MOST_MOVES} moves of the clock something is still due later");
+fn never_ends(moves: usize) -> Error {
+    let what = format!("after {moves} moves of the clock something is still due later");
     Error::new(Code::Timeout, what).hint("a handler that asks to be tried again for ever")
 }
 

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    Delivery, Event, EventId, GroupName, IntoEvent, Lease, Pattern, Recorded, RetryPolicy, TypedEvent,
+    Delivery, Event, EventId, GroupName, IntoEvent, Lease, Pattern, Recorded, RetryPolicy,
+    TypedEvent,
 };
 use serde::de::DeserializeOwned;
 use tokio::time::Instant;
@@ -123,7 +124,9 @@ impl Call {
         let outcome = ambient::handling(record.clone(), run).await;
         let staged = message.take_follow_ups();
         let mut outcome = outcome?;
-        let events = staged.into_iter().chain(std::mem::take(&mut outcome.events));
+        let events = staged
+            .into_iter()
+            .chain(std::mem::take(&mut outcome.events));
         outcome.events = events
             .map(|event| event.inheriting(ambient::caused_by(&record)))
             .collect();

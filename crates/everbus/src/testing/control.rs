@@ -37,7 +37,11 @@ impl Control {
     }
 
     pub(super) fn calls(&self, handler: &str) -> usize {
-        lock(&self.0).calls.get(handler).copied().unwrap_or_default()
+        lock(&self.0)
+            .calls
+            .get(handler)
+            .copied()
+            .unwrap_or_default()
     }
 
     /// Counts a call; whether it is to fail.

@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use everbus_core::{
-    Appended, BoxFuture, Broker, Capabilities, Code, ConsumeOptions, Consumer, Delivery, Engine, Error,
-    Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result, SettledOutcome, Settlement,
-    SubscriptionInfo, Verdict,
+    Appended, BoxFuture, Broker, Capabilities, Code, ConsumeOptions, Consumer, Delivery, Engine,
+    Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result, SettledOutcome,
+    Settlement, SubscriptionInfo, Verdict,
 };
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -72,7 +72,10 @@ const MARK: &str = "everbus-duplicate-";
 
 /// Whether a lease is that of a repeated delivery.
 pub(super) fn is_copy(lease: &Lease) -> bool {
-    lease.handle.as_deref().is_some_and(|handle| handle.starts_with(MARK))
+    lease
+        .handle
+        .as_deref()
+        .is_some_and(|handle| handle.starts_with(MARK))
 }
 
 struct Twice {
@@ -156,7 +159,8 @@ impl Copies {
                 copies.push(None);
                 continue;
             };
-            let (mut copy, group, consumer) = (first.delivery.clone(), first.group.clone(), first.consumer);
+            let (mut copy, group, consumer) =
+                (first.delivery.clone(), first.group.clone(), first.consumer);
             let number = state.number();
             copy.lease.handle = Some(format!("{MARK}{number}").into());
             state.open.insert(copy.lease.clone(), group);
@@ -172,7 +176,12 @@ impl Copies {
         loop {
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
-            if self.state().open.keys().all(|lease| lease.position != position) {
+            if self
+                .state()
+                .open
+                .keys()
+                .all(|lease| lease.position != position)
+            {
                 return;
             }
             changed.await;
@@ -255,7 +264,11 @@ impl Broker for Twice {
                 id,
                 copies: self.copies.clone(),
             };
-            let consumer = TwiceConsumer { inner, group, place };
+            let consumer = TwiceConsumer {
+                inner,
+                group,
+                place,
+            };
             Ok(Box::new(consumer) as Box<dyn Consumer>)
         })
     }
@@ -311,7 +324,8 @@ impl Broker for Twice {
             let left = timeout.saturating_sub(began.elapsed());
             let all = tokio::time::timeout(left, self.copies.all_done(position)).await;
             all.map(|()| outcome).map_err(|_| {
-                let what = format!("the copies of event {position} were not settled within {timeout:?}");
+                let what =
+                    format!("the copies of event {position} were not settled within {timeout:?}");
                 Error::new(Code::Timeout, what)
             })
         })
@@ -333,7 +347,9 @@ impl Broker for Twice {
 /// The answers for all, in order, from those of the engine.
 fn interleave(of_copies: &[bool], answers: Vec<Result<()>>) -> Result<Vec<Result<()>>> {
     let mut answers = answers.into_iter();
-    let all = of_copies.iter().map(|copy| if *copy { Some(Ok(())) } else { answers.next() });
+    let all = of_copies
+        .iter()
+        .map(|copy| if *copy { Some(Ok(())) } else { answers.next() });
     let all: Option<Vec<_>> = all.collect();
     all.ok_or_else(|| Error::new(Code::Internal, "the engine did not answer for everything"))
 }

@@ -6,7 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use everbus_core::{
-    Clock, Code, EventState, GroupInfo, GroupName, GroupState, Log, Pattern, Recorded, Result, Timestamp,
+    Clock, Code, EventState, GroupInfo, GroupName, GroupState, Log, Pattern, Recorded, Result,
+    Timestamp,
 };
 
 use super::bus::TestBus;
@@ -85,7 +86,11 @@ impl TestBus {
             return Err(error);
         }
         let ours = self.journal().groups();
-        if let Some((_, error)) = bus.stopped_groups().into_iter().find(|(g, _)| ours.contains_key(g)) {
+        if let Some((_, error)) = bus
+            .stopped_groups()
+            .into_iter()
+            .find(|(g, _)| ours.contains_key(g))
+        {
             return Err(error);
         }
         let Some(before) = self.journal().version() else {
@@ -156,7 +161,8 @@ impl TestBus {
             .groups
             .values()
             .map(|group| {
-                let skipped = group.skipped.stale + group.skipped.best_effort + group.skipped.handler;
+                let skipped =
+                    group.skipped.stale + group.skipped.best_effort + group.skipped.handler;
                 group.handled + group.inbox_hits + skipped + group.retried + group.dead_lettered
             })
             .sum();
@@ -171,14 +177,22 @@ impl TestBus {
                 2 * breaker.times_opened - not_closed
             })
             .sum();
-        (alerts < changes).then_some("a circuit breaker has changed and its alert is to be published")
+        (alerts < changes)
+            .then_some("a circuit breaker has changed and its alert is to be published")
     }
 }
 
 /// What every one of these groups has to do, from where each event stands in it.
-async fn work_of(bus: &Bus, groups: &[(GroupInfo, &Vec<Pattern>)], now: Timestamp) -> Result<Vec<Work>> {
+async fn work_of(
+    bus: &Bus,
+    groups: &[(GroupInfo, &Vec<Pattern>)],
+    now: Timestamp,
+) -> Result<Vec<Work>> {
     let log = bus.log()?;
-    let wanted: Vec<Pattern> = groups.iter().flat_map(|(_, patterns)| patterns.iter().cloned()).collect();
+    let wanted: Vec<Pattern> = groups
+        .iter()
+        .flat_map(|(_, patterns)| patterns.iter().cloned())
+        .collect();
     let mut work: Vec<Work> = groups.iter().map(|_| Work::default()).collect();
     let mut after = 0;
     loop {
@@ -186,7 +200,9 @@ async fn work_of(bus: &Bus, groups: &[(GroupInfo, &Vec<Pattern>)], now: Timestam
         for record in &records {
             let states = states(log, record).await?;
             for ((info, patterns), work) in groups.iter().zip(&mut work) {
-                let wants = patterns.iter().any(|p| p.matches(record.event.event_type()));
+                let wants = patterns
+                    .iter()
+                    .any(|p| p.matches(record.event.event_type()));
                 let state = states.iter().find(|state| state.group == info.name);
                 if let Some(state) = state.filter(|_| wants) {
                     work.add(record, state, info.ordered, now);

@@ -5,14 +5,14 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex};
 
 use everbus_core::{
-    Clock, Code, Delivery, Error, EventId, Failure, GroupName, Lease, Log, ManualClock, Pattern, Recorded,
-    Result, SubscriptionInfo, Verdict,
+    Clock, Code, Delivery, Error, EventId, Failure, GroupName, Lease, Log, ManualClock, Pattern,
+    Recorded, Result, SubscriptionInfo, Verdict,
 };
 use tokio::sync::Notify;
 
 use super::duplicator::is_copy;
-use super::report::{Fate, Happened, Report};
 use super::lock;
+use super::report::{Fate, Happened, Report};
 
 /// Read from the log at once.
 const PAGE: usize = 1000;
@@ -40,6 +40,8 @@ struct Seen {
     happened: BTreeMap<(u64, GroupName), Happened>,
     /// Outcomes that the engine took, those that only give back left out.
     outcomes: u64,
+    /// Outcomes after which nothing follows.
+    ended: u64,
     alerts: u64,
     /// What came into the log since the beginning of the test.
     events: Vec<Arc<Recorded>>,
@@ -157,9 +159,8 @@ impl Journal {
                 let Some(handed) = seen.handed.remove(lease).filter(|_| !lost) else {
                     continue;
                 };
-                if !matches!(verdict, Verdict::Release { .. }) {
-                    seen.outcomes += 1;
-                }
+                seen.outcomes += u64::from(!matches!(verdict, Verdict::Release { .. }));
+                seen.ended += u64::from(is_end(verdict));
                 let happened = seen.happened_in(handed.record.position, &handed.group);
                 happened.failures.extend(failure_of(verdict).cloned());
                 if is_copy(lease) {
@@ -231,7 +232,15 @@ impl Journal {
     }
 
     pub(super) fn consumes(&self, group: &GroupName) -> bool {
-        lock(&self.seen).consumers.get(group).is_some_and(|n| *n > 0)
+        lock(&self.seen)
+            .consumers
+            .get(group)
+            .is_some_and(|n| *n > 0)
+    }
+
+    /// Outcomes after which nothing follows.
+    pub(super) fn ended(&self) -> u64 {
+        lock(&self.seen).ended
     }
 
     /// Outcomes that the engine took, and alerts that were published.
@@ -307,6 +316,10 @@ impl Happened {
             failures: Vec::new(),
         }
     }
+}
+
+fn is_end(verdict: &Verdict) -> bool {
+    !matches!(verdict, Verdict::Retry { .. } | Verdict::Release { .. })
 }
 
 fn failure_of(verdict: &Verdict) -> Option<&Failure> {

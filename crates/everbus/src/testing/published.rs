@@ -4,7 +4,8 @@ use std::fmt::Write as _;
 use std::panic::Location;
 
 use everbus_core::{
-    DeadLetter, DeadLetterFilter, Event, EventId, PageRequest, Pattern, Recorded, Result, TypedEvent,
+    DeadLetter, DeadLetterFilter, Event, EventId, PageRequest, Pattern, Recorded, Result,
+    TypedEvent,
 };
 use serde::de::DeserializeOwned;
 
@@ -25,7 +26,10 @@ impl TestBus {
     #[track_caller]
     pub fn published<T: TypedEvent + DeserializeOwned>(&self) -> Vec<T> {
         let events = self.journal().events();
-        let of_type = events.iter().map(|record| &record.event).filter(|event| is::<T>(event));
+        let of_type = events
+            .iter()
+            .map(|record| &record.event)
+            .filter(|event| is::<T>(event));
         of_type.map(read).collect()
     }
 
@@ -42,7 +46,9 @@ impl TestBus {
             Err(error) => panic!("{error}"),
         };
         let events = self.journal().events();
-        let matching = events.iter().filter(|record| pattern.matches(record.event.event_type()));
+        let matching = events
+            .iter()
+            .filter(|record| pattern.matches(record.event.event_type()));
         matching.map(|record| (**record).clone()).collect()
     }
 
@@ -66,7 +72,10 @@ impl TestBus {
         &self,
         mut condition: impl FnMut(&T) -> bool,
     ) -> T {
-        let found = self.published::<T>().into_iter().filter(|event| condition(event));
+        let found = self
+            .published::<T>()
+            .into_iter()
+            .filter(|event| condition(event));
         self.only_one(" for which the condition holds", found.collect())
     }
 
@@ -74,7 +83,10 @@ impl TestBus {
     #[track_caller]
     pub fn assert_not_published<T: TypedEvent>(&self) {
         let events = self.journal().events();
-        let count = events.iter().filter(|r| r.event.event_type() == T::TYPE).count();
+        let count = events
+            .iter()
+            .filter(|r| r.event.event_type() == T::TYPE)
+            .count();
         assert!(
             count == 0,
             "expected no {}, but {count} published. {}",
@@ -103,7 +115,9 @@ impl TestBus {
                     count => format!("{count} were"),
                 };
                 let everything = self.everything();
-                panic!("expected one {name} (version {version}){which}, but {count} published. {everything}")
+                panic!(
+                    "expected one {name} (version {version}){which}, but {count} published. {everything}"
+                )
             }
         }
     }
@@ -120,7 +134,11 @@ impl TestBus {
             let (name, version) = (event.event_type(), event.version());
             let _ = write!(text, "\n  {name} (version {version}) {}", shown(event));
         }
-        if let Some(more) = events.len().checked_sub(MOST_LISTED).filter(|more| *more > 0) {
+        if let Some(more) = events
+            .len()
+            .checked_sub(MOST_LISTED)
+            .filter(|more| *more > 0)
+        {
             let _ = write!(text, "\n  and {more} more");
         }
         text
@@ -132,7 +150,9 @@ impl TestBus {
         let mut page = PageRequest::default();
         loop {
             let queue = self.bus().dead_letters();
-            let found = queue.list_page(DeadLetterFilter::default(), page.clone()).await?;
+            let found = queue
+                .list_page(DeadLetterFilter::default(), page.clone())
+                .await?;
             letters.extend(found.items);
             match found.next {
                 Some(next) => page.after = Some(next),
@@ -157,10 +177,17 @@ impl TestBus {
             for letter in letters.iter().take(MOST_LISTED) {
                 let (event, group) = (&letter.event.event, &letter.group);
                 let (name, error) = (event.event_type(), letter.last_error());
-                let _ = write!(text, "\n  {name} {} in group {group}: {error}", event.display_id());
+                let _ = write!(
+                    text,
+                    "\n  {name} {} in group {group}: {error}",
+                    event.display_id()
+                );
             }
             let count = letters.len();
-            assert!(letters.is_empty(), "expected no dead letters, but there are {count} ({caller}):{text}");
+            assert!(
+                letters.is_empty(),
+                "expected no dead letters, but there are {count} ({caller}):{text}"
+            );
         }
     }
 }
@@ -180,7 +207,11 @@ fn read<T: TypedEvent + DeserializeOwned>(event: &Event) -> T {
 /// The payload as one line of limited length.
 fn shown(event: &Event) -> String {
     let text = String::from_utf8_lossy(event.payload());
-    let mut line: String = text.chars().take(MOST_SHOWN).map(|c| if c.is_control() { ' ' } else { c }).collect();
+    let mut line: String = text
+        .chars()
+        .take(MOST_SHOWN)
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .collect();
     if line.len() < text.len() {
         line.push('…');
     }

@@ -118,7 +118,11 @@ impl fmt::Display for Report {
             for failure in &happened.failures {
                 let (attempt, kind) = (failure.attempt, failure.kind.as_str());
                 let handler = failure.handler.as_deref().unwrap_or("?");
-                write!(f, "\n    attempt {attempt} ({kind}, handler {handler:?}): {}", failure.error)?;
+                write!(
+                    f,
+                    "\n    attempt {attempt} ({kind}, handler {handler:?}): {}",
+                    failure.error
+                )?;
             }
         }
         Ok(())

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Delivery, Engine, Event, EventId,
-    GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result, SettledOutcome, Settlement, SubscriptionInfo,
+    Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Delivery, Engine, Event,
+    EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result, SettledOutcome, Settlement,
+    SubscriptionInfo,
 };
 
 use super::journal::{Journal, Open};

@@ -16,16 +16,22 @@ use everbus::{
 
 /// What goes wrong next, for one verb.
 #[derive(Clone, Default)]
-pub(crate) struct Errors(Arc<Mutex<VecDeque<Error>>>);
+pub(crate) struct Errors(Arc<Mutex<VecDeque<Option<Error>>>>);
 
 impl Errors {
     pub(crate) fn add(&self, times: usize, code: Code) {
         let error = Error::new(code, "planted");
-        self.0.lock().unwrap().extend(vec![error; times]);
+        self.0.lock().unwrap().extend(vec![Some(error); times]);
+    }
+
+    /// Lets so many calls through before what is added next.
+    pub(crate) fn spare(&self, times: usize) {
+        self.0.lock().unwrap().extend(vec![None; times]);
     }
 
     fn next(&self) -> Result<()> {
-        self.0.lock().unwrap().pop_front().map_or(Ok(()), Err)
+        let next = self.0.lock().unwrap().pop_front().flatten();
+        next.map_or(Ok(()), Err)
     }
 }
 
@@ -33,6 +39,7 @@ impl Errors {
 #[derive(Clone)]
 pub(crate) struct Faulty {
     inner: Arc<dyn Broker>,
+    pub(crate) declare: Errors,
     pub(crate) append: Errors,
     pub(crate) fetch: Errors,
     pub(crate) settle: Errors,
@@ -80,6 +87,7 @@ impl Broker for Faulty {
     fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
         Box::pin(async move {
             self.while_stuck().await;
+            self.declare.next()?;
             self.inner.declare(group).await
         })
     }
@@ -162,6 +170,7 @@ pub(crate) async fn faulty() -> (Bus, Faulty, ManualClock) {
     let engine = memory.engine();
     let faulty = Faulty {
         inner: engine.broker.clone(),
+        declare: Errors::default(),
         append: Errors::default(),
         fetch: Errors::default(),
         settle: Errors::default(),

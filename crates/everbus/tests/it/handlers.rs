@@ -1,6 +1,6 @@
 //! Handlers: what their parameters may be.
 
-mod answers;
+pub(crate) mod answers;
 mod follow_ups;
 
 use std::collections::BTreeMap;

@@ -1,5 +1,6 @@
 //! User middleware: tower layers around a handler.
 
+use std::future::Future;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context as Poller, Poll};
@@ -106,6 +107,7 @@ pub(crate) struct Custom<F> {
 impl<F, Fut> Service<Message> for Custom<F>
 where
     F: Fn(Message, HandlerService) -> Fut,
+    Fut: Future<Output = Result<Outcome, BoxError>>,
 {
     type Response = Outcome;
     type Error = BoxError;
@@ -225,7 +227,7 @@ async fn a_layer_may_answer_instead_of_the_handler_and_add_events() {
         let (handler, mut seen) = recorder(|_| Ok(()));
         let gate = layer(|message: Message, mut inner: HandlerService| async move {
             match message.json::<u32>()? {
-                0 => Err(permanent("not allowed in").into()),
+                0 => Err(BoxError::from(permanent("not allowed in"))),
                 1 => Ok(Outcome::default()),
                 _ => Ok(inner.call(message).await?.publish(("b", "added"))?),
             }

@@ -7,6 +7,7 @@ mod config;
 mod correlation;
 mod dead_letters;
 mod dispatch;
+mod duplicator;
 mod exactly_once;
 mod faults;
 mod faulty;

@@ -41,6 +41,30 @@ async fn the_queries_of_the_hot_paths_use_their_indexes() {
         let plan = plan(&conn, sql);
         assert!(plan.contains(index), "{index} is not used:\n{plan}");
     }
-    let plan = plan(&conn, "SELECT 1 FROM log WHERE id = x'00' AND tenant = 0");
-    assert!(plan.contains("log_id"), "{plan}");
+    let by_id = plan(&conn, "SELECT 1 FROM log WHERE id = x'00' AND tenant = 0");
+    assert!(by_id.contains("log_id"), "{by_id}");
+    for (sql, search) in [
+        (
+            "SELECT id, tenant FROM inbox WHERE group_id = 1 AND id BETWEEN x'00' AND x'ff' LIMIT 9",
+            "SEARCH inbox USING PRIMARY KEY (group_id=? AND id>? AND id<?)",
+        ),
+        (
+            "SELECT 1 FROM inbox WHERE group_id = 1 AND id = x'00' AND tenant = 0",
+            "SEARCH inbox USING PRIMARY KEY (group_id=? AND id=? AND tenant=?)",
+        ),
+        (
+            "SELECT i.at < 5 OR g.id IS NULL FROM inbox i LEFT JOIN groups g ON g.id = i.group_id
+             WHERE (i.group_id, i.id, i.tenant) > (1, x'00', 0)
+             ORDER BY i.group_id, i.id, i.tenant LIMIT 9",
+            "SEARCH i USING PRIMARY KEY ((group_id,id,tenant)>(?,?,?))",
+        ),
+        (
+            "SELECT max(seq) FROM skips WHERE group_id = 1",
+            "SEARCH skips USING PRIMARY KEY (group_id=?)",
+        ),
+    ] {
+        let plan = plan(&conn, sql);
+        assert!(plan.contains(search), "{search} expected:\n{plan}");
+        assert!(!plan.contains("TEMP B-TREE"), "{plan}");
+    }
 }

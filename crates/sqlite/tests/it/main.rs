@@ -19,6 +19,7 @@ mod model;
 mod regressions;
 mod rollback;
 mod sharing;
+mod streams;
 mod takeovers;
 mod upkeep;
 mod view;

@@ -5,6 +5,7 @@
 //! `EVERBUS_SEED=…` runs that plan alone.
 
 mod compare;
+mod drops;
 mod oracle;
 mod plan;
 pub mod random;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use everbus_core::{
     Clock, Code, ConsumeOptions, Consumer, DeadLetterFilter, Deduplication, Delivery, Event,
-    EventState, GroupSpec, PurgeBasis, Retention, Settlement, StartFrom, Verdict,
+    GroupSpec, PurgeBasis, Retention, Settlement, StartFrom, Verdict,
 };
 
 use super::Random;
@@ -51,7 +51,7 @@ pub(super) struct Fetched {
 pub(super) struct Plan<H: Harness> {
     pub(super) stage: Stage<H>,
     pub(super) oracle: Oracle,
-    random: Random,
+    pub(super) random: Random,
     trace: Trace,
     pub(super) seats: BTreeMap<&'static str, Vec<Seat>>,
     next_seat: usize,
@@ -558,63 +558,6 @@ impl<H: Harness> Plan<H> {
         }
         self.oracle.process_ended();
         self.compare_all().await;
-    }
-
-    /// A stream is as deep as the model says; when it is full, the oldest that wait go, no more than
-    /// necessary.
-    async fn drop_oldest(&mut self) {
-        let stream = *self
-            .random
-            .pick(&["*", "a.*", "a.x", "b.x", "system.>"])
-            .unwrap();
-        let keep = self.random.below(10) as u64;
-        let pattern = pattern(stream);
-        let groups: Vec<String> = self.oracle.groups.keys().cloned().collect();
-        let owed: Vec<Vec<u64>> = groups
-            .iter()
-            .map(|group| self.oracle.owed(group, &pattern))
-            .collect();
-        let deepest = owed.iter().map(Vec::len).max().unwrap_or(0) as u64;
-        let broker = self.stage.broker().clone();
-        let Ok(depth) = broker.depth(pattern.clone(), 100_000).await else {
-            return;
-        };
-        assert_eq!(depth, deepest, "the depth of {stream}");
-        let few = broker.depth(pattern.clone(), 3).await.unwrap();
-        assert_eq!(few, deepest.min(3), "the depth of {stream}, up to 3");
-        let count = broker.drop_oldest(pattern, keep).await.unwrap();
-        self.note(&format!(
-            "drop from {stream}, keep {keep}: {count} of {owed:?}"
-        ));
-        let mut all = std::collections::BTreeSet::new();
-        for (group, owed) in groups.iter().zip(&owed) {
-            let mut gone = Vec::new();
-            for position in owed {
-                let states = self.stage.log().states(*position).await.unwrap();
-                let of_group = states.iter().find(|s| s.group == name(group)).unwrap();
-                if of_group.state == EventState::Done {
-                    gone.push(*position);
-                }
-            }
-            let left = (owed.len() - gone.len()) as u64;
-            assert!(
-                left >= keep.min(owed.len() as u64),
-                "{group:?} lost too many: {gone:?}"
-            );
-            let newest = gone.last().copied().unwrap_or(0);
-            for position in owed.iter().filter(|p| !gone.contains(p)) {
-                let waits = self.oracle.groups[group].owed[position].surely_waits();
-                let right = !waits || (left <= keep && *position > newest);
-                assert!(right, "{position} stayed in {group:?}, {gone:?} went");
-            }
-            for position in gone {
-                if let Err(why) = self.oracle.dropped(group, position) {
-                    panic!("{position} was dropped from {group:?}, but {why}");
-                }
-                all.insert(position);
-            }
-        }
-        assert_eq!(count, all.len() as u64, "how many were dropped");
     }
 
     /// Retention may take what is over the limits and needed by nobody, and nothing else.

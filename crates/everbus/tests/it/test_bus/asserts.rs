@@ -20,7 +20,9 @@ fn said<T>(run: impl FnOnce() -> T) -> String {
 }
 
 async fn bus_with(orders: usize) -> TestBus {
-    let bus = TestBus::new(notifier(&Notifications::default())).await.unwrap();
+    let bus = TestBus::new(notifier(&Notifications::default()))
+        .await
+        .unwrap();
     for n in 0..orders {
         let order = OrderPlaced {
             order_id: format!("ord-{n}"),
@@ -35,7 +37,10 @@ async fn bus_with(orders: usize) -> TestBus {
 #[tokio::test]
 async fn the_one_event_of_a_type_is_given_back() {
     everywhere(|builder| async move {
-        let bus = builder.build(notifier(&Notifications::default())).await.unwrap();
+        let bus = builder
+            .build(notifier(&Notifications::default()))
+            .await
+            .unwrap();
         bus.publish(order()).await.unwrap().assert_handled();
         let sent = NotificationSent {
             user_id: "user-456".into(),
@@ -47,13 +52,16 @@ async fn the_one_event_of_a_type_is_given_back() {
         assert!(bus.published::<NotificationRefused>().is_empty());
         let all = bus.published_events("*");
         let types: Vec<_> = all.iter().map(|r| r.event.event_type()).collect();
-        assert_eq!(types, ["orders.order.placed", "notifications.notification.sent"]);
+        assert_eq!(
+            types,
+            ["orders.order.placed", "notifications.notification.sent"]
+        );
         assert!(all[0].position < all[1].position);
     })
     .await;
 }
 
-// conformance: issue-3/test-bus-assert-published: …
+// conformance: issue-3/test-bus-assert-published: assert_published::<T>() gives the one event of a type, or says what was published instead
 #[tokio::test]
 async fn a_failed_assertion_lists_what_was_published_instead() {
     let bus = bus_with(0).await;
@@ -69,17 +77,23 @@ async fn a_failed_assertion_lists_what_was_published_instead() {
     let two = said(|| bus.assert_published::<OrderPlaced>());
     assert!(two.contains("but 2 were published"), "{two}");
     let unwanted = said(|| bus.assert_not_published::<NotificationSent>());
-    assert!(unwanted.contains("expected no notifications.notification.sent, but 2"), "{unwanted}");
+    assert!(
+        unwanted.contains("expected no notifications.notification.sent, but 2"),
+        "{unwanted}"
+    );
 }
 
-// conformance: issue-3/test-bus-assert-published: …
+// conformance: issue-3/test-bus-assert-published: assert_published::<T>() gives the one event of a type, or says what was published instead
 #[tokio::test]
 async fn the_one_event_for_which_a_condition_holds_is_given_back() {
     let bus = bus_with(3).await;
     let second = bus.assert_published_where(|sent: &NotificationSent| sent.order_id == "ord-1");
     assert_eq!(second.order_id, "ord-1");
     let none = said(|| bus.assert_published_where(|sent: &NotificationSent| sent.order_id == "x"));
-    assert!(none.contains("for which the condition holds, but none was"), "{none}");
+    assert!(
+        none.contains("for which the condition holds, but none was"),
+        "{none}"
+    );
     let all = said(|| bus.assert_published_where(|_: &NotificationSent| true));
     assert!(all.contains("but 3 were"), "{all}");
 }
@@ -107,7 +121,10 @@ async fn other_versions_are_told_apart() {
     let bus = bus_with(1).await;
     assert!(bus.published::<OrderPlacedV2>().is_empty());
     let text = said(|| bus.assert_published::<OrderPlacedV2>());
-    assert!(text.contains("orders.order.placed (version 2), but none"), "{text}");
+    assert!(
+        text.contains("orders.order.placed (version 2), but none"),
+        "{text}"
+    );
     assert!(text.contains("orders.order.placed (version 1)"), "{text}");
     // Not even another version.
     said(|| bus.assert_not_published::<OrderPlacedV2>());
@@ -116,7 +133,10 @@ async fn other_versions_are_told_apart() {
 #[tokio::test]
 async fn an_event_that_cannot_be_read_is_an_error_of_the_test() {
     let bus = TestBus::new(Router::new()).await.unwrap();
-    let _ = bus.publish(("orders.order.placed", json!({"order_id": 1}))).await.unwrap();
+    let _ = bus
+        .publish(("orders.order.placed", json!({"order_id": 1})))
+        .await
+        .unwrap();
     let text = said(|| bus.published::<OrderPlaced>());
     assert!(text.contains("cannot be read"), "{text}");
 }
@@ -127,9 +147,15 @@ async fn an_event_that_was_not_handled_is_described() {
     let bus = bus_with(0).await;
     bus.fail_next(1);
     let report = bus.publish(order()).await.unwrap();
-    for text in [said(|| bus.assert_handled(report.id())), said(|| report.assert_handled())] {
+    for text in [
+        said(|| bus.assert_handled(report.id())),
+        said(|| report.assert_handled()),
+    ] {
         assert!(text.contains("group (unnamed): retrying at"), "{text}");
-        assert!(text.contains("attempt 1 (error, handler \"handle_order_placed\"): the test lets"), "{text}");
+        assert!(
+            text.contains("attempt 1 (error, handler \"handle_order_placed\"): the test lets"),
+            "{text}"
+        );
     }
     bus.run_to_end().await.unwrap();
     bus.assert_handled(report.id());
@@ -141,10 +167,13 @@ async fn an_event_that_was_not_handled_is_described() {
     assert!(text.contains("no group of this bus wants it"), "{text}");
     let unknown = EventId::new();
     let text = said(|| bus.assert_handled(unknown));
-    assert!(text.contains(&format!("no event {unknown} was published")), "{text}");
+    assert!(
+        text.contains(&format!("no event {unknown} was published")),
+        "{text}"
+    );
 }
 
-// conformance: issue-3/test-bus-assert-handled: …
+// conformance: issue-3/test-bus-assert-handled: assertions about handling and dead letters say group, attempts and errors
 #[tokio::test]
 async fn dead_letters_fail_the_assertion_that_there_are_none() {
     let router = Router::new().on(
@@ -163,7 +192,7 @@ async fn dead_letters_fail_the_assertion_that_there_are_none() {
     assert!(text.contains(&format!("asserts.rs:{line}")), "{text}");
 }
 
-// conformance: issue-3/test-bus-assert-published: …
+// conformance: issue-3/test-bus-assert-published: assert_published::<T>() gives the one event of a type, or says what was published instead
 #[tokio::test]
 async fn what_was_published_without_waiting_is_there_at_once() {
     everywhere(|builder| async move {

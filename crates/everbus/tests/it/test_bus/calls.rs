@@ -8,7 +8,9 @@ use everbus::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{NotificationSent, Notifications, OrderPlaced, handle_order_placed, order, order_event};
+use super::{
+    NotificationSent, Notifications, OrderPlaced, handle_order_placed, order, order_event,
+};
 
 // conformance: framework/testing-unit: handler functions are called directly, without a broker
 #[tokio::test]
@@ -19,7 +21,7 @@ async fn order_placed_sends_a_notification() {
     assert_eq!(sent.user_id, "user-456");
 }
 
-// conformance: framework/testing-unit: …
+// conformance: framework/testing-unit: handler functions are called directly, without a broker
 // conformance: issue-3/test-bus-direct-call: a handler is called with its extractors, without engine and pipeline
 #[tokio::test]
 async fn a_handler_takes_its_parameters_from_the_event_it_is_called_with() {
@@ -33,11 +35,14 @@ async fn a_handler_takes_its_parameters_from_the_event_it_is_called_with() {
     let [event] = outcome.events() else {
         panic!("{:?}", outcome.events());
     };
-    assert_eq!(event.typed::<NotificationSent>().unwrap().order_id, "ord-123");
+    assert_eq!(
+        event.typed::<NotificationSent>().unwrap().order_id,
+        "ord-123"
+    );
     assert_eq!(event.correlation_id(), "corr-1");
 }
 
-// conformance: issue-3/test-bus-direct-call: …
+// conformance: issue-3/test-bus-direct-call: a handler is called with its extractors, without engine and pipeline
 #[tokio::test]
 async fn every_extractor_works_in_a_direct_call() {
     async fn look(
@@ -49,7 +54,10 @@ async fn every_extractor_works_in_a_direct_call() {
     ) -> Result<(), HandlerError> {
         assert_eq!((context.attempt(), context.group().as_str()), (2, "mail"));
         assert_eq!(context.correlation_id(), "corr-1");
-        assert_eq!((envelope.display_id(), meta.get("k")), ("test-1".into(), None));
+        assert_eq!(
+            (envelope.display_id(), meta.get("k")),
+            ("test-1".into(), None)
+        );
         assert_eq!(message.event_type(), "orders.order.placed");
         assert_eq!(everbus::correlation_id().as_deref(), Some("corr-1"));
         context.publish(("staged", order.order_id))?;
@@ -62,24 +70,35 @@ async fn every_extractor_works_in_a_direct_call() {
         .with(order_event())
         .await
         .unwrap();
-    let types: Vec<_> = outcome.events().iter().map(|e| e.event_type()).collect();
+    let types: Vec<_> = outcome.events().iter().map(Event::event_type).collect();
     assert_eq!(types, ["staged", "staged.too"]);
 }
 
-// conformance: issue-3/test-bus-direct-call: …
+// conformance: issue-3/test-bus-direct-call: a handler is called with its extractors, without engine and pipeline
 #[tokio::test]
 async fn a_direct_call_says_what_cannot_be_taken_from_the_event() {
     let no_state = call(handle_order_placed).with(order()).await.unwrap_err();
-    assert!(no_state.to_string().contains("no state of type"), "{no_state}");
+    assert!(
+        no_state.to_string().contains("no state of type"),
+        "{no_state}"
+    );
     let wrong_type = call(handle_order_placed)
         .state(Notifications::default())
         .with(("orders.order.cancelled", 1))
         .await
         .unwrap_err();
-    assert!(wrong_type.to_string().contains("orders.order.cancelled"), "{wrong_type}");
+    assert!(
+        wrong_type.to_string().contains("orders.order.cancelled"),
+        "{wrong_type}"
+    );
     let no_event = call(|| async {}).with(("", 1)).await.unwrap_err();
-    assert!(no_event.to_string().contains("the event type is empty"), "{no_event}");
-    let own = call(|| async { Err::<(), _>(permanent("closed")) }).with(order()).await;
+    assert!(
+        no_event.to_string().contains("the event type is empty"),
+        "{no_event}"
+    );
+    let own = call(|| async { Err::<(), _>(permanent("closed")) })
+        .with(order())
+        .await;
     assert_eq!(own.unwrap_err().to_string(), "closed");
 }
 
@@ -109,7 +128,11 @@ async fn a_direct_call_reads_older_versions_through_upcasts() {
     let upcast = |old: UserV1| User {
         first: old.name.split(' ').next().unwrap_or_default().to_owned(),
     };
-    call(handler.clone()).upcast(upcast).with(old()).await.unwrap();
+    call(handler.clone())
+        .upcast(upcast)
+        .with(old())
+        .await
+        .unwrap();
     assert_eq!(*names.lock().unwrap(), ["Ada"]);
     let refused = call(handler).with(old()).await.unwrap_err();
     assert!(refused.to_string().contains("version"), "{refused}");
