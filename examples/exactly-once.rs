@@ -66,7 +66,11 @@ fn ledger(die_at: Option<u32>) -> Router {
 }
 
 fn payment(number: u32) -> PaymentReceived {
-    let account = if number % 2 == 0 { "Bob" } else { "Ada" };
+    let account = if number.is_multiple_of(2) {
+        "Bob"
+    } else {
+        "Ada"
+    };
     PaymentReceived {
         number,
         account: account.to_owned(),
@@ -77,7 +81,6 @@ fn payment(number: u32) -> PaymentReceived {
 /// Publishes a payment under an id of its own, so that publishing it again changes nothing.
 async fn receive(bus: &Bus, number: u32) -> everbus::Result<Receipt> {
     let event = Event::builder(PaymentReceived::TYPE)
-        .foreign_id(format!("payment-{number}"))
         .json(&payment(number));
     bus.publish(event).await
 }

@@ -56,7 +56,6 @@ fn today() -> Router {
     Router::new()
         .group("welcome")
         .on("users.user.registered", greet)
-        .upcast(v1_to_v2)
 }
 
 /// What is deployed next: version 3, and the older ones step by step.

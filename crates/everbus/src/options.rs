@@ -42,6 +42,9 @@ pub struct BusOptions {
     pub prefetch: Option<usize>,
     /// What to remove from the log once nobody needs it any more; nothing unless set.
     pub retention: Option<Retention>,
+    /// How long the inbox remembers what was handled; for ever unless set. At least as long as the log
+    /// keeps events, or one that comes again would be handled again.
+    pub inbox_retention: Option<Duration>,
     /// An event that no process has had a handler for is dead-lettered after this long (24 h).
     pub no_handler_after: Duration,
     /// The source of events that name none: the service this bus belongs to.
@@ -81,6 +84,7 @@ impl Default for BusOptions {
             max_payload: 1024 * 1024,
             prefetch: None,
             retention: None,
+            inbox_retention: None,
             no_handler_after: Duration::from_secs(24 * 3600),
             source: None,
             limits: Limits::default(),
@@ -100,6 +104,7 @@ impl BusOptions {
         if let Some(rate) = &self.publish_rate {
             rate.validate()?;
         }
+        self.check_inbox_retention()?;
         for age in self.max_staleness.values() {
             check_staleness(*age)?;
         }
@@ -126,6 +131,21 @@ impl BusOptions {
                 format!("a prefetch of {}", self.prefetch.unwrap_or_default()),
             )
             .hint("it is between 1 and 1000000; 1 takes one event at a time"));
+        }
+        Ok(())
+    }
+
+    fn check_inbox_retention(&self) -> Result<()> {
+        let Some(kept) = self.inbox_retention else {
+            return Ok(());
+        };
+        let events = self.retention.and_then(|retention| retention.max_age);
+        if events.is_none_or(|events| events > kept) || kept > LONGEST {
+            return Err(Error::new(
+                Code::InvalidSetting,
+                format!("the inbox would forget after {kept:?} what the log keeps longer"),
+            )
+            .hint("give the bus a retention with a max_age that is no longer than this"));
         }
         Ok(())
     }
@@ -242,6 +262,13 @@ impl BusBuilder {
     /// What to remove from the log once nobody needs it any more: at start and every hour.
     pub fn retention(mut self, retention: Retention) -> Self {
         self.options.retention = Some(retention);
+        self
+    }
+
+    /// How long the inbox remembers what was handled (for ever), checked every hour. At least as long as
+    /// the [retention](Self::retention) keeps events.
+    pub fn inbox_retention(mut self, age: Duration) -> Self {
+        self.options.inbox_retention = Some(age);
         self
     }
 

@@ -6,7 +6,6 @@ use everbus_core::{EventId, Failure, GroupName, Timestamp};
 
 /// What became of an event in every group that wants it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[must_use = "an event that failed says so here only"]
 pub struct Report {
     pub(super) id: EventId,
     pub(super) seq: u64,

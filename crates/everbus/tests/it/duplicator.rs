@@ -256,7 +256,7 @@ async fn an_inbox_that_records_before_the_effect_is_found_out() {
             .with_state(mailer.clone());
         let builder = TestBus::builder().clock(clock).with_engine(engine);
         let bus = builder.duplicate_deliveries().build(router).await.unwrap();
-        let _ = bus.publish(("mail", 7)).await.unwrap();
+        bus.publish(("mail", 7)).await.unwrap();
         bus.run_to_end().await.unwrap();
         let expected: &[u32] = if hasty { &[] } else { &[7] };
         assert_eq!(mailer.sent(), expected, "hasty: {hasty}");
@@ -306,7 +306,7 @@ async fn failed_attempts_are_not_repeated_and_skipped_events_are() {
         .on("a", to(fails).group("failing"))
         .on("a", to(skips).group("choosy").name("choosy"));
     let bus = duplicating(router).await;
-    let _ = bus.publish(("a", 1)).await.unwrap();
+    bus.publish(("a", 1)).await.unwrap();
     bus.run_to_end().await.unwrap();
     assert_eq!(*attempts.lock().unwrap(), [1, 2, 3, 4]);
     assert_eq!(bus.dead_letters().await.unwrap().len(), 1);

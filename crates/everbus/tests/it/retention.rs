@@ -1,6 +1,8 @@
 //! Retention runs by itself where the bus was given one.
 
-use everbus::Retention;
+use std::time::Duration;
+
+use everbus::{Code, Retention};
 
 use crate::support::{eventually, on_every_engine};
 
@@ -48,6 +50,63 @@ async fn a_started_bus_prunes_what_nobody_needs_any_more() {
         bus.shutdown_within(std::time::Duration::ZERO)
             .await
             .unwrap();
+    })
+    .await;
+}
+
+// conformance: issue-3/inbox-retention: the inbox forgets after its own time, which is at least as long as events are kept.
+#[tokio::test]
+async fn the_inbox_forgets_what_was_handled_long_ago() {
+    const DAY: Duration = Duration::from_secs(24 * 3600);
+    on_every_engine(|lab| async move {
+        let bus = lab.open().await;
+        bus.subscribe("a")
+            .group("g")
+            .idempotent()
+            .handler(|_| async { Ok(()) })
+            .await
+            .unwrap();
+        bus.start().await.unwrap();
+        let publish = async || {
+            let receipt = bus.publish(("a", 1)).await.unwrap();
+            receipt.settled().await.unwrap();
+            receipt
+        };
+        let old = publish().await;
+        lab.clock.advance(2 * DAY);
+        let new = publish().await;
+        let mut records = Vec::new();
+        for receipt in [&old, &new] {
+            records.extend(bus.log().unwrap().find(receipt.id()).await.unwrap());
+        }
+        let handled = || async {
+            let group = everbus::GroupName::new("g").unwrap();
+            let inbox = bus.engine().inbox().unwrap();
+            inbox.handled(group, records.clone()).await.unwrap()
+        };
+        assert_eq!(handled().await, [true, true]);
+        let retention = Retention {
+            max_age: Some(DAY),
+            ..Retention::default()
+        };
+        let too_short = lab
+            .builder()
+            .retention(retention)
+            .inbox_retention(DAY / 2)
+            .with_engine(bus.engine().clone());
+        assert_eq!(too_short.unwrap_err().code(), Code::InvalidSetting);
+        let pruning = lab
+            .builder()
+            .retention(retention)
+            .inbox_retention(DAY)
+            .with_engine(bus.engine().clone())
+            .unwrap();
+        pruning.start().await.unwrap();
+        eventually("the inbox is pruned", || async {
+            handled().await == [false, true]
+        })
+        .await;
+        bus.shutdown().await.unwrap();
     })
     .await;
 }

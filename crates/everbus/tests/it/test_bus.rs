@@ -290,7 +290,7 @@ async fn a_retry_without_end_ends_the_test() {
     let policy = RetryPolicy::default().max_retries(1_000_000);
     let handler = to(|| async { Err::<(), _>(HandlerError::new("no")) }).retry(policy);
     let bus = TestBus::new(Router::new().on("a", handler)).await.unwrap();
-    let _ = bus.publish(("a", 1)).await.unwrap();
+    bus.publish(("a", 1)).await.unwrap();
     let error = bus.run_to_end().await.unwrap_err();
     assert_eq!(error.code(), everbus::Code::Timeout);
     assert!(error.message().contains("1000 moves"), "{error}");
@@ -359,7 +359,7 @@ async fn the_bus_is_set_up_as_the_program_sets_it_up() {
         .await
         .unwrap();
     bus.fail_next(2);
-    let _ = bus.publish(order()).await.unwrap();
+    bus.publish(order()).await.unwrap();
     bus.run_to_end().await.unwrap();
     assert_eq!(bus.dead_letters().await.unwrap()[0].attempts, 2);
     let published = bus.published_events("orders.order.placed");
