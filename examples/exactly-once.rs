@@ -80,9 +80,9 @@ fn payment(number: u32) -> PaymentReceived {
 
 /// Publishes a payment under an id of its own, so that publishing it again changes nothing.
 async fn receive(bus: &Bus, number: u32) -> everbus::Result<Receipt> {
-    let event = Event::builder(PaymentReceived::TYPE)
-        .json(&payment(number));
-    bus.publish(event).await
+    let event = payment(number).builder();
+    bus.publish(event.foreign_id(format!("payment-{number}")))
+        .await
 }
 
 fn show_balances(file: &Path) -> Result<(), Box<dyn Error>> {

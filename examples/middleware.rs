@@ -134,7 +134,9 @@ async fn main() -> everbus::Result<()> {
             // The group handles 16 events at once; in the warehouse there is room for two.
             to(ship)
                 .name("ship")
-                .group("warehouse")        )
+                .group("warehouse")
+                .layer(GlobalConcurrencyLimitLayer::new(2)),
+        )
         .on(
             "shipping.parcel.sent",
             to(thank).name("thank").group("mail"),

@@ -31,8 +31,8 @@ struct RegisteredV3 {
     country: String,
 }
 
-fn v1_to_v2(old: RegisteredV1) -> RegisteredV2 {
-    let (first, last) = old.name.split_once(' ').unwrap_or((&old.name, ""));
+fn v1_to_v2(RegisteredV1 { name }: RegisteredV1) -> RegisteredV2 {
+    let (first, last) = name.split_once(' ').unwrap_or((&name, ""));
     RegisteredV2 {
         first: first.to_owned(),
         last: last.to_owned(),
@@ -56,6 +56,7 @@ fn today() -> Router {
     Router::new()
         .group("welcome")
         .on("users.user.registered", greet)
+        .upcast(v1_to_v2)
 }
 
 /// What is deployed next: version 3, and the older ones step by step.

@@ -14,6 +14,9 @@ const TABLE: &str = "docs/conformance.md";
 const SECTIONS: &[(&str, &str)] = &[
     ("embedded", "The embedded specification"),
     ("issue-2", "What the embedded bus delivers beyond it"),
+    ("framework", "The framework specification"),
+    ("outbox", "The outbox specification"),
+    ("omni", "The omni specification"),
     ("issue-3", "What handlers deliver"),
     ("rules", "Delivery rules"),
     ("faults", "Ways to lose events"),
@@ -101,6 +104,7 @@ impl Table {
         }
         let mut files = Vec::new();
         source_files(&root.join("crates"), &mut files);
+        source_files(&root.join("examples"), &mut files);
         source_files(&root.join("xtask"), &mut files);
         files.sort();
         let mut benches = String::new();

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::builder::EventBuilder;
 use crate::error::{Code, Error, Result};
 use crate::event::Event;
 
@@ -41,6 +42,22 @@ pub trait TypedEvent: Serialize {
 
     /// The version of the payload, 1 or more.
     const VERSION: u32 = 1;
+
+    /// Begins the event of this value, with what its attribute says: to give it an id of its own, a
+    /// correlation id, metadata.
+    ///
+    /// ```
+    /// use everbus_core::{Event, TypedEvent};
+    /// # #[derive(serde::Serialize)]
+    /// # struct OrderPlaced { order: u64 }
+    /// # impl TypedEvent for OrderPlaced { const TYPE: &'static str = "orders.order.placed"; }
+    /// let event = OrderPlaced { order: 42 }.builder().foreign_id("order-42").build()?;
+    /// assert_eq!(event.display_id(), "order-42");
+    /// # Ok::<(), everbus_core::Error>(())
+    /// ```
+    fn builder(&self) -> EventBuilder {
+        Event::builder(Self::TYPE).version(Self::VERSION).json(self)
+    }
 
     /// The JSON Schema of the payload, where one is known.
     ///

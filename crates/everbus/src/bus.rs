@@ -161,12 +161,6 @@ impl Shared {
         schemas.clone()
     }
 
-    /// The schemas, if there are some for this type.
-    pub(crate) fn schemas_of(&self, event_type: &str) -> Option<Arc<Schemas>> {
-        let schemas = self.schemas();
-        schemas.knows(event_type).then_some(schemas)
-    }
-
     pub(crate) fn set_schemas(&self, schemas: Schemas) {
         let any = !schemas.is_empty();
         *self.schemas.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(schemas);

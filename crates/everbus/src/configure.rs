@@ -3,7 +3,7 @@
 use everbus_core::{Code, Error, Result};
 
 use crate::bus::Bus;
-use crate::config::{Config, Consumer};
+use crate::config::{Breaker, Config, Consumer};
 use crate::options::{BusBuilder, BusOptions, ConsumerOverride};
 use crate::settings::Settings;
 
@@ -66,7 +66,10 @@ fn consumer(consumer: &Consumer) -> ConsumerOverride {
         start_from: consumer.start_from,
         criticality: consumer.criticality,
         dependency: consumer.dependency.clone(),
-        breaker: Some(consumer.circuit_breaker.policy()),
+        breaker: match consumer.circuit_breaker {
+            Breaker::Unsaid => None,
+            said => Some(said.policy()),
+        },
         ..Settings::default()
     };
     if let Some(retry) = retry {

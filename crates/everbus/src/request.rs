@@ -7,7 +7,7 @@ use std::time::Duration;
 use everbus_core::{Code, Error, GroupName, Pattern, Result, RetryPolicy};
 
 use crate::agreed::{Agreed, Asked};
-use crate::breaker::Breaker;
+use crate::breaker::{Breaker, BreakerPolicy};
 use crate::bus::Shared;
 use crate::circuits::Owner;
 use crate::handler::{Run, Traits};
@@ -39,13 +39,14 @@ impl Request {
         let pattern = subscription.pattern.clone();
         let group = subscription.group.clone();
         // The file has the last word: it is where a deployment is tuned.
-        let settings = options
-            .consumers
-            .iter()
-            .filter(|consumer| consumer.concerns(&group, &pattern))
-            .fold(subscription.settings.clone(), |settings, consumer| {
-                consumer.settings.clone().over(&settings)
-            });
+        let mut settings = subscription.settings.clone();
+        for consumer in &options.consumers {
+            if consumer.concerns(&group, &pattern) {
+                settings = consumer.settings.clone().over(&settings);
+                // A consumer of the file has a breaker unless somebody says otherwise.
+                settings.breaker.get_or_insert(Some(BreakerPolicy::default()));
+            }
+        }
         let name = agreed.join(&Asked {
             group: &group,
             name: settings.name.as_deref(),

@@ -128,7 +128,8 @@ macro_rules! setters {
         }
 
         /// Remembers in the inbox what the group has handled, in the same step as the ack, and does not
-        /// handle it again. Handlers that return a transaction always do.
+        /// handle it again. It holds for all handlers of the group that take the same event. Handlers
+        /// that return a transaction always do.
         pub fn idempotent(mut self) -> Self {
             self.settings.idempotent = Some(true);
             self

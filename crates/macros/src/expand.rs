@@ -46,6 +46,13 @@ pub(crate) fn expand(input: &DeriveInput) -> Result<TokenStream> {
             const TYPE: &'static ::core::primitive::str = #event_type;
             const VERSION: ::core::primitive::u32 = #version;
 
+            fn builder(&self) -> ::everbus::EventBuilder {
+                ::everbus::Event::builder(#event_type)
+                    .version(#version)
+                    .json(self)
+                    #attributes
+            }
+
             fn schema() -> ::core::option::Option<::everbus::__private::Value> {
                 // Which of the two answers depends on whether the type has a schema.
                 #[allow(unused_imports)]
@@ -57,11 +64,7 @@ pub(crate) fn expand(input: &DeriveInput) -> Result<TokenStream> {
         #[automatically_derived]
         impl #parameters ::everbus::IntoEvent for &#name #types #bounds {
             fn into_event(self) -> ::everbus::Result<::everbus::Event> {
-                ::everbus::Event::builder(#event_type)
-                    .version(#version)
-                    .json(self)
-                    #attributes
-                    .build()
+                ::everbus::TypedEvent::builder(self).build()
             }
 
             fn rust_type(&self) -> ::core::option::Option<&'static ::core::primitive::str> {

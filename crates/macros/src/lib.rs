@@ -37,7 +37,7 @@ use syn::{DeriveInput, parse_macro_input};
 /// the type reads); otherwise there is none, and that is no error. `JsonSchema` must be the one of
 /// `everbus::schemars`, or of the same major version:
 ///
-/// ```ignore
+/// ```text
 /// #[derive(Serialize, Deserialize, everbus::schemars::JsonSchema, everbus::Event)]
 /// #[event(type = "orders.order.placed")]
 /// #[schemars(crate = "everbus::schemars")]

@@ -8,6 +8,8 @@ use std::time::Duration;
 use everbus_core::{Code, Error, Result};
 use serde::Serialize;
 
+use crate::streams::canonical;
+
 /// How long a publish waits for room or for its turn, unless set.
 pub(super) const DEFAULT_WAIT: Duration = Duration::from_secs(5);
 /// Longer waits are a mistake of units.
@@ -206,7 +208,12 @@ impl Limits {
         if is_system(event_type) {
             return None;
         }
-        self.by_stream.get(event_type).or(self.default.as_ref())
+        // Named streams are few and dotted; a type may be spelt the other way.
+        let named = match self.by_stream.get(event_type) {
+            None if event_type.contains(':') => self.by_stream.get(&canonical(event_type)),
+            named => named,
+        };
+        named.or(self.default.as_ref())
     }
 
     pub(super) fn is_empty(&self) -> bool {

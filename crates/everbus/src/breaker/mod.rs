@@ -175,6 +175,16 @@ impl Breaker {
         &self.0.name
     }
 
+    /// Whether both are the same breaker.
+    pub(crate) fn is(&self, other: &Breaker) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// How long it stays open.
+    pub(crate) fn open_for(&self) -> Duration {
+        self.0.policy.open_for
+    }
+
     /// Begins an attempt, if one may be made now. While the breaker is half-open exactly one ticket
     /// is out, and it is the probe.
     pub(crate) fn try_begin(&self) -> Result<Ticket, Rejected> {

@@ -25,7 +25,7 @@ struct Consuming {
 impl Runner {
     pub(super) async fn fetch_loop(self: Arc<Self>) {
         let mut consuming = None;
-        let mut routes = Routes::new(self.plan());
+        let mut routes = Routes::new(self.plan(), self.shared.schemas());
         let mut pause = FIRST_PAUSE;
         while !self.queue.is_stopping() {
             match self.fetch_once(&mut consuming, &mut routes).await {
@@ -74,7 +74,7 @@ impl Runner {
             batch = consumer.fetch(most) => batch?,
         };
         // The plan as it is now: whoever subscribed before an event was published gets it.
-        routes.follow(self.plan());
+        routes.follow(self.plan(), self.shared.schemas());
         let work = batch.into_iter().map(|delivery: Delivery| {
             let event_type = delivery.record.event.type_arc();
             Work {

@@ -12,6 +12,7 @@ use crate::handler::Registered;
 use crate::options::BusOptions;
 use crate::schema::Schemas;
 use crate::stats::Meter;
+use crate::streams;
 
 /// A lease outlives the longest handler by this much.
 const LEASE_MARGIN: Duration = Duration::from_secs(10);
@@ -87,7 +88,7 @@ fn critical_breakers(handlers: &[Arc<Registered>]) -> Vec<Breaker> {
     for traits in handlers.iter().map(|handler| &handler.traits) {
         if traits.criticality == Criticality::Critical
             && let Some(breaker) = &traits.breaker
-            && !breakers.iter().any(|known| known.name() == breaker.name())
+            && !breakers.iter().any(|known| known.is(breaker))
         {
             breakers.push(breaker.clone());
         }
@@ -144,23 +145,25 @@ impl Route {
 /// Remembers the route of each type, so that a pattern is matched once per type.
 pub(super) struct Routes {
     plan: Arc<Plan>,
+    schemas: Arc<Schemas>,
     by_type: HashMap<Arc<str>, Arc<Route>>,
     last: Option<(Arc<str>, Arc<Route>)>,
 }
 
 impl Routes {
-    pub(super) fn new(plan: Arc<Plan>) -> Self {
+    pub(super) fn new(plan: Arc<Plan>, schemas: Arc<Schemas>) -> Self {
         Self {
             plan,
+            schemas,
             by_type: HashMap::new(),
             last: None,
         }
     }
 
-    /// Forgets everything if the plan is another one.
-    pub(super) fn follow(&mut self, plan: Arc<Plan>) {
-        if !Arc::ptr_eq(&self.plan, &plan) {
-            *self = Self::new(plan);
+    /// Forgets everything if the plan or the schemas are others.
+    pub(super) fn follow(&mut self, plan: Arc<Plan>, schemas: Arc<Schemas>) {
+        if !Arc::ptr_eq(&self.plan, &plan) || !Arc::ptr_eq(&self.schemas, &schemas) {
+            *self = Self::new(plan, schemas);
         }
     }
 
@@ -185,9 +188,10 @@ impl Routes {
                     .cloned()
                     .collect();
                 let meter = shared.stats.meter(group, event_type);
-                let schemas = shared.schemas_of(event_type);
+                let knows = self.schemas.knows(event_type);
+                let schemas = knows.then(|| self.schemas.clone());
                 let staleness = &shared.options.max_staleness;
-                let oldest = staleness.get(&**event_type).copied();
+                let oldest = staleness.get(&streams::canonical(event_type)).copied();
                 let route = Arc::new(Route::new(handlers, meter, schemas, oldest));
                 if self.by_type.len() >= MOST_ROUTES {
                     self.by_type.clear();
@@ -210,7 +214,7 @@ mod tests {
     async fn the_table_of_types_stays_bounded() {
         let bus = Bus::open("memory:").await.unwrap();
         let plan = Arc::new(Plan::new(&[], 1, &BusOptions::default()));
-        let mut routes = Routes::new(plan);
+        let mut routes = Routes::new(plan, bus.shared().schemas());
         for n in 0..3 * MOST_ROUTES {
             let event_type = format!("type.{n}").into();
             routes.find(bus.shared(), &GroupName::unnamed(), &event_type);

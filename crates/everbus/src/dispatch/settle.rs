@@ -13,7 +13,7 @@ use super::queue::Outcomes;
 use crate::breaker::{Change, Ticket};
 use crate::guard;
 use crate::handler::HandlerError;
-use crate::pipeline::{Counted, Finished};
+use crate::pipeline::{Counted, Finished, InEffect};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -142,6 +142,10 @@ impl Runner {
         for event in &settlement.follow_ups {
             self.shared.stats.publishing(event.type_arc()).published(1);
         }
+        let in_effect = finished.case.as_ref().and_then(|case| case.in_effect.as_ref());
+        for event_type in in_effect.map(InEffect::types).unwrap_or_default() {
+            self.shared.stats.publishing(&event_type).published(1);
+        }
         let meter = &finished.route.meter;
         match finished.counted {
             Counted::Handled { took } => {
@@ -158,6 +162,7 @@ impl Runner {
                 meter.failed();
                 meter.dead_lettered();
             }
+            Counted::ProbeFailed => meter.failed(),
             Counted::Rejected => meter.dead_lettered(),
             Counted::Nothing => {}
         }

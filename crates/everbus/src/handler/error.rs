@@ -153,6 +153,11 @@ impl HandlerError {
         unreadable || matches!(self.answer, Answer::Skip)
     }
 
+    /// Whether the answer is to try again, and not because the event cannot be read.
+    pub(crate) fn is_worth_a_retry(&self) -> bool {
+        matches!(self.answer, Answer::Retry | Answer::RetryAfter(_)) && !self.is_about_the_event()
+    }
+
     pub(crate) fn into_parts(self) -> (String, FailureKind, Answer) {
         (self.text, self.kind, self.answer)
     }
@@ -188,7 +193,7 @@ pub fn handled() -> HandlerResult {
 
 impl<E: StdError + Send + Sync + 'static> From<E> for HandlerError {
     fn from(error: E) -> Self {
-        Self::from_dyn(&error)
+        Self::from_box(&error)
     }
 }
 

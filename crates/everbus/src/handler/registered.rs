@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use everbus_core::{BoxFuture, Pattern, RetryPolicy};
 
-use super::HandlerOutcome;
+use super::{HandlerError, HandlerOutcome};
 use crate::breaker::{Breaker, Criticality};
 use crate::extract::States;
 use crate::guard;
@@ -69,6 +69,12 @@ impl Registered {
 
     pub(crate) fn call(&self, message: Message) -> BoxFuture<'static, HandlerOutcome> {
         (self.run)(message)
+    }
+
+    /// Whether an event whose probe failed like this waits for the breaker: the handler is critical, and
+    /// trying again may help.
+    pub(crate) fn waits_after(&self, error: &HandlerError) -> bool {
+        self.traits.criticality == Criticality::Critical && error.is_worth_a_retry()
     }
 
     /// Deliveries that are queued with this handler will not call it any more.

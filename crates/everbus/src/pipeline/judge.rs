@@ -1,15 +1,18 @@
 //! From a failure to a verdict, with a line in the log for every failed attempt.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use everbus_core::{Clock, Failure, FailureKind, GroupName, Recorded, RetryPolicy, Verdict};
+use everbus_core::{Clock, Effect, Failure, FailureKind, GroupName, Recorded, RetryPolicy, Verdict};
 
 use super::{Counted, Judged, millis, skipped_as};
-use crate::breaker::Ticket;
+use crate::breaker::{Breaker, Ticket};
 use crate::guard;
 use crate::handler::{Answer, HandlerError, Registered};
 use crate::stats::Skip;
+
+/// An event that was the probe is due again this much after the breaker may be tried.
+const AFTER_PROBE: Duration = Duration::from_secs(1);
 
 /// An attempt to be judged.
 pub(super) struct Judge<'a> {
@@ -27,6 +30,32 @@ pub(crate) struct Case {
     pub(crate) record: Arc<Recorded>,
     pub(crate) attempt: u32,
     pub(crate) deferred: Option<Arc<Mutex<Option<Deferred>>>>,
+    pub(crate) in_effect: Option<InEffect>,
+}
+
+/// The types of the events that an effect published when it ran last.
+#[derive(Clone, Default)]
+pub(crate) struct InEffect(Arc<Mutex<Vec<Arc<str>>>>);
+
+impl InEffect {
+    /// The effect, watched.
+    pub(super) fn watch(&self, effect: Effect) -> Effect {
+        let types = self.0.clone();
+        Effect::new(effect.engine(), move |transaction| {
+            let events = effect.run(transaction)?;
+            let each = events.iter().map(|event| event.type_arc().clone());
+            *lock(&types) = each.collect();
+            Ok(events)
+        })
+    }
+
+    pub(crate) fn types(&self) -> Vec<Arc<str>> {
+        lock(&self.0).clone()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The breaker of a handler with an effect learns how the attempt ended when the effect has.
@@ -39,7 +68,7 @@ impl Case {
     /// Whose breaker has not been told yet.
     pub(crate) fn take_deferred(&self) -> Option<Deferred> {
         let deferred = self.deferred.as_ref()?;
-        deferred.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(deferred).take()
     }
 
     /// The engine refused; what is to happen instead.
@@ -90,6 +119,33 @@ impl Judge<'_> {
                     failure: Some(failure),
                 },
             },
+        }
+    }
+
+    /// The probe of a critical handler failed: what it depends on is still down, and that is not the
+    /// event's fault. It waits, without an attempt counted, a little longer than the breaker stays open,
+    /// so that the next probe is another event if there is one.
+    pub(super) fn probe_failed(&self, handler: &Registered, error: &HandlerError) -> Judged {
+        let open_for = handler.traits.breaker.as_ref().map(Breaker::open_for);
+        let after = open_for.unwrap_or_default() + AFTER_PROBE;
+        let event = &self.record.event;
+        guard::log(|| {
+            tracing::warn!(
+                target: "everbus::dispatch",
+                event_id = %event.id(),
+                event_type = event.event_type(),
+                group = %self.group,
+                handler = handler.name,
+                attempt = self.attempt,
+                delay_ms = millis(after),
+                %error,
+                dead_lettered = false,
+                "the probe of a circuit breaker failed; the event waits, no attempt is counted"
+            );
+        });
+        Judged {
+            verdict: Verdict::Release { after },
+            counted: Counted::ProbeFailed,
         }
     }
 

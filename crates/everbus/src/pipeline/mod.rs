@@ -31,7 +31,7 @@ use crate::message::Message;
 use crate::outcome::Outcome;
 use crate::stats::Skip;
 
-pub(crate) use judge::Case;
+pub(crate) use judge::{Case, InEffect};
 use judge::{Deferred, Judge};
 
 /// What the pipeline works with, the same for all deliveries of a group.
@@ -70,6 +70,8 @@ pub(crate) enum Counted {
     AlreadyHandled,
     Skipped(Skip),
     Failed { retried: bool },
+    /// Failed as the probe of a breaker, and given back.
+    ProbeFailed,
     /// Dead-lettered without an attempt, by an open breaker.
     Rejected,
     /// Given back.
@@ -143,6 +145,11 @@ impl Pipeline {
             settlement.follow_ups = done.events;
             settlement.effect = done.effect;
         }
+        let in_effect = settlement.effect.take().map(|effect| {
+            let in_effect = InEffect::default();
+            settlement.effect = Some(in_effect.watch(effect));
+            in_effect
+        });
         let deferred = done.deferred.map(|it| Arc::new(Mutex::new(Some(it))));
         let case = done.author.map(|handler| {
             Box::new(Case {
@@ -150,6 +157,7 @@ impl Pipeline {
                 record: delivery.record.clone(),
                 attempt: delivery.attempt,
                 deferred,
+                in_effect,
             })
         });
         Finished {
@@ -172,6 +180,9 @@ impl Pipeline {
 
     /// Everything between the span and the settlement.
     async fn run(&self, delivery: &Delivery, route: &Route, already_handled: bool) -> Done {
+        if already_handled {
+            return self.found_in_inbox(delivery).into();
+        }
         let judge = self.judge(delivery);
         if let Some(crash) = delivery.failures.last()
             && crash.kind == FailureKind::Crash
@@ -179,9 +190,6 @@ impl Pipeline {
             && let Some(judged) = judge.after_crash(handler, crash)
         {
             return judged.into();
-        }
-        if already_handled {
-            return self.found_in_inbox(delivery).into();
         }
         if !route.guarded {
             return self.run_handlers(delivery, route, |_| Some(None)).await;
@@ -344,6 +352,7 @@ impl Pipeline {
             let result = result.and_then(|outcome| {
                 follow_ups::complete(&self.shared, &message, staged, outcome)
             });
+            let probing = ticket.as_ref().is_some_and(Ticket::is_probe);
             if let Some(ticket) = ticket {
                 match &result {
                     // Whether it succeeded is known when its effect has been done.
@@ -361,6 +370,9 @@ impl Pipeline {
                         author = Some(handler.clone());
                         outcome.join(part);
                     }
+                }
+                Err(error) if probing && handler.waits_after(&error) => {
+                    return self.judge(delivery).probe_failed(handler, &error).into();
                 }
                 Err(error) => {
                     let judged = self.judge(delivery).failed(handler, Some(&handler.name), error);

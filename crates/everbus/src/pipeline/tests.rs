@@ -63,6 +63,15 @@ async fn verdict_by(
     delivery: &Delivery,
     handlers: &[Arc<Registered>],
 ) -> Verdict {
+    deliver(options, delivery, handlers, false).await
+}
+
+async fn deliver(
+    options: BusOptions,
+    delivery: &Delivery,
+    handlers: &[Arc<Registered>],
+    already_handled: bool,
+) -> Verdict {
     let engine = everbus_memory::open(everbus_memory::Options::default());
     let bus = Bus::with_engine(engine, options).unwrap();
     let group = GroupName::unnamed();
@@ -72,7 +81,7 @@ async fn verdict_by(
         shared: bus.shared().clone(),
         group,
     };
-    let finished = pipeline.deliver(delivery.clone(), route, false).await;
+    let finished = pipeline.deliver(delivery.clone(), route, already_handled).await;
     finished.settlement.verdict
 }
 
@@ -83,6 +92,15 @@ async fn an_event_that_keeps_crashing_its_process_is_given_up() {
     let verdict_after = async |times| verdict(&crashed(times, true), &handlers).await;
     assert_eq!(verdict_after(3).await, Verdict::Ack);
     assert_eq!(verdict_after(4).await, Verdict::Dead { failure: None });
+}
+
+// conformance: issue-3/idempotent-crash: an event that was handled is never dead-lettered for the crashes of later deliveries.
+#[tokio::test]
+async fn an_event_that_was_handled_is_not_given_up_for_its_crashes() {
+    let handlers = [handler(RetryPolicy::default(), || Ok(()))];
+    let (options, delivery) = (BusOptions::default(), crashed(9, true));
+    let verdict = deliver(options, &delivery, &handlers, true).await;
+    assert_eq!(verdict, Verdict::Ack);
 }
 
 // conformance: rule-3/innocent: an event that was not alone in flight at a crash is never dead-lettered for it.

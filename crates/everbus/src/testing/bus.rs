@@ -264,7 +264,8 @@ impl TestBus {
 
 fn never_ends(moves: usize) -> Error {
     let what = format!("after {moves} moves of the clock something is still due later");
-    Error::new(Code::Timeout, what).hint("a handler that asks to be tried again for ever")
+    Error::new(Code::Timeout, what)
+        .hint("a handler that fails for ever, or a critical one whose dependency stays down")
 }
 
 impl std::fmt::Debug for TestBus {

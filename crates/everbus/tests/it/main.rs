@@ -4,6 +4,7 @@
 
 mod breaker;
 mod config;
+mod configured;
 mod correlation;
 mod dead_letters;
 mod dispatch;
@@ -14,6 +15,7 @@ mod faulty;
 mod handlers;
 mod layers;
 mod logs;
+mod outage;
 mod panics;
 mod pipeline_order;
 mod publish;

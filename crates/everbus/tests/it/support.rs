@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus::{
-    Bus, BusBuilder, DeadLetter, EventState, GroupName, GroupState, HandlerError, HandlerResult,
+    Bus, BusBuilder, BusStats, DeadLetter, EventState, GroupName, GroupState, HandlerError, HandlerResult,
     IntoEvent, ManualClock, Message, Receipt, Recorded, RetryPolicy,
 };
 use tokio::sync::mpsc;
@@ -128,6 +128,16 @@ pub(crate) async fn given_up(bus: &Bus, event: impl IntoEvent) -> DeadLetter {
     let mut letters = bus.dead_letters().get(receipt.id()).await.unwrap();
     assert_eq!(letters.len(), 1, "{letters:?}");
     letters.remove(0)
+}
+
+/// The numbers, once everything that was settled is counted: that comes a moment later.
+pub(crate) async fn counted(bus: &Bus) -> BusStats {
+    eventually("everything is counted", || async {
+        let groups = bus.stats().groups;
+        groups.values().all(|group| group.queue_depth == 0)
+    })
+    .await;
+    bus.stats()
 }
 
 /// The events in the log that match a pattern, in order.

@@ -1,9 +1,10 @@
-//! What the compiler says about a wrong `#[event(…)]` and about publishing what is no event, word for
-//! word.
+//! What the compiler says about a wrong `#[event(…)]`, about publishing what is no event and about a
+//! function that is no handler, word for word.
 //!
 //! After a deliberate change, `TRYBUILD=overwrite cargo test -p everbus-macros` writes the snapshots
 //! anew; read them before keeping them.
 
+// conformance: issue-3/handler-compile-errors: a function that is no handler is a compile error that says why and what to do.
 // conformance: issue-3/typed-compile-errors: a wrong attribute is a compile error at the place of the mistake that says what to do.
 #[test]
 fn mistakes_are_pointed_at_with_advice() {

@@ -328,4 +328,10 @@ pub async fn a_refused_follow_up_undoes_the_effect<H: Harness>(harness: H) {
     }
     stage.ack(&delivery).await;
     nothing(&mut consumer).await;
+    // A type that was new to the refused settlement is as new as before.
+    let later = stage.publish("mail.drafted").await;
+    if stage.has_log() {
+        let found = stage.log().find(later.id).await.unwrap();
+        assert_eq!(found[0].event.event_type(), "mail.drafted");
+    }
 }

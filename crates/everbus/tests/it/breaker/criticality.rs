@@ -5,7 +5,7 @@ use everbus::{BreakerPolicy, Bus, Criticality, EventState, FailureKind, Router, 
 use super::{Dependency, OPEN_FOR, alerts, call, closed, opened};
 use crate::handlers::answers::skip_reason;
 use crate::support::{
-    Lab, given_up, handled, is_done, on_every_durable_engine, on_every_engine, state_in,
+    counted,     Lab, given_up, handled, is_done, on_every_durable_engine, on_every_engine, state_in,
 };
 
 /// A group of this criticality whose breaker has just been opened by one failure.
@@ -40,7 +40,7 @@ async fn a_standard_event_is_dead_lettered_for_later() {
         assert_eq!(alert["dependency"], "mail");
         assert_eq!(alert["severity"], "warning");
         assert_eq!(alert["criticality"], "standard");
-        let stats = bus.stats();
+        let stats = counted(&bus).await;
         let of_a = &stats.types["a"];
         assert_eq!((of_a.breaker_rejections, of_a.dead_lettered), (1, 1));
         assert_eq!(of_a.failed, 1, "a rejection is no failed attempt");
@@ -69,7 +69,7 @@ async fn a_best_effort_event_is_skipped_and_counted() {
         let receipt = handled(&bus, ("a", 7)).await;
         assert!(is_done(&bus, receipt.seq(), "g").await);
         assert!(dependency.attempts_for(7).is_empty());
-        let stats = bus.stats();
+        let stats = counted(&bus).await;
         let of_g = &stats.groups[&"g".parse().unwrap()];
         assert_eq!((of_g.skipped.best_effort, of_g.skipped.total()), (1, 1));
         assert_eq!((of_g.handled, of_g.dead_lettered), (0, 0));

@@ -49,6 +49,11 @@ fn what_is_no_configuration_file_is_refused() {
         (directory.path().to_owned(), "this is a directory"),
         (huge, "larger than 1 MiB"),
         (too_large, "larger than 1 MiB"),
+        // What is read of it ends inside a character.
+        (
+            write("umlauts.yaml", "ä".repeat(600_000).as_bytes()),
+            "umlauts.yaml: the file is larger than 1 MiB",
+        ),
         (
             write("nul.yaml", b"broker:\n  \0"),
             "nul.yaml:2:3: this is not a text: there is a NUL byte",

@@ -1,0 +1,131 @@
+//! What a configuration file says takes effect on the handlers of a bus.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use everbus::{
+    BreakerPolicy, BreakerState, Bus, Clock, Code, Config, FailureKind, HandlerError, Message, Router, to,
+};
+use serde_json::json;
+
+use crate::support::{Lab, eventually, on_every_engine};
+
+const FILE: &str = "
+streams:
+  overrides:
+    'orders:order-placed': {maxlen: 2, on_full: reject}
+consumers:
+  mail:
+    stream: orders:order-placed
+    criticality: standard
+    circuit_breaker: {fail_max: 2, timeout_duration: 10}
+    retry: {max_attempts: 2, backoff_multiplier: 7, backoff_max: 100}
+    processing_timeout: 20
+backpressure:
+  max_staleness_ms:
+    'signals:price-update': 5000
+";
+
+async fn open(lab: &Lab) -> Bus {
+    let config = Config::parse(FILE, "everbus.yaml").unwrap();
+    let engine = lab.open().await.engine().clone();
+    lab.builder().config(&config).with_engine(engine).unwrap()
+}
+
+// conformance: framework/config-applied: the file's retry, timeout, breaker and criticality hold for the handlers of its consumer, over what the program says.
+#[tokio::test]
+async fn the_settings_of_a_consumer_hold_for_its_handlers() {
+    on_every_engine(|lab| async move {
+        let bus = open(&lab).await;
+        let allowed = Arc::new(AtomicU32::new(0));
+        let seen = allowed.clone();
+        let handler = move |m: Message| {
+            seen.store(m.max_attempts(), Ordering::SeqCst);
+            let left = m.deadline().saturating_duration_since(tokio::time::Instant::now());
+            async move {
+                assert!(left > Duration::from_secs(10), "the file says 20 s");
+                Err::<(), _>(HandlerError::new("mail server not reached"))
+            }
+        };
+        let route = to(handler).group("mail").timeout(Duration::from_secs(1));
+        bus.mount(Router::new().on("orders.order.*", route)).await.unwrap();
+        bus.start().await.unwrap();
+        let first = bus.publish(("orders.order.placed", 1)).await.unwrap();
+        let waiting = || async {
+            let states = bus.log().unwrap().states(first.seq()).await.unwrap();
+            states[0].due_at
+        };
+        eventually("the first attempt failed", || async { waiting().await.is_some() }).await;
+        assert_eq!(allowed.load(Ordering::SeqCst), 2);
+        let wait = waiting().await.unwrap().since(first.received_at());
+        assert_eq!(wait, Duration::from_secs(7));
+        lab.clock.advance(wait);
+        let settled = first.settled().await.unwrap();
+        assert_eq!(settled.dead_lettered.len(), 1);
+
+        // Two failures opened the breaker; a standard consumer's events go to the dead letters.
+        let breaker = bus.breakers().remove(0);
+        assert_eq!(breaker.name, "mail");
+        assert!(matches!(breaker.state, BreakerState::Open { .. }), "{breaker:?}");
+        let second = bus.publish(("orders.order.placed", 2)).await.unwrap();
+        second.settled().await.unwrap();
+        let letters = bus.dead_letters().list().await.unwrap();
+        let kinds: Vec<_> = letters.iter().map(|l| l.failures[l.failures.len() - 1].kind).collect();
+        assert_eq!(kinds, [FailureKind::Rejected, FailureKind::Error]);
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+}
+
+// conformance: framework/config-applied: the file's caps and staleness hold for its streams.
+#[tokio::test]
+async fn caps_and_staleness_of_the_file_hold_for_its_streams() {
+    on_every_engine(|lab| async move {
+        let bus = open(&lab).await;
+        let router = Router::new()
+            .group("slow")
+            .on("orders.order.placed", || std::future::pending::<()>())
+            .on("signals.price.update", || async {});
+        bus.mount(router).await.unwrap();
+        for n in 0..2 {
+            bus.publish(("orders.order.placed", n)).await.unwrap();
+        }
+        let refused = bus.publish(("orders.order.placed", 2)).await.unwrap_err();
+        assert_eq!(refused.code(), Code::Backpressure);
+        assert!(refused.to_string().contains("orders.order.placed"), "{refused}");
+        bus.publish(("users.user.created", 1)).await.unwrap();
+
+        let old = everbus::Event::builder("signals.price.update")
+            .occurred_at(lab.clock.now().minus(Duration::from_millis(5001)))
+            .json(&json!(1));
+        bus.start().await.unwrap();
+        bus.publish(old).await.unwrap().settled().await.unwrap();
+        eventually("the skip is counted", || async {
+            bus.stats().types["signals.price.update"].skipped.stale == 1
+        })
+        .await;
+        bus.shutdown_within(Duration::ZERO).await.unwrap();
+    })
+    .await;
+}
+
+// conformance: framework/config-breaker-default: what the file does not say of a breaker is the program's to say, and the default if it says nothing.
+#[tokio::test]
+async fn the_program_may_say_what_the_file_leaves_out() {
+    let file = "consumers: {mail: {stream: 'a:b'}, other: {stream: 'a:b'}}";
+    let config = Config::parse(file, "everbus.yaml").unwrap();
+    let bus = Bus::builder().config(&config).open("memory:").await.unwrap();
+    let fail = |_: Message| async { Err::<(), _>(HandlerError::permanent("no")) };
+    let own = BreakerPolicy::default().fail_max(1);
+    let router = Router::new()
+        .on("a.b", to(fail).group("mail").breaker(own))
+        .on("a.b", to(fail).group("other"));
+    bus.mount(router).await.unwrap();
+    bus.start().await.unwrap();
+    let receipt = bus.publish(("a.b", 1)).await.unwrap();
+    receipt.settled().await.unwrap();
+    let states: Vec<_> = bus.breakers().iter().map(|b| b.state == BreakerState::Closed).collect();
+    assert_eq!(states, [false, true], "one failure opens mail's own breaker, not the default one");
+    bus.shutdown().await.unwrap();
+}

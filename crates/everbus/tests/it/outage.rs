@@ -1,0 +1,74 @@
+//! A long outage of what a critical group depends on: its events wait, however long it takes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
+
+use everbus::{BreakerPolicy, HandlerError, Message};
+
+use crate::support::{eventually, on_every_engine};
+
+const EVENTS: usize = 8;
+const PROBES: u32 = 12;
+
+// conformance: issue-3/critical-outage: failed probes of a critical group use up no attempts; nothing is dead-lettered for an outage, and everything is handled after it.
+#[tokio::test]
+async fn an_outage_of_many_probes_dead_letters_nothing() {
+    on_every_engine(|lab| async move {
+        let (down, calls) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicU32::new(0)));
+        let bus = lab.open().await;
+        let (is_down, called) = (down.clone(), calls.clone());
+        bus.subscribe("order.placed")
+            .group("mail")
+            .concurrency(1)
+            .breaker(BreakerPolicy::default())
+            .handler(move |_: Message| {
+                let (is_down, called) = (is_down.clone(), called.clone());
+                async move {
+                    called.fetch_add(1, Ordering::SeqCst);
+                    if is_down.load(Ordering::SeqCst) {
+                        return Err(HandlerError::new("mail server not reached"));
+                    }
+                    Ok(())
+                }
+            })
+            .await
+            .unwrap();
+        bus.start().await.unwrap();
+        let events = (0..EVENTS).map(|n| ("order.placed", n));
+        let receipts = bus.publish_batch(events).await.unwrap();
+        let calls_reach = async |wanted: u32| {
+            eventually("the handler is called", || async {
+                calls.load(Ordering::SeqCst) >= wanted
+            })
+            .await;
+        };
+        calls_reach(5).await;
+        for probe in 1..=PROBES {
+            eventually("the breaker is open", || async {
+                matches!(bus.breakers()[0].state, everbus::BreakerState::Open { .. })
+            })
+            .await;
+            assert_eq!(calls.load(Ordering::SeqCst), 4 + probe, "one probe at a time");
+            lab.clock.advance(Duration::from_secs(31));
+            calls_reach(5 + probe).await;
+        }
+        assert_eq!(bus.dead_letters().list().await.unwrap(), []);
+        down.store(false, Ordering::SeqCst);
+        for receipt in &receipts {
+            let settled = async {
+                loop {
+                    lab.clock.advance(Duration::from_secs(31));
+                    let wait = Duration::from_millis(100);
+                    if let Ok(settled) = receipt.settled_within(wait).await {
+                        return settled;
+                    }
+                }
+            };
+            let settled = tokio::time::timeout(Duration::from_secs(30), settled).await;
+            assert_eq!(settled.unwrap().dead_lettered, []);
+        }
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+}
