@@ -79,7 +79,7 @@ fn test(arguments: &[String]) -> Result<(), Failed> {
         }
     }
     tools::install()?;
-    let tests = Cargo::new(&["test", "--workspace"]).run_tests();
+    let tests = Cargo::new(&["test", "--workspace", "--all-features"]).run_tests();
     let table = conformance::check(&root());
     let chaos = if campaign && tests.is_ok() {
         chaos_for(60)
@@ -147,6 +147,7 @@ fn ci(arguments: &[String]) -> Result<(), Failed> {
     let lint = [
         "clippy",
         "--workspace",
+        "--all-features",
         "--all-targets",
         "--",
         "--deny",

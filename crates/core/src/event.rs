@@ -168,10 +168,7 @@ impl TraceContext {
         let (version, trace, parent, flags) =
             (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
         let hex = |text: &str, digits: usize| {
-            text.len() == digits
-                && text
-                    .bytes()
-                    .all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+            text.len() == digits && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
         };
         let given = |text: &str| text.bytes().any(|b| b != b'0');
         let whole = version != "00" || parts.next().is_none();

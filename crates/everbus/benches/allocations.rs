@@ -1,5 +1,11 @@
 //! How often an event allocates between the memory engine and back.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a measurement that cannot be made ends here, and its figures are printed"
+)]
+
 mod common;
 
 use common::{Layers, Prepared, runtime};

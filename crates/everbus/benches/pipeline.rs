@@ -1,5 +1,11 @@
 //! What an event costs between the memory engine and back, over a bare call of its handler.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a measurement that cannot be made ends here, and its figures are printed"
+)]
+
 mod common;
 
 use std::time::Instant;

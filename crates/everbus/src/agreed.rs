@@ -124,7 +124,11 @@ impl Agreed {
         if let Some(wants) = asked.ordered
             && wants != *ordered
         {
-            let (one, other) = if wants { (by.as_str(), name) } else { (name, by.as_str()) };
+            let (one, other) = if wants {
+                (by.as_str(), name)
+            } else {
+                (name, by.as_str())
+            };
             return conflict(format!("{one:?} is not ordered and {other:?} is"));
         }
         if let (Some(number), Some((agreed, by))) = (asked.concurrency, &self.concurrency)

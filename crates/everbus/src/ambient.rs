@@ -60,11 +60,13 @@ async fn within<F: Future>(change: impl FnOnce(&mut Ambient), future: F) -> F::O
 /// The correlation id that surrounds this task, if there is one.
 pub fn correlation_id() -> Option<String> {
     AMBIENT
-        .try_with(|ambient| match (&ambient.correlation_id, &ambient.handling) {
-            (Some(id), _) => Some(id.to_string()),
-            (None, Some(record)) => Some(record.event.correlation_id().into_owned()),
-            (None, None) => None,
-        })
+        .try_with(
+            |ambient| match (&ambient.correlation_id, &ambient.handling) {
+                (Some(id), _) => Some(id.to_string()),
+                (None, Some(record)) => Some(record.event.correlation_id().into_owned()),
+                (None, None) => None,
+            },
+        )
         .ok()
         .flatten()
 }
@@ -98,7 +100,10 @@ pub(crate) fn inherit(event: Event, source: Option<&Arc<str>>) -> Result<Event> 
     {
         return Err(Error::new(
             Code::InvalidAttribute,
-            format!("the correlation id around this publish has {} bytes", id.len()),
+            format!(
+                "the correlation id around this publish has {} bytes",
+                id.len()
+            ),
         )
         .hint(format!("it has 1 to {MAX_ATTRIBUTE_BYTES} bytes")));
     }

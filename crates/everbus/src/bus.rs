@@ -503,7 +503,6 @@ impl Bus {
     pub(crate) fn shared(&self) -> &Arc<Shared> {
         &self.inner.shared
     }
-
 }
 
 fn no_answer() -> Error {

@@ -90,7 +90,10 @@ impl Circuits {
 
     pub(crate) fn infos(&self) -> Vec<BreakerInfo> {
         let breakers = lock(&self.breakers);
-        breakers.values().map(|(breaker, _)| breaker.info()).collect()
+        breakers
+            .values()
+            .map(|(breaker, _)| breaker.info())
+            .collect()
     }
 
     fn wake(&self) {
@@ -131,7 +134,9 @@ impl Shared {
                 });
                 return;
             }
-            Change::Opened { until, failures, .. } => {
+            Change::Opened {
+                until, failures, ..
+            } => {
                 guard::log(|| match criticality {
                     Criticality::Critical => {
                         tracing::error!(target: "everbus::breaker", resilience_event = "circuit_breaker_opened", dependency, %group, failures, %until, severity, "the circuit breaker opened");

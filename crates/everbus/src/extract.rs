@@ -286,7 +286,13 @@ impl<S: Clone + Send + Sync + 'static> FromMessage for State<S> {
     }
 
     fn optional(message: &Message) -> Result<Option<Self>, HandlerError> {
-        Ok(message.handler().traits.states.get::<S>().cloned().map(Self))
+        Ok(message
+            .handler()
+            .traits
+            .states
+            .get::<S>()
+            .cloned()
+            .map(Self))
     }
 
     fn needs(needs: &mut Needs) {

@@ -127,7 +127,10 @@ mod tests {
     #[tokio::test]
     async fn what_a_request_publishes_carries_its_ids() {
         let (correlation, trace, shown) = published(Some("request-7")).await;
-        assert_eq!((correlation.as_str(), shown.as_str()), ("request-7", "request-7"));
+        assert_eq!(
+            (correlation.as_str(), shown.as_str()),
+            ("request-7", "request-7")
+        );
         assert_eq!(trace.unwrap().traceparent, TRACEPARENT);
     }
 

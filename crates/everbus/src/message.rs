@@ -4,7 +4,9 @@ use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use everbus_core::{Code, Delivery, Error, Event, Failure, GroupName, IntoEvent, Recorded, Timestamp};
+use everbus_core::{
+    Code, Delivery, Error, Event, Failure, GroupName, IntoEvent, Recorded, Timestamp,
+};
 use tokio::time::Instant;
 
 use crate::ambient;

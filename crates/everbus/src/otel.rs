@@ -1,10 +1,8 @@
 //! OpenTelemetry: between the trace context of an event and the spans of `tracing`.
 
 use everbus_core::TraceContext;
-use opentelemetry::trace::{
-    SpanContext, SpanId, TraceContextExt, TraceFlags, TraceId, TraceState,
-};
 use opentelemetry::Context;
+use opentelemetry::trace::{SpanContext, SpanId, TraceContextExt, TraceFlags, TraceId, TraceState};
 use tracing::Span;
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
@@ -44,5 +42,11 @@ fn parse(trace: &TraceContext) -> Option<SpanContext> {
     let flags = u8::from_str_radix(parts.next()?, 16).ok()?;
     let state = trace.tracestate.as_deref().unwrap_or_default();
     let state = state.parse().unwrap_or_else(|_| TraceState::default());
-    Some(SpanContext::new(trace_id, span_id, TraceFlags::new(flags), true, state))
+    Some(SpanContext::new(
+        trace_id,
+        span_id,
+        TraceFlags::new(flags),
+        true,
+        state,
+    ))
 }

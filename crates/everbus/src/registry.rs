@@ -83,7 +83,11 @@ impl Registry {
         let schemas = schemas_with(&shared.schemas(), &resolved)?;
         let mut known = self.known.clone();
         known.extend(resolved.known_types());
-        known.extend(schemas.iter().map(|(event_type, _, _)| event_type.to_owned()));
+        known.extend(
+            schemas
+                .iter()
+                .map(|(event_type, _, _)| event_type.to_owned()),
+        );
         let mut matched = known.clone();
         if !known.is_empty() {
             matched.extend([OPENED, CLOSED].map(str::to_owned));

@@ -44,7 +44,9 @@ impl Request {
             if consumer.concerns(&group, &pattern) {
                 settings = consumer.settings.clone().over(&settings);
                 // A consumer of the file has a breaker unless somebody says otherwise.
-                settings.breaker.get_or_insert(Some(BreakerPolicy::default()));
+                settings
+                    .breaker
+                    .get_or_insert(Some(BreakerPolicy::default()));
             }
         }
         let name = agreed.join(&Asked {
@@ -95,8 +97,7 @@ impl ConsumerOverride {
     /// Whether a subscription is the consumer that the file speaks of.
     pub(crate) fn concerns(&self, group: &GroupName, pattern: &Pattern) -> bool {
         // The file may name the stream of a handler, or one that the handler's pattern covers.
-        self.group == *group
-            && (*pattern == self.pattern || pattern.matches(self.pattern.as_str()))
+        self.group == *group && (*pattern == self.pattern || pattern.matches(self.pattern.as_str()))
     }
 }
 

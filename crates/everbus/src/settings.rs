@@ -66,7 +66,9 @@ impl Settings {
     }
 
     pub(crate) fn retry_policy(&self, defaults: RetryPolicy) -> RetryPolicy {
-        self.retry.iter().fold(defaults, |policy, change| change(policy))
+        self.retry
+            .iter()
+            .fold(defaults, |policy, change| change(policy))
     }
 }
 
@@ -183,7 +185,9 @@ macro_rules! setters {
             <L::Service as tower_service::Service<$crate::Message>>::Error: Into<$crate::BoxError>,
             <L::Service as tower_service::Service<$crate::Message>>::Future: Send,
         {
-            self.settings.layers.push($crate::layers::AnyLayer::new(layer));
+            self.settings
+                .layers
+                .push($crate::layers::AnyLayer::new(layer));
             self
         }
     };

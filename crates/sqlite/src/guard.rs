@@ -4,6 +4,9 @@
 //! about every statement that is prepared; while an effect runs, those that would end the transaction,
 //! change how the connection works or touch the tables of Everbus are refused. Statements are prepared
 //! once, so this costs the engine nothing in its daily work.
+//!
+//! It guards against mistakes, not against malice: a statement with the very text of one of the
+//! engine's own would be found in the cache of prepared statements, where nobody asks again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -152,7 +152,10 @@ async fn seen(engine: &Engine, recent: u64) -> Outcome<Vec<Channel>> {
     Ok(types
         .map(|(event_type, versions)| Channel {
             event_type,
-            versions: versions.into_iter().map(|version| (version, None)).collect(),
+            versions: versions
+                .into_iter()
+                .map(|version| (version, None))
+                .collect(),
         })
         .collect())
 }

@@ -26,7 +26,10 @@ fn document(shop: &Shop, args: &[&str]) -> Value {
 fn a_configuration_and_its_file_are_described_together() {
     let shop = Shop::new();
     std::fs::write(shop.path("everbus.yaml"), CONFIG).unwrap();
-    let alone = document(&shop, &["asyncapi", "--config", "everbus.yaml", "--title", "Shop"]);
+    let alone = document(
+        &shop,
+        &["asyncapi", "--config", "everbus.yaml", "--title", "Shop"],
+    );
     assert_eq!(alone["asyncapi"], "3.0.0");
     assert_eq!(alone["info"]["title"], "Shop");
     for (address, there) in [
@@ -37,7 +40,10 @@ fn a_configuration_and_its_file_are_described_together() {
         assert_eq!(alone["channels"].get(address).is_some(), there, "{alone}");
     }
     let operations = alone["operations"].as_object().unwrap();
-    let mail = operations.values().find(|o| o["action"] == "receive").unwrap();
+    let mail = operations
+        .values()
+        .find(|o| o["action"] == "receive")
+        .unwrap();
     assert_eq!(mail["x-everbus-criticality"], "standard", "{mail}");
 
     assert_eq!(shop.run(&["publish", "users.user.created", "{}"]).code, 0);

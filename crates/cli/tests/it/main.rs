@@ -2,9 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod asyncapi;
 mod basics;
 mod bench;
-mod asyncapi;
 mod config;
 mod demo;
 mod dlq;

@@ -50,7 +50,9 @@ impl Prepared {
                 .max_staleness(Duration::from_secs(3600))
                 .breaker(BreakerPolicy::default());
         }
-        bus.mount(Router::new().on("bench.event", route)).await.unwrap();
+        bus.mount(Router::new().on("bench.event", route))
+            .await
+            .unwrap();
         let mut last = None;
         for _ in 0..events.div_ceil(1000) {
             let receipts = bus.publish_batch((0..1000).map(|_| event())).await.unwrap();
@@ -73,7 +75,10 @@ impl Prepared {
 }
 
 pub(crate) fn event() -> Event {
-    Event::builder("bench.event").payload(&b"{\"order\":42}"[..]).build().unwrap()
+    Event::builder("bench.event")
+        .payload(&b"{\"order\":42}"[..])
+        .build()
+        .unwrap()
 }
 
 /// Calls the same handler `events` times and does nothing else.
@@ -88,4 +93,3 @@ pub(crate) async fn bare(events: u64) {
     }
     assert_eq!(done.load(Ordering::Relaxed), events);
 }
-

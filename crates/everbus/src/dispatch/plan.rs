@@ -40,7 +40,11 @@ pub(super) enum Gate {
 }
 
 impl Plan {
-    pub(crate) fn new(handlers: &[Arc<Registered>], concurrency: usize, options: &BusOptions) -> Self {
+    pub(crate) fn new(
+        handlers: &[Arc<Registered>],
+        concurrency: usize,
+        options: &BusOptions,
+    ) -> Self {
         let longest = handlers.iter().map(|handler| handler.timeout).max();
         Self {
             handlers: handlers.to_vec(),

@@ -216,7 +216,11 @@ impl Queue {
         let mut state = self.state();
         state.stopping = true;
         let State { waiting, done, .. } = &mut *state;
-        done.extend(waiting.drain(..).map(|work| work.given_back(Duration::ZERO)));
+        done.extend(
+            waiting
+                .drain(..)
+                .map(|work| work.given_back(Duration::ZERO)),
+        );
         drop(state);
         self.idle.close();
         self.outcomes.notify_one();
@@ -226,7 +230,11 @@ impl Queue {
     pub(super) fn give_back_waiting(&self) {
         let mut state = self.state();
         let State { waiting, done, .. } = &mut *state;
-        done.extend(waiting.drain(..).map(|work| work.given_back(Duration::ZERO)));
+        done.extend(
+            waiting
+                .drain(..)
+                .map(|work| work.given_back(Duration::ZERO)),
+        );
         drop(state);
         self.outcomes.notify_one();
     }
@@ -310,7 +318,11 @@ impl Queue {
         let waiting = state.waiting.iter().map(|work| &work.delivery.lease);
         let running = state.running.iter().flatten();
         let sending = state.sending.iter().flat_map(|batch| batch.iter());
-        let settling = state.done.iter().chain(sending).map(|f| &f.settlement.lease);
+        let settling = state
+            .done
+            .iter()
+            .chain(sending)
+            .map(|f| &f.settlement.lease);
         waiting.chain(running).chain(settling).cloned().collect()
     }
 }

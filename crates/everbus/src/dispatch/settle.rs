@@ -142,7 +142,10 @@ impl Runner {
         for event in &settlement.follow_ups {
             self.shared.stats.publishing(event.type_arc()).published(1);
         }
-        let in_effect = finished.case.as_ref().and_then(|case| case.in_effect.as_ref());
+        let in_effect = finished
+            .case
+            .as_ref()
+            .and_then(|case| case.in_effect.as_ref());
         for event_type in in_effect.map(InEffect::types).unwrap_or_default() {
             self.shared.stats.publishing(&event_type).published(1);
         }

@@ -15,9 +15,7 @@ use crate::message::Message;
 use crate::outcome::{IntoOutcome, Outcome, Returns};
 
 pub(crate) use error::Answer;
-pub use error::{
-    BoxError, HandlerError, HandlerResult, handled, permanent, retry_after, skip,
-};
+pub use error::{BoxError, HandlerError, HandlerResult, handled, permanent, retry_after, skip};
 pub(crate) use registered::{Registered, Run, Traits};
 
 /// What a run of a handler comes to.

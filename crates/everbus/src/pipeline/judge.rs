@@ -3,7 +3,9 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use everbus_core::{Clock, Effect, Failure, FailureKind, GroupName, Recorded, RetryPolicy, Verdict};
+use everbus_core::{
+    Clock, Effect, Failure, FailureKind, GroupName, Recorded, RetryPolicy, Verdict,
+};
 
 use super::{Counted, Judged, millis, skipped_as};
 use crate::breaker::{Breaker, Ticket};
@@ -151,9 +153,9 @@ impl Judge<'_> {
 
     /// The breaker of a standard handler is open: the event waits in the dead letters.
     pub(super) fn rejected(&self, handler: &Registered, dependency: &str) -> Judged {
-        let text = format!("the circuit breaker of {dependency:?} was open; the handler did not run");
-        let mut failure =
-            Failure::new(self.attempt, self.clock.now(), FailureKind::Rejected, text);
+        let text =
+            format!("the circuit breaker of {dependency:?} was open; the handler did not run");
+        let mut failure = Failure::new(self.attempt, self.clock.now(), FailureKind::Rejected, text);
         failure.handler = Some(handler.name.clone());
         Judged {
             verdict: Verdict::Dead {

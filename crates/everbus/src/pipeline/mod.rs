@@ -66,10 +66,14 @@ impl Finished {
 /// How a delivery is counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Counted {
-    Handled { took: Duration },
+    Handled {
+        took: Duration,
+    },
     AlreadyHandled,
     Skipped(Skip),
-    Failed { retried: bool },
+    Failed {
+        retried: bool,
+    },
     /// Failed as the probe of a breaker, and given back.
     ProbeFailed,
     /// Dead-lettered without an attempt, by an open breaker.
@@ -349,9 +353,8 @@ impl Pipeline {
                 Err(error) => Err(error.into()),
             };
             let staged = message.take_follow_ups();
-            let result = result.and_then(|outcome| {
-                follow_ups::complete(&self.shared, &message, staged, outcome)
-            });
+            let result = result
+                .and_then(|outcome| follow_ups::complete(&self.shared, &message, staged, outcome));
             let probing = ticket.as_ref().is_some_and(Ticket::is_probe);
             if let Some(ticket) = ticket {
                 match &result {
@@ -375,7 +378,9 @@ impl Pipeline {
                     return self.judge(delivery).probe_failed(handler, &error).into();
                 }
                 Err(error) => {
-                    let judged = self.judge(delivery).failed(handler, Some(&handler.name), error);
+                    let judged = self
+                        .judge(delivery)
+                        .failed(handler, Some(&handler.name), error);
                     match judged.verdict {
                         Verdict::Skip { reason } => skipped = skipped.or(Some(reason)),
                         _ => return judged.into(),

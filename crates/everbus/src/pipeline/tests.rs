@@ -81,7 +81,9 @@ async fn deliver(
         shared: bus.shared().clone(),
         group,
     };
-    let finished = pipeline.deliver(delivery.clone(), route, already_handled).await;
+    let finished = pipeline
+        .deliver(delivery.clone(), route, already_handled)
+        .await;
     finished.settlement.verdict
 }
 

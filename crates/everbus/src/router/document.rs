@@ -78,17 +78,21 @@ fn operations(subscription: &Subscription) -> Vec<Operation> {
     let received = Operation {
         group: group.clone(),
         versions: versions.into_iter().collect(),
-        retry: (!settings.retry.is_empty())
-            .then(|| settings.retry_policy(RetryPolicy::default())),
+        retry: (!settings.retry.is_empty()).then(|| settings.retry_policy(RetryPolicy::default())),
         timeout: settings.timeout,
         settings: shown(subscription),
         ..Operation::new(Action::Receive, name.as_str(), pattern)
     };
-    let sent = subscription.route.returns.emits.iter().map(|emitted| Operation {
-        group: group.clone(),
-        versions: vec![emitted.version],
-        ..Operation::new(Action::Send, name.as_str(), emitted.event_type)
-    });
+    let sent = subscription
+        .route
+        .returns
+        .emits
+        .iter()
+        .map(|emitted| Operation {
+            group: group.clone(),
+            versions: vec![emitted.version],
+            ..Operation::new(Action::Send, name.as_str(), emitted.event_type)
+        });
     std::iter::once(received).chain(sent).collect()
 }
 
@@ -101,14 +105,18 @@ fn shown(subscription: &Subscription) -> BTreeMap<String, Value> {
         ("idempotent", settings.idempotent.map(Value::from)),
         ("exactly-once", exactly_once.then(|| Value::from(true))),
         ("dependency", settings.dependency.clone().map(Value::from)),
-        ("criticality", settings.criticality.map(|c| json!(c.as_str()))),
+        (
+            "criticality",
+            settings.criticality.map(|c| json!(c.as_str())),
+        ),
         (
             "max-staleness-ms",
-            settings.max_staleness.map(|age| {
-                Value::from(u64::try_from(age.as_millis()).unwrap_or(u64::MAX))
-            }),
+            settings
+                .max_staleness
+                .map(|age| Value::from(u64::try_from(age.as_millis()).unwrap_or(u64::MAX))),
         ),
     ];
     let said = said.into_iter();
-    said.filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
+    said.filter_map(|(key, value)| Some((key.to_owned(), value?)))
+        .collect()
 }

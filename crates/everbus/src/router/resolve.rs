@@ -39,7 +39,13 @@ impl Resolved {
         let (states, mut upcasts) = (States::default(), Upcasts::default());
         gather_upcasts(&router, &mut upcasts);
         upcasts.check()?;
-        resolved.add(router, "", &Settings::default(), &states, &Arc::new(upcasts))?;
+        resolved.add(
+            router,
+            "",
+            &Settings::default(),
+            &states,
+            &Arc::new(upcasts),
+        )?;
         Ok(resolved)
     }
 
@@ -106,9 +112,10 @@ impl Resolved {
         if known.is_empty() {
             return Vec::new();
         }
-        let lonely = self.subscriptions.iter().filter(|subscription| {
-            !known.iter().any(|name| subscription.pattern.matches(name))
-        });
+        let lonely = self
+            .subscriptions
+            .iter()
+            .filter(|subscription| !known.iter().any(|name| subscription.pattern.matches(name)));
         lonely
             .map(|subscription| {
                 let pattern = subscription.pattern.as_str().to_owned();
@@ -199,7 +206,13 @@ impl Subscription {
                 .hint("add it with Router::with_state"));
             }
         }
-        let required = || self.route.needs.payloads.iter().filter(|need| !need.optional);
+        let required = || {
+            self.route
+                .needs
+                .payloads
+                .iter()
+                .filter(|need| !need.optional)
+        };
         for need in required() {
             if !self.pattern.matches(need.event_type) {
                 return Err(Error::new(

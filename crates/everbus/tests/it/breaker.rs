@@ -108,7 +108,10 @@ async fn critical_events_wait_for_the_breaker_without_an_attempt() {
         bus.mount(router).await.unwrap();
         bus.start().await.unwrap();
         let began = lab.clock.now();
-        let mut receipts = bus.publish_batch((0..EVENTS).map(|n| ("a", n))).await.unwrap();
+        let mut receipts = bus
+            .publish_batch((0..EVENTS).map(|n| ("a", n)))
+            .await
+            .unwrap();
         opened(&bus).await;
         let info = the_breaker(&bus);
         let until = began.plus(OPEN_FOR);
@@ -135,7 +138,11 @@ async fn critical_events_wait_for_the_breaker_without_an_attempt() {
         .await;
         lab.clock.advance(OPEN_FOR - Duration::from_millis(1));
         receipts.push(handled_beside(&bus, EVENTS, &inspect).await);
-        assert_eq!(dependency.attempts(), 5, "not a single call while it is open");
+        assert_eq!(
+            dependency.attempts(),
+            5,
+            "not a single call while it is open"
+        );
 
         // One probe, which fails: 30 s more.
         lab.clock.advance(Duration::from_millis(1));
@@ -162,7 +169,10 @@ async fn critical_events_wait_for_the_breaker_without_an_attempt() {
         let burnt: u32 = each.map(|attempts| attempts.last().unwrap() - 1).sum();
         assert_eq!(burnt, 5);
         let alert = &alerts(&bus, "system.circuit_closed", 1).await[0];
-        assert_eq!((&alert["dependency"], &alert["group"]), (&"g".into(), &"g".into()));
+        assert_eq!(
+            (&alert["dependency"], &alert["group"]),
+            (&"g".into(), &"g".into())
+        );
         alerts(&bus, "system.circuit_opened", 1).await;
         bus.shutdown().await.unwrap();
     })
@@ -198,7 +208,9 @@ async fn what_the_breaker_does_is_logged_with_its_dependency() {
             .breaker(BreakerPolicy::default().fail_max(1))
             .criticality(everbus::Criticality::BestEffort);
         let router = Router::new().on("a", route).group("g");
-        bus.mount(router.with_state(dependency.clone())).await.unwrap();
+        bus.mount(router.with_state(dependency.clone()))
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         let failed = bus.publish(("a", 1)).await.unwrap();
         opened(&bus).await;
@@ -208,7 +220,10 @@ async fn what_the_breaker_does_is_logged_with_its_dependency() {
         failed.settled().await.unwrap();
         closed(&bus).await;
         let logged = lines(|line| line.field("dependency") == Some(&name));
-        let events: Vec<&str> = logged.iter().filter_map(|l| l.field("resilience_event")).collect();
+        let events: Vec<&str> = logged
+            .iter()
+            .filter_map(|l| l.field("resilience_event"))
+            .collect();
         let expected = [
             "circuit_breaker_opened",
             "circuit_breaker_rejected",
@@ -217,7 +232,10 @@ async fn what_the_breaker_does_is_logged_with_its_dependency() {
         assert_eq!(events, expected);
         let line = &logged[1];
         assert_eq!(line.level, Level::WARN);
-        assert_eq!(line.field("event_id"), Some(rejected.id().to_string().as_str()));
+        assert_eq!(
+            line.field("event_id"),
+            Some(rejected.id().to_string().as_str())
+        );
         assert_eq!(line.field("event_type"), Some("a"));
         assert_eq!(line.field("group"), Some("g"));
         assert_eq!(line.field("criticality"), Some("best_effort"));
@@ -284,7 +302,9 @@ async fn a_dependency_that_is_called_like_a_group_has_its_own_breaker() {
         bus.start().await.unwrap();
         let failed = bus.publish(("b", 1)).await.unwrap();
         eventually("one of them opens", || async {
-            bus.breakers().iter().any(|b| b.state != BreakerState::Closed)
+            bus.breakers()
+                .iter()
+                .any(|b| b.state != BreakerState::Closed)
         })
         .await;
         let waits = bus.publish(("b", 2)).await.unwrap();
@@ -319,7 +339,11 @@ async fn what_says_nothing_about_the_dependency_does_not_open_the_breaker() {
             .map(|()| ("never", 1))
         };
         let policy = BreakerPolicy::default().fail_max(3);
-        bus.subscribe("a").breaker(policy).to(handler).await.unwrap();
+        bus.subscribe("a")
+            .breaker(policy)
+            .to(handler)
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         for _ in 0..5 {
             for harmless in ["text".into(), Value::from(0)] {
@@ -330,7 +354,12 @@ async fn what_says_nothing_about_the_dependency_does_not_open_the_breaker() {
         let info = the_breaker(&bus);
         assert_eq!((info.state, info.failures), (BreakerState::Closed, 0));
         for n in 1..=2 {
-            bus.publish(("a", n)).await.unwrap().settled().await.unwrap();
+            bus.publish(("a", n))
+                .await
+                .unwrap()
+                .settled()
+                .await
+                .unwrap();
         }
         assert_eq!(the_breaker(&bus).failures, 2);
         bus.publish(("a", 3)).await.unwrap();
@@ -368,7 +397,10 @@ async fn a_transaction_that_fails_counts_for_the_breaker() {
     }
     // The probe is decided by the transaction, not by the handler.
     lab.clock.advance(OPEN_FOR);
-    eventually("the probe has failed", || async { the_breaker(&bus).failures == 4 }).await;
+    eventually("the probe has failed", || async {
+        the_breaker(&bus).failures == 4
+    })
+    .await;
     opened(&bus).await;
     dependency.works(true);
     lab.clock.advance(OPEN_FOR);
@@ -436,7 +468,9 @@ async fn a_shutdown_while_the_breaker_is_open_neither_hangs_nor_loses() {
             let bus = lab.open().await;
             let route = to(call).breaker(BreakerPolicy::default().fail_max(2));
             let router = Router::new().on("a", route).group("g").concurrency(1);
-            bus.mount(router.with_state(dependency.clone())).await.unwrap();
+            bus.mount(router.with_state(dependency.clone()))
+                .await
+                .unwrap();
             bus.start().await.unwrap();
             bus
         };

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use everbus::{
-    BreakerPolicy, BreakerState, Bus, Clock, Code, Config, FailureKind, HandlerError, Message, Router, to,
+    BreakerPolicy, BreakerState, Bus, Clock, Code, Config, FailureKind, HandlerError, Message,
+    Router, to,
 };
 use serde_json::json;
 
@@ -42,21 +43,28 @@ async fn the_settings_of_a_consumer_hold_for_its_handlers() {
         let seen = allowed.clone();
         let handler = move |m: Message| {
             seen.store(m.max_attempts(), Ordering::SeqCst);
-            let left = m.deadline().saturating_duration_since(tokio::time::Instant::now());
+            let left = m
+                .deadline()
+                .saturating_duration_since(tokio::time::Instant::now());
             async move {
                 assert!(left > Duration::from_secs(10), "the file says 20 s");
                 Err::<(), _>(HandlerError::new("mail server not reached"))
             }
         };
         let route = to(handler).group("mail").timeout(Duration::from_secs(1));
-        bus.mount(Router::new().on("orders.order.*", route)).await.unwrap();
+        bus.mount(Router::new().on("orders.order.*", route))
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         let first = bus.publish(("orders.order.placed", 1)).await.unwrap();
         let waiting = || async {
             let states = bus.log().unwrap().states(first.seq()).await.unwrap();
             states[0].due_at
         };
-        eventually("the first attempt failed", || async { waiting().await.is_some() }).await;
+        eventually("the first attempt failed", || async {
+            waiting().await.is_some()
+        })
+        .await;
         assert_eq!(allowed.load(Ordering::SeqCst), 2);
         let wait = waiting().await.unwrap().since(first.received_at());
         assert_eq!(wait, Duration::from_secs(7));
@@ -67,11 +75,17 @@ async fn the_settings_of_a_consumer_hold_for_its_handlers() {
         // Two failures opened the breaker; a standard consumer's events go to the dead letters.
         let breaker = bus.breakers().remove(0);
         assert_eq!(breaker.name, "mail");
-        assert!(matches!(breaker.state, BreakerState::Open { .. }), "{breaker:?}");
+        assert!(
+            matches!(breaker.state, BreakerState::Open { .. }),
+            "{breaker:?}"
+        );
         let second = bus.publish(("orders.order.placed", 2)).await.unwrap();
         second.settled().await.unwrap();
         let letters = bus.dead_letters().list().await.unwrap();
-        let kinds: Vec<_> = letters.iter().map(|l| l.failures[l.failures.len() - 1].kind).collect();
+        let kinds: Vec<_> = letters
+            .iter()
+            .map(|l| l.failures[l.failures.len() - 1].kind)
+            .collect();
         assert_eq!(kinds, [FailureKind::Rejected, FailureKind::Error]);
         bus.shutdown().await.unwrap();
     })
@@ -93,7 +107,10 @@ async fn caps_and_staleness_of_the_file_hold_for_its_streams() {
         }
         let refused = bus.publish(("orders.order.placed", 2)).await.unwrap_err();
         assert_eq!(refused.code(), Code::Backpressure);
-        assert!(refused.to_string().contains("orders.order.placed"), "{refused}");
+        assert!(
+            refused.to_string().contains("orders.order.placed"),
+            "{refused}"
+        );
         bus.publish(("users.user.created", 1)).await.unwrap();
 
         let old = everbus::Event::builder("signals.price.update")
@@ -115,7 +132,11 @@ async fn caps_and_staleness_of_the_file_hold_for_its_streams() {
 async fn the_program_may_say_what_the_file_leaves_out() {
     let file = "consumers: {mail: {stream: 'a:b'}, other: {stream: 'a:b'}}";
     let config = Config::parse(file, "everbus.yaml").unwrap();
-    let bus = Bus::builder().config(&config).open("memory:").await.unwrap();
+    let bus = Bus::builder()
+        .config(&config)
+        .open("memory:")
+        .await
+        .unwrap();
     let fail = |_: Message| async { Err::<(), _>(HandlerError::permanent("no")) };
     let own = BreakerPolicy::default().fail_max(1);
     let router = Router::new()
@@ -125,7 +146,15 @@ async fn the_program_may_say_what_the_file_leaves_out() {
     bus.start().await.unwrap();
     let receipt = bus.publish(("a.b", 1)).await.unwrap();
     receipt.settled().await.unwrap();
-    let states: Vec<_> = bus.breakers().iter().map(|b| b.state == BreakerState::Closed).collect();
-    assert_eq!(states, [false, true], "one failure opens mail's own breaker, not the default one");
+    let states: Vec<_> = bus
+        .breakers()
+        .iter()
+        .map(|b| b.state == BreakerState::Closed)
+        .collect();
+    assert_eq!(
+        states,
+        [false, true],
+        "one failure opens mail's own breaker, not the default one"
+    );
     bus.shutdown().await.unwrap();
 }

@@ -50,7 +50,9 @@ async fn an_event_takes_the_correlation_id_that_surrounds_its_publish() {
             bus.publish(("outer", 1)).await.unwrap();
             with_correlation_id("inner", async {
                 assert_eq!(correlation_id().as_deref(), Some("inner"));
-                bus.publish_batch([("inner.1", 1), ("inner.2", 1)]).await.unwrap();
+                bus.publish_batch([("inner.1", 1), ("inner.2", 1)])
+                    .await
+                    .unwrap();
             })
             .await;
             bus.publish(("outer.again", 1)).await.unwrap();
@@ -81,7 +83,9 @@ async fn a_correlation_id_that_cannot_be_stored_is_refused() {
     let lab = Lab::new(Kind::Memory);
     let bus = lab.open().await;
     for id in [String::new(), "x".repeat(100_000)] {
-        let error = with_correlation_id(id, bus.publish(("a", 1))).await.unwrap_err();
+        let error = with_correlation_id(id, bus.publish(("a", 1)))
+            .await
+            .unwrap_err();
         assert_eq!(error.code(), Code::InvalidAttribute);
     }
     assert!(published(&bus, "a").await.is_empty());
@@ -101,7 +105,9 @@ async fn what_a_handler_publishes_belongs_to_its_event() {
                 bus.publish(("through.the.bus", 1)).await?;
                 bus.publish_batch([("in.a.batch", 1)]).await?;
                 context.publish(("staged", 1))?;
-                let own = Event::builder("own").correlation_id("else").causation_id("another");
+                let own = Event::builder("own")
+                    .correlation_id("else")
+                    .causation_id("another");
                 bus.publish(own).await?;
                 with_correlation_id("narrower", async {
                     bus.publish(("narrower", 1)).await?;
@@ -113,7 +119,9 @@ async fn what_a_handler_publishes_belongs_to_its_event() {
         };
         bus.subscribe("a").to(handler).await.unwrap();
         bus.start().await.unwrap();
-        let event = Event::builder("a").correlation_id("request-7").trace(trace());
+        let event = Event::builder("a")
+            .correlation_id("request-7")
+            .trace(trace());
         let id = handled(&bus, event).await.id().to_string();
         for (event_type, correlation) in [
             ("through.the.bus", "request-7"),
@@ -146,7 +154,9 @@ async fn what_a_transaction_publishes_belongs_to_its_event() {
         .await
         .unwrap();
     bus.start().await.unwrap();
-    let event = Event::builder("a").correlation_id("request-7").trace(trace());
+    let event = Event::builder("a")
+        .correlation_id("request-7")
+        .trace(trace());
     let id = handled(&bus, event).await.id().to_string();
     let event = the(&bus, "b").await;
     assert_eq!(event.correlation_id(), "request-7");
@@ -190,7 +200,9 @@ async fn a_chain_of_events_is_correlated_from_end_to_end() {
 async fn an_event_carries_the_trace_that_surrounds_its_publish() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
-        with_trace(trace(), bus.publish(("traced", 1))).await.unwrap();
+        with_trace(trace(), bus.publish(("traced", 1)))
+            .await
+            .unwrap();
         bus.publish(("untraced", 1)).await.unwrap();
         let own = TraceContext::parse(&PARENT.replace('7', "8"), None).unwrap();
         let event = Event::builder("own").trace(own.clone());

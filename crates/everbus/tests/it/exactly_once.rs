@@ -16,8 +16,8 @@ use tracing::Level;
 
 use crate::logs::lines_about;
 use crate::support::{
-    counted,     Lab, eventually, fine, handled, is_done, on_every_durable_engine, on_every_engine, published,
-    recorder, wait_for_retry,
+    Lab, counted, eventually, fine, handled, is_done, on_every_durable_engine, on_every_engine,
+    published, recorder, wait_for_retry,
 };
 
 /// Forgets the log, so that an event with the same id is new to the engine, and publishes it again.
@@ -28,7 +28,10 @@ pub(crate) async fn once_more(bus: &Bus, event: EventBuilder) -> Receipt {
     };
     bus.maintenance().unwrap().prune(everything).await.unwrap();
     let receipt = handled(bus, event).await;
-    assert!(!receipt.is_duplicate(), "the engine still had the first one");
+    assert!(
+        !receipt.is_duplicate(),
+        "the engine still had the first one"
+    );
     receipt
 }
 
@@ -59,7 +62,10 @@ async fn what_was_handled_is_not_handled_again() {
         let event = || Event::builder("a").id(id);
         let first = handled(&bus, event()).await;
         assert!(on_record(&bus, "once", &first).await);
-        assert!(!on_record(&bus, "often", &first).await, "nobody asked for it");
+        assert!(
+            !on_record(&bus, "often", &first).await,
+            "nobody asked for it"
+        );
         by_once.next().await;
         by_often.next().await;
         let second = once_more(&bus, event()).await;
@@ -125,7 +131,12 @@ async fn only_what_was_handled_is_remembered() {
                 }
             }
         };
-        bus.subscribe("a").idempotent().group("g").to(handler).await.unwrap();
+        bus.subscribe("a")
+            .idempotent()
+            .group("g")
+            .to(handler)
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         let receipt = bus.publish(("a", false)).await.unwrap();
         let state = wait_for_retry(&bus, receipt.seq(), "g", 1).await;
@@ -300,7 +311,12 @@ async fn without_an_answer_of_the_inbox_nothing_is_handled_or_failed() {
         bus.mount(router).await.unwrap();
         bus.start().await.unwrap();
         let receipt = bus.publish(("a", 1)).await.unwrap();
-        bus.publish(("b", 1)).await.unwrap().settled().await.unwrap();
+        bus.publish(("b", 1))
+            .await
+            .unwrap()
+            .settled()
+            .await
+            .unwrap();
         plainly.next().await;
         eventually("the inbox was asked", || async {
             !silent.asked.lock().unwrap().is_empty()
@@ -315,7 +331,10 @@ async fn without_an_answer_of_the_inbox_nothing_is_handled_or_failed() {
         .await;
         assert_eq!(seen.next().await.attempt(), 1, "no attempt was spent");
         let asked = silent.asked.lock().unwrap().clone();
-        assert!(asked.iter().all(|id| *id == receipt.id()), "only for those that need it");
+        assert!(
+            asked.iter().all(|id| *id == receipt.id()),
+            "only for those that need it"
+        );
         bus.shutdown().await.unwrap();
     })
     .await;

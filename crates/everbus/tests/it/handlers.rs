@@ -195,7 +195,10 @@ async fn an_unknown_version_is_a_dead_letter_at_once() {
             assert_eq!((letter.attempts, letter.failures.len()), (1, 1));
             assert_eq!(letter.failures[0].kind, FailureKind::Version);
             let said = letter.last_error();
-            assert!(said.contains("version 3") && said.contains("known: 2"), "{said}");
+            assert!(
+                said.contains("version 3") && said.contains("known: 2"),
+                "{said}"
+            );
         }
         assert_eq!(runs.get(), 0);
         bus.shutdown().await.unwrap();
@@ -217,11 +220,11 @@ async fn the_version_before_reaches_the_handler_through_an_upcast() {
             }
         });
         // An upcast holds for the whole router, wherever it is said.
-        let router = Router::new().nest("orders", orders_only).upcast(
-            |old: OrderPlacedBefore| OrderPlaced {
+        let router = Router::new()
+            .nest("orders", orders_only)
+            .upcast(|old: OrderPlacedBefore| OrderPlaced {
                 order: old.number + 1000,
-            },
-        );
+            });
         bus.mount(router).await.unwrap();
         bus.start().await.unwrap();
         handled(&bus, OrderPlacedBefore { number: 7 }).await;
@@ -260,7 +263,9 @@ async fn a_payload_that_does_not_fit_is_a_failed_attempt() {
             });
         bus.mount(router).await.unwrap();
         bus.start().await.unwrap();
-        let wrong = Event::builder(OrderPlaced::TYPE).version(2).json("no order");
+        let wrong = Event::builder(OrderPlaced::TYPE)
+            .version(2)
+            .json("no order");
         let wrong = bus.publish(wrong).await.unwrap();
         let number = bus.publish(("number", "seven")).await.unwrap();
         let maybe = bus.publish(("maybe", "seven")).await.unwrap();
@@ -293,7 +298,9 @@ async fn an_optional_payload_is_there_if_its_type_came() {
             let _ = sender.send((placed, cancelled.map(|order| order.0.order)));
             async {}
         };
-        bus.mount(Router::new().on("orders.>", either)).await.unwrap();
+        bus.mount(Router::new().on("orders.>", either))
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         handled(&bus, OrderPlaced { order: 1 }).await;
         handled(&bus, Cancelled { order: 2 }).await;
@@ -382,7 +389,11 @@ async fn the_context_tells_how_long_the_attempt_may_take() {
         assert_eq!(context.remaining(), Duration::from_secs(4));
     };
     let subscribe = bus.subscribe("a").timeout(limit);
-    subscribe.retry(RetryPolicy::never()).to(handler).await.unwrap();
+    subscribe
+        .retry(RetryPolicy::never())
+        .to(handler)
+        .await
+        .unwrap();
     bus.start().await.unwrap();
     handled(&bus, ("a", 1)).await;
 }
@@ -400,7 +411,11 @@ async fn an_extended_attempt_outlives_its_timeout_and_its_lease() {
         assert_eq!(context.attempt(), 1);
     };
     let subscribe = bus.subscribe("a").timeout(Duration::from_secs(1));
-    subscribe.retry(RetryPolicy::never()).to(handler).await.unwrap();
+    subscribe
+        .retry(RetryPolicy::never())
+        .to(handler)
+        .await
+        .unwrap();
     bus.start().await.unwrap();
     let receipt = bus.publish(("a", true)).await.unwrap();
     let settled = receipt.settled_within(Duration::from_secs(600)).await;
@@ -473,4 +488,3 @@ async fn a_panic_in_an_extractor_is_a_failed_attempt() {
     })
     .await;
 }
-

@@ -17,7 +17,7 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::support::{
-    counted,     given_up, handled, is_done, on_every_engine, published, recorder, wait_for_retry,
+    counted, given_up, handled, is_done, on_every_engine, published, recorder, wait_for_retry,
 };
 
 /// What happened, in order.
@@ -135,7 +135,9 @@ async fn layers_run_from_the_outermost_in_and_back_out() {
             inside.note("handler");
             async { ("b", 1) }
         };
-        let route = to(handler).layer(noting("route 1")).layer(noting("route 2"));
+        let route = to(handler)
+            .layer(noting("route 1"))
+            .layer(noting("route 2"));
         let inner = Router::new().on("a", route).layer(noting("inner"));
         let outer = Router::new()
             .merge(inner)
@@ -206,7 +208,10 @@ async fn the_answer_of_a_handler_survives_a_layer() {
         assert!(letter.last_error().contains("for good"));
         let later = bus.publish(("a", "later")).await.unwrap();
         let state = wait_for_retry(&bus, later.seq(), "", 1).await;
-        assert_eq!(state.due_at.unwrap(), everbus::Clock::now(&lab.clock).plus(wait));
+        assert_eq!(
+            state.due_at.unwrap(),
+            everbus::Clock::now(&lab.clock).plus(wait)
+        );
         let skipped = handled(&bus, ("a", "skip")).await;
         assert!(is_done(&bus, skipped.seq(), "").await);
         assert_eq!(counted(&bus).await.types["a"].skipped.handler, 1);

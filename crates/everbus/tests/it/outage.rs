@@ -49,7 +49,11 @@ async fn an_outage_of_many_probes_dead_letters_nothing() {
                 matches!(bus.breakers()[0].state, everbus::BreakerState::Open { .. })
             })
             .await;
-            assert_eq!(calls.load(Ordering::SeqCst), 4 + probe, "one probe at a time");
+            assert_eq!(
+                calls.load(Ordering::SeqCst),
+                4 + probe,
+                "one probe at a time"
+            );
             lab.clock.advance(Duration::from_secs(31));
             calls_reach(5 + probe).await;
         }

@@ -19,7 +19,7 @@ use crate::exactly_once::once_more;
 use crate::layers::{Diary, Noting, layer};
 use crate::logs::{TEST, lines, lines_about};
 use crate::support::{
-    counted,     Lab, fine, given_up, handled, is_done, on_every_engine, published, recorder,
+    Lab, counted, fine, given_up, handled, is_done, on_every_engine, published, recorder,
 };
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -83,22 +83,29 @@ async fn the_inbox_is_asked_before_the_age() {
 async fn the_age_is_asked_before_the_breaker() {
     on_every_engine(|lab| async move {
         let bus = lab.open_impatient().await;
-        let fails = |Json(fails): Json<bool>| async move {
-            (!fails).then_some(()).ok_or("down")
-        };
+        let fails = |Json(fails): Json<bool>| async move { (!fails).then_some(()).ok_or("down") };
         let route = to(fails)
             .breaker(touchy())
             .criticality(Criticality::Standard)
             .max_staleness(60 * SECOND);
-        bus.mount(Router::new().on("a", route).concurrency(1)).await.unwrap();
+        bus.mount(Router::new().on("a", route).concurrency(1))
+            .await
+            .unwrap();
         bus.start().await.unwrap();
-        let fresh = |fails: bool| Event::builder("a").occurred_at(lab.clock.now()).json(&fails);
+        let fresh = |fails: bool| {
+            Event::builder("a")
+                .occurred_at(lab.clock.now())
+                .json(&fails)
+        };
         bus.publish(fresh(true)).await.unwrap();
         opened(&bus).await;
         handled(&bus, old(&lab).json(&false)).await;
         let stats = counted(&bus).await;
         assert_eq!(stats.types["a"].skipped.stale, 1);
-        assert_eq!(stats.types["a"].breaker_rejections, 0, "nobody asked the breaker");
+        assert_eq!(
+            stats.types["a"].breaker_rejections, 0,
+            "nobody asked the breaker"
+        );
 
         // Half-open: the stale one passes by, the next one is the probe.
         lab.clock.advance(30 * SECOND);
@@ -201,7 +208,11 @@ async fn the_layers_are_inside_breaker_staleness_and_inbox() {
         assert_eq!(diary.read().len(), 1);
         once_more(&bus, event()).await;
         handled(&bus, old(&lab).json(&false)).await;
-        assert_eq!(diary.read().len(), 1, "neither known nor stale events reach it");
+        assert_eq!(
+            diary.read().len(),
+            1,
+            "neither known nor stale events reach it"
+        );
         let fresh = Event::builder("a").occurred_at(at).json(&true);
         bus.publish(fresh).await.unwrap();
         opened(&bus).await;
@@ -268,7 +279,10 @@ async fn the_span_is_around_layers_handler_and_judgement() {
         let letter = given_up(&bus, Event::builder("a").correlation_id("request-3")).await;
         let id = letter.event.event.id().to_string();
         let of_test = lines(|line| line.field("mark") == Some(&mark));
-        let places: Vec<_> = of_test.iter().filter_map(|line| line.field("place")).collect();
+        let places: Vec<_> = of_test
+            .iter()
+            .filter_map(|line| line.field("place"))
+            .collect();
         assert_eq!(places, ["before", "handler", "after"]);
         let of_bus = lines_about(&id);
         assert_eq!(of_bus.len(), 1, "the failed attempt: {of_bus:?}");

@@ -99,9 +99,12 @@ async fn the_innermost_setting_holds() {
     bus.mount(outer.merge(Router::new())).await.unwrap();
     bus.mount(Router::new().on("bus", tell)).await.unwrap();
     bus.start().await.unwrap();
-    for (event_type, timeout, attempts) in
-        [("own", 40, 5), ("inner", 30, 4), ("outer", 20, 3), ("bus", 10, 2)]
-    {
+    for (event_type, timeout, attempts) in [
+        ("own", 40, 5),
+        ("inner", 30, 4),
+        ("outer", 20, 3),
+        ("bus", 10, 2),
+    ] {
         handled(&bus, (event_type, 0)).await;
         let told = told.recv().await.unwrap();
         assert_eq!(told, (seconds(timeout), attempts), "{event_type}");
@@ -113,12 +116,15 @@ async fn the_innermost_setting_holds() {
 async fn a_part_of_a_retry_policy_is_changed_and_the_rest_inherited() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
-        let fails = |context: Context| async move { Err::<(), _>(context.max_attempts().to_string()) };
+        let fails =
+            |context: Context| async move { Err::<(), _>(context.max_attempts().to_string()) };
         let inner = Router::new()
             .on("a", to(fails).retry_with(|policy| policy.multiplier(1.0)))
             .retry_with(|policy| policy.max_retries(7));
         let first = RetryPolicy::default().base_delay(Duration::from_secs(5));
-        bus.mount(Router::new().merge(inner).retry(first)).await.unwrap();
+        bus.mount(Router::new().merge(inner).retry(first))
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         let receipt = bus.publish(("a", 0)).await.unwrap();
         for attempt in 1..=3 {
@@ -149,7 +155,9 @@ async fn states_are_shared_and_the_nearest_is_taken() {
             let _ = sender.send((name.0, calls));
             async {}
         };
-        let inner = Router::new().on("inner", tell.clone()).with_state(Name("inner"));
+        let inner = Router::new()
+            .on("inner", tell.clone())
+            .with_state(Name("inner"));
         let router = Router::new()
             .nest("in", inner)
             .on("outer", tell)
@@ -227,7 +235,8 @@ async fn a_router_may_be_mounted_while_the_bus_runs() {
 /// The warnings about patterns of a domain that match nothing.
 fn typos(domain: &str) -> Vec<Line> {
     lines(|line| {
-        line.target == "everbus::router" && line.field("pattern").is_some_and(|p| p.starts_with(domain))
+        line.target == "everbus::router"
+            && line.field("pattern").is_some_and(|p| p.starts_with(domain))
     })
 }
 
@@ -309,11 +318,16 @@ async fn only_what_is_known_can_be_mistyped() {
 async fn what_a_group_s_handlers_emit_is_published_only_if_all_succeed() {
     on_every_engine(|lab| async move {
         let bus = lab.open_impatient().await;
-        let router = Router::new()
-            .on("a", || async { ("b", "first") })
-            .on("a", |Json(fails): Json<bool>| async move {
-                if fails { Err("second fails") } else { Ok(("b", "second")) }
-            });
+        let router = Router::new().on("a", || async { ("b", "first") }).on(
+            "a",
+            |Json(fails): Json<bool>| async move {
+                if fails {
+                    Err("second fails")
+                } else {
+                    Ok(("b", "second"))
+                }
+            },
+        );
         bus.mount(router).await.unwrap();
         bus.start().await.unwrap();
         let letter = given_up(&bus, ("a", true)).await;

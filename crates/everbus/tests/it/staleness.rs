@@ -2,15 +2,14 @@
 
 use std::time::Duration;
 
-use everbus::{
-    BusBuilder, Clock, Event, EventBuilder, HandlerError, Json, Router, Timestamp, to,
-};
+use everbus::{BusBuilder, Clock, Event, EventBuilder, HandlerError, Json, Router, Timestamp, to};
 use tracing::Level;
 
 use crate::handlers::answers::skip_reason;
 use crate::logs::lines_about;
 use crate::support::{
-    counted,     Lab, fine, handled, is_done, on_every_durable_engine, on_every_engine, recorder, wait_for_retry,
+    Lab, counted, fine, handled, is_done, on_every_durable_engine, on_every_engine, recorder,
+    wait_for_retry,
 };
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -28,9 +27,17 @@ async fn an_event_older_than_its_handler_allows_is_skipped() {
         let bus = lab.open_impatient().await;
         let (handler, mut seen) = recorder(fine);
         let subscribe = bus.subscribe("a").group("g").name("prices");
-        subscribe.max_staleness(5 * SECOND).to(handler).await.unwrap();
+        subscribe
+            .max_staleness(5 * SECOND)
+            .to(handler)
+            .await
+            .unwrap();
         bus.start().await.unwrap();
-        let late = handled(&bus, aged(&lab, "a", 5 * SECOND + Duration::from_millis(20))).await;
+        let late = handled(
+            &bus,
+            aged(&lab, "a", 5 * SECOND + Duration::from_millis(20)),
+        )
+        .await;
         assert!(is_done(&bus, late.seq(), "g").await);
         assert!(seen.is_empty(), "the handler did not run");
         let stats = counted(&bus).await;
@@ -111,7 +118,11 @@ async fn a_stream_has_its_limit_in_either_spelling() {
             let (beside, mut others) = recorder(fine);
             let group = bus.subscribe("signals.>").group("g");
             group.to(handler).await.unwrap();
-            bus.subscribe("signals.>").group("h").to(beside).await.unwrap();
+            bus.subscribe("signals.>")
+                .group("h")
+                .to(beside)
+                .await
+                .unwrap();
             bus.start().await.unwrap();
             handled(&bus, aged(&lab, "signals.price.update", 6 * SECOND)).await;
             assert!(seen.is_empty() && others.is_empty(), "spelling {index}");
@@ -121,7 +132,12 @@ async fn a_stream_has_its_limit_in_either_spelling() {
             others.next().await;
             handled(&bus, aged(&lab, "signals.price.update", 4 * SECOND)).await;
             seen.next().await;
-            assert_eq!(counted(&bus).await.types["signals.price.update"].skipped.stale, 2);
+            assert_eq!(
+                counted(&bus).await.types["signals.price.update"]
+                    .skipped
+                    .stale,
+                2
+            );
             // The events themselves may be named either way too.
             let other = bus.subscribe("signals:price-update").group("g");
             let (handler, mut seen) = recorder(fine);
@@ -159,7 +175,10 @@ async fn a_handler_of_its_own_mind_is_not_skipped() {
         assert!(hastily.is_empty());
         // Somebody handled them.
         let stats = counted(&bus).await;
-        assert_eq!((stats.types["a"].handled, stats.types["a"].skipped.total()), (2, 0));
+        assert_eq!(
+            (stats.types["a"].handled, stats.types["a"].skipped.total()),
+            (2, 0)
+        );
         bus.shutdown().await.unwrap();
     })
     .await;
@@ -171,7 +190,11 @@ async fn a_replayed_event_is_never_stale() {
     on_every_engine(|lab| async move {
         let bus = lab.open_impatient().await;
         let (handler, mut seen) = recorder(fine);
-        bus.subscribe("a").max_staleness(SECOND).to(handler).await.unwrap();
+        bus.subscribe("a")
+            .max_staleness(SECOND)
+            .to(handler)
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         let replay = aged(&lab, "a", 1000 * SECOND).meta("replay_of", "the first one");
         handled(&bus, replay).await;
@@ -189,7 +212,11 @@ async fn an_event_may_grow_stale_while_it_waits() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
         let fails = |Json(_): Json<u8>| async { Err::<(), _>(HandlerError::new("down")) };
-        bus.subscribe("a").max_staleness(SECOND / 2).to(fails).await.unwrap();
+        bus.subscribe("a")
+            .max_staleness(SECOND / 2)
+            .to(fails)
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         let event = aged(&lab, "a", Duration::ZERO).json(&1);
         let receipt = bus.publish(event).await.unwrap();
@@ -198,7 +225,10 @@ async fn an_event_may_grow_stale_while_it_waits() {
         let settled = receipt.settled().await.unwrap();
         assert!(settled.dead_lettered.is_empty());
         let stats = counted(&bus).await;
-        assert_eq!((stats.types["a"].failed, stats.types["a"].skipped.stale), (1, 1));
+        assert_eq!(
+            (stats.types["a"].failed, stats.types["a"].skipped.stale),
+            (1, 1)
+        );
         bus.shutdown().await.unwrap();
     })
     .await;

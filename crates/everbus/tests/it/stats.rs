@@ -10,7 +10,8 @@ use everbus::{
 use crate::breaker::opened;
 use crate::exactly_once::once_more;
 use crate::support::{
-    counted,     Kind, Lab, eventually, given_up, handled, on_every_engine, run_out_of_retries, wait_for_retry,
+    Kind, Lab, counted, eventually, given_up, handled, on_every_engine, run_out_of_retries,
+    wait_for_retry,
 };
 
 fn group(name: &str) -> GroupName {
@@ -88,9 +89,7 @@ async fn what_never_reached_a_handler_is_counted_by_its_reason() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
         let touchy = BreakerPolicy::default().fail_max(1);
-        let handler = |Json(fails): Json<bool>| async move {
-            (!fails).then_some(()).ok_or("down")
-        };
+        let handler = |Json(fails): Json<bool>| async move { (!fails).then_some(()).ok_or("down") };
         let route = |criticality| {
             to(handler)
                 .breaker(touchy)
@@ -188,7 +187,10 @@ async fn latencies_have_their_quantiles() {
                 (latency.p99, 99.0),
                 (latency.mean, 50.5),
             ] {
-                assert!(near(value, expected), "{value} is not {expected}: {latency:?}");
+                assert!(
+                    near(value, expected),
+                    "{value} is not {expected}: {latency:?}"
+                );
             }
         }
         bus.shutdown().await.unwrap();
@@ -218,7 +220,12 @@ async fn breakers_are_shown_with_their_state() {
     let bus = lab.open().await;
     let fails = || async { Err::<(), _>("down") };
     let policy = BreakerPolicy::default().fail_max(1);
-    bus.subscribe("a").depends_on("bank").breaker(policy).to(fails).await.unwrap();
+    bus.subscribe("a")
+        .depends_on("bank")
+        .breaker(policy)
+        .to(fails)
+        .await
+        .unwrap();
     bus.start().await.unwrap();
     assert_eq!(bus.stats().breakers[0].state.to_string(), "closed");
     bus.publish(("a", 1)).await.unwrap();

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus::{
-    Bus, BusBuilder, BusStats, DeadLetter, EventState, GroupName, GroupState, HandlerError, HandlerResult,
-    IntoEvent, ManualClock, Message, Receipt, Recorded, RetryPolicy,
+    Bus, BusBuilder, BusStats, DeadLetter, EventState, GroupName, GroupState, HandlerError,
+    HandlerResult, IntoEvent, ManualClock, Message, Receipt, Recorded, RetryPolicy,
 };
 use tokio::sync::mpsc;
 

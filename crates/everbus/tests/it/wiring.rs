@@ -50,7 +50,9 @@ async fn refused(wrong: Router) -> Error {
 // conformance: issue-3/wiring-state: a handler that takes a state that nobody gives is refused when it is mounted.
 #[tokio::test]
 async fn a_state_that_nobody_gives_is_refused() {
-    let router = Router::new().on("a", |_: State<u128>| async {}).with_state(1_u64);
+    let router = Router::new()
+        .on("a", |_: State<u128>| async {})
+        .with_state(1_u64);
     let error = refused(router).await;
     assert_eq!(error.code(), Code::InvalidSetting);
     assert!(error.message().contains("State<u128>"), "{error}");
@@ -69,7 +71,10 @@ async fn a_payload_that_can_never_come_is_refused() {
     let error = refused(router).await;
     assert_eq!(error.code(), Code::InvalidSetting);
     let said = error.message();
-    assert!(said.contains("Placed") && said.contains("orders.order.placed"), "{said}");
+    assert!(
+        said.contains("Placed") && said.contains("orders.order.placed"),
+        "{said}"
+    );
     assert!(error.hint_text().unwrap().contains("orders.order.placed"));
 
     let both = |_: Payload<Placed>, _: Payload<Shipped>| async {};
@@ -96,7 +101,10 @@ async fn a_name_that_is_used_twice_in_a_group_is_refused() {
     assert_eq!(later.unwrap_err().code(), Code::GroupConflict);
     // Another group is another matter.
     let other = twice.clone().group("other");
-    assert_eq!(bus.mount(other).await.unwrap_err().code(), Code::GroupConflict);
+    assert_eq!(
+        bus.mount(other).await.unwrap_err().code(),
+        Code::GroupConflict
+    );
     let other = Router::new().on("b", to(any).name("mail")).group("other");
     bus.mount(other).await.unwrap();
 }
@@ -227,9 +235,10 @@ async fn a_group_of_another_kind_in_the_file_refuses_the_whole_router() {
         let kept = Router::new().on("a", any).group("kept").ordered();
         let ids = bus.mount(kept).await.unwrap();
         bus.unsubscribe(ids[0]).await.unwrap();
-        let router = Router::new()
-            .on("a", to(any).group("new"))
-            .on("a", to(any).group("kept").criticality(Criticality::Standard));
+        let router = Router::new().on("a", to(any).group("new")).on(
+            "a",
+            to(any).group("kept").criticality(Criticality::Standard),
+        );
         let error = bus.mount(router).await.unwrap_err();
         assert_eq!(error.code(), Code::GroupConflict);
         let groups = bus.groups().await.unwrap();

@@ -9,6 +9,7 @@ use std::time::Duration;
 use everbus_core::{
     ConsumeOptions, DROPPED, Engine, Event, Pattern, Retention, Settlement, Verdict,
 };
+use everbus_testkit::chaos::observe::{Place, observe};
 use rusqlite::Connection;
 
 use crate::{consume, declare, eventually, fetch, open, publish, settle};
@@ -258,4 +259,38 @@ async fn a_drop_that_was_rolled_back_never_happened() {
     let mut consumer = consume(&engine, "").await;
     let got = fetch(&mut consumer, 6).await;
     assert_eq!(got[0].record.position, 1);
+}
+
+// conformance: issue-2/checker-dropped: the checker finds a dropped event skipped with its reason, in that one place
+#[tokio::test]
+async fn the_checker_finds_a_dropped_event_in_one_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.db");
+    let engine = open(&path);
+    declare(&engine, "", "*").await;
+    publish_many(&engine, "b.c", 1).await;
+    publish_many(&engine, "a.b", 3).await;
+    assert_eq!(drop_oldest(&engine, "a.b", 1).await, 2);
+    engine.broker.close().await.unwrap();
+    let file = path.clone();
+    let observed = tokio::task::spawn_blocking(move || observe(&file).unwrap());
+    let observed = observed.await.unwrap();
+    assert!(observed.damage.is_empty(), "{:?}", observed.damage);
+    let mut places: Vec<(u64, Vec<Place>)> = observed
+        .events
+        .into_values()
+        .map(|event| (event.position, event.places[0].clone()))
+        .collect();
+    places.sort_by_key(|(position, _)| *position);
+    let dropped = || vec![Place::Skipped(DROPPED.into())];
+    let waiting = || vec![Place::Waiting];
+    assert_eq!(
+        places,
+        [
+            (1, waiting()),
+            (2, dropped()),
+            (3, dropped()),
+            (4, waiting())
+        ]
+    );
 }

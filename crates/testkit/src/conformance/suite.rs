@@ -518,7 +518,8 @@ macro_rules! conformance_tests {
         // conformance: issue-3/exactly-once-failure: if the effect fails or panics nothing of its settlement happens, the event is tried again, others are not touched
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_effect_that_fails_undoes_its_settlement() {
-            $crate::conformance::effects::an_effect_that_fails_undoes_its_settlement($harness).await;
+            $crate::conformance::effects::an_effect_that_fails_undoes_its_settlement($harness)
+                .await;
         }
 
         // conformance: issue-3/exactly-once-duplicate: an event that was handled is acked without its effect

@@ -5,7 +5,7 @@ use everbus::{BreakerPolicy, Bus, Criticality, EventState, FailureKind, Router, 
 use super::{Dependency, OPEN_FOR, alerts, call, closed, opened};
 use crate::handlers::answers::skip_reason;
 use crate::support::{
-    counted,     Lab, given_up, handled, is_done, on_every_durable_engine, on_every_engine, state_in,
+    Lab, counted, given_up, handled, is_done, on_every_durable_engine, on_every_engine, state_in,
 };
 
 /// A group of this criticality whose breaker has just been opened by one failure.
@@ -17,7 +17,9 @@ async fn open(lab: &Lab, criticality: Criticality) -> (Bus, Dependency) {
         .depends_on("mail")
         .criticality(criticality);
     let router = Router::new().on("a", route).group("g").concurrency(1);
-    bus.mount(router.with_state(dependency.clone())).await.unwrap();
+    bus.mount(router.with_state(dependency.clone()))
+        .await
+        .unwrap();
     bus.start().await.unwrap();
     bus.publish(("a", 0)).await.unwrap();
     opened(&bus).await;

@@ -33,7 +33,8 @@ fn named<'a>(spans: &'a [SpanData], name: &str) -> &'a SpanData {
 }
 
 async fn open(lab: &Lab) -> Bus {
-    lab.open_with(lab.builder().retry(RetryPolicy::never())).await
+    lab.open_with(lab.builder().retry(RetryPolicy::never()))
+        .await
 }
 
 // conformance: issue-3/otel-spans: a published event carries the trace of the span around it; the consumer's span is in the same trace and linked to the producer's.
@@ -70,7 +71,11 @@ async fn the_handler_s_span_belongs_to_the_trace_of_the_publisher() {
     assert_eq!(consumer.span_context.trace_id(), parent.trace_id());
     assert_eq!(consumer.parent_span_id, parent.span_id());
     assert!(consumer.parent_span_is_remote);
-    let links: Vec<_> = consumer.links.iter().map(|link| link.span_context.span_id()).collect();
+    let links: Vec<_> = consumer
+        .links
+        .iter()
+        .map(|link| link.span_context.span_id())
+        .collect();
     assert_eq!(links, [parent.span_id()]);
 }
 
@@ -91,7 +96,10 @@ async fn a_trace_from_elsewhere_is_taken_up() {
     let traced = named(&spans, "traced process");
     assert_eq!(traced.span_context.trace_id().to_string(), super::TRACE);
     assert_eq!(traced.parent_span_id.to_string(), "b7ad6b7169203331");
-    assert_eq!(traced.links[0].span_context.trace_state().header(), "vendor=1");
+    assert_eq!(
+        traced.links[0].span_context.trace_state().header(),
+        "vendor=1"
+    );
     let untraced = named(&spans, "untraced process");
     assert_ne!(untraced.span_context.trace_id().to_string(), super::TRACE);
     assert!(untraced.links.is_empty());

@@ -5,14 +5,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use everbus::{
-    Bus, Clock, Context, Event, EventId, FailureKind, HandlerError, Json, Message, Outcome,
-    Router, permanent, retry_after, skip, sqlite, to,
+    Bus, Clock, Context, Event, EventId, FailureKind, HandlerError, Json, Message, Outcome, Router,
+    permanent, retry_after, skip, sqlite, to,
 };
 use rusqlite::Connection;
 
 use super::{on_record, once_more};
 use crate::support::{
-    counted,     Kind, Lab, given_up, handled, is_done, published, run_out_of_retries, wait_for_retry,
+    Kind, Lab, counted, given_up, handled, is_done, published, run_out_of_retries, wait_for_retry,
 };
 
 const TABLE: &str = "CREATE TABLE IF NOT EXISTS booked (n INTEGER)";
@@ -57,7 +57,10 @@ async fn effect_record_follow_up_and_ack_are_there_together() {
     let (lab, bus) = open(Router::new().on("a", books)).await;
     let receipt = handled(&bus, ("a", 7)).await;
     assert_eq!(booked(&lab), [7]);
-    assert!(on_record(&bus, "ledger", &receipt).await, "without asking for it");
+    assert!(
+        on_record(&bus, "ledger", &receipt).await,
+        "without asking for it"
+    );
     let events = published(&bus, "b").await;
     let payloads: Vec<String> = events.iter().map(|r| r.event.json().unwrap()).collect();
     assert_eq!(payloads, ["staged", "in the transaction"]);
@@ -117,7 +120,10 @@ async fn an_effect_that_fails_leaves_nothing_and_is_tried_again() {
     assert_eq!(failure.kind, FailureKind::Error);
     assert!(failure.error.contains("no_such_table"), "{failure:?}");
     assert_eq!(failure.handler.as_deref(), Some("books"));
-    assert_eq!(state.due_at.unwrap(), lab.clock.now().plus(Duration::from_secs(1)));
+    assert_eq!(
+        state.due_at.unwrap(),
+        lab.clock.now().plus(Duration::from_secs(1))
+    );
     run_out_of_retries(&lab, &bus, &receipt, "ledger").await;
     let letters = bus.dead_letters().get(receipt.id()).await.unwrap();
     assert_eq!((letters[0].attempts, letters[0].failures.len()), (4, 4));
@@ -152,7 +158,10 @@ async fn an_effect_may_answer_like_a_handler() {
     assert_eq!((letter.attempts, letter.last_error()), (1, "for good"));
     let later = bus.publish(("a", "later")).await.unwrap();
     let state = wait_for_retry(&bus, later.seq(), "ledger", 1).await;
-    assert_eq!(state.due_at.unwrap(), lab.clock.now().plus(Duration::from_secs(99)));
+    assert_eq!(
+        state.due_at.unwrap(),
+        lab.clock.now().plus(Duration::from_secs(99))
+    );
     let skipped = handled(&bus, ("a", "skip")).await;
     assert!(is_done(&bus, skipped.seq(), "ledger").await);
     assert!(!on_record(&bus, "ledger", &skipped).await);
@@ -177,7 +186,10 @@ async fn a_panic_in_an_effect_is_a_failed_attempt() {
     let (lab, bus) = open(Router::new().on("a", books)).await;
     let receipt = bus.publish(("a", true)).await.unwrap();
     let state = wait_for_retry(&bus, receipt.seq(), "ledger", 1).await;
-    assert!(state.failures[0].error.contains("in the effect"), "{state:?}");
+    assert!(
+        state.failures[0].error.contains("in the effect"),
+        "{state:?}"
+    );
     assert!(booked(&lab).is_empty());
     handled(&bus, ("a", false)).await;
     assert_eq!(booked(&lab), [1]);
@@ -193,10 +205,17 @@ async fn effects_of_one_event_are_done_together() {
     let second = |Json(n): Json<i64>| async move {
         sqlite::in_transaction(move |tx| {
             book(tx, n + 1)?;
-            if n == 0 { Err(permanent("not zero")) } else { Ok(Outcome::default()) }
+            if n == 0 {
+                Err(permanent("not zero"))
+            } else {
+                Ok(Outcome::default())
+            }
         })
     };
-    let router = Router::new().on("a", first).on("a", second).on("a", |_: Message| async {});
+    let router = Router::new()
+        .on("a", first)
+        .on("a", second)
+        .on("a", |_: Message| async {});
     let (lab, bus) = open(router).await;
     let letter = given_up(&bus, ("a", 0)).await;
     assert_eq!(letter.last_error(), "not zero");

@@ -5,14 +5,14 @@ use std::fmt;
 use std::time::Duration;
 
 use everbus::{
-    BoxError, Clock, Code, Error, Event, FailureKind, HandlerError, Json, Outcome, RetryPolicy, Router,
-    permanent, retry_after, skip,
+    BoxError, Clock, Code, Error, Event, FailureKind, HandlerError, Json, Outcome, RetryPolicy,
+    Router, permanent, retry_after, skip,
 };
 use serde::{Deserialize, Serialize};
 
 use crate::support::{
-    counted,     given_up, handled, is_done, on_every_durable_engine, on_every_engine, published, state_in,
-    wait_for_retry,
+    counted, given_up, handled, is_done, on_every_durable_engine, on_every_engine, published,
+    state_in, wait_for_retry,
 };
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Event)]
@@ -38,7 +38,9 @@ async fn what_a_handler_returns_is_published() {
             .on("builder", move || async move { built(1) })
             .on("event", move || async move { built(1).build() })
             .on("result", || async { Ok::<_, String>(Note(1)) })
-            .on("results", || async { Ok::<_, BoxError>(vec![Note(1), Note(2)]) })
+            .on("results", || async {
+                Ok::<_, BoxError>(vec![Note(1), Note(2)])
+            })
             .on("option", || async { Ok::<_, HandlerError>(Some(Note(1))) })
             .on("outcome", || async {
                 Outcome::default().publish(Note(1))?.publish(Note(2))
@@ -200,7 +202,11 @@ async fn a_skipped_event_is_done_and_no_failure() {
         let bus = lab.open().await;
         bus.subscribe("a")
             .to(|Json(n): Json<u8>| async move {
-                if n == 0 { Err(skip("nothing to do")) } else { Ok(Note(1)) }
+                if n == 0 {
+                    Err(skip("nothing to do"))
+                } else {
+                    Ok(Note(1))
+                }
             })
             .await
             .unwrap();
@@ -240,8 +246,10 @@ async fn the_reason_of_a_skip_is_recorded() {
 /// The recorded reason why an event was skipped.
 pub(crate) fn skip_reason(lab: &crate::support::Lab, seq: u64) -> String {
     let file = rusqlite::Connection::open(lab.file()).unwrap();
-    file.query_row("SELECT reason FROM skips WHERE seq = ?1", [seq as i64], |r| {
-        r.get(0)
-    })
+    file.query_row(
+        "SELECT reason FROM skips WHERE seq = ?1",
+        [seq as i64],
+        |r| r.get(0),
+    )
     .unwrap()
 }

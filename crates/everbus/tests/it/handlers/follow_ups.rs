@@ -124,7 +124,11 @@ async fn follow_ups_have_ids_that_a_second_run_repeats() {
         bus.mount(router).await.unwrap();
         bus.start().await.unwrap();
         let cause = handled(&bus, ("a", 0)).await;
-        let ids: Vec<EventId> = published(&bus, "b").await.iter().map(|r| r.event.id()).collect();
+        let ids: Vec<EventId> = published(&bus, "b")
+            .await
+            .iter()
+            .map(|r| r.event.id())
+            .collect();
         let mut expected = Vec::new();
         for (group, handler) in [("x", "first"), ("x", "second"), ("y", "first")] {
             for index in 0..2 {
@@ -138,7 +142,11 @@ async fn follow_ups_have_ids_that_a_second_run_repeats() {
             ids
         };
         assert_eq!(ids.len(), 6);
-        assert_eq!(sorted(ids), sorted(expected), "all different, and known before");
+        assert_eq!(
+            sorted(ids),
+            sorted(expected),
+            "all different, and known before"
+        );
         handled(&bus, ("own", 0)).await;
         assert_eq!(published(&bus, "c").await[0].event.id(), OWN);
         bus.shutdown().await.unwrap();
@@ -239,7 +247,9 @@ async fn an_event_of_a_transaction_that_may_not_be_published_undoes_it() {
     assert!(published(&bus, "c").await.is_empty());
     assert_eq!(published(&bus, "b").await.len(), 1);
     let file = rusqlite::Connection::open(lab.file()).unwrap();
-    let rows: i64 = file.query_row("SELECT count(*) FROM own", (), |r| r.get(0)).unwrap();
+    let rows: i64 = file
+        .query_row("SELECT count(*) FROM own", (), |r| r.get(0))
+        .unwrap();
     assert_eq!(rows, 1);
     bus.shutdown().await.unwrap();
 }
@@ -253,7 +263,13 @@ async fn nothing_can_be_staged_after_the_attempt_has_ended() {
         let fails = |context: &Context| context.correlation_id() == "fails";
         let handler = move |context: Context| {
             let _ = sender.send(context.clone());
-            async move { if fails(&context) { Err(permanent("no")) } else { Ok(()) } }
+            async move {
+                if fails(&context) {
+                    Err(permanent("no"))
+                } else {
+                    Ok(())
+                }
+            }
         };
         bus.subscribe("a").to(handler).await.unwrap();
         bus.start().await.unwrap();
@@ -275,12 +291,15 @@ async fn one_attempt_cannot_stage_events_without_end() {
     let lab = Lab::new(Kind::Memory);
     let bus = lab.open().await;
     let router = Router::new()
-        .on("a", |context: Context, State(most): State<usize>| async move {
-            for _ in 0..=most {
-                context.publish(("b", 1))?;
-            }
-            Ok::<_, HandlerError>(())
-        })
+        .on(
+            "a",
+            |context: Context, State(most): State<usize>| async move {
+                for _ in 0..=most {
+                    context.publish(("b", 1))?;
+                }
+                Ok::<_, HandlerError>(())
+            },
+        )
         .with_state(10_000_usize);
     bus.mount(router).await.unwrap();
     bus.start().await.unwrap();
@@ -300,7 +319,12 @@ async fn an_outcome_cut_off_by_a_shutdown_comes_again() {
     bus.start().await.unwrap();
     faults.stuck.store(true, Ordering::SeqCst);
     let receipt = bus.publish(("a", 0)).await.unwrap();
-    while bus.stats().groups.values().all(|group| group.queue_depth == 0) {
+    while bus
+        .stats()
+        .groups
+        .values()
+        .all(|group| group.queue_depth == 0)
+    {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     let report = bus.shutdown_within(Duration::from_secs(1)).await.unwrap();
@@ -320,5 +344,9 @@ async fn an_outcome_cut_off_by_a_shutdown_comes_again() {
     }
     let emitted = published(&again, "b").await;
     assert_eq!(emitted.len(), 1);
-    assert_eq!(emitted[0].event.json::<u32>().unwrap(), 2, "by the second attempt");
+    assert_eq!(
+        emitted[0].event.json::<u32>().unwrap(),
+        2,
+        "by the second attempt"
+    );
 }

@@ -5,9 +5,7 @@ use everbus::{Bus, Code, Event, FailureKind, Payload, Router, TypedEvent, to};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::support::{
-    Kind, Lab, fine, given_up, handled, on_every_engine, published, recorder,
-};
+use crate::support::{Kind, Lab, fine, given_up, handled, on_every_engine, published, recorder};
 
 #[derive(Serialize, Deserialize, JsonSchema, Event)]
 #[event(type = "orders.order.placed")]
@@ -48,7 +46,10 @@ async fn a_payload_against_its_schema_is_not_published() {
         let batch = vec![("other", json!(1)), wrong()];
         let error = bus.publish_batch(batch).await.unwrap_err();
         assert_eq!(error.code(), Code::SchemaViolation);
-        assert!(published(&bus, "*").await.is_empty(), "nothing of the batch");
+        assert!(
+            published(&bus, "*").await.is_empty(),
+            "nothing of the batch"
+        );
         let right = Placed {
             order: 1,
             lines: vec![Line { amount: 2 }],
@@ -161,7 +162,11 @@ async fn a_validated_subscription_checks_for_itself() {
         let letter = given_up(&bus, ("user.renamed", json!({ "name": "x" }))).await;
         assert_eq!(letter.group.as_str(), "strict");
         assert_eq!(letter.failures[0].kind, FailureKind::Schema);
-        assert!(letter.last_error().contains("\"id\" is a required property"));
+        assert!(
+            letter
+                .last_error()
+                .contains("\"id\" is a required property")
+        );
         laxly.next().await;
         // What is not JSON violates every schema.
         let text = Event::builder("user.noted").payload("not json");
