@@ -99,7 +99,7 @@ async fn caps_and_staleness_of_the_file_hold_for_its_streams() {
         let bus = open(&lab).await;
         let router = Router::new()
             .group("slow")
-            .on("orders.order.placed", || std::future::pending::<()>())
+            .on("orders.order.placed", std::future::pending::<()>)
             .on("signals.price.update", || async {});
         bus.mount(router).await.unwrap();
         for n in 0..2 {

@@ -160,6 +160,7 @@ pub(crate) fn lines(wanted: impl Fn(&Line) -> bool) -> Vec<Line> {
 }
 
 /// What was logged about an event.
+#[expect(clippy::needless_pass_by_value, reason = "an id is passed as it is")]
 pub(crate) fn lines_about(event_id: impl ToString) -> Vec<Line> {
     let event_id = event_id.to_string();
     lines(|line| line.field("event_id") == Some(&event_id))

@@ -297,6 +297,7 @@ async fn the_span_is_around_layers_handler_and_judgement() {
 }
 
 /// A handler that waits at a gate, and what it says when it is there.
+#[expect(clippy::type_complexity, reason = "a closure and its two ends")]
 fn gated() -> (
     impl Fn(Context) -> everbus::core::BoxFuture<'static, (&'static str, u32)> + Send + Sync + 'static,
     Arc<Notify>,
