@@ -215,6 +215,9 @@ impl Table {
             }
             if let Some(bench) = &r.bench
                 && !benches.contains(&format!("\"{bench}\""))
+                && !root
+                    .join(format!("crates/everbus/benches/{bench}.rs"))
+                    .exists()
             {
                 self.problems
                     .push(format!("{name}: there is no bench scenario {bench}"));

@@ -1,4 +1,4 @@
-//! Tasks of the workspace: `cargo xtask test | conformance | bench | chaos | ci`.
+//! Tasks of the workspace: `cargo xtask test | conformance | bench | instructions | chaos | ci`.
 //!
 //! Only the standard library, so that it builds in seconds on a fresh machine.
 
@@ -9,6 +9,7 @@
 )]
 
 mod conformance;
+mod instructions;
 mod run;
 mod tools;
 
@@ -26,6 +27,7 @@ cargo xtask <task>
   conformance [--check]        write docs/conformance.md from the tags on the tests;
                                --check only says whether it is complete and up to date
   bench [arguments]            build in release mode and run `everbus bench` with the arguments
+  instructions                 count what an event costs in the pipeline, with valgrind
   chaos --minutes N            kill a real process again and again and look for lost events
         --seconds N
   ci                           format check, lints with warnings as errors, then test
@@ -41,6 +43,7 @@ fn main() -> ExitCode {
         "test" => test(rest),
         "conformance" => conformance_task(rest),
         "bench" => bench(rest),
+        "instructions" => instructions::count(&root()),
         "chaos" => chaos(rest),
         "ci" => ci(rest),
         "help" | "-h" | "--help" => {

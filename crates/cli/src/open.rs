@@ -177,7 +177,11 @@ impl Target {
 
     /// Opens a bus that publishes; a file is created if it is not there.
     pub(crate) async fn open_bus(&self) -> Outcome<Bus> {
-        let builder = Bus::builder().max_payload(self.max_payload);
+        let mut builder = Bus::builder().max_payload(self.max_payload);
+        // The limits of its streams and its rate hold for whoever publishes.
+        if let Some(path) = &self.config {
+            builder = builder.config(&Config::load(path)?);
+        }
         Ok(builder.with_engine(self.open(true).await?)?)
     }
 

@@ -178,6 +178,8 @@ pub struct Delivery {
     pub attempt: u32,
     /// The failed attempts so far, in order.
     pub failures: Vec<Failure>,
+    /// Somebody has put it back from the dead letters, and so wants it handled, however old it is.
+    pub retried: bool,
     /// The right to settle it.
     pub lease: Lease,
 }

@@ -11,17 +11,31 @@ mod common;
 use common::{Layers, Prepared, runtime};
 
 fn main() {
-    for layers in [Layers::Plain, Layers::All] {
-        let (few, many) = (allocations(10_000, layers), allocations(30_000, layers));
+    for (layers, pipeline) in [
+        (Layers::Plain, false),
+        (Layers::Plain, true),
+        (Layers::All, true),
+    ] {
+        let count = |events| allocations(events, layers, pipeline);
+        let (few, many) = (count(10_000), count(30_000));
         // The difference leaves out what a start costs.
         let each = (many - few) as f64 / 20_000.0;
-        println!("{layers:?}: {each:.2} allocations per event");
+        let through = if pipeline { "pipeline" } else { "engine alone" };
+        println!("{through}, {layers:?}: {each:.2} allocations per event");
     }
 }
 
-fn allocations(events: u64, layers: Layers) -> u64 {
+fn allocations(events: u64, layers: Layers, pipeline: bool) -> u64 {
     let runtime = runtime();
     let prepared = runtime.block_on(Prepared::new(events, layers));
-    let counted = allocation_counter::measure(|| runtime.block_on(prepared.run()));
+    let counted = allocation_counter::measure(|| {
+        runtime.block_on(async {
+            if pipeline {
+                prepared.run().await;
+            } else {
+                prepared.run_without_pipeline().await;
+            }
+        });
+    });
     counted.count_total
 }

@@ -1,4 +1,4 @@
-//! The same work for callgrind, which counts instructions: `instructions N plain|all|bare`.
+//! The same work for callgrind, which counts instructions: `instructions N plain|all|engine|publish|bare`.
 
 #![allow(
     clippy::unwrap_used,
@@ -20,14 +20,18 @@ fn main() {
     match arguments.next().as_deref() {
         Some("bare") => runtime.block_on(bare(events)),
         which => {
-            let layers = if which == Some("plain") {
+            let layers = if which != Some("all") {
                 Layers::Plain
             } else {
                 Layers::All
             };
             runtime.block_on(async {
                 let prepared = Prepared::new(events, layers).await;
-                prepared.run().await;
+                match which {
+                    Some("publish") => {}
+                    Some("engine") => prepared.run_without_pipeline().await,
+                    _ => prepared.run().await,
+                }
             });
         }
     }

@@ -22,7 +22,11 @@ fn pipeline(c: &mut Criterion) {
         let runtime = runtime();
         b.iter(|| runtime.block_on(bare(EVENTS)));
     });
-    for (name, layers) in [("plain", Layers::Plain), ("all layers", Layers::All)] {
+    for (name, layers, pipeline) in [
+        ("engine and bare call", Layers::Plain, false),
+        ("pipeline, plain", Layers::Plain, true),
+        ("pipeline, all layers", Layers::All, true),
+    ] {
         group.bench_function(name, |b| {
             let runtime = runtime();
             b.iter_custom(|times| {
@@ -31,7 +35,11 @@ fn pipeline(c: &mut Criterion) {
                     total += runtime.block_on(async {
                         let prepared = Prepared::new(EVENTS, layers).await;
                         let start = Instant::now();
-                        prepared.run().await;
+                        if pipeline {
+                            prepared.run().await;
+                        } else {
+                            prepared.run_without_pipeline().await;
+                        }
                         let took = start.elapsed();
                         prepared.bus.shutdown().await.unwrap();
                         took

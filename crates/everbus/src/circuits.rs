@@ -39,8 +39,16 @@ impl Owner {
 /// The breakers, by whose they are, and the groups to be woken when one changes.
 #[derive(Default)]
 pub(crate) struct Circuits {
-    breakers: Mutex<BTreeMap<Owner, (Breaker, BreakerPolicy)>>,
+    breakers: Mutex<BTreeMap<Owner, Circuit>>,
     listeners: Mutex<Vec<Weak<Notify>>>,
+}
+
+/// A breaker, and what everybody who shares it said.
+struct Circuit {
+    breaker: Breaker,
+    policy: BreakerPolicy,
+    /// The highest of its handlers.
+    criticality: Criticality,
 }
 
 impl Circuits {
@@ -50,11 +58,17 @@ impl Circuits {
         &self,
         owner: &Owner,
         policy: BreakerPolicy,
+        criticality: Criticality,
         clock: &Arc<dyn Clock>,
     ) -> Result<Breaker> {
         let mut breakers = lock(&self.breakers);
-        match breakers.get(owner) {
-            Some((breaker, known)) if *known == policy => Ok(breaker.clone()),
+        match breakers.get_mut(owner) {
+            Some(circuit) if circuit.policy == policy => {
+                if rank(criticality) > rank(circuit.criticality) {
+                    circuit.criticality = criticality;
+                }
+                Ok(circuit.breaker.clone())
+            }
             Some(_) => Err(Error::new(
                 Code::GroupConflict,
                 format!(
@@ -65,7 +79,12 @@ impl Circuits {
             .hint("handlers that share a group or a dependency share its breaker: say it once")),
             None => {
                 let breaker = Breaker::new(&owner.name(), policy, clock.clone());
-                breakers.insert(owner.clone(), (breaker.clone(), policy));
+                let circuit = Circuit {
+                    breaker: breaker.clone(),
+                    policy,
+                    criticality,
+                };
+                breakers.insert(owner.clone(), circuit);
                 Ok(breaker)
             }
         }
@@ -92,8 +111,15 @@ impl Circuits {
         let breakers = lock(&self.breakers);
         breakers
             .values()
-            .map(|(breaker, _)| breaker.info())
+            .map(|circuit| circuit.breaker.info())
             .collect()
+    }
+
+    fn criticality(&self, breaker: &Breaker) -> Option<Criticality> {
+        let breakers = lock(&self.breakers);
+        let mut circuits = breakers.values();
+        let found = circuits.find(|circuit| circuit.breaker.is(breaker))?;
+        Some(found.criticality)
     }
 
     fn wake(&self) {
@@ -101,6 +127,15 @@ impl Circuits {
         for listener in listeners.iter().filter_map(Weak::upgrade) {
             listener.notify_one();
         }
+    }
+}
+
+/// How much is at stake.
+fn rank(criticality: Criticality) -> u8 {
+    match criticality {
+        Criticality::Critical => 2,
+        Criticality::Standard => 1,
+        Criticality::BestEffort => 0,
     }
 }
 
@@ -121,7 +156,11 @@ impl Shared {
         if let Some(breaker) = &handler.traits.breaker {
             self.stats.breaker(dependency).set(breaker.state());
         }
-        let criticality = handler.traits.criticality;
+        // Whoever shares the breaker waits too: the most critical of them decides how loud it is.
+        let shared_by = handler.traits.breaker.as_ref();
+        let criticality = shared_by
+            .and_then(|breaker| self.circuits.criticality(breaker))
+            .unwrap_or(handler.traits.criticality);
         let severity = match criticality {
             Criticality::Critical => "critical",
             Criticality::Standard => "warning",

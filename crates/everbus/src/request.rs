@@ -138,5 +138,7 @@ fn breaker(shared: &Shared, group: &GroupName, settings: &Settings) -> Result<Op
         None => Owner::Group(group.clone()),
     };
     let clock = &shared.options.clock;
-    shared.circuits.get(&owner, policy, clock).map(Some)
+    let criticality = settings.criticality.unwrap_or_default();
+    let circuits = &shared.circuits;
+    circuits.get(&owner, policy, criticality, clock).map(Some)
 }

@@ -59,6 +59,7 @@ impl MemoryConsumer {
                 record: row.record.clone(),
                 attempt: row.attempts,
                 failures: row.failures.clone(),
+                retried: row.retried,
                 lease: Lease {
                     position: *position,
                     slot: self.group,

@@ -59,6 +59,8 @@ pub(crate) struct Row {
     pub(crate) failures: Vec<Failure>,
     pub(crate) state: RowState,
     key: Option<Arc<str>>,
+    /// It was put back from the dead letters.
+    pub(crate) retried: bool,
     /// When it was first seen that nobody has a handler for it.
     unhandled_since: Option<Timestamp>,
 }
@@ -267,6 +269,9 @@ impl Group {
         if self.insert_row(record, now) {
             self.ready.insert(position);
         }
+        if let Some(row) = self.rows.get_mut(&position) {
+            row.retried = true;
+        }
     }
 
     /// Adds a row that is due now; says whether its key lets it go.
@@ -293,6 +298,7 @@ impl Group {
             failures: Vec::new(),
             state: RowState::Waiting { due: now },
             key,
+            retried: false,
             unhandled_since: None,
         };
         self.rows.insert(position, row);

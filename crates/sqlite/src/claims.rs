@@ -184,6 +184,7 @@ impl Writer {
                 },
                 record,
                 attempt: 1,
+                retried: false,
                 failures: Vec::new(),
             })
             .collect();
@@ -261,6 +262,7 @@ impl Writer {
                 },
                 record,
                 attempt: 1,
+                retried: false,
                 failures: Vec::new(),
             });
         }

@@ -335,9 +335,11 @@ impl Writer {
         if let Some(session) = self.sessions.get_mut(&session) {
             session.took(1, bytes);
         }
+        let retried = self.is_retried(group, row.seq)?;
         Ok(Delivery {
             record,
             attempt,
+            retried,
             failures: read_failures(row.failures.as_deref())?,
             lease: Lease {
                 position: row.seq,
@@ -346,6 +348,16 @@ impl Writer {
                 handle: None,
             },
         })
+    }
+
+    /// Whether it was put back from the dead letters.
+    fn is_retried(&self, group: i64, seq: u64) -> Result<bool> {
+        let sql = "SELECT 1 FROM dead_letters
+                   WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NOT NULL";
+        self.conn
+            .prepare_cached(sql)
+            .and_then(|mut s| s.exists((to_sql(seq), group)))
+            .map_err(|e| from_sqlite("looking for a dead letter", e))
     }
 
     pub(crate) fn post(&mut self, session: u64, deliveries: Vec<Delivery>) {

@@ -36,12 +36,45 @@ pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
         .target("≥ 0.6 × raw batched insert", ours >= 0.6 * raw))
 }
 
+/// What the inbox adds: the raw figure is our own without it.
+pub(super) async fn measure_inbox(bench: &Bench) -> Outcome<Figure> {
+    let scenario = Scenario::Inbox;
+    let events = bench.events(300_000).next_multiple_of(PUBLISHERS);
+    let (mut with, mut without) = (Vec::new(), Vec::new());
+    for round in 1..=bench.rounds() {
+        for (idempotent, rates) in [(false, &mut without), (true, &mut with)] {
+            bench.say(scenario, format!("round {round}, inbox {idempotent}"));
+            let path = bench.file("ours.db")?;
+            let bus = sample::open(&path).await?;
+            let took = Box::pin(run_through(&bus, events, idempotent)).await?;
+            rates.push(rate(events, took));
+            bus.shutdown().await?;
+            bench.remove(&path);
+        }
+    }
+    let (with, without) = (median(with), median(without));
+    let factor = without / with;
+    Ok(Figure::new(scenario)
+        .rates(with, without)
+        .target("≤ 1.6 × the time without", factor <= 1.6)
+        .detail(format!(
+            "{factor:.2} × the time per event without the inbox"
+        )))
+}
+
 /// Publishes single events from 512 tasks and waits until the group has settled all of them.
 pub(super) async fn through(bus: &Bus, events: u64) -> Outcome<Duration> {
+    run_through(bus, events, false).await
+}
+
+async fn run_through(bus: &Bus, events: u64, idempotent: bool) -> Outcome<Duration> {
     let handled = Arc::new(AtomicU64::new(0));
     let count = handled.clone();
-    bus.subscribe("bench.>")
-        .group("bench")
+    let mut subscribe = bus.subscribe("bench.>").group("bench");
+    if idempotent {
+        subscribe = subscribe.idempotent();
+    }
+    subscribe
         .start_from(StartFrom::First)
         .handler(move |_| {
             count.fetch_add(1, Ordering::Relaxed);

@@ -44,6 +44,9 @@ pub(crate) enum Scenario {
     /// 512 publishers; until every event is handled and settled
     #[value(name = "end-to-end")]
     EndToEnd,
+    /// The same with the inbox, beside the same without it
+    #[value(name = "inbox")]
+    Inbox,
     /// From commit to the start of the handler, at 1,000 events per second
     #[value(name = "latency")]
     Latency,
@@ -74,6 +77,7 @@ impl Scenario {
             Self::Publish64 => "publish-64",
             Self::PublishBatch => "publish-batch",
             Self::EndToEnd => "end-to-end",
+            Self::Inbox => "inbox",
             Self::Latency => "latency",
             Self::CrossProcess => "cross-process",
             Self::DeadLetters => "dead-letters",
@@ -90,6 +94,7 @@ impl Scenario {
             Self::Publish64 => publish::from_tasks(bench, 64, 200_000, 0.8).await,
             Self::PublishBatch => publish::in_batches(bench).await,
             Self::EndToEnd => end_to_end::measure(bench).await,
+            Self::Inbox => end_to_end::measure_inbox(bench).await,
             Self::Latency => latency::measure(bench).await,
             Self::CrossProcess => cross_process::measure(bench).await,
             Self::DeadLetters => dead_letters::measure(bench).await,

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use everbus::{BreakerPolicy, Bus, Event, Message, Receipt, Router, to};
+use everbus::core::{ConsumeOptions, Settlement, Verdict};
+use everbus::{BreakerPolicy, Bus, Event, GroupName, Message, Receipt, Router, to};
 use tokio::runtime::Runtime;
 
 /// A runtime with one thread, so that everything that happens is counted and nothing else.
@@ -70,6 +71,32 @@ impl Prepared {
     pub(crate) async fn run(&self) {
         self.bus.start().await.unwrap();
         self.last.settled().await.unwrap();
+        assert_eq!(self.done.load(Ordering::Relaxed), self.events);
+    }
+
+    /// The same without the pipeline: fetches from the engine, calls the handler, settles.
+    pub(crate) async fn run_without_pipeline(&self) {
+        let broker = &self.bus.engine().broker;
+        let options = ConsumeOptions {
+            prefetch: 4096,
+            handled: vec!["bench.event".parse().unwrap()],
+            ..ConsumeOptions::default()
+        };
+        let group = GroupName::new("bench").unwrap();
+        let mut consumer = broker.consume(group, options).await.unwrap();
+        let mut left = self.events;
+        while left > 0 {
+            let batch = consumer.fetch(256).await.unwrap();
+            left -= batch.len() as u64;
+            let mut settlements = Vec::with_capacity(batch.len());
+            for delivery in batch {
+                self.done.fetch_add(1, Ordering::Relaxed);
+                std::hint::black_box(std::future::ready(())).await;
+                settlements.push(Settlement::new(delivery.lease, Verdict::Ack));
+            }
+            let answers = broker.settle(settlements).await.unwrap();
+            assert!(answers.iter().all(Result::is_ok));
+        }
         assert_eq!(self.done.load(Ordering::Relaxed), self.events);
     }
 }

@@ -230,6 +230,11 @@ impl Breaker {
         }
     }
 
+    /// Whether it is half-open and its probe is under way.
+    pub(crate) fn is_probing(&self) -> bool {
+        matches!(self.0.phase_now().0, Phase::HalfOpen { probing: true })
+    }
+
     /// How it stands now.
     pub(crate) fn state(&self) -> BreakerState {
         self.0.phase_now().0.into()

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use everbus_core::{ConsumeOptions, Event, GroupName, Pattern, Result};
 
+use crate::admission::OnFull;
 use crate::breaker::{Breaker, BreakerState, Criticality};
 use crate::bus::Shared;
 use crate::handler::Registered;
@@ -49,7 +50,7 @@ impl Plan {
         Self {
             handlers: handlers.to_vec(),
             concurrency,
-            prefetch: options.prefetch_for(concurrency),
+            prefetch: prefetch(handlers, concurrency, options),
             lease: longest.unwrap_or(options.timeout) + LEASE_MARGIN,
             no_handler_after: options.no_handler_after,
             gates: critical_breakers(handlers),
@@ -61,6 +62,8 @@ impl Plan {
         for breaker in &self.gates {
             match breaker.state() {
                 BreakerState::Closed => {}
+                // Somebody finds out already, perhaps in another group.
+                BreakerState::HalfOpen if breaker.is_probing() => return Gate::Shut,
                 BreakerState::HalfOpen => gate = Gate::Probe,
                 BreakerState::Open { .. } => return Gate::Shut,
             }
@@ -85,6 +88,25 @@ impl Plan {
     pub(super) fn consumes_like(&self, other: &Plan) -> bool {
         self.prefetch == other.prefetch && self.lease == other.lease
     }
+}
+
+/// What is prefetched cannot be dropped any more, so of a stream that drops its oldest no more than half
+/// its length is held.
+fn prefetch(handlers: &[Arc<Registered>], concurrency: usize, options: &BusOptions) -> usize {
+    let asked = options.prefetch_for(concurrency);
+    let matched = |stream: &str| handlers.iter().any(|h| h.pattern.matches(stream));
+    let limits = &options.limits;
+    let named = limits.by_stream.iter();
+    let named = named.filter(|(stream, _)| matched(stream));
+    let dropping = named
+        .map(|(_, limit)| limit)
+        .chain(&limits.default)
+        .filter(|limit| limit.on_full == OnFull::DropOldest);
+    let shortest = dropping.map(|limit| limit.max_len).min();
+    shortest.map_or(asked, |length| {
+        let half = usize::try_from(length / 2).unwrap_or(usize::MAX);
+        asked.min(half.max(1))
+    })
 }
 
 fn critical_breakers(handlers: &[Arc<Registered>]) -> Vec<Breaker> {

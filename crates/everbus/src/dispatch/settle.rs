@@ -12,8 +12,8 @@ use super::Runner;
 use super::queue::Outcomes;
 use crate::breaker::{Change, Ticket};
 use crate::guard;
-use crate::handler::HandlerError;
-use crate::pipeline::{Counted, Finished, InEffect};
+use crate::handler::{HandlerError, Registered};
+use crate::pipeline::{Counted, Deferred, Finished, InEffect};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -92,7 +92,11 @@ impl Runner {
             match answer {
                 Ok(()) => {
                     drop(guard::contain(|| self.count(finished, now)));
-                    self.tell_breaker(finished, Ticket::succeeded);
+                    let case = finished.case.as_ref();
+                    let deferred = case.map(|case| case.take_deferred());
+                    for Deferred { handler, ticket } in deferred.unwrap_or_default() {
+                        self.tell_breaker(&handler, ticket, Ticket::succeeded);
+                    }
                 }
                 Err(error) if is_passing(&error) => {
                     *busy = true;
@@ -122,11 +126,18 @@ impl Runner {
             });
             return None;
         };
-        if error.code() == Code::EffectFailed {
-            self.tell_breaker(finished, Ticket::failed);
+        let culprit = case.culprit();
+        let mut probing = false;
+        // Only whose effect failed has failed; what the others wanted done was not done either.
+        for Deferred { handler, ticket } in case.take_deferred() {
+            if error.code() == Code::EffectFailed && Arc::ptr_eq(&handler, &culprit) {
+                probing = ticket.is_probe();
+                self.tell_breaker(&handler, ticket, Ticket::failed);
+            }
         }
         let clock = &*self.shared.options.clock;
-        let (verdict, counted) = case.refused(group, clock, why_refused(error));
+        let why = why_refused(error);
+        let (verdict, counted) = case.refused(group, clock, &culprit, probing, why);
         Some(Finished {
             settlement: Settlement::new(finished.settlement.lease.clone(), verdict),
             counted,
@@ -172,12 +183,13 @@ impl Runner {
     }
 
     /// The attempt of a handler with an effect has ended.
-    fn tell_breaker(&self, finished: &Finished, tell: fn(Ticket) -> Option<Change>) {
-        if let Some(case) = &finished.case
-            && let Some(deferred) = case.take_deferred()
-            && let Ok(Some(change)) = guard::contain(|| tell(deferred.ticket))
-        {
-            let handler = &deferred.handler;
+    fn tell_breaker(
+        &self,
+        handler: &Registered,
+        ticket: Ticket,
+        tell: fn(Ticket) -> Option<Change>,
+    ) {
+        if let Ok(Some(change)) = guard::contain(|| tell(ticket)) {
             self.shared.circuit_changed(&self.group, handler, change);
         }
     }

@@ -159,6 +159,7 @@ mod tests {
                 }),
                 attempt: 1,
                 failures: Vec::new(),
+                retried: false,
                 lease: Lease {
                     position: n,
                     slot: 0,

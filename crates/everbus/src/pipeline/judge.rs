@@ -16,6 +16,10 @@ use crate::stats::Skip;
 /// An event that was the probe is due again this much after the breaker may be tried.
 const AFTER_PROBE: Duration = Duration::from_secs(1);
 
+/// A critical event is given this long after its publish; then its failed probes are attempts like any
+/// others, so that a bad one does not keep a breaker open, or its key waiting, for ever.
+const LONGEST_WAIT: Duration = Duration::from_secs(24 * 3600);
+
 /// An attempt to be judged.
 pub(super) struct Judge<'a> {
     pub(super) group: &'a GroupName,
@@ -31,8 +35,29 @@ pub(crate) struct Case {
     pub(crate) handler: Arc<Registered>,
     pub(crate) record: Arc<Recorded>,
     pub(crate) attempt: u32,
-    pub(crate) deferred: Option<Arc<Mutex<Option<Deferred>>>>,
+    pub(crate) deferred: Arc<Mutex<Vec<Deferred>>>,
+    pub(crate) culprit: Option<Culprit>,
     pub(crate) in_effect: Option<InEffect>,
+}
+
+/// Whose effect ran last: if the effects of an event fail, it is theirs.
+#[derive(Clone, Default)]
+pub(crate) struct Culprit(Arc<Mutex<Option<Arc<Registered>>>>);
+
+impl Culprit {
+    /// The effect of a handler, watched.
+    pub(super) fn watch(&self, handler: &Arc<Registered>, effect: Effect) -> Effect {
+        let (last, handler) = (self.0.clone(), handler.clone());
+        Effect::new(effect.engine(), move |transaction| {
+            // Before it runs: it may panic.
+            *lock(&last) = Some(handler.clone());
+            effect.run(transaction)
+        })
+    }
+
+    fn get(&self) -> Option<Arc<Registered>> {
+        lock(&self.0).clone()
+    }
 }
 
 /// The types of the events that an effect published when it ran last.
@@ -67,10 +92,15 @@ pub(crate) struct Deferred {
 }
 
 impl Case {
-    /// Whose breaker has not been told yet.
-    pub(crate) fn take_deferred(&self) -> Option<Deferred> {
-        let deferred = self.deferred.as_ref()?;
-        lock(deferred).take()
+    /// Whose breakers have not been told yet.
+    pub(crate) fn take_deferred(&self) -> Vec<Deferred> {
+        std::mem::take(&mut lock(&self.deferred))
+    }
+
+    /// Whose effect failed, or whose events were refused.
+    pub(crate) fn culprit(&self) -> Arc<Registered> {
+        let culprit = self.culprit.as_ref().and_then(Culprit::get);
+        culprit.unwrap_or_else(|| self.handler.clone())
     }
 
     /// The engine refused; what is to happen instead.
@@ -78,6 +108,8 @@ impl Case {
         &self,
         group: &GroupName,
         clock: &dyn Clock,
+        handler: &Registered,
+        probing: bool,
         error: HandlerError,
     ) -> (Verdict, Counted) {
         let judge = Judge {
@@ -86,7 +118,11 @@ impl Case {
             record: &self.record,
             attempt: self.attempt,
         };
-        let judged = judge.failed(&self.handler, Some(&self.handler.name), error);
+        let judged = if probing && judge.waits(handler, &error) {
+            judge.probe_failed(handler, &error)
+        } else {
+            judge.failed(handler, Some(&handler.name), error)
+        };
         (judged.verdict, judged.counted)
     }
 }
@@ -122,6 +158,13 @@ impl Judge<'_> {
                 },
             },
         }
+    }
+
+    /// Whether an event whose probe failed waits for the breaker, without an attempt counted: the
+    /// handler is critical, trying again may help, and it has not waited too long already.
+    pub(super) fn waits(&self, handler: &Registered, error: &HandlerError) -> bool {
+        let waited = self.clock.now().since(self.record.received_at);
+        waited < LONGEST_WAIT && handler.waits_after(error)
     }
 
     /// The probe of a critical handler failed: what it depends on is still down, and that is not the

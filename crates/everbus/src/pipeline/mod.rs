@@ -31,8 +31,8 @@ use crate::message::Message;
 use crate::outcome::Outcome;
 use crate::stats::Skip;
 
-pub(crate) use judge::{Case, InEffect};
-use judge::{Deferred, Judge};
+pub(crate) use judge::{Case, Deferred, InEffect};
+use judge::{Culprit, Judge};
 
 /// What the pipeline works with, the same for all deliveries of a group.
 pub(crate) struct Pipeline {
@@ -104,8 +104,9 @@ struct Done {
     effect: Option<Effect>,
     /// The handler whose events or effect these are, or the last of them.
     author: Option<Arc<Registered>>,
-    /// Of the handler whose effect it is, or the last of them.
-    deferred: Option<Deferred>,
+    /// Of the handlers whose effects these are.
+    deferred: Vec<Deferred>,
+    culprit: Option<Culprit>,
 }
 
 impl From<Judged> for Done {
@@ -115,7 +116,8 @@ impl From<Judged> for Done {
             events: Vec::new(),
             effect: None,
             author: None,
-            deferred: None,
+            deferred: Vec::new(),
+            culprit: None,
         }
     }
 }
@@ -154,13 +156,13 @@ impl Pipeline {
             settlement.effect = Some(in_effect.watch(effect));
             in_effect
         });
-        let deferred = done.deferred.map(|it| Arc::new(Mutex::new(Some(it))));
         let case = done.author.map(|handler| {
             Box::new(Case {
                 handler,
                 record: delivery.record.clone(),
                 attempt: delivery.attempt,
-                deferred,
+                deferred: Arc::new(Mutex::new(done.deferred)),
+                culprit: done.culprit,
                 in_effect,
             })
         });
@@ -274,7 +276,8 @@ impl Pipeline {
         };
         let event = &delivery.record.event;
         let age = self.shared.options.clock.now().since(event.occurred_at());
-        let stale = age > most && !event.metadata().contains_key(REPLAY_OF);
+        let wanted = delivery.retried || event.metadata().contains_key(REPLAY_OF);
+        let stale = age > most && !wanted;
         if stale {
             guard::log(|| {
                 tracing::warn!(
@@ -337,7 +340,8 @@ impl Pipeline {
     ) -> Done {
         let mut outcome = Outcome::default();
         let mut author = None;
-        let mut deferred = None;
+        let mut deferred = Vec::new();
+        let mut culprit: Option<Culprit> = None;
         let mut handled = false;
         let mut skipped = None;
         let started = Instant::now();
@@ -361,20 +365,25 @@ impl Pipeline {
                     // Whether it succeeded is known when its effect has been done.
                     Ok(part) if part.effect.is_some() => {
                         let handler = handler.clone();
-                        deferred = Some(Deferred { handler, ticket });
+                        deferred.push(Deferred { handler, ticket });
                     }
                     _ => self.tell_breaker(handler, ticket, &result),
                 }
             }
             match result {
-                Ok(part) => {
+                Ok(mut part) => {
                     handled = true;
+                    let effect = part.effect.take();
+                    part.effect = effect.map(|effect| {
+                        let culprit = culprit.get_or_insert_default();
+                        culprit.watch(handler, effect)
+                    });
                     if !part.events.is_empty() || part.effect.is_some() {
                         author = Some(handler.clone());
                         outcome.join(part);
                     }
                 }
-                Err(error) if probing && handler.waits_after(&error) => {
+                Err(error) if probing && self.judge(delivery).waits(handler, &error) => {
                     return self.judge(delivery).probe_failed(handler, &error).into();
                 }
                 Err(error) => {
@@ -405,6 +414,7 @@ impl Pipeline {
             effect: outcome.effect,
             author,
             deferred,
+            culprit,
         }
     }
 

@@ -45,6 +45,7 @@ fn crashed(times: u32, alone: bool) -> Delivery {
         }),
         attempt: times + 1,
         failures: (1..=times).map(crash).collect(),
+        retried: false,
         lease: Lease {
             position: 1,
             slot: 1,

@@ -158,6 +158,7 @@ impl Call {
             record: record.clone(),
             attempt: self.attempt,
             failures: Vec::new(),
+            retried: false,
             lease: Lease {
                 position: record.position,
                 slot: 0,

@@ -9,6 +9,7 @@ mod correlation;
 mod dead_letters;
 mod dispatch;
 mod duplicator;
+mod edges;
 mod exactly_once;
 mod faults;
 mod faulty;

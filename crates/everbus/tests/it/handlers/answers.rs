@@ -10,6 +10,7 @@ use everbus::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::faulty::faulty;
 use crate::support::{
     counted, given_up, handled, is_done, on_every_durable_engine, on_every_engine, published,
     state_in, wait_for_retry,
@@ -170,6 +171,34 @@ async fn a_permanent_error_is_a_dead_letter_at_once() {
         bus.shutdown().await.unwrap();
     })
     .await;
+}
+
+// conformance: fault-3/asked-again: a dead letter that the engine has no time for is not given up: it is settled again until it is durable, also the one of a refused follow-up.
+#[tokio::test]
+async fn a_dead_letter_is_settled_until_it_is_durable() {
+    for refused in [false, true] {
+        let (bus, faults, _) = faulty().await;
+        let answer = move || async move {
+            if refused {
+                Ok(("b", 1))
+            } else {
+                Err(permanent(Closed))
+            }
+        };
+        bus.subscribe("a").to(answer).await.unwrap();
+        if refused {
+            faults.settle_one.add(1, Code::IdReused);
+            faults.settle.spare(1);
+        }
+        faults.settle.add(3, Code::Busy);
+        faults.settle_one.add(2, Code::DiskFull);
+        bus.start().await.unwrap();
+        let letter = given_up(&bus, ("a", 0)).await;
+        assert_eq!((letter.attempts, letter.failures.len()), (1, 1));
+        assert_eq!(letter.failures[0].kind, FailureKind::Permanent);
+        assert!(published(&bus, "b").await.is_empty());
+        bus.shutdown().await.unwrap();
+    }
 }
 
 // conformance: issue-3/answer-retry-after: retry_after(e, d) waits that long instead of what the policy says, and is an attempt like any other.

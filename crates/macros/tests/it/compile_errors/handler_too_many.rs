@@ -1,7 +1,5 @@
 use everbus::{Context, Envelope, Message, Meta, Router};
 
-type Nine = (Meta, Meta);
-
 async fn all(
     _: Envelope,
     _: Context,
@@ -15,8 +13,6 @@ async fn all(
 ) {
 }
 
-async fn pair(_: Nine) {}
-
 fn main() {
-    let _ = Router::new().on("*", all).on("*", pair);
+    let _ = Router::new().on("*", all);
 }
