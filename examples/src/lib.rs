@@ -18,4 +18,5 @@ chapters! {
     idempotency: "idempotency.md",
     testing: "testing.md",
     configuration: "configuration.md",
+    dialects: "dialects.md",
 }

@@ -17,7 +17,9 @@ const SECTIONS: &[(&str, &str)] = &[
     ("framework", "The framework specification"),
     ("outbox", "The outbox specification"),
     ("omni", "The omni specification"),
+    ("workflow", "The workflow specification"),
     ("issue-3", "What handlers deliver"),
+    ("issue-4", "What the memory delivers"),
     ("rules", "Delivery rules"),
     ("faults", "Ways to lose events"),
 ];

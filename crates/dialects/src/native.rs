@@ -1,0 +1,124 @@
+//! The JSON of Everbus itself: the names under which the command line prints an event.
+//!
+//! It carries everything an event has. What an engine adds (`seq`, `received_at`) is kept as unknown
+//! fields are.
+
+use everbus_core::{Attributes, Code, Entity, Event, EventId, Result, TraceContext};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::dialect::Dialect;
+use crate::draft::{self, Draft};
+use crate::fields::Fields;
+use crate::{Beside, spelling, time};
+
+pub(crate) fn read(fields: &Fields<'_>, beside: &Beside<'_>) -> Result<Draft> {
+    let id = fields.required("id")?;
+    let mut draft = Draft::new(&id, fields.filled("source")?, beside);
+    if let Some(foreign) = fields.filled("foreign_id")? {
+        let known: EventId = id.parse().map_err(|_| {
+            fields.error(
+                Code::InvalidId,
+                "id",
+                "beside a foreign_id there must be a UUID",
+            )
+        })?;
+        let other = |uuid: EventId| uuid != known && uuid.to_string() == foreign;
+        if foreign.parse().is_ok_and(other) {
+            let what = "it is a UUID, but not that of the event";
+            return Err(fields.error(Code::InvalidId, "foreign_id", what));
+        }
+        draft.attributes.foreign_id = (foreign != known.to_string()).then_some(foreign);
+    }
+    draft.event_type = draft::required_type(fields, "type", beside)?;
+    draft.version = fields.version("version")?;
+    draft.occurred_at = time::read(fields, "occurred_at")?;
+    let a = &mut draft.attributes;
+    let texts = [
+        ("app", &mut a.app),
+        ("tenant", &mut a.tenant),
+        ("key", &mut a.key),
+        ("correlation_id", &mut a.correlation_id),
+        ("causation_id", &mut a.causation_id),
+        ("content_type", &mut a.content_type),
+    ];
+    for (name, value) in texts {
+        *value = fields.filled(name)?;
+    }
+    // It is written for every event; its own id says no more than nothing does.
+    let own = draft.id.to_string();
+    a.correlation_id = a.correlation_id.take().filter(|id| *id != own);
+    a.entity = object::<Entity>(fields, "entity")?;
+    a.trace = object::<TraceContext>(fields, "trace")?;
+    a.metadata = object(fields, "metadata")?.unwrap_or_default();
+    let reserved = |key: &&String| spelling::field(Dialect::Native, key).is_some();
+    if let Some(key) = a.metadata.keys().find(reserved) {
+        let what = format!("{key:?} is reserved for fields that Everbus does not know");
+        return Err(fields.bad("metadata", &what));
+    }
+    Ok(draft)
+}
+
+pub(crate) fn write<'a>(event: &'a Event, fields: &mut Fields<'a>) {
+    static NONE: Attributes = Attributes {
+        source: None,
+        app: None,
+        tenant: None,
+        entity: None,
+        key: None,
+        correlation_id: None,
+        causation_id: None,
+        trace: None,
+        metadata: std::collections::BTreeMap::new(),
+        content_type: None,
+        foreign_id: None,
+    };
+    let a = event.attributes().unwrap_or(&NONE);
+    fields.push_text("id", &event.id().to_string());
+    fields.push_text("type", event.event_type());
+    fields.push("version", event.version().to_string());
+    fields.push_text("occurred_at", &event.occurred_at().to_string());
+    fields.push_text("correlation_id", &event.correlation_id());
+    let texts = [
+        ("foreign_id", &a.foreign_id),
+        ("source", &a.source),
+        ("app", &a.app),
+        ("tenant", &a.tenant),
+        ("key", &a.key),
+        ("causation_id", &a.causation_id),
+        ("content_type", &a.content_type),
+    ];
+    for (name, value) in texts {
+        fields.push_text_if(name, value.as_deref());
+    }
+    push_object(fields, "entity", a.entity.as_ref());
+    push_object(fields, "trace", a.trace.as_ref());
+    let own = |(key, _): &(&String, &String)| spelling::field(Dialect::Native, key).is_none();
+    let metadata: serde_json::Map<_, _> = a
+        .metadata
+        .iter()
+        .filter(own)
+        .map(|(key, value)| (key.clone(), value.as_str().into()))
+        .collect();
+    push_object(
+        fields,
+        "metadata",
+        Some(&metadata).filter(|m| !m.is_empty()),
+    );
+}
+
+fn object<T: DeserializeOwned>(fields: &Fields<'_>, name: &str) -> Result<Option<T>> {
+    match fields.some(name) {
+        None => Ok(None),
+        Some(json) => serde_json::from_str(json)
+            .map(Some)
+            .map_err(|e| fields.bad(name, &e.to_string())),
+    }
+}
+
+fn push_object<T: Serialize>(fields: &mut Fields<'_>, name: &'static str, value: Option<&T>) {
+    // Texts in texts: there is nothing that serialising could fail at.
+    if let Some(Ok(json)) = value.map(serde_json::to_string) {
+        fields.push(name, json);
+    }
+}
