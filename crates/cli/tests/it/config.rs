@@ -223,3 +223,23 @@ fn the_help_names_the_option_and_its_variable() {
         "{help}"
     );
 }
+
+// conformance: issue-3/config-publish: publishing from the command line keeps to the limits of the file
+#[test]
+fn what_is_published_keeps_to_the_limits_of_the_file() {
+    let shop = Shop::new();
+    let file = "broker: {type: sqlite, url: 'sqlite:everbus.db'}\n\
+                streams: {default_maxlen: 2, on_full: reject}\n";
+    write(&shop, "everbus.yaml", file);
+    let publish = ["--config", "everbus.yaml", "publish", "order.placed", "1"];
+    assert_eq!(shop.run(&publish).code, 0);
+    // A group that reads from the first event on owes it, and handles nothing more after that.
+    let tail = ["tail", "--group", "audit", "--from", "first", "--no-follow"];
+    assert_eq!(shop.run(&tail).code, 0);
+    for _ in 0..2 {
+        assert_eq!(shop.run(&publish).code, 0);
+    }
+    let ran = shop.run(&publish);
+    assert_ne!(ran.code, 0, "{ran:?}");
+    assert!(ran.err.contains("Backpressure"), "{ran:?}");
+}

@@ -4,12 +4,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-use everbus::{BreakerPolicy, HandlerError, Message};
+use everbus::{BreakerPolicy, BreakerState, Bus, HandlerError, Message};
 
 use crate::support::{eventually, on_every_engine};
 
 const EVENTS: usize = 8;
 const PROBES: u32 = 12;
+
+/// Waits until the breaker is open and every outcome is durable: what waits is due as of this moment of
+/// the clock, not of a later one.
+async fn is_open_and_settled(bus: &Bus) {
+    eventually("the breaker is open and nothing is held", || async {
+        let open = matches!(bus.breakers()[0].state, BreakerState::Open { .. });
+        open && bus.groups().await.unwrap()[0].in_flight == 0
+    })
+    .await;
+}
 
 // conformance: issue-3/critical-outage: failed probes of a critical group use up no attempts; nothing is dead-lettered for an outage, and everything is handled after it.
 #[tokio::test]
@@ -45,10 +55,7 @@ async fn an_outage_of_many_probes_dead_letters_nothing() {
         };
         calls_reach(5).await;
         for probe in 1..=PROBES {
-            eventually("the breaker is open", || async {
-                matches!(bus.breakers()[0].state, everbus::BreakerState::Open { .. })
-            })
-            .await;
+            is_open_and_settled(&bus).await;
             assert_eq!(
                 calls.load(Ordering::SeqCst),
                 4 + probe,
@@ -72,6 +79,56 @@ async fn an_outage_of_many_probes_dead_letters_nothing() {
             let settled = tokio::time::timeout(Duration::from_secs(30), settled).await;
             assert_eq!(settled.unwrap().dead_lettered, []);
         }
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+}
+
+// conformance: issue-3/critical-bound: a bad event does not keep the breaker of a critical group open for ever: a day after its publish its probes are attempts.
+#[tokio::test]
+async fn a_bad_event_ends_in_the_dead_letters_after_a_day() {
+    on_every_engine(|lab| async move {
+        let bus = lab.open().await;
+        let calls = Arc::new(AtomicU32::new(0));
+        let called = calls.clone();
+        bus.subscribe("order.placed")
+            .group("mail")
+            .breaker(BreakerPolicy::default().fail_max(1))
+            .handler(move |_: Message| {
+                called.fetch_add(1, Ordering::SeqCst);
+                async { Err(HandlerError::new("a bad address")) }
+            })
+            .await
+            .unwrap();
+        bus.start().await.unwrap();
+        let receipt = bus.publish(("order.placed", 1)).await.unwrap();
+        let probe = async |wanted: u32| {
+            eventually("the handler is called", || async {
+                calls.load(Ordering::SeqCst) >= wanted
+            })
+            .await;
+            is_open_and_settled(&bus).await;
+        };
+        probe(1).await;
+        for n in 2..8 {
+            lab.clock.advance(Duration::from_secs(32));
+            probe(n).await;
+        }
+        assert_eq!(bus.dead_letters().list().await.unwrap(), []);
+        lab.clock.advance(Duration::from_secs(24 * 3600));
+        let ended = async {
+            while receipt
+                .settled_within(Duration::from_millis(50))
+                .await
+                .is_err()
+            {
+                lab.clock.advance(Duration::from_secs(32));
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(30), ended)
+            .await
+            .unwrap();
+        assert_eq!(bus.dead_letters().list().await.unwrap().len(), 1);
         bus.shutdown().await.unwrap();
     })
     .await;
