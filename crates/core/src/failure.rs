@@ -32,6 +32,11 @@ pub enum FailureKind {
 }
 
 impl FailureKind {
+    /// Whether an attempt was made: a rejection by an open circuit breaker is none.
+    pub const fn is_attempt(self) -> bool {
+        !matches!(self, Self::Rejected)
+    }
+
     /// The kind as it is written in JSON.
     pub const fn as_str(self) -> &'static str {
         match self {

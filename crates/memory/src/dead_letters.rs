@@ -47,7 +47,13 @@ impl Graveyard {
         });
         grave.open = true;
         grave.letter.handler = handler;
-        grave.letter.attempts = grave.letter.attempts.saturating_add(row.attempts);
+        // The claim counted one; if nobody ran, it was none.
+        let was_none = row
+            .failures
+            .last()
+            .is_some_and(|last| !last.kind.is_attempt());
+        let attempts = row.attempts.saturating_sub(u32::from(was_none));
+        grave.letter.attempts = grave.letter.attempts.saturating_add(attempts);
         grave.letter.failures = row.failures;
         grave.letter.died_at = now;
     }

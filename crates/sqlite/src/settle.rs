@@ -393,6 +393,9 @@ impl Writer {
         died_at: Timestamp,
     ) -> Result<()> {
         let handler = failures.iter().rev().find_map(|f| f.handler.as_deref());
+        // The claim counted one; if nobody ran, it was none.
+        let was_none = failures.last().is_some_and(|last| !last.kind.is_attempt());
+        let attempts = attempts.saturating_sub(u32::from(was_none));
         let failures_json = serde_json::to_string(failures)
             .map_err(|e| Error::new(Code::Internal, format!("failures cannot be stored: {e}")))?;
         self.conn

@@ -35,6 +35,7 @@ async fn a_standard_event_is_dead_lettered_for_later() {
         let letter = given_up(&bus, ("a", 7)).await;
         assert_eq!(letter.failures.len(), 1);
         assert_eq!(letter.failures[0].kind, FailureKind::Rejected);
+        assert_eq!(letter.attempts, 0, "a rejection is no attempt");
         assert_eq!(letter.handler.as_deref(), Some("a"));
         assert!(letter.last_error().contains("\"mail\""), "{letter:?}");
         assert!(dependency.attempts_for(7).is_empty());
