@@ -24,6 +24,24 @@ const SECTIONS: &[(&str, &str)] = &[
     ("faults", "Ways to lose events"),
 ];
 
+/// The files beside that of a section: `docs/requirements/<section>/*.txt`, by name.
+fn parts_of(root: &Path, section: &str) -> Result<Vec<String>, Failed> {
+    let folder = format!("docs/requirements/{section}");
+    let Ok(entries) = std::fs::read_dir(root.join(&folder)) else {
+        return Ok(Vec::new());
+    };
+    let mut parts = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(|e| Failed::new(format!("cannot read {folder}: {e}")))?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.ends_with(".txt") {
+            parts.push(format!("{folder}/{name}"));
+        }
+    }
+    parts.sort();
+    Ok(parts)
+}
+
 /// Writes the table, complete or not, and says what is missing.
 pub(crate) fn write(root: &Path) -> Result<(), Failed> {
     let table = Table::gather(root)?;
@@ -103,6 +121,10 @@ impl Table {
             let path = format!("docs/requirements/{section}.txt");
             let text = read(&root.join(&path))?;
             table.add_requirements(section, &path, &text);
+            // A long section may go on in files of its own.
+            for path in parts_of(root, section)? {
+                table.add_requirements(section, &path, &read(&root.join(&path))?);
+            }
         }
         let mut files = Vec::new();
         source_files(&root.join("crates"), &mut files);

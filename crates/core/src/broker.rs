@@ -101,6 +101,22 @@ pub trait Broker: Send + Sync + 'static {
         ))))
     }
 
+    /// Hands events to a group once more, beside whatever it does: its position does not move. One
+    /// answer per position, in order, once durable. Such deliveries are marked
+    /// [`Delivery::retried`] and begin with a fresh set of attempts. [`Code::GroupNotFound`] without
+    /// the group, [`Code::Unsupported`] where the engine cannot do it.
+    fn redeliver(
+        &self,
+        group: GroupName,
+        positions: Vec<u64>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        let _ = (group, positions);
+        Box::pin(std::future::ready(Err(unsupported(
+            self.capabilities().engine,
+            "delivering events to a group once more",
+        ))))
+    }
+
     /// Stops the engine after what is under way; later calls fail. Closing twice is harmless.
     fn close(&self) -> BoxFuture<'_, Result<()>>;
 }
@@ -178,10 +194,24 @@ pub struct Delivery {
     pub attempt: u32,
     /// The failed attempts so far, in order.
     pub failures: Vec<Failure>,
-    /// Somebody has put it back from the dead letters, and so wants it handled, however old it is.
+    /// Somebody has put it back from the dead letters, or replays it, and so wants it handled, however
+    /// old it is.
     pub retried: bool,
     /// The right to settle it.
     pub lease: Lease,
+}
+
+/// What became of an event that was to be delivered once more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Redelivery {
+    /// It waits for the group.
+    Queued,
+    /// The group owes work on it as it is: it has not reached it yet, has it in flight or waiting, or
+    /// it is an open dead letter.
+    Owed,
+    /// There is no such event any more.
+    Gone,
 }
 
 /// The right to settle one delivery until it ends. What the fields mean is the engine's business.

@@ -153,6 +153,19 @@ impl EventBuilder {
         self
     }
 
+    /// Everything an event may carry beside its type and payload, at once.
+    pub fn attributes(mut self, attributes: Attributes) -> Self {
+        self.attributes = Some(Box::new(attributes));
+        self
+    }
+
+    /// When it may be forgotten, however long others are kept. Nothing that a group still owes work on
+    /// is ever removed.
+    pub fn expires_at(mut self, at: Timestamp) -> Self {
+        self.attributes_mut().expires_at = Some(at);
+        self
+    }
+
     /// Adds one metadata entry.
     pub fn meta(mut self, key: impl Into<String>, value: impl Into<String>) -> Self {
         self.attributes_mut()
@@ -293,7 +306,16 @@ fn validate_attributes(attributes: &Attributes) -> Result<()> {
         metadata,
         content_type,
         foreign_id,
+        expires_at: _,
+        overflow,
     } = attributes;
+    if overflow.is_some() {
+        return Err(Error::new(
+            Code::InvalidAttribute,
+            "where the payload overflows to is not for a publisher to say",
+        )
+        .hint("publish the whole payload; the bus moves what is too large"));
+    }
     let mut total = 0;
     let mut check = |name: &str, value: &str| {
         total += value.len();

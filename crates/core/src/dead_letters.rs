@@ -2,16 +2,67 @@
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use serde::Serialize;
 
-use crate::broker::BoxFuture;
+use crate::broker::{Appended, BoxFuture};
 use crate::error::{Code, Error, Result};
+use crate::event::{Attributes, Event};
 use crate::failure::Failure;
 use crate::group::GroupName;
 use crate::id::EventId;
 use crate::log::Recorded;
 use crate::pattern::Pattern;
 use crate::time::Timestamp;
+
+/// The metadata of a corrected event that names the one it stands for.
+pub const EDIT_OF: &str = "edit_of";
+/// The metadata of a replayed event that names the one it is a copy of.
+pub const REPLAY_OF: &str = "replay_of";
+
+/// The type of the event that tells of a dead letter.
+pub const DEAD_LETTER_EVENT: &str = "system.dead_letter";
+
+/// The event that tells of a dead letter: `system.dead_letter {eventId, eventType, error}`, with the
+/// group beside it. None for an event of the system itself, or one dead letter would lead to another.
+///
+/// Its id is made from the event, the group and the attempts, so that telling twice is telling once.
+pub fn dead_letter_notice(
+    dead: &Recorded,
+    group: &GroupName,
+    attempts: u32,
+    failure: Option<&Failure>,
+    at: Timestamp,
+) -> Option<Event> {
+    let event = &dead.event;
+    if event.event_type().starts_with("system.") {
+        return None;
+    }
+    let error = failure.map_or("", |f| f.error.as_str());
+    let mut builder = Event::builder(DEAD_LETTER_EVENT)
+        .id(EventId::derived(
+            event.id(),
+            at,
+            group.as_str(),
+            DEAD_LETTER_EVENT,
+            attempts,
+        ))
+        .occurred_at(at)
+        .source("everbus")
+        .json(&serde_json::json!({
+            "eventId": event.display_id(),
+            "eventType": event.event_type(),
+            "error": error,
+            "group": group,
+            "attempts": attempts,
+        }))
+        .correlation_id(event.correlation_id())
+        .causation_id(event.id().to_string());
+    if let Some(tenant) = event.tenant() {
+        builder = builder.tenant(tenant);
+    }
+    builder.build().ok()
+}
 
 /// One event that one group gave up on.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -32,6 +83,9 @@ pub struct DeadLetter {
     /// When it was last sent back, if it was.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub retried_at: Option<Timestamp>,
+    /// The corrected event that was sent in its place, if one was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub replaced_by: Option<EventId>,
     /// The event itself, unchanged.
     pub event: Arc<Recorded>,
 }
@@ -43,6 +97,28 @@ impl DeadLetter {
             position: self.event.position,
             group: self.group.clone(),
         }
+    }
+
+    /// The event with another payload: under a new id, linked to the original by the metadata
+    /// [`EDIT_OF`] and as its cause, everything else as it was.
+    pub fn corrected(&self, payload: impl Into<Bytes>) -> Result<Event> {
+        let original = &self.event.event;
+        let mut builder = Event::builder(original.type_arc().clone())
+            .version(original.version())
+            .occurred_at(original.occurred_at())
+            .payload(payload);
+        if let Some(attributes) = original.attributes() {
+            builder = builder.attributes(Attributes {
+                foreign_id: None,
+                overflow: None,
+                ..attributes.clone()
+            });
+        }
+        builder
+            .correlation_id(original.correlation_id())
+            .causation_id(original.id().to_string())
+            .meta(EDIT_OF, original.display_id())
+            .build()
     }
 
     /// The last error, for a line in a list.
@@ -73,6 +149,14 @@ pub struct DeadLetterFilter {
     pub since: Option<Timestamp>,
     /// Only events received at or before this time.
     pub until: Option<Timestamp>,
+    /// Only those that died at or before this time: what fails again meanwhile is left out.
+    pub died_until: Option<Timestamp>,
+    /// Only of this tenant.
+    pub tenant: Option<String>,
+    /// Only those whose last failure was in this handler.
+    pub handler: Option<String>,
+    /// Only those whose last error contains this text.
+    pub error: Option<String>,
 }
 
 /// Which page of a list.
@@ -151,6 +235,25 @@ pub trait DeadLetters: Send + Sync + 'static {
     /// many were open and are waiting now.
     fn retry(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>>;
 
+    /// As [`retry`](Self::retry), for at most `limit` of them, oldest event first, so that somebody can
+    /// go slowly and the order of keys is kept. Give the filter a
+    /// [`died_until`](DeadLetterFilter::died_until), or what fails again at once is retried for ever.
+    fn retry_some(&self, filter: DeadLetterFilter, limit: usize) -> BoxFuture<'_, Result<u64>> {
+        let _ = (filter, limit);
+        Box::pin(std::future::ready(Err(cannot(
+            "retrying a few dead letters",
+        ))))
+    }
+
+    /// Sends a corrected event in place of a dead letter, to the group that failed and to no other, in
+    /// one step. The dead letter is kept, no longer open, and names the corrected event;
+    /// [`DeadLetter::corrected`] makes it from the original. [`Code::NotFound`] if the
+    /// dead letter is not open.
+    fn replace(&self, key: DeadLetterKey, corrected: Event) -> BoxFuture<'_, Result<Appended>> {
+        let _ = (key, corrected);
+        Box::pin(std::future::ready(Err(cannot("replacing a dead letter"))))
+    }
+
     /// Deletes dead letters up to and including `cutoff`, and their events where nobody else needs
     /// them. Returns how many dead letters went.
     fn purge(
@@ -159,4 +262,11 @@ pub trait DeadLetters: Send + Sync + 'static {
         basis: PurgeBasis,
         filter: DeadLetterFilter,
     ) -> BoxFuture<'_, Result<u64>>;
+}
+
+fn cannot(what: &str) -> Error {
+    Error::new(
+        Code::Unsupported,
+        format!("this engine does not offer {what}"),
+    )
 }

@@ -3,12 +3,17 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::audit::Audit;
 use crate::broker::Broker;
+use crate::checkpoints::Checkpoints;
 use crate::dead_letters::DeadLetters;
 use crate::error::{Code, Error, Result};
+use crate::history::History;
 use crate::inbox::Inbox;
 use crate::log::Log;
 use crate::maintenance::Maintenance;
+use crate::outbox::OutboxSource;
+use crate::payloads::Payloads;
 
 /// An opened engine. Everything above the engines works with this and never asks which one it is.
 #[derive(Clone)]
@@ -23,9 +28,35 @@ pub struct Engine {
     pub maintenance: Option<Arc<dyn Maintenance>>,
     /// Remembers what each group has handled, where the engine can.
     pub inbox: Option<Arc<dyn Inbox>>,
+    /// Can be asked what happened, where the engine can.
+    pub history: Option<Arc<dyn History>>,
+    /// Keeps payload stages, where the engine can.
+    pub payloads: Option<Arc<dyn Payloads>>,
+    /// Keeps an audit trail, where the engine can.
+    pub audit: Option<Arc<dyn Audit>>,
+    /// Remembers how far long work has come, where the engine can.
+    pub checkpoints: Option<Arc<dyn Checkpoints>>,
+    /// The outbox in the engine's own database, where it has one.
+    pub outbox: Option<Arc<dyn OutboxSource>>,
 }
 
 impl Engine {
+    /// An engine that moves events and offers nothing else.
+    pub fn new(broker: Arc<dyn Broker>) -> Self {
+        Self {
+            broker,
+            log: None,
+            dead_letters: None,
+            maintenance: None,
+            inbox: None,
+            history: None,
+            payloads: None,
+            audit: None,
+            checkpoints: None,
+            outbox: None,
+        }
+    }
+
     /// The log, or [`Code::Unsupported`].
     pub fn log(&self) -> Result<&dyn Log> {
         self.log
@@ -52,6 +83,41 @@ impl Engine {
         self.inbox
             .as_deref()
             .ok_or_else(|| self.unsupported("an inbox"))
+    }
+
+    /// The history, or [`Code::Unsupported`].
+    pub fn history(&self) -> Result<&dyn History> {
+        self.history
+            .as_deref()
+            .ok_or_else(|| self.unsupported("a history that can be asked"))
+    }
+
+    /// The payload stages, or [`Code::Unsupported`].
+    pub fn payloads(&self) -> Result<&dyn Payloads> {
+        self.payloads
+            .as_deref()
+            .ok_or_else(|| self.unsupported("payload stages"))
+    }
+
+    /// The audit trail, or [`Code::Unsupported`].
+    pub fn audit(&self) -> Result<&dyn Audit> {
+        self.audit
+            .as_deref()
+            .ok_or_else(|| self.unsupported("an audit trail"))
+    }
+
+    /// The checkpoints, or [`Code::Unsupported`].
+    pub fn checkpoints(&self) -> Result<&dyn Checkpoints> {
+        self.checkpoints
+            .as_deref()
+            .ok_or_else(|| self.unsupported("checkpoints"))
+    }
+
+    /// The outbox in the engine's own database, or [`Code::Unsupported`].
+    pub fn outbox(&self) -> Result<Arc<dyn OutboxSource>> {
+        self.outbox
+            .clone()
+            .ok_or_else(|| self.unsupported("an outbox in its own database"))
     }
 
     fn unsupported(&self, what: &str) -> Error {

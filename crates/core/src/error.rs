@@ -46,6 +46,8 @@ codes! {
     InvalidAttribute = "InvalidAttribute",
     /// The pattern is not one.
     InvalidPattern = "InvalidPattern",
+    /// The cursor is not one, or belongs to another query.
+    InvalidCursor = "InvalidCursor",
     /// A setting is out of range or cannot be read.
     InvalidSetting = "InvalidSetting",
     /// The URL names no engine this build has, or cannot be read.

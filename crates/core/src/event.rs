@@ -109,6 +109,44 @@ pub struct Attributes {
     /// The id the event came with, if that was not a UUID.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub foreign_id: Option<String>,
+    /// When it may be forgotten, however long others are kept; never while a group still owes work
+    /// on it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub expires_at: Option<Timestamp>,
+    /// Where the part of the payload is that was too large to travel with the event.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub overflow: Option<Box<Overflow>>,
+}
+
+/// Where the large part of a payload was put, and how the payload is made whole again: in the payload
+/// that the event carries, each `null` at a known place stands for a part of the object.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Overflow {
+    /// The bucket or directory, as the configuration names it.
+    pub bucket: String,
+    /// The key of the object in it, made by us.
+    pub key: String,
+    /// The length of the object in bytes.
+    pub size: u64,
+    /// The SHA-256 of the object, in hex.
+    pub sha256: String,
+    /// The parts that were moved, in the order of the payload. None at all: the object is the payload,
+    /// and the event carries `null`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub parts: Vec<OverflowPart>,
+}
+
+/// One part of a payload that is in an object.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OverflowPart {
+    /// The field it is the value of.
+    pub field: String,
+    /// Where its `null` begins in the payload that the event carries.
+    pub at: u64,
+    /// Where it begins in the object.
+    pub from: u64,
+    /// Its length in bytes.
+    pub len: u64,
 }
 
 /// The thing an event is about: `TASK` and `req-123`, shown as `TASK#req-123`.
@@ -344,7 +382,7 @@ impl Event {
     /// Whether publishing `other` under the same id is the same publish again.
     ///
     /// What says *what happened* must agree: type, version, payload, content type, tenant, app,
-    /// entity, key and metadata. What a second try may well give anew does not count: the time,
+    /// entity, key and metadata. What a second try may well give anew does not count: the times,
     /// the source, correlation, causation and trace.
     pub fn same_body(&self, other: &Event) -> bool {
         static NONE: Attributes = Attributes {
@@ -359,6 +397,8 @@ impl Event {
             metadata: BTreeMap::new(),
             content_type: None,
             foreign_id: None,
+            expires_at: None,
+            overflow: None,
         };
         let (a, b) = (
             self.attributes().unwrap_or(&NONE),
@@ -373,7 +413,14 @@ impl Event {
             && a.entity == b.entity
             && a.key == b.key
             && a.metadata == b.metadata
+            && moved(a) == moved(b)
     }
+}
+
+/// What was moved out of the payload; where to does not matter.
+fn moved(attributes: &Attributes) -> Option<(&str, &[OverflowPart])> {
+    let overflow = attributes.overflow.as_deref()?;
+    Some((&overflow.sha256, &overflow.parts))
 }
 
 pub(crate) fn is_json(content_type: &str) -> bool {

@@ -68,6 +68,9 @@ pub struct Failure {
     pub handler: Option<String>,
     /// The error, with its causes.
     pub error: String,
+    /// Where it happened, if that is known: the backtrace of a panic or of an error that has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backtrace: Option<String>,
     /// For a crash: whether this was the only event its process had in flight, so that no other
     /// can be to blame. Only such an event may be dead-lettered for crashes.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -80,20 +83,23 @@ pub const MAX_ERROR_BYTES: usize = 64 * 1024;
 impl Failure {
     /// A failure; the text is cut at [`MAX_ERROR_BYTES`].
     pub fn new(attempt: u32, at: Timestamp, kind: FailureKind, error: impl Into<String>) -> Self {
-        let mut error = error.into();
-        if error.len() > MAX_ERROR_BYTES {
-            let cut = error.floor_char_boundary(MAX_ERROR_BYTES);
-            error.truncate(cut);
-            error.push_str("… (cut)");
-        }
+        let error = cut(error.into());
         Self {
             attempt,
             at,
             kind,
             handler: None,
             error,
+            backtrace: None,
             alone: false,
         }
+    }
+
+    /// Adds where it happened; the text is cut at [`MAX_ERROR_BYTES`].
+    #[must_use]
+    pub fn with_backtrace(mut self, backtrace: impl Into<String>) -> Self {
+        self.backtrace = Some(cut(backtrace.into()));
+        self
     }
 
     /// Names the handler that failed.
@@ -102,6 +108,15 @@ impl Failure {
         self.handler = Some(name.into());
         self
     }
+}
+
+fn cut(mut text: String) -> String {
+    if text.len() > MAX_ERROR_BYTES {
+        let end = text.floor_char_boundary(MAX_ERROR_BYTES);
+        text.truncate(end);
+        text.push_str("… (cut)");
+    }
+    text
 }
 
 #[cfg(test)]

@@ -4,13 +4,16 @@
 //!
 //! 1. [`Event`]: what travels. [`Pattern`]: which events a subscriber wants.
 //! 2. [`Broker`] and [`Consumer`]: how events move (append, fetch, settle).
-//! 3. [`Log`], [`DeadLetters`], [`Inbox`], [`Maintenance`]: what an engine may offer beside that.
+//! 3. What an engine may offer beside that: [`Log`], [`DeadLetters`], [`Inbox`], [`Maintenance`], and
+//!    its memory: [`History`], [`Payloads`], [`Audit`], [`Checkpoints`], [`OutboxSource`].
 //! 4. [`RetryPolicy`], [`Clock`], [`Progress`]: the small pure parts every engine shares.
 //!
 //! Everything that can go wrong is an [`Error`] with a stable [`Code`] and a hint.
 
+pub mod audit;
 pub mod broker;
 pub mod builder;
+pub mod checkpoints;
 pub mod clock;
 pub mod dead_letters;
 pub mod effect;
@@ -19,37 +22,45 @@ pub mod error;
 pub mod event;
 pub mod failure;
 pub mod group;
+pub mod history;
 pub mod id;
 pub mod inbox;
 pub mod log;
 pub mod maintenance;
+pub mod outbox;
 pub mod pattern;
+pub mod payloads;
 pub mod progress;
 pub mod retry;
 pub mod time;
 pub mod typed;
 
+pub use audit::{Audit, AuditBreak, AuditEntry, AuditPage, AuditQuery, AuditRecord, AuditVerdict};
 pub use broker::{
     Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, DROPPED, Deduplication,
-    Delivery, Durability, Lease, OrderScope, SettledOutcome, Settlement, Verdict,
+    Delivery, Durability, Lease, OrderScope, Redelivery, SettledOutcome, Settlement, Verdict,
 };
 pub use builder::{EventBuilder, IntoEvent, MAX_TYPE_CHARS};
+pub use checkpoints::{Checkpoint, Checkpoints};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use dead_letters::{
-    DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage, DeadLetters, PageRequest,
-    PurgeBasis,
+    DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage, DeadLetters,
+    EDIT_OF, PageRequest, PurgeBasis, REPLAY_OF, dead_letter_notice,
 };
 pub use effect::{Effect, EffectResult};
 pub use engine::Engine;
 pub use error::{Code, Error, Result};
-pub use event::{Attributes, Entity, Event, Inherited, TraceContext};
+pub use event::{Attributes, Entity, Event, Inherited, Overflow, OverflowPart, TraceContext};
 pub use failure::{Failure, FailureKind};
 pub use group::{GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, SubscriptionSpec};
+pub use history::{Cursor, History, HistoryPage, HistoryQuery, Order, check_range};
 pub use id::EventId;
 pub use inbox::Inbox;
 pub use log::{EventState, GroupState, Log, Recorded};
-pub use maintenance::{CheckReport, Finding, Maintenance, Pruned, Retention};
+pub use maintenance::{CheckReport, Finding, Maintenance, Pruned, Retention, StreamAge};
+pub use outbox::{Claimed, OutboxRow, OutboxSource, OutboxStatus, RelayLease, RowOutcome};
 pub use pattern::Pattern;
+pub use payloads::{EventKey, Payloads, Stage, StageInfo, StoredStage};
 pub use progress::Progress;
 pub use retry::RetryPolicy;
 pub use time::Timestamp;

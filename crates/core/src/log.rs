@@ -129,6 +129,12 @@ impl Serialize for Recorded {
             if !a.metadata.is_empty() {
                 map.serialize_entry("metadata", &a.metadata)?;
             }
+            if let Some(at) = &a.expires_at {
+                map.serialize_entry("expires_at", at)?;
+            }
+            if let Some(overflow) = &a.overflow {
+                map.serialize_entry("overflow", overflow)?;
+            }
         }
         match payload_json(event) {
             Some(json) => map.serialize_entry("payload", json)?,

@@ -54,6 +54,8 @@ pub fn dropped(event: &Event, dialect: Dialect) -> Result<Vec<String>> {
         Some(_) if trace_id(has) != trace_id(had) => check("trace", false),
         trace => check("span", trace.is_none() || *trace == has.trace),
     }
+    let expiry = had.expires_at.is_none() || had.expires_at == has.expires_at;
+    check("expires_at", expiry);
     let kinds = (event.content_type(), has.content_type.as_deref());
     check(
         "content_type",

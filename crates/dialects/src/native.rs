@@ -50,6 +50,7 @@ pub(crate) fn read(fields: &Fields<'_>, beside: &Beside<'_>) -> Result<Draft> {
     a.correlation_id = a.correlation_id.take().filter(|id| *id != own);
     a.entity = object::<Entity>(fields, "entity")?;
     a.trace = object::<TraceContext>(fields, "trace")?;
+    a.expires_at = time::read(fields, "expires_at")?;
     a.metadata = object(fields, "metadata")?.unwrap_or_default();
     let reserved = |key: &&String| spelling::field(Dialect::Native, key).is_some();
     if let Some(key) = a.metadata.keys().find(reserved) {
@@ -72,6 +73,8 @@ pub(crate) fn write<'a>(event: &'a Event, fields: &mut Fields<'a>) {
         metadata: std::collections::BTreeMap::new(),
         content_type: None,
         foreign_id: None,
+        expires_at: None,
+        overflow: None,
     };
     let a = event.attributes().unwrap_or(&NONE);
     fields.push_text("id", &event.id().to_string());
@@ -93,6 +96,9 @@ pub(crate) fn write<'a>(event: &'a Event, fields: &mut Fields<'a>) {
     }
     push_object(fields, "entity", a.entity.as_ref());
     push_object(fields, "trace", a.trace.as_ref());
+    if let Some(at) = a.expires_at {
+        fields.push_text("expires_at", &at.to_string());
+    }
     let own = |(key, _): &(&String, &String)| spelling::field(Dialect::Native, key).is_none();
     let metadata: serde_json::Map<_, _> = a
         .metadata

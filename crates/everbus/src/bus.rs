@@ -367,7 +367,7 @@ impl Bus {
         let _ = self.inner.runtime.set(Handle::current());
         let shared = &self.inner.shared;
         if registry.start(shared)
-            && let Some(retention) = shared.options.retention
+            && let Some(retention) = shared.options.retention.clone()
         {
             registry.keep(tokio::spawn(retention::prune_hourly(
                 shared.clone(),

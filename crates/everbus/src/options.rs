@@ -139,7 +139,7 @@ impl BusOptions {
         let Some(kept) = self.inbox_retention else {
             return Ok(());
         };
-        let events = self.retention.and_then(|retention| retention.max_age);
+        let events = self.retention.as_ref().and_then(|r| r.max_age);
         if events.is_none_or(|events| events > kept) || kept > LONGEST {
             return Err(Error::new(
                 Code::InvalidSetting,

@@ -18,7 +18,7 @@ pub(crate) async fn prune_hourly(shared: Arc<Shared>, retention: Retention) {
             forget_handled(&shared, age).await;
         }
         let pruned = match shared.engine.maintenance() {
-            Ok(maintenance) => maintenance.prune(retention).await,
+            Ok(maintenance) => maintenance.prune(retention.clone()).await,
             Err(error) => Err(error),
         };
         match pruned {

@@ -41,6 +41,7 @@ impl Graveyard {
                 first_seen_at: now,
                 died_at: now,
                 retried_at: None,
+                replaced_by: None,
                 event: row.record,
             },
             open: true,
@@ -110,6 +111,10 @@ fn passes(letter: &DeadLetter, filter: &DeadLetterFilter) -> bool {
         id,
         since,
         until,
+        died_until,
+        tenant,
+        handler,
+        error,
     } = filter;
     let record = &letter.event;
     pattern
@@ -119,6 +124,12 @@ fn passes(letter: &DeadLetter, filter: &DeadLetterFilter) -> bool {
         && id.is_none_or(|id| id == record.event.id())
         && since.is_none_or(|since| record.received_at >= since)
         && until.is_none_or(|until| record.received_at <= until)
+        && died_until.is_none_or(|until| letter.died_at <= until)
+        && (tenant.is_none() || tenant.as_deref() == record.event.tenant())
+        && (handler.is_none() || *handler == letter.handler)
+        && error
+            .as_ref()
+            .is_none_or(|text| letter.last_error().contains(text))
 }
 
 impl Memory {

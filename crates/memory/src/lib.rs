@@ -52,10 +52,10 @@ pub fn open(options: Options) -> Engine {
     let memory = Arc::new(Memory::new(options.clock));
     memory.wake_on_jumps();
     Engine {
-        broker: Arc::new(MemoryBroker(memory.clone())),
         log: Some(memory.clone()),
         dead_letters: Some(memory.clone()),
         maintenance: Some(memory.clone()),
-        inbox: Some(memory),
+        inbox: Some(memory.clone()),
+        ..Engine::new(Arc::new(MemoryBroker(memory)))
     }
 }

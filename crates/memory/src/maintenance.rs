@@ -7,7 +7,7 @@ use everbus_core::{BoxFuture, CheckReport, Code, Error, Maintenance, Pruned, Res
 use crate::broker::Memory;
 
 impl Memory {
-    fn prune_records(&self, retention: Retention) -> Result<Pruned> {
+    fn prune_records(&self, retention: &Retention) -> Result<Pruned> {
         let mut state = self.open_state()?;
         let now = self.now();
         let too_many = retention
@@ -69,6 +69,6 @@ impl Maintenance for Memory {
     }
 
     fn prune(&self, retention: Retention) -> BoxFuture<'_, Result<Pruned>> {
-        Box::pin(async move { self.prune_records(retention) })
+        Box::pin(async move { self.prune_records(&retention) })
     }
 }

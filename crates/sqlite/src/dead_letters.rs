@@ -18,8 +18,7 @@ use crate::writer::Writer;
 /// At most this many rows are changed in one transaction, so that others get their turn.
 const STEP: usize = 500;
 
-const COLUMNS: &str =
-    "d.attempts, d.failures, d.handler, d.first_seen_at, d.died_at, d.retried_at, g.name";
+const COLUMNS: &str = "d.attempts, d.failures, d.handler, d.first_seen_at, d.died_at, d.retried_at, g.name, d.replaced_by";
 
 impl DeadLetters for SqliteEngine {
     fn list(
@@ -134,6 +133,10 @@ impl Condition {
             id,
             since,
             until,
+            died_until,
+            tenant,
+            handler,
+            error,
         } = filter;
         let mut condition = Self {
             sql: "d.retried_at IS NULL".into(),
@@ -173,6 +176,25 @@ impl Condition {
         if let Some(until) = until {
             let last = last_received_by(conn, *until)?;
             condition.and("d.seq <= ?", Value::Integer(to_sql(last)));
+        }
+        if let Some(died_until) = died_until {
+            condition.and("d.died_at <= ?", Value::Integer(micros(*died_until)));
+        }
+        if let Some(tenant) = tenant {
+            condition.and(
+                "EXISTS (SELECT 1 FROM log x JOIN tenants n ON n.id = x.tenant
+                   WHERE x.seq = d.seq AND n.name = ?)",
+                Value::Text(tenant.clone()),
+            );
+        }
+        if let Some(handler) = handler {
+            condition.and("d.handler = ?", Value::Text(handler.clone()));
+        }
+        if let Some(error) = error {
+            condition.and(
+                "instr(json_extract(d.failures, '$[#-1].error'), ?) > 0",
+                Value::Text(error.clone()),
+            );
         }
         Ok(condition)
     }
@@ -229,6 +251,10 @@ fn read_one(conn: &Connection, row: &Row<'_>, types: &mut TypeNames) -> Result<D
         first_seen_at: time(11)?,
         died_at: time(12)?,
         retried_at: retried.map(Timestamp::from_micros),
+        replaced_by: row
+            .get::<_, Option<[u8; 16]>>(15)
+            .map_err(doing)?
+            .map(EventId::from_bytes),
         event: read_record(conn, row, types)?,
     })
 }

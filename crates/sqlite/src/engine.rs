@@ -173,11 +173,11 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
     });
     let engine = Arc::new(SqliteEngine { handle });
     Ok(Engine {
-        broker: engine.clone(),
         log: Some(engine.clone()),
         dead_letters: Some(engine.clone()),
         maintenance: Some(engine.clone()),
-        inbox: Some(engine),
+        inbox: Some(engine.clone()),
+        ..Engine::new(engine)
     })
 }
 

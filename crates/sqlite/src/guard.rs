@@ -39,6 +39,19 @@ const OURS: &[&str] = &[
     "inbox",
     "processed_events",
     "events",
+    "history_runs",
+    "history_blocks",
+    "event_outbox",
+    "outbox_dead_letters",
+    "outbox_relay",
+    "event_outbox_framework",
+    "dead_letter_events",
+    "event_payloads",
+    "audit_log",
+    "audit_anchor",
+    "checkpoints",
+    "expirations",
+    "orphaned_objects",
 ];
 
 /// Pragmas that only tell.

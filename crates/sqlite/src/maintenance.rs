@@ -45,9 +45,10 @@ impl Maintenance for SqliteEngine {
             let mut pruned = Pruned::default();
             let mut after = 0;
             loop {
+                let retention = retention.clone();
                 let step = self
                     .handle
-                    .job(move |writer| writer.prune_some(retention, after))
+                    .job(move |writer| writer.prune_some(&retention, after))
                     .await?;
                 pruned.removed += step.removed;
                 pruned.kept += step.kept;
@@ -414,7 +415,7 @@ impl Writer {
             .map_err(doing)
     }
 
-    fn prune_some(&mut self, retention: Retention, after: u64) -> Result<Step> {
+    fn prune_some(&mut self, retention: &Retention, after: u64) -> Result<Step> {
         let doing = |e| from_sqlite("pruning", e);
         let mut limit = 0;
         if let Some(age) = retention.max_age {

@@ -67,9 +67,9 @@ async fn filter(args: &DlqFilterArgs, engine: &Engine) -> Outcome<DeadLetterFilt
     Ok(DeadLetterFilter {
         pattern: args.pattern.clone(),
         group: args.group.clone(),
-        id: None,
         since: args.since,
         until: args.until,
+        ..DeadLetterFilter::default()
     })
 }
 

@@ -36,7 +36,7 @@ async fn a_started_bus_prunes_what_nobody_needs_any_more() {
         };
         let pruning = lab
             .builder()
-            .retention(retention)
+            .retention(retention.clone())
             .with_engine(bus.engine().clone())
             .unwrap();
         pruning.start().await.unwrap();
@@ -91,13 +91,13 @@ async fn the_inbox_forgets_what_was_handled_long_ago() {
         };
         let too_short = lab
             .builder()
-            .retention(retention)
+            .retention(retention.clone())
             .inbox_retention(DAY / 2)
             .with_engine(bus.engine().clone());
         assert_eq!(too_short.unwrap_err().code(), Code::InvalidSetting);
         let pruning = lab
             .builder()
-            .retention(retention)
+            .retention(retention.clone())
             .inbox_retention(DAY)
             .with_engine(bus.engine().clone())
             .unwrap();

@@ -180,6 +180,7 @@ async fn retention_spares_what_is_owed() {
     let by_age = Retention {
         max_age: Some(Duration::from_secs(10)),
         max_len: None,
+        ..Retention::default()
     };
     let pruned = maintenance.prune(by_age).await.unwrap();
     assert_eq!((pruned.removed, pruned.kept), (697, 3));
@@ -199,8 +200,9 @@ async fn retention_spares_what_is_owed() {
     let by_length = Retention {
         max_age: None,
         max_len: Some(0),
+        ..Retention::default()
     };
-    let pruned = maintenance.prune(by_length).await.unwrap();
+    let pruned = maintenance.prune(by_length.clone()).await.unwrap();
     assert_eq!((pruned.removed, pruned.kept), (0, 13));
     // A position is never given twice, even when the newest events are gone.
     engine

@@ -171,7 +171,7 @@ pub async fn filters_select<H: Harness>(harness: H) {
                 group: Some(name("billing")),
                 since: Some(published[3].received_at),
                 until: Some(published[5].received_at),
-                id: None,
+                ..DeadLetterFilter::default()
             },
             1,
         ),

@@ -129,8 +129,9 @@ pub async fn retention_takes_nothing_anyone_needs<H: Harness>(harness: H) {
     let nothing_left = Retention {
         max_age: Some(SECOND),
         max_len: Some(0),
+        ..Retention::default()
     };
-    let pruned = maintenance.prune(nothing_left).await.unwrap();
+    let pruned = maintenance.prune(nothing_left.clone()).await.unwrap();
     assert_eq!((pruned.removed, pruned.kept), (2, 4));
     for (n, appended) in published.iter().enumerate() {
         let found = stage.log().find(appended.id).await.unwrap().len();
@@ -186,6 +187,7 @@ pub async fn retention_by_age_and_by_length<H: Harness>(harness: H) {
     let keep = |max_age: Option<u64>, max_len: Option<u64>| Retention {
         max_age: max_age.map(Duration::from_secs),
         max_len,
+        ..Retention::default()
     };
     assert_eq!(
         maintenance.prune(keep(None, None)).await.unwrap().removed,

@@ -567,8 +567,8 @@ impl<H: Harness> Plan<H> {
         };
         let keep = self.random.below(40);
         let retention = Retention {
-            max_age: None,
             max_len: Some(keep as u64),
+            ..Retention::default()
         };
         let over = self.oracle.log.len().saturating_sub(keep);
         let pruned = maintenance.prune(retention).await.unwrap();

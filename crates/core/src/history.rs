@@ -1,0 +1,388 @@
+//! The history: what happened to a tenant, an app or an entity, page by page.
+//!
+//! A query names any of tenant, app, entity and type. The eight combinations of the *workflow* table
+//! have an index each; for the others the store combines what it has. Order is that of the log, which
+//! is the order of [`Recorded::received_at`]: it never changes and never falls, whatever the clocks of
+//! the senders do, so a page that was read stays as it was.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use serde::{Serialize, Serializer};
+
+use crate::broker::BoxFuture;
+use crate::error::{Code, Error, Result};
+use crate::event::{Entity, Event};
+use crate::log::Recorded;
+use crate::pattern::Pattern;
+use crate::time::Timestamp;
+
+/// The largest page of a history.
+pub const MAX_HISTORY_PAGE: usize = 10_000;
+
+/// Which way to read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Order {
+    /// Newest first.
+    #[default]
+    Newest,
+    /// Oldest first.
+    Oldest,
+}
+
+/// Which events, in which order, from where. The default is the newest hundred of all.
+///
+/// ```
+/// use everbus_core::{HistoryQuery, Order};
+/// let query = HistoryQuery::default()
+///     .tenant("acme")
+///     .entity("TASK", "req-123")
+///     .order(Order::Oldest)
+///     .limit(20);
+/// query.validate()?;
+/// # Ok::<(), everbus_core::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HistoryQuery {
+    /// Only of this tenant.
+    pub tenant: Option<String>,
+    /// Only of this app.
+    pub app: Option<String>,
+    /// Only about this entity.
+    pub entity: Option<Entity>,
+    /// Only of types that match. An exact type uses the indexes that have it.
+    pub types: Option<Pattern>,
+    /// Only events received at or after this time.
+    pub since: Option<Timestamp>,
+    /// Only events received at or before this time.
+    pub until: Option<Timestamp>,
+    /// Which way to read.
+    pub order: Order,
+    /// At most this many, from 1 to [`MAX_HISTORY_PAGE`].
+    pub limit: usize,
+    /// Where to go on: [`HistoryPage::next`] of the page before, of the same query.
+    pub cursor: Option<Cursor>,
+}
+
+impl Default for HistoryQuery {
+    fn default() -> Self {
+        Self {
+            tenant: None,
+            app: None,
+            entity: None,
+            types: None,
+            since: None,
+            until: None,
+            order: Order::Newest,
+            limit: 100,
+            cursor: None,
+        }
+    }
+}
+
+impl HistoryQuery {
+    /// Only of this tenant.
+    #[must_use]
+    pub fn tenant(mut self, tenant: impl Into<String>) -> Self {
+        self.tenant = Some(tenant.into());
+        self
+    }
+
+    /// Only of this app.
+    #[must_use]
+    pub fn app(mut self, app: impl Into<String>) -> Self {
+        self.app = Some(app.into());
+        self
+    }
+
+    /// Only about this entity.
+    #[must_use]
+    pub fn entity(mut self, kind: impl Into<String>, id: impl Into<String>) -> Self {
+        self.entity = Some(Entity {
+            kind: kind.into(),
+            id: id.into(),
+        });
+        self
+    }
+
+    /// Only of types that match.
+    #[must_use]
+    pub fn types(mut self, pattern: Pattern) -> Self {
+        self.types = Some(pattern);
+        self
+    }
+
+    /// Only events received at or after this time.
+    #[must_use]
+    pub fn since(mut self, at: Timestamp) -> Self {
+        self.since = Some(at);
+        self
+    }
+
+    /// Only events received at or before this time.
+    #[must_use]
+    pub fn until(mut self, at: Timestamp) -> Self {
+        self.until = Some(at);
+        self
+    }
+
+    /// Which way to read.
+    #[must_use]
+    pub fn order(mut self, order: Order) -> Self {
+        self.order = order;
+        self
+    }
+
+    /// At most this many.
+    #[must_use]
+    pub fn limit(mut self, limit: usize) -> Self {
+        self.limit = limit;
+        self
+    }
+
+    /// Where to go on.
+    #[must_use]
+    pub fn after(mut self, cursor: Cursor) -> Self {
+        self.cursor = Some(cursor);
+        self
+    }
+
+    /// Refuses queries that make no sense: an empty page, a range that ends before it starts, a
+    /// cursor of another query.
+    pub fn validate(&self) -> Result<()> {
+        if self.limit == 0 || self.limit > MAX_HISTORY_PAGE {
+            return Err(Error::new(
+                Code::InvalidSetting,
+                format!("a page of {} events", self.limit),
+            )
+            .hint(format!("the limit is between 1 and {MAX_HISTORY_PAGE}")));
+        }
+        check_range(self.since, self.until)?;
+        self.resume_after().map(drop)
+    }
+
+    /// The position after which (in the order of the query) the page begins, if a cursor says so.
+    pub fn resume_after(&self) -> Result<Option<u64>> {
+        let Some(cursor) = &self.cursor else {
+            return Ok(None);
+        };
+        let (position, filter) = cursor.read()?;
+        if filter != self.fingerprint() {
+            return Err(Error::new(
+                Code::InvalidCursor,
+                format!("the cursor {cursor} belongs to another query"),
+            )
+            .hint("use a cursor with the filters and the order of the page it came with"));
+        }
+        Ok(Some(position))
+    }
+
+    /// The cursor behind an event of this query.
+    pub fn cursor_after(&self, position: u64) -> Cursor {
+        Cursor(format!("{position:x}-{:08x}", self.fingerprint()))
+    }
+
+    /// Whether an event is one of those asked for, its position and time apart.
+    pub fn matches(&self, event: &Event) -> bool {
+        let a = event.attributes();
+        let same = |wanted: &Option<String>, found: Option<&String>| {
+            wanted.as_ref().is_none_or(|wanted| found == Some(wanted))
+        };
+        same(&self.tenant, a.and_then(|a| a.tenant.as_ref()))
+            && same(&self.app, a.and_then(|a| a.app.as_ref()))
+            && self
+                .entity
+                .as_ref()
+                .is_none_or(|entity| a.and_then(|a| a.entity.as_ref()) == Some(entity))
+            && self
+                .types
+                .as_ref()
+                .is_none_or(|types| types.matches(event.event_type()))
+    }
+
+    /// Tells apart the filters and orders of queries; limits and cursors do not matter.
+    fn fingerprint(&self) -> u32 {
+        let mut hash = Fnv::new();
+        let entity = self.entity.as_ref();
+        hash.text(self.tenant.as_deref());
+        hash.text(self.app.as_deref());
+        hash.text(entity.map(|e| e.kind.as_str()));
+        hash.text(entity.map(|e| e.id.as_str()));
+        hash.text(self.types.as_ref().map(Pattern::as_str));
+        for time in [self.since, self.until] {
+            hash.text(time.map(|t| t.as_micros().to_string()).as_deref());
+        }
+        hash.text(Some(match self.order {
+            Order::Newest => "newest",
+            Order::Oldest => "oldest",
+        }));
+        hash.0
+    }
+}
+
+/// Refuses a range of time that ends before it starts.
+pub fn check_range(since: Option<Timestamp>, until: Option<Timestamp>) -> Result<()> {
+    match (since, until) {
+        (Some(since), Some(until)) if until < since => Err(Error::new(
+            Code::InvalidSetting,
+            format!("the range ends at {until}, before it starts at {since}"),
+        )
+        .hint("give the earlier time to since and the later one to until")),
+        _ => Ok(()),
+    }
+}
+
+/// Where a page ends and the next begins. Text that its store understands; it stays valid as long as
+/// the file lives, also if the event it points to is gone.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Cursor(String);
+
+impl Cursor {
+    /// The text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    fn read(&self) -> Result<(u64, u32)> {
+        let parts = self.0.split_once('-').and_then(|(position, filter)| {
+            Some((hex(position, 16)?, u32::try_from(hex(filter, 8)?).ok()?))
+        });
+        parts.ok_or_else(|| {
+            Error::new(Code::InvalidCursor, format!("{:?} is not a cursor", self.0))
+                .hint("use the cursor as it was printed with a page, or none for the first page")
+        })
+    }
+}
+
+fn hex(text: &str, digits: usize) -> Option<u64> {
+    let valid = !text.is_empty()
+        && text.len() <= digits
+        && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+    valid.then(|| u64::from_str_radix(text, 16).ok()).flatten()
+}
+
+impl fmt::Display for Cursor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl FromStr for Cursor {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        let cursor = Self(s.to_owned());
+        cursor.read()?;
+        Ok(cursor)
+    }
+}
+
+impl Serialize for Cursor {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.0)
+    }
+}
+
+/// One page of a history.
+#[derive(Clone, Debug, Serialize)]
+pub struct HistoryPage {
+    /// The events.
+    pub items: Vec<Arc<Recorded>>,
+    /// Where the next page begins, if there may be one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub next: Option<Cursor>,
+    /// How the store went about it, for people: which indexes, or a scan.
+    pub plan: String,
+}
+
+/// A store that can be asked what happened.
+pub trait History: Send + Sync + 'static {
+    /// One page of the events that a query asks for.
+    fn query(&self, query: HistoryQuery) -> BoxFuture<'_, Result<HistoryPage>>;
+
+    /// How many events a query finds in all, its limit and cursor apart, counted up to `limit`.
+    fn count(&self, query: HistoryQuery, limit: u64) -> BoxFuture<'_, Result<u64>>;
+}
+
+/// Fowler–Noll–Vo, 32 bits: enough to notice a cursor that was put with another query.
+struct Fnv(u32);
+
+impl Fnv {
+    fn new() -> Self {
+        Self(0x811c_9dc5)
+    }
+
+    fn byte(&mut self, byte: u8) {
+        self.0 = (self.0 ^ u32::from(byte)).wrapping_mul(0x0100_0193);
+    }
+
+    fn text(&mut self, text: Option<&str>) {
+        self.byte(u8::from(text.is_some()));
+        let text = text.unwrap_or_default();
+        for byte in (text.len() as u64).to_le_bytes() {
+            self.byte(byte);
+        }
+        text.bytes().for_each(|byte| self.byte(byte));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // conformance: issue-4/bad-cursor: a malformed cursor, or one of another query, is a clear error
+    #[test]
+    fn a_cursor_goes_with_its_query_only() {
+        let query = HistoryQuery::default().tenant("a").limit(5);
+        let cursor = query.cursor_after(77);
+        let again: Cursor = cursor.to_string().parse().unwrap();
+        let resumed = query.clone().after(again.clone()).limit(9);
+        assert_eq!(resumed.resume_after().unwrap(), Some(77));
+        for other in [
+            HistoryQuery::default().tenant("b"),
+            HistoryQuery::default().app("a"),
+            HistoryQuery::default().tenant("a").order(Order::Oldest),
+            HistoryQuery::default().tenant("a").since(Timestamp::EPOCH),
+        ] {
+            let error = other.after(again.clone()).validate().unwrap_err();
+            assert_eq!(error.code(), Code::InvalidCursor);
+        }
+        for bad in [
+            "",
+            "-",
+            "4d",
+            "4d-",
+            "-00000000",
+            "4d-zz",
+            "4D-00000000",
+            "4d-000000000",
+            "11112222333344445-00000000",
+            "4d-0-0",
+            "é-1",
+        ] {
+            let error = bad.parse::<Cursor>().unwrap_err();
+            assert_eq!(error.code(), Code::InvalidCursor, "{bad:?}");
+        }
+    }
+
+    // conformance: issue-4/bad-range: a range that ends before it starts is a clear error
+    #[test]
+    fn a_range_that_ends_before_it_starts_is_refused() {
+        let (early, late) = (Timestamp::EPOCH, Timestamp::from_micros(1));
+        let query = HistoryQuery::default();
+        assert!(query.clone().since(early).until(early).validate().is_ok());
+        let error = query.since(late).until(early).validate().unwrap_err();
+        assert_eq!(error.code(), Code::InvalidSetting);
+        assert!(error.to_string().contains("before it starts"), "{error}");
+    }
+
+    #[test]
+    fn a_page_has_a_size() {
+        for (limit, ok) in [(0, false), (1, true), (10_000, true), (10_001, false)] {
+            let query = HistoryQuery::default().limit(limit);
+            assert_eq!(query.validate().is_ok(), ok, "{limit}");
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! Payload stages: what an event looked like on its way, kept beside it for debugging.
+//!
+//! A webhook's raw body, the request sent to an agent, its answer: each is a *stage* of an event, kept
+//! compressed, shorter than the event itself, and deleted with it.
+
+use std::fmt;
+use std::str::FromStr;
+
+use bytes::Bytes;
+use serde::{Serialize, Serializer};
+
+use crate::broker::BoxFuture;
+use crate::error::{Code, Error, Result};
+use crate::event::Event;
+use crate::id::EventId;
+use crate::time::Timestamp;
+
+/// A stage name has at most this many characters.
+pub const MAX_STAGE_CHARS: usize = 50;
+/// What counts as a large payload unless said otherwise: over 50,000 bytes.
+pub const LARGE_PAYLOAD: u64 = 50_000;
+
+/// The name of a stage: one of the five that are known, or one of your own.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Stage(String);
+
+impl Stage {
+    /// The raw webhook payload from a channel.
+    pub const WEBHOOK_RAW: &str = "webhook_raw";
+    /// The request sent to an agent.
+    pub const AGENT_REQUEST: &str = "agent_request";
+    /// The response of an agent.
+    pub const AGENT_RESPONSE: &str = "agent_response";
+    /// What was sent to a channel for delivery.
+    pub const CHANNEL_SEND: &str = "channel_send";
+    /// What went wrong.
+    pub const ERROR: &str = "error";
+    /// The stages that are known.
+    pub const KNOWN: [&str; 5] = [
+        Self::WEBHOOK_RAW,
+        Self::AGENT_REQUEST,
+        Self::AGENT_RESPONSE,
+        Self::CHANNEL_SEND,
+        Self::ERROR,
+    ];
+
+    /// A stage: 1 to 50 printable characters.
+    pub fn new(name: &str) -> Result<Self> {
+        let bad = name.is_empty()
+            || name.chars().count() > MAX_STAGE_CHARS
+            || name.chars().any(char::is_control);
+        if bad {
+            return Err(Error::new(
+                Code::InvalidAttribute,
+                format!("{name:?} is not the name of a stage"),
+            )
+            .hint(format!(
+                "a stage is 1 to {MAX_STAGE_CHARS} printable characters, for example {}",
+                Self::KNOWN.join(", ")
+            )));
+        }
+        Ok(Self(name.to_owned()))
+    }
+
+    /// The name.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for Stage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl FromStr for Stage {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        Self::new(s)
+    }
+}
+
+impl Serialize for Stage {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.0)
+    }
+}
+
+/// What names an event in a store: ids are unique per tenant.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+pub struct EventKey {
+    /// The id.
+    pub id: EventId,
+    /// The tenant, if it has one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tenant: Option<String>,
+}
+
+impl EventKey {
+    /// What names this event.
+    pub fn of(event: &Event) -> Self {
+        Self {
+            id: event.id(),
+            tenant: event.tenant().map(str::to_owned),
+        }
+    }
+}
+
+impl From<EventId> for EventKey {
+    /// An event without a tenant.
+    fn from(id: EventId) -> Self {
+        Self { id, tenant: None }
+    }
+}
+
+/// What is known about a stored stage without reading its content.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct StageInfo {
+    /// Which stage.
+    pub stage: Stage,
+    /// When it was stored.
+    pub timestamp: Timestamp,
+    /// The size before compression, in bytes.
+    pub payload_size_original: u64,
+    /// The size as stored, in bytes.
+    pub payload_size_compressed: u64,
+    /// The HTTP status, where there was one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub status_code: Option<u16>,
+    /// What went wrong, where something did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error_details: Option<String>,
+    /// It mentions the address of a picture, film, sound or document.
+    pub contains_media: bool,
+    /// It mentions base64, or is long enough to hold some.
+    pub contains_base64: bool,
+}
+
+/// One stage of an event, as it is stored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredStage {
+    /// What is known about it.
+    pub info: StageInfo,
+    /// The content, compressed with gzip.
+    pub compressed: Bytes,
+}
+
+/// A store that keeps payload stages.
+pub trait Payloads: Send + Sync + 'static {
+    /// Keeps a stage of an event, beside those it has, several of the same name included.
+    /// [`Code::NotFound`] without the event.
+    fn store(&self, event: EventKey, stage: StoredStage) -> BoxFuture<'_, Result<()>>;
+
+    /// The stages of an event, oldest first; of one name, or all.
+    fn stages(
+        &self,
+        event: EventKey,
+        stage: Option<Stage>,
+    ) -> BoxFuture<'_, Result<Vec<StoredStage>>>;
+
+    /// The largest stages of all events, largest first: those of more than `over` bytes before
+    /// compression, at most `limit`.
+    fn largest(&self, over: u64, limit: usize)
+    -> BoxFuture<'_, Result<Vec<(EventKey, StageInfo)>>>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // conformance: omni/payload-stage-names: the five stages are known, names have up to 50 characters
+    #[test]
+    fn stages_have_names_of_up_to_fifty_characters() {
+        for known in Stage::KNOWN {
+            assert_eq!(Stage::new(known).unwrap().as_str(), known);
+        }
+        assert!(Stage::new(&"ä".repeat(50)).is_ok());
+        for bad in ["", "a\nb", &"x".repeat(51)] {
+            let error = Stage::new(bad).unwrap_err();
+            assert_eq!(error.code(), Code::InvalidAttribute);
+        }
+    }
+}
