@@ -1,6 +1,7 @@
 //! An opened engine: the broker and whatever else it offers.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::audit::Audit;
@@ -12,6 +13,7 @@ use crate::history::History;
 use crate::inbox::Inbox;
 use crate::log::Log;
 use crate::maintenance::Maintenance;
+use crate::orphans::Orphans;
 use crate::outbox::OutboxSource;
 use crate::payloads::Payloads;
 
@@ -38,6 +40,11 @@ pub struct Engine {
     pub checkpoints: Option<Arc<dyn Checkpoints>>,
     /// The outbox in the engine's own database, where it has one.
     pub outbox: Option<Arc<dyn OutboxSource>>,
+    /// Knows which objects outlived their events, where the engine can.
+    pub orphans: Option<Arc<dyn Orphans>>,
+    /// The directory in which objects go that are too large for the engine, unless another place is
+    /// configured: beside its file, where it has one.
+    pub objects: Option<PathBuf>,
 }
 
 impl Engine {
@@ -54,6 +61,8 @@ impl Engine {
             audit: None,
             checkpoints: None,
             outbox: None,
+            orphans: None,
+            objects: None,
         }
     }
 
@@ -118,6 +127,13 @@ impl Engine {
         self.outbox
             .clone()
             .ok_or_else(|| self.unsupported("an outbox in its own database"))
+    }
+
+    /// The objects that outlived their events, or [`Code::Unsupported`].
+    pub fn orphans(&self) -> Result<&dyn Orphans> {
+        self.orphans
+            .as_deref()
+            .ok_or_else(|| self.unsupported("a list of objects without their events"))
     }
 
     fn unsupported(&self, what: &str) -> Error {

@@ -104,6 +104,8 @@ codes! {
     SqliteTooOld = "SqliteTooOld",
     /// The durability that was asked for could not be set.
     NotDurable = "NotDurable",
+    /// The object store cannot be reached, or an object in it is missing or not what was put there.
+    ObjectStore = "ObjectStoreError",
     /// Storage failed; the outcome of what was under way is unknown and the engine has stopped.
     StorageFailed = "StorageFailed",
     /// Something that cannot happen did.

@@ -282,6 +282,33 @@ impl Event {
         self
     }
 
+    /// The event with the large part of its payload in an object: this payload travels instead. For
+    /// whoever put the object there, durably, before the event is appended.
+    #[must_use]
+    pub fn with_overflow(mut self, payload: Bytes, overflow: Overflow) -> Self {
+        self.payload = payload;
+        self.attributes.get_or_insert_default().overflow = Some(Box::new(overflow));
+        self
+    }
+
+    /// The event as it was published, with the whole payload and nothing in an object.
+    #[must_use]
+    pub fn made_whole(mut self, payload: Bytes) -> Self {
+        self.payload = payload;
+        if let Some(attributes) = &mut self.attributes {
+            attributes.overflow = None;
+            if **attributes == Attributes::default() {
+                self.attributes = None;
+            }
+        }
+        self
+    }
+
+    /// Where the large part of the payload is, if it did not travel with the event.
+    pub fn overflow(&self) -> Option<&Overflow> {
+        self.attributes()?.overflow.as_deref()
+    }
+
     /// The identity and idempotency key.
     pub fn id(&self) -> EventId {
         self.id
@@ -307,7 +334,8 @@ impl Event {
         self.occurred_at
     }
 
-    /// The payload, exactly as published.
+    /// The payload, exactly as published; if the event has an [overflow](Self::overflow), what travels
+    /// of it.
     pub fn payload(&self) -> &Bytes {
         &self.payload
     }

@@ -5,7 +5,8 @@
 //! 1. [`Event`]: what travels. [`Pattern`]: which events a subscriber wants.
 //! 2. [`Broker`] and [`Consumer`]: how events move (append, fetch, settle).
 //! 3. What an engine may offer beside that: [`Log`], [`DeadLetters`], [`Inbox`], [`Maintenance`], and
-//!    its memory: [`History`], [`Payloads`], [`Audit`], [`Checkpoints`], [`OutboxSource`].
+//!    its memory: [`History`], [`Payloads`], [`Audit`], [`Checkpoints`], [`OutboxSource`],
+//!    [`Orphans`].
 //! 4. [`RetryPolicy`], [`Clock`], [`Progress`]: the small pure parts every engine shares.
 //!
 //! Everything that can go wrong is an [`Error`] with a stable [`Code`] and a hint.
@@ -27,6 +28,7 @@ pub mod id;
 pub mod inbox;
 pub mod log;
 pub mod maintenance;
+pub mod orphans;
 pub mod outbox;
 pub mod pattern;
 pub mod payloads;
@@ -58,6 +60,7 @@ pub use id::EventId;
 pub use inbox::Inbox;
 pub use log::{EventState, GroupState, Log, Recorded};
 pub use maintenance::{CheckReport, Finding, Maintenance, Pruned, Retention, StreamAge};
+pub use orphans::{Orphan, Orphans};
 pub use outbox::{Claimed, OutboxRow, OutboxSource, OutboxStatus, RelayLease, RowOutcome};
 pub use pattern::Pattern;
 pub use payloads::{EventKey, Payloads, Stage, StageInfo, StoredStage};

@@ -108,6 +108,12 @@ impl EventKey {
     }
 }
 
+impl From<&Event> for EventKey {
+    fn from(event: &Event) -> Self {
+        Self::of(event)
+    }
+}
+
 impl From<EventId> for EventKey {
     /// An event without a tenant.
     fn from(id: EventId) -> Self {

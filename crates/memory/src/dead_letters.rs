@@ -189,8 +189,7 @@ impl Memory {
                 .graves
                 .remove(&(Reverse(position), letter.group.clone()));
             if !state.is_needed(&letter.event) {
-                state.records.remove(position);
-                state.dead.forget(position);
+                state.remove(position, self.now());
             }
             state.wake_waiters(position);
         }

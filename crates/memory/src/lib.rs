@@ -22,6 +22,8 @@ mod group;
 mod inbox;
 mod log;
 mod maintenance;
+mod orphans;
+mod payloads;
 mod records;
 mod state;
 mod streams;
@@ -56,6 +58,8 @@ pub fn open(options: Options) -> Engine {
         dead_letters: Some(memory.clone()),
         maintenance: Some(memory.clone()),
         inbox: Some(memory.clone()),
+        payloads: Some(memory.clone()),
+        orphans: Some(memory.clone()),
         ..Engine::new(Arc::new(MemoryBroker(memory)))
     }
 }

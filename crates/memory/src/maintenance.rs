@@ -29,8 +29,7 @@ impl Memory {
             if state.is_needed(&record) {
                 pruned.kept += 1;
             } else {
-                state.records.remove(record.position);
-                state.dead.forget(record.position);
+                state.remove(record.position, now);
                 pruned.removed += 1;
             }
         }

@@ -13,6 +13,8 @@ use tokio::sync::Notify;
 use crate::dead_letters::Graveyard;
 use crate::group::{Group, Row, RowState};
 use crate::inbox::Handled;
+use crate::orphans::Left;
+use crate::payloads::Stages;
 use crate::records::Records;
 
 #[derive(Debug)]
@@ -24,6 +26,8 @@ pub(crate) struct State {
     pub(crate) names: BTreeMap<GroupName, u64>,
     pub(crate) dead: Graveyard,
     pub(crate) inbox: Handled,
+    pub(crate) stages: Stages,
+    pub(crate) orphans: Left,
     pub(crate) next_token: u64,
     next_number: u64,
     /// Who waits for a position to be settled, and how many.
@@ -39,6 +43,8 @@ impl State {
             names: BTreeMap::new(),
             dead: Graveyard::default(),
             inbox: Handled::default(),
+            stages: Stages::default(),
+            orphans: Left::default(),
             next_token: 0,
             next_number: 0,
             waiters: HashMap::new(),
@@ -343,6 +349,16 @@ impl State {
             })
         });
         states.collect()
+    }
+
+    /// Removes an event and everything that is kept beside it.
+    pub(crate) fn remove(&mut self, position: u64, now: Timestamp) {
+        if let Some(record) = self.records.get(position) {
+            self.orphans.note(&record.event, now);
+        }
+        self.records.remove(position);
+        self.dead.forget(position);
+        self.stages.forget(position);
     }
 
     /// Whether a group owes work on an event or keeps it as a dead letter.

@@ -171,12 +171,16 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         sessions: AtomicU64::new(1),
         ended,
     });
+    let objects = crate::orphans::beside(&handle.path);
     let engine = Arc::new(SqliteEngine { handle });
     Ok(Engine {
         log: Some(engine.clone()),
         dead_letters: Some(engine.clone()),
         maintenance: Some(engine.clone()),
         inbox: Some(engine.clone()),
+        payloads: Some(engine.clone()),
+        orphans: Some(engine.clone()),
+        objects: Some(objects),
         ..Engine::new(engine)
     })
 }

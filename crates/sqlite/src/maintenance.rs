@@ -408,6 +408,8 @@ impl Writer {
             )
             .and_then(|mut s| s.execute([to_sql(seq)]))
             .map_err(doing)?;
+        self.forget_payloads(seq, seq)?;
+        self.note_orphans(seq, seq)?;
         self.conn
             .prepare_cached("DELETE FROM log WHERE seq = ?1")
             .and_then(|mut s| s.execute([to_sql(seq)]))

@@ -420,6 +420,37 @@ macro_rules! conformance_tests {
             $crate::conformance::dead_letters::purging_leaves_what_others_owe($harness).await;
         }
 
+        // conformance: issue-4/stages-kept: stages are kept by event and stage with sizes, status, details and flags, oldest first
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn stages_are_kept_by_event_and_stage() {
+            $crate::conformance::payloads::stages_are_kept_by_event_and_stage($harness).await;
+        }
+
+        // conformance: issue-4/stages-need-event: a stage needs its event, and an id is that of one tenant
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_stage_needs_its_event() {
+            $crate::conformance::payloads::a_stage_needs_its_event($harness).await;
+        }
+
+        // conformance: issue-4/stages-largest: the largest stages come largest first, only those over the limit
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_largest_stages_come_first() {
+            $crate::conformance::payloads::the_largest_stages_come_first($harness).await;
+        }
+
+        // conformance: issue-4/stages-deleted: stages are deleted with their event
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn stages_go_with_their_event() {
+            $crate::conformance::payloads::stages_go_with_their_event($harness).await;
+        }
+
+        // conformance: issue-4/overflow-noted: an event that is removed leaves a note of its object in the same step
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_removed_event_leaves_a_note_of_its_object() {
+            $crate::conformance::payloads::a_removed_event_leaves_a_note_of_its_object($harness)
+                .await;
+        }
+
         // conformance: issue-2/inspect: position, lag, in flight, waiting and dead letters of a group are right
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_numbers_of_a_group_are_right() {

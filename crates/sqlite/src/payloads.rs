@@ -1,0 +1,182 @@
+//! Payload stages: rows beside the log, one for each stage that was stored of an event.
+//!
+//! The columns are those of the specification; `seq` ties a row to its event, so that whoever removes a
+//! range of the log removes its stages with one statement, [`Writer::forget_payloads`].
+
+use bytes::Bytes;
+use everbus_core::{
+    BoxFuture, Code, Error, EventId, EventKey, Payloads, Result, Stage, StageInfo, StoredStage,
+    Timestamp,
+};
+use rusqlite::{OptionalExtension, Row, params};
+
+use crate::engine::SqliteEngine;
+use crate::errors::from_sqlite;
+use crate::readers::Reader;
+use crate::rows::{seq_from, to_sql};
+use crate::state::micros;
+use crate::writer::Writer;
+
+/// Where an event is: its id and the name of its tenant, NULL for none.
+const SEQ_OF: &str = "SELECT seq FROM log WHERE id = ?1
+    AND tenant = iif(?2 IS NULL, 0, (SELECT id FROM tenants WHERE name = ?2))";
+
+/// The columns that [`read_info`] expects, in its order.
+const INFO: &str = "p.stage, p.timestamp, p.payload_size_original, p.payload_size_compressed,
+    p.status_code, p.error_details, p.contains_media, p.contains_base64";
+
+impl Writer {
+    fn store_stage(&mut self, event: &EventKey, stage: &StoredStage) -> Result<()> {
+        let doing = |e| from_sqlite("storing a payload stage", e);
+        let seq: Option<i64> = self
+            .conn
+            .prepare_cached(SEQ_OF)
+            .and_then(|mut s| {
+                s.query_row(params![event.id.as_bytes(), event.tenant], |r| r.get(0))
+                    .optional()
+            })
+            .map_err(doing)?;
+        let seq = seq.ok_or_else(|| no_event(event))?;
+        let info = &stage.info;
+        self.conn
+            .prepare_cached(
+                "INSERT INTO event_payloads
+                   (event_id, stage, payload_compressed, payload_size_original,
+                    payload_size_compressed, timestamp, status_code, error_details,
+                    contains_media, contains_base64, seq)
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
+            )
+            .and_then(|mut s| {
+                s.execute(params![
+                    event.id.to_string(),
+                    info.stage.as_str(),
+                    &stage.compressed[..],
+                    to_sql(info.payload_size_original),
+                    to_sql(info.payload_size_compressed),
+                    micros(info.timestamp),
+                    info.status_code,
+                    info.error_details,
+                    info.contains_media,
+                    info.contains_base64,
+                    seq,
+                ])
+            })
+            .map(drop)
+            .map_err(doing)
+    }
+
+    /// Removes the stages of all events in a range of the log, both ends included. To be called in the
+    /// transaction that removes the events.
+    pub(crate) fn forget_payloads(&mut self, lo: u64, hi: u64) -> Result<()> {
+        self.conn
+            .prepare_cached("DELETE FROM event_payloads WHERE seq BETWEEN ?1 AND ?2")
+            .and_then(|mut s| s.execute([to_sql(lo), to_sql(hi)]))
+            .map(drop)
+            .map_err(|e| from_sqlite("removing payload stages", e))
+    }
+}
+
+impl Payloads for SqliteEngine {
+    fn store(&self, event: EventKey, stage: StoredStage) -> BoxFuture<'_, Result<()>> {
+        self.handle
+            .job(move |writer| writer.store_stage(&event, &stage))
+    }
+
+    fn stages(
+        &self,
+        event: EventKey,
+        stage: Option<Stage>,
+    ) -> BoxFuture<'_, Result<Vec<StoredStage>>> {
+        self.handle
+            .query(move |reader| stages(reader, &event, stage.as_ref()))
+    }
+
+    fn largest(
+        &self,
+        over: u64,
+        limit: usize,
+    ) -> BoxFuture<'_, Result<Vec<(EventKey, StageInfo)>>> {
+        self.handle
+            .query(move |reader| largest(reader, over, limit))
+    }
+}
+
+fn stages(reader: &Reader, event: &EventKey, stage: Option<&Stage>) -> Result<Vec<StoredStage>> {
+    let doing = |e| from_sqlite("reading payload stages", e);
+    let sql = format!(
+        "SELECT {INFO}, p.payload_compressed FROM event_payloads p
+         WHERE p.seq = ({SEQ_OF}) AND (?3 IS NULL OR p.stage = ?3) ORDER BY p.timestamp, p.id"
+    );
+    let mut statement = reader.conn.prepare_cached(&sql).map_err(doing)?;
+    let stage = stage.map(Stage::as_str);
+    let mut rows = statement
+        .query(params![event.id.as_bytes(), event.tenant, stage])
+        .map_err(doing)?;
+    let mut found = Vec::new();
+    while let Some(row) = rows.next().map_err(doing)? {
+        let info = read_info(row)?;
+        // Text where there should be bytes is for whoever decompresses it to complain about.
+        let compressed = row.get_ref(8).map_err(doing)?.as_bytes_or_null();
+        found.push(StoredStage {
+            info,
+            compressed: Bytes::copy_from_slice(compressed.ok().flatten().unwrap_or_default()),
+        });
+    }
+    Ok(found)
+}
+
+fn largest(reader: &Reader, over: u64, limit: usize) -> Result<Vec<(EventKey, StageInfo)>> {
+    let doing = |e| from_sqlite("looking for large payloads", e);
+    // The order of the index: largest first, and of equal ones the newest.
+    let sql = format!(
+        "SELECT {INFO}, l.id, t.name FROM event_payloads p
+         JOIN log l ON l.seq = p.seq LEFT JOIN tenants t ON t.id = l.tenant
+         WHERE p.payload_size_original > ?1
+         ORDER BY p.payload_size_original DESC, p.id DESC LIMIT ?2"
+    );
+    let mut statement = reader.conn.prepare_cached(&sql).map_err(doing)?;
+    let limit = i64::try_from(limit).unwrap_or(i64::MAX);
+    let mut rows = statement
+        .query(params![to_sql(over), limit])
+        .map_err(doing)?;
+    let mut found = Vec::new();
+    while let Some(row) = rows.next().map_err(doing)? {
+        let key = EventKey {
+            id: EventId::from_bytes(row.get(8).map_err(doing)?),
+            tenant: row.get(9).map_err(doing)?,
+        };
+        found.push((key, read_info(row)?));
+    }
+    Ok(found)
+}
+
+fn read_info(row: &Row<'_>) -> Result<StageInfo> {
+    let doing = |e| from_sqlite("reading payload stages", e);
+    let name: String = row.get(0).map_err(doing)?;
+    let stage = Stage::new(&name).map_err(|e| {
+        Error::new(Code::Corrupt, "the name of a payload stage is damaged").caused_by(e)
+    })?;
+    let status: Option<i64> = row.get(4).map_err(doing)?;
+    Ok(StageInfo {
+        stage,
+        timestamp: Timestamp::from_micros(row.get(1).map_err(doing)?),
+        payload_size_original: seq_from(row.get(2).map_err(doing)?),
+        payload_size_compressed: seq_from(row.get(3).map_err(doing)?),
+        status_code: status.and_then(|code| u16::try_from(code).ok()),
+        error_details: row.get(5).map_err(doing)?,
+        contains_media: row.get(6).map_err(doing)?,
+        contains_base64: row.get(7).map_err(doing)?,
+    })
+}
+
+fn no_event(event: &EventKey) -> Error {
+    let tenant = match &event.tenant {
+        Some(tenant) => format!(" of tenant {tenant:?}"),
+        None => String::new(),
+    };
+    Error::new(
+        Code::NotFound,
+        format!("there is no event {}{tenant}", event.id),
+    )
+    .hint("a stage belongs to an event that was published; ids are unique per tenant")
+}

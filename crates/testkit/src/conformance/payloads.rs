@@ -1,0 +1,233 @@
+//! What is kept beside an event: the stages of its payload, and the note of an object it leaves behind.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use everbus_core::{
+    Clock, Code, Event, EventId, EventKey, Orphan, Overflow, Payloads, Retention, StageInfo,
+    StoredStage,
+};
+
+use super::stage::{code, event, options, take_one};
+use super::{Harness, Stage};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn payloads<H: Harness>(stage: &Stage<H>) -> Option<&dyn Payloads> {
+    stage.engine().payloads.as_deref()
+}
+
+fn stored<H: Harness>(stage: &Stage<H>, name: &str, original: u64, content: &str) -> StoredStage {
+    StoredStage {
+        info: StageInfo {
+            stage: name.parse().unwrap(),
+            timestamp: stage.clock.now(),
+            payload_size_original: original,
+            payload_size_compressed: content.len() as u64,
+            status_code: Some(502),
+            error_details: Some("bad gateway".into()),
+            contains_media: true,
+            contains_base64: false,
+        },
+        compressed: Bytes::copy_from_slice(content.as_bytes()),
+    }
+}
+
+async fn empty_the_log<H: Harness>(stage: &Stage<H>) {
+    let retention = Retention {
+        max_len: Some(0),
+        ..Retention::default()
+    };
+    let maintenance = stage.engine().maintenance().unwrap();
+    assert_eq!(maintenance.prune(retention).await.unwrap().kept, 0);
+}
+
+/// Stages are kept by event and stage with everything known about them, oldest first.
+pub async fn stages_are_kept_by_event_and_stage<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    let Some(store) = payloads(&stage) else {
+        return;
+    };
+    let (one, other) = (event("a.x"), event("a.x"));
+    stage.append(one.clone()).await;
+    stage.append(other.clone()).await;
+    let mut expected = Vec::new();
+    for (name, content) in [
+        ("webhook_raw", "one"),
+        ("agent_request", "two"),
+        ("my own", "three"),
+        ("agent_request", "four"),
+    ] {
+        let stored = stored(&stage, name, 9, content);
+        store.store((&one).into(), stored.clone()).await.unwrap();
+        expected.push(stored);
+        stage.advance(SECOND).await;
+    }
+    let mut plain = stored(&stage, "error", 1, "");
+    (plain.info.status_code, plain.info.error_details) = (None, None);
+    store.store((&other).into(), plain.clone()).await.unwrap();
+    for round in 0..2 {
+        let store = payloads(&stage).unwrap();
+        let all = store.stages((&one).into(), None).await.unwrap();
+        assert_eq!(all, expected, "round {round}");
+        let named = Some("agent_request".parse().unwrap());
+        let two = store.stages((&one).into(), named).await.unwrap();
+        assert_eq!(two, [expected[1].clone(), expected[3].clone()]);
+        let none = Some("channel_send".parse().unwrap());
+        assert!(store.stages((&one).into(), none).await.unwrap().is_empty());
+        let others = store.stages((&other).into(), None).await.unwrap();
+        assert_eq!(others, [plain.clone()]);
+        if !stage.survives_restart() {
+            return;
+        }
+        stage.restart().await;
+    }
+}
+
+/// A stage needs its event, and an id is that of one tenant.
+pub async fn a_stage_needs_its_event<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let Some(store) = payloads(&stage) else {
+        return;
+    };
+    let unknown = EventKey::from(EventId::new());
+    let nowhere = store.store(unknown.clone(), stored(&stage, "error", 1, "x"));
+    assert_eq!(code(nowhere.await), Code::NotFound);
+    assert!(store.stages(unknown, None).await.unwrap().is_empty());
+    let of = |tenant: &str| {
+        let id: EventId = "0190b0a0-0000-7000-8000-000000000001".parse().unwrap();
+        Event::builder("a.x").id(id).tenant(tenant).build().unwrap()
+    };
+    let (acme, bolt) = (of("acme"), of("bolt"));
+    stage.append(acme.clone()).await;
+    let nobody = store.store((&bolt).into(), stored(&stage, "error", 1, "x"));
+    assert_eq!(code(nobody.await), Code::NotFound);
+    let without = store.store(acme.id().into(), stored(&stage, "error", 1, "x"));
+    assert_eq!(code(without.await), Code::NotFound);
+    stage.append(bolt.clone()).await;
+    let content = stored(&stage, "error", 1, "x");
+    store.store((&bolt).into(), content.clone()).await.unwrap();
+    assert!(store.stages((&acme).into(), None).await.unwrap().is_empty());
+    assert_eq!(store.stages((&bolt).into(), None).await.unwrap(), [content]);
+}
+
+/// The largest stages come largest first, only those over the limit, at most so many.
+pub async fn the_largest_stages_come_first<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let Some(store) = payloads(&stage) else {
+        return;
+    };
+    let tenant = Event::builder("a.x").tenant("acme").build().unwrap();
+    stage.append(tenant.clone()).await;
+    let plain = event("a.x");
+    stage.append(plain.clone()).await;
+    for (event, size) in [
+        (&plain, 50_000),
+        (&tenant, 50_001),
+        (&plain, 70_000),
+        (&tenant, 60_000),
+        (&plain, 10),
+    ] {
+        let stored = stored(&stage, "agent_response", size, "z");
+        store.store(event.into(), stored).await.unwrap();
+    }
+    let sizes = |found: &[(EventKey, StageInfo)]| -> Vec<u64> {
+        let infos = found.iter().map(|(_, info)| info.payload_size_original);
+        infos.collect()
+    };
+    let found = store.largest(50_000, 100).await.unwrap();
+    assert_eq!(sizes(&found), [70_000, 60_000, 50_001]);
+    assert_eq!(found[0].0, EventKey::of(&plain));
+    assert_eq!(found[1].0, EventKey::of(&tenant));
+    assert_eq!(sizes(&store.largest(0, 2).await.unwrap()), [70_000, 60_000]);
+    assert!(store.largest(70_000, 100).await.unwrap().is_empty());
+}
+
+/// Stages go with their event, by retention and by a purge, and those of others stay.
+pub async fn stages_go_with_their_event<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let (Some(store), Ok(_)) = (payloads(&stage), stage.engine().maintenance()) else {
+        return;
+    };
+    stage.declare("g", &["a.dead"]).await;
+    let dead = event("a.dead");
+    let done = event("a.done");
+    for event in [&dead, &done] {
+        stage.append(event.clone()).await;
+        let stored = stored(&stage, "webhook_raw", 7, "x");
+        store.store(event.into(), stored).await.unwrap();
+    }
+    let mut consumer = stage.consumer_with("g", options()).await;
+    let delivery = take_one(&mut consumer).await;
+    stage.kill(&delivery).await;
+    let retention = Retention {
+        max_len: Some(0),
+        ..Retention::default()
+    };
+    let maintenance = stage.engine().maintenance().unwrap();
+    let pruned = maintenance.prune(retention).await.unwrap();
+    assert_eq!((pruned.removed, pruned.kept), (1, 1));
+    assert!(store.stages((&done).into(), None).await.unwrap().is_empty());
+    assert_eq!(store.stages((&dead).into(), None).await.unwrap().len(), 1);
+    assert_eq!(store.largest(0, 10).await.unwrap().len(), 1);
+    let letters = stage.dead_letters();
+    let now = stage.clock.now();
+    let purged = letters.purge(now, Default::default(), Default::default());
+    assert_eq!(purged.await.unwrap(), 1);
+    assert!(store.largest(0, 10).await.unwrap().is_empty());
+    // The id is free again; a new event has no stages of the old one.
+    stage.append(dead.clone()).await;
+    assert!(store.stages((&dead).into(), None).await.unwrap().is_empty());
+}
+
+/// An event that is removed leaves a note of its object, in the same step; others leave none.
+pub async fn a_removed_event_leaves_a_note_of_its_object<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    if stage.engine().orphans.is_none() || stage.engine().maintenance().is_err() {
+        return;
+    }
+    let large = |key: &str| {
+        let overflow = Overflow {
+            bucket: "objects".into(),
+            key: key.into(),
+            size: 3,
+            sha256: "00".into(),
+            parts: Vec::new(),
+        };
+        let event = Event::builder("a.x").meta("overflow", "no").build();
+        let payload = Bytes::from_static(b"null");
+        event.unwrap().with_overflow(payload, overflow)
+    };
+    let events: Vec<Event> = ["events/c", "events/a", "events/b"].map(large).into();
+    for event in &events {
+        stage.append(event.clone()).await;
+    }
+    let odd = Event::builder("a.x").meta("overflow", "{\"overflow\":1}");
+    stage.append(odd.build().unwrap()).await;
+    stage.append(event("a.x")).await;
+    let orphans = |stage: &Stage<H>| stage.engine().orphans.clone().unwrap();
+    assert!(orphans(&stage).list(None, 9).await.unwrap().is_empty());
+    let found = stage.log().find(events[0].id()).await.unwrap();
+    assert_eq!(found[0].event, events[0], "the reference is kept as it is");
+    stage.advance(SECOND).await;
+    let since = stage.clock.now();
+    empty_the_log(&stage).await;
+    if stage.survives_restart() {
+        stage.restart().await;
+    }
+    let orphan = |n: usize| Orphan {
+        bucket: "objects".into(),
+        key: events[n].overflow().unwrap().key.clone(),
+        id: events[n].id(),
+        since,
+    };
+    let store = orphans(&stage);
+    let first = store.list(None, 2).await.unwrap();
+    assert_eq!(first, [orphan(1), orphan(2)]);
+    let rest = store.list(first.last().cloned(), 2).await.unwrap();
+    assert_eq!(rest, [orphan(0)]);
+    store.forget(first).await.unwrap();
+    assert_eq!(store.list(None, 9).await.unwrap(), [orphan(0)]);
+    store.forget(vec![orphan(0), orphan(1)]).await.unwrap();
+    assert!(store.list(None, 9).await.unwrap().is_empty());
+}
