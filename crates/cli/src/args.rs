@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::{Parser, Subcommand, ValueEnum};
 use everbus_core::{GroupName, Pattern, StartFrom, Timestamp};
 
+use crate::commands::payloads::{PayloadsCommand, StageArgs};
 use crate::values::{
     parse_bytes, parse_count, parse_cursor, parse_entity, parse_group, parse_own_group, parse_pair,
     parse_pattern, parse_rate,
@@ -63,18 +64,18 @@ pub(crate) struct Args {
     )]
     pub(crate) output: OutputFormat,
 
-    /// The largest payload that is published, in bytes; 512k and 8m are understood
+    /// The largest payload that is published, in bytes; 512k and 8m are understood [default: 64m, or 1m
+    /// where large payloads have no object store to go to]
     #[arg(
         long,
         global = true,
         value_name = "BYTES",
         env = "EVERBUS_MAX_PAYLOAD",
         hide_env_values = true,
-        default_value = "1m",
         allow_hyphen_values = true,
         value_parser = parse_bytes
     )]
-    pub(crate) max_payload: usize,
+    pub(crate) max_payload: Option<usize>,
 
     /// How long to wait for another program that holds the file: 10, 500ms, 2m
     #[arg(
@@ -109,6 +110,9 @@ pub(crate) enum Command {
     Tail(TailArgs),
     /// Show one event and where it stands in every group
     Get(GetArgs),
+    /// Look at what is stored of events on their way
+    #[command(subcommand)]
+    Payloads(PayloadsCommand),
     /// Look at events that failed for good, retry or delete them
     #[command(subcommand)]
     Dlq(DlqCommand),
@@ -265,6 +269,9 @@ pub(crate) struct GetArgs {
     /// The source the event was published with, if its id is not a UUID
     #[arg(long)]
     pub(crate) source: Option<String>,
+
+    #[command(flatten)]
+    pub(crate) stages: StageArgs,
 }
 
 #[derive(Debug, Subcommand)]

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use everbus::config::redacted;
-use everbus::{Bus, BusOptions, Config};
+use everbus::overflow::Objects;
+use everbus::{Bus, Config};
 use everbus_core::{Code, Engine, Error};
 
 use crate::args::{Args, OutputFormat};
@@ -25,7 +26,8 @@ pub(crate) struct Target {
     place: Place,
     /// The configuration file that named it.
     config: Option<PathBuf>,
-    max_payload: usize,
+    /// Only if it was said.
+    max_payload: Option<usize>,
     busy_timeout: Duration,
     /// Whether the person knows that we wait, or need not.
     told: Arc<AtomicBool>,
@@ -62,7 +64,7 @@ impl Target {
         Self {
             place: Place::File(path.to_path_buf()),
             config: None,
-            max_payload: BusOptions::default().max_payload,
+            max_payload: None,
             busy_timeout: everbus_sqlite::Options::default().busy_timeout,
             told: Arc::new(AtomicBool::new(true)),
         }
@@ -177,7 +179,10 @@ impl Target {
 
     /// Opens a bus that publishes; a file is created if it is not there.
     pub(crate) async fn open_bus(&self) -> Outcome<Bus> {
-        let mut builder = Bus::builder().max_payload(self.max_payload);
+        let mut builder = Bus::builder();
+        if let Some(bytes) = self.max_payload {
+            builder = builder.max_payload(bytes);
+        }
         // The limits of its streams and its rate hold for whoever publishes.
         if let Some(path) = &self.config {
             builder = builder.config(&Config::load(path)?);
@@ -185,9 +190,18 @@ impl Target {
         Ok(builder.with_engine(self.open(true).await?)?)
     }
 
-    /// The largest payload that may be published.
-    pub(crate) fn max_payload(&self) -> usize {
+    /// The largest payload that may be published, if it was said.
+    pub(crate) fn max_payload(&self) -> Option<usize> {
         self.max_payload
+    }
+
+    /// Where the large parts of the engine's events are.
+    pub(crate) fn objects(&self, engine: &Engine) -> Outcome<Option<Arc<Objects>>> {
+        let configured = match &self.config {
+            Some(path) => Config::load(path)?.overflow,
+            None => None,
+        };
+        Ok(Objects::open(engine, &configured.unwrap_or_default())?)
     }
 
     async fn open(&self, create: bool) -> Outcome<Engine> {

@@ -212,6 +212,15 @@ pub(crate) fn read(fields: &Fields<'_>, content_type: Option<&str>) -> Result<Bo
 pub(crate) fn write<'a>(event: &'a Event, fields: &mut Fields<'a>) -> Result<()> {
     let dialect = fields.dialect();
     let place = Place::of(dialect);
+    if let Some(reference) = event.overflow() {
+        let properties = match dialect {
+            Dialect::Workflow => crate::workflow::with_reference(event, reference),
+            _ => None,
+        };
+        let properties = properties.ok_or_else(|| not_whole(event, dialect))?;
+        fields.set(place.value, properties);
+        return Ok(());
+    }
     let json = raw(event.payload());
     match (Form::of(event, dialect, json), place.text, place.bytes) {
         (Form::Value, ..) => {
@@ -267,6 +276,17 @@ fn content_type(event: &Event) -> Option<&str> {
 fn string(fields: &Fields<'_>, name: &str, json: &str) -> Result<String> {
     serde_json::from_str(json)
         .map_err(|_| fields.error(Code::InvalidPayload, name, "a text is expected here"))
+}
+
+fn not_whole(event: &Event, dialect: Dialect) -> Error {
+    let id = event.display_id();
+    Error::new(
+        Code::Unsupported,
+        format!(
+            "a part of the payload of {id:?} is in an object store, which {dialect} cannot say"
+        ),
+    )
+    .hint("write the whole event: Bus::whole gives it")
 }
 
 fn refused(event: &Event, dialect: Dialect, wanted: &str) -> Error {

@@ -16,6 +16,7 @@ use crate::fields::{Fields, compact};
 use crate::{Beside, only_version_1};
 
 pub use self::keys::{KEY_NAMES, Keys};
+pub(crate) use self::properties::with_reference;
 pub use self::properties::{Overflow, Properties, seconds};
 
 /// The metadata entry that holds the context, as JSON.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use everbus_core::{
     Capabilities, Code, Engine, Error, Event, GroupInfo, GroupName, IntoEvent, Log, Maintenance,
-    Result,
+    Recorded, Result,
 };
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -19,7 +19,9 @@ use crate::breaker::BreakerInfo;
 use crate::circuits::Circuits;
 use crate::dead_letters::DeadLetterQueue;
 use crate::guard;
-use crate::options::{BusBuilder, BusOptions};
+use crate::options::{BusBuilder, BusOptions, TRAVELS};
+use crate::overflow::{self, Collect, Collected, Objects};
+use crate::payloads::PayloadStages;
 use crate::receipt::Receipt;
 use crate::registry::Registry;
 use crate::retention;
@@ -57,6 +59,8 @@ pub(crate) struct Shared {
     pub(crate) options: BusOptions,
     pub(crate) stats: Stats,
     pub(crate) circuits: Circuits,
+    /// Where the large parts of events go, where there is such a place.
+    pub(crate) objects: Option<Arc<Objects>>,
     admission: Admission,
     schemas: std::sync::RwLock<Arc<Schemas>>,
     /// Whether there are any schemas, so that a publish without them asks nobody.
@@ -142,13 +146,32 @@ impl Shared {
     /// Whether an event may be stored: its size, and its schema where there is one. A payload that was
     /// just serialised from the very type the schema comes from is not checked again.
     pub(crate) fn check_event(&self, event: &Event, rust_type: Option<&str>) -> Result<()> {
-        let (bytes, limit) = (event.payload().len(), self.options.max_payload);
+        let objects = self.objects.as_ref().filter(|objects| objects.moves());
+        let most = objects.map_or(TRAVELS, |objects| objects.limit());
+        self.check_within(most, event, rust_type)
+    }
+
+    /// Whether an event may be stored that is never split: it is made inside a transaction.
+    pub(crate) fn check_unsplit(&self, event: &Event) -> Result<()> {
+        self.check_within(TRAVELS, event, None)
+    }
+
+    fn check_within(&self, most: usize, event: &Event, rust_type: Option<&str>) -> Result<()> {
+        let limit = self.options.max_payload.unwrap_or(most);
+        let bytes = event.payload().len();
         if bytes > limit {
             return Err(Error::new(
                 Code::PayloadTooLarge,
                 format!("the payload has {bytes} bytes, the limit is {limit}"),
             )
             .hint("store large data elsewhere and publish where it is, or raise max_payload"));
+        }
+        if event.overflow().is_some() {
+            return Err(Error::new(
+                Code::InvalidAttribute,
+                "the event was read with a part of its payload in an object store",
+            )
+            .hint("publish the whole event: Bus::whole gives it"));
         }
         if self.validates.load(Ordering::Acquire) {
             self.schemas().check_published(event, rust_type)?;
@@ -165,6 +188,25 @@ impl Shared {
         let any = !schemas.is_empty();
         *self.schemas.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(schemas);
         self.validates.store(any, Ordering::Release);
+    }
+
+    /// The events as they shall be appended: the large parts of those that are too large are in the
+    /// object store, durably.
+    pub(crate) async fn offload(&self, mut events: Vec<Event>) -> Result<Vec<Event>> {
+        let Some(objects) = &self.objects else {
+            return Ok(events);
+        };
+        for event in &mut events {
+            if objects.is_over(event) {
+                *event = objects.offload(event.clone()).await?;
+            }
+        }
+        Ok(events)
+    }
+
+    /// The record with its event as it was published.
+    pub(crate) async fn whole(&self, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
+        overflow::whole(self.objects.as_deref(), record).await
     }
 
     /// Appends events that have been accepted, and counts them.
@@ -215,10 +257,12 @@ impl Bus {
     pub fn with_engine(engine: Engine, options: BusOptions) -> Result<Bus> {
         options.validate()?;
         let admission = Admission::new(options.limits.clone(), options.publish_rate)?;
+        let objects = Objects::open(&engine, &options.overflow)?;
         Ok(Bus {
             inner: Arc::new(Inner {
                 shared: Arc::new(Shared {
                     admission,
+                    objects,
                     engine,
                     options,
                     stats: Stats::default(),
@@ -314,6 +358,8 @@ impl Bus {
                 tracing::warn!(target: "everbus::bus", %event_type, dropped, "old events were skipped to make room for new ones");
             });
         }
+        // After every wait: an object is referred to soon after it was put there.
+        let events = shared.unless_ending(shared.offload(events)).await?;
         shared.append(events).await
     }
 
@@ -366,9 +412,14 @@ impl Bus {
         self.accepts()?;
         let _ = self.inner.runtime.set(Handle::current());
         let shared = &self.inner.shared;
-        if registry.start(shared)
-            && let Some(retention) = shared.options.retention.clone()
-        {
+        if !registry.start(shared) {
+            return Ok(());
+        }
+        if let Some(objects) = shared.objects.clone() {
+            let collecting = overflow::collect_daily(shared.clone(), objects);
+            registry.keep(tokio::spawn(collecting));
+        }
+        if let Some(retention) = shared.options.retention.clone() {
             registry.keep(tokio::spawn(retention::prune_hourly(
                 shared.clone(),
                 retention,
@@ -432,6 +483,28 @@ impl Bus {
     /// The dead letters. They need no started bus.
     pub fn dead_letters(&self) -> DeadLetterQueue {
         DeadLetterQueue::new(self.inner.shared.clone())
+    }
+
+    /// The payload stages: what events looked like on their way. They need no started bus.
+    pub fn payloads(&self) -> PayloadStages {
+        PayloadStages::new(self.inner.shared.clone())
+    }
+
+    /// The record with its event as it was published. What [`log`](Self::log) and dead letters give may
+    /// have a part of its payload in an object store; a record that is whole is returned as it is.
+    ///
+    /// `ObjectStoreError` if the object is missing, cannot be reached, or is not what was put there.
+    pub async fn whole(&self, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
+        self.inner.shared.whole(record).await
+    }
+
+    /// Deletes the objects that no event refers to any more; a started bus does so by itself once a
+    /// day. Nothing is deleted where nothing is moved to an object store.
+    pub async fn collect_objects(&self, options: &Collect) -> Result<Collected> {
+        match &self.inner.shared.objects {
+            Some(objects) => objects.collect(self.engine(), options).await,
+            None => Ok(Collected::default()),
+        }
     }
 
     /// How every group of the engine stands, those of other processes included.

@@ -88,7 +88,7 @@ fn parse(url: &str) -> Result<Target> {
 }
 
 /// Splits `scheme:rest`. A single letter is a drive, and a slash before the colon makes it a path.
-fn split_scheme(url: &str) -> Option<(&str, &str)> {
+pub(crate) fn split_scheme(url: &str) -> Option<(&str, &str)> {
     let (scheme, rest) = url.split_once(':')?;
     let is_scheme = scheme.len() > 1
         && scheme.starts_with(|c: char| c.is_ascii_alphabetic())

@@ -9,12 +9,14 @@ use std::time::Duration;
 use everbus_core::{
     Error, Event, Failure, GroupName, IntoEvent, Recorded, Timestamp, TraceContext, TypedEvent,
 };
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::time::Instant;
 
 use crate::handler::HandlerError;
 use crate::message::Message;
+use crate::payloads::StoreStage;
 
 /// Something that a handler can be given.
 ///
@@ -257,6 +259,28 @@ impl Context {
     /// Gives this attempt until `by` from now, instead of the time it had. The lease is kept meanwhile.
     pub fn extend(&self, by: Duration) {
         self.0.extend(by);
+    }
+
+    /// Stores a stage of the event at hand for debugging: the request sent, the answer that came. It
+    /// stays whatever becomes of the attempt, so that the stages of failed attempts can be looked at.
+    ///
+    /// ```
+    /// use everbus::payloads::Stage;
+    /// use everbus::{Context, HandlerResult, Json};
+    /// use serde_json::{Value, json};
+    ///
+    /// async fn ask_agent(Json(question): Json<Value>, context: Context) -> HandlerResult {
+    ///     context.store_payload(Stage::AGENT_REQUEST, &question).await?;
+    ///     let (status, answer) = (200, json!({ "answer": 42 }));
+    ///     context
+    ///         .store_payload(Stage::AGENT_RESPONSE, &answer)
+    ///         .status_code(status)
+    ///         .await?;
+    ///     Ok(())
+    /// }
+    /// ```
+    pub fn store_payload<T: Serialize + ?Sized>(&self, stage: &str, value: &T) -> StoreStage {
+        self.0.store_payload(stage, value)
     }
 
     /// Publishes an event in the same step as the ack, if this attempt succeeds, and not at all

@@ -68,6 +68,8 @@
 //! - [`Subscribe`]: which group, from where, how often to retry, how long a handler may take.
 //! - [`HandlerError`]: what a handler may answer besides `Ok`.
 //! - [`DeadLetterQueue`]: list, retry and purge what was given up on.
+//! - [`payloads`]: what an event looked like on its way, stored beside it.
+//! - [`overflow`]: where the large parts of events go.
 //! - [`TypedEvent`]: a Rust type that is the payload of one event type.
 //!
 //! Everything here is written against the traits of [`everbus_core`]; it never asks which engine it
@@ -96,6 +98,8 @@ mod options;
 #[cfg(feature = "otel")]
 mod otel;
 mod outcome;
+pub mod overflow;
+pub mod payloads;
 mod pipeline;
 mod receipt;
 mod registry;

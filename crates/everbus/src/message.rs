@@ -7,11 +7,14 @@ use std::time::Duration;
 use everbus_core::{
     Code, Delivery, Error, Event, Failure, GroupName, IntoEvent, Recorded, Timestamp,
 };
+use serde::Serialize;
 use tokio::time::Instant;
 
 use crate::ambient;
+use crate::bus::Shared;
 use crate::handler::Registered;
 use crate::options::LONGEST;
+use crate::payloads::StoreStage;
 
 /// One delivery of an event to a handler. It derefs to the [`Event`]; clones are the same delivery.
 ///
@@ -32,6 +35,8 @@ pub struct Message {
 }
 
 struct Inner {
+    /// None in a direct call of a test.
+    shared: Option<Arc<Shared>>,
     record: Arc<Recorded>,
     group: GroupName,
     handler: Arc<Registered>,
@@ -44,6 +49,7 @@ struct Inner {
 
 impl Message {
     pub(crate) fn new(
+        shared: Option<&Arc<Shared>>,
         delivery: &Delivery,
         group: &GroupName,
         handler: &Arc<Registered>,
@@ -51,6 +57,7 @@ impl Message {
     ) -> Self {
         Self {
             inner: Arc::new(Inner {
+                shared: shared.cloned(),
                 record: delivery.record.clone(),
                 group: group.clone(),
                 handler: handler.clone(),
@@ -134,6 +141,12 @@ impl Message {
         }
         follow_ups.push(event);
         Ok(())
+    }
+
+    /// Stores a stage of this event for debugging; see
+    /// [`Context::store_payload`](crate::Context::store_payload).
+    pub fn store_payload<T: Serialize + ?Sized>(&self, stage: &str, value: &T) -> StoreStage {
+        StoreStage::of(self.inner.shared.clone(), self.event().into(), stage, value)
     }
 
     pub(crate) fn record(&self) -> &Arc<Recorded> {

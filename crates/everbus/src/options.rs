@@ -11,6 +11,7 @@ use everbus_core::{
 use crate::admission::{Limits, PublishRate, StreamLimit};
 use crate::bus::Bus;
 use crate::engines::{self, Durable, EngineOptions};
+use crate::overflow::Overflow;
 use crate::settings::Settings;
 use crate::streams;
 
@@ -18,6 +19,8 @@ use crate::streams;
 pub(crate) const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
 /// SQLite cannot store more in one row.
 const LARGEST_PAYLOAD: usize = 512 * 1024 * 1024;
+/// The largest payload that travels with its event, unless said otherwise.
+pub(crate) const TRAVELS: usize = 1024 * 1024;
 /// More handlers at once than this are a mistake.
 const MOST_AT_ONCE: usize = 65_536;
 /// Handlers of a group at once, unless a subscription says otherwise.
@@ -35,8 +38,12 @@ pub struct BusOptions {
     pub timeout: Duration,
     /// How long [`Bus::shutdown`] waits for running handlers (30 s).
     pub shutdown_timeout: Duration,
-    /// The largest payload that is taken, in bytes (1 MiB).
-    pub max_payload: usize,
+    /// The largest payload that is taken, in bytes, whether it travels with its event or is moved to an
+    /// object store. Unless set, it is what [`overflow`](Self::overflow) takes (64 MiB), or 1 MiB where
+    /// nothing is moved.
+    pub max_payload: Option<usize>,
+    /// When the large parts of events go to an object store, and where.
+    pub overflow: Overflow,
     /// How many deliveries of a group this bus holds at most, queued and running together. Unless
     /// set, eight for each handler that may run at once, and at least 4096.
     pub prefetch: Option<usize>,
@@ -81,7 +88,8 @@ impl Default for BusOptions {
             retry: RetryPolicy::default(),
             timeout: Duration::from_secs(30),
             shutdown_timeout: Duration::from_secs(30),
-            max_payload: 1024 * 1024,
+            max_payload: None,
+            overflow: Overflow::default(),
             prefetch: None,
             retention: None,
             inbox_retention: None,
@@ -119,8 +127,11 @@ impl BusOptions {
         if self.shutdown_timeout > LONGEST {
             return Err(too_long("the shutdown timeout", self.shutdown_timeout));
         }
-        if self.max_payload == 0 || self.max_payload > LARGEST_PAYLOAD {
-            let what = format!("a payload limit of {} bytes", self.max_payload);
+        self.overflow.validate()?;
+        if let Some(limit) = self.max_payload
+            && (limit == 0 || limit > LARGEST_PAYLOAD)
+        {
+            let what = format!("a payload limit of {limit} bytes");
             return Err(Error::new(Code::InvalidSetting, what).hint(format!(
                 "the limit is between 1 and {LARGEST_PAYLOAD} bytes"
             )));
@@ -247,9 +258,16 @@ impl BusBuilder {
         self
     }
 
-    /// The largest payload that is taken, in bytes (1 MiB).
+    /// The largest payload that is taken, in bytes, moved to an object store or not (64 MiB, or 1 MiB
+    /// where there is none).
     pub fn max_payload(mut self, bytes: usize) -> Self {
-        self.options.max_payload = bytes;
+        self.options.max_payload = Some(bytes);
+        self
+    }
+
+    /// When the large parts of events go to an object store, and where.
+    pub fn overflow(mut self, overflow: Overflow) -> Self {
+        self.options.overflow = overflow;
         self
     }
 

@@ -6,7 +6,7 @@ use everbus_core::{
 };
 use serde_json::json;
 
-use super::get::print_event;
+use super::get::{print_event, shown_whole};
 use super::{ID_HINT, event_id, existing_group};
 use crate::args::{
     DlqCommand, DlqFilterArgs, DlqListArgs, DlqPurgeArgs, DlqRetryArgs, DlqShowArgs, PurgeBy,
@@ -33,7 +33,7 @@ async fn run_on(
     let letters = engine.dead_letters()?;
     match command {
         DlqCommand::List(args) => list(args, engine, target, output).await,
-        DlqCommand::Show(args) => show(args, engine, output).await,
+        DlqCommand::Show(args) => show(args, engine, target, output).await,
         DlqCommand::Retry(args) => {
             let retried = retry(args, engine, output);
             target.patiently(retried).await
@@ -145,7 +145,7 @@ fn next_page(args: &DlqListArgs, next: &DeadLetterKey, target: &Target) -> Strin
     command
 }
 
-async fn show(args: DlqShowArgs, engine: &Engine, output: &mut Output) -> Outcome {
+async fn show(args: DlqShowArgs, engine: &Engine, target: &Target, output: &mut Output) -> Outcome {
     if let Some(group) = &args.group {
         existing_group(group, engine).await?;
     }
@@ -157,6 +157,10 @@ async fn show(args: DlqShowArgs, engine: &Engine, output: &mut Output) -> Outcom
     if found.is_empty() {
         let why = why_not(&args.id, id, args.group.as_ref(), engine).await?;
         return Err(Stop::not_found(why.message, &why.hint));
+    }
+    let objects = target.objects(engine)?;
+    for letter in &mut found {
+        letter.event = shown_whole(objects.as_deref(), &letter.event).await;
     }
     if output.is_json() {
         return output.json(&found);

@@ -1,8 +1,12 @@
 //! `everbus get`: one event and where it stands in every group.
 
-use everbus_core::{Engine, EventState, GroupState, Recorded};
+use std::sync::Arc;
+
+use everbus::overflow::{self, Objects};
+use everbus_core::{Engine, EventState, GroupState, Overflow, Recorded};
 use serde::Serialize;
 
+use super::payloads::Shown;
 use super::{ID_HINT, event_id};
 use crate::args::GetArgs;
 use crate::open::{Target, close};
@@ -12,16 +16,29 @@ use crate::when;
 
 pub(crate) async fn run(args: &GetArgs, target: &Target, output: &mut Output) -> Outcome {
     let engine = target.open_existing().await?;
-    let outcome = show(args, &engine, output).await;
+    let outcome = match target.objects(&engine) {
+        Ok(objects) => show(args, &engine, objects.as_deref(), output).await,
+        Err(stop) => Err(stop),
+    };
     close(&engine).await;
     outcome
 }
 
-async fn show(args: &GetArgs, engine: &Engine, output: &mut Output) -> Outcome {
+async fn show(
+    args: &GetArgs,
+    engine: &Engine,
+    objects: Option<&Objects>,
+    output: &mut Output,
+) -> Outcome {
     #[derive(Serialize)]
     struct Found<'a> {
         event: &'a Recorded,
         groups: &'a [GroupState],
+        /// Where the large part of the payload is.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        overflow: Option<&'a Overflow>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        payloads: Option<Vec<Shown>>,
     }
     let log = engine.log()?;
     let records = log.find(event_id(&args.id, args.source.as_deref())).await?;
@@ -32,18 +49,55 @@ async fn show(args: &GetArgs, engine: &Engine, output: &mut Output) -> Outcome {
         ));
     }
     for record in &records {
+        if args.stages.export {
+            args.stages.print_export(record, engine, output).await?;
+            continue;
+        }
         let groups = log.states(record.position).await?;
+        let whole = shown_whole(objects, record).await;
         if output.is_json() {
             output.json(&Found {
-                event: record,
+                event: &whole,
+                overflow: record.event.overflow(),
                 groups: &groups,
+                payloads: args.stages.shown(record, engine).await?,
             })?;
         } else {
-            print_event(record, output)?;
+            print_event(&whole, output)?;
+            print_overflow(record, output)?;
             print_groups(&groups, output)?;
+            args.stages.print(record, engine, output).await?;
         }
     }
     Ok(())
+}
+
+/// The record as it was published. If its large part cannot be had, a person is told, and sees the
+/// rest.
+pub(super) async fn shown_whole(
+    objects: Option<&Objects>,
+    record: &Arc<Recorded>,
+) -> Arc<Recorded> {
+    match overflow::whole(objects, record).await {
+        Ok(whole) => whole,
+        Err(error) => {
+            tracing::warn!("{}", escaped(&error.to_string()));
+            record.clone()
+        }
+    }
+}
+
+/// Where the large part of the payload is, if it did not travel with the event.
+pub(super) fn print_overflow(record: &Recorded, output: &mut Output) -> Outcome {
+    match record.event.overflow() {
+        None => Ok(()),
+        Some(overflow) => output.line(format!(
+            "overflow     {} bytes in {} of {}",
+            overflow.size,
+            escaped(&overflow.key),
+            escaped(&overflow.bucket)
+        )),
+    }
 }
 
 /// Every field that is set, one per line; also used for dead letters.

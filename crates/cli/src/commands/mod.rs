@@ -8,6 +8,7 @@ mod demo;
 mod dlq;
 mod get;
 mod groups;
+pub(crate) mod payloads;
 mod publish;
 mod tail;
 
@@ -43,6 +44,9 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Demo => until_interrupted(demo::run(output)).await,
         Command::Bench(args) => until_interrupted(bench::run(args, &target()?, output)).await,
         Command::Get(args) => until_interrupted(get::run(&args, &target()?, output)).await,
+        Command::Payloads(command) => {
+            until_interrupted(payloads::run(command, &target()?, output)).await
+        }
         Command::Dlq(command) => until_interrupted(dlq::run(command, &target()?, output)).await,
         Command::Groups(args) => until_interrupted(groups::run(args, &target()?, output)).await,
         Command::Check => match &args.config {

@@ -155,7 +155,7 @@ impl Publisher<'_> {
     }
 
     async fn lines(&mut self, template: &EventBuilder, output: &mut Output) -> Outcome {
-        let mut lines = read_lines(self.target.max_payload().max(LONGEST_LINE));
+        let mut lines = read_lines(self.target.max_payload().unwrap_or(0).max(LONGEST_LINE));
         let mut waiting: Vec<Line> = Vec::new();
         loop {
             if waiting.is_empty() {

@@ -4,11 +4,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use everbus::overflow::Objects;
 use everbus_core::{
     Code, ConsumeOptions, Consumer, Delivery, Engine, GroupName, GroupSpec, Pattern, Recorded,
     Settlement, StartFrom, SubscriptionSpec, Verdict,
 };
 
+use super::get::shown_whole;
 use crate::args::TailArgs;
 use crate::interrupt::Interrupt;
 use crate::open::{Target, close};
@@ -31,18 +33,21 @@ pub(crate) async fn run(args: TailArgs, target: &Target, output: &mut Output) ->
         engine = target.open_existing() => engine?,
         () = interrupt.wait() => return Ok(()),
     };
-    let outcome = match args.group.clone() {
-        None => look(&args, &engine, &interrupt, output).await,
-        Some(group) => {
+    let outcome = match target.objects(&engine) {
+        Ok(objects) => {
             let tail = Tail {
                 args: &args,
-                group: &group,
                 engine: &engine,
+                objects: objects.as_deref(),
                 interrupt: &interrupt,
                 target,
             };
-            tail.run(output).await
+            match &args.group {
+                None => tail.look(output).await,
+                Some(group) => tail.run(group, output).await,
+            }
         }
+        Err(stop) => Err(stop),
     };
     close(&engine).await;
     outcome
@@ -72,50 +77,6 @@ fn left(limit: Option<u64>, shown: u64) -> usize {
     })
 }
 
-async fn look(
-    args: &TailArgs,
-    engine: &Engine,
-    interrupt: &Interrupt,
-    output: &mut Output,
-) -> Outcome {
-    let log = engine.log()?;
-    let patterns = patterns(args)?;
-    // Without following, what is published while we print does not move the end.
-    let end = log.head().await?;
-    let mut position = log.resolve(start(args), patterns.clone()).await?;
-    let mut shown = 0;
-    loop {
-        let max = left(args.limit, shown);
-        if max == 0 {
-            return Ok(());
-        }
-        let (records, searched) = log.read(position, patterns.clone(), max).await?;
-        for record in &records {
-            if args.no_follow && record.position > end {
-                break;
-            }
-            print(record, output)?;
-            shown += 1;
-        }
-        output.flush()?;
-        let stuck = searched <= position;
-        position = position.max(searched);
-        if args.no_follow && (position >= end || stuck) {
-            return nothing_shown(shown, output);
-        }
-        if interrupt.is_set() {
-            return Ok(());
-        }
-        if records.is_empty() {
-            tokio::select! {
-                more = log.wait_beyond(position) => more?,
-                () = reader::gone() => return Err(Stop::BrokenPipe),
-                () = interrupt.wait() => return Ok(()),
-            }
-        }
-    }
-}
-
 fn nothing_shown(shown: u64, output: &mut Output) -> Outcome {
     if shown == 0 && !output.is_json() {
         output.line("no events")?;
@@ -123,18 +84,60 @@ fn nothing_shown(shown: u64, output: &mut Output) -> Outcome {
     Ok(())
 }
 
-/// A tail that consumes.
+/// A tail under way.
 struct Tail<'a> {
     args: &'a TailArgs,
-    group: &'a GroupName,
     engine: &'a Engine,
+    objects: Option<&'a Objects>,
     interrupt: &'a Interrupt,
     target: &'a Target,
 }
 
 impl Tail<'_> {
-    async fn run(&self, output: &mut Output) -> Outcome {
-        let joined = join_group(self.args, self.group, self.engine);
+    /// Only looks.
+    async fn look(&self, output: &mut Output) -> Outcome {
+        let (args, interrupt) = (self.args, self.interrupt);
+        let log = self.engine.log()?;
+        let patterns = patterns(args)?;
+        // Without following, what is published while we print does not move the end.
+        let end = log.head().await?;
+        let mut position = log.resolve(start(args), patterns.clone()).await?;
+        let mut shown = 0;
+        loop {
+            let max = left(args.limit, shown);
+            if max == 0 {
+                return Ok(());
+            }
+            let (records, searched) = log.read(position, patterns.clone(), max).await?;
+            for record in &records {
+                if args.no_follow && record.position > end {
+                    break;
+                }
+                self.print(record, output).await?;
+                shown += 1;
+            }
+            output.flush()?;
+            let stuck = searched <= position;
+            position = position.max(searched);
+            if args.no_follow && (position >= end || stuck) {
+                return nothing_shown(shown, output);
+            }
+            if interrupt.is_set() {
+                return Ok(());
+            }
+            if records.is_empty() {
+                tokio::select! {
+                    more = log.wait_beyond(position) => more?,
+                    () = reader::gone() => return Err(Stop::BrokenPipe),
+                    () = interrupt.wait() => return Ok(()),
+                }
+            }
+        }
+    }
+
+    /// Consumes.
+    async fn run(&self, group: &GroupName, output: &mut Output) -> Outcome {
+        let joined = join_group(self.args, group, self.engine);
         let handled = self.target.patiently(joined).await?;
         // What a reader may never take is handed out one by one.
         let one_by_one = reader::may_leave();
@@ -149,8 +152,10 @@ impl Tail<'_> {
             ..ConsumeOptions::default()
         };
         let broker = &self.engine.broker;
-        let mut consumer = broker.consume(self.group.clone(), options).await?;
-        let outcome = self.consume(consumer.as_mut(), one_by_one, output).await;
+        let mut consumer = broker.consume(group.clone(), options).await?;
+        let outcome = self
+            .consume(group, consumer.as_mut(), one_by_one, output)
+            .await;
         consumer.close().await?;
         match outcome {
             // Ctrl-C is the usual end of a tail.
@@ -161,6 +166,7 @@ impl Tail<'_> {
 
     async fn consume(
         &self,
+        group: &GroupName,
         consumer: &mut dyn Consumer,
         one_by_one: bool,
         output: &mut Output,
@@ -174,14 +180,14 @@ impl Tail<'_> {
             }
             let deliveries = tokio::select! {
                 deliveries = consumer.fetch(max) => deliveries?,
-                () = at_the_end(self.group, self.engine), if self.args.no_follow => {
+                () = at_the_end(group, self.engine), if self.args.no_follow => {
                     return nothing_shown(shown, output);
                 }
                 () = reader::gone() => return Err(Stop::BrokenPipe),
                 () = self.interrupt.wait() => return Ok(()),
             };
             shown += deliveries.len() as u64;
-            let mut outcome = show(&deliveries, output);
+            let mut outcome = self.show(&deliveries, output).await;
             if outcome.is_ok() && one_by_one {
                 outcome = self.until_taken().await;
             }
@@ -195,6 +201,17 @@ impl Tail<'_> {
             self.settle(deliveries, verdict).await?;
             outcome?;
         }
+    }
+
+    async fn show(&self, deliveries: &[Delivery], output: &mut Output) -> Outcome {
+        for delivery in deliveries {
+            self.print(&delivery.record, output).await?;
+        }
+        output.flush()
+    }
+
+    async fn print(&self, record: &Arc<Recorded>, output: &mut Output) -> Outcome {
+        print(&*shown_whole(self.objects, record).await, output)
     }
 
     /// Waits until the reader of a pipe has taken what was written.
@@ -230,13 +247,6 @@ impl Tail<'_> {
         }
         Ok(())
     }
-}
-
-fn show(deliveries: &[Delivery], output: &mut Output) -> Outcome {
-    for delivery in deliveries {
-        print(&delivery.record, output)?;
-    }
-    output.flush()
 }
 
 /// Makes the group if it is new. One that exists is not widened: its own program would get events
@@ -290,9 +300,9 @@ async fn at_the_end(group: &GroupName, engine: &Engine) {
     }
 }
 
-fn print(record: &Arc<Recorded>, output: &mut Output) -> Outcome {
+fn print(record: &Recorded, output: &mut Output) -> Outcome {
     if output.is_json() {
-        return output.json(record.as_ref());
+        return output.json(record);
     }
     let event = &record.event;
     let mut line = format!(

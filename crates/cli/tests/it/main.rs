@@ -10,6 +10,8 @@ mod demo;
 mod dlq;
 mod files;
 mod groups;
+mod overflow;
+mod payloads;
 mod publish;
 mod recovery;
 mod support;

@@ -182,7 +182,7 @@ fn a_bad_line_is_named_and_everything_before_it_is_published() {
 fn a_line_over_the_limit_is_refused_by_its_number() {
     let shop = Shop::new();
     let input = format!("1\n\"{}\"\n3\n", "x".repeat(1 << 20));
-    let ran = shop.run_with_input(&["publish", "a.b", "-"], &input);
+    let ran = shop.run_with_input(&["--max-payload", "1m", "publish", "a.b", "-"], &input);
     let said = ran.failed(2, "PayloadTooLarge");
     assert!(said.contains("line 2: "), "{said}");
     assert!(said.contains("raise --max-payload"), "{said}");

@@ -1,7 +1,8 @@
 //! What the properties of an event say that others than its handler must know.
 
-use everbus_core::{Code, Error, Event, Result, Timestamp};
+use everbus_core::{Code, Error, Event, Overflow as Reference, Result, Timestamp};
 use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 
 /// Where the large fields of an event went.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,6 +73,63 @@ impl Properties {
             last_activity: at("lastActivity.timestamp", activity)?,
             overflow: written.overflow,
         })
+    }
+}
+
+/// The name of the field that says where the large fields went.
+const REFERENCE: &str = "_s3Overflow";
+
+/// The properties of an event whose large fields are in an object: without those fields, and with
+/// `_s3Overflow`. None if the payload is no JSON object.
+pub(crate) fn with_reference(event: &Event, reference: &Reference) -> Option<String> {
+    let place = Overflow {
+        bucket: reference.bucket.clone(),
+        key: reference.key.clone(),
+    };
+    let place = serde_json::to_string(&place).ok()?;
+    let mut members: Vec<(String, &str)> = Vec::new();
+    // If the whole payload moved, nothing of it is left.
+    if !reference.parts.is_empty() {
+        let all: Members<'_> = serde_json::from_slice(event.payload()).ok()?;
+        members.extend(all.0.into_iter().map(|(name, value)| (name, value.get())));
+        members.retain(|(name, value)| {
+            let moved = reference.parts.iter().any(|part| part.field == *name);
+            !(moved && *value == "null") && name != REFERENCE
+        });
+    }
+    members.push((REFERENCE.to_owned(), &place));
+    let members = members.iter().map(|(name, value)| {
+        let name = serde_json::Value::from(name.as_str());
+        format!("{name}:{value}")
+    });
+    Some(format!("{{{}}}", members.collect::<Vec<_>>().join(",")))
+}
+
+/// The members of a JSON object in their order, repeated ones too.
+struct Members<'a>(Vec<(String, &'a RawValue)>);
+
+impl<'de> Deserialize<'de> for Members<'de> {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Collect;
+        impl<'de> serde::de::Visitor<'de> for Collect {
+            type Value = Members<'de>;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: serde::de::MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> Result<Self::Value, A::Error> {
+                let mut members = Vec::new();
+                while let Some(member) = map.next_entry()? {
+                    members.push(member);
+                }
+                Ok(Members(members))
+            }
+        }
+        deserializer.deserialize_map(Collect)
     }
 }
 

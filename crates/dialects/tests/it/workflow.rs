@@ -273,6 +273,53 @@ fn the_reference_to_an_overflow_object_stays_in_the_properties() {
     assert_eq!(found, Some(expected));
 }
 
+// conformance: workflow/overflow-reference: large fields are left out of the properties, and _s3Overflow {bucket, key} says where they are
+#[test]
+fn large_fields_are_replaced_by_a_reference() {
+    let key = "events/req-123/ddf71f63-b036-4ac7-ad0f-77a7fdfca352-payload.json";
+    let reference = |fields: &[&str]| everbus_core::Overflow {
+        bucket: "b".into(),
+        key: key.into(),
+        size: 9,
+        sha256: String::new(),
+        parts: fields
+            .iter()
+            .map(|field| everbus_core::OverflowPart {
+                field: (*field).into(),
+                at: 0,
+                from: 0,
+                len: 0,
+            })
+            .collect(),
+    };
+    let event = native().build().unwrap();
+    let properties = |payload: &'static str, fields: &[&str]| {
+        let event = event
+            .clone()
+            .with_overflow(payload.into(), reference(fields));
+        let document = encode(&event, Dialect::Workflow).unwrap();
+        let document: serde_json::Value = serde_json::from_slice(&document).unwrap();
+        let again = decode(document.to_string().as_bytes(), Dialect::Workflow).unwrap();
+        let found = Properties::of(&again).unwrap().overflow.unwrap();
+        assert_eq!((found.bucket.as_str(), found.key.as_str()), ("b", key));
+        let mut properties = document["properties"].clone();
+        properties.as_object_mut().unwrap().remove("_s3Overflow");
+        properties.to_string()
+    };
+    let travels =
+        r#" { "requestId" : "req-123", "outputs":null,"in\u0070ut" : null,"output":null } "#;
+    let left = properties(travels, &["outputs", "input"]);
+    assert_eq!(left, r#"{"output":null,"requestId":"req-123"}"#);
+    assert_eq!(properties("null", &[]), "{}", "all of it moved");
+
+    let event = event.with_overflow("null".into(), reference(&[]));
+    for dialect in [Dialect::Native, Dialect::Omni, Dialect::CloudEvents] {
+        let error = encode(&event, dialect).unwrap_err();
+        assert_eq!(error.code(), Code::Unsupported, "{dialect}");
+        assert!(error.to_string().contains("object store"), "{error}");
+    }
+}
+
 #[test]
 fn mistakes_are_refused_by_the_name_of_their_field() {
     for (field, json) in [

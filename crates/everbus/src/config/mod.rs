@@ -32,6 +32,7 @@ mod consumers;
 mod duration;
 mod expand;
 mod limits;
+mod overflow;
 mod problems;
 mod redact;
 mod section;
@@ -44,6 +45,7 @@ use std::path::Path;
 use everbus_core::Result;
 
 use crate::admission::Limits;
+use crate::overflow::Overflow;
 
 pub use backpressure::Backpressure;
 pub use broker::{Broker, BrokerKind, BrokerUrl};
@@ -58,7 +60,7 @@ use section::Reader;
 /// Nobody writes a larger one by hand.
 const LARGEST_FILE: u64 = 1024 * 1024;
 
-const KEYS: &[&str] = &["broker", "streams", "consumers", "backpressure"];
+const KEYS: &[&str] = &["broker", "streams", "consumers", "backpressure", "overflow"];
 
 /// Where each key belongs.
 const SECTIONS: &[(&str, &[&str])] = &[
@@ -70,6 +72,7 @@ const SECTIONS: &[(&str, &[&str])] = &[
     ("consumers.NAME.circuit_breaker", consumers::BREAKER_KEYS),
     ("consumers.NAME.retry", consumers::RETRY_KEYS),
     ("backpressure", backpressure::KEYS),
+    ("overflow", overflow::KEYS),
 ];
 
 /// What a configuration file says.
@@ -84,6 +87,8 @@ pub struct Config {
     pub consumers: Vec<Consumer>,
     /// What is skipped, and how fast may be published.
     pub backpressure: Backpressure,
+    /// When the large parts of events go to an object store, and where; if the file says so.
+    pub overflow: Option<Overflow>,
 }
 
 impl Config {
@@ -230,6 +235,7 @@ fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
     let broker = reader.section(top.get("broker"), broker::KEYS);
     let streams = reader.section(top.get("streams"), limits::KEYS);
     let backpressure = reader.section(top.get("backpressure"), backpressure::KEYS);
+    let overflow = reader.section(top.get("overflow"), overflow::KEYS);
     Config {
         broker: broker.and_then(|section| broker::read(reader, &section)),
         streams: streams
@@ -239,5 +245,6 @@ fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
         backpressure: backpressure
             .map(|section| backpressure::read(reader, &section))
             .unwrap_or_default(),
+        overflow: overflow.map(|section| overflow::read(reader, &section)),
     }
 }

@@ -86,6 +86,11 @@ impl HandlerError {
         }
     }
 
+    /// The event could not be read, through no fault of the handler.
+    pub(crate) fn unreadable(error: &everbus_core::Error) -> Self {
+        Self::build(error, FailureKind::Decode, Answer::Retry)
+    }
+
     pub(crate) fn timed_out(limit: Duration) -> Self {
         Self {
             text: format!("the handler did not finish within {limit:?}"),

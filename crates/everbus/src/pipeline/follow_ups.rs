@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use everbus_core::{Effect, Event, EventId, Inherited};
+use everbus_core::{Effect, Error, Event, EventId, Inherited};
 
 use crate::ambient;
 use crate::bus::Shared;
@@ -28,23 +28,36 @@ pub(super) fn complete(
     let mut events = staged;
     events.extend(outcome.events);
     let events = adopt(message, &inherited, 0, events);
-    check(shared, &events)?;
+    check(&events, |event| shared.check_event(event, None))?;
     let effect = outcome.effect.map(|effect| {
         let (shared, message) = (shared.clone(), message.clone());
         Effect::new(effect.engine(), move |transaction| {
             let events = effect.run(transaction)?;
             let events = adopt(&message, &inherited, EFFECT_INDEX, events);
-            check(&shared, &events)?;
+            check(&events, |event| shared.check_unsplit(event))?;
             Ok::<_, BoxError>(events)
         })
     });
     Ok(Outcome { events, effect })
 }
 
+/// The outcome with the large parts of its events in the object store. If that fails another try may
+/// well succeed.
+pub(super) async fn offload(shared: &Shared, outcome: Outcome) -> HandlerOutcome {
+    if outcome.events.is_empty() {
+        return Ok(outcome);
+    }
+    let events = shared.offload(outcome.events).await?;
+    Ok(Outcome { events, ..outcome })
+}
+
 /// Whether they may be published. Another run would come up with the same.
-fn check(shared: &Shared, events: &[Event]) -> Result<(), HandlerError> {
+fn check(
+    events: &[Event],
+    checked: impl Fn(&Event) -> Result<(), Error>,
+) -> Result<(), HandlerError> {
     events.iter().try_for_each(|event| {
-        shared.check_event(event, None).map_err(|error| {
+        checked(event).map_err(|error| {
             HandlerError::permanent(format!("an event it publishes was refused: {error}"))
         })
     })

@@ -3,7 +3,7 @@
 //! The order of the layers is fixed here and nowhere else:
 //!
 //! ```text
-//! trace + log + metrics → inbox → staleness → circuit breaker → timeout → user layers → handler → settle
+//! trace + log + metrics → inbox → staleness → circuit breaker → overflow → timeout → user layers → handler → settle
 //! ```
 //!
 //! [`deliver`] goes through it once per delivery. The inbox is asked when deliveries are fetched, for a
@@ -17,7 +17,9 @@ mod judge;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use everbus_core::{Delivery, Effect, Event, FailureKind, GroupName, Settlement, Verdict};
+use everbus_core::{
+    Code, Delivery, Effect, Error, Event, FailureKind, GroupName, Settlement, Verdict,
+};
 use smallvec::SmallVec;
 use tokio::time::Instant;
 use tracing::Instrument;
@@ -338,6 +340,18 @@ impl Pipeline {
         route: &Route,
         mut pass: impl FnMut(usize) -> Option<Option<Ticket>>,
     ) -> Done {
+        let whole;
+        let delivery = if delivery.record.event.overflow().is_none() {
+            delivery
+        } else {
+            match self.whole(delivery).await {
+                Ok(delivery) => {
+                    whole = delivery;
+                    &whole
+                }
+                Err(error) => return self.unreadable(delivery, route, &error).into(),
+            }
+        };
         let mut outcome = Outcome::default();
         let mut author = None;
         let mut deferred = Vec::new();
@@ -351,7 +365,7 @@ impl Pipeline {
             }
             let Some(ticket) = pass(index) else { continue };
             let began = if index == 0 { started } else { Instant::now() };
-            let message = Message::new(delivery, &self.group, handler, began);
+            let message = Message::new(Some(&self.shared), delivery, &self.group, handler, began);
             let result = match route.check(&delivery.record.event, handler) {
                 Ok(()) => attempt::attempt(handler, &message).await,
                 Err(error) => Err(error.into()),
@@ -359,6 +373,10 @@ impl Pipeline {
             let staged = message.take_follow_ups();
             let result = result
                 .and_then(|outcome| follow_ups::complete(&self.shared, &message, staged, outcome));
+            let result = match result {
+                Ok(outcome) => follow_ups::offload(&self.shared, outcome).await,
+                Err(error) => Err(error),
+            };
             let probing = ticket.as_ref().is_some_and(Ticket::is_probe);
             if let Some(ticket) = ticket {
                 match &result {
@@ -415,6 +433,37 @@ impl Pipeline {
             author,
             deferred,
             culprit,
+        }
+    }
+
+    /// The delivery with its event as it was published. A store that does not answer is no reason to
+    /// wait longer than a handler may.
+    async fn whole(&self, delivery: &Delivery) -> Result<Delivery, Error> {
+        let limit = self.shared.options.timeout;
+        let whole = tokio::time::timeout(limit, self.shared.whole(&delivery.record)).await;
+        let record = whole.unwrap_or_else(|_| {
+            Err(Error::new(
+                Code::ObjectStore,
+                format!("the object store did not answer within {limit:?}"),
+            ))
+        })?;
+        Ok(Delivery {
+            record,
+            attempt: delivery.attempt,
+            failures: delivery.failures.clone(),
+            retried: delivery.retried,
+            lease: delivery.lease.clone(),
+        })
+    }
+
+    /// The large part of the event cannot be had: a failure like any other.
+    fn unreadable(&self, delivery: &Delivery, route: &Route, error: &Error) -> Judged {
+        match most_patient(&route.handlers) {
+            Some(handler) => {
+                let error = HandlerError::unreadable(error);
+                self.judge(delivery).failed(handler, None, error)
+            }
+            None => Judged::released(Duration::ZERO),
         }
     }
 

@@ -166,7 +166,13 @@ impl Call {
                 handle: None,
             },
         };
-        let message = Message::new(&delivery, &self.group, &Arc::new(handler), Instant::now());
+        let message = Message::new(
+            None,
+            &delivery,
+            &self.group,
+            &Arc::new(handler),
+            Instant::now(),
+        );
         Ok((record, message))
     }
 }

@@ -1,0 +1,55 @@
+//! The section `overflow`: when the large parts of events go to an object store, and where.
+
+use super::limits::Names;
+use super::section::{Reader, Section};
+use crate::overflow::Overflow;
+
+pub(super) const KEYS: &[&str] = &[
+    "enabled",
+    "url",
+    "threshold",
+    "limit",
+    "exclusive",
+    "streams",
+];
+
+/// A reference needs some room itself, and SQLite stores no more in one row.
+const BYTES: std::ops::RangeInclusive<u64> = 1024..=512 * 1024 * 1024;
+
+pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Overflow {
+    let mut overflow = Overflow::default();
+    if let Some(enabled) = reader.boolean(section.get("enabled")) {
+        overflow.enabled = enabled;
+    }
+    if let Some(exclusive) = reader.boolean(section.get("exclusive")) {
+        overflow.exclusive = exclusive;
+    }
+    let wanted = "a directory, or s3://bucket/prefix";
+    if let Some(url) = reader.text(section.get("url"), wanted) {
+        let to = Overflow::to(url.value.as_str());
+        match to.validate() {
+            Ok(()) => overflow.url = to.url,
+            Err(error) => {
+                let what = format!("{}: {}", url.path, error.message());
+                let hint = error.hint_text().unwrap_or(wanted).to_owned();
+                reader.problems.add(url.place, what, hint);
+            }
+        }
+    }
+    let bytes = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+    if let Some(threshold) = reader.whole(section.get("threshold"), BYTES, "bytes") {
+        overflow.threshold = bytes(threshold);
+    }
+    if let Some(limit) = reader.whole(section.get("limit"), BYTES, "bytes") {
+        overflow.limit = bytes(limit);
+    }
+    let mut seen = Names::default();
+    for field in reader.names(section.get("streams"), "names of streams to bytes") {
+        let name = seen.add(reader, &field);
+        let threshold = reader.whole(Some(field), BYTES, "bytes");
+        if let (Some(name), Some(threshold)) = (name, threshold) {
+            overflow.streams.insert(name, bytes(threshold));
+        }
+    }
+    overflow
+}

@@ -1,0 +1,138 @@
+//! The keys of objects, made by us: `events/{entity id}/{event id}-payload.json`.
+//!
+//! Whatever an entity is called, its id becomes one segment of letters, digits, `-`, `_` and dots;
+//! everything else is percent-encoded, so nothing in an id can leave its folder. An event without an
+//! entity lies in the folder `~`, which no id is encoded to.
+
+use everbus_core::{Event, EventId};
+
+/// A file system takes no more than 255 bytes for a name, and S3 no more than 1024 for a key.
+const LONGEST_SEGMENT: usize = 180;
+/// The folder of events without an entity.
+const NOTHING: &str = "~";
+/// The folder of all objects.
+pub(super) const FOLDER: &str = "events";
+const ENDING: &str = "-payload.json";
+
+/// The key of an event's object.
+pub(super) fn of(event: &Event) -> String {
+    let entity = event.attributes().and_then(|a| a.entity.as_ref());
+    let entity = entity.map_or(NOTHING.to_owned(), |entity| segment(&entity.id));
+    format!("{FOLDER}/{entity}/{}{ENDING}", event.id())
+}
+
+/// The same key for another content.
+pub(super) fn suffixed(key: &str, suffix: &str) -> String {
+    let stem = key.strip_suffix(ENDING).unwrap_or(key);
+    format!("{stem}-{suffix}{ENDING}")
+}
+
+/// The event that an object belongs to, if its key is one of ours.
+pub(super) fn event_of(key: &str) -> Option<EventId> {
+    let (_, name) = key.rsplit_once('/')?;
+    let stem = name.strip_suffix(ENDING)?;
+    // A UUID, perhaps followed by a suffix.
+    let id = stem.get(..36)?;
+    let rest = &stem[36..];
+    let ours = rest.is_empty() || rest.starts_with('-');
+    id.parse().ok().filter(|_| ours)
+}
+
+/// One segment of a key, never empty, `.` or `..`.
+fn segment(id: &str) -> String {
+    let mut encoded = String::with_capacity(id.len());
+    let dots = id.bytes().all(|b| b == b'.');
+    for byte in id.bytes() {
+        match byte {
+            b'0'..=b'9' | b'a'..=b'z' | b'A'..=b'Z' | b'-' | b'_' => encoded.push(byte.into()),
+            b'.' if !dots => encoded.push('.'),
+            _ => {
+                encoded.push('%');
+                encoded.push_str(&data_encoding::HEXUPPER.encode(&[byte]));
+            }
+        }
+    }
+    if encoded.is_empty() {
+        // An id that is there and empty is not the same as none.
+        return format!("{NOTHING}empty");
+    }
+    if encoded.len() > LONGEST_SEGMENT {
+        use sha2::Digest as _;
+        let hash = super::hex(&sha2::Sha256::digest(id.as_bytes()));
+        // Not in the middle of an encoded byte.
+        let cut = (LONGEST_SEGMENT - 36..LONGEST_SEGMENT - 33).find(|at| {
+            let last = &encoded[at.saturating_sub(2)..*at];
+            !last.contains('%')
+        });
+        encoded.truncate(cut.unwrap_or(0));
+        encoded.push_str(NOTHING);
+        encoded.push_str(&hash[..32]);
+    }
+    encoded
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder(entity: &str) -> String {
+        let event = Event::builder("t").entity("TASK", entity).build().unwrap();
+        let key = of(&event);
+        let parts: Vec<&str> = key.split('/').collect();
+        assert_eq!(parts.len(), 3, "{key}");
+        assert_eq!(parts[0], "events");
+        assert_eq!(parts[2], format!("{}-payload.json", event.id()));
+        assert_eq!(event_of(&key), Some(event.id()));
+        assert_eq!(event_of(&suffixed(&key, "0a1b")), Some(event.id()));
+        assert!(parts[1].len() < 200, "{}", parts[1]);
+        parts[1].to_owned()
+    }
+
+    // conformance: workflow/overflow-key: the object is events/{request id}/{event id}-payload.json
+    // conformance: issue-4/overflow-key: keys are made by us; a path, a dot, a NUL or a percent sign in an entity id cannot leave its folder, and different ids have different folders
+    #[test]
+    fn nothing_in_an_entity_id_leaves_its_folder() {
+        for (id, wanted) in [
+            ("req-123", "req-123"),
+            ("..", "%2E%2E"),
+            (".", "%2E"),
+            ("a.b", "a.b"),
+            ("../../etc/passwd", "..%2F..%2Fetc%2Fpasswd"),
+            ("a/b", "a%2Fb"),
+            ("a\\b", "a%5Cb"),
+            ("a\0b", "a%00b"),
+            ("a%2Fb", "a%252Fb"),
+            ("~", "%7E"),
+            ("~empty", "%7Eempty"),
+            ("", "~empty"),
+            ("größe", "gr%C3%B6%C3%9Fe"),
+            ("x#1", "x%231"),
+        ] {
+            assert_eq!(folder(id), wanted, "{id:?}");
+        }
+        assert_eq!(
+            of(&Event::builder("t").build().unwrap()).split('/').nth(1),
+            Some("~")
+        );
+        let long: Vec<String> = ["a", "ä", "/", "%", "."]
+            .iter()
+            .flat_map(|c| [folder(&c.repeat(5000)), folder(&c.repeat(5001))])
+            .collect();
+        let distinct: std::collections::BTreeSet<&String> = long.iter().collect();
+        assert_eq!(distinct.len(), long.len());
+    }
+
+    #[test]
+    fn keys_of_others_are_not_taken_for_ours() {
+        for key in [
+            "",
+            "events",
+            "events/x/readme.txt",
+            "events/x/-payload.json",
+            "events/x/not-a-uuid-of-thirty-six-characters-payload.json",
+            "events/x/0190b0a0-0000-7000-8000-000000000001x-payload.json",
+        ] {
+            assert_eq!(event_of(key), None, "{key}");
+        }
+    }
+}

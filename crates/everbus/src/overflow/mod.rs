@@ -1,0 +1,341 @@
+//! Overflow: what is too large to travel with an event goes to an object store.
+//!
+//! An event whose attributes and payload have more than 204,800 bytes together is split before it is
+//! appended: the values of the fields `output`, `outputs`, `input` and `claudeOutput` of its payload go
+//! into an object, or if that is not enough the whole payload, and the event carries a reference
+//! ([`Event::overflow`]). Handlers, `everbus get` and all the others that read see the event as it was
+//! published, byte for byte.
+//!
+//! ```text
+//!  publish ─▶ split ─▶ object (durable) ─▶ append ─────▶ the log has a reference
+//!  deliver ─▶ reference ─▶ object (length and SHA-256 checked) ─▶ handler sees the whole payload
+//!  retention ─▶ event and a note of its object, one transaction ─▶ collector ─▶ object deleted
+//! ```
+//!
+//! The object is durable **before** the event is appended and deleted only **after** the event is gone,
+//! so a crash leaves at most an object without an event, which the collector finds later.
+//!
+//! A bus on a file keeps its objects in a directory beside it, `shop.db.objects` for `shop.db`; another
+//! place is a setting:
+//!
+//! ```
+//! use everbus::Bus;
+//! use everbus::overflow::Overflow;
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> everbus::Result<()> {
+//! # let dir = tempfile::tempdir().unwrap();
+//! # let objects = dir.path().join("objects");
+//! let bus = Bus::builder()
+//!     .overflow(Overflow::to(objects.to_str().unwrap()).threshold(4096))
+//!     .open("memory:")
+//!     .await?;
+//! let receipt = bus.publish(("report.made", "x".repeat(100_000))).await?;
+//!
+//! let stored = bus.log()?.find(receipt.id()).await?.remove(0);
+//! assert_eq!(stored.event.payload(), "null"); // what travels
+//! let whole = bus.whole(&stored).await?;
+//! assert_eq!(whole.event.payload().len(), 100_002);
+//! # Ok(())
+//! # }
+//! ```
+
+mod collect;
+mod fields;
+mod key;
+mod options;
+mod store;
+mod whole;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use everbus_core::{
+    Attributes, Code, Engine, Error, Event, Overflow as Reference, Recorded, Result,
+};
+use sha2::{Digest as _, Sha256};
+
+pub use collect::{Collect, Collected};
+pub use options::{LARGEST_EVENT, Overflow, THRESHOLD};
+
+use crate::bus::Shared;
+use fields::Split;
+use store::Store;
+
+/// Where the large parts of events go, and from where they come back.
+pub struct Objects {
+    store: Store,
+    options: Overflow,
+}
+
+/// The content of an object, in slices of the payload it comes from.
+struct Content {
+    chunks: Vec<Bytes>,
+    size: u64,
+    sha256: String,
+}
+
+impl Content {
+    fn new(chunks: Vec<Bytes>) -> Self {
+        let mut hash = Sha256::new();
+        let mut size = 0;
+        for chunk in &chunks {
+            hash.update(chunk);
+            size += chunk.len() as u64;
+        }
+        Self {
+            chunks,
+            size,
+            sha256: hex(&hash.finalize()),
+        }
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    data_encoding::HEXLOWER.encode(bytes)
+}
+
+impl Objects {
+    /// The objects of an engine: in the place that the settings name, else beside its file. None if
+    /// there is neither, or the settings want none.
+    pub fn open(engine: &Engine, options: &Overflow) -> Result<Option<Arc<Self>>> {
+        options.validate()?;
+        let (store, beside) = match (&options.url, &engine.objects) {
+            (Some(url), _) => (Store::parse(url)?, false),
+            (None, Some(directory)) => (Store::beside(directory), true),
+            (None, None) => return Ok(None),
+        };
+        let mut options = options.clone();
+        // Nobody else's objects are in the directory beside a file.
+        options.exclusive |= beside;
+        Ok(Some(Arc::new(Self { store, options })))
+    }
+
+    /// Whether events are split at all.
+    pub(crate) fn moves(&self) -> bool {
+        self.options.enabled
+    }
+
+    /// The largest payload that is taken.
+    pub(crate) fn limit(&self) -> usize {
+        self.options.limit
+    }
+
+    /// Whether an event is too large to travel as a whole.
+    pub(crate) fn is_over(&self, event: &Event) -> bool {
+        if !self.options.enabled || event.overflow().is_some() {
+            return false;
+        }
+        let payload = event.payload().len();
+        // Almost every event is far below; those are not looked at closely.
+        if payload + upper_bound(event.attributes()) <= self.options.smallest() {
+            return false;
+        }
+        payload + serialised(event.attributes()) > self.options.threshold_of(event.event_type())
+    }
+
+    /// The event as it shall be appended: if it is too large, its large part is put into the store,
+    /// durably, and it carries a reference instead.
+    pub(crate) async fn offload(&self, event: Event) -> Result<Event> {
+        if !self.is_over(&event) {
+            return Ok(event);
+        }
+        let threshold = self.options.threshold_of(event.event_type());
+        let bucket = self.store.bucket().to_owned();
+        let (event, rest, parts, content) = blocking(move || {
+            let split = Split::of(&event).filter(|split| fits(&event, split, bucket, threshold));
+            let (rest, parts, chunks) = match split {
+                Some(split) => (split.rest, split.parts, split.chunks),
+                None => (NULL, Vec::new(), vec![event.payload().clone()]),
+            };
+            (event, rest, parts, Content::new(chunks))
+        })
+        .await?;
+        let key = key::of(&event);
+        let put = self.store.put(&key, &content, self.options.exclusive);
+        let reference = Reference {
+            bucket: self.store.bucket().to_owned(),
+            key: put.await?,
+            size: content.size,
+            sha256: content.sha256,
+            parts,
+        };
+        Ok(event.with_overflow(rest, reference))
+    }
+
+    /// The event as it was published. One that carries everything itself is returned as it is.
+    ///
+    /// `ObjectStoreError` if the object is missing, cannot be reached, or is not what was put there.
+    pub async fn whole(&self, event: &Event) -> Result<Event> {
+        match event.overflow() {
+            None => Ok(event.clone()),
+            Some(reference) => {
+                let payload = whole::payload(&self.store, event, reference).await?;
+                Ok(event.clone().made_whole(payload))
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Objects {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Objects")
+            .field("bucket", &self.store.bucket())
+            .field("options", &self.options)
+            .finish()
+    }
+}
+
+/// The record with its event as it was published, from wherever its large part is. For programs that
+/// work with an engine and no bus; a bus has [`Bus::whole`](crate::Bus::whole).
+pub async fn whole(objects: Option<&Objects>, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
+    let Some(reference) = record.event.overflow() else {
+        return Ok(record.clone());
+    };
+    let Some(objects) = objects else {
+        return Err(Error::new(
+            Code::ObjectStore,
+            format!(
+                "the payload of {} is in the object {:?} of {:?}, and no object store is configured",
+                record.event.display_id(),
+                reference.key,
+                reference.bucket
+            ),
+        )
+        .hint("name it: overflow.url in the configuration, or BusBuilder::overflow"));
+    };
+    Ok(Arc::new(Recorded {
+        event: objects.whole(&record.event).await?,
+        position: record.position,
+        received_at: record.received_at,
+    }))
+}
+
+const DAY: Duration = Duration::from_secs(24 * 3600);
+
+/// Deletes what no event refers to any more, at the start and once a day.
+pub(crate) async fn collect_daily(shared: Arc<Shared>, objects: Arc<Objects>) {
+    let mut day = tokio::time::interval(DAY);
+    day.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        day.tick().await;
+        match objects.collect(&shared.engine, &Collect::default()).await {
+            Ok(collected) if collected == Collected::default() => {}
+            Ok(collected) => tracing::info!(
+                target: "everbus::overflow",
+                orphans = collected.orphans,
+                strays = collected.strays,
+                bytes = collected.bytes,
+                kept = collected.kept,
+                "deleted objects without events"
+            ),
+            Err(error) if error.code() == Code::Shutdown => return,
+            Err(error) => {
+                tracing::warn!(target: "everbus::overflow", %error, "could not delete objects without events");
+            }
+        }
+    }
+}
+
+/// Whether what is left of an event, with its reference, is small enough to travel.
+fn fits(event: &Event, split: &Split, bucket: String, threshold: usize) -> bool {
+    if split.rest.len() > threshold {
+        return false;
+    }
+    let reference = Reference {
+        bucket,
+        key: key::of(event),
+        size: split.chunks.iter().map(|chunk| chunk.len() as u64).sum(),
+        sha256: "0".repeat(64),
+        parts: split.parts.clone(),
+    };
+    let travels = event.clone().with_overflow(split.rest.clone(), reference);
+    travels.payload().len() + serialised(travels.attributes()) <= threshold
+}
+
+const NULL: Bytes = Bytes::from_static(b"null");
+
+/// How many bytes the attributes have as they are stored.
+fn serialised(attributes: Option<&Attributes>) -> usize {
+    struct Count(usize);
+    impl std::io::Write for Count {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0 += bytes.len();
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let Some(attributes) = attributes else {
+        return 0;
+    };
+    let mut count = Count(0);
+    // Plain data and a writer that takes everything: it cannot fail.
+    let _ = serde_json::to_writer(&mut count, attributes);
+    count.0
+}
+
+/// No fewer bytes than the attributes have as they are stored, without writing them.
+fn upper_bound(attributes: Option<&Attributes>) -> usize {
+    let Some(a) = attributes else {
+        return 0;
+    };
+    // A character becomes at most six bytes, and a field has a name.
+    let text = |text: &str| 6 * text.len() + 32;
+    let option = |value: &Option<String>| value.as_deref().map_or(0, text);
+    let metadata = a.metadata.iter();
+    let metadata: usize = metadata.map(|(key, value)| text(key) + text(value)).sum();
+    let singles = [
+        &a.source,
+        &a.app,
+        &a.tenant,
+        &a.key,
+        &a.correlation_id,
+        &a.causation_id,
+        &a.content_type,
+        &a.foreign_id,
+    ];
+    let entity = a.entity.as_ref();
+    let trace = a.trace.as_ref();
+    512 + metadata
+        + singles.into_iter().map(option).sum::<usize>()
+        + entity.map_or(0, |entity| text(&entity.kind) + text(&entity.id))
+        + trace.map_or(0, |trace| {
+            text(&trace.traceparent) + option(&trace.tracestate)
+        })
+}
+
+/// Hashing and scanning many megabytes keeps no executor busy.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(|e| Error::new(Code::Internal, "work on a large event was given up").caused_by(e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_bound_of_attributes_is_one() {
+        let nasty = "\u{1}\"\\ä".repeat(50);
+        let event = Event::builder("t")
+            .source(&nasty)
+            .app(&nasty)
+            .tenant(&nasty)
+            .entity(&nasty, &nasty)
+            .key(&nasty)
+            .correlation_id(&nasty)
+            .causation_id(&nasty)
+            .meta(&nasty, &nasty)
+            .expires_at(everbus_core::Timestamp::from_micros(i64::MAX))
+            .foreign_id(&nasty)
+            .build()
+            .unwrap();
+        let attributes = event.attributes();
+        assert!(upper_bound(attributes) >= serialised(attributes));
+        let json = serde_json::to_string(attributes.unwrap()).unwrap();
+        assert_eq!(serialised(attributes), json.len());
+    }
+}

@@ -1,0 +1,145 @@
+//! The settings of overflow, their defaults and what is refused.
+
+use std::collections::BTreeMap;
+
+use everbus_core::{Code, Error, Result};
+
+use super::store::Store;
+use crate::streams;
+
+/// Events with more bytes than this are split, unless said otherwise: 200 KB of *workflow*, below the
+/// limit of EventBridge.
+pub const THRESHOLD: usize = 204_800;
+/// The largest payload of an event that is split: 64 MiB.
+pub const LARGEST_EVENT: usize = 64 * 1024 * 1024;
+
+/// A reference needs some room itself.
+const SMALLEST_THRESHOLD: usize = 1024;
+/// SQLite cannot store more in one row, and nothing larger is read back.
+pub(super) const LARGEST_OBJECT: usize = 512 * 1024 * 1024;
+
+/// When events are split, and where their large parts go.
+///
+/// ```
+/// use everbus::overflow::Overflow;
+/// let overflow = Overflow::default() // beside the file
+///     .threshold(100_000)
+///     .stream("telemetry:window-closed", 1_000_000);
+/// # let _ = overflow;
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Overflow {
+    /// Where the objects go: `file:///directory`, a path, or `s3://bucket/prefix` in a build with the
+    /// feature `s3`. Unless set, a directory beside the engine's file, where it has one; a bus without
+    /// a file splits nothing then.
+    pub url: Option<String>,
+    /// Events whose attributes and payload have more bytes than this are split (204,800).
+    pub threshold: usize,
+    /// Thresholds of single streams, by canonical name.
+    pub streams: BTreeMap<String, usize>,
+    /// The largest payload of an event that is split (64 MiB).
+    pub limit: usize,
+    /// Whether the place belongs to this bus alone, as the directory beside a file does. Then an object
+    /// whose publish was never finished is found and deleted after a day, and a repeated publish uses
+    /// the object of the first. Elsewhere the objects of others could be meant.
+    pub exclusive: bool,
+    /// Whether events are split. Those that were split earlier are read all the same.
+    pub enabled: bool,
+}
+
+impl Default for Overflow {
+    fn default() -> Self {
+        Self {
+            url: None,
+            threshold: THRESHOLD,
+            streams: BTreeMap::new(),
+            limit: LARGEST_EVENT,
+            exclusive: false,
+            enabled: true,
+        }
+    }
+}
+
+impl Overflow {
+    /// Objects go there: `file:///directory`, a path, or `s3://bucket/prefix`.
+    pub fn to(url: impl Into<String>) -> Self {
+        Self {
+            url: Some(url.into()),
+            ..Self::default()
+        }
+    }
+
+    /// No event is split.
+    pub fn off() -> Self {
+        Self {
+            enabled: false,
+            ..Self::default()
+        }
+    }
+
+    /// Events of more bytes than this are split.
+    #[must_use]
+    pub fn threshold(mut self, bytes: usize) -> Self {
+        self.threshold = bytes;
+        self
+    }
+
+    /// Events of one stream of more bytes than this are split: `orders.order.placed`, or in the form
+    /// `orders:order-placed`.
+    #[must_use]
+    pub fn stream(mut self, stream: &str, threshold: usize) -> Self {
+        self.streams.insert(streams::canonical(stream), threshold);
+        self
+    }
+
+    /// The largest payload of an event that is split.
+    #[must_use]
+    pub fn limit(mut self, bytes: usize) -> Self {
+        self.limit = bytes;
+        self
+    }
+
+    /// The place belongs to this bus alone.
+    #[must_use]
+    pub fn exclusive(mut self) -> Self {
+        self.exclusive = true;
+        self
+    }
+
+    pub(crate) fn validate(&self) -> Result<()> {
+        for threshold in self.streams.values().chain([&self.threshold]) {
+            if *threshold < SMALLEST_THRESHOLD || *threshold > LARGEST_OBJECT {
+                let what = format!("an overflow threshold of {threshold} bytes");
+                return Err(Error::new(Code::InvalidSetting, what).hint(format!(
+                    "it is between {SMALLEST_THRESHOLD} and {LARGEST_OBJECT}; {THRESHOLD} is the default"
+                )));
+            }
+        }
+        if self.limit < SMALLEST_THRESHOLD || self.limit > LARGEST_OBJECT {
+            let what = format!("an overflow limit of {} bytes", self.limit);
+            return Err(Error::new(Code::InvalidSetting, what).hint(format!(
+                "it is between {SMALLEST_THRESHOLD} and {LARGEST_OBJECT}; {LARGEST_EVENT} is the default"
+            )));
+        }
+        if let Some(url) = &self.url {
+            Store::parse(url)?;
+        }
+        Ok(())
+    }
+
+    /// The threshold of an event type.
+    pub(super) fn threshold_of(&self, event_type: &str) -> usize {
+        if self.streams.is_empty() {
+            return self.threshold;
+        }
+        let own = self.streams.get(&streams::canonical(event_type));
+        own.copied().unwrap_or(self.threshold)
+    }
+
+    /// The smallest threshold of all.
+    pub(super) fn smallest(&self) -> usize {
+        let streams = self.streams.values().copied();
+        streams.fold(self.threshold, usize::min)
+    }
+}

@@ -1,0 +1,513 @@
+//! The place where objects lie: a directory, or with the feature `s3` a bucket.
+//!
+//! A put returns when the object is durable, and never changes an object that is there: what has the
+//! same name and another content, or may be on its way out, is left alone and another key is used.
+
+use std::path::{Path as FilePath, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use everbus_core::{Code, Error, Result};
+use futures_util::TryStreamExt as _;
+use futures_util::stream::BoxStream;
+use object_store::local::LocalFileSystem;
+use object_store::path::Path;
+use object_store::{
+    Error as StoreError, GetResult, GetResultPayload, ObjectMeta, ObjectStore, ObjectStoreExt as _,
+    PutMode, PutOptions, PutPayload,
+};
+use sha2::{Digest as _, Sha256};
+
+use super::{Content, hex, key};
+
+/// An object that is older may be deleted at any moment because nobody refers to it, so a publish does
+/// not begin to refer to it.
+const REUSABLE: Duration = Duration::from_secs(3600);
+/// How much is read at once.
+const CHUNK: usize = 256 * 1024;
+
+/// Where objects lie.
+pub(super) struct Store {
+    /// As the references name it.
+    bucket: String,
+    /// Before every key.
+    prefix: String,
+    place: Place,
+}
+
+enum Place {
+    /// Made when the first object is put there.
+    Directory {
+        path: PathBuf,
+        open: OnceLock<Arc<LocalFileSystem>>,
+    },
+    #[cfg(feature = "s3")]
+    Remote(Arc<dyn ObjectStore>),
+}
+
+const HINT: &str = "use file:///directory or a path for a directory, s3://bucket/prefix for S3";
+
+impl Store {
+    /// The directory beside an engine's file. Its name alone is the bucket, so that the two may be
+    /// moved together.
+    pub(super) fn beside(directory: &FilePath) -> Self {
+        let name = directory.file_name().unwrap_or(directory.as_os_str());
+        Self::directory(name.to_string_lossy().into_owned(), directory.into())
+    }
+
+    fn directory(bucket: String, path: PathBuf) -> Self {
+        Self {
+            bucket,
+            prefix: String::new(),
+            place: Place::Directory {
+                path,
+                open: OnceLock::new(),
+            },
+        }
+    }
+
+    /// From a URL or path. Nothing is connected to or created.
+    pub(super) fn parse(url: &str) -> Result<Self> {
+        let bad = |what: String| Err(Error::new(Code::InvalidUrl, what).hint(HINT));
+        if url.is_empty() || url.contains('\0') {
+            return bad("the URL of the object store is empty or has a NUL in it".into());
+        }
+        match crate::engines::split_scheme(url) {
+            None => Ok(Self::directory(url.to_owned(), url.into())),
+            Some(("file", rest)) => {
+                let path = rest.strip_prefix("//").filter(|path| path.starts_with('/'));
+                match path.and_then(percent_decoded) {
+                    Some(path) => Ok(Self::directory(url.to_owned(), path.into())),
+                    None => bad(format!("{url:?} names no directory of this machine")),
+                }
+            }
+            Some(("s3", rest)) => {
+                let rest = rest.strip_prefix("//").unwrap_or_default();
+                let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+                let prefix = prefix.trim_matches('/');
+                if bucket.is_empty() || bucket.contains(['@', '?', ':']) {
+                    return bad("an s3 URL is s3://bucket or s3://bucket/prefix".into());
+                }
+                if !prefix.is_empty() && Path::parse(prefix).is_err() {
+                    return bad(format!("{prefix:?} is not a prefix of keys"));
+                }
+                Self::s3(bucket, prefix)
+            }
+            Some((scheme, _)) => bad(format!("there is no object store {scheme:?}")),
+        }
+    }
+
+    /// Credentials, region and endpoint come from the environment: `AWS_ACCESS_KEY_ID` and its kin.
+    #[cfg(feature = "s3")]
+    fn s3(bucket: &str, prefix: &str) -> Result<Self> {
+        use object_store::aws::AmazonS3Builder;
+        let retry = object_store::RetryConfig {
+            max_retries: 5,
+            retry_timeout: Duration::from_secs(30),
+            ..Default::default()
+        };
+        let s3 = AmazonS3Builder::from_env()
+            .with_bucket_name(bucket)
+            .with_retry(retry)
+            .build()
+            .map_err(|e| {
+                Error::new(
+                    Code::InvalidUrl,
+                    format!("the bucket {bucket:?} cannot be used"),
+                )
+                .caused_by(e)
+                .hint("set AWS_REGION, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+            })?;
+        Ok(Self {
+            bucket: bucket.to_owned(),
+            prefix: match prefix {
+                "" => String::new(),
+                prefix => format!("{prefix}/"),
+            },
+            place: Place::Remote(Arc::new(s3)),
+        })
+    }
+
+    #[cfg(not(feature = "s3"))]
+    fn s3(bucket: &str, _prefix: &str) -> Result<Self> {
+        Err(Error::new(
+            Code::InvalidUrl,
+            format!("s3://{bucket}: this build has no S3"),
+        )
+        .hint("build everbus with the feature s3, or name a directory"))
+    }
+
+    /// As the references name it.
+    pub(super) fn bucket(&self) -> &str {
+        &self.bucket
+    }
+
+    /// The store, if it is there.
+    async fn existing(&self) -> Result<Option<Arc<dyn ObjectStore>>> {
+        match &self.place {
+            Place::Directory { path, open } => {
+                if let Some(open) = open.get() {
+                    return Ok(Some(open.clone()));
+                }
+                let wanted = path.clone();
+                let found = super::blocking(move || wanted.is_dir()).await?;
+                found.then(|| opened(path, open)).transpose()
+            }
+            #[cfg(feature = "s3")]
+            Place::Remote(store) => Ok(Some(store.clone())),
+        }
+    }
+
+    /// The store; a directory that is missing is made, durably.
+    async fn made(&self) -> Result<Arc<dyn ObjectStore>> {
+        if let Some(store) = self.existing().await? {
+            return Ok(store);
+        }
+        match &self.place {
+            Place::Directory { path, open } => {
+                let wanted = path.clone();
+                super::blocking(move || make_directory(&wanted))
+                    .await?
+                    .map_err(|e| {
+                        let what = format!("the directory {} cannot be made", path.display());
+                        from_io(what, e)
+                    })?;
+                opened(path, open)
+            }
+            #[cfg(feature = "s3")]
+            Place::Remote(store) => Ok(store.clone()),
+        }
+    }
+
+    /// Puts an object and returns its key once it is durable. With `reuse`, an object of the same
+    /// content that was put there a moment ago is taken for it: the publish is being repeated.
+    pub(super) async fn put(&self, key: &str, content: &Content, reuse: bool) -> Result<String> {
+        let store = self.made().await?;
+        let plain = format!("{}{key}", self.prefix);
+        let hashed = key::suffixed(&plain, &content.sha256[..16]);
+        for key in [plain, hashed.clone()] {
+            if self.create(&*store, &key, content).await? {
+                return Ok(key);
+            }
+            if reuse && self.is_same(&*store, &key, content).await? {
+                return Ok(key);
+            }
+        }
+        let unique = key::suffixed(&hashed, &uuid::Uuid::new_v4().simple().to_string());
+        if self.create(&*store, &unique, content).await? {
+            return Ok(unique);
+        }
+        Err(Error::new(
+            Code::ObjectStore,
+            format!("no free key for the object {key:?}"),
+        ))
+    }
+
+    /// Creates an object; false if there is one of that name.
+    async fn create(&self, store: &dyn ObjectStore, key: &str, content: &Content) -> Result<bool> {
+        let payload = PutPayload::from_iter(content.chunks.iter().cloned());
+        let options = PutOptions::from(PutMode::Create);
+        match store.put_opts(&path(key)?, payload, options).await {
+            Ok(_) => Ok(true),
+            Err(StoreError::AlreadyExists { .. }) => Ok(false),
+            // Two that create the same at once, in the words of S3.
+            Err(StoreError::Precondition { .. }) => Ok(false),
+            Err(error) => Err(failed(
+                format!("the object {key:?} could not be stored"),
+                error,
+            )),
+        }
+    }
+
+    /// Whether the object has this content, was put there a moment ago, and is durable.
+    async fn is_same(&self, store: &dyn ObjectStore, key: &str, content: &Content) -> Result<bool> {
+        let doing = |e| failed(format!("the object {key:?} could not be read"), e);
+        let found = match store.get(&path(key)?).await {
+            Ok(found) => found,
+            Err(StoreError::NotFound { .. }) => return Ok(false),
+            Err(error) => return Err(doing(error)),
+        };
+        if found.meta.size != content.size || age(&found.meta) > REUSABLE {
+            return Ok(false);
+        }
+        if hash_of(found).await? != content.sha256 {
+            return Ok(false);
+        }
+        self.make_durable(key).await?;
+        Ok(true)
+    }
+
+    /// Whoever put the object there may not have synced it yet.
+    async fn make_durable(&self, key: &str) -> Result<()> {
+        match &self.place {
+            Place::Directory { path, .. } => {
+                let file = path.join(key);
+                let synced = super::blocking(move || {
+                    std::fs::File::open(&file)?.sync_all()?;
+                    file.parent().map_or(Ok(()), sync_directory)
+                });
+                synced.await?.map_err(|e| {
+                    from_io(format!("the object {key:?} could not be made durable"), e)
+                })
+            }
+            #[cfg(feature = "s3")]
+            Place::Remote(_) => Ok(()),
+        }
+    }
+
+    /// An object, or `None` if there is none.
+    pub(super) async fn get(&self, key: &str) -> Result<Option<GetResult>> {
+        let Some(store) = self.existing().await? else {
+            return Ok(None);
+        };
+        match store.get(&path(key)?).await {
+            Ok(found) => Ok(Some(found)),
+            Err(StoreError::NotFound { .. }) => Ok(None),
+            Err(error) => Err(failed(
+                format!("the object {key:?} could not be read"),
+                error,
+            )),
+        }
+    }
+
+    /// The size and age of an object, or `None` if there is none.
+    pub(super) async fn look(&self, key: &str) -> Result<Option<(u64, Duration)>> {
+        let Some(store) = self.existing().await? else {
+            return Ok(None);
+        };
+        match store.head(&path(key)?).await {
+            Ok(meta) => Ok(Some((meta.size, age(&meta)))),
+            Err(StoreError::NotFound { .. }) => Ok(None),
+            Err(error) => Err(failed(
+                format!("the object {key:?} could not be found"),
+                error,
+            )),
+        }
+    }
+
+    /// Deletes an object. One that is gone already is fine.
+    pub(super) async fn delete(&self, key: &str) -> Result<()> {
+        let Some(store) = self.existing().await? else {
+            return Ok(());
+        };
+        match store.delete(&path(key)?).await {
+            Ok(()) | Err(StoreError::NotFound { .. }) => Ok(()),
+            Err(error) => Err(failed(
+                format!("the object {key:?} could not be deleted"),
+                error,
+            )),
+        }
+    }
+
+    /// Calls `each` with the key, size and age of every object there is.
+    pub(super) async fn list(&self, mut each: impl FnMut(String, u64, Duration)) -> Result<()> {
+        let Some(store) = self.existing().await? else {
+            return Ok(());
+        };
+        let folder = path(&format!("{}{}", self.prefix, key::FOLDER))?;
+        let mut objects = store.list(Some(&folder));
+        let doing = |e| failed("the objects could not be listed".into(), e);
+        while let Some(meta) = objects.try_next().await.map_err(doing)? {
+            each(meta.location.to_string(), meta.size, age(&meta));
+        }
+        Ok(())
+    }
+
+    /// Removes what interrupted puts left in a directory: files that are older than `after` and were
+    /// never given their name. With `dry_run` they are only counted. Returns how many, and their bytes.
+    pub(super) async fn sweep_unfinished(
+        &self,
+        after: Duration,
+        dry_run: bool,
+    ) -> Result<(u64, u64)> {
+        match &self.place {
+            Place::Directory { path, .. } => {
+                let folder = path.join(key::FOLDER);
+                super::blocking(move || sweep(&folder, after, dry_run)).await
+            }
+            #[cfg(feature = "s3")]
+            Place::Remote(_) => Ok((0, 0)),
+        }
+    }
+}
+
+/// Reads a stream chunk by chunk.
+pub(super) async fn read_stream(
+    mut stream: BoxStream<'static, object_store::Result<Bytes>>,
+    mut each: impl FnMut(&[u8]),
+) -> Result<()> {
+    let doing = |e| failed("an object could not be read".into(), e);
+    while let Some(chunk) = stream.try_next().await.map_err(doing)? {
+        each(&chunk);
+    }
+    Ok(())
+}
+
+/// Reads a file chunk by chunk.
+pub(super) fn read_file(mut file: std::fs::File, mut each: impl FnMut(&[u8])) -> Result<()> {
+    use std::io::Read as _;
+    let mut buffer = vec![0; CHUNK];
+    loop {
+        match file.read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(n) => each(&buffer[..n]),
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(from_io("an object could not be read".into(), e)),
+        }
+    }
+}
+
+async fn hash_of(found: GetResult) -> Result<String> {
+    let mut hash = Sha256::new();
+    match found.payload {
+        GetResultPayload::File(file, _) => {
+            let hashed = move || {
+                read_file(file, |chunk| hash.update(chunk))?;
+                Ok(hex(&hash.finalize()))
+            };
+            super::blocking(hashed).await?
+        }
+        GetResultPayload::Stream(stream) => {
+            read_stream(stream, |chunk| hash.update(chunk)).await?;
+            Ok(hex(&hash.finalize()))
+        }
+    }
+}
+
+fn path(key: &str) -> Result<Path> {
+    Path::parse(key).map_err(|e| {
+        Error::new(
+            Code::ObjectStore,
+            format!("{key:?} is not the key of an object"),
+        )
+        .caused_by(e)
+    })
+}
+
+fn opened(path: &FilePath, open: &OnceLock<Arc<LocalFileSystem>>) -> Result<Arc<dyn ObjectStore>> {
+    let store = LocalFileSystem::new_with_prefix(path)
+        .map_err(|e| {
+            failed(
+                format!("the directory {} cannot be used", path.display()),
+                e,
+            )
+        })?
+        .with_fsync(true)
+        .with_automatic_cleanup(true);
+    Ok(open.get_or_init(|| Arc::new(store)).clone())
+}
+
+/// How long ago an object was put there, by the clock of this machine.
+fn age(meta: &ObjectMeta) -> Duration {
+    let modified = u64::try_from(meta.last_modified.timestamp_millis()).unwrap_or(0);
+    let modified = SystemTime::UNIX_EPOCH + Duration::from_millis(modified);
+    modified.elapsed().unwrap_or_default()
+}
+
+/// Makes a directory and those above it, and syncs those that got a new entry.
+fn make_directory(path: &FilePath) -> std::io::Result<()> {
+    let missing: Vec<&FilePath> = path
+        .ancestors()
+        .take_while(|above| !above.is_dir())
+        .collect();
+    std::fs::create_dir_all(path)?;
+    for made in missing {
+        match made.parent() {
+            Some(above) if !above.as_os_str().is_empty() => sync_directory(above)?,
+            Some(_) => sync_directory(FilePath::new("."))?,
+            None => {}
+        }
+    }
+    Ok(())
+}
+
+fn sync_directory(path: &FilePath) -> std::io::Result<()> {
+    if cfg!(unix) {
+        std::fs::File::open(path)?.sync_all()?;
+    }
+    Ok(())
+}
+
+/// `object_store` writes a file under its name with `#` and a number before it gets that name.
+fn sweep(folder: &FilePath, after: Duration, dry_run: bool) -> (u64, u64) {
+    let entries = |path: &FilePath| std::fs::read_dir(path).into_iter().flatten().flatten();
+    let (mut files, mut bytes) = (0, 0);
+    for entry in entries(folder).flat_map(|entity| entries(&entity.path())) {
+        let name = entry.file_name();
+        let unfinished = name.to_str().is_some_and(|name| {
+            let parts = name.rsplit_once('#');
+            parts.is_some_and(|(_, n)| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+        });
+        let Some(meta) = entry
+            .metadata()
+            .ok()
+            .filter(|meta| unfinished && meta.is_file())
+        else {
+            continue;
+        };
+        let age = meta.modified().ok().and_then(|at| at.elapsed().ok());
+        if age.is_some_and(|age| age >= after)
+            && (dry_run || std::fs::remove_file(entry.path()).is_ok())
+        {
+            files += 1;
+            bytes += meta.len();
+        }
+    }
+    (files, bytes)
+}
+
+fn failed(what: String, error: StoreError) -> Error {
+    let full = std::iter::successors(
+        Some(&error as &(dyn std::error::Error + 'static)),
+        |cause| cause.source(),
+    )
+    .filter_map(|cause| cause.downcast_ref::<std::io::Error>())
+    .any(|io| is_full(io.kind()));
+    new_error(what, full, error)
+}
+
+fn from_io(what: String, error: std::io::Error) -> Error {
+    let full = is_full(error.kind());
+    new_error(what, full, error)
+}
+
+fn is_full(kind: std::io::ErrorKind) -> bool {
+    use std::io::ErrorKind::{QuotaExceeded, StorageFull};
+    matches!(kind, StorageFull | QuotaExceeded)
+}
+
+fn new_error(
+    what: String,
+    full: bool,
+    cause: impl std::error::Error + Send + Sync + 'static,
+) -> Error {
+    if full {
+        return Error::new(Code::DiskFull, what)
+            .caused_by(cause)
+            .hint("make room where the objects are; nothing was published");
+    }
+    Error::new(Code::ObjectStore, what)
+        .caused_by(cause)
+        .hint("see that the object store can be reached, read and written")
+}
+
+fn percent_decoded(text: &str) -> Option<String> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((byte, after)) = rest.split_first() {
+        rest = after;
+        if *byte != b'%' {
+            bytes.push(*byte);
+            continue;
+        }
+        let digits = std::str::from_utf8(rest.get(..2)?).ok()?;
+        bytes.push(
+            u8::from_str_radix(digits, 16)
+                .ok()
+                .filter(|byte| *byte != 0)?,
+        );
+        rest = &rest[2..];
+    }
+    String::from_utf8(bytes).ok()
+}

@@ -1,0 +1,144 @@
+//! The object is durable before the event that refers to it is appended, whoever appends it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use everbus::core::{
+    Appended, BoxFuture, Broker, ConsumeOptions, Consumer, GroupSpec, Lease, SettledOutcome,
+    Settlement, SubscriptionInfo,
+};
+use everbus::{
+    Bus, Capabilities, Code, Context, Engine, Error, Event, EventId, GroupInfo, GroupName, Json,
+    Result, Router, handled,
+};
+
+use super::Shelf;
+use crate::support::{Kind, Lab, handled as all_handled, published};
+
+/// An engine that looks for the object of every event it is given, and can lose appends.
+struct Watching {
+    inner: Arc<dyn Broker>,
+    objects: PathBuf,
+    seen: Arc<AtomicUsize>,
+    fail: bool,
+}
+
+impl Watching {
+    fn look(&self, events: &[Event]) {
+        for overflow in events.iter().filter_map(Event::overflow) {
+            let object = std::fs::metadata(self.objects.join(&overflow.key));
+            let size = object.expect("the object is there before the event").len();
+            assert_eq!(size, overflow.size);
+            self.seen.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+}
+
+impl Broker for Watching {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
+        self.inner.declare(group)
+    }
+
+    fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
+        self.inner.retract(subscription)
+    }
+
+    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
+        self.inner.remove_group(group)
+    }
+
+    fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
+        self.look(&batch);
+        if self.fail {
+            let error = Error::new(Code::Busy, "planted");
+            return Box::pin(std::future::ready(Err(error)));
+        }
+        self.inner.append(batch)
+    }
+
+    fn consume(
+        &self,
+        group: GroupName,
+        options: ConsumeOptions,
+    ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
+        self.inner.consume(group, options)
+    }
+
+    fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        settlements.iter().for_each(|s| self.look(&s.follow_ups));
+        self.inner.settle(settlements)
+    }
+
+    fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        self.inner.extend(leases, by)
+    }
+
+    fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
+        self.inner.inspect()
+    }
+
+    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
+        self.inner.settled(position, timeout)
+    }
+
+    fn close(&self) -> BoxFuture<'_, Result<()>> {
+        self.inner.close()
+    }
+}
+
+async fn watching(shelf: &Shelf, fail: bool) -> (Bus, Arc<AtomicUsize>) {
+    let below = shelf.lab.open().await;
+    let seen = Arc::new(AtomicUsize::new(0));
+    let broker = Watching {
+        inner: below.engine().broker.clone(),
+        objects: shelf.objects(),
+        seen: seen.clone(),
+        fail,
+    };
+    let engine = Engine {
+        broker: Arc::new(broker),
+        ..below.engine().clone()
+    };
+    let builder = shelf.lab.builder().overflow(shelf.overflow());
+    (builder.with_engine(engine).unwrap(), seen)
+}
+
+// conformance: fault-11/object-first: the object is there before the event is appended, by publish, by batch and by a handler's ack
+// conformance: issue-4/overflow-durable: the object is durable before the event commits
+#[tokio::test]
+async fn the_object_is_there_before_the_event() {
+    let shelf = Shelf::new(Lab::new(Kind::Memory));
+    let (bus, seen) = watching(&shelf, false).await;
+    let large = |n: usize| ("first", format!("{n}{}", "x".repeat(3000)));
+    let answer = |Json(text): Json<String>, context: Context| async move {
+        context.publish(("second", text))?;
+        handled()
+    };
+    bus.mount(Router::new().on("first", answer)).await.unwrap();
+    bus.start().await.unwrap();
+    all_handled(&bus, large(0)).await;
+    for receipt in bus.publish_batch((1..4).map(large)).await.unwrap() {
+        receipt.settled().await.unwrap();
+    }
+    assert_eq!(published(&bus, "second").await.len(), 4);
+    assert_eq!(seen.load(Ordering::SeqCst), 8);
+    bus.shutdown().await.unwrap();
+}
+
+// conformance: fault-11/append-fails: a publish that fails after its object was put leaves an object and no event
+#[tokio::test]
+async fn a_publish_that_fails_leaves_an_object_at_most() {
+    let shelf = Shelf::new(Lab::new(Kind::Memory));
+    let (bus, seen) = watching(&shelf, true).await;
+    let error = bus.publish(("a", "x".repeat(3000))).await.unwrap_err();
+    assert_eq!(error.code(), Code::Busy);
+    assert_eq!(seen.load(Ordering::SeqCst), 1);
+    assert_eq!(shelf.files().len(), 1);
+    assert!(published(&bus, "*").await.is_empty());
+}
