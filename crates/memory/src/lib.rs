@@ -16,6 +16,7 @@
 //! ```
 
 mod broker;
+mod checkpoints;
 mod consumer;
 mod dead_letters;
 mod group;
@@ -56,6 +57,7 @@ pub fn open(options: Options) -> Engine {
         dead_letters: Some(memory.clone()),
         maintenance: Some(memory.clone()),
         inbox: Some(memory.clone()),
+        checkpoints: Some(memory.clone()),
         ..Engine::new(Arc::new(MemoryBroker(memory)))
     }
 }
