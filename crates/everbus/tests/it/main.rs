@@ -20,6 +20,7 @@ mod outage;
 mod panics;
 mod pipeline_order;
 mod publish;
+mod replay;
 mod retention;
 mod retry;
 mod router;
