@@ -153,8 +153,8 @@ impl Registry {
         }
         let breakers = shared.circuits.owners();
         let prepared = self.prepare(shared, resolved);
-        let (requests, schemas, known) =
-            prepared.inspect_err(|_| shared.circuits.keep_only(&breakers))?;
+        // Its schemas are not made those of the bus: what others publish is not its business.
+        let (requests, _, _) = prepared.inspect_err(|_| shared.circuits.keep_only(&breakers))?;
         let ordered = requests.iter().any(|request| request.agreed.is_ordered());
         shared
             .engine
@@ -166,8 +166,6 @@ impl Registry {
                 subscriptions: Vec::new(),
             })
             .await?;
-        shared.set_schemas(schemas);
-        self.known = known;
         for request in requests {
             self.register(shared, request, SubscriptionId::from(EventId::new()));
         }

@@ -9,6 +9,7 @@ mod dlq;
 mod get;
 mod groups;
 mod publish;
+pub(crate) mod replay;
 mod tail;
 
 use clap::CommandFactory as _;
@@ -45,6 +46,7 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Get(args) => until_interrupted(get::run(&args, &target()?, output)).await,
         Command::Dlq(command) => until_interrupted(dlq::run(command, &target()?, output)).await,
         Command::Groups(args) => until_interrupted(groups::run(args, &target()?, output)).await,
+        Command::Replay(args) => replay::run(*args, &target()?, output).await,
         Command::Check => match &args.config {
             Some(config) => check_config::run(&args, config, output),
             None => until_interrupted(check::run(&target()?, output)).await,

@@ -12,5 +12,6 @@ mod files;
 mod groups;
 mod publish;
 mod recovery;
+mod replay;
 mod support;
 mod tail;

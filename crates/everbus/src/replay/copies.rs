@@ -108,7 +108,7 @@ impl Target for Copies {
     ) -> Result<()> {
         let (mut originals, mut copies, mut bytes) = (Vec::new(), Vec::new(), 0);
         for record in events {
-            if is_copy(record) {
+            if is_copy(record) && !context.single {
                 report.skips.copies += 1;
                 continue;
             }

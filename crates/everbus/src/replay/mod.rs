@@ -41,7 +41,9 @@ use target::Target;
 /// At most this many errors are kept with their texts, unless said otherwise.
 const KEPT_FAILURES: usize = 100;
 /// More events per second than this is as fast as it goes.
-const FASTEST: u32 = 10_000_000;
+const FASTEST: f64 = 10_000_000.0;
+/// Slower than this is a mistake.
+const SLOWEST: f64 = 0.001;
 
 type Filter = Box<dyn Fn(&Recorded) -> bool + Send + Sync>;
 type Progress = Box<dyn FnMut(&ReplayProgress) + Send>;
@@ -81,7 +83,7 @@ pub struct Replay {
     progress: Option<Progress>,
     stop: Option<BoxFuture<'static, ()>>,
     name: Option<String>,
-    rate: Option<u32>,
+    rate: Option<f64>,
     concurrency: usize,
     kept_failures: usize,
     /// The first thing that was said wrong.
@@ -177,8 +179,8 @@ impl Replay {
     }
 
     /// At most so many events per second, evenly.
-    pub fn rate(mut self, per_second: u32) -> Self {
-        self.rate = Some(per_second);
+    pub fn rate(mut self, per_second: impl Into<f64>) -> Self {
+        self.rate = Some(per_second.into());
         self
     }
 
@@ -269,9 +271,14 @@ impl Replay {
             return Err(mistake);
         }
         self.selection.check()?;
-        if self.rate == Some(0) || self.rate.is_some_and(|rate| rate > FASTEST) {
-            return Err(Error::new(Code::InvalidSetting, "the rate is out of range")
-                .hint(format!("between 1 and {FASTEST} events per second")));
+        if let Some(rate) = self.rate
+            && !(SLOWEST..=FASTEST).contains(&rate)
+        {
+            return Err(Error::new(
+                Code::InvalidSetting,
+                format!("a rate of {rate} is out of range"),
+            )
+            .hint(format!("between {SLOWEST} and {FASTEST} events per second")));
         }
         if self.concurrency == 0 || self.concurrency > 10_000 {
             return Err(

@@ -18,7 +18,7 @@ const QUICK: Duration = Duration::from_millis(100);
 
 /// Decides how many events are next, and waits until it is time for them.
 pub(super) struct Pace {
-    rate: Option<u32>,
+    rate: Option<f64>,
     most: usize,
     size: usize,
     began: Instant,
@@ -27,9 +27,14 @@ pub(super) struct Pace {
 }
 
 impl Pace {
-    pub(super) fn new(rate: Option<u32>, most: usize) -> Self {
+    pub(super) fn new(rate: Option<f64>, most: usize) -> Self {
         // Ten portions a second are even enough.
-        let most = rate.map_or(most, |rate| most.min((rate as usize / 10).max(1)));
+        #[allow(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "a rate is between nothing and ten million"
+        )]
+        let most = rate.map_or(most, |rate| most.min((rate / 10.0) as usize).max(1));
         let now = Instant::now();
         Self {
             rate,
@@ -49,10 +54,11 @@ impl Pace {
     pub(super) async fn begin(&mut self, count: usize, stop: &Stop) {
         if let Some(rate) = self.rate {
             stop.or(tokio::time::sleep_until(self.due)).await;
-            let each = Duration::from_secs(1) / rate;
             // What was missed is not made up for.
             let from = self.due.max(Instant::now() - Duration::from_millis(100));
-            self.due = from + each * u32::try_from(count).unwrap_or(u32::MAX);
+            #[allow(clippy::cast_precision_loss, reason = "a few thousand")]
+            let seconds = count as f64 / rate;
+            self.due = from + Duration::from_secs_f64(seconds);
         }
         self.began = Instant::now();
     }

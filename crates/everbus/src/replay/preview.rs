@@ -148,6 +148,7 @@ pub(super) async fn preview<T: Target>(replay: Replay, mut target: T) -> Result<
         stop: Stop::on(stop),
         name,
         kept_failures: 0,
+        single: selection.event.is_some(),
     };
     let mut groups = target.groups(&context).await?;
     let bounds = source::bounds(&engine, &selection).await?;

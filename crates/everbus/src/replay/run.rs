@@ -57,6 +57,7 @@ pub(super) async fn run<T: Target>(replay: Replay, mut target: T) -> Result<Repl
         stop: Stop::on(stop),
         name: name.clone(),
         kept_failures,
+        single: selection.event.is_some(),
     };
     target.prepare(&context, &saved, is_resumed).await?;
     audit(&bus, &selection, &saved.target, name.as_deref()).await?;

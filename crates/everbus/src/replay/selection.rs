@@ -113,6 +113,12 @@ impl Selection {
         }
     }
 
+    /// What a stream is read as, with its name.
+    pub(super) fn stream(&self) -> Option<(&str, &[Pattern])> {
+        let stream = self.stream.as_ref()?;
+        Some((&stream.name, &stream.patterns))
+    }
+
     /// Whether a history is the better place to look.
     pub(super) fn has_attributes(&self) -> bool {
         self.tenant.is_some() || self.app.is_some() || self.entity.is_some()

@@ -53,6 +53,17 @@ pub(super) async fn bounds(engine: &Engine, selection: &Selection) -> Result<Bou
         });
     }
     let mut upto = log.head().await?;
+    if let Some((name, patterns)) = selection.stream() {
+        let last = log.resolve(StartFrom::Last, patterns.to_vec()).await?;
+        // Just before the newest that matches; without one, at the end.
+        if last >= upto {
+            return Err(Error::new(
+                Code::NotFound,
+                format!("there is no event of the stream {name}"),
+            )
+            .hint("a stream is named like its events: orders:order-placed, orders.order.placed, orders"));
+        }
+    }
     if let Some(until) = selection.until {
         let after = Timestamp::from_micros(until.as_micros().saturating_add(1));
         upto = upto.min(log.resolve(StartFrom::Time(after), Vec::new()).await?);

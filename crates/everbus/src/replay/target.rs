@@ -18,6 +18,8 @@ pub struct Context {
     /// The name of the run.
     pub(super) name: Option<String>,
     pub(super) kept_failures: usize,
+    /// Whether one event was named, and not a range.
+    pub(super) single: bool,
 }
 
 impl Context {
