@@ -15,6 +15,7 @@
 //! # }).unwrap();
 //! ```
 
+mod audit;
 mod broker;
 mod consumer;
 mod dead_letters;
@@ -56,6 +57,7 @@ pub fn open(options: Options) -> Engine {
         dead_letters: Some(memory.clone()),
         maintenance: Some(memory.clone()),
         inbox: Some(memory.clone()),
+        audit: Some(memory.clone()),
         ..Engine::new(Arc::new(MemoryBroker(memory)))
     }
 }

@@ -10,6 +10,7 @@ use everbus_core::{
 };
 use tokio::sync::Notify;
 
+use crate::audit::Trail;
 use crate::dead_letters::Graveyard;
 use crate::group::{Group, Row, RowState};
 use crate::inbox::Handled;
@@ -24,6 +25,7 @@ pub(crate) struct State {
     pub(crate) names: BTreeMap<GroupName, u64>,
     pub(crate) dead: Graveyard,
     pub(crate) inbox: Handled,
+    pub(crate) audit: Trail,
     pub(crate) next_token: u64,
     next_number: u64,
     /// Who waits for a position to be settled, and how many.
@@ -39,6 +41,7 @@ impl State {
             names: BTreeMap::new(),
             dead: Graveyard::default(),
             inbox: Handled::default(),
+            audit: Trail::default(),
             next_token: 0,
             next_number: 0,
             waiters: HashMap::new(),
