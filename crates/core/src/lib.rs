@@ -35,7 +35,10 @@ pub mod retry;
 pub mod time;
 pub mod typed;
 
-pub use audit::{Audit, AuditBreak, AuditEntry, AuditPage, AuditQuery, AuditRecord, AuditVerdict};
+pub use audit::{
+    Audit, AuditBreak, AuditContent, AuditEntry, AuditHash, AuditHead, AuditPage, AuditQuery,
+    AuditRecord, AuditVerdict,
+};
 pub use broker::{
     Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, DROPPED, Deduplication,
     Delivery, Durability, Lease, OrderScope, Redelivery, SettledOutcome, Settlement, Verdict,

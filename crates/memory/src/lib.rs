@@ -15,6 +15,7 @@
 //! # }).unwrap();
 //! ```
 
+mod audit;
 mod broker;
 mod checkpoints;
 mod consumer;
@@ -58,6 +59,7 @@ pub fn open(options: Options) -> Engine {
         maintenance: Some(memory.clone()),
         inbox: Some(memory.clone()),
         checkpoints: Some(memory.clone()),
+        audit: Some(memory.clone()),
         ..Engine::new(Arc::new(MemoryBroker(memory)))
     }
 }

@@ -10,6 +10,7 @@ use everbus_core::{
 };
 use tokio::sync::Notify;
 
+use crate::audit::Trail;
 use crate::checkpoints::Saved;
 use crate::dead_letters::Graveyard;
 use crate::group::{Group, Row, RowState};
@@ -26,6 +27,7 @@ pub(crate) struct State {
     pub(crate) dead: Graveyard,
     pub(crate) inbox: Handled,
     pub(crate) checkpoints: Saved,
+    pub(crate) audit: Trail,
     pub(crate) next_token: u64,
     next_number: u64,
     /// Who waits for a position to be settled, and how many.
@@ -42,6 +44,7 @@ impl State {
             dead: Graveyard::default(),
             inbox: Handled::default(),
             checkpoints: Saved::new(),
+            audit: Trail::default(),
             next_token: 0,
             next_number: 0,
             waiters: HashMap::new(),

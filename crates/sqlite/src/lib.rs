@@ -16,6 +16,7 @@
 //! the same file; each notices what the others committed within 20 ms.
 
 mod append;
+mod audit;
 mod checkpoints;
 mod claims;
 mod dead_letters;
@@ -55,6 +56,7 @@ use std::time::Duration;
 
 use everbus_core::{Clock, Engine, Result, SystemClock};
 
+pub use audit::kept_head;
 pub use maintenance::restore;
 pub use schema::VERSION as SCHEMA_VERSION;
 

@@ -644,5 +644,47 @@ macro_rules! conformance_tests {
         async fn a_checkpoint_is_what_was_saved_last() {
             $crate::conformance::replay::a_checkpoint_is_what_was_saved_last($harness).await;
         }
+
+        // conformance: issue-4/audit-record: an audit record comes back whole: who, what, entity, when, correlation and trace ids; numbers have no gaps
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_record_is_kept_whole() {
+            $crate::conformance::audit::a_record_is_kept_whole($harness).await;
+        }
+
+        // conformance: issue-4/audit-bad-input: an audit entry without actor or action, or with too long a text, is refused and takes no number
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn entries_without_sense_are_refused() {
+            $crate::conformance::audit::entries_without_sense_are_refused($harness).await;
+        }
+
+        // conformance: issue-4/audit-query: the trail is asked by actor, action, entity and time, in both orders, page by page
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_trail_can_be_asked() {
+            $crate::conformance::audit::the_trail_can_be_asked($harness).await;
+        }
+
+        // conformance: issue-4/audit-retention: retention removes from the beginning of the trail and leaves an anchor from which it is verified
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn forgetting_leaves_a_chain() {
+            $crate::conformance::audit::forgetting_leaves_a_chain($harness).await;
+        }
+
+        // conformance: issue-4/audit-known-head: the trail is verified against a head that somebody kept elsewhere
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_head_kept_elsewhere_is_compared() {
+            $crate::conformance::audit::a_head_kept_elsewhere_is_compared($harness).await;
+        }
+
+        // conformance: issue-4/audit-clock: a clock that jumps back does not make the times of the trail fall
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn times_in_the_trail_never_fall() {
+            $crate::conformance::audit::times_in_the_trail_never_fall($harness).await;
+        }
+
+        // conformance: issue-4/audit-concurrent: records written at once each get a number, and none is missing
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn records_written_at_once_are_all_there() {
+            $crate::conformance::audit::records_written_at_once_are_all_there($harness).await;
+        }
     };
 }
