@@ -17,6 +17,7 @@ chapters! {
     failure: "failure.md",
     idempotency: "idempotency.md",
     payloads: "payloads.md",
+    replay: "replay.md",
     testing: "testing.md",
     configuration: "configuration.md",
     dialects: "dialects.md",

@@ -118,6 +118,8 @@ pub(crate) enum Command {
     Dlq(DlqCommand),
     /// Show how far every group is
     Groups(GroupsArgs),
+    /// Run again what happened: one event, or a range of them
+    Replay(Box<crate::commands::replay::ReplayArgs>),
     /// A small shop on a new file: publishes, handles, fails, retries, dead-letters. It replaces
     /// the everbus-demo.db of an earlier demo, and no other file
     Demo,

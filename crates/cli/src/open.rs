@@ -179,6 +179,15 @@ impl Target {
 
     /// Opens a bus that publishes; a file is created if it is not there.
     pub(crate) async fn open_bus(&self) -> Outcome<Bus> {
+        self.bus_on(self.open(true).await?)
+    }
+
+    /// Opens a bus on what exists.
+    pub(crate) async fn open_existing_bus(&self) -> Outcome<Bus> {
+        self.bus_on(self.open(false).await?)
+    }
+
+    fn bus_on(&self, engine: Engine) -> Outcome<Bus> {
         let mut builder = Bus::builder();
         if let Some(bytes) = self.max_payload {
             builder = builder.max_payload(bytes);
@@ -187,7 +196,7 @@ impl Target {
         if let Some(path) = &self.config {
             builder = builder.config(&Config::load(path)?);
         }
-        Ok(builder.with_engine(self.open(true).await?)?)
+        Ok(builder.with_engine(engine)?)
     }
 
     /// The largest payload that may be published, if it was said.

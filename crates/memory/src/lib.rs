@@ -15,7 +15,9 @@
 //! # }).unwrap();
 //! ```
 
+mod audit;
 mod broker;
+mod checkpoints;
 mod consumer;
 mod dead_letters;
 mod group;
@@ -60,6 +62,8 @@ pub fn open(options: Options) -> Engine {
         inbox: Some(memory.clone()),
         payloads: Some(memory.clone()),
         orphans: Some(memory.clone()),
+        checkpoints: Some(memory.clone()),
+        audit: Some(memory.clone()),
         ..Engine::new(Arc::new(MemoryBroker(memory)))
     }
 }

@@ -13,6 +13,7 @@ mod memory;
 mod publish;
 mod raw;
 mod recovery;
+mod replay;
 mod report;
 mod sample;
 mod sparse_group;
@@ -68,6 +69,9 @@ pub(crate) enum Scenario {
     /// The command line until its first publish is durable, on a file of a million events
     #[value(name = "cold-start")]
     ColdStart,
+    /// A replay into a function that does nothing
+    #[value(name = "replay")]
+    Replay,
 }
 
 impl Scenario {
@@ -85,6 +89,7 @@ impl Scenario {
             Self::Memory => "memory",
             Self::SparseGroup => "sparse-group",
             Self::ColdStart => "cold-start",
+            Self::Replay => "replay",
         }
     }
 
@@ -102,6 +107,7 @@ impl Scenario {
             Self::Memory => memory::measure(bench).await,
             Self::SparseGroup => sparse_group::measure(bench).await,
             Self::ColdStart => cold_start::measure(bench).await,
+            Self::Replay => replay::measure(bench).await,
         }
     }
 }

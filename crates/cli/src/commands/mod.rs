@@ -10,6 +10,7 @@ mod get;
 mod groups;
 pub(crate) mod payloads;
 mod publish;
+pub(crate) mod replay;
 mod tail;
 
 use clap::CommandFactory as _;
@@ -49,6 +50,7 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         }
         Command::Dlq(command) => until_interrupted(dlq::run(command, &target()?, output)).await,
         Command::Groups(args) => until_interrupted(groups::run(args, &target()?, output)).await,
+        Command::Replay(args) => replay::run(*args, &target()?, output).await,
         Command::Check => match &args.config {
             Some(config) => check_config::run(&args, config, output),
             None => until_interrupted(check::run(&target()?, output)).await,

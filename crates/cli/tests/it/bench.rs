@@ -6,7 +6,13 @@ use crate::support::Shop;
 #[test]
 fn every_scenario_runs_and_prints_its_figure() {
     let shop = Shop::new();
-    let fast = ["publish-1", "publish-64", "publish-batch", "end-to-end"];
+    let fast = [
+        "publish-1",
+        "publish-64",
+        "publish-batch",
+        "end-to-end",
+        "replay",
+    ];
     let all = [
         &["-o", "json", "bench", "--quick", "--events", "2000"],
         &fast[..],

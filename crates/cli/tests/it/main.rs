@@ -14,5 +14,6 @@ mod overflow;
 mod payloads;
 mod publish;
 mod recovery;
+mod replay;
 mod support;
 mod tail;

@@ -22,6 +22,7 @@ mod panics;
 mod payloads;
 mod pipeline_order;
 mod publish;
+mod replay;
 mod retention;
 mod retry;
 mod router;
