@@ -27,6 +27,13 @@ pub(crate) async fn backup(args: BackupArgs, target: &Target, output: &mut Outpu
     bar.finish_and_clear();
     close(&engine).await;
     copied?;
+    if let Some(objects) = engine.objects.as_ref().filter(|objects| objects.is_dir()) {
+        tracing::warn!(
+            "the large parts of events are not in the backup: copy the directory {} to {} as well",
+            escaped(&objects.to_string_lossy()),
+            escaped(&with_suffix(&args.file, ".objects").to_string_lossy()),
+        );
+    }
     done("backup", &args.file, None, output)
 }
 

@@ -22,7 +22,7 @@ pub(super) fn contains_media(text: &str) -> bool {
         let end = run
             .find(|c: char| c == '"' || is_space(c))
             .unwrap_or(run.len());
-        if has_media_ending(run[..end].as_bytes()) {
+        if has_media_ending(&run.as_bytes()[..end]) {
             return true;
         }
         rest = &run[end..];
