@@ -304,6 +304,31 @@ impl Bus {
             .into_iter()
             .map(|event| ambient::inherit(event, source))
             .collect::<Result<Vec<_>>>()?;
+        self.admit_and_append(events).await
+    }
+
+    /// Whether an event that comes out of an outbox would be published.
+    pub(crate) fn check_relayed(&self, event: &Event) -> Result<()> {
+        let shared = &self.inner.shared;
+        shared.accepts()?;
+        shared.check_event(event, None)
+    }
+
+    /// Appends events that come out of an outbox and were checked, as a publish does, but as they are: what
+    /// surrounds the relay is not what surrounded them.
+    pub(crate) async fn append_relayed(
+        &self,
+        events: Vec<Event>,
+    ) -> Result<Vec<Result<everbus_core::Appended>>> {
+        self.inner.shared.accepts()?;
+        self.admit_and_append(events).await
+    }
+
+    async fn admit_and_append(
+        &self,
+        events: Vec<Event>,
+    ) -> Result<Vec<Result<everbus_core::Appended>>> {
+        let shared = &self.inner.shared;
         let broker = &*shared.engine.broker;
         // Held until the append is over.
         let admitting = shared.admission.admit(broker, &events);
@@ -497,6 +522,10 @@ impl Bus {
 
     pub(crate) fn accepts(&self) -> Result<()> {
         self.inner.shared.accepts()
+    }
+
+    pub(crate) fn clock(&self) -> &Arc<dyn everbus_core::Clock> {
+        &self.inner.shared.options.clock
     }
 
     #[cfg(test)]
