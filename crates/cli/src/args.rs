@@ -114,6 +114,9 @@ pub(crate) enum Command {
     Dlq(DlqCommand),
     /// Show how far every group is
     Groups(GroupsArgs),
+    /// Publish events that were written with the data of your own database
+    #[command(subcommand)]
+    Outbox(crate::commands::outbox::OutboxCommand),
     /// A small shop on a new file: publishes, handles, fails, retries, dead-letters. It replaces
     /// the everbus-demo.db of an earlier demo, and no other file
     Demo,
