@@ -16,6 +16,8 @@
 //! the same file; each notices what the others committed within 20 ms.
 
 mod append;
+mod audit;
+mod checkpoints;
 mod claims;
 mod dead_letters;
 mod declare;
@@ -37,6 +39,7 @@ mod owner;
 mod queue;
 mod readers;
 mod recover;
+mod redeliver;
 mod rows;
 mod schema;
 mod session;
@@ -54,6 +57,7 @@ use std::time::Duration;
 
 use everbus_core::{Clock, Engine, Result, SystemClock};
 
+pub use audit::kept_head;
 pub use maintenance::restore;
 pub use schema::VERSION as SCHEMA_VERSION;
 
