@@ -17,6 +17,7 @@ chapters! {
     failure: "failure.md",
     idempotency: "idempotency.md",
     replay: "replay.md",
+    outbox: "outbox.md",
     testing: "testing.md",
     configuration: "configuration.md",
     dialects: "dialects.md",

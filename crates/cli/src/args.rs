@@ -116,6 +116,9 @@ pub(crate) enum Command {
     Groups(GroupsArgs),
     /// Run again what happened: one event, or a range of them
     Replay(Box<crate::commands::replay::ReplayArgs>),
+    /// Publish events that were written with the data of your own database
+    #[command(subcommand)]
+    Outbox(crate::commands::outbox::OutboxCommand),
     /// A small shop on a new file: publishes, handles, fails, retries, dead-letters. It replaces
     /// the everbus-demo.db of an earlier demo, and no other file
     Demo,

@@ -199,6 +199,11 @@ impl Target {
         self.max_payload
     }
 
+    /// How long to wait for another program that holds the file.
+    pub(crate) fn busy_timeout(&self) -> Duration {
+        self.busy_timeout
+    }
+
     async fn open(&self, create: bool) -> Outcome<Engine> {
         match &self.place {
             Place::File(path) => {

@@ -307,7 +307,15 @@ impl Bus {
         self.append_as_is(events).await
     }
 
-    /// Appends events that take nothing over from where they are published.
+    /// Whether an event that comes out of an outbox would be published.
+    pub(crate) fn check_relayed(&self, event: &Event) -> Result<()> {
+        let shared = &self.inner.shared;
+        shared.accepts()?;
+        shared.check_event(event, None)
+    }
+
+    /// Appends events that were checked, as a publish does, and take nothing over from where they are
+    /// published: what surrounds a relay or a replay is not what surrounded them.
     pub(crate) async fn append_as_is(
         &self,
         events: Vec<Event>,
@@ -558,6 +566,10 @@ impl Bus {
 
     pub(crate) fn accepts(&self) -> Result<()> {
         self.inner.shared.accepts()
+    }
+
+    pub(crate) fn clock(&self) -> &Arc<dyn everbus_core::Clock> {
+        &self.inner.shared.options.clock
     }
 
     pub(crate) fn shared(&self) -> &Arc<Shared> {

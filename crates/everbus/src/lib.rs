@@ -68,6 +68,7 @@
 //! - [`Subscribe`]: which group, from where, how often to retry, how long a handler may take.
 //! - [`HandlerError`]: what a handler may answer besides `Ok`.
 //! - [`DeadLetterQueue`]: list, retry and purge what was given up on.
+//! - [`outbox`]: events committed with the data of one's own database, and the relay that publishes them.
 //! - [`TypedEvent`]: a Rust type that is the payload of one event type.
 //!
 //! Everything here is written against the traits of [`everbus_core`]; it never asks which engine it
@@ -95,6 +96,7 @@ mod message;
 mod options;
 #[cfg(feature = "otel")]
 mod otel;
+pub mod outbox;
 mod outcome;
 mod pipeline;
 mod receipt;

@@ -10,6 +10,7 @@ mod dead_letters;
 mod end_to_end;
 mod latency;
 mod memory;
+mod outbox;
 mod publish;
 mod raw;
 mod recovery;
@@ -72,6 +73,15 @@ pub(crate) enum Scenario {
     /// A replay into a function that does nothing
     #[value(name = "replay")]
     Replay,
+    /// An enqueue inside a transaction, beside the same insert by hand
+    #[value(name = "outbox-enqueue")]
+    OutboxEnqueue,
+    /// A relay from a database of one's own into the memory engine
+    #[value(name = "outbox-memory")]
+    OutboxMemory,
+    /// A relay from a database of one's own into a file, beside a raw batched insert
+    #[value(name = "outbox")]
+    OutboxRelay,
 }
 
 impl Scenario {
@@ -90,6 +100,9 @@ impl Scenario {
             Self::SparseGroup => "sparse-group",
             Self::ColdStart => "cold-start",
             Self::Replay => "replay",
+            Self::OutboxEnqueue => "outbox-enqueue",
+            Self::OutboxMemory => "outbox-memory",
+            Self::OutboxRelay => "outbox",
         }
     }
 
@@ -108,6 +121,9 @@ impl Scenario {
             Self::SparseGroup => sparse_group::measure(bench).await,
             Self::ColdStart => cold_start::measure(bench).await,
             Self::Replay => replay::measure(bench).await,
+            Self::OutboxEnqueue => outbox::measure_enqueue(bench).await,
+            Self::OutboxMemory => outbox::measure_memory(bench).await,
+            Self::OutboxRelay => outbox::measure_relay(bench).await,
         }
     }
 }

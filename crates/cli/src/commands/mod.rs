@@ -8,6 +8,7 @@ mod demo;
 mod dlq;
 mod get;
 mod groups;
+pub(crate) mod outbox;
 mod publish;
 pub(crate) mod replay;
 mod tail;
@@ -47,6 +48,8 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Dlq(command) => until_interrupted(dlq::run(command, &target()?, output)).await,
         Command::Groups(args) => until_interrupted(groups::run(args, &target()?, output)).await,
         Command::Replay(args) => replay::run(*args, &target()?, output).await,
+        // The relay ends by itself on Ctrl-C, after what is under way.
+        Command::Outbox(command) => outbox::run(command, &target()?, output).await,
         Command::Check => match &args.config {
             Some(config) => check_config::run(&args, config, output),
             None => until_interrupted(check::run(&target()?, output)).await,

@@ -10,6 +10,7 @@ mod demo;
 mod dlq;
 mod files;
 mod groups;
+mod outbox;
 mod publish;
 mod recovery;
 mod replay;

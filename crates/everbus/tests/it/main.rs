@@ -17,6 +17,8 @@ mod handlers;
 mod layers;
 mod logs;
 mod outage;
+mod outbox;
+mod outbox_replay;
 mod panics;
 mod pipeline_order;
 mod publish;
