@@ -44,7 +44,7 @@ pub use broker::{
     Delivery, Durability, Lease, OrderScope, Redelivery, SettledOutcome, Settlement, Verdict,
 };
 pub use builder::{EventBuilder, IntoEvent, MAX_TYPE_CHARS};
-pub use checkpoints::{Checkpoint, Checkpoints};
+pub use checkpoints::{Checkpoint, Checkpoints, check_checkpoint_name};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use dead_letters::{
     DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage, DeadLetters,

@@ -17,6 +17,7 @@
 
 mod audit;
 mod broker;
+mod checkpoints;
 mod consumer;
 mod dead_letters;
 mod group;
@@ -57,6 +58,7 @@ pub fn open(options: Options) -> Engine {
         dead_letters: Some(memory.clone()),
         maintenance: Some(memory.clone()),
         inbox: Some(memory.clone()),
+        checkpoints: Some(memory.clone()),
         audit: Some(memory.clone()),
         ..Engine::new(Arc::new(MemoryBroker(memory)))
     }

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use everbus_core::{
     Appended, BoxFuture, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, Durability,
-    Engine, Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result,
-    SettledOutcome, Settlement, SubscriptionInfo,
+    Engine, Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Redelivery,
+    Result, SettledOutcome, Settlement, SubscriptionInfo,
 };
 use tokio::sync::{oneshot, watch};
 
@@ -192,6 +192,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         dead_letters: Some(engine.clone()),
         maintenance: Some(engine.clone()),
         inbox: Some(engine.clone()),
+        checkpoints: Some(engine.clone()),
         audit: Some(engine.clone()),
         ..Engine::new(engine)
     })
@@ -329,6 +330,14 @@ impl Broker for SqliteEngine {
 
     fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
         Box::pin(self.drop_from(stream, keep))
+    }
+
+    fn redeliver(
+        &self,
+        group: GroupName,
+        positions: Vec<u64>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        Box::pin(self.redeliver_all(group, positions))
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {

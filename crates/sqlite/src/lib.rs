@@ -17,6 +17,7 @@
 
 mod append;
 mod audit;
+mod checkpoints;
 mod claims;
 mod dead_letters;
 mod declare;
@@ -37,6 +38,7 @@ mod owner;
 mod queue;
 mod readers;
 mod recover;
+mod redeliver;
 mod rows;
 mod schema;
 mod session;

@@ -362,9 +362,11 @@ impl Writer {
             };
             claims.push(claim);
         }
+        // Whoever wants nothing, such as the group of a replay, waits for nothing.
         let groups = self.state.groups.iter();
+        let wanting = groups.filter(|(_, group)| !group.patterns.is_empty());
         Ok(Owed {
-            cursors: groups.map(|(id, group)| (*id, group.cursor)).collect(),
+            cursors: wanting.map(|(id, group)| (*id, group.cursor)).collect(),
             claims,
         })
     }

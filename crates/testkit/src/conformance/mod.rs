@@ -12,6 +12,7 @@ pub mod effects;
 pub mod groups;
 pub mod inbox;
 pub mod ordered;
+pub mod replay;
 pub mod restart;
 pub mod settled;
 pub mod settling;
