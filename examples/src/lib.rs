@@ -18,6 +18,7 @@ chapters! {
     idempotency: "idempotency.md",
     replay: "replay.md",
     outbox: "outbox.md",
+    audit: "audit.md",
     testing: "testing.md",
     configuration: "configuration.md",
     dialects: "dialects.md",

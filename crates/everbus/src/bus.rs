@@ -15,6 +15,7 @@ use tokio::sync::watch;
 
 use crate::admission::Admission;
 use crate::ambient;
+use crate::audit::{Action, AuditTrail, audited};
 use crate::breaker::BreakerInfo;
 use crate::circuits::Circuits;
 use crate::dead_letters::DeadLetterQueue;
@@ -192,6 +193,11 @@ impl Shared {
         self.accepts()?;
         let mut answers = self.append(vec![event]).await?;
         answers.pop().unwrap_or_else(|| Err(no_answer())).map(drop)
+    }
+
+    /// The audit trail, and who acts on this bus.
+    pub(crate) fn audit(&self) -> AuditTrail {
+        AuditTrail::new(self.engine.clone(), self.options.source.clone())
     }
 
     fn refuse_new_work(&self) {
@@ -503,6 +509,11 @@ impl Bus {
         DeadLetterQueue::new(self.inner.shared.clone())
     }
 
+    /// The audit trail: who did what. It needs no started bus.
+    pub fn audit(&self) -> AuditTrail {
+        self.inner.shared.audit()
+    }
+
     /// How every group of the engine stands, those of other processes included.
     pub async fn groups(&self) -> Result<Vec<GroupInfo>> {
         self.inner.shared.engine.broker.inspect().await
@@ -516,9 +527,11 @@ impl Bus {
         registry.forget_group(&group)?;
         let shared = &self.inner.shared;
         shared.group_not_stopped(&group);
-        shared
-            .unless_ending(shared.engine.broker.remove_group(group))
-            .await
+        let action = Action::new("groups.remove").on("GROUP", &group);
+        let removed = shared.engine.broker.remove_group(group);
+        let operator = shared.audit().operator();
+        let removed = audited(&shared.engine, &operator, action, removed);
+        shared.unless_ending(removed).await
     }
 
     /// The log itself, for looking up, reading and tailing events; `Unsupported` where the engine

@@ -78,6 +78,7 @@ mod admission;
 mod agreed;
 mod ambient;
 pub mod asyncapi;
+pub mod audit;
 mod breaker;
 mod bus;
 mod circuits;
@@ -119,6 +120,7 @@ mod upcast;
 
 pub use admission::{Limits, OnFull, PublishRate, StreamLimit};
 pub use ambient::{correlation_id, with_correlation_id, with_trace};
+pub use audit::AuditTrail;
 pub use breaker::{BreakerInfo, BreakerPolicy, BreakerState, Criticality};
 pub use bus::Bus;
 pub use config::Config;
@@ -146,11 +148,12 @@ pub use upcast::Upcasts;
 
 pub use everbus_core as core;
 pub use everbus_core::{
-    Attributes, Capabilities, CheckReport, Clock, Code, DeadLetter, DeadLetterFilter,
-    DeadLetterKey, DeadLetterPage, Durability, Engine, Entity, Error, Event, EventBuilder, EventId,
-    EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState, IntoEvent, Log,
-    Maintenance, ManualClock, PageRequest, Pattern, Pruned, PurgeBasis, Recorded, Result,
-    Retention, RetryPolicy, StartFrom, SystemClock, Timestamp, TraceContext, TypedEvent,
+    Attributes, AuditEntry, AuditHead, AuditPage, AuditQuery, AuditRecord, AuditVerdict,
+    Capabilities, CheckReport, Clock, Code, DeadLetter, DeadLetterFilter, DeadLetterKey,
+    DeadLetterPage, Durability, Engine, Entity, Error, Event, EventBuilder, EventId, EventState,
+    Failure, FailureKind, GroupInfo, GroupName, GroupState, IntoEvent, Log, Maintenance,
+    ManualClock, PageRequest, Pattern, Pruned, PurgeBasis, Recorded, Result, Retention,
+    RetryPolicy, StartFrom, SystemClock, Timestamp, TraceContext, TypedEvent,
 };
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;

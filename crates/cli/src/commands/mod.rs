@@ -1,6 +1,7 @@
 //! One file per command.
 
 mod asyncapi;
+pub(crate) mod audit;
 mod backup;
 mod check;
 mod check_config;
@@ -54,6 +55,7 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
             Some(config) => check_config::run(&args, config, output),
             None => until_interrupted(check::run(&target()?, output)).await,
         },
+        Command::Audit(command) => until_interrupted(audit::run(command, &target()?, output)).await,
         Command::Asyncapi(command) => {
             until_interrupted(asyncapi::run(command, &args, output)).await
         }

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod asyncapi;
+mod audit;
 mod basics;
 mod bench;
 mod config;
