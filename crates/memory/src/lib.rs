@@ -19,6 +19,7 @@ mod broker;
 mod consumer;
 mod dead_letters;
 mod group;
+mod history;
 mod inbox;
 mod log;
 mod maintenance;
@@ -56,6 +57,7 @@ pub fn open(options: Options) -> Engine {
         dead_letters: Some(memory.clone()),
         maintenance: Some(memory.clone()),
         inbox: Some(memory.clone()),
+        history: Some(memory.clone()),
         ..Engine::new(Arc::new(MemoryBroker(memory)))
     }
 }

@@ -16,6 +16,7 @@ use crate::effect::ENGINE;
 use crate::feeder;
 use crate::file::{locate, open_writer};
 use crate::guard::Guard;
+use crate::history::Indexer;
 use crate::queue::{Answer, Command, Queue, Reply};
 use crate::readers::{Reader, Readers};
 use crate::session::{Mailbox, NewSession, SqliteConsumer};
@@ -131,6 +132,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
     let (end, ended) = watch::channel(false);
     let failed = Arc::new(OnceLock::new());
     let feeder = feeder::start(&path, &queue)?;
+    let indexer = Indexer::start(&path, &queue, options.history)?;
     let readers = Arc::new(Readers::new(path.clone()));
     let inbox_readers = Arc::new(Readers::new(path.clone()));
     let (clock, durability) = (options.clock.clone(), options.durability);
@@ -141,6 +143,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         options,
         queue: queue.clone(),
         feeder,
+        indexer,
         readers: vec![readers.clone(), inbox_readers.clone()],
         head,
         failed: failed.clone(),
@@ -177,6 +180,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         dead_letters: Some(engine.clone()),
         maintenance: Some(engine.clone()),
         inbox: Some(engine.clone()),
+        history: Some(engine.clone()),
         ..Engine::new(engine)
     })
 }

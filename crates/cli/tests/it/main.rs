@@ -8,6 +8,7 @@ mod bench;
 mod config;
 mod demo;
 mod dlq;
+mod events;
 mod files;
 mod groups;
 mod publish;

@@ -14,6 +14,7 @@ mod effects;
 mod faults;
 mod files;
 mod golden;
+mod history;
 mod locked;
 mod model;
 mod regressions;

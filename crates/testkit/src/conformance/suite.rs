@@ -581,5 +581,7 @@ macro_rules! conformance_tests {
         async fn what_a_crash_left_may_be_dropped() {
             $crate::conformance::streams::what_a_crash_left_may_be_dropped($harness).await;
         }
+
+        $crate::history_tests!($harness);
     };
 }
