@@ -16,6 +16,7 @@ chapters! {
     handlers: "handlers.md",
     failure: "failure.md",
     idempotency: "idempotency.md",
+    history: "history.md",
     testing: "testing.md",
     configuration: "configuration.md",
     dialects: "dialects.md",

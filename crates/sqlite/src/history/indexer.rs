@@ -116,6 +116,11 @@ fn warn(error: &Error) {
     tracing::warn!(target: "everbus::sqlite", %error, "the indexes of the history are not kept up; queries read the log instead");
 }
 
+/// Until the lease of another process ends.
+fn wait_for(micros: i64) -> Duration {
+    Duration::from_micros(u64::try_from(micros).unwrap_or(0).max(1000))
+}
+
 /// What there is to do next.
 enum Next {
     /// Nothing until there is more in the log.
@@ -195,6 +200,12 @@ impl Work {
             let head = self.shared.head.load(Ordering::SeqCst);
             let standing = self.look()?;
             let waiting = standing.newest.saturating_sub(standing.after);
+            if let Some(left) = runs::held(&self.reader.conn, self.lease())?
+                && (waiting >= self.tuning.run || self.review)
+            {
+                // It does what there is to do; if it dies, somebody else will.
+                return Ok(Next::Wait(wait_for(left)));
+            }
             if waiting >= self.tuning.run {
                 let written = match self.cut(&standing)? {
                     Ok(blocks) => blocks,
@@ -537,10 +548,7 @@ impl Work {
     fn outcome(&mut self, applied: Applied) -> Result<Result<i64, Option<Next>>> {
         match applied {
             Applied::Done(id) => Ok(Ok(id)),
-            Applied::Held(left) => {
-                let left = u64::try_from(left).unwrap_or(0).max(1000);
-                Ok(Err(Some(Next::Wait(Duration::from_micros(left)))))
-            }
+            Applied::Held(left) => Ok(Err(Some(Next::Wait(wait_for(left))))),
             Applied::Stale => Ok(Err(None)),
             Applied::Failed(error) => Err(error),
         }

@@ -67,6 +67,18 @@ pub(crate) fn to_sweep(conn: &Connection, writing: &[i64]) -> Result<bool> {
     Ok(false)
 }
 
+/// For how many more microseconds another process is the one that writes runs, if one is.
+pub(crate) fn held(conn: &Connection, lease: Lease) -> Result<Option<i64>> {
+    let found: Option<(i64, i64)> = conn
+        .prepare_cached("SELECT holder, until FROM history_indexer")
+        .and_then(|mut s| s.query_row([], |r| Ok((r.get(0)?, r.get(1)?))).optional())
+        .map_err(|e| from_sqlite("reading the lease of the history's index", e))?;
+    Ok(found
+        .filter(|(holder, _)| *holder != lease.holder)
+        .map(|(_, until)| until.saturating_sub(lease.now))
+        .filter(|left| (1..=LEASE_MICROS).contains(left)))
+}
+
 /// The run that a change is about.
 pub(crate) enum Target {
     /// One that begins with this change. Its id is not looked at.
@@ -184,10 +196,7 @@ fn take(conn: &Connection, lease: Lease) -> Result<Option<i64>> {
     if taken > 0 {
         return Ok(None);
     }
-    conn.prepare_cached("SELECT until FROM history_indexer")
-        .and_then(|mut s| s.query_row([], |r| r.get::<_, i64>(0)))
-        .map(|until| Some(until.saturating_sub(lease.now)))
-        .map_err(doing)
+    held(conn, lease)
 }
 
 fn apply(conn: &Connection, change: &Change) -> Result<Applied> {
