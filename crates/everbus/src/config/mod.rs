@@ -31,6 +31,7 @@ mod broker;
 mod consumers;
 mod duration;
 mod expand;
+mod fingerprint;
 mod limits;
 mod overflow;
 mod problems;
@@ -50,6 +51,7 @@ use crate::overflow::Overflow;
 pub use backpressure::Backpressure;
 pub use broker::{Broker, BrokerKind, BrokerUrl};
 pub use consumers::{Breaker, Consumer, Retry};
+pub(crate) use fingerprint::Fingerprint;
 pub use problems::{Problem, Problems};
 pub use redact::redacted;
 
@@ -89,6 +91,8 @@ pub struct Config {
     pub backpressure: Backpressure,
     /// When the large parts of events go to an object store, and where; if the file says so.
     pub overflow: Option<Overflow>,
+    /// Tells whether it is the one of the last time.
+    pub(crate) fingerprint: Fingerprint,
 }
 
 impl Config {
@@ -101,7 +105,11 @@ impl Config {
         let Some(text) = read_file(path, &mut problems) else {
             return Err(problems.into_error());
         };
-        read_text(&text, problems, &environment)
+        let mut config = read_text(&text, problems, &environment)?;
+        // Whoever opens it from elsewhere means the same file.
+        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+        config.fingerprint.file = Some(absolute.to_string_lossy().into_owned());
+        Ok(config)
     }
 
     /// Reads a text. `file` is the name to show in errors; variables come from the environment.
@@ -216,18 +224,20 @@ fn read_text(text: &str, mut problems: Problems, lookup: &Lookup<'_>) -> Result<
         }
         return Err(problems.into_error());
     };
+    let fingerprint = Fingerprint::of(&problems.file, &root);
     let mut reader = Reader {
         problems,
         lookup,
         sections: SECTIONS,
     };
-    let config = reader
+    let mut config = reader
         .root(&root, KEYS)
         .map(|top| config(&mut reader, &top))
         .unwrap_or_default();
     if reader.problems.total > 0 {
         return Err(reader.problems.into_error());
     }
+    config.fingerprint = fingerprint;
     Ok(config)
 }
 
@@ -246,5 +256,6 @@ fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
             .map(|section| backpressure::read(reader, &section))
             .unwrap_or_default(),
         overflow: overflow.map(|section| overflow::read(reader, &section)),
+        fingerprint: Fingerprint::default(),
     }
 }
