@@ -68,6 +68,7 @@
 //! - [`Subscribe`]: which group, from where, how often to retry, how long a handler may take.
 //! - [`HandlerError`]: what a handler may answer besides `Ok`.
 //! - [`DeadLetterQueue`]: list, retry and purge what was given up on.
+//! - [`Replay`]: run again what happened.
 //! - [`TypedEvent`]: a Rust type that is the payload of one event type.
 //!
 //! Everything here is written against the traits of [`everbus_core`]; it never asks which engine it

@@ -233,7 +233,9 @@ impl Replay {
     /// settled. Then the group is removed; if there are dead letters, it is kept and the report
     /// [names it](ReplayReport::kept_group).
     ///
-    /// What handlers return is published, and their side effects are real.
+    /// What handlers return is published, and their side effects are real. If the process ends before
+    /// the run does, the group stays in the engine until the run goes on, if it has a name, or somebody
+    /// removes it.
     pub fn into_fresh_group(self, router: Router) -> Run<FreshGroup> {
         self.given(|_| Some(FreshGroup::new(router)))
     }
