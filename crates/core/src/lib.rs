@@ -61,7 +61,10 @@ pub use id::EventId;
 pub use inbox::Inbox;
 pub use log::{EventState, GroupState, Log, Recorded};
 pub use maintenance::{CheckReport, Finding, Maintenance, Pruned, Retention, StreamAge};
-pub use outbox::{Claimed, OutboxRow, OutboxSource, OutboxStatus, RelayLease, RowOutcome};
+pub use outbox::{
+    Claimed, FailedRow, LONGEST_RELAY_LEASE, OUTBOX_ATTEMPTS, OUTBOX_GROUP, OutboxRow,
+    OutboxSource, OutboxStatus, RelayLease, RowOutcome, outbox_delay,
+};
 pub use pattern::Pattern;
 pub use payloads::{EventKey, Payloads, Stage, StageInfo, StoredStage};
 pub use progress::Progress;

@@ -7,14 +7,15 @@ use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{
-    Capabilities, Code, Engine, Error, Event, EventId, GroupInfo, GroupName, IntoEvent, Log,
-    Maintenance, Pattern, Result,
+    Capabilities, Code, Engine, Error, Event, EventId, GroupInfo, GroupName, History, IntoEvent,
+    Log, Maintenance, Pattern, Result,
 };
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use crate::admission::Admission;
 use crate::ambient;
+use crate::audit::{Action, AuditTrail, audited};
 use crate::breaker::BreakerInfo;
 use crate::circuits::Circuits;
 use crate::dead_letters::DeadLetterQueue;
@@ -194,6 +195,11 @@ impl Shared {
         answers.pop().unwrap_or_else(|| Err(no_answer())).map(drop)
     }
 
+    /// The audit trail, and who acts on this bus.
+    pub(crate) fn audit(&self) -> AuditTrail {
+        AuditTrail::new(self.engine.clone(), self.options.source.clone())
+    }
+
     fn refuse_new_work(&self) {
         self.state.store(CLOSED, Ordering::Release);
         self.ending.send_replace(true);
@@ -307,7 +313,15 @@ impl Bus {
         self.append_as_is(events).await
     }
 
-    /// Appends events that take nothing over from where they are published.
+    /// Whether an event that comes out of an outbox would be published.
+    pub(crate) fn check_relayed(&self, event: &Event) -> Result<()> {
+        let shared = &self.inner.shared;
+        shared.accepts()?;
+        shared.check_event(event, None)
+    }
+
+    /// Appends events that were checked, as a publish does, and take nothing over from where they are
+    /// published: what surrounds a relay or a replay is not what surrounded them.
     pub(crate) async fn append_as_is(
         &self,
         events: Vec<Event>,
@@ -495,6 +509,11 @@ impl Bus {
         DeadLetterQueue::new(self.inner.shared.clone())
     }
 
+    /// The audit trail: who did what. It needs no started bus.
+    pub fn audit(&self) -> AuditTrail {
+        self.inner.shared.audit()
+    }
+
     /// How every group of the engine stands, those of other processes included.
     pub async fn groups(&self) -> Result<Vec<GroupInfo>> {
         self.inner.shared.engine.broker.inspect().await
@@ -508,15 +527,39 @@ impl Bus {
         registry.forget_group(&group)?;
         let shared = &self.inner.shared;
         shared.group_not_stopped(&group);
-        shared
-            .unless_ending(shared.engine.broker.remove_group(group))
-            .await
+        let action = Action::new("groups.remove").on("GROUP", &group);
+        let removed = shared.engine.broker.remove_group(group);
+        let operator = shared.audit().operator();
+        let removed = audited(&shared.engine, &operator, action, removed);
+        shared.unless_ending(removed).await
     }
 
     /// The log itself, for looking up, reading and tailing events; `Unsupported` where the engine
     /// cannot.
     pub fn log(&self) -> Result<&dyn Log> {
         self.inner.shared.engine.log()
+    }
+
+    /// What happened: events by tenant, app, entity, type and time; `Unsupported` where the engine cannot
+    /// be asked.
+    ///
+    /// ```
+    /// use everbus::{Bus, Event, HistoryQuery};
+    /// # #[tokio::main]
+    /// # async fn main() -> everbus::Result<()> {
+    /// let bus = Bus::open("memory:").await?;
+    /// let event = Event::builder("order.placed").tenant("acme").entity("ORDER", "123").build()?;
+    /// bus.publish(event).await?;
+    ///
+    /// let query = HistoryQuery::default().tenant("acme").entity("ORDER", "123").limit(20);
+    /// let page = bus.history()?.query(query).await?;
+    /// assert_eq!(page.items[0].event.event_type(), "order.placed");
+    /// assert!(page.next.is_none());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn history(&self) -> Result<&dyn History> {
+        self.inner.shared.engine.history()
     }
 
     /// The upkeep of the engine's file; `Unsupported` where it has none.
@@ -558,6 +601,10 @@ impl Bus {
 
     pub(crate) fn accepts(&self) -> Result<()> {
         self.inner.shared.accepts()
+    }
+
+    pub(crate) fn clock(&self) -> &Arc<dyn everbus_core::Clock> {
+        &self.inner.shared.options.clock
     }
 
     pub(crate) fn shared(&self) -> &Arc<Shared> {

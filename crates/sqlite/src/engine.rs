@@ -17,6 +17,7 @@ use crate::effect::ENGINE;
 use crate::feeder;
 use crate::file::{locate, open_writer};
 use crate::guard::Guard;
+use crate::history::Indexer;
 use crate::queue::{Answer, Command, Queue, Reply};
 use crate::readers::{Reader, Readers};
 use crate::session::{Mailbox, NewSession, SqliteConsumer};
@@ -30,6 +31,8 @@ pub(crate) struct Handle {
     readers: Arc<Readers>,
     /// Apart from the others: a handler waits for what this one is asked.
     inbox_readers: Arc<Readers>,
+    /// Apart too: a relay reads many rows at a time.
+    outbox_readers: Arc<Readers>,
     pub(crate) audit: Arc<Keeper>,
     pub(crate) head: watch::Receiver<u64>,
     pub(crate) failed: Arc<OnceLock<Error>>,
@@ -61,6 +64,14 @@ impl Handle {
         query: impl FnOnce(&mut Reader) -> Result<T> + Send + 'static,
     ) -> BoxFuture<'static, Result<T>> {
         self.query_on(&self.inbox_readers, query)
+    }
+
+    /// Runs a query about the outbox, for which no other waits.
+    pub(crate) fn query_outbox<T: Send + 'static>(
+        &self,
+        query: impl FnOnce(&mut Reader) -> Result<T> + Send + 'static,
+    ) -> BoxFuture<'static, Result<T>> {
+        self.query_on(&self.outbox_readers, query)
     }
 
     fn query_on<T: Send + 'static>(
@@ -144,8 +155,10 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
     let (end, ended) = watch::channel(false);
     let failed = Arc::new(OnceLock::new());
     let feeder = feeder::start(&path, &queue)?;
+    let indexer = Indexer::start(&path, &queue, options.history)?;
     let readers = Arc::new(Readers::new(path.clone()));
     let inbox_readers = Arc::new(Readers::new(path.clone()));
+    let outbox_readers = Arc::new(Readers::new(path.clone()));
     let audit = Arc::new(Keeper::new(path.clone()));
     let (clock, durability) = (options.clock.clone(), options.durability);
     let writer = Writer::new(Start {
@@ -155,7 +168,13 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         options,
         queue: queue.clone(),
         feeder,
-        readers: vec![readers.clone(), inbox_readers.clone(), audit.thread()],
+        indexer,
+        readers: vec![
+            readers.clone(),
+            inbox_readers.clone(),
+            outbox_readers.clone(),
+            audit.thread(),
+        ],
         head,
         failed: failed.clone(),
     })?;
@@ -177,6 +196,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         queue,
         readers,
         inbox_readers,
+        outbox_readers,
         audit,
         head: watched,
         failed,
@@ -186,14 +206,17 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         sessions: AtomicU64::new(1),
         ended,
     });
+    let outbox = crate::outbox::own_outbox(handle.clone());
     let engine = Arc::new(SqliteEngine { handle });
     Ok(Engine {
         log: Some(engine.clone()),
         dead_letters: Some(engine.clone()),
         maintenance: Some(engine.clone()),
         inbox: Some(engine.clone()),
+        outbox: Some(outbox),
         checkpoints: Some(engine.clone()),
         audit: Some(engine.clone()),
+        history: Some(engine.clone()),
         ..Engine::new(engine)
     })
 }

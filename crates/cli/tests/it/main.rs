@@ -3,13 +3,16 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod asyncapi;
+mod audit;
 mod basics;
 mod bench;
 mod config;
 mod demo;
 mod dlq;
+mod events;
 mod files;
 mod groups;
+mod outbox;
 mod publish;
 mod recovery;
 mod replay;
