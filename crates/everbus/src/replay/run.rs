@@ -186,7 +186,7 @@ pub(super) fn action(selection: &Selection, target: &str, name: Option<&str>) ->
         .detail("target", target.into())
         .detail("name", name.map_or(Value::Null, Value::from));
     if let Some(id) = selection.event {
-        action = action.on("EVENT", id);
+        action = action.on("EVENT", &id);
     }
     if let Value::Object(selection) = selection.description() {
         for (word, value) in selection {
