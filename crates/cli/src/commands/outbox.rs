@@ -1,7 +1,7 @@
 //! `everbus outbox`: relay events from a table of the user's own database into the broker, and see how
 //! that table stands.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -168,19 +168,19 @@ impl Opened {
 }
 
 /// The database with the outbox, if it is another one than that of the broker.
-fn foreign<'a>(which: &'a WhichArgs, target: &Target) -> Option<&'a PathBuf> {
-    let path = which.outbox.as_ref()?;
+fn foreign<'a>(which: &'a WhichArgs, target: &Target) -> Option<&'a Path> {
+    let path = which.outbox.as_deref()?;
     let own = target.path().ok();
     (!own.is_some_and(|own| own == path || files::are_same(path, own))).then_some(path)
 }
 
-async fn open_file(path: &PathBuf, target: &Target) -> Outcome<Arc<dyn OutboxSource>> {
+async fn open_file(path: &Path, target: &Target) -> Outcome<Arc<dyn OutboxSource>> {
     refuse_directory_name(path, "--outbox")?;
     let options = OutboxOptions {
         busy_timeout: target.busy_timeout(),
         ..OutboxOptions::default()
     };
-    let path = path.clone();
+    let path = path.to_path_buf();
     let opened = blocking(move || {
         let opened = Outbox::open_with(&path, options);
         opened.map_err(|error| match error.code() {
