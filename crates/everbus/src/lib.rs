@@ -78,6 +78,7 @@ mod admission;
 mod agreed;
 mod ambient;
 pub mod asyncapi;
+pub mod audit;
 mod breaker;
 mod bus;
 mod circuits;
@@ -101,6 +102,7 @@ mod outcome;
 mod pipeline;
 mod receipt;
 mod registry;
+pub mod replay;
 mod request;
 mod retention;
 mod router;
@@ -118,6 +120,7 @@ mod upcast;
 
 pub use admission::{Limits, OnFull, PublishRate, StreamLimit};
 pub use ambient::{correlation_id, with_correlation_id, with_trace};
+pub use audit::AuditTrail;
 pub use breaker::{BreakerInfo, BreakerPolicy, BreakerState, Criticality};
 pub use bus::Bus;
 pub use config::Config;
@@ -135,6 +138,7 @@ pub use message::Message;
 pub use options::{BusBuilder, BusOptions};
 pub use outcome::{Emitted, IntoOutcome, Outcome, Returns};
 pub use receipt::{Receipt, Settled};
+pub use replay::{Replay, ReplayPreview, ReplayReport};
 pub use router::{IntoRoute, Route, Router, to};
 pub use schema::{Schema, Schemas};
 pub use shutdown::Shutdown;
@@ -144,11 +148,13 @@ pub use upcast::Upcasts;
 
 pub use everbus_core as core;
 pub use everbus_core::{
-    Attributes, Capabilities, CheckReport, Clock, Code, DeadLetter, DeadLetterFilter,
-    DeadLetterKey, DeadLetterPage, Durability, Engine, Entity, Error, Event, EventBuilder, EventId,
-    EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState, IntoEvent, Log,
-    Maintenance, ManualClock, PageRequest, Pattern, Pruned, PurgeBasis, Recorded, Result,
-    Retention, RetryPolicy, StartFrom, SystemClock, Timestamp, TraceContext, TypedEvent,
+    Attributes, AuditEntry, AuditHead, AuditPage, AuditQuery, AuditRecord, AuditVerdict,
+    Capabilities, CheckReport, Clock, Code, Cursor, DeadLetter, DeadLetterFilter, DeadLetterKey,
+    DeadLetterPage, Durability, Engine, Entity, Error, Event, EventBuilder, EventId, EventState,
+    Failure, FailureKind, GroupInfo, GroupName, GroupState, History, HistoryPage, HistoryQuery,
+    IntoEvent, Log, Maintenance, ManualClock, Order, PageRequest, Pattern, Pruned, PurgeBasis,
+    Recorded, Result, Retention, RetryPolicy, StartFrom, SystemClock, Timestamp, TraceContext,
+    TypedEvent,
 };
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;

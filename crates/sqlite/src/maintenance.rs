@@ -58,6 +58,7 @@ impl Maintenance for SqliteEngine {
                 }
             }
             if pruned.removed > 0 {
+                self.handle.job(Writer::forget_history).await?;
                 while self.handle.job(Writer::shrink).await? {}
             }
             Ok(pruned)
@@ -296,6 +297,11 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
             "claims do not overlap",
             "SELECT count(*) FROM claims a JOIN claims b
                ON a.group_id = b.group_id AND a.id < b.id AND a.lo <= b.hi AND b.lo <= a.hi",
+        ),
+        (
+            "the runs of the history's index do not overlap",
+            "SELECT count(*) FROM (SELECT lo <= lag(hi) OVER (ORDER BY lo) OR hi < lo AS bad
+               FROM history_runs WHERE state = 1) WHERE bad",
         ),
         (
             "times never fall",

@@ -6,7 +6,14 @@ use crate::support::Shop;
 #[test]
 fn every_scenario_runs_and_prints_its_figure() {
     let shop = Shop::new();
-    let fast = ["publish-1", "publish-64", "publish-batch", "end-to-end"];
+    let fast = [
+        "publish-1",
+        "publish-64",
+        "publish-batch",
+        "end-to-end",
+        "replay",
+        "history-insert",
+    ];
     let all = [
         &["-o", "json", "bench", "--quick", "--events", "2000"],
         &fast[..],
@@ -28,6 +35,7 @@ fn every_scenario_runs_and_prints_its_figure() {
         "latency",
         "cross-process",
         "dead-letters",
+        "history",
         "recovery",
         "sparse-group",
         "cold-start",

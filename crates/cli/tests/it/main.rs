@@ -3,15 +3,18 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod asyncapi;
+mod audit;
 mod basics;
 mod bench;
 mod config;
 mod demo;
 mod dlq;
+mod events;
 mod files;
 mod groups;
 mod outbox;
 mod publish;
 mod recovery;
+mod replay;
 mod support;
 mod tail;

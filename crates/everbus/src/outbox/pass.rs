@@ -189,7 +189,7 @@ impl Relay {
         let Some(notice) = row.dead_letter_notice(error, attempts, now) else {
             return Ok(());
         };
-        let told = match self.bus.append_relayed(vec![notice]).await {
+        let told = match self.bus.append_as_is(vec![notice]).await {
             Ok(mut answers) => answers.pop().map_or(Ok(()), |answer| answer.map(drop)),
             Err(error) => Err(error),
         };

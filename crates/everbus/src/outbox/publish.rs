@@ -144,7 +144,7 @@ impl<'a> Publisher<'a> {
         if chosen.is_empty() {
             return Ok(None);
         }
-        match self.bus.append_relayed(events).await {
+        match self.bus.append_as_is(events).await {
             Ok(answers) if answers.len() == chosen.len() => {
                 self.lives = true;
                 for (index, answer) in chosen.into_iter().zip(answers) {

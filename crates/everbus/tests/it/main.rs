@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stderr)]
 
+mod audit;
 mod breaker;
 mod config;
 mod configured;
@@ -22,6 +23,7 @@ mod outbox_replay;
 mod panics;
 mod pipeline_order;
 mod publish;
+mod replay;
 mod retention;
 mod retry;
 mod router;
