@@ -17,6 +17,8 @@
 //! the same file; each notices what the others committed within 20 ms.
 
 mod append;
+mod audit;
+mod checkpoints;
 mod claims;
 mod dead_letters;
 mod declare;
@@ -34,10 +36,12 @@ mod inspect;
 mod leases;
 mod log;
 mod maintenance;
+pub mod outbox;
 mod owner;
 mod queue;
 mod readers;
 mod recover;
+mod redeliver;
 mod rows;
 mod schema;
 mod session;
@@ -55,6 +59,7 @@ use std::time::Duration;
 
 use everbus_core::{Clock, Engine, Result, SystemClock};
 
+pub use audit::kept_head;
 #[doc(hidden)]
 pub use history::HistoryTuning;
 pub use maintenance::restore;

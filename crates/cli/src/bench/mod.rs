@@ -11,9 +11,11 @@ mod end_to_end;
 mod history;
 mod latency;
 mod memory;
+mod outbox;
 mod publish;
 mod raw;
 mod recovery;
+mod replay;
 mod report;
 mod sample;
 mod sparse_group;
@@ -75,6 +77,18 @@ pub(crate) enum Scenario {
     /// The command line until its first publish is durable, on a file of a million events
     #[value(name = "cold-start")]
     ColdStart,
+    /// A replay into a function that does nothing
+    #[value(name = "replay")]
+    Replay,
+    /// An enqueue inside a transaction, beside the same insert by hand
+    #[value(name = "outbox-enqueue")]
+    OutboxEnqueue,
+    /// A relay from a database of one's own into the memory engine
+    #[value(name = "outbox-memory")]
+    OutboxMemory,
+    /// A relay from a database of one's own into a file, beside a raw batched insert
+    #[value(name = "outbox")]
+    OutboxRelay,
 }
 
 impl Scenario {
@@ -94,6 +108,10 @@ impl Scenario {
             Self::Memory => "memory",
             Self::SparseGroup => "sparse-group",
             Self::ColdStart => "cold-start",
+            Self::Replay => "replay",
+            Self::OutboxEnqueue => "outbox-enqueue",
+            Self::OutboxMemory => "outbox-memory",
+            Self::OutboxRelay => "outbox",
         }
     }
 
@@ -113,6 +131,10 @@ impl Scenario {
             Self::Memory => memory::measure(bench).await,
             Self::SparseGroup => sparse_group::measure(bench).await,
             Self::ColdStart => cold_start::measure(bench).await,
+            Self::Replay => replay::measure(bench).await,
+            Self::OutboxEnqueue => outbox::measure_enqueue(bench).await,
+            Self::OutboxMemory => outbox::measure_memory(bench).await,
+            Self::OutboxRelay => outbox::measure_relay(bench).await,
         }
     }
 }

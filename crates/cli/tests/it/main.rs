@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod asyncapi;
+mod audit;
 mod basics;
 mod bench;
 mod config;
@@ -11,7 +12,9 @@ mod dlq;
 mod events;
 mod files;
 mod groups;
+mod outbox;
 mod publish;
 mod recovery;
+mod replay;
 mod support;
 mod tail;

@@ -7,6 +7,7 @@
     reason = "a test fails by panicking, and says what it skips"
 )]
 
+mod audit;
 mod bench_shape;
 mod conformance;
 mod disk;
@@ -17,6 +18,7 @@ mod golden;
 mod history;
 mod locked;
 mod model;
+mod outbox;
 mod regressions;
 mod rollback;
 mod sharing;

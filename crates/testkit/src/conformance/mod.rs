@@ -5,6 +5,7 @@
 //! Where engines may differ, a scenario asks their [`Capabilities`](everbus_core::Capabilities).
 
 pub mod appending;
+pub mod audit;
 pub mod consuming;
 pub mod dead_letters;
 pub mod effects;
@@ -12,6 +13,7 @@ pub mod groups;
 pub mod history;
 pub mod inbox;
 pub mod ordered;
+pub mod replay;
 pub mod restart;
 pub mod settled;
 pub mod settling;
