@@ -36,6 +36,7 @@ mod owner;
 mod queue;
 mod readers;
 mod recover;
+mod retention;
 mod rows;
 mod schema;
 mod session;

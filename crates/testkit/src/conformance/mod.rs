@@ -12,6 +12,7 @@ pub mod groups;
 pub mod inbox;
 pub mod ordered;
 pub mod restart;
+pub mod retention;
 pub mod settled;
 pub mod settling;
 pub(crate) mod stage;
