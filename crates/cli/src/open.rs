@@ -177,7 +177,10 @@ impl Target {
 
     /// Opens a bus that publishes; a file is created if it is not there.
     pub(crate) async fn open_bus(&self) -> Outcome<Bus> {
-        let mut builder = Bus::builder().max_payload(self.max_payload);
+        // What is kept is for the programs of the file to say, or for its configuration.
+        let mut builder = Bus::builder()
+            .max_payload(self.max_payload)
+            .keep_everything();
         // The limits of its streams and its rate hold for whoever publishes.
         if let Some(path) = &self.config {
             builder = builder.config(&Config::load(path)?);

@@ -91,6 +91,17 @@ impl Retention {
         ages.try_fold(self.max_age?, |longest, age| Some(longest.max(age?)))
     }
 
+    /// The name of the [duty](Maintenance::take_duty) to carry out this policy. Buses that say different
+    /// things about one store each see to it that theirs is carried out.
+    pub fn duty(&self) -> String {
+        // FNV-1a: the same in every process, and nobody gains by a collision.
+        let text = format!("{self:?}");
+        let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+        });
+        format!("{RETENTION_DUTY}/{hash:016x}")
+    }
+
     /// Refuses what cannot be meant: ages of zero, which would take what has just come.
     pub fn validate(&self) -> Result<()> {
         let streams = self.streams.iter().map(|s| (s.types.as_str(), s.max_age));
@@ -184,7 +195,7 @@ pub struct DutyRecord {
     pub at: Timestamp,
 }
 
-/// The duty under which retention runs.
+/// What the names of the duties to carry out retention begin with.
 pub const RETENTION_DUTY: &str = "retention";
 
 /// One thing a check found.

@@ -369,7 +369,7 @@ impl Bus {
         if registry.start(shared)
             && let Some(retention) = shared.options.retention.clone()
         {
-            registry.keep(tokio::spawn(retention::prune_hourly(
+            registry.keep(tokio::spawn(retention::prune_daily(
                 shared.clone(),
                 retention,
             )));

@@ -9,7 +9,7 @@ use crate::settings::Settings;
 
 impl BusBuilder {
     /// Takes over what a configuration file says: the limits of streams, what is stale, the publish
-    /// rate, and the settings of its consumers. A consumer's settings hold for the handlers that this
+    /// rate, what is kept for how long, and the settings of its consumers. A consumer's settings hold for the handlers that this
     /// program subscribes in its group to its stream, over what the program itself says: the file is
     /// where a deployment is tuned.
     ///
@@ -30,6 +30,9 @@ impl BusBuilder {
         options.limits = config.streams.clone();
         options.publish_rate = config.backpressure.publish_rate;
         options.max_staleness = config.backpressure.max_staleness.clone();
+        if let Some(retention) = &config.retention {
+            options.retention = Some(retention.clone());
+        }
         options.consumers = config.consumers.iter().map(consumer).collect();
         self.url = config.broker_url();
         self

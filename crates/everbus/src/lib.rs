@@ -146,7 +146,7 @@ pub use everbus_core::{
     DeadLetterKey, DeadLetterPage, Durability, Engine, Entity, Error, Event, EventBuilder, EventId,
     EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState, IntoEvent, Log,
     Maintenance, ManualClock, PageRequest, Pattern, Pruned, PurgeBasis, Recorded, Result,
-    Retention, RetryPolicy, StartFrom, SystemClock, Timestamp, TraceContext, TypedEvent,
+    Retention, RetryPolicy, StartFrom, StreamAge, SystemClock, Timestamp, TraceContext, TypedEvent,
 };
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;

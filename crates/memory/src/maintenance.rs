@@ -84,7 +84,12 @@ impl Memory {
             types: types.into_values().collect(),
             dead_letters: state.dead.held(),
             expiring,
-            last_run: state.duties.get(RETENTION_DUTY).cloned(),
+            last_run: state
+                .duties
+                .iter()
+                .filter(|(duty, _)| duty.starts_with(RETENTION_DUTY))
+                .map(|(_, record)| record.clone())
+                .max_by_key(|record| record.at),
             ..Holdings::default()
         })
     }

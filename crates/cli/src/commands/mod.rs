@@ -9,6 +9,7 @@ mod dlq;
 mod get;
 mod groups;
 mod publish;
+pub(crate) mod retention;
 mod tail;
 
 use clap::CommandFactory as _;
@@ -51,6 +52,9 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         },
         Command::Asyncapi(command) => {
             until_interrupted(asyncapi::run(command, &args, output)).await
+        }
+        Command::Retention(command) => {
+            until_interrupted(retention::run(command, &args, &target()?, output)).await
         }
         Command::Backup(args) => until_interrupted(backup::backup(args, &target()?, output)).await,
         Command::Restore(args) => {

@@ -34,6 +34,7 @@ mod expand;
 mod limits;
 mod problems;
 mod redact;
+mod retention;
 mod section;
 mod yaml;
 
@@ -41,7 +42,7 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::Path;
 
-use everbus_core::Result;
+use everbus_core::{Result, Retention};
 
 use crate::admission::Limits;
 
@@ -58,7 +59,13 @@ use section::Reader;
 /// Nobody writes a larger one by hand.
 const LARGEST_FILE: u64 = 1024 * 1024;
 
-const KEYS: &[&str] = &["broker", "streams", "consumers", "backpressure"];
+const KEYS: &[&str] = &[
+    "broker",
+    "streams",
+    "consumers",
+    "backpressure",
+    "retention",
+];
 
 /// Where each key belongs.
 const SECTIONS: &[(&str, &[&str])] = &[
@@ -70,6 +77,7 @@ const SECTIONS: &[(&str, &[&str])] = &[
     ("consumers.NAME.circuit_breaker", consumers::BREAKER_KEYS),
     ("consumers.NAME.retry", consumers::RETRY_KEYS),
     ("backpressure", backpressure::KEYS),
+    ("retention", retention::KEYS),
 ];
 
 /// What a configuration file says.
@@ -84,6 +92,8 @@ pub struct Config {
     pub consumers: Vec<Consumer>,
     /// What is skipped, and how fast may be published.
     pub backpressure: Backpressure,
+    /// What is kept, and for how long, if the file says so.
+    pub retention: Option<Retention>,
 }
 
 impl Config {
@@ -230,6 +240,7 @@ fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
     let broker = reader.section(top.get("broker"), broker::KEYS);
     let streams = reader.section(top.get("streams"), limits::KEYS);
     let backpressure = reader.section(top.get("backpressure"), backpressure::KEYS);
+    let retention = reader.section(top.get("retention"), retention::KEYS);
     Config {
         broker: broker.and_then(|section| broker::read(reader, &section)),
         streams: streams
@@ -239,5 +250,6 @@ fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
         backpressure: backpressure
             .map(|section| backpressure::read(reader, &section))
             .unwrap_or_default(),
+        retention: retention.map(|section| retention::read(reader, &section)),
     }
 }

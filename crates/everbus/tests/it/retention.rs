@@ -37,6 +37,7 @@ async fn a_started_bus_prunes_what_nobody_needs_any_more() {
         let pruning = lab
             .builder()
             .retention(retention.clone())
+            .retention_delay(Duration::ZERO)
             .with_engine(bus.engine().clone())
             .unwrap();
         pruning.start().await.unwrap();
@@ -99,6 +100,7 @@ async fn the_inbox_forgets_what_was_handled_long_ago() {
             .builder()
             .retention(retention.clone())
             .inbox_retention(DAY)
+            .retention_delay(Duration::ZERO)
             .with_engine(bus.engine().clone())
             .unwrap();
         pruning.start().await.unwrap();

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use everbus_core::{Held, Holdings, RETENTION_DUTY, Result, Timestamp, TypeHoldings};
 
-use super::duty_record;
+use super::last_duty;
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::readers::Reader;
@@ -55,7 +55,7 @@ impl SqliteEngine {
                          FROM event_outbox WHERE status = 'sent'",
                     )?,
                     expiring: held(reader, "SELECT count(*), min(at) FROM expirations")?,
-                    last_run: duty_record(&reader.conn, RETENTION_DUTY)?,
+                    last_run: last_duty(&reader.conn, RETENTION_DUTY)?,
                 })
             })
             .await

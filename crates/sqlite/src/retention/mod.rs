@@ -315,8 +315,31 @@ impl<'e> Run<'e> {
     }
 }
 
+/// How the keys of duties begin.
+const DUTY: &str = "duty/";
+
 fn duty_key(duty: &str) -> String {
-    format!("duty/{duty}")
+    format!("{DUTY}{duty}")
+}
+
+/// Who took on one of the duties last whose names begin so.
+fn last_duty(conn: &Connection, prefix: &str) -> Result<Option<DutyRecord>> {
+    let doing = |e| from_sqlite("looking who has a duty", e);
+    let first = duty_key(prefix);
+    let keys: Vec<String> = conn
+        .prepare_cached("SELECT key FROM meta WHERE key >= ?1 ORDER BY key")
+        .and_then(|mut s| s.query_map([&first], |r| r.get(0))?.collect())
+        .map_err(doing)?;
+    let mut last: Option<DutyRecord> = None;
+    for key in keys.iter().take_while(|key| key.starts_with(&first)) {
+        let duty = key.strip_prefix(DUTY).unwrap_or(key);
+        let record = duty_record(conn, duty)?;
+        last = last
+            .into_iter()
+            .chain(record)
+            .max_by_key(|record| record.at);
+    }
+    Ok(last)
 }
 
 /// Who took on a duty last.
