@@ -224,7 +224,11 @@ impl Broker for SqliteEngine {
     }
 
     fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
-        self.ask(|reply| Command::RemoveGroup { group, reply })
+        Box::pin(async move {
+            self.forget_skips(&group).await?;
+            self.ask(|reply| Command::RemoveGroup { group, reply })
+                .await
+        })
     }
 
     fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {

@@ -12,5 +12,6 @@ mod files;
 mod groups;
 mod publish;
 mod recovery;
+mod retention;
 mod support;
 mod tail;

@@ -17,6 +17,7 @@ mod golden;
 mod locked;
 mod model;
 mod regressions;
+mod retention;
 mod rollback;
 mod sharing;
 mod streams;
