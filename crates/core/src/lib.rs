@@ -35,13 +35,16 @@ pub mod retry;
 pub mod time;
 pub mod typed;
 
-pub use audit::{Audit, AuditBreak, AuditEntry, AuditPage, AuditQuery, AuditRecord, AuditVerdict};
+pub use audit::{
+    Audit, AuditBreak, AuditContent, AuditEntry, AuditHash, AuditHead, AuditPage, AuditQuery,
+    AuditRecord, AuditVerdict,
+};
 pub use broker::{
     Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, DROPPED, Deduplication,
     Delivery, Durability, Lease, OrderScope, Redelivery, SettledOutcome, Settlement, Verdict,
 };
 pub use builder::{EventBuilder, IntoEvent, MAX_TYPE_CHARS};
-pub use checkpoints::{Checkpoint, Checkpoints};
+pub use checkpoints::{Checkpoint, Checkpoints, check_checkpoint_name};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use dead_letters::{
     DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage, DeadLetters,

@@ -59,7 +59,7 @@ pub(crate) struct Row {
     pub(crate) failures: Vec<Failure>,
     pub(crate) state: RowState,
     key: Option<Arc<str>>,
-    /// It was put back from the dead letters.
+    /// It was put back from the dead letters, or is replayed.
     pub(crate) retried: bool,
     /// When it was first seen that nobody has a handler for it.
     unhandled_since: Option<Timestamp>,
@@ -263,7 +263,7 @@ impl Group {
         consumers.any(|c| any_matches(&c.patterns, event_type))
     }
 
-    /// Adds a row that waits from now on, with no attempts, for a retried dead letter.
+    /// Adds a row that waits from now on, with no attempts: a retried dead letter, or a replay.
     pub(crate) fn add_waiting(&mut self, record: Arc<Recorded>, now: Timestamp) {
         let position = record.position;
         if self.insert_row(record, now) {

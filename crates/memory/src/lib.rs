@@ -15,7 +15,9 @@
 //! # }).unwrap();
 //! ```
 
+mod audit;
 mod broker;
+mod checkpoints;
 mod consumer;
 mod dead_letters;
 mod group;
@@ -56,6 +58,8 @@ pub fn open(options: Options) -> Engine {
         dead_letters: Some(memory.clone()),
         maintenance: Some(memory.clone()),
         inbox: Some(memory.clone()),
+        checkpoints: Some(memory.clone()),
+        audit: Some(memory.clone()),
         ..Engine::new(Arc::new(MemoryBroker(memory)))
     }
 }

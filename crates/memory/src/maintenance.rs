@@ -34,6 +34,9 @@ impl Memory {
                 pruned.kept += 1;
             }
         }
+        if let Some(age) = retention.audit {
+            pruned.audit = state.audit.forget(now.minus(age));
+        }
         Ok(pruned)
     }
 
@@ -60,6 +63,9 @@ impl Memory {
             }
         }
         pruned.removed = removed.len() as u64;
+        if let Some(age) = retention.audit {
+            pruned.audit = state.audit.older(now.minus(age)) as u64;
+        }
         Ok(pruned)
     }
 
@@ -83,6 +89,7 @@ impl Memory {
         Ok(Holdings {
             types: types.into_values().collect(),
             dead_letters: state.dead.held(),
+            audit: state.audit.held(),
             expiring,
             last_run: state
                 .duties

@@ -16,6 +16,8 @@
 //! the same file; each notices what the others committed within 20 ms.
 
 mod append;
+mod audit;
+mod checkpoints;
 mod claims;
 mod dead_letters;
 mod declare;
@@ -36,6 +38,7 @@ mod owner;
 mod queue;
 mod readers;
 mod recover;
+mod redeliver;
 mod retention;
 mod rows;
 mod schema;
@@ -54,6 +57,7 @@ use std::time::Duration;
 
 use everbus_core::{Clock, Engine, Result, SystemClock};
 
+pub use audit::kept_head;
 pub use maintenance::restore;
 pub use schema::VERSION as SCHEMA_VERSION;
 

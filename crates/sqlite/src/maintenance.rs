@@ -96,7 +96,8 @@ pub fn restore(
         }
         refuse_if_in_use(target)?;
     }
-    copy(&source, target, force, progress)
+    copy(&source, target, force, progress)?;
+    crate::audit::adopt(target)
 }
 
 /// An exclusive lock can only be had while no other process has the file open.
@@ -212,7 +213,7 @@ fn copy(
 }
 
 /// Runs something long on a thread of its own.
-fn apart<T: Send + 'static>(
+pub(crate) fn apart<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> BoxFuture<'static, Result<T>> {
@@ -235,6 +236,9 @@ fn apart<T: Send + 'static>(
 fn check(path: &Path) -> Result<CheckReport> {
     let conn = open_reader(path)?;
     let mut report = verify(&conn)?;
+    if report.is_ok() {
+        crate::audit::check(path, &mut report)?;
+    }
     report.add("SQLite", true, rusqlite::version());
     let mode: String = conn
         .query_row("PRAGMA journal_mode", [], |r| r.get(0))

@@ -192,6 +192,7 @@ CREATE TABLE audit_log (
 );
 CREATE INDEX audit_log_entity ON audit_log (entity_id, entity_type, seq) WHERE entity_id IS NOT NULL;
 CREATE INDEX audit_log_actor ON audit_log (actor, seq);
+CREATE INDEX audit_log_action ON audit_log (action, seq);
 CREATE INDEX audit_log_at ON audit_log (at);
 CREATE TABLE audit_anchor (
   only INTEGER PRIMARY KEY CHECK (only = 1),
@@ -208,10 +209,25 @@ WHEN OLD.seq > coalesce((SELECT seq FROM audit_anchor), 0)
 BEGIN
   SELECT RAISE(ABORT, 'the audit trail is append-only: only retention removes records');
 END;
-CREATE TRIGGER audit_log_no_replace BEFORE INSERT ON audit_log
-WHEN EXISTS (SELECT 1 FROM audit_log WHERE seq = NEW.seq)
+CREATE TRIGGER audit_log_no_gap BEFORE INSERT ON audit_log
+WHEN NEW.seq <> 1 + coalesce((SELECT max(seq) FROM audit_log), (SELECT seq FROM audit_anchor), 0)
 BEGIN
-  SELECT RAISE(ABORT, 'the audit trail is append-only: records are never replaced');
+  SELECT RAISE(ABORT, 'the audit trail is append-only: a record is added at the end');
+END;
+CREATE TRIGGER audit_anchor_insert BEFORE INSERT ON audit_anchor
+WHEN EXISTS (SELECT 1 FROM audit_anchor)
+  OR NEW.hash IS NOT (SELECT hash FROM audit_log WHERE seq = NEW.seq)
+BEGIN
+  SELECT RAISE(ABORT, 'the anchor of the audit trail is a record of it');
+END;
+CREATE TRIGGER audit_anchor_update BEFORE UPDATE ON audit_anchor
+WHEN NEW.seq <= OLD.seq OR NEW.hash IS NOT (SELECT hash FROM audit_log WHERE seq = NEW.seq)
+BEGIN
+  SELECT RAISE(ABORT, 'the anchor of the audit trail only moves on, to a record of it');
+END;
+CREATE TRIGGER audit_anchor_no_delete BEFORE DELETE ON audit_anchor
+BEGIN
+  SELECT RAISE(ABORT, 'the anchor of the audit trail is never removed');
 END;
 
 -- CHECKPOINTS of long work.

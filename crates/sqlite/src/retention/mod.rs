@@ -10,7 +10,7 @@ mod pace;
 mod plan;
 mod remove;
 
-use everbus_core::{Code, DutyRecord, Error, Pruned, Result, Retention, Timestamp};
+use everbus_core::{Audit as _, Code, DutyRecord, Error, Pruned, Result, Retention, Timestamp};
 use rusqlite::{Connection, OptionalExtension};
 
 use crate::engine::SqliteEngine;
@@ -42,6 +42,7 @@ impl SqliteEngine {
         run.events().await?;
         run.stages().await?;
         run.outbox().await?;
+        run.audit().await?;
         run.space().await?;
         Ok(run.done)
     }
@@ -52,6 +53,7 @@ impl SqliteEngine {
         run.events().await?;
         run.stages().await?;
         run.outbox().await?;
+        run.audit().await?;
         Ok(run.done)
     }
 }
@@ -292,6 +294,21 @@ impl<'e> Run<'e> {
             pace.learn(most, took);
             pace.pause().await;
         }
+    }
+
+    /// Audit records by their age; the trail leaves an anchor.
+    async fn audit(&mut self) -> Result<()> {
+        let Some(age) = self.retention.audit else {
+            return Ok(());
+        };
+        let before = self.now.minus(age);
+        self.done.audit = if self.preview {
+            self.engine.forgettable(before).await?
+        } else {
+            self.engine.forget(before).await?
+        };
+        self.tell();
+        Ok(())
     }
 
     /// Gives free pages back to the file system, as many as there are now.

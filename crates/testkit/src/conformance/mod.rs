@@ -5,12 +5,14 @@
 //! Where engines may differ, a scenario asks their [`Capabilities`](everbus_core::Capabilities).
 
 pub mod appending;
+pub mod audit;
 pub mod consuming;
 pub mod dead_letters;
 pub mod effects;
 pub mod groups;
 pub mod inbox;
 pub mod ordered;
+pub mod replay;
 pub mod restart;
 pub mod retention;
 pub mod settled;

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use everbus_core::{
-    Clock, DeadLetterFilter, Event, EventState, Maintenance, Pruned, RETENTION_DUTY, Retention,
-    Settlement, StreamAge, Verdict,
+    AuditEntry, Clock, DeadLetterFilter, Event, EventState, Maintenance, Pruned, RETENTION_DUTY,
+    Retention, Settlement, StreamAge, Verdict,
 };
 
 use super::stage::{name, nothing, options, pattern, take, take_one};
@@ -458,4 +458,31 @@ pub async fn holdings_say_what_there_is<H: Harness>(harness: H) {
         assert_eq!(held.dead_letters.count, 1);
         assert_eq!(held.dead_letters.oldest, Some(died));
     }
+}
+
+/// Audit records go by their age, and the trail can still be verified.
+pub async fn audit_records_go_by_their_age<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let (Ok(maintenance), Ok(audit)) = (stage.engine().maintenance(), stage.engine().audit())
+    else {
+        return;
+    };
+    for n in 0..6 {
+        audit
+            .record(AuditEntry::new("somebody", format!("did.{n}")))
+            .await
+            .unwrap();
+        stage.advance(DAY).await;
+    }
+    let keep = |days: u32| Retention {
+        audit: Some(days * DAY),
+        ..Retention::default()
+    };
+    assert_eq!(maintenance.holdings().await.unwrap().audit.count, 6);
+    let none = foretold(maintenance, &Retention::standard()).await;
+    assert_eq!(none.audit, 0, "kept unless told otherwise");
+    assert_eq!(foretold(maintenance, &keep(4)).await.audit, 2);
+    assert_eq!(foretold(maintenance, &keep(4)).await.audit, 0);
+    assert_eq!(maintenance.holdings().await.unwrap().audit.count, 4);
+    assert!(audit.verify(None).await.unwrap().is_ok());
 }

@@ -105,7 +105,7 @@ impl<H: Harness> Plan<H> {
     }
 
     async fn step(&mut self) {
-        match self.random.below(104) {
+        match self.random.below(109) {
             0..22 => self.append().await,
             22..48 => self.fetch().await,
             48..76 => self.settle().await,
@@ -117,7 +117,8 @@ impl<H: Harness> Plan<H> {
             94..96 => self.leave().await,
             96..98 => self.end_process().await,
             98..100 => self.prune().await,
-            _ => self.drop_oldest().await,
+            100..104 => self.drop_oldest().await,
+            _ => self.redeliver().await,
         }
         self.oracle.note_claimable();
         let positions: Vec<u64> = self.oracle.log.keys().copied().collect();
@@ -222,7 +223,7 @@ impl<H: Harness> Plan<H> {
         self.oracle.declared(group, ordered, patterns, first);
     }
 
-    fn random_group(&mut self) -> Option<&'static str> {
+    pub(super) fn random_group(&mut self) -> Option<&'static str> {
         let groups = GROUPS
             .iter()
             .filter(|(n, _)| self.oracle.groups.contains_key(*n));
