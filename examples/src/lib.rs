@@ -16,6 +16,7 @@ chapters! {
     handlers: "handlers.md",
     failure: "failure.md",
     idempotency: "idempotency.md",
+    retention: "retention.md",
     testing: "testing.md",
     configuration: "configuration.md",
     dialects: "dialects.md",

@@ -122,14 +122,14 @@ async fn the_standard_is_on_by_default_and_can_be_switched_off() {
         let bus = lab.open_impatient().await;
         bus.subscribe("a")
             .group("g")
-            .handler(|_| async { Err("no".into()) })
+            .handler(|_| async { Err(everbus::HandlerError::permanent("no")) })
             .await
             .unwrap();
         bus.start().await.unwrap();
         let receipt = bus.publish(("a", 1)).await.unwrap();
         receipt.settled().await.unwrap();
         lab.clock.advance(31 * DAY);
-        let dead = || async { bus.dead_letters().list(Default::default()).await.unwrap() };
+        let dead = || async { bus.dead_letters().list().await.unwrap() };
         let last_run = || async {
             let maintenance = bus.engine().maintenance().unwrap();
             maintenance.holdings().await.unwrap().last_run

@@ -16,6 +16,7 @@ use rusqlite::{Connection, OptionalExtension};
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::rows::seq_from;
+use needed::Stretches;
 use others::{CHOOSE, cutoff};
 use pace::Pace;
 use plan::{Length, Plan};
@@ -32,6 +33,8 @@ struct Run<'e> {
     preview: bool,
     /// In a preview, the events of dead letters that would go.
     counted: Vec<u64>,
+    /// In a preview, all events that would go.
+    gone: Vec<(u64, u64)>,
     watch: Watch,
 }
 
@@ -67,6 +70,7 @@ impl<'e> Run<'e> {
             done: Pruned::default(),
             preview,
             counted: Vec::new(),
+            gone: Vec::new(),
             watch,
         }
     }
@@ -143,6 +147,7 @@ impl<'e> Run<'e> {
                 })
                 .await?;
             self.done.removed += free.len() as u64;
+            self.gone.extend(free.iter().map(|seq| (*seq, *seq)));
             self.counted.extend(free);
         }
         Ok(())
@@ -164,7 +169,10 @@ impl<'e> Run<'e> {
                 .await?;
             self.done.kept += found.kept;
             if self.preview {
-                self.done.removed += found.pieces.iter().map(|p| p.events).sum::<u64>();
+                for piece in &found.pieces {
+                    self.done.removed += piece.events;
+                    self.gone.push((piece.lo, piece.hi));
+                }
                 continue;
             }
             let mut pieces = found.pieces.as_slice();
@@ -236,6 +244,8 @@ impl<'e> Run<'e> {
         let dead = cutoff(self.now, self.retention.dead_letters).filter(|_| self.preview);
         let dead_since = dead.unwrap_or(i64::MIN);
         let handle = &self.engine.handle;
+        // What goes with its event is not counted.
+        let gone = Stretches::new(std::mem::take(&mut self.gone));
         let (mut pace, mut after) = (Pace::default(), (i64::MIN, i64::MIN));
         loop {
             let old = handle
@@ -247,7 +257,8 @@ impl<'e> Run<'e> {
             after = last.key();
             let old: Vec<_> = old.into_iter().filter(|stage| !stage.spared).collect();
             if self.preview {
-                self.done.payloads += old.len() as u64;
+                let alone = old.iter().filter(|stage| !gone.contains(stage.seq));
+                self.done.payloads += alone.count() as u64;
                 continue;
             }
             let mut old = old.as_slice();

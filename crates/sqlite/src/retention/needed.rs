@@ -14,7 +14,7 @@ use crate::writer::Writer;
 pub(crate) struct Stretches(Vec<(u64, u64)>);
 
 impl Stretches {
-    fn new(mut all: Vec<(u64, u64)>) -> Self {
+    pub(crate) fn new(mut all: Vec<(u64, u64)>) -> Self {
         all.sort_unstable();
         let mut merged: Vec<(u64, u64)> = Vec::with_capacity(all.len());
         for (lo, hi) in all {

@@ -74,6 +74,7 @@ impl OldDead {
 pub(crate) struct OldStage {
     id: i64,
     timestamp: i64,
+    pub(crate) seq: u64,
     pub(crate) weight: u64,
     /// Its event is an open dead letter, and the stage is kept as long as that.
     pub(crate) spared: bool,
@@ -98,7 +99,7 @@ pub(crate) fn old_stages(
         .prepare_cached(
             "SELECT p.id, p.timestamp, p.payload_size_compressed,
                EXISTS (SELECT 1 FROM dead_letters d
-                 WHERE d.seq = p.seq AND d.retried_at IS NULL AND d.died_at >= ?2)
+                 WHERE d.seq = p.seq AND d.retried_at IS NULL AND d.died_at >= ?2), p.seq
              FROM event_payloads p INDEXED BY event_payloads_timestamp
              WHERE p.timestamp < ?1 AND (p.timestamp, p.id) > (?3, ?4)
              ORDER BY p.timestamp, p.id LIMIT ?5",
@@ -113,6 +114,7 @@ pub(crate) fn old_stages(
                         timestamp: r.get(1)?,
                         weight: 4 + seq_from(r.get(2)?) / PAGE,
                         spared: r.get(3)?,
+                        seq: seq_from(r.get(4)?),
                     })
                 },
             )?
