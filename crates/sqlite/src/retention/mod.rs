@@ -105,8 +105,9 @@ impl<'e> Run<'e> {
                     let (count, weight) = pace.take(old.iter().map(|dead| dead.weight));
                     let (step, rest) = old.split_at(count);
                     let step = step.to_vec();
-                    let (letters, events, took) =
-                        handle.job(move |writer| writer.forget_dead(&step)).await?;
+                    let (letters, events, took) = handle
+                        .patient_job(move |writer| writer.forget_dead(&step))
+                        .await?;
                     self.done.dead_letters += letters;
                     self.done.removed += events;
                     self.tell();
@@ -132,7 +133,7 @@ impl<'e> Run<'e> {
         seqs.dedup();
         for chunk in seqs.chunks(CHOOSE) {
             let handle = &self.engine.handle;
-            let owed = handle.job(|writer| writer.owed()).await?;
+            let owed = handle.patient_job(|writer| writer.owed()).await?;
             let chunk = chunk.to_vec();
             let free = handle
                 .query(move |reader| {
@@ -159,7 +160,7 @@ impl<'e> Run<'e> {
         let handle = &self.engine.handle;
         let mut pace = Pace::default();
         while !plan.is_done() {
-            let owed = handle.job(|writer| writer.owed()).await?;
+            let owed = handle.patient_job(|writer| writer.owed()).await?;
             let found;
             (plan, found) = handle
                 .query(move |reader| {
@@ -181,7 +182,7 @@ impl<'e> Run<'e> {
                 let (step, rest) = pieces.split_at(count);
                 let step = step.to_vec();
                 let removed = handle
-                    .job(move |writer| writer.remove_pieces(&step))
+                    .patient_job(move |writer| writer.remove_pieces(&step))
                     .await?;
                 self.done.removed += removed.events;
                 self.done.kept += removed.kept;
@@ -267,7 +268,7 @@ impl<'e> Run<'e> {
                 let (step, rest) = old.split_at(count);
                 let step = step.to_vec();
                 let (gone, took) = handle
-                    .job(move |writer| writer.forget_stages(&step))
+                    .patient_job(move |writer| writer.forget_stages(&step))
                     .await?;
                 self.done.payloads += gone;
                 (self.watch)(self.done);
@@ -295,7 +296,7 @@ impl<'e> Run<'e> {
         loop {
             let most = pace.budget();
             let (gone, took) = handle
-                .job(move |writer| writer.forget_sent(before, most))
+                .patient_job(move |writer| writer.forget_sent(before, most))
                 .await?;
             self.done.outbox += gone;
             self.tell();
@@ -325,11 +326,13 @@ impl<'e> Run<'e> {
     /// Gives free pages back to the file system, as many as there are now.
     async fn space(&mut self) -> Result<()> {
         let handle = &self.engine.handle;
-        let (size, free) = handle.job(|writer| writer.free_pages()).await?;
+        let (size, free) = handle.patient_job(|writer| writer.free_pages()).await?;
         let (mut pace, mut left) = (Pace::default(), free);
         while left > 0 {
             let pages = pace.budget().min(left);
-            let (given, still, took) = handle.job(move |writer| writer.shrink(pages)).await?;
+            let (given, still, took) = handle
+                .patient_job(move |writer| writer.shrink(pages))
+                .await?;
             self.done.freed_bytes += given * size;
             self.tell();
             if given == 0 || still == 0 {
