@@ -66,6 +66,11 @@ impl AuditEntry {
         }
     }
 
+    /// An entry whose actor is not said: the bus that records it fills in who acts there.
+    pub fn of(action: impl Into<String>) -> Self {
+        Self::new("", action)
+    }
+
     /// To which thing.
     #[must_use]
     pub fn entity(mut self, kind: impl Into<String>, id: impl Into<String>) -> Self {

@@ -64,7 +64,10 @@ pub use maintenance::{
     CheckReport, DutyRecord, Finding, Held, Holdings, Maintenance, Pruned, RETENTION_DUTY,
     Retention, StreamAge, TypeHoldings,
 };
-pub use outbox::{Claimed, OutboxRow, OutboxSource, OutboxStatus, RelayLease, RowOutcome};
+pub use outbox::{
+    Claimed, FailedRow, LONGEST_RELAY_LEASE, OUTBOX_ATTEMPTS, OUTBOX_GROUP, OutboxRow,
+    OutboxSource, OutboxStatus, RelayLease, RowOutcome, outbox_delay,
+};
 pub use pattern::Pattern;
 pub use payloads::{EventKey, Payloads, Stage, StageInfo, StoredStage};
 pub use progress::Progress;

@@ -35,6 +35,7 @@ impl BusBuilder {
         }
         options.consumers = config.consumers.iter().map(consumer).collect();
         self.url = config.broker_url();
+        self.config = Some(Box::new(config.clone()));
         self
     }
 

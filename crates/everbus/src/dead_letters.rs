@@ -8,6 +8,7 @@ use everbus_core::{
     PurgeBasis, Result, Timestamp,
 };
 
+use crate::audit::{Action, audited};
 use crate::bus::Shared;
 
 /// Lists, retries and purges the events that groups gave up on.
@@ -74,7 +75,7 @@ impl DeadLetterQueue {
             id: Some(id),
             ..DeadLetterFilter::default()
         };
-        match self.letters()?.retry(filter).await? {
+        match self.retry_where(filter).await? {
             0 => Err(Error::new(
                 Code::NotFound,
                 format!("the event {id} has no open dead letter"),
@@ -86,7 +87,22 @@ impl DeadLetterQueue {
 
     /// Sends back every open dead letter that passes the filter and returns how many.
     pub async fn retry_where(&self, filter: DeadLetterFilter) -> Result<u64> {
-        self.letters()?.retry(filter).await
+        let retried = self.letters()?.retry(filter.clone());
+        let mut action = Action::new("dlq.retry");
+        if let Some(id) = filter.id {
+            action = action.on("EVENT", id);
+        }
+        self.audited(action.filter(&filter), retried).await
+    }
+
+    /// Puts on record what is done to the dead letters.
+    async fn audited(
+        &self,
+        action: Action,
+        work: impl Future<Output = Result<u64>>,
+    ) -> Result<u64> {
+        let operator = self.shared.audit().operator();
+        audited(&self.shared.engine, &operator, action, work).await
     }
 
     /// Deletes the dead letters of events that were received `days` days ago or earlier, and returns
@@ -106,7 +122,12 @@ impl DeadLetterQueue {
         basis: PurgeBasis,
         filter: DeadLetterFilter,
     ) -> Result<u64> {
-        self.letters()?.purge(cutoff, basis, filter).await
+        let action = Action::new("dlq.purge")
+            .filter(&filter)
+            .detail("cutoff", cutoff.to_string().into())
+            .detail("by", format!("{basis:?}").to_lowercase().into());
+        let purged = self.letters()?.purge(cutoff, basis, filter);
+        self.audited(action, purged).await
     }
 }
 

@@ -30,6 +30,8 @@ pub(crate) struct Handle {
     readers: Arc<Readers>,
     /// Apart from the others: a handler waits for what this one is asked.
     inbox_readers: Arc<Readers>,
+    /// Apart too: a relay reads many rows at a time.
+    outbox_readers: Arc<Readers>,
     pub(crate) audit: Arc<Keeper>,
     pub(crate) head: watch::Receiver<u64>,
     pub(crate) failed: Arc<OnceLock<Error>>,
@@ -61,6 +63,14 @@ impl Handle {
         query: impl FnOnce(&mut Reader) -> Result<T> + Send + 'static,
     ) -> BoxFuture<'static, Result<T>> {
         self.query_on(&self.inbox_readers, query)
+    }
+
+    /// Runs a query about the outbox, for which no other waits.
+    pub(crate) fn query_outbox<T: Send + 'static>(
+        &self,
+        query: impl FnOnce(&mut Reader) -> Result<T> + Send + 'static,
+    ) -> BoxFuture<'static, Result<T>> {
+        self.query_on(&self.outbox_readers, query)
     }
 
     fn query_on<T: Send + 'static>(
@@ -164,6 +174,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
     let feeder = feeder::start(&path, &queue)?;
     let readers = Arc::new(Readers::new(path.clone()));
     let inbox_readers = Arc::new(Readers::new(path.clone()));
+    let outbox_readers = Arc::new(Readers::new(path.clone()));
     let audit = Arc::new(Keeper::new(path.clone()));
     let (clock, durability) = (options.clock.clone(), options.durability);
     let writer = Writer::new(Start {
@@ -173,7 +184,12 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         options,
         queue: queue.clone(),
         feeder,
-        readers: vec![readers.clone(), inbox_readers.clone(), audit.thread()],
+        readers: vec![
+            readers.clone(),
+            inbox_readers.clone(),
+            outbox_readers.clone(),
+            audit.thread(),
+        ],
         head,
         failed: failed.clone(),
     })?;
@@ -195,6 +211,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         queue,
         readers,
         inbox_readers,
+        outbox_readers,
         audit,
         head: watched,
         failed,
@@ -204,12 +221,14 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         sessions: AtomicU64::new(1),
         ended,
     });
+    let outbox = crate::outbox::own_outbox(handle.clone());
     let engine = Arc::new(SqliteEngine { handle });
     Ok(Engine {
         log: Some(engine.clone()),
         dead_letters: Some(engine.clone()),
         maintenance: Some(engine.clone()),
         inbox: Some(engine.clone()),
+        outbox: Some(outbox),
         checkpoints: Some(engine.clone()),
         audit: Some(engine.clone()),
         ..Engine::new(engine)

@@ -34,6 +34,7 @@ mod inspect;
 mod leases;
 mod log;
 mod maintenance;
+pub mod outbox;
 mod owner;
 mod queue;
 mod readers;

@@ -10,9 +10,11 @@ mod dead_letters;
 mod end_to_end;
 mod latency;
 mod memory;
+mod outbox;
 mod publish;
 mod raw;
 mod recovery;
+mod replay;
 mod report;
 mod retention;
 mod sample;
@@ -72,6 +74,18 @@ pub(crate) enum Scenario {
     /// The command line until its first publish is durable, on a file of a million events
     #[value(name = "cold-start")]
     ColdStart,
+    /// A replay into a function that does nothing
+    #[value(name = "replay")]
+    Replay,
+    /// An enqueue inside a transaction, beside the same insert by hand
+    #[value(name = "outbox-enqueue")]
+    OutboxEnqueue,
+    /// A relay from a database of one's own into the memory engine
+    #[value(name = "outbox-memory")]
+    OutboxMemory,
+    /// A relay from a database of one's own into a file, beside a raw batched insert
+    #[value(name = "outbox")]
+    OutboxRelay,
 }
 
 impl Scenario {
@@ -90,6 +104,10 @@ impl Scenario {
             Self::SparseGroup => "sparse-group",
             Self::Retention => "retention",
             Self::ColdStart => "cold-start",
+            Self::Replay => "replay",
+            Self::OutboxEnqueue => "outbox-enqueue",
+            Self::OutboxMemory => "outbox-memory",
+            Self::OutboxRelay => "outbox",
         }
     }
 
@@ -108,6 +126,10 @@ impl Scenario {
             Self::SparseGroup => sparse_group::measure(bench).await,
             Self::Retention => retention::measure(bench).await,
             Self::ColdStart => cold_start::measure(bench).await,
+            Self::Replay => replay::measure(bench).await,
+            Self::OutboxEnqueue => outbox::measure_enqueue(bench).await,
+            Self::OutboxMemory => outbox::measure_memory(bench).await,
+            Self::OutboxRelay => outbox::measure_relay(bench).await,
         }
     }
 }

@@ -1,5 +1,6 @@
 //! `everbus dlq`: look at what failed for good, send it back, or delete it. Needs no running bus.
 
+use everbus::audit::{Action, Operator, audited};
 use everbus_core::{
     Clock as _, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetters, Engine, EventId,
     GroupName, PageRequest, PurgeBasis, SystemClock, Timestamp,
@@ -30,7 +31,6 @@ async fn run_on(
     target: &Target,
     output: &mut Output,
 ) -> Outcome {
-    let letters = engine.dead_letters()?;
     match command {
         DlqCommand::List(args) => list(args, engine, target, output).await,
         DlqCommand::Show(args) => show(args, engine, output).await,
@@ -40,7 +40,7 @@ async fn run_on(
         }
         DlqCommand::Purge(args) => {
             let filter = filter(&args.filter, engine).await?;
-            let purged = purge(args, filter, letters, output);
+            let purged = purge(args, filter, engine, output);
             target.patiently(purged).await
         }
     }
@@ -281,7 +281,11 @@ async fn retry(args: DlqRetryArgs, engine: &Engine, output: &mut Output) -> Outc
         let n = if args.dry_run {
             letters.count(filter).await?
         } else {
-            letters.retry(filter).await?
+            let mut action = Action::new("dlq.retry").filter(&filter);
+            if let Some(id) = filter.id {
+                action = action.on("EVENT", id);
+            }
+            audited(engine, &Operator::current(), action, letters.retry(filter)).await?
         };
         sent += n;
         match args.ids.get(index) {
@@ -312,14 +316,25 @@ async fn retry(args: DlqRetryArgs, engine: &Engine, output: &mut Output) -> Outc
 async fn purge(
     args: DlqPurgeArgs,
     filter: DeadLetterFilter,
-    letters: &dyn DeadLetters,
+    engine: &Engine,
     output: &mut Output,
 ) -> Outcome {
+    let letters = engine.dead_letters()?;
     let cutoff = SystemClock.now().minus(args.older_than);
     let bar = progress::spinner("deleting");
     let purged = match (args.dry_run, args.by) {
-        (false, PurgeBy::Created) => letters.purge(cutoff, PurgeBasis::Created, filter).await?,
-        (false, PurgeBy::Died) => letters.purge(cutoff, PurgeBasis::Died, filter).await?,
+        (false, by) => {
+            let (basis, name) = match by {
+                PurgeBy::Created => (PurgeBasis::Created, "created"),
+                PurgeBy::Died => (PurgeBasis::Died, "died"),
+            };
+            let action = Action::new("dlq.purge")
+                .filter(&filter)
+                .detail("cutoff", cutoff.to_string().into())
+                .detail("by", name.into());
+            let purged = letters.purge(cutoff, basis, filter);
+            audited(engine, &Operator::current(), action, purged).await?
+        }
         (true, PurgeBy::Created) => {
             let until = filter.until.map_or(cutoff, |until| until.min(cutoff));
             let filter = DeadLetterFilter {

@@ -1,6 +1,7 @@
 //! One file per command.
 
 mod asyncapi;
+pub(crate) mod audit;
 mod backup;
 mod check;
 mod check_config;
@@ -8,7 +9,9 @@ mod demo;
 mod dlq;
 mod get;
 mod groups;
+pub(crate) mod outbox;
 mod publish;
+pub(crate) mod replay;
 pub(crate) mod retention;
 mod tail;
 
@@ -46,10 +49,14 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Get(args) => until_interrupted(get::run(&args, &target()?, output)).await,
         Command::Dlq(command) => until_interrupted(dlq::run(command, &target()?, output)).await,
         Command::Groups(args) => until_interrupted(groups::run(args, &target()?, output)).await,
+        Command::Replay(args) => replay::run(*args, &target()?, output).await,
+        // The relay ends by itself on Ctrl-C, after what is under way.
+        Command::Outbox(command) => outbox::run(command, &target()?, output).await,
         Command::Check => match &args.config {
             Some(config) => check_config::run(&args, config, output),
             None => until_interrupted(check::run(&target()?, output)).await,
         },
+        Command::Audit(command) => until_interrupted(audit::run(command, &target()?, output)).await,
         Command::Asyncapi(command) => {
             until_interrupted(asyncapi::run(command, &args, output)).await
         }

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod asyncapi;
+mod audit;
 mod basics;
 mod bench;
 mod config;
@@ -10,8 +11,10 @@ mod demo;
 mod dlq;
 mod files;
 mod groups;
+mod outbox;
 mod publish;
 mod recovery;
+mod replay;
 mod retention;
 mod support;
 mod tail;

@@ -12,7 +12,6 @@ use rusqlite::{Connection, OptionalExtension};
 use super::Link;
 use super::head::{Found, HeadFile, Kept};
 use crate::errors::from_sqlite;
-use crate::failpoint;
 use crate::readers::Readers;
 use crate::rows::to_sql;
 
@@ -42,7 +41,6 @@ impl Keeper {
     pub(crate) fn advance(&self, link: Link) -> BoxFuture<'static, Result<()>> {
         lock(&self.pending).push(link);
         let (file, pending) = (self.file.clone(), self.pending.clone());
-        failpoint::hit("audit-head");
         self.thread.query(move |reader| {
             let mut links = std::mem::take(&mut *lock(&pending));
             links.sort_by_key(|link| link.head.seq);

@@ -10,13 +10,13 @@ use std::path::Path;
 
 use everbus_core::{
     Audit, AuditEntry, AuditHash, AuditHead, AuditPage, AuditQuery, AuditVerdict, BoxFuture,
-    CheckReport, Code, Result, Timestamp,
+    CheckReport, Code, Error, Result, Timestamp,
 };
+use rusqlite::types::Value;
 use rusqlite::{Connection, OptionalExtension, params};
 
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
-use crate::failpoint;
 use crate::maintenance::apart;
 use crate::rows::{seq_from, to_sql};
 use crate::state::micros;
@@ -84,7 +84,6 @@ impl Audit for SqliteEngine {
             };
             // Said outside before it is done: an anchor that moves further was moved by somebody else.
             self.handle.audit.allow(target).await?;
-            failpoint::hit("audit-allowed");
             let mut total = 0;
             loop {
                 let removed = self
@@ -150,47 +149,61 @@ impl Writer {
                     hash.as_bytes()
                 ])
             })
-            .map_err(|e| from_sqlite("writing to the audit trail", e))?;
+            .map_err(|e| refused("writing to the audit trail", e))?;
         let head = AuditHead { seq, hash };
         Ok(Link { before, head })
     }
 
-    /// Removes some records from the beginning, up to `last`, and leaves the anchor behind them.
+    /// Removes some records from the beginning, up to `last`, and leaves the anchor behind them: both or
+    /// neither, and whatever somebody did to the tables, others in the transaction do not suffer.
     fn forget_audit_some(&mut self, last: u64) -> Result<usize> {
         let doing = |e| from_sqlite("shortening the audit trail", e);
-        let rows: Vec<(i64, Vec<u8>, i64)> = self
-            .conn
-            .prepare_cached(
-                "SELECT seq, hash, at FROM audit_log WHERE seq <= ?1 ORDER BY seq LIMIT ?2",
-            )
-            .and_then(|mut s| {
-                s.query_map((to_sql(last), STEP as i64), |r| {
-                    Ok((r.get(0)?, r.get(1)?, r.get(2)?))
-                })?
-                .collect()
-            })
-            .map_err(doing)?;
-        let Some((seq, hash, at)) = rows.last() else {
-            return Ok(0);
-        };
-        let moved = self
-            .conn
-            .prepare_cached("UPDATE audit_anchor SET seq = ?1, hash = ?2, at = ?3")
-            .and_then(|mut s| s.execute(params![seq, hash, at]))
-            .map_err(doing)?;
-        if moved == 0 {
-            self.conn
-                .prepare_cached(
-                    "INSERT INTO audit_anchor (only, seq, hash, at) VALUES (1, ?1, ?2, ?3)",
-                )
-                .and_then(|mut s| s.execute(params![seq, hash, at]))
-                .map_err(doing)?;
+        let run = |sql| self.conn.execute_batch(sql).map_err(doing);
+        run("SAVEPOINT everbus_audit")?;
+        let removed = shorten(&self.conn, last);
+        if removed.is_err() {
+            run("ROLLBACK TO everbus_audit")?;
         }
-        self.conn
-            .prepare_cached("DELETE FROM audit_log WHERE seq <= ?1")
-            .and_then(|mut s| s.execute([seq]))
-            .map_err(doing)
+        run("RELEASE everbus_audit")?;
+        removed.map_err(|e| refused("shortening the audit trail", e))
     }
+}
+
+fn shorten(conn: &Connection, last: u64) -> rusqlite::Result<usize> {
+    let rows: Vec<[Value; 3]> = conn
+        .prepare_cached(
+            "SELECT seq, hash, at FROM audit_log WHERE seq <= ?1 ORDER BY seq LIMIT ?2",
+        )?
+        .query_map((to_sql(last), STEP as i64), |r| {
+            Ok([r.get(0)?, r.get(1)?, r.get(2)?])
+        })?
+        .collect::<rusqlite::Result<_>>()?;
+    let Some([seq, hash, at]) = rows.last() else {
+        return Ok(0);
+    };
+    let anchor = params![seq, hash, at];
+    let moved = conn
+        .prepare_cached("UPDATE audit_anchor SET seq = ?1, hash = ?2, at = ?3")?
+        .execute(anchor)?;
+    if moved == 0 {
+        conn.prepare_cached(
+            "INSERT INTO audit_anchor (only, seq, hash, at) VALUES (1, ?1, ?2, ?3)",
+        )?
+        .execute(anchor)?;
+    }
+    conn.prepare_cached("DELETE FROM audit_log WHERE seq <= ?1")?
+        .execute([seq])
+}
+
+/// An error of a statement on the trail. If the file itself refuses it, somebody changed its tables, and
+/// that is nobody else's trouble.
+fn refused(doing: &str, error: rusqlite::Error) -> Error {
+    if error.sqlite_error_code() == Some(rusqlite::ErrorCode::ConstraintViolation) {
+        return Error::new(Code::InvalidSetting, format!("{doing}: {error}"))
+            .hint("the tables of the trail were changed; `everbus audit verify` says how")
+            .caused_by(error);
+    }
+    from_sqlite(doing, error)
 }
 
 /// The end of the chain and the time of its last record.

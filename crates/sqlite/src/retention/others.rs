@@ -128,19 +128,9 @@ pub(crate) fn count_sent(reader: &Reader, before: Timestamp) -> Result<u64> {
     reader
         .conn
         .prepare_cached("SELECT count(*) FROM event_outbox WHERE status = 'sent' AND sent_at < ?1")
-        .and_then(|mut s| s.query_row([millis(before)], |r| r.get(0)))
+        .and_then(|mut s| s.query_row([before.to_string()], |r| r.get(0)))
         .map(seq_from)
         .map_err(|e| from_sqlite("counting the outbox", e))
-}
-
-/// As `sent_at` is written.
-fn millis(at: Timestamp) -> String {
-    let text = at.to_string();
-    // Six digits of a second to three: what follows the last point is `123456Z`.
-    match text.rfind('.') {
-        Some(point) if text.len() == point + 8 => format!("{}Z", &text[..point + 4]),
-        _ => text,
-    }
 }
 
 impl Writer {
@@ -191,14 +181,8 @@ impl Writer {
     /// Removes some rows of the outbox that were sent before a time.
     pub(crate) fn forget_sent(&mut self, before: Timestamp, most: u64) -> Result<(u64, Duration)> {
         let began = Instant::now();
-        let gone = self
-            .conn
-            .prepare_cached(
-                "DELETE FROM event_outbox WHERE row IN (SELECT row FROM event_outbox
-                   WHERE status = 'sent' AND sent_at < ?1 ORDER BY sent_at LIMIT ?2)",
-            )
-            .and_then(|mut s| s.execute((millis(before), to_sql(most))))
-            .map_err(|e| from_sqlite("removing sent rows of the outbox", e))?;
+        let most = usize::try_from(most).unwrap_or(usize::MAX);
+        let gone = crate::outbox::forget_sent(&self.conn, before, most)?;
         Ok((gone as u64, began.elapsed()))
     }
 
@@ -269,15 +253,4 @@ impl Writer {
 /// The time before which something is too old, as it is stored.
 pub(crate) fn cutoff(now: Timestamp, age: Option<Duration>) -> Option<i64> {
     age.map(|age| micros(now.minus(age)))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_time_is_written_as_the_outbox_does() {
-        let at: Timestamp = "2026-01-02T03:04:05.678912Z".parse().unwrap();
-        assert_eq!(millis(at), "2026-01-02T03:04:05.678Z");
-    }
 }

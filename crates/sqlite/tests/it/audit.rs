@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use everbus_core::{
-    AuditContent, AuditEntry, AuditHash, AuditHead, AuditQuery, AuditVerdict, Clock as _, Engine,
-    ManualClock, Timestamp,
+    AuditContent, AuditEntry, AuditHash, AuditHead, AuditQuery, AuditVerdict, Clock as _, Code,
+    Engine, ManualClock, Timestamp,
 };
 use everbus_sqlite::Options;
 use rusqlite::{Connection, params};
@@ -776,4 +776,37 @@ async fn a_trail_that_was_tampered_with_can_still_be_read() {
     assert_eq!(items.len(), 40);
     assert_eq!(items[0].entry.details, json!("{not json"));
     assert_eq!(audit.record(entry(41)).await.unwrap(), 41, "and goes on");
+}
+
+// conformance: issue-4/audit-refused: a trail whose tables refuse a record fails whoever records, and no publish beside it
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_trail_that_refuses_records_does_no_harm_to_others() {
+    let mut trails = Trails::new().await;
+    let path = trails.copy("whole.db");
+    let engine = open(&path);
+    Connection::open(&path)
+        .unwrap()
+        .execute_batch(
+            "CREATE TRIGGER mine BEFORE INSERT ON audit_log BEGIN SELECT RAISE(ABORT, 'mine'); END;
+             CREATE TRIGGER mine_too BEFORE DELETE ON audit_log BEGIN SELECT RAISE(ABORT, 'mine'); END",
+        )
+        .unwrap();
+    let audit = engine.audit().unwrap();
+    for _ in 0..20 {
+        // Queued together, so that they meet in one transaction.
+        let (recorded, forgotten, _) = tokio::join!(
+            audit.record(entry(1)),
+            audit.forget(Timestamp::from_micros(1_030_000_000)),
+            crate::publish(&engine, "a.b"),
+        );
+        for error in [recorded.unwrap_err(), forgotten.unwrap_err()] {
+            assert_eq!(error.code(), Code::InvalidSetting, "{error}");
+            assert!(error.hint_text().unwrap().contains("audit verify"));
+        }
+    }
+    let conn = Connection::open(&path).unwrap();
+    conn.execute_batch("DROP TRIGGER mine; DROP TRIGGER mine_too")
+        .unwrap();
+    let verdict = audit.verify(None).await.unwrap();
+    assert!(verdict.is_ok() && verdict.verified == 40, "{verdict:?}");
 }

@@ -17,6 +17,7 @@ mod files;
 mod golden;
 mod locked;
 mod model;
+mod outbox;
 mod regressions;
 mod retention;
 mod rollback;
