@@ -348,6 +348,40 @@ async fn nothing_is_lost_while_another_process_prunes_all_the_time() {
     assert_sound(&worker).await;
 }
 
+// conformance: rule-7/meanwhile: what somebody comes to need in the middle of a run is not removed
+// conformance: fault-9/meanwhile: the writer looks again before it removes what was found
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_group_that_is_declared_in_the_middle_of_a_run_gets_what_is_left() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.db");
+    let engine = open(&path);
+    publish_many(&engine, "a", 3000).await;
+    let left = Arc::new(AtomicU64::new(u64::MAX));
+    let watch = {
+        let (engine, left, path) = (engine.clone(), left.clone(), path.clone());
+        move |_| {
+            if left.load(Ordering::SeqCst) < u64::MAX {
+                return;
+            }
+            // Between the first step and the second, which was found together with it.
+            tokio::task::block_in_place(|| {
+                tokio::runtime::Handle::current().block_on(declare(&engine, "g", "*"));
+            });
+            let conn = Connection::open(&path).unwrap();
+            left.store(count(&conn, "log").unsigned_abs(), Ordering::SeqCst);
+        }
+    };
+    let maintenance = engine.maintenance().unwrap();
+    let run = maintenance.prune_watched(everything(), Box::new(watch));
+    let done = run.await.unwrap();
+    let left = left.load(Ordering::SeqCst);
+    assert!(left > 0 && left < 3000, "{left}");
+    assert_eq!((done.removed, done.kept), (3000 - left, left));
+    let mut consumer = consume(&engine, "g").await;
+    let first = fetch(&mut consumer, 1).await.remove(0);
+    assert_eq!(first.record.position, 3000 - left + 1);
+}
+
 // conformance: issue-4/retention-cut-short: a run that is dropped anywhere leaves a sound file, and the next one ends the work
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_run_that_is_cut_short_is_ended_by_the_next() {
