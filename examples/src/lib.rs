@@ -19,6 +19,7 @@ chapters! {
     replay: "replay.md",
     outbox: "outbox.md",
     audit: "audit.md",
+    history: "history.md",
     retention: "retention.md",
     testing: "testing.md",
     configuration: "configuration.md",

@@ -117,6 +117,8 @@ pub(crate) enum Command {
     Publish(Box<PublishArgs>),
     /// Show events as they come
     Tail(TailArgs),
+    /// Show what happened: events by tenant, app, entity, type and time, page by page
+    Events(crate::commands::events::EventsArgs),
     /// Show one event and where it stands in every group
     Get(GetArgs),
     /// Look at events that failed for good, retry or delete them

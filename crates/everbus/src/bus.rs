@@ -7,8 +7,8 @@ use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{
-    Capabilities, Code, Engine, Error, Event, EventId, GroupInfo, GroupName, IntoEvent, Log,
-    Maintenance, Pattern, Result,
+    Capabilities, Code, Engine, Error, Event, EventId, GroupInfo, GroupName, History, IntoEvent,
+    Log, Maintenance, Pattern, Result,
 };
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -538,6 +538,28 @@ impl Bus {
     /// cannot.
     pub fn log(&self) -> Result<&dyn Log> {
         self.inner.shared.engine.log()
+    }
+
+    /// What happened: events by tenant, app, entity, type and time; `Unsupported` where the engine cannot
+    /// be asked.
+    ///
+    /// ```
+    /// use everbus::{Bus, Event, HistoryQuery};
+    /// # #[tokio::main]
+    /// # async fn main() -> everbus::Result<()> {
+    /// let bus = Bus::open("memory:").await?;
+    /// let event = Event::builder("order.placed").tenant("acme").entity("ORDER", "123").build()?;
+    /// bus.publish(event).await?;
+    ///
+    /// let query = HistoryQuery::default().tenant("acme").entity("ORDER", "123").limit(20);
+    /// let page = bus.history()?.query(query).await?;
+    /// assert_eq!(page.items[0].event.event_type(), "order.placed");
+    /// assert!(page.next.is_none());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn history(&self) -> Result<&dyn History> {
+        self.inner.shared.engine.history()
     }
 
     /// The upkeep of the engine's file; `Unsupported` where it has none.

@@ -90,7 +90,7 @@ impl DeadLetterQueue {
         let retried = self.letters()?.retry(filter.clone());
         let mut action = Action::new("dlq.retry");
         if let Some(id) = filter.id {
-            action = action.on("EVENT", id);
+            action = action.on("EVENT", &id);
         }
         self.audited(action.filter(&filter), retried).await
     }

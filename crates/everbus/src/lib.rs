@@ -149,11 +149,12 @@ pub use upcast::Upcasts;
 pub use everbus_core as core;
 pub use everbus_core::{
     Attributes, AuditEntry, AuditHead, AuditPage, AuditQuery, AuditRecord, AuditVerdict,
-    Capabilities, CheckReport, Clock, Code, DeadLetter, DeadLetterFilter, DeadLetterKey,
+    Capabilities, CheckReport, Clock, Code, Cursor, DeadLetter, DeadLetterFilter, DeadLetterKey,
     DeadLetterPage, Durability, Engine, Entity, Error, Event, EventBuilder, EventId, EventState,
-    Failure, FailureKind, GroupInfo, GroupName, GroupState, IntoEvent, Log, Maintenance,
-    ManualClock, PageRequest, Pattern, Pruned, PurgeBasis, Recorded, Result, Retention,
-    RetryPolicy, StartFrom, StreamAge, SystemClock, Timestamp, TraceContext, TypedEvent,
+    Failure, FailureKind, GroupInfo, GroupName, GroupState, History, HistoryPage, HistoryQuery,
+    IntoEvent, Log, Maintenance, ManualClock, Order, PageRequest, Pattern, Pruned, PurgeBasis,
+    Recorded, Result, Retention, RetryPolicy, StartFrom, StreamAge, SystemClock, Timestamp,
+    TraceContext, TypedEvent,
 };
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;

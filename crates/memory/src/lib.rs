@@ -21,6 +21,7 @@ mod checkpoints;
 mod consumer;
 mod dead_letters;
 mod group;
+mod history;
 mod inbox;
 mod log;
 mod maintenance;
@@ -60,6 +61,7 @@ pub fn open(options: Options) -> Engine {
         inbox: Some(memory.clone()),
         checkpoints: Some(memory.clone()),
         audit: Some(memory.clone()),
+        history: Some(memory.clone()),
         ..Engine::new(Arc::new(MemoryBroker(memory)))
     }
 }

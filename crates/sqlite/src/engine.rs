@@ -17,6 +17,7 @@ use crate::effect::ENGINE;
 use crate::feeder;
 use crate::file::{locate, open_writer};
 use crate::guard::Guard;
+use crate::history::Indexer;
 use crate::queue::{Answer, Command, Queue, Reply};
 use crate::readers::{Reader, Readers};
 use crate::session::{Mailbox, NewSession, SqliteConsumer};
@@ -172,6 +173,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
     let (end, ended) = watch::channel(false);
     let failed = Arc::new(OnceLock::new());
     let feeder = feeder::start(&path, &queue)?;
+    let indexer = Indexer::start(&path, &queue, options.history)?;
     let readers = Arc::new(Readers::new(path.clone()));
     let inbox_readers = Arc::new(Readers::new(path.clone()));
     let outbox_readers = Arc::new(Readers::new(path.clone()));
@@ -184,6 +186,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         options,
         queue: queue.clone(),
         feeder,
+        indexer,
         readers: vec![
             readers.clone(),
             inbox_readers.clone(),
@@ -231,6 +234,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         outbox: Some(outbox),
         checkpoints: Some(engine.clone()),
         audit: Some(engine.clone()),
+        history: Some(engine.clone()),
         ..Engine::new(engine)
     })
 }

@@ -41,6 +41,7 @@ const OURS: &[&str] = &[
     "events",
     "history_runs",
     "history_blocks",
+    "history_indexer",
     "event_outbox",
     "outbox_dead_letters",
     "outbox_relay",

@@ -8,6 +8,7 @@
 //!                                                   └─▶ dead_letters
 //!  feeder thread ── reads what a group that fell behind has missed
 //!  reader thread ── answers queries
+//!  index thread  ── sorts what was appended into the history's indexes, some way behind
 //! ```
 //!
 //! One thread owns the writing connection and commits whatever is queued in one transaction. A group
@@ -29,6 +30,7 @@ mod failpoint;
 mod feeder;
 mod file;
 mod guard;
+mod history;
 mod inbox;
 mod inspect;
 mod leases;
@@ -59,6 +61,8 @@ use std::time::Duration;
 use everbus_core::{Clock, Engine, Result, SystemClock};
 
 pub use audit::kept_head;
+#[doc(hidden)]
+pub use history::HistoryTuning;
 pub use maintenance::restore;
 pub use schema::VERSION as SCHEMA_VERSION;
 
@@ -86,6 +90,9 @@ pub struct Options {
     pub disk_headroom: u64,
     /// How long to wait for another process that holds the file.
     pub busy_timeout: Duration,
+    /// How large the parts of the history's indexes are. For tests; everybody else takes the default.
+    #[doc(hidden)]
+    pub history: HistoryTuning,
 }
 
 impl Default for Options {
@@ -96,6 +103,7 @@ impl Default for Options {
             create: true,
             disk_headroom: 16 << 20,
             busy_timeout: Duration::from_secs(10),
+            history: HistoryTuning::default(),
         }
     }
 }

@@ -305,6 +305,11 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
                ON a.group_id = b.group_id AND a.id < b.id AND a.lo <= b.hi AND b.lo <= a.hi",
         ),
         (
+            "the runs of the history's index do not overlap",
+            "SELECT count(*) FROM (SELECT lo <= lag(hi) OVER (ORDER BY lo) OR hi < lo AS bad
+               FROM history_runs WHERE state = 1) WHERE bad",
+        ),
+        (
             "times never fall",
             "SELECT count(*) FROM (SELECT received_at < lag(received_at) OVER (ORDER BY seq) AS fell
                FROM log) WHERE fell",

@@ -12,13 +12,21 @@ CREATE TABLE history_runs (
   events  INTEGER NOT NULL,                   -- in the log when it was written
   state   INTEGER NOT NULL                    -- 0 being written, 1 in use, 2 to be swept away
 );
+-- Two blocks fill a page. The index is small, so that finding a block reads few pages.
 CREATE TABLE history_blocks (
+  id    INTEGER PRIMARY KEY,
   run   INTEGER NOT NULL,                     -- history_runs.id
   scope INTEGER NOT NULL,                     -- of the first posting in the block
   seq   INTEGER NOT NULL,                     -- of the first posting in the block
-  block BLOB    NOT NULL,
-  PRIMARY KEY (run, scope, seq)
-) WITHOUT ROWID;
+  block BLOB    NOT NULL                      -- the other postings
+);
+CREATE UNIQUE INDEX history_blocks_first ON history_blocks (run, scope, seq);
+-- Who writes runs: one process at a time.
+CREATE TABLE history_indexer (
+  only   INTEGER PRIMARY KEY CHECK (only = 1),
+  holder INTEGER NOT NULL,
+  until  INTEGER NOT NULL                     -- microseconds
+);
 
 -- OUTBOX: see outbox.sql, which comes first.
 

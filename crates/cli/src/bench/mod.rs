@@ -8,6 +8,7 @@ mod cold_start;
 mod cross_process;
 mod dead_letters;
 mod end_to_end;
+mod history;
 mod latency;
 mod memory;
 mod outbox;
@@ -59,6 +60,12 @@ pub(crate) enum Scenario {
     /// A page of 100 dead letters out of a million
     #[value(name = "dead-letters")]
     DeadLetters,
+    /// The first page of 100 by each of the eight patterns, out of 50,000 and of 5,000,000 events
+    #[value(name = "history")]
+    History,
+    /// What the indexes of the history cost: events with tenant, app and entity beside bare ones
+    #[value(name = "history-insert")]
+    HistoryInsert,
     /// The first redelivery after a process died with 100,000 events in flight
     #[value(name = "recovery")]
     Recovery,
@@ -99,6 +106,8 @@ impl Scenario {
             Self::Latency => "latency",
             Self::CrossProcess => "cross-process",
             Self::DeadLetters => "dead-letters",
+            Self::History => "history",
+            Self::HistoryInsert => "history-insert",
             Self::Recovery => "recovery",
             Self::Memory => "memory",
             Self::SparseGroup => "sparse-group",
@@ -121,6 +130,8 @@ impl Scenario {
             Self::Latency => latency::measure(bench).await,
             Self::CrossProcess => cross_process::measure(bench).await,
             Self::DeadLetters => dead_letters::measure(bench).await,
+            Self::History => history::measure(bench).await,
+            Self::HistoryInsert => history::measure_insert(bench).await,
             Self::Recovery => recovery::measure(bench).await,
             Self::Memory => memory::measure(bench).await,
             Self::SparseGroup => sparse_group::measure(bench).await,

@@ -283,7 +283,7 @@ async fn retry(args: DlqRetryArgs, engine: &Engine, output: &mut Output) -> Outc
         } else {
             let mut action = Action::new("dlq.retry").filter(&filter);
             if let Some(id) = filter.id {
-                action = action.on("EVENT", id);
+                action = action.on("EVENT", &id);
             }
             audited(engine, &Operator::current(), action, letters.retry(filter)).await?
         };

@@ -7,6 +7,7 @@ mod check;
 mod check_config;
 mod demo;
 mod dlq;
+pub(crate) mod events;
 mod get;
 mod groups;
 pub(crate) mod outbox;
@@ -46,6 +47,7 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Completions { shell } => completions(shell, output),
         Command::Demo => until_interrupted(demo::run(output)).await,
         Command::Bench(args) => until_interrupted(bench::run(args, &target()?, output)).await,
+        Command::Events(args) => until_interrupted(events::run(&args, &target()?, output)).await,
         Command::Get(args) => until_interrupted(get::run(&args, &target()?, output)).await,
         Command::Dlq(command) => until_interrupted(dlq::run(command, &target()?, output)).await,
         Command::Groups(args) => until_interrupted(groups::run(args, &target()?, output)).await,

@@ -12,6 +12,7 @@ fn every_scenario_runs_and_prints_its_figure() {
         "publish-batch",
         "end-to-end",
         "replay",
+        "history-insert",
     ];
     let all = [
         &["-o", "json", "bench", "--quick", "--events", "2000"],
@@ -34,6 +35,7 @@ fn every_scenario_runs_and_prints_its_figure() {
         "latency",
         "cross-process",
         "dead-letters",
+        "history",
         "recovery",
         "sparse-group",
         "cold-start",

@@ -9,6 +9,7 @@ mod bench;
 mod config;
 mod demo;
 mod dlq;
+mod events;
 mod files;
 mod groups;
 mod outbox;

@@ -46,6 +46,7 @@ impl SqliteEngine {
         run.stages().await?;
         run.outbox().await?;
         run.audit().await?;
+        run.history().await?;
         run.space().await?;
         Ok(run.done)
     }
@@ -321,6 +322,15 @@ impl<'e> Run<'e> {
         };
         self.tell();
         Ok(())
+    }
+
+    /// What the history's index knows of events that are gone goes as well, later and by itself.
+    async fn history(&mut self) -> Result<()> {
+        if self.done.removed == 0 {
+            return Ok(());
+        }
+        let handle = &self.engine.handle;
+        handle.patient_job(|writer| writer.forget_history()).await
     }
 
     /// Gives free pages back to the file system, as many as there are now.

@@ -21,6 +21,7 @@ use crate::errors::{from_sqlite, is_fatal};
 use crate::failpoint;
 use crate::feeder::Feeder;
 use crate::guard::Guard;
+use crate::history::Indexer;
 use crate::owner::OwnerLock;
 use crate::queue::{Command, Queue, Taken};
 use crate::readers::Readers;
@@ -81,6 +82,7 @@ pub(crate) struct Writer {
     patient_at: Option<Instant>,
     pub(crate) owner_lock: Option<OwnerLock>,
     feeder: Feeder,
+    indexer: Indexer,
     readers: Vec<Arc<Readers>>,
     queue: Arc<Queue>,
     space: Space,
@@ -102,6 +104,7 @@ pub(crate) struct Start {
     pub(crate) options: crate::Options,
     pub(crate) queue: Arc<Queue>,
     pub(crate) feeder: Feeder,
+    pub(crate) indexer: Indexer,
     pub(crate) readers: Vec<Arc<Readers>>,
     pub(crate) head: watch::Sender<u64>,
     pub(crate) failed: Arc<OnceLock<Error>>,
@@ -136,6 +139,7 @@ impl Writer {
             patient_at: None,
             owner_lock: None,
             feeder: start.feeder,
+            indexer: start.indexer,
             readers: start.readers,
             queue: start.queue,
             head: start.head,
@@ -387,6 +391,17 @@ impl Writer {
             *known = head.max(*known);
             newer
         });
+        self.indexer.saw(head);
+    }
+
+    /// Whether there is room for what can wait.
+    pub(crate) fn check_room(&self) -> Result<()> {
+        self.space.check()
+    }
+
+    /// Lets the indexer look for runs of which little is left.
+    pub(crate) fn review_history(&self) {
+        self.indexer.review();
     }
 
     fn hand_over(&mut self) {
@@ -566,6 +581,7 @@ impl Writer {
         // write-ahead log.
         self.readers.iter().for_each(|readers| readers.close());
         self.feeder.close();
+        self.indexer.close();
         self.owner_lock = None;
     }
 }

@@ -15,6 +15,7 @@ mod effects;
 mod faults;
 mod files;
 mod golden;
+mod history;
 mod locked;
 mod model;
 mod outbox;

@@ -10,6 +10,7 @@ pub mod consuming;
 pub mod dead_letters;
 pub mod effects;
 pub mod groups;
+pub mod history;
 pub mod inbox;
 pub mod ordered;
 pub mod replay;

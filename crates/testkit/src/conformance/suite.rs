@@ -739,5 +739,6 @@ macro_rules! conformance_tests {
         async fn records_written_at_once_are_all_there() {
             $crate::conformance::audit::records_written_at_once_are_all_there($harness).await;
         }
+        $crate::history_tests!($harness);
     };
 }
