@@ -16,6 +16,7 @@ use rusqlite::{Connection, OptionalExtension};
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::rows::seq_from;
+use crate::writer::Writer;
 use needed::Stretches;
 use others::{CHOOSE, cutoff};
 use pace::Pace;
@@ -330,13 +331,13 @@ impl<'e> Run<'e> {
             return Ok(());
         }
         let handle = &self.engine.handle;
-        handle.patient_job(|writer| writer.forget_history()).await
+        handle.patient_job(Writer::forget_history).await
     }
 
     /// Gives free pages back to the file system, as many as there are now.
     async fn space(&mut self) -> Result<()> {
         let handle = &self.engine.handle;
-        let (size, free) = handle.patient_job(|writer| writer.free_pages()).await?;
+        let (size, free) = handle.patient_job(Writer::free_pages).await?;
         let (mut pace, mut left) = (Pace::default(), free);
         while left > 0 {
             let pages = pace.budget().min(left);
