@@ -53,7 +53,7 @@ fn add_stage(conn: &Connection, seq: u64, at: i64) {
 }
 
 // conformance: issue-4/retention-whole: payload stages, expiry, skips and retried dead letters go with the event
-// conformance: fault-11/retention: the transaction that removes an event marks its object as an orphan, and never before
+// conformance: issue-4/retention-orphans: the transaction that removes an event marks its object as an orphan, and never before
 #[tokio::test]
 async fn whatever_is_about_an_event_goes_with_it() {
     let dir = tempfile::tempdir().unwrap();
