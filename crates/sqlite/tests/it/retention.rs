@@ -249,7 +249,7 @@ async fn a_run_goes_in_small_steps_with_others_in_between() {
     stop.store(true, Ordering::SeqCst);
     publisher.await.unwrap();
     assert!(done.removed >= 20_000 && done.freed_bytes > 0, "{done:?}");
-    let steps = steps.lock().unwrap();
+    let steps = steps.lock().unwrap().clone();
     let mut before = Pruned::default();
     for (step, _) in steps.iter() {
         assert!(step.removed - before.removed <= 5000, "{step:?}");

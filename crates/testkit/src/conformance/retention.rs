@@ -268,6 +268,7 @@ pub async fn retention_waits_for_those_who_lag<H: Harness>(harness: H) {
 }
 
 /// For random logs, groups and policies: exactly what is over the limits and needed by nobody goes.
+#[allow(clippy::print_stderr, reason = "a failure must be reproducible")]
 pub async fn exactly_what_nobody_needs_goes<H: Harness>(make: impl Fn() -> H) {
     let seeds = match Random::seed_from_env() {
         Some(seed) => vec![seed],
