@@ -21,6 +21,7 @@ chapters! {
     outbox: "outbox.md",
     audit: "audit.md",
     history: "history.md",
+    retention: "retention.md",
     testing: "testing.md",
     configuration: "configuration.md",
     dialects: "dialects.md",

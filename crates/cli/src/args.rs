@@ -149,6 +149,9 @@ pub(crate) enum Command {
     /// Print an AsyncAPI 3 document of the streams, consumers and groups: from --config, and from the
     /// groups and the newest events of the file
     Asyncapi(AsyncapiArgs),
+    /// Say what is kept for how long, and remove what is old and needed by nobody
+    #[command(subcommand)]
+    Retention(crate::commands::retention::RetentionCommand),
     /// Copy the file while it is in use
     Backup(BackupArgs),
     /// Bring a backup into place as the file named by --db
@@ -224,6 +227,11 @@ pub(crate) struct PublishArgs {
     /// What the payload is, if not JSON
     #[arg(long, value_name = "MIME")]
     pub(crate) content_type: Option<String>,
+
+    /// For how long it is wanted: 90s, 12h, 7d. After that it may be forgotten, once no group owes
+    /// work on it
+    #[arg(long, value_name = "DURATION", value_parser = when::parse_length, allow_hyphen_values = true)]
+    pub(crate) ttl: Option<Duration>,
 
     /// Publish this many events
     #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true)]

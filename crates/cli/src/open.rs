@@ -189,7 +189,8 @@ impl Target {
     }
 
     async fn bus_on(&self, engine: Engine) -> Outcome<Bus> {
-        let mut builder = Bus::builder();
+        // What is kept is for the programs of the file to say, or for its configuration.
+        let mut builder = Bus::builder().keep_everything();
         if let Some(bytes) = self.max_payload {
             builder = builder.max_payload(bytes);
         }

@@ -56,6 +56,19 @@ fn age(text: &str) -> Option<Result<Duration, String>> {
     })
 }
 
+/// Reads for how long: `90s`, `15m`, `12h`, `30d`; more than nothing.
+pub(crate) fn parse_length(text: &str) -> Result<Duration, String> {
+    match age(text) {
+        Some(Ok(length)) if !length.is_zero() => Ok(length),
+        Some(_) => Err(format!(
+            "{text:?} is out of range: more than 0s and at most {OLDEST_DAYS}d"
+        )),
+        None => Err(format!(
+            "{text:?} is not a length of time; write 90s, 15m, 12h or 30d"
+        )),
+    }
+}
+
 /// What people leave out of a time, added: `2026-01-31 12:00` is `2026-01-31T12:00:00Z`.
 fn full_time(text: &str) -> String {
     let text = text.strip_suffix(" UTC").unwrap_or(text);

@@ -1,6 +1,7 @@
 //! Building events, and what is refused.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use serde::Serialize;
@@ -18,6 +19,8 @@ pub const MAX_TYPE_CHARS: usize = 255;
 pub const MAX_ATTRIBUTE_BYTES: usize = 16 * 1024;
 /// All attributes of one event together have at most this many bytes.
 pub const MAX_ATTRIBUTES_BYTES: usize = 256 * 1024;
+/// More is a mistake of units.
+const LONGEST_TTL: Duration = Duration::from_secs(100 * 366 * 24 * 3600);
 
 /// Builds an [`Event`]; mistakes are reported by [`build`](EventBuilder::build).
 #[derive(Clone, Debug)]
@@ -30,6 +33,7 @@ pub struct EventBuilder {
     payload: Result<Bytes>,
     known_json: bool,
     attributes: Option<Box<Attributes>>,
+    ttl: Option<Duration>,
 }
 
 impl EventBuilder {
@@ -42,6 +46,7 @@ impl EventBuilder {
             payload: Ok(Bytes::from_static(b"null")),
             known_json: true,
             attributes: None,
+            ttl: None,
         }
     }
 
@@ -166,6 +171,13 @@ impl EventBuilder {
         self
     }
 
+    /// For how long after it happened it is wanted: as [`expires_at`](Self::expires_at), which it
+    /// replaces.
+    pub fn ttl(mut self, ttl: Duration) -> Self {
+        self.ttl = Some(ttl);
+        self
+    }
+
     /// Adds one metadata entry.
     pub fn meta(mut self, key: impl Into<String>, value: impl Into<String>) -> Self {
         self.attributes_mut()
@@ -175,13 +187,24 @@ impl EventBuilder {
     }
 
     /// The event, or what is wrong with it.
-    pub fn build(self) -> Result<Event> {
+    pub fn build(mut self) -> Result<Event> {
         validate_type(&self.event_type)?;
         if self.version == 0 {
             return Err(Error::new(
                 Code::InvalidAttribute,
                 "the version of an event is 1 or more",
             ));
+        }
+        let occurred_at = self.occurred_at.unwrap_or_else(|| SystemClock.now());
+        if let Some(ttl) = self.ttl {
+            if ttl.is_zero() || ttl > LONGEST_TTL {
+                return Err(Error::new(
+                    Code::InvalidAttribute,
+                    format!("a time to live of {ttl:?}"),
+                )
+                .hint("it is more than nothing and at most a hundred years"));
+            }
+            self.attributes_mut().expires_at = Some(occurred_at.plus(ttl));
         }
         let attributes = self.attributes.filter(|a| **a != Attributes::default());
         let mut json = true;
@@ -198,7 +221,7 @@ impl EventBuilder {
             self.id.unwrap_or_default(),
             self.event_type,
             self.version,
-            self.occurred_at.unwrap_or_else(|| SystemClock.now()),
+            occurred_at,
             payload,
             attributes,
         )
@@ -374,6 +397,19 @@ mod tests {
 
     fn code(builder: EventBuilder) -> Code {
         builder.build().unwrap_err().code()
+    }
+
+    // conformance: issue-4/ttl: an event may say for how long after it happened it is wanted
+    #[test]
+    fn a_time_to_live_counts_from_when_it_happened() {
+        let at: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
+        let day = Duration::from_secs(24 * 3600);
+        let event = Event::builder("a").ttl(day).occurred_at(at);
+        let expires = event.build().unwrap().attributes().unwrap().expires_at;
+        assert_eq!(expires, Some(at.plus(day)));
+        for wrong in [Duration::ZERO, Duration::MAX] {
+            assert_eq!(code(Event::builder("a").ttl(wrong)), Code::InvalidAttribute);
+        }
     }
 
     // conformance: issue-2/odd-types: spaces and undotted names are legal

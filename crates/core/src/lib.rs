@@ -62,7 +62,10 @@ pub use history::{Cursor, History, HistoryPage, HistoryQuery, Order, check_range
 pub use id::EventId;
 pub use inbox::Inbox;
 pub use log::{EventState, GroupState, Log, Recorded};
-pub use maintenance::{CheckReport, Finding, Maintenance, Pruned, Retention, StreamAge};
+pub use maintenance::{
+    CheckReport, DutyRecord, Finding, Held, Holdings, Maintenance, Pruned, RETENTION_DUTY,
+    Retention, StreamAge, TypeHoldings,
+};
 pub use orphans::{Orphan, Orphans};
 pub use outbox::{
     Claimed, FailedRow, LONGEST_RELAY_LEASE, OUTBOX_ATTEMPTS, OUTBOX_GROUP, OutboxRow,

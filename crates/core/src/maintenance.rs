@@ -8,6 +8,7 @@ use serde::Serialize;
 use crate::broker::BoxFuture;
 use crate::error::{Code, Error, Result};
 use crate::pattern::Pattern;
+use crate::time::Timestamp;
 
 /// What to keep, and for how long. Nothing a group still owes work on is ever removed, and events
 /// that say themselves when they [expire](crate::Attributes::expires_at) go when they do.
@@ -83,6 +84,47 @@ impl Retention {
         let own = self.streams.iter().find(|s| s.types.matches(event_type));
         own.map_or(self.max_age, |stream| stream.max_age)
     }
+
+    /// How long the events are kept that are kept longest; `None` if some are kept for ever.
+    pub fn longest(&self) -> Option<Duration> {
+        let mut ages = self.streams.iter().map(|stream| stream.max_age);
+        ages.try_fold(self.max_age?, |longest, age| Some(longest.max(age?)))
+    }
+
+    /// The name of the [duty](Maintenance::take_duty) to carry out this policy. Buses that say different
+    /// things about one store each see to it that theirs is carried out.
+    pub fn duty(&self) -> String {
+        // FNV-1a: the same in every process, and nobody gains by a collision.
+        let text = format!("{self:?}");
+        let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+        });
+        format!("{RETENTION_DUTY}/{hash:016x}")
+    }
+
+    /// Refuses what cannot be meant: ages of zero, which would take what has just come.
+    pub fn validate(&self) -> Result<()> {
+        let streams = self.streams.iter().map(|s| (s.types.as_str(), s.max_age));
+        let single = [
+            ("max_age", self.max_age),
+            ("payloads", self.payloads),
+            ("dead_letters", self.dead_letters),
+            ("audit", self.audit),
+            ("outbox", self.outbox),
+        ];
+        match single
+            .into_iter()
+            .chain(streams)
+            .find(|(_, age)| age.is_some_and(|a| a.is_zero()))
+        {
+            None => Ok(()),
+            Some((what, _)) => Err(Error::new(
+                Code::InvalidSetting,
+                format!("the retention of {what} is zero"),
+            )
+            .hint("leave it out to keep everything, or say for how long: 30d")),
+        }
+    }
 }
 
 /// What retention did, or would do.
@@ -101,9 +143,60 @@ pub struct Pruned {
     pub audit: u64,
     /// Rows of the outbox removed.
     pub outbox: u64,
-    /// Bytes given back to the file system.
+    /// Bytes given back to the file system; a preview cannot know them.
     pub freed_bytes: u64,
 }
+
+/// What there is that retention may take some day.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Holdings {
+    /// The events, by type, in the order of the names.
+    pub types: Vec<TypeHoldings>,
+    /// Payload stages.
+    pub payloads: Held,
+    /// Dead letters, open and retried, by their death.
+    pub dead_letters: Held,
+    /// Audit records.
+    pub audit: Held,
+    /// Rows of the outbox that were sent.
+    pub outbox: Held,
+    /// Events that say themselves when they expire; `oldest` is when the next one does.
+    pub expiring: Held,
+    /// Who ran retention last, and when that was begun.
+    pub last_run: Option<DutyRecord>,
+}
+
+/// The events of one type.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct TypeHoldings {
+    /// The type.
+    pub event_type: String,
+    /// How many there are.
+    pub events: u64,
+    /// When the oldest was received.
+    pub oldest: Timestamp,
+}
+
+/// How many there are of something.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Held {
+    /// How many.
+    pub count: u64,
+    /// The time of the oldest.
+    pub oldest: Option<Timestamp>,
+}
+
+/// Who took on a periodic duty last.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, serde::Deserialize)]
+pub struct DutyRecord {
+    /// Whoever it was.
+    pub owner: String,
+    /// When it was begun.
+    pub at: Timestamp,
+}
+
+/// What the names of the duties to carry out retention begin with.
+pub const RETENTION_DUTY: &str = "retention";
 
 /// One thing a check found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -152,7 +245,17 @@ pub trait Maintenance: Send + Sync + 'static {
     ) -> BoxFuture<'_, Result<()>>;
 
     /// Removes what retention allows, in small steps that let others through.
-    fn prune(&self, retention: Retention) -> BoxFuture<'_, Result<Pruned>>;
+    fn prune(&self, retention: Retention) -> BoxFuture<'_, Result<Pruned>> {
+        self.prune_watched(retention, Box::new(|_| {}))
+    }
+
+    /// As [`prune`](Self::prune); `progress` is told now and then what was done so far. Dropping the
+    /// future ends it between two steps.
+    fn prune_watched(
+        &self,
+        retention: Retention,
+        progress: Box<dyn FnMut(Pruned) + Send>,
+    ) -> BoxFuture<'_, Result<Pruned>>;
 
     /// What [`prune`](Self::prune) would do now; nothing is changed.
     fn preview(&self, retention: Retention) -> BoxFuture<'_, Result<Pruned>> {
@@ -161,5 +264,92 @@ pub trait Maintenance: Send + Sync + 'static {
             Code::Unsupported,
             "this engine cannot tell what retention would remove",
         ))))
+    }
+
+    /// What there is, by type and kind.
+    fn holdings(&self) -> BoxFuture<'_, Result<Holdings>> {
+        Box::pin(std::future::ready(Err(Error::new(
+            Code::Unsupported,
+            "this engine cannot tell what it holds",
+        ))))
+    }
+
+    /// Takes on a periodic duty, unless somebody did within this time. Of several that ask at once one
+    /// gets it. Who did is on record; an engine that only one process can use may always say yes.
+    fn take_duty(
+        &self,
+        duty: String,
+        owner: String,
+        every: Duration,
+    ) -> BoxFuture<'_, Result<bool>> {
+        let _ = (duty, owner, every);
+        Box::pin(std::future::ready(Ok(true)))
+    }
+
+    /// Gives a duty back that could not be done, so that the next one who asks may try.
+    fn return_duty(&self, duty: String, owner: String) -> BoxFuture<'_, Result<()>> {
+        let _ = (duty, owner);
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DAYS: fn(u32) -> Duration = |days| days * DAY;
+
+    // conformance: omni/stream-ages: messages are kept 30 days, identity 90, media 7, agent 7, access 30, channel 7
+    // conformance: omni/payload-age: payload stages are kept 14 days, dead letters 30, event metadata by stream
+    #[test]
+    fn the_ages_of_the_omni_table() {
+        let omni = Retention::omni();
+        for (event_type, days) in [
+            ("message.received", 30),
+            ("identity.created", 90),
+            ("media.processed", 7),
+            ("agent.task.failed", 7),
+            ("access.denied", 30),
+            ("channel.connected", 7),
+            ("system.dead_letter", 30),
+        ] {
+            assert_eq!(omni.age_of(event_type), Some(DAYS(days)), "{event_type}");
+        }
+        assert_eq!(omni.payloads, Some(DAYS(14)));
+        assert_eq!(omni.dead_letters, Some(DAYS(30)));
+        assert_eq!(omni.longest(), Some(DAYS(90)));
+        assert!(omni.validate().is_ok());
+    }
+
+    // conformance: issue-4/retention-default: history keeps events, stages go after 14 days, dead letters 30 days after death
+    #[test]
+    fn the_standard_keeps_events() {
+        let standard = Retention::standard();
+        assert_eq!(standard.age_of("anything"), None);
+        assert_eq!(standard.longest(), None);
+        assert_eq!(standard.payloads, Some(DAYS(14)));
+        assert_eq!(standard.dead_letters, Some(DAYS(30)));
+    }
+
+    #[test]
+    fn the_first_stream_that_matches_counts_and_zero_is_refused() {
+        let stream = |types: &str, max_age| StreamAge {
+            types: Pattern::new(types).unwrap(),
+            max_age,
+        };
+        let mut retention = Retention {
+            max_age: Some(DAYS(3)),
+            streams: vec![stream("a.b", None), stream("a.>", Some(DAYS(1)))],
+            ..Retention::default()
+        };
+        assert_eq!(retention.age_of("a.b"), None);
+        assert_eq!(retention.age_of("a.c"), Some(DAYS(1)));
+        assert_eq!(retention.age_of("b"), Some(DAYS(3)));
+        assert_eq!(retention.longest(), None, "a.b is kept for ever");
+        retention.streams[0].max_age = Some(Duration::ZERO);
+        assert_eq!(
+            retention.validate().unwrap_err().code(),
+            Code::InvalidSetting
+        );
     }
 }

@@ -84,7 +84,8 @@ impl Draft {
             correlation_id,
             causation_id,
             trace,
-            content_type
+            content_type,
+            expires_at
         );
         if let Some(entity) = a.entity {
             builder = builder.entity(entity.kind, entity.id);

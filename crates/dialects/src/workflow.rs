@@ -1,7 +1,7 @@
 //! *workflow*: `entityId, entityType, tenantId, eventType, timestamp, context, properties` and the keys
 //! of the table, computed by the sender.
 //!
-//! `timestamp` is in milliseconds. The id of the event stands only in `SK`, the app only in the keys of
+//! `timestamp` is in milliseconds, `ttl` in seconds: when the table may forget the event. The id of the event stands only in `SK`, the app only in the keys of
 //! the indexes, so the keys are read as well; a document whose keys are not those of its fields
 //! is refused.
 
@@ -23,6 +23,8 @@ pub use self::query::TableQuery;
 
 /// The metadata entry that holds the context, as JSON.
 const CONTEXT: &str = "context";
+/// When the table may forget the event.
+const TTL: &str = "ttl";
 
 pub(crate) fn read(fields: &Fields<'_>, beside: &Beside<'_>) -> Result<Draft> {
     let tenant = fields.required("tenantId")?;
@@ -69,6 +71,17 @@ pub(crate) fn read(fields: &Fields<'_>, beside: &Beside<'_>) -> Result<Draft> {
         fields.check_size(CONTEXT, &json)?;
         a.metadata.insert(CONTEXT.to_owned(), json);
     }
+    if let Some(seconds) = fields.whole(TTL)? {
+        let micros = i64::try_from(seconds)
+            .ok()
+            .and_then(|s| s.checked_mul(1_000_000));
+        let at = micros.filter(|micros| Timestamp::from_micros(*micros).as_micros() == *micros);
+        let Some(at) = at else {
+            let what = "it is not a time in seconds since 1970";
+            return Err(fields.bad(TTL, what));
+        };
+        a.expires_at = Some(Timestamp::from_micros(at));
+    }
     a.tenant = Some(tenant);
     check_keys(fields, &draft, millis, id)?;
     Ok(draft)
@@ -88,6 +101,12 @@ pub(crate) fn write<'a>(event: &'a Event, fields: &mut Fields<'a>) -> Result<()>
     fields.push_text("tenantId", event.tenant().unwrap_or_default());
     fields.push_text("eventType", event.event_type());
     fields.push("timestamp", keys.millis().to_string());
+    let expires = a.and_then(|a| a.expires_at).map(Timestamp::as_micros);
+    if let Some(micros) = expires.filter(|micros| *micros >= 0) {
+        // Whole seconds; never earlier than the event says.
+        let seconds = micros / 1_000_000 + i64::from(micros % 1_000_000 > 0);
+        fields.push(TTL, seconds.to_string());
+    }
     // Metadata of that name may be something else.
     let context = event.metadata().get(CONTEXT).map(String::as_str);
     if let Some(json) = context.filter(|json| is_object(json)) {

@@ -495,7 +495,7 @@ impl Bus {
             registry.keep(tokio::spawn(collecting));
         }
         if let Some(retention) = shared.options.retention.clone() {
-            registry.keep(tokio::spawn(retention::prune_hourly(
+            registry.keep(tokio::spawn(retention::prune_daily(
                 shared.clone(),
                 retention,
             )));

@@ -9,7 +9,7 @@ use crate::settings::Settings;
 
 impl BusBuilder {
     /// Takes over what a configuration file says: the limits of streams, what is stale, the publish
-    /// rate, the overflow, and the settings of its consumers. A consumer's settings hold for the handlers that this
+    /// rate, the overflow, what is kept for how long, and the settings of its consumers. A consumer's settings hold for the handlers that this
     /// program subscribes in its group to its stream, over what the program itself says: the file is
     /// where a deployment is tuned.
     ///
@@ -32,6 +32,9 @@ impl BusBuilder {
         options.max_staleness = config.backpressure.max_staleness.clone();
         if let Some(overflow) = &config.overflow {
             options.overflow = overflow.clone();
+        }
+        if let Some(retention) = &config.retention {
+            options.retention = Some(retention.clone());
         }
         options.consumers = config.consumers.iter().map(consumer).collect();
         self.url = config.broker_url();

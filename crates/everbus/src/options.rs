@@ -49,8 +49,12 @@ pub struct BusOptions {
     /// How many deliveries of a group this bus holds at most, queued and running together. Unless
     /// set, eight for each handler that may run at once, and at least 4096.
     pub prefetch: Option<usize>,
-    /// What to remove from the log once nobody needs it any more; nothing unless set.
+    /// What is removed once nobody needs it any more, by itself and once a day
+    /// ([`Retention::standard`]); `None` removes nothing.
     pub retention: Option<Retention>,
+    /// How long after its start a bus first looks whether retention is due; one to five minutes, at
+    /// random, unless set.
+    pub retention_delay: Option<Duration>,
     /// How long the inbox remembers what was handled; for ever unless set. At least as long as the log
     /// keeps events, or one that comes again would be handled again.
     pub inbox_retention: Option<Duration>,
@@ -93,7 +97,8 @@ impl Default for BusOptions {
             max_payload: None,
             overflow: Overflow::default(),
             prefetch: None,
-            retention: None,
+            retention: Some(Retention::standard()),
+            retention_delay: None,
             inbox_retention: None,
             no_handler_after: Duration::from_secs(24 * 3600),
             source: None,
@@ -113,6 +118,9 @@ impl BusOptions {
         self.limits.validate()?;
         if let Some(rate) = &self.publish_rate {
             rate.validate()?;
+        }
+        if let Some(retention) = &self.retention {
+            retention.validate()?;
         }
         self.check_inbox_retention()?;
         for age in self.max_staleness.values() {
@@ -152,13 +160,15 @@ impl BusOptions {
         let Some(kept) = self.inbox_retention else {
             return Ok(());
         };
-        let events = self.retention.as_ref().and_then(|r| r.max_age);
+        let events = self.retention.as_ref().and_then(Retention::longest);
         if events.is_none_or(|events| events > kept) || kept > LONGEST {
             return Err(Error::new(
                 Code::InvalidSetting,
                 format!("the inbox would forget after {kept:?} what the log keeps longer"),
             )
-            .hint("give the bus a retention with a max_age that is no longer than this"));
+            .hint(
+                "give the bus a retention whose ages, of every stream, are no longer than this",
+            ));
         }
         Ok(())
     }
@@ -281,14 +291,40 @@ impl BusBuilder {
         self
     }
 
-    /// What to remove from the log once nobody needs it any more: at start and every hour.
+    /// What is removed once nobody needs it any more ([`Retention::standard`]). It runs by itself, once
+    /// a day: of several buses that share a store and say the same, one does it for all.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use everbus::{Bus, Retention};
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> everbus::Result<()> {
+    /// let month = Duration::from_secs(30 * 24 * 3600);
+    /// let retention = Retention { max_age: Some(month), ..Retention::standard() };
+    /// let bus = Bus::builder().retention(retention).open("memory:").await?;
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn retention(mut self, retention: Retention) -> Self {
         self.options.retention = Some(retention);
         self
     }
 
-    /// How long the inbox remembers what was handled (for ever), checked every hour. At least as long as
-    /// the [retention](Self::retention) keeps events.
+    /// Removes nothing by itself: neither old dead letters nor events that have expired.
+    pub fn keep_everything(mut self) -> Self {
+        self.options.retention = None;
+        self
+    }
+
+    /// How long after its start the bus first looks whether retention is due (one to five minutes, at
+    /// random).
+    pub fn retention_delay(mut self, delay: Duration) -> Self {
+        self.options.retention_delay = Some(delay);
+        self
+    }
+
+    /// How long the inbox remembers what was handled (for ever), seen to together with the
+    /// [retention](Self::retention). At least as long as that keeps the events of every stream.
     pub fn inbox_retention(mut self, age: Duration) -> Self {
         self.options.inbox_retention = Some(age);
         self

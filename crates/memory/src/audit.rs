@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use everbus_core::{
     Audit, AuditBreak, AuditEntry, AuditHead, AuditPage, AuditQuery, AuditRecord, AuditVerdict,
-    BoxFuture, Order, Result, Timestamp,
+    BoxFuture, Held, Order, Result, Timestamp,
 };
 
 use crate::broker::Memory;
@@ -114,12 +114,20 @@ impl Trail {
     }
 
     /// How many records at the beginning were written before a time.
-    fn older(&self, before: Timestamp) -> usize {
+    pub(crate) fn older(&self, before: Timestamp) -> usize {
         let records = self.records.iter();
         records.take_while(|record| record.at < before).count()
     }
 
-    fn forget(&mut self, before: Timestamp) -> u64 {
+    /// How many there are, and when the first was written.
+    pub(crate) fn held(&self) -> Held {
+        Held {
+            count: self.records.len() as u64,
+            oldest: self.records.front().map(|record| record.at),
+        }
+    }
+
+    pub(crate) fn forget(&mut self, before: Timestamp) -> u64 {
         let older = self.older(before);
         if let Some(last) = self.records.drain(..older).next_back() {
             self.anchor = head_of(&last);

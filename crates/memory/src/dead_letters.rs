@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Bound;
 
 use everbus_core::{
-    BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterPage, DeadLetters, EventId, GroupName,
+    BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterPage, DeadLetters, EventId, GroupName, Held,
     PageRequest, PurgeBasis, Result, Timestamp,
 };
 
@@ -77,6 +77,27 @@ impl Graveyard {
 
     pub(crate) fn remove_group(&mut self, group: &GroupName) {
         self.graves.retain(|(_, name), _| name != group);
+    }
+
+    pub(crate) fn remove(&mut self, position: u64, group: &GroupName) {
+        self.graves.remove(&(Reverse(position), group.clone()));
+    }
+
+    /// Those that died before a time, open and retried.
+    pub(crate) fn died_before(&self, time: Timestamp) -> impl Iterator<Item = (u64, GroupName)> {
+        let old = self
+            .graves
+            .iter()
+            .filter(move |(_, g)| g.letter.died_at < time);
+        old.map(|((position, group), _)| (position.0, group.clone()))
+    }
+
+    /// How many there are, and when the first died.
+    pub(crate) fn held(&self) -> Held {
+        Held {
+            count: self.graves.len() as u64,
+            oldest: self.graves.values().map(|g| g.letter.died_at).min(),
+        }
     }
 
     /// Forgets what is kept of an event that leaves the log.

@@ -1,39 +1,104 @@
 //! Retention and a check of the rules. There is no file, so there is nothing to back up.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
-use everbus_core::{BoxFuture, CheckReport, Code, Error, Maintenance, Pruned, Result, Retention};
+use everbus_core::{
+    BoxFuture, CheckReport, Code, DutyRecord, Error, GroupName, Held, Holdings, Maintenance,
+    Pruned, RETENTION_DUTY, Recorded, Result, Retention, Timestamp, TypeHoldings,
+};
 
 use crate::broker::Memory;
+use crate::state::State;
 
 impl Memory {
     fn prune_records(&self, retention: &Retention) -> Result<Pruned> {
         let mut state = self.open_state()?;
         let now = self.now();
-        let too_many = retention
-            .max_len
-            .map_or(0, |max| state.records.len().saturating_sub(max));
-        let mut over = Vec::new();
-        for (index, record) in (0u64..).zip(state.records.after(0)) {
-            let too_old = retention
-                .max_age
-                .is_some_and(|age| record.received_at.plus(age) < now);
-            // Both limits take from the front: the first event within them ends the search.
-            if !too_old && index >= too_many {
-                break;
+        let (mut pruned, positions) = old_dead(&state, retention, now);
+        for (position, group) in positions {
+            let was_open = state.dead.is_open(position, &group);
+            state.dead.remove(position, &group);
+            if was_open && let Some(record) = state.records.get(position).cloned() {
+                // It was never handled: with its dead letter it goes itself.
+                pruned.removed += u64::from(remove_unneeded(&mut state, &record, now));
             }
-            over.push(record.clone());
+            state.wake_waiters(position);
         }
-        let mut pruned = Pruned::default();
-        for record in over {
-            if state.is_needed(&record) {
-                pruned.kept += 1;
-            } else {
-                state.remove(record.position, now);
+        for record in over_limits(&state, retention, now) {
+            if remove_unneeded(&mut state, &record, now) {
                 pruned.removed += 1;
+            } else {
+                pruned.kept += 1;
             }
+        }
+        if let Some(age) = retention.audit {
+            pruned.audit = state.audit.forget(now.minus(age));
         }
         Ok(pruned)
+    }
+
+    fn preview_records(&self, retention: &Retention) -> Result<Pruned> {
+        let state = self.open_state()?;
+        let now = self.now();
+        let (mut pruned, positions) = old_dead(&state, retention, now);
+        let gone: BTreeSet<(u64, GroupName)> = positions.into_iter().collect();
+        let needed = |record: &Recorded| {
+            let position = record.position;
+            state.is_needed_but_for(record, |group| gone.contains(&(position, group.clone())))
+        };
+        let open = gone.iter().filter(|(p, g)| state.dead.is_open(*p, g));
+        let mut removed: BTreeSet<u64> = open
+            .filter_map(|(position, _)| state.records.get(*position))
+            .filter(|record| !needed(record))
+            .map(|record| record.position)
+            .collect();
+        for record in over_limits(&state, retention, now) {
+            if needed(&record) {
+                pruned.kept += 1;
+            } else {
+                removed.insert(record.position);
+            }
+        }
+        pruned.removed = removed.len() as u64;
+        if let Some(age) = retention.audit {
+            pruned.audit = state.audit.older(now.minus(age)) as u64;
+        }
+        Ok(pruned)
+    }
+
+    fn count_records(&self) -> Result<Holdings> {
+        let state = self.open_state()?;
+        let mut types: BTreeMap<&str, TypeHoldings> = BTreeMap::new();
+        let mut expiring = Held::default();
+        for record in state.records.after(0) {
+            let event_type = record.event.event_type();
+            let entry = types.entry(event_type).or_insert_with(|| TypeHoldings {
+                event_type: event_type.to_owned(),
+                events: 0,
+                oldest: record.received_at,
+            });
+            entry.events += 1;
+            if let Some(at) = expiry(record) {
+                expiring.count += 1;
+                expiring.oldest = Some(expiring.oldest.map_or(at, |first| first.min(at)));
+            }
+        }
+        Ok(Holdings {
+            types: types.into_values().collect(),
+            dead_letters: state.dead.held(),
+            audit: state.audit.held(),
+            expiring,
+            last_run: state
+                .duties
+                .iter()
+                .filter(|(duty, _)| duty.starts_with(RETENTION_DUTY))
+                .map(|(_, record)| record.clone())
+                .max_by_key(|record| record.at),
+            ..Holdings::default()
+        })
     }
 
     fn check_rules(&self) -> Result<CheckReport> {
@@ -67,7 +132,102 @@ impl Maintenance for Memory {
         })
     }
 
-    fn prune(&self, retention: Retention) -> BoxFuture<'_, Result<Pruned>> {
-        Box::pin(async move { self.prune_records(&retention) })
+    fn prune_watched(
+        &self,
+        retention: Retention,
+        mut progress: Box<dyn FnMut(Pruned) + Send>,
+    ) -> BoxFuture<'_, Result<Pruned>> {
+        Box::pin(async move {
+            let pruned = self.prune_records(&retention)?;
+            progress(pruned);
+            Ok(pruned)
+        })
     }
+
+    fn preview(&self, retention: Retention) -> BoxFuture<'_, Result<Pruned>> {
+        Box::pin(async move { self.preview_records(&retention) })
+    }
+
+    fn holdings(&self) -> BoxFuture<'_, Result<Holdings>> {
+        Box::pin(async move { self.count_records() })
+    }
+
+    fn take_duty(
+        &self,
+        duty: String,
+        owner: String,
+        every: Duration,
+    ) -> BoxFuture<'_, Result<bool>> {
+        Box::pin(async move {
+            let mut state = self.open_state()?;
+            let now = self.now();
+            let last = state.duties.get(&duty);
+            if last.is_some_and(|last| last.at <= now && now.since(last.at) < every) {
+                return Ok(false);
+            }
+            state.duties.insert(duty, DutyRecord { owner, at: now });
+            Ok(true)
+        })
+    }
+
+    fn return_duty(&self, duty: String, owner: String) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let mut state = self.open_state()?;
+            if state
+                .duties
+                .get(&duty)
+                .is_some_and(|last| last.owner == owner)
+            {
+                state.duties.remove(&duty);
+            }
+            Ok(())
+        })
+    }
+}
+
+/// When an event says that it may be forgotten.
+fn expiry(record: &Recorded) -> Option<Timestamp> {
+    record.event.attributes().and_then(|a| a.expires_at)
+}
+
+/// Dead letters that are too old and that nothing is under way for.
+fn old_dead(
+    state: &State,
+    retention: &Retention,
+    now: Timestamp,
+) -> (Pruned, Vec<(u64, GroupName)>) {
+    let Some(age) = retention.dead_letters else {
+        return (Pruned::default(), Vec::new());
+    };
+    let old = state.dead.died_before(now.minus(age));
+    let old: Vec<_> = old.filter(|(p, group)| !state.has_row(*p, group)).collect();
+    let pruned = Pruned {
+        dead_letters: old.len() as u64,
+        ..Pruned::default()
+    };
+    (pruned, old)
+}
+
+/// What has expired, is too old or too much.
+fn over_limits(state: &State, retention: &Retention, now: Timestamp) -> Vec<Arc<Recorded>> {
+    let too_many = retention
+        .max_len
+        .map_or(0, |max| state.records.len().saturating_sub(max));
+    let over = (0u64..)
+        .zip(state.records.after(0))
+        .filter(|(index, record)| {
+            let age = retention.age_of(record.event.event_type());
+            *index < too_many
+                || age.is_some_and(|age| record.received_at.plus(age) < now)
+                || expiry(record).is_some_and(|at| at < now)
+        });
+    over.map(|(_, record)| record.clone()).collect()
+}
+
+fn remove_unneeded(state: &mut State, record: &Recorded, now: Timestamp) -> bool {
+    if state.is_needed(record) {
+        return false;
+    }
+    state.remove(record.position, now);
+    true
 }

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use everbus_core::{
-    Appended, Code, Error, Event, EventId, EventState, FailureKind, GroupName, GroupSpec,
-    GroupState, Lease, Pattern, Recorded, Redelivery, Result, SettledOutcome, Settlement,
-    StartFrom, SubscriptionInfo, Timestamp, Verdict,
+    Appended, Code, DutyRecord, Error, Event, EventId, EventState, FailureKind, GroupName,
+    GroupSpec, GroupState, Lease, Pattern, Recorded, Redelivery, Result, SettledOutcome,
+    Settlement, StartFrom, SubscriptionInfo, Timestamp, Verdict,
 };
 use tokio::sync::Notify;
 
@@ -34,6 +34,8 @@ pub(crate) struct State {
     pub(crate) audit: Trail,
     pub(crate) next_token: u64,
     next_number: u64,
+    /// Who took on which periodic duty last.
+    pub(crate) duties: BTreeMap<String, DutyRecord>,
     /// Who waits for a position to be settled, and how many.
     pub(crate) waiters: HashMap<u64, (Arc<Notify>, usize)>,
 }
@@ -53,6 +55,7 @@ impl State {
             audit: Trail::default(),
             next_token: 0,
             next_number: 0,
+            duties: BTreeMap::new(),
             waiters: HashMap::new(),
         }
     }
@@ -387,8 +390,28 @@ impl State {
 
     /// Whether a group owes work on an event or keeps it as a dead letter.
     pub(crate) fn is_needed(&self, record: &Recorded) -> bool {
+        self.is_needed_but_for(record, |_| false)
+    }
+
+    /// The same, as if the dead letters of some groups were gone.
+    pub(crate) fn is_needed_but_for(
+        &self,
+        record: &Recorded,
+        gone: impl Fn(&GroupName) -> bool,
+    ) -> bool {
         let mut groups = self.groups.values();
-        groups.any(|group| self.state_in(group, record) != EventState::Done)
+        groups.any(|group| match self.state_in(group, record) {
+            EventState::Done => false,
+            EventState::Dlq => !gone(&group.name),
+            EventState::Pending | EventState::Processing => true,
+        })
+    }
+
+    /// Whether a group has an event waiting or in flight.
+    pub(crate) fn has_row(&self, position: u64, group: &GroupName) -> bool {
+        let number = self.names.get(group);
+        let group = number.and_then(|number| self.groups.get(number));
+        group.is_some_and(|group| group.rows.contains_key(&position))
     }
 
     /// How an event was settled by the groups that were there when it came; `None` if it is not yet.

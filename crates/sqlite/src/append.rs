@@ -79,6 +79,12 @@ impl<'c> Appender<'c> {
         if inserted == 0 {
             return self.repeated(state, &event, tenant);
         }
+        if let Some(at) = event.attributes().and_then(|a| a.expires_at) {
+            self.conn
+                .prepare_cached("INSERT INTO expirations (seq, at) VALUES (?1, ?2)")
+                .and_then(|mut s| s.execute((to_sql(position), micros(at))))
+                .map_err(doing)?;
+        }
         state.head = position;
         state.last_received = self.received_at;
         let received_at = Timestamp::from_micros(self.received_at);
@@ -136,10 +142,15 @@ impl<'c> Appender<'c> {
     }
 
     fn undo(&mut self, state: &mut State, (head, appended): (u64, usize)) -> Result<()> {
-        self.conn
-            .prepare_cached("DELETE FROM log WHERE seq > ?1")
-            .and_then(|mut s| s.execute([to_sql(head)]))
-            .map_err(|e| from_sqlite("taking back a refused batch", e))?;
+        for sql in [
+            "DELETE FROM log WHERE seq > ?1",
+            "DELETE FROM expirations WHERE seq > ?1",
+        ] {
+            self.conn
+                .prepare_cached(sql)
+                .and_then(|mut s| s.execute([to_sql(head)]))
+                .map_err(|e| from_sqlite("taking back a refused batch", e))?;
+        }
         state.head = head;
         state.appended.truncate(appended);
         Ok(())

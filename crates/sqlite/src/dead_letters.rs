@@ -325,9 +325,7 @@ impl Writer {
         }
         let owed = self.owed()?;
         for (seq, _) in &chosen {
-            if !self.owes(&owed, *seq)? {
-                self.remove_unowed(*seq)?;
-            }
+            self.remove_unowed(&owed, *seq)?;
         }
         Ok(chosen.len())
     }

@@ -7,12 +7,60 @@ use everbus_core::{
 use rusqlite::{Connection, OptionalExtension, params};
 
 use crate::append::position_before;
+use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::rows::{seq_from, to_sql};
 use crate::state::micros;
 use crate::writer::Writer;
 
+/// Skips forgotten in one transaction: so few that a publish hardly waits.
+const STEP: i64 = 500;
+
+impl SqliteEngine {
+    /// Forgets, in small steps, which events a group that is to be removed has passed over. What it was
+    /// told to pass by and has not reached stays known until it is gone.
+    pub(crate) async fn forget_skips(&self, group: &GroupName) -> Result<()> {
+        loop {
+            let name = group.clone();
+            let more = self
+                .handle
+                .job(move |writer| writer.forget_some_skips(&name));
+            if !more.await? {
+                return Ok(());
+            }
+        }
+    }
+}
+
 impl Writer {
+    fn forget_some_skips(&mut self, name: &GroupName) -> Result<bool> {
+        let doing = |e| from_sqlite("removing a group", e);
+        let Some(id) = self.state.group_id(name) else {
+            return Ok(false);
+        };
+        let cursor = self.state.group_mut(id)?.cursor;
+        let last: Option<i64> = self
+            .conn
+            .prepare_cached(
+                "SELECT seq FROM skips WHERE group_id = ?1 AND seq <= ?2 ORDER BY seq
+                 LIMIT 1 OFFSET ?3",
+            )
+            .and_then(|mut s| {
+                s.query_row((id, to_sql(cursor), STEP - 1), |r| r.get(0))
+                    .optional()
+            })
+            .map_err(doing)?;
+        let Some(last) = last else {
+            // A few go with the group itself.
+            return Ok(false);
+        };
+        self.conn
+            .prepare_cached("DELETE FROM skips WHERE group_id = ?1 AND seq <= ?2")
+            .and_then(|mut s| s.execute((id, last)))
+            .map_err(doing)?;
+        Ok(true)
+    }
+
     /// Creates a group if it is new, and adds subscriptions.
     pub(crate) fn declare(&mut self, spec: &GroupSpec) -> Result<Vec<SubscriptionInfo>> {
         let known = self.state.group_id(&spec.name);

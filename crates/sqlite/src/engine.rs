@@ -93,10 +93,27 @@ impl Handle {
         self.job_then(job, |value| value)
     }
 
+    /// As [`job`](Self::job), for work that may wait a little while others have something to do.
+    pub(crate) fn patient_job<T: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
+    ) -> BoxFuture<'static, Result<T>> {
+        self.push_job(true, job, |value| value)
+    }
+
     /// As [`job`](Self::job), with something to do on the writer's thread once the change is durable,
     /// whether or not anybody still waits for the answer.
     pub(crate) fn job_then<T: Send + 'static, U: Send + 'static>(
         &self,
+        job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
+        then: impl FnOnce(T) -> U + Send + 'static,
+    ) -> BoxFuture<'static, Result<U>> {
+        self.push_job(false, job, then)
+    }
+
+    fn push_job<T: Send + 'static, U: Send + 'static>(
+        &self,
+        patient: bool,
         job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
         then: impl FnOnce(T) -> U + Send + 'static,
     ) -> BoxFuture<'static, Result<U>> {
@@ -124,6 +141,7 @@ impl Handle {
                     let _ = reply.send(Err(error));
                 }
             }),
+            patient,
         });
         Box::pin(receive(answer))
     }
@@ -268,7 +286,11 @@ impl Broker for SqliteEngine {
     }
 
     fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
-        self.ask(|reply| Command::RemoveGroup { group, reply })
+        Box::pin(async move {
+            self.forget_skips(&group).await?;
+            self.ask(|reply| Command::RemoveGroup { group, reply })
+                .await
+        })
     }
 
     fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {

@@ -44,6 +44,7 @@ mod queue;
 mod readers;
 mod recover;
 mod redeliver;
+mod retention;
 mod rows;
 mod schema;
 mod session;

@@ -1,25 +1,20 @@
-//! Upkeep of the file: check, backup, restore, retention.
+//! Upkeep of the file: check, backup, restore. Retention is a module of its own.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use everbus_core::{
-    BoxFuture, CheckReport, Code, Error, Maintenance, Progress, Pruned, Result, Retention,
-    Timestamp,
+    BoxFuture, CheckReport, Code, Error, Holdings, Maintenance, Pruned, Result, Retention,
 };
 use rusqlite::backup::{Backup, StepResult};
-use rusqlite::{Connection, OpenFlags, OptionalExtension, params};
+use rusqlite::{Connection, OpenFlags};
 use tokio::sync::oneshot;
 
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::file::{locate, open_reader};
-use crate::rows::{seq_from, to_sql};
 use crate::schema::{Kind, identify};
-use crate::writer::Writer;
 
-/// Rows removed in one transaction: little enough that a publish hardly waits.
-const STEP: usize = 500;
 /// Pages copied between two looks at the clock.
 const PAGES: i32 = 256;
 
@@ -40,29 +35,35 @@ impl Maintenance for SqliteEngine {
         })
     }
 
-    fn prune(&self, retention: Retention) -> BoxFuture<'_, Result<Pruned>> {
-        Box::pin(async move {
-            let mut pruned = Pruned::default();
-            let mut after = 0;
-            loop {
-                let retention = retention.clone();
-                let step = self
-                    .handle
-                    .job(move |writer| writer.prune_some(&retention, after))
-                    .await?;
-                pruned.removed += step.removed;
-                pruned.kept += step.kept;
-                match step.next {
-                    Some(next) => after = next,
-                    None => break,
-                }
-            }
-            if pruned.removed > 0 {
-                self.handle.job(Writer::forget_history).await?;
-                while self.handle.job(Writer::shrink).await? {}
-            }
-            Ok(pruned)
-        })
+    fn prune_watched(
+        &self,
+        retention: Retention,
+        progress: Box<dyn FnMut(Pruned) + Send>,
+    ) -> BoxFuture<'_, Result<Pruned>> {
+        Box::pin(self.prune_all(retention, progress))
+    }
+
+    fn preview(&self, retention: Retention) -> BoxFuture<'_, Result<Pruned>> {
+        Box::pin(self.preview_all(retention))
+    }
+
+    fn holdings(&self) -> BoxFuture<'_, Result<Holdings>> {
+        Box::pin(self.count_holdings())
+    }
+
+    fn take_duty(
+        &self,
+        duty: String,
+        owner: String,
+        every: Duration,
+    ) -> BoxFuture<'_, Result<bool>> {
+        self.handle
+            .job(move |writer| writer.take_duty(&duty, &owner, every))
+    }
+
+    fn return_duty(&self, duty: String, owner: String) -> BoxFuture<'_, Result<()>> {
+        self.handle
+            .job(move |writer| writer.return_duty(&duty, &owner))
     }
 }
 
@@ -285,6 +286,11 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
              WHERE retried_at IS NULL AND seq NOT IN (SELECT seq FROM log)",
         ),
         (
+            "what belongs to an event goes with it",
+            "SELECT (SELECT count(*) FROM event_payloads WHERE seq NOT IN (SELECT seq FROM log))
+                  + (SELECT count(*) FROM expirations WHERE seq NOT IN (SELECT seq FROM log))",
+        ),
+        (
             "no event is both waiting and dead",
             "SELECT count(*) FROM deliveries JOIN dead_letters USING (group_id, seq)
              WHERE retried_at IS NULL",
@@ -323,174 +329,4 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
         .map_err(doing)?;
     report.add("events", true, events.to_string());
     Ok(report)
-}
-
-/// What groups still owe.
-pub(crate) struct Owed {
-    /// The groups with their cursors.
-    cursors: Vec<(i64, u64)>,
-    claims: Vec<(u64, u64, Progress)>,
-}
-
-/// What one step of retention did.
-struct Step {
-    removed: u64,
-    kept: u64,
-    next: Option<u64>,
-}
-
-impl Writer {
-    /// What groups still owe that no row tells: everything beyond the slowest group, and what is
-    /// open in claims.
-    pub(crate) fn owed(&self) -> Result<Owed> {
-        let doing = |e| from_sqlite("looking what is still owed", e);
-        let mut statement = self
-            .conn
-            .prepare_cached("SELECT id, lo, hi, done FROM claims")
-            .map_err(doing)?;
-        let mut rows = statement.query([]).map_err(doing)?;
-        let mut claims = Vec::new();
-        while let Some(row) = rows.next().map_err(doing)? {
-            let id: i64 = row.get(0).map_err(doing)?;
-            // Of our own claims memory knows more than the file.
-            let claim = match self.state.claims.get(&id) {
-                Some(claim) => (claim.lo, claim.hi, claim.progress.clone()),
-                None => {
-                    let lo = seq_from(row.get(1).map_err(doing)?);
-                    let hi = seq_from(row.get(2).map_err(doing)?);
-                    let done: Option<Vec<u8>> = row.get(3).map_err(doing)?;
-                    (
-                        lo,
-                        hi,
-                        Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default()),
-                    )
-                }
-            };
-            claims.push(claim);
-        }
-        // Whoever wants nothing, such as the group of a replay, waits for nothing.
-        let groups = self.state.groups.iter();
-        let wanting = groups.filter(|(_, group)| !group.patterns.is_empty());
-        Ok(Owed {
-            cursors: wanting.map(|(id, group)| (*id, group.cursor)).collect(),
-            claims,
-        })
-    }
-
-    /// Whether a group has yet to reach an event, unless it was dropped, or has it in flight.
-    pub(crate) fn owes(&self, owed: &Owed, seq: u64) -> Result<bool> {
-        for (group, cursor) in &owed.cursors {
-            if seq > *cursor && !self.was_dropped(*group, seq)? {
-                return Ok(true);
-            }
-        }
-        let mut claims = owed.claims.iter();
-        Ok(claims.any(|(lo, hi, progress)| (*lo..=*hi).contains(&seq) && !progress.is_done(seq)))
-    }
-
-    /// Removes an event unless a group still has a row or an open dead letter for it.
-    pub(crate) fn remove_unowed(&mut self, seq: u64) -> Result<bool> {
-        let doing = |e| from_sqlite("removing an event", e);
-        let owed: bool = self
-            .conn
-            .prepare_cached(
-                "SELECT EXISTS (SELECT 1 FROM groups g JOIN deliveries d
-                                  ON d.group_id = g.id AND d.seq = ?1)
-                     OR EXISTS (SELECT 1 FROM dead_letters WHERE seq = ?1 AND retried_at IS NULL)",
-            )
-            .and_then(|mut s| s.query_row([to_sql(seq)], |r| r.get(0)))
-            .map_err(doing)?;
-        if owed {
-            return Ok(false);
-        }
-        if seq == self.state.head {
-            // The newest position must never be given again.
-            self.conn
-                .prepare_cached("INSERT OR REPLACE INTO meta (key, value) VALUES ('head', ?1)")
-                .and_then(|mut s| s.execute([to_sql(seq)]))
-                .map_err(doing)?;
-        }
-        self.conn
-            .prepare_cached("DELETE FROM dead_letters WHERE seq = ?1")
-            .and_then(|mut s| s.execute([to_sql(seq)]))
-            .map_err(doing)?;
-        self.conn
-            .prepare_cached(
-                "DELETE FROM skips WHERE seq = ?1 AND group_id IN (SELECT id FROM groups)",
-            )
-            .and_then(|mut s| s.execute([to_sql(seq)]))
-            .map_err(doing)?;
-        self.forget_payloads(seq, seq)?;
-        self.note_orphans(seq, seq)?;
-        self.conn
-            .prepare_cached("DELETE FROM log WHERE seq = ?1")
-            .and_then(|mut s| s.execute([to_sql(seq)]))
-            .map(|removed| removed > 0)
-            .map_err(doing)
-    }
-
-    fn prune_some(&mut self, retention: &Retention, after: u64) -> Result<Step> {
-        let doing = |e| from_sqlite("pruning", e);
-        let mut limit = 0;
-        if let Some(age) = retention.max_age {
-            let cutoff: Timestamp = self.clock.now().minus(age);
-            limit = limit.max(crate::append::position_before(&self.conn, cutoff)?);
-        }
-        if let Some(length) = retention.max_len {
-            let beyond: Option<i64> = self
-                .conn
-                .prepare_cached("SELECT seq FROM log ORDER BY seq DESC LIMIT 1 OFFSET ?1")
-                .and_then(|mut s| s.query_row([to_sql(length)], |r| r.get(0)).optional())
-                .map_err(doing)?;
-            limit = limit.max(beyond.map_or(0, seq_from));
-        }
-        let owed = self.owed()?;
-        let candidates: Vec<i64> = self
-            .conn
-            .prepare_cached(
-                "SELECT seq FROM log WHERE seq > ?1 AND seq <= ?2 ORDER BY seq LIMIT ?3",
-            )
-            .and_then(|mut s| {
-                s.query_map(params![to_sql(after), to_sql(limit), STEP as i64], |r| {
-                    r.get(0)
-                })?
-                .collect()
-            })
-            .map_err(doing)?;
-        let mut step = Step {
-            removed: 0,
-            kept: 0,
-            next: None,
-        };
-        if candidates.len() == STEP {
-            step.next = candidates.last().map(|seq| seq_from(*seq));
-        }
-        for seq in candidates.into_iter().map(seq_from) {
-            if !self.owes(&owed, seq)? && self.remove_unowed(seq)? {
-                step.removed += 1;
-            } else {
-                step.kept += 1;
-            }
-        }
-        Ok(step)
-    }
-
-    /// Gives some pages that pruning freed back to the file system; says whether there are more.
-    fn shrink(&mut self) -> Result<bool> {
-        let doing = |e| from_sqlite("giving space back", e);
-        let mut statement = self
-            .conn
-            .prepare_cached("PRAGMA incremental_vacuum(500)")
-            .map_err(doing)?;
-        // It frees one page with every step.
-        let mut rows = statement.query([]).map_err(doing)?;
-        while rows.next().map_err(doing)?.is_some() {}
-        drop(rows);
-        drop(statement);
-        let left: i64 = self
-            .conn
-            .query_row("PRAGMA freelist_count", [], |r| r.get(0))
-            .map_err(doing)?;
-        Ok(left > 0)
-    }
 }

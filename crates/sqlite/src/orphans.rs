@@ -23,7 +23,7 @@ pub(crate) fn beside(database: &Path) -> PathBuf {
 impl Writer {
     /// Notes the objects of all events in a range of the log, both ends included. To be called in the
     /// transaction that removes the events, before they are removed.
-    pub(crate) fn note_orphans(&mut self, lo: u64, hi: u64) -> Result<()> {
+    pub(crate) fn note_orphans(&self, lo: u64, hi: u64) -> Result<()> {
         // Few events have attributes that say "overflow" at all: only those are read as JSON.
         self.conn
             .prepare_cached(

@@ -1,7 +1,7 @@
 //! Payload stages: rows beside the log, one for each stage that was stored of an event.
 //!
 //! The columns are those of the specification; `seq` ties a row to its event, so that whoever removes a
-//! range of the log removes its stages with one statement, [`Writer::forget_payloads`].
+//! range of the log removes its stages with one statement.
 
 use bytes::Bytes;
 use everbus_core::{
@@ -63,16 +63,6 @@ impl Writer {
             })
             .map(drop)
             .map_err(doing)
-    }
-
-    /// Removes the stages of all events in a range of the log, both ends included. To be called in the
-    /// transaction that removes the events.
-    pub(crate) fn forget_payloads(&mut self, lo: u64, hi: u64) -> Result<()> {
-        self.conn
-            .prepare_cached("DELETE FROM event_payloads WHERE seq BETWEEN ?1 AND ?2")
-            .and_then(|mut s| s.execute([to_sql(lo), to_sql(hi)]))
-            .map(drop)
-            .map_err(|e| from_sqlite("removing payload stages", e))
     }
 }
 

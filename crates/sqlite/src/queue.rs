@@ -68,6 +68,8 @@ pub(crate) enum Command {
     Job {
         job: Option<Job>,
         failed: Box<dyn FnOnce(Error) + Send>,
+        /// Whether it may wait while others have something to do.
+        patient: bool,
     },
 }
 
@@ -78,6 +80,11 @@ impl Command {
             Command::Settle { settlements, .. } => settlements.iter().any(|s| s.effect.is_some()),
             _ => false,
         }
+    }
+
+    /// Whether it may wait while others have something to do.
+    pub(crate) fn is_patient(&self) -> bool {
+        matches!(self, Command::Job { patient: true, .. })
     }
 
     /// Answers with an error.

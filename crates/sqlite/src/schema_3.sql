@@ -183,12 +183,12 @@ CREATE TABLE checkpoints (
   saved_at INTEGER NOT NULL                   -- microseconds
 ) WITHOUT ROWID;
 
--- EXPIRY: events that say themselves until when they are wanted.
+-- EXPIRY: events that say themselves until when they are wanted. The others have no row.
 CREATE TABLE expirations (
-  at  INTEGER NOT NULL,                       -- microseconds
-  seq INTEGER NOT NULL,
-  PRIMARY KEY (at, seq)
-) WITHOUT ROWID;
+  seq INTEGER PRIMARY KEY,                    -- the event in the log
+  at  INTEGER NOT NULL                        -- microseconds
+);
+CREATE INDEX expirations_at ON expirations (at);
 
 -- OBJECTS whose events are gone: to be deleted from their store, and then from here.
 CREATE TABLE orphaned_objects (

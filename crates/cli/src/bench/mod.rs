@@ -17,6 +17,7 @@ mod raw;
 mod recovery;
 mod replay;
 mod report;
+mod retention;
 mod sample;
 mod sparse_group;
 
@@ -74,6 +75,9 @@ pub(crate) enum Scenario {
     /// A group that wants one event in 10,000 catches up over a million
     #[value(name = "sparse-group")]
     SparseGroup,
+    /// Retention removes half a million events while others publish
+    #[value(name = "retention")]
+    Retention,
     /// The command line until its first publish is durable, on a file of a million events
     #[value(name = "cold-start")]
     ColdStart,
@@ -107,6 +111,7 @@ impl Scenario {
             Self::Recovery => "recovery",
             Self::Memory => "memory",
             Self::SparseGroup => "sparse-group",
+            Self::Retention => "retention",
             Self::ColdStart => "cold-start",
             Self::Replay => "replay",
             Self::OutboxEnqueue => "outbox-enqueue",
@@ -130,6 +135,7 @@ impl Scenario {
             Self::Recovery => recovery::measure(bench).await,
             Self::Memory => memory::measure(bench).await,
             Self::SparseGroup => sparse_group::measure(bench).await,
+            Self::Retention => retention::measure(bench).await,
             Self::ColdStart => cold_start::measure(bench).await,
             Self::Replay => replay::measure(bench).await,
             Self::OutboxEnqueue => outbox::measure_enqueue(bench).await,

@@ -14,6 +14,7 @@ pub(crate) mod outbox;
 pub(crate) mod payloads;
 mod publish;
 pub(crate) mod replay;
+pub(crate) mod retention;
 mod tail;
 
 use clap::CommandFactory as _;
@@ -64,6 +65,9 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Audit(command) => until_interrupted(audit::run(command, &target()?, output)).await,
         Command::Asyncapi(command) => {
             until_interrupted(asyncapi::run(command, &args, output)).await
+        }
+        Command::Retention(command) => {
+            until_interrupted(retention::run(command, &args, &target()?, output)).await
         }
         Command::Backup(args) => until_interrupted(backup::backup(args, &target()?, output)).await,
         Command::Restore(args) => {

@@ -107,6 +107,9 @@ fn template(args: &PublishArgs) -> EventBuilder {
     if let Some(content_type) = &args.content_type {
         event = event.content_type(content_type);
     }
+    if let Some(ttl) = args.ttl {
+        event = event.ttl(ttl);
+    }
     for (key, value) in &args.meta {
         event = event.meta(key, value);
     }

@@ -18,5 +18,6 @@ mod payloads;
 mod publish;
 mod recovery;
 mod replay;
+mod retention;
 mod support;
 mod tail;

@@ -72,6 +72,26 @@ fn the_example_of_the_document_is_read() {
     assert_eq!(event, expected);
 }
 
+// conformance: workflow/ttl: TTL on the `ttl` attribute, in seconds since 1970
+#[test]
+fn the_ttl_is_when_the_event_expires() {
+    let document = SAMPLE.replacen('{', r#"{"ttl": 1770045739,"#, 1);
+    let event = round(&document, Dialect::Workflow);
+    let expires = event.attributes().unwrap().expires_at;
+    assert_eq!(expires, Some(Timestamp::from_micros(1_770_045_739_000_000)));
+    assert!(!event.metadata().contains_key("workflow:ttl"));
+    // A part of a second counts as a whole one: never earlier than the event says.
+    let late = native().expires_at(Timestamp::from_micros(1_770_045_738_000_001));
+    let document = encode(&late.build().unwrap(), Dialect::Workflow).unwrap();
+    let document = String::from_utf8(document.to_vec()).unwrap();
+    assert!(document.contains(r#""ttl":1770045739"#), "{document}");
+    for wrong in ["-1", "1.5", "\"soon\"", "99999999999999"] {
+        let document = SAMPLE.replacen('{', &format!(r#"{{"ttl": {wrong},"#), 1);
+        let error = decode(document.as_bytes(), Dialect::Workflow).unwrap_err();
+        assert!(error.to_string().contains("ttl"), "{error}");
+    }
+}
+
 // conformance: workflow/dialect-entity-types: the prefix of the keys is the type of the entity
 #[test]
 fn the_prefix_of_the_keys_is_the_type_of_the_entity() {
@@ -193,10 +213,8 @@ fn what_has_no_place_in_the_table_is_refused() {
 #[test]
 fn what_the_consumer_adds_is_kept() {
     let document = with(SAMPLE, "receivedAt", Some("1767453739701"));
-    let document = with(&document, "ttl", Some("1770045739"));
     let event = round(&document, Dialect::Workflow);
     assert_eq!(event.metadata()["workflow:receivedAt"], "1767453739701");
-    assert_eq!(event.metadata()["workflow:ttl"], "1770045739");
 }
 
 // conformance: workflow/dialect-context: the context lives in the metadata

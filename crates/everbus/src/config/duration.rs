@@ -10,6 +10,29 @@ const SHORTEST: Duration = Duration::from_millis(1);
 pub(super) const UNITS: &str = "the units are ms, s, m and h, as in 500ms, 30s, 5m and 1h; \
                      a number without a unit is seconds";
 
+/// How long something may be kept at most: more is a mistake of units.
+const OLDEST: Duration = Duration::from_secs(100 * 366 * 24 * 3600);
+
+pub(super) const AGES: &str = "write an age with its unit, ms, s, m, h or d, as in 30d and 12h, or \
+                    never; a number without a unit is seconds";
+
+/// Reads how long something is kept: also in days, and for up to a hundred years.
+pub(super) fn parse_age(text: &str) -> Result<Duration, (&'static str, String)> {
+    let Some(days) = text.strip_suffix('d') else {
+        return parse(text);
+    };
+    let Some(days) = days.trim().replace('_', "").parse::<f64>().ok() else {
+        return Err(("which is not a duration", AGES.to_owned()));
+    };
+    if days <= 0.0 {
+        return Err(("and it must be more than nothing", AGES.to_owned()));
+    }
+    match Duration::try_from_secs_f64(days * 86_400.0) {
+        Ok(age) if (SHORTEST..=OLDEST).contains(&age) => Ok(age),
+        _ => Err(("which is out of range", AGES.to_owned())),
+    }
+}
+
 /// Reads a duration, or says what is wrong with it and what would be right.
 pub(super) fn parse(text: &str) -> Result<Duration, (&'static str, String)> {
     let is_number = |c: char| c.is_ascii_digit() || matches!(c, '.' | '_' | '-' | '+');
@@ -79,6 +102,26 @@ mod tests {
             ("8784h", 366 * 24 * 3_600_000),
         ] {
             assert_eq!(parse(text), Ok(Duration::from_millis(millis)), "{text}");
+        }
+    }
+
+    // conformance: issue-4/config-retention: ages are also written in days
+    #[test]
+    fn ages_may_be_days() {
+        let day = Duration::from_secs(24 * 3600);
+        for (text, age) in [
+            ("30d", 30 * day),
+            ("0.5d", day / 2),
+            ("3_650d", 3650 * day),
+            ("12h", day / 2),
+            ("60", Duration::from_secs(60)),
+        ] {
+            assert_eq!(parse_age(text), Ok(age), "{text}");
+        }
+        for text in [
+            "0d", "-1d", "d", "1000000d", "NaNd", "infd", "30days", "1e999d", "soon",
+        ] {
+            assert!(parse_age(text).is_err(), "{text}");
         }
     }
 

@@ -36,6 +36,7 @@ mod limits;
 mod overflow;
 mod problems;
 mod redact;
+mod retention;
 mod section;
 mod yaml;
 
@@ -43,7 +44,7 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::Path;
 
-use everbus_core::Result;
+use everbus_core::{Result, Retention};
 
 use crate::admission::Limits;
 use crate::overflow::Overflow;
@@ -62,7 +63,14 @@ use section::Reader;
 /// Nobody writes a larger one by hand.
 const LARGEST_FILE: u64 = 1024 * 1024;
 
-const KEYS: &[&str] = &["broker", "streams", "consumers", "backpressure", "overflow"];
+const KEYS: &[&str] = &[
+    "broker",
+    "streams",
+    "consumers",
+    "backpressure",
+    "overflow",
+    "retention",
+];
 
 /// Where each key belongs.
 const SECTIONS: &[(&str, &[&str])] = &[
@@ -75,6 +83,7 @@ const SECTIONS: &[(&str, &[&str])] = &[
     ("consumers.NAME.retry", consumers::RETRY_KEYS),
     ("backpressure", backpressure::KEYS),
     ("overflow", overflow::KEYS),
+    ("retention", retention::KEYS),
 ];
 
 /// What a configuration file says.
@@ -93,6 +102,8 @@ pub struct Config {
     pub overflow: Option<Overflow>,
     /// Tells whether it is the one of the last time.
     pub(crate) fingerprint: Fingerprint,
+    /// What is kept, and for how long, if the file says so.
+    pub retention: Option<Retention>,
 }
 
 impl Config {
@@ -246,6 +257,7 @@ fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
     let streams = reader.section(top.get("streams"), limits::KEYS);
     let backpressure = reader.section(top.get("backpressure"), backpressure::KEYS);
     let overflow = reader.section(top.get("overflow"), overflow::KEYS);
+    let retention = reader.section(top.get("retention"), retention::KEYS);
     Config {
         broker: broker.and_then(|section| broker::read(reader, &section)),
         streams: streams
@@ -257,5 +269,6 @@ fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
             .unwrap_or_default(),
         overflow: overflow.map(|section| overflow::read(reader, &section)),
         fingerprint: Fingerprint::default(),
+        retention: retention.map(|section| retention::read(reader, &section)),
     }
 }

@@ -3,6 +3,7 @@
 
 mod files;
 mod problems;
+mod retention;
 mod values;
 
 use std::time::Duration;

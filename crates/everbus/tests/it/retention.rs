@@ -37,6 +37,7 @@ async fn a_started_bus_prunes_what_nobody_needs_any_more() {
         let pruning = lab
             .builder()
             .retention(retention.clone())
+            .retention_delay(Duration::ZERO)
             .with_engine(bus.engine().clone())
             .unwrap();
         pruning.start().await.unwrap();
@@ -99,6 +100,7 @@ async fn the_inbox_forgets_what_was_handled_long_ago() {
             .builder()
             .retention(retention.clone())
             .inbox_retention(DAY)
+            .retention_delay(Duration::ZERO)
             .with_engine(bus.engine().clone())
             .unwrap();
         pruning.start().await.unwrap();
@@ -109,4 +111,91 @@ async fn the_inbox_forgets_what_was_handled_long_ago() {
         bus.shutdown().await.unwrap();
     })
     .await;
+}
+
+// conformance: issue-4/retention-by-itself: the job runs by itself, with the standard unless told otherwise
+// conformance: omni/daily-job: old payloads and dead letters go by a job that runs daily
+#[tokio::test]
+async fn the_standard_is_on_by_default_and_can_be_switched_off() {
+    const DAY: Duration = Duration::from_secs(24 * 3600);
+    on_every_engine(|lab| async move {
+        let bus = lab.open_impatient().await;
+        bus.subscribe("a")
+            .group("g")
+            .handler(|_| async { Err(everbus::HandlerError::permanent("no")) })
+            .await
+            .unwrap();
+        bus.start().await.unwrap();
+        let receipt = bus.publish(("a", 1)).await.unwrap();
+        receipt.settled().await.unwrap();
+        lab.clock.advance(31 * DAY);
+        let dead = || async { bus.dead_letters().list().await.unwrap() };
+        let last_run = || async {
+            let maintenance = bus.engine().maintenance().unwrap();
+            maintenance.holdings().await.unwrap().last_run
+        };
+        let keeping = lab
+            .builder()
+            .keep_everything()
+            .retention_delay(Duration::ZERO)
+            .with_engine(bus.engine().clone())
+            .unwrap();
+        keeping.start().await.unwrap();
+        assert_eq!(dead().await.len(), 1);
+        let start = |name: &'static str| {
+            let builder = lab.builder().source(name);
+            let bus = builder
+                .retention_delay(Duration::ZERO)
+                .with_engine(bus.engine().clone())
+                .unwrap();
+            async move {
+                bus.start().await.unwrap();
+                bus
+            }
+        };
+        let first = start("first").await;
+        eventually("the dead letter is gone", || async {
+            dead().await.is_empty()
+        })
+        .await;
+        let record = last_run().await.unwrap();
+        assert!(record.owner.starts_with("first, process "), "{record:?}");
+        assert_eq!(record.at, everbus::Clock::now(&lab.clock));
+        // A day later another one does it.
+        lab.clock.advance(DAY);
+        let second = start("second").await;
+        eventually("another one has run it", || async {
+            last_run().await.unwrap().owner.starts_with("second")
+        })
+        .await;
+        drop((keeping, first, second));
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+}
+
+// conformance: issue-3/inbox-retention: the inbox remembers at least as long as the longest stream
+#[tokio::test]
+async fn the_inbox_remembers_as_long_as_the_longest_stream() {
+    const DAY: Duration = Duration::from_secs(24 * 3600);
+    let open = |retention: Retention, days: u32| {
+        let builder = everbus::Bus::builder().retention(retention);
+        builder.inbox_retention(days * DAY).open("memory:")
+    };
+    assert!(open(Retention::omni(), 90).await.is_ok());
+    for wrong in [
+        open(Retention::omni(), 89).await,
+        open(Retention::standard(), 365).await,
+    ] {
+        assert_eq!(wrong.unwrap_err().code(), Code::InvalidSetting);
+    }
+    let zero = Retention {
+        payloads: Some(Duration::ZERO),
+        ..Retention::standard()
+    };
+    let refused = everbus::Bus::builder()
+        .retention(zero)
+        .open("memory:")
+        .await;
+    assert_eq!(refused.unwrap_err().code(), Code::InvalidSetting);
 }

@@ -571,6 +571,7 @@ impl Work {
                 Ok(answer)
             })),
             failed: Box::new(move |error| drop(failed.send(Err(error)))),
+            patient: false,
         });
         drop(queue);
         loop {

@@ -40,6 +40,15 @@ const CURSOR_DELAY: Duration = Duration::from_millis(500);
 /// what is kept free on the disk.
 const MAX_EVENTS: usize = 8192;
 const MAX_BYTES: usize = 4 << 20;
+/// What is patient is put off so many times in a row, while others have something to do.
+const PUT_OFF: u32 = 4;
+/// Pages in the write-ahead log at which it is written back: usually, while something patient is at
+/// work (so that nobody waits long for it), and while the disk is nearly full.
+const CHECKPOINT: u32 = 1000;
+const SMALL_CHECKPOINT: u32 = 200;
+const SAVING_CHECKPOINT: u32 = 50;
+/// So long after the last patient work the usual is enough again.
+const PATIENT_FOR: Duration = Duration::from_secs(1);
 /// An effect counts for so many events: what it does is not known.
 const EFFECT: usize = 64;
 
@@ -67,6 +76,10 @@ pub(crate) struct Writer {
     /// Memory may be ahead of the file: nothing is done before it was read again.
     must_reload: bool,
     saving_room: bool,
+    /// How often patient work was put off.
+    put_off: u32,
+    /// When there was some last.
+    patient_at: Option<Instant>,
     pub(crate) owner_lock: Option<OwnerLock>,
     feeder: Feeder,
     indexer: Indexer,
@@ -122,6 +135,8 @@ impl Writer {
             undo: undo::Undo::default(),
             must_reload: false,
             saving_room: false,
+            put_off: 0,
+            patient_at: None,
             owner_lock: None,
             feeder: start.feeder,
             indexer: start.indexer,
@@ -189,6 +204,7 @@ impl Writer {
             self.backlog.append(&mut commands);
             spare = commands;
             let batch = self.next_batch();
+            let batch = self.without_patient(batch);
             match self.turn(batch) {
                 Err(error) if is_fatal(error.code()) => self.stop(&error),
                 // Something passing, such as a locked file: the next round tries again.
@@ -225,6 +241,41 @@ impl Writer {
         }
         let rest = self.backlog.split_off(count);
         std::mem::replace(&mut self.backlog, rest)
+    }
+
+    /// Keeps patient work out of a transaction in which somebody else waits, a few times.
+    fn without_patient(&mut self, mut batch: Vec<Command>) -> Vec<Command> {
+        let patient = batch.iter().filter(|c| c.is_patient()).count();
+        self.size_checkpoints(patient > 0);
+        if patient == 0 {
+            return batch;
+        }
+        if patient == batch.len() || self.put_off >= PUT_OFF {
+            self.put_off = 0;
+            return batch;
+        }
+        self.put_off += 1;
+        let later: Vec<Command> = batch.extract_if(.., |c| c.is_patient()).collect();
+        self.backlog.splice(0..0, later);
+        batch
+    }
+
+    /// While something patient is at work the write-ahead log is written back in smaller portions.
+    fn size_checkpoints(&mut self, patient: bool) {
+        let pages = match self.patient_at {
+            None if patient => SMALL_CHECKPOINT,
+            Some(at) if !patient && at.elapsed() > PATIENT_FOR => CHECKPOINT,
+            _ => 0,
+        };
+        // While room is saved they are smaller still.
+        if pages > 0 && !self.saving_room {
+            let _ = self.conn.pragma_update(None, "wal_autocheckpoint", pages);
+        }
+        if patient {
+            self.patient_at = Some(Instant::now());
+        } else if pages == CHECKPOINT {
+            self.patient_at = None;
+        }
     }
 
     /// How long nothing will happen by itself; `None` if nobody waits for anything.
@@ -316,7 +367,7 @@ impl Writer {
     /// again from its beginning and the acks and dead letters that follow need hardly more room.
     fn save_room(&mut self, save: bool) {
         if save != self.saving_room {
-            let pages = if save { 50 } else { 1000 };
+            let pages = if save { SAVING_CHECKPOINT } else { CHECKPOINT };
             if self
                 .conn
                 .pragma_update(None, "wal_autocheckpoint", pages)

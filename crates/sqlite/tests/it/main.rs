@@ -21,6 +21,7 @@ mod model;
 mod outbox;
 mod payloads;
 mod regressions;
+mod retention;
 mod rollback;
 mod sharing;
 mod streams;

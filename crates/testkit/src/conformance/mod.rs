@@ -16,6 +16,7 @@ pub mod ordered;
 pub mod payloads;
 pub mod replay;
 pub mod restart;
+pub mod retention;
 pub mod settled;
 pub mod settling;
 pub(crate) mod stage;

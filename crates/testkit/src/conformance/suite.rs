@@ -475,6 +475,59 @@ macro_rules! conformance_tests {
             $crate::conformance::upkeep::retention_by_age_and_by_length($harness).await;
         }
 
+        // conformance: issue-4/retention-streams: each stream has an age of its own, the first that matches counts
+        // conformance: omni/stream-retention: events go after the ages of the stream table, 30/90/7/7/30/7 days
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn streams_have_ages_of_their_own() {
+            $crate::conformance::retention::streams_have_ages_of_their_own($harness).await;
+        }
+
+        // conformance: issue-4/ttl: an event that says when it expires goes then, follow-ups too, unless a group owes work on it
+        // conformance: workflow/ttl: TTL on the ttl attribute
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn events_go_when_they_expire() {
+            $crate::conformance::retention::events_go_when_they_expire($harness).await;
+        }
+
+        // conformance: issue-4/retention-dead-letters: dead letters go 30 days after death, or never, with their event if nobody else needs it
+        // conformance: omni/dead-letter-age: dead letter payloads are kept 30 days
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn dead_letters_go_long_after_their_death() {
+            $crate::conformance::retention::dead_letters_go_long_after_their_death($harness).await;
+        }
+
+        // conformance: rule-7/lagging: retention waits for a group that lags, and for one that was declared meanwhile
+        // conformance: fault-9/lagging: what a group has yet to reach is not pruned
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn retention_waits_for_those_who_lag() {
+            $crate::conformance::retention::retention_waits_for_those_who_lag($harness).await;
+        }
+
+        // conformance: rule-7/exactly: for random logs and policies exactly what is over the limits and needed by nobody goes
+        // conformance: issue-4/retention-preview: a preview foretells what a run does and changes nothing
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn exactly_what_nobody_needs_goes() {
+            $crate::conformance::retention::exactly_what_nobody_needs_goes(|| $harness).await;
+        }
+
+        // conformance: issue-4/retention-lease: of several processes one takes on the daily run
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_duty_is_taken_once() {
+            $crate::conformance::retention::a_duty_is_taken_once($harness).await;
+        }
+
+        // conformance: issue-4/retention-audit: audit records go by an age of their own, never by default, and the trail stays whole
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn audit_records_go_by_their_age() {
+            $crate::conformance::retention::audit_records_go_by_their_age($harness).await;
+        }
+
+        // conformance: issue-4/retention-show: what there is, by type and kind
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn holdings_say_what_there_is() {
+            $crate::conformance::retention::holdings_say_what_there_is($harness).await;
+        }
+
         // conformance: issue-3/inbox-record: an ack may write the event into the inbox of its group, and the record outlives a restart
         // conformance: outbox/3-check: before handling, a consumer can ask whether (event_id, consumer_name) exists
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

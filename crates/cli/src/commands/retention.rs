@@ -1,0 +1,416 @@
+//! `everbus retention`: what is kept for how long, what there is, and a run on command.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Subcommand, ValueEnum};
+use everbus::Config;
+use everbus_core::{
+    Clock as _, Engine, Held, Holdings, Pattern, Pruned, Retention, StreamAge, SystemClock,
+    Timestamp,
+};
+use indicatif::ProgressBar;
+use serde_json::{Value, json};
+
+use crate::args::Args;
+use crate::open::{Target, close};
+use crate::output::{Output, Table, escaped, grouped};
+use crate::progress;
+use crate::stop::Outcome;
+use crate::when;
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum RetentionCommand {
+    /// Remove what is old and needed by nobody, now
+    Run(RunArgs),
+    /// Show the ages in force, what there is, and what goes next
+    Show(PolicyArgs),
+}
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = POLICY_HELP)]
+pub(crate) struct RunArgs {
+    #[command(flatten)]
+    policy: PolicyArgs,
+
+    /// Only say what would go
+    #[arg(long)]
+    dry_run: bool,
+}
+
+const POLICY_HELP: &str = "\
+The ages are those of the section `retention` of --config (or EVERBUS_CONFIG), or else the standard:
+events stay, payload stages go after 14 days, dead letters 30 days after death, rows of the outbox 7
+days after they were sent. The options below are stronger. Whatever the ages say, nothing goes that a
+group still owes work on, and an event that says itself when it expires goes then.";
+
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct PolicyArgs {
+    /// Begin with the ages of this preset instead of those of the configuration
+    #[arg(long, value_enum)]
+    preset: Option<Preset>,
+
+    /// Remove events older than this: 30d, 12h, or never
+    #[arg(long, value_name = "AGE", value_parser = parse_age, allow_hyphen_values = true)]
+    max_age: Option<Age>,
+
+    /// Keep at most this many events
+    #[arg(long, value_name = "N")]
+    max_len: Option<u64>,
+
+    /// An age for the events of some types, stronger than --max-age; may be given several times, and
+    /// the first that matches counts
+    #[arg(long = "stream", value_name = "PATTERN=AGE", value_parser = parse_stream)]
+    streams: Vec<StreamAge>,
+
+    /// Remove payload stages older than this
+    #[arg(long, value_name = "AGE", value_parser = parse_age, allow_hyphen_values = true)]
+    payloads: Option<Age>,
+
+    /// Remove dead letters this long after their death
+    #[arg(long, value_name = "AGE", value_parser = parse_age, allow_hyphen_values = true)]
+    dead_letters: Option<Age>,
+
+    /// Remove audit records older than this
+    #[arg(long, value_name = "AGE", value_parser = parse_age, allow_hyphen_values = true)]
+    audit: Option<Age>,
+
+    /// Remove rows of the outbox this long after they were sent
+    #[arg(long, value_name = "AGE", value_parser = parse_age, allow_hyphen_values = true)]
+    outbox: Option<Age>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Preset {
+    /// Events stay; payload stages 14 days, dead letters 30, the outbox 7
+    Standard,
+    /// By stream: message 30 days, identity 90, media, agent and channel 7, access and the rest 30
+    Omni,
+    /// Everything stays that does not say itself when it expires
+    None,
+}
+
+/// `None` is never.
+#[derive(Clone, Copy, Debug)]
+struct Age(Option<Duration>);
+
+fn parse_age(text: &str) -> Result<Age, String> {
+    if text == "never" {
+        return Ok(Age(None));
+    }
+    when::parse_length(text).map(|age| Age(Some(age)))
+}
+
+fn parse_stream(text: &str) -> Result<StreamAge, String> {
+    let wrong = || format!("{text:?} is not a pattern and an age, such as 'media.>=7d'");
+    let (types, age) = text.rsplit_once('=').ok_or_else(wrong)?;
+    Ok(StreamAge {
+        types: Pattern::new(types).map_err(|e| e.to_string())?,
+        max_age: parse_age(age)?.0,
+    })
+}
+
+impl PolicyArgs {
+    /// What is in force: the options over the preset, or over the configuration, or over the standard.
+    fn resolve(&self, config: Option<PathBuf>) -> Outcome<(Retention, String)> {
+        let (mut retention, from) = match (self.preset, config) {
+            (Some(preset), _) => (preset.ages(), format!("the preset {}", preset.name())),
+            (None, Some(path)) => match Config::load(&path)?.retention {
+                Some(retention) => (retention, path.display().to_string()),
+                None => standard(),
+            },
+            (None, None) => standard(),
+        };
+        let over = |place: &mut Option<Duration>, age: Option<Age>| {
+            if let Some(Age(age)) = age {
+                *place = age;
+            }
+        };
+        over(&mut retention.max_age, self.max_age);
+        over(&mut retention.payloads, self.payloads);
+        over(&mut retention.dead_letters, self.dead_letters);
+        over(&mut retention.audit, self.audit);
+        over(&mut retention.outbox, self.outbox);
+        retention.max_len = self.max_len.or(retention.max_len);
+        let streams = std::mem::take(&mut retention.streams);
+        retention.streams = self.streams.iter().cloned().chain(streams).collect();
+        retention.validate()?;
+        Ok((retention, from))
+    }
+}
+
+fn standard() -> (Retention, String) {
+    (Retention::standard(), "the standard".to_owned())
+}
+
+impl Preset {
+    fn ages(self) -> Retention {
+        match self {
+            Self::Standard => Retention::standard(),
+            Self::Omni => Retention::omni(),
+            Self::None => Retention::default(),
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Standard => "standard",
+            Self::Omni => "omni",
+            Self::None => "none",
+        }
+    }
+}
+
+/// The configuration file that was named, by the option or the environment.
+fn config(args: &Args) -> Option<PathBuf> {
+    let variable = || std::env::var_os("EVERBUS_CONFIG").filter(|value| !value.is_empty());
+    args.config
+        .clone()
+        .or_else(|| variable().map(PathBuf::from))
+}
+
+pub(crate) async fn run(
+    command: RetentionCommand,
+    args: &Args,
+    target: &Target,
+    output: &mut Output,
+) -> Outcome {
+    let policy = match &command {
+        RetentionCommand::Run(args) => &args.policy,
+        RetentionCommand::Show(policy) => policy,
+    };
+    let (retention, from) = policy.resolve(config(args))?;
+    let engine = target.open_existing().await?;
+    let outcome = match command {
+        RetentionCommand::Run(args) if args.dry_run => preview(&engine, retention, output).await,
+        RetentionCommand::Run(_) => target.patiently(prune(&engine, retention, output)).await,
+        RetentionCommand::Show(_) => show(&engine, &retention, &from, output).await,
+    };
+    close(&engine).await;
+    outcome
+}
+
+async fn preview(engine: &Engine, retention: Retention, output: &mut Output) -> Outcome {
+    let bar = progress::spinner("looking");
+    let pruned = engine.maintenance()?.preview(retention.clone()).await;
+    bar.finish_and_clear();
+    print(&retention, &pruned?, true, output)
+}
+
+async fn prune(engine: &Engine, retention: Retention, output: &mut Output) -> Outcome {
+    let maintenance = engine.maintenance()?;
+    // For the record, and so that it is not done again today.
+    let owner = format!("everbus retention run, process {}", std::process::id());
+    let duty = retention.duty();
+    maintenance.take_duty(duty, owner, Duration::ZERO).await?;
+    let bar = progress::bar("removing", None);
+    let pruned = maintenance
+        .prune_watched(retention.clone(), reporter(bar.clone()))
+        .await;
+    bar.finish_and_clear();
+    print(&retention, &pruned?, false, output)
+}
+
+fn reporter(bar: ProgressBar) -> Box<dyn FnMut(Pruned) + Send> {
+    Box::new(move |done| {
+        bar.set_position(
+            done.removed + done.payloads + done.dead_letters + done.audit + done.outbox,
+        );
+        if done.freed_bytes > 0 {
+            bar.set_message(format!("giving back {} bytes;", grouped(done.freed_bytes)));
+        }
+    })
+}
+
+fn print(retention: &Retention, pruned: &Pruned, dry_run: bool, output: &mut Output) -> Outcome {
+    if output.is_json() {
+        return output.json(&json!({
+            "dry_run": dry_run,
+            "policy": policy_json(retention),
+            "result": pruned,
+        }));
+    }
+    let mut table = Table::new(&[
+        "KIND",
+        if dry_run { "WOULD GO" } else { "REMOVED" },
+        "STILL NEEDED",
+    ]);
+    let mut row = |kind: &str, removed: u64, kept: Option<u64>| {
+        let kept = kept.map_or_else(|| "-".to_owned(), grouped);
+        table.row(vec![kind.to_owned(), grouped(removed), kept]);
+    };
+    row("events", pruned.removed, Some(pruned.kept));
+    row("payload stages", pruned.payloads, None);
+    row("dead letters", pruned.dead_letters, None);
+    row("audit records", pruned.audit, None);
+    row("sent outbox rows", pruned.outbox, None);
+    table.print(output)?;
+    if dry_run {
+        return output.line("nothing was changed");
+    }
+    output.line(format!("{} bytes given back", grouped(pruned.freed_bytes)))
+}
+
+/// One line of what there is.
+struct Line {
+    kind: &'static str,
+    name: String,
+    kept_for: Option<Duration>,
+    held: Held,
+    /// When the oldest goes, if it ever does.
+    next: Option<Timestamp>,
+}
+
+fn lines(retention: &Retention, holdings: &Holdings) -> Vec<Line> {
+    let mut streams: Vec<(String, Option<Duration>, Held)> = retention
+        .streams
+        .iter()
+        .map(|s| (s.types.as_str().to_owned(), s.max_age, Held::default()))
+        .collect();
+    let rest = if streams.is_empty() {
+        "everything"
+    } else {
+        "everything else"
+    };
+    streams.push((rest.to_owned(), retention.max_age, Held::default()));
+    for held in &holdings.types {
+        let own = retention
+            .streams
+            .iter()
+            .position(|s| s.types.matches(&held.event_type));
+        let index = own.unwrap_or(streams.len() - 1);
+        if let Some((_, _, sum)) = streams.get_mut(index) {
+            sum.count += held.events;
+            sum.oldest = Some(
+                sum.oldest
+                    .map_or(held.oldest, |oldest| oldest.min(held.oldest)),
+            );
+        }
+    }
+    let line = |kind, name: String, kept_for: Option<Duration>, held: Held| Line {
+        kind,
+        name,
+        kept_for,
+        held,
+        next: held
+            .oldest
+            .zip(kept_for)
+            .map(|(oldest, age)| oldest.plus(age)),
+    };
+    let mut lines: Vec<Line> = streams
+        .into_iter()
+        .map(|(name, age, held)| line("events", name, age, held))
+        .collect();
+    for (kind, age, held) in [
+        ("payload stages", retention.payloads, holdings.payloads),
+        (
+            "dead letters",
+            retention.dead_letters,
+            holdings.dead_letters,
+        ),
+        ("audit records", retention.audit, holdings.audit),
+        ("sent outbox rows", retention.outbox, holdings.outbox),
+    ] {
+        lines.push(line(kind, String::new(), age, held));
+    }
+    // These say themselves when they go.
+    lines.push(Line {
+        kind: "expiring events",
+        name: String::new(),
+        kept_for: None,
+        held: Held {
+            oldest: None,
+            ..holdings.expiring
+        },
+        next: holdings.expiring.oldest,
+    });
+    lines
+}
+
+async fn show(engine: &Engine, retention: &Retention, from: &str, output: &mut Output) -> Outcome {
+    let bar = progress::spinner("counting");
+    let holdings = engine.maintenance()?.holdings().await;
+    bar.finish_and_clear();
+    let holdings = holdings?;
+    let lines = lines(retention, &holdings);
+    if output.is_json() {
+        let held: Vec<Value> = lines
+            .iter()
+            .map(|line| {
+                json!({
+                    "kind": line.kind,
+                    "stream": (!line.name.is_empty()).then_some(&line.name),
+                    "kept_for_s": line.kept_for.map(|age| age.as_secs()),
+                    "count": line.held.count,
+                    "oldest": line.held.oldest,
+                    "next": line.next,
+                })
+            })
+            .collect();
+        return output.json(&json!({
+            "policy": policy_json(retention),
+            "policy_from": from,
+            "held": held,
+            "last_run": holdings.last_run,
+        }));
+    }
+    let mut table = Table::new(&[
+        "KIND",
+        "STREAM",
+        "KEPT FOR",
+        "COUNT",
+        "OLDEST",
+        "NEXT TO GO",
+    ]);
+    let now = SystemClock.now();
+    for line in &lines {
+        let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+        let next = line.next.map(|at| match at > now {
+            true => format!("in {}", when::lasting(at.since(now))),
+            false => "now, unless still needed".to_owned(),
+        });
+        table.row(vec![
+            line.kind.to_owned(),
+            or_dash((!line.name.is_empty()).then(|| escaped(&line.name).into_owned())),
+            match (line.kept_for, line.kind) {
+                (_, "expiring events") => "as they say".to_owned(),
+                (Some(age), _) => when::lasting(age),
+                (None, _) => "ever".to_owned(),
+            },
+            grouped(line.held.count),
+            or_dash(line.held.oldest.map(when::ago)),
+            or_dash(next),
+        ]);
+    }
+    table.print(output)?;
+    if let Some(most) = retention.max_len {
+        output.line(format!("at most {} events are kept", grouped(most)))?;
+    }
+    output.line(format!("the ages are those of {}", escaped(from)))?;
+    output.line(match &holdings.last_run {
+        Some(last) => format!(
+            "last run {} by {}",
+            when::ago(last.at),
+            escaped(&last.owner)
+        ),
+        None => "retention has not run here yet".to_owned(),
+    })
+}
+
+fn policy_json(retention: &Retention) -> Value {
+    let seconds = |age: Option<Duration>| age.map(|age| age.as_secs());
+    let streams: Vec<Value> = retention
+        .streams
+        .iter()
+        .map(|s| json!({ "types": s.types.as_str(), "max_age_s": seconds(s.max_age) }))
+        .collect();
+    json!({
+        "max_age_s": seconds(retention.max_age),
+        "max_len": retention.max_len,
+        "streams": streams,
+        "payloads_s": seconds(retention.payloads),
+        "dead_letters_s": seconds(retention.dead_letters),
+        "audit_s": seconds(retention.audit),
+        "outbox_s": seconds(retention.outbox),
+    })
+}

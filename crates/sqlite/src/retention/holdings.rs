@@ -1,0 +1,107 @@
+//! What there is that retention may take some day, by type and kind.
+
+use std::collections::HashMap;
+
+use everbus_core::{Held, Holdings, RETENTION_DUTY, Result, Timestamp, TypeHoldings};
+
+use super::last_duty;
+use crate::engine::SqliteEngine;
+use crate::errors::from_sqlite;
+use crate::readers::Reader;
+use crate::rows::{seq_from, to_sql};
+
+/// Rows of the log counted in one snapshot.
+const LOOK: u64 = 50_000;
+
+/// By type: how many there are, and when the first was received.
+#[derive(Default)]
+struct Count {
+    types: HashMap<i64, (u64, i64)>,
+    searched: u64,
+    done: bool,
+}
+
+impl SqliteEngine {
+    pub(crate) async fn count_holdings(&self) -> Result<Holdings> {
+        let mut count = Count::default();
+        while !count.done {
+            count = self
+                .handle
+                .query(move |reader| {
+                    count.go_on(reader)?;
+                    Ok(count)
+                })
+                .await?;
+        }
+        self.handle
+            .query(move |reader| {
+                let mut types = Vec::with_capacity(count.types.len());
+                for (id, (events, oldest)) in count.types {
+                    types.push(TypeHoldings {
+                        event_type: reader.types.get(&reader.conn, id)?.to_string(),
+                        events,
+                        oldest: Timestamp::from_micros(oldest),
+                    });
+                }
+                types.sort_unstable_by(|a, b| a.event_type.cmp(&b.event_type));
+                Ok(Holdings {
+                    types,
+                    payloads: held(reader, "SELECT count(*), min(timestamp) FROM event_payloads")?,
+                    dead_letters: held(reader, "SELECT count(*), min(died_at) FROM dead_letters")?,
+                    audit: held(reader, "SELECT count(*), min(at) FROM audit_log")?,
+                    outbox: held(
+                        reader,
+                        "SELECT count(*), CAST(unixepoch(min(sent_at), 'subsec') * 1000000 AS INTEGER)
+                         FROM event_outbox WHERE status = 'sent'",
+                    )?,
+                    expiring: held(reader, "SELECT count(*), min(at) FROM expirations")?,
+                    last_run: last_duty(&reader.conn, RETENTION_DUTY)?,
+                })
+            })
+            .await
+    }
+}
+
+impl Count {
+    fn go_on(&mut self, reader: &Reader) -> Result<()> {
+        let doing = |e| from_sqlite("counting the log", e);
+        let mut statement = reader
+            .conn
+            .prepare_cached(
+                "SELECT type, count(*), min(received_at), max(seq), sum(count(*)) OVER () FROM
+                   (SELECT seq, type, received_at FROM log WHERE seq > ?1 ORDER BY seq LIMIT ?2)
+                 GROUP BY type",
+            )
+            .map_err(doing)?;
+        let mut rows = statement
+            .query((to_sql(self.searched), to_sql(LOOK)))
+            .map_err(doing)?;
+        let (mut last, mut seen) = (self.searched, 0);
+        while let Some(row) = rows.next().map_err(doing)? {
+            let oldest: i64 = row.get(2).map_err(doing)?;
+            let known = self.types.entry(row.get(0).map_err(doing)?);
+            let (events, _) = known.or_insert((0, oldest));
+            *events += seq_from(row.get(1).map_err(doing)?);
+            last = last.max(seq_from(row.get(3).map_err(doing)?));
+            seen = seq_from(row.get(4).map_err(doing)?);
+        }
+        self.searched = last;
+        self.done = seen < LOOK;
+        Ok(())
+    }
+}
+
+fn held(reader: &Reader, sql: &str) -> Result<Held> {
+    reader
+        .conn
+        .prepare_cached(sql)
+        .and_then(|mut s| {
+            s.query_row([], |r| {
+                Ok(Held {
+                    count: seq_from(r.get(0)?),
+                    oldest: r.get::<_, Option<i64>>(1)?.map(Timestamp::from_micros),
+                })
+            })
+        })
+        .map_err(|e| from_sqlite("counting", e))
+}

@@ -1,0 +1,228 @@
+//! What must stay: whatever a group has yet to reach, has in flight, has waiting, or has dead.
+
+use std::collections::{HashMap, HashSet};
+
+use everbus_core::{Pattern, Progress, Result};
+use rusqlite::Connection;
+
+use crate::errors::from_sqlite;
+use crate::rows::{TypeNames, seq_from, to_sql};
+use crate::writer::Writer;
+
+/// Stretches of the log, both ends included, in order and apart from each other.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Stretches(Vec<(u64, u64)>);
+
+impl Stretches {
+    pub(crate) fn new(mut all: Vec<(u64, u64)>) -> Self {
+        all.sort_unstable();
+        let mut merged: Vec<(u64, u64)> = Vec::with_capacity(all.len());
+        for (lo, hi) in all {
+            match merged.last_mut() {
+                Some((_, last)) if lo <= last.saturating_add(1) => *last = hi.max(*last),
+                _ => merged.push((lo, hi)),
+            }
+        }
+        Self(merged)
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(crate) fn contains(&self, seq: u64) -> bool {
+        let next = self.0.partition_point(|(lo, _)| *lo <= seq);
+        next > 0 && self.0[next - 1].1 >= seq
+    }
+
+    /// What of a stretch is in none of these.
+    pub(crate) fn outside(&self, lo: u64, hi: u64) -> Vec<(u64, u64)> {
+        let mut free = Vec::new();
+        let mut from = lo;
+        let first = self.0.partition_point(|(_, end)| *end < lo);
+        for (start, end) in &self.0[first..] {
+            if *start > hi {
+                break;
+            }
+            if *start > from {
+                free.push((from, start - 1));
+            }
+            from = end.saturating_add(1);
+        }
+        if from <= hi {
+            free.push((from, hi));
+        }
+        free
+    }
+}
+
+/// What groups owe that no row of its own tells: what they want beyond their cursors, and what is open
+/// in claims.
+#[derive(Clone, Debug)]
+pub(crate) struct Owed {
+    groups: Vec<Reader>,
+    /// What is unfinished.
+    claimed: Stretches,
+}
+
+/// A group that reads the log.
+#[derive(Clone, Debug)]
+struct Reader {
+    id: i64,
+    cursor: u64,
+    patterns: Vec<Pattern>,
+}
+
+impl Owed {
+    /// What of a stretch must stay. Dead letters of before `dead_before` do not count.
+    pub(crate) fn needed(
+        &self,
+        conn: &Connection,
+        (lo, hi): (u64, u64),
+        dead_before: Option<i64>,
+    ) -> Result<Stretches> {
+        let doing = |e| from_sqlite("looking what is still owed", e);
+        let (first, last) = (to_sql(lo), to_sql(hi));
+        let claimed = self.claimed.0.iter().filter(|(a, b)| *a <= hi && *b >= lo);
+        let mut all: Vec<(u64, u64)> = claimed.copied().collect();
+        let mut waiting = conn
+            .prepare_cached(
+                "SELECT seq FROM deliveries WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3",
+            )
+            .map_err(doing)?;
+        for group in &self.groups {
+            let mut rows = waiting.query((group.id, first, last)).map_err(doing)?;
+            while let Some(row) = rows.next().map_err(doing)? {
+                let seq = seq_from(row.get(0).map_err(doing)?);
+                all.push((seq, seq));
+            }
+        }
+        self.add_unread(conn, (lo, hi), &mut all)?;
+        let mut dead = conn
+            .prepare_cached(
+                "SELECT seq FROM dead_letters
+                 WHERE retried_at IS NULL AND seq BETWEEN ?1 AND ?2 AND died_at >= ?3",
+            )
+            .map_err(doing)?;
+        let since = dead_before.unwrap_or(i64::MIN);
+        let mut rows = dead.query((first, last, since)).map_err(doing)?;
+        while let Some(row) = rows.next().map_err(doing)? {
+            let seq = seq_from(row.get(0).map_err(doing)?);
+            all.push((seq, seq));
+        }
+        Ok(Stretches::new(all))
+    }
+
+    /// What groups have yet to reach and want, except where they were told to pass by.
+    fn add_unread(
+        &self,
+        conn: &Connection,
+        (lo, hi): (u64, u64),
+        all: &mut Vec<(u64, u64)>,
+    ) -> Result<()> {
+        let doing = |e| from_sqlite("looking what has yet to be read", e);
+        let behind = self.groups.iter().filter(|group| group.cursor < hi);
+        let behind: Vec<&Reader> = behind.collect();
+        let Some(slowest) = behind.iter().map(|group| group.cursor).min() else {
+            return Ok(());
+        };
+        let events: Vec<(i64, i64)> = conn
+            .prepare_cached("SELECT seq, type FROM log WHERE seq BETWEEN ?1 AND ?2 ORDER BY seq")
+            .and_then(|mut s| {
+                s.query_map((to_sql(lo.max(slowest + 1)), to_sql(hi)), |r| {
+                    Ok((r.get(0)?, r.get(1)?))
+                })?
+                .collect()
+            })
+            .map_err(doing)?;
+        let mut names = TypeNames::default();
+        for group in behind {
+            let from = to_sql(lo.max(group.cursor + 1));
+            let dropped: HashSet<i64> = conn
+                .prepare_cached(
+                    "SELECT seq FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3",
+                )
+                .and_then(|mut s| {
+                    s.query_map((group.id, from, to_sql(hi)), |r| r.get(0))?
+                        .collect()
+                })
+                .map_err(doing)?;
+            let mut wanted: HashMap<i64, bool> = HashMap::new();
+            for (seq, type_id) in events.iter().filter(|(seq, _)| *seq >= from) {
+                let wants = match wanted.get(type_id) {
+                    Some(known) => *known,
+                    None => {
+                        let name = names.get(conn, *type_id)?;
+                        let wants = group.patterns.iter().any(|p| p.matches(&name));
+                        wanted.insert(*type_id, wants);
+                        wants
+                    }
+                };
+                if wants && !dropped.contains(seq) {
+                    let seq = seq_from(*seq);
+                    // Mostly they follow each other.
+                    match all.last_mut().filter(|last| last.1 + 1 == seq) {
+                        Some(last) => last.1 = seq,
+                        None => all.push((seq, seq)),
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Writer {
+    /// What groups owe at this moment. Of our own groups and claims memory knows more than the file.
+    pub(crate) fn owed(&self) -> Result<Owed> {
+        let doing = |e| from_sqlite("looking what is still owed", e);
+        let mut statement = self
+            .conn
+            .prepare_cached("SELECT id, lo, hi, done FROM claims")
+            .map_err(doing)?;
+        let mut rows = statement.query([]).map_err(doing)?;
+        let mut open = Vec::new();
+        while let Some(row) = rows.next().map_err(doing)? {
+            let id: i64 = row.get(0).map_err(doing)?;
+            if let Some(claim) = self.state.claims.get(&id) {
+                open.extend(claim.progress.unfinished(claim.hi));
+                continue;
+            }
+            let lo = seq_from(row.get(1).map_err(doing)?);
+            let hi = seq_from(row.get(2).map_err(doing)?);
+            let done: Option<Vec<u8>> = row.get(3).map_err(doing)?;
+            let progress = Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default());
+            open.extend(progress.unfinished(hi));
+        }
+        let groups = self.state.groups.iter().map(|(id, group)| Reader {
+            id: *id,
+            cursor: group.cursor,
+            patterns: group.patterns.clone(),
+        });
+        Ok(Owed {
+            groups: groups.collect(),
+            claimed: Stretches::new(open),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stretches_merge_and_leave_the_rest() {
+        let some = Stretches::new(vec![(8, 9), (3, 4), (5, 5), (20, 30), (9, 10)]);
+        assert_eq!(some.0, [(3, 5), (8, 10), (20, 30)]);
+        assert_eq!(some.outside(1, 40), [(1, 2), (6, 7), (11, 19), (31, 40)]);
+        assert_eq!(some.outside(4, 9), [(6, 7)]);
+        assert_eq!(some.outside(21, 29), []);
+        assert_eq!(some.outside(11, 19), [(11, 19)]);
+        assert_eq!(Stretches::default().outside(1, 2), [(1, 2)]);
+        for seq in 0..40 {
+            let inside = [(3, 5), (8, 10), (20, 30)];
+            let inside = inside.iter().any(|(lo, hi)| (*lo..=*hi).contains(&seq));
+            assert_eq!(some.contains(seq), inside, "{seq}");
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! What goes by an age of its own: dead letters, payload stages, rows of the outbox that were sent.
+//!
+//! A reader chooses, in short snapshots; the writer removes what is still as it was chosen.
+
+use std::time::{Duration, Instant};
+
+use everbus_core::{Result, Timestamp};
+use rusqlite::params;
+
+use super::needed::Owed;
+use crate::errors::from_sqlite;
+use crate::readers::Reader;
+use crate::rows::{seq_from, to_sql};
+use crate::state::micros;
+use crate::writer::Writer;
+
+/// Rows chosen in one snapshot.
+pub(crate) const CHOOSE: usize = 2000;
+const PAGE: u64 = 4096;
+
+/// A dead letter that is old.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OldDead {
+    pub(crate) seq: u64,
+    group: i64,
+    pub(crate) died_at: i64,
+    /// Nobody retried it: its event was never handled, and goes with it.
+    pub(crate) open: bool,
+    pub(crate) weight: u64,
+}
+
+/// Dead letters of before a time that nothing is under way for, by their death.
+pub(crate) fn old_dead(
+    reader: &Reader,
+    before: i64,
+    after: (i64, u64, i64),
+) -> Result<Vec<OldDead>> {
+    reader
+        .conn
+        .prepare_cached(
+            "SELECT d.seq, d.group_id, d.died_at, d.retried_at IS NULL, length(d.failures)
+             FROM dead_letters d INDEXED BY dead_died
+             WHERE d.died_at < ?1 AND (d.died_at, d.seq, d.group_id) > (?2, ?3, ?4)
+               AND NOT EXISTS (SELECT 1 FROM deliveries w WHERE w.group_id = d.group_id AND w.seq = d.seq)
+             ORDER BY d.died_at, d.seq, d.group_id LIMIT ?5",
+        )
+        .and_then(|mut s| {
+            let (died_at, seq, group) = after;
+            s.query_map(
+                params![before, died_at, to_sql(seq), group, CHOOSE as i64],
+                |r| {
+                    Ok(OldDead {
+                        seq: seq_from(r.get(0)?),
+                        group: r.get(1)?,
+                        died_at: r.get(2)?,
+                        open: r.get(3)?,
+                        weight: 4 + seq_from(r.get(4)?) / PAGE,
+                    })
+                },
+            )?
+            .collect()
+        })
+        .map_err(|e| from_sqlite("looking for old dead letters", e))
+}
+
+impl OldDead {
+    pub(crate) fn key(&self) -> (i64, u64, i64) {
+        (self.died_at, self.seq, self.group)
+    }
+}
+
+/// A payload stage that is old.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OldStage {
+    id: i64,
+    timestamp: i64,
+    pub(crate) seq: u64,
+    pub(crate) weight: u64,
+    /// Its event is an open dead letter, and the stage is kept as long as that.
+    pub(crate) spared: bool,
+}
+
+impl OldStage {
+    pub(crate) fn key(&self) -> (i64, i64) {
+        (self.timestamp, self.id)
+    }
+}
+
+/// Payload stages of before a time. Those of open dead letters that died at or after `dead_since` are
+/// marked.
+pub(crate) fn old_stages(
+    reader: &Reader,
+    before: i64,
+    dead_since: i64,
+    after: (i64, i64),
+) -> Result<Vec<OldStage>> {
+    reader
+        .conn
+        .prepare_cached(
+            "SELECT p.id, p.timestamp, p.payload_size_compressed,
+               EXISTS (SELECT 1 FROM dead_letters d
+                 WHERE d.seq = p.seq AND d.retried_at IS NULL AND d.died_at >= ?2), p.seq
+             FROM event_payloads p INDEXED BY event_payloads_timestamp
+             WHERE p.timestamp < ?1 AND (p.timestamp, p.id) > (?3, ?4)
+             ORDER BY p.timestamp, p.id LIMIT ?5",
+        )
+        .and_then(|mut s| {
+            let (timestamp, id) = after;
+            s.query_map(
+                params![before, dead_since, timestamp, id, CHOOSE as i64],
+                |r| {
+                    Ok(OldStage {
+                        id: r.get(0)?,
+                        timestamp: r.get(1)?,
+                        weight: 4 + seq_from(r.get(2)?) / PAGE,
+                        spared: r.get(3)?,
+                        seq: seq_from(r.get(4)?),
+                    })
+                },
+            )?
+            .collect()
+        })
+        .map_err(|e| from_sqlite("looking for old payload stages", e))
+}
+
+/// How many rows of the outbox were sent before a time.
+pub(crate) fn count_sent(reader: &Reader, before: Timestamp) -> Result<u64> {
+    reader
+        .conn
+        .prepare_cached("SELECT count(*) FROM event_outbox WHERE status = 'sent' AND sent_at < ?1")
+        .and_then(|mut s| s.query_row([before.to_string()], |r| r.get(0)))
+        .map(seq_from)
+        .map_err(|e| from_sqlite("counting the outbox", e))
+}
+
+impl Writer {
+    /// Removes dead letters that are as they were chosen, and with the open ones their events if nobody
+    /// else needs those. Says how many of both went.
+    pub(crate) fn forget_dead(&mut self, old: &[OldDead]) -> Result<(u64, u64, Duration)> {
+        let doing = |e| from_sqlite("removing old dead letters", e);
+        let began = Instant::now();
+        let owed: Owed = self.owed()?;
+        let (mut letters, mut events) = (0, 0);
+        for dead in old {
+            let removed = self
+                .conn
+                .prepare_cached(
+                    "DELETE FROM dead_letters WHERE seq = ?1 AND group_id = ?2 AND died_at = ?3
+                       AND NOT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?2 AND seq = ?1)",
+                )
+                .and_then(|mut s| s.execute((to_sql(dead.seq), dead.group, dead.died_at)))
+                .map_err(doing)?;
+            letters += removed as u64;
+            if removed > 0 && dead.open {
+                events += u64::from(self.remove_unowed(&owed, dead.seq)?);
+                self.watches.touch(dead.seq);
+            }
+        }
+        Ok((letters, events, began.elapsed()))
+    }
+
+    /// Removes payload stages that are as they were chosen.
+    pub(crate) fn forget_stages(&mut self, old: &[OldStage]) -> Result<(u64, Duration)> {
+        let doing = |e| from_sqlite("removing old payload stages", e);
+        let began = Instant::now();
+        let mut delete = self
+            .conn
+            .prepare_cached(
+                "DELETE FROM event_payloads WHERE id = ?1 AND timestamp = ?2
+                   AND NOT EXISTS (SELECT 1 FROM dead_letters d
+                     WHERE d.seq = event_payloads.seq AND d.retried_at IS NULL)",
+            )
+            .map_err(doing)?;
+        let mut gone = 0;
+        for stage in old {
+            gone += delete.execute((stage.id, stage.timestamp)).map_err(doing)? as u64;
+        }
+        Ok((gone, began.elapsed()))
+    }
+
+    /// Removes some rows of the outbox that were sent before a time.
+    pub(crate) fn forget_sent(&mut self, before: Timestamp, most: u64) -> Result<(u64, Duration)> {
+        let began = Instant::now();
+        let most = usize::try_from(most).unwrap_or(usize::MAX);
+        let gone = crate::outbox::forget_sent(&self.conn, before, most)?;
+        Ok((gone as u64, began.elapsed()))
+    }
+
+    /// Gives some pages that are free back to the file system: how many, and how many are left.
+    pub(crate) fn shrink(&mut self, pages: u64) -> Result<(u64, u64, Duration)> {
+        let doing = |e| from_sqlite("giving space back", e);
+        let began = Instant::now();
+        let before = self.pragma("page_count")?;
+        // A number of ours; a pragma takes no parameters.
+        let mut statement = self
+            .conn
+            .prepare(&format!("PRAGMA incremental_vacuum({pages})"))
+            .map_err(doing)?;
+        // It frees one page with every step.
+        let mut rows = statement.query([]).map_err(doing)?;
+        while rows.next().map_err(doing)?.is_some() {}
+        drop(rows);
+        drop(statement);
+        let given = before.saturating_sub(self.pragma("page_count")?);
+        Ok((given, self.pragma("freelist_count")?, began.elapsed()))
+    }
+
+    /// The size of a page, and how many are free.
+    pub(crate) fn free_pages(&mut self) -> Result<(u64, u64)> {
+        Ok((self.pragma("page_size")?, self.pragma("freelist_count")?))
+    }
+
+    fn pragma(&self, name: &str) -> Result<u64> {
+        self.conn
+            .prepare_cached(&format!("PRAGMA {name}"))
+            .and_then(|mut s| s.query_row([], |r| r.get(0)))
+            .map(seq_from)
+            .map_err(|e| from_sqlite("measuring the file", e))
+    }
+
+    /// Takes on a duty unless somebody did within a time.
+    pub(crate) fn take_duty(&mut self, duty: &str, owner: &str, every: Duration) -> Result<bool> {
+        let now = self.clock.now();
+        let last = super::duty_record(&self.conn, duty)?;
+        // A record from the future is of a clock that was put back since.
+        let taken = last.is_some_and(|last| last.at <= now && now.since(last.at) < every);
+        if taken {
+            return Ok(false);
+        }
+        self.conn
+            .prepare_cached("INSERT OR REPLACE INTO meta (key, value) VALUES (?1, ?2)")
+            .and_then(|mut s| {
+                let record = serde_json::json!({"owner": owner, "at": now});
+                s.execute((super::duty_key(duty), record.to_string()))
+            })
+            .map_err(|e| from_sqlite("taking on a duty", e))?;
+        Ok(true)
+    }
+
+    /// Forgets that somebody took on a duty, if that is who did.
+    pub(crate) fn return_duty(&mut self, duty: &str, owner: &str) -> Result<()> {
+        let last = super::duty_record(&self.conn, duty)?;
+        if last.is_some_and(|last| last.owner == owner) {
+            self.conn
+                .prepare_cached("DELETE FROM meta WHERE key = ?1")
+                .and_then(|mut s| s.execute([super::duty_key(duty)]))
+                .map_err(|e| from_sqlite("giving a duty back", e))?;
+        }
+        Ok(())
+    }
+}
+
+/// The time before which something is too old, as it is stored.
+pub(crate) fn cutoff(now: Timestamp, age: Option<Duration>) -> Option<i64> {
+    age.map(|age| micros(now.minus(age)))
+}

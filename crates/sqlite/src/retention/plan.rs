@@ -1,0 +1,362 @@
+//! What is over the limits, found by a reader in short snapshots.
+//!
+//! Times never fall as positions rise, so an age is a position: whatever of a type is at or below its
+//! limit is too old. The log is gone through once in a run, and only its first columns are looked at.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use everbus_core::{Result, Retention, Timestamp};
+use rusqlite::{CachedStatement, OptionalExtension, Row};
+
+use super::needed::Owed;
+use crate::append::position_before;
+use crate::errors::from_sqlite;
+use crate::readers::Reader;
+use crate::rows::{seq_from, to_sql};
+use crate::state::micros;
+
+/// Rows looked at in one snapshot.
+const LOOK: usize = 10_000;
+/// A piece is cut when it is worth this much, so that the work can be measured out.
+const QUANTUM: u64 = 32;
+/// What a page of payload, and a row of another table, weigh against a bare event.
+const PAGE: u64 = 4096;
+const STAGE: u64 = 3;
+
+const COLUMNS: &str =
+    "seq, type, length(payload), attrs IS NOT NULL AND instr(attrs, '\"overflow\"')";
+
+/// A stretch of the log in which every event may go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    pub(crate) lo: u64,
+    pub(crate) hi: u64,
+    pub(crate) events: u64,
+    /// How much work it is, in bare events.
+    pub(crate) weight: u64,
+    /// Whether some of them keep part of their payload elsewhere.
+    pub(crate) overflow: bool,
+    /// Whether nothing that stays is between the piece before it and this one.
+    pub(crate) joins: bool,
+}
+
+/// What one look found.
+#[derive(Default)]
+pub(crate) struct Found {
+    pub(crate) pieces: Vec<Piece>,
+    /// Events that are over the limits and must stay.
+    pub(crate) kept: u64,
+    /// An event that stays came after the last piece.
+    apart: bool,
+}
+
+impl Found {
+    fn add(&mut self, candidate: Candidate, joins: bool) {
+        let Candidate {
+            seq,
+            weight,
+            overflow,
+        } = candidate;
+        let joins = joins && !std::mem::take(&mut self.apart) && !self.pieces.is_empty();
+        if let Some(last) = self
+            .pieces
+            .last_mut()
+            .filter(|p| joins && p.weight < QUANTUM)
+        {
+            last.hi = seq;
+            last.events += 1;
+            last.weight += weight;
+            last.overflow |= overflow;
+            return;
+        }
+        self.pieces.push(Piece {
+            lo: seq,
+            hi: seq,
+            events: 1,
+            weight,
+            overflow,
+            joins,
+        });
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Candidate {
+    seq: u64,
+    weight: u64,
+    overflow: bool,
+}
+
+impl Candidate {
+    fn read(row: &Row<'_>) -> Result<(Self, i64)> {
+        let doing = |e| from_sqlite("looking what may go", e);
+        let bytes = seq_from(row.get(2).map_err(doing)?);
+        let candidate = Self {
+            seq: seq_from(row.get(0).map_err(doing)?),
+            weight: 1 + bytes / PAGE,
+            overflow: row.get::<_, i64>(3).map_err(doing)? != 0,
+        };
+        Ok((candidate, row.get(1).map_err(doing)?))
+    }
+}
+
+/// What a run removes from the log, and how far it has looked.
+pub(crate) struct Plan {
+    /// By type: its events up to here are too old.
+    limits: HashMap<i64, u64>,
+    /// Events up to here are too many.
+    beyond: u64,
+    /// Nothing after this is over a limit of age or length.
+    upto: u64,
+    searched: u64,
+    /// Events that have expired, in order.
+    pub(crate) expired: Vec<u64>,
+    taken: usize,
+    /// What a preview has counted elsewhere, in order.
+    pub(crate) counted: Vec<u64>,
+    dead_before: Option<i64>,
+}
+
+impl Plan {
+    /// Reads the types and turns ages into positions.
+    pub(crate) fn begin(reader: &Reader, retention: &Retention, now: Timestamp) -> Result<Self> {
+        let doing = |e| from_sqlite("reading the types", e);
+        let types: Vec<(i64, String)> = reader
+            .conn
+            .prepare_cached("SELECT id, name FROM types")
+            .and_then(|mut s| s.query_map([], |r| Ok((r.get(0)?, r.get(1)?)))?.collect())
+            .map_err(doing)?;
+        let mut positions: HashMap<Duration, u64> = HashMap::new();
+        let mut limits = HashMap::new();
+        for (id, name) in types {
+            let Some(age) = retention.age_of(&name) else {
+                continue;
+            };
+            let limit = match positions.get(&age) {
+                Some(known) => *known,
+                None => {
+                    let limit = position_before(&reader.conn, now.minus(age))?;
+                    positions.insert(age, limit);
+                    limit
+                }
+            };
+            limits.insert(id, limit);
+        }
+        let upto = limits.values().copied().max().unwrap_or(0);
+        Ok(Self {
+            limits,
+            beyond: 0,
+            upto,
+            searched: 0,
+            expired: Vec::new(),
+            taken: 0,
+            counted: Vec::new(),
+            dead_before: None,
+        })
+    }
+
+    /// For a preview: dead letters of before this do not keep their events.
+    pub(crate) fn without_dead(&mut self, before: Option<i64>) {
+        self.dead_before = before;
+    }
+
+    /// Whatever is at or before a position is too much.
+    pub(crate) fn limit_length(&mut self, beyond: u64) {
+        self.beyond = beyond;
+        self.upto = self.upto.max(beyond);
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.taken >= self.expired.len() && self.searched >= self.upto
+    }
+
+    /// Looks a bounded way further: first at what expired, then along the log.
+    pub(crate) fn look(&mut self, reader: &Reader, owed: &Owed) -> Result<Found> {
+        if self.taken < self.expired.len() {
+            self.look_at_expired(reader, owed)
+        } else {
+            self.look_along(reader, owed)
+        }
+    }
+
+    fn look_at_expired(&mut self, reader: &Reader, owed: &Owed) -> Result<Found> {
+        let doing = |e| from_sqlite("looking what has expired", e);
+        let end = self.expired.len().min(self.taken + LOOK / 10);
+        let seqs = &self.expired[self.taken..end];
+        self.taken = end;
+        let (Some(first), Some(last)) = (seqs.first(), seqs.last()) else {
+            return Ok(Found::default());
+        };
+        let needed = owed.needed(&reader.conn, (*first, *last), self.dead_before)?;
+        let mut statement = reader
+            .conn
+            .prepare_cached(&format!("SELECT {COLUMNS} FROM log WHERE seq = ?1"))
+            .map_err(doing)?;
+        let (mut found, mut before) = (Found::default(), 0);
+        for seq in seqs {
+            if self.counted.binary_search(seq).is_ok() {
+                continue;
+            }
+            let mut rows = statement.query([to_sql(*seq)]).map_err(doing)?;
+            let Some(row) = rows.next().map_err(doing)? else {
+                continue;
+            };
+            if needed.contains(*seq) {
+                found.kept += 1;
+                continue;
+            }
+            let (candidate, _) = Candidate::read(row)?;
+            found.add(candidate, before + 1 == *seq);
+            before = *seq;
+        }
+        self.add_stages(reader, &mut found, (*first, *last))?;
+        Ok(found)
+    }
+
+    fn look_along(&mut self, reader: &Reader, owed: &Owed) -> Result<Found> {
+        let doing = |e| from_sqlite("looking what is too old", e);
+        let mut statement: CachedStatement<'_> = reader
+            .conn
+            .prepare_cached(&format!(
+                "SELECT {COLUMNS} FROM log WHERE seq > ?1 AND seq <= ?2 ORDER BY seq LIMIT ?3"
+            ))
+            .map_err(doing)?;
+        let range = (to_sql(self.searched), to_sql(self.upto), LOOK as i64);
+        let mut rows = statement.query(range).map_err(doing)?;
+        let mut seen: Vec<(Candidate, bool)> = Vec::with_capacity(LOOK);
+        while let Some(row) = rows.next().map_err(doing)? {
+            let (candidate, type_id) = Candidate::read(row)?;
+            let seq = candidate.seq;
+            let limit = self.limits.get(&type_id).copied().unwrap_or(0);
+            let over = seq <= limit.max(self.beyond) && !self.was_counted(seq);
+            seen.push((candidate, over));
+        }
+        let (Some((first, _)), Some((last, _))) = (seen.first(), seen.last()) else {
+            self.searched = self.upto;
+            return Ok(Found::default());
+        };
+        let range = (first.seq, last.seq);
+        self.searched = if seen.len() < LOOK {
+            self.upto
+        } else {
+            last.seq
+        };
+        let mut found = Found::default();
+        if !seen.iter().any(|(_, over)| *over) {
+            return Ok(found);
+        }
+        let needed = owed.needed(&reader.conn, range, self.dead_before)?;
+        for (candidate, over) in seen {
+            if over && !needed.contains(candidate.seq) {
+                found.add(candidate, true);
+            } else {
+                found.kept += u64::from(over);
+                found.apart = true;
+            }
+        }
+        self.add_stages(reader, &mut found, range)?;
+        Ok(found)
+    }
+
+    /// What expired was dealt with first, or waits for somebody.
+    fn was_counted(&self, seq: u64) -> bool {
+        self.expired.binary_search(&seq).is_ok() || self.counted.binary_search(&seq).is_ok()
+    }
+
+    /// Adds what the payload stages of the events weigh.
+    fn add_stages(&self, reader: &Reader, found: &mut Found, (lo, hi): (u64, u64)) -> Result<()> {
+        let doing = |e| from_sqlite("looking at payload stages", e);
+        let mut statement = reader
+            .conn
+            .prepare_cached(
+                "SELECT seq, payload_size_compressed FROM event_payloads
+                 WHERE seq BETWEEN ?1 AND ?2",
+            )
+            .map_err(doing)?;
+        let mut rows = statement.query((to_sql(lo), to_sql(hi))).map_err(doing)?;
+        while let Some(row) = rows.next().map_err(doing)? {
+            let seq = seq_from(row.get(0).map_err(doing)?);
+            let bytes = seq_from(row.get(1).map_err(doing)?);
+            let at = found.pieces.partition_point(|piece| piece.hi < seq);
+            if let Some(piece) = found.pieces.get_mut(at).filter(|piece| piece.lo <= seq) {
+                piece.weight += STAGE + bytes / PAGE;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Counts from the newest event backwards, a bounded way in each snapshot.
+pub(crate) struct Length {
+    left: u64,
+    before: u64,
+    /// What is beyond the length, once that is known.
+    pub(crate) beyond: Option<u64>,
+}
+
+impl Length {
+    pub(crate) fn new(keep: u64) -> Self {
+        Self {
+            left: keep,
+            before: u64::MAX,
+            beyond: None,
+        }
+    }
+
+    pub(crate) fn go_on(&mut self, reader: &Reader) -> Result<()> {
+        let doing = |e| from_sqlite("counting the log", e);
+        let step = self.left.min(LOOK as u64);
+        // The last of those that stay, or else the first that does not.
+        let found: Option<(i64, i64)> = reader
+            .conn
+            .prepare_cached(
+                "SELECT count(*), min(seq) FROM
+                   (SELECT seq FROM log WHERE seq < ?1 ORDER BY seq DESC LIMIT ?2)",
+            )
+            .and_then(|mut s| {
+                s.query_row((to_sql(self.before), to_sql(step)), |r| {
+                    Ok((r.get(0)?, r.get::<_, Option<i64>>(1)?.unwrap_or(0)))
+                })
+                .optional()
+            })
+            .map_err(doing)?;
+        let (count, first) = found.unwrap_or_default();
+        self.left -= seq_from(count).min(self.left);
+        if count > 0 {
+            self.before = seq_from(first);
+        }
+        if self.left == 0 {
+            let first: Option<i64> = reader
+                .conn
+                .prepare_cached("SELECT max(seq) FROM log WHERE seq < ?1")
+                .and_then(|mut s| s.query_row([to_sql(self.before)], |r| r.get(0)))
+                .map_err(doing)?;
+            self.beyond = Some(first.map_or(0, seq_from));
+        } else if seq_from(count) < step {
+            self.beyond = Some(0);
+        }
+        Ok(())
+    }
+}
+
+/// What has expired by now, in the order of the log; a bounded number at a time.
+pub(crate) fn expired(
+    reader: &Reader,
+    now: Timestamp,
+    after: (i64, i64),
+) -> Result<Vec<(i64, i64)>> {
+    reader
+        .conn
+        .prepare_cached(
+            "SELECT at, seq FROM expirations WHERE at < ?1 AND (at, seq) > (?2, ?3)
+             ORDER BY at, seq LIMIT ?4",
+        )
+        .and_then(|mut s| {
+            s.query_map((micros(now), after.0, after.1, LOOK as i64), |r| {
+                Ok((r.get(0)?, r.get(1)?))
+            })?
+            .collect()
+        })
+        .map_err(|e| from_sqlite("looking what has expired", e))
+}
