@@ -70,6 +70,7 @@
 //! - [`DeadLetterQueue`]: list, retry and purge what was given up on.
 //! - [`payloads`]: what an event looked like on its way, stored beside it.
 //! - [`overflow`]: where the large parts of events go.
+//! - [`Replay`]: run again what happened.
 //! - [`outbox`]: events committed with the data of one's own database, and the relay that publishes them.
 //! - [`TypedEvent`]: a Rust type that is the payload of one event type.
 //!

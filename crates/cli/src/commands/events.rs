@@ -154,7 +154,7 @@ fn table(page: &HistoryPage) -> Table {
                 (1, Some(a)) => a.app.clone(),
                 (_, Some(a)) => a.entity.as_ref().map(ToString::to_string),
             })
-            .map(|name| name.unwrap_or_default())
+            .map(Option::unwrap_or_default)
             .collect()
     };
     let columns: Vec<(&str, Vec<String>)> = OPTIONAL

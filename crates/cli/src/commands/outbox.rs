@@ -1,12 +1,13 @@
 //! `everbus outbox`: relay events from a table of the user's own database into the broker, and see how
 //! that table stands.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use everbus::Bus;
+use everbus::audit::{Action, Operator, audited};
 use everbus::outbox::{Outbox, OutboxOptions, OutboxSource, Relay, RelayStats};
 use everbus_core::{Clock as _, Code, Engine, Error, SystemClock};
 use serde_json::json;
@@ -123,9 +124,7 @@ pub(crate) async fn run(command: OutboxCommand, target: &Target, output: &mut Ou
         }
         OutboxCommand::Retry(args) => {
             let opened = Opened::new(&args.which, target).await?;
-            let outcome = target
-                .patiently(retry(&args, &*opened.source, output))
-                .await;
+            let outcome = target.patiently(retry(&args, &opened, output)).await;
             opened.close().await;
             outcome
         }
@@ -159,6 +158,19 @@ impl Opened {
         }
     }
 
+    /// Makes failed rows wait again. In the file of Everbus its audit trail says so.
+    async fn retry(&self, id: Option<&String>) -> Outcome<u64> {
+        let work = self.source.retry(id.map(|id| vec![id.clone()]));
+        let Some(engine) = &self.engine else {
+            return Ok(work.await?);
+        };
+        let mut action = Action::new("outbox.retry");
+        if let Some(id) = id {
+            action = action.on("EVENT", id);
+        }
+        Ok(audited(engine, &Operator::current(), action, work).await?)
+    }
+
     async fn close(self) {
         drop(self.source);
         if let Some(engine) = self.engine {
@@ -168,19 +180,19 @@ impl Opened {
 }
 
 /// The database with the outbox, if it is another one than that of the broker.
-fn foreign<'a>(which: &'a WhichArgs, target: &Target) -> Option<&'a PathBuf> {
-    let path = which.outbox.as_ref()?;
+fn foreign<'a>(which: &'a WhichArgs, target: &Target) -> Option<&'a Path> {
+    let path = which.outbox.as_deref()?;
     let own = target.path().ok();
     (!own.is_some_and(|own| own == path || files::are_same(path, own))).then_some(path)
 }
 
-async fn open_file(path: &PathBuf, target: &Target) -> Outcome<Arc<dyn OutboxSource>> {
+async fn open_file(path: &Path, target: &Target) -> Outcome<Arc<dyn OutboxSource>> {
     refuse_directory_name(path, "--outbox")?;
     let options = OutboxOptions {
         busy_timeout: target.busy_timeout(),
         ..OutboxOptions::default()
     };
-    let path = path.clone();
+    let path = path.to_path_buf();
     let opened = blocking(move || {
         let opened = Outbox::open_with(&path, options);
         opened.map_err(|error| match error.code() {
@@ -408,21 +420,23 @@ async fn failed(args: &FailedArgs, source: &dyn OutboxSource, output: &mut Outpu
     table.print(output)
 }
 
-async fn retry(args: &RetryArgs, source: &dyn OutboxSource, output: &mut Output) -> Outcome {
-    let ids = (!args.all).then(|| args.ids.clone());
-    if let Some(ids) = &ids {
-        // One by one, so that a mistyped id is named.
-        for id in ids {
-            if source.retry(Some(vec![id.clone()])).await? == 0 {
-                let what = format!("no failed row has the id {}", shell_word(id));
-                return Err(Error::new(Code::NotFound, what)
-                    .hint("`everbus outbox failed` lists them; those named before it were retried")
-                    .into());
-            }
-        }
-        return retried(ids.len() as u64, output);
+async fn retry(args: &RetryArgs, opened: &Opened, output: &mut Output) -> Outcome {
+    if args.all {
+        return retried(opened.retry(None).await?, output);
     }
-    retried(source.retry(None).await?, output)
+    let mut rows = 0;
+    // One by one, so that a mistyped id is named.
+    for id in &args.ids {
+        let found = opened.retry(Some(id)).await?;
+        if found == 0 {
+            let what = format!("no failed row has the id {}", shell_word(id));
+            return Err(Error::new(Code::NotFound, what)
+                .hint("`everbus outbox failed` lists them; those named before it were retried")
+                .into());
+        }
+        rows += found;
+    }
+    retried(rows, output)
 }
 
 fn retried(rows: u64, output: &mut Output) -> Outcome {

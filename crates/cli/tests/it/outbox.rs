@@ -202,13 +202,22 @@ fn the_file_of_the_bus_has_an_outbox_too() {
         .run(&["-o", "json", "outbox", "relay", "--once"])
         .json();
     assert_eq!(relayed["sent"], 1);
+    let bad = "INSERT INTO event_outbox (event_id, event_type, payload, status) VALUES ('bad', 'a.b', '2', 'failed')";
+    db.execute_batch(bad).unwrap();
+    shop.run(&["outbox", "retry", "bad"]).ok();
+    let said = shop.run(&["-o", "json", "audit", "list"]).ok();
+    assert!(
+        said.contains("outbox.retry") && said.contains("bad"),
+        "{said}"
+    );
+    shop.run(&["outbox", "relay", "--once"]).ok();
     // Named, it is the same file.
     let own = shop.run(&["-o", "json", "outbox", "status", "--outbox", "./everbus.db"]);
-    assert_eq!(own.json()["sent"], 1);
+    assert_eq!(own.json()["sent"], 2);
     let events = shop
         .run(&["-o", "json", "tail", "--from", "first", "--no-follow"])
         .lines();
-    assert_eq!(events.len(), 2);
+    assert_eq!(events.len(), 3);
 }
 
 #[test]

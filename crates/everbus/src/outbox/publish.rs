@@ -3,7 +3,7 @@
 //! An engine may refuse a batch as a whole for the sake of one event in it. Then the batch is halved
 //! until the one is found. What follows a refused event under the same key is left for later.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::HashSet;
 use std::ops::Range;
 
 use everbus_core::{
@@ -99,13 +99,14 @@ impl<'a> Publisher<'a> {
 
     /// Publishes the rows in their order. An error is an outage; what was answered before it counts.
     pub(super) async fn publish(mut self, held: &mut Held) -> (Vec<Answer>, Option<Error>) {
-        let mut parts = VecDeque::from([0..self.rows.len()]);
-        while let Some(part) = parts.pop_front() {
+        // What is still to be done, the next last.
+        let mut parts = Vec::from_iter(std::iter::once(0..self.rows.len()));
+        while let Some(part) = parts.pop() {
             match self.part(part.clone(), held).await {
                 Ok(None) => {}
                 Ok(Some(middle)) => {
-                    parts.push_front(middle..part.end);
-                    parts.push_front(part.start..middle);
+                    parts.push(middle..part.end);
+                    parts.push(part.start..middle);
                 }
                 Err(error) => return (self.answers, Some(error)),
             }

@@ -90,6 +90,7 @@ fn refused(
 impl Target for Copies {
     const PORTION: usize = 256;
     const SAVED_EACH_TIME: bool = true;
+    const AUDITED: bool = true;
 
     fn describe(&self) -> String {
         "copies".into()

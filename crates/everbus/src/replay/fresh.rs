@@ -112,6 +112,7 @@ fn group_name(context: &Context, run: &str) -> Result<GroupName> {
 impl Target for FreshGroup {
     const PORTION: usize = 1000;
     const SAVED_EACH_TIME: bool = true;
+    const AUDITED: bool = true;
 
     fn describe(&self) -> String {
         "a fresh group".into()

@@ -40,6 +40,7 @@ where
 {
     const PORTION: usize = 4096;
     const SAVED_EACH_TIME: bool = false;
+    const AUDITED: bool = false;
 
     fn describe(&self) -> String {
         "a function".into()

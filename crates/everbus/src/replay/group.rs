@@ -42,6 +42,7 @@ impl LiveGroup {
 impl Target for LiveGroup {
     const PORTION: usize = 1000;
     const SAVED_EACH_TIME: bool = true;
+    const AUDITED: bool = true;
 
     fn describe(&self) -> String {
         format!("the group {}", self.group)

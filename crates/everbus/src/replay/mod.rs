@@ -22,9 +22,12 @@ use std::fmt;
 use std::future::{Future, IntoFuture};
 use std::sync::Arc;
 
-use everbus_core::{BoxFuture, Code, Entity, Error, EventId, GroupName, Pattern, Recorded, Result};
-use everbus_core::{Timestamp, check_checkpoint_name};
+use everbus_core::{
+    Appended, BoxFuture, Code, Entity, Error, EventId, GroupName, Pattern, Recorded, Result,
+    Timestamp, check_checkpoint_name,
+};
 
+use crate::audit::audited;
 use crate::bus::Bus;
 use crate::receipt::Receipt;
 use crate::router::Router;
@@ -233,7 +236,9 @@ impl Replay {
     /// settled. Then the group is removed; if there are dead letters, it is kept and the report
     /// [names it](ReplayReport::kept_group).
     ///
-    /// What handlers return is published, and their side effects are real.
+    /// What handlers return is published, and their side effects are real. If the process ends before
+    /// the run does, the group stays in the engine until the run goes on, if it has a name, or somebody
+    /// removes it.
     pub fn into_fresh_group(self, router: Router) -> Run<FreshGroup> {
         self.given(|_| Some(FreshGroup::new(router)))
     }
@@ -366,9 +371,25 @@ pub(crate) async fn replay_event(bus: &Bus, id: EventId) -> Result<Receipt> {
     let original = source::only(&shared.engine, &selection, id).await?;
     let original = whole::whole(shared, &original).await??;
     let copy = copies::copy_of(&original.event, EventId::new())?;
-    run::audit(bus, &selection, "copies", None).await?;
-    let mut answers = bus.append_as_is(vec![copy]).await?;
-    let unanswered = || Err(Error::new(Code::Internal, "the engine did not answer"));
-    let appended = answers.pop().unwrap_or_else(unanswered)?;
-    Ok(Receipt::new(appended, shared.clone()))
+    let published = async {
+        let mut answers = bus.append_as_is(vec![copy]).await?;
+        let unanswered = || Err(Error::new(Code::Internal, "the engine did not answer"));
+        let appended = answers.pop().unwrap_or_else(unanswered)?;
+        Ok(Published {
+            copy: appended.id,
+            appended,
+        })
+    };
+    let action = run::action(&selection, "copies", None);
+    let operator = shared.audit().operator();
+    let published = audited(&shared.engine, &operator, action, published).await?;
+    Ok(Receipt::new(published.appended, shared.clone()))
+}
+
+/// What is recorded of a copy.
+#[derive(serde::Serialize)]
+struct Published {
+    copy: EventId,
+    #[serde(skip)]
+    appended: Appended,
 }

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use everbus_core::{AuditEntry, Recorded, Result};
-use serde_json::json;
+use everbus_core::{Recorded, Result};
+use serde_json::Value;
 use tokio::time::Instant;
 
 use super::pace::{Pace, Stop};
@@ -13,13 +13,42 @@ use super::selection::Selection;
 use super::source::{self, Batch, Source};
 use super::target::{Context, Target};
 use super::{Filter, Progress, Replay};
-use crate::bus::Bus;
+use crate::audit::{Action, audited};
 use crate::guard;
 
 /// Read at once.
 const BATCH: usize = 4096;
 
-pub(super) async fn run<T: Target>(replay: Replay, mut target: T) -> Result<ReplayReport> {
+pub(super) async fn run<T: Target>(replay: Replay, target: T) -> Result<ReplayReport> {
+    let shared = replay.bus.shared().clone();
+    shared.accepts()?;
+    let keeper = Keeper::new(&shared.engine, replay.name.as_deref())?;
+    let (described, into) = (replay.selection.description(), target.describe());
+    let found = keeper.load(&described, &into).await?;
+    let is_resumed = found.is_some();
+    let saved = match found {
+        Some(saved) => saved,
+        None => {
+            let bounds = source::bounds(&shared.engine, &replay.selection).await?;
+            Saved::begin(described, into, shared.options.clock.now(), bounds)
+        }
+    };
+    if !T::AUDITED {
+        return go(replay, target, keeper, saved, is_resumed).await;
+    }
+    let action = action(&replay.selection, &saved.target, replay.name.as_deref());
+    let operator = shared.audit().operator();
+    let work = go(replay, target, keeper, saved, is_resumed);
+    audited(&shared.engine, &operator, action, work).await
+}
+
+async fn go<T: Target>(
+    replay: Replay,
+    mut target: T,
+    mut keeper: Keeper,
+    mut saved: Saved,
+    is_resumed: bool,
+) -> Result<ReplayReport> {
     let began = Instant::now();
     let Replay {
         bus,
@@ -32,20 +61,6 @@ pub(super) async fn run<T: Target>(replay: Replay, mut target: T) -> Result<Repl
         kept_failures,
         ..
     } = replay;
-    bus.accepts()?;
-    let shared = bus.shared().clone();
-    let engine = &shared.engine;
-    let mut keeper = Keeper::new(engine, name.as_deref())?;
-    let (described, into) = (selection.description(), target.describe());
-    let resumed = keeper.load(&described, &into).await?;
-    let is_resumed = resumed.is_some();
-    let mut saved = match resumed {
-        Some(saved) => saved,
-        None => {
-            let bounds = source::bounds(engine, &selection).await?;
-            Saved::begin(described, into, shared.options.clock.now(), bounds)
-        }
-    };
     let mut report = ReplayReport {
         processed: saved.processed,
         errors: saved.errors,
@@ -53,22 +68,21 @@ pub(super) async fn run<T: Target>(replay: Replay, mut target: T) -> Result<Repl
         ..ReplayReport::default()
     };
     let context = Context {
-        bus: bus.clone(),
+        bus,
         stop: Stop::on(stop),
-        name: name.clone(),
+        name,
         kept_failures,
         single: selection.event.is_some(),
     };
     target.prepare(&context, &saved, is_resumed).await?;
-    audit(&bus, &selection, &saved.target, name.as_deref()).await?;
     keeper.save(&mut saved, &report, true).await?;
-
     let mut steps = Steps {
         context: &context,
         pace: Pace::new(rate, T::PORTION),
         filter,
         progress,
     };
+    let engine = &context.bus.shared().engine;
     let mut source = Source::open(engine, &selection, saved.done, saved.upto, BATCH)?;
     let mut ready = source.next().await?;
     while let Some(batch) = ready {
@@ -166,22 +180,18 @@ impl Steps<'_> {
     }
 }
 
-/// Puts on record that somebody replays something, where there is an audit trail.
-pub(super) async fn audit(
-    bus: &Bus,
-    selection: &Selection,
-    target: &str,
-    name: Option<&str>,
-) -> Result<()> {
-    let shared = bus.shared();
-    let Some(audit) = &shared.engine.audit else {
-        return Ok(());
-    };
-    let actor = shared.options.source.as_deref().unwrap_or("everbus");
-    let entry = AuditEntry::new(actor, "replay").details(json!({
-        "selection": selection.description(),
-        "target": target,
-        "name": name,
-    }));
-    audit.record(entry).await.map(drop)
+/// What is put on record.
+pub(super) fn action(selection: &Selection, target: &str, name: Option<&str>) -> Action {
+    let mut action = Action::new("replay")
+        .detail("target", target.into())
+        .detail("name", name.map_or(Value::Null, Value::from));
+    if let Some(id) = selection.event {
+        action = action.on("EVENT", &id);
+    }
+    if let Value::Object(selection) = selection.description() {
+        for (word, value) in selection {
+            action = action.detail(&word, value);
+        }
+    }
+    action
 }

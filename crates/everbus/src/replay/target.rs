@@ -38,6 +38,9 @@ pub trait Target: Send + 'static {
     /// Whether the checkpoint follows every portion; else it follows every second.
     #[doc(hidden)]
     const SAVED_EACH_TIME: bool;
+    /// Whether a run is put on record as something that was done to the bus.
+    #[doc(hidden)]
+    const AUDITED: bool;
 
     /// What the target is called in a checkpoint.
     #[doc(hidden)]

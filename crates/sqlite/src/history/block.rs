@@ -39,19 +39,24 @@ impl Encoder {
         }
     }
 
-    pub(crate) fn push(&mut self, posting: Posting) {
+    /// Adds a posting; one that is not in order comes from a damaged file.
+    pub(crate) fn push(&mut self, posting: Posting) -> Result<()> {
         let (scope, seq) = posting;
         let last = std::mem::replace(&mut self.last, posting);
+        let from_lo = seq.checked_sub(self.lo).ok_or_else(damaged)?;
         if let Some(block) = &mut self.current {
+            if posting <= last {
+                return Err(damaged());
+            }
             let before = block.bytes.len();
             if last.0 == scope {
                 write(&mut block.bytes, (seq - last.1) << 1);
             } else {
                 write(&mut block.bytes, scope.abs_diff(last.0) << 1 | 1);
-                write(&mut block.bytes, seq - self.lo);
+                write(&mut block.bytes, from_lo);
             }
             if block.bytes.len() <= self.limit {
-                return;
+                return Ok(());
             }
             block.bytes.truncate(before);
             self.finish();
@@ -60,6 +65,7 @@ impl Encoder {
             first: posting,
             bytes: Vec::with_capacity(self.limit + 16),
         });
+        Ok(())
     }
 
     /// Ends the block under way.
@@ -139,10 +145,19 @@ mod tests {
         }
         for limit in [1, 20, 64, 2000] {
             let mut encoder = Encoder::new(1000, limit);
-            postings.iter().for_each(|posting| encoder.push(*posting));
+            postings.iter().for_each(|p| encoder.push(*p).unwrap());
             encoder.finish();
             assert!(encoder.done.iter().all(|block| block.bytes.len() <= limit));
             assert_eq!(all(1000, &encoder.done), postings, "blocks of {limit}");
+        }
+    }
+
+    #[test]
+    fn postings_out_of_order_are_refused() {
+        for bad in [(5, 10), (5, 9), (4, 11), (6, 0)] {
+            let mut encoder = Encoder::new(1, 100);
+            encoder.push((5, 10)).unwrap();
+            assert_eq!(encoder.push(bad).unwrap_err().code(), Code::Corrupt);
         }
     }
 

@@ -10,14 +10,14 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak, mpsc};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use everbus_core::{Code, Error, Result};
 
 use super::HistoryTuning;
 use super::block::{Encoder, Posting};
 use super::merge::{Alive, Merge};
-use super::runs::{self, Applied, BATCH, Change, End, Lease, Run, Target};
+use super::runs::{self, Applied, BATCH, Change, End, Run, Target};
 use super::scope::{self, Hashes, Named};
 use crate::errors::from_sqlite;
 use crate::queue::{Answer, Command, Queue};
@@ -200,7 +200,7 @@ impl Work {
             let head = self.shared.head.load(Ordering::SeqCst);
             let standing = self.look()?;
             let waiting = standing.newest.saturating_sub(standing.after);
-            if let Some(left) = runs::held(&self.reader.conn, self.lease())?
+            if let Some(left) = runs::held(&self.reader.conn, self.holder)?
                 && (waiting >= self.tuning.run || self.review)
             {
                 // It does what there is to do; if it dies, somebody else will.
@@ -298,6 +298,8 @@ impl Work {
             };
         }
         postings.sort_unstable();
+        // Two combinations of one event may have the same hash.
+        postings.dedup();
         let run = Run {
             id: 0,
             level,
@@ -306,9 +308,9 @@ impl Work {
             events,
         };
         let mut encoder = Encoder::new(run.lo, self.tuning.block);
-        postings
-            .into_iter()
-            .for_each(|posting| encoder.push(posting));
+        for posting in postings {
+            encoder.push(posting)?;
+        }
         encoder.finish();
         let mut blocks = encoder.done;
         let written = blocks.len();
@@ -520,8 +522,8 @@ impl Work {
     }
 
     fn sweep(&mut self) -> Result<Result<(), Next>> {
-        let (lease, writing) = (self.lease(), self.begun());
-        let applied = self.job(move |writer| writer.sweep_history(lease, &writing))?;
+        let (holder, writing) = (self.holder, self.begun());
+        let applied = self.job(move |writer| writer.sweep_history(holder, &writing))?;
         Ok(match self.outcome(applied)? {
             Ok(_) | Err(None) => Ok(()),
             Err(Some(next)) => Err(next),
@@ -536,7 +538,7 @@ impl Work {
         end: End,
     ) -> Result<Result<i64, Option<Next>>> {
         let change = Change {
-            lease: self.lease(),
+            holder: self.holder,
             target,
             blocks,
             end,
@@ -551,15 +553,6 @@ impl Work {
             Applied::Held(left) => Ok(Err(Some(Next::Wait(wait_for(left))))),
             Applied::Stale => Ok(Err(None)),
             Applied::Failed(error) => Err(error),
-        }
-    }
-
-    fn lease(&self) -> Lease {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH);
-        let now = since.map_or(0, |time| i64::try_from(time.as_micros()).unwrap_or(0));
-        Lease {
-            holder: self.holder,
-            now,
         }
     }
 

@@ -126,7 +126,7 @@ impl Merge {
                 while let Some(posting) = input.head(conn)?.filter(|p| p.0 == scope) {
                     input.next += 1;
                     if self.alive.as_ref().is_none_or(|alive| alive.has(posting.1)) {
-                        self.encoder.push(posting);
+                        self.encoder.push(posting)?;
                     }
                 }
             }

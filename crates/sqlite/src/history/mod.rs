@@ -3,7 +3,7 @@
 //! ```text
 //!  log     ……………………………………………………………………………………………………………………………………▶ newest
 //!  runs    [ level 2                 ][ level 1 ][ level 1 ][0][0][0]   not yet
-//!            16 merge into one of the next level              4096 events each
+//!            16 merge into one of the next level              2048 events each
 //! ```
 //!
 //! Every event with names has up to eight postings, (scope, position), one for each combination of the
@@ -33,7 +33,7 @@ pub(crate) use indexer::Indexer;
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
 pub struct HistoryTuning {
-    /// How many events a run has at first: as many are read in the log by a query, at most about.
+    /// How many events a run has at first: about as many, at most, a query reads in the log.
     pub run: u64,
     /// How many runs of a level become one of the next.
     pub fan: usize,
@@ -44,7 +44,7 @@ pub struct HistoryTuning {
 impl Default for HistoryTuning {
     fn default() -> Self {
         Self {
-            run: 4096,
+            run: 2048,
             fan: 16,
             block: 1980,
         }

@@ -3,6 +3,8 @@
 //! A run is written block by block and invisible until one change puts it in use; in the same change the
 //! runs it replaces go out of use. What a crash leaves half-written is swept away.
 
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use everbus_core::{Error, Result};
 use rusqlite::{Connection, OptionalExtension};
 
@@ -68,14 +70,14 @@ pub(crate) fn to_sweep(conn: &Connection, writing: &[i64]) -> Result<bool> {
 }
 
 /// For how many more microseconds another process is the one that writes runs, if one is.
-pub(crate) fn held(conn: &Connection, lease: Lease) -> Result<Option<i64>> {
+pub(crate) fn held(conn: &Connection, holder: i64) -> Result<Option<i64>> {
     let found: Option<(i64, i64)> = conn
         .prepare_cached("SELECT holder, until FROM history_indexer")
         .and_then(|mut s| s.query_row([], |r| Ok((r.get(0)?, r.get(1)?))).optional())
         .map_err(|e| from_sqlite("reading the lease of the history's index", e))?;
     Ok(found
-        .filter(|(holder, _)| *holder != lease.holder)
-        .map(|(_, until)| until.saturating_sub(lease.now))
+        .filter(|(other, _)| *other != holder)
+        .map(|(_, until)| until.saturating_sub(system_micros()))
         .filter(|left| (1..=LEASE_MICROS).contains(left)))
 }
 
@@ -99,19 +101,11 @@ pub(crate) enum End {
 
 /// A step on the way to a new run, done in one transaction.
 pub(crate) struct Change {
-    pub(crate) lease: Lease,
+    /// Who is at work.
+    pub(crate) holder: i64,
     pub(crate) target: Target,
     pub(crate) blocks: Vec<Block>,
     pub(crate) end: End,
-}
-
-/// Who is at work, and when.
-#[derive(Clone, Copy)]
-pub(crate) struct Lease {
-    pub(crate) holder: i64,
-    /// Microseconds by the clock of the system: this is between processes and has nothing to do with
-    /// the time of events.
-    pub(crate) now: i64,
 }
 
 /// What came of a change.
@@ -130,13 +124,13 @@ pub(crate) enum Applied {
 impl Writer {
     /// Does one step.
     pub(crate) fn change_history(&mut self, change: &Change) -> Result<Applied> {
-        self.within(change.lease, |conn| apply(conn, change))
+        self.within(change.holder, |conn| apply(conn, change))
     }
 
     /// Sweeps away some blocks of runs that are out of use or were never finished; says how much there
     /// was to do.
-    pub(crate) fn sweep_history(&mut self, lease: Lease, writing: &[i64]) -> Result<Applied> {
-        self.within(lease, |conn| sweep(conn, writing))
+    pub(crate) fn sweep_history(&mut self, holder: i64, writing: &[i64]) -> Result<Applied> {
+        self.within(holder, |conn| sweep(conn, writing))
     }
 
     /// Puts runs out of use whose events are all gone, and lets the indexer look for those of which
@@ -150,7 +144,7 @@ impl Writer {
     /// Runs a change under a savepoint: if it fails, nobody else who is in the transaction does.
     fn within(
         &mut self,
-        lease: Lease,
+        holder: i64,
         change: impl FnOnce(&Connection) -> Result<Applied>,
     ) -> Result<Applied> {
         if let Err(error) = self.check_room() {
@@ -160,7 +154,7 @@ impl Writer {
         self.conn
             .execute_batch("SAVEPOINT history")
             .map_err(doing)?;
-        let applied = match take(&self.conn, lease) {
+        let applied = match take(&self.conn, holder) {
             Ok(None) => change(&self.conn),
             Ok(Some(left)) => Ok(Applied::Held(left)),
             Err(error) => Err(error),
@@ -181,22 +175,32 @@ impl Writer {
     }
 }
 
-/// Takes or renews the lease; says how long another process has it.
-fn take(conn: &Connection, lease: Lease) -> Result<Option<i64>> {
+/// The time by the clock of the system: the lease is between processes, and has nothing to do with the
+/// time of events.
+fn system_micros() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |time| i64::try_from(time.as_micros()).unwrap_or(0))
+}
+
+/// Takes or renews the lease. One that ends later than any lease is from before the clock was set back.
+/// This runs under the lock of the file, so nobody's moment is earlier than the last one's.
+/// Otherwise it says how long another process has it.
+fn take(conn: &Connection, holder: i64) -> Result<Option<i64>> {
     let doing = |e| from_sqlite("taking the lease of the history's index", e);
-    let until = lease.now.saturating_add(LEASE_MICROS);
+    let now = system_micros();
+    let until = now.saturating_add(LEASE_MICROS);
     let taken = conn
         .prepare_cached(
             "INSERT INTO history_indexer (only, holder, until) VALUES (1, ?1, ?2)
              ON CONFLICT (only) DO UPDATE SET holder = ?1, until = ?2
              WHERE holder = ?1 OR until <= ?3 OR until > ?2",
         )
-        .and_then(|mut s| s.execute((lease.holder, until, lease.now)))
+        .and_then(|mut s| s.execute((holder, until, now)))
         .map_err(doing)?;
     if taken > 0 {
         return Ok(None);
     }
-    held(conn, lease)
+    held(conn, holder)
 }
 
 fn apply(conn: &Connection, change: &Change) -> Result<Applied> {

@@ -1,5 +1,7 @@
 //! Into the outbox: one row per event.
 
+use std::borrow::Cow;
+
 use everbus_core::{Clock as _, Code, Error, Event, Result, SystemClock, TraceContext};
 use rusqlite::{Connection, ErrorCode, params};
 
@@ -22,11 +24,15 @@ pub(super) fn insert(conn: &Connection, event: &Event) -> Result<()> {
     let trace = attributes.and_then(|a| a.trace.as_ref());
     let mut buffer = uuid::Uuid::encode_buffer();
     let id: &str = event.id().as_uuid().hyphenated().encode_lower(&mut buffer);
+    // Ids are unique per tenant.
+    let row = event.tenant().map_or(Cow::Borrowed(id), |tenant| {
+        Cow::Owned(format!("{id}@{tenant}"))
+    });
     let foreign = attributes.and_then(|a| a.foreign_id.as_deref());
     let mut statement = conn.prepare_cached(INSERT).map_err(doing)?;
     statement
         .execute(params![
-            id,
+            row,
             foreign.unwrap_or(id),
             event.event_type(),
             written.payload,

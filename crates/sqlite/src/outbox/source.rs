@@ -19,6 +19,7 @@ use tokio::time::Instant;
 
 use super::rows;
 use crate::errors::from_sqlite;
+use crate::failpoint;
 
 /// Rows settled in one transaction: so few that whoever writes beside us hardly waits.
 const STEP: usize = 256;
@@ -164,10 +165,12 @@ impl<A: Access> OutboxSource for Source<A> {
                 let later = outcomes.split_off(outcomes.len().min(STEP));
                 let step = std::mem::replace(&mut outcomes, later);
                 let (lease, now) = (lease.clone(), self.access.clock().now());
+                failpoint::hit("before-outbox-mark");
                 let ours = self
                     .access
                     .write(move |conn| rows::settle(conn, &lease, &step, now, own))
                     .await?;
+                failpoint::hit("after-outbox-mark");
                 if !ours {
                     return Err(Error::new(
                         Code::LeaseLost,

@@ -246,6 +246,16 @@ fn the_same_event_waits_once_and_another_body_is_refused() {
         .build();
     let error = Outbox::new().enqueue(&shop.db, other.unwrap()).unwrap_err();
     assert_eq!(error.code(), Code::IdReused);
+    // Ids are unique per tenant.
+    let other = Event::builder("order.placed")
+        .id(first.id())
+        .tenant("acme")
+        .build();
+    Outbox::new().enqueue(&shop.db, other.unwrap()).unwrap();
+    assert_eq!(shop.text("SELECT count(*) FROM event_outbox"), "2");
+    shop.db
+        .execute("DELETE FROM event_outbox WHERE row > 1", [])
+        .unwrap();
     // Once it has had its turn, it may go again.
     shop.db
         .execute("UPDATE event_outbox SET status = 'sent', sent_at = 'x'", [])

@@ -15,6 +15,7 @@ use clap::{Args, Parser, Subcommand};
 use everbus_testkit::chaos::campaign::{Campaign, Until};
 use everbus_testkit::chaos::disk::Disk;
 use everbus_testkit::chaos::power::{Losses, Power};
+use everbus_testkit::chaos::relay::{self, RelayCampaign};
 use everbus_testkit::chaos::tally::Tally;
 use everbus_testkit::chaos::{Broken, victim, zombie};
 
@@ -60,6 +61,22 @@ enum Command {
         /// Repeats the schedule of an earlier run.
         #[arg(long)]
         seed: Option<u64>,
+    },
+    /// Kill the relay of an outbox.
+    Relay {
+        /// How often.
+        #[arg(long, default_value_t = 100)]
+        kills: u64,
+        /// Repeats the schedule of an earlier run.
+        #[arg(long)]
+        seed: Option<u64>,
+    },
+    #[command(hide = true)]
+    RelayVictim {
+        #[arg(long)]
+        outbox: Option<PathBuf>,
+        #[arg(long)]
+        db: PathBuf,
     },
     #[command(hide = true)]
     Victim {
@@ -113,6 +130,10 @@ fn main() -> ExitCode {
             quiet: false,
         })
         .map(|()| true),
+        Some(Command::Relay { kills, seed }) => relays(kills, seed_or_new(seed)),
+        Some(Command::RelayVictim { outbox, db }) => {
+            relay::run(outbox.as_deref(), &db).map(|()| true)
+        }
         Some(Command::Zombie { db }) => zombie::run(&db).map(|()| true),
     };
     match outcome {
@@ -173,6 +194,28 @@ fn power(losses: u64, normal: bool, seed: u64) -> Result<bool, Broken> {
         return Ok(lost_as_it_must(&power.control()?));
     }
     Ok(report(&power.run(Losses::Count(losses))?, seed))
+}
+
+fn relays(kills: u64, seed: u64) -> Result<bool, Broken> {
+    println!("seed={seed}");
+    let directory = std::env::temp_dir().join(format!("everbus-relay-{}", std::process::id()));
+    let io = |error| Broken(format!("{}: {error}", directory.display()));
+    std::fs::create_dir_all(&directory).map_err(io)?;
+    let campaign = RelayCampaign {
+        program: this_program()?,
+        directory: directory.clone(),
+        seed,
+        kills,
+    };
+    let found = campaign.run()?;
+    for problem in &found.problems {
+        println!("PROBLEM {problem}");
+    }
+    println!("{found} seed={seed}");
+    if found.problems.is_empty() {
+        std::fs::remove_dir_all(&directory).map_err(io)?;
+    }
+    Ok(found.problems.is_empty())
 }
 
 /// Whether the machine allows it; says loudly if not.

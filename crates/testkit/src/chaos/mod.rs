@@ -21,6 +21,7 @@ pub mod observe;
 pub mod plant;
 pub mod power;
 pub mod process;
+pub mod relay;
 pub mod rounds;
 pub mod tally;
 pub mod victim;

@@ -490,10 +490,10 @@ fn random_query(random: &mut Random) -> HistoryQuery {
     if random.one_in(2) {
         query.tenant = random
             .pick(&["acme", "other", "nobody"])
-            .map(|t| t.to_string());
+            .map(ToString::to_string);
     }
     if random.one_in(3) {
-        query.app = random.pick(&["shop", "mail"]).map(|a| a.to_string());
+        query.app = random.pick(&["shop", "mail"]).map(ToString::to_string);
     }
     if random.one_in(3) {
         let id = random.pick(&["1", "2", "3"]).copied().unwrap_or("1");

@@ -10,6 +10,7 @@ mod checker;
 mod kills;
 mod opening;
 mod power;
+mod relay;
 mod zombie;
 
 use std::path::Path;

@@ -1,5 +1,7 @@
 //! Copies for everybody.
 
+use everbus::audit::{Operator, with_operator};
+use everbus::core::{AuditQuery, Order};
 use everbus::{Clock, Code, Entity, Event, HandlerError, Timestamp};
 
 use super::{SECOND, each_second, of_type};
@@ -167,6 +169,56 @@ async fn a_dead_letter_can_go_back_to_its_stream() {
         assert_eq!(mailed.next().await.event().id(), copy.id());
         assert_eq!(bus.dead_letters().list().await.unwrap().len(), 1, "kept");
         bus.shutdown().await.unwrap();
+    })
+    .await;
+}
+
+// conformance: issue-4/replay-audit: a replay is on record before it is done, with who asked for it, and with what came of it; a preview and a function that reads are not.
+#[tokio::test]
+async fn a_replay_is_on_record() {
+    on_every_engine(|lab| async move {
+        let bus = lab.open().await;
+        let receipt = bus.publish(("a", 1)).await.unwrap();
+        let nothing = |_| std::future::ready(Ok::<(), String>(()));
+        bus.replay().to(nothing).await.unwrap();
+        bus.replay().publish_copies().preview().await.unwrap();
+        let alice = || Operator::new("alice").reason("a test");
+        let range = bus.replay().types("a").name("n").publish_copies();
+        with_operator(alice(), range.into_future()).await.unwrap();
+        let one = with_operator(alice(), bus.replay_event(receipt.id()));
+        let copy = one.await.unwrap();
+        bus.replay().into_group("nobody").await.unwrap_err();
+        let oldest = AuditQuery {
+            order: Order::Oldest,
+            ..AuditQuery::default()
+        };
+        let page = bus.audit().query(oldest).await.unwrap();
+        let entries: Vec<_> = page.items.into_iter().map(|item| item.entry).collect();
+        let actions: Vec<&str> = entries.iter().map(|e| e.action.as_str()).collect();
+        let expected = [
+            "replay",
+            "replay.done",
+            "replay",
+            "replay.done",
+            "replay",
+            "replay.failed",
+        ];
+        assert_eq!(actions, expected);
+        assert!(
+            entries[..4].iter().all(|e| e.actor == "alice"),
+            "{entries:?}"
+        );
+        assert_eq!(entries[0].details["types"], "a");
+        assert_eq!(entries[0].details["target"], "copies");
+        assert_eq!(entries[0].details["reason"], "a test");
+        assert_eq!(entries[1].details["result"]["processed"], 1);
+        let entity = entries[2].entity.as_ref().unwrap();
+        assert_eq!(
+            (&*entity.kind, &*entity.id),
+            ("EVENT", &*receipt.id().to_string())
+        );
+        assert_eq!(entries[3].details["result"]["copy"], copy.id().to_string());
+        assert_eq!(entries[5].details["code"], "GroupNotFound");
     })
     .await;
 }

@@ -45,7 +45,7 @@ async fn a_run_goes_on_where_it_was_stopped() {
         let stop = Arc::new(Notify::new());
         let first = Given::default();
         let signal = stop.clone();
-        let wanted = |record: &Recorded| record.position % 2 == 0;
+        let wanted = |record: &Recorded| record.position.is_multiple_of(2);
         let run = bus.replay().name("monday").filter(wanted).rate(100_000);
         let report = run
             .stop_on(async move { signal.notified().await })

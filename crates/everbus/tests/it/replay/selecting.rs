@@ -126,7 +126,7 @@ async fn errors_and_panics_are_counted_and_stop_nothing() {
         let number = |record: &Recorded| record.event.json::<u64>().unwrap();
         let report = bus
             .replay()
-            .filter(move |record| number(record) % 2 == 0)
+            .filter(move |record| number(record).is_multiple_of(2))
             .keep_failures(2)
             .to(move |record: Arc<Recorded>| async move {
                 match number(&record) {
