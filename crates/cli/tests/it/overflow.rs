@@ -1,4 +1,5 @@
 //! Large events on the command line, and a publisher that is killed.
+#![allow(clippy::print_stderr, reason = "a seed reproduces a failure")]
 
 use std::io::Write as _;
 use std::process::Stdio;
