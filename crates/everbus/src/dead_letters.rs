@@ -1,16 +1,35 @@
 //! The dead letters as a user of the bus sees them. Needs the engine only, not a started bus.
 
+mod slowly;
+
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use everbus_core::{
-    Code, DeadLetter, DeadLetterFilter, DeadLetterPage, DeadLetters, Error, EventId, PageRequest,
-    PurgeBasis, Result, Timestamp,
+    Code, DeadLetter, DeadLetterFilter, DeadLetterPage, DeadLetterTally, DeadLetters, Error,
+    EventId, PageRequest, PurgeBasis, Result, Timestamp,
 };
 
-use crate::bus::Shared;
+pub use slowly::RetryProgress;
 
-/// Lists, retries and purges the events that groups gave up on.
+use crate::bus::Shared;
+use crate::receipt::Receipt;
+
+/// A preview names at most this many ways to fail.
+const TALLIES: usize = 100;
+
+/// What a bulk retry would send back.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct DeadLetterPreview {
+    /// How many open dead letters pass the filter.
+    pub total: u64,
+    /// How many of them there are of each group, type and error; the 100 most frequent.
+    pub tallies: Vec<DeadLetterTally>,
+}
+
+/// Lists, retries, corrects and purges the events that groups gave up on.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")]
@@ -84,9 +103,51 @@ impl DeadLetterQueue {
         }
     }
 
-    /// Sends back every open dead letter that passes the filter and returns how many.
-    pub async fn retry_where(&self, filter: DeadLetterFilter) -> Result<u64> {
+    /// Sends back every open dead letter that passes the filter, oldest event first, and returns how
+    /// many. [`preview`](Self::preview) says what that would be.
+    pub async fn retry_all(&self, filter: DeadLetterFilter) -> Result<u64> {
         self.letters()?.retry(filter).await
+    }
+
+    /// Sends back the open dead letters that pass the filter, oldest event first and at most
+    /// `per_second` of them in a second, so that what they failed for is not overrun. Returns how many
+    /// went.
+    ///
+    /// It is those that are dead at the start: what fails again meanwhile is left alone. Each step tells
+    /// `progress`. Dropping the future stops it between two steps; what went is not taken back, and a
+    /// new call goes on with the rest. It ends with [`Code::Shutdown`] if the bus is shut down.
+    pub async fn retry_slowly(
+        &self,
+        filter: DeadLetterFilter,
+        per_second: u32,
+        progress: impl FnMut(RetryProgress) + Send,
+    ) -> Result<u64> {
+        let now = self.shared.options.clock.now();
+        let slowly = slowly::retry_slowly(self.letters()?, filter, per_second, now, progress);
+        self.shared.unless_ending(slowly).await
+    }
+
+    /// What [`retry_all`](Self::retry_all) or [`retry_slowly`](Self::retry_slowly) would send back.
+    pub async fn preview(&self, filter: DeadLetterFilter) -> Result<DeadLetterPreview> {
+        let letters = self.letters()?;
+        let tallies = letters.tally(filter.clone(), TALLIES).await?;
+        let total = letters.count(filter).await?;
+        Ok(DeadLetterPreview { total, tallies })
+    }
+
+    /// Sends an event with a corrected payload in place of a dead letter, to the group that gave up on
+    /// it and to no other. It is a new event at the end of the log that names the original (metadata
+    /// `edit_of`); the dead letter is kept, no longer open, and names it ([`DeadLetter::replaced_by`]).
+    ///
+    /// The payload is checked as that of a publish is: its size, and its schema where there is one.
+    /// `NotFound` if the dead letter is not open any more.
+    pub async fn edit(&self, letter: &DeadLetter, payload: impl Into<Bytes>) -> Result<Receipt> {
+        self.shared.accepts()?;
+        let corrected = letter.corrected(payload)?;
+        self.shared.check_event(&corrected, None)?;
+        let replaced = self.letters()?.replace(letter.key(), corrected);
+        let appended = self.shared.unless_ending(replaced).await?;
+        Ok(Receipt::new(appended, self.shared.clone()))
     }
 
     /// Deletes the dead letters of events that were received `days` days ago or earlier, and returns

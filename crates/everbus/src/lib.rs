@@ -67,7 +67,7 @@
 //! - [`Bus`]: open, publish, subscribe, start, shut down.
 //! - [`Subscribe`]: which group, from where, how often to retry, how long a handler may take.
 //! - [`HandlerError`]: what a handler may answer besides `Ok`.
-//! - [`DeadLetterQueue`]: list, retry and purge what was given up on.
+//! - [`DeadLetterQueue`]: list, retry, correct and purge what was given up on.
 //! - [`TypedEvent`]: a Rust type that is the payload of one event type.
 //!
 //! Everything here is written against the traits of [`everbus_core`]; it never asks which engine it
@@ -119,7 +119,7 @@ pub use ambient::{correlation_id, with_correlation_id, with_trace};
 pub use breaker::{BreakerInfo, BreakerPolicy, BreakerState, Criticality};
 pub use bus::Bus;
 pub use config::Config;
-pub use dead_letters::DeadLetterQueue;
+pub use dead_letters::{DeadLetterPreview, DeadLetterQueue, RetryProgress};
 pub use engines::Durable;
 pub use extract::{
     Context, Envelope, FromMessage, Json, Meta, Needs, Payload, PayloadNeed, State, StateNeed,
@@ -143,10 +143,10 @@ pub use upcast::Upcasts;
 pub use everbus_core as core;
 pub use everbus_core::{
     Attributes, Capabilities, CheckReport, Clock, Code, DeadLetter, DeadLetterFilter,
-    DeadLetterKey, DeadLetterPage, Durability, Engine, Entity, Error, Event, EventBuilder, EventId,
-    EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState, IntoEvent, Log,
-    Maintenance, ManualClock, PageRequest, Pattern, Pruned, PurgeBasis, Recorded, Result,
-    Retention, RetryPolicy, StartFrom, SystemClock, Timestamp, TraceContext, TypedEvent,
+    DeadLetterKey, DeadLetterPage, DeadLetterTally, Durability, Engine, Entity, Error, Event,
+    EventBuilder, EventId, EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState,
+    IntoEvent, Log, Maintenance, ManualClock, PageRequest, Pattern, Pruned, PurgeBasis, Recorded,
+    Result, Retention, RetryPolicy, StartFrom, SystemClock, Timestamp, TraceContext, TypedEvent,
 };
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;

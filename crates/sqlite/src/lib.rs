@@ -16,6 +16,7 @@
 //! the same file; each notices what the others committed within 20 ms.
 
 mod append;
+mod bury;
 mod claims;
 mod dead_letters;
 mod declare;
@@ -36,6 +37,7 @@ mod owner;
 mod queue;
 mod readers;
 mod recover;
+mod replace;
 mod rows;
 mod schema;
 mod session;

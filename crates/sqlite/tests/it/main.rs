@@ -9,6 +9,7 @@
 
 mod bench_shape;
 mod conformance;
+mod dead_letter_events;
 mod disk;
 mod effects;
 mod faults;

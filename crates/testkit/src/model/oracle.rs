@@ -8,7 +8,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use everbus_core::{
-    Delivery, Event, EventId, EventState, Failure, FailureKind, Lease, Pattern, Timestamp, Verdict,
+    Appended, Delivery, Event, EventId, EventState, Failure, FailureKind, Lease, Pattern,
+    Timestamp, Verdict,
 };
 
 /// The lease of every consumer of a plan. No other duration has its odd microseconds, so that no
@@ -107,6 +108,26 @@ impl Oracle {
 
     /// Takes note of an event the engine stored.
     pub(super) fn appended(&mut self, event: &Event, position: u64, received_at: Timestamp) {
+        self.appended_for(None, event, position, received_at);
+    }
+
+    /// Takes note that a corrected event stands for a dead letter of a group, and is for that one.
+    pub(super) fn replaced(&mut self, group: &str, of: u64, event: &Event, appended: Appended) {
+        let death = self.groups.get_mut(group).and_then(|d| d.dead.get_mut(&of));
+        let death = death.expect("a dead letter that the model knows");
+        assert!(death.open, "an open dead letter was replaced");
+        death.open = false;
+        self.appended_for(Some(group), event, appended.position, appended.received_at);
+    }
+
+    /// An event that is owed by every group that wants it, or by the one that is named.
+    fn appended_for(
+        &mut self,
+        only: Option<&str>,
+        event: &Event,
+        position: u64,
+        received_at: Timestamp,
+    ) {
         assert!(
             position > self.head,
             "position {position} after {}",
@@ -117,8 +138,8 @@ impl Oracle {
         self.head = position;
         self.last_received = received_at;
         self.ids.insert(event.id(), position);
-        for desk in self.groups.values_mut() {
-            if desk.wants(event) {
+        for (name, desk) in &mut self.groups {
+            if desk.wants(event) && only.is_none_or(|only| only == name) {
                 desk.owed.insert(position, Work::new(event, self.now));
             }
         }
