@@ -177,12 +177,17 @@ impl Target {
 
     /// Opens a bus that publishes; a file is created if it is not there.
     pub(crate) async fn open_bus(&self) -> Outcome<Bus> {
+        self.bus_on(self.open(true).await?)
+    }
+
+    /// A bus on what is open already, that publishes nothing it may not.
+    pub(crate) fn bus_on(&self, engine: Engine) -> Outcome<Bus> {
         let mut builder = Bus::builder().max_payload(self.max_payload);
         // The limits of its streams and its rate hold for whoever publishes.
         if let Some(path) = &self.config {
             builder = builder.config(&Config::load(path)?);
         }
-        Ok(builder.with_engine(self.open(true).await?)?)
+        Ok(builder.with_engine(engine)?)
     }
 
     /// The largest payload that may be published.

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use everbus_core::{
-    Code, DeadLetter, DeadLetterFilter, DeadLetterPage, DeadLetterTally, DeadLetters, Error,
+    Code, DeadLetter, DeadLetterFilter, DeadLetterPage, DeadLetterTally, DeadLetters, Error, Event,
     EventId, PageRequest, PurgeBasis, Result, Timestamp,
 };
 
-pub use slowly::RetryProgress;
+pub use slowly::{RetryPace, RetryProgress};
 
 use crate::bus::Shared;
 use crate::receipt::Receipt;
@@ -109,8 +109,8 @@ impl DeadLetterQueue {
         self.letters()?.retry(filter).await
     }
 
-    /// Sends back the open dead letters that pass the filter, oldest event first and at most
-    /// `per_second` of them in a second, so that what they failed for is not overrun. Returns how many
+    /// Sends back the open dead letters that pass the filter, oldest event first and at a pace (a number
+    /// per second, or a [`RetryPace`]), so that what they failed for is not overrun. Returns how many
     /// went.
     ///
     /// It is those that are dead at the start: what fails again meanwhile is left alone. Each step tells
@@ -119,11 +119,11 @@ impl DeadLetterQueue {
     pub async fn retry_slowly(
         &self,
         filter: DeadLetterFilter,
-        per_second: u32,
+        pace: impl Into<RetryPace>,
         progress: impl FnMut(RetryProgress) + Send,
     ) -> Result<u64> {
-        let now = self.shared.options.clock.now();
-        let slowly = slowly::retry_slowly(self.letters()?, filter, per_second, now, progress);
+        let (now, pace) = (self.shared.options.clock.now(), pace.into());
+        let slowly = slowly::retry_slowly(self.letters()?, filter, pace, now, progress);
         self.shared.unless_ending(slowly).await
     }
 
@@ -142,8 +142,21 @@ impl DeadLetterQueue {
     /// The payload is checked as that of a publish is: its size, and its schema where there is one.
     /// `NotFound` if the dead letter is not open any more.
     pub async fn edit(&self, letter: &DeadLetter, payload: impl Into<Bytes>) -> Result<Receipt> {
-        self.shared.accepts()?;
+        let corrected = self.corrected(letter, payload)?;
+        self.replace(letter, corrected).await
+    }
+
+    /// What [`edit`](Self::edit) would send: checked, and not sent.
+    pub fn corrected(&self, letter: &DeadLetter, payload: impl Into<Bytes>) -> Result<Event> {
         let corrected = letter.corrected(payload)?;
+        self.shared.check_event(&corrected, None)?;
+        Ok(corrected)
+    }
+
+    /// Sends this event in place of a dead letter, as [`edit`](Self::edit) does. It must have the type
+    /// and the tenant of the original, and an id of its own.
+    pub async fn replace(&self, letter: &DeadLetter, corrected: Event) -> Result<Receipt> {
+        self.shared.accepts()?;
         self.shared.check_event(&corrected, None)?;
         let replaced = self.letters()?.replace(letter.key(), corrected);
         let appended = self.shared.unless_ending(replaced).await?;

@@ -119,7 +119,7 @@ pub use ambient::{correlation_id, with_correlation_id, with_trace};
 pub use breaker::{BreakerInfo, BreakerPolicy, BreakerState, Criticality};
 pub use bus::Bus;
 pub use config::Config;
-pub use dead_letters::{DeadLetterPreview, DeadLetterQueue, RetryProgress};
+pub use dead_letters::{DeadLetterPreview, DeadLetterQueue, RetryPace, RetryProgress};
 pub use engines::Durable;
 pub use extract::{
     Context, Envelope, FromMessage, Json, Meta, Needs, Payload, PayloadNeed, State, StateNeed,

@@ -5,7 +5,7 @@ mod backup;
 mod check;
 mod check_config;
 mod demo;
-mod dlq;
+pub(crate) mod dlq;
 mod get;
 mod groups;
 mod publish;
@@ -43,7 +43,7 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Demo => until_interrupted(demo::run(output)).await,
         Command::Bench(args) => until_interrupted(bench::run(args, &target()?, output)).await,
         Command::Get(args) => until_interrupted(get::run(&args, &target()?, output)).await,
-        Command::Dlq(command) => until_interrupted(dlq::run(command, &target()?, output)).await,
+        Command::Dlq(command) => dlq::run(command, &target()?, output).await,
         Command::Groups(args) => until_interrupted(groups::run(args, &target()?, output)).await,
         Command::Check => match &args.config {
             Some(config) => check_config::run(&args, config, output),
@@ -73,7 +73,7 @@ fn completions(shell: clap_complete::Shell, output: &mut Output) -> Outcome {
 }
 
 /// Runs a command that Ctrl-C may end anywhere: nothing it holds needs more than being dropped.
-async fn until_interrupted(command: impl Future<Output = Outcome>) -> Outcome {
+async fn until_interrupted<T>(command: impl Future<Output = Outcome<T>>) -> Outcome<T> {
     let interrupt = Interrupt::listen();
     tokio::select! {
         outcome = Box::pin(command) => outcome,

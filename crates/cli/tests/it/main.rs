@@ -8,6 +8,8 @@ mod bench;
 mod config;
 mod demo;
 mod dlq;
+mod dlq_bulk;
+mod dlq_edit;
 mod files;
 mod groups;
 mod publish;

@@ -11,8 +11,40 @@ use tokio::time::Instant;
 pub struct RetryProgress {
     /// How many were sent back so far.
     pub retried: u64,
-    /// How many there were at the start.
+    /// How many are to go: those that were there at the start, or the limit.
     pub total: u64,
+}
+
+/// How fast dead letters are sent back, and how many of them.
+///
+/// ```
+/// let pace = everbus::RetryPace::per_second(50).at_most(1000);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RetryPace {
+    per_second: u32,
+    limit: u64,
+}
+
+impl RetryPace {
+    /// At most so many in a second.
+    pub fn per_second(per_second: u32) -> Self {
+        let limit = u64::MAX;
+        Self { per_second, limit }
+    }
+
+    /// At most so many in all, the oldest first.
+    #[must_use]
+    pub fn at_most(mut self, limit: u64) -> Self {
+        self.limit = limit;
+        self
+    }
+}
+
+impl From<u32> for RetryPace {
+    fn from(per_second: u32) -> Self {
+        Self::per_second(per_second)
+    }
 }
 
 /// So many steps in a second, where the rate allows: smooth enough for whoever is behind the handler,
@@ -22,7 +54,7 @@ const STEPS: u32 = 10;
 pub(super) async fn retry_slowly(
     letters: &dyn DeadLetters,
     mut filter: DeadLetterFilter,
-    per_second: u32,
+    RetryPace { per_second, limit }: RetryPace,
     now: Timestamp,
     mut progress: impl FnMut(RetryProgress),
 ) -> Result<u64> {
@@ -34,7 +66,7 @@ pub(super) async fn retry_slowly(
     }
     filter.died_until = Some(filter.died_until.map_or(now, |until| until.min(now)));
     // However the clock goes, no more than there were.
-    let total = letters.count(filter.clone()).await?;
+    let total = letters.count(filter.clone()).await?.min(limit);
     let step = per_second.div_ceil(STEPS);
     let pause = Duration::from_secs(1) * step / per_second;
     let mut next = Instant::now();

@@ -22,6 +22,7 @@ mod pipeline_order;
 mod publish;
 mod retention;
 mod retry;
+mod reviving;
 mod router;
 mod shutdown;
 mod staleness;

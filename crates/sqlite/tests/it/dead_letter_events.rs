@@ -79,8 +79,9 @@ fn at(clock: &ManualClock) -> Options {
 }
 
 // conformance: issue-4/dlq-view: dead_letter_events has first and last seen, attempts, every error, the stack, group, handler, the original envelope and retried_at
-// conformance: outbox/dlq-table: dead_letter_events has event_id, event_type, payload, error, first_seen_at, last_seen_at, attempts
-// conformance: outbox/dlq-attempts: a record that fails again is updated and its attempts add up
+// conformance: outbox/4-table: dead_letter_events has event_id, event_type, payload, error, first_seen_at, last_seen_at, attempts
+// conformance: outbox/4-attempts: a record that fails again is updated and its attempts add up
+// conformance: framework/dlq-fields: attempts, error, failed_at, original event and original stream
 // conformance: omni/dlq-table: a dead letter has eventId, eventType, the event, error, stack, createdAt, and retriedAt once retried
 #[tokio::test]
 async fn the_view_tells_the_whole_story() {
