@@ -156,6 +156,43 @@ fn an_unknown_version_waits_in_the_dead_letters_for_its_handler() {
     assert!(output.contains("0 dead letters are left"), "{output}");
 }
 
+// conformance: issue-4/example-outbox: an order service that crashes between the two writes loses nothing
+#[test]
+fn orders_and_their_events_survive_crashes_together() {
+    let output = run(env!("CARGO_BIN_EXE_outbox-sqlite"));
+    assert_eq!(
+        lines(&output, "order "),
+        [
+            "order 1 is stored with its event",
+            "order 2 is stored with its event",
+            "order 3 is written, its event is not, and the process dies",
+            "order 3 is stored with its event",
+            "order 4 is stored with its event",
+        ],
+        "{output}"
+    );
+    assert_eq!(lines(&output, "It ended"), ["It ended with a crash."; 2]);
+    assert_eq!(
+        lines(&output, "orders in the database"),
+        [
+            "orders in the database: 1, 2",
+            "orders in the database: 1, 2, 3, 4"
+        ]
+    );
+    assert_eq!(
+        lines(&output, "events in the outbox"),
+        [
+            "events in the outbox:   1, 2",
+            "events in the outbox:   1, 2, 3, 4"
+        ]
+    );
+    let packed: Vec<String> = (1..=4)
+        .map(|order| format!("the warehouse packs order {order}"))
+        .collect();
+    assert_eq!(lines(&output, "the warehouse"), packed, "{output}");
+    assert_eq!(lines(&output, "4 events"), ["4 events sent, 0 failed"]);
+}
+
 // conformance: issue-3/book-tested: every chapter of the book is listed in its summary, and its Rust snippets run as tests
 #[test]
 fn every_chapter_is_in_the_summary_and_its_snippets_are_run() {
@@ -190,6 +227,7 @@ fn every_chapter_is_in_the_summary_and_its_snippets_are_run() {
         "handlers",
         "failure",
         "idempotency",
+        "outbox",
         "testing",
     ] {
         assert!(

@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::{Parser, Subcommand, ValueEnum};
 use everbus_core::{GroupName, Pattern, StartFrom};
 
+use crate::commands::audit::AuditCommand;
 use crate::commands::dlq::DlqCommand;
 use crate::values::{
     parse_bytes, parse_count, parse_entity, parse_group, parse_own_group, parse_pair,
@@ -16,7 +17,7 @@ use crate::when;
 const EXIT_CODES: &str = "\
 Exit codes:
   0    it worked
-  1    the operation failed, or `check` found problems
+  1    the operation failed, or `check` or `audit verify` found problems
   2    the command line, the configuration file, or the data given with it, is wrong
   3    there is no such file, event, dead letter or group
   4    refused for now: in use or locked, disk full, or nothing can be written
@@ -27,7 +28,7 @@ its -wal and -shm files there, and a program that opens the file recovers what a
 
 Environment: EVERBUS_DB and EVERBUS_BROKER choose the file or engine, EVERBUS_CONFIG the configuration
 file that does if neither is set, EVERBUS_MAX_PAYLOAD the largest payload, EVERBUS_LOG what is logged
-(for example EVERBUS_LOG=everbus=debug). A flag is stronger than any of them.";
+(for example EVERBUS_LOG=everbus=debug), EVERBUS_ACTOR who does it, for the audit trail. A flag is stronger than any of them.";
 
 const CHECK_HELP: &str = "\
 `everbus check` verifies the file that holds the events. `everbus check --config everbus.yaml` reads the
@@ -88,6 +89,15 @@ pub(crate) struct Args {
     )]
     pub(crate) busy_timeout: Duration,
 
+    /// Who does this, for the audit trail [env: EVERBUS_ACTOR] [default: cli: and the user]
+    // The environment is read in `operator`, so that it never becomes the filter of `audit list`.
+    #[arg(long, global = true, value_name = "NAME")]
+    pub(crate) actor: Option<String>,
+
+    /// Why, for the audit trail
+    #[arg(long, global = true, value_name = "TEXT")]
+    pub(crate) reason: Option<String>,
+
     /// Log more to standard error (-v, -vv, -vvv)
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub(crate) verbose: u8,
@@ -108,6 +118,8 @@ pub(crate) enum Command {
     Publish(Box<PublishArgs>),
     /// Show events as they come
     Tail(TailArgs),
+    /// Show what happened: events by tenant, app, entity, type and time, page by page
+    Events(crate::commands::events::EventsArgs),
     /// Show one event and where it stands in every group
     Get(GetArgs),
     /// Look at events that failed for good, retry or delete them
@@ -115,6 +127,11 @@ pub(crate) enum Command {
     Dlq(DlqCommand),
     /// Show how far every group is
     Groups(GroupsArgs),
+    /// Run again what happened: one event, or a range of them
+    Replay(Box<crate::commands::replay::ReplayArgs>),
+    /// Publish events that were written with the data of your own database
+    #[command(subcommand)]
+    Outbox(crate::commands::outbox::OutboxCommand),
     /// A small shop on a new file: publishes, handles, fails, retries, dead-letters. It replaces
     /// the everbus-demo.db of an earlier demo, and no other file
     Demo,
@@ -123,6 +140,9 @@ pub(crate) enum Command {
     /// Verify the file, or with --config the configuration; exit code 1 if something is wrong
     #[command(after_help = CHECK_HELP)]
     Check,
+    /// Who did what: list the audit trail, verify that nobody changed it, add to it
+    #[command(subcommand)]
+    Audit(AuditCommand),
     /// Print an AsyncAPI 3 document of the streams, consumers and groups: from --config, and from the
     /// groups and the newest events of the file
     Asyncapi(AsyncapiArgs),

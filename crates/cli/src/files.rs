@@ -42,10 +42,20 @@ fn in_use(path: &Path) -> bool {
     }
 }
 
+/// The version of the tables of a file, if it is a database that can be read.
+pub(crate) fn schema_version(path: &Path) -> Option<i32> {
+    let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+    let connection = Connection::open_with_flags(path, flags).ok()?;
+    let version = connection.query_row("PRAGMA user_version", [], |row| row.get(0));
+    version.ok()
+}
+
 /// What the names of the file and its companions end with, beyond the path: nothing for the file
-/// itself, then the write-ahead log, its index, and the locks of programs that ended.
+/// itself, then the write-ahead log, its index, the head of its audit trail, and the locks of programs
+/// that ended.
 pub(crate) fn companions(path: &Path) -> Vec<String> {
-    let mut suffixes = vec![String::new(), "-wal".to_owned(), "-shm".to_owned()];
+    let fixed = ["", "-wal", "-shm", ".audit-head", ".audit-lock"];
+    let mut suffixes: Vec<String> = fixed.map(str::to_owned).into();
     let beside = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),

@@ -11,6 +11,7 @@ mod commands;
 mod files;
 mod interrupt;
 mod open;
+mod operator;
 mod output;
 mod progress;
 mod reader;
@@ -22,6 +23,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::Parser as _;
+use everbus::audit::with_operator;
 
 use crate::args::{Args, Command, OutputFormat};
 use crate::output::Output;
@@ -49,7 +51,9 @@ pub fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return Stop::from(error).report(format),
     };
-    let outcome = runtime.block_on(Box::pin(commands::run(args, &mut output)));
+    let operator = operator::of(&args);
+    let run = with_operator(operator, Box::pin(commands::run(args, &mut output)));
+    let outcome = runtime.block_on(run);
     // Whatever still runs (a reader of standard input) must not hold the exit back.
     runtime.shutdown_background();
     match outcome.and_then(|()| output.flush()) {

@@ -5,7 +5,7 @@
 //! | code | meaning |
 //! |---|---|
 //! | 0 | it worked |
-//! | 1 | the operation failed, or `check` found problems |
+//! | 1 | the operation failed, or `check` or `audit verify` found problems |
 //! | 2 | the command line, the configuration file, or the data given with it, is wrong |
 //! | 3 | there is no such file, event, dead letter or group |
 //! | 4 | refused for now: the file is in use or locked, the disk is full, or nothing can be written |

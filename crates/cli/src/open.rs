@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use everbus::audit::{Operator, config_used};
 use everbus::config::redacted;
 use everbus::{Bus, BusOptions, Config};
 use everbus_core::{Code, Engine, Error};
@@ -177,15 +178,24 @@ impl Target {
 
     /// Opens a bus that publishes; a file is created if it is not there.
     pub(crate) async fn open_bus(&self) -> Outcome<Bus> {
-        self.bus_on(self.open(true).await?)
+        self.bus_on(self.open(true).await?).await
+    }
+
+    /// Opens a bus on what exists.
+    pub(crate) async fn open_existing_bus(&self) -> Outcome<Bus> {
+        self.bus_on(self.open(false).await?).await
     }
 
     /// A bus on what is open already, that publishes nothing it may not.
-    pub(crate) fn bus_on(&self, engine: Engine) -> Outcome<Bus> {
+    pub(crate) async fn bus_on(&self, engine: Engine) -> Outcome<Bus> {
         let mut builder = Bus::builder().max_payload(self.max_payload);
         // The limits of its streams and its rate hold for whoever publishes.
-        if let Some(path) = &self.config {
-            builder = builder.config(&Config::load(path)?);
+        let config = self.config.as_ref().map(Config::load).transpose()?;
+        if let Some(config) = &config {
+            builder = builder.config(config);
+        }
+        if let Some(config) = &config {
+            config_used(&engine, &Operator::current(), config).await?;
         }
         Ok(builder.with_engine(engine)?)
     }
@@ -193,6 +203,11 @@ impl Target {
     /// The largest payload that may be published.
     pub(crate) fn max_payload(&self) -> usize {
         self.max_payload
+    }
+
+    /// How long to wait for another program that holds the file.
+    pub(crate) fn busy_timeout(&self) -> Duration {
+        self.busy_timeout
     }
 
     async fn open(&self, create: bool) -> Outcome<Engine> {

@@ -59,6 +59,7 @@ impl Stop {
                 | Code::InvalidId
                 | Code::InvalidAttribute
                 | Code::InvalidPattern
+                | Code::InvalidCursor
                 | Code::InvalidSetting
                 | Code::InvalidUrl
                 | Code::InvalidConfig

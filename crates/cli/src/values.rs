@@ -1,6 +1,6 @@
 //! The values of options and arguments, as text becomes them. Times are in `when`.
 
-use everbus_core::{Error, GroupName, Pattern};
+use everbus_core::{Cursor, Error, GroupName, Pattern};
 
 pub(crate) fn parse_pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
@@ -77,6 +77,11 @@ fn with_hint(error: &Error) -> String {
         Some(hint) => format!("{}{HINT}{hint}", error.message()),
         None => error.message().to_owned(),
     }
+}
+
+/// Reads a cursor as `events` prints it.
+pub(crate) fn parse_history_cursor(text: &str) -> Result<Cursor, String> {
+    text.parse().map_err(|error| with_hint(&error))
 }
 
 pub(crate) fn parse_cursor(text: &str) -> Result<(u64, GroupName), String> {

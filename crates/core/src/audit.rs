@@ -1,14 +1,24 @@
 //! The audit trail: who did what to which thing, when. Append-only and chained by hashes, so that what
 //! was written cannot be changed without somebody noticing.
 
+mod chain;
+
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::broker::BoxFuture;
-use crate::error::Result;
+use crate::builder::MAX_ATTRIBUTE_BYTES;
+use crate::error::{Code, Error, Result};
 use crate::event::Entity;
-use crate::history::Order;
+use crate::history::{Order, check_range};
 use crate::time::Timestamp;
+
+pub use chain::{AuditContent, AuditHash, AuditHead};
+
+/// The largest details of an entry, in bytes of JSON.
+pub const MAX_AUDIT_DETAILS_BYTES: usize = 64 * 1024;
+/// The largest page of a trail.
+pub const MAX_AUDIT_PAGE: usize = 10_000;
 
 /// Something that somebody did.
 ///
@@ -56,6 +66,11 @@ impl AuditEntry {
         }
     }
 
+    /// An entry whose actor is not said: the bus that records it fills in who acts there.
+    pub fn of(action: impl Into<String>) -> Self {
+        Self::new("", action)
+    }
+
     /// To which thing.
     #[must_use]
     pub fn entity(mut self, kind: impl Into<String>, id: impl Into<String>) -> Self {
@@ -93,6 +108,69 @@ impl AuditEntry {
         self.details = details;
         self
     }
+
+    /// Refuses what is empty or too long.
+    pub fn validate(&self) -> Result<()> {
+        let entity = self.entity.as_ref();
+        for (name, value) in [
+            ("actor", Some(&self.actor)),
+            ("action", Some(&self.action)),
+            ("entity type", entity.map(|e| &e.kind)),
+            ("entity id", entity.map(|e| &e.id)),
+            ("tenant", self.tenant.as_ref()),
+            ("correlation id", self.correlation_id.as_ref()),
+            ("trace id", self.trace_id.as_ref()),
+        ] {
+            let Some(value) = value else {
+                continue;
+            };
+            if value.is_empty() || value.len() > MAX_ATTRIBUTE_BYTES {
+                return Err(Error::new(
+                    Code::InvalidAttribute,
+                    format!("the {name} of an audit entry has {} bytes", value.len()),
+                )
+                .hint(format!("it has 1 to {MAX_ATTRIBUTE_BYTES} bytes")));
+            }
+        }
+        let details = self.details_text().map_or(0, |text| text.len());
+        if details > MAX_AUDIT_DETAILS_BYTES {
+            return Err(Error::new(
+                Code::InvalidAttribute,
+                format!("the details of an audit entry have {details} bytes"),
+            )
+            .hint(format!(
+                "they may have {MAX_AUDIT_DETAILS_BYTES}; say where the rest is"
+            )));
+        }
+        Ok(())
+    }
+
+    /// The details as they are stored: JSON text, or nothing.
+    pub fn details_text(&self) -> Option<String> {
+        (!self.details.is_null()).then(|| self.details.to_string())
+    }
+
+    /// What is hashed of it. `details` is its [`details_text`](Self::details_text).
+    pub fn content<'a>(
+        &'a self,
+        seq: u64,
+        at: Timestamp,
+        details: Option<&'a str>,
+    ) -> AuditContent<'a> {
+        let entity = self.entity.as_ref();
+        AuditContent {
+            seq,
+            at,
+            actor: &self.actor,
+            action: &self.action,
+            entity_type: entity.map(|e| e.kind.as_str()),
+            entity_id: entity.map(|e| e.id.as_str()),
+            tenant: self.tenant.as_deref(),
+            correlation_id: self.correlation_id.as_deref(),
+            trace_id: self.trace_id.as_deref(),
+            details,
+        }
+    }
 }
 
 /// An entry as it is stored.
@@ -100,17 +178,17 @@ impl AuditEntry {
 pub struct AuditRecord {
     /// Its number, from 1, without gaps.
     pub seq: u64,
-    /// When it was written.
+    /// When it was written. It never falls as the numbers rise, whatever the clock does.
     pub at: Timestamp,
-    /// The hash of the record before it and of its own content, in hex.
-    pub hash: String,
+    /// The hash of its own content and of the record before it.
+    pub hash: AuditHash,
     /// What was done.
     #[serde(flatten)]
     pub entry: AuditEntry,
 }
 
 /// Which entries. The default is the newest hundred of all.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AuditQuery {
     /// Only by this actor.
     pub actor: Option<String>,
@@ -124,10 +202,46 @@ pub struct AuditQuery {
     pub until: Option<Timestamp>,
     /// Which way to read.
     pub order: Order,
-    /// At most this many; 0 means 100.
+    /// At most this many, up to [`MAX_AUDIT_PAGE`]; 0 means 100.
     pub limit: usize,
     /// Where to go on: [`AuditPage::next`] of the page before.
     pub after: Option<u64>,
+}
+
+impl AuditQuery {
+    /// How many records a page has at most.
+    pub fn page(&self) -> usize {
+        if self.limit == 0 { 100 } else { self.limit }
+    }
+
+    /// Refuses queries that make no sense: a page that is too large, a range that ends before it
+    /// starts.
+    pub fn validate(&self) -> Result<()> {
+        if self.limit > MAX_AUDIT_PAGE {
+            return Err(Error::new(
+                Code::InvalidSetting,
+                format!("a page of {} audit records", self.limit),
+            )
+            .hint(format!("the limit is between 1 and {MAX_AUDIT_PAGE}")));
+        }
+        check_range(self.since, self.until)
+    }
+
+    /// Whether a record is one of those asked for, its place among them apart.
+    pub fn matches(&self, record: &AuditRecord) -> bool {
+        let entry = &record.entry;
+        let action = |wanted: &String| match wanted.strip_suffix('*') {
+            Some(start) => entry.action.starts_with(start),
+            None => entry.action == *wanted,
+        };
+        self.actor
+            .as_ref()
+            .is_none_or(|actor| entry.actor == *actor)
+            && self.action.as_ref().is_none_or(action)
+            && (self.entity.is_none() || self.entity == entry.entity)
+            && self.since.is_none_or(|since| record.at >= since)
+            && self.until.is_none_or(|until| record.at <= until)
+    }
 }
 
 /// One page of the trail.
@@ -141,21 +255,24 @@ pub struct AuditPage {
 }
 
 /// What a verification of the chain found.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct AuditVerdict {
     /// How many records were verified.
     pub verified: u64,
     /// The first record of the chain; retention moves it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub first: Option<u64>,
-    /// The last one.
+    /// The last one that was verified.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub last: Option<u64>,
+    pub head: Option<AuditHead>,
     /// The first thing that is wrong, if something is.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub broken: Option<AuditBreak>,
     /// What could not be verified, for people: the head kept outside is missing, for example.
     pub notes: Vec<String>,
+    /// So many records were ahead of the head kept outside, as a crash leaves them; it was moved on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mended: Option<u64>,
 }
 
 impl AuditVerdict {
@@ -168,8 +285,9 @@ impl AuditVerdict {
 /// Where a chain is broken.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct AuditBreak {
-    /// The first bad record, or the first that is missing.
-    pub seq: u64,
+    /// The first bad record, or the first that is missing; none if what is wrong is not a record.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub seq: Option<u64>,
     /// What is wrong with it.
     pub problem: String,
 }
@@ -182,7 +300,17 @@ pub trait Audit: Send + Sync + 'static {
     /// One page of the trail.
     fn query(&self, query: AuditQuery) -> BoxFuture<'_, Result<AuditPage>>;
 
-    /// Verifies the chain from its first record, or the anchor retention left, to its head, and the
-    /// head against the one kept outside.
-    fn verify(&self) -> BoxFuture<'_, Result<AuditVerdict>>;
+    /// How far the chain has come; nothing if nothing was ever recorded.
+    fn head(&self) -> BoxFuture<'_, Result<Option<AuditHead>>>;
+
+    /// Verifies the chain from its first record, or the anchor retention left, to its head, and
+    /// against the head that the store keeps outside and the one that the caller knows.
+    fn verify(&self, known: Option<AuditHead>) -> BoxFuture<'_, Result<AuditVerdict>>;
+
+    /// Removes the records written before a time, from the beginning only and in small steps, and
+    /// returns how many. The chain stays verifiable from the anchor that is left.
+    fn forget(&self, before: Timestamp) -> BoxFuture<'_, Result<u64>>;
+
+    /// How many records [`forget`](Self::forget) would remove.
+    fn forgettable(&self, before: Timestamp) -> BoxFuture<'_, Result<u64>>;
 }

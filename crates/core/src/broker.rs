@@ -103,8 +103,10 @@ pub trait Broker: Send + Sync + 'static {
 
     /// Hands events to a group once more, beside whatever it does: its position does not move. One
     /// answer per position, in order, once durable. Such deliveries are marked
-    /// [`Delivery::retried`] and begin with a fresh set of attempts. [`Code::GroupNotFound`] without
-    /// the group, [`Code::Unsupported`] where the engine cannot do it.
+    /// [`Delivery::retried`] and begin with a fresh set of attempts; in an ordered group they take
+    /// their place among those of their key. It does not matter whether a subscription of the group
+    /// matches. [`Code::GroupNotFound`] without the group, [`Code::Unsupported`] where the engine
+    /// cannot do it.
     fn redeliver(
         &self,
         group: GroupName,
@@ -207,8 +209,8 @@ pub struct Delivery {
 pub enum Redelivery {
     /// It waits for the group.
     Queued,
-    /// The group owes work on it as it is: it has not reached it yet, has it in flight or waiting, or
-    /// it is an open dead letter.
+    /// The group is not done with it: it lies beyond its position, is in flight or waits, or it is an
+    /// open dead letter. It is left as it is.
     Owed,
     /// There is no such event any more.
     Gone,

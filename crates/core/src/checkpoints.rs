@@ -4,8 +4,20 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::broker::BoxFuture;
-use crate::error::Result;
+use crate::error::{Code, Error, Result};
 use crate::time::Timestamp;
+
+/// Refuses names that nobody could type again: a name is 1 to 255 printable characters.
+pub fn check_checkpoint_name(name: &str) -> Result<()> {
+    if name.is_empty() || name.chars().count() > 255 || name.chars().any(char::is_control) {
+        return Err(Error::new(
+            Code::InvalidSetting,
+            format!("{name:?} is not a name for a checkpoint"),
+        )
+        .hint("a name is 1 to 255 printable characters"));
+    }
+    Ok(())
+}
 
 /// How far something has come, under a name.
 #[derive(Clone, Debug, PartialEq, Serialize)]

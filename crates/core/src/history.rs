@@ -21,6 +21,9 @@ use crate::time::Timestamp;
 /// The largest page of a history.
 pub const MAX_HISTORY_PAGE: usize = 10_000;
 
+/// A page ends early once its payloads are larger than this, in bytes; the rest is in the next one.
+pub const MAX_HISTORY_BYTES: usize = 16 << 20;
+
 /// Which way to read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -290,7 +293,7 @@ impl Serialize for Cursor {
 pub struct HistoryPage {
     /// The events.
     pub items: Vec<Arc<Recorded>>,
-    /// Where the next page begins, if there may be one.
+    /// Where the next page begins, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub next: Option<Cursor>,
     /// How the store went about it, for people: which indexes, or a scan.
@@ -299,7 +302,8 @@ pub struct HistoryPage {
 
 /// A store that can be asked what happened.
 pub trait History: Send + Sync + 'static {
-    /// One page of the events that a query asks for.
+    /// One page of the events that a query asks for. It has fewer than the limit if there are no more, or
+    /// if they are large ([`MAX_HISTORY_BYTES`]); [`HistoryPage::next`] tells which.
     fn query(&self, query: HistoryQuery) -> BoxFuture<'_, Result<HistoryPage>>;
 
     /// How many events a query finds in all, its limit and cursor apart, counted up to `limit`.

@@ -35,13 +35,16 @@ pub mod retry;
 pub mod time;
 pub mod typed;
 
-pub use audit::{Audit, AuditBreak, AuditEntry, AuditPage, AuditQuery, AuditRecord, AuditVerdict};
+pub use audit::{
+    Audit, AuditBreak, AuditContent, AuditEntry, AuditHash, AuditHead, AuditPage, AuditQuery,
+    AuditRecord, AuditVerdict,
+};
 pub use broker::{
     Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, DROPPED, Deduplication,
     Delivery, Durability, Lease, OrderScope, Redelivery, SettledOutcome, Settlement, Verdict,
 };
 pub use builder::{EventBuilder, IntoEvent, MAX_TYPE_CHARS};
-pub use checkpoints::{Checkpoint, Checkpoints};
+pub use checkpoints::{Checkpoint, Checkpoints, check_checkpoint_name};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use dead_letters::{
     DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
@@ -59,7 +62,10 @@ pub use id::EventId;
 pub use inbox::Inbox;
 pub use log::{EventState, GroupState, Log, Recorded};
 pub use maintenance::{CheckReport, Finding, Maintenance, Pruned, Retention, StreamAge};
-pub use outbox::{Claimed, OutboxRow, OutboxSource, OutboxStatus, RelayLease, RowOutcome};
+pub use outbox::{
+    Claimed, FailedRow, LONGEST_RELAY_LEASE, OUTBOX_ATTEMPTS, OUTBOX_GROUP, OutboxRow,
+    OutboxSource, OutboxStatus, RelayLease, RowOutcome, outbox_delay,
+};
 pub use pattern::Pattern;
 pub use payloads::{EventKey, Payloads, Stage, StageInfo, StoredStage};
 pub use progress::Progress;

@@ -10,9 +10,25 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::broker::BoxFuture;
+use crate::dead_letters::DEAD_LETTER_EVENT;
 use crate::error::Result;
 use crate::event::Event;
+use crate::id::EventId;
+use crate::retry::RetryPolicy;
 use crate::time::Timestamp;
+
+/// A row that was rejected so often is given up.
+pub const OUTBOX_ATTEMPTS: u32 = 5;
+/// The name under which rows that were given up stand among the dead letters.
+pub const OUTBOX_GROUP: &str = "outbox";
+/// No lease lasts longer. One that seems to was written before a clock went back, and counts as over.
+pub const LONGEST_RELAY_LEASE: Duration = Duration::from_secs(60);
+
+/// How long a row waits that was rejected, so many attempts included: rule 8. `None` after the last.
+pub fn outbox_delay(attempts: u32) -> Option<Duration> {
+    let policy = RetryPolicy::default().max_retries(OUTBOX_ATTEMPTS - 1);
+    policy.after_failure(attempts, 0.0)
+}
 
 /// The right to relay an outbox until it ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,13 +77,70 @@ pub enum RowOutcome {
     },
 }
 
+impl OutboxRow {
+    /// The event that tells of a row that was given up: `system.dead_letter`, under an id that a
+    /// repetition would choose again. None for an event of the system itself.
+    pub fn dead_letter_notice(&self, error: &str, attempts: u32, at: Timestamp) -> Option<Event> {
+        if self.event_type.starts_with("system.") {
+            return None;
+        }
+        let event = self.event.as_ref().ok();
+        let cause = event.map_or_else(|| EventId::from_foreign("", &self.event_id), Event::id);
+        let since = event.map_or(Timestamp::EPOCH, Event::occurred_at);
+        let id = EventId::derived(cause, since, OUTBOX_GROUP, DEAD_LETTER_EVENT, attempts);
+        let correlation = event.map_or_else(
+            || self.event_id.clone(),
+            |event| event.correlation_id().into_owned(),
+        );
+        let mut notice = Event::builder(DEAD_LETTER_EVENT)
+            .id(id)
+            .occurred_at(at)
+            .source("everbus")
+            .json(&serde_json::json!({
+                "eventId": self.event_id,
+                "eventType": self.event_type,
+                "error": error,
+                "group": OUTBOX_GROUP,
+                "attempts": attempts,
+            }))
+            .causation_id(cause.to_string());
+        if !correlation.is_empty() {
+            notice = notice.correlation_id(correlation);
+        }
+        if let Some(tenant) = event.and_then(Event::tenant) {
+            notice = notice.tenant(tenant);
+        }
+        notice.build().ok()
+    }
+}
+
 /// What a relay got.
 #[derive(Debug, Default)]
 pub struct Claimed {
     /// The rows, oldest first.
     pub rows: Vec<OutboxRow>,
-    /// When the next row that waits may be tried, if none is ready now.
+    /// Whether there may be more rows beyond these.
+    pub more: bool,
+    /// When the next row that waits may be tried, if some wait.
     pub next_due: Option<Timestamp>,
+}
+
+/// A row that failed, for people.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct FailedRow {
+    /// The text in the column `id`.
+    pub id: String,
+    /// The text in the column `event_id`.
+    pub event_id: String,
+    /// The text in the column `event_type`.
+    pub event_type: String,
+    /// Attempts that were rejected. None if the broker took it and its event became a dead letter later.
+    pub attempts: u32,
+    /// The text in the column `created_at`.
+    pub created_at: String,
+    /// What went wrong last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub last_error: Option<String>,
 }
 
 /// How an outbox stands.
@@ -101,11 +174,12 @@ pub trait OutboxSource: Send + Sync + 'static {
     fn acquire(&self, holder: String, lease: Duration)
     -> BoxFuture<'_, Result<Option<RelayLease>>>;
 
-    /// Up to `limit` rows that are ready, oldest first, none whose key has an earlier row that waits.
-    /// [`Code::LeaseLost`](crate::Code::LeaseLost) without the lease.
-    fn claim(&self, lease: RelayLease, limit: usize) -> BoxFuture<'_, Result<Claimed>>;
+    /// Up to `limit` rows that are ready, oldest first, beyond the row `after` (0: all of them); none
+    /// whose key has an earlier row that waits. It only looks: rows come again until they are settled.
+    fn claim(&self, after: i64, limit: usize) -> BoxFuture<'_, Result<Claimed>>;
 
-    /// Says what became of rows, in one step. `LeaseLost` without the lease: then nothing is changed.
+    /// Says what became of rows. [`Code::LeaseLost`](crate::Code::LeaseLost) without the lease: from
+    /// then on nothing is changed. Rows that somebody else changed meanwhile stay as they are.
     fn settle(
         &self,
         lease: RelayLease,
@@ -120,4 +194,53 @@ pub trait OutboxSource: Send + Sync + 'static {
 
     /// How the outbox stands.
     fn status(&self) -> BoxFuture<'_, Result<OutboxStatus>>;
+
+    /// Rows that failed, newest first.
+    fn failed(&self, limit: usize) -> BoxFuture<'_, Result<Vec<FailedRow>>>;
+
+    /// Makes failed rows wait again, with a fresh set of attempts: those with one of these texts in `id` or
+    /// `event_id`, or all of them. Returns how many.
+    fn retry(&self, ids: Option<Vec<String>>) -> BoxFuture<'_, Result<u64>>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // conformance: issue-4/outbox-attempts: a rejected row waits 1, 2, 4 and 8 seconds; the fifth rejection is the last
+    #[test]
+    fn a_rejected_row_waits_by_rule_8_and_is_given_up_after_five_attempts() {
+        let waits: Vec<Option<u64>> = (1..=6)
+            .map(|attempts| outbox_delay(attempts).map(|d| d.as_secs()))
+            .collect();
+        assert_eq!(
+            waits,
+            [Some(1), Some(2), Some(4), Some(8), None, None],
+            "attempts 1 to 6"
+        );
+    }
+
+    #[test]
+    fn a_row_that_was_given_up_is_told_of_once() {
+        let row = |event_type: &str| OutboxRow {
+            row: 1,
+            id: "r".into(),
+            event: Err(crate::Error::shutdown()),
+            event_id: "order-1".into(),
+            event_type: event_type.into(),
+            attempts: 4,
+            key: None,
+        };
+        let told = row("order.placed").dead_letter_notice("no", 5, Timestamp::EPOCH);
+        let again = row("order.placed").dead_letter_notice("no", 5, Timestamp::from_micros(9));
+        let (told, again) = (told.unwrap(), again.unwrap());
+        assert_eq!(told.id(), again.id());
+        assert_eq!(told.event_type(), DEAD_LETTER_EVENT);
+        let body: serde_json::Value = told.json().unwrap();
+        assert_eq!(body["eventId"], "order-1");
+        assert_eq!(body["eventType"], "order.placed");
+        assert_eq!(body["error"], "no");
+        let own = row("system.dead_letter").dead_letter_notice("no", 5, Timestamp::EPOCH);
+        assert!(own.is_none());
+    }
 }

@@ -7,6 +7,7 @@
 
 mod keys;
 mod properties;
+mod query;
 
 use everbus_core::{Code, Entity, Error, Event, Result, Timestamp};
 
@@ -17,6 +18,7 @@ use crate::{Beside, only_version_1};
 
 pub use self::keys::{KEY_NAMES, Keys};
 pub use self::properties::{Overflow, Properties, seconds};
+pub use self::query::TableQuery;
 
 /// The metadata entry that holds the context, as JSON.
 const CONTEXT: &str = "context";

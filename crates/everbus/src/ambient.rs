@@ -9,6 +9,8 @@ use std::sync::Arc;
 use everbus_core::builder::MAX_ATTRIBUTE_BYTES;
 use everbus_core::{Code, Error, Event, Inherited, Recorded, Result, TraceContext};
 
+use crate::audit::Operator;
+
 tokio::task_local! {
     static AMBIENT: Ambient;
 }
@@ -19,6 +21,8 @@ struct Ambient {
     trace: Option<Arc<TraceContext>>,
     /// The event being handled. It says the rest.
     handling: Option<Arc<Recorded>>,
+    /// On whose behalf things are done to the bus.
+    operator: Option<Arc<Operator>>,
 }
 
 /// Runs a future in which everything that is published carries this correlation id, unless the event
@@ -48,6 +52,32 @@ pub fn with_correlation_id<F: Future>(
 /// otherwise itself.
 pub fn with_trace<F: Future>(trace: TraceContext, future: F) -> impl Future<Output = F::Output> {
     within(|ambient| ambient.trace = Some(Arc::new(trace)), future)
+}
+
+/// Runs a future in which everything that is done to a bus is done by this operator.
+pub(crate) fn with_operator<F: Future>(
+    operator: Operator,
+    future: F,
+) -> impl Future<Output = F::Output> {
+    within(
+        |ambient| ambient.operator = Some(Arc::new(operator)),
+        future,
+    )
+}
+
+/// The operator that surrounds this task, if there is one.
+pub(crate) fn operator() -> Option<Operator> {
+    let operator = AMBIENT.try_with(|ambient| ambient.operator.clone());
+    operator.ok().flatten().map(|operator| (*operator).clone())
+}
+
+/// The trace that surrounds this task, if there is one.
+pub(crate) fn trace_id() -> Option<String> {
+    let trace = current_span_trace().or_else(|| {
+        let inherited = AMBIENT.try_with(Ambient::inherited);
+        inherited.ok().and_then(|inherited| inherited.trace)
+    });
+    trace.and_then(|trace| trace.trace_id().map(str::to_owned))
 }
 
 /// Changes what surrounds a future, from what surrounds it when it is first polled.

@@ -7,14 +7,15 @@ use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{
-    Capabilities, Code, Engine, Error, Event, GroupInfo, GroupName, IntoEvent, Log, Maintenance,
-    Result,
+    Capabilities, Code, Engine, Error, Event, EventId, GroupInfo, GroupName, History, IntoEvent,
+    Log, Maintenance, Pattern, Result,
 };
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use crate::admission::Admission;
 use crate::ambient;
+use crate::audit::{Action, AuditTrail, audited};
 use crate::breaker::BreakerInfo;
 use crate::circuits::Circuits;
 use crate::dead_letters::DeadLetterQueue;
@@ -22,8 +23,9 @@ use crate::guard;
 use crate::options::{BusBuilder, BusOptions};
 use crate::receipt::Receipt;
 use crate::registry::Registry;
+use crate::replay::{self, Replay};
 use crate::retention;
-use crate::router::Router;
+use crate::router::{Resolved, Router};
 use crate::schema::Schemas;
 use crate::shutdown::{self, Shutdown};
 use crate::stats::{BusStats, Published, Stats};
@@ -193,6 +195,11 @@ impl Shared {
         answers.pop().unwrap_or_else(|| Err(no_answer())).map(drop)
     }
 
+    /// The audit trail, and who acts on this bus.
+    pub(crate) fn audit(&self) -> AuditTrail {
+        AuditTrail::new(self.engine.clone(), self.options.source.clone())
+    }
+
     fn refuse_new_work(&self) {
         self.state.store(CLOSED, Ordering::Release);
         self.ending.send_replace(true);
@@ -296,14 +303,31 @@ impl Bus {
     }
 
     async fn append(&self, events: Vec<Event>) -> Result<Vec<Result<everbus_core::Appended>>> {
-        let shared = &self.inner.shared;
-        // Checked again: the future may have been kept over a shutdown.
-        shared.accepts()?;
-        let source = shared.options.source.as_ref();
+        // Checked before anything else: the future may have been kept over a shutdown.
+        self.accepts()?;
+        let source = self.inner.shared.options.source.as_ref();
         let events = events
             .into_iter()
             .map(|event| ambient::inherit(event, source))
             .collect::<Result<Vec<_>>>()?;
+        self.append_as_is(events).await
+    }
+
+    /// Whether an event that comes out of an outbox would be published.
+    pub(crate) fn check_relayed(&self, event: &Event) -> Result<()> {
+        let shared = &self.inner.shared;
+        shared.accepts()?;
+        shared.check_event(event, None)
+    }
+
+    /// Appends events that were checked, as a publish does, and take nothing over from where they are
+    /// published: what surrounds a relay or a replay is not what surrounded them.
+    pub(crate) async fn append_as_is(
+        &self,
+        events: Vec<Event>,
+    ) -> Result<Vec<Result<everbus_core::Appended>>> {
+        let shared = &self.inner.shared;
+        shared.accepts()?;
         let broker = &*shared.engine.broker;
         // Held until the append is over.
         let admitting = shared.admission.admit(broker, &events);
@@ -336,6 +360,57 @@ impl Bus {
         self.accepts()?;
         let shared = &self.inner.shared;
         shared.unless_ending(registry.mount(shared, resolved)).await
+    }
+
+    /// Begins a replay: what was published is run again, into a group, into handlers or a function of
+    /// its own, or as copies for everybody.
+    pub fn replay(&self) -> Replay {
+        Replay::new(self.clone())
+    }
+
+    /// Publishes a copy of an event for everybody: under a new id, with the metadata `replay_of` naming
+    /// the original, its `occurred_at` and everything else. `NotFound` if there is no such event. Where
+    /// several tenants use the id, `InvalidSetting`: name one with
+    /// `replay().event(id).tenant(…).publish_copies()`.
+    pub async fn replay_event(&self, id: EventId) -> Result<Receipt> {
+        replay::replay_event(self, id).await
+    }
+
+    /// Runs handlers in a group that has no subscriptions in the engine: it gets only what it is given.
+    pub(crate) async fn mount_apart(&self, resolved: Resolved, group: &GroupName) -> Result<()> {
+        let mut registry = self.inner.registry.lock().await;
+        self.accepts()?;
+        let _ = self.inner.runtime.set(Handle::current());
+        let shared = &self.inner.shared;
+        let mounting = registry.mount_apart(shared, resolved, group);
+        shared.unless_ending(mounting).await
+    }
+
+    /// Ends the handlers of such a group and waits for those that run.
+    pub(crate) async fn dismount(&self, group: &GroupName) {
+        let shared = &self.inner.shared;
+        let runner = self.inner.registry.lock().await.dismount(shared, group);
+        if let Some(runner) = runner {
+            let deadline = shutdown::deadline(shared.options.shutdown_timeout);
+            runner.stop(deadline).await;
+        }
+    }
+
+    /// The handlers of a group in this bus: their patterns and names.
+    pub(crate) async fn handlers_of(&self, group: &GroupName) -> Vec<(Pattern, String)> {
+        let registry = self.inner.registry.lock().await;
+        let handlers = registry.handlers(group).iter();
+        handlers
+            .map(|handler| (handler.pattern.clone(), handler.name.clone()))
+            .collect()
+    }
+
+    /// Whether the inbox of a group may absorb what it has on record: if its handlers are not here,
+    /// nobody knows.
+    pub(crate) async fn may_absorb(&self, group: &GroupName) -> bool {
+        let registry = self.inner.registry.lock().await;
+        let handlers = registry.handlers(group);
+        handlers.is_empty() || handlers.iter().any(|handler| handler.traits.idempotent)
     }
 
     /// Counts and latencies since this bus was opened: per event type, per group, and its breakers.
@@ -434,6 +509,11 @@ impl Bus {
         DeadLetterQueue::new(self.inner.shared.clone())
     }
 
+    /// The audit trail: who did what. It needs no started bus.
+    pub fn audit(&self) -> AuditTrail {
+        self.inner.shared.audit()
+    }
+
     /// How every group of the engine stands, those of other processes included.
     pub async fn groups(&self) -> Result<Vec<GroupInfo>> {
         self.inner.shared.engine.broker.inspect().await
@@ -447,15 +527,39 @@ impl Bus {
         registry.forget_group(&group)?;
         let shared = &self.inner.shared;
         shared.group_not_stopped(&group);
-        shared
-            .unless_ending(shared.engine.broker.remove_group(group))
-            .await
+        let action = Action::new("groups.remove").on("GROUP", &group);
+        let removed = shared.engine.broker.remove_group(group);
+        let operator = shared.audit().operator();
+        let removed = audited(&shared.engine, &operator, action, removed);
+        shared.unless_ending(removed).await
     }
 
     /// The log itself, for looking up, reading and tailing events; `Unsupported` where the engine
     /// cannot.
     pub fn log(&self) -> Result<&dyn Log> {
         self.inner.shared.engine.log()
+    }
+
+    /// What happened: events by tenant, app, entity, type and time; `Unsupported` where the engine cannot
+    /// be asked.
+    ///
+    /// ```
+    /// use everbus::{Bus, Event, HistoryQuery};
+    /// # #[tokio::main]
+    /// # async fn main() -> everbus::Result<()> {
+    /// let bus = Bus::open("memory:").await?;
+    /// let event = Event::builder("order.placed").tenant("acme").entity("ORDER", "123").build()?;
+    /// bus.publish(event).await?;
+    ///
+    /// let query = HistoryQuery::default().tenant("acme").entity("ORDER", "123").limit(20);
+    /// let page = bus.history()?.query(query).await?;
+    /// assert_eq!(page.items[0].event.event_type(), "order.placed");
+    /// assert!(page.next.is_none());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn history(&self) -> Result<&dyn History> {
+        self.inner.shared.engine.history()
     }
 
     /// The upkeep of the engine's file; `Unsupported` where it has none.
@@ -499,7 +603,10 @@ impl Bus {
         self.inner.shared.accepts()
     }
 
-    #[cfg(test)]
+    pub(crate) fn clock(&self) -> &Arc<dyn everbus_core::Clock> {
+        &self.inner.shared.options.clock
+    }
+
     pub(crate) fn shared(&self) -> &Arc<Shared> {
         &self.inner.shared
     }

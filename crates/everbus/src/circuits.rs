@@ -100,6 +100,11 @@ impl Circuits {
         lock(&self.breakers).retain(|owner, _| owners.contains(owner));
     }
 
+    /// Forgets the breaker of a group that is gone.
+    pub(crate) fn forget(&self, group: &GroupName) {
+        lock(&self.breakers).remove(&Owner::Group(group.clone()));
+    }
+
     /// Notifies whenever a breaker changes.
     pub(crate) fn tell(&self, listener: &Arc<Notify>) {
         let mut listeners = lock(&self.listeners);

@@ -32,6 +32,7 @@ impl BusBuilder {
         options.max_staleness = config.backpressure.max_staleness.clone();
         options.consumers = config.consumers.iter().map(consumer).collect();
         self.url = config.broker_url();
+        self.config = Some(Box::new(config.clone()));
         self
     }
 

@@ -13,6 +13,8 @@ use everbus_core::{
 
 pub use slowly::{RetryPace, RetryProgress};
 
+use crate::audit::{Action, audited};
+
 use crate::bus::Shared;
 use crate::receipt::Receipt;
 
@@ -93,7 +95,7 @@ impl DeadLetterQueue {
             id: Some(id),
             ..DeadLetterFilter::default()
         };
-        match self.letters()?.retry(filter).await? {
+        match self.retry_all(filter).await? {
             0 => Err(Error::new(
                 Code::NotFound,
                 format!("the event {id} has no open dead letter"),
@@ -106,7 +108,22 @@ impl DeadLetterQueue {
     /// Sends back every open dead letter that passes the filter, oldest event first, and returns how
     /// many. [`preview`](Self::preview) says what that would be.
     pub async fn retry_all(&self, filter: DeadLetterFilter) -> Result<u64> {
-        self.letters()?.retry(filter).await
+        let retried = self.letters()?.retry(filter.clone());
+        let mut action = Action::new("dlq.retry");
+        if let Some(id) = filter.id {
+            action = action.on("EVENT", id);
+        }
+        self.audited(action.filter(&filter), retried).await
+    }
+
+    /// Puts on record what is done to the dead letters.
+    async fn audited<T: serde::Serialize>(
+        &self,
+        action: Action,
+        work: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let operator = self.shared.audit().operator();
+        audited(&self.shared.engine, &operator, action, work).await
     }
 
     /// Sends back the open dead letters that pass the filter, oldest event first and at a pace (a number
@@ -123,8 +140,12 @@ impl DeadLetterQueue {
         progress: impl FnMut(RetryProgress) + Send,
     ) -> Result<u64> {
         let (now, pace) = (self.shared.options.clock.now(), pace.into());
+        let action = Action::new("dlq.retry")
+            .filter(&filter)
+            .detail("per_second", pace.rate().into());
         let slowly = slowly::retry_slowly(self.letters()?, filter, pace, now, progress);
-        self.shared.unless_ending(slowly).await
+        let slowly = self.shared.unless_ending(slowly);
+        self.audited(action, slowly).await
     }
 
     /// What [`retry_all`](Self::retry_all) or [`retry_slowly`](Self::retry_slowly) would send back.
@@ -158,9 +179,20 @@ impl DeadLetterQueue {
     pub async fn replace(&self, letter: &DeadLetter, corrected: Event) -> Result<Receipt> {
         self.shared.accepts()?;
         self.shared.check_event(&corrected, None)?;
+        let action = Action::new("dlq.edit")
+            .on("EVENT", letter.event.event.id())
+            .detail("group", letter.group.to_string().into())
+            .detail("replaced_by", corrected.id().to_string().into());
         let replaced = self.letters()?.replace(letter.key(), corrected);
-        let appended = self.shared.unless_ending(replaced).await?;
-        Ok(Receipt::new(appended, self.shared.clone()))
+        let replaced = self.shared.unless_ending(replaced);
+        let mut receipt = None;
+        let work = async {
+            let appended = replaced.await?;
+            receipt = Some(Receipt::new(appended, self.shared.clone()));
+            Ok(())
+        };
+        self.audited(action, work).await?;
+        receipt.ok_or_else(|| Error::new(Code::Internal, "the engine did not answer"))
     }
 
     /// Deletes the dead letters of events that were received `days` days ago or earlier, and returns
@@ -180,7 +212,12 @@ impl DeadLetterQueue {
         basis: PurgeBasis,
         filter: DeadLetterFilter,
     ) -> Result<u64> {
-        self.letters()?.purge(cutoff, basis, filter).await
+        let action = Action::new("dlq.purge")
+            .filter(&filter)
+            .detail("cutoff", cutoff.to_string().into())
+            .detail("by", format!("{basis:?}").to_lowercase().into());
+        let purged = self.letters()?.purge(cutoff, basis, filter);
+        self.audited(action, purged).await
     }
 }
 

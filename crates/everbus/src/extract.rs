@@ -7,12 +7,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    Error, Event, Failure, GroupName, IntoEvent, Recorded, Timestamp, TraceContext, TypedEvent,
+    AuditEntry, Error, Event, Failure, GroupName, IntoEvent, Recorded, Timestamp, TraceContext,
+    TypedEvent,
 };
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::time::Instant;
 
+use crate::audit::no_trail;
 use crate::handler::HandlerError;
 use crate::message::Message;
 
@@ -263,6 +265,25 @@ impl Context {
     /// otherwise. Events returned by the handler are published the same way, after these.
     pub fn publish(&self, event: impl IntoEvent) -> Result<(), Error> {
         self.0.publish(event)
+    }
+
+    /// Adds an entry to the audit trail, with the correlation id, the trace and the tenant of the event
+    /// being handled. It is on record at once, whatever becomes of this attempt; a further attempt adds
+    /// it again. Without an actor ([`AuditEntry::of`]) it is by the service, or else by this handler.
+    pub async fn audit(&self, mut entry: AuditEntry) -> Result<u64, Error> {
+        let message = &self.0;
+        let trail = message.handler().traits.audit.as_ref();
+        if entry.correlation_id.is_none() {
+            entry.correlation_id = Some(self.correlation_id());
+        }
+        if entry.trace_id.is_none() {
+            entry.trace_id = self.trace().and_then(|t| t.trace_id().map(str::to_owned));
+        }
+        if entry.tenant.is_none() {
+            entry.tenant = message.tenant().map(str::to_owned);
+        }
+        let trail = trail.ok_or_else(no_trail)?;
+        trail.record_for(message.handler_name(), entry).await
     }
 }
 

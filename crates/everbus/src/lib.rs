@@ -68,6 +68,7 @@
 //! - [`Subscribe`]: which group, from where, how often to retry, how long a handler may take.
 //! - [`HandlerError`]: what a handler may answer besides `Ok`.
 //! - [`DeadLetterQueue`]: list, retry, correct and purge what was given up on.
+//! - [`outbox`]: events committed with the data of one's own database, and the relay that publishes them.
 //! - [`TypedEvent`]: a Rust type that is the payload of one event type.
 //!
 //! Everything here is written against the traits of [`everbus_core`]; it never asks which engine it
@@ -77,6 +78,7 @@ mod admission;
 mod agreed;
 mod ambient;
 pub mod asyncapi;
+pub mod audit;
 mod breaker;
 mod bus;
 mod circuits;
@@ -95,10 +97,12 @@ mod message;
 mod options;
 #[cfg(feature = "otel")]
 mod otel;
+pub mod outbox;
 mod outcome;
 mod pipeline;
 mod receipt;
 mod registry;
+pub mod replay;
 mod request;
 mod retention;
 mod router;
@@ -116,6 +120,7 @@ mod upcast;
 
 pub use admission::{Limits, OnFull, PublishRate, StreamLimit};
 pub use ambient::{correlation_id, with_correlation_id, with_trace};
+pub use audit::AuditTrail;
 pub use breaker::{BreakerInfo, BreakerPolicy, BreakerState, Criticality};
 pub use bus::Bus;
 pub use config::Config;
@@ -133,6 +138,7 @@ pub use message::Message;
 pub use options::{BusBuilder, BusOptions};
 pub use outcome::{Emitted, IntoOutcome, Outcome, Returns};
 pub use receipt::{Receipt, Settled};
+pub use replay::{Replay, ReplayPreview, ReplayReport};
 pub use router::{IntoRoute, Route, Router, to};
 pub use schema::{Schema, Schemas};
 pub use shutdown::Shutdown;
@@ -142,11 +148,13 @@ pub use upcast::Upcasts;
 
 pub use everbus_core as core;
 pub use everbus_core::{
-    Attributes, Capabilities, CheckReport, Clock, Code, DeadLetter, DeadLetterFilter,
-    DeadLetterKey, DeadLetterPage, DeadLetterTally, Durability, Engine, Entity, Error, Event,
-    EventBuilder, EventId, EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState,
-    IntoEvent, Log, Maintenance, ManualClock, PageRequest, Pattern, Pruned, PurgeBasis, Recorded,
-    Result, Retention, RetryPolicy, StartFrom, SystemClock, Timestamp, TraceContext, TypedEvent,
+    Attributes, AuditEntry, AuditHead, AuditPage, AuditQuery, AuditRecord, AuditVerdict,
+    Capabilities, CheckReport, Clock, Code, Cursor, DeadLetter, DeadLetterFilter, DeadLetterKey,
+    DeadLetterPage, DeadLetterTally, Durability, Engine, Entity, Error, Event, EventBuilder,
+    EventId, EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState, History,
+    HistoryPage, HistoryQuery, IntoEvent, Log, Maintenance, ManualClock, Order, PageRequest,
+    Pattern, Pruned, PurgeBasis, Recorded, Result, Retention, RetryPolicy, StartFrom, SystemClock,
+    Timestamp, TraceContext, TypedEvent,
 };
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;

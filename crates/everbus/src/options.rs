@@ -9,7 +9,9 @@ use everbus_core::{
 };
 
 use crate::admission::{Limits, PublishRate, StreamLimit};
+use crate::audit::note_config;
 use crate::bus::Bus;
+use crate::config::Config;
 use crate::engines::{self, Durable, EngineOptions};
 use crate::settings::Settings;
 use crate::streams;
@@ -220,6 +222,8 @@ pub struct BusBuilder {
     engine: EngineOptions,
     /// Of the configuration file.
     pub(crate) url: Option<String>,
+    /// The configuration file, to put on record that it changed.
+    pub(crate) config: Option<Box<Config>>,
 }
 
 impl BusBuilder {
@@ -337,7 +341,11 @@ impl BusBuilder {
         }
         let clock = self.options.clock.clone();
         let engine = engines::open(url.as_ref(), self.engine, clock).await?;
-        Bus::with_engine(engine, self.options)
+        let bus = Bus::with_engine(engine, self.options)?;
+        if let Some(config) = &self.config {
+            note_config(bus.engine(), &bus.audit().operator(), config).await;
+        }
+        Ok(bus)
     }
 
     /// Builds the bus on an engine that is open already. The settings that concern opening a file

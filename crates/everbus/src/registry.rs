@@ -4,7 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use everbus_core::builder::validate_type;
-use everbus_core::{Code, Error, GroupName, GroupSpec, Result, SubscriptionSpec};
+use everbus_core::{
+    Code, Error, EventId, GroupName, GroupSpec, Result, StartFrom, SubscriptionSpec,
+};
 use tokio::task::JoinHandle;
 
 use crate::agreed::Agreed;
@@ -128,6 +130,63 @@ impl Registry {
         if self.started {
             group.run(shared, &request.group);
         }
+    }
+
+    /// Makes the handlers of a router those of one group, which gets no subscriptions in the engine and
+    /// so only what it is given. They run at once.
+    pub(crate) async fn mount_apart(
+        &mut self,
+        shared: &Arc<Shared>,
+        mut resolved: Resolved,
+        name: &GroupName,
+    ) -> Result<()> {
+        if self.groups.contains_key(name) {
+            return Err(Error::new(
+                Code::GroupConflict,
+                format!("the group {name} has handlers in this bus already"),
+            ));
+        }
+        for subscription in &mut resolved.subscriptions {
+            subscription.group = name.clone();
+            subscription.settings.group = Some(name.to_string());
+            subscription.settings.start_from = None;
+        }
+        let breakers = shared.circuits.owners();
+        let prepared = self.prepare(shared, resolved);
+        // Its schemas are not made those of the bus: what others publish is not its business.
+        let (requests, _, _) = prepared.inspect_err(|_| shared.circuits.keep_only(&breakers))?;
+        let ordered = requests.iter().any(|request| request.agreed.is_ordered());
+        shared
+            .engine
+            .broker
+            .declare(GroupSpec {
+                name: name.clone(),
+                start_from: StartFrom::New,
+                ordered,
+                subscriptions: Vec::new(),
+            })
+            .await?;
+        for request in requests {
+            self.register(shared, request, SubscriptionId::from(EventId::new()));
+        }
+        if let Some(group) = self.groups.get_mut(name) {
+            group.run(shared, name);
+        }
+        Ok(())
+    }
+
+    /// Forgets the handlers of a group that were mounted apart; what ran them is to be stopped.
+    pub(crate) fn dismount(&mut self, shared: &Shared, name: &GroupName) -> Option<Arc<Runner>> {
+        let group = self.groups.remove(name)?;
+        group.handlers.iter().for_each(|handler| handler.remove());
+        shared.circuits.forget(name);
+        shared.group_not_stopped(name);
+        group.runner
+    }
+
+    /// The handlers of a group in this bus.
+    pub(crate) fn handlers(&self, name: &GroupName) -> &[Arc<Registered>] {
+        self.groups.get(name).map_or(&[], |group| &group.handlers)
     }
 
     pub(crate) async fn unsubscribe(

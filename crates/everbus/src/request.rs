@@ -76,6 +76,7 @@ impl Request {
             breaker: breaker(shared, &group, &settings)?,
             criticality: settings.criticality.unwrap_or_default(),
             idempotent: transaction.is_some() || settings.idempotent.unwrap_or(false),
+            audit: Some(shared.audit()),
         };
         let handler = subscription.route.run;
         let run: Run = Box::new(move |message| handler(message));

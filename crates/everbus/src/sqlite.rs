@@ -16,7 +16,8 @@ use crate::outcome::{IntoOutcome, Outcome, Returns};
 pub(crate) const ENGINE: &str = "sqlite";
 
 /// The transaction that acks the event. It derefs to the [`Connection`]; tables of one's own may be
-/// created, changed and read, those of Everbus only read. It ends by itself: `COMMIT`, `ROLLBACK`,
+/// created, changed and read, those of Everbus only read; but events may be written to its
+/// [outbox](crate::outbox::Outbox::enqueue). It ends by itself: `COMMIT`, `ROLLBACK`,
 /// `ATTACH` and `PRAGMA` are refused.
 pub struct Transaction<'a>(&'a Connection);
 

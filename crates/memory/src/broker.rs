@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use everbus_core::{
     Appended, BoxFuture, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, Durability,
-    Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result, SettledOutcome,
-    Settlement, SubscriptionInfo, Timestamp,
+    Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Redelivery, Result,
+    SettledOutcome, Settlement, SubscriptionInfo, Timestamp,
 };
 use tokio::sync::Notify;
 
@@ -278,6 +278,23 @@ impl Broker for MemoryBroker {
 
     fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
         Box::pin(async move { self.0.drop_from(&stream, keep) })
+    }
+
+    fn redeliver(
+        &self,
+        group: GroupName,
+        positions: Vec<u64>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        Box::pin(async move {
+            let mut state = self.0.open_state()?;
+            let (group, now) = (state.group_number(&group)?, self.0.now());
+            let each = positions.into_iter();
+            let answers = each.map(|position| state.redeliver(group, position, now));
+            let answers = answers.collect();
+            drop(state);
+            self.0.work.notify_waiters();
+            Ok(answers)
+        })
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {

@@ -59,7 +59,7 @@ pub(crate) struct Row {
     pub(crate) failures: Vec<Failure>,
     pub(crate) state: RowState,
     key: Option<Arc<str>>,
-    /// It was put back from the dead letters.
+    /// It was put back from the dead letters, or is replayed.
     pub(crate) retried: bool,
     /// When it was first seen that nobody has a handler for it.
     unhandled_since: Option<Timestamp>,
@@ -269,7 +269,7 @@ impl Group {
         *self.skipped.entry(reason.to_owned()).or_default() += 1;
     }
 
-    /// Adds a row that waits from now on, with no attempts, for a retried dead letter.
+    /// Adds a row that waits from now on, with no attempts: a retried dead letter, or a replay.
     pub(crate) fn add_waiting(&mut self, record: Arc<Recorded>, now: Timestamp) {
         let position = record.position;
         if self.insert_row(record, now) {

@@ -15,10 +15,13 @@
 //! # }).unwrap();
 //! ```
 
+mod audit;
 mod broker;
+mod checkpoints;
 mod consumer;
 mod dead_letters;
 mod group;
+mod history;
 mod inbox;
 mod log;
 mod maintenance;
@@ -56,6 +59,9 @@ pub fn open(options: Options) -> Engine {
         dead_letters: Some(memory.clone()),
         maintenance: Some(memory.clone()),
         inbox: Some(memory.clone()),
+        checkpoints: Some(memory.clone()),
+        audit: Some(memory.clone()),
+        history: Some(memory.clone()),
         ..Engine::new(Arc::new(MemoryBroker(memory)))
     }
 }

@@ -5,11 +5,13 @@ use std::sync::Arc;
 
 use everbus_core::{
     Appended, Code, Error, Event, EventId, EventState, FailureKind, GroupName, GroupSpec,
-    GroupState, Lease, Pattern, Recorded, Result, SettledOutcome, Settlement, StartFrom,
-    SubscriptionInfo, Timestamp, Verdict, dead_letter_notice,
+    GroupState, Lease, Pattern, Recorded, Redelivery, Result, SettledOutcome, Settlement,
+    StartFrom, SubscriptionInfo, Timestamp, Verdict, dead_letter_notice,
 };
 use tokio::sync::Notify;
 
+use crate::audit::Trail;
+use crate::checkpoints::Saved;
 use crate::dead_letters::Graveyard;
 use crate::group::{Group, Row, RowState};
 use crate::inbox::Handled;
@@ -24,6 +26,8 @@ pub(crate) struct State {
     pub(crate) names: BTreeMap<GroupName, u64>,
     pub(crate) dead: Graveyard,
     pub(crate) inbox: Handled,
+    pub(crate) checkpoints: Saved,
+    pub(crate) audit: Trail,
     pub(crate) next_token: u64,
     next_number: u64,
     /// Who waits for a position to be settled, and how many.
@@ -39,6 +43,8 @@ impl State {
             names: BTreeMap::new(),
             dead: Graveyard::default(),
             inbox: Handled::default(),
+            checkpoints: Saved::new(),
+            audit: Trail::default(),
             next_token: 0,
             next_number: 0,
             waiters: HashMap::new(),
@@ -285,6 +291,24 @@ impl State {
             self.bury(group.clone(), row, now);
             self.wake_waiters(position);
         }
+    }
+
+    /// Hands an event to a group once more, if the group is done with it.
+    pub(crate) fn redeliver(&mut self, group: u64, position: u64, now: Timestamp) -> Redelivery {
+        let Some(record) = self.records.get(position) else {
+            return Redelivery::Gone;
+        };
+        let Some(group) = self.groups.get_mut(&group) else {
+            return Redelivery::Gone;
+        };
+        let owed = position > group.position
+            || group.rows.contains_key(&position)
+            || self.dead.is_open(position, &group.name);
+        if owed {
+            return Redelivery::Owed;
+        }
+        group.add_waiting(record.clone(), now);
+        Redelivery::Queued
     }
 
     pub(crate) fn wake_waiters(&self, position: u64) {

@@ -350,13 +350,15 @@ impl Writer {
         })
     }
 
-    /// Whether it was put back from the dead letters.
+    /// Whether it was put back from the dead letters, or is replayed.
     fn is_retried(&self, group: i64, seq: u64) -> Result<bool> {
-        let sql = "SELECT 1 FROM dead_letters
-                   WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NOT NULL";
+        let sql = "SELECT EXISTS (SELECT 1 FROM dead_letters
+                     WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NOT NULL)
+                   OR EXISTS (SELECT 1 FROM deliveries
+                     WHERE group_id = ?2 AND seq = ?1 AND replayed = 1)";
         self.conn
             .prepare_cached(sql)
-            .and_then(|mut s| s.exists((to_sql(seq), group)))
+            .and_then(|mut s| s.query_row((to_sql(seq), group), |r| r.get(0)))
             .map_err(|e| from_sqlite("looking for a dead letter", e))
     }
 

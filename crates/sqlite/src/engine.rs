@@ -7,15 +7,17 @@ use std::time::Duration;
 
 use everbus_core::{
     Appended, BoxFuture, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, Durability,
-    Engine, Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result,
-    SettledOutcome, Settlement, SubscriptionInfo,
+    Engine, Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Redelivery,
+    Result, SettledOutcome, Settlement, SubscriptionInfo,
 };
 use tokio::sync::{oneshot, watch};
 
+use crate::audit::Keeper;
 use crate::effect::ENGINE;
 use crate::feeder;
 use crate::file::{locate, open_writer};
 use crate::guard::Guard;
+use crate::history::Indexer;
 use crate::queue::{Answer, Command, Queue, Reply};
 use crate::readers::{Reader, Readers};
 use crate::session::{Mailbox, NewSession, SqliteConsumer};
@@ -29,6 +31,9 @@ pub(crate) struct Handle {
     readers: Arc<Readers>,
     /// Apart from the others: a handler waits for what this one is asked.
     inbox_readers: Arc<Readers>,
+    /// Apart too: a relay reads many rows at a time.
+    outbox_readers: Arc<Readers>,
+    pub(crate) audit: Arc<Keeper>,
     pub(crate) head: watch::Receiver<u64>,
     pub(crate) failed: Arc<OnceLock<Error>>,
     pub(crate) path: PathBuf,
@@ -61,6 +66,14 @@ impl Handle {
         self.query_on(&self.inbox_readers, query)
     }
 
+    /// Runs a query about the outbox, for which no other waits.
+    pub(crate) fn query_outbox<T: Send + 'static>(
+        &self,
+        query: impl FnOnce(&mut Reader) -> Result<T> + Send + 'static,
+    ) -> BoxFuture<'static, Result<T>> {
+        self.query_on(&self.outbox_readers, query)
+    }
+
     fn query_on<T: Send + 'static>(
         &self,
         readers: &Readers,
@@ -77,9 +90,19 @@ impl Handle {
         &self,
         job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
     ) -> BoxFuture<'static, Result<T>> {
+        self.job_then(job, |value| value)
+    }
+
+    /// As [`job`](Self::job), with something to do on the writer's thread once the change is durable,
+    /// whether or not anybody still waits for the answer.
+    pub(crate) fn job_then<T: Send + 'static, U: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
+        then: impl FnOnce(T) -> U + Send + 'static,
+    ) -> BoxFuture<'static, Result<U>> {
         let (reply, answer) = oneshot::channel();
         let reply = Arc::new(std::sync::Mutex::new(Some(reply)));
-        let take = |slot: &std::sync::Mutex<Option<Reply<T>>>| {
+        let take = |slot: &std::sync::Mutex<Option<Reply<U>>>| {
             slot.lock()
                 .unwrap_or_else(std::sync::PoisonError::into_inner)
                 .take()
@@ -89,6 +112,7 @@ impl Handle {
             job: Some(Box::new(move |writer| {
                 let value = job(writer)?;
                 let answer: Answer = Box::new(move || {
+                    let value = then(value);
                     if let Some(reply) = take(&reply) {
                         let _ = reply.send(Ok(value));
                     }
@@ -131,8 +155,11 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
     let (end, ended) = watch::channel(false);
     let failed = Arc::new(OnceLock::new());
     let feeder = feeder::start(&path, &queue)?;
+    let indexer = Indexer::start(&path, &queue, options.history)?;
     let readers = Arc::new(Readers::new(path.clone()));
     let inbox_readers = Arc::new(Readers::new(path.clone()));
+    let outbox_readers = Arc::new(Readers::new(path.clone()));
+    let audit = Arc::new(Keeper::new(path.clone()));
     let (clock, durability) = (options.clock.clone(), options.durability);
     let writer = Writer::new(Start {
         conn,
@@ -141,7 +168,13 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         options,
         queue: queue.clone(),
         feeder,
-        readers: vec![readers.clone(), inbox_readers.clone()],
+        indexer,
+        readers: vec![
+            readers.clone(),
+            inbox_readers.clone(),
+            outbox_readers.clone(),
+            audit.thread(),
+        ],
         head,
         failed: failed.clone(),
     })?;
@@ -163,6 +196,8 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         queue,
         readers,
         inbox_readers,
+        outbox_readers,
+        audit,
         head: watched,
         failed,
         path,
@@ -171,12 +206,17 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         sessions: AtomicU64::new(1),
         ended,
     });
+    let outbox = crate::outbox::own_outbox(handle.clone());
     let engine = Arc::new(SqliteEngine { handle });
     Ok(Engine {
         log: Some(engine.clone()),
         dead_letters: Some(engine.clone()),
         maintenance: Some(engine.clone()),
         inbox: Some(engine.clone()),
+        outbox: Some(outbox),
+        checkpoints: Some(engine.clone()),
+        audit: Some(engine.clone()),
+        history: Some(engine.clone()),
         ..Engine::new(engine)
     })
 }
@@ -313,6 +353,14 @@ impl Broker for SqliteEngine {
 
     fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
         Box::pin(self.drop_from(stream, keep))
+    }
+
+    fn redeliver(
+        &self,
+        group: GroupName,
+        positions: Vec<u64>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        Box::pin(self.redeliver_all(group, positions))
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {

@@ -168,7 +168,7 @@ pub(crate) fn read_matching(
 const LISTED_TYPES: usize = 2_000;
 
 /// A condition that leaves only the types that match; empty if nearly all of them do.
-fn type_filter(reader: &Reader, patterns: &[Pattern]) -> Result<String> {
+pub(crate) fn type_filter(reader: &Reader, patterns: &[Pattern]) -> Result<String> {
     let doing = |e| from_sqlite("reading the types", e);
     let mut statement = reader
         .conn

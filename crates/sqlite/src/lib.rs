@@ -8,6 +8,7 @@
 //!                                                   └─▶ dead_letters
 //!  feeder thread ── reads what a group that fell behind has missed
 //!  reader thread ── answers queries
+//!  index thread  ── sorts what was appended into the history's indexes, some way behind
 //! ```
 //!
 //! One thread owns the writing connection and commits whatever is queued in one transaction. A group
@@ -16,7 +17,9 @@
 //! the same file; each notices what the others committed within 20 ms.
 
 mod append;
+mod audit;
 mod bury;
+mod checkpoints;
 mod claims;
 mod dead_letters;
 mod declare;
@@ -28,15 +31,18 @@ mod failpoint;
 mod feeder;
 mod file;
 mod guard;
+mod history;
 mod inbox;
 mod inspect;
 mod leases;
 mod log;
 mod maintenance;
+pub mod outbox;
 mod owner;
 mod queue;
 mod readers;
 mod recover;
+mod redeliver;
 mod replace;
 mod rows;
 mod schema;
@@ -55,6 +61,9 @@ use std::time::Duration;
 
 use everbus_core::{Clock, Engine, Result, SystemClock};
 
+pub use audit::kept_head;
+#[doc(hidden)]
+pub use history::HistoryTuning;
 pub use maintenance::restore;
 pub use schema::VERSION as SCHEMA_VERSION;
 
@@ -82,6 +91,9 @@ pub struct Options {
     pub disk_headroom: u64,
     /// How long to wait for another process that holds the file.
     pub busy_timeout: Duration,
+    /// How large the parts of the history's indexes are. For tests; everybody else takes the default.
+    #[doc(hidden)]
+    pub history: HistoryTuning,
 }
 
 impl Default for Options {
@@ -92,6 +104,7 @@ impl Default for Options {
             create: true,
             disk_headroom: 16 << 20,
             busy_timeout: Duration::from_secs(10),
+            history: HistoryTuning::default(),
         }
     }
 }

@@ -58,6 +58,7 @@ impl Maintenance for SqliteEngine {
                 }
             }
             if pruned.removed > 0 {
+                self.handle.job(Writer::forget_history).await?;
                 while self.handle.job(Writer::shrink).await? {}
             }
             Ok(pruned)
@@ -94,7 +95,8 @@ pub fn restore(
         }
         refuse_if_in_use(target)?;
     }
-    copy(&source, target, force, progress)
+    copy(&source, target, force, progress)?;
+    crate::audit::adopt(target)
 }
 
 /// An exclusive lock can only be had while no other process has the file open.
@@ -210,7 +212,7 @@ fn copy(
 }
 
 /// Runs something long on a thread of its own.
-fn apart<T: Send + 'static>(
+pub(crate) fn apart<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> BoxFuture<'static, Result<T>> {
@@ -233,6 +235,9 @@ fn apart<T: Send + 'static>(
 fn check(path: &Path) -> Result<CheckReport> {
     let conn = open_reader(path)?;
     let mut report = verify(&conn)?;
+    if report.is_ok() {
+        crate::audit::check(path, &mut report)?;
+    }
     report.add("SQLite", true, rusqlite::version());
     let mode: String = conn
         .query_row("PRAGMA journal_mode", [], |r| r.get(0))
@@ -292,6 +297,11 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
             "claims do not overlap",
             "SELECT count(*) FROM claims a JOIN claims b
                ON a.group_id = b.group_id AND a.id < b.id AND a.lo <= b.hi AND b.lo <= a.hi",
+        ),
+        (
+            "the runs of the history's index do not overlap",
+            "SELECT count(*) FROM (SELECT lo <= lag(hi) OVER (ORDER BY lo) OR hi < lo AS bad
+               FROM history_runs WHERE state = 1) WHERE bad",
         ),
         (
             "times never fall",
@@ -358,9 +368,11 @@ impl Writer {
             };
             claims.push(claim);
         }
+        // Whoever wants nothing, such as the group of a replay, waits for nothing.
         let groups = self.state.groups.iter();
+        let wanting = groups.filter(|(_, group)| !group.patterns.is_empty());
         Ok(Owed {
-            cursors: groups.map(|(id, group)| (*id, group.cursor)).collect(),
+            cursors: wanting.map(|(id, group)| (*id, group.cursor)).collect(),
             claims,
         })
     }

@@ -9,13 +9,14 @@ use crate::errors::from_sqlite;
 pub const VERSION: i32 = 3;
 
 /// `EVBS`: marks a SQLite file as ours.
-const APPLICATION_ID: i32 = 0x4556_4253;
+pub(crate) const APPLICATION_ID: i32 = 0x4556_4253;
 
 /// What leads from version n to n + 1; the first leads from an empty file to version 1.
 const MIGRATIONS: &[&str] = &[
     include_str!("schema.sql"),
     include_str!("schema_2.sql"),
-    include_str!("schema_3.sql"),
+    // The tables of the outbox are also made in other people's databases, so they have a file of their own.
+    concat!(include_str!("outbox.sql"), include_str!("schema_3.sql")),
 ];
 
 /// The first SQLite that has the fix for lost commits after a WAL reset, and the older lines that

@@ -12,79 +12,23 @@ CREATE TABLE history_runs (
   events  INTEGER NOT NULL,                   -- in the log when it was written
   state   INTEGER NOT NULL                    -- 0 being written, 1 in use, 2 to be swept away
 );
+-- Two blocks fill a page. The index is small, so that finding a block reads few pages.
 CREATE TABLE history_blocks (
+  id    INTEGER PRIMARY KEY,
   run   INTEGER NOT NULL,                     -- history_runs.id
   scope INTEGER NOT NULL,                     -- of the first posting in the block
   seq   INTEGER NOT NULL,                     -- of the first posting in the block
-  block BLOB    NOT NULL,
-  PRIMARY KEY (run, scope, seq)
-) WITHOUT ROWID;
-
--- OUTBOX. The columns of the specifications first; everything has a default that can have one, so that
--- their inserts work as they are written.
-CREATE TABLE event_outbox (
-  id             TEXT NOT NULL DEFAULT (lower(hex(randomblob(4)) || '-' || hex(randomblob(2)) || '-4'
-                   || substr(hex(randomblob(2)), 2) || '-a' || substr(hex(randomblob(2)), 2) || '-'
-                   || hex(randomblob(6)))),
-  event_id       TEXT NOT NULL DEFAULT (lower(hex(randomblob(4)) || '-' || hex(randomblob(2)) || '-4'
-                   || substr(hex(randomblob(2)), 2) || '-a' || substr(hex(randomblob(2)), 2) || '-'
-                   || hex(randomblob(6)))),
-  event_type     TEXT NOT NULL,
-  payload        TEXT NOT NULL,               -- the envelope of the specification, or a raw payload
-  status         TEXT NOT NULL DEFAULT 'pending' CHECK (status IN ('pending', 'sent', 'failed')),
-  attempts       INTEGER NOT NULL DEFAULT 0,
-  created_at     TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%fZ', 'now')),
-  sent_at        TEXT,
-  correlation_id TEXT,
-  trace_id       TEXT,
-  last_error     TEXT,
-  -- What the envelope has no place for.
-  attributes     TEXT,                        -- JSON
-  ordering_key   TEXT,
-  due            INTEGER NOT NULL DEFAULT 0,  -- microseconds: not to be tried before
-  row            INTEGER PRIMARY KEY AUTOINCREMENT
+  block BLOB    NOT NULL                      -- the other postings
 );
-CREATE UNIQUE INDEX event_outbox_id ON event_outbox (id);
-CREATE INDEX event_outbox_event ON event_outbox (event_id);
-CREATE INDEX event_outbox_pending ON event_outbox (row) WHERE status = 'pending';
-CREATE INDEX event_outbox_waiting ON event_outbox (due) WHERE status = 'pending' AND attempts > 0;
-CREATE INDEX event_outbox_sent ON event_outbox (sent_at) WHERE status = 'sent';
-CREATE INDEX event_outbox_failed ON event_outbox (row) WHERE status = 'failed';
-
--- Sending an event again under the id its row had (as the specification's replay does) takes the place
--- of the old row, if that has had its turn.
-CREATE TRIGGER event_outbox_again BEFORE INSERT ON event_outbox
-WHEN EXISTS (SELECT 1 FROM event_outbox WHERE id = NEW.id AND event_id = NEW.event_id AND status <> 'pending')
-BEGIN
-  DELETE FROM event_outbox WHERE id = NEW.id;
-END;
-
--- Rows that the relay gave up on: their events never reached a broker.
-CREATE TABLE outbox_dead_letters (
-  event_id      TEXT PRIMARY KEY,
-  event_type    TEXT NOT NULL,
-  payload       TEXT NOT NULL,                -- as it was in the outbox
-  error         TEXT NOT NULL,
-  attempts      INTEGER NOT NULL,
-  first_seen_at TEXT NOT NULL,
-  last_seen_at  TEXT NOT NULL,
-  retried_at    TEXT
-) WITHOUT ROWID;
-
--- Who relays: one at a time.
-CREATE TABLE outbox_relay (
+CREATE UNIQUE INDEX history_blocks_first ON history_blocks (run, scope, seq);
+-- Who writes runs: one process at a time.
+CREATE TABLE history_indexer (
   only   INTEGER PRIMARY KEY CHECK (only = 1),
-  holder TEXT    NOT NULL,
-  token  INTEGER NOT NULL,
+  holder INTEGER NOT NULL,
   until  INTEGER NOT NULL                     -- microseconds
 );
 
--- The outbox with the names of the framework specification.
-CREATE VIEW event_outbox_framework
-  (id, event_type, event_payload, created_at, published_at, correlation_id, trace_id, attempts, last_error) AS
-SELECT id, event_type, payload, created_at, iif(status = 'pending', NULL, sent_at), correlation_id,
-       trace_id, attempts, last_error
-FROM event_outbox;
+-- OUTBOX: see outbox.sql, which comes first.
 
 -- DEAD LETTERS as memory.
 ALTER TABLE dead_letters ADD COLUMN replaced_by BLOB; -- the id of the corrected event
@@ -147,22 +91,24 @@ SELECT 'outbox/' || event_id, event_id, event_type, payload, error, NULL,
   first_seen_at, retried_at, NULL, NULL
 FROM outbox_dead_letters;
 
--- A dead letter of an event that came through the outbox of this file.
+-- A dead letter of an event that came through the outbox of this file: its row shows it.
 CREATE TRIGGER dead_letter_fails_outbox AFTER INSERT ON dead_letters
-WHEN EXISTS (SELECT 1 FROM event_outbox)
+WHEN NEW.retried_at IS NULL AND EXISTS (SELECT 1 FROM event_outbox)
 BEGIN
   UPDATE event_outbox SET status = 'failed', last_error = json_extract(NEW.failures, '$[#-1].error')
-  WHERE status = 'sent' AND event_id = (
+  WHERE status = 'sent' AND event_id IN (
     SELECT lower(substr(hex(id), 1, 8) || '-' || substr(hex(id), 9, 4) || '-' || substr(hex(id), 13, 4)
-      || '-' || substr(hex(id), 17, 4) || '-' || substr(hex(id), 21)) FROM log WHERE seq = NEW.seq);
+      || '-' || substr(hex(id), 17, 4) || '-' || substr(hex(id), 21)) FROM log WHERE seq = NEW.seq
+    UNION ALL SELECT attrs ->> '$.foreign_id' FROM log WHERE seq = NEW.seq AND attrs IS NOT NULL);
 END;
 CREATE TRIGGER dead_letter_again_fails_outbox AFTER UPDATE OF retried_at ON dead_letters
 WHEN NEW.retried_at IS NULL AND EXISTS (SELECT 1 FROM event_outbox)
 BEGIN
   UPDATE event_outbox SET status = 'failed', last_error = json_extract(NEW.failures, '$[#-1].error')
-  WHERE status = 'sent' AND event_id = (
+  WHERE status = 'sent' AND event_id IN (
     SELECT lower(substr(hex(id), 1, 8) || '-' || substr(hex(id), 9, 4) || '-' || substr(hex(id), 13, 4)
-      || '-' || substr(hex(id), 17, 4) || '-' || substr(hex(id), 21)) FROM log WHERE seq = NEW.seq);
+      || '-' || substr(hex(id), 17, 4) || '-' || substr(hex(id), 21)) FROM log WHERE seq = NEW.seq
+    UNION ALL SELECT attrs ->> '$.foreign_id' FROM log WHERE seq = NEW.seq AND attrs IS NOT NULL);
 END;
 
 -- PAYLOAD STAGES, with the columns of the specification. Deleted with the event.
@@ -202,6 +148,7 @@ CREATE TABLE audit_log (
 );
 CREATE INDEX audit_log_entity ON audit_log (entity_id, entity_type, seq) WHERE entity_id IS NOT NULL;
 CREATE INDEX audit_log_actor ON audit_log (actor, seq);
+CREATE INDEX audit_log_action ON audit_log (action, seq);
 CREATE INDEX audit_log_at ON audit_log (at);
 CREATE TABLE audit_anchor (
   only INTEGER PRIMARY KEY CHECK (only = 1),
@@ -218,10 +165,25 @@ WHEN OLD.seq > coalesce((SELECT seq FROM audit_anchor), 0)
 BEGIN
   SELECT RAISE(ABORT, 'the audit trail is append-only: only retention removes records');
 END;
-CREATE TRIGGER audit_log_no_replace BEFORE INSERT ON audit_log
-WHEN EXISTS (SELECT 1 FROM audit_log WHERE seq = NEW.seq)
+CREATE TRIGGER audit_log_no_gap BEFORE INSERT ON audit_log
+WHEN NEW.seq <> 1 + coalesce((SELECT max(seq) FROM audit_log), (SELECT seq FROM audit_anchor), 0)
 BEGIN
-  SELECT RAISE(ABORT, 'the audit trail is append-only: records are never replaced');
+  SELECT RAISE(ABORT, 'the audit trail is append-only: a record is added at the end');
+END;
+CREATE TRIGGER audit_anchor_insert BEFORE INSERT ON audit_anchor
+WHEN EXISTS (SELECT 1 FROM audit_anchor)
+  OR NEW.hash IS NOT (SELECT hash FROM audit_log WHERE seq = NEW.seq)
+BEGIN
+  SELECT RAISE(ABORT, 'the anchor of the audit trail is a record of it');
+END;
+CREATE TRIGGER audit_anchor_update BEFORE UPDATE ON audit_anchor
+WHEN NEW.seq <= OLD.seq OR NEW.hash IS NOT (SELECT hash FROM audit_log WHERE seq = NEW.seq)
+BEGIN
+  SELECT RAISE(ABORT, 'the anchor of the audit trail only moves on, to a record of it');
+END;
+CREATE TRIGGER audit_anchor_no_delete BEFORE DELETE ON audit_anchor
+BEGIN
+  SELECT RAISE(ABORT, 'the anchor of the audit trail is never removed');
 END;
 
 -- CHECKPOINTS of long work.

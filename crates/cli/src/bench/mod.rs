@@ -8,11 +8,14 @@ mod cold_start;
 mod cross_process;
 mod dead_letters;
 mod end_to_end;
+mod history;
 mod latency;
 mod memory;
+mod outbox;
 mod publish;
 mod raw;
 mod recovery;
+mod replay;
 mod report;
 mod sample;
 mod sparse_group;
@@ -56,6 +59,12 @@ pub(crate) enum Scenario {
     /// A page of 100 dead letters out of a million
     #[value(name = "dead-letters")]
     DeadLetters,
+    /// The first page of 100 by each of the eight patterns, out of 50,000 and of 5,000,000 events
+    #[value(name = "history")]
+    History,
+    /// What the indexes of the history cost: events with tenant, app and entity beside bare ones
+    #[value(name = "history-insert")]
+    HistoryInsert,
     /// The first redelivery after a process died with 100,000 events in flight
     #[value(name = "recovery")]
     Recovery,
@@ -68,6 +77,18 @@ pub(crate) enum Scenario {
     /// The command line until its first publish is durable, on a file of a million events
     #[value(name = "cold-start")]
     ColdStart,
+    /// A replay into a function that does nothing
+    #[value(name = "replay")]
+    Replay,
+    /// An enqueue inside a transaction, beside the same insert by hand
+    #[value(name = "outbox-enqueue")]
+    OutboxEnqueue,
+    /// A relay from a database of one's own into the memory engine
+    #[value(name = "outbox-memory")]
+    OutboxMemory,
+    /// A relay from a database of one's own into a file, beside a raw batched insert
+    #[value(name = "outbox")]
+    OutboxRelay,
 }
 
 impl Scenario {
@@ -81,10 +102,16 @@ impl Scenario {
             Self::Latency => "latency",
             Self::CrossProcess => "cross-process",
             Self::DeadLetters => "dead-letters",
+            Self::History => "history",
+            Self::HistoryInsert => "history-insert",
             Self::Recovery => "recovery",
             Self::Memory => "memory",
             Self::SparseGroup => "sparse-group",
             Self::ColdStart => "cold-start",
+            Self::Replay => "replay",
+            Self::OutboxEnqueue => "outbox-enqueue",
+            Self::OutboxMemory => "outbox-memory",
+            Self::OutboxRelay => "outbox",
         }
     }
 
@@ -98,10 +125,16 @@ impl Scenario {
             Self::Latency => latency::measure(bench).await,
             Self::CrossProcess => cross_process::measure(bench).await,
             Self::DeadLetters => dead_letters::measure(bench).await,
+            Self::History => history::measure(bench).await,
+            Self::HistoryInsert => history::measure_insert(bench).await,
             Self::Recovery => recovery::measure(bench).await,
             Self::Memory => memory::measure(bench).await,
             Self::SparseGroup => sparse_group::measure(bench).await,
             Self::ColdStart => cold_start::measure(bench).await,
+            Self::Replay => replay::measure(bench).await,
+            Self::OutboxEnqueue => outbox::measure_enqueue(bench).await,
+            Self::OutboxMemory => outbox::measure_memory(bench).await,
+            Self::OutboxRelay => outbox::measure_relay(bench).await,
         }
     }
 }

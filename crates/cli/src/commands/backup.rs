@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use everbus_core::{Clock as _, Code, Error, SystemClock};
+use everbus::audit::Operator;
+use everbus_core::{AuditEntry, AuditHead, Clock as _, Code, Engine, Error, SystemClock};
 use indicatif::ProgressBar;
 use serde_json::json;
 
@@ -49,6 +50,18 @@ pub(crate) async fn restore(args: RestoreArgs, target: &Target, output: &mut Out
         )
         .into());
     }
+    let head_before = everbus_sqlite::kept_head(&path);
+    let action = Restoring {
+        backup: args.file.display().to_string(),
+        head_before,
+    };
+    if exists {
+        let (alone, regular) = (path.clone(), path.is_file());
+        if regular {
+            blocking(move || files::claim_alone(&alone)).await?;
+            action.record(&path, "restore", None).await;
+        }
+    }
     let bar = progress::bar("copying pages", Some(0));
     let report = reporter(bar.clone());
     let (from, to) = (args.file, path.clone());
@@ -61,7 +74,61 @@ pub(crate) async fn restore(args: RestoreArgs, target: &Target, output: &mut Out
     })
     .await;
     bar.finish_and_clear();
-    done("restored", &path, outcome?.as_deref(), output)
+    let kept = outcome?;
+    action.record(&path, "restore.done", kept.as_deref()).await;
+    done("restored", &path, kept.as_deref(), output)
+}
+
+/// What the audit trails of the old and the new file say about a restore.
+struct Restoring {
+    backup: String,
+    /// How far the trail of the old file had come.
+    head_before: Option<AuditHead>,
+}
+
+impl Restoring {
+    /// Records it in a file, if that has a trail: a damaged file or one of an older version is left as
+    /// it is.
+    async fn record(&self, path: &Path, action: &str, kept: Option<&Path>) {
+        let file = path.to_path_buf();
+        let opened = blocking(move || match files::schema_version(&file) {
+            Some(everbus_sqlite::SCHEMA_VERSION) => {
+                everbus_sqlite::open(&file, everbus_sqlite::Options::default()).map(Some)
+            }
+            _ => Ok(None),
+        });
+        let recorded = match opened.await {
+            Ok(None) => return,
+            Ok(Some(engine)) => {
+                let recorded = self.record_in(&engine, action, kept).await;
+                close(&engine).await;
+                recorded
+            }
+            Err(error) => Err(error),
+        };
+        if let Err(error) = recorded {
+            tracing::warn!(%error, "the restore could not be put on record");
+        }
+    }
+
+    async fn record_in(
+        &self,
+        engine: &Engine,
+        action: &str,
+        kept: Option<&Path>,
+    ) -> everbus_core::Result<()> {
+        let operator = Operator::current();
+        let audit = engine.audit()?;
+        let details = json!({
+            "backup": self.backup,
+            "replaced": kept.map(Path::to_string_lossy),
+            "head_before": self.head_before.map(|head| head.to_string()),
+            "head": audit.head().await?.map(|head| head.to_string()),
+            "reason": operator.reason,
+        });
+        let entry = AuditEntry::new(operator.actor, action);
+        audit.record(entry.details(details)).await.map(drop)
+    }
 }
 
 /// Is told pages copied and in all.

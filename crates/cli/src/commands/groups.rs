@@ -1,5 +1,6 @@
 //! `everbus groups`: how far every group is, and the removal of one that nobody needs any more.
 
+use everbus::audit::{Action, Operator, audited};
 use everbus_core::{Engine, GroupInfo, GroupName};
 use serde_json::json;
 
@@ -81,7 +82,12 @@ async fn remove(name: GroupName, yes: bool, engine: &Engine, output: &mut Output
             )),
         ));
     }
-    engine.broker.remove_group(name.clone()).await?;
+    let action = Action::new("groups.remove")
+        .on("GROUP", &name)
+        .detail("behind", group.behind.into())
+        .detail("dead_letters", group.dead_letters.into());
+    let removed = engine.broker.remove_group(name.clone());
+    audited(engine, &Operator::current(), action, removed).await?;
     if output.is_json() {
         return output.json(&json!({ "removed": name }));
     }

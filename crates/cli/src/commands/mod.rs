@@ -1,14 +1,18 @@
 //! One file per command.
 
 mod asyncapi;
+pub(crate) mod audit;
 mod backup;
 mod check;
 mod check_config;
 mod demo;
 pub(crate) mod dlq;
+pub(crate) mod events;
 mod get;
 mod groups;
+pub(crate) mod outbox;
 mod publish;
+pub(crate) mod replay;
 mod tail;
 
 use clap::CommandFactory as _;
@@ -42,13 +46,18 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Completions { shell } => completions(shell, output),
         Command::Demo => until_interrupted(demo::run(output)).await,
         Command::Bench(args) => until_interrupted(bench::run(args, &target()?, output)).await,
+        Command::Events(args) => until_interrupted(events::run(&args, &target()?, output)).await,
         Command::Get(args) => until_interrupted(get::run(&args, &target()?, output)).await,
         Command::Dlq(command) => dlq::run(command, &target()?, output).await,
         Command::Groups(args) => until_interrupted(groups::run(args, &target()?, output)).await,
+        Command::Replay(args) => replay::run(*args, &target()?, output).await,
+        // The relay ends by itself on Ctrl-C, after what is under way.
+        Command::Outbox(command) => outbox::run(command, &target()?, output).await,
         Command::Check => match &args.config {
             Some(config) => check_config::run(&args, config, output),
             None => until_interrupted(check::run(&target()?, output)).await,
         },
+        Command::Audit(command) => until_interrupted(audit::run(command, &target()?, output)).await,
         Command::Asyncapi(command) => {
             until_interrupted(asyncapi::run(command, &args, output)).await
         }

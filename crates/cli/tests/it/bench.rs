@@ -6,7 +6,14 @@ use crate::support::Shop;
 #[test]
 fn every_scenario_runs_and_prints_its_figure() {
     let shop = Shop::new();
-    let fast = ["publish-1", "publish-64", "publish-batch", "end-to-end"];
+    let fast = [
+        "publish-1",
+        "publish-64",
+        "publish-batch",
+        "end-to-end",
+        "replay",
+        "history-insert",
+    ];
     let all = [
         &["-o", "json", "bench", "--quick", "--events", "2000"],
         &fast[..],
@@ -28,6 +35,7 @@ fn every_scenario_runs_and_prints_its_figure() {
         "latency",
         "cross-process",
         "dead-letters",
+        "history",
         "recovery",
         "sparse-group",
         "cold-start",
@@ -44,6 +52,21 @@ fn every_scenario_runs_and_prints_its_figure() {
     }
     let left = std::fs::read_dir(shop.path(".")).unwrap().count();
     assert_eq!(left, 0, "the bench cleans up after itself");
+}
+
+// conformance: issue-4/outbox-bench: an enqueue beside the insert by hand, relays into memory and into a file
+#[test]
+fn the_outbox_is_measured_beside_what_somebody_would_write_by_hand() {
+    let shop = Shop::new();
+    let arguments = ["-o", "json", "bench", "--quick", "--events", "1000"];
+    let scenarios = ["outbox-enqueue", "outbox-memory", "outbox"];
+    let figures = shop.run(&[&arguments[..], &scenarios].concat()).json();
+    for (figure, name) in figures.as_array().unwrap().iter().zip(scenarios) {
+        assert_eq!(figure["scenario"], name);
+        assert!(figure["events_per_s"].as_f64().unwrap() > 0.0, "{figure}");
+        let raw = figure["raw_events_per_s"].as_f64().is_some();
+        assert_eq!(raw, name != "outbox-memory", "{figure}");
+    }
 }
 
 #[cfg(target_os = "linux")]

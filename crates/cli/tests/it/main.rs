@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod asyncapi;
+mod audit;
 mod basics;
 mod bench;
 mod config;
@@ -10,9 +11,12 @@ mod demo;
 mod dlq;
 mod dlq_bulk;
 mod dlq_edit;
+mod events;
 mod files;
 mod groups;
+mod outbox;
 mod publish;
 mod recovery;
+mod replay;
 mod support;
 mod tail;

@@ -46,6 +46,7 @@ impl Shop {
             .env_remove("EVERBUS_BROKER")
             .env_remove("EVERBUS_CONFIG")
             .env_remove("EVERBUS_LOG")
+            .env_remove("EVERBUS_ACTOR")
             .env_remove("EVERBUS_MAX_PAYLOAD")
             // Or suggestions would be for `cargo run`, since that is who runs the tests.
             .env_remove("CARGO_PKG_NAME")

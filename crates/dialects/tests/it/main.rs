@@ -16,3 +16,4 @@ mod outbox;
 mod spelling;
 mod support;
 mod workflow;
+mod workflow_queries;

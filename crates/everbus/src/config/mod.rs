@@ -31,6 +31,7 @@ mod broker;
 mod consumers;
 mod duration;
 mod expand;
+mod fingerprint;
 mod limits;
 mod problems;
 mod redact;
@@ -48,6 +49,7 @@ use crate::admission::Limits;
 pub use backpressure::Backpressure;
 pub use broker::{Broker, BrokerKind, BrokerUrl};
 pub use consumers::{Breaker, Consumer, Retry};
+pub(crate) use fingerprint::Fingerprint;
 pub use problems::{Problem, Problems};
 pub use redact::redacted;
 
@@ -84,6 +86,8 @@ pub struct Config {
     pub consumers: Vec<Consumer>,
     /// What is skipped, and how fast may be published.
     pub backpressure: Backpressure,
+    /// Tells whether it is the one of the last time.
+    pub(crate) fingerprint: Fingerprint,
 }
 
 impl Config {
@@ -96,7 +100,11 @@ impl Config {
         let Some(text) = read_file(path, &mut problems) else {
             return Err(problems.into_error());
         };
-        read_text(&text, problems, &environment)
+        let mut config = read_text(&text, problems, &environment)?;
+        // Whoever opens it from elsewhere means the same file.
+        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+        config.fingerprint.file = Some(absolute.to_string_lossy().into_owned());
+        Ok(config)
     }
 
     /// Reads a text. `file` is the name to show in errors; variables come from the environment.
@@ -211,18 +219,20 @@ fn read_text(text: &str, mut problems: Problems, lookup: &Lookup<'_>) -> Result<
         }
         return Err(problems.into_error());
     };
+    let fingerprint = Fingerprint::of(&problems.file, &root);
     let mut reader = Reader {
         problems,
         lookup,
         sections: SECTIONS,
     };
-    let config = reader
+    let mut config = reader
         .root(&root, KEYS)
         .map(|top| config(&mut reader, &top))
         .unwrap_or_default();
     if reader.problems.total > 0 {
         return Err(reader.problems.into_error());
     }
+    config.fingerprint = fingerprint;
     Ok(config)
 }
 
@@ -239,5 +249,6 @@ fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
         backpressure: backpressure
             .map(|section| backpressure::read(reader, &section))
             .unwrap_or_default(),
+        fingerprint: Fingerprint::default(),
     }
 }

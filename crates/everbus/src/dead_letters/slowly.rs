@@ -33,6 +33,10 @@ impl RetryPace {
         Self { per_second, limit }
     }
 
+    pub(super) fn rate(self) -> u32 {
+        self.per_second
+    }
+
     /// At most so many in all, the oldest first.
     #[must_use]
     pub fn at_most(mut self, limit: u64) -> Self {

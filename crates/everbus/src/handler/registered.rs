@@ -7,6 +7,7 @@ use std::time::Duration;
 use everbus_core::{BoxFuture, Pattern, RetryPolicy};
 
 use super::{HandlerError, HandlerOutcome};
+use crate::audit::AuditTrail;
 use crate::breaker::{Breaker, Criticality};
 use crate::extract::States;
 use crate::guard;
@@ -31,6 +32,8 @@ pub(crate) struct Traits {
     pub(crate) criticality: Criticality,
     /// What was handled is remembered in the inbox and not handled again.
     pub(crate) idempotent: bool,
+    /// The audit trail of the bus it runs on.
+    pub(crate) audit: Option<AuditTrail>,
 }
 
 /// A registered handler with the settings of its subscription.

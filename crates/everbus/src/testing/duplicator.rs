@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use everbus_core::{
     Appended, BoxFuture, Broker, Capabilities, Code, ConsumeOptions, Consumer, Delivery, Engine,
-    Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result, SettledOutcome,
-    Settlement, SubscriptionInfo, Verdict,
+    Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Redelivery, Result,
+    SettledOutcome, Settlement, SubscriptionInfo, Verdict,
 };
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -337,6 +337,14 @@ impl Broker for Twice {
 
     fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
         self.inner.drop_oldest(stream, keep)
+    }
+
+    fn redeliver(
+        &self,
+        group: GroupName,
+        positions: Vec<u64>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        self.inner.redeliver(group, positions)
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {

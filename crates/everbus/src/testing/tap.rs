@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use everbus_core::{
     Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Delivery, Engine, Event,
-    EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result, SettledOutcome, Settlement,
-    SubscriptionInfo,
+    EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Redelivery, Result, SettledOutcome,
+    Settlement, SubscriptionInfo,
 };
 
 use super::journal::{Journal, Open};
@@ -116,6 +116,17 @@ impl Broker for Tap {
 
     fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
         self.inner.drop_oldest(stream, keep)
+    }
+
+    fn redeliver(
+        &self,
+        group: GroupName,
+        positions: Vec<u64>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        Box::pin(async move {
+            let _under_way = self.journal.under_way();
+            self.inner.redeliver(group, positions).await
+        })
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {

@@ -44,6 +44,8 @@ pub(crate) struct Faulty {
     pub(crate) fetch: Errors,
     pub(crate) settle: Errors,
     pub(crate) settle_one: Errors,
+    /// How many events came at a time.
+    pub(crate) batches: Arc<Mutex<Vec<usize>>>,
     /// How often leases were extended.
     pub(crate) extended: Arc<AtomicUsize>,
     /// How many outcomes were taken.
@@ -103,6 +105,7 @@ impl Broker for Faulty {
     fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
         Box::pin(async move {
             self.append.next()?;
+            self.batches.lock().unwrap().push(batch.len());
             self.inner.append(batch).await
         })
     }
@@ -175,6 +178,7 @@ pub(crate) async fn faulty() -> (Bus, Faulty, ManualClock) {
         fetch: Errors::default(),
         settle: Errors::default(),
         settle_one: Errors::default(),
+        batches: Arc::default(),
         extended: Arc::default(),
         taken: Arc::default(),
         stuck: Arc::default(),

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stderr)]
 
+mod audit;
 mod breaker;
 mod config;
 mod configured;
@@ -17,9 +18,12 @@ mod handlers;
 mod layers;
 mod logs;
 mod outage;
+mod outbox;
+mod outbox_replay;
 mod panics;
 mod pipeline_order;
 mod publish;
+mod replay;
 mod retention;
 mod retry;
 mod reviving;

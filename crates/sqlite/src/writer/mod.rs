@@ -21,6 +21,7 @@ use crate::errors::{from_sqlite, is_fatal};
 use crate::failpoint;
 use crate::feeder::Feeder;
 use crate::guard::Guard;
+use crate::history::Indexer;
 use crate::owner::OwnerLock;
 use crate::queue::{Command, Queue, Taken};
 use crate::readers::Readers;
@@ -68,6 +69,7 @@ pub(crate) struct Writer {
     saving_room: bool,
     pub(crate) owner_lock: Option<OwnerLock>,
     feeder: Feeder,
+    indexer: Indexer,
     readers: Vec<Arc<Readers>>,
     queue: Arc<Queue>,
     space: Space,
@@ -89,6 +91,7 @@ pub(crate) struct Start {
     pub(crate) options: crate::Options,
     pub(crate) queue: Arc<Queue>,
     pub(crate) feeder: Feeder,
+    pub(crate) indexer: Indexer,
     pub(crate) readers: Vec<Arc<Readers>>,
     pub(crate) head: watch::Sender<u64>,
     pub(crate) failed: Arc<OnceLock<Error>>,
@@ -121,6 +124,7 @@ impl Writer {
             saving_room: false,
             owner_lock: None,
             feeder: start.feeder,
+            indexer: start.indexer,
             readers: start.readers,
             queue: start.queue,
             head: start.head,
@@ -336,6 +340,17 @@ impl Writer {
             *known = head.max(*known);
             newer
         });
+        self.indexer.saw(head);
+    }
+
+    /// Whether there is room for what can wait.
+    pub(crate) fn check_room(&self) -> Result<()> {
+        self.space.check()
+    }
+
+    /// Lets the indexer look for runs of which little is left.
+    pub(crate) fn review_history(&self) {
+        self.indexer.review();
     }
 
     fn hand_over(&mut self) {
@@ -515,6 +530,7 @@ impl Writer {
         // write-ahead log.
         self.readers.iter().for_each(|readers| readers.close());
         self.feeder.close();
+        self.indexer.close();
         self.owner_lock = None;
     }
 }

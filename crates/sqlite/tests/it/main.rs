@@ -7,6 +7,7 @@
     reason = "a test fails by panicking, and says what it skips"
 )]
 
+mod audit;
 mod bench_shape;
 mod conformance;
 mod dead_letter_events;
@@ -15,8 +16,10 @@ mod effects;
 mod faults;
 mod files;
 mod golden;
+mod history;
 mod locked;
 mod model;
+mod outbox;
 mod regressions;
 mod rollback;
 mod sharing;

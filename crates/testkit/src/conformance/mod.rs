@@ -5,13 +5,16 @@
 //! Where engines may differ, a scenario asks their [`Capabilities`](everbus_core::Capabilities).
 
 pub mod appending;
+pub mod audit;
 pub mod consuming;
 pub mod dead_letters;
 pub mod effects;
 pub mod groups;
+pub mod history;
 pub mod inbox;
 pub mod notices;
 pub mod ordered;
+pub mod replay;
 pub mod restart;
 pub mod reviving;
 pub mod settled;

@@ -662,5 +662,111 @@ macro_rules! conformance_tests {
         async fn what_a_crash_left_may_be_dropped() {
             $crate::conformance::streams::what_a_crash_left_may_be_dropped($harness).await;
         }
+
+        // conformance: issue-4/redeliver: an event that a group is done with is delivered once more, in order, with fresh attempts; the group's position does not move
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_handled_event_comes_again_on_request() {
+            $crate::conformance::replay::a_handled_event_comes_again_on_request($harness).await;
+        }
+
+        // conformance: issue-4/redeliver-owed: what a group still owes is not delivered twice, and what left the log is reported as gone
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn what_is_owed_is_not_delivered_twice() {
+            $crate::conformance::replay::what_is_owed_is_not_delivered_twice($harness).await;
+        }
+
+        // conformance: issue-4/redeliver-unknown-group: a group that does not exist is given nothing, with an error
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_unknown_group_is_given_nothing() {
+            $crate::conformance::replay::an_unknown_group_is_given_nothing($harness).await;
+        }
+
+        // conformance: issue-4/redeliver-isolated: a group without subscriptions gets what it is given, no live events, and holds retention back with nothing else
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_group_without_subscriptions_gets_only_what_it_is_given() {
+            $crate::conformance::replay::a_group_without_subscriptions_gets_only_what_it_is_given(
+                $harness,
+            )
+            .await;
+        }
+
+        // conformance: issue-4/redeliver-failure: a replayed delivery is retried and dead-lettered like any other, and stays marked
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_replayed_event_fails_like_any_other() {
+            $crate::conformance::replay::a_replayed_event_fails_like_any_other($harness).await;
+        }
+
+        // conformance: issue-4/redeliver-order: in an ordered group a replay keeps the order of its key
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_replay_keeps_the_order_of_its_key() {
+            $crate::conformance::replay::a_replay_keeps_the_order_of_its_key($harness).await;
+        }
+
+        // conformance: issue-4/redeliver-crash: what waits to be delivered once more survives a crash, still marked
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_replay_survives_a_crash() {
+            $crate::conformance::replay::a_replay_survives_a_crash($harness).await;
+        }
+
+        // conformance: issue-4/redeliver-inbox: the inbox absorbs the replay of what the group has on record as handled
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_inbox_absorbs_a_replay() {
+            $crate::conformance::replay::the_inbox_absorbs_a_replay($harness).await;
+        }
+
+        // conformance: issue-4/redeliver-unwanted: events that no subscription of the group matches can be delivered, too
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_unwanted_event_can_be_given() {
+            $crate::conformance::replay::an_unwanted_event_can_be_given($harness).await;
+        }
+
+        // conformance: issue-4/checkpoints: a checkpoint is what was saved last under its name, and survives a crash
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_checkpoint_is_what_was_saved_last() {
+            $crate::conformance::replay::a_checkpoint_is_what_was_saved_last($harness).await;
+        }
+
+        // conformance: issue-4/audit-record: an audit record comes back whole: who, what, entity, when, correlation and trace ids; numbers have no gaps
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_record_is_kept_whole() {
+            $crate::conformance::audit::a_record_is_kept_whole($harness).await;
+        }
+
+        // conformance: issue-4/audit-bad-input: an audit entry without actor or action, or with too long a text, is refused and takes no number
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn entries_without_sense_are_refused() {
+            $crate::conformance::audit::entries_without_sense_are_refused($harness).await;
+        }
+
+        // conformance: issue-4/audit-query: the trail is asked by actor, action, entity and time, in both orders, page by page
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_trail_can_be_asked() {
+            $crate::conformance::audit::the_trail_can_be_asked($harness).await;
+        }
+
+        // conformance: issue-4/audit-retention: retention removes from the beginning of the trail and leaves an anchor from which it is verified
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn forgetting_leaves_a_chain() {
+            $crate::conformance::audit::forgetting_leaves_a_chain($harness).await;
+        }
+
+        // conformance: issue-4/audit-known-head: the trail is verified against a head that somebody kept elsewhere
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_head_kept_elsewhere_is_compared() {
+            $crate::conformance::audit::a_head_kept_elsewhere_is_compared($harness).await;
+        }
+
+        // conformance: issue-4/audit-clock: a clock that jumps back does not make the times of the trail fall
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn times_in_the_trail_never_fall() {
+            $crate::conformance::audit::times_in_the_trail_never_fall($harness).await;
+        }
+
+        // conformance: issue-4/audit-concurrent: records written at once each get a number, and none is missing
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn records_written_at_once_are_all_there() {
+            $crate::conformance::audit::records_written_at_once_are_all_there($harness).await;
+        }
+        $crate::history_tests!($harness);
     };
 }

@@ -10,6 +10,7 @@ mod drops;
 mod oracle;
 mod plan;
 pub mod random;
+mod redeliver;
 
 pub use plan::run_model;
 pub use random::Random;

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use everbus_core::{
     Appended, Delivery, Event, EventId, EventState, Failure, FailureKind, Lease, Pattern,
-    Timestamp, Verdict,
+    Redelivery, Timestamp, Verdict,
 };
 
 /// The lease of every consumer of a plan. No other duration has its odd microseconds, so that no
@@ -46,6 +46,8 @@ pub(super) struct Desk {
     pub(super) dead: BTreeMap<u64, Death>,
     /// Whether a consumer is there to claim.
     pub(super) attended: bool,
+    /// What was dropped: perhaps before the group reached it.
+    dropped: HashSet<u64>,
 }
 
 #[derive(Clone, Debug)]
@@ -160,6 +162,7 @@ impl Oracle {
             owed: BTreeMap::new(),
             dead: BTreeMap::new(),
             attended: false,
+            dropped: HashSet::new(),
         };
         if first {
             for (position, kept) in &self.log {
@@ -413,6 +416,30 @@ impl Oracle {
         touched
     }
 
+    /// What may become of an event that a group is to have once more. An engine need not have passed
+    /// what the group does not want.
+    pub(super) fn may_redeliver(&self, group: &str, position: u64) -> Vec<Redelivery> {
+        let Some(kept) = self.log.get(&position) else {
+            return vec![Redelivery::Gone];
+        };
+        let desk = &self.groups[group];
+        let dead = desk.dead.get(&position).is_some_and(|death| death.open);
+        if dead || desk.owed.contains_key(&position) {
+            return vec![Redelivery::Owed];
+        }
+        if desk.wants(&kept.event) && !desk.dropped.contains(&position) {
+            return vec![Redelivery::Queued];
+        }
+        vec![Redelivery::Queued, Redelivery::Owed]
+    }
+
+    /// Takes note of an event that waits for a group once more.
+    pub(super) fn redelivered(&mut self, group: &str, position: u64) {
+        let work = Work::new(&self.log[&position].event, self.now);
+        let desk = self.groups.get_mut(group).unwrap();
+        desk.owed.insert(position, work);
+    }
+
     /// What a group owes of a stream.
     pub(super) fn owed(&self, group: &str, stream: &Pattern) -> Vec<u64> {
         let owed = self.groups[group].owed.keys();
@@ -425,6 +452,7 @@ impl Oracle {
         let now = self.now;
         let desk = self.groups.get_mut(group).unwrap();
         let work = desk.owed.remove(&position);
+        desk.dropped.insert(position);
         match work.ok_or("the group does not owe it")?.state {
             WorkState::Held { surely, .. } if now < surely => Err("it is in flight".into()),
             _ => Ok(()),

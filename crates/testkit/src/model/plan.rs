@@ -105,7 +105,7 @@ impl<H: Harness> Plan<H> {
     }
 
     async fn step(&mut self) {
-        match self.random.below(106) {
+        match self.random.below(111) {
             0..22 => self.append().await,
             22..48 => self.fetch().await,
             48..76 => self.settle().await,
@@ -118,7 +118,8 @@ impl<H: Harness> Plan<H> {
             96..98 => self.end_process().await,
             98..100 => self.prune().await,
             100..102 => self.replace_dead().await,
-            _ => self.drop_oldest().await,
+            102..106 => self.drop_oldest().await,
+            _ => self.redeliver().await,
         }
         self.oracle.note_claimable();
         let positions: Vec<u64> = self.oracle.log.keys().copied().collect();
@@ -223,7 +224,7 @@ impl<H: Harness> Plan<H> {
         self.oracle.declared(group, ordered, patterns, first);
     }
 
-    fn random_group(&mut self) -> Option<&'static str> {
+    pub(super) fn random_group(&mut self) -> Option<&'static str> {
         let groups = GROUPS
             .iter()
             .filter(|(n, _)| self.oracle.groups.contains_key(*n));

@@ -77,7 +77,7 @@ async fn edit(
     output: &mut Output,
 ) -> Outcome {
     let original = &letter.event.event;
-    let bus = target.bus_on(engine.clone())?;
+    let bus = target.bus_on(engine.clone()).await?;
     let (payload, kept) = match &args.payload {
         Some(given) => (until_interrupted(read(given, target)).await?, None),
         None => match in_editor(args, original).await? {

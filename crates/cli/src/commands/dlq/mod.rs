@@ -47,7 +47,7 @@ async fn run_on(
         DlqCommand::Edit(_) => Ok(()),
         DlqCommand::Purge(args) => {
             let filter = filter(&args.filter, engine).await?;
-            let purged = purge::purge(args, filter, engine.dead_letters()?, output);
+            let purged = purge::purge(args, filter, engine, output);
             target.patiently(purged).await
         }
     }

@@ -1,6 +1,7 @@
 //! `everbus dlq purge`.
 
-use everbus_core::{Clock as _, DeadLetterFilter, DeadLetters, PurgeBasis, SystemClock};
+use everbus::audit::{Action, Operator, audited};
+use everbus_core::{Clock as _, DeadLetterFilter, Engine, PurgeBasis, SystemClock};
 use serde_json::json;
 
 use super::args::{DlqPurgeArgs, PurgeBy};
@@ -11,14 +12,25 @@ use crate::stop::Outcome;
 pub(super) async fn purge(
     args: DlqPurgeArgs,
     filter: DeadLetterFilter,
-    letters: &dyn DeadLetters,
+    engine: &Engine,
     output: &mut Output,
 ) -> Outcome {
+    let letters = engine.dead_letters()?;
     let cutoff = SystemClock.now().minus(args.older_than);
     let bar = progress::spinner("deleting");
     let purged = match (args.dry_run, args.by) {
-        (false, PurgeBy::Created) => letters.purge(cutoff, PurgeBasis::Created, filter).await?,
-        (false, PurgeBy::Died) => letters.purge(cutoff, PurgeBasis::Died, filter).await?,
+        (false, by) => {
+            let (basis, name) = match by {
+                PurgeBy::Created => (PurgeBasis::Created, "created"),
+                PurgeBy::Died => (PurgeBasis::Died, "died"),
+            };
+            let action = Action::new("dlq.purge")
+                .filter(&filter)
+                .detail("cutoff", cutoff.to_string().into())
+                .detail("by", name.into());
+            let purged = letters.purge(cutoff, basis, filter);
+            audited(engine, &Operator::current(), action, purged).await?
+        }
         (true, PurgeBy::Created) => {
             let until = filter.until.map_or(cutoff, |until| until.min(cutoff));
             let filter = DeadLetterFilter {

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use everbus::audit::{Action, Operator, audited};
 use everbus::{DeadLetterTally, RetryPace};
 use everbus_core::dead_letters::MAX_PAGE;
 use everbus_core::{Clock as _, DeadLetterFilter, Engine, SystemClock};
@@ -55,13 +56,17 @@ fn say_sent(sent: u64, output: &mut Output) -> Outcome {
 async fn at_once(args: &DlqRetryArgs, filter: DeadLetterFilter, engine: &Engine) -> Outcome<u64> {
     let letters = engine.dead_letters()?;
     let bar = progress::spinner("sending back");
+    let action = Action::new("dlq.retry")
+        .filter(&filter)
+        .detail("limit", args.limit.into());
     let sent = match args.limit {
-        None => letters.retry(filter).await?,
+        None => letters.retry(filter),
         Some(limit) => {
             let limit = usize::try_from(limit).unwrap_or(usize::MAX);
-            letters.retry_some(filter, limit).await?
+            letters.retry_some(filter, limit)
         }
     };
+    let sent = audited(engine, &Operator::current(), action, sent).await?;
     bar.finish_and_clear();
     Ok(sent)
 }
@@ -77,7 +82,7 @@ async fn slowly(
     if let Some(limit) = args.limit {
         pace = pace.at_most(limit);
     }
-    let bus = target.bus_on(engine.clone())?;
+    let bus = target.bus_on(engine.clone()).await?;
     let bar = progress::bar("sending back", Some(0));
     let letters = bus.dead_letters();
     let sent = letters.retry_slowly(filter, pace, |progress| {
@@ -110,7 +115,8 @@ async fn retry_ids(
             tallies.extend(letters.tally(filter.clone(), MAX_PAGE).await?);
             letters.count(filter).await?
         } else {
-            letters.retry(filter).await?
+            let action = Action::new("dlq.retry").filter(&filter).on("EVENT", id);
+            audited(engine, &Operator::current(), action, letters.retry(filter)).await?
         };
         sent += n;
         if n == 0 {

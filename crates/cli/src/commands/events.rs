@@ -1,0 +1,209 @@
+//! `everbus events`: what happened to a tenant, an app or an entity, page by page.
+
+use clap::ValueEnum;
+use everbus_core::{Cursor, Engine, Entity, HistoryPage, HistoryQuery, Order, Pattern, Timestamp};
+use serde_json::json;
+
+use crate::open::{Target, close};
+use crate::output::{Output, Table, escaped, payload_text, shell_word, shortened};
+use crate::stop::{Outcome, Stop};
+use crate::values::{parse_entity, parse_history_cursor, parse_pattern};
+use crate::when;
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Each page ends with the command for the next one, if there is one; in JSON that is the cursor `next`. A
+cursor goes with the filters and the order of its page: with times such as 2h, which mean another moment
+each time, give the `since` and `until` that the JSON of the first page has.")]
+pub(crate) struct EventsArgs {
+    /// Only of this tenant
+    #[arg(long)]
+    tenant: Option<String>,
+
+    /// Only of this application
+    #[arg(long)]
+    app: Option<String>,
+
+    /// Only about this thing
+    #[arg(long, value_name = "TYPE:ID", value_parser = parse_entity)]
+    entity: Option<(String, String)>,
+
+    /// Only of types that match: order.placed, order.*, order.>
+    #[arg(long = "type", value_name = "PATTERN", value_parser = parse_pattern)]
+    pattern: Option<Pattern>,
+
+    /// Only received at or after this time
+    #[arg(long, value_name = "TIME", value_parser = when::parse_past, allow_hyphen_values = true)]
+    since: Option<Timestamp>,
+
+    /// Only received at or before this time
+    #[arg(long, value_name = "TIME", value_parser = when::parse, allow_hyphen_values = true)]
+    until: Option<Timestamp>,
+
+    /// Which come first
+    #[arg(long, value_enum, default_value = "newest")]
+    order: OrderArg,
+
+    /// At most this many, up to 10000
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 100,
+        allow_negative_numbers = true
+    )]
+    limit: usize,
+
+    /// Where to go on: the cursor that came with a page
+    #[arg(long, value_parser = parse_history_cursor)]
+    cursor: Option<Cursor>,
+
+    /// Say which indexes were used
+    #[arg(long)]
+    explain: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum OrderArg {
+    Newest,
+    Oldest,
+}
+
+pub(crate) async fn run(args: &EventsArgs, target: &Target, output: &mut Output) -> Outcome {
+    let query = query(args)?;
+    let engine = target.open_existing().await?;
+    let outcome = show(args, query, &engine, target, output).await;
+    close(&engine).await;
+    outcome
+}
+
+fn query(args: &EventsArgs) -> Outcome<HistoryQuery> {
+    if let (Some(since), Some(until)) = (args.since, args.until)
+        && since > until
+    {
+        return Err(Stop::usage(
+            format!(
+                "--since {} is after --until {}",
+                when::shown(since),
+                when::shown(until)
+            ),
+            Some("exchange the two"),
+        ));
+    }
+    let entity = args.entity.clone();
+    let query = HistoryQuery {
+        tenant: args.tenant.clone(),
+        app: args.app.clone(),
+        entity: entity.map(|(kind, id)| Entity { kind, id }),
+        types: args.pattern.clone(),
+        since: args.since,
+        until: args.until,
+        order: match args.order {
+            OrderArg::Newest => Order::Newest,
+            OrderArg::Oldest => Order::Oldest,
+        },
+        limit: args.limit,
+        cursor: args.cursor.clone(),
+    };
+    query.validate()?;
+    Ok(query)
+}
+
+async fn show(
+    args: &EventsArgs,
+    query: HistoryQuery,
+    engine: &Engine,
+    target: &Target,
+    output: &mut Output,
+) -> Outcome {
+    let page = engine.history()?.query(query).await?;
+    if output.is_json() {
+        let mut json = json!({ "events": page.items, "next": page.next });
+        for (name, time) in [("since", args.since), ("until", args.until)] {
+            if let Some(time) = time {
+                json[name] = json!(time);
+            }
+        }
+        if args.explain {
+            json["plan"] = json!(page.plan);
+        }
+        return output.json(&json);
+    }
+    if page.items.is_empty() {
+        output.line("no events")?;
+    } else {
+        table(&page).print(output)?;
+    }
+    if args.explain {
+        output.line(format!("plan: {}", page.plan))?;
+    }
+    if let Some(next) = &page.next {
+        output.line(format!("more: {}", next_page(args, next, target)))?;
+    }
+    Ok(())
+}
+
+/// The columns that have something in them.
+fn table(page: &HistoryPage) -> Table {
+    const OPTIONAL: [&str; 3] = ["TENANT", "APP", "ENTITY"];
+    let names = |index: usize| -> Vec<String> {
+        let attributes = page.items.iter().map(|r| r.event.attributes());
+        attributes
+            .map(|a| match (index, a) {
+                (_, None) => None,
+                (0, Some(a)) => a.tenant.clone(),
+                (1, Some(a)) => a.app.clone(),
+                (_, Some(a)) => a.entity.as_ref().map(ToString::to_string),
+            })
+            .map(|name| name.unwrap_or_default())
+            .collect()
+    };
+    let columns: Vec<(&str, Vec<String>)> = OPTIONAL
+        .into_iter()
+        .enumerate()
+        .map(|(index, title)| (title, names(index)))
+        .filter(|(_, cells)| cells.iter().any(|cell| !cell.is_empty()))
+        .collect();
+    let mut header = vec!["SEQ", "RECEIVED", "TYPE"];
+    header.extend(columns.iter().map(|(title, _)| *title));
+    header.extend(["ID", "PAYLOAD"]);
+    let mut table = Table::new(&header);
+    for (row, record) in page.items.iter().enumerate() {
+        let event = &record.event;
+        let mut cells = vec![
+            record.position.to_string(),
+            when::stamp(record.received_at),
+            shortened(&escaped(event.event_type()), 40).into_owned(),
+        ];
+        let names = columns.iter().map(|(_, cells)| &cells[row]);
+        cells.extend(names.map(|name| shortened(&escaped(name), 40).into_owned()));
+        cells.push(escaped(&event.display_id()).into_owned());
+        cells.push(shortened(&payload_text(event), 60).into_owned());
+        table.row(cells);
+    }
+    table
+}
+
+/// The command that shows the next page.
+fn next_page(args: &EventsArgs, next: &Cursor, target: &Target) -> String {
+    let mut command = format!("everbus {} events", target.as_option());
+    let mut option = |name: &str, value: Option<String>| {
+        if let Some(value) = value {
+            command.push_str(&format!(" {name} {}", shell_word(&value)));
+        }
+    };
+    let entity = args.entity.as_ref();
+    option("--tenant", args.tenant.clone());
+    option("--app", args.app.clone());
+    option("--entity", entity.map(|(kind, id)| format!("{kind}:{id}")));
+    option("--type", args.pattern.as_ref().map(ToString::to_string));
+    option("--since", args.since.map(|time| time.to_string()));
+    option("--until", args.until.map(|time| time.to_string()));
+    let oldest = args.order == OrderArg::Oldest;
+    option("--order", oldest.then(|| "oldest".to_owned()));
+    option("--limit", Some(args.limit.to_string()));
+    option("--cursor", Some(next.to_string()));
+    if args.explain {
+        command.push_str(" --explain");
+    }
+    command
+}

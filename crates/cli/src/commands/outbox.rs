@@ -1,0 +1,433 @@
+//! `everbus outbox`: relay events from a table of the user's own database into the broker, and see how
+//! that table stands.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::{Args, Subcommand};
+use everbus::Bus;
+use everbus::outbox::{Outbox, OutboxOptions, OutboxSource, Relay, RelayStats};
+use everbus_core::{Clock as _, Code, Engine, Error, SystemClock};
+use serde_json::json;
+
+use crate::files;
+use crate::interrupt::Interrupt;
+use crate::open::{Target, blocking, close, refuse_directory_name};
+use crate::output::{Output, Table, counted, escaped, grouped, shell_word, shortened};
+use crate::stop::{Outcome, Stop};
+use crate::when;
+
+/// How often a relay says what it has done, if it has done something.
+const REPORT: Duration = Duration::from_secs(1);
+/// After Ctrl-C, what is under way gets so long.
+const LAST: Duration = Duration::from_secs(10);
+/// A bus that has failed is opened again after this long, and then twice as long, and so on.
+const FIRST_PAUSE: Duration = Duration::from_millis(500);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+const RELAY_HELP: &str = "\
+The outbox is the table event_outbox, in a database of your own (--outbox shop.db) or in the file of
+Everbus. Rows are published in their order and marked as sent once the broker has acknowledged them. A row
+that is rejected is tried five times and then marked as failed; a broker that cannot be reached is waited
+for. Several relays of one outbox may run: one works, the others stand by.";
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum OutboxCommand {
+    /// Publish what is in an outbox, until Ctrl-C
+    #[command(after_help = RELAY_HELP)]
+    Relay(RelayArgs),
+    /// Show what waits, for how long, what failed, and who relays
+    Status(WhichArgs),
+    /// List the rows that failed for good, newest first
+    Failed(FailedArgs),
+    /// Make failed rows wait again, with a fresh set of attempts
+    Retry(RetryArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct WhichArgs {
+    /// The SQLite database with the table event_outbox [default: the file named by --db]
+    #[arg(long, value_name = "FILE")]
+    outbox: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RelayArgs {
+    #[command(flatten)]
+    which: WhichArgs,
+
+    /// How many rows are taken at a time; while it is behind, up to fifty times as many
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=10_000), allow_negative_numbers = true)]
+    batch: u32,
+
+    /// How long others wait after a relay was killed, between 100ms and 60s
+    #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = parse_lease, allow_hyphen_values = true)]
+    lease: Duration,
+
+    /// Publish what is ready now, and end
+    #[arg(long)]
+    once: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct FailedArgs {
+    #[command(flatten)]
+    which: WhichArgs,
+
+    /// At most this many
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=10_000), allow_negative_numbers = true)]
+    limit: u32,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RetryArgs {
+    #[command(flatten)]
+    which: WhichArgs,
+
+    /// The ids of the rows or of their events
+    #[arg(
+        value_name = "ID",
+        conflicts_with = "all",
+        required_unless_present = "all"
+    )]
+    ids: Vec<String>,
+
+    /// All of them
+    #[arg(long)]
+    all: bool,
+}
+
+fn parse_lease(text: &str) -> Result<Duration, String> {
+    let lease = when::parse_wait(text)?;
+    if lease < Duration::from_millis(100) || lease > Duration::from_secs(60) {
+        return Err(format!("{text:?} is no lease; it is between 100ms and 60s"));
+    }
+    Ok(lease)
+}
+
+pub(crate) async fn run(command: OutboxCommand, target: &Target, output: &mut Output) -> Outcome {
+    match command {
+        OutboxCommand::Relay(args) => relay(args, target, output).await,
+        OutboxCommand::Status(which) => {
+            let opened = Opened::new(&which, target).await?;
+            let outcome = status(&*opened.source, output).await;
+            opened.close().await;
+            outcome
+        }
+        OutboxCommand::Failed(args) => {
+            let opened = Opened::new(&args.which, target).await?;
+            let outcome = failed(&args, &*opened.source, output).await;
+            opened.close().await;
+            outcome
+        }
+        OutboxCommand::Retry(args) => {
+            let opened = Opened::new(&args.which, target).await?;
+            let outcome = target
+                .patiently(retry(&args, &*opened.source, output))
+                .await;
+            opened.close().await;
+            outcome
+        }
+    }
+}
+
+/// An outbox, and the engine in whose file it is.
+struct Opened {
+    source: Arc<dyn OutboxSource>,
+    engine: Option<Engine>,
+}
+
+impl Opened {
+    async fn new(which: &WhichArgs, target: &Target) -> Outcome<Self> {
+        if let Some(path) = foreign(which, target) {
+            return Ok(Self {
+                source: open_file(path, target).await?,
+                engine: None,
+            });
+        }
+        let engine = target.open_existing().await?;
+        match engine.outbox() {
+            Ok(source) => Ok(Self {
+                source,
+                engine: Some(engine),
+            }),
+            Err(error) => {
+                close(&engine).await;
+                Err(error.into())
+            }
+        }
+    }
+
+    async fn close(self) {
+        drop(self.source);
+        if let Some(engine) = self.engine {
+            close(&engine).await;
+        }
+    }
+}
+
+/// The database with the outbox, if it is another one than that of the broker.
+fn foreign<'a>(which: &'a WhichArgs, target: &Target) -> Option<&'a PathBuf> {
+    let path = which.outbox.as_ref()?;
+    let own = target.path().ok();
+    (!own.is_some_and(|own| own == path || files::are_same(path, own))).then_some(path)
+}
+
+async fn open_file(path: &PathBuf, target: &Target) -> Outcome<Arc<dyn OutboxSource>> {
+    refuse_directory_name(path, "--outbox")?;
+    let options = OutboxOptions {
+        busy_timeout: target.busy_timeout(),
+        ..OutboxOptions::default()
+    };
+    let path = path.clone();
+    let opened = blocking(move || {
+        let opened = Outbox::open_with(&path, options);
+        opened.map_err(|error| match error.code() {
+            Code::NotFound => Error::new(
+                Code::NotFound,
+                format!("there is no table event_outbox in {}", path.display()),
+            )
+            .hint("the program that owns the database makes it with Outbox::create_tables"),
+            Code::NotEverbus => Error::new(
+                Code::NotAFile,
+                format!("{} is not an SQLite database", path.display()),
+            )
+            .hint("name the database with the table event_outbox"),
+            _ => error,
+        })
+    });
+    Ok(target.patiently(opened).await?)
+}
+
+async fn relay(args: RelayArgs, target: &Target, output: &mut Output) -> Outcome {
+    let interrupt = Interrupt::listen();
+    // A mistake in the name is told before a file is made for the broker.
+    let source = match foreign(&args.which, target) {
+        Some(path) => Some(open_file(path, target).await?),
+        None => None,
+    };
+    let mut bus = tokio::select! {
+        bus = target.open_bus() => bus?,
+        () = interrupt.wait() => return Err(Stop::Interrupted),
+    };
+    let mut totals = RelayStats::default();
+    let mut pause = FIRST_PAUSE;
+    let outcome = loop {
+        let source = match &source {
+            Some(source) => source.clone(),
+            None => match bus.engine().outbox() {
+                Ok(source) => source,
+                Err(error) => break Err(error.into()),
+            },
+        };
+        let relay = Relay::new(&bus, source)
+            .batch(args.batch as usize)
+            .max_batch(args.batch as usize * 50)
+            .lease(args.lease);
+        let before = totals.clone();
+        let run = follow(&relay, &args, &interrupt, &before, output).await;
+        add(&mut totals, &relay.stats());
+        match run {
+            // The engine has stopped for good, by its own account: another one is opened in its place.
+            Err(Stop::Failed(error)) if bus.failure().is_some() && !args.once => {
+                tracing::warn!(%error, "the broker failed; opening it again");
+                close(bus.engine()).await;
+                match reopen(target, &interrupt, &mut pause).await {
+                    Some(opened) => bus = opened,
+                    None => break Ok(()),
+                }
+            }
+            other => break other,
+        }
+    };
+    if !matches!(outcome, Err(Stop::BrokenPipe)) {
+        summary(&totals, output)?;
+    }
+    close(bus.engine()).await;
+    outcome
+}
+
+/// Opens the broker again, however long it takes; nothing if that is no longer wanted.
+async fn reopen(target: &Target, interrupt: &Interrupt, pause: &mut Duration) -> Option<Bus> {
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(*pause) => {}
+            () = interrupt.wait() => return None,
+        }
+        *pause = (*pause * 2).min(LONGEST_PAUSE);
+        match target.open_bus().await {
+            Ok(bus) => {
+                *pause = FIRST_PAUSE;
+                return Some(bus);
+            }
+            Err(Stop::Failed(error)) => tracing::warn!(%error, "the broker cannot be opened"),
+            Err(_) => tracing::warn!("the broker cannot be opened"),
+        }
+    }
+}
+
+/// Runs a relay and says now and then what it has done.
+async fn follow(
+    relay: &Relay,
+    args: &RelayArgs,
+    interrupt: &Interrupt,
+    before: &RelayStats,
+    output: &mut Output,
+) -> Outcome {
+    if args.once {
+        tokio::select! {
+            ran = relay.run_once() => ran.map(drop)?,
+            () = interrupt.wait() => return Err(Stop::Interrupted),
+        }
+        return Ok(());
+    }
+    let mut run = Box::pin(relay.run());
+    let mut told = (0, false);
+    loop {
+        tokio::select! {
+            ran = &mut run => return Ok(ran.map(drop)?),
+            () = interrupt.wait() => break,
+            () = tokio::time::sleep(REPORT) => {}
+        }
+        let stats = relay.stats();
+        if (stats.sent + stats.rejected, stats.waiting) != told {
+            told = (stats.sent + stats.rejected, stats.waiting);
+            let mut totals = before.clone();
+            add(&mut totals, &stats);
+            progress(&totals, output)?;
+            output.flush()?;
+        }
+    }
+    relay.stop();
+    match tokio::time::timeout(LAST, run).await {
+        Ok(ran) => Ok(ran.map(drop)?),
+        // Whatever it waits for, the rows are as they were.
+        Err(_) => Ok(()),
+    }
+}
+
+fn add(totals: &mut RelayStats, stats: &RelayStats) {
+    totals.sent += stats.sent;
+    totals.duplicates += stats.duplicates;
+    totals.retried += stats.retried;
+    totals.rejected += stats.rejected;
+    totals.failed += stats.failed;
+    totals.outages += stats.outages;
+    totals.relaying = stats.relaying;
+    totals.waiting = stats.waiting;
+    totals.last_error.clone_from(&stats.last_error);
+}
+
+fn progress(stats: &RelayStats, output: &mut Output) -> Outcome {
+    if output.is_json() {
+        return output.json(stats);
+    }
+    let waits = if stats.waiting { ", waiting" } else { "" };
+    let now = when::stamp(SystemClock.now());
+    output.line(format!("{now} {}{waits}", said(stats)))
+}
+
+fn summary(stats: &RelayStats, output: &mut Output) -> Outcome {
+    if output.is_json() {
+        return output.json(stats);
+    }
+    output.line(said(stats))
+}
+
+fn said(stats: &RelayStats) -> String {
+    let mut text = format!("{} sent", counted(stats.sent, "event"));
+    for (n, what) in [
+        (stats.duplicates, "were there already"),
+        (stats.retried, "retried as dead letters"),
+        (stats.rejected, "attempts rejected"),
+        (stats.failed, "failed for good"),
+    ] {
+        if n > 0 {
+            text.push_str(&format!(", {} {what}", grouped(n)));
+        }
+    }
+    text
+}
+
+async fn status(source: &dyn OutboxSource, output: &mut Output) -> Outcome {
+    let status = source.status().await?;
+    if output.is_json() {
+        let mut value = serde_json::to_value(&status).map_err(std::io::Error::from)?;
+        if let Some(object) = value.as_object_mut() {
+            let age = status
+                .oldest_pending_at
+                .map(|at| SystemClock.now().since(at).as_millis());
+            object.insert("outbox".into(), json!(source.name()));
+            object.insert("oldest_pending_ms".into(), json!(age));
+        }
+        return output.json(&value);
+    }
+    let mut table = Table::new(&["WAITING", "OLDEST", "RETRYING", "FAILED", "SENT", "RELAY"]);
+    table.row(vec![
+        grouped(status.pending),
+        status
+            .oldest_pending_at
+            .map_or_else(|| "-".to_owned(), when::ago),
+        grouped(status.retrying),
+        grouped(status.failed),
+        grouped(status.sent),
+        status
+            .relay
+            .as_deref()
+            .map_or_else(|| "none".to_owned(), |relay| escaped(relay).into_owned()),
+    ]);
+    table.print(output)?;
+    if let Some(error) = &status.last_error {
+        output.line(format!("last error: {}", escaped(error)))?;
+    }
+    if status.failed > 0 {
+        output.line("`everbus outbox failed` lists the rows that failed, `everbus outbox retry` sends them again")?;
+    }
+    Ok(())
+}
+
+async fn failed(args: &FailedArgs, source: &dyn OutboxSource, output: &mut Output) -> Outcome {
+    let rows = source.failed(args.limit as usize).await?;
+    if output.is_json() {
+        return output.json(&rows);
+    }
+    if rows.is_empty() {
+        return output.line("no failed rows");
+    }
+    let mut table = Table::new(&["EVENT", "TYPE", "ATTEMPTS", "CREATED", "ERROR"]);
+    for row in &rows {
+        table.row(vec![
+            escaped(&row.event_id).into_owned(),
+            escaped(&row.event_type).into_owned(),
+            grouped(row.attempts.into()),
+            escaped(&row.created_at).into_owned(),
+            shortened(&escaped(row.last_error.as_deref().unwrap_or("-")), 80).into_owned(),
+        ]);
+    }
+    table.print(output)
+}
+
+async fn retry(args: &RetryArgs, source: &dyn OutboxSource, output: &mut Output) -> Outcome {
+    let ids = (!args.all).then(|| args.ids.clone());
+    if let Some(ids) = &ids {
+        // One by one, so that a mistyped id is named.
+        for id in ids {
+            if source.retry(Some(vec![id.clone()])).await? == 0 {
+                let what = format!("no failed row has the id {}", shell_word(id));
+                return Err(Error::new(Code::NotFound, what)
+                    .hint("`everbus outbox failed` lists them; those named before it were retried")
+                    .into());
+            }
+        }
+        return retried(ids.len() as u64, output);
+    }
+    retried(source.retry(None).await?, output)
+}
+
+fn retried(rows: u64, output: &mut Output) -> Outcome {
+    if output.is_json() {
+        return output.json(&json!({ "retried": rows }));
+    }
+    output.line(format!("{} waiting again", counted(rows, "row")))
+}

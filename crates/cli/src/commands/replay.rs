@@ -1,0 +1,393 @@
+//! `everbus replay`: runs again what happened. One event or a range, for everybody or for one group.
+
+use everbus::replay::{ReplayProgress, Run};
+use everbus::{Bus, Replay, ReplayPreview, ReplayReport};
+use everbus_core::{EventId, GroupName, Pattern, Timestamp};
+use serde_json::{Value, json};
+
+use super::{ID_HINT, event_id, existing_group};
+use crate::interrupt::Interrupt;
+use crate::open::Target;
+use crate::output::{Output, Table, counted, escaped, grouped, shell_word, shortened};
+use crate::progress;
+use crate::stop::{Outcome, Stop};
+use crate::values::{parse_entity, parse_group, parse_pattern, parse_rate};
+use crate::when;
+
+#[derive(Debug, Default, clap::Args)]
+#[command(after_help = "\
+Without --group, copies are published for everybody: with new ids, linked to their originals by the
+metadata replay_of, and with the time the originals occurred at. With --group, that group gets the events
+themselves once more; its position does not move, and no other group notices. Times are those of receipt,
+and both ends of a range belong to it.
+
+Ctrl-C ends a replay in good order and prints the command that goes on with it.")]
+pub(crate) struct ReplayArgs {
+    /// The id of one event
+    #[arg(conflicts_with_all = ["since", "until", "stream", "types", "app", "entity", "rate", "name"])]
+    id: Option<String>,
+
+    /// The source the event was published with, if its id is not a UUID
+    #[arg(long, requires = "id")]
+    source: Option<String>,
+
+    /// Events received at or after this time: 2026-01-31T12:00:00Z, 2026-01-31, or how long ago (2h, 7d)
+    #[arg(long, value_name = "TIME", value_parser = when::parse_past, allow_hyphen_values = true)]
+    since: Option<Timestamp>,
+
+    /// Events received at or before this time
+    #[arg(long, value_name = "TIME", value_parser = when::parse, allow_hyphen_values = true)]
+    until: Option<Timestamp>,
+
+    /// Events of this stream: orders:order-placed, orders.order.placed, orders
+    #[arg(long, value_name = "NAME")]
+    stream: Option<String>,
+
+    /// Events of types that match
+    #[arg(long = "type", id = "types", value_name = "PATTERN", value_parser = parse_pattern)]
+    types: Option<Pattern>,
+
+    /// Events of this tenant; with an id, whose event it is
+    #[arg(long)]
+    tenant: Option<String>,
+
+    /// Events of this application
+    #[arg(long)]
+    app: Option<String>,
+
+    /// Events about this thing
+    #[arg(long, value_name = "TYPE:ID", value_parser = parse_entity)]
+    entity: Option<(String, String)>,
+
+    /// Give them to this group once more, instead of publishing copies for everybody
+    #[arg(long, value_name = "NAME", value_parser = parse_group)]
+    group: Option<GroupName>,
+
+    /// Only say what would happen
+    #[arg(long)]
+    dry_run: bool,
+
+    /// At most this many events per second
+    #[arg(long, value_name = "R", value_parser = parse_rate, allow_negative_numbers = true)]
+    rate: Option<f64>,
+
+    /// The name under which a replay that was stopped goes on; one is made up if none is given
+    #[arg(long, value_name = "RUN")]
+    name: Option<String>,
+
+    /// Publish copies of a range for everybody
+    #[arg(long)]
+    yes: bool,
+}
+
+pub(crate) async fn run(args: ReplayArgs, target: &Target, output: &mut Output) -> Outcome {
+    args.check()?;
+    let interrupt = Interrupt::listen();
+    let bus = target.open_existing_bus().await?;
+    let outcome = replay(&args, &bus, target, interrupt, output).await;
+    if let Err(error) = bus.shutdown().await {
+        tracing::warn!(%error, "the file did not close cleanly");
+    }
+    outcome
+}
+
+async fn replay(
+    args: &ReplayArgs,
+    bus: &Bus,
+    target: &Target,
+    interrupt: Interrupt,
+    output: &mut Output,
+) -> Outcome {
+    if let Some(group) = &args.group {
+        existing_group(group, bus.engine()).await?;
+    }
+    let id = args.event_id();
+    if let (Some(id), Some(text)) = (id, &args.id)
+        && bus.log()?.find(id).await?.is_empty()
+    {
+        let what = format!("there is no event {text:?}");
+        return Err(Stop::not_found(what, ID_HINT));
+    }
+    let asked = Interrupt::clone(&interrupt);
+    let selected = args
+        .select(bus.replay())
+        .stop_on(async move { asked.wait().await });
+    if args.dry_run {
+        let preview = match &args.group {
+            Some(group) => selected.into_group(group.to_string()).preview().await?,
+            None => selected.publish_copies().preview().await?,
+        };
+        if interrupt.is_set() {
+            return Err(Stop::Interrupted);
+        }
+        return print_preview(&preview, args.group.as_ref(), output);
+    }
+    if let (Some(id), None, None) = (id, &args.group, &args.tenant) {
+        let receipt = target.patiently(bus.replay_event(id)).await?;
+        if output.is_json() {
+            return output.json(&json!({
+                "id": receipt.id(), "seq": receipt.seq(), "replay_of": id,
+            }));
+        }
+        return output.line(receipt.id().to_string());
+    }
+    if args.group.is_none() && id.is_none() && !args.yes {
+        let refusal = unconfirmed(args, selected, target).await?;
+        let stopped = interrupt.is_set();
+        return Err(if stopped { Stop::Interrupted } else { refusal });
+    }
+    // A range can always be gone on with; a single event need not be.
+    let name = match (&args.name, id) {
+        (Some(name), _) => Some(name.clone()),
+        (None, Some(_)) => None,
+        (None, None) => Some(made_up()),
+    };
+    let bar = progress::bar("replaying", Some(0));
+    let shown = bar.clone();
+    let mut run = selected.progress(move |progress: &ReplayProgress| {
+        shown.set_length(progress.upto.saturating_sub(progress.from));
+        shown.set_position(progress.position.saturating_sub(progress.from));
+    });
+    if let Some(name) = &name {
+        run = run.name(name);
+    }
+    let done = match &args.group {
+        Some(group) => run.into_group(group.to_string()).await,
+        None => run.publish_copies().await,
+    };
+    bar.finish_and_clear();
+    let resume = name.map(|name| args.command(target, &name));
+    match done {
+        Ok(report) => print_report(&report, args, resume.as_deref(), output),
+        Err(error) => {
+            if let Some(resume) = resume.filter(|_| error.hint_text().is_none()) {
+                return Err(error.hint(format!("to go on: {resume}")).into());
+            }
+            Err(error.into())
+        }
+    }
+}
+
+/// A name that is not used yet.
+fn made_up() -> String {
+    let id = EventId::new().to_string();
+    id.rsplit('-').next().unwrap_or(&id).to_owned()
+}
+
+impl ReplayArgs {
+    /// Refuses what makes no sense before anything is opened.
+    fn check(&self) -> Outcome {
+        let any = self.since.is_some()
+            || self.until.is_some()
+            || self.stream.is_some()
+            || self.types.is_some()
+            || self.tenant.is_some()
+            || self.app.is_some()
+            || self.entity.is_some();
+        if self.id.is_none() && !any {
+            return Err(Stop::usage(
+                "what is to be replayed?",
+                Some("name the id of an event, or a range: everbus replay --since 2h --dry-run"),
+            ));
+        }
+        if let (Some(since), Some(until)) = (self.since, self.until)
+            && since > until
+        {
+            return Err(Stop::usage(
+                format!(
+                    "--since {} is after --until {}",
+                    when::shown(since),
+                    when::shown(until)
+                ),
+                Some("exchange the two"),
+            ));
+        }
+        Ok(())
+    }
+
+    fn event_id(&self) -> Option<EventId> {
+        let id = self.id.as_deref()?;
+        Some(event_id(id, self.source.as_deref()))
+    }
+
+    fn select(&self, mut replay: Replay) -> Replay {
+        if let Some(id) = self.event_id() {
+            replay = replay.event(id);
+        }
+        if let Some(since) = self.since {
+            replay = replay.since(since);
+        }
+        if let Some(until) = self.until {
+            replay = replay.until(until);
+        }
+        if let Some(stream) = &self.stream {
+            replay = replay.stream(stream);
+        }
+        if let Some(types) = &self.types {
+            replay = replay.types(types.as_str());
+        }
+        if let Some(tenant) = &self.tenant {
+            replay = replay.tenant(tenant);
+        }
+        if let Some(app) = &self.app {
+            replay = replay.app(app);
+        }
+        if let Some((kind, id)) = &self.entity {
+            replay = replay.entity(kind, id);
+        }
+        if let Some(rate) = self.rate {
+            replay = replay.rate(rate);
+        }
+        replay
+    }
+
+    /// The command that goes on with this replay. Times are written out: two hours ago is another time
+    /// by then.
+    fn command(&self, target: &Target, name: &str) -> String {
+        let mut command = format!("everbus {} replay", target.as_option());
+        let mut option = |option: &str, value: Option<String>| {
+            if let Some(value) = value {
+                command.push_str(&format!(" {option} {}", shell_word(&value)));
+            }
+        };
+        option("--since", self.since.map(|at| at.to_string()));
+        option("--until", self.until.map(|at| at.to_string()));
+        option("--stream", self.stream.clone());
+        option("--type", self.types.as_ref().map(ToString::to_string));
+        option("--tenant", self.tenant.clone());
+        option("--app", self.app.clone());
+        let entity = self.entity.as_ref();
+        option("--entity", entity.map(|(kind, id)| format!("{kind}:{id}")));
+        option("--group", self.group.as_ref().map(ToString::to_string));
+        option("--rate", self.rate.map(|rate| rate.to_string()));
+        option("--name", Some(name.to_owned()));
+        if self.group.is_none() {
+            command.push_str(" --yes");
+        }
+        command
+    }
+}
+
+/// What copies for everybody would do, and how to say that it is meant.
+async fn unconfirmed(args: &ReplayArgs, selected: Replay, target: &Target) -> Outcome<Stop> {
+    let run: Run<_> = selected.publish_copies();
+    let preview = run.preview().await?;
+    let groups: Vec<String> = preview.groups.iter().map(|g| g.group.to_string()).collect();
+    let whom = match groups.as_slice() {
+        [] => "no group wants them now".to_owned(),
+        some => format!("they reach {}", some.join(", ")),
+    };
+    let what = counted(preview.events, "event");
+    let name = args.name.clone().unwrap_or_else(made_up);
+    Ok(Stop::usage(
+        format!("copies of {what} would be published for everybody; {whom}"),
+        Some(&format!(
+            "if that is meant: {}; to replay for one group only, name it with --group",
+            args.command(target, &name)
+        )),
+    ))
+}
+
+fn print_preview(
+    preview: &ReplayPreview,
+    group: Option<&GroupName>,
+    output: &mut Output,
+) -> Outcome {
+    if output.is_json() {
+        let mut json = serde_json::to_value(preview).unwrap_or(Value::Null);
+        json["dry_run"] = true.into();
+        return output.json(&json);
+    }
+    let how = match group {
+        Some(group) => format!("into {}", escaped(&group.to_string())),
+        None => "as copies for everybody".to_owned(),
+    };
+    let what = counted(preview.events, "event");
+    output.line(format!("would replay {what} {how}"))?;
+    if let (Some(first), Some(last)) = (preview.first, preview.last) {
+        output.line(format!(
+            "received from {} to {}",
+            when::shown(first),
+            when::shown(last)
+        ))?;
+    }
+    if !preview.types.is_empty() {
+        let mut table = Table::new(&["TYPE", "EVENTS"]);
+        for (name, count) in &preview.types {
+            table.row(vec![
+                shortened(&escaped(name), 60).into_owned(),
+                grouped(*count),
+            ]);
+        }
+        output.line("")?;
+        table.print(output)?;
+    }
+    output.line("")?;
+    if preview.groups.is_empty() {
+        return output.line("no group wants them");
+    }
+    let mut table = Table::new(&["GROUP", "EVENTS", "STILL OWED", "IN ITS INBOX", "PATTERNS"]);
+    for group in &preview.groups {
+        table.row(vec![
+            escaped(&group.group.to_string()).into_owned(),
+            grouped(group.events),
+            grouped(group.owed),
+            grouped(group.absorbed),
+            shortened(&escaped(&group.patterns.join(" ")), 60).into_owned(),
+        ]);
+    }
+    table.print(output)
+}
+
+fn print_report(
+    report: &ReplayReport,
+    args: &ReplayArgs,
+    resume: Option<&str>,
+    output: &mut Output,
+) -> Outcome {
+    let stopped = !report.is_complete();
+    if output.is_json() {
+        let mut json = serde_json::to_value(report).unwrap_or(Value::Null);
+        if let Some(resume) = resume.filter(|_| stopped) {
+            json["resume"] = resume.into();
+        }
+        output.json(&json)?;
+    } else {
+        let how = match &args.group {
+            Some(group) => format!("wait for {}", escaped(&group.to_string())),
+            None => "published as copies".to_owned(),
+        };
+        let mut table = Table::new(&["PROCESSED", "SKIPPED", "ERRORS", ""]);
+        table.row(vec![
+            grouped(report.processed),
+            grouped(report.skipped),
+            grouped(report.errors),
+            how,
+        ]);
+        table.print(output)?;
+        let skips = &report.skips;
+        for (count, why) in [
+            (skips.unwanted, "match none of the group's patterns"),
+            (skips.owed, "are still owed by the group"),
+            (skips.absorbed, "are in the group's inbox as handled"),
+            (skips.gone, "are no longer there"),
+            (skips.copies, "are copies of an earlier replay"),
+        ] {
+            if count > 0 {
+                output.line(format!("skipped: {} {why}", grouped(count)))?;
+            }
+        }
+        for failure in &report.failures {
+            let error = escaped(&failure.error);
+            output.line(format!("error: {} {error}", failure.id))?;
+        }
+        if let Some(resume) = resume.filter(|_| stopped) {
+            output.line(format!("stopped; to go on: {resume}"))?;
+        }
+    }
+    match (stopped, report.errors) {
+        (true, _) => Err(Stop::Interrupted),
+        (false, 0) => Ok(()),
+        (false, _) => Err(Stop::Unsatisfied),
+    }
+}

@@ -1,0 +1,374 @@
+//! The audit trail: who did what. Programs write to it through [`Bus::audit`](crate::Bus::audit), handlers
+//! through [`Context::audit`](crate::Context::audit), and what operators do to a bus is written by the bus
+//! itself: once before it is done, and once with what came of it.
+
+use std::future::Future;
+use std::sync::Arc;
+
+use everbus_core::{
+    AuditEntry, AuditHead, AuditPage, AuditQuery, AuditVerdict, Code, DeadLetterFilter, Engine,
+    Entity, Error, Result,
+};
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use crate::ambient;
+use crate::config::Config;
+
+/// An error of an operation is recorded up to this length.
+const LONGEST_ERROR: usize = 1000;
+
+/// On whose behalf something is done to a bus, and why.
+///
+/// ```
+/// use everbus::audit::{Operator, with_operator};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> everbus::Result<()> {
+/// # let bus = everbus::Bus::open("memory:").await?;
+/// let alice = Operator::new("alice").reason("the mail server is back");
+/// with_operator(alice, bus.dead_letters().retry_all(Default::default())).await?;
+/// let page = bus.audit().query(Default::default()).await?;
+/// assert_eq!(page.items[0].entry.action, "dlq.retry.done");
+/// assert_eq!(page.items[1].entry.actor, "alice");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Operator {
+    /// Who: a person, a service, a command.
+    pub actor: String,
+    /// Why, in their own words.
+    pub reason: Option<String>,
+}
+
+impl Operator {
+    /// Somebody, without a reason.
+    pub fn new(actor: impl Into<String>) -> Self {
+        Self {
+            actor: actor.into(),
+            reason: None,
+        }
+    }
+
+    /// Whoever acts here and now: the operator of [`with_operator`] around this task, or `bus`.
+    pub fn current() -> Self {
+        ambient::operator().unwrap_or_else(|| Self::new("bus"))
+    }
+
+    /// Why.
+    #[must_use]
+    pub fn reason(mut self, reason: impl Into<String>) -> Self {
+        self.reason = Some(reason.into());
+        self
+    }
+}
+
+/// Runs a future in which everything that is done to a bus is recorded as done by this operator.
+pub fn with_operator<F: Future>(operator: Operator, future: F) -> impl Future<Output = F::Output> {
+    ambient::with_operator(operator, future)
+}
+
+/// Something that an operator does.
+///
+/// ```
+/// use everbus::audit::Action;
+/// use serde_json::json;
+/// let action = Action::new("groups.remove").on("GROUP", "mail").detail("behind", json!(12));
+/// ```
+#[derive(Clone, Debug)]
+pub struct Action {
+    name: String,
+    entity: Option<Entity>,
+    details: Map<String, Value>,
+}
+
+impl Action {
+    /// An action, dotted: `dlq.retry`.
+    pub fn new(name: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            entity: None,
+            details: Map::new(),
+        }
+    }
+
+    /// To which thing: `("GROUP", "mail")`, `("EVENT", id)`.
+    #[must_use]
+    pub fn on(mut self, kind: &str, id: impl ToString) -> Self {
+        self.entity = Some(Entity {
+            kind: kind.to_owned(),
+            id: id.to_string(),
+        });
+        self
+    }
+
+    /// One thing worth knowing. What is null is left out.
+    #[must_use]
+    pub fn detail(mut self, name: &str, value: Value) -> Self {
+        if !value.is_null() {
+            self.details.insert(name.to_owned(), value);
+        }
+        self
+    }
+
+    /// Which dead letters it concerns.
+    #[must_use]
+    pub fn filter(self, filter: &DeadLetterFilter) -> Self {
+        let text = |value: Option<String>| value.map_or(Value::Null, Value::String);
+        self.detail(
+            "type",
+            text(filter.pattern.as_ref().map(ToString::to_string)),
+        )
+        .detail(
+            "group",
+            text(filter.group.as_ref().map(ToString::to_string)),
+        )
+        .detail("id", text(filter.id.map(|id| id.to_string())))
+        .detail("since", text(filter.since.map(|t| t.to_string())))
+        .detail("until", text(filter.until.map(|t| t.to_string())))
+        .detail("died_until", text(filter.died_until.map(|t| t.to_string())))
+        .detail("tenant", text(filter.tenant.clone()))
+        .detail("handler", text(filter.handler.clone()))
+        .detail("error", text(filter.error.clone()))
+    }
+
+    fn entry(&self, operator: &Operator, suffix: &str, details: Map<String, Value>) -> AuditEntry {
+        let mut entry = AuditEntry::new(operator.actor.clone(), format!("{}{suffix}", self.name));
+        entry.entity.clone_from(&self.entity);
+        if !details.is_empty() {
+            entry.details = Value::Object(details);
+        }
+        surrounded(entry)
+    }
+}
+
+impl From<&str> for Action {
+    fn from(name: &str) -> Self {
+        Self::new(name)
+    }
+}
+
+/// Does something on behalf of an operator and puts it on record: before it is done under the name of
+/// the action, and afterwards as `….done` with what it gave, or `….failed` with the error.
+///
+/// If the record cannot be written beforehand, nothing is done. An engine without an audit trail just
+/// acts.
+///
+/// ```
+/// use everbus::audit::{Action, Operator, audited};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> everbus::Result<()> {
+/// # let bus = everbus::Bus::open("memory:").await?;
+/// let engine = bus.engine();
+/// let letters = engine.dead_letters()?;
+/// let operator = Operator::new("alice");
+/// audited(engine, &operator, "dlq.retry", letters.retry(Default::default())).await?;
+/// # Ok(())
+/// # }
+/// ```
+pub async fn audited<T: Serialize>(
+    engine: &Engine,
+    operator: &Operator,
+    action: impl Into<Action>,
+    work: impl Future<Output = Result<T>>,
+) -> Result<T> {
+    let Some(audit) = engine.audit.as_deref() else {
+        return work.await;
+    };
+    let action = action.into();
+    let mut details = action.details.clone();
+    if let Some(reason) = &operator.reason {
+        details.insert("reason".into(), reason.clone().into());
+    }
+    let began = match audit.record(action.entry(operator, "", details)).await {
+        Err(error) if error.code() == Code::Unsupported => return work.await,
+        began => began?,
+    };
+    let result = work.await;
+    let mut details = Map::from_iter([("of".to_owned(), json!(began))]);
+    let suffix = match &result {
+        Ok(value) => {
+            let value = serde_json::to_value(value).unwrap_or(Value::Null);
+            if !value.is_null() {
+                details.insert("result".into(), value);
+            }
+            ".done"
+        }
+        Err(error) => {
+            let message: String = error.message().chars().take(LONGEST_ERROR).collect();
+            details.insert("code".into(), error.code().as_str().into());
+            details.insert("error".into(), message.into());
+            ".failed"
+        }
+    };
+    let mut entry = action.entry(operator, suffix, details);
+    if entry.validate().is_err() {
+        // What came of it is too long to be told.
+        entry.details = json!({ "of": began });
+    }
+    if let Err(error) = audit.record(entry).await {
+        tracing::warn!(target: "everbus::audit", action = action.name, %error, "what came of it could not be recorded");
+    }
+    result
+}
+
+/// Adds what surrounds this task: the correlation id and the trace.
+fn surrounded(mut entry: AuditEntry) -> AuditEntry {
+    if entry.correlation_id.is_none() {
+        entry.correlation_id = ambient::correlation_id();
+    }
+    if entry.trace_id.is_none() {
+        entry.trace_id = ambient::trace_id();
+    }
+    entry
+}
+
+/// The audit trail of a bus.
+///
+/// ```
+/// use everbus::{AuditEntry, Bus, with_correlation_id};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> everbus::Result<()> {
+/// let bus = Bus::builder().source("shop").open("memory:").await?;
+/// let refund = AuditEntry::new("alice", "order.refund").entity("ORDER", "123");
+/// with_correlation_id("request-7", bus.audit().record(refund)).await?;
+/// bus.audit().record(AuditEntry::of("order.archive")).await?; // by the service itself
+/// let page = bus.audit().query(Default::default()).await?;
+/// assert_eq!(page.items[0].entry.actor, "shop");
+/// assert_eq!(page.items[1].entry.correlation_id.as_deref(), Some("request-7"));
+/// assert!(bus.audit().verify().await?.is_ok());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct AuditTrail {
+    engine: Engine,
+    source: Option<Arc<str>>,
+}
+
+impl AuditTrail {
+    pub(crate) fn new(engine: Engine, source: Option<Arc<str>>) -> Self {
+        Self { engine, source }
+    }
+
+    /// Who acts here and now: the operator around this task, or the service this bus belongs to.
+    pub(crate) fn operator(&self) -> Operator {
+        ambient::operator().unwrap_or_else(|| self.service("bus"))
+    }
+
+    /// The service, or something else if it has no name.
+    fn service(&self, otherwise: &str) -> Operator {
+        Operator::new(self.source.as_deref().unwrap_or(otherwise))
+    }
+
+    /// Adds an entry; durable on return. Returns its number.
+    ///
+    /// The correlation id and the trace that surround this task are added, unless the entry has its own.
+    /// An entry without an actor ([`AuditEntry::of`]) is recorded as done by the operator around it, or
+    /// by the service this bus belongs to.
+    pub async fn record(&self, mut entry: AuditEntry) -> Result<u64> {
+        if entry.actor.is_empty() {
+            entry.actor = self.operator().actor;
+        }
+        self.engine.audit()?.record(surrounded(entry)).await
+    }
+
+    /// As [`record`](Self::record), for a handler.
+    pub(crate) async fn record_for(&self, handler: &str, mut entry: AuditEntry) -> Result<u64> {
+        if entry.actor.is_empty() {
+            let operator = ambient::operator().unwrap_or_else(|| self.service(handler));
+            entry.actor = operator.actor;
+        }
+        self.record(entry).await
+    }
+
+    /// One page of the trail.
+    pub async fn query(&self, query: AuditQuery) -> Result<AuditPage> {
+        self.engine.audit()?.query(query).await
+    }
+
+    /// How far the chain has come. Whoever keeps it elsewhere can prove later that nothing was changed.
+    pub async fn head(&self) -> Result<Option<AuditHead>> {
+        self.engine.audit()?.head().await
+    }
+
+    /// Verifies the whole chain.
+    pub async fn verify(&self) -> Result<AuditVerdict> {
+        self.engine.audit()?.verify(None).await
+    }
+
+    /// Verifies the whole chain, and that it still has a record that was its head once.
+    pub async fn verify_against(&self, head: AuditHead) -> Result<AuditVerdict> {
+        self.engine.audit()?.verify(Some(head)).await
+    }
+}
+
+impl std::fmt::Debug for AuditTrail {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AuditTrail").finish_non_exhaustive()
+    }
+}
+
+const CONFIG_CHANGED: &str = "config.changed";
+
+/// Records that a bus is run with another configuration than the last time, if it is: which sections
+/// changed, and hashes of the old and the new. No value of the file is recorded, and none that may be a
+/// secret is part of a hash.
+pub async fn config_used(engine: &Engine, operator: &Operator, config: &Config) -> Result<()> {
+    let Some(audit) = engine.audit.as_deref() else {
+        return Ok(());
+    };
+    let print = &config.fingerprint;
+    let Some(file) = print.file.as_deref() else {
+        return Ok(());
+    };
+    let entry = AuditEntry::new(operator.actor.clone(), CONFIG_CHANGED).entity("CONFIG", file);
+    let last = AuditQuery {
+        action: Some(entry.action.clone()),
+        entity: entry.entity.clone(),
+        limit: 1,
+        ..AuditQuery::default()
+    };
+    let last = match audit.query(last).await {
+        Err(error) if error.code() == Code::Unsupported => return Ok(()),
+        page => page?.items.pop(),
+    };
+    let before = last.map(|record| record.entry.details).unwrap_or_default();
+    let hash = print.hash();
+    if before["hash"] == hash.as_str() {
+        return Ok(());
+    }
+    let known = before["sections"].as_object().cloned().unwrap_or_default();
+    let sections = json!(print.sections);
+    let now = sections.as_object().cloned().unwrap_or_default();
+    let names: std::collections::BTreeSet<&String> = known.keys().chain(now.keys()).collect();
+    let changed: Vec<_> = names
+        .into_iter()
+        .filter(|name| known.get(*name) != now.get(*name))
+        .collect();
+    let mut details = json!({ "hash": hash, "changed": changed, "sections": sections });
+    if !before["hash"].is_null() {
+        details["previous"] = before["hash"].clone();
+    }
+    if let Some(reason) = &operator.reason {
+        details["reason"] = reason.as_str().into();
+    }
+    audit.record(surrounded(entry.details(details))).await?;
+    Ok(())
+}
+
+/// As [`config_used`], where a bus must open all the same.
+pub(crate) async fn note_config(engine: &Engine, operator: &Operator, config: &Config) {
+    if let Err(error) = config_used(engine, operator, config).await {
+        tracing::warn!(target: "everbus::audit", %error, "a change of the configuration could not be recorded");
+    }
+}
+
+/// What a handler is told that is called without a bus.
+pub(crate) fn no_trail() -> Error {
+    Error::new(
+        Code::Unsupported,
+        "there is no bus with an audit trail here",
+    )
+    .hint("run the handler on a bus, or on a TestBus")
+}

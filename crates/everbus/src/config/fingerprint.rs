@@ -1,0 +1,82 @@
+//! Tells one configuration from another without keeping anything of it: a hash for each section, made
+//! from the file as it is written, without comments, without the values of variables and without what may
+//! be a secret.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use sha2::{Digest as _, Sha256};
+
+use super::redact::redacted;
+use super::yaml::{Node, Value};
+
+/// Keys whose values are never looked at.
+const SECRET: &[&str] = &["password", "secret", "token", "credential", "key_file"];
+
+/// What a configuration file looked like.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Fingerprint {
+    /// The file, if it was one.
+    pub(crate) file: Option<String>,
+    /// A hash for each key at the top.
+    pub(crate) sections: BTreeMap<String, String>,
+}
+
+impl Fingerprint {
+    pub(super) fn of(file: &str, root: &Node) -> Self {
+        let Value::Map(entries) = &root.value else {
+            return Self::default();
+        };
+        let sections = entries.iter().map(|(key, node)| {
+            let mut text = String::new();
+            write(&mut text, node, false);
+            (key.text.clone(), hashed(&text))
+        });
+        Self {
+            file: Some(file.to_owned()),
+            sections: sections.collect(),
+        }
+    }
+
+    /// One hash for all of it.
+    pub(crate) fn hash(&self) -> String {
+        let mut text = String::new();
+        for (name, hash) in &self.sections {
+            let _ = write!(text, "{name:?}={hash};");
+        }
+        hashed(&text)
+    }
+}
+
+/// Writes a value so that no two values look the same; the order of keys does not matter.
+fn write(text: &mut String, node: &Node, secret: bool) {
+    match &node.value {
+        Value::Scalar { .. } if secret => text.push_str("***"),
+        Value::Scalar { text: value, plain } => {
+            let _ = write!(text, "{}{:?}", u8::from(*plain), redacted(value));
+        }
+        Value::List => text.push_str("[]"),
+        Value::Map(entries) => {
+            let mut entries: Vec<_> = entries.iter().collect();
+            entries.sort_by(|(one, _), (other, _)| one.text.cmp(&other.text));
+            text.push('{');
+            for (key, value) in entries {
+                let name = key.text.to_lowercase();
+                let secret = secret || SECRET.iter().any(|word| name.contains(word));
+                let _ = write!(text, "{:?}:", key.text);
+                write(text, value, secret);
+                text.push(',');
+            }
+            text.push('}');
+        }
+    }
+}
+
+/// The first half of a SHA-256, in hex.
+fn hashed(text: &str) -> String {
+    let digest = Sha256::digest(text);
+    digest.iter().take(16).fold(String::new(), |mut hex, byte| {
+        let _ = write!(hex, "{byte:02x}");
+        hex
+    })
+}

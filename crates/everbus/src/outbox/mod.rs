@@ -1,0 +1,122 @@
+//! The outbox: events committed with the data they are about, and the relay that publishes them.
+//!
+//! A service that changes its database and then publishes can die between the two. With an outbox it
+//! writes both in one transaction; a [`Relay`] takes the events from there into any broker, in order for
+//! each key, again and again until the broker has acknowledged them. What a relay published and could
+//! not mark is published again, and the id of the event absorbs it.
+//!
+//! ```
+//! use everbus::outbox::{Outbox, Relay};
+//! use everbus::{Bus, rusqlite::Connection};
+//! use serde_json::json;
+//!
+//! # #[tokio::main]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let dir = tempfile::tempdir()?;
+//! # let shop = dir.path().join("shop.db");
+//! let mut db = Connection::open(&shop)?; // your own database
+//! db.execute_batch("CREATE TABLE orders (id INTEGER PRIMARY KEY, total INTEGER)")?;
+//! Outbox::create_tables(&db)?;
+//!
+//! let tx = db.transaction()?;
+//! tx.execute("INSERT INTO orders VALUES (123, 1999)", [])?;
+//! Outbox::new().enqueue(&tx, ("order.confirmed", json!({ "order_id": 123 })))?;
+//! tx.commit()?; // both, or neither
+//!
+//! let bus = Bus::open("memory:").await?; // any engine
+//! let relay = Relay::new(&bus, Outbox::open(&shop)?).spawn();
+//! # let log = bus.log()?;
+//! # log.wait_beyond(0).await?;
+//! // … later
+//! let stats = relay.stop().await?;
+//! assert_eq!(stats.sent, 1);
+//! # Ok(())
+//! # }
+//! ```
+
+mod pass;
+mod publish;
+mod relay;
+mod stats;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use everbus_core::{EventId, IntoEvent, Result};
+pub use everbus_core::{FailedRow, OutboxSource, OutboxStatus};
+pub use everbus_sqlite::outbox::OutboxOptions;
+use rusqlite::Connection;
+
+use crate::ambient;
+
+pub use relay::{Relay, RelayHandle};
+pub use stats::RelayStats;
+
+/// Writes events into the outbox of a database, with what surrounds the current task: the correlation
+/// id, the trace, the event being handled.
+#[derive(Clone, Debug, Default)]
+pub struct Outbox {
+    inner: everbus_sqlite::outbox::Outbox,
+    source: Option<Arc<str>>,
+}
+
+impl Outbox {
+    /// Something to enqueue with. It holds no connection: the database is named by the transaction.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Who emits the events that do not say so themselves.
+    #[must_use]
+    pub fn source(mut self, source: impl Into<Arc<str>>) -> Self {
+        self.source = Some(source.into());
+        self
+    }
+
+    /// Makes the tables of an outbox in a database of one's own, if they are not there. Every file of
+    /// Everbus has them already.
+    pub fn create_tables(conn: &Connection) -> Result<()> {
+        everbus_sqlite::outbox::Outbox::create_tables(conn)
+    }
+
+    /// Writes an event into the outbox, as part of whatever transaction is open on the connection:
+    /// a `rusqlite::Transaction` of one's own, or that of
+    /// [`sqlite::in_transaction`](crate::sqlite::in_transaction). It is relayed after the commit, and
+    /// never if there is none. Returns the event's id.
+    ///
+    /// Takes what [`Bus::publish`](crate::Bus::publish) takes. The same event again, while it waits,
+    /// changes nothing; the same id with another body is `IdReused`.
+    pub fn enqueue(&self, tx: &Connection, event: impl IntoEvent) -> Result<EventId> {
+        let event = ambient::inherit(event.into_event()?, self.source.as_ref())?;
+        self.inner.enqueue(tx, event)
+    }
+
+    /// As [`enqueue`](Self::enqueue), for several events. If one is refused, those before it are in the
+    /// transaction; roll it back.
+    pub fn enqueue_batch<I>(&self, tx: &Connection, events: I) -> Result<Vec<EventId>>
+    where
+        I: IntoIterator,
+        I::Item: IntoEvent,
+    {
+        let source = self.source.as_ref();
+        let events = events.into_iter();
+        let events: Result<Vec<_>> = events
+            .map(|event| ambient::inherit(event.into_event()?, source))
+            .collect();
+        self.inner.enqueue_batch(tx, events?)
+    }
+
+    /// Opens the outbox in a database of one's own, for a [`Relay`]. This blocks for as long as the
+    /// file system does.
+    pub fn open(path: impl AsRef<Path>) -> Result<Arc<dyn OutboxSource>> {
+        everbus_sqlite::outbox::Outbox::open(path)
+    }
+
+    /// As [`open`](Self::open), with options.
+    pub fn open_with(
+        path: impl AsRef<Path>,
+        options: OutboxOptions,
+    ) -> Result<Arc<dyn OutboxSource>> {
+        everbus_sqlite::outbox::Outbox::open_with(path.as_ref(), options)
+    }
+}

@@ -1,0 +1,78 @@
+//! What a relay has done.
+
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use serde::Serialize;
+
+/// What a relay has done since it was made.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct RelayStats {
+    /// Rows the broker has acknowledged, duplicates included.
+    pub sent: u64,
+    /// Of these, events that the broker had already.
+    pub duplicates: u64,
+    /// Of these, rows that sent a dead letter back to the group that had failed.
+    pub retried: u64,
+    /// Attempts that were rejected.
+    pub rejected: u64,
+    /// Rows that were rejected for the last time.
+    pub failed: u64,
+    /// How often the broker or the outbox could not be reached.
+    pub outages: u64,
+    /// Whether this relay holds the lease of the outbox; otherwise it stands by, or has ended.
+    pub relaying: bool,
+    /// Whether it waits for a broker or an outbox that cannot be reached.
+    pub waiting: bool,
+    /// What went wrong last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub last_error: Option<String>,
+}
+
+/// The counters behind it.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) sent: AtomicU64,
+    pub(super) duplicates: AtomicU64,
+    pub(super) retried: AtomicU64,
+    pub(super) rejected: AtomicU64,
+    pub(super) failed: AtomicU64,
+    pub(super) outages: AtomicU64,
+    pub(super) relaying: AtomicBool,
+    pub(super) waiting: AtomicBool,
+    last_error: Mutex<Option<String>>,
+}
+
+impl Counters {
+    pub(super) fn add(counter: &AtomicU64, n: u64) {
+        counter.fetch_add(n, Ordering::Relaxed);
+    }
+
+    pub(super) fn went_wrong(&self, error: &impl std::fmt::Display) {
+        *self
+            .last_error
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+    }
+
+    pub(super) fn snapshot(&self) -> RelayStats {
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        RelayStats {
+            sent: count(&self.sent),
+            duplicates: count(&self.duplicates),
+            retried: count(&self.retried),
+            rejected: count(&self.rejected),
+            failed: count(&self.failed),
+            outages: count(&self.outages),
+            relaying: self.relaying.load(Ordering::Relaxed),
+            waiting: self.waiting.load(Ordering::Relaxed),
+            last_error: self
+                .last_error
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone(),
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! Replay for everybody: copies under new ids.
+
+use std::sync::Arc;
+
+use everbus_core::{Appended, Event, EventId, REPLAY_OF, Recorded, Result, Timestamp};
+
+use super::preview::PreviewedGroup;
+use super::report::{ReplayFailure, ReplayReport};
+use super::saved::Saved;
+use super::target::{Context, Target};
+use super::whole::whole;
+
+/// One step appends copies of about this size together.
+const STEP_BYTES: usize = 4 << 20;
+
+/// Publishes copies.
+#[derive(Debug, Default)]
+pub struct Copies {
+    /// What ids are made from: the run, and when it began.
+    run: Option<(String, Timestamp)>,
+}
+
+/// The event under a new id, linked to the original; everything else is as it was.
+pub(super) fn copy_of(original: &Event, id: EventId) -> Result<Event> {
+    let mut attributes = original.attributes().cloned().unwrap_or_default();
+    attributes.foreign_id = None;
+    // An event without one has its id for it; its copy belongs to the same.
+    let correlation = original.correlation_id();
+    attributes.correlation_id = Some(correlation.into_owned());
+    let link = original.display_id().into_owned();
+    attributes.metadata.insert(REPLAY_OF.to_owned(), link);
+    Event::builder(original.type_arc().clone())
+        .id(id)
+        .version(original.version())
+        .occurred_at(original.occurred_at())
+        .payload(original.payload().clone())
+        .attributes(attributes)
+        .build()
+}
+
+fn is_copy(record: &Recorded) -> bool {
+    record.event.metadata().contains_key(REPLAY_OF)
+}
+
+impl Copies {
+    /// Always the same for the same run and event, so that a run that goes on publishes nothing twice.
+    fn id(&self, original: &Event) -> EventId {
+        let (run, at) = match &self.run {
+            Some((run, at)) => (run.as_str(), *at),
+            None => ("", Timestamp::EPOCH),
+        };
+        EventId::derived(original.id(), at, run, REPLAY_OF, 0)
+    }
+
+    async fn publish(
+        &self,
+        context: &Context,
+        originals: &[Arc<Recorded>],
+        copies: Vec<Event>,
+        report: &mut ReplayReport,
+    ) -> Result<()> {
+        if copies.is_empty() {
+            return Ok(());
+        }
+        let answers: Vec<Result<Appended>> = context.bus.append_as_is(copies).await?;
+        for (original, answer) in originals.iter().zip(answers) {
+            match answer {
+                Ok(_) => report.processed += 1,
+                Err(error) => refused(original, &error, context, report),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn refused(
+    original: &Recorded,
+    error: &everbus_core::Error,
+    context: &Context,
+    report: &mut ReplayReport,
+) {
+    let failure = ReplayFailure {
+        id: original.event.id(),
+        position: original.position,
+        error: error.to_string(),
+    };
+    report.failed(failure, context.kept_failures);
+}
+
+impl Target for Copies {
+    const PORTION: usize = 256;
+    const SAVED_EACH_TIME: bool = true;
+
+    fn describe(&self) -> String {
+        "copies".into()
+    }
+
+    async fn prepare(&mut self, _: &Context, saved: &Saved, _: bool) -> Result<()> {
+        self.run = Some((saved.run.to_string(), saved.started_at));
+        Ok(())
+    }
+
+    async fn take(
+        &mut self,
+        context: &Context,
+        events: &[Arc<Recorded>],
+        report: &mut ReplayReport,
+    ) -> Result<()> {
+        let (mut originals, mut copies, mut bytes) = (Vec::new(), Vec::new(), 0);
+        for record in events {
+            if is_copy(record) && !context.single {
+                report.skips.copies += 1;
+                continue;
+            }
+            let original = whole(context.bus.shared(), record).await?;
+            match copy_of(&original.event, self.id(&original.event)) {
+                Ok(copy) => {
+                    bytes += copy.payload().len();
+                    originals.push(record.clone());
+                    copies.push(copy);
+                }
+                Err(error) => refused(record, &error, context, report),
+            }
+            if bytes > STEP_BYTES {
+                let step = std::mem::take(&mut copies);
+                self.publish(context, &originals, step, report).await?;
+                originals.clear();
+                bytes = 0;
+            }
+        }
+        self.publish(context, &originals, copies, report).await
+    }
+
+    async fn finish(&mut self, _: &Context, _: &mut ReplayReport) -> Result<()> {
+        Ok(())
+    }
+
+    /// Everybody who has subscribed. No inbox knows the copies.
+    async fn groups(&mut self, context: &Context) -> Result<Vec<PreviewedGroup>> {
+        let mut groups = Vec::new();
+        for info in context.bus.groups().await? {
+            groups.push(PreviewedGroup::live(context, &info, false).await?);
+        }
+        Ok(groups)
+    }
+}

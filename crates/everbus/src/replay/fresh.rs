@@ -1,0 +1,276 @@
+//! Replay into handlers of its own: a group that has no subscriptions in the engine, so that only what
+//! it is given reaches it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{
+    Code, DeadLetterFilter, Error, GroupInfo, GroupName, PageRequest, Pattern, Recorded,
+    Redelivery, Result,
+};
+
+use super::preview::PreviewedGroup;
+use super::report::{ReplayFailure, ReplayReport};
+use super::saved::Saved;
+use super::target::{Context, Target};
+use crate::bus::Bus;
+use crate::router::{Resolved, Router};
+
+/// So many events may wait for the handlers; then the reading waits, too.
+const ROOM: u64 = 5_000;
+/// At most so many dead letters are looked at for the report.
+const MAX_LISTED: usize = 10_000;
+/// How often the group is looked at while something waits: at first, and at most.
+const LOOK: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(100));
+
+/// Runs handlers of its own.
+pub struct FreshGroup {
+    router: Option<Router>,
+    guest: Option<Guest>,
+    patterns: Vec<Pattern>,
+    /// What waits for the handlers, as far as is known.
+    given: u64,
+    /// Where the run ends.
+    upto: u64,
+}
+
+/// The group while it is there. Dropped, its handlers end.
+struct Guest {
+    bus: Bus,
+    group: GroupName,
+    /// Whether the group must be there when the run goes on.
+    resumable: bool,
+    dismissed: bool,
+}
+
+impl FreshGroup {
+    pub(super) fn new(router: Router) -> Self {
+        Self {
+            router: Some(router),
+            guest: None,
+            patterns: Vec::new(),
+            given: 0,
+            upto: 0,
+        }
+    }
+
+    fn resolve(&mut self) -> Result<Resolved> {
+        let router = self.router.take().unwrap_or_default();
+        let resolved = router.resolve()?;
+        if resolved.subscriptions.is_empty() {
+            return Err(
+                Error::new(Code::InvalidSetting, "the router has no handlers")
+                    .hint("add one with Router::on"),
+            );
+        }
+        let all = resolved.subscriptions.iter();
+        self.patterns = all
+            .map(|subscription| subscription.pattern.clone())
+            .collect();
+        Ok(resolved)
+    }
+
+    fn guest(&self) -> Result<&Guest> {
+        let absent = || Error::new(Code::Internal, "a replay without its group");
+        self.guest.as_ref().ok_or_else(absent)
+    }
+
+    /// Waits until no more than so many events wait for the handlers, or the run is stopped.
+    async fn wait(&mut self, context: &Context, most: u64) -> Result<GroupInfo> {
+        let group = self.guest()?.group.clone();
+        let (mut pause, longest) = LOOK;
+        loop {
+            context.bus.accepts()?;
+            let stopped = context.bus.stopped_groups();
+            if let Some((_, error)) = stopped.into_iter().find(|(name, _)| *name == group) {
+                return Err(error);
+            }
+            let info = context.group(&group).await?.ok_or_else(|| {
+                Error::new(
+                    Code::GroupNotFound,
+                    format!("somebody removed the group {group} of the replay"),
+                )
+            })?;
+            self.given = info.waiting + info.in_flight;
+            if self.given <= most || context.stop.is_set() {
+                return Ok(info);
+            }
+            context.stop.or(tokio::time::sleep(pause)).await;
+            pause = (pause * 2).min(longest);
+        }
+    }
+}
+
+/// The group of a run.
+fn group_name(context: &Context, run: &str) -> Result<GroupName> {
+    GroupName::new(&match &context.name {
+        Some(name) => format!("replay-{name}"),
+        None => format!("replay-{run}"),
+    })
+}
+
+impl Target for FreshGroup {
+    const PORTION: usize = 1000;
+    const SAVED_EACH_TIME: bool = true;
+
+    fn describe(&self) -> String {
+        "a fresh group".into()
+    }
+
+    async fn prepare(&mut self, context: &Context, saved: &Saved, resumed: bool) -> Result<()> {
+        let resolved = self.resolve()?;
+        self.upto = saved.upto;
+        let group = group_name(context, &saved.run.to_string())?;
+        if !resumed && context.group(&group).await?.is_some() {
+            return Err(Error::new(
+                Code::GroupConflict,
+                format!("the group {group} of an earlier run is still there"),
+            )
+            .hint("look at its dead letters, then remove the group, or use another name"));
+        }
+        // Before the handlers are there: whatever happens then, they are dismissed.
+        self.guest = Some(Guest {
+            bus: context.bus.clone(),
+            group: group.clone(),
+            resumable: context.name.is_some(),
+            dismissed: false,
+        });
+        context.bus.mount_apart(resolved, &group).await
+    }
+
+    async fn take(
+        &mut self,
+        context: &Context,
+        events: &[Arc<Recorded>],
+        report: &mut ReplayReport,
+    ) -> Result<()> {
+        let has_handler = |record: &&Arc<Recorded>| {
+            let event_type = record.event.event_type();
+            self.patterns.iter().any(|p| p.matches(event_type))
+        };
+        let wanted = events.iter().filter(has_handler);
+        let positions: Vec<u64> = wanted.map(|record| record.position).collect();
+        report.skips.unwanted += (events.len() - positions.len()) as u64;
+        let group = self.guest()?.group.clone();
+        let broker = &context.bus.shared().engine.broker;
+        for answer in broker.redeliver(group, positions).await? {
+            match answer {
+                Redelivery::Gone => report.skips.gone += 1,
+                // What an earlier part of the run gave it and did not live to count.
+                Redelivery::Queued | Redelivery::Owed => {
+                    report.processed += 1;
+                    self.given += 1;
+                }
+            }
+        }
+        if self.given > ROOM {
+            self.wait(context, ROOM / 2).await?;
+        }
+        Ok(())
+    }
+
+    async fn finish(&mut self, context: &Context, report: &mut ReplayReport) -> Result<()> {
+        let info = self.wait(context, 0).await?;
+        let Some(mut guest) = self.guest.take() else {
+            return Ok(());
+        };
+        guest.dismiss().await;
+        let (left, dead) = (info.waiting + info.in_flight, info.dead_letters);
+        if left > 0 {
+            // Stopped, with everything read: the run goes on with what waits.
+            report.next.get_or_insert(self.upto);
+        }
+        report.processed = report.processed.saturating_sub(dead + left);
+        report.errors += dead;
+        if dead > 0 {
+            self.collect_failures(context, &info.name, report).await?;
+        }
+        if dead > 0 || (report.next.is_some() && guest.resumable) {
+            report.kept_group = Some(info.name);
+            return Ok(());
+        }
+        context.bus.remove_group(info.name).await
+    }
+
+    async fn groups(&mut self, context: &Context) -> Result<Vec<PreviewedGroup>> {
+        let resolved = self.resolve()?;
+        let name = group_name(context, "…")?;
+        let subscriptions = resolved.subscriptions.iter();
+        let handlers = subscriptions.map(|subscription| {
+            let name = subscription.settings.name.clone();
+            name.unwrap_or_else(|| subscription.pattern.to_string())
+        });
+        Ok(vec![PreviewedGroup::fresh(
+            name,
+            self.patterns.clone(),
+            handlers.collect(),
+        )])
+    }
+}
+
+impl FreshGroup {
+    async fn collect_failures(
+        &self,
+        context: &Context,
+        group: &GroupName,
+        report: &mut ReplayReport,
+    ) -> Result<()> {
+        let Ok(letters) = context.bus.shared().engine.dead_letters() else {
+            return Ok(());
+        };
+        let most = context.kept_failures.min(MAX_LISTED);
+        if most == 0 {
+            return Ok(());
+        }
+        let filter = DeadLetterFilter {
+            group: Some(group.clone()),
+            ..DeadLetterFilter::default()
+        };
+        let page = PageRequest {
+            limit: most,
+            ..PageRequest::default()
+        };
+        let letters = letters.list(filter, page).await?.items;
+        report.failures = letters
+            .iter()
+            .rev()
+            .map(|letter| ReplayFailure {
+                id: letter.event.event.id(),
+                position: letter.event.position,
+                error: letter.last_error().to_owned(),
+            })
+            .collect();
+        Ok(())
+    }
+}
+
+impl Guest {
+    /// Ends the handlers; those that run may finish.
+    async fn dismiss(&mut self) {
+        self.dismissed = true;
+        self.bus.dismount(&self.group).await;
+    }
+}
+
+impl Drop for Guest {
+    /// The run was dropped or failed: what it started must not go on, and what nobody can resume must
+    /// not stay.
+    fn drop(&mut self) {
+        if self.dismissed {
+            return;
+        }
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else {
+            return;
+        };
+        let (bus, group, resumable) = (self.bus.clone(), self.group.clone(), self.resumable);
+        runtime.spawn(async move {
+            bus.dismount(&group).await;
+            if !resumable
+                && let Err(error) = bus.remove_group(group).await
+                && error.code() != Code::GroupNotFound
+            {
+                tracing::warn!(target: "everbus::replay", %error, "the group of a replay stays");
+            }
+        });
+    }
+}

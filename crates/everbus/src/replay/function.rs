@@ -1,0 +1,141 @@
+//! Replay into a function.
+
+use std::fmt::Display;
+use std::future::Future;
+use std::sync::Arc;
+
+use everbus_core::{Recorded, Result};
+use tokio::task::JoinSet;
+
+use super::preview::PreviewedGroup;
+use super::report::{ReplayFailure, ReplayReport};
+use super::saved::Saved;
+use super::target::{Context, Target};
+use super::whole::whole;
+use crate::guard;
+
+/// What a call came to; outside, what a panic said.
+type Outcome<E> = Result<Result<(), E>, String>;
+
+/// Gives the events to a function.
+pub struct Function<F> {
+    function: Arc<F>,
+    concurrency: usize,
+}
+
+impl<F> Function<F> {
+    pub(super) fn new(function: F, concurrency: usize) -> Self {
+        Self {
+            function: Arc::new(function),
+            concurrency,
+        }
+    }
+}
+
+impl<F, Fut, E> Target for Function<F>
+where
+    F: Fn(Arc<Recorded>) -> Fut + Send + Sync + 'static,
+    Fut: Future<Output = Result<(), E>> + Send + 'static,
+    E: Display + Send + 'static,
+{
+    const PORTION: usize = 4096;
+    const SAVED_EACH_TIME: bool = false;
+
+    fn describe(&self) -> String {
+        "a function".into()
+    }
+
+    async fn prepare(&mut self, _: &Context, _: &Saved, _: bool) -> Result<()> {
+        Ok(())
+    }
+
+    async fn take(
+        &mut self,
+        context: &Context,
+        events: &[Arc<Recorded>],
+        report: &mut ReplayReport,
+    ) -> Result<()> {
+        if self.concurrency > 1 {
+            return self.take_several(context, events, report).await;
+        }
+        let shared = context.bus.shared();
+        for record in events {
+            let given = whole(shared, record).await?;
+            let outcome = guard::contained(async { (self.function)(given).await }).await;
+            count(outcome, record, context, report);
+        }
+        Ok(())
+    }
+
+    async fn finish(&mut self, _: &Context, _: &mut ReplayReport) -> Result<()> {
+        Ok(())
+    }
+
+    async fn groups(&mut self, _: &Context) -> Result<Vec<PreviewedGroup>> {
+        Ok(Vec::new())
+    }
+}
+
+impl<F, Fut, E> Function<F>
+where
+    F: Fn(Arc<Recorded>) -> Fut + Send + Sync + 'static,
+    Fut: Future<Output = Result<(), E>> + Send + 'static,
+    E: Display + Send + 'static,
+{
+    async fn take_several(
+        &self,
+        context: &Context,
+        events: &[Arc<Recorded>],
+        report: &mut ReplayReport,
+    ) -> Result<()> {
+        // Aborted with the run, if that is dropped.
+        let mut running: JoinSet<(Outcome<E>, Arc<Recorded>)> = JoinSet::new();
+        for record in events {
+            if running.len() >= self.concurrency
+                && let Some(Ok((outcome, record))) = running.join_next().await
+            {
+                count(outcome, &record, context, report);
+            }
+            let given = whole(context.bus.shared(), record).await?;
+            let (function, record) = (self.function.clone(), record.clone());
+            running.spawn(async move {
+                let outcome = guard::contained(async { function(given).await }).await;
+                (outcome, record)
+            });
+        }
+        while let Some(done) = running.join_next().await {
+            if let Ok((outcome, record)) = done {
+                count(outcome, &record, context, report);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// An error and a panic are the same to the run.
+fn count<E: Display>(
+    outcome: Outcome<E>,
+    record: &Recorded,
+    context: &Context,
+    report: &mut ReplayReport,
+) {
+    let error = match outcome {
+        Ok(Ok(())) => {
+            report.processed += 1;
+            return;
+        }
+        // What an error says of itself is the user's code, too.
+        Ok(Err(error)) => guard::contain(|| error.to_string()).unwrap_or_default(),
+        Err(said) => format!("panicked: {said}"),
+    };
+    let failure = ReplayFailure {
+        id: record.event.id(),
+        position: record.position,
+        error,
+    };
+    guard::log(|| {
+        let ReplayFailure { id, error, .. } = &failure;
+        tracing::warn!(target: "everbus::replay", event_id = %id, error, "a replayed event failed");
+    });
+    report.failed(failure, context.kept_failures);
+}

@@ -1,0 +1,374 @@
+//! Running again what happened: a stretch of the log, or one event, into a group, into handlers of its
+//! own, into a function, or as copies for everybody.
+//!
+//! The selection is read in order and in batches; a run that has a name leaves a checkpoint and goes on
+//! where it was stopped. Whatever the target, no group's position moves.
+
+mod copies;
+mod fresh;
+mod function;
+mod group;
+mod pace;
+mod preview;
+mod report;
+mod run;
+mod saved;
+mod selection;
+mod source;
+mod target;
+mod whole;
+
+use std::fmt;
+use std::future::{Future, IntoFuture};
+use std::sync::Arc;
+
+use everbus_core::{BoxFuture, Code, Entity, Error, EventId, GroupName, Pattern, Recorded, Result};
+use everbus_core::{Timestamp, check_checkpoint_name};
+
+use crate::bus::Bus;
+use crate::receipt::Receipt;
+use crate::router::Router;
+
+pub use copies::Copies;
+pub use fresh::FreshGroup;
+pub use function::Function;
+pub use group::LiveGroup;
+pub use preview::{PreviewedGroup, ReplayPreview};
+pub use report::{ReplayFailure, ReplayProgress, ReplayReport, ReplaySkips};
+use selection::{Selection, Stream};
+use target::Target;
+
+/// At most this many errors are kept with their texts, unless said otherwise.
+const KEPT_FAILURES: usize = 100;
+/// More events per second than this is as fast as it goes.
+const FASTEST: f64 = 10_000_000.0;
+/// Slower than this is a mistake.
+const SLOWEST: f64 = 0.001;
+
+type Filter = Box<dyn Fn(&Recorded) -> bool + Send + Sync>;
+type Progress = Box<dyn FnMut(&ReplayProgress) + Send>;
+
+/// A replay in the making: which events, how fast, under which name. It takes effect when it is given a
+/// target and awaited; mistakes are reported then.
+///
+/// Without a selection it is the whole log as it is when the run begins, except for the system's own
+/// events (`system.*`), which only a pattern that names them selects.
+///
+/// ```
+/// use std::sync::Arc;
+/// use everbus::{Bus, Recorded};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> everbus::Result<()> {
+/// let bus = Bus::open("memory:").await?;
+/// bus.publish(("order.placed", 1)).await?;
+/// bus.publish(("user.created", 2)).await?;
+/// let report = bus
+///     .replay()
+///     .types("order.*")
+///     .filter(|recorded| recorded.event.version() == 1)
+///     .to(|recorded: Arc<Recorded>| async move {
+///         println!("{}", recorded.event.event_type());
+///         Ok::<(), String>(())
+///     })
+///     .await?;
+/// assert_eq!((report.processed, report.skipped, report.errors), (1, 0, 0));
+/// # Ok(())
+/// # }
+/// ```
+#[must_use = "a replay takes effect when it is given a target and awaited"]
+pub struct Replay {
+    bus: Bus,
+    selection: Selection,
+    filter: Option<Filter>,
+    progress: Option<Progress>,
+    stop: Option<BoxFuture<'static, ()>>,
+    name: Option<String>,
+    rate: Option<f64>,
+    concurrency: usize,
+    kept_failures: usize,
+    /// The first thing that was said wrong.
+    mistake: Option<Error>,
+}
+
+impl Replay {
+    pub(crate) fn new(bus: Bus) -> Self {
+        Self {
+            bus,
+            selection: Selection::default(),
+            filter: None,
+            progress: None,
+            stop: None,
+            name: None,
+            rate: None,
+            concurrency: 1,
+            kept_failures: KEPT_FAILURES,
+            mistake: None,
+        }
+    }
+
+    fn note<T>(&mut self, said: Result<T>) -> Option<T> {
+        match said {
+            Ok(value) => Some(value),
+            Err(error) => {
+                self.mistake.get_or_insert(error);
+                None
+            }
+        }
+    }
+
+    /// Only events received at or after this time.
+    pub fn since(mut self, at: Timestamp) -> Self {
+        self.selection.since = Some(at);
+        self
+    }
+
+    /// Only events received at or before this time.
+    pub fn until(mut self, at: Timestamp) -> Self {
+        self.selection.until = Some(at);
+        self
+    }
+
+    /// Only this event. Where several tenants use the id, say which [`tenant`](Self::tenant).
+    pub fn event(mut self, id: EventId) -> Self {
+        self.selection.event = Some(id);
+        self
+    }
+
+    /// Only the events of a stream, however its name is written: `orders:order-placed` and
+    /// `orders.order.placed` are the stream of one type; `orders` and, as the *omni* specification
+    /// names it, `ORDERS` have everything of that domain.
+    pub fn stream(mut self, name: impl AsRef<str>) -> Self {
+        let stream = Stream::new(name.as_ref());
+        self.selection.stream = self.note(stream);
+        self
+    }
+
+    /// Only events whose type matches: `order.placed`, `order.*`, `order.>`.
+    pub fn types(mut self, pattern: impl AsRef<str>) -> Self {
+        let pattern = Pattern::new(pattern.as_ref());
+        self.selection.types = self.note(pattern);
+        self
+    }
+
+    /// Only events of this tenant.
+    pub fn tenant(mut self, tenant: impl Into<String>) -> Self {
+        self.selection.tenant = Some(tenant.into());
+        self
+    }
+
+    /// Only events of this app.
+    pub fn app(mut self, app: impl Into<String>) -> Self {
+        self.selection.app = Some(app.into());
+        self
+    }
+
+    /// Only events about this entity.
+    pub fn entity(mut self, kind: impl Into<String>, id: impl Into<String>) -> Self {
+        self.selection.entity = Some(Entity {
+            kind: kind.into(),
+            id: id.into(),
+        });
+        self
+    }
+
+    /// Leaves out what the function says no to; the report counts it as skipped. The function is no
+    /// part of what a checkpoint remembers: give a run that goes on the same one.
+    pub fn filter(mut self, wanted: impl Fn(&Recorded) -> bool + Send + Sync + 'static) -> Self {
+        self.filter = Some(Box::new(wanted));
+        self
+    }
+
+    /// At most so many events per second, evenly.
+    pub fn rate(mut self, per_second: impl Into<f64>) -> Self {
+        self.rate = Some(per_second.into());
+        self
+    }
+
+    /// Names the run. While it is under way a checkpoint is kept; if it ends before its end (stopped,
+    /// cancelled, the process killed), the same selection and target under the same name go on from
+    /// there. One run of a name at a time. Without a name a run cannot be resumed.
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = Some(name.into());
+        self
+    }
+
+    /// Is told how far the run has come, after every few events.
+    pub fn progress(mut self, told: impl FnMut(&ReplayProgress) + Send + 'static) -> Self {
+        self.progress = Some(Box::new(told));
+        self
+    }
+
+    /// Ends the run early and in good order when this future ends: what is under way is finished, the
+    /// checkpoint saved, and the report says where it would [go on](ReplayReport::next).
+    pub fn stop_on(mut self, stop: impl Future<Output = ()> + Send + 'static) -> Self {
+        self.stop = Some(Box::pin(stop));
+        self
+    }
+
+    /// How many calls of the function of [`to`](Self::to) run at once. With 1, which is the default,
+    /// events come strictly in order.
+    pub fn concurrency(mut self, at_once: usize) -> Self {
+        self.concurrency = at_once;
+        self
+    }
+
+    /// Keeps the texts of at most so many errors in the report; 100 unless set. All are counted.
+    pub fn keep_failures(mut self, most: usize) -> Self {
+        self.kept_failures = most;
+        self
+    }
+
+    /// Hands the events to a group once more, beside whatever it does. It gets them with fresh
+    /// attempts, exempt from staleness, and retries and dead-letters them as usual. Left out, and
+    /// counted as skipped, is what its patterns do not match and what it still owes. The run ends when
+    /// everything waits for the group; handlers that are idempotent skip what their inbox knows.
+    pub fn into_group(self, group: impl AsRef<str>) -> Run<LiveGroup> {
+        let group = group.as_ref().parse::<GroupName>();
+        self.given(|replay| replay.note(group).map(LiveGroup::new))
+    }
+
+    /// Runs handlers of its own on the events, in a group that exists only for this: no live event
+    /// reaches them, and no other group notices. They go through the pipeline of the bus, with its
+    /// retries and dead letters, whether or not the bus is started. The run ends when everything is
+    /// settled. Then the group is removed; if there are dead letters, it is kept and the report
+    /// [names it](ReplayReport::kept_group).
+    ///
+    /// What handlers return is published, and their side effects are real.
+    pub fn into_fresh_group(self, router: Router) -> Run<FreshGroup> {
+        self.given(|_| Some(FreshGroup::new(router)))
+    }
+
+    /// Gives the events to a function, in order. An error, or a panic, is counted and does not stop the
+    /// run.
+    pub fn to<F, Fut, E>(self, function: F) -> Run<Function<F>>
+    where
+        F: Fn(Arc<Recorded>) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<(), E>> + Send + 'static,
+        E: fmt::Display + Send + 'static,
+    {
+        self.given(|replay| Some(Function::new(function, replay.concurrency)))
+    }
+
+    /// Publishes copies for everybody: under new ids, linked to their originals by the metadata
+    /// `replay_of`, with the original's `occurred_at` and everything else. A run that goes on publishes
+    /// nothing twice. Events that are copies themselves are skipped: a second replay of a range would
+    /// double it.
+    pub fn publish_copies(self) -> Run<Copies> {
+        self.given(|_| Some(Copies::default()))
+    }
+
+    fn given<T>(mut self, target: impl FnOnce(&mut Self) -> Option<T>) -> Run<T> {
+        let target = target(&mut self);
+        Run {
+            replay: self,
+            target,
+        }
+    }
+
+    /// Whether everything that was said makes sense.
+    fn check(&mut self) -> Result<()> {
+        if let Some(mistake) = self.mistake.take() {
+            return Err(mistake);
+        }
+        self.selection.check()?;
+        if let Some(rate) = self.rate
+            && !(SLOWEST..=FASTEST).contains(&rate)
+        {
+            return Err(Error::new(
+                Code::InvalidSetting,
+                format!("a rate of {rate} is out of range"),
+            )
+            .hint(format!("between {SLOWEST} and {FASTEST} events per second")));
+        }
+        if self.concurrency == 0 || self.concurrency > 10_000 {
+            return Err(
+                Error::new(Code::InvalidSetting, "the concurrency is out of range")
+                    .hint("between 1 and 10000 calls at once"),
+            );
+        }
+        if let Some(name) = &self.name {
+            check_checkpoint_name(name)?;
+            // Also the name of a group, with something before it.
+            if name.chars().count() > 100 {
+                return Err(Error::new(
+                    Code::InvalidSetting,
+                    format!("the name {name:?} of the run is too long"),
+                )
+                .hint("at most 100 characters"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Replay {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Replay")
+            .field("selection", &self.selection)
+            .field("name", &self.name)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A replay with its target: awaited, it runs; [`preview`](Self::preview) says what it would do.
+///
+/// Dropping the future ends the run where it is. If the run has a name, its checkpoint is at most a
+/// second old, and what was done since is done again when the run goes on (copies are not published
+/// twice); [`stop_on`](Replay::stop_on) ends it in good order.
+#[must_use = "a replay takes effect when it is awaited"]
+pub struct Run<T> {
+    replay: Replay,
+    /// Missing if it was said wrong; the replay knows how.
+    target: Option<T>,
+}
+
+impl<T: Target> Run<T> {
+    fn checked(mut self) -> Result<(Replay, T)> {
+        self.replay.check()?;
+        let unsaid = || Error::new(Code::Internal, "a replay without a target");
+        Ok((self.replay, self.target.ok_or_else(unsaid)?))
+    }
+
+    /// What a run would do: how many events, of which types, which groups and handlers would get them,
+    /// and how many the inbox would absorb. Reads the selection once and changes nothing.
+    pub async fn preview(self) -> Result<ReplayPreview> {
+        let (replay, target) = self.checked()?;
+        preview::preview(replay, target).await
+    }
+}
+
+impl<T: Target> IntoFuture for Run<T> {
+    type Output = Result<ReplayReport>;
+    type IntoFuture = BoxFuture<'static, Self::Output>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        Box::pin(async move {
+            let (replay, target) = self.checked()?;
+            run::run(replay, target).await
+        })
+    }
+}
+
+impl<T> fmt::Debug for Run<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.replay.fmt(f)
+    }
+}
+
+/// Publishes a copy of one event.
+pub(crate) async fn replay_event(bus: &Bus, id: EventId) -> Result<Receipt> {
+    bus.accepts()?;
+    let selection = Selection {
+        event: Some(id),
+        ..Selection::default()
+    };
+    let shared = bus.shared();
+    let original = source::only(&shared.engine, &selection, id).await?;
+    let original = whole::whole(shared, &original).await?;
+    let copy = copies::copy_of(&original.event, EventId::new())?;
+    run::audit(bus, &selection, "copies", None).await?;
+    let mut answers = bus.append_as_is(vec![copy]).await?;
+    let unanswered = || Err(Error::new(Code::Internal, "the engine did not answer"));
+    let appended = answers.pop().unwrap_or_else(unanswered)?;
+    Ok(Receipt::new(appended, shared.clone()))
+}

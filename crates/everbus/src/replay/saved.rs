@@ -1,0 +1,130 @@
+//! The checkpoint of a run that has a name.
+
+use std::time::Duration;
+
+use everbus_core::{Code, Engine, Error, EventId, Result, Timestamp};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use tokio::time::Instant;
+
+use super::report::{ReplayReport, ReplaySkips};
+use super::source::Bounds;
+
+/// A checkpoint is at most this old while the run is under way.
+const EVERY: Duration = Duration::from_secs(1);
+
+/// Where a run stands. Saved under `replay/<name>`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Saved {
+    /// What the ids of copies are made from.
+    pub(super) run: EventId,
+    pub(super) selection: Value,
+    pub(super) target: String,
+    pub(super) started_at: Timestamp,
+    pub(super) from: u64,
+    pub(super) upto: u64,
+    /// Everything up to here had its turn.
+    pub(super) done: u64,
+    pub(super) processed: u64,
+    pub(super) errors: u64,
+    pub(super) skips: ReplaySkips,
+}
+
+impl Saved {
+    pub(super) fn begin(selection: Value, target: String, at: Timestamp, bounds: Bounds) -> Self {
+        Self {
+            run: EventId::new(),
+            selection,
+            target,
+            started_at: at,
+            from: bounds.from,
+            upto: bounds.upto,
+            done: bounds.from,
+            processed: 0,
+            errors: 0,
+            skips: ReplaySkips::default(),
+        }
+    }
+}
+
+/// Keeps the checkpoint of one run, if it has a name.
+pub(super) struct Keeper {
+    engine: Engine,
+    /// What the checkpoint is saved under.
+    key: Option<String>,
+    saved_at: Instant,
+}
+
+impl Keeper {
+    pub(super) fn new(engine: &Engine, name: Option<&str>) -> Result<Self> {
+        if name.is_some() {
+            engine.checkpoints()?;
+        }
+        Ok(Self {
+            engine: engine.clone(),
+            key: name.map(|name| format!("replay/{name}")),
+            saved_at: Instant::now(),
+        })
+    }
+
+    /// The checkpoint that an earlier part of the run left. One of another selection or target is an
+    /// error: going on with it would be wrong, and so would be forgetting it.
+    pub(super) async fn load(&self, selection: &Value, target: &str) -> Result<Option<Saved>> {
+        let Some(key) = &self.key else {
+            return Ok(None);
+        };
+        let found = self.engine.checkpoints()?.load(key.clone()).await?;
+        let Some(found) = found.into_iter().find(|c| c.name == *key) else {
+            return Ok(None);
+        };
+        let saved: Saved = serde_json::from_value(found.state).map_err(|e| {
+            Error::new(
+                Code::Corrupt,
+                format!("the checkpoint {key:?} is not that of a replay: {e}"),
+            )
+        })?;
+        if saved.selection != *selection || saved.target != target {
+            let name = key.trim_start_matches("replay/");
+            return Err(Error::new(
+                Code::InvalidSetting,
+                format!(
+                    "the run {name:?} is under way with another selection or target: {} into {}",
+                    saved.selection, saved.target
+                ),
+            )
+            .hint("say the same as before to go on with it, or use another name"));
+        }
+        Ok(Some(saved))
+    }
+
+    /// Saves if it is time to, or if it must be now.
+    pub(super) async fn save(
+        &mut self,
+        saved: &mut Saved,
+        report: &ReplayReport,
+        now: bool,
+    ) -> Result<()> {
+        let Some(key) = &self.key else {
+            return Ok(());
+        };
+        if !now && self.saved_at.elapsed() < EVERY {
+            return Ok(());
+        }
+        saved.processed = report.processed;
+        saved.errors = report.errors;
+        saved.skips = report.skips;
+        let state = serde_json::to_value(&*saved)
+            .map_err(|e| Error::new(Code::Internal, format!("a checkpoint is no JSON: {e}")))?;
+        self.engine.checkpoints()?.save(key.clone(), state).await?;
+        self.saved_at = Instant::now();
+        Ok(())
+    }
+
+    /// The run is complete.
+    pub(super) async fn remove(&self) -> Result<()> {
+        if let Some(key) = &self.key {
+            self.engine.checkpoints()?.remove(key.clone()).await?;
+        }
+        Ok(())
+    }
+}

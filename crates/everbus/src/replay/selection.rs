@@ -1,0 +1,247 @@
+//! Which events are replayed.
+
+use std::sync::Arc;
+
+use everbus_core::{
+    Code, Entity, Error, Event, EventId, HistoryQuery, Order, Pattern, Result, Timestamp,
+    check_range,
+};
+use serde_json::{Value, json};
+
+use crate::streams;
+
+/// Which events. The default is all of them.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Selection {
+    pub(super) event: Option<EventId>,
+    pub(super) since: Option<Timestamp>,
+    pub(super) until: Option<Timestamp>,
+    pub(super) stream: Option<Stream>,
+    pub(super) types: Option<Pattern>,
+    pub(super) tenant: Option<String>,
+    pub(super) app: Option<String>,
+    pub(super) entity: Option<Entity>,
+}
+
+/// The events of a stream, by its name.
+#[derive(Clone, Debug)]
+pub(super) struct Stream {
+    name: String,
+    /// What to read from the log: everything of the stream, and perhaps more.
+    patterns: Vec<Pattern>,
+    /// The one type of the stream, in its canonical form.
+    only: Option<String>,
+}
+
+impl Stream {
+    pub(super) fn new(name: &str) -> Result<Self> {
+        let unnamed = |_| {
+            Error::new(
+                Code::InvalidPattern,
+                format!("{name:?} is not the name of a stream"),
+            )
+            .hint("a stream is named like orders:order-placed, orders.order.placed or orders")
+        };
+        let canonical = streams::canonical(name);
+        if name.contains(['*', '>']) {
+            // A pattern names the streams it matches.
+            let patterns = vec![Pattern::new(&canonical).map_err(unnamed)?];
+            return Ok(Self {
+                name: canonical,
+                patterns,
+                only: None,
+            });
+        }
+        let mut texts = Vec::new();
+        let only = match canonical.split_once('.') {
+            // Types that are written otherwise are found in their domain.
+            Some((domain, _)) => {
+                texts.push(format!("{domain}.>"));
+                Some(canonical.clone())
+            }
+            None => {
+                texts.extend([canonical.clone(), format!("{canonical}.>")]);
+                let lower = canonical.to_lowercase();
+                if lower != canonical && canonical.to_uppercase() == canonical {
+                    texts.push(format!("{lower}.>"));
+                }
+                None
+            }
+        };
+        let patterns = texts.iter().map(|text| Pattern::new(text)).collect();
+        let patterns: Result<Vec<Pattern>> = patterns;
+        Ok(Self {
+            patterns: patterns.map_err(unnamed)?,
+            only,
+            name: canonical,
+        })
+    }
+
+    fn has(&self, event_type: &str) -> bool {
+        match &self.only {
+            Some(only) => streams::canonical(event_type) == *only,
+            None => self.patterns.iter().any(|p| p.matches(event_type)),
+        }
+    }
+}
+
+impl Selection {
+    pub(super) fn check(&self) -> Result<()> {
+        check_range(self.since, self.until)?;
+        let others = self.since.is_some()
+            || self.until.is_some()
+            || self.stream.is_some()
+            || self.types.is_some()
+            || self.app.is_some()
+            || self.entity.is_some();
+        if self.event.is_some() && others {
+            return Err(Error::new(
+                Code::InvalidSetting,
+                "one event was named, and a range as well",
+            )
+            .hint("replay either the event or the range"));
+        }
+        Ok(())
+    }
+
+    /// What to read from the log: everything that is wanted, and perhaps more.
+    pub(super) fn patterns(&self) -> Result<Vec<Pattern>> {
+        match (&self.types, &self.stream) {
+            (Some(types), _) => Ok(vec![types.clone()]),
+            (None, Some(stream)) => Ok(stream.patterns.clone()),
+            (None, None) => Ok(vec![Pattern::new("*")?]),
+        }
+    }
+
+    /// What a stream is read as, with its name.
+    pub(super) fn stream(&self) -> Option<(&str, &[Pattern])> {
+        let stream = self.stream.as_ref()?;
+        Some((&stream.name, &stream.patterns))
+    }
+
+    /// Whether a history is the better place to look.
+    pub(super) fn has_attributes(&self) -> bool {
+        self.tenant.is_some() || self.app.is_some() || self.entity.is_some()
+    }
+
+    /// The query of a history that finds everything that is wanted, and perhaps more.
+    pub(super) fn query(&self, limit: usize) -> HistoryQuery {
+        HistoryQuery {
+            tenant: self.tenant.clone(),
+            app: self.app.clone(),
+            entity: self.entity.clone(),
+            types: self.types.clone(),
+            since: self.since,
+            until: self.until,
+            order: Order::Oldest,
+            limit,
+            cursor: None,
+        }
+    }
+
+    /// What a checkpoint remembers, so that another selection is not taken for this one.
+    pub(super) fn description(&self) -> Value {
+        json!({
+            "event": self.event,
+            "since": self.since,
+            "until": self.until,
+            "stream": self.stream.as_ref().map(|stream| &stream.name),
+            "types": self.types.as_ref().map(Pattern::as_str),
+            "tenant": self.tenant,
+            "app": self.app,
+            "entity": self.entity,
+        })
+    }
+}
+
+/// Tells whether events are wanted; remembers the last type, since events of one type often come in a
+/// row.
+pub(super) struct Wanted {
+    query: HistoryQuery,
+    stream: Option<Stream>,
+    system: bool,
+    last: Option<(Arc<str>, bool)>,
+}
+
+impl Wanted {
+    pub(super) fn new(selection: &Selection) -> Self {
+        Self {
+            query: selection.query(1),
+            stream: selection.stream.clone(),
+            system: selection.types.is_some() || selection.stream.is_some(),
+            last: None,
+        }
+    }
+
+    pub(super) fn takes(&mut self, event: &Event) -> bool {
+        self.takes_type(event.type_arc()) && self.has_attributes(event)
+    }
+
+    fn takes_type(&mut self, event_type: &Arc<str>) -> bool {
+        if let Some((last, taken)) = &self.last
+            && (Arc::ptr_eq(last, event_type) || last == event_type)
+        {
+            return *taken;
+        }
+        let types = self.query.types.as_ref();
+        let taken = types.is_none_or(|types| types.matches(event_type))
+            && self.stream.as_ref().is_none_or(|s| s.has(event_type))
+            && (self.system || !event_type.starts_with("system."));
+        self.last = Some((event_type.clone(), taken));
+        taken
+    }
+
+    fn has_attributes(&self, event: &Event) -> bool {
+        let HistoryQuery {
+            tenant,
+            app,
+            entity,
+            ..
+        } = &self.query;
+        if tenant.is_none() && app.is_none() && entity.is_none() {
+            return true;
+        }
+        let Some(own) = event.attributes() else {
+            return false;
+        };
+        (tenant.is_none() || *tenant == own.tenant)
+            && (app.is_none() || *app == own.app)
+            && (entity.is_none() || *entity == own.entity)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn has(stream: &str, event_type: &str) -> bool {
+        let stream = Stream::new(stream).unwrap();
+        let read = stream.patterns.iter().any(|p| p.matches(event_type));
+        assert!(read || !stream.has(event_type), "it is read from the log");
+        stream.has(event_type)
+    }
+
+    #[test]
+    fn a_stream_has_its_types_however_they_are_written() {
+        for stream in [
+            "orders:order-placed",
+            "orders.order.placed",
+            "orders.order-placed",
+        ] {
+            assert!(has(stream, "orders.order.placed"), "{stream}");
+            assert!(has(stream, "orders.order-placed"), "{stream}");
+            assert!(!has(stream, "orders.order.shipped"), "{stream}");
+            assert!(!has(stream, "orders.order.placed.again"), "{stream}");
+        }
+        for stream in ["message", "MESSAGE"] {
+            assert!(has(stream, "message.received"), "{stream}");
+            assert!(!has(stream, "messages.received"), "{stream}");
+        }
+        assert!(has("TelemetryWindowClosed", "TelemetryWindowClosed"));
+        assert!(has("message.>", "message.a.b") && !has("message.*", "message.a.b"));
+        for bad in ["", "a\nb", "a.**.b"] {
+            let error = Stream::new(bad).unwrap_err();
+            assert_eq!(error.code(), Code::InvalidPattern, "{bad:?}");
+        }
+    }
+}

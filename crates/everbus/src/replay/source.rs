@@ -1,0 +1,176 @@
+//! Reads what was selected, batch by batch, in the order of the log.
+
+use std::sync::Arc;
+
+use everbus_core::{
+    Code, Engine, Error, EventId, History, HistoryQuery, Log, Pattern, Recorded, Result, StartFrom,
+    Timestamp,
+};
+
+use super::selection::{Selection, Wanted};
+
+/// Some events, and how far the log was searched for them.
+pub(super) struct Batch {
+    pub(super) events: Vec<Arc<Recorded>>,
+    pub(super) reached: u64,
+}
+
+/// Where a selection begins and ends in the log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Bounds {
+    /// The first event is after this position.
+    pub(super) from: u64,
+    /// The last one is at or before this.
+    pub(super) upto: u64,
+}
+
+/// Reads on from a position.
+pub(super) struct Source {
+    log: Arc<dyn Log>,
+    from: From,
+    wanted: Wanted,
+    /// Everything up to here was read.
+    done: u64,
+    upto: u64,
+    limit: usize,
+}
+
+enum From {
+    Log(Vec<Pattern>),
+    History(Arc<dyn History>, Box<HistoryQuery>),
+    One(EventId, Box<Selection>),
+}
+
+/// Finds where a selection begins and ends now. What comes later is not part of it: a replay would
+/// otherwise run after its own copies.
+pub(super) async fn bounds(engine: &Engine, selection: &Selection) -> Result<Bounds> {
+    let log = engine.log()?;
+    if let Some(id) = selection.event {
+        let position = only(engine, selection, id).await?.position;
+        return Ok(Bounds {
+            from: position - 1,
+            upto: position,
+        });
+    }
+    let mut upto = log.head().await?;
+    if let Some((name, patterns)) = selection.stream() {
+        let last = log.resolve(StartFrom::Last, patterns.to_vec()).await?;
+        // Just before the newest that matches; without one, at the end.
+        if last >= upto {
+            return Err(Error::new(
+                Code::NotFound,
+                format!("there is no event of the stream {name}"),
+            )
+            .hint("a stream is named like its events: orders:order-placed, orders.order.placed, orders"));
+        }
+    }
+    if let Some(until) = selection.until {
+        let after = Timestamp::from_micros(until.as_micros().saturating_add(1));
+        upto = upto.min(log.resolve(StartFrom::Time(after), Vec::new()).await?);
+    }
+    let from = match selection.since {
+        Some(since) => log.resolve(StartFrom::Time(since), Vec::new()).await?,
+        None => 0,
+    };
+    Ok(Bounds {
+        from: from.min(upto),
+        upto,
+    })
+}
+
+/// The one event of an id.
+pub(super) async fn only(
+    engine: &Engine,
+    selection: &Selection,
+    id: EventId,
+) -> Result<Arc<Recorded>> {
+    let mut found = engine.log()?.find(id).await?;
+    if let Some(tenant) = &selection.tenant {
+        found.retain(|record| record.event.tenant() == Some(tenant));
+    }
+    match (found.pop(), found.len()) {
+        (Some(record), 0) => Ok(record),
+        (None, _) => Err(
+            Error::new(Code::NotFound, format!("there is no event {id}"))
+                .hint("it may never have been published here, or retention has removed it"),
+        ),
+        (Some(_), others) => Err(Error::new(
+            Code::InvalidSetting,
+            format!("{} tenants have an event {id}", others + 1),
+        )
+        .hint("say which tenant's is meant")),
+    }
+}
+
+impl Source {
+    /// Reads on after a position, up to `limit` events at a time.
+    pub(super) fn open(
+        engine: &Engine,
+        selection: &Selection,
+        after: u64,
+        upto: u64,
+        limit: usize,
+    ) -> Result<Self> {
+        let unsupported = || Error::new(Code::Unsupported, "this engine has no log to read");
+        let log = engine.log.clone().ok_or_else(unsupported)?;
+        let from = match (&selection.event, &engine.history) {
+            (Some(id), _) => From::One(*id, Box::new(selection.clone())),
+            (None, Some(history)) if selection.has_attributes() => {
+                let query = Box::new(selection.query(limit));
+                From::History(history.clone(), query)
+            }
+            _ => From::Log(selection.patterns()?),
+        };
+        Ok(Self {
+            log,
+            from,
+            wanted: Wanted::new(selection),
+            done: after,
+            upto,
+            limit,
+        })
+    }
+
+    /// The next events; nothing at the end. A batch may be empty and not the last one.
+    pub(super) async fn next(&mut self) -> Result<Option<Batch>> {
+        if self.done >= self.upto {
+            return Ok(None);
+        }
+        let (mut events, reached) = match &self.from {
+            From::Log(patterns) => {
+                let read = self.log.read(self.done, patterns.clone(), self.limit);
+                let (events, reached) = read.await?;
+                // Nothing more can come, whatever the engine says it has searched.
+                let stuck = events.is_empty() && reached <= self.done;
+                (events, if stuck { self.upto } else { reached })
+            }
+            From::History(history, query) => {
+                let mut page = (**query).clone();
+                page.cursor = Some(page.cursor_after(self.done));
+                let page = history.query(page).await?;
+                let last = page.items.last().map(|record| record.position);
+                let reached = last.filter(|_| page.next.is_some());
+                (page.items, reached.unwrap_or(self.upto))
+            }
+            From::One(id, selection) => {
+                let found = self.log.find(*id).await?;
+                let here = found.into_iter().filter(|record| {
+                    let tenant = record.event.tenant();
+                    selection.tenant.is_none() || selection.tenant.as_deref() == tenant
+                });
+                (here.collect(), self.upto)
+            }
+        };
+        let (done, upto) = (self.done, self.upto);
+        // Times of receipt and positions rise together, so the bounds are enough.
+        let within = |record: &Recorded| record.position > done && record.position <= upto;
+        let one = matches!(self.from, From::One(..));
+        let wanted = &mut self.wanted;
+        events.retain(|record| within(record) && (one || wanted.takes(&record.event)));
+        self.done = reached.min(upto);
+        Ok(Some(Batch {
+            events,
+            reached: self.done,
+        }))
+    }
+}

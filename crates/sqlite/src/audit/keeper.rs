@@ -1,0 +1,128 @@
+//! Moves the head that is kept outside along with the chain, apart from the writer.
+//!
+//! It moves only along the chain: if the record that the kept head names is no longer what it was, the
+//! head stays, and verification will find the contradiction.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use everbus_core::{AuditHash, AuditHead, BoxFuture, Result};
+use rusqlite::{Connection, OptionalExtension};
+
+use super::Link;
+use super::head::{Found, HeadFile, Kept};
+use crate::errors::from_sqlite;
+use crate::readers::Readers;
+use crate::rows::to_sql;
+
+/// Keeps the head of one engine's file, on a thread of its own that the first record starts.
+pub(crate) struct Keeper {
+    file: HeadFile,
+    thread: Arc<Readers>,
+    /// Records whose head is not kept yet. Whoever comes first keeps the last of them for all.
+    pending: Arc<Mutex<Vec<Link>>>,
+}
+
+impl Keeper {
+    pub(crate) fn new(database: PathBuf) -> Self {
+        Self {
+            file: HeadFile::of(&database),
+            thread: Arc::new(Readers::new(database)),
+            pending: Arc::default(),
+        }
+    }
+
+    /// The thread, to be closed with the others.
+    pub(crate) fn thread(&self) -> Arc<Readers> {
+        self.thread.clone()
+    }
+
+    /// Keeps the head of a record that is durable.
+    pub(crate) fn advance(&self, link: Link) -> BoxFuture<'static, Result<()>> {
+        lock(&self.pending).push(link);
+        let (file, pending) = (self.file.clone(), self.pending.clone());
+        self.thread.query(move |reader| {
+            let mut links = std::mem::take(&mut *lock(&pending));
+            links.sort_by_key(|link| link.head.seq);
+            match links.last() {
+                None => Ok(()),
+                Some(last) => file.update(|found| next(&reader.conn, found, &links, last.head)),
+            }
+        })
+    }
+
+    /// Says outside that retention shortens the chain up to here; durable before it does.
+    pub(crate) fn allow(&self, anchor: AuditHead) -> BoxFuture<'static, Result<()>> {
+        let file = self.file.clone();
+        self.thread.query(move |reader| {
+            let (head, _) = super::last(&reader.conn)?;
+            file.update(|found| {
+                let kept = found.kept().copied();
+                // The head comes along: it must never name a record that retention has removed.
+                let moved = next(&reader.conn, found, &[], head)?;
+                Ok(match moved.or(kept) {
+                    Some(kept) if kept.anchor.seq < anchor.seq => Some(Kept { anchor, ..kept }),
+                    _ => moved,
+                })
+            })
+        })
+    }
+}
+
+/// What is to be kept once the chain has come to `head`, if that is anything new.
+fn next(conn: &Connection, found: Found, links: &[Link], head: AuditHead) -> Result<Option<Kept>> {
+    let kept = match found {
+        Found::Kept(kept) => kept,
+        Found::Nothing | Found::Unreadable(_) => {
+            let since = links.first().map_or(head.seq, |link| link.head.seq);
+            if let Found::Unreadable(why) = found {
+                tracing::error!(target: "everbus::audit", why, "the head kept outside the file could not be read and was begun anew");
+            } else if since > 1 {
+                tracing::warn!(target: "everbus::audit", since, "no head was kept outside the file; it is from now on");
+            }
+            return Ok(Some(Kept {
+                head,
+                anchor: super::anchor(conn)?.0,
+                since,
+            }));
+        }
+    };
+    if kept.head.seq > head.seq {
+        // Another process was faster; if not, the chain was shortened, and this must be seen.
+        return Ok(None);
+    }
+    let known = links
+        .iter()
+        .flat_map(|link| [link.before, link.head])
+        .find(|point| point.seq == kept.head.seq)
+        .map(|point| point.hash);
+    let there = match known {
+        Some(hash) => Some(hash),
+        None => hash_at(conn, kept.head.seq)?,
+    };
+    if there == Some(kept.head.hash) {
+        return Ok((kept.head.seq < head.seq).then_some(Kept { head, ..kept }));
+    }
+    tracing::error!(
+        target: "everbus::audit",
+        record = kept.head.seq,
+        "the audit trail contradicts the head kept outside the file; `everbus audit verify` says where"
+    );
+    Ok(None)
+}
+
+/// The hash of a record, or of the anchor in its place.
+fn hash_at(conn: &Connection, seq: u64) -> Result<Option<AuditHash>> {
+    let (anchor, _) = super::anchor(conn)?;
+    if anchor.seq == seq {
+        return Ok(Some(anchor.hash));
+    }
+    conn.prepare_cached("SELECT seq, hash, at FROM audit_log WHERE seq = ?1")
+        .and_then(|mut s| s.query_row([to_sql(seq)], super::read_head).optional())
+        .map(|found| found.map(|(head, _)| head.hash))
+        .map_err(|e| from_sqlite("reading the audit trail", e))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

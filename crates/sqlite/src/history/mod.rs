@@ -1,0 +1,85 @@
+//! The history: events by tenant, app, entity and type, from an index that trails the log.
+//!
+//! ```text
+//!  log     ……………………………………………………………………………………………………………………………………▶ newest
+//!  runs    [ level 2                 ][ level 1 ][ level 1 ][0][0][0]   not yet
+//!            16 merge into one of the next level              4096 events each
+//! ```
+//!
+//! Every event with names has up to eight postings, (scope, position), one for each combination of the
+//! *workflow* table. Publishing does not touch them: a thread sorts the postings of some thousand events
+//! at a time into a *run*, and merges runs as they grow in number. A query follows the postings of its
+//! scope through the runs, and reads the events after the last one in the log itself.
+
+mod block;
+mod indexer;
+mod merge;
+mod plan;
+mod postings;
+mod runs;
+mod scope;
+mod search;
+#[cfg(test)]
+mod tests;
+
+use everbus_core::{BoxFuture, History, HistoryPage, HistoryQuery, Result, check_range};
+
+use crate::engine::{Handle, SqliteEngine};
+use search::Search;
+
+pub(crate) use indexer::Indexer;
+
+/// How large the parts of the index are.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub struct HistoryTuning {
+    /// How many events a run has at first: as many are read in the log by a query, at most about.
+    pub run: u64,
+    /// How many runs of a level become one of the next.
+    pub fan: usize,
+    /// How many bytes a block has at most. Two of the default size fill a page.
+    pub block: usize,
+}
+
+impl Default for HistoryTuning {
+    fn default() -> Self {
+        Self {
+            run: 4096,
+            fan: 16,
+            block: 1980,
+        }
+    }
+}
+
+impl History for SqliteEngine {
+    fn query(&self, query: HistoryQuery) -> BoxFuture<'_, Result<HistoryPage>> {
+        Box::pin(async move {
+            query.validate()?;
+            let search = finish(&self.handle, Search::page(query)).await?;
+            Ok(search.into_page())
+        })
+    }
+
+    fn count(&self, query: HistoryQuery, limit: u64) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move {
+            check_range(query.since, query.until)?;
+            let search = finish(&self.handle, Search::count(query, limit)).await?;
+            Ok(search.into_count())
+        })
+    }
+}
+
+/// Searches step by step; between two of them other queries get their turn.
+async fn finish(handle: &Handle, mut search: Search) -> Result<Search> {
+    loop {
+        search = handle
+            .query(move |reader| {
+                search.step(reader)?;
+                Ok(search)
+            })
+            .await?;
+        if search.is_done() {
+            return Ok(search);
+        }
+    }
+}

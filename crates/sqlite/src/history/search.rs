@@ -1,0 +1,423 @@
+//! Walking through the events that a query asks for, in steps that each see one moment of the file.
+//!
+//! Beyond the last run, and where no index helps, the log is read; inside a run the positions come from
+//! its postings. Every event is compared with the query, so entries of removed events and hashes that
+//! happen to agree do no harm. Positions never change, so steps fit together whatever happens between
+//! them.
+
+use std::sync::Arc;
+
+use everbus_core::history::MAX_HISTORY_BYTES;
+use everbus_core::{HistoryPage, HistoryQuery, Order, Pattern, Recorded, Result, Timestamp};
+use rusqlite::{Connection, OptionalExtension, Row};
+
+use super::plan::Plan;
+use super::postings::{Postings, seek_all};
+use super::runs::{self, Run};
+use super::scope::{Named, Text};
+use crate::append::position_before;
+use crate::errors::from_sqlite;
+use crate::feeder::type_filter;
+use crate::readers::Reader;
+use crate::rows::{RECORD, TypeNames, read_record, seq_from, to_sql};
+
+/// Positions of the log that one step reads, and entries of the index it follows.
+const SCANNED: u64 = 50_000;
+const FOLLOWED: usize = 10_000;
+
+/// A search under way.
+pub(crate) struct Search {
+    query: HistoryQuery,
+    plan: Plan,
+    /// What is left to search: after the first, up to and including the second position.
+    left: Option<(u64, u64)>,
+    filter: Filter,
+    found: Found,
+    begun: bool,
+}
+
+/// What the rows of the log are compared with before they are read in full.
+#[derive(Default)]
+struct Filter {
+    /// The number of the tenant.
+    tenant: Option<i64>,
+    /// The types, as a condition; empty for all.
+    types: String,
+    /// Texts that the attributes must contain, as JSON.
+    app: Option<String>,
+    entity: Option<String>,
+}
+
+/// What came of it so far.
+enum Found {
+    Page {
+        items: Vec<Arc<Recorded>>,
+        bytes: usize,
+        more: bool,
+    },
+    Count {
+        events: u64,
+        limit: u64,
+    },
+}
+
+impl Search {
+    /// A search for one page.
+    pub(crate) fn page(query: HistoryQuery) -> Self {
+        let found = Found::Page {
+            items: Vec::new(),
+            bytes: 0,
+            more: false,
+        };
+        Self::new(query, found)
+    }
+
+    /// A search that only counts, up to a limit.
+    pub(crate) fn count(query: HistoryQuery, limit: u64) -> Self {
+        Self::new(query, Found::Count { events: 0, limit })
+    }
+
+    fn new(query: HistoryQuery, found: Found) -> Self {
+        Self {
+            plan: Plan::of(&query),
+            query,
+            left: None,
+            filter: Filter::default(),
+            found,
+            begun: false,
+        }
+    }
+
+    /// Whether there is nothing left to do.
+    pub(crate) fn is_done(&self) -> bool {
+        self.begun && (self.left.is_none() || self.is_enough())
+    }
+
+    fn is_enough(&self) -> bool {
+        match &self.found {
+            Found::Page { more, .. } => *more,
+            Found::Count { events, limit } => events >= limit,
+        }
+    }
+
+    /// The page that was found.
+    pub(crate) fn into_page(self) -> HistoryPage {
+        let (items, more) = match self.found {
+            Found::Page { items, more, .. } => (items, more),
+            Found::Count { .. } => (Vec::new(), false),
+        };
+        let last = items.last().filter(|_| more);
+        HistoryPage {
+            next: last.map(|record| self.query.cursor_after(record.position)),
+            items,
+            plan: self.plan.text,
+        }
+    }
+
+    /// How many events were found.
+    pub(crate) fn into_count(self) -> u64 {
+        match self.found {
+            Found::Page { items, .. } => items.len() as u64,
+            Found::Count { events, .. } => events,
+        }
+    }
+
+    /// Searches some way further.
+    pub(crate) fn step(&mut self, reader: &mut Reader) -> Result<()> {
+        if !self.begun {
+            self.begun = true;
+            self.begin(reader)?;
+        }
+        let Some((after, upto)) = self.left else {
+            return Ok(());
+        };
+        let Reader { conn, types } = reader;
+        let conn: &Connection = conn;
+        if self.is_enough() {
+            return Ok(());
+        }
+        if self.plan.scopes.is_empty() {
+            return self.scan(conn, types, (after, upto));
+        }
+        let runs = runs::in_use(conn)?;
+        let covered = runs.last().map_or(0, |run| run.hi);
+        match self.query.order {
+            Order::Newest if upto > covered => {
+                let tail = (after.max(covered), upto);
+                self.scan(conn, types, tail)?;
+                // In the common case the rest is quick, and needs no other moment.
+                if self.left.is_some_and(|(_, upto)| upto <= covered) {
+                    self.follow_some(conn, types, &runs)?;
+                }
+                Ok(())
+            }
+            Order::Oldest if after >= covered => self.scan(conn, types, (after, upto)),
+            _ => self.follow_some(conn, types, &runs),
+        }
+    }
+
+    /// Finds out what is to be searched.
+    fn begin(&mut self, reader: &mut Reader) -> Result<()> {
+        let doing = |e| from_sqlite("reading the log", e);
+        let query = &self.query;
+        let ends: (Option<i64>, Option<i64>) = reader
+            .conn
+            .prepare_cached("SELECT (SELECT min(seq) FROM log), (SELECT max(seq) FROM log)")
+            .and_then(|mut s| s.query_row([], |r| Ok((r.get(0)?, r.get(1)?))))
+            .map_err(doing)?;
+        let (Some(oldest), Some(newest)) = ends else {
+            return Ok(());
+        };
+        let (mut after, mut upto) = (seq_from(oldest).saturating_sub(1), seq_from(newest));
+        if let Some(since) = query.since {
+            after = after.max(position_before(&reader.conn, since)?);
+        }
+        if let Some(until) = query.until {
+            let beyond = Timestamp::from_micros(until.as_micros().saturating_add(1));
+            if beyond > until {
+                upto = upto.min(position_before(&reader.conn, beyond)?);
+            }
+        }
+        let resume = match self.found {
+            Found::Page { .. } => query.resume_after()?,
+            Found::Count { .. } => None,
+        };
+        match (resume, query.order) {
+            (Some(at), Order::Newest) => upto = upto.min(at.saturating_sub(1)),
+            (Some(at), Order::Oldest) => after = after.max(at),
+            (None, _) => {}
+        }
+        let mut filter = Filter::default();
+        if let Some(tenant) = &query.tenant {
+            let number: Option<i64> = reader
+                .conn
+                .prepare_cached("SELECT id FROM tenants WHERE name = ?1")
+                .and_then(|mut s| s.query_row([tenant], |r| r.get(0)).optional())
+                .map_err(doing)?;
+            if number.is_none() {
+                return Ok(());
+            }
+            filter.tenant = number;
+        }
+        if let Some(types) = &query.types {
+            filter.types = type_filter(reader, std::slice::from_ref(types))?;
+            if filter.types.ends_with("()") {
+                // No event has such a type.
+                return Ok(());
+            }
+        }
+        filter.app = query.app.as_deref().map(as_json);
+        filter.entity = query.entity.as_ref().map(|entity| as_json(&entity.id));
+        self.filter = filter;
+        self.left = Some((after, upto));
+        self.close_empty();
+        Ok(())
+    }
+
+    fn close_empty(&mut self) {
+        self.left = self.left.filter(|(after, upto)| after < upto);
+    }
+
+    /// Puts aside what was searched, up to and including a position.
+    fn reached(&mut self, at: u64) {
+        self.left = self.left.map(|(after, upto)| match self.query.order {
+            Order::Newest => (after, at.saturating_sub(1)),
+            Order::Oldest => (at, upto),
+        });
+        self.close_empty();
+    }
+
+    /// Reads the log itself.
+    fn scan(
+        &mut self,
+        conn: &Connection,
+        types: &mut TypeNames,
+        (after, upto): (u64, u64),
+    ) -> Result<()> {
+        let doing = |e| from_sqlite("reading the log", e);
+        let (after, upto, direction) = match self.query.order {
+            Order::Newest => (after.max(upto.saturating_sub(SCANNED)), upto, "DESC"),
+            Order::Oldest => (after, upto.min(after.saturating_add(SCANNED)), "ASC"),
+        };
+        let sql = format!(
+            "SELECT {RECORD} FROM log WHERE log.seq > ?1 AND log.seq <= ?2 {}
+               AND (?3 IS NULL OR log.tenant = ?3)
+               AND (?4 IS NULL OR instr(log.attrs, ?4) > 0)
+               AND (?5 IS NULL OR instr(log.attrs, ?5) > 0)
+             ORDER BY log.seq {direction}",
+            self.filter.types
+        );
+        let mut statement = conn.prepare_cached(&sql).map_err(doing)?;
+        let filter = &self.filter;
+        let parameters = (
+            to_sql(after),
+            to_sql(upto),
+            filter.tenant,
+            filter.app.as_deref(),
+            filter.entity.as_deref(),
+        );
+        let mut rows = statement.query(parameters).map_err(doing)?;
+        while let Some(row) = rows.next().map_err(doing)? {
+            self.found.take(&self.query, conn, types, row)?;
+            if self.is_enough() {
+                return Ok(());
+            }
+        }
+        self.reached(match self.query.order {
+            Order::Newest => after + 1,
+            Order::Oldest => upto,
+        });
+        Ok(())
+    }
+
+    /// Follows the index through the runs, until there is enough or a step is over.
+    fn follow_some(
+        &mut self,
+        conn: &Connection,
+        types: &mut TypeNames,
+        runs: &[Run],
+    ) -> Result<()> {
+        let mut budget = FOLLOWED;
+        while let Some((after, upto)) = self.left {
+            let run = match self.query.order {
+                Order::Newest => runs.iter().rev().find(|run| run.lo <= upto),
+                Order::Oldest => runs.iter().find(|run| run.hi > after),
+            };
+            let Some(run) = run else {
+                // Older than all runs is nothing; newer is what the next step reads.
+                if self.query.order == Order::Newest {
+                    self.left = None;
+                }
+                return Ok(());
+            };
+            self.follow(conn, types, run, &mut budget)?;
+            if budget == 0 || self.is_enough() {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    /// Follows the index in one run.
+    fn follow(
+        &mut self,
+        conn: &Connection,
+        types: &mut TypeNames,
+        run: &Run,
+        budget: &mut usize,
+    ) -> Result<()> {
+        let doing = |e| from_sqlite("reading the log", e);
+        let Some((after, upto)) = self.left else {
+            return Ok(());
+        };
+        let (low, high) = (run.lo.max(after + 1), run.hi.min(upto));
+        let order = self.query.order;
+        let scopes = self.plan.scopes.iter();
+        let mut lists: Vec<Postings<'_>> = scopes
+            .map(|scope| Postings::new(conn, run, *scope, order))
+            .collect();
+        let sql = format!(
+            "SELECT {RECORD} FROM log WHERE log.seq = ?1 {} AND (?2 IS NULL OR log.tenant = ?2)",
+            self.filter.types
+        );
+        let mut statement = conn.prepare_cached(&sql).map_err(doing)?;
+        let mut at = match order {
+            Order::Newest => high,
+            Order::Oldest => low,
+        };
+        while let Some(seq) = seek_all(&mut lists, at)?.filter(|seq| (low..=high).contains(seq)) {
+            let parameters = (to_sql(seq), self.filter.tenant);
+            let mut rows = statement.query(parameters).map_err(doing)?;
+            if let Some(row) = rows.next().map_err(doing)? {
+                self.found.take(&self.query, conn, types, row)?;
+                if self.is_enough() {
+                    return Ok(());
+                }
+            }
+            drop(rows);
+            *budget = budget.saturating_sub(1);
+            if *budget == 0 {
+                self.reached(seq);
+                return Ok(());
+            }
+            at = match order {
+                Order::Newest if seq > low => seq - 1,
+                Order::Oldest if seq < high => seq + 1,
+                _ => break,
+            };
+        }
+        self.reached(match order {
+            Order::Newest => low,
+            Order::Oldest => high,
+        });
+        Ok(())
+    }
+}
+
+impl Found {
+    /// Takes an event, if it is one of those asked for.
+    fn take(
+        &mut self,
+        query: &HistoryQuery,
+        conn: &Connection,
+        types: &mut TypeNames,
+        row: &Row<'_>,
+    ) -> Result<()> {
+        if !is_wanted(query, conn, types, row)? {
+            return Ok(());
+        }
+        match self {
+            Found::Count { events, .. } => *events += 1,
+            Found::Page { items, bytes, more } => {
+                if items.len() == query.limit || *bytes > MAX_HISTORY_BYTES {
+                    *more = true;
+                } else {
+                    let record = read_record(conn, row, types)?;
+                    *bytes += record.event.payload().len();
+                    items.push(record);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Compares a row of [`RECORD`] with a query, without its payload.
+fn is_wanted(
+    query: &HistoryQuery,
+    conn: &Connection,
+    types: &mut TypeNames,
+    row: &Row<'_>,
+) -> Result<bool> {
+    let doing = |e| from_sqlite("reading the log", e);
+    if let Some(pattern) = &query.types {
+        let id = row.get(2).map_err(doing)?;
+        if !Pattern::matches(pattern, &types.get(conn, id)?) {
+            return Ok(false);
+        }
+    }
+    if query.tenant.is_none() && query.app.is_none() && query.entity.is_none() {
+        return Ok(true);
+    }
+    let Ok(attrs) = row.get_ref(6).map_err(doing)?.as_str() else {
+        return Ok(false);
+    };
+    // What is damaged is told by reading it in full, not here.
+    let Ok(named) = serde_json::from_str::<Named<'_>>(attrs) else {
+        return Ok(false);
+    };
+    let same = |wanted: &Option<String>, found: &Option<Text<'_>>| {
+        wanted
+            .as_ref()
+            .is_none_or(|wanted| found.as_ref().is_some_and(|found| found.0 == *wanted))
+    };
+    let entity = query.entity.as_ref();
+    Ok(same(&query.tenant, &named.tenant)
+        && same(&query.app, &named.app)
+        && entity.is_none_or(|wanted| named.entity.as_ref().is_some_and(|e| e.is(wanted))))
+}
+
+/// A text as it stands in the attributes.
+fn as_json(text: &str) -> String {
+    serde_json::Value::from(text).to_string()
+}

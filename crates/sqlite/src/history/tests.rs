@@ -1,0 +1,40 @@
+//! The statements use the indexes they are meant to use.
+
+use rusqlite::Connection;
+
+use super::{merge, postings};
+
+fn plan(conn: &Connection, sql: &str) -> String {
+    let mut statement = conn.prepare(&format!("EXPLAIN QUERY PLAN {sql}")).unwrap();
+    let mut rows = statement.raw_query();
+    let mut lines = Vec::new();
+    while let Some(row) = rows.next().unwrap() {
+        lines.push(row.get::<_, String>(3).unwrap());
+    }
+    lines.join("; ")
+}
+
+// conformance: issue-4/history-plans: finding a block, the next ones and an event are searches, never scans or sorts
+#[test]
+fn every_statement_searches() {
+    let conn = Connection::open_in_memory().unwrap();
+    crate::schema::migrate(&conn).unwrap();
+    for sql in [postings::AT_OR_BEFORE, postings::AFTER, merge::FROM] {
+        let found = plan(&conn, sql);
+        assert!(
+            found.contains("history_blocks_first (run=? AND (scope,seq)"),
+            "{found}"
+        );
+        assert!(!found.contains("TEMP B-TREE"), "{found}");
+    }
+    for sql in [
+        "SELECT seq, type, attrs FROM log WHERE seq > ?1 AND seq <= ?2 ORDER BY seq DESC",
+        "SELECT 1 FROM log WHERE seq BETWEEN ?1 AND ?2 LIMIT 1",
+        "SELECT seq FROM log WHERE seq > ?1 AND seq <= ?2 AND type IN (1,2)
+           AND (?3 IS NULL OR tenant = ?3) ORDER BY seq",
+    ] {
+        let found = plan(&conn, sql);
+        assert!(found.contains("INTEGER PRIMARY KEY (rowid"), "{found}");
+        assert!(!found.contains("TEMP B-TREE"), "{found}");
+    }
+}

@@ -1,0 +1,69 @@
+-- The outbox: in the file of Everbus, and in the database of anybody who wants one. The columns of the
+-- specifications first; everything has a default that can have one, so that their inserts work as they
+-- are written.
+CREATE TABLE IF NOT EXISTS event_outbox (
+  id             TEXT NOT NULL DEFAULT (lower(hex(randomblob(4)) || '-' || hex(randomblob(2)) || '-4'
+                   || substr(hex(randomblob(2)), 2) || '-a' || substr(hex(randomblob(2)), 2) || '-'
+                   || hex(randomblob(6)))),
+  event_id       TEXT NOT NULL DEFAULT (lower(hex(randomblob(4)) || '-' || hex(randomblob(2)) || '-4'
+                   || substr(hex(randomblob(2)), 2) || '-a' || substr(hex(randomblob(2)), 2) || '-'
+                   || hex(randomblob(6)))),
+  event_type     TEXT NOT NULL,
+  payload        TEXT NOT NULL,               -- the envelope of the specification, or a raw payload
+  status         TEXT NOT NULL DEFAULT 'pending' CHECK (status IN ('pending', 'sent', 'failed')),
+  attempts       INTEGER NOT NULL DEFAULT 0,  -- rejected ones
+  created_at     TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%fZ', 'now')),
+  sent_at        TEXT,                        -- when the broker acknowledged it
+  correlation_id TEXT,
+  trace_id       TEXT,
+  last_error     TEXT,
+  -- What the envelope has no place for.
+  attributes     TEXT,                        -- JSON
+  ordering_key   TEXT,
+  due            INTEGER NOT NULL DEFAULT 0,  -- microseconds: not to be tried before
+  row            INTEGER PRIMARY KEY AUTOINCREMENT
+);
+CREATE UNIQUE INDEX IF NOT EXISTS event_outbox_id ON event_outbox (id);
+CREATE INDEX IF NOT EXISTS event_outbox_event ON event_outbox (event_id);
+-- With the due time, so that rows that wait are passed over without a look at them.
+CREATE INDEX IF NOT EXISTS event_outbox_pending ON event_outbox (row, due) WHERE status = 'pending';
+CREATE INDEX IF NOT EXISTS event_outbox_waiting ON event_outbox (due) WHERE status = 'pending' AND attempts > 0;
+CREATE INDEX IF NOT EXISTS event_outbox_sent ON event_outbox (sent_at) WHERE status = 'sent';
+CREATE INDEX IF NOT EXISTS event_outbox_failed ON event_outbox (row) WHERE status = 'failed';
+
+-- Sending an event again under the id its row had (as the specification's replay does) takes the place
+-- of the old row, if that has had its turn. If the very same row still waits, there is nothing to do.
+CREATE TRIGGER IF NOT EXISTS event_outbox_again BEFORE INSERT ON event_outbox
+WHEN EXISTS (SELECT 1 FROM event_outbox WHERE id = NEW.id AND event_id = NEW.event_id)
+BEGIN
+  SELECT RAISE(IGNORE) FROM event_outbox
+  WHERE id = NEW.id AND status = 'pending' AND event_type = NEW.event_type AND payload = NEW.payload;
+  DELETE FROM event_outbox WHERE id = NEW.id AND status <> 'pending';
+END;
+
+-- Rows that the relay gave up on: their events never reached a broker.
+CREATE TABLE IF NOT EXISTS outbox_dead_letters (
+  event_id      TEXT PRIMARY KEY,
+  event_type    TEXT NOT NULL,
+  payload       TEXT NOT NULL,                -- as it was in the outbox
+  error         TEXT NOT NULL,
+  attempts      INTEGER NOT NULL,
+  first_seen_at TEXT NOT NULL,
+  last_seen_at  TEXT NOT NULL,
+  retried_at    TEXT
+) WITHOUT ROWID;
+
+-- Who relays: one at a time.
+CREATE TABLE IF NOT EXISTS outbox_relay (
+  only   INTEGER PRIMARY KEY CHECK (only = 1),
+  holder TEXT    NOT NULL,
+  token  INTEGER NOT NULL,
+  until  INTEGER NOT NULL                     -- microseconds
+);
+
+-- The outbox with the names of the framework specification.
+CREATE VIEW IF NOT EXISTS event_outbox_framework
+  (id, event_type, event_payload, created_at, published_at, correlation_id, trace_id, attempts, last_error) AS
+SELECT id, event_type, payload, created_at, iif(status = 'pending', NULL, sent_at), correlation_id,
+       trace_id, attempts, last_error
+FROM event_outbox;

@@ -1,0 +1,150 @@
+//! The outbox: events written into a table in the user's own transaction, for a relay to publish.
+//!
+//! ```text
+//!  your transaction ── enqueue ──▶ event_outbox ──▶ relay (crate everbus) ──▶ any broker
+//!        └─ your tables                  └─ sent | failed, with a dead letter
+//! ```
+//!
+//! The tables are in every file of Everbus, and in any other database after
+//! [`Outbox::create_tables`]. [`Outbox::open`] gives what a relay takes the rows from.
+
+mod enqueue;
+mod envelope;
+mod file;
+mod own;
+mod read;
+mod rows;
+mod source;
+mod times;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{Clock, Code, Error, EventId, IntoEvent, OutboxSource, Result, SystemClock};
+use rusqlite::Connection;
+
+use crate::errors::from_sqlite;
+
+pub(crate) use own::own_outbox;
+pub use rows::forget_sent;
+
+const TABLES: &str = include_str!("../outbox.sql");
+const VIEW: &str = include_str!("../outbox_view.sql");
+
+/// Writes events into the outbox of a database.
+///
+/// ```
+/// use everbus_core::Event;
+/// use everbus_sqlite::outbox::Outbox;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let mut db = rusqlite::Connection::open_in_memory()?;
+/// db.execute_batch("CREATE TABLE orders (id INTEGER PRIMARY KEY, total INTEGER)")?;
+/// Outbox::create_tables(&db)?;
+///
+/// let tx = db.transaction()?;
+/// tx.execute("INSERT INTO orders VALUES (123, 1999)", [])?;
+/// Outbox::new().enqueue(&tx, ("order.confirmed", serde_json::json!({ "order_id": 123 })))?;
+/// tx.commit()?; // both, or neither
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
+pub struct Outbox;
+
+/// How an outbox is opened to be relayed.
+#[derive(Clone, Debug)]
+pub struct OutboxOptions {
+    /// Where the time comes from.
+    pub clock: Arc<dyn Clock>,
+    /// How long to wait for another program that holds the file.
+    pub busy_timeout: Duration,
+}
+
+impl Default for OutboxOptions {
+    fn default() -> Self {
+        Self {
+            clock: Arc::new(SystemClock),
+            busy_timeout: Duration::from_secs(5),
+        }
+    }
+}
+
+impl Outbox {
+    /// Something to enqueue with. It holds nothing: the database is named by the transaction.
+    pub fn new() -> Self {
+        Self
+    }
+
+    /// Makes the tables of an outbox in a database of one's own, if they are not there. Every file of
+    /// Everbus has them already. Inside a transaction it is part of that.
+    pub fn create_tables(conn: &Connection) -> Result<()> {
+        let doing = |e| from_sqlite("making the tables of the outbox", e);
+        let is_everbus = conn
+            .query_row("PRAGMA application_id", [], |r| r.get::<_, i32>(0))
+            .map_err(doing)?
+            == crate::schema::APPLICATION_ID;
+        if is_everbus {
+            return Ok(());
+        }
+        conn.execute_batch(TABLES).map_err(doing)?;
+        conn.execute_batch(VIEW).map_err(doing)
+    }
+
+    /// Writes an event into the outbox, as part of whatever transaction is open on the connection. It
+    /// is relayed after that transaction has committed, and never if it has not.
+    ///
+    /// Takes what [`Bus::publish`](https://docs.rs/everbus) takes. The same event again, while it waits,
+    /// changes nothing; the same id with another body is [`Code::IdReused`]. Returns the event's id.
+    pub fn enqueue(&self, tx: &Connection, event: impl IntoEvent) -> Result<EventId> {
+        let event = event.into_event()?;
+        enqueue::insert(tx, &event)?;
+        source::enqueued();
+        Ok(event.id())
+    }
+
+    /// As [`enqueue`](Self::enqueue), for several events. If one is refused, those before it are in the
+    /// transaction; roll it back.
+    pub fn enqueue_batch<I>(&self, tx: &Connection, events: I) -> Result<Vec<EventId>>
+    where
+        I: IntoIterator,
+        I::Item: IntoEvent,
+    {
+        let mut ids = Vec::new();
+        for event in events {
+            let event = event.into_event()?;
+            enqueue::insert(tx, &event)?;
+            ids.push(event.id());
+        }
+        if !ids.is_empty() {
+            source::enqueued();
+        }
+        Ok(ids)
+    }
+
+    /// Opens the outbox in a database of one's own, to be relayed. It needs the tables, and works with
+    /// whatever journal mode the database has. This blocks for as long as the file system does.
+    pub fn open(path: impl AsRef<Path>) -> Result<Arc<dyn OutboxSource>> {
+        Self::open_with(path.as_ref(), OutboxOptions::default())
+    }
+
+    /// As [`open`](Self::open), with options.
+    pub fn open_with(path: &Path, options: OutboxOptions) -> Result<Arc<dyn OutboxSource>> {
+        Ok(Arc::new(file::open(path, options)?))
+    }
+}
+
+/// An error of SQLite in the outbox: a table that is missing is not a bug.
+fn from_outbox(doing: &str, error: rusqlite::Error) -> Error {
+    if error.to_string().contains("no such table: ") {
+        return Error::new(
+            Code::NotFound,
+            format!("{doing}: there is no outbox in this database"),
+        )
+        .hint("make its tables once with Outbox::create_tables")
+        .caused_by(error);
+    }
+    from_sqlite(doing, error)
+}

@@ -1,0 +1,256 @@
+//! What a relay takes rows from, once for the file of the engine and for other people's databases.
+//!
+//! Rows are read apart from where they are written. Waiting is a look at `PRAGMA data_version`, which
+//! changes with every commit of somebody else: every 100 ms at rest, and soon after an enqueue in this
+//! process, which is a little before its commit.
+
+use std::sync::Arc;
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::time::Duration;
+
+use everbus_core::{
+    BoxFuture, Claimed, Clock, Code, Error, FailedRow, LONGEST_RELAY_LEASE, OutboxRow,
+    OutboxSource, OutboxStatus, RelayLease, Result, RowOutcome,
+};
+use rusqlite::Connection;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use super::rows;
+use crate::errors::from_sqlite;
+
+/// Rows settled in one transaction: so few that whoever writes beside us hardly waits.
+const STEP: usize = 256;
+/// How often an outbox is looked at when nothing happens.
+const REST: Duration = Duration::from_millis(100);
+const FIRST_LOOK: Duration = Duration::from_millis(1);
+
+/// Enqueues in this process, whatever database they go to.
+static ENQUEUED: AtomicU64 = AtomicU64::new(0);
+static WAKE: LazyLock<Notify> = LazyLock::new(Notify::new);
+
+/// Tells every outbox in this process that there may soon be something.
+pub(super) fn enqueued() {
+    ENQUEUED.fetch_add(1, Ordering::Release);
+    WAKE.notify_waiters();
+}
+
+/// How the outbox of a database is reached.
+pub(super) trait Access: Send + Sync + 'static {
+    fn name(&self) -> String;
+
+    fn clock(&self) -> &Arc<dyn Clock>;
+
+    /// Whether the dead letters of an engine are in the same database.
+    fn is_own(&self) -> bool;
+
+    /// Runs a query in one read transaction.
+    fn read<T: Send + 'static>(
+        &self,
+        query: impl FnOnce(&Connection) -> Result<T> + Send + 'static,
+    ) -> BoxFuture<'static, Result<T>>;
+
+    /// Runs a change in one write transaction.
+    fn write<T: Send + 'static>(
+        &self,
+        change: impl FnOnce(&Connection) -> Result<T> + Send + 'static,
+    ) -> BoxFuture<'static, Result<T>>;
+}
+
+/// The outbox of a database.
+pub(super) struct Source<A> {
+    access: A,
+    /// The version of the data when rows were last looked for.
+    seen: Arc<AtomicI64>,
+    /// The enqueues that were known then.
+    known: AtomicU64,
+    jumped: Arc<Notify>,
+}
+
+impl<A: Access> Source<A> {
+    pub(super) fn new(access: A) -> Self {
+        let jumped = Arc::new(Notify::new());
+        let wake = Arc::downgrade(&jumped);
+        access.clock().on_jump(Box::new(move || {
+            if let Some(jumped) = wake.upgrade() {
+                jumped.notify_one();
+            }
+        }));
+        Self {
+            access,
+            seen: Arc::new(AtomicI64::new(i64::MIN)),
+            known: AtomicU64::new(ENQUEUED.load(Ordering::Acquire)),
+            jumped,
+        }
+    }
+
+    async fn changed(&self) -> bool {
+        let seen = self.seen.load(Ordering::Acquire);
+        let version = self.access.read(data_version).await;
+        // What is wrong will be told by whoever reads next.
+        version.map_or(true, |version| version != seen)
+    }
+
+    /// Whether there were enqueues since this was last asked.
+    fn was_enqueued(&self) -> bool {
+        let now = ENQUEUED.load(Ordering::Acquire);
+        self.known.swap(now, Ordering::AcqRel) != now
+    }
+}
+
+fn data_version(conn: &Connection) -> Result<i64> {
+    conn.prepare_cached("PRAGMA data_version")
+        .and_then(|mut s| s.query_row([], |r| r.get(0)))
+        .map_err(|e| from_sqlite("looking for changes", e))
+}
+
+impl<A: Access> OutboxSource for Source<A> {
+    fn name(&self) -> String {
+        self.access.name()
+    }
+
+    fn acquire(
+        &self,
+        holder: String,
+        lease: Duration,
+    ) -> BoxFuture<'_, Result<Option<RelayLease>>> {
+        Box::pin(async move {
+            if lease.is_zero() || lease > LONGEST_RELAY_LEASE {
+                let what = format!("a relay cannot hold a lease of {lease:?}");
+                return Err(Error::new(Code::InvalidSetting, what)
+                    .hint("a lease lasts up to a minute, and is renewed while the relay runs"));
+            }
+            let now = self.access.clock().now();
+            // Looking needs no lock: whoever stands by disturbs nobody.
+            let held = self
+                .access
+                .read(move |conn| rows::holder(conn, now))
+                .await?;
+            if held.is_some_and(|(other, _)| other != holder) {
+                return Ok(None);
+            }
+            let clock = self.access.clock().clone();
+            self.access
+                .write(move |conn| {
+                    let now = clock.now();
+                    rows::acquire(conn, &holder, now, now.plus(lease))
+                })
+                .await
+        })
+    }
+
+    fn claim(&self, after: i64, limit: usize) -> BoxFuture<'_, Result<Claimed>> {
+        let (seen, now) = (self.seen.clone(), self.access.clock().now());
+        self.access.read(move |conn| {
+            // Before the rows: a commit in between is noticed as a change.
+            let version = data_version(conn)?;
+            let claimed = rows::claim(conn, now, after, limit)?;
+            if after == 0 {
+                seen.store(version, Ordering::Release);
+            }
+            Ok(claimed)
+        })
+    }
+
+    fn settle(
+        &self,
+        lease: RelayLease,
+        outcomes: Vec<(OutboxRow, RowOutcome)>,
+    ) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let (own, mut outcomes) = (self.access.is_own(), outcomes);
+            while !outcomes.is_empty() {
+                let later = outcomes.split_off(outcomes.len().min(STEP));
+                let step = std::mem::replace(&mut outcomes, later);
+                let (lease, now) = (lease.clone(), self.access.clock().now());
+                let ours = self
+                    .access
+                    .write(move |conn| rows::settle(conn, &lease, &step, now, own))
+                    .await?;
+                if !ours {
+                    return Err(Error::new(
+                        Code::LeaseLost,
+                        "another relay has the lease of this outbox",
+                    )
+                    .hint("what was published and not marked is published again, and its id absorbs it"));
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn release(&self, lease: RelayLease) -> BoxFuture<'_, Result<()>> {
+        self.access.write(move |conn| rows::release(conn, &lease))
+    }
+
+    fn wait(&self, at_most: Duration) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            let end = Instant::now() + at_most;
+            let mut pause = if self.was_enqueued() {
+                FIRST_LOOK
+            } else {
+                REST
+            };
+            loop {
+                let woken = WAKE.notified();
+                let mut woken = std::pin::pin!(woken);
+                woken.as_mut().enable();
+                if pause == REST && self.was_enqueued() {
+                    pause = FIRST_LOOK;
+                }
+                let left = end.saturating_duration_since(Instant::now());
+                tokio::select! {
+                    biased;
+                    () = self.jumped.notified() => return,
+                    // One that comes while we look often changes nothing.
+                    () = woken, if pause == REST => {
+                        self.was_enqueued();
+                        pause = FIRST_LOOK;
+                        continue;
+                    }
+                    () = tokio::time::sleep(pause.min(left)) => {}
+                }
+                if Instant::now() >= end || self.changed().await {
+                    return;
+                }
+                pause = (pause * 2).min(REST);
+            }
+        })
+    }
+
+    fn status(&self) -> BoxFuture<'_, Result<OutboxStatus>> {
+        let now = self.access.clock().now();
+        self.access.read(move |conn| rows::status(conn, now))
+    }
+
+    fn failed(&self, limit: usize) -> BoxFuture<'_, Result<Vec<FailedRow>>> {
+        self.access.read(move |conn| rows::failed(conn, limit))
+    }
+
+    fn retry(&self, ids: Option<Vec<String>>) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move {
+            let ids = ids.map(Arc::new);
+            let (mut total, mut after) = (0, 0);
+            loop {
+                let (ids, now) = (ids.clone(), self.access.clock().now());
+                let (retried, last) = self
+                    .access
+                    .write(move |conn| {
+                        let ids = ids.as_ref().map(|ids| ids.as_slice());
+                        let rows = rows::failed_rows(conn, ids, after, STEP)?;
+                        Ok((rows::retry(conn, &rows, now)?, rows.last().copied()))
+                    })
+                    .await?;
+                total += retried;
+                match last {
+                    // Onwards only: what fails again meanwhile is not retried again.
+                    Some(last) => after = last,
+                    None => break,
+                }
+            }
+            enqueued();
+            Ok(total)
+        })
+    }
+}

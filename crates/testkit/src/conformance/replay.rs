@@ -1,0 +1,411 @@
+//! Delivering events once more, and the checkpoints of long work.
+
+use std::time::Duration;
+
+use everbus_core::{
+    Checkpoints, Code, ConsumeOptions, Event, EventState, GroupSpec, Redelivery, Retention,
+    Settlement, StartFrom, Verdict,
+};
+use serde_json::json;
+
+use super::stage::{LEASE, code, name, nothing, options, pattern, positions, spec, take, take_one};
+use super::{Harness, Stage};
+use Redelivery::{Gone, Owed, Queued};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// Hands events to a group once more; `None` where the engine cannot.
+async fn again<H: Harness>(
+    stage: &Stage<H>,
+    group: &str,
+    positions: &[u64],
+) -> Option<Vec<Redelivery>> {
+    let answers = stage
+        .broker()
+        .redeliver(name(group), positions.to_vec())
+        .await;
+    match answers {
+        Err(error) if error.code() == Code::Unsupported => None,
+        answers => Some(answers.unwrap()),
+    }
+}
+
+/// Publishes some events and lets a group handle them.
+async fn handled<H: Harness>(stage: &Stage<H>, group: &str, event_type: &str) -> Vec<u64> {
+    let published = stage.publish_many(event_type, 4).await;
+    let mut consumer = stage.consumer(group).await;
+    for delivery in take(&mut consumer, 4).await {
+        stage.ack(&delivery).await;
+    }
+    consumer.close().await.unwrap();
+    published.iter().map(|appended| appended.position).collect()
+}
+
+/// An event that a group is done with comes again, in order, with fresh attempts, and marked; the
+/// position of the group does not move, and other groups do not notice.
+pub async fn a_handled_event_comes_again_on_request<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    stage.declare("billing", &["order.*"]).await;
+    stage.declare("mail", &["order.*"]).await;
+    let done = handled(&stage, "billing", "order.placed").await;
+    handled_by(&stage, "mail", 4).await;
+    let before = stage.group_info("billing").await.position;
+    let Some(answers) = again(&stage, "billing", &[done[2], done[0]]).await else {
+        return;
+    };
+    assert_eq!(answers, [Queued, Queued]);
+    assert_eq!(stage.group_info("billing").await.position, before);
+    assert_eq!(stage.group_info("billing").await.waiting, 2);
+    stage
+        .assert_state(done[0], "billing", EventState::Pending)
+        .await;
+    stage.assert_state(done[0], "mail", EventState::Done).await;
+    stage
+        .assert_state(done[1], "billing", EventState::Done)
+        .await;
+
+    let mut mail = stage.consumer("mail").await;
+    let mut billing = stage.consumer("billing").await;
+    let came = take(&mut billing, 2).await;
+    assert_eq!(positions(&came), [done[0], done[2]]);
+    for delivery in &came {
+        assert!(delivery.retried, "somebody wants it handled");
+        assert_eq!(delivery.attempt, 1);
+        assert!(delivery.failures.is_empty());
+        stage.ack(delivery).await;
+    }
+    nothing(&mut billing).await;
+    nothing(&mut mail).await;
+    let info = stage.group_info("billing").await;
+    assert_eq!(
+        (info.position, info.waiting, info.in_flight),
+        (before, 0, 0)
+    );
+    stage
+        .assert_state(done[0], "billing", EventState::Done)
+        .await;
+
+    // What is published now is not marked.
+    stage.publish("order.placed").await;
+    let fresh = take_one(&mut billing).await;
+    assert!(!fresh.retried);
+}
+
+async fn handled_by<H: Harness>(stage: &Stage<H>, group: &str, count: usize) {
+    let mut consumer = stage.consumer(group).await;
+    for delivery in take(&mut consumer, count).await {
+        stage.ack(&delivery).await;
+    }
+    consumer.close().await.unwrap();
+}
+
+/// What the group is not done with stays as it is, and what is not there is gone.
+pub async fn what_is_owed_is_not_delivered_twice<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    stage.declare("billing", &["*"]).await;
+    let many = stage.publish_many("order.placed", 6).await;
+    let at: Vec<u64> = many.iter().map(|appended| appended.position).collect();
+    let few = ConsumeOptions {
+        prefetch: 5,
+        ..options()
+    };
+    let mut consumer = stage.consumer_with("billing", few).await;
+    let held = take(&mut consumer, 5).await;
+    stage.ack(&held[0]).await;
+    stage.fail(&held[1], 60 * SECOND).await;
+    stage.kill(&held[2]).await;
+    stage
+        .settle(
+            &held[3],
+            Verdict::Skip {
+                reason: "not today".into(),
+            },
+        )
+        .await
+        .unwrap();
+    consumer.close().await.unwrap();
+    // The fifth is in flight, the sixth was perhaps never claimed.
+    let beyond = at[5] + 1000;
+    let asked = [at[0], at[1], at[2], at[3], at[4], at[5], beyond, at[0]];
+    let Some(answers) = again(&stage, "billing", &asked).await else {
+        return;
+    };
+    assert_eq!(
+        answers,
+        [Queued, Owed, Owed, Queued, Owed, Owed, Gone, Owed]
+    );
+    stage.ack(&held[4]).await;
+    let answers = again(&stage, "billing", &[at[4], at[3]]).await.unwrap();
+    assert_eq!(answers, [Queued, Owed]);
+
+    // Each comes once; the retry at its own time.
+    let mut consumer = stage.consumer("billing").await;
+    let mut came = take(&mut consumer, 4).await;
+    came.sort_by_key(|delivery| delivery.record.position);
+    assert_eq!(positions(&came), [at[0], at[3], at[4], at[5]]);
+    for delivery in &came {
+        assert_eq!(delivery.retried, delivery.record.position != at[5]);
+        stage.ack(delivery).await;
+    }
+    nothing(&mut consumer).await;
+    stage.advance(61 * SECOND).await;
+    let retried = take_one(&mut consumer).await;
+    assert_eq!((retried.record.position, retried.attempt), (at[1], 2));
+    assert!(!retried.retried, "a retry of its own accord is no request");
+    stage.ack(&retried).await;
+    nothing(&mut consumer).await;
+}
+
+/// A group that nobody declared cannot be given anything.
+pub async fn an_unknown_group_is_given_nothing<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let position = stage.publish("a").await.position;
+    for asked in [vec![], vec![position]] {
+        let answer = stage.broker().redeliver(name("nobody"), asked).await;
+        let code = code(answer);
+        assert!(
+            matches!(code, Code::GroupNotFound | Code::Unsupported),
+            "{code}"
+        );
+    }
+}
+
+/// A group without subscriptions gets what it is given and nothing else, and does not hold retention
+/// back with what it will never want.
+pub async fn a_group_without_subscriptions_gets_only_what_it_is_given<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let first = stage.publish("order.placed").await.position;
+    let second = stage.publish("user.created").await.position;
+    let apart = GroupSpec {
+        start_from: StartFrom::New,
+        ..spec("apart", &[])
+    };
+    stage.broker().declare(apart).await.unwrap();
+    let Some(answers) = again(&stage, "apart", &[second]).await else {
+        return;
+    };
+    assert_eq!(answers, [Queued]);
+    let third = stage.publish("user.created").await.position;
+    if let Ok(maintenance) = stage.engine().maintenance() {
+        // The replayed event is owed; the others are nobody's.
+        let retention = Retention {
+            max_len: Some(0),
+            ..Retention::default()
+        };
+        let pruned = maintenance.prune(retention).await.unwrap();
+        assert_eq!((pruned.removed, pruned.kept), (2, 1));
+        let answers = again(&stage, "apart", &[first, third]).await.unwrap();
+        assert_eq!(answers, [Gone, Gone]);
+    }
+    let mut consumer = stage.consumer("apart").await;
+    let came = take_one(&mut consumer).await;
+    assert_eq!(came.record.position, second);
+    stage.ack(&came).await;
+    stage.publish("user.created").await;
+    nothing(&mut consumer).await;
+}
+
+/// A failed replay is retried with its mark, dies like any other, and can be sent back.
+pub async fn a_replayed_event_fails_like_any_other<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    stage.declare("billing", &["*"]).await;
+    let done = handled(&stage, "billing", "order.placed").await;
+    let Some(answers) = again(&stage, "billing", &[done[1]]).await else {
+        return;
+    };
+    assert_eq!(answers, [Queued]);
+    let mut consumer = stage.consumer("billing").await;
+    let first = take_one(&mut consumer).await;
+    stage.fail(&first, SECOND).await;
+    nothing(&mut consumer).await;
+    stage.advance(2 * SECOND).await;
+    let second = take_one(&mut consumer).await;
+    assert_eq!((second.attempt, second.failures.len()), (2, 1));
+    assert!(second.retried, "it is still a replay");
+    stage
+        .settle(&second, Verdict::Release { after: SECOND })
+        .await
+        .unwrap();
+    stage.advance(2 * SECOND).await;
+    let third = take_one(&mut consumer).await;
+    assert_eq!(third.attempt, 2);
+    assert!(third.retried);
+    stage.kill(&third).await;
+    stage
+        .assert_state(done[1], "billing", EventState::Dlq)
+        .await;
+    let answers = again(&stage, "billing", &[done[1]]).await.unwrap();
+    assert_eq!(
+        answers,
+        [Owed],
+        "an open dead letter is retried, not replayed"
+    );
+    if stage.has_dead_letters() {
+        let letters = stage.open_dead_letters().await;
+        assert_eq!(letters.len(), 1);
+        assert_eq!(letters[0].attempts, 2);
+    }
+}
+
+/// In an ordered group a replay waits for what is before it of its key and holds back what comes
+/// after.
+pub async fn a_replay_keeps_the_order_of_its_key<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let ordered = GroupSpec {
+        ordered: true,
+        ..spec("ordered", &["*"])
+    };
+    stage.broker().declare(ordered).await.unwrap();
+    let keyed = |key: &str| Event::builder("a").payload("{}").key(key).build().unwrap();
+    let mut at = Vec::new();
+    for key in ["x", "y", "x", "x"] {
+        at.push(stage.append(keyed(key)).await.position);
+    }
+    let mut consumer = stage.consumer("ordered").await;
+    for _ in 0..at.len() {
+        let delivery = take_one(&mut consumer).await;
+        stage.ack(&delivery).await;
+    }
+    let asked = [at[3], at[0], at[2], at[1]];
+    let Some(answers) = again(&stage, "ordered", &asked).await else {
+        return;
+    };
+    assert_eq!(answers, [Queued; 4]);
+    let mut of_x = Vec::new();
+    for _ in 0..at.len() {
+        let delivery = take_one(&mut consumer).await;
+        if delivery.record.position != at[1] {
+            of_x.push(delivery.record.position);
+        }
+        stage.ack(&delivery).await;
+    }
+    assert_eq!(of_x, [at[0], at[2], at[3]]);
+    nothing(&mut consumer).await;
+}
+
+/// What waits to be delivered once more is there after a crash, still marked.
+pub async fn a_replay_survives_a_crash<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    if !stage.survives_restart() {
+        return;
+    }
+    stage.declare("billing", &["*"]).await;
+    let done = handled(&stage, "billing", "order.placed").await;
+    let Some(answers) = again(&stage, "billing", &done[..2]).await else {
+        return;
+    };
+    assert_eq!(answers, [Queued; 2]);
+    let one = ConsumeOptions {
+        prefetch: 1,
+        ..options()
+    };
+    let mut consumer = stage.consumer_with("billing", one).await;
+    let held = take_one(&mut consumer).await;
+    drop(consumer);
+    stage.crash().await;
+    stage.advance(LEASE + SECOND).await;
+    let mut consumer = stage.consumer("billing").await;
+    for _ in 0..2 {
+        let delivery = take_one(&mut consumer).await;
+        assert!(delivery.retried);
+        let interrupted = delivery.record.position == held.record.position;
+        assert_eq!(delivery.attempt, if interrupted { 2 } else { 1 });
+        stage.ack(&delivery).await;
+    }
+    nothing(&mut consumer).await;
+}
+
+/// An event that the group has on record as handled is acked again without its follow-ups.
+pub async fn the_inbox_absorbs_a_replay<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    if stage.engine().inbox.is_none() || !stage.has_log() {
+        return;
+    }
+    stage.declare("billing", &["order.*"]).await;
+    let position = stage.publish("order.placed").await.position;
+    let follow_up = |id| Event::builder("paid").id(id).payload("{}").build().unwrap();
+    let mut consumer = stage.consumer("billing").await;
+    for round in 0..2 {
+        let delivery = take_one(&mut consumer).await;
+        let id = everbus_core::EventId::new();
+        let settlement = Settlement {
+            follow_ups: vec![follow_up(id)],
+            inbox: true,
+            ..Settlement::new(delivery.lease.clone(), Verdict::Ack)
+        };
+        stage.settle_with(settlement).await.unwrap();
+        let found = stage.log().find(id).await.unwrap();
+        assert_eq!(found.len(), usize::from(round == 0), "round {round}");
+        if round == 0 && again(&stage, "billing", &[position]).await.is_none() {
+            return;
+        }
+    }
+}
+
+/// A checkpoint is what was saved last under its name; names are listed by prefix.
+pub async fn a_checkpoint_is_what_was_saved_last<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    if stage.engine().checkpoints.is_none() {
+        return;
+    }
+    let save = async |stage: &Stage<H>, name: &str, state| {
+        let checkpoints: &dyn Checkpoints = stage.engine().checkpoints().unwrap();
+        checkpoints.save(name.to_owned(), state).await
+    };
+    save(&stage, "replay/b", json!({ "position": 1 }))
+        .await
+        .unwrap();
+    save(&stage, "replay/a", json!([1.5, "ä", null]))
+        .await
+        .unwrap();
+    save(&stage, "replax", json!(0)).await.unwrap();
+    save(&stage, "replay/%", json!(0)).await.unwrap();
+    stage.advance(SECOND).await;
+    save(&stage, "replay/b", json!({ "position": 2 }))
+        .await
+        .unwrap();
+    for bad in ["", "a\nb", &"x".repeat(256)] {
+        let refused = save(&stage, bad, json!(0)).await;
+        assert_eq!(code(refused), Code::InvalidSetting, "{bad:?}");
+    }
+    if stage.survives_restart() {
+        stage.crash().await;
+    }
+    let checkpoints = stage.engine().checkpoints().unwrap();
+    let names = async |prefix: &str| {
+        let found = checkpoints.load(prefix.to_owned()).await.unwrap();
+        found.into_iter().map(|c| c.name).collect::<Vec<_>>()
+    };
+    assert_eq!(names("replay/").await, ["replay/%", "replay/a", "replay/b"]);
+    assert_eq!(names("replay/b").await, ["replay/b"]);
+    assert_eq!(names("replay/%").await, ["replay/%"], "no wildcard");
+    assert_eq!(names("").await.len(), 4);
+    let found = checkpoints.load("replay/".into()).await.unwrap();
+    assert_eq!(found[1].state, json!([1.5, "ä", null]));
+    assert_eq!(found[2].state, json!({ "position": 2 }));
+    assert!(found[2].saved_at > found[1].saved_at);
+    assert!(checkpoints.remove("replay/b".into()).await.unwrap());
+    assert!(!checkpoints.remove("replay/b".into()).await.unwrap());
+    assert_eq!(names("replay/b").await, Vec::<String>::new());
+}
+
+/// Events of a type that nobody in the group subscribes to can be delivered once more, too.
+pub async fn an_unwanted_event_can_be_given<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    stage.declare("billing", &["order.*"]).await;
+    let other = stage.publish("user.created").await.position;
+    let done = handled(&stage, "billing", "order.placed").await;
+    let Some(answers) = again(&stage, "billing", &[other, done[0]]).await else {
+        return;
+    };
+    assert_eq!(answers, [Queued, Queued]);
+    let handles = ConsumeOptions {
+        handled: vec![pattern("user.*")],
+        ..options()
+    };
+    let mut consumer = stage.consumer_with("billing", handles).await;
+    let came = take_one(&mut consumer).await;
+    assert_eq!(came.record.position, other);
+    stage.ack(&came).await;
+    nothing(&mut consumer).await;
+}

@@ -1,0 +1,41 @@
+//! Delivering events once more, as one of the operations of a plan.
+
+use everbus_core::{Code, Redelivery};
+
+use super::plan::Plan;
+use crate::conformance::Harness;
+use crate::conformance::stage::name;
+
+impl<H: Harness> Plan<H> {
+    /// Hands a few events, some of which are not there, to a group once more.
+    pub(super) async fn redeliver(&mut self) {
+        let Some(group) = self.random_group() else {
+            return;
+        };
+        let known: Vec<u64> = self.oracle.log.keys().copied().collect();
+        let mut asked = Vec::new();
+        for _ in 0..=self.random.below(3) {
+            asked.extend(self.random.pick(&known));
+        }
+        if self.random.one_in(10) {
+            asked.push(self.oracle.head + 1);
+        }
+        self.note(&format!("redeliver {asked:?} to {group:?}"));
+        let answers = self.stage.broker().redeliver(name(group), asked.clone());
+        let answers = match answers.await {
+            Err(error) if error.code() == Code::Unsupported => return,
+            answers => answers.unwrap(),
+        };
+        assert_eq!(answers.len(), asked.len(), "one answer for each");
+        for (position, answer) in asked.into_iter().zip(answers) {
+            let allowed = self.oracle.may_redeliver(group, position);
+            assert!(
+                allowed.contains(&answer),
+                "{position} of {group:?}: {answer:?}, {allowed:?} expected"
+            );
+            if answer == Redelivery::Queued {
+                self.oracle.redelivered(group, position);
+            }
+        }
+    }
+}
