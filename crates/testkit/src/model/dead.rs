@@ -3,7 +3,8 @@
 use std::collections::HashSet;
 
 use everbus_core::{
-    DEAD_LETTER_EVENT, DeadLetterFilter, DeadLetterKey, Delivery, EDIT_OF, FailureKind, PurgeBasis,
+    DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, Delivery, EDIT_OF, FailureKind,
+    PurgeBasis,
 };
 
 use super::plan::Plan;
@@ -65,9 +66,9 @@ impl<H: Harness> Plan<H> {
             filter.group.as_ref().is_none_or(|g| *g == letter.group)
                 && filter.id.is_none_or(|id| id == letter.event.event.id())
         });
-        let matching: Vec<DeadLetterKey> = matching.map(|letter| letter.key()).collect();
+        let matching: Vec<DeadLetterKey> = matching.map(DeadLetter::key).collect();
         let after = self.stage.open_dead_letters().await;
-        let after: HashSet<DeadLetterKey> = after.iter().map(|letter| letter.key()).collect();
+        let after: HashSet<DeadLetterKey> = after.iter().map(DeadLetter::key).collect();
         let (left, gone): (Vec<_>, Vec<_>) =
             matching.into_iter().partition(|key| after.contains(key));
         let newest = gone.iter().map(|key| key.position).max();

@@ -24,13 +24,13 @@ pub(super) enum Edited {
 pub(super) async fn edit_text(text: String, json: bool) -> Outcome<Edited> {
     // The handler stays once it is there: Ctrl-C is for the editor, which shares our terminal.
     let quiet = tokio::spawn(async { while tokio::signal::ctrl_c().await.is_ok() {} });
-    let editing = tokio::task::spawn_blocking(move || edit_blocking(text, json));
+    let editing = tokio::task::spawn_blocking(move || edit_blocking(&text, json));
     let edited = editing.await;
     quiet.abort();
     edited.map_err(|error| Stop::Io(format!("the editor: {error}")))?
 }
 
-fn edit_blocking(text: String, json: bool) -> Outcome<Edited> {
+fn edit_blocking(text: &str, json: bool) -> Outcome<Edited> {
     let failed = |what: &str, error: std::io::Error| Stop::Io(format!("{what}: {error}"));
     let mut file = tempfile::Builder::new()
         .prefix("everbus-")
@@ -98,7 +98,7 @@ pub(super) fn indented(json: &str) -> String {
             }
             '{' | '[' => {
                 out.push(c);
-                while chars.next_if(|c| c.is_ascii_whitespace()).is_some() {}
+                while chars.next_if(char::is_ascii_whitespace).is_some() {}
                 match chars.next_if(|c| matches!(c, '}' | ']')) {
                     Some(end) => out.push(end),
                     None => {
