@@ -293,7 +293,8 @@ pub trait DeadLetters: Send + Sync + 'static {
 
     /// Sends a corrected event in place of a dead letter, to the group that failed and to no other
     /// that is there, in one step: the others that want its type skip it, with the reason
-    /// [`REPLACEMENT`]. It takes its place at the end of the log. The dead letter is kept, no longer
+    /// [`REPLACEMENT`]. It takes its place at the end of the log, and the group comes to it in its turn;
+    /// if the group does not want its type any more, it comes at once. The dead letter is kept, no longer
     /// open, and names the corrected event; [`DeadLetter::corrected`] makes it from the original.
     ///
     /// [`Code::NotFound`] if the dead letter is not open, [`Code::IdReused`] if there is an event with

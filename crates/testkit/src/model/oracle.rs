@@ -60,6 +60,8 @@ pub(super) struct Work {
     claimable_since: Option<Timestamp>,
     /// How many unfetched claims may have been lost.
     ghosts: u32,
+    /// Whether the group does not come to it by itself, so that it may overtake what it has yet to reach.
+    at_once: bool,
     /// Whether its last attempt ended in a crash, so that an engine may hand it out alone.
     pub(super) inherited: bool,
 }
@@ -141,9 +143,18 @@ impl Oracle {
         self.last_received = received_at;
         self.ids.insert(event.id(), position);
         for (name, desk) in &mut self.groups {
-            if desk.wants(event) && only.is_none_or(|only| only == name) {
-                desk.owed.insert(position, Work::new(event, self.now));
+            // The group that failed gets it whatever it wants; what others want, they pass by.
+            match only {
+                None if !desk.wants(event) => continue,
+                Some(only) if only != name => {
+                    desk.dropped.insert(position);
+                    continue;
+                }
+                _ => {}
             }
+            let mut work = Work::new(event, self.now);
+            work.at_once = !desk.wants(event);
+            desk.owed.insert(position, work);
         }
         let event = event.clone();
         self.log.insert(position, Kept { event, received_at });
@@ -271,7 +282,7 @@ impl Oracle {
             WorkState::Waiting { due } if now < due => return Err(format!("it is due at {due}")),
             WorkState::Waiting { .. } => {}
         }
-        if blocked && work.claimable_since.is_none() {
+        if blocked && work.claimable_since.is_none() && !work.at_once {
             return Err("an earlier one of its key is not settled".into());
         }
         let extra = delivery.attempt.checked_sub(work.attempts + 1);
@@ -504,7 +515,8 @@ impl Desk {
             WorkState::Held { .. } => false,
         });
         let due = due.map(|(position, _)| *position);
-        due.filter(|position| !self.is_blocked(*position)).collect()
+        due.filter(|position| self.owed[position].at_once || !self.is_blocked(*position))
+            .collect()
     }
 
     /// What must be handed out now to a consumer that has room. An event whose key has a later one in
@@ -516,7 +528,7 @@ impl Desk {
                 .owed
                 .values()
                 .any(|work| work.key == *key && matches!(work.state, WorkState::Held { .. }));
-            !self.ordered || key.is_none() || !busy
+            !self.ordered || key.is_none() || !(busy || self.is_blocked(position))
         })
     }
 
@@ -555,6 +567,7 @@ impl Work {
             state: WorkState::Waiting { due },
             claimable_since: None,
             ghosts: 0,
+            at_once: false,
             inherited: false,
         }
     }
