@@ -92,9 +92,9 @@ impl Action {
         }
     }
 
-    /// To which thing: `("GROUP", "mail")`, `("EVENT", id)`.
+    /// To which thing: `("GROUP", "mail")`, `("EVENT", &id)`.
     #[must_use]
-    pub fn on(mut self, kind: &str, id: impl ToString) -> Self {
+    pub fn on(mut self, kind: &str, id: &(impl ToString + ?Sized)) -> Self {
         self.entity = Some(Entity {
             kind: kind.to_owned(),
             id: id.to_string(),

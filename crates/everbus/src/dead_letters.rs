@@ -111,7 +111,7 @@ impl DeadLetterQueue {
         let retried = self.letters()?.retry(filter.clone());
         let mut action = Action::new("dlq.retry");
         if let Some(id) = filter.id {
-            action = action.on("EVENT", id);
+            action = action.on("EVENT", &id);
         }
         self.audited(action.filter(&filter), retried).await
     }
@@ -180,7 +180,7 @@ impl DeadLetterQueue {
         self.shared.accepts()?;
         self.shared.check_event(&corrected, None)?;
         let action = Action::new("dlq.edit")
-            .on("EVENT", letter.event.event.id())
+            .on("EVENT", &letter.event.event.id())
             .detail("group", letter.group.to_string().into())
             .detail("replaced_by", corrected.id().to_string().into());
         let replaced = self.letters()?.replace(letter.key(), corrected);

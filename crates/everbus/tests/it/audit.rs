@@ -175,7 +175,7 @@ async fn an_action_is_on_record_before_it_is_done() {
             assert_eq!(actions(&trail(&bus).await), ["x"], "before");
             Err::<u64, _>(Error::new(Code::NotFound, "no such thing"))
         };
-        let action = Action::new("x").on("THING", 7).detail("n", json!(1));
+        let action = Action::new("x").on("THING", &7).detail("n", json!(1));
         let failed = audited(&engine, &operator, action, work).await;
         assert_eq!(failed.unwrap_err().code(), Code::NotFound);
         let written = trail(&bus).await;

@@ -115,7 +115,7 @@ async fn retry_ids(
             tallies.extend(letters.tally(filter.clone(), MAX_PAGE).await?);
             letters.count(filter).await?
         } else {
-            let action = Action::new("dlq.retry").filter(&filter).on("EVENT", id);
+            let action = Action::new("dlq.retry").filter(&filter).on("EVENT", &id);
             audited(engine, &Operator::current(), action, letters.retry(filter)).await?
         };
         sent += n;
