@@ -15,6 +15,7 @@ chapters! {
     first_events: "first-events.md",
     handlers: "handlers.md",
     failure: "failure.md",
+    dead_letters: "dead-letters.md",
     idempotency: "idempotency.md",
     payloads: "payloads.md",
     replay: "replay.md",

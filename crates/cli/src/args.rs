@@ -4,12 +4,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
-use everbus_core::{GroupName, Pattern, StartFrom, Timestamp};
+use everbus_core::{GroupName, Pattern, StartFrom};
 
 use crate::commands::audit::AuditCommand;
+use crate::commands::dlq::DlqCommand;
 use crate::commands::payloads::{PayloadsCommand, StageArgs};
 use crate::values::{
-    parse_bytes, parse_count, parse_cursor, parse_entity, parse_group, parse_own_group, parse_pair,
+    parse_bytes, parse_count, parse_entity, parse_group, parse_own_group, parse_pair,
     parse_pattern, parse_rate,
 };
 use crate::when;
@@ -300,130 +301,6 @@ pub(crate) struct GetArgs {
 
     #[command(flatten)]
     pub(crate) stages: StageArgs,
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum DlqCommand {
-    /// List dead letters, newest event first
-    List(DlqListArgs),
-    /// Show everything known about one: payload, attempts, errors
-    Show(DlqShowArgs),
-    /// Send dead letters back to the group that failed
-    Retry(DlqRetryArgs),
-    /// Delete old dead letters for good
-    Purge(DlqPurgeArgs),
-}
-
-#[derive(Debug, Default, clap::Args)]
-pub(crate) struct DlqFilterArgs {
-    /// Only of types that match
-    #[arg(long = "type", value_name = "PATTERN", value_parser = parse_pattern)]
-    pub(crate) pattern: Option<Pattern>,
-
-    /// Only of this group; (unnamed) is the unnamed one
-    #[arg(long, value_name = "NAME", value_parser = parse_group)]
-    pub(crate) group: Option<GroupName>,
-
-    /// Only events received at or after this time
-    #[arg(long, value_name = "TIME", value_parser = when::parse_past, allow_hyphen_values = true)]
-    pub(crate) since: Option<Timestamp>,
-
-    /// Only events received at or before this time
-    #[arg(long, value_name = "TIME", value_parser = when::parse, allow_hyphen_values = true)]
-    pub(crate) until: Option<Timestamp>,
-}
-
-#[derive(Debug, clap::Args)]
-pub(crate) struct DlqListArgs {
-    #[command(flatten)]
-    pub(crate) filter: DlqFilterArgs,
-
-    /// At most this many
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 100,
-        allow_negative_numbers = true
-    )]
-    pub(crate) limit: usize,
-
-    /// Leave out this many first
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 0,
-        allow_negative_numbers = true
-    )]
-    pub(crate) offset: usize,
-
-    /// Begin after this one: the cursor printed below a page that is not the last
-    #[arg(long, value_name = "CURSOR", value_parser = parse_cursor)]
-    pub(crate) after: Option<(u64, GroupName)>,
-}
-
-#[derive(Debug, clap::Args)]
-pub(crate) struct DlqShowArgs {
-    /// The id of the event
-    pub(crate) id: String,
-
-    /// Only of this group
-    #[arg(long, value_name = "NAME", value_parser = parse_group)]
-    pub(crate) group: Option<GroupName>,
-
-    /// The source the event was published with, if its id is not a UUID
-    #[arg(long)]
-    pub(crate) source: Option<String>,
-}
-
-#[derive(Debug, clap::Args)]
-pub(crate) struct DlqRetryArgs {
-    /// The ids of the events
-    #[arg(value_name = "ID", conflicts_with = "all")]
-    pub(crate) ids: Vec<String>,
-
-    /// All of them
-    #[arg(long)]
-    pub(crate) all: bool,
-
-    #[command(flatten)]
-    pub(crate) filter: DlqFilterArgs,
-
-    /// The source the events were published with, if their ids are not UUIDs
-    #[arg(long)]
-    pub(crate) source: Option<String>,
-
-    /// Only say how many there are
-    #[arg(long)]
-    pub(crate) dry_run: bool,
-}
-
-#[derive(Debug, clap::Args)]
-pub(crate) struct DlqPurgeArgs {
-    /// Those older than this many days
-    #[arg(
-        long,
-        value_name = "DAYS",
-        value_parser = when::parse_days,
-        allow_hyphen_values = true
-    )]
-    pub(crate) older_than: Duration,
-
-    /// By when the event was created or by when it died
-    #[arg(long, value_enum, default_value = "created")]
-    pub(crate) by: PurgeBy,
-
-    #[command(flatten)]
-    pub(crate) filter: DlqFilterArgs,
-
-    /// Only say how many there are
-    #[arg(long)]
-    pub(crate) dry_run: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum PurgeBy {
-    Created,
-    Died,
 }
 
 #[derive(Debug, clap::Args)]

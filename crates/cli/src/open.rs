@@ -188,7 +188,8 @@ impl Target {
         self.bus_on(self.open(false).await?).await
     }
 
-    async fn bus_on(&self, engine: Engine) -> Outcome<Bus> {
+    /// A bus on what is open already, that publishes nothing it may not.
+    pub(crate) async fn bus_on(&self, engine: Engine) -> Outcome<Bus> {
         // What is kept is for the programs of the file to say, or for its configuration.
         let mut builder = Bus::builder().keep_everything();
         if let Some(bytes) = self.max_payload {

@@ -23,10 +23,20 @@ pub const REPLAY_OF: &str = "replay_of";
 /// The type of the event that tells of a dead letter.
 pub const DEAD_LETTER_EVENT: &str = "system.dead_letter";
 
+/// Why a group passes by the corrected event that [`DeadLetters::replace`] sent to another one.
+pub const REPLACEMENT: &str = "it replaces a dead letter of another group";
+
+/// An error text longer than this is cut in the notice of a dead letter: however it is escaped, the
+/// notice stays a small event. The dead letter itself has all of it.
+const NOTICE_ERROR_BYTES: usize = 16 * 1024;
+
 /// The event that tells of a dead letter: `system.dead_letter {eventId, eventType, error}`, with the
-/// group beside it. None for an event of the system itself, or one dead letter would lead to another.
+/// group and the attempts beside it. None for an event of the system itself, or one dead letter would
+/// lead to another.
 ///
-/// Its id is made from the event, the group and the attempts, so that telling twice is telling once.
+/// Engines append it in the step that writes the dead letter; `attempts` are all of them, as in
+/// [`DeadLetter::attempts`]. Its id is made from the event, the group, the time and the attempts, so
+/// that telling twice is telling once.
 pub fn dead_letter_notice(
     dead: &Recorded,
     group: &GroupName,
@@ -39,6 +49,7 @@ pub fn dead_letter_notice(
         return None;
     }
     let error = failure.map_or("", |f| f.error.as_str());
+    let error = crate::failure::cut_at(error, NOTICE_ERROR_BYTES);
     let mut builder = Event::builder(DEAD_LETTER_EVENT)
         .id(EventId::derived(
             event.id(),
@@ -159,6 +170,30 @@ pub struct DeadLetterFilter {
     pub error: Option<String>,
 }
 
+/// How many open dead letters fail in the same way.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DeadLetterTally {
+    /// The group that failed.
+    pub group: GroupName,
+    /// The type of the events.
+    pub event_type: String,
+    /// The beginning of their last error, up to [`TALLY_ERROR_CHARS`] characters.
+    pub error: String,
+    /// How many there are.
+    pub count: u64,
+}
+
+/// Errors that agree so far are counted together.
+pub const TALLY_ERROR_CHARS: usize = 200;
+
+impl DeadLetterTally {
+    /// The part of an error that a tally goes by.
+    pub fn beginning(error: &str) -> &str {
+        let end = error.char_indices().nth(TALLY_ERROR_CHARS);
+        end.map_or(error, |(end, _)| &error[..end])
+    }
+}
+
 /// Which page of a list.
 #[derive(Clone, Debug)]
 pub struct PageRequest {
@@ -228,6 +263,17 @@ pub trait DeadLetters: Send + Sync + 'static {
     /// How many open dead letters there are.
     fn count(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>>;
 
+    /// What the open dead letters have in common: how many there are of each group, type and error,
+    /// the most frequent first, at most `limit` of them and no more than [`MAX_PAGE`].
+    fn tally(
+        &self,
+        filter: DeadLetterFilter,
+        limit: usize,
+    ) -> BoxFuture<'_, Result<Vec<DeadLetterTally>>> {
+        let _ = (filter, limit);
+        Box::pin(std::future::ready(Err(cannot("counting dead letters"))))
+    }
+
     /// Everything known about an event's dead letters, retried ones included.
     fn get(&self, id: EventId) -> BoxFuture<'_, Result<Vec<DeadLetter>>>;
 
@@ -245,10 +291,15 @@ pub trait DeadLetters: Send + Sync + 'static {
         ))))
     }
 
-    /// Sends a corrected event in place of a dead letter, to the group that failed and to no other, in
-    /// one step. The dead letter is kept, no longer open, and names the corrected event;
-    /// [`DeadLetter::corrected`] makes it from the original. [`Code::NotFound`] if the
-    /// dead letter is not open.
+    /// Sends a corrected event in place of a dead letter, to the group that failed and to no other
+    /// that is there, in one step: the others that want its type skip it, with the reason
+    /// [`REPLACEMENT`]. It takes its place at the end of the log, and the group comes to it in its turn;
+    /// if the group does not want its type any more, it comes at once. The dead letter is kept, no longer
+    /// open, and names the corrected event; [`DeadLetter::corrected`] makes it from the original.
+    ///
+    /// [`Code::NotFound`] if the dead letter is not open, [`Code::IdReused`] if there is an event with
+    /// that id, [`Code::InvalidAttribute`] if it has another type or tenant than the original
+    /// ([`check_replacement`]).
     fn replace(&self, key: DeadLetterKey, corrected: Event) -> BoxFuture<'_, Result<Appended>> {
         let _ = (key, corrected);
         Box::pin(std::future::ready(Err(cannot("replacing a dead letter"))))
@@ -262,6 +313,40 @@ pub trait DeadLetters: Send + Sync + 'static {
         basis: PurgeBasis,
         filter: DeadLetterFilter,
     ) -> BoxFuture<'_, Result<u64>>;
+}
+
+/// Refuses a corrected event that is not one: it must have the type and the tenant of the original.
+pub fn check_replacement(original: &Event, corrected: &Event) -> Result<()> {
+    let what = if original.event_type() != corrected.event_type() {
+        "type"
+    } else if original.tenant() != corrected.tenant() {
+        "tenant"
+    } else {
+        return Ok(());
+    };
+    let message = format!(
+        "the corrected event has another {what} than {}",
+        original.display_id()
+    );
+    Err(Error::new(Code::InvalidAttribute, message)
+        .hint("make it with `DeadLetter::corrected`, or publish an event of its own"))
+}
+
+/// The error for a dead letter that cannot be replaced.
+pub fn not_open(key: &DeadLetterKey) -> Error {
+    let message = format!(
+        "event {} has no open dead letter in the group {}",
+        key.position, key.group
+    );
+    Error::new(Code::NotFound, message)
+        .hint("it may have been retried, replaced or purged meanwhile; list shows the open ones")
+}
+
+/// The error for a corrected event whose id is not its own.
+pub fn id_taken(corrected: &Event) -> Error {
+    let message = format!("there is an event {} already", corrected.display_id());
+    Error::new(Code::IdReused, message)
+        .hint("a corrected event has an id of its own; `DeadLetter::corrected` gives it a new one")
 }
 
 fn cannot(what: &str) -> Error {

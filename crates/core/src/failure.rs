@@ -1,5 +1,7 @@
 //! What is kept of a failed attempt.
 
+use std::borrow::Cow;
+
 use serde::{Deserialize, Serialize};
 
 use crate::time::Timestamp;
@@ -110,13 +112,20 @@ impl Failure {
     }
 }
 
-fn cut(mut text: String) -> String {
-    if text.len() > MAX_ERROR_BYTES {
-        let end = text.floor_char_boundary(MAX_ERROR_BYTES);
-        text.truncate(end);
-        text.push_str("… (cut)");
+fn cut(text: String) -> String {
+    match cut_at(&text, MAX_ERROR_BYTES) {
+        Cow::Borrowed(_) => text,
+        Cow::Owned(cut) => cut,
     }
-    text
+}
+
+/// The text, cut at a character boundary, with a mark.
+pub(crate) fn cut_at(text: &str, bytes: usize) -> Cow<'_, str> {
+    if text.len() <= bytes {
+        return Cow::Borrowed(text);
+    }
+    let end = text.floor_char_boundary(bytes);
+    Cow::Owned(format!("{}… (cut)", &text[..end]))
 }
 
 #[cfg(test)]

@@ -49,8 +49,9 @@ pub use builder::{EventBuilder, IntoEvent, MAX_TYPE_CHARS};
 pub use checkpoints::{Checkpoint, Checkpoints, check_checkpoint_name};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use dead_letters::{
-    DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage, DeadLetters,
-    EDIT_OF, PageRequest, PurgeBasis, REPLAY_OF, dead_letter_notice,
+    DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
+    DeadLetterTally, DeadLetters, EDIT_OF, PageRequest, PurgeBasis, REPLACEMENT, REPLAY_OF,
+    dead_letter_notice,
 };
 pub use effect::{Effect, EffectResult};
 pub use engine::Engine;

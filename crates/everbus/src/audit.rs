@@ -26,7 +26,7 @@ const LONGEST_ERROR: usize = 1000;
 /// # async fn main() -> everbus::Result<()> {
 /// # let bus = everbus::Bus::open("memory:").await?;
 /// let alice = Operator::new("alice").reason("the mail server is back");
-/// with_operator(alice, bus.dead_letters().retry_where(Default::default())).await?;
+/// with_operator(alice, bus.dead_letters().retry_all(Default::default())).await?;
 /// let page = bus.audit().query(Default::default()).await?;
 /// assert_eq!(page.items[0].entry.action, "dlq.retry.done");
 /// assert_eq!(page.items[1].entry.actor, "alice");

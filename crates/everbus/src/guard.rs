@@ -1,10 +1,90 @@
 //! Keeps panics where they happen: a handler, a logger or a clock is other people's code.
+//!
+//! Where a handler panicked is known only while it does, to the panic hook. So a hook is added, once, in
+//! front of the one there is, which is always called too.
 
 use std::any::Any;
+use std::backtrace::{Backtrace, BacktraceStatus};
+use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
 use std::pin::pin;
+use std::sync::Once;
 use std::task::Poll;
+
+/// What a panic said, and where that was, if somebody saw it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Panicked {
+    pub(crate) text: String,
+    pub(crate) place: Option<String>,
+}
+
+impl From<String> for Panicked {
+    fn from(text: String) -> Self {
+        Self { text, place: None }
+    }
+}
+
+thread_local! {
+    /// Whether a panic on this thread is to be noted.
+    static WATCHED: Cell<bool> = const { Cell::new(false) };
+    static PLACE: RefCell<Option<(String, Backtrace)>> = const { RefCell::new(None) };
+}
+
+/// Runs a function; if it panics, returns what the panic said and where it was: the location, and the
+/// backtrace where those are switched on (`RUST_BACKTRACE`).
+pub(crate) fn traced<T>(run: impl FnOnce() -> T) -> Result<T, Panicked> {
+    watch_panics();
+    let outer = WATCHED.replace(true);
+    let result = contain(run);
+    WATCHED.set(outer);
+    result.map_err(|text| {
+        let noted = PLACE.take();
+        let place = noted.map(|(location, trace)| placed(&location, &trace));
+        Panicked { text, place }
+    })
+}
+
+/// A location, and what is on the stack, in one text.
+pub(crate) fn placed(location: &str, trace: &Backtrace) -> String {
+    if trace.status() == BacktraceStatus::Captured {
+        format!("at {location}\n{trace}")
+    } else {
+        format!("at {location}")
+    }
+}
+
+/// Adds the hook. Whoever sets another one later replaces it; then only the places are missing.
+fn watch_panics() {
+    static ADDED: Once = Once::new();
+    // While a thread panics its hook cannot be changed.
+    if ADDED.is_completed() || std::thread::panicking() {
+        return;
+    }
+    ADDED.call_once(|| {
+        let previous = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            note(info);
+            previous(info);
+        }));
+    });
+}
+
+fn note(info: &PanicHookInfo<'_>) {
+    // A thread that is ending has no such variables any more.
+    if !WATCHED.try_with(Cell::get).unwrap_or(false) {
+        return;
+    }
+    let location = info
+        .location()
+        .map_or_else(String::new, ToString::to_string);
+    let noted = (location, Backtrace::capture());
+    let _ = PLACE.try_with(|place| {
+        if let Ok(mut place) = place.try_borrow_mut() {
+            *place = Some(noted);
+        }
+    });
+}
 
 /// Runs a function; if it panics, returns what the panic said.
 pub(crate) fn contain<T>(run: impl FnOnce() -> T) -> Result<T, String> {
@@ -59,6 +139,26 @@ mod tests {
         assert_eq!(thrown, Err("(no message)".to_owned()));
         let thrown = contained(async { std::panic::panic_any(Bomb) }).await;
         assert_eq!(thrown, Err::<(), _>("(no message)".to_owned()));
+    }
+
+    #[test]
+    fn the_place_of_a_panic_is_kept() {
+        let panicked = traced(|| panic!("here")).unwrap_err();
+        assert_eq!(panicked.text, "here");
+        let place = panicked.place.unwrap();
+        let here = format!("at {}:", file!());
+        assert!(place.starts_with(&here), "{place}");
+        // What is thrown without a panic has no place, and not that of an earlier one.
+        let thrown = traced(|| std::panic::resume_unwind(Box::new("thrown"))).unwrap_err();
+        assert_eq!((thrown.text.as_str(), thrown.place), ("thrown", None));
+        assert_eq!(traced(|| 7), Ok(7));
+    }
+
+    #[test]
+    fn a_panic_elsewhere_is_not_noted() {
+        let _ = traced(|| {});
+        let _ = contain(|| panic!("not a handler's"));
+        assert!(PLACE.take().is_none());
     }
 
     #[test]

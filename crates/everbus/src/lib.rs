@@ -67,10 +67,10 @@
 //! - [`Bus`]: open, publish, subscribe, start, shut down.
 //! - [`Subscribe`]: which group, from where, how often to retry, how long a handler may take.
 //! - [`HandlerError`]: what a handler may answer besides `Ok`.
-//! - [`DeadLetterQueue`]: list, retry and purge what was given up on.
 //! - [`payloads`]: what an event looked like on its way, stored beside it.
 //! - [`overflow`]: where the large parts of events go.
 //! - [`Replay`]: run again what happened.
+//! - [`DeadLetterQueue`]: list, retry, correct and purge what was given up on.
 //! - [`outbox`]: events committed with the data of one's own database, and the relay that publishes them.
 //! - [`TypedEvent`]: a Rust type that is the payload of one event type.
 //!
@@ -129,7 +129,7 @@ pub use audit::AuditTrail;
 pub use breaker::{BreakerInfo, BreakerPolicy, BreakerState, Criticality};
 pub use bus::Bus;
 pub use config::Config;
-pub use dead_letters::DeadLetterQueue;
+pub use dead_letters::{DeadLetterPreview, DeadLetterQueue, RetryPace, RetryProgress};
 pub use engines::Durable;
 pub use extract::{
     Context, Envelope, FromMessage, Json, Meta, Needs, Payload, PayloadNeed, State, StateNeed,
@@ -155,11 +155,11 @@ pub use everbus_core as core;
 pub use everbus_core::{
     Attributes, AuditEntry, AuditHead, AuditPage, AuditQuery, AuditRecord, AuditVerdict,
     Capabilities, CheckReport, Clock, Code, Cursor, DeadLetter, DeadLetterFilter, DeadLetterKey,
-    DeadLetterPage, Durability, Engine, Entity, Error, Event, EventBuilder, EventId, EventState,
-    Failure, FailureKind, GroupInfo, GroupName, GroupState, History, HistoryPage, HistoryQuery,
-    IntoEvent, Log, Maintenance, ManualClock, Order, PageRequest, Pattern, Pruned, PurgeBasis,
-    Recorded, Result, Retention, RetryPolicy, StartFrom, StreamAge, SystemClock, Timestamp,
-    TraceContext, TypedEvent,
+    DeadLetterPage, DeadLetterTally, Durability, Engine, Entity, Error, Event, EventBuilder,
+    EventId, EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState, History,
+    HistoryPage, HistoryQuery, IntoEvent, Log, Maintenance, ManualClock, Order, PageRequest,
+    Pattern, Pruned, PurgeBasis, Recorded, Result, Retention, RetryPolicy, StartFrom, StreamAge,
+    SystemClock, Timestamp, TraceContext, TypedEvent,
 };
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;

@@ -4,9 +4,11 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Bound;
 
+use everbus_core::dead_letters::{MAX_PAGE, check_replacement, id_taken, not_open};
 use everbus_core::{
-    BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterPage, DeadLetters, EventId, GroupName, Held,
-    PageRequest, PurgeBasis, Result, Timestamp,
+    Appended, BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
+    DeadLetterTally, DeadLetters, Event, EventId, GroupName, Held, PageRequest, PurgeBasis,
+    REPLACEMENT, Result, Timestamp,
 };
 
 use crate::broker::Memory;
@@ -29,7 +31,7 @@ pub(crate) struct Grave {
 
 impl Graveyard {
     /// Adds a dead letter, or opens the one there is again: attempts add up, the first time stays.
-    pub(crate) fn bury(&mut self, group: GroupName, row: Row, now: Timestamp) {
+    pub(crate) fn bury(&mut self, group: GroupName, row: Row, now: Timestamp) -> &DeadLetter {
         let key = (Reverse(row.record.position), group.clone());
         let handler = row.failures.last().and_then(|f| f.handler.clone());
         let grave = self.graves.entry(key).or_insert_with(|| Grave {
@@ -57,10 +59,15 @@ impl Graveyard {
         grave.letter.attempts = grave.letter.attempts.saturating_add(attempts);
         grave.letter.failures = row.failures;
         grave.letter.died_at = now;
+        &grave.letter
     }
 
     pub(crate) fn get(&self, position: u64, group: &GroupName) -> Option<&Grave> {
         self.graves.get(&(Reverse(position), group.clone()))
+    }
+
+    fn get_mut(&mut self, position: u64, group: &GroupName) -> Option<&mut Grave> {
+        self.graves.get_mut(&(Reverse(position), group.clone()))
     }
 
     pub(crate) fn is_open(&self, position: u64, group: &GroupName) -> bool {
@@ -165,12 +172,16 @@ impl Memory {
         Ok(DeadLetterPage { items, next })
     }
 
-    fn retry_open(&self, filter: &DeadLetterFilter) -> Result<u64> {
+    /// Oldest first.
+    fn retry_open(&self, filter: &DeadLetterFilter, limit: usize) -> Result<u64> {
         let mut guard = self.open_state()?;
         let state = &mut *guard;
         let now = self.now();
         let mut retried = 0;
-        for grave in state.dead.graves.values_mut() {
+        for grave in state.dead.graves.values_mut().rev() {
+            if retried == limit {
+                break;
+            }
             if !grave.open || !passes(&grave.letter, filter) {
                 continue;
             }
@@ -185,7 +196,69 @@ impl Memory {
         }
         drop(guard);
         self.work.notify_waiters();
-        Ok(retried)
+        Ok(retried as u64)
+    }
+
+    fn replace_open(&self, key: &DeadLetterKey, corrected: Event) -> Result<Appended> {
+        let mut guard = self.open_state()?;
+        let state = &mut *guard;
+        let now = self.now();
+        let grave = state.dead.get(key.position, &key.group);
+        let Some(grave) = grave.filter(|grave| grave.open) else {
+            return Err(not_open(key));
+        };
+        check_replacement(&grave.letter.event.event, &corrected)?;
+        let (id, event_type) = (corrected.id(), corrected.type_arc().clone());
+        if state.records.find(id, corrected.tenant()).is_some() {
+            return Err(id_taken(&corrected));
+        }
+        let appended = state.append(vec![corrected], now)?;
+        let (Some(appended), Some(record)) = (
+            appended.into_iter().next(),
+            state.records.get(state.records.head()).cloned(),
+        ) else {
+            return Err(not_open(key));
+        };
+        for group in state.groups.values_mut() {
+            match (group.name == key.group, group.wants(&event_type)) {
+                // It comes in its turn.
+                (true, true) | (false, false) => {}
+                (true, false) => group.add_waiting(record.clone(), now),
+                (false, true) => group.skip_ahead(appended.position, REPLACEMENT),
+            }
+        }
+        if let Some(grave) = state.dead.get_mut(key.position, &key.group) {
+            grave.open = false;
+            grave.letter.retried_at = Some(now);
+            grave.letter.replaced_by = Some(id);
+        }
+        state.wake_waiters(key.position);
+        drop(guard);
+        self.work.notify_waiters();
+        Ok(appended)
+    }
+
+    fn tally_open(&self, filter: &DeadLetterFilter, limit: usize) -> Result<Vec<DeadLetterTally>> {
+        let state = self.open_state()?;
+        let mut counts: BTreeMap<(GroupName, &str, &str), u64> = BTreeMap::new();
+        for letter in state.dead.open(filter, None) {
+            let error = DeadLetterTally::beginning(letter.last_error());
+            let key = (letter.group.clone(), letter.event.event.event_type(), error);
+            *counts.entry(key).or_default() += 1;
+        }
+        let tallies = counts
+            .into_iter()
+            .map(|((group, event_type, error), count)| DeadLetterTally {
+                group,
+                event_type: event_type.to_owned(),
+                error: error.to_owned(),
+                count,
+            });
+        let mut tallies: Vec<DeadLetterTally> = tallies.collect();
+        // Stable: what is equally frequent stays in the order of its names.
+        tallies.sort_by_key(|tally| Reverse(tally.count));
+        tallies.truncate(limit.min(MAX_PAGE));
+        Ok(tallies)
     }
 
     fn purge_open(
@@ -244,8 +317,24 @@ impl DeadLetters for Memory {
         })
     }
 
+    fn tally(
+        &self,
+        filter: DeadLetterFilter,
+        limit: usize,
+    ) -> BoxFuture<'_, Result<Vec<DeadLetterTally>>> {
+        Box::pin(async move { self.tally_open(&filter, limit) })
+    }
+
     fn retry(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>> {
-        Box::pin(async move { self.retry_open(&filter) })
+        Box::pin(async move { self.retry_open(&filter, usize::MAX) })
+    }
+
+    fn retry_some(&self, filter: DeadLetterFilter, limit: usize) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move { self.retry_open(&filter, limit) })
+    }
+
+    fn replace(&self, key: DeadLetterKey, corrected: Event) -> BoxFuture<'_, Result<Appended>> {
+        Box::pin(async move { self.replace_open(&key, corrected) })
     }
 
     fn purge(

@@ -263,6 +263,12 @@ impl Group {
         consumers.any(|c| any_matches(&c.patterns, event_type))
     }
 
+    /// Passes an event by when its turn comes.
+    pub(crate) fn skip_ahead(&mut self, position: u64, reason: &str) {
+        self.dropped.insert(position);
+        *self.skipped.entry(reason.to_owned()).or_default() += 1;
+    }
+
     /// Adds a row that waits from now on, with no attempts: a retried dead letter, or a replay.
     pub(crate) fn add_waiting(&mut self, record: Arc<Recorded>, now: Timestamp) {
         let position = record.position;
@@ -353,7 +359,10 @@ impl Group {
         if let RowState::Waiting { due } = row.state {
             self.due.remove(&(due, position));
         }
-        self.done.complete(position);
+        // A replaced dead letter of a type the group no longer wants may be settled before its turn.
+        if position <= self.position {
+            self.done.complete(position);
+        }
         if let Some(key) = &row.key {
             if let Some(rows) = self.keys.get_mut(key) {
                 rows.remove(&position);
@@ -482,10 +491,12 @@ impl Group {
                 }
             }
         }
+        let wanted = |row: &&Row| self.wants(row.record.event.event_type());
+        let last = self.rows.values().rev().find(wanted);
         let highest = self
             .done
             .highest()
-            .max(self.rows.keys().next_back().copied().unwrap_or(0));
+            .max(last.map_or(0, |row| row.record.position));
         if highest > self.position {
             return Some(format!(
                 "event {highest} is beyond position {}",

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use everbus_core::{
     Appended, Code, DutyRecord, Error, Event, EventId, EventState, FailureKind, GroupName,
     GroupSpec, GroupState, Lease, Pattern, Recorded, Redelivery, Result, SettledOutcome,
-    Settlement, StartFrom, SubscriptionInfo, Timestamp, Verdict,
+    Settlement, StartFrom, SubscriptionInfo, Timestamp, Verdict, dead_letter_notice,
 };
 use tokio::sync::Notify;
 
@@ -273,7 +273,7 @@ impl State {
                 let name = group.name.clone();
                 if let Some(mut row) = group.finish(position) {
                     row.failures.extend(failure);
-                    self.dead.bury(name, row, now);
+                    self.bury(name, row, now);
                 }
             }
         }
@@ -281,11 +281,23 @@ impl State {
         Ok(())
     }
 
+    /// Makes a row a dead letter, and tells of it.
+    fn bury(&mut self, group: GroupName, row: Row, now: Timestamp) {
+        let letter = self.dead.bury(group, row, now);
+        let failure = letter.failures.last();
+        let notice =
+            dead_letter_notice(&letter.event, &letter.group, letter.attempts, failure, now);
+        if let Some(notice) = notice {
+            // Told before, in the same moment, with another text: once is enough.
+            let _ = self.append(vec![notice], now);
+        }
+    }
+
     /// Moves rows nobody had a handler for to the dead letters.
     pub(crate) fn bury_orphans(&mut self, group: &GroupName, orphans: Vec<Row>, now: Timestamp) {
         for row in orphans {
             let position = row.record.position;
-            self.dead.bury(group.clone(), row, now);
+            self.bury(group.clone(), row, now);
             self.wake_waiters(position);
         }
     }

@@ -64,13 +64,15 @@ impl Writer {
             let Some((session, room, room_in_bytes)) = session else {
                 continue;
             };
+            let passed_by = self.passed_by(group_id)?;
             let Some(group) = self.state.groups.get_mut(&group_id) else {
                 continue;
             };
             let mut wanted = Vec::with_capacity(self.state.appended.len().min(room));
             let (mut searched, mut bytes) = (first - 1, 0);
             for (type_id, record) in &self.state.appended {
-                if group.wants(*type_id, record.event.event_type()) {
+                let wants = group.wants(*type_id, record.event.event_type());
+                if wants && !passed_by.contains(&record.position) {
                     if wanted.len() == room || bytes > room_in_bytes {
                         break;
                     }
@@ -82,6 +84,20 @@ impl Writer {
             self.hand_out(session, searched, wanted)?;
         }
         Ok(())
+    }
+
+    /// What this transaction appended and a group is to pass by: hardly ever anything.
+    fn passed_by(&self, group_id: i64) -> Result<Vec<u64>> {
+        let mut passed_by = Vec::new();
+        let group = self.state.groups.get(&group_id);
+        if group.is_some_and(|group| group.dropped_to > group.cursor) {
+            for (_, record) in &self.state.appended {
+                if self.was_dropped(group_id, record.position)? {
+                    passed_by.push(record.position);
+                }
+            }
+        }
+        Ok(passed_by)
     }
 
     /// Moves the session's group to `searched` and hands out the wanted events before it.
@@ -281,9 +297,13 @@ impl Writer {
                 Some(key) => self
                     .conn
                     .prepare_cached(
-                        "SELECT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?1 AND key = ?2)",
+                        "SELECT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?1 AND key = ?2
+                           AND (seq < ?3 OR state = 1))",
                     )
-                    .and_then(|mut s| s.query_row(params![group, key], |row| row.get(0)))
+                    .and_then(|mut s| {
+                        let seq = to_sql(event.1.position);
+                        s.query_row(params![group, key, seq], |row| row.get(0))
+                    })
                     .map_err(|e| from_sqlite("ordering by key", e))?,
             };
             self.park(group, event, if behind { BEHIND_KEY } else { WAITING }, due)?;

@@ -1,8 +1,10 @@
 //! The dead letters of a file. Nothing here needs a running bus.
 
+use everbus_core::dead_letters::{MAX_PAGE, TALLY_ERROR_CHARS};
 use everbus_core::{
-    BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage, DeadLetters, EventId,
-    GroupName, PageRequest, PurgeBasis, Result, Timestamp,
+    Appended, BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
+    DeadLetterTally, DeadLetters, Event, EventId, GroupName, PageRequest, PurgeBasis, Result,
+    Timestamp,
 };
 use rusqlite::types::Value;
 use rusqlite::{Connection, Row, params_from_iter};
@@ -17,6 +19,8 @@ use crate::writer::Writer;
 
 /// At most this many rows are changed in one transaction, so that others get their turn.
 const STEP: usize = 500;
+/// A retry writes more for each.
+const RETRY_STEP: usize = 100;
 
 const COLUMNS: &str = "d.attempts, d.failures, d.handler, d.first_seen_at, d.died_at, d.retried_at, g.name, d.replaced_by";
 
@@ -76,22 +80,46 @@ impl DeadLetters for SqliteEngine {
         })
     }
 
+    fn tally(
+        &self,
+        filter: DeadLetterFilter,
+        limit: usize,
+    ) -> BoxFuture<'_, Result<Vec<DeadLetterTally>>> {
+        self.handle.query(move |reader| {
+            let condition = Condition::open(&reader.conn, &filter)?;
+            tally(&reader.conn, &condition, limit.min(MAX_PAGE))
+        })
+    }
+
     fn retry(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>> {
+        self.retry_some(filter, usize::MAX)
+    }
+
+    fn retry_some(&self, filter: DeadLetterFilter, limit: usize) -> BoxFuture<'_, Result<u64>> {
         Box::pin(async move {
             let (mut total, mut after) = (0, (0, 0));
             loop {
                 let filter = filter.clone();
+                let step = RETRY_STEP.min(limit - total);
                 let done = self
                     .handle
-                    .job(move |writer| writer.retry_some(&filter, after))
+                    .job(move |writer| writer.retry_step(&filter, after, step))
                     .await?;
-                total += done.len() as u64;
+                total += done.len();
                 // Onwards only: what fails again meanwhile is not retried again.
                 match done.last() {
-                    Some(last) if done.len() == STEP => after = *last,
-                    _ => return Ok(total),
+                    Some(last) if done.len() == step && total < limit => after = *last,
+                    _ => return Ok(total as u64),
                 }
             }
+        })
+    }
+
+    fn replace(&self, key: DeadLetterKey, corrected: Event) -> BoxFuture<'_, Result<Appended>> {
+        Box::pin(async move {
+            self.handle
+                .job(move |writer| writer.replace(&key, corrected))
+                .await?
         })
     }
 
@@ -222,6 +250,33 @@ fn last_received_by(conn: &Connection, at: Timestamp) -> Result<u64> {
     position_before(conn, Timestamp::from_micros(micros(at).saturating_add(1)))
 }
 
+fn tally(conn: &Connection, condition: &Condition, limit: usize) -> Result<Vec<DeadLetterTally>> {
+    let doing = |e| from_sqlite("counting dead letters", e);
+    let sql = format!(
+        "SELECT g.name, t.name,
+                substr(coalesce(json_extract(d.failures, '$[#-1].error'), ''), 1, {TALLY_ERROR_CHARS}) AS error,
+                count(*) AS n
+         FROM dead_letters d JOIN groups g ON g.id = d.group_id JOIN types t ON t.id = d.type
+         WHERE {} GROUP BY g.name, t.name, error ORDER BY n DESC, g.name, t.name, error LIMIT {limit}",
+        condition.sql
+    );
+    let mut statement = conn.prepare_cached(&sql).map_err(doing)?;
+    let mut rows = statement
+        .query(params_from_iter(&condition.values))
+        .map_err(doing)?;
+    let mut tallies = Vec::new();
+    while let Some(row) = rows.next().map_err(doing)? {
+        let group: String = row.get(0).map_err(doing)?;
+        tallies.push(DeadLetterTally {
+            group: group.parse()?,
+            event_type: row.get(1).map_err(doing)?,
+            error: row.get(2).map_err(doing)?,
+            count: seq_from(row.get(3).map_err(doing)?),
+        });
+    }
+    Ok(tallies)
+}
+
 fn read(reader: &mut Reader, sql: &str, values: Vec<Value>) -> Result<Vec<DeadLetter>> {
     let doing = |e| from_sqlite("reading dead letters", e);
     let Reader { conn, types } = reader;
@@ -260,9 +315,9 @@ fn read_one(conn: &Connection, row: &Row<'_>, types: &mut TypeNames) -> Result<D
 }
 
 impl Writer {
-    fn pick(&self, condition: &Condition, order: &str) -> Result<Vec<(u64, i64)>> {
+    fn pick(&self, condition: &Condition, order: &str, limit: usize) -> Result<Vec<(u64, i64)>> {
         let sql = format!(
-            "SELECT d.seq, d.group_id FROM dead_letters d WHERE {} {order} LIMIT {STEP}",
+            "SELECT d.seq, d.group_id FROM dead_letters d WHERE {} {order} LIMIT {limit}",
             condition.sql
         );
         self.conn
@@ -276,17 +331,18 @@ impl Writer {
             .map_err(|e| from_sqlite("choosing dead letters", e))
     }
 
-    fn retry_some(
+    fn retry_step(
         &mut self,
         filter: &DeadLetterFilter,
         after: (u64, i64),
+        limit: usize,
     ) -> Result<Vec<(u64, i64)>> {
         let mut condition = Condition::open(&self.conn, filter)?;
         condition.sql += " AND (d.seq, d.group_id) > (?, ?)";
         condition
             .values
             .extend([Value::Integer(to_sql(after.0)), Value::Integer(after.1)]);
-        let chosen = self.pick(&condition, "ORDER BY d.seq, d.group_id")?;
+        let chosen = self.pick(&condition, "ORDER BY d.seq, d.group_id", limit)?;
         let now = self.clock.now();
         for (seq, group) in &chosen {
             self.conn
@@ -316,7 +372,7 @@ impl Writer {
                 condition.and("d.died_at <= ?", Value::Integer(micros(cutoff)));
             }
         }
-        let chosen = self.pick(&condition, "")?;
+        let chosen = self.pick(&condition, "", STEP)?;
         for (seq, group) in &chosen {
             self.conn
                 .prepare_cached("DELETE FROM dead_letters WHERE seq = ?1 AND group_id = ?2")

@@ -18,6 +18,7 @@
 
 mod append;
 mod audit;
+mod bury;
 mod checkpoints;
 mod claims;
 mod dead_letters;
@@ -44,6 +45,7 @@ mod queue;
 mod readers;
 mod recover;
 mod redeliver;
+mod replace;
 mod retention;
 mod rows;
 mod schema;

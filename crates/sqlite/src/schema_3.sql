@@ -32,31 +32,39 @@ CREATE TABLE history_indexer (
 
 -- DEAD LETTERS as memory.
 ALTER TABLE dead_letters ADD COLUMN replaced_by BLOB; -- the id of the corrected event
+ALTER TABLE dead_letters ADD COLUMN event_id TEXT NOT NULL DEFAULT ''; -- the id of the event as text
+ALTER TABLE dead_letters ADD COLUMN binary INTEGER NOT NULL DEFAULT 0; -- the payload is no text
+UPDATE dead_letters SET event_id = (
+  SELECT lower(substr(hex(id), 1, 8) || '-' || substr(hex(id), 9, 4) || '-' || substr(hex(id), 13, 4)
+    || '-' || substr(hex(id), 17, 4) || '-' || substr(hex(id), 21)) FROM log WHERE seq = dead_letters.seq)
+WHERE seq IN (SELECT seq FROM log);
 CREATE INDEX dead_died ON dead_letters (died_at);
+CREATE INDEX dead_event ON dead_letters (event_id);
 
 -- A delivery that somebody asked for although the group was done with the event.
 ALTER TABLE deliveries ADD COLUMN replayed INTEGER NOT NULL DEFAULT 0;
 
+-- The table of the outbox specification, over all groups. Filters on event_id use an index.
 CREATE VIEW dead_letter_events
   (id, event_id, event_type, payload, error, stack, errors, attempts, consumer_name, handler,
-   first_seen_at, last_seen_at, created_at, retried_at, replaced_by) AS
+   first_seen_at, last_seen_at, created_at, retried_at, replaced_by, foreign_id) AS
 SELECT
   d.seq || '/' || g.name,
-  lower(substr(hex(l.id), 1, 8) || '-' || substr(hex(l.id), 9, 4) || '-' || substr(hex(l.id), 13, 4)
-    || '-' || substr(hex(l.id), 17, 4) || '-' || substr(hex(l.id), 21)),
+  d.event_id,
   t.name,
-  -- The envelope of the specification; a payload that is no JSON is a text.
-  '{"event_id":"' || lower(substr(hex(l.id), 1, 8) || '-' || substr(hex(l.id), 9, 4) || '-'
-    || substr(hex(l.id), 13, 4) || '-' || substr(hex(l.id), 17, 4) || '-' || substr(hex(l.id), 21))
-    || '","occurred_at":"' || strftime('%Y-%m-%dT%H:%M:%fZ', l.occurred_at / 1000000.0, 'unixepoch')
-    || '","correlation_id":' || json_quote(coalesce(l.attrs ->> '$.correlation_id',
-         lower(substr(hex(l.id), 1, 8) || '-' || substr(hex(l.id), 9, 4) || '-' || substr(hex(l.id), 13, 4)
-           || '-' || substr(hex(l.id), 17, 4) || '-' || substr(hex(l.id), 21))))
+  -- The envelope of the specification. A payload that is no JSON is a text, or hexadecimal beside it.
+  '{"event_id":"' || d.event_id || '","occurred_at":"'
+    || strftime('%Y-%m-%dT%H:%M:%S', (l.occurred_at - ((l.occurred_at % 1000000 + 1000000) % 1000000)) / 1000000, 'unixepoch')
+    || rtrim(rtrim(printf('.%06d', (l.occurred_at % 1000000 + 1000000) % 1000000), '0'), '.')
+    || 'Z","correlation_id":' || json_quote(coalesce(l.attrs ->> '$.correlation_id', d.event_id))
     || ',"tenant_id":' || json_quote(coalesce(l.attrs ->> '$.tenant', ''))
     || ',"station_id":' || json_quote(coalesce(l.attrs ->> '$.metadata.station_id', ''))
     || ',"schema_version":' || l.version
-    || ',"payload":' || iif(json_valid(CAST(l.payload AS TEXT)), CAST(l.payload AS TEXT),
-         json_quote(CAST(l.payload AS TEXT)))
+    || ',"payload":' || CASE
+         WHEN d.binary THEN 'null,"payload_hex":"' || lower(hex(l.payload)) || '"'
+         WHEN json_valid(CAST(l.payload AS TEXT)) THEN CAST(l.payload AS TEXT)
+         ELSE json_quote(CAST(l.payload AS TEXT))
+       END
     || '}',
   coalesce(json_extract(d.failures, '$[#-1].error'), ''),
   json_extract(d.failures, '$[#-1].backtrace'),
@@ -68,9 +76,11 @@ SELECT
   strftime('%Y-%m-%dT%H:%M:%fZ', d.died_at / 1000000.0, 'unixepoch'),
   strftime('%Y-%m-%dT%H:%M:%fZ', l.received_at / 1000000.0, 'unixepoch'),
   strftime('%Y-%m-%dT%H:%M:%fZ', d.retried_at / 1000000.0, 'unixepoch'),
-  lower(substr(hex(d.replaced_by), 1, 8) || '-' || substr(hex(d.replaced_by), 9, 4) || '-'
-    || substr(hex(d.replaced_by), 13, 4) || '-' || substr(hex(d.replaced_by), 17, 4) || '-'
-    || substr(hex(d.replaced_by), 21))
+  iif(d.replaced_by IS NULL, NULL,
+    lower(substr(hex(d.replaced_by), 1, 8) || '-' || substr(hex(d.replaced_by), 9, 4) || '-'
+      || substr(hex(d.replaced_by), 13, 4) || '-' || substr(hex(d.replaced_by), 17, 4) || '-'
+      || substr(hex(d.replaced_by), 21))),
+  l.attrs ->> '$.foreign_id'
 FROM dead_letters d
 JOIN groups g ON g.id = d.group_id
 JOIN log l ON l.seq = d.seq
@@ -78,7 +88,7 @@ JOIN types t ON t.id = l.type
 UNION ALL
 SELECT 'outbox/' || event_id, event_id, event_type, payload, error, NULL,
   json_array(json_object('error', error)), attempts, 'outbox', NULL, first_seen_at, last_seen_at,
-  first_seen_at, retried_at, NULL
+  first_seen_at, retried_at, NULL, NULL
 FROM outbox_dead_letters;
 
 -- A dead letter of an event that came through the outbox of this file: its row shows it.

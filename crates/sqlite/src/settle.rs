@@ -382,48 +382,6 @@ impl Writer {
             .map_err(|e| from_sqlite("recording a skip", e))
     }
 
-    /// Opens a dead letter, or opens it again: attempts add up, the first time stays.
-    pub(crate) fn write_dead_letter(
-        &mut self,
-        group: i64,
-        seq: u64,
-        type_id: i64,
-        attempts: u32,
-        failures: &[Failure],
-        died_at: Timestamp,
-    ) -> Result<()> {
-        let handler = failures.iter().rev().find_map(|f| f.handler.as_deref());
-        // The claim counted one; if nobody ran, it was none.
-        let was_none = failures.last().is_some_and(|last| !last.kind.is_attempt());
-        let attempts = attempts.saturating_sub(u32::from(was_none));
-        let failures_json = serde_json::to_string(failures)
-            .map_err(|e| Error::new(Code::Internal, format!("failures cannot be stored: {e}")))?;
-        self.conn
-            .prepare_cached(
-                "INSERT INTO dead_letters
-                   (seq, group_id, type, attempts, failures, handler, first_seen_at, died_at)
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7)
-                 ON CONFLICT (seq, group_id) DO UPDATE SET
-                   attempts = attempts + excluded.attempts, failures = excluded.failures,
-                   handler = excluded.handler, died_at = excluded.died_at, retried_at = NULL",
-            )
-            .and_then(|mut s| {
-                s.execute(params![
-                    to_sql(seq),
-                    group,
-                    type_id,
-                    attempts,
-                    failures_json,
-                    handler,
-                    micros(died_at)
-                ])
-            })
-            .map_err(|e| from_sqlite("writing a dead letter", e))?;
-        self.watches.touch(seq);
-        failpoint::hit("after-dead-letter");
-        Ok(())
-    }
-
     /// Lengthens leases.
     pub(crate) fn extend(&mut self, leases: &[Lease], by: Duration) -> Result<Vec<Result<()>>> {
         let until = micros(self.clock.now().plus(by));

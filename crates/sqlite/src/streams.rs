@@ -301,15 +301,19 @@ impl Writer {
         let mut dropped = Vec::with_capacity(seqs.len());
         let mut rest = Vec::new();
         for seq in seqs.iter().copied() {
-            if seq > cursor {
-                self.write_skip(group, seq, DROPPED)?;
-                dropped.push(seq);
-            } else if self.waits_in_a_row(group, seq)? {
-                self.write_skip(group, seq, DROPPED)?;
-                self.remove_row(group, seq)?;
-                dropped.push(seq);
-            } else {
-                rest.push(seq);
+            // What was sent to the group on its own has a row before its turn comes.
+            match self.row_state(group, seq)? {
+                Some(LEASED) => rest.push(seq),
+                Some(_) => {
+                    self.write_skip(group, seq, DROPPED)?;
+                    self.remove_row(group, seq)?;
+                    dropped.push(seq);
+                }
+                None if seq > cursor => {
+                    self.write_skip(group, seq, DROPPED)?;
+                    dropped.push(seq);
+                }
+                None => rest.push(seq),
             }
         }
         dropped.extend(self.drop_inherited(group, &rest)?);
@@ -326,14 +330,19 @@ impl Writer {
         Ok(dropped)
     }
 
-    fn waits_in_a_row(&self, group: i64, seq: u64) -> Result<bool> {
+    fn row_state(&self, group: i64, seq: u64) -> Result<Option<i64>> {
         self.conn
-            .prepare_cached(
-                "SELECT EXISTS (SELECT 1 FROM deliveries
-                   WHERE group_id = ?1 AND seq = ?2 AND state <> ?3)",
-            )
-            .and_then(|mut s| s.query_row((group, to_sql(seq), LEASED), |r| r.get(0)))
+            .prepare_cached("SELECT state FROM deliveries WHERE group_id = ?1 AND seq = ?2")
+            .and_then(|mut s| s.query_row((group, to_sql(seq)), |r| r.get(0)).optional())
             .map_err(|e| from_sqlite("dropping from a stream", e))
+    }
+
+    /// Lets a group pass by an event that it has yet to reach.
+    pub(crate) fn skip_ahead(&mut self, group: i64, seq: u64, reason: &str) -> Result<()> {
+        self.write_skip(group, seq, reason)?;
+        let group = self.state.group_mut(group)?;
+        group.dropped_to = group.dropped_to.max(seq);
+        Ok(())
     }
 
     /// Skips what is open in the claims of owners that died.

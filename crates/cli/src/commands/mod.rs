@@ -6,7 +6,7 @@ mod backup;
 mod check;
 mod check_config;
 mod demo;
-mod dlq;
+pub(crate) mod dlq;
 pub(crate) mod events;
 mod get;
 mod groups;
@@ -53,7 +53,7 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Payloads(command) => {
             until_interrupted(payloads::run(command, &target()?, output)).await
         }
-        Command::Dlq(command) => until_interrupted(dlq::run(command, &target()?, output)).await,
+        Command::Dlq(command) => dlq::run(command, &target()?, output).await,
         Command::Groups(args) => until_interrupted(groups::run(args, &target()?, output)).await,
         Command::Replay(args) => replay::run(*args, &target()?, output).await,
         // The relay ends by itself on Ctrl-C, after what is under way.
@@ -90,7 +90,7 @@ fn completions(shell: clap_complete::Shell, output: &mut Output) -> Outcome {
 }
 
 /// Runs a command that Ctrl-C may end anywhere: nothing it holds needs more than being dropped.
-async fn until_interrupted(command: impl Future<Output = Outcome>) -> Outcome {
+async fn until_interrupted<T>(command: impl Future<Output = Outcome<T>>) -> Outcome<T> {
     let interrupt = Interrupt::listen();
     tokio::select! {
         outcome = Box::pin(command) => outcome,

@@ -170,7 +170,8 @@ fn a_retried_dead_letter_goes_back_to_its_group() {
     let dry = shop
         .run(&["-o", "json", "dlq", "retry", "--all", "--dry-run"])
         .json();
-    assert_eq!(dry, json!({ "retried": 4, "dry_run": true }));
+    assert_eq!(dry["retried"], 4);
+    assert_eq!(dry["dry_run"], true);
     let two = shop
         .run(&["-o", "json", "dlq", "retry", &ids[0], &ids[1]])
         .json();

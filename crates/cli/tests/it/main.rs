@@ -9,6 +9,8 @@ mod bench;
 mod config;
 mod demo;
 mod dlq;
+mod dlq_bulk;
+mod dlq_edit;
 mod events;
 mod files;
 mod groups;

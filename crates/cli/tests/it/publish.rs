@@ -337,8 +337,9 @@ fn an_interrupt_ends_the_wait_for_handlers() {
     let out = child.stdout.take().unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(130));
     let out = std::io::read_to_string(out).unwrap();
+    // After the event that failed and the one that tells of it.
     assert!(
-        out.contains(" at 2 not settled\n") && out.contains(" at 3\n"),
+        out.contains(" at 3 not settled\n") && out.contains(" at 4\n"),
         "{out}"
     );
 }

@@ -1,10 +1,14 @@
 //! What a handler may answer besides that it is done.
 
+use std::backtrace::Backtrace;
 use std::error::Error as StdError;
 use std::fmt;
+use std::panic::Location;
 use std::time::Duration;
 
 use everbus_core::{Code, FailureKind};
+
+use crate::guard::{self, Panicked};
 
 /// An error of any type, as tower and others pass it on.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
@@ -15,7 +19,10 @@ pub type HandlerResult = Result<(), HandlerError>;
 /// Why a handler did not handle an event, and what is to happen with it.
 ///
 /// Every error converts with `?` and means "try again by the retry policy". The other answers have
-/// constructors. The text that is kept contains the error and all its causes.
+/// constructors. The text that is kept contains the error and all its causes. Beside it is kept where the
+/// error became one of these, `file:line:column`, and the backtrace where those are switched on
+/// (`RUST_BACKTRACE=1`; `RUST_LIB_BACKTRACE=0` switches them off again for all but panics of the
+/// program).
 ///
 /// ```
 /// use std::time::Duration;
@@ -39,6 +46,8 @@ pub struct HandlerError {
     text: String,
     kind: FailureKind,
     answer: Answer,
+    /// Where it came from, if that is known.
+    place: Option<String>,
 }
 
 /// What the handler asks for.
@@ -53,21 +62,25 @@ pub(crate) enum Answer {
 impl HandlerError {
     /// A failure that is tried again by the retry policy. Takes text and boxed errors, so it is also
     /// the way in for error types that `?` does not convert.
+    #[track_caller]
     pub fn new(error: impl Into<BoxError>) -> Self {
-        Self::build(error.into().as_ref(), FailureKind::Error, Answer::Retry)
+        Self::build(error.into().as_ref(), FailureKind::Error, Answer::Retry).here()
     }
 
     /// A failure no retry can mend: the event goes to the dead letters at once.
+    #[track_caller]
     pub fn permanent(error: impl Into<BoxError>) -> Self {
         Self::build(
             error.into().as_ref(),
             FailureKind::Permanent,
             Answer::GiveUp,
         )
+        .here()
     }
 
     /// A failure that is tried again after this long instead of what the policy says. It counts as
     /// an attempt like any other. Waits of more than a year are cut to that.
+    #[track_caller]
     pub fn retry_after(error: impl Into<BoxError>, after: Duration) -> Self {
         let after = after.min(everbus_core::retry::LONGEST_DELAY);
         Self::build(
@@ -75,6 +88,25 @@ impl HandlerError {
             FailureKind::Error,
             Answer::RetryAfter(after),
         )
+        .here()
+    }
+
+    /// Keeps this backtrace with the failure, instead of the place where the error became one of these:
+    /// for errors that carry one of their own.
+    #[must_use]
+    pub fn with_backtrace(mut self, backtrace: impl fmt::Display) -> Self {
+        self.place = Some(backtrace.to_string());
+        self
+    }
+
+    /// Notes where the caller is. An event that could not be read failed before the handler ran.
+    #[track_caller]
+    fn here(mut self) -> Self {
+        if self.place.is_none() && !self.is_about_the_event() {
+            let location = Location::caller().to_string();
+            self.place = Some(guard::placed(&location, &Backtrace::capture()));
+        }
+        self
     }
 
     /// Not a failure: the handler leaves the event alone, and the reason is recorded.
@@ -83,6 +115,7 @@ impl HandlerError {
             text: reason.into(),
             kind: FailureKind::Error,
             answer: Answer::Skip,
+            place: None,
         }
     }
 
@@ -96,14 +129,17 @@ impl HandlerError {
             text: format!("the handler did not finish within {limit:?}"),
             kind: FailureKind::Timeout,
             answer: Answer::Retry,
+            place: None,
         }
     }
 
-    pub(crate) fn panicked(text: &str) -> Self {
+    pub(crate) fn panicked(panic: Panicked) -> Self {
+        let Panicked { text, place } = panic;
         Self {
             text: format!("the handler panicked: {text}"),
             kind: FailureKind::Panic,
             answer: Answer::Retry,
+            place,
         }
     }
 
@@ -145,6 +181,7 @@ impl HandlerError {
             text: with_causes(error),
             kind,
             answer,
+            place: None,
         }
     }
 
@@ -163,17 +200,19 @@ impl HandlerError {
         matches!(self.answer, Answer::Retry | Answer::RetryAfter(_)) && !self.is_about_the_event()
     }
 
-    pub(crate) fn into_parts(self) -> (String, FailureKind, Answer) {
-        (self.text, self.kind, self.answer)
+    pub(crate) fn into_parts(self) -> (String, FailureKind, Answer, Option<String>) {
+        (self.text, self.kind, self.answer, self.place)
     }
 }
 
 /// A failure that is no retry's to mend: see [`HandlerError::permanent`].
+#[track_caller]
 pub fn permanent(error: impl Into<BoxError>) -> HandlerError {
     HandlerError::permanent(error)
 }
 
 /// A failure that is tried again after this long: see [`HandlerError::retry_after`].
+#[track_caller]
 pub fn retry_after(error: impl Into<BoxError>, after: Duration) -> HandlerError {
     HandlerError::retry_after(error, after)
 }
@@ -197,8 +236,9 @@ pub fn handled() -> HandlerResult {
 }
 
 impl<E: StdError + Send + Sync + 'static> From<E> for HandlerError {
+    #[track_caller]
     fn from(error: E) -> Self {
-        Self::from_box(&error)
+        Self::from_box(&error).here()
     }
 }
 
@@ -254,6 +294,31 @@ mod tests {
         let text = HandlerError::from(error).to_string();
         assert_eq!(text, "FileBusy: cannot reach the bank: connection refused");
         assert_eq!(HandlerError::new("plain").to_string(), "plain");
+    }
+
+    #[test]
+    fn the_place_where_an_error_was_returned_is_kept() {
+        fn fails() -> HandlerResult {
+            "x".parse::<u32>()?;
+            Ok(())
+        }
+        let line = line!() - 3;
+        let place = fails().unwrap_err().into_parts().3.unwrap();
+        assert!(
+            place.starts_with(&format!("at {}:{line}:", file!())),
+            "{place}"
+        );
+        for error in [
+            HandlerError::new("x"),
+            permanent("x"),
+            retry_after("x", Duration::ZERO),
+        ] {
+            let place = error.into_parts().3.unwrap();
+            assert!(place.starts_with(&format!("at {}:", file!())), "{place}");
+        }
+        let own = HandlerError::new("x").with_backtrace("its own");
+        assert_eq!(own.into_parts().3.as_deref(), Some("its own"));
+        assert_eq!(skip("x").into_parts().3, None);
     }
 
     #[test]

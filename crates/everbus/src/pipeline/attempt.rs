@@ -14,9 +14,9 @@ use crate::{ambient, guard};
 /// Calls one handler under its timeout. What it publishes inherits from the event.
 pub(super) async fn attempt(handler: &Registered, message: &Message) -> HandlerOutcome {
     let call = async {
-        let mut run = match guard::contain(|| handler.call(message.clone())) {
+        let mut run = match guard::traced(|| handler.call(message.clone())) {
             Ok(future) => Unpanicked(Some(future)),
-            Err(said) => return Err(HandlerError::panicked(&said)),
+            Err(panic) => return Err(HandlerError::panicked(panic)),
         };
         // Most handlers are ready at once; those never touch the timer.
         match poll_fn(|cx| Poll::Ready(Pin::new(&mut run).poll(cx))).await {
@@ -61,9 +61,9 @@ impl Future for Unpanicked {
         let Some(future) = &mut self.0 else {
             return Poll::Pending;
         };
-        match guard::contain(|| future.as_mut().poll(cx)) {
+        match guard::traced(|| future.as_mut().poll(cx)) {
             Ok(poll) => poll,
-            Err(said) => Poll::Ready(Err(HandlerError::panicked(&said))),
+            Err(panic) => Poll::Ready(Err(HandlerError::panicked(panic))),
         }
     }
 }

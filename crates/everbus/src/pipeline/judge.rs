@@ -136,7 +136,7 @@ impl Judge<'_> {
         error: HandlerError,
     ) -> Judged {
         let policy = &handler.retry;
-        let (text, kind, answer) = error.into_parts();
+        let (text, kind, answer, place) = error.into_parts();
         let policy_says = || policy.after_failure(self.attempt, random());
         let delay = match answer {
             Answer::Skip => return skipped_as(text, Skip::Handler),
@@ -147,6 +147,9 @@ impl Judge<'_> {
         self.report(name, policy, self.attempt, delay, &text);
         let mut failure = Failure::new(self.attempt, self.clock.now(), kind, text);
         failure.handler = name.map(str::to_owned);
+        if let Some(place) = place {
+            failure = failure.with_backtrace(place);
+        }
         Judged {
             counted: Counted::Failed {
                 retried: delay.is_some(),

@@ -18,7 +18,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Delivery, Effect, Error, Event, FailureKind, GroupName, Settlement, Verdict,
+    Code, Delivery, EDIT_OF, Effect, Error, Event, FailureKind, GroupName, REPLAY_OF, Settlement,
+    Verdict,
 };
 use smallvec::SmallVec;
 use tokio::time::Instant;
@@ -142,7 +143,7 @@ impl Pipeline {
         let done = result.unwrap_or_else(|said| match most_patient(&route.handlers) {
             Some(handler) => self
                 .judge(&delivery)
-                .failed(handler, None, HandlerError::panicked(&said))
+                .failed(handler, None, HandlerError::panicked(said.into()))
                 .into(),
             None => Judged::released(Duration::ZERO).into(),
         });
@@ -278,7 +279,8 @@ impl Pipeline {
         };
         let event = &delivery.record.event;
         let age = self.shared.options.clock.now().since(event.occurred_at());
-        let wanted = delivery.retried || event.metadata().contains_key(REPLAY_OF);
+        let asked_for = |mark| event.metadata().contains_key(mark);
+        let wanted = delivery.retried || asked_for(REPLAY_OF) || asked_for(EDIT_OF);
         let stale = age > most && !wanted;
         if stale {
             guard::log(|| {
@@ -485,9 +487,6 @@ impl Pipeline {
         }
     }
 }
-
-/// The metadata entry that marks a replayed event.
-const REPLAY_OF: &str = "replay_of";
 
 /// One for each handler. Most events have one or two.
 type Passes = SmallVec<[Pass; 2]>;

@@ -173,10 +173,7 @@ async fn dead_letters_can_be_seen_and_retried_without_a_started_bus() {
         let queue = bus.dead_letters();
         assert_eq!(queue.get(receipts[0].id()).await.unwrap().len(), 1);
         assert_eq!(
-            queue
-                .retry_where(DeadLetterFilter::default())
-                .await
-                .unwrap(),
+            queue.retry_all(DeadLetterFilter::default()).await.unwrap(),
             3
         );
         let (handler, mut seen) = recorder(fine);

@@ -28,6 +28,7 @@ mod publish;
 mod replay;
 mod retention;
 mod retry;
+mod reviving;
 mod router;
 mod shutdown;
 mod staleness;

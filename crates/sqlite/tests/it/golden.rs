@@ -45,7 +45,8 @@ async fn every_golden_file_still_answers() {
             "one was never begun, one waits for its second attempt"
         );
         let next = publish(&engine, "after.migration").await;
-        assert_eq!(next.position, 5);
+        // Since version 3 an event tells of the dead letter.
+        assert_eq!(next.position, if version < 3 { 5 } else { 6 });
         versions += 1;
     }
     assert!(versions > 0);

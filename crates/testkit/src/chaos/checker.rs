@@ -5,7 +5,9 @@
 //! group that wants it; a dead letter carries everything needed to understand it; *handled* is believed
 //! only if a handler said so.
 
-use everbus_core::{EventId, FailureKind};
+use std::collections::HashSet;
+
+use everbus_core::{DEAD_LETTER_EVENT, EventId, FailureKind, GroupName};
 
 use super::content::Content;
 use super::ledger::Ledger;
@@ -71,9 +73,70 @@ pub fn check(ledger: &Ledger, observed: &Observed, stage: Stage, interruptions: 
         }
     }
     for (id, stored) in &observed.events {
-        check_event(*id, stored, ledger, stage, &mut report);
+        if stored.event_type != DEAD_LETTER_EVENT {
+            check_event(*id, stored, ledger, stage, &mut report);
+        }
     }
+    check_notices(observed, &mut report);
     report
+}
+
+/// Every dead letter is told of, and nothing else is.
+fn check_notices(observed: &Observed, report: &mut Report) {
+    let notices = observed
+        .events
+        .iter()
+        .filter(|(_, stored)| stored.event_type == DEAD_LETTER_EVENT);
+    let mut told = HashSet::new();
+    for (id, stored) in notices {
+        match read_notice(&stored.payload, observed) {
+            None => report.faults.push(format!(
+                "{id} at {} tells of no dead letter",
+                stored.position
+            )),
+            Some(known) if !told.insert(known) => report.faults.push(format!(
+                "{id} at {} tells of a dead letter a second time",
+                stored.position
+            )),
+            Some(_) => {}
+        }
+    }
+    for (id, stored) in &observed.events {
+        for (group, places) in stored.places.iter().enumerate() {
+            let dead = places.iter().any(|place| matches!(place, Place::Dead(_)));
+            if dead && !told.contains(&(*id, group)) {
+                report.faults.push(format!(
+                    "{id} at {} in group {:?} is a dead letter that nothing tells of",
+                    stored.position, GROUPS[group].name
+                ));
+            }
+        }
+    }
+}
+
+/// The dead letter that a notice tells of, if all it says is so.
+fn read_notice(payload: &[u8], observed: &Observed) -> Option<(EventId, usize)> {
+    let notice: serde_json::Value = serde_json::from_slice(payload).ok()?;
+    let id: EventId = notice["eventId"].as_str()?.parse().ok()?;
+    // The unnamed group has a name for people.
+    let named = |name: &str| {
+        name.parse()
+            .is_ok_and(|name: GroupName| notice["group"] == name.to_string())
+    };
+    let group = GROUPS.iter().position(|group| named(group.name))?;
+    let event = observed.events.get(&id)?;
+    let told = |place: &Place| match place {
+        Place::Dead(dead) => {
+            let last = dead
+                .failures
+                .last()
+                .map_or("", |failure| failure.error.as_str());
+            notice["attempts"] == dead.attempts && notice["error"] == last
+        }
+        _ => false,
+    };
+    let so = notice["eventType"] == event.event_type && event.places[group].iter().any(told);
+    so.then_some((id, group))
 }
 
 fn check_event(id: EventId, stored: &Stored, ledger: &Ledger, stage: Stage, report: &mut Report) {

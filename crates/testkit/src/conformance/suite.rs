@@ -451,6 +451,87 @@ macro_rules! conformance_tests {
                 .await;
         }
 
+        // conformance: issue-4/dlq-notice: an event system.dead_letter is published for each dead letter
+        // conformance: omni/dlq-alert: system.dead_letter {eventId, eventType, error} is published, never for a system.* event
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn every_dead_letter_is_told_of() {
+            $crate::conformance::notices::every_dead_letter_is_told_of($harness).await;
+        }
+
+        // conformance: issue-4/dlq-notice-ways: whatever makes a dead letter, the event that tells of it is in the same step
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn every_way_to_die_is_told() {
+            $crate::conformance::notices::every_way_to_die_is_told($harness).await;
+        }
+
+        // conformance: issue-4/dlq-notice-again: a dead letter that was retried and fails again is told of again
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn dying_again_is_told_again() {
+            $crate::conformance::notices::dying_again_is_told_again($harness).await;
+        }
+
+        // conformance: issue-4/dlq-notice-atomic: a settlement that is refused tells of nothing
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_refused_settlement_tells_of_nothing() {
+            $crate::conformance::notices::a_refused_settlement_tells_of_nothing($harness).await;
+        }
+
+        // conformance: issue-4/dlq-notice-size: a long error is cut in the notice and kept in the dead letter
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_long_error_is_cut_in_the_notice() {
+            $crate::conformance::notices::a_long_error_is_cut_in_the_notice($harness).await;
+        }
+
+        // conformance: issue-4/dlq-filter: dead letters are chosen by tenant, handler, error and time of death
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn dead_letters_are_chosen_by_why_they_died() {
+            $crate::conformance::reviving::dead_letters_are_chosen_by_why_they_died($harness).await;
+        }
+
+        // conformance: issue-4/dlq-tally: what fails alike is counted by group, type and error
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_tally_counts_what_fails_alike() {
+            $crate::conformance::reviving::a_tally_counts_what_fails_alike($harness).await;
+        }
+
+        // conformance: issue-4/dlq-retry-some: dead letters are retried a few at a time, oldest first
+        // conformance: framework/dlq-replay-count: so many dead letters are replayed and no more
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_few_are_retried_oldest_first() {
+            $crate::conformance::reviving::a_few_are_retried_oldest_first($harness).await;
+        }
+
+        // conformance: issue-4/dlq-retry-order: the order of a key is kept when dead letters are retried
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn retried_events_of_a_key_keep_their_order() {
+            $crate::conformance::reviving::retried_events_of_a_key_keep_their_order($harness).await;
+        }
+
+        // conformance: issue-4/dlq-edit: a corrected event replaces a dead letter in the group that failed; the original is kept, both are linked
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_corrected_event_replaces_a_dead_letter() {
+            $crate::conformance::reviving::a_corrected_event_replaces_a_dead_letter($harness).await;
+        }
+
+        // conformance: issue-4/dlq-edit-reaches: the failing group gets the corrected event once, whatever it wants by now
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_correction_finds_its_group() {
+            $crate::conformance::reviving::a_correction_finds_its_group($harness).await;
+        }
+
+        // conformance: issue-4/dlq-edit-refused: a correction that is none changes nothing
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn what_cannot_replace_a_dead_letter_is_refused() {
+            $crate::conformance::reviving::what_cannot_replace_a_dead_letter_is_refused($harness)
+                .await;
+        }
+
+        // conformance: issue-4/dlq-edit-order: a corrected event stands at the end of its key
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_correction_keeps_the_order_of_its_key() {
+            $crate::conformance::reviving::a_correction_keeps_the_order_of_its_key($harness).await;
+        }
+
         // conformance: issue-2/inspect: position, lag, in flight, waiting and dead letters of a group are right
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_numbers_of_a_group_are_right() {

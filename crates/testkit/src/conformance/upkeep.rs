@@ -49,7 +49,8 @@ pub async fn the_numbers_of_a_group_are_right<H: Harness>(harness: H) {
     stage.kill(&got[2]).await;
     let info = stage.group_info("g").await;
     assert_eq!((info.in_flight, info.waiting, info.dead_letters), (0, 1, 1));
-    assert_eq!((info.position, info.behind), (published[2].position, 3));
+    // Three events, and the one that tells of the dead letter.
+    assert_eq!((info.position, info.behind), (published[2].position, 4));
     assert_eq!(info.oldest, Some(published[1].received_at));
     assert_eq!(info.behind_for, 5 * SECOND);
 }
@@ -132,7 +133,13 @@ pub async fn retention_takes_nothing_anyone_needs<H: Harness>(harness: H) {
         ..Retention::default()
     };
     let pruned = maintenance.prune(nothing_left.clone()).await.unwrap();
-    assert_eq!((pruned.removed, pruned.kept), (2, 4));
+    // The notice of the dead letter is owed to nobody; an engine may keep it until every group has
+    // passed it.
+    let told = stage
+        .log()
+        .read(0, vec![super::stage::pattern("system.>")], 10);
+    let told = told.await.unwrap().0.len() as u64;
+    assert_eq!((pruned.removed, pruned.kept), (3 - told, 4 + told));
     for (n, appended) in published.iter().enumerate() {
         let found = stage.log().find(appended.id).await.unwrap().len();
         assert_eq!(found, usize::from(n != 0 && n != 3), "event {n}");

@@ -5,6 +5,7 @@
 //! `EVERBUS_SEED=…` runs that plan alone.
 
 mod compare;
+mod dead;
 mod drops;
 mod oracle;
 mod plan;

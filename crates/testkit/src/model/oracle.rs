@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use everbus_core::{
-    Delivery, Event, EventId, EventState, Failure, FailureKind, Lease, Pattern, Redelivery,
-    Timestamp, Verdict,
+    Appended, Delivery, Event, EventId, EventState, Failure, FailureKind, Lease, Pattern,
+    Redelivery, Timestamp, Verdict,
 };
 
 /// The lease of every consumer of a plan. No other duration has its odd microseconds, so that no
@@ -60,6 +60,8 @@ pub(super) struct Work {
     claimable_since: Option<Timestamp>,
     /// How many unfetched claims may have been lost.
     ghosts: u32,
+    /// Whether the group does not come to it by itself, so that it may overtake what it has yet to reach.
+    at_once: bool,
     /// Whether its last attempt ended in a crash, so that an engine may hand it out alone.
     pub(super) inherited: bool,
 }
@@ -110,6 +112,26 @@ impl Oracle {
 
     /// Takes note of an event the engine stored.
     pub(super) fn appended(&mut self, event: &Event, position: u64, received_at: Timestamp) {
+        self.appended_for(None, event, position, received_at);
+    }
+
+    /// Takes note that a corrected event stands for a dead letter of a group, and is for that one.
+    pub(super) fn replaced(&mut self, group: &str, of: u64, event: &Event, appended: Appended) {
+        let death = self.groups.get_mut(group).and_then(|d| d.dead.get_mut(&of));
+        let death = death.expect("a dead letter that the model knows");
+        assert!(death.open, "an open dead letter was replaced");
+        death.open = false;
+        self.appended_for(Some(group), event, appended.position, appended.received_at);
+    }
+
+    /// An event that is owed by every group that wants it, or by the one that is named.
+    fn appended_for(
+        &mut self,
+        only: Option<&str>,
+        event: &Event,
+        position: u64,
+        received_at: Timestamp,
+    ) {
         assert!(
             position > self.head,
             "position {position} after {}",
@@ -120,10 +142,19 @@ impl Oracle {
         self.head = position;
         self.last_received = received_at;
         self.ids.insert(event.id(), position);
-        for desk in self.groups.values_mut() {
-            if desk.wants(event) {
-                desk.owed.insert(position, Work::new(event, self.now));
+        for (name, desk) in &mut self.groups {
+            // The group that failed gets it whatever it wants; what others want, they pass by.
+            match only {
+                None if !desk.wants(event) => continue,
+                Some(only) if only != name => {
+                    desk.dropped.insert(position);
+                    continue;
+                }
+                _ => {}
             }
+            let mut work = Work::new(event, self.now);
+            work.at_once = !desk.wants(event);
+            desk.owed.insert(position, work);
         }
         let event = event.clone();
         self.log.insert(position, Kept { event, received_at });
@@ -251,7 +282,7 @@ impl Oracle {
             WorkState::Waiting { due } if now < due => return Err(format!("it is due at {due}")),
             WorkState::Waiting { .. } => {}
         }
-        if blocked && work.claimable_since.is_none() {
+        if blocked && work.claimable_since.is_none() && !work.at_once {
             return Err("an earlier one of its key is not settled".into());
         }
         let extra = delivery.attempt.checked_sub(work.attempts + 1);
@@ -484,7 +515,8 @@ impl Desk {
             WorkState::Held { .. } => false,
         });
         let due = due.map(|(position, _)| *position);
-        due.filter(|position| !self.is_blocked(*position)).collect()
+        due.filter(|position| self.owed[position].at_once || !self.is_blocked(*position))
+            .collect()
     }
 
     /// What must be handed out now to a consumer that has room. An event whose key has a later one in
@@ -496,7 +528,7 @@ impl Desk {
                 .owed
                 .values()
                 .any(|work| work.key == *key && matches!(work.state, WorkState::Held { .. }));
-            !self.ordered || key.is_none() || !busy
+            !self.ordered || key.is_none() || !(busy || self.is_blocked(position))
         })
     }
 
@@ -535,6 +567,7 @@ impl Work {
             state: WorkState::Waiting { due },
             claimable_since: None,
             ghosts: 0,
+            at_once: false,
             inherited: false,
         }
     }

@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use everbus_core::{
-    Clock, Code, ConsumeOptions, Consumer, DeadLetterFilter, Deduplication, Delivery, Event,
-    GroupSpec, PurgeBasis, Retention, Settlement, StartFrom, Verdict,
+    Clock, Code, ConsumeOptions, Consumer, Deduplication, Delivery, Event, GroupSpec, Retention,
+    Settlement, StartFrom, Verdict,
 };
 
 use super::Random;
 use super::oracle::{Hold, LEASE, Oracle};
-use crate::conformance::stage::{event, name, options, pattern, spec};
+use crate::conformance::stage::{event, options, pattern, spec};
 use crate::conformance::{Harness, Stage};
 
 pub(super) const ROOM: usize = 6;
@@ -105,7 +105,7 @@ impl<H: Harness> Plan<H> {
     }
 
     async fn step(&mut self) {
-        match self.random.below(109) {
+        match self.random.below(111) {
             0..22 => self.append().await,
             22..48 => self.fetch().await,
             48..76 => self.settle().await,
@@ -117,7 +117,8 @@ impl<H: Harness> Plan<H> {
             94..96 => self.leave().await,
             96..98 => self.end_process().await,
             98..100 => self.prune().await,
-            100..104 => self.drop_oldest().await,
+            100..102 => self.replace_dead().await,
+            102..106 => self.drop_oldest().await,
             _ => self.redeliver().await,
         }
         self.oracle.note_claimable();
@@ -388,12 +389,17 @@ impl<H: Harness> Plan<H> {
                 self.oracle
                     .appended(event, found[0].position, found[0].received_at);
             }
+            if matches!(verdict, Verdict::Dead { .. }) {
+                self.note_notice(group, &delivery).await;
+            }
         } else {
             for event in &follow_ups {
                 let found = self.stage.log().find(event.id()).await.unwrap();
                 assert!(found.is_empty(), "a follow-up of a lost lease");
             }
         }
+        let head = self.stage.log().head().await.unwrap();
+        assert_eq!(head, self.oracle.head, "nothing else was appended");
         // A stale one is kept now and then, to be tried again.
         if !self.random.one_in(6) {
             self.fetched.swap_remove(at);
@@ -454,78 +460,6 @@ impl<H: Harness> Plan<H> {
         self.note(&format!("advance {by:?}"));
         self.stage.advance(by).await;
         self.oracle.advance(by);
-    }
-
-    async fn retry_dead(&mut self) {
-        if !self.stage.has_dead_letters() {
-            return;
-        }
-        let mut filter = DeadLetterFilter::default();
-        let dead = self.stage.open_dead_letters().await;
-        if let Some(one) = self.random.pick(&dead) {
-            match self.random.below(3) {
-                0 => filter.id = Some(one.event.event.id()),
-                1 => filter.group = Some(one.group.clone()),
-                _ => {}
-            }
-        }
-        self.note(&format!("retry {filter:?}"));
-        let retried = self
-            .stage
-            .dead_letters()
-            .retry(filter.clone())
-            .await
-            .unwrap();
-        let position: Option<Option<u64>> = filter.id.map(|id| self.oracle.ids.get(&id).copied());
-        let expected = self.oracle.retry_dead(|group, at| {
-            filter.group.as_ref().is_none_or(|g| *g == name(group))
-                && position.is_none_or(|position| position == Some(at))
-        });
-        assert_eq!(retried, expected, "how many were retried");
-    }
-
-    async fn purge(&mut self) {
-        if !self.stage.has_dead_letters() {
-            return;
-        }
-        let times: Vec<_> = self
-            .oracle
-            .log
-            .values()
-            .map(|kept| kept.received_at)
-            .collect();
-        let Some(&cutoff) = self.random.pick(&times) else {
-            return;
-        };
-        let died = self.random.one_in(2);
-        let basis = if died {
-            PurgeBasis::Died
-        } else {
-            PurgeBasis::Created
-        };
-        self.note(&format!("purge to {cutoff} by {basis:?}"));
-        let purge = self
-            .stage
-            .dead_letters()
-            .purge(cutoff, basis, DeadLetterFilter::default());
-        let purged = purge.await.unwrap();
-        let expected = self.oracle.purge(|kept, death| {
-            let time = if died {
-                death.died_at
-            } else {
-                kept.received_at
-            };
-            time <= cutoff
-        });
-        assert_eq!(purged, expected.len() as u64, "how many were purged");
-        for position in expected {
-            // An engine may keep the event longer: until every group has passed it, for example.
-            let known = self.oracle.log.contains_key(&position);
-            if known && !self.oracle.is_needed(position) && !self.is_kept(position).await {
-                self.oracle.removed(position);
-            }
-        }
-        self.compare_all().await;
     }
 
     /// A group's consumers go; what they fetched stays theirs to settle.

@@ -80,7 +80,8 @@ fn an_acknowledged_event_that_is_gone_is_lost() {
     let report = after(
         "gone",
         "DELETE FROM log WHERE seq = (SELECT max(seq) FROM log WHERE
-           seq NOT IN (SELECT seq FROM dead_letters) AND seq NOT IN (SELECT seq FROM skips))",
+           seq NOT IN (SELECT seq FROM dead_letters) AND seq NOT IN (SELECT seq FROM skips)
+           AND type IN (SELECT id FROM types WHERE name LIKE 'chaos.%'))",
     );
     assert_lost(&report, "is not in the log");
 }
@@ -91,7 +92,8 @@ fn a_payload_that_differs_by_one_byte_is_lost() {
     let report = after(
         "altered",
         "UPDATE log SET payload = CAST(replace(CAST(payload AS TEXT), '}', ' ') AS BLOB)
-         WHERE seq = 7",
+         WHERE seq = (SELECT max(seq) FROM log WHERE
+           type IN (SELECT id FROM types WHERE name LIKE 'chaos.%'))",
     );
     assert_lost(&report, "is not what was published");
 }
@@ -106,6 +108,26 @@ fn an_event_that_is_done_and_no_handler_finished_is_lost() {
            (SELECT seq, group_id FROM dead_letters LIMIT 1)",
     );
     assert_lost(&report, "no handler finished it");
+}
+
+// conformance: issue-4/dlq-notice-checked: the checker finds a dead letter that nothing tells of, and a notice of none
+#[test]
+fn a_dead_letter_and_its_notice_belong_together() {
+    let which = "type = (SELECT id FROM types WHERE name = 'system.dead_letter')";
+    let report = after(
+        "untold",
+        &format!("DELETE FROM log WHERE seq = (SELECT min(seq) FROM log WHERE {which})"),
+    );
+    assert_fault(&report, "is a dead letter that nothing tells of");
+    let report = after(
+        "mistold",
+        &format!(
+            "UPDATE log SET payload = CAST(replace(CAST(payload AS TEXT), '\"attempts\":4', '\"attempts\":5') AS BLOB)
+             WHERE seq = (SELECT min(seq) FROM log WHERE {which}
+               AND CAST(payload AS TEXT) LIKE '%\"attempts\":4%')"
+        ),
+    );
+    assert_fault(&report, "tells of no dead letter");
 }
 
 // conformance: issue-2/checker: a skip without a recorded reason is a loss

@@ -273,10 +273,7 @@ async fn a_dead_letter_that_is_sent_back_is_work_again() {
         let report = bus.publish(("a", 1)).await.unwrap();
         assert_eq!(report.fate("(unnamed)"), Some(&Fate::DeadLettered));
         let filter = DeadLetterFilter::default();
-        assert_eq!(
-            bus.bus().dead_letters().retry_where(filter).await.unwrap(),
-            1
-        );
+        assert_eq!(bus.bus().dead_letters().retry_all(filter).await.unwrap(), 1);
         bus.settle().await.unwrap();
         bus.assert_handled(report.id());
         bus.assert_no_dead_letters().await;

@@ -1,0 +1,168 @@
+//! `everbus dlq list` and `everbus dlq show`.
+
+use everbus_core::{DeadLetter, DeadLetterKey, Engine, PageRequest};
+use serde_json::json;
+
+use super::args::{DlqListArgs, DlqShowArgs};
+use super::{filter, why_not};
+use crate::commands::get::{print_event, shown_whole};
+use crate::commands::{event_id, existing_group};
+use crate::open::Target;
+use crate::output::{Output, Table, escaped, shell_word, shortened};
+use crate::stop::{Outcome, Stop};
+use crate::when;
+
+fn cursor(key: &DeadLetterKey) -> String {
+    format!("{}:{}", key.position, key.group)
+}
+
+pub(super) async fn list(
+    args: DlqListArgs,
+    engine: &Engine,
+    target: &Target,
+    output: &mut Output,
+) -> Outcome {
+    let after = args.after.clone();
+    let request = PageRequest {
+        limit: args.limit,
+        offset: args.offset,
+        after: after.map(|(position, group)| DeadLetterKey { position, group }),
+    };
+    request.validate()?;
+    let filter = filter(&args.filter, engine).await?;
+    let letters = engine.dead_letters()?;
+    let mut page = letters.list(filter.clone(), request).await?;
+    if let Some(next) = &page.next {
+        // A full page may be the last one: only what really follows is worth a cursor.
+        let peek = PageRequest {
+            limit: 1,
+            offset: 0,
+            after: Some(next.clone()),
+        };
+        if letters.list(filter, peek).await?.items.is_empty() {
+            page.next = None;
+        }
+    }
+    if output.is_json() {
+        return output.json(&json!({
+            "dead_letters": page.items,
+            "next": page.next.as_ref().map(cursor),
+        }));
+    }
+    if page.items.is_empty() {
+        return output.line("no dead letters");
+    }
+    let mut table = Table::new(&["ID", "TYPE", "GROUP", "ATTEMPTS", "DIED", "LAST ERROR"]);
+    for letter in &page.items {
+        let event = &letter.event.event;
+        table.row(vec![
+            escaped(&event.display_id()).into_owned(),
+            shortened(&escaped(event.event_type()), 40).into_owned(),
+            escaped(&letter.group.to_string()).into_owned(),
+            letter.attempts.to_string(),
+            when::ago(letter.died_at),
+            shortened(&escaped(letter.last_error()), 60).into_owned(),
+        ]);
+    }
+    table.print(output)?;
+    if let Some(next) = &page.next {
+        output.line(format!("more: {}", next_page(&args, next, target)))?;
+    }
+    Ok(())
+}
+
+/// The command that shows the next page.
+fn next_page(args: &DlqListArgs, next: &DeadLetterKey, target: &Target) -> String {
+    let mut command = format!("everbus {} dlq list", target.as_option());
+    let mut option = |name: &str, value: Option<String>| {
+        if let Some(value) = value {
+            command.push_str(&format!(" {name} {}", shell_word(&value)));
+        }
+    };
+    let filter = &args.filter;
+    option("--type", filter.pattern.as_ref().map(ToString::to_string));
+    option("--group", filter.group.as_ref().map(ToString::to_string));
+    option("--since", filter.since.map(|time| time.to_string()));
+    option("--until", filter.until.map(|time| time.to_string()));
+    option("--tenant", filter.tenant.clone());
+    option("--handler", filter.handler.clone());
+    option("--error", filter.error.clone());
+    option("--limit", Some(args.limit.to_string()));
+    option("--after", Some(cursor(next)));
+    command
+}
+
+pub(super) async fn show(
+    args: DlqShowArgs,
+    engine: &Engine,
+    target: &Target,
+    output: &mut Output,
+) -> Outcome {
+    if let Some(group) = &args.group {
+        existing_group(group, engine).await?;
+    }
+    let id = event_id(&args.id, args.source.as_deref());
+    let mut found = engine.dead_letters()?.get(id).await?;
+    if let Some(group) = &args.group {
+        found.retain(|letter| letter.group == *group);
+    }
+    if found.is_empty() {
+        let why = why_not(&args.id, id, args.group.as_ref(), engine).await?;
+        return Err(Stop::not_found(why.message, &why.hint));
+    }
+    let objects = target.objects(engine)?;
+    for letter in &mut found {
+        letter.event = shown_whole(objects.as_deref(), &letter.event).await;
+    }
+    if output.is_json() {
+        return output.json(&found);
+    }
+    for (index, letter) in found.iter().enumerate() {
+        if index > 0 {
+            output.line("")?;
+        }
+        print_letter(letter, output)?;
+    }
+    Ok(())
+}
+
+fn print_letter(letter: &DeadLetter, output: &mut Output) -> Outcome {
+    print_event(&letter.event, output)?;
+    output.line(format!(
+        "group        {}",
+        escaped(&letter.group.to_string())
+    ))?;
+    if let Some(handler) = &letter.handler {
+        output.line(format!("handler      {}", escaped(handler)))?;
+    }
+    output.line(format!("attempts     {}", letter.attempts))?;
+    output.line(format!(
+        "first died   {}",
+        when::shown(letter.first_seen_at)
+    ))?;
+    output.line(format!(
+        "died         {} ({})",
+        when::shown(letter.died_at),
+        when::ago(letter.died_at)
+    ))?;
+    if let Some(retried) = letter.retried_at {
+        output.line(format!("sent back    {}", when::shown(retried)))?;
+    }
+    if let Some(by) = letter.replaced_by {
+        output.line(format!("replaced by  {by}"))?;
+    }
+    for failure in &letter.failures {
+        output.line(format!(
+            "attempt {:<4} {} {}: {}",
+            failure.attempt,
+            when::shown(failure.at),
+            failure.kind.as_str(),
+            escaped(&failure.error)
+        ))?;
+        let backtrace = failure.backtrace.as_deref().unwrap_or_default();
+        for line in backtrace.lines() {
+            output.line(format!("             {}", escaped(line)))?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,130 @@
+//! `everbus dlq`: look at what failed for good, send it back as it is or corrected, or delete it. Needs
+//! no running bus.
+
+mod args;
+mod edit;
+mod editor;
+mod list;
+mod purge;
+mod retry;
+
+use everbus_core::{DeadLetter, DeadLetterFilter, Engine, EventId, GroupName};
+
+pub(crate) use args::DlqCommand;
+use args::DlqFilterArgs;
+
+use super::{ID_HINT, existing_group, until_interrupted};
+use crate::open::{Target, close};
+use crate::output::{Output, shell_word};
+use crate::stop::{Outcome, Stop};
+use crate::when;
+
+pub(crate) async fn run(command: DlqCommand, target: &Target, output: &mut Output) -> Outcome {
+    // While an editor has the terminal, Ctrl-C is its business.
+    if let DlqCommand::Edit(args) = command {
+        return edit::run(args, target, output).await;
+    }
+    until_interrupted(async {
+        let engine = target.open_existing().await?;
+        let outcome = run_on(command, &engine, target, output).await;
+        close(&engine).await;
+        outcome
+    })
+    .await
+}
+
+async fn run_on(
+    command: DlqCommand,
+    engine: &Engine,
+    target: &Target,
+    output: &mut Output,
+) -> Outcome {
+    match command {
+        DlqCommand::List(args) => list::list(args, engine, target, output).await,
+        DlqCommand::Show(args) => list::show(args, engine, target, output).await,
+        DlqCommand::Retry(args) => retry::retry(args, engine, target, output).await,
+        // Has gone its own way.
+        DlqCommand::Edit(_) => Ok(()),
+        DlqCommand::Purge(args) => {
+            let filter = filter(&args.filter, engine).await?;
+            let purged = purge::purge(args, filter, engine, output);
+            target.patiently(purged).await
+        }
+    }
+}
+
+/// The filter, if it makes sense: a group that is not there and an end before the beginning match
+/// nothing, and that would look like good news.
+async fn filter(args: &DlqFilterArgs, engine: &Engine) -> Outcome<DeadLetterFilter> {
+    if let (Some(since), Some(until)) = (args.since, args.until)
+        && since > until
+    {
+        return Err(Stop::usage(
+            format!(
+                "--since {} is after --until {}",
+                when::shown(since),
+                when::shown(until)
+            ),
+            Some("exchange the two"),
+        ));
+    }
+    if let Some(group) = &args.group {
+        existing_group(group, engine).await?;
+    }
+    Ok(DeadLetterFilter {
+        pattern: args.pattern.clone(),
+        group: args.group.clone(),
+        since: args.since,
+        until: args.until,
+        tenant: args.tenant.clone(),
+        handler: args.handler.clone(),
+        error: args.error.clone(),
+        ..DeadLetterFilter::default()
+    })
+}
+
+/// Why an event is not among the dead letters that were asked for.
+struct WhyNot {
+    message: String,
+    hint: String,
+}
+
+async fn why_not(
+    text: &str,
+    id: EventId,
+    group: Option<&GroupName>,
+    engine: &Engine,
+) -> Outcome<WhyNot> {
+    let get = format!("`everbus get {}` shows where it stands", shell_word(text));
+    let letters = engine.dead_letters()?.get(id).await?;
+    let here = |letter: &&DeadLetter| group.is_none_or(|group| letter.group == *group);
+    if let Some(letter) = letters.iter().find(here) {
+        let message = match letter.retried_at {
+            Some(at) => format!(
+                "{text:?} was sent back to {} already, {}",
+                letter.group,
+                when::ago(at)
+            ),
+            None => format!("{text:?} is a dead letter that the filters leave out"),
+        };
+        return Ok(WhyNot { message, hint: get });
+    }
+    if let Some(group) = group
+        && !letters.is_empty()
+    {
+        let groups: Vec<String> = letters.iter().map(|l| l.group.to_string()).collect();
+        return Ok(WhyNot {
+            message: format!("{text:?} has no dead letter in the group {group}"),
+            hint: format!("it has one in {}", groups.join(", ")),
+        });
+    }
+    let stored = !engine.log()?.find(id).await?.is_empty();
+    Ok(WhyNot {
+        message: if stored {
+            format!("{text:?} is not a dead letter")
+        } else {
+            format!("there is no event {text:?}")
+        },
+        hint: if stored { get } else { ID_HINT.to_owned() },
+    })
+}

@@ -1,0 +1,98 @@
+//! Writing a dead letter, and telling of it: one step.
+
+use everbus_core::{Code, Error, Failure, Recorded, Result, Timestamp, dead_letter_notice};
+use rusqlite::params;
+
+use crate::append::Appender;
+use crate::errors::from_sqlite;
+use crate::failpoint;
+use crate::rows::{record_at, to_sql};
+use crate::state::micros;
+use crate::writer::Writer;
+
+impl Writer {
+    /// Opens a dead letter, or opens it again: attempts add up, the first time stays. The event that
+    /// tells of it is appended in the same transaction.
+    pub(crate) fn write_dead_letter(
+        &mut self,
+        group: i64,
+        seq: u64,
+        type_id: i64,
+        attempts: u32,
+        failures: &[Failure],
+        died_at: Timestamp,
+    ) -> Result<()> {
+        let handler = failures.iter().rev().find_map(|f| f.handler.as_deref());
+        // The claim counted one; if nobody ran, it was none.
+        let was_none = failures.last().is_some_and(|last| !last.kind.is_attempt());
+        let attempts = attempts.saturating_sub(u32::from(was_none));
+        let failures_json = serde_json::to_string(failures)
+            .map_err(|e| Error::new(Code::Internal, format!("failures cannot be stored: {e}")))?;
+        let record = record_at(&self.conn, seq, &mut self.state.type_names)?.ok_or_else(|| {
+            Error::new(
+                Code::Corrupt,
+                format!("event {seq} was delivered but is not in the log"),
+            )
+        })?;
+        let all_attempts: u32 = self
+            .conn
+            .prepare_cached(
+                "INSERT INTO dead_letters
+                   (seq, group_id, type, attempts, failures, handler, first_seen_at, died_at,
+                    event_id, binary)
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7, ?8, ?9)
+                 ON CONFLICT (seq, group_id) DO UPDATE SET
+                   attempts = attempts + excluded.attempts, failures = excluded.failures,
+                   handler = excluded.handler, died_at = excluded.died_at, retried_at = NULL
+                 RETURNING attempts",
+            )
+            .and_then(|mut s| {
+                s.query_row(
+                    params![
+                        to_sql(seq),
+                        group,
+                        type_id,
+                        attempts,
+                        failures_json,
+                        handler,
+                        micros(died_at),
+                        record.event.id().to_string(),
+                        !is_text(record.event.payload()),
+                    ],
+                    |row| row.get(0),
+                )
+            })
+            .map_err(|e| from_sqlite("writing a dead letter", e))?;
+        self.tell(group, &record, all_attempts, failures.last(), died_at)?;
+        self.watches.touch(seq);
+        failpoint::hit("after-dead-letter");
+        Ok(())
+    }
+
+    /// Appends the event that tells of a dead letter. It is claimed and handed out like any other.
+    fn tell(
+        &mut self,
+        group: i64,
+        record: &Recorded,
+        attempts: u32,
+        failure: Option<&Failure>,
+        died_at: Timestamp,
+    ) -> Result<()> {
+        let name = &self.state.group_mut(group)?.name;
+        let Some(notice) = dead_letter_notice(record, name, attempts, failure, died_at) else {
+            return Ok(());
+        };
+        let now = self.clock.now();
+        let mut appender = Appender::new(&self.conn, &self.state, now)?;
+        match appender.batch(&mut self.state, vec![notice]) {
+            // Told before, in the same moment, with another text: once is enough.
+            Err(e) if e.code() == Code::IdReused => Ok(()),
+            told => told.map(drop),
+        }
+    }
+}
+
+/// Whether SQL can show a payload as text.
+fn is_text(payload: &[u8]) -> bool {
+    !payload.contains(&0) && std::str::from_utf8(payload).is_ok()
+}

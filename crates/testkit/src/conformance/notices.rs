@@ -1,0 +1,208 @@
+//! `system.dead_letter`: one event tells of every dead letter, in the step that writes it.
+
+use std::time::Duration;
+
+use everbus_core::{
+    ConsumeOptions, DEAD_LETTER_EVENT, DeadLetterFilter, Delivery, Event, Failure, FailureKind,
+    Recorded, Settlement, Verdict,
+};
+use serde_json::{Value, json};
+
+use super::stage::{LEASE, code, nothing, options, pattern, take, take_one};
+use super::{Harness, Stage};
+
+fn body(delivery: &Delivery) -> Value {
+    assert_eq!(delivery.record.event.event_type(), DEAD_LETTER_EVENT);
+    delivery.record.event.json().unwrap()
+}
+
+/// All notices in the log, where it can be read.
+async fn told<H: Harness>(stage: &Stage<H>) -> Vec<std::sync::Arc<Recorded>> {
+    let (told, _) = stage
+        .log()
+        .read(0, vec![pattern(DEAD_LETTER_EVENT)], 1000)
+        .await
+        .unwrap();
+    told
+}
+
+/// Groups that ask for it are told what died and why; the others, those that want everything too, are
+/// not. Nobody is told of an event of the system itself.
+pub async fn every_dead_letter_is_told_of<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    stage.declare("g", &["*"]).await;
+    stage.declare("everything", &[">"]).await;
+    stage.declare("alarm", &["system.>"]).await;
+    stage.declare("pager", &["system.dead_letter"]).await;
+    let mut g = stage.consumer("g").await;
+    let mut everything = stage.consumer("everything").await;
+    let mut alarm = stage.consumer("alarm").await;
+    let event = Event::builder("order.placed")
+        .json(&json!({"order": 1}))
+        .tenant("acme")
+        .correlation_id("request-1")
+        .build()
+        .unwrap();
+    let appended = stage.append(event).await;
+    let delivery = take_one(&mut g).await;
+    stage.fail(&delivery, Duration::ZERO).await;
+    let delivery = take_one(&mut g).await;
+    stage.kill(&delivery).await;
+    let notice = take_one(&mut alarm).await;
+    let expected = json!({
+        "eventId": appended.id.to_string(),
+        "eventType": "order.placed",
+        "error": "attempt 2 failed",
+        "group": "g",
+        "attempts": 2,
+    });
+    assert_eq!(body(&notice), expected);
+    let told = &notice.record.event;
+    assert_eq!(told.tenant(), Some("acme"));
+    assert_eq!(told.correlation_id(), "request-1");
+    assert_eq!(
+        told.attributes().unwrap().causation_id,
+        Some(appended.id.to_string())
+    );
+    assert!(notice.record.position > appended.position);
+    // A group that nobody consumed meanwhile gets it as well.
+    let mut pager = stage.consumer("pager").await;
+    assert_eq!(body(&take_one(&mut pager).await), expected);
+    let original = take_one(&mut everything).await;
+    assert_eq!(original.record.position, appended.position);
+    nothing(&mut everything).await;
+    nothing(&mut g).await;
+    // The dead letter of the notice leads to no other.
+    stage.kill(&notice).await;
+    nothing(&mut alarm).await;
+    let own = stage.publish("system.note").await;
+    let delivery = take_one(&mut alarm).await;
+    assert_eq!(delivery.record.position, own.position);
+    stage.kill(&delivery).await;
+    nothing(&mut alarm).await;
+}
+
+/// Whatever makes a dead letter tells of it: a verdict without a failure of its own, and an event that
+/// nobody has a handler for.
+pub async fn every_way_to_die_is_told<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    stage.declare("g", &["*"]).await;
+    stage.declare("alarm", &["system.>"]).await;
+    let mut alarm = stage.consumer("alarm").await;
+    stage.publish("a.x").await;
+    let mut g = stage.consumer("g").await;
+    let delivery = take_one(&mut g).await;
+    stage.fail(&delivery, Duration::ZERO).await;
+    let delivery = take_one(&mut g).await;
+    stage
+        .settle(&delivery, Verdict::Dead { failure: None })
+        .await
+        .unwrap();
+    let first = take_one(&mut alarm).await;
+    assert_eq!(body(&first)["error"], "attempt 1 failed");
+    stage.ack(&first).await;
+    g.close().await.unwrap();
+    let only_a = ConsumeOptions {
+        handled: vec![pattern("a.*")],
+        no_handler_after: Duration::from_secs(60),
+        ..options()
+    };
+    let mut g = stage.consumer_with("g", only_a).await;
+    let orphan = stage.publish("b.x").await;
+    nothing(&mut g).await;
+    stage.advance(Duration::from_secs(61)).await;
+    // Somebody has to look for it to be noticed.
+    let looked = tokio::time::timeout(Duration::from_millis(300), g.fetch(1)).await;
+    assert!(looked.is_err(), "{looked:?}");
+    let second = body(&take_one(&mut alarm).await);
+    assert_eq!(second["eventId"], orphan.id.to_string());
+    let error = second["error"].as_str().unwrap();
+    assert!(error.contains("handler"), "{error}");
+    nothing(&mut alarm).await;
+}
+
+/// A dead letter that was retried and fails again is told of again, with all its attempts.
+pub async fn dying_again_is_told_again<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    if !stage.has_dead_letters() {
+        return;
+    }
+    stage.declare("g", &["*"]).await;
+    stage.declare("alarm", &["system.>"]).await;
+    let mut alarm = stage.consumer("alarm").await;
+    stage.dead_letter("g", "a.x").await;
+    // In the very same moment, too.
+    for attempts in 1..=3 {
+        assert_eq!(body(&take_one(&mut alarm).await)["attempts"], attempts);
+        let retried = stage.dead_letters().retry(DeadLetterFilter::default());
+        assert_eq!(retried.await.unwrap(), 1);
+        let mut g = stage.consumer("g").await;
+        let delivery = take_one(&mut g).await;
+        if attempts == 3 {
+            stage.ack(&delivery).await;
+        } else {
+            stage.kill(&delivery).await;
+        }
+        g.close().await.unwrap();
+    }
+    nothing(&mut alarm).await;
+}
+
+/// A settlement that is refused tells of nothing, also beside others that are not.
+pub async fn a_refused_settlement_tells_of_nothing<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    if !stage.has_log() || !stage.capabilities().fencing {
+        return;
+    }
+    stage.declare("g", &["*"]).await;
+    stage.publish_many("a.x", 3).await;
+    let mut g = stage.consumer("g").await;
+    let got = take(&mut g, 3).await;
+    stage.advance(LEASE + Duration::from_secs(1)).await;
+    let again = take(&mut g, 1).await.remove(0);
+    let dead = |delivery: &Delivery| {
+        let failure = Some(stage.failure(delivery));
+        Settlement::new(delivery.lease.clone(), Verdict::Dead { failure })
+    };
+    assert_eq!(
+        code(stage.settle_with(dead(&got[1])).await),
+        everbus_core::Code::LeaseLost
+    );
+    assert!(told(&stage).await.is_empty());
+    let batch = vec![dead(&got[0]), dead(&again), dead(&got[2])];
+    let answers = stage.broker().settle(batch).await.unwrap();
+    let taken: Vec<bool> = answers.iter().map(Result::is_ok).collect();
+    assert_eq!(taken, [false, true, false]);
+    let told = told(&stage).await;
+    assert_eq!(told.len(), 1);
+    let body: Value = told[0].event.json().unwrap();
+    assert_eq!(body["eventId"], again.record.event.id().to_string());
+}
+
+/// However long the error, the notice is a small event; the dead letter has all of it.
+pub async fn a_long_error_is_cut_in_the_notice<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    if !stage.has_dead_letters() {
+        return;
+    }
+    stage.declare("g", &["*"]).await;
+    stage.declare("alarm", &["system.>"]).await;
+    stage.publish("a.x").await;
+    let mut g = stage.consumer("g").await;
+    let delivery = take_one(&mut g).await;
+    // Every character is six in JSON.
+    let text = "\u{1}".repeat(60_000);
+    let at = everbus_core::Clock::now(&stage.clock);
+    let failure = Some(Failure::new(1, at, FailureKind::Error, text.clone()));
+    stage
+        .settle(&delivery, Verdict::Dead { failure })
+        .await
+        .unwrap();
+    assert_eq!(stage.open_dead_letters().await[0].last_error(), text);
+    let mut alarm = stage.consumer("alarm").await;
+    let notice = take_one(&mut alarm).await;
+    let error = body(&notice)["error"].as_str().unwrap().to_owned();
+    assert!(error.starts_with("\u{1}\u{1}") && error.ends_with("(cut)"));
+    let size = notice.record.event.payload().len();
+    assert!(size < 128 * 1024, "{size} bytes");
+}
