@@ -200,7 +200,8 @@ impl Shared {
         };
         for event in &mut events {
             if objects.is_over(event) {
-                *event = objects.offload(event.clone()).await?;
+                // Boxed: hardly any publish needs the room.
+                *event = Box::pin(objects.offload(event.clone())).await?;
             }
         }
         Ok(events)

@@ -170,7 +170,7 @@ impl Objects {
         match event.overflow() {
             None => Ok(event.clone()),
             Some(reference) => {
-                let payload = whole::payload(&self.store, event, reference).await?;
+                let payload = Box::pin(whole::payload(&self.store, event, reference)).await?;
                 Ok(event.clone().made_whole(payload))
             }
         }
