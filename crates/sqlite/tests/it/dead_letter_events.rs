@@ -21,11 +21,7 @@ fn rows(path: &Path) -> Vec<BTreeMap<String, Value>> {
     let mut statement = conn
         .prepare("SELECT * FROM dead_letter_events ORDER BY created_at, id")
         .unwrap();
-    let names: Vec<String> = statement
-        .column_names()
-        .into_iter()
-        .map(Into::into)
-        .collect();
+    let names: Vec<String> = statement.column_names().map(Into::into).collect();
     let rows = statement.query_map([], |row| {
         let columns = names.iter().enumerate();
         columns
