@@ -251,7 +251,7 @@ async fn a_run_goes_in_small_steps_with_others_in_between() {
     assert!(done.removed >= 20_000 && done.freed_bytes > 0, "{done:?}");
     let steps = steps.lock().unwrap().clone();
     let mut before = Pruned::default();
-    for (step, _) in steps.iter() {
+    for (step, _) in &steps {
         assert!(step.removed - before.removed <= 5000, "{step:?}");
         assert!(step.freed_bytes >= before.freed_bytes);
         before = *step;
