@@ -62,6 +62,8 @@ const OUTBOX: &str = "event_outbox";
 const TELLING: &[&str] = &[
     "collation_list",
     "compile_options",
+    // Asked by full-text search tables, whenever they are about to write.
+    "data_version",
     "database_list",
     "foreign_key_check",
     "foreign_key_list",

@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use clap::{Subcommand, ValueEnum};
 use everbus::Config;
+use everbus::audit::{Action, Operator, audited};
+use everbus::overflow::{Collect, Collected};
 use everbus_core::{
     Clock as _, Engine, Held, Holdings, Pattern, Pruned, Retention, StreamAge, SystemClock,
     Timestamp,
@@ -182,33 +184,58 @@ pub(crate) async fn run(
     let (retention, from) = policy.resolve(config(args))?;
     let engine = target.open_existing().await?;
     let outcome = match command {
-        RetentionCommand::Run(args) if args.dry_run => preview(&engine, retention, output).await,
-        RetentionCommand::Run(_) => target.patiently(prune(&engine, retention, output)).await,
+        RetentionCommand::Run(args) if args.dry_run => {
+            preview(&engine, target, retention, output).await
+        }
+        RetentionCommand::Run(_) => {
+            let pruned = prune(&engine, target, retention, output);
+            target.patiently(Box::pin(pruned)).await
+        }
         RetentionCommand::Show(_) => show(&engine, &retention, &from, output).await,
     };
     close(&engine).await;
     outcome
 }
 
-async fn preview(engine: &Engine, retention: Retention, output: &mut Output) -> Outcome {
+async fn preview(
+    engine: &Engine,
+    target: &Target,
+    retention: Retention,
+    output: &mut Output,
+) -> Outcome {
     let bar = progress::spinner("looking");
     let pruned = engine.maintenance()?.preview(retention.clone()).await;
     bar.finish_and_clear();
-    print(&retention, &pruned?, true, output)
+    let collected = collect(engine, target, &Collect::dry_run()).await?;
+    print(&retention, &pruned?, collected, true, output)
 }
 
-async fn prune(engine: &Engine, retention: Retention, output: &mut Output) -> Outcome {
+/// Deletes the objects of events that went in an earlier run, and what unfinished publishes left.
+async fn collect(engine: &Engine, target: &Target, options: &Collect) -> Outcome<Collected> {
+    match target.objects(engine)? {
+        Some(objects) => Ok(objects.collect(engine, options).await?),
+        None => Ok(Collected::default()),
+    }
+}
+
+async fn prune(
+    engine: &Engine,
+    target: &Target,
+    retention: Retention,
+    output: &mut Output,
+) -> Outcome {
     let maintenance = engine.maintenance()?;
     // For the record, and so that it is not done again today.
     let owner = format!("everbus retention run, process {}", std::process::id());
     let duty = retention.duty();
     maintenance.take_duty(duty, owner, Duration::ZERO).await?;
     let bar = progress::bar("removing", None);
-    let pruned = maintenance
-        .prune_watched(retention.clone(), reporter(bar.clone()))
-        .await;
+    let action = Action::new("retention.run").detail("policy", policy_json(&retention));
+    let pruned = maintenance.prune_watched(retention.clone(), reporter(bar.clone()));
+    let pruned = audited(engine, &Operator::current(), action, pruned).await;
     bar.finish_and_clear();
-    print(&retention, &pruned?, false, output)
+    let collected = collect(engine, target, &Collect::default()).await?;
+    print(&retention, &pruned?, collected, false, output)
 }
 
 fn reporter(bar: ProgressBar) -> Box<dyn FnMut(Pruned) + Send> {
@@ -222,12 +249,19 @@ fn reporter(bar: ProgressBar) -> Box<dyn FnMut(Pruned) + Send> {
     })
 }
 
-fn print(retention: &Retention, pruned: &Pruned, dry_run: bool, output: &mut Output) -> Outcome {
+fn print(
+    retention: &Retention,
+    pruned: &Pruned,
+    collected: Collected,
+    dry_run: bool,
+    output: &mut Output,
+) -> Outcome {
     if output.is_json() {
         return output.json(&json!({
             "dry_run": dry_run,
             "policy": policy_json(retention),
             "result": pruned,
+            "objects": collected,
         }));
     }
     let mut table = Table::new(&[
@@ -244,6 +278,8 @@ fn print(retention: &Retention, pruned: &Pruned, dry_run: bool, output: &mut Out
     row("dead letters", pruned.dead_letters, None);
     row("audit records", pruned.audit, None);
     row("sent outbox rows", pruned.outbox, None);
+    let objects = collected.orphans + collected.strays;
+    row("objects of large events", objects, Some(collected.kept));
     table.print(output)?;
     if dry_run {
         return output.line("nothing was changed");

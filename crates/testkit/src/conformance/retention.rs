@@ -360,7 +360,8 @@ async fn check_policy<H: Harness>(
 ) {
     let now = stage.clock.now();
     let read = || async {
-        let all = stage.log().read(0, vec![pattern(">")], 10_000).await;
+        let everything = vec![pattern(">"), pattern("system.>")];
+        let all = stage.log().read(0, everything, 10_000).await;
         all.unwrap().0
     };
     let before = read().await;
