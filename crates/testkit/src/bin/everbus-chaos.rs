@@ -16,6 +16,7 @@ use everbus_testkit::chaos::campaign::{Campaign, Until};
 use everbus_testkit::chaos::disk::Disk;
 use everbus_testkit::chaos::power::{Losses, Power};
 use everbus_testkit::chaos::relay::{self, RelayCampaign};
+use everbus_testkit::chaos::retain::{self, Bug, Policy};
 use everbus_testkit::chaos::tally::Tally;
 use everbus_testkit::chaos::{Broken, victim, zombie};
 
@@ -77,6 +78,19 @@ enum Command {
         outbox: Option<PathBuf>,
         #[arg(long)]
         db: PathBuf,
+        #[arg(long)]
+        keep_on: bool,
+        #[arg(long)]
+        mark_first: bool,
+    },
+    #[command(hide = true)]
+    RetainVictim {
+        #[arg(long)]
+        db: PathBuf,
+        #[arg(long)]
+        policy: String,
+        #[arg(long)]
+        bug: Option<String>,
     },
     #[command(hide = true)]
     Victim {
@@ -94,6 +108,14 @@ enum Command {
         normal: bool,
         #[arg(long)]
         ack_first: bool,
+        #[arg(long)]
+        overflow: bool,
+        #[arg(long)]
+        die_between: Option<u64>,
+        #[arg(long)]
+        late_objects: bool,
+        #[arg(long)]
+        mortal: bool,
     },
     #[command(hide = true)]
     Zombie {
@@ -119,20 +141,37 @@ fn main() -> ExitCode {
             lease_ms,
             normal,
             ack_first,
+            overflow,
+            die_between,
+            late_objects,
+            mortal,
         }) => victim::run(victim::Orders {
-            db,
-            seed,
-            publishes,
             repeat,
             lease_ms,
             normal,
             ack_first,
-            quiet: false,
+            overflow,
+            die_between,
+            late_objects,
+            mortal,
+            ..victim::Orders::new(db, seed, publishes)
         })
         .map(|()| true),
         Some(Command::Relay { kills, seed }) => relays(kills, seed_or_new(seed)),
-        Some(Command::RelayVictim { outbox, db }) => {
-            relay::run(outbox.as_deref(), &db).map(|()| true)
+        Some(Command::RelayVictim {
+            outbox,
+            db,
+            keep_on,
+            mark_first,
+        }) => relay::run(&relay::Orders {
+            db,
+            outbox,
+            keep_on,
+            mark_first,
+        })
+        .map(|()| true),
+        Some(Command::RetainVictim { db, policy, bug }) => {
+            retention(db, &policy, bug.as_deref()).map(|()| true)
         }
         Some(Command::Zombie { db }) => zombie::run(&db).map(|()| true),
     };
@@ -218,6 +257,15 @@ fn relays(kills: u64, seed: u64) -> Result<bool, Broken> {
     Ok(found.problems.is_empty())
 }
 
+fn retention(db: PathBuf, policy: &str, bug: Option<&str>) -> Result<(), Broken> {
+    let unknown = |what: &str| Broken(format!("there is no {what:?}"));
+    let policy = Policy::named(policy).ok_or_else(|| unknown(policy))?;
+    let bug = bug
+        .map(|name| Bug::named(name).ok_or_else(|| unknown(name)))
+        .transpose()?;
+    retain::run(&retain::Orders { db, policy, bug })
+}
+
 /// Whether the machine allows it; says loudly if not.
 fn may_lose_power() -> bool {
     match Disk::missing() {
@@ -248,6 +296,14 @@ fn report(tally: &Tally, seed: u64) -> bool {
         println!("PROBLEM {problem}");
     }
     println!("{} checks, {} orderly ends", tally.checks, tally.orderly);
+    println!(
+        "kills of relays {}, of processes that split events {}, of retention jobs {}",
+        tally.relay_kills, tally.overflow_kills, tally.retention_kills
+    );
+    println!(
+        "{} rows relayed, {} objects looked at and {} collected, {} events removed",
+        tally.relayed, tally.objects, tally.collected, tally.removed
+    );
     if tally.outages > 0 {
         println!(
             "{} acknowledgements heard after the power began to go are not counted; {} of them are gone",

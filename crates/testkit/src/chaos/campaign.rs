@@ -4,13 +4,14 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::checker::Stage;
+use super::retain::Policy;
 use super::rounds::Arena;
 use super::tally::Tally;
 use super::{Broken, say};
 use crate::model::Random;
 
 /// After so many kills a file is drained and a new one begun, so that checks stay quick.
-const KILLS_PER_FILE: u64 = 200;
+const KILLS_PER_FILE: u64 = 60;
 /// The file is checked after about so many rounds.
 const ROUNDS_PER_CHECK: usize = 8;
 
@@ -56,6 +57,12 @@ impl Campaign {
             number += 1;
             let file = self.directory.join(format!("chaos-{number}.db"));
             let mut arena = Arena::new(&self.program, file, random.number());
+            // Outboxes, removal by age, removal by length, in turn.
+            arena = match number % 3 {
+                2 => arena.retaining(Policy::Age),
+                0 => arena.retaining(Policy::Length),
+                _ => arena,
+            };
             let before = tally.all_kills();
             self.play(&mut arena, began, before, random.number())?;
             let clean = arena.tally.is_clean();
@@ -100,7 +107,7 @@ impl Campaign {
     }
 }
 
-/// Removes a file and what SQLite and owners left beside it.
+/// Removes a file and everything beside it: what SQLite and owners left, outbox and objects.
 pub(crate) fn remove(file: &Path) -> Result<(), Broken> {
     let (Some(directory), Some(name)) = (file.parent(), file.file_name()) else {
         return Ok(());
@@ -109,7 +116,13 @@ pub(crate) fn remove(file: &Path) -> Result<(), Broken> {
     let entries = std::fs::read_dir(directory).map_err(Broken::at("listing the files"))?;
     for entry in entries.filter_map(Result::ok) {
         if entry.file_name().to_string_lossy().starts_with(&name) {
-            std::fs::remove_file(entry.path()).map_err(Broken::at("removing a file"))?;
+            let path = entry.path();
+            let removed = if path.is_dir() {
+                std::fs::remove_dir_all(&path)
+            } else {
+                std::fs::remove_file(&path)
+            };
+            removed.map_err(Broken::at("removing a file"))?;
         }
     }
     Ok(())

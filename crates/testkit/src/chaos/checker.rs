@@ -3,17 +3,22 @@
 //! It compares what victims said with what was observed, and knows no engine. An acknowledged event is
 //! in exactly one of {waiting, in flight, handled, dead-lettered, skipped with a reason} for every
 //! group that wants it; a dead letter carries everything needed to understand it; *handled* is believed
-//! only if a handler said so.
+//! only if a handler said so. Where retention removes events, one that is gone must have come to its end
+//! in every group. A row committed to an outbox is as good as an acknowledgement.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use everbus_core::{DEAD_LETTER_EVENT, EventId, FailureKind, GroupName};
 
 use super::content::Content;
 use super::ledger::Ledger;
 use super::observe::{Dead, Observed, Place, Stored};
+use super::outboxes;
+use super::retain::Policy;
 use super::{GROUPS, PREFETCH};
 
+/// What a bus says that waited for an object as long as for a handler.
+const OBJECT_TIMEOUT: &str = "the object store did not answer within";
 /// After so many attempts a victim's handlers give up.
 pub const MAX_ATTEMPTS: u32 = 4;
 
@@ -35,7 +40,16 @@ pub struct Report {
     pub faults: Vec<String>,
     /// How often a group finished an event that it had finished before.
     pub duplicates: u64,
+    /// Events of outboxes that are in the log.
+    pub relayed: u64,
+    /// Objects that events refer to, and that were looked at.
+    pub objects: u64,
+    /// Acknowledged events that retention removed, rightly.
+    pub removed: u64,
 }
+
+/// Dead letters that an event in the log tells of, by event and group.
+type Told = HashSet<(EventId, usize)>;
 
 impl Report {
     /// Whether nothing was found.
@@ -48,8 +62,8 @@ impl Report {
 /// stopped so far: only what was in flight then may have been handled twice.
 pub fn check(ledger: &Ledger, observed: &Observed, stage: Stage, interruptions: u64) -> Report {
     let mut report = Report {
-        faults: ledger.faults(),
         duplicates: ledger.duplicates(),
+        objects: observed.objects.len() as u64,
         ..Report::default()
     };
     report.faults.extend(observed.damage.iter().cloned());
@@ -60,11 +74,24 @@ pub fn check(ledger: &Ledger, observed: &Observed, stage: Stage, interruptions: 
             report.duplicates
         ));
     }
+    let told = check_notices(ledger, observed, &mut report);
+    // A dead letter that a relay sent back comes late.
+    let sent_back = |group, id| ledger.was_relayed(id) && told.contains(&(id, group));
+    report.faults.extend(ledger.faults_unless(sent_back));
+    let mut positions = HashMap::new();
     for (id, position) in ledger.acked() {
+        if let Some(other) = positions.insert(position, id) {
+            report.faults.push(format!(
+                "{id} and {other} were both acknowledged at {position}"
+            ));
+        }
         match observed.events.get(id) {
-            None => report.lost.push(format!(
-                "{id}, acknowledged at {position}, is not in the log"
-            )),
+            None => match not_ended(*id, ledger, &told) {
+                Some(what) => report.lost.push(format!(
+                    "{id}, acknowledged at {position}, is not in the log{what}"
+                )),
+                None => report.removed += 1,
+            },
             Some(stored) if stored.position != *position => report.faults.push(format!(
                 "{id}, acknowledged at {position}, is at {}",
                 stored.position
@@ -74,32 +101,55 @@ pub fn check(ledger: &Ledger, observed: &Observed, stage: Stage, interruptions: 
     }
     for (id, stored) in &observed.events {
         if stored.event_type != DEAD_LETTER_EVENT {
-            check_event(*id, stored, ledger, stage, &mut report);
+            check_event(*id, stored, ledger, stage, &told, &mut report);
         }
     }
-    check_notices(observed, &mut report);
+    outboxes::check(ledger, observed, stage, &mut report);
     report
 }
 
+/// Why an event that is gone must not be, if so: without retention because none may, with it because a
+/// group had not come to an end with it.
+fn not_ended(id: EventId, ledger: &Ledger, told: &Told) -> Option<String> {
+    ledger.retention().map_or(Some(String::new()), |_| {
+        let content = Content::of(id);
+        let ended = |group: usize| {
+            !content.is_wanted_by(group)
+                || ledger.finished(group, id) > 0
+                || content.may_be_skipped_by(group)
+                || told.contains(&(id, group))
+        };
+        let group = (0..GROUPS.len()).find(|group| !ended(*group))?;
+        let name = GROUPS[group].name;
+        Some(format!(", and group {name:?} never came to an end with it"))
+    })
+}
+
 /// Every dead letter is told of, and nothing else is.
-fn check_notices(observed: &Observed, report: &mut Report) {
+fn check_notices(ledger: &Ledger, observed: &Observed, report: &mut Report) -> Told {
     let notices = observed
         .events
         .iter()
         .filter(|(_, stored)| stored.event_type == DEAD_LETTER_EVENT);
     let mut told = HashSet::new();
     for (id, stored) in notices {
-        match read_notice(&stored.payload, observed) {
+        match read_notice(&stored.payload, observed, ledger) {
             None => report.faults.push(format!(
                 "{id} at {} tells of no dead letter",
                 stored.position
             )),
-            Some(known) if !told.insert(known) => report.faults.push(format!(
-                "{id} at {} tells of a dead letter a second time",
-                stored.position
-            )),
+            Some(known) if !told.insert(known) && !ledger.was_relayed(known.0) => {
+                report.faults.push(format!(
+                    "{id} at {} tells of a dead letter a second time",
+                    stored.position
+                ));
+            }
             Some(_) => {}
         }
+    }
+    // There the events that tell of dead letters are removed as well.
+    if ledger.retention() == Some(Policy::Length) {
+        return told;
     }
     for (id, stored) in &observed.events {
         for (group, places) in stored.places.iter().enumerate() {
@@ -112,10 +162,12 @@ fn check_notices(observed: &Observed, report: &mut Report) {
             }
         }
     }
+    told
 }
 
-/// The dead letter that a notice tells of, if all it says is so.
-fn read_notice(payload: &[u8], observed: &Observed) -> Option<(EventId, usize)> {
+/// The dead letter that a notice tells of, if all it says is so. Of one that retention removed, alone or
+/// with its event, or that a relay sent back, not everything can be known.
+fn read_notice(payload: &[u8], observed: &Observed, ledger: &Ledger) -> Option<(EventId, usize)> {
     let notice: serde_json::Value = serde_json::from_slice(payload).ok()?;
     let id: EventId = notice["eventId"].as_str()?.parse().ok()?;
     // The unnamed group has a name for people.
@@ -124,23 +176,44 @@ fn read_notice(payload: &[u8], observed: &Observed) -> Option<(EventId, usize)> 
             .is_ok_and(|name: GroupName| notice["group"] == name.to_string())
     };
     let group = GROUPS.iter().position(|group| named(group.name))?;
-    let event = observed.events.get(&id)?;
+    let forgets = ledger.retention() == Some(Policy::Age);
+    let Some(event) = observed.events.get(&id) else {
+        let known = notice["eventType"] == Content::of(id).event_type;
+        return (forgets && known).then_some((id, group));
+    };
     let told = |place: &Place| match place {
         Place::Dead(dead) => {
             let last = dead
                 .failures
                 .last()
                 .map_or("", |failure| failure.error.as_str());
+            let earlier = notice["attempts"].as_u64() < Some(dead.attempts.into());
             notice["attempts"] == dead.attempts && notice["error"] == last
+                || earlier && ledger.was_relayed(id)
         }
-        _ => false,
+        // The letter is gone, and another group still needs the event.
+        Place::Handled if forgets => true,
+        _ => ledger.was_relayed(id),
     };
     let so = notice["eventType"] == event.event_type && event.places[group].iter().any(told);
     so.then_some((id, group))
 }
 
-fn check_event(id: EventId, stored: &Stored, ledger: &Ledger, stage: Stage, report: &mut Report) {
+fn check_event(
+    id: EventId,
+    stored: &Stored,
+    ledger: &Ledger,
+    stage: Stage,
+    letters: &Told,
+    report: &mut Report,
+) {
     let content = Content::of(id);
+    if let Some(what) = &stored.dangling {
+        report
+            .lost
+            .push(format!("{id} at {} {what}", stored.position));
+        return;
+    }
     if stored.payload != content.payload || stored.event_type != content.event_type {
         report.lost.push(format!(
             "{id} at {} is not what was published",
@@ -176,6 +249,8 @@ fn check_event(id: EventId, stored: &Stored, ledger: &Ledger, stage: Stage, repo
                 .faults
                 .push(told(format!("is {place:?} after everything was drained"))),
             Place::Waiting | Place::InFlight => {}
+            Place::Handled
+                if ledger.retention() == Some(Policy::Age) && letters.contains(&(id, index)) => {}
             Place::Handled if ledger.finished(index, id) == 0 => report
                 .lost
                 .push(told("counts as handled, and no handler finished it".into())),
@@ -187,7 +262,7 @@ fn check_event(id: EventId, stored: &Stored, ledger: &Ledger, stage: Stage, repo
             }
             Place::Skipped(_) => {}
             Place::Dead(dead) => report.faults.extend(
-                flaws(dead, stored, &content, index)
+                flaws(dead, stored, &content, index, ledger.was_relayed(id))
                     .into_iter()
                     .map(|flaw| told(format!("is a dead letter {flaw}"))),
             ),
@@ -196,7 +271,13 @@ fn check_event(id: EventId, stored: &Stored, ledger: &Ledger, stage: Stage, repo
 }
 
 /// What a dead letter lacks.
-fn flaws(dead: &Dead, stored: &Stored, content: &Content, group: usize) -> Vec<String> {
+fn flaws(
+    dead: &Dead,
+    stored: &Stored,
+    content: &Content,
+    group: usize,
+    sent_back: bool,
+) -> Vec<String> {
     let mut flaws = Vec::new();
     let failures = &dead.failures;
     let Some(last) = failures.last() else {
@@ -216,7 +297,9 @@ fn flaws(dead: &Dead, stored: &Stored, content: &Content, group: usize) -> Vec<S
     // errors.
     let begun = failures.len() as u32;
     let given_up_unrun = last.kind == FailureKind::Crash && last.alone;
-    if dead.attempts != begun && !(given_up_unrun && dead.attempts == begun + 1) {
+    // Attempts before it was sent back count, and their errors are in the notice of that time.
+    let before = sent_back && dead.attempts > begun;
+    if dead.attempts != begun && !before && !(given_up_unrun && dead.attempts == begun + 1) {
         flaws.push(format!("of {} attempts with {begun} errors", dead.attempts));
     }
     if last.kind != FailureKind::Permanent && dead.attempts < MAX_ATTEMPTS {
@@ -224,6 +307,10 @@ fn flaws(dead: &Dead, stored: &Stored, content: &Content, group: usize) -> Vec<S
     }
     for failure in failures {
         let kind = failure.kind;
+        // A timeout as well: a starved process waits too long for an object.
+        if kind == FailureKind::Decode && failure.error.contains(OBJECT_TIMEOUT) {
+            continue;
+        }
         if !content.may_fail_with(group, kind) {
             flaws.push(format!("with {kind:?}, which no handler caused"));
         }

@@ -75,11 +75,13 @@ impl Content {
             .map(|_| char::from(b'a' + random.below(26) as u8))
             .collect();
         let sum = checksum(filler.as_bytes());
+        // If it is split, then by its field or as a whole.
+        let name = if random.one_in(2) { "output" } else { "filler" };
         Self {
             id,
             event_type: if hard { WORK } else { PLAIN },
             key,
-            payload: format!("{{\"id\":\"{id}\",\"filler\":\"{filler}\",\"sum\":{sum}}}")
+            payload: format!("{{\"id\":\"{id}\",\"{name}\":\"{filler}\",\"sum\":{sum}}}")
                 .into_bytes(),
             natures,
         }

@@ -10,6 +10,8 @@ use everbus_core::EventId;
 
 use super::GROUPS;
 use super::content::Content;
+use super::outboxes::Which;
+use super::retain::Policy;
 
 /// A process whose disk is gone cannot have anything acknowledged; what is on its way when that
 /// happens has arrived by then.
@@ -27,12 +29,17 @@ pub struct Ledger {
     finished_by: HashSet<(u32, usize, EventId)>,
     twice: Vec<(u32, usize, EventId)>,
     last_of_key: HashMap<(u32, usize, String), u64>,
-    out_of_order: Vec<(u32, String)>,
+    out_of_order: Vec<(u32, usize, EventId, String)>,
     stopped: HashSet<u32>,
     /// Since when the power is off.
     off_since: Option<Instant>,
     /// Acknowledgements heard since then.
     last_words: HashSet<EventId>,
+    /// What was committed to outboxes, in that order.
+    outbox: Vec<(Which, EventId)>,
+    in_outbox: HashSet<EventId>,
+    /// By what events are removed, if they are.
+    retention: Option<Policy>,
     faults: Vec<String>,
     errors: Vec<String>,
 }
@@ -112,8 +119,8 @@ impl Ledger {
                 .last_of_key
                 .insert((victim, group, key.clone()), position);
             if last.is_some_and(|last| last >= position) {
-                self.out_of_order
-                    .push((victim, format!("{key}: {position} after {last:?}")));
+                let what = format!("{key}: {position} after {last:?}");
+                self.out_of_order.push((victim, group, id, what));
             }
         }
         Some(())
@@ -142,6 +149,33 @@ impl Ledger {
         self.stopped.insert(victim);
     }
 
+    /// These events were committed to an outbox, in this order.
+    pub fn committed(&mut self, which: Which, ids: &[EventId]) {
+        self.outbox.extend(ids.iter().map(|id| (which, *id)));
+        self.in_outbox.extend(ids);
+    }
+
+    /// What was committed to outboxes, in that order.
+    pub fn outbox(&self) -> &[(Which, EventId)] {
+        &self.outbox
+    }
+
+    /// Whether an event may have been published by a relay, and so more than once: that sends its dead
+    /// letters back, as if somebody had retried them.
+    pub fn was_relayed(&self, id: EventId) -> bool {
+        self.in_outbox.contains(&id)
+    }
+
+    /// From now on events may be removed by this policy.
+    pub fn retains(&mut self, policy: Policy) {
+        self.retention = Some(policy);
+    }
+
+    /// By what events are removed, if they are.
+    pub fn retention(&self) -> Option<Policy> {
+        self.retention
+    }
+
     /// The acknowledged ids and their positions.
     pub fn acked(&self) -> &HashMap<EventId, u64> {
         &self.acked
@@ -164,6 +198,11 @@ impl Ledger {
 
     /// What is wrong by the victims' own words, whatever the file says.
     pub fn faults(&self) -> Vec<String> {
+        self.faults_unless(|_, _| false)
+    }
+
+    /// As [`faults`](Self::faults), for an order that some events of a group need not keep.
+    pub(crate) fn faults_unless(&self, free: impl Fn(usize, EventId) -> bool) -> Vec<String> {
         let mut faults = self.faults.clone();
         for (victim, group, id) in &self.twice {
             if !self.stopped.contains(victim) {
@@ -172,8 +211,8 @@ impl Ledger {
                 ));
             }
         }
-        for (victim, what) in &self.out_of_order {
-            if !self.stopped.contains(victim) {
+        for (victim, group, id, what) in &self.out_of_order {
+            if !self.stopped.contains(victim) && !free(*group, *id) {
                 faults.push(format!("victim {victim} handled {what}, out of order"));
             }
         }

@@ -10,18 +10,27 @@
 //! The victim is a process of its own: it says on its standard output what was acknowledged to it and
 //! what its handlers finished. The ledger of that lives in the campaign's process, which no kill
 //! touches. The checker compares ledger and file, and knows nothing of engines.
+//!
+//! Beside the process that publishes and handles there are three more kinds of victims: one that relays
+//! from an outbox ([`relay`]), one that puts large payloads into objects ([`objects`]), and one that removes
+//! what is old ([`retain`]).
 
 pub mod campaign;
 pub mod checker;
 pub mod content;
 pub mod disk;
+pub mod hooks;
 pub mod leases;
 pub mod ledger;
+pub mod memory;
+pub mod objects;
 pub mod observe;
+pub mod outboxes;
 pub mod plant;
 pub mod power;
 pub mod process;
 pub mod relay;
+pub mod retain;
 pub mod rounds;
 pub mod tally;
 pub mod victim;

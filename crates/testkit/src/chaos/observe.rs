@@ -7,10 +7,11 @@ use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::time::Duration;
 
-use everbus_core::{EventId, Failure, Progress, Timestamp};
+use everbus_core::{EventId, Failure, Overflow, Progress, Timestamp};
 use rusqlite::{Connection, OpenFlags, Row};
 
-use super::{Broken, GROUPS};
+use super::outboxes::{self, Row as OutboxRow, Which};
+use super::{Broken, GROUPS, objects};
 
 /// Where an event stands in a group.
 #[derive(Clone, Debug, PartialEq)]
@@ -49,8 +50,10 @@ pub struct Stored {
     pub position: u64,
     /// Its type.
     pub event_type: String,
-    /// Its payload.
+    /// Its payload, with what is in its object.
     pub payload: Vec<u8>,
+    /// What is wrong with the object it refers to.
+    pub dangling: Option<String>,
     /// When it was received.
     pub received_at: Timestamp,
     /// Per group of [`GROUPS`]; empty for a group that does not exist.
@@ -62,6 +65,10 @@ pub struct Stored {
 pub struct Observed {
     /// The events of the log.
     pub events: HashMap<EventId, Stored>,
+    /// The objects that events refer to.
+    pub objects: HashSet<String>,
+    /// The rows of outboxes.
+    pub rows: HashMap<(Which, EventId), OutboxRow>,
     /// What the database itself or the engine finds wrong.
     pub damage: Vec<String>,
 }
@@ -73,8 +80,9 @@ pub fn observe(file: &Path) -> Result<Observed, Broken> {
         return Ok(observed);
     }
     let conn = open(file)?;
-    read(&conn, &mut observed).map_err(Broken::at("reading the file"))?;
+    read(&conn, file, &mut observed).map_err(Broken::at("reading the file"))?;
     drop(conn);
+    observed.rows = outboxes::observe(file)?;
     engine_check(file, &mut observed)?;
     Ok(observed)
 }
@@ -120,7 +128,7 @@ struct GroupRow {
     cursor: u64,
 }
 
-fn read(conn: &Connection, observed: &mut Observed) -> rusqlite::Result<()> {
+fn read(conn: &Connection, file: &Path, observed: &mut Observed) -> rusqlite::Result<()> {
     conn.execute_batch("BEGIN")?;
     let known = conn.query_row(
         "SELECT count(*) FROM sqlite_schema WHERE name = 'log'",
@@ -132,7 +140,8 @@ fn read(conn: &Connection, observed: &mut Observed) -> rusqlite::Result<()> {
         return Ok(());
     }
     let groups = read_groups(conn)?;
-    let by_position = read_log(conn, observed)?;
+    let by_position = read_log(conn, file, observed)?;
+    read_leftovers(conn, observed)?;
     let place = |group: i64, seq: i64, place: Place, observed: &mut Observed| {
         let Some(group) = groups.get(&group) else {
             return;
@@ -228,9 +237,39 @@ fn read_groups(conn: &Connection) -> rusqlite::Result<HashMap<i64, GroupRow>> {
     Ok(groups)
 }
 
-fn read_log(conn: &Connection, observed: &mut Observed) -> rusqlite::Result<HashMap<u64, EventId>> {
+/// What belongs to events that are gone must be gone.
+fn read_leftovers(conn: &Connection, observed: &mut Observed) -> rusqlite::Result<()> {
+    for table in ["event_payloads", "expirations"] {
+        let known: i64 = conn.query_row(
+            "SELECT count(*) FROM sqlite_schema WHERE name = ?1",
+            [table],
+            |row| row.get(0),
+        )?;
+        if known == 0 {
+            // A process died before it had made all tables.
+            continue;
+        }
+        let left: i64 = conn.query_row(
+            &format!("SELECT count(*) FROM {table} WHERE seq NOT IN (SELECT seq FROM log)"),
+            [],
+            |row| row.get(0),
+        )?;
+        if left > 0 {
+            observed.damage.push(format!(
+                "{left} rows of {table} are of events that are gone"
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn read_log(
+    conn: &Connection,
+    file: &Path,
+    observed: &mut Observed,
+) -> rusqlite::Result<HashMap<u64, EventId>> {
     let mut statement = conn.prepare(
-        "SELECT log.seq, log.id, types.name, log.payload, log.received_at
+        "SELECT log.seq, log.id, types.name, log.payload, log.received_at, attrs -> '$.overflow'
          FROM log LEFT JOIN types ON types.id = log.type",
     )?;
     let mut rows = statement.query([])?;
@@ -239,10 +278,24 @@ fn read_log(conn: &Connection, observed: &mut Observed) -> rusqlite::Result<Hash
         let position = row.get::<_, i64>(0)?.unsigned_abs();
         let id = EventId::from_bytes(row.get(1)?);
         by_position.insert(position, id);
+        let (mut payload, mut dangling): (Vec<u8>, _) = (row.get(3)?, None);
+        if let Some(reference) = row.get::<_, Option<String>>(5)? {
+            let made = serde_json::from_str(&reference)
+                .map_err(|error| format!("has the reference {reference}: {error}"))
+                .and_then(|reference: Overflow| {
+                    observed.objects.insert(reference.key.clone());
+                    objects::whole(file, &payload, &reference)
+                });
+            match made {
+                Ok(whole) => payload = whole,
+                Err(what) => dangling = Some(what),
+            }
+        }
         let stored = Stored {
             position,
             event_type: row.get::<_, Option<String>>(2)?.unwrap_or_default(),
-            payload: row.get(3)?,
+            payload,
+            dangling,
             received_at: Timestamp::from_micros(row.get(4)?),
             places: Default::default(),
         };

@@ -1,9 +1,12 @@
-//! A planted bug: a consumer that acks what it fetches before any handler has run.
+//! Planted bugs: a consumer that acks what it fetches before any handler has run, a relay that marks
+//! before it publishes, objects that come after their events or go before them, a retention job that
+//! takes what is in flight.
 //!
-//! The control of the kill campaign, as `NORMAL` is that of the power losses: with this in place the
-//! campaign must find lost events, or it proves nothing.
+//! The controls of the kill campaign, as `NORMAL` is that of the power losses: with one of them in place
+//! the campaign must find lost events, or it proves nothing.
 
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{
@@ -11,6 +14,11 @@ use everbus_core::{
     GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result, SettledOutcome, Settlement,
     SubscriptionInfo, Verdict,
 };
+use everbus_core::{Code, Error};
+use rusqlite::Connection;
+
+use super::hooks::Hook;
+use super::objects;
 
 /// Acks on fetch, and answers later settlements as if they had been applied.
 #[derive(Clone)]
@@ -100,4 +108,95 @@ impl Consumer for AckingConsumer {
     fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {
         self.inner.close()
     }
+}
+
+/// An object is where its event says only once the event is committed.
+pub struct LateObjects(PathBuf);
+
+impl LateObjects {
+    /// Plants the bug for a file.
+    pub fn new(file: &Path) -> Self {
+        Self(objects::directory(file))
+    }
+
+    fn each(&self, batch: &[Event], rename: impl Fn(&Path, &Path)) {
+        for reference in batch.iter().filter_map(Event::overflow) {
+            let object = self.0.join(&reference.key);
+            rename(&object, &object.with_extension("late"));
+        }
+    }
+}
+
+impl Hook for LateObjects {
+    fn before(&self, batch: &[Event]) {
+        self.each(batch, |object, late| drop(std::fs::rename(object, late)));
+    }
+
+    fn after(&self, batch: &[Event]) {
+        self.each(batch, |object, late| drop(std::fs::rename(late, object)));
+    }
+}
+
+/// A relay whose rows are marked as sent before the broker has their events.
+pub struct MarkFirst(Mutex<Connection>);
+
+impl MarkFirst {
+    /// Plants the bug in the relay of an outbox.
+    pub fn new(outbox: &Path) -> Result<Self> {
+        connect(outbox).map(|conn| Self(Mutex::new(conn)))
+    }
+}
+
+impl Hook for MarkFirst {
+    fn before(&self, batch: &[Event]) {
+        let conn = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        for event in batch {
+            let _ = conn.execute(
+                "UPDATE event_outbox SET status = 'sent', sent_at = created_at WHERE event_id = ?1",
+                [event.id().to_string()],
+            );
+        }
+    }
+
+    fn after(&self, _batch: &[Event]) {}
+}
+
+/// Retention that does not know of claims: it takes whatever all groups have passed and nobody has
+/// waiting or dead, with everything that belongs to it.
+pub(crate) fn remove_what_is_in_flight(file: &Path) -> Result<()> {
+    let conn = connect(file)?;
+    conn.execute_batch(
+        "BEGIN IMMEDIATE;
+         CREATE TEMP TABLE gone AS SELECT seq FROM main.log
+           WHERE seq <= (SELECT min(cursor) FROM groups) AND seq < (SELECT max(seq) FROM log)
+             AND seq NOT IN (SELECT seq FROM deliveries)
+             AND seq NOT IN (SELECT seq FROM dead_letters)
+             AND type IN (SELECT id FROM types WHERE name LIKE 'chaos.%');
+         DELETE FROM skips WHERE seq IN (SELECT seq FROM gone);
+         DELETE FROM event_payloads WHERE seq IN (SELECT seq FROM gone);
+         DELETE FROM expirations WHERE seq IN (SELECT seq FROM gone);
+         DELETE FROM log WHERE seq IN (SELECT seq FROM gone);
+         COMMIT;",
+    )
+    .map_err(failed)
+}
+
+/// A collector that does not ask whether an event refers to what it deletes.
+pub(crate) fn delete_an_object(file: &Path) {
+    let folder = objects::directory(file).join("events/~");
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut files = entries.map(|entry| entry.path());
+    if let Some(object) = files.find(|path| path.extension().is_some_and(|e| e == "json")) {
+        let _ = std::fs::remove_file(object);
+    }
+}
+
+fn connect(file: &Path) -> Result<Connection> {
+    let conn = Connection::open(file).map_err(failed)?;
+    conn.busy_timeout(Duration::from_secs(10)).map_err(failed)?;
+    Ok(conn)
+}
+
+fn failed(error: rusqlite::Error) -> Error {
+    Error::new(Code::Internal, "the planted bug does not work").caused_by(error)
 }

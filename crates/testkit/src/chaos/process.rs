@@ -51,7 +51,8 @@ pub struct Victim {
     listener: Option<JoinHandle<()>>,
     ready: Receiver<()>,
     number: u32,
-    file: PathBuf,
+    /// The files it may hold for writing.
+    files: Vec<PathBuf>,
 }
 
 impl Victim {
@@ -79,16 +80,38 @@ impl Victim {
         if orders.normal {
             command.arg("--normal");
         }
-        if orders.ack_first {
-            command.arg("--ack-first");
+        if let Some(n) = orders.die_between {
+            command.args(["--die-between", &n.to_string()]);
         }
+        for (wanted, flag) in [
+            (orders.ack_first, "--ack-first"),
+            (orders.overflow, "--overflow"),
+            (orders.late_objects, "--late-objects"),
+            (orders.mortal, "--mortal"),
+        ] {
+            if wanted {
+                command.arg(flag);
+            }
+        }
+        if orders.quiet {
+            command.stderr(Stdio::null());
+        }
+        Self::launch(command, vec![orders.db.clone()], failpoint, number, ledger)
+    }
+
+    /// Starts a process that works on these files. Everything it says goes into the ledger under its
+    /// number.
+    pub fn launch(
+        mut command: Command,
+        files: Vec<PathBuf>,
+        failpoint: Option<&str>,
+        number: u32,
+        ledger: &SharedLedger,
+    ) -> Result<Self, Broken> {
         match failpoint {
             Some(failpoint) => command.env("EVERBUS_FAILPOINT", failpoint),
             None => command.env_remove("EVERBUS_FAILPOINT"),
         };
-        if orders.quiet {
-            command.stderr(Stdio::null());
-        }
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -105,7 +128,7 @@ impl Victim {
             listener,
             ready,
             number,
-            file: orders.db.clone(),
+            files,
         })
     }
 
@@ -147,7 +170,11 @@ impl Victim {
     pub fn stop_between_transactions(&mut self) -> Result<bool, Broken> {
         for _ in 0..200 {
             self.stop()?;
-            if !is_being_written(&self.file)? {
+            let mut held = false;
+            for file in &self.files {
+                held |= is_being_written(file)?;
+            }
+            if !held {
                 return Ok(true);
             }
             self.go_on()?;

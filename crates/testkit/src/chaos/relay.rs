@@ -11,21 +11,26 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use everbus::outbox::{Outbox, Relay};
+use everbus::overflow::Overflow;
 use everbus::{Bus, Event, EventId};
 use everbus_core::Error;
 use rusqlite::Connection;
 
 use super::Broken;
+use super::hooks::Hooked;
+use super::objects::THRESHOLD;
+use super::plant::MarkFirst;
 use super::process::PATIENCE;
+use super::victim::{end_of_input, tell};
 use crate::model::Random;
 
 /// The lease of a victim: the next one need not wait long.
-const LEASE: Duration = Duration::from_millis(100);
+pub(crate) const LEASE: Duration = Duration::from_millis(100);
 const KEYS: u64 = 5;
 const TYPE: &str = "chaos.relayed";
 
 /// Where a relay is killed by name.
-const PLACES: [&str; 5] = [
+pub(crate) const PLACES: [&str; 5] = [
     "before-commit",
     "after-commit",
     "after-answer",
@@ -33,21 +38,67 @@ const PLACES: [&str; 5] = [
     "after-outbox-mark",
 ];
 
-/// The process that is killed: it relays until nothing is left.
-pub fn run(outbox: Option<&Path>, db: &Path) -> Result<(), Broken> {
+/// What a relay is to do.
+#[derive(Clone, Debug)]
+pub struct Orders {
+    /// The file of the bus.
+    pub db: PathBuf,
+    /// A database with an outbox; that in the file of the bus if there is none.
+    pub outbox: Option<PathBuf>,
+    /// It goes on until standard input is closed, instead of until nothing is left.
+    pub keep_on: bool,
+    /// Rows are marked before they are published: a bug that the campaign must find.
+    pub mark_first: bool,
+}
+
+impl Orders {
+    /// The command that carries them out.
+    pub(crate) fn command(&self, program: &Path) -> Command {
+        let mut command = Command::new(program);
+        command.arg("relay-victim").arg("--db").arg(&self.db);
+        if let Some(outbox) = &self.outbox {
+            command.arg("--outbox").arg(outbox);
+        }
+        for (wanted, flag) in [
+            (self.keep_on, "--keep-on"),
+            (self.mark_first, "--mark-first"),
+        ] {
+            if wanted {
+                command.arg(flag);
+            }
+        }
+        command
+    }
+}
+
+/// The process that is killed: it relays until nothing is left, or until it is told to end.
+pub fn run(orders: &Orders) -> Result<(), Broken> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_time()
         .build()
         .map_err(Broken::at("starting a runtime"))?;
     let relay = async {
-        let bus = Bus::open(db.display().to_string()).await?;
-        let relay = match outbox {
+        let mut engine = everbus_sqlite::open(&orders.db, everbus_sqlite::Options::default())?;
+        if orders.mark_first {
+            let outbox = orders.outbox.as_deref().unwrap_or(&orders.db);
+            engine.broker = Hooked::wrap(engine.broker, MarkFirst::new(outbox)?);
+        }
+        let overflow = Overflow::default().threshold(THRESHOLD);
+        let bus = Bus::builder().overflow(overflow).with_engine(engine)?;
+        let relay = match &orders.outbox {
             Some(path) => Relay::new(&bus, Outbox::open(path)?),
             None => Relay::own(&bus)?,
         };
         let relay = relay.lease(LEASE).batch(7).max_batch(30);
-        relay.run_until_empty().await?;
+        if orders.keep_on {
+            tell("READY\n");
+            let relay = relay.spawn();
+            let _ = end_of_input().await;
+            relay.stop().await?;
+        } else {
+            relay.run_until_empty().await?;
+        }
         bus.shutdown().await?;
         Ok::<_, Error>(())
     };
@@ -171,11 +222,13 @@ impl<'a> Stage<'a> {
     }
 
     fn command(&self) -> Command {
-        let mut command = Command::new(self.program);
-        command.arg("relay-victim").arg("--db").arg(&self.db);
-        if let Some(outbox) = &self.outbox {
-            command.arg("--outbox").arg(outbox);
-        }
+        let orders = Orders {
+            db: self.db.clone(),
+            outbox: self.outbox.clone(),
+            keep_on: false,
+            mark_first: false,
+        };
+        let mut command = orders.command(self.program);
         command
             .env_remove("EVERBUS_FAILPOINT")
             .stdin(Stdio::null())

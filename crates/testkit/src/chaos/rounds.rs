@@ -10,6 +10,7 @@ use super::checker::{Report, Stage, check};
 use super::ledger::LAST_WORDS;
 use super::observe::{ids, observe, pending};
 use super::process::{End, SharedLedger, Victim};
+use super::retain::Policy;
 use super::tally::Tally;
 use super::victim::Orders;
 use super::{Broken, FAILPOINTS};
@@ -33,15 +34,25 @@ enum Round {
     Stop,
     /// A process ends as it should.
     Orderly,
+    /// A process that splits large events is killed, also between an object and its event.
+    Overflow,
+    /// A relay is killed, or stopped past its lease.
+    Relay,
+    /// A retention job is killed while others publish and handle.
+    Retention,
 }
 
 /// A file, what was said about it, and what happened to it.
 pub struct Arena {
-    program: PathBuf,
-    file: PathBuf,
-    ledger: SharedLedger,
-    random: Random,
-    victims: u32,
+    pub(super) program: PathBuf,
+    pub(super) file: PathBuf,
+    pub(super) ledger: SharedLedger,
+    pub(super) random: Random,
+    pub(super) victims: u32,
+    /// All groups are known to the file.
+    pub(super) declared: bool,
+    /// By what events are removed.
+    pub(super) retention: Option<Policy>,
     last_seed: Option<u64>,
     /// What happened to this file so far.
     pub tally: Tally,
@@ -56,9 +67,20 @@ impl Arena {
             ledger: SharedLedger::default(),
             random: Random::new(seed),
             victims: 0,
+            declared: false,
+            retention: None,
             last_seed: None,
             tally: Tally::default(),
         }
+    }
+
+    /// Events are removed from this file. Nothing is relayed into it then: what a killed relay publishes
+    /// again would not be recognised once the first is gone.
+    #[must_use]
+    pub fn retaining(mut self, policy: Policy) -> Self {
+        self.retention = Some(policy);
+        self.ledger.lock().retains(policy);
+        self
     }
 
     /// Plays one round.
@@ -69,21 +91,27 @@ impl Arena {
             Round::Pair => self.pair(),
             Round::Stop => self.stop(),
             Round::Orderly => self.orderly(),
+            Round::Overflow => self.overflow(),
+            Round::Relay => self.relay(),
+            Round::Retention => self.retain(),
         }?;
         let errors = self.ledger.lock().take_errors();
         self.tally
             .problems
-            .extend(errors.into_iter().map(|e| format!("a publish failed: {e}")));
+            .extend(errors.into_iter().map(|e| format!("something failed: {e}")));
         Ok(())
     }
 
     fn next_round(&mut self) -> Round {
         match self.random.below(100) {
-            0..45 => Round::Kill,
-            45..72 => Round::Failpoint,
-            72..90 => Round::Pair,
-            90..94 => Round::Stop,
-            _ => Round::Orderly,
+            0..24 => Round::Kill,
+            24..40 => Round::Failpoint,
+            40..50 => Round::Pair,
+            50..54 => Round::Stop,
+            54..58 => Round::Orderly,
+            58..75 => Round::Overflow,
+            _ if self.retention.is_some() => Round::Retention,
+            _ => Round::Relay,
         }
     }
 
@@ -152,6 +180,7 @@ impl Arena {
 
     /// Lets one process work until nothing is owed, and checks that every event came to its end.
     pub fn drain(&mut self) -> Result<(), Broken> {
+        self.drain_outboxes()?;
         let mut orders = self.orders();
         orders.publishes = 0;
         let mut victim = self.spawn(&orders, None)?;
@@ -175,7 +204,8 @@ impl Arena {
         }
         let end = victim.end_in_order()?;
         self.count(end)?;
-        self.check(Stage::Drained)
+        self.check(Stage::Drained)?;
+        self.tidy()
     }
 
     /// Compares the file with what was said. No victim may be running.
@@ -207,16 +237,12 @@ impl Arena {
     pub fn orders(&mut self) -> Orders {
         let seed = self.random.number();
         let repeat = self.last_seed.replace(seed);
-        Orders {
-            db: self.file.clone(),
-            seed,
-            publishes: 10 + self.random.below(30) as u64,
-            repeat,
-            lease_ms: None,
-            normal: false,
-            ack_first: false,
-            quiet: false,
-        }
+        let publishes = 10 + self.random.below(30) as u64;
+        let mut orders = Orders::new(self.file.clone(), seed, publishes);
+        // What retention removed would not be recognised.
+        orders.mortal = self.retention.is_some();
+        orders.repeat = repeat.filter(|_| !orders.mortal);
+        orders
     }
 
     /// Starts a victim that reports to this arena.
@@ -269,7 +295,7 @@ impl Arena {
         self.count(end)
     }
 
-    fn count(&mut self, end: End) -> Result<(), Broken> {
+    pub(super) fn count(&mut self, end: End) -> Result<(), Broken> {
         match end {
             End::Killed => self.tally.kills += 1,
             End::Failpoint => self.tally.failpoint_kills += 1,
@@ -283,7 +309,7 @@ impl Arena {
         Ok(())
     }
 
-    fn up_to(&mut self, milliseconds: usize) -> Duration {
+    pub(super) fn up_to(&mut self, milliseconds: usize) -> Duration {
         Duration::from_micros(self.random.below(milliseconds * 1000) as u64)
     }
 }

@@ -27,6 +27,20 @@ pub struct Tally {
     pub last_words: u64,
     /// How many of those are not in the log.
     pub unheard: u64,
+    /// How many of the kills were of a relay.
+    pub relay_kills: u64,
+    /// How many of the kills were of a process that splits large events.
+    pub overflow_kills: u64,
+    /// How many of the kills were of a retention job.
+    pub retention_kills: u64,
+    /// Rows that were committed to an outbox and relayed.
+    pub relayed: u64,
+    /// How often an object was looked at that an event refers to.
+    pub objects: u64,
+    /// Acknowledged events that retention removed.
+    pub removed: u64,
+    /// Objects without events that were collected at the end of a file.
+    pub collected: u64,
     /// How often the checker compared a file with what was said.
     pub checks: u64,
     /// What it found wrong, the first of each file.
@@ -58,6 +72,8 @@ impl Tally {
         self.checks += 1;
         self.lost += report.lost.len() as u64;
         self.duplicates = report.duplicates;
+        (self.relayed, self.removed) = (report.relayed, report.removed);
+        self.objects += report.objects;
         let found = report.lost.len() + report.faults.len();
         let lost = report.lost.into_iter().map(|what| format!("LOST {what}"));
         let all = lost.chain(report.faults);
@@ -79,6 +95,13 @@ impl Tally {
         self.duplicates += other.duplicates;
         self.last_words += other.last_words;
         self.unheard += other.unheard;
+        self.relay_kills += other.relay_kills;
+        self.overflow_kills += other.overflow_kills;
+        self.retention_kills += other.retention_kills;
+        self.relayed += other.relayed;
+        self.objects += other.objects;
+        self.removed += other.removed;
+        self.collected += other.collected;
         self.checks += other.checks;
         self.problems.extend(other.problems);
     }

@@ -8,13 +8,16 @@ use std::io::{Read as _, Write as _};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use everbus::overflow::Overflow;
 use everbus::{Bus, Durable, HandlerError, HandlerResult, Message, Receipt, RetryPolicy};
 use everbus_core::{Code, Error, EventId};
 use tokio::sync::oneshot;
 
 use super::content::{Act, Content, Ids};
+use super::hooks::Hooked;
 use super::leases::ShortLeases;
-use super::plant::AckFirst;
+use super::objects::{DieBetween, THRESHOLD};
+use super::plant::{AckFirst, LateObjects};
 use super::{Broken, GROUPS, PREFETCH};
 use crate::model::Random;
 
@@ -44,6 +47,39 @@ pub struct Orders {
     pub ack_first: bool,
     /// Its complaints are expected and not shown.
     pub quiet: bool,
+    /// Large events are split, and it publishes mostly such.
+    pub overflow: bool,
+    /// It dies when the object of an event is durable and the event is not yet in the log, at the n-th
+    /// time.
+    pub die_between: Option<u64>,
+    /// Objects come after their events: a bug that the campaign must find.
+    pub late_objects: bool,
+    /// Somebody removes events: some expire, some have payload stages, and none is published twice.
+    pub mortal: bool,
+}
+
+impl Orders {
+    /// Orders for a victim that does what most do.
+    pub fn new(db: PathBuf, seed: u64, publishes: u64) -> Self {
+        Self {
+            db,
+            seed,
+            publishes,
+            repeat: None,
+            lease_ms: None,
+            normal: false,
+            ack_first: false,
+            quiet: false,
+            overflow: false,
+            die_between: None,
+            late_objects: false,
+            mortal: false,
+        }
+    }
+
+    fn meddles(&self) -> bool {
+        self.lease_ms.is_some() || self.ack_first || self.late_objects || self.die_between.is_some()
+    }
 }
 
 /// Works until standard input is closed, then ends in order. Usually it is killed before that.
@@ -79,7 +115,13 @@ async fn open(orders: &Orders) -> Result<Bus, Error> {
     let policy = RetryPolicy::new()
         .base_delay(Duration::from_millis(5))
         .max_delay(Duration::from_millis(50));
+    let overflow = Overflow::default();
     let builder = Bus::builder()
+        .overflow(if orders.overflow {
+            overflow.threshold(THRESHOLD)
+        } else {
+            overflow
+        })
         .retry(policy)
         .timeout(TIMEOUT)
         .prefetch(PREFETCH)
@@ -89,7 +131,7 @@ async fn open(orders: &Orders) -> Result<Bus, Error> {
             Durable::Full
         });
     let url = format!("sqlite:{}", orders.db.display());
-    if orders.lease_ms.is_none() && !orders.ack_first {
+    if !orders.meddles() {
         return builder.open(url).await;
     }
     let mut engine = everbus_sqlite::open(&orders.db, everbus_sqlite::Options::default())?;
@@ -99,6 +141,12 @@ async fn open(orders: &Orders) -> Result<Bus, Error> {
     }
     if orders.ack_first {
         engine.broker = AckFirst::wrap(engine.broker);
+    }
+    if orders.late_objects {
+        engine.broker = Hooked::wrap(engine.broker, LateObjects::new(&orders.db));
+    }
+    if let Some(n) = orders.die_between {
+        engine.broker = Hooked::wrap(engine.broker, DieBetween::new(n));
     }
     builder.with_engine(engine)
 }
@@ -142,19 +190,24 @@ async fn handle(message: Message, group: usize, handler: usize) -> HandlerResult
 
 async fn publish(bus: Bus, orders: Orders, task: u64) {
     let mut random = Random::new(orders.seed.wrapping_mul(31).wrapping_add(task));
-    let mut ids = Ids::new(seed_of(orders.seed, task));
+    let large = |id: &EventId| Content::of(*id).payload.len() > THRESHOLD;
+    let mut ids = Ids::new(seed_of(orders.seed, task))
+        .filter(|id| !orders.overflow || id.as_bytes()[0] % 64 == 0 || large(id));
     let mut known: Vec<EventId> = match orders.repeat {
         Some(seed) => Ids::new(seed_of(seed, task)).take(REPEATED).collect(),
         None => Vec::new(),
     };
     for _ in 0..orders.publishes {
         let batch: Vec<EventId> = match random.below(10) {
-            0 if !known.is_empty() => vec![known[random.below(known.len())]],
+            0 if !known.is_empty() && !orders.mortal => vec![known[random.below(known.len())]],
             1..=2 => ids.by_ref().take(2 + random.below(15)).collect(),
             _ => ids.by_ref().take(1).collect(),
         };
-        if !publish_one(&bus, &batch).await {
+        if !publish_one(&bus, &batch, orders.mortal).await {
             return;
+        }
+        if orders.mortal {
+            keep_stages(&bus, &batch).await;
         }
         known.extend(batch);
         if random.one_in(2) {
@@ -169,11 +222,17 @@ fn seed_of(victim: u64, task: u64) -> u64 {
 }
 
 /// Publishes and tells what was acknowledged; whether to go on.
-async fn publish_one(bus: &Bus, batch: &[EventId]) -> bool {
-    let events = batch.iter().map(|id| Content::of(*id).event());
+async fn publish_one(bus: &Bus, batch: &[EventId], mortal: bool) -> bool {
+    let event = |id: &EventId| {
+        let event = Content::of(*id).event();
+        match id.as_bytes()[1] % 4 {
+            0 if mortal => event.ttl(Duration::from_millis(1 + u64::from(id.as_bytes()[2]))),
+            _ => event,
+        }
+    };
     let published: Result<Vec<Receipt>, Error> = match batch {
-        [id] => bus.publish(Content::of(*id).event()).await.map(|r| vec![r]),
-        _ => bus.publish_batch(events).await,
+        [id] => bus.publish(event(id)).await.map(|r| vec![r]),
+        _ => bus.publish_batch(batch.iter().map(event)).await,
     };
     match published {
         Ok(receipts) => {
@@ -192,14 +251,28 @@ async fn publish_one(bus: &Bus, batch: &[EventId]) -> bool {
     }
 }
 
+/// Some events have a payload stage, which goes before them or with them.
+async fn keep_stages(bus: &Bus, batch: &[EventId]) {
+    for id in batch.iter().filter(|id| id.as_bytes()[3] % 4 == 0) {
+        let stored = bus.payloads().store(*id, "webhook_raw", "a stage").await;
+        match stored {
+            Err(error) if !matches!(error.code(), Code::NotFound | Code::Shutdown) => {
+                tell(&format!("E storing a stage: {error}\n"));
+            }
+            // An event that is gone already takes no stage.
+            _ => {}
+        }
+    }
+}
+
 /// Writes whole lines at once and waits until they are in the pipe, where a kill cannot reach them.
-fn tell(lines: &str) {
+pub(crate) fn tell(lines: &str) {
     let mut out = std::io::stdout().lock();
     // Nobody to tell means that the campaign is gone; standard input says so too.
     let _ = out.write_all(lines.as_bytes()).and_then(|()| out.flush());
 }
 
-fn end_of_input() -> oneshot::Receiver<()> {
+pub(crate) fn end_of_input() -> oneshot::Receiver<()> {
     let (ended, wait) = oneshot::channel();
     std::thread::spawn(move || {
         let _ = std::io::stdin().read_to_end(&mut Vec::new());

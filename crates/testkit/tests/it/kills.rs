@@ -11,6 +11,7 @@ use everbus_testkit::chaos::rounds::Arena;
 // conformance: embedded/never-lost: every event is handled or in the dead letters with its full context
 // conformance: issue-2/kill-campaign: processes killed at random, at named places and stopped past their leases lose nothing
 // conformance: embedded/recovery: what was in flight in a process that died is handled by the next
+// conformance: issue-4/chaos-mixed: relays and processes that split large events are killed among the others
 #[test]
 fn a_process_that_is_killed_again_and_again_loses_nothing() {
     let directory = tempfile::tempdir().unwrap();
@@ -25,6 +26,7 @@ fn a_process_that_is_killed_again_and_again_loses_nothing() {
     assert!(tally.is_clean(), "seed {seed}: {:#?}", tally.problems);
     assert!(tally.kills > 0 && tally.failpoint_kills > 0, "{tally}");
     assert!(tally.events > 0 && tally.checks > 0, "{tally}");
+    assert!(tally.relay_kills + tally.overflow_kills > 0, "{tally}");
 }
 
 // conformance: issue-2/kill-campaign: the control: a consumer that acks before it handles is found out

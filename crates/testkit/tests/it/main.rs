@@ -8,6 +8,7 @@
 
 mod checker;
 mod kills;
+mod memory;
 mod opening;
 mod power;
 mod relay;
