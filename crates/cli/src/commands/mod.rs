@@ -104,7 +104,7 @@ fn event_id(text: &str, source: Option<&str>) -> EventId {
     EventId::from_foreign(source.unwrap_or_default(), text)
 }
 
-/// Refuses a range that ends before it starts: it would match nothing, and that would look like an answer.
+/// Refuses a range that ends before it starts: it would match nothing, and look like an answer.
 fn check_range(since: Option<Timestamp>, until: Option<Timestamp>) -> Outcome {
     match (since, until) {
         (Some(since), Some(until)) if since > until => Err(Stop::usage(
