@@ -78,16 +78,17 @@ pub enum RowOutcome {
 }
 
 impl OutboxRow {
-    /// The event that tells of a row that was given up: `system.dead_letter`, under an id that a
-    /// repetition would choose again. None for an event of the system itself.
+    /// The event that tells of a row that was given up: `system.dead_letter`, under an id made of the
+    /// event and the time, so that a row which is retried and fails again is told of again. None for
+    /// an event of the system itself.
     pub fn dead_letter_notice(&self, error: &str, attempts: u32, at: Timestamp) -> Option<Event> {
         if self.event_type.starts_with("system.") {
             return None;
         }
         let event = self.event.as_ref().ok();
         let cause = event.map_or_else(|| EventId::from_foreign("", &self.event_id), Event::id);
-        let since = event.map_or(Timestamp::EPOCH, Event::occurred_at);
-        let id = EventId::derived(cause, since, OUTBOX_GROUP, DEAD_LETTER_EVENT, attempts);
+        let moment = format!("{DEAD_LETTER_EVENT} {at}");
+        let id = EventId::derived(cause, at, OUTBOX_GROUP, &moment, attempts);
         let correlation = event.map_or_else(
             || self.event_id.clone(),
             |event| event.correlation_id().into_owned(),
@@ -179,7 +180,8 @@ pub trait OutboxSource: Send + Sync + 'static {
     fn claim(&self, after: i64, limit: usize) -> BoxFuture<'_, Result<Claimed>>;
 
     /// Says what became of rows. [`Code::LeaseLost`](crate::Code::LeaseLost) without the lease: from
-    /// then on nothing is changed. Rows that somebody else changed meanwhile stay as they are.
+    /// then on nothing is changed. Rows that no longer wait stay as they are; one whose payload
+    /// somebody changed after it was claimed counts as sent, with the payload it had.
     fn settle(
         &self,
         lease: RelayLease,

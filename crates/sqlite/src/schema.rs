@@ -108,6 +108,20 @@ pub(crate) fn migrate(conn: &Connection) -> Result<()> {
     migrated
 }
 
+/// A table of the user's may stand where a newer version needs one of its own.
+fn name_taken(error: rusqlite::Error) -> Error {
+    let text = error.to_string();
+    if !text.contains("already exists") {
+        return from_sqlite("preparing the tables", error);
+    }
+    Error::new(
+        Code::Unsupported,
+        format!("this version needs a name that something of yours in the file has: {text}"),
+    )
+    .hint("rename yours: ALTER TABLE … RENAME TO …; the file was not changed")
+    .caused_by(error)
+}
+
 fn migrate_by_steps(conn: &Connection) -> Result<()> {
     let doing = |e| from_sqlite("preparing the tables", e);
     loop {
@@ -130,7 +144,7 @@ fn migrate_by_steps(conn: &Connection) -> Result<()> {
             {
                 return Ok(());
             }
-            conn.execute_batch(step).map_err(doing)?;
+            conn.execute_batch(step).map_err(name_taken)?;
             conn.pragma_update(None, "application_id", APPLICATION_ID)
                 .map_err(doing)?;
             conn.pragma_update(None, "user_version", from + 1)
@@ -211,6 +225,26 @@ mod tests {
             let orphan = conn.execute("INSERT INTO skips VALUES (99, 1, 'x', 1)", []);
             assert!(orphan.is_err(), "references are watched over again");
         }
+    }
+
+    // conformance: issue-4/migration-names: a table of the user's in the way of a migration is named, and nothing is changed
+    #[test]
+    fn a_table_in_the_way_is_named() {
+        let conn = Connection::open_in_memory().unwrap();
+        conn.execute_batch(MIGRATIONS[0]).unwrap();
+        conn.execute_batch(MIGRATIONS[1]).unwrap();
+        conn.pragma_update(None, "application_id", APPLICATION_ID)
+            .unwrap();
+        conn.pragma_update(None, "user_version", 2).unwrap();
+        conn.execute_batch("CREATE TABLE audit_log (mine)").unwrap();
+        let error = migrate(&conn).unwrap_err();
+        assert_eq!(error.code(), Code::Unsupported);
+        assert!(error.to_string().contains("audit_log"), "{error}");
+        assert_eq!(identify(&conn).unwrap(), Kind::Ours(2));
+        conn.execute_batch("ALTER TABLE audit_log RENAME TO mine")
+            .unwrap();
+        migrate(&conn).unwrap();
+        assert_eq!(identify(&conn).unwrap(), Kind::Ours(VERSION));
     }
 
     #[test]

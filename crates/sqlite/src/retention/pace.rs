@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 const HOLD: Duration = Duration::from_micros(300);
 /// After so much work comes a pause of so long. Whoever publishes in this process goes before us in any
 /// case; another process has to find the file free.
-const BURST: Duration = Duration::from_micros(1500);
+const BURST: Duration = Duration::from_millis(5);
 const PAUSE: Duration = Duration::from_millis(1);
 const LEAST: u64 = 16;
 const MOST: u64 = 4096;
