@@ -126,7 +126,7 @@ pub(crate) enum Command {
     /// Look at what is stored of events on their way
     #[command(subcommand)]
     Payloads(PayloadsCommand),
-    /// Look at events that failed for good, retry or delete them
+    /// Look at events that failed for good; retry, correct or delete them
     #[command(subcommand)]
     Dlq(DlqCommand),
     /// Show how far every group is

@@ -75,6 +75,20 @@ pub fn dead_letter_notice(
     builder.build().ok()
 }
 
+/// A dead letter that dies again and again keeps so many failures.
+pub const MAX_FAILURES: usize = 200;
+
+/// The failures of a dead letter that died again: those it had, and the new ones.
+pub fn all_failures(
+    mut before: Vec<Failure>,
+    new: impl IntoIterator<Item = Failure>,
+) -> Vec<Failure> {
+    before.extend(new);
+    let over = before.len().saturating_sub(MAX_FAILURES);
+    before.drain(..over);
+    before
+}
+
 /// One event that one group gave up on.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct DeadLetter {
@@ -85,7 +99,8 @@ pub struct DeadLetter {
     pub handler: Option<String>,
     /// All attempts, those before an earlier retry included.
     pub attempts: u32,
-    /// Every failed attempt since the last retry, in order.
+    /// Every failed attempt, in order, those before an earlier retry included: after each retry they are
+    /// numbered from 1 again. Of more than [`MAX_FAILURES`] the oldest are forgotten.
     pub failures: Vec<Failure>,
     /// When the event first became a dead letter in this group.
     pub first_seen_at: Timestamp,

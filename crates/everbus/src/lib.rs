@@ -72,6 +72,9 @@
 //! - [`Replay`]: run again what happened.
 //! - [`DeadLetterQueue`]: list, retry, correct and purge what was given up on.
 //! - [`outbox`]: events committed with the data of one's own database, and the relay that publishes them.
+//! - [`Bus::history`]: what happened to a tenant, an app, an entity.
+//! - [`audit`]: who did what.
+//! - [`Retention`]: what is kept, and for how long.
 //! - [`TypedEvent`]: a Rust type that is the payload of one event type.
 //!
 //! Everything here is written against the traits of [`everbus_core`]; it never asks which engine it

@@ -8,7 +8,7 @@ use everbus_core::dead_letters::{MAX_PAGE, check_replacement, id_taken, not_open
 use everbus_core::{
     Appended, BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
     DeadLetterTally, DeadLetters, Event, EventId, GroupName, Held, PageRequest, PurgeBasis,
-    REPLACEMENT, Result, Timestamp,
+    REPLACEMENT, Result, Timestamp, all_failures,
 };
 
 use crate::broker::Memory;
@@ -57,7 +57,8 @@ impl Graveyard {
             .is_some_and(|last| !last.kind.is_attempt());
         let attempts = row.attempts.saturating_sub(u32::from(was_none));
         grave.letter.attempts = grave.letter.attempts.saturating_add(attempts);
-        grave.letter.failures = row.failures;
+        let before = std::mem::take(&mut grave.letter.failures);
+        grave.letter.failures = all_failures(before, row.failures);
         grave.letter.died_at = now;
         &grave.letter
     }

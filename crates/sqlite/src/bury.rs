@@ -1,12 +1,14 @@
 //! Writing a dead letter, and telling of it: one step.
 
-use everbus_core::{Code, Error, Failure, Recorded, Result, Timestamp, dead_letter_notice};
-use rusqlite::params;
+use everbus_core::{
+    Code, Error, Failure, Recorded, Result, Timestamp, all_failures, dead_letter_notice,
+};
+use rusqlite::{OptionalExtension, params};
 
 use crate::append::Appender;
 use crate::errors::from_sqlite;
 use crate::failpoint;
-use crate::rows::{record_at, to_sql};
+use crate::rows::{read_failures, record_at, to_sql};
 use crate::state::micros;
 use crate::writer::Writer;
 
@@ -26,7 +28,8 @@ impl Writer {
         // The claim counted one; if nobody ran, it was none.
         let was_none = failures.last().is_some_and(|last| !last.kind.is_attempt());
         let attempts = attempts.saturating_sub(u32::from(was_none));
-        let failures_json = serde_json::to_string(failures)
+        let before = self.failures_before(group, seq)?;
+        let failures_json = serde_json::to_string(&all_failures(before, failures.iter().cloned()))
             .map_err(|e| Error::new(Code::Internal, format!("failures cannot be stored: {e}")))?;
         let record = record_at(&self.conn, seq, &mut self.state.type_names)?.ok_or_else(|| {
             Error::new(
@@ -67,6 +70,17 @@ impl Writer {
         self.watches.touch(seq);
         failpoint::hit("after-dead-letter");
         Ok(())
+    }
+
+    /// The failures of an earlier death of the same event in the same group.
+    fn failures_before(&self, group: i64, seq: u64) -> Result<Vec<Failure>> {
+        let before: Option<String> = self
+            .conn
+            .prepare_cached("SELECT failures FROM dead_letters WHERE seq = ?1 AND group_id = ?2")
+            .and_then(|mut s| s.query_row((to_sql(seq), group), |r| r.get(0)).optional())
+            .map_err(|e| from_sqlite("reading a dead letter", e))?;
+        // What is damaged must not keep the new ones from being written.
+        Ok(read_failures(before.as_deref()).unwrap_or_default())
     }
 
     /// Appends the event that tells of a dead letter. It is claimed and handed out like any other.

@@ -1,20 +1,32 @@
 //! `everbus events`: what happened to a tenant, an app or an entity, page by page.
 
+use std::sync::Arc;
+
 use clap::ValueEnum;
-use everbus_core::{Cursor, Engine, Entity, HistoryPage, HistoryQuery, Order, Pattern, Timestamp};
+use everbus_core::{
+    Cursor, Engine, Entity, HistoryPage, HistoryQuery, Order, Pattern, Recorded, Timestamp,
+};
 use serde_json::json;
 
+use super::check_range;
+use super::get::shown_whole;
 use crate::open::{Target, close};
 use crate::output::{Output, Table, escaped, payload_text, shell_word, shortened};
-use crate::stop::{Outcome, Stop};
+use crate::stop::Outcome;
 use crate::values::{parse_entity, parse_history_cursor, parse_pattern};
 use crate::when;
+
+/// So many bytes of large payloads are fetched for one page.
+const MOST_FETCHED: u64 = 64 << 20;
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Each page ends with the command for the next one, if there is one; in JSON that is the cursor `next`. A
 cursor goes with the filters and the order of its page: with times such as 2h, which mean another moment
-each time, give the `since` and `until` that the JSON of the first page has.")]
+each time, give the `since` and `until` that the JSON of the first page has.
+
+In JSON large events are whole, up to 64 MiB of them on a page; the others carry the place of their large
+part as `overflow`, and `everbus get ID` shows them.")]
 pub(crate) struct EventsArgs {
     /// Only of this tenant
     #[arg(long)]
@@ -77,18 +89,7 @@ pub(crate) async fn run(args: &EventsArgs, target: &Target, output: &mut Output)
 }
 
 fn query(args: &EventsArgs) -> Outcome<HistoryQuery> {
-    if let (Some(since), Some(until)) = (args.since, args.until)
-        && since > until
-    {
-        return Err(Stop::usage(
-            format!(
-                "--since {} is after --until {}",
-                when::shown(since),
-                when::shown(until)
-            ),
-            Some("exchange the two"),
-        ));
-    }
+    check_range(args.since, args.until)?;
     let entity = args.entity.clone();
     let query = HistoryQuery {
         tenant: args.tenant.clone(),
@@ -117,7 +118,8 @@ async fn show(
 ) -> Outcome {
     let page = engine.history()?.query(query).await?;
     if output.is_json() {
-        let mut json = json!({ "events": page.items, "next": page.next });
+        let events = whole(&page.items, engine, target).await?;
+        let mut json = json!({ "events": events, "next": page.next });
         for (name, time) in [("since", args.since), ("until", args.until)] {
             if let Some(time) = time {
                 json[name] = json!(time);
@@ -140,6 +142,27 @@ async fn show(
         output.line(format!("more: {}", next_page(args, next, target)))?;
     }
     Ok(())
+}
+
+/// The events as they were published, as far as a page may grow.
+async fn whole(
+    items: &[Arc<Recorded>],
+    engine: &Engine,
+    target: &Target,
+) -> Outcome<Vec<Arc<Recorded>>> {
+    let objects = target.objects(engine)?;
+    let (mut whole, mut left) = (Vec::with_capacity(items.len()), MOST_FETCHED);
+    for record in items {
+        let size = record.event.overflow().map_or(0, |overflow| overflow.size);
+        whole.push(match left.checked_sub(size) {
+            Some(rest) => {
+                left = rest;
+                shown_whole(objects.as_deref(), record).await
+            }
+            None => record.clone(),
+        });
+    }
+    Ok(whole)
 }
 
 /// The columns that have something in them.

@@ -18,7 +18,7 @@ pub(crate) mod retention;
 mod tail;
 
 use clap::CommandFactory as _;
-use everbus_core::{Code, Engine, Error, EventId, GroupInfo, GroupName};
+use everbus_core::{Code, Engine, Error, EventId, GroupInfo, GroupName, Timestamp};
 
 use crate::args::{Args, Command};
 use crate::bench;
@@ -26,6 +26,7 @@ use crate::interrupt::Interrupt;
 use crate::open::Target;
 use crate::output::Output;
 use crate::stop::{Outcome, Stop};
+use crate::when;
 
 const WELCOME: &str = "\
 Everbus keeps events in a file and delivers each of them, or says why it could not.
@@ -101,6 +102,21 @@ async fn until_interrupted<T>(command: impl Future<Output = Outcome<T>>) -> Outc
 /// The id a person typed: a UUID, or a foreign id with the source it was published with.
 fn event_id(text: &str, source: Option<&str>) -> EventId {
     EventId::from_foreign(source.unwrap_or_default(), text)
+}
+
+/// Refuses a range that ends before it starts: it would match nothing, and look like an answer.
+fn check_range(since: Option<Timestamp>, until: Option<Timestamp>) -> Outcome {
+    match (since, until) {
+        (Some(since), Some(until)) if since > until => Err(Stop::usage(
+            format!(
+                "--since {} is after --until {}",
+                when::shown(since),
+                when::shown(until)
+            ),
+            Some("exchange the two"),
+        )),
+        _ => Ok(()),
+    }
 }
 
 const ID_HINT: &str = "`everbus tail --from first --no-follow` shows what is stored; an id that is \

@@ -5,7 +5,7 @@ use everbus::{Bus, Replay, ReplayPreview, ReplayReport};
 use everbus_core::{EventId, GroupName, Pattern, Timestamp};
 use serde_json::{Value, json};
 
-use super::{ID_HINT, event_id, existing_group};
+use super::{ID_HINT, check_range, event_id, existing_group};
 use crate::interrupt::Interrupt;
 use crate::open::Target;
 use crate::output::{Output, Table, counted, escaped, grouped, shell_word, shortened};
@@ -190,19 +190,7 @@ impl ReplayArgs {
                 Some("name the id of an event, or a range: everbus replay --since 2h --dry-run"),
             ));
         }
-        if let (Some(since), Some(until)) = (self.since, self.until)
-            && since > until
-        {
-            return Err(Stop::usage(
-                format!(
-                    "--since {} is after --until {}",
-                    when::shown(since),
-                    when::shown(until)
-                ),
-                Some("exchange the two"),
-            ));
-        }
-        Ok(())
+        check_range(self.since, self.until)
     }
 
     fn event_id(&self) -> Option<EventId> {

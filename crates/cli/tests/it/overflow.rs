@@ -15,7 +15,7 @@ fn large(n: usize) -> String {
     format!(r#"{{"n":{n},"output":"{}"}}"#, "x".repeat(300_000))
 }
 
-// conformance: issue-4/overflow-cli: get, tail and dlq show print events whole; one whose object is missing is shown with a warning
+// conformance: issue-4/overflow-cli: get, tail, events and dlq show print events whole; one whose object is missing is shown with a warning
 #[test]
 fn large_events_are_shown_whole() {
     let shop = Shop::new();
@@ -41,6 +41,8 @@ fn large_events_are_shown_whole() {
         "first",
     ]);
     assert_eq!(grouped.lines()[0]["payload"], wanted);
+    let history = shop.run(&["-o", "json", "events"]).json();
+    assert_eq!(history["events"][0]["payload"], wanted);
     let text = shop.run(&["get", &id]).ok();
     assert!(text.contains("overflow     "), "{text}");
     assert!(
@@ -54,6 +56,12 @@ fn large_events_are_shown_whole() {
     assert_eq!(
         ran.lines()[0]["event"]["payload"],
         serde_json::json!({ "n": 7, "output": null })
+    );
+    let history = shop.run(&["-o", "json", "events"]).json();
+    assert_eq!(history["events"][0]["payload"]["output"], Value::Null);
+    assert!(
+        history["events"][0]["overflow"]["key"].is_string(),
+        "{history}"
     );
 }
 

@@ -265,7 +265,9 @@ pub async fn a_retried_dead_letter_that_fails_again_is_the_same<H: Harness>(harn
         let again = &open[0];
         assert_eq!(again.event.position, appended.position);
         assert_eq!(again.attempts, 2 + round, "attempts add up");
-        assert_eq!(again.failures.len(), 1, "failures since the last retry");
+        let failures: Vec<u32> = again.failures.iter().map(|f| f.attempt).collect();
+        let expected: Vec<u32> = [1, 2].into_iter().chain((0..round).map(|_| 1)).collect();
+        assert_eq!(failures, expected, "every failure of all its deaths");
         assert_eq!(again.first_seen_at, first.first_seen_at);
         assert_eq!(again.died_at, stage.clock.now());
         assert_eq!(

@@ -388,7 +388,7 @@ impl Oracle {
                 });
                 death.open = true;
                 death.attempts += work.attempts;
-                death.failures = work.failures;
+                death.failures.extend(work.failures);
                 death.died_at = now;
             }
         }

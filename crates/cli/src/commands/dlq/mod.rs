@@ -13,10 +13,10 @@ use everbus_core::{DeadLetter, DeadLetterFilter, Engine, EventId, GroupName};
 pub(crate) use args::DlqCommand;
 use args::DlqFilterArgs;
 
-use super::{ID_HINT, existing_group, until_interrupted};
+use super::{ID_HINT, check_range, existing_group, until_interrupted};
 use crate::open::{Target, close};
 use crate::output::{Output, shell_word};
-use crate::stop::{Outcome, Stop};
+use crate::stop::Outcome;
 use crate::when;
 
 pub(crate) async fn run(command: DlqCommand, target: &Target, output: &mut Output) -> Outcome {
@@ -56,18 +56,7 @@ async fn run_on(
 /// The filter, if it makes sense: a group that is not there and an end before the beginning match
 /// nothing, and that would look like good news.
 async fn filter(args: &DlqFilterArgs, engine: &Engine) -> Outcome<DeadLetterFilter> {
-    if let (Some(since), Some(until)) = (args.since, args.until)
-        && since > until
-    {
-        return Err(Stop::usage(
-            format!(
-                "--since {} is after --until {}",
-                when::shown(since),
-                when::shown(until)
-            ),
-            Some("exchange the two"),
-        ));
-    }
+    check_range(args.since, args.until)?;
     if let Some(group) = &args.group {
         existing_group(group, engine).await?;
     }
