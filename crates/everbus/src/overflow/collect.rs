@@ -7,7 +7,7 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use everbus_core::{Code, Engine, EventId, Orphan, Result};
+use everbus_core::{Clock as _, Code, Engine, EventId, Orphan, Pattern, Result, SystemClock};
 use serde::Serialize;
 
 use super::{Objects, key};
@@ -26,6 +26,9 @@ pub struct Collect {
     /// Objects that no event ever referred to are deleted when they are at least this old (24 h), where
     /// the place belongs to the bus alone.
     pub strays_after: Duration,
+    /// Also those that are older than the oldest event of the log. They may be all that is left of the
+    /// payloads of another log that was in this place before: one that was moved away, say.
+    pub before_log: bool,
 }
 
 impl Default for Collect {
@@ -34,6 +37,7 @@ impl Default for Collect {
             dry_run: false,
             orphans_after: Duration::from_secs(2 * 3600),
             strays_after: Duration::from_secs(24 * 3600),
+            before_log: false,
         }
     }
 }
@@ -123,6 +127,11 @@ impl Run<'_> {
         }
         self.noted.insert(orphan.key.clone());
         let store = &self.objects.store;
+        if orphan.bucket != store.bucket() && !self.objects.options.exclusive {
+            // An object of that name here would be somebody else's.
+            self.collected.kept += 1;
+            return Ok(false);
+        }
         match store.look(&orphan.key).await? {
             // Gone already, unless it is somewhere else.
             None if orphan.bucket == store.bucket() => Ok(true),
@@ -147,9 +156,15 @@ impl Run<'_> {
 
     async fn collect_strays(&mut self) -> Result<()> {
         let (store, options) = (&self.objects.store, self.options);
+        let oldest = if options.before_log {
+            Duration::MAX
+        } else {
+            age_of_log(self.engine).await?
+        };
         let mut old = Vec::new();
         let listed = store.list(|name, size, age| {
             if age >= options.strays_after
+                && age <= oldest
                 && let Some(id) = key::event_of(&name)
             {
                 old.push((id, name, size));
@@ -172,6 +187,24 @@ impl Run<'_> {
         self.collected.bytes += bytes;
         Ok(())
     }
+}
+
+/// How long ago the oldest event that is left was received; zero without one.
+async fn age_of_log(engine: &Engine) -> Result<Duration> {
+    let log = engine.log()?;
+    let all = vec![Pattern::new("*")?, Pattern::new("system.>")?];
+    let (head, mut after) = (log.head().await?, 0);
+    while after < head {
+        let (found, searched) = log.read(after, all.clone(), 1).await?;
+        if let Some(first) = found.first() {
+            return Ok(SystemClock.now().since(first.received_at));
+        }
+        if searched <= after {
+            break;
+        }
+        after = searched;
+    }
+    Ok(Duration::ZERO)
 }
 
 /// Whether an event of any tenant refers to the object.

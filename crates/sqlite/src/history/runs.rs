@@ -161,8 +161,9 @@ impl Writer {
         };
         let undo = !matches!(applied, Ok(Applied::Done(_)));
         if undo {
+            // Without a transaction there is no savepoint to go back to: a full disk may end it for all.
             if let Err(error) = &applied
-                && is_fatal(error.code())
+                && (is_fatal(error.code()) || self.conn.is_autocommit())
             {
                 return applied;
             }
@@ -270,8 +271,13 @@ fn sweep(conn: &Connection, writing: &[i64]) -> Result<Applied> {
         .prepare_cached("SELECT id FROM history_runs WHERE state <> 1 ORDER BY id")
         .and_then(|mut s| s.query_map([], |r| r.get(0))?.collect())
         .map_err(doing)?;
+    // Whoever began one and was held up must not go on with what is left of it.
+    let mut retire = conn
+        .prepare_cached("UPDATE history_runs SET state = ?2 WHERE id = ?1 AND state = ?3")
+        .map_err(doing)?;
     let mut swept = 0;
     for run in runs.into_iter().filter(|run| !writing.contains(run)) {
+        retire.execute((run, GONE, WRITING)).map_err(doing)?;
         let left = BATCH - swept;
         let gone = conn
             .prepare_cached(
@@ -316,4 +322,48 @@ fn forget_gone(conn: &Connection) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // conformance: issue-4/history-swept: a run that was partly swept away is never put in use
+    #[test]
+    fn a_run_that_another_process_began_to_sweep_is_not_finished() {
+        let conn = Connection::open_in_memory().unwrap();
+        crate::schema::migrate(&conn).unwrap();
+        let change = |target, blocks: std::ops::Range<u64>, end| Change {
+            holder: 1,
+            target,
+            blocks: blocks
+                .map(|n| Block {
+                    first: (to_sql(n), 1),
+                    bytes: vec![0],
+                })
+                .collect(),
+            end,
+        };
+        let run = Run {
+            id: 0,
+            level: 0,
+            lo: 1,
+            hi: 9,
+            events: 9,
+        };
+        let more = BATCH as u64 + 10;
+        let begun = change(Target::New(run), 0..more, End::Open);
+        let Applied::Done(id) = apply(&conn, &begun).unwrap() else {
+            panic!("nobody is in the way");
+        };
+        // Its process stands still; another one sweeps, and dies in the middle of it.
+        assert!(matches!(sweep(&conn, &[]), Ok(Applied::Done(96))));
+        let last = change(
+            Target::Begun(id),
+            more..more + 1,
+            End::Appended { after: None },
+        );
+        assert!(matches!(apply(&conn, &last), Ok(Applied::Stale)));
+        assert_eq!(in_use(&conn).unwrap(), []);
+    }
 }

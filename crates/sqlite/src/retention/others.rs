@@ -146,9 +146,12 @@ impl Writer {
                 .conn
                 .prepare_cached(
                     "DELETE FROM dead_letters WHERE seq = ?1 AND group_id = ?2 AND died_at = ?3
+                       AND (retried_at IS NULL) = ?4
                        AND NOT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?2 AND seq = ?1)",
                 )
-                .and_then(|mut s| s.execute((to_sql(dead.seq), dead.group, dead.died_at)))
+                .and_then(|mut s| {
+                    s.execute((to_sql(dead.seq), dead.group, dead.died_at, dead.open))
+                })
                 .map_err(doing)?;
             letters += removed as u64;
             if removed > 0 && dead.open {

@@ -12,6 +12,15 @@ use crate::support::{Kind, Lab, on_every_engine};
 fn at_once() -> Collect {
     let mut collect = Collect::default();
     (collect.orphans_after, collect.strays_after) = (Duration::ZERO, Duration::ZERO);
+    collect.before_log = true;
+    collect
+}
+
+/// The usual, in a place where no other log has been: the logs of these tests are younger than their
+/// objects are made to be.
+fn usual() -> Collect {
+    let mut collect = Collect::default();
+    collect.before_log = true;
     collect
 }
 
@@ -146,7 +155,7 @@ async fn a_repeated_publish_gives_the_first_receipt() {
         for file in shelf.files() {
             age(&shelf.objects().join(file), Duration::from_secs(25 * 3600));
         }
-        let collected = bus.collect_objects(&Collect::default()).await.unwrap();
+        let collected = bus.collect_objects(&usual()).await.unwrap();
         assert_eq!((collected.orphans, collected.strays), (0, 1));
         let found = stored(&bus, event.id()).await;
         assert_eq!(bus.whole(&found).await.unwrap().event, event);
@@ -176,12 +185,14 @@ async fn an_object_whose_publish_never_committed_is_deleted_after_a_day() {
         &shelf.objects().join(&known.event.overflow().unwrap().key),
         Duration::from_secs(100 * 3600),
     );
-    let none = bus.collect_objects(&Collect::default()).await.unwrap();
+    let none = bus.collect_objects(&usual()).await.unwrap();
     assert_eq!(none, Collected::default());
     for file in &files {
         age(&folder.join(file), Duration::from_secs(25 * 3600));
     }
-    let would = bus.collect_objects(&Collect::dry_run()).await.unwrap();
+    let mut dry = usual();
+    dry.dry_run = true;
+    let would = bus.collect_objects(&dry).await.unwrap();
     assert_eq!((would.strays, would.bytes), (2, 20));
     assert_eq!(shelf.files().len(), 4);
     bus.shutdown().await.unwrap();
@@ -191,7 +202,7 @@ async fn an_object_whose_publish_never_committed_is_deleted_after_a_day() {
     assert_eq!(none, Collected::default());
     shared.shutdown().await.unwrap();
     let bus = shelf.open_with(shelf.overflow().exclusive()).await;
-    let done = bus.collect_objects(&Collect::default()).await.unwrap();
+    let done = bus.collect_objects(&usual()).await.unwrap();
     assert_eq!(done, would);
     assert_eq!(
         shelf.files().len(),
@@ -201,6 +212,71 @@ async fn an_object_whose_publish_never_committed_is_deleted_after_a_day() {
     assert!(folder.join("somebody-elses.txt").exists());
     bus.whole(&known).await.unwrap();
     bus.shutdown().await.unwrap();
+}
+
+// conformance: issue-4/overflow-other-log: objects that are older than the log are left alone: they may belong to a log that was moved away
+#[tokio::test]
+async fn a_new_log_leaves_the_objects_of_the_one_before_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let open = async |overflow| {
+        let url = format!("sqlite:{}", directory.path().join("shop.db").display());
+        let bus = Bus::builder().overflow(overflow).open(&url).await;
+        bus.unwrap()
+    };
+    let small = || everbus::overflow::Overflow::default().threshold(2000);
+    let bus = open(small()).await;
+    let lost = bus.publish(("a", "x".repeat(3000))).await.unwrap();
+    bus.shutdown().await.unwrap();
+    let object = super::files(directory.path())
+        .into_iter()
+        .find(|name| name.contains(&lost.id().to_string()))
+        .unwrap();
+    let object = directory.path().join(object);
+    age(&object, Duration::from_secs(100 * 3600));
+    // The file is moved away, its objects are forgotten.
+    let path = |name: &str| directory.path().join(name);
+    std::fs::rename(path("shop.db"), path("kept.db")).unwrap();
+    let bus = open(small()).await;
+    let none = bus.collect_objects(&Collect::default()).await.unwrap();
+    assert_eq!(none, Collected::default(), "an empty log");
+    bus.publish(("a", 1)).await.unwrap();
+    let none = bus.collect_objects(&Collect::default()).await.unwrap();
+    assert_eq!(none, Collected::default(), "a younger log");
+    bus.shutdown().await.unwrap();
+    // Back in its place the file has everything.
+    std::fs::rename(path("kept.db"), path("shop.db")).unwrap();
+    let bus = open(small()).await;
+    let found = stored(&bus, lost.id()).await;
+    let whole = bus.whole(&found).await.unwrap();
+    assert_eq!(whole.event.payload().len(), 3002);
+    bus.shutdown().await.unwrap();
+}
+
+// conformance: issue-4/overflow-moved: after a bus was given another place, what is under the same key there is somebody else's
+#[tokio::test]
+async fn an_object_in_another_place_is_not_taken_for_the_one_that_was_left_behind() {
+    let shelf = || Shelf::new(Lab::new(Kind::Sqlite));
+    let (ours, theirs) = (shelf(), shelf());
+    let event = large(EventId::new(), "t", "x");
+    let bus = ours.open().await;
+    bus.publish(event.clone()).await.unwrap();
+    forget_everything(&bus).await;
+    bus.shutdown().await.unwrap();
+    // Another bus has the same event, with its object in a place that both use from now on.
+    let other = theirs.open().await;
+    other.publish(event.clone()).await.unwrap();
+    assert_eq!(ours.files(), theirs.files(), "the same key");
+    age(
+        &theirs.objects().join(&theirs.files()[0]),
+        Duration::from_secs(3 * 3600),
+    );
+    let bus = ours.open_with(theirs.overflow()).await;
+    let collected = bus.collect_objects(&Collect::default()).await.unwrap();
+    assert_eq!((collected.orphans, collected.kept), (0, 1));
+    bus.shutdown().await.unwrap();
+    let found = stored(&other, event.id()).await;
+    assert_eq!(other.whole(&found).await.unwrap().event, event);
+    other.shutdown().await.unwrap();
 }
 
 #[tokio::test]
