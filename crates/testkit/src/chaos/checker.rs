@@ -8,7 +8,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use everbus_core::{DEAD_LETTER_EVENT, EventId, FailureKind, GroupName};
+use everbus_core::{DEAD_LETTER_EVENT, EventId, Failure, FailureKind, GroupName};
 
 use super::content::Content;
 use super::ledger::Ledger;
@@ -284,7 +284,10 @@ fn flaws(
         return vec!["without errors".into()];
     };
     let numbers: Vec<u32> = failures.iter().map(|f| f.attempt).collect();
-    if !numbers.iter().copied().eq(1..=failures.len() as u32) {
+    // One that was sent back and died again has the errors of all its deaths.
+    let lives: Vec<&[Failure]> = failures.chunk_by(|_, next| next.attempt != 1).collect();
+    let counted = |life: &&[Failure]| (1..).zip(*life).all(|(n, failure)| failure.attempt == n);
+    if !lives.iter().all(counted) || lives.len() > 1 && !sent_back {
         flaws.push(format!("whose errors are of the attempts {numbers:?}"));
     }
     if failures.iter().any(|f| f.error.is_empty()) {
@@ -296,10 +299,12 @@ fn flaws(
     // An event that was alone at its last crash is given up instead of run: one attempt more than
     // errors.
     let begun = failures.len() as u32;
-    let given_up_unrun = last.kind == FailureKind::Crash && last.alone;
-    // Attempts before it was sent back count, and their errors are in the notice of that time.
-    let before = sent_back && dead.attempts > begun;
-    if dead.attempts != begun && !before && !(given_up_unrun && dead.attempts == begun + 1) {
+    let given_up_unrun = |life: &&&[Failure]| {
+        life.last()
+            .is_some_and(|last| last.kind == FailureKind::Crash && last.alone)
+    };
+    let unrun = lives.iter().filter(given_up_unrun).count() as u32;
+    if !(begun..=begun + unrun).contains(&dead.attempts) {
         flaws.push(format!("of {} attempts with {begun} errors", dead.attempts));
     }
     if last.kind != FailureKind::Permanent && dead.attempts < MAX_ATTEMPTS {
@@ -320,7 +325,8 @@ fn flaws(
             flaws.push(format!("whose error is of handler {:?}", failure.handler));
         }
     }
-    let last_handler = failures.iter().rev().find_map(|f| f.handler.as_deref());
+    let last_life = lives.last().copied().unwrap_or_default();
+    let last_handler = last_life.iter().rev().find_map(|f| f.handler.as_deref());
     if dead.handler.as_deref() != last_handler {
         flaws.push(format!(
             "of handler {:?}, not {last_handler:?}",

@@ -69,7 +69,6 @@ fn retention_jobs_that_are_killed_remove_nothing_that_is_owed() {
         survive(&mut arena, 7, |arena| arena.retain().unwrap());
         assert!(arena.tally.retention_kills > 0, "{}", arena.tally);
         assert!(arena.tally.removed > 0, "{policy:?} removed nothing");
-        assert!(arena.tally.objects > 0, "{}", arena.tally);
     }
 }
 
