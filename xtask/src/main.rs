@@ -82,6 +82,7 @@ fn test(arguments: &[String]) -> Result<(), Failed> {
         }
     }
     tools::install()?;
+    tools::install_servers();
     let tests = Cargo::new(&["test", "--workspace", "--all-features"]).run_tests();
     let table = conformance::check(&root());
     let chaos = if campaign && tests.is_ok() {

@@ -1,5 +1,5 @@
-//! What the tests need beside Rust: a C compiler (SQLite is compiled in) and the `sqlite3` shell
-//! (to read the files as any other program would).
+//! What the tests need beside Rust: a C compiler (SQLite is compiled in), the `sqlite3` shell (to read
+//! the files as any other program would), and where it can be had a server that speaks S3.
 
 use std::process::{Command, Stdio};
 
@@ -61,6 +61,25 @@ pub(crate) fn install() -> Result<(), Failed> {
         lines.join("\n"),
         packages.join(" ")
     )))
+}
+
+/// Installs the servers of the tests where that is possible without asking. Without one its tests say so
+/// and are skipped, or fail where `EVERBUS_REQUIRE_SERVERS=1` asks for it.
+pub(crate) fn install_servers() {
+    if works("moto_server", "--help") {
+        return;
+    }
+    if is_root() && works("python3", "-mpip") {
+        println!("> pip install moto[server]");
+        let install = ["-m", "pip", "install", "--quiet", "moto[server]"];
+        // Whether it worked is seen below.
+        let _ = Command::new("python3").args(install).status();
+    }
+    if !works("moto_server", "--help") {
+        println!(
+            "moto_server is missing: the tests of overflow to S3 are skipped (pip install 'moto[server]')"
+        );
+    }
 }
 
 fn works(program: &str, probe: &str) -> bool {
