@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_was_given_up_is_told_of_once() {
+    fn a_row_that_was_given_up_is_told_of_each_time() {
         let row = |event_type: &str| OutboxRow {
             row: 1,
             id: "r".into(),
@@ -233,10 +233,14 @@ mod tests {
             attempts: 4,
             key: None,
         };
-        let told = row("order.placed").dead_letter_notice("no", 5, Timestamp::EPOCH);
-        let again = row("order.placed").dead_letter_notice("no", 5, Timestamp::from_micros(9));
-        let (told, again) = (told.unwrap(), again.unwrap());
-        assert_eq!(told.id(), again.id());
+        let tell = |at| {
+            let told = row("order.placed").dead_letter_notice("no", 5, at);
+            told.unwrap()
+        };
+        let told = tell(Timestamp::EPOCH);
+        assert_eq!(told.id(), tell(Timestamp::EPOCH).id());
+        let later = tell(Timestamp::from_micros(9));
+        assert_ne!(told.id(), later.id(), "it was retried and failed again");
         assert_eq!(told.event_type(), DEAD_LETTER_EVENT);
         let body: serde_json::Value = told.json().unwrap();
         assert_eq!(body["eventId"], "order-1");
