@@ -91,6 +91,8 @@ pub fn collect(file: &Path) -> Result<Collected, Broken> {
         .map_err(Broken::at("starting a runtime"))?;
     let mut options = Collect::default();
     (options.orphans_after, options.strays_after) = (Duration::ZERO, Duration::ZERO);
+    // No other log was ever in this place.
+    options.before_log = true;
     runtime
         .block_on(async {
             let bus = Bus::open(format!("sqlite:{}", file.display())).await?;
