@@ -111,7 +111,10 @@ async fn main() -> Result<(), Box<dyn Error>> {
     println!("\nA relay takes what is in the outbox to the bus:");
     let url = dir.path().join("events.db").display().to_string();
     let bus = Bus::open(url).await?;
-    let router = Router::new().on(OrderPlaced::TYPE, to(pack).group("warehouse").ordered());
+    let router = Router::new().on(
+        OrderPlaced::TYPE,
+        to(pack).group("warehouse").concurrency(1),
+    );
     bus.mount(router).await?;
     bus.start().await?;
     let relay = Relay::new(&bus, Outbox::open(&shop)?);
