@@ -156,8 +156,13 @@ async fn an_engine_closes_although_a_consumer_cannot_leave() {
 // conformance: fault-3/rollback-order: a row that was given back and taken again in a failed transaction keeps its first lease
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_row_taken_twice_in_a_failed_transaction_keeps_its_first_lease() {
+    // The engine may also find the other group's event in a transaction of its own, before the
+    // one with the settlement; such a round shows nothing and is run again.
     let mut rolled_back = 0;
-    for _ in 0..5 {
+    for _ in 0..300 {
+        if rolled_back == 3 {
+            break;
+        }
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.db");
         let engine = open(&path);
@@ -175,7 +180,8 @@ async fn a_row_taken_twice_in_a_failed_transaction_keeps_its_first_lease() {
         let held = fetch(&mut g, 1).await.remove(0);
         let other = fetch(&mut h, 1).await.remove(0);
         settle(&engine, &other, retry(Duration::from_secs(600))).await;
-        // The other group's event becomes one that must run alone, and giving back fails.
+        // The other group's event becomes one that must run alone, and giving back fails. The
+        // writer waits for the file meanwhile, with the settlement in its queue.
         let conn = Connection::open(&path).unwrap();
         conn.execute_batch(
             "BEGIN IMMEDIATE;
@@ -186,18 +192,16 @@ async fn a_row_taken_twice_in_a_failed_transaction_keeps_its_first_lease() {
         )
         .unwrap();
         let again = Settlement::new(held.lease.clone(), retry(Duration::ZERO));
-        let settling = engine.broker.settle(vec![again]);
+        let broker = engine.broker.clone();
+        let settling = tokio::spawn(async move { broker.settle(vec![again]).await });
         tokio::time::sleep(Duration::from_millis(30)).await;
         conn.execute_batch("COMMIT").unwrap();
-        if settling.await.is_ok() {
+        if settling.await.unwrap().is_ok() {
             continue;
         }
         rolled_back += 1;
         conn.execute_batch("DROP TRIGGER sabotage").unwrap();
         settle(&engine, &held, Verdict::Ack).await;
     }
-    assert!(
-        rolled_back > 0,
-        "no transaction failed, so nothing was shown"
-    );
+    assert_eq!(rolled_back, 3, "too few transactions failed");
 }
