@@ -97,17 +97,18 @@ mod tests {
                 written += 1;
                 while let Some((found, level)) = due(&runs, fan) {
                     let (many, first) = (found.len(), found[0].clone());
+                    assert!(many > 1, "one run alone is no merge");
                     let at = runs.iter().position(|r| *r == first).unwrap();
                     let events = runs[at..at + many].iter().map(|r| r.events).sum();
                     written += events;
+                    let most = cuts * (1 + levels as u64);
+                    assert!(written <= most, "{written} written of {cuts} by {fan}");
                     let merged = run(level, first.lo - 1, events);
                     runs.splice(at..at + many, [merged]);
                 }
                 assert!(runs.len() <= (levels + 1) * (fan - 1), "{runs:?}");
             }
             assert_eq!(runs.iter().map(|r| r.events).sum::<u64>(), cuts);
-            let most = cuts * (1 + levels as u64);
-            assert!(written <= most, "{written} written of {cuts} by {fan}");
         }
     }
 
