@@ -399,7 +399,7 @@ impl<'a> Publisher<'a> {
                     && self.wishes.grant(row).await? == Wish::Granted =>
             {
                 self.answers[index] = Answer::Sent;
-                return Ok(Tried::Answered);
+                Ok(Tried::Answered)
             }
             Blame::Row => {
                 self.answers[index] = Answer::Rejected(explained(row, error));

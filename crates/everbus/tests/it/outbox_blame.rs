@@ -171,11 +171,14 @@ async fn order_holds_whatever_the_answers_are() {
     }
 }
 
+/// Which of the rows never go through.
+type Poisoned = fn(u64) -> bool;
+
 // conformance: issue-4/outbox-unclear: an error that says not whose fault it is counts as an attempt once another row has gone through
 #[tokio::test]
 async fn a_row_that_always_stumbles_does_not_stop_the_outbox() {
     // At the beginning, in the middle and at the end; more than are tried to find out.
-    let cases: [(u64, fn(u64) -> bool); 4] = [
+    let cases: [(u64, Poisoned); 4] = [
         (20, |n| n == 0),
         (20, |n| n == 11),
         (20, |n| n == 19),
