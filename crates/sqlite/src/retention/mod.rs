@@ -3,6 +3,7 @@
 //! A reader looks for it, in short snapshots and once along the log; the writer removes stretches, after
 //! it has made sure that nobody has come to need something of them meanwhile (rule 7).
 
+pub(crate) mod clock;
 mod holdings;
 mod needed;
 mod others;
