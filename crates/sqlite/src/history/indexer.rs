@@ -20,7 +20,7 @@ use super::merge::{Alive, Merge};
 use super::runs::{self, Applied, BATCH, Change, End, Run, Target};
 use super::scope::{self, Hashes, Named};
 use crate::errors::from_sqlite;
-use crate::queue::{Answer, Command, Queue};
+use crate::queue::{Answer, Command, Haste, Queue};
 use crate::readers::Reader;
 use crate::rows::{seq_from, to_sql};
 use crate::writer::Writer;
@@ -571,7 +571,7 @@ impl Work {
                 Ok(answer)
             })),
             failed: Box::new(move |error| drop(failed.send(Err(error)))),
-            patient: false,
+            haste: Haste::Now,
         });
         drop(queue);
         loop {
