@@ -73,7 +73,7 @@ impl Work {
                 Ok(answer)
             })),
             failed: Box::new(move |error| drop(failed.send(Err(error)))),
-            patient: false,
+            haste: Haste::Now,
         });
         drop(queue);
         loop {
