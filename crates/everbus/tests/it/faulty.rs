@@ -6,13 +6,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use everbus::core::{
-    Appended, BoxFuture, Broker, ConsumeOptions, Consumer, Delivery, GroupSpec, Lease,
-    SettledOutcome, Settlement, SubscriptionInfo,
+    Appended, BoxFuture, Broker, BrokerLayer, ConsumeOptions, Consumer, Delivery, GroupSpec, Lease,
+    Settlement, SubscriptionInfo,
 };
-use everbus::{
-    Bus, Capabilities, Code, Engine, Error, Event, EventId, GroupInfo, GroupName, ManualClock,
-    Pattern, Result,
-};
+use everbus::{Bus, Code, Engine, Error, Event, GroupName, ManualClock, Pattern, Result};
 
 /// What goes wrong next, for one verb.
 #[derive(Clone, Default)]
@@ -81,9 +78,9 @@ impl Faulty {
     }
 }
 
-impl Broker for Faulty {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
+impl BrokerLayer for Faulty {
+    fn inner(&self) -> &dyn Broker {
+        &*self.inner
     }
 
     fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
@@ -92,14 +89,6 @@ impl Broker for Faulty {
             self.declare.next()?;
             self.inner.declare(group).await
         })
-    }
-
-    fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
-        self.inner.retract(subscription)
-    }
-
-    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
-        self.inner.remove_group(group)
     }
 
     fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
@@ -143,14 +132,6 @@ impl Broker for Faulty {
     fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
         self.extended.fetch_add(1, Ordering::SeqCst);
         self.inner.extend(leases, by)
-    }
-
-    fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
-        self.inner.inspect()
-    }
-
-    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
-        self.inner.settled(position, timeout)
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {
