@@ -81,8 +81,8 @@ fn the_filters_of_the_list_are_honoured() {
     assert_eq!(count(&["--until", "1h"]), 0);
     for limit in ["0", "10001"] {
         let ran = shop.run(&["-o", "json", "dlq", "list", "--limit", limit]);
-        let said = ran.failed(2, "Usage");
-        assert!(said.contains("between 1 and 10000"), "{said}");
+        assert_eq!(ran.code, 2, "{ran:?}");
+        assert!(ran.err.contains("between 1 and 10000"), "{ran:?}");
     }
 }
 

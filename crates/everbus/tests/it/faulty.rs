@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use everbus::core::{
     Appended, BoxFuture, Broker, BrokerLayer, ConsumeOptions, Consumer, Delivery, GroupSpec, Lease,
-    Settlement, SubscriptionInfo,
+    Redelivery, Settlement, SubscriptionInfo,
 };
 use everbus::{Bus, Code, Engine, Error, Event, GroupName, ManualClock, Pattern, Result};
 
@@ -173,4 +173,23 @@ pub(crate) async fn faulty() -> (Bus, Faulty, ManualClock) {
         .with_engine(engine)
         .unwrap();
     (bus, faulty, clock)
+}
+
+// conformance: issue-4/broker-layer: a broker around another passes on every verb that it does not change, those that engines may leave out too
+#[tokio::test]
+async fn a_layer_passes_on_what_it_does_not_change() {
+    let (bus, _, _) = faulty().await;
+    let group: GroupName = "billing".parse().unwrap();
+    let subscribe = bus.subscribe("order.*").group("billing");
+    let handled = subscribe.handler(|_| std::future::ready(Ok(())));
+    handled.await.unwrap();
+    for n in 0..3 {
+        bus.publish(("order.placed", n)).await.unwrap();
+    }
+    let broker = &bus.engine().broker;
+    let orders = Pattern::new("order.*").unwrap();
+    assert_eq!(broker.depth(orders.clone(), 10).await.unwrap(), 3);
+    assert_eq!(broker.drop_oldest(orders, 1).await.unwrap(), 2);
+    let answers = broker.redeliver(group, vec![3, 4]).await.unwrap();
+    assert_eq!(answers, [Redelivery::Owed, Redelivery::Gone]);
 }
