@@ -177,7 +177,7 @@ pub struct DeadLetterFilter {
     pub until: Option<Timestamp>,
     /// Only those that died at or before this time: what fails again meanwhile is left out.
     pub died_until: Option<Timestamp>,
-    /// Only of this tenant.
+    /// Only of this tenant; an empty text means events without one.
     pub tenant: Option<String>,
     /// Only those whose last failure was in this handler.
     pub handler: Option<String>,

@@ -154,7 +154,9 @@ fn passes(letter: &DeadLetter, filter: &DeadLetterFilter) -> bool {
         && since.is_none_or(|since| record.received_at >= since)
         && until.is_none_or(|until| record.received_at <= until)
         && died_until.is_none_or(|until| letter.died_at <= until)
-        && (tenant.is_none() || tenant.as_deref() == record.event.tenant())
+        && tenant
+            .as_ref()
+            .is_none_or(|tenant| tenant == record.event.tenant().unwrap_or_default())
         && (handler.is_none() || *handler == letter.handler)
         && error
             .as_ref()

@@ -208,7 +208,10 @@ impl Condition {
         if let Some(died_until) = died_until {
             condition.and("d.died_at <= ?", Value::Integer(micros(*died_until)));
         }
-        if let Some(tenant) = tenant {
+        if tenant.as_deref() == Some("") {
+            condition.sql +=
+                " AND EXISTS (SELECT 1 FROM log x WHERE x.seq = d.seq AND x.tenant = 0)";
+        } else if let Some(tenant) = tenant {
             condition.and(
                 "EXISTS (SELECT 1 FROM log x JOIN tenants n ON n.id = x.tenant
                    WHERE x.seq = d.seq AND n.name = ?)",
