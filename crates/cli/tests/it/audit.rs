@@ -239,7 +239,7 @@ fn what_operators_do_is_on_record() {
     let actor = all[2]["actor"].as_str().unwrap();
     assert!(actor.starts_with("cli:") && actor.len() > 4, "{actor}");
     assert_eq!(all[2]["details"]["type"], "order.*");
-    assert_eq!(all[3]["details"]["result"], 2);
+    assert_eq!(all[3]["details"]["result"]["dead_letters"], 2);
     assert_eq!(
         all[4]["entity"],
         json!({ "type": "GROUP", "id": "payment" })
