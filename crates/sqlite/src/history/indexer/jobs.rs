@@ -8,7 +8,7 @@ use everbus_core::{Error, Result};
 use super::work::{Next, Work};
 use crate::history::block::Block;
 use crate::history::runs::{Applied, Change, End, Target};
-use crate::queue::{Answer, Command};
+use crate::queue::{Answer, Command, Haste};
 use crate::writer::Writer;
 
 /// Until the lease of another process ends.
