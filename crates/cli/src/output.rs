@@ -11,7 +11,7 @@ use everbus_core::Event;
 use serde::Serialize;
 
 use crate::args::OutputFormat;
-use crate::stop::Outcome;
+use crate::stop::{Outcome, Stop};
 
 /// Where a command prints.
 pub(crate) struct Output {
@@ -33,26 +33,30 @@ impl Output {
 
     /// One line of text that is safe already.
     pub(crate) fn line(&mut self, text: impl AsRef<str>) -> Outcome {
-        self.to.write_all(text.as_ref().as_bytes())?;
-        self.to.write_all(b"\n")?;
-        Ok(())
+        self.raw(text.as_ref().as_bytes())?;
+        self.raw(b"\n")
     }
 
     /// One JSON value on one line.
     pub(crate) fn json<T: Serialize + ?Sized>(&mut self, value: &T) -> Outcome {
-        serde_json::to_writer(&mut self.to, value).map_err(io::Error::from)?;
-        self.to.write_all(b"\n")?;
-        Ok(())
+        serde_json::to_writer(&mut self.to, value).map_err(|e| unwritten(&e.into()))?;
+        self.raw(b"\n")
     }
 
     pub(crate) fn raw(&mut self, bytes: &[u8]) -> Outcome {
-        self.to.write_all(bytes)?;
-        Ok(())
+        self.to.write_all(bytes).map_err(|e| unwritten(&e))
     }
 
     pub(crate) fn flush(&mut self) -> Outcome {
-        self.to.flush()?;
-        Ok(())
+        self.to.flush().map_err(|e| unwritten(&e))
+    }
+}
+
+/// A reader that went away is no failure; anything else is named.
+fn unwritten(error: &io::Error) -> Stop {
+    match error.kind() {
+        io::ErrorKind::BrokenPipe => Stop::BrokenPipe,
+        _ => Stop::Io(format!("standard output: {error}")),
     }
 }
 

@@ -118,6 +118,25 @@ pub struct Attributes {
     pub overflow: Option<Box<Overflow>>,
 }
 
+impl Attributes {
+    /// Those of an event that has none.
+    pub const NONE: &'static Self = &Self {
+        source: None,
+        app: None,
+        tenant: None,
+        entity: None,
+        key: None,
+        correlation_id: None,
+        causation_id: None,
+        trace: None,
+        metadata: BTreeMap::new(),
+        content_type: None,
+        foreign_id: None,
+        expires_at: None,
+        overflow: None,
+    };
+}
+
 /// Where the large part of a payload was put, and how the payload is made whole again: in the payload
 /// that the event carries, each `null` at a known place stands for a part of the object.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -395,8 +414,7 @@ impl Event {
 
     /// The metadata, empty if there is none.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
-        static EMPTY: BTreeMap<String, String> = BTreeMap::new();
-        self.attributes().map_or(&EMPTY, |a| &a.metadata)
+        &self.attributes().unwrap_or(Attributes::NONE).metadata
     }
 
     /// The id to show: the foreign one the event came with, else the UUID.
@@ -413,24 +431,9 @@ impl Event {
     /// entity, key and metadata. What a second try may well give anew does not count: the times,
     /// the source, correlation, causation and trace.
     pub fn same_body(&self, other: &Event) -> bool {
-        static NONE: Attributes = Attributes {
-            source: None,
-            app: None,
-            tenant: None,
-            entity: None,
-            key: None,
-            correlation_id: None,
-            causation_id: None,
-            trace: None,
-            metadata: BTreeMap::new(),
-            content_type: None,
-            foreign_id: None,
-            expires_at: None,
-            overflow: None,
-        };
         let (a, b) = (
-            self.attributes().unwrap_or(&NONE),
-            other.attributes().unwrap_or(&NONE),
+            self.attributes().unwrap_or(Attributes::NONE),
+            other.attributes().unwrap_or(Attributes::NONE),
         );
         self.event_type == other.event_type
             && self.version == other.version

@@ -3,7 +3,8 @@
 //! This crate does no I/O and knows no engine. Read it in this order:
 //!
 //! 1. [`Event`]: what travels. [`Pattern`]: which events a subscriber wants.
-//! 2. [`Broker`] and [`Consumer`]: how events move (append, fetch, settle).
+//! 2. [`Broker`] and [`Consumer`]: how events move (append, fetch, settle). [`BrokerLayer`]: a broker
+//!    around another.
 //! 3. What an engine may offer beside that: [`Log`], [`DeadLetters`], [`Inbox`], [`Maintenance`], and
 //!    its memory: [`History`], [`Payloads`], [`Audit`], [`Checkpoints`], [`OutboxSource`],
 //!    [`Orphans`].
@@ -27,6 +28,7 @@ pub mod group;
 pub mod history;
 pub mod id;
 pub mod inbox;
+pub mod layer;
 pub mod log;
 pub mod maintenance;
 pub mod orphans;
@@ -64,6 +66,7 @@ pub use group::{GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, Su
 pub use history::{Cursor, History, HistoryPage, HistoryQuery, Order, check_range};
 pub use id::EventId;
 pub use inbox::Inbox;
+pub use layer::BrokerLayer;
 pub use log::{EventState, GroupState, Log, Recorded};
 pub use maintenance::{
     CheckReport, DutyRecord, Finding, Held, Holdings, Maintenance, Pruned, RETENTION_DUTY,

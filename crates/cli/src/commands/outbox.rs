@@ -17,6 +17,7 @@ use crate::interrupt::Interrupt;
 use crate::open::{Target, blocking, close, refuse_directory_name};
 use crate::output::{Output, Table, counted, escaped, grouped, shell_word, shortened};
 use crate::stop::{Outcome, Stop};
+use crate::values::parse_page;
 use crate::when;
 
 /// How often a relay says what it has done, if it has done something.
@@ -28,10 +29,10 @@ const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 const RELAY_HELP: &str = "\
-The outbox is the table event_outbox, in a database of your own (--outbox shop.db) or in the file of
-Everbus. Rows are published in their order and marked as sent once the broker has acknowledged them. A row
-that is rejected is tried five times and then marked as failed; a broker that cannot be reached is waited
-for. Several relays of one outbox may run: one works, the others stand by.";
+The outbox is the table event_outbox, in a database of your own (--outbox shop.db) or in the file \
+of Everbus. Rows are published in their order and marked as sent once the broker has acknowledged \
+them. A row that is rejected is tried five times and then marked as failed; a broker that cannot \
+be reached is waited for. Several relays of one outbox may run: one works, the others stand by.";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum OutboxCommand {
@@ -76,9 +77,9 @@ pub(crate) struct FailedArgs {
     #[command(flatten)]
     which: WhichArgs,
 
-    /// At most this many
-    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=10_000), allow_negative_numbers = true)]
-    limit: u32,
+    /// At most this many, up to 10000
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = parse_page, allow_negative_numbers = true)]
+    limit: usize,
 }
 
 #[derive(Debug, Args)]
@@ -418,7 +419,7 @@ async fn status(source: &dyn OutboxSource, output: &mut Output) -> Outcome {
 }
 
 async fn failed(args: &FailedArgs, source: &dyn OutboxSource, output: &mut Output) -> Outcome {
-    let rows = source.failed(args.limit as usize).await?;
+    let rows = source.failed(args.limit).await?;
     if output.is_json() {
         return output.json(&rows);
     }

@@ -45,10 +45,10 @@ pub(crate) struct RunArgs {
 }
 
 const POLICY_HELP: &str = "\
-The ages are those of the section `retention` of --config (or EVERBUS_CONFIG), or else the standard:
-events stay, payload stages go after 14 days, dead letters 30 days after death, rows of the outbox 7
-days after they were sent. The options below are stronger. Whatever the ages say, nothing goes that a
-group still owes work on, and an event that says itself when it expires goes then.";
+The ages are those of the section `retention` of --config (or EVERBUS_CONFIG), or else the \
+standard: events stay, payload stages go after 14 days, dead letters 30 days after death, rows of \
+the outbox 7 days after they were sent. The options are stronger. Whatever the ages say, nothing \
+goes that a group still owes work on, and an event that says itself when it expires goes then.";
 
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct PolicyArgs {
