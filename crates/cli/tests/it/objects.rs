@@ -6,8 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::{Duration, SystemTime};
 
-use everbus::overflow::Collect;
-use everbus::{Bus, Retention};
+use everbus::{Bus, Event, Retention};
 use serde_json::Value;
 
 use crate::support::{Ran, Shop, on_runtime};
@@ -246,43 +245,52 @@ fn objects_of_another_log_are_removed_only_on_command() {
 // conformance: issue-4/backup-while-pruning: events that are removed while a backup is made do not leave it without their objects
 #[test]
 fn events_that_are_removed_during_a_backup_have_their_objects_in_it() {
-    let mut happened = false;
-    // Until an event was removed between the copy of the file and the end of the backup.
+    const EVENTS: usize = 500;
+    // Until events were removed between the copy of the file and the end of the backup.
     for _ in 0..40 {
         let shop = Shop::new();
         let url = format!("sqlite:{}", shop.db().display());
-        let left = on_runtime(async {
+        // It is there as soon as the moment is fixed of which the copy is made.
+        let copying = shop.path("copy.db.backing-up.partial");
+        let done = shop.path("copy.db");
+        let happened = on_runtime(async {
             let overflow = everbus::overflow::Overflow::default().threshold(1024);
             let bus = Bus::builder().overflow(overflow).open(&url).await.unwrap();
-            for n in 0..100 {
-                let text = format!("{n:>2000}");
-                bus.publish(("a.b", text)).await.unwrap();
-            }
-            age(&shop.path("everbus.db.objects"));
-            let mut child = shop.command(&["backup", "copy.db"]).spawn().unwrap();
-            let mut left = 100;
-            while child.try_wait().unwrap().is_none() {
-                if left > 0 && shop.path("copy.db.backing-up.objects").exists() {
-                    left -= 1;
-                    let retention = Retention {
-                        max_len: Some(left),
-                        ..Retention::default()
-                    };
-                    bus.maintenance().unwrap().prune(retention).await.unwrap();
-                    bus.collect_objects(&Collect::default()).await.unwrap();
+            // The last ones may go at once, and are the last that a backup looks at.
+            let events = (0..EVENTS).map(|n| {
+                let event = Event::builder("a.b").json(&format!("{n:>2000}"));
+                match n < EVENTS - 50 {
+                    true => event.build().unwrap(),
+                    false => event.ttl(Duration::from_millis(1)).build().unwrap(),
                 }
+            });
+            let receipts = bus.publish_batch(events).await.unwrap();
+            let objects = shop.path("everbus.db.objects/events/~");
+            let mut child = shop.command(&["backup", "copy.db"]).spawn().unwrap();
+            let (mut removed, mut happened) = (false, false);
+            while child.try_wait().unwrap().is_none() {
+                if removed || !copying.exists() {
+                    continue;
+                }
+                // The events, and then their objects: what retention and the collector do.
+                let maintenance = bus.maintenance().unwrap();
+                let pruned = maintenance.prune(Retention::default()).await.unwrap();
+                assert_eq!(pruned.removed, 50);
+                for receipt in &receipts[EVENTS - 50..] {
+                    let name = format!("{}-payload.json", receipt.id());
+                    std::fs::remove_file(objects.join(name)).unwrap();
+                }
+                (removed, happened) = (true, !done.exists());
             }
-            let ran = Ran::from(child.wait_with_output().unwrap());
-            ran.ok();
+            Ran::from(child.wait_with_output().unwrap()).ok();
             bus.shutdown().await.unwrap();
-            left
+            happened
         });
         let shown = shop.run(&["-o", "json", "--db", "copy.db", "objects", "show"]);
         let in_use = shown.json()["in_use"]["objects"].as_u64().unwrap();
         let events = shop.run(&["-o", "json", "--db", "copy.db", "tail", "--no-follow"]);
         let events = events.lines().len() as u64;
         assert_eq!(in_use, events, "each event of the copy has its object");
-        happened |= events > left;
         if happened {
             return;
         }
