@@ -115,8 +115,10 @@ impl Place {
 
     /// Makes everything durable that was brought here.
     pub async fn finish(&self) -> Result<()> {
-        let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
-        let touched = std::mem::take(&mut *touched);
+        let touched = {
+            let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
+            std::mem::take(&mut *touched)
+        };
         let synced = blocking(move || {
             touched
                 .iter()
