@@ -133,7 +133,8 @@ fn a_backup_without_objects_says_so() {
     );
     let done: Value = serde_json::from_str(&ran.out).unwrap();
     assert_eq!(done["objects"]["missing"], 1);
-    shop.run(&["--db", "new.db", "get", &id]).ok();
+    let ran = shop.run(&["--db", "new.db", "get", &id]);
+    assert!(ran.code == 1 && ran.out.contains(&id), "{ran:?}");
     // In the place of the file that has them they are found.
     shop.run(&["restore", "copy.db", "--force"]).ok();
     assert!(is_whole(&shop, &[], &id, "x"));
