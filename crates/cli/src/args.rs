@@ -161,10 +161,13 @@ pub(crate) enum Command {
     /// Say what is kept for how long, and remove what is old and needed by nobody
     #[command(subcommand)]
     Retention(crate::commands::retention::RetentionCommand),
-    /// Copy the file while it is in use
-    Backup(BackupArgs),
+    /// Copy the file and its objects while it is in use
+    Backup(crate::commands::backup::BackupArgs),
     /// Bring a backup into place as the file named by --db
-    Restore(RestoreArgs),
+    Restore(crate::commands::restore::RestoreArgs),
+    /// Show the objects of large events by whose they are, and remove those of another log
+    #[command(subcommand)]
+    Objects(crate::commands::objects::ObjectsCommand),
     /// Print a completion script for a shell
     Completions {
         /// The shell
@@ -367,22 +370,6 @@ pub(crate) struct AsyncapiArgs {
     /// How many of the newest events are looked at for their types
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub(crate) recent: u64,
-}
-
-#[derive(Debug, clap::Args)]
-pub(crate) struct BackupArgs {
-    /// The new file; it must not exist
-    pub(crate) file: PathBuf,
-}
-
-#[derive(Debug, clap::Args)]
-pub(crate) struct RestoreArgs {
-    /// The backup
-    pub(crate) file: PathBuf,
-
-    /// Replace the file named by --db if it exists
-    #[arg(long)]
-    pub(crate) force: bool,
 }
 
 #[cfg(test)]

@@ -37,6 +37,29 @@ impl Output {
         self.raw(b"\n")
     }
 
+    /// One line of text that is safe already, with a payload in it. The payload may be large: it is
+    /// escaped as it is written, not copied.
+    pub(crate) fn payload_line(&mut self, before: &str, event: &Event, after: &str) -> Outcome {
+        self.to.write_all(before.as_bytes())?;
+        match std::str::from_utf8(event.payload()) {
+            Ok(text) => self.escaping(text)?,
+            Err(_) => self.to.write_all(payload_text(event).as_bytes())?,
+        }
+        self.to.write_all(after.as_bytes())?;
+        self.to.write_all(b"\n")?;
+        Ok(())
+    }
+
+    fn escaping(&mut self, text: &str) -> io::Result<()> {
+        let mut rest = text;
+        while let Some((at, c)) = rest.char_indices().find(|(_, c)| is_unsafe(*c)) {
+            self.to.write_all(&rest.as_bytes()[..at])?;
+            write!(self.to, "{}", c.escape_default())?;
+            rest = &rest[at + c.len_utf8()..];
+        }
+        self.to.write_all(rest.as_bytes())
+    }
+
     /// One JSON value on one line.
     pub(crate) fn json<T: Serialize + ?Sized>(&mut self, value: &T) -> Outcome {
         serde_json::to_writer(&mut self.to, value).map_err(|e| unwritten(&e.into()))?;

@@ -72,7 +72,7 @@ pub use maintenance::{
     CheckReport, DutyRecord, Finding, Held, Holdings, Maintenance, Pruned, RETENTION_DUTY,
     Retention, StreamAge, TypeHoldings,
 };
-pub use orphans::{Orphan, Orphans};
+pub use orphans::{LogId, Orphan, Orphans};
 pub use outbox::{
     Claimed, FailedRow, LONGEST_RELAY_LEASE, OUTBOX_ATTEMPTS, OUTBOX_GROUP, OutboxRow,
     OutboxSource, OutboxStatus, RelayLease, RowOutcome, outbox_delay,

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use crate::args::Args;
 use crate::open::{Target, close};
-use crate::output::{Output, Table, escaped, grouped};
+use crate::output::{Output, Table, counted, escaped, grouped};
 use crate::progress;
 use crate::stop::Outcome;
 use crate::when;
@@ -195,7 +195,7 @@ pub(crate) async fn run(
             let pruned = prune(&engine, target, retention, args.trust_clock, output);
             target.patiently(Box::pin(pruned)).await
         }
-        RetentionCommand::Show(_) => show(&engine, &retention, &from, output).await,
+        RetentionCommand::Show(_) => show(&engine, target, &retention, &from, output).await,
     };
     close(&engine).await;
     outcome
@@ -307,6 +307,13 @@ fn print(
     let objects = collected.orphans + collected.strays;
     row("objects of large events", objects, Some(collected.kept));
     table.print(output)?;
+    if collected.unknown > 0 {
+        output.line(format!(
+            "no object was deleted: {} here that the file does not know, so it is an older copy of itself; \
+             see `everbus objects show`",
+            counted(collected.unknown, "object")
+        ))?;
+    }
     if dry_run {
         return output.line("nothing was changed");
     }
@@ -389,11 +396,18 @@ fn lines(retention: &Retention, holdings: &Holdings) -> Vec<Line> {
     lines
 }
 
-async fn show(engine: &Engine, retention: &Retention, from: &str, output: &mut Output) -> Outcome {
+async fn show(
+    engine: &Engine,
+    target: &Target,
+    retention: &Retention,
+    from: &str,
+    output: &mut Output,
+) -> Outcome {
     let bar = progress::spinner("counting");
     let holdings = engine.maintenance()?.holdings().await;
     bar.finish_and_clear();
     let holdings = holdings?;
+    let objects = super::objects::told(engine, target).await?;
     let lines = lines(retention, &holdings);
     if output.is_json() {
         let held: Vec<Value> = lines
@@ -420,6 +434,7 @@ async fn show(engine: &Engine, retention: &Retention, from: &str, output: &mut O
                 "even_for_s": doubt.even_for.as_secs(),
                 "left_s": doubt.left().as_secs(),
             })),
+            "objects": objects.map(|(survey, _)| survey),
         }));
     }
     let mut table = Table::new(&[
@@ -453,6 +468,11 @@ async fn show(engine: &Engine, retention: &Retention, from: &str, output: &mut O
     table.print(output)?;
     if let Some(most) = retention.max_len {
         output.line(format!("at most {} events are kept", grouped(most)))?;
+    }
+    if let Some((survey, line)) = objects
+        && survey.of_others().objects > 0
+    {
+        output.line(line)?;
     }
     output.line(format!("the ages are those of {}", escaped(from)))?;
     output.line(match &holdings.last_run {
