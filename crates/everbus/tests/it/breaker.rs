@@ -404,6 +404,11 @@ async fn a_transaction_that_fails_counts_for_the_breaker() {
     })
     .await;
     opened(&bus).await;
+    // What becomes of it is durable: it waits from now on, not from a later moment of the clock.
+    eventually("nothing is held", || async {
+        bus.groups().await.unwrap()[0].in_flight == 0
+    })
+    .await;
     dependency.works(true);
     lab.clock.advance(OPEN_FOR);
     closed(&bus).await;

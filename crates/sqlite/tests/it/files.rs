@@ -218,7 +218,8 @@ async fn a_locked_file_is_waited_for_and_then_busy() {
     assert_eq!(error.code(), Code::Busy);
     // Freed while somebody waits: the publish goes through.
     let mut waiting = patient.broker.append(vec![event()]);
-    let early = tokio::time::timeout(Duration::from_millis(50), &mut waiting).await;
+    // Longer than SQLite itself waits for a lock.
+    let early = tokio::time::timeout(Duration::from_millis(600), &mut waiting).await;
     assert!(early.is_err(), "the file is locked: {early:?}");
     other.execute_batch("ROLLBACK").unwrap();
     waiting.await.unwrap();

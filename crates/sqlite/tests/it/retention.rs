@@ -234,7 +234,7 @@ async fn a_run_goes_in_small_steps_with_others_in_between() {
     .await;
     let steps: Arc<Mutex<Vec<Pruned>>> = Arc::default();
     let watch = {
-        let (steps, published) = (steps.clone(), published.clone());
+        let (steps, published, path) = (steps.clone(), published.clone(), path.clone());
         move |done| {
             let first = steps.lock().unwrap().is_empty();
             steps.lock().unwrap().push(done);
@@ -247,6 +247,8 @@ async fn a_run_goes_in_small_steps_with_others_in_between() {
                     });
                     tokio::runtime::Handle::current().block_on(next);
                 });
+                let left = count(&Connection::open(&path).unwrap(), "log");
+                assert!(left > 10_000, "only the first step is done: {left}");
             }
         }
     };
