@@ -51,7 +51,7 @@ pub(crate) struct Args {
     pub(crate) broker: Option<String>,
 
     /// The configuration file, usually everbus.yaml. Its broker is used unless --db or --broker says
-    /// otherwise [env: EVERBUS_CONFIG]
+    /// otherwise; what else it says holds [env: EVERBUS_CONFIG]
     #[arg(long, global = true, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
 

@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 #[derive(Clone, Debug)]
 pub(crate) struct Target {
     place: Place,
-    /// The configuration file that named it.
+    /// The configuration file that holds for it.
     config: Option<PathBuf>,
     /// Only if it was said.
     max_payload: Option<usize>,
@@ -44,9 +44,16 @@ enum Place {
 
 impl Target {
     /// A flag beats the environment, whichever of the variables is set; what names the engine itself
-    /// beats a file that names it.
+    /// beats a file that names it. What else the file says holds either way.
     pub(crate) fn choose(args: &Args) -> Outcome<Self> {
-        let (place, config) = Place::choose(args)?;
+        let named = args.config.clone();
+        let config = match named.or_else(|| variable("EVERBUS_CONFIG").map(PathBuf::from)) {
+            // A file that was named must be good, even if something else is stronger.
+            Some(path) => Some((path.clone(), Config::load(&path)?)),
+            None => None,
+        };
+        let place = Place::choose(args, config.as_ref())?;
+        let config = config.map(|(path, _)| path);
         if let Place::File(path) = &place {
             refuse_directory_name(path, "--db")?;
         }
@@ -73,46 +80,37 @@ impl Target {
 }
 
 impl Place {
-    /// The place, and the configuration file that named it if one did.
-    fn choose(args: &Args) -> Outcome<(Self, Option<PathBuf>)> {
-        // A file that was named must be good, even if something else is stronger.
-        let configured = match &args.config {
-            Some(path) => Self::from_config(path)?.map(|place| (place, Some(path.clone()))),
-            None => None,
-        };
+    /// The place, by the strongest of what names one.
+    fn choose(args: &Args, config: Option<&(PathBuf, Config)>) -> Outcome<Self> {
         if let Some(path) = &args.db {
-            return Ok((Self::File(path.clone()), None));
+            return Ok(Self::File(path.clone()));
         }
         if let Some(url) = &args.broker {
-            return Ok((Self::from_url(url)?, None));
+            return Self::from_url(url);
         }
-        if let Some(configured) = configured {
-            return Ok(configured);
-        }
-        let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
-        match (variable("EVERBUS_DB"), variable("EVERBUS_BROKER")) {
-            (Some(_), Some(_)) => {
-                return Err(Stop::usage(
-                    "EVERBUS_DB and EVERBUS_BROKER are both set",
-                    Some("unset one, or name the file with --db"),
-                ));
-            }
-            (Some(path), None) => return Ok((Self::File(path.into()), None)),
-            (None, Some(url)) => return Ok((Self::from_url(&url.to_string_lossy())?, None)),
-            (None, None) => {}
-        }
-        if args.config.is_none()
-            && let Some(path) = variable("EVERBUS_CONFIG").map(PathBuf::from)
-            && let Some(place) = Self::from_config(&path)?
+        let configured = || match config {
+            Some((path, config)) => Self::from_config(path, config),
+            None => Ok(None),
+        };
+        if args.config.is_some()
+            && let Some(place) = configured()?
         {
-            return Ok((place, Some(path)));
+            return Ok(place);
         }
-        Ok((Self::File(DEFAULT_FILE.into()), None))
+        match (variable("EVERBUS_DB"), variable("EVERBUS_BROKER")) {
+            (Some(_), Some(_)) => Err(Stop::usage(
+                "EVERBUS_DB and EVERBUS_BROKER are both set",
+                Some("unset one, or name the file with --db"),
+            )),
+            (Some(path), None) => Ok(Self::File(path.into())),
+            (None, Some(url)) => Self::from_url(&url.to_string_lossy()),
+            (None, None) => Ok(configured()?.unwrap_or_else(|| Self::File(DEFAULT_FILE.into()))),
+        }
     }
 
     /// The broker of a configuration file, if it names one.
-    fn from_config(path: &Path) -> Outcome<Option<Self>> {
-        let Some(broker) = Config::load(path)?.broker else {
+    fn from_config(path: &Path, config: &Config) -> Outcome<Option<Self>> {
+        let Some(broker) = &config.broker else {
             return Ok(None);
         };
         if broker.kind.is_available() {
@@ -161,16 +159,21 @@ impl Target {
         }
     }
 
-    /// The option that names this target again, for the commands we suggest.
+    /// The options that name this target again, for the commands we suggest.
     pub(crate) fn as_option(&self) -> String {
         use crate::output::shell_word;
-        match &self.place {
-            Place::File(path) => format!("--db {}", shell_word(&path.to_string_lossy())),
-            Place::Url(url) => match &self.config {
-                Some(path) => format!("--config {}", shell_word(&path.to_string_lossy())),
-                None => format!("--broker {}", shell_word(&redacted(url))),
-            },
-        }
+        let config = self
+            .config
+            .as_ref()
+            .map(|path| format!("--config {}", shell_word(&path.to_string_lossy())));
+        let place = match &self.place {
+            Place::File(path) => Some(format!("--db {}", shell_word(&path.to_string_lossy()))),
+            // A URL may hold a password; the file that named it is shown instead.
+            Place::Url(_) if config.is_some() => None,
+            Place::Url(url) => Some(format!("--broker {}", shell_word(&redacted(url)))),
+        };
+        let both: Vec<String> = config.into_iter().chain(place).collect();
+        both.join(" ")
     }
 
     /// Opens what exists. A command that reads must not leave an empty file behind.
@@ -269,6 +272,11 @@ impl Target {
         }
         work.await
     }
+}
+
+/// A variable of the environment that is set to something.
+fn variable(name: &str) -> Option<std::ffi::OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
 /// Refuses a name that can only be that of a directory.

@@ -177,7 +177,7 @@ pub struct DeadLetterFilter {
     pub until: Option<Timestamp>,
     /// Only those that died at or before this time: what fails again meanwhile is left out.
     pub died_until: Option<Timestamp>,
-    /// Only of this tenant.
+    /// Only of this tenant; an empty text means events without one.
     pub tenant: Option<String>,
     /// Only those whose last failure was in this handler.
     pub handler: Option<String>,
@@ -321,13 +321,55 @@ pub trait DeadLetters: Send + Sync + 'static {
     }
 
     /// Deletes dead letters up to and including `cutoff`, and their events where nobody else needs
-    /// them. Returns how many dead letters went.
+    /// them.
     fn purge(
         &self,
         cutoff: Timestamp,
         basis: PurgeBasis,
         filter: DeadLetterFilter,
-    ) -> BoxFuture<'_, Result<u64>>;
+    ) -> BoxFuture<'_, Result<Purged>>;
+}
+
+/// What a purge removed.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Purged {
+    /// How many dead letters.
+    pub dead_letters: u64,
+    /// How many events went with them, because nobody else needed them.
+    pub events: u64,
+    /// The first [`PURGED_NAMED`] of the dead letters, for the record.
+    pub named: Vec<PurgedLetter>,
+}
+
+/// A dead letter that is gone.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct PurgedLetter {
+    /// The event.
+    pub event: EventId,
+    /// The group in which it had died.
+    pub group: GroupName,
+}
+
+/// A purge names this many of the dead letters it removed.
+pub const PURGED_NAMED: usize = 100;
+
+impl Purged {
+    /// One more dead letter, and whether its event went with it.
+    pub fn add(&mut self, event: EventId, group: GroupName, with_event: bool) {
+        self.dead_letters += 1;
+        self.events += u64::from(with_event);
+        if self.named.len() < PURGED_NAMED {
+            self.named.push(PurgedLetter { event, group });
+        }
+    }
+
+    /// What a later step of the same purge removed.
+    pub fn extend(&mut self, later: Self) {
+        self.dead_letters += later.dead_letters;
+        self.events += later.events;
+        let room = PURGED_NAMED.saturating_sub(self.named.len());
+        self.named.extend(later.named.into_iter().take(room));
+    }
 }
 
 /// Refuses a corrected event that is not one: it must have the type and the tenant of the original.

@@ -50,8 +50,8 @@ pub use checkpoints::{Checkpoint, Checkpoints, check_checkpoint_name};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use dead_letters::{
     DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
-    DeadLetterTally, DeadLetters, EDIT_OF, MAX_FAILURES, PageRequest, PurgeBasis, REPLACEMENT,
-    REPLAY_OF, all_failures, dead_letter_notice,
+    DeadLetterTally, DeadLetters, EDIT_OF, MAX_FAILURES, PURGED_NAMED, PageRequest, PurgeBasis,
+    Purged, PurgedLetter, REPLACEMENT, REPLAY_OF, all_failures, dead_letter_notice,
 };
 pub use effect::{Effect, EffectResult};
 pub use engine::Engine;

@@ -37,6 +37,9 @@ pub struct RelayLease {
     pub holder: String,
     /// Changes each time the lease goes to another holder.
     pub token: u64,
+    /// Rows up to this one were there when the lease came to this holder: another relay may have
+    /// published them without living to mark them.
+    pub since: i64,
 }
 
 /// A row of the outbox on its way.
@@ -56,6 +59,13 @@ pub struct OutboxRow {
     pub attempts: u32,
     /// The ordering key of the event.
     pub key: Option<String>,
+    /// The tenant of the event, as far as it can be told where the event cannot be read.
+    pub tenant: Option<String>,
+    /// How often the row was changed since it was written. Settling goes by it.
+    pub revision: i64,
+    /// When somebody last wanted it sent: when it was written, or made to wait again. The last moment
+    /// that the text allows; none if it is no time.
+    pub wanted_at: Option<Timestamp>,
 }
 
 /// What became of a row.
@@ -78,6 +88,12 @@ pub enum RowOutcome {
 }
 
 impl OutboxRow {
+    /// The id of the event, also where the event cannot be read.
+    pub fn uuid(&self) -> EventId {
+        let event = self.event.as_ref();
+        event.map_or_else(|_| EventId::from_foreign("", &self.event_id), Event::id)
+    }
+
     /// The event that tells of a row that was given up: `system.dead_letter`, under an id made of the
     /// event and the time, so that a row which is retried and fails again is told of again. None for
     /// an event of the system itself.
@@ -86,7 +102,7 @@ impl OutboxRow {
             return None;
         }
         let event = self.event.as_ref().ok();
-        let cause = event.map_or_else(|| EventId::from_foreign("", &self.event_id), Event::id);
+        let cause = self.uuid();
         let moment = format!("{DEAD_LETTER_EVENT} {at}");
         let id = EventId::derived(cause, at, OUTBOX_GROUP, &moment, attempts);
         let correlation = event.map_or_else(
@@ -108,8 +124,8 @@ impl OutboxRow {
         if !correlation.is_empty() {
             notice = notice.correlation_id(correlation);
         }
-        if let Some(tenant) = event.and_then(Event::tenant) {
-            notice = notice.tenant(tenant);
+        if let Some(tenant) = &self.tenant {
+            notice = notice.tenant(tenant.as_str());
         }
         notice.build().ok()
     }
@@ -180,8 +196,8 @@ pub trait OutboxSource: Send + Sync + 'static {
     fn claim(&self, after: i64, limit: usize) -> BoxFuture<'_, Result<Claimed>>;
 
     /// Says what became of rows. [`Code::LeaseLost`](crate::Code::LeaseLost) without the lease: from
-    /// then on nothing is changed. Rows that no longer wait stay as they are; one whose payload
-    /// somebody changed after it was claimed counts as sent, with the payload it had.
+    /// then on nothing is changed. Rows that no longer wait stay as they are, and so do rows that somebody
+    /// changed after they were claimed: what was said was said about another event.
     fn settle(
         &self,
         lease: RelayLease,
@@ -232,6 +248,9 @@ mod tests {
             event_type: event_type.into(),
             attempts: 4,
             key: None,
+            tenant: Some("acme".into()),
+            revision: 0,
+            wanted_at: None,
         };
         let tell = |at| {
             let told = row("order.placed").dead_letter_notice("no", 5, at);
@@ -246,6 +265,7 @@ mod tests {
         assert_eq!(body["eventId"], "order-1");
         assert_eq!(body["eventType"], "order.placed");
         assert_eq!(body["error"], "no");
+        assert_eq!(told.tenant(), Some("acme"));
         let own = row("system.dead_letter").dead_letter_notice("no", 5, Timestamp::EPOCH);
         assert!(own.is_none());
     }

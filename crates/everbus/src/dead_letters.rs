@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use everbus_core::{
     Code, DeadLetter, DeadLetterFilter, DeadLetterPage, DeadLetterTally, DeadLetters, Error, Event,
-    EventId, PageRequest, PurgeBasis, Result, Timestamp,
+    EventId, PageRequest, PurgeBasis, Purged, Result, Timestamp,
 };
 
 pub use slowly::{RetryPace, RetryProgress};
@@ -205,16 +205,17 @@ impl DeadLetterQueue {
         let cutoff = self.shared.options.clock.now().minus(age);
         self.purge(cutoff, PurgeBasis::Created, DeadLetterFilter::default())
             .await
+            .map(|purged| purged.dead_letters)
     }
 
-    /// Deletes the dead letters that pass the filter, up to and including `cutoff`, and returns how
-    /// many.
+    /// Deletes the dead letters that pass the filter, up to and including `cutoff`, and their events
+    /// where no other group needs them.
     pub async fn purge(
         &self,
         cutoff: Timestamp,
         basis: PurgeBasis,
         filter: DeadLetterFilter,
-    ) -> Result<u64> {
+    ) -> Result<Purged> {
         let action = Action::new("dlq.purge")
             .filter(&filter)
             .detail("cutoff", cutoff.to_string().into())

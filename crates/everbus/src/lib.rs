@@ -161,8 +161,8 @@ pub use everbus_core::{
     DeadLetterPage, DeadLetterTally, Durability, Engine, Entity, Error, Event, EventBuilder,
     EventId, EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState, History,
     HistoryPage, HistoryQuery, IntoEvent, Log, Maintenance, ManualClock, Order, PageRequest,
-    Pattern, Pruned, PurgeBasis, Recorded, Result, Retention, RetryPolicy, StartFrom, StreamAge,
-    SystemClock, Timestamp, TraceContext, TypedEvent,
+    Pattern, Pruned, PurgeBasis, Purged, PurgedLetter, Recorded, Result, Retention, RetryPolicy,
+    StartFrom, StreamAge, SystemClock, Timestamp, TraceContext, TypedEvent,
 };
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;

@@ -7,7 +7,7 @@ use std::ops::Bound;
 use everbus_core::dead_letters::{MAX_PAGE, check_replacement, id_taken, not_open};
 use everbus_core::{
     Appended, BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
-    DeadLetterTally, DeadLetters, Event, EventId, GroupName, Held, PageRequest, PurgeBasis,
+    DeadLetterTally, DeadLetters, Event, EventId, GroupName, Held, PageRequest, PurgeBasis, Purged,
     REPLACEMENT, Result, Timestamp, all_failures,
 };
 
@@ -154,7 +154,9 @@ fn passes(letter: &DeadLetter, filter: &DeadLetterFilter) -> bool {
         && since.is_none_or(|since| record.received_at >= since)
         && until.is_none_or(|until| record.received_at <= until)
         && died_until.is_none_or(|until| letter.died_at <= until)
-        && (tenant.is_none() || tenant.as_deref() == record.event.tenant())
+        && tenant
+            .as_ref()
+            .is_none_or(|tenant| tenant == record.event.tenant().unwrap_or_default())
         && (handler.is_none() || *handler == letter.handler)
         && error
             .as_ref()
@@ -267,8 +269,9 @@ impl Memory {
         cutoff: Timestamp,
         basis: PurgeBasis,
         filter: &DeadLetterFilter,
-    ) -> Result<u64> {
+    ) -> Result<Purged> {
         let mut state = self.open_state()?;
+        let mut purged = Purged::default();
         let old = state.dead.open(filter, None).filter(|letter| {
             let time = match basis {
                 PurgeBasis::Created => letter.event.received_at,
@@ -277,18 +280,20 @@ impl Memory {
             time <= cutoff
         });
         let old: Vec<DeadLetter> = old.cloned().collect();
-        for letter in &old {
+        for letter in old {
             let position = letter.event.position;
             state
                 .dead
                 .graves
                 .remove(&(Reverse(position), letter.group.clone()));
-            if !state.is_needed(&letter.event) {
+            let with_event = !state.is_needed(&letter.event);
+            if with_event {
                 state.remove(position, self.now());
             }
             state.wake_waiters(position);
+            purged.add(letter.event.event.id(), letter.group, with_event);
         }
-        Ok(old.len() as u64)
+        Ok(purged)
     }
 }
 
@@ -343,7 +348,7 @@ impl DeadLetters for Memory {
         cutoff: Timestamp,
         basis: PurgeBasis,
         filter: DeadLetterFilter,
-    ) -> BoxFuture<'_, Result<u64>> {
+    ) -> BoxFuture<'_, Result<Purged>> {
         Box::pin(async move { self.purge_open(cutoff, basis, &filter) })
     }
 }

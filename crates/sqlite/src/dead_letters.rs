@@ -3,11 +3,11 @@
 use everbus_core::dead_letters::{MAX_PAGE, TALLY_ERROR_CHARS};
 use everbus_core::{
     Appended, BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
-    DeadLetterTally, DeadLetters, Event, EventId, GroupName, PageRequest, PurgeBasis, Result,
-    Timestamp,
+    DeadLetterTally, DeadLetters, Event, EventId, GroupName, PageRequest, PurgeBasis, Purged,
+    Result, Timestamp,
 };
 use rusqlite::types::Value;
-use rusqlite::{Connection, Row, params_from_iter};
+use rusqlite::{Connection, OptionalExtension as _, Row, params_from_iter};
 
 use crate::append::position_before;
 use crate::engine::SqliteEngine;
@@ -128,17 +128,17 @@ impl DeadLetters for SqliteEngine {
         cutoff: Timestamp,
         basis: PurgeBasis,
         filter: DeadLetterFilter,
-    ) -> BoxFuture<'_, Result<u64>> {
+    ) -> BoxFuture<'_, Result<Purged>> {
         Box::pin(async move {
-            let mut total = 0;
+            let mut total = Purged::default();
             loop {
                 let filter = filter.clone();
-                let done = self
+                let (done, more) = self
                     .handle
                     .job(move |writer| writer.purge_some(cutoff, basis, &filter))
                     .await?;
-                total += done as u64;
-                if done < STEP {
+                total.extend(done);
+                if !more {
                     return Ok(total);
                 }
             }
@@ -208,7 +208,10 @@ impl Condition {
         if let Some(died_until) = died_until {
             condition.and("d.died_at <= ?", Value::Integer(micros(*died_until)));
         }
-        if let Some(tenant) = tenant {
+        if tenant.as_deref() == Some("") {
+            condition.sql +=
+                " AND EXISTS (SELECT 1 FROM log x WHERE x.seq = d.seq AND x.tenant = 0)";
+        } else if let Some(tenant) = tenant {
             condition.and(
                 "EXISTS (SELECT 1 FROM log x JOIN tenants n ON n.id = x.tenant
                    WHERE x.seq = d.seq AND n.name = ?)",
@@ -361,7 +364,7 @@ impl Writer {
         cutoff: Timestamp,
         basis: PurgeBasis,
         filter: &DeadLetterFilter,
-    ) -> Result<usize> {
+    ) -> Result<(Purged, bool)> {
         let mut condition = Condition::open(&self.conn, filter)?;
         match basis {
             PurgeBasis::Created => {
@@ -373,16 +376,37 @@ impl Writer {
             }
         }
         let chosen = self.pick(&condition, "", STEP)?;
+        let mut ids = Vec::with_capacity(chosen.len());
         for (seq, group) in &chosen {
+            ids.push(self.id_of(*seq)?);
             self.conn
                 .prepare_cached("DELETE FROM dead_letters WHERE seq = ?1 AND group_id = ?2")
                 .and_then(|mut s| s.execute((to_sql(*seq), group)))
                 .map_err(|e| from_sqlite("purging a dead letter", e))?;
         }
         let owed = self.owed()?;
-        for (seq, _) in &chosen {
-            self.remove_unowed(&owed, *seq)?;
+        let mut purged = Purged::default();
+        let more = chosen.len() == STEP;
+        for ((seq, group), id) in chosen.into_iter().zip(ids) {
+            let with_event = self.remove_unowed(&owed, seq)?;
+            let name = self
+                .state
+                .groups
+                .get(&group)
+                .map(|group| group.name.clone());
+            // Rows of a group that is gone go with the group.
+            if let (Some(id), Some(name)) = (id, name) {
+                purged.add(id, name, with_event);
+            }
         }
-        Ok(chosen.len())
+        Ok((purged, more))
+    }
+
+    fn id_of(&self, seq: u64) -> Result<Option<EventId>> {
+        self.conn
+            .prepare_cached("SELECT id FROM log WHERE seq = ?1")
+            .and_then(|mut s| s.query_row([to_sql(seq)], |r| r.get(0)).optional())
+            .map(|id: Option<[u8; 16]>| id.map(EventId::from_bytes))
+            .map_err(|e| from_sqlite("naming a dead letter", e))
     }
 }

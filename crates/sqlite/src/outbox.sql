@@ -21,6 +21,8 @@ CREATE TABLE IF NOT EXISTS event_outbox (
   attributes     TEXT,                        -- JSON
   ordering_key   TEXT,
   due            INTEGER NOT NULL DEFAULT 0,  -- microseconds: not to be tried before
+  revision       INTEGER NOT NULL DEFAULT 0,  -- how often the event in it was changed
+  wanted_at      TEXT,                        -- when it was made to wait again
   row            INTEGER PRIMARY KEY AUTOINCREMENT
 );
 CREATE UNIQUE INDEX IF NOT EXISTS event_outbox_id ON event_outbox (id);
@@ -41,24 +43,49 @@ BEGIN
   DELETE FROM event_outbox WHERE id = NEW.id AND status <> 'pending';
 END;
 
--- Rows that the relay gave up on: their events never reached a broker.
+-- A row whose event is changed while a relay has the old one: the relay sees that it is another.
+CREATE TRIGGER IF NOT EXISTS event_outbox_changed
+AFTER UPDATE OF event_id, event_type, payload, created_at, correlation_id, trace_id, attributes, ordering_key
+ON event_outbox
+WHEN NEW.event_id IS NOT OLD.event_id OR NEW.event_type IS NOT OLD.event_type
+  OR NEW.payload IS NOT OLD.payload OR NEW.created_at IS NOT OLD.created_at
+  OR NEW.correlation_id IS NOT OLD.correlation_id OR NEW.trace_id IS NOT OLD.trace_id
+  OR NEW.attributes IS NOT OLD.attributes OR NEW.ordering_key IS NOT OLD.ordering_key
+BEGIN
+  UPDATE event_outbox SET revision = OLD.revision + 1 WHERE row = NEW.row;
+END;
+
+-- A row that has had its turn and is made to wait again: somebody wants its event handled once more.
+CREATE TRIGGER IF NOT EXISTS event_outbox_wanted AFTER UPDATE OF status ON event_outbox
+WHEN NEW.status = 'pending' AND OLD.status <> 'pending' AND NEW.wanted_at IS OLD.wanted_at
+BEGIN
+  UPDATE event_outbox SET wanted_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now') WHERE row = NEW.row;
+END;
+
+-- Rows that the relay gave up on: their events never reached a broker. One for each event, and ids are
+-- unique per tenant.
 CREATE TABLE IF NOT EXISTS outbox_dead_letters (
-  event_id      TEXT PRIMARY KEY,
+  event         TEXT PRIMARY KEY,             -- the UUID of the event, and @ and its tenant if it has one
+  event_id      TEXT NOT NULL,
   event_type    TEXT NOT NULL,
   payload       TEXT NOT NULL,                -- as it was in the outbox
   error         TEXT NOT NULL,
   attempts      INTEGER NOT NULL,
   first_seen_at TEXT NOT NULL,
   last_seen_at  TEXT NOT NULL,
-  retried_at    TEXT
+  retried_at    TEXT,
+  row           INTEGER NOT NULL              -- the row of the outbox that failed last
 ) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS outbox_dead_letters_event ON outbox_dead_letters (event_id);
+CREATE INDEX IF NOT EXISTS outbox_dead_letters_row ON outbox_dead_letters (row);
 
 -- Who relays: one at a time.
 CREATE TABLE IF NOT EXISTS outbox_relay (
   only   INTEGER PRIMARY KEY CHECK (only = 1),
   holder TEXT    NOT NULL,
   token  INTEGER NOT NULL,
-  until  INTEGER NOT NULL                     -- microseconds
+  until  INTEGER NOT NULL,                    -- microseconds
+  since  INTEGER NOT NULL                     -- the last row that was there when it changed hands
 );
 
 -- The outbox with the names of the framework specification.

@@ -86,7 +86,7 @@ JOIN groups g ON g.id = d.group_id
 JOIN log l ON l.seq = d.seq
 JOIN types t ON t.id = l.type
 UNION ALL
-SELECT 'outbox/' || event_id, event_id, event_type, payload, error, NULL,
+SELECT 'outbox/' || event, event_id, event_type, payload, error, NULL,
   json_array(json_object('error', error)), attempts, 'outbox', NULL, first_seen_at, last_seen_at,
   first_seen_at, retried_at, NULL, NULL
 FROM outbox_dead_letters;
@@ -99,7 +99,15 @@ BEGIN
   WHERE status = 'sent' AND event_id IN (
     SELECT lower(substr(hex(id), 1, 8) || '-' || substr(hex(id), 9, 4) || '-' || substr(hex(id), 13, 4)
       || '-' || substr(hex(id), 17, 4) || '-' || substr(hex(id), 21)) FROM log WHERE seq = NEW.seq
-    UNION ALL SELECT attrs ->> '$.foreign_id' FROM log WHERE seq = NEW.seq AND attrs IS NOT NULL);
+    UNION ALL SELECT attrs ->> '$.foreign_id' FROM log WHERE seq = NEW.seq AND attrs IS NOT NULL)
+  -- Ids are unique per tenant. Only an envelope says one.
+  AND coalesce((SELECT attrs ->> '$.tenant' FROM log WHERE seq = NEW.seq), '') = coalesce(
+    CASE WHEN json_valid(CAST(payload AS TEXT)) THEN
+      iif(json_type(CAST(payload AS TEXT), '$.event_id') IS NOT NULL
+          AND json_type(CAST(payload AS TEXT), '$.occurred_at') IS NOT NULL
+          AND json_type(CAST(payload AS TEXT), '$.payload') IS NOT NULL,
+        CAST(payload AS TEXT) ->> '$.tenant_id', '')
+    END, '');
 END;
 CREATE TRIGGER dead_letter_again_fails_outbox AFTER UPDATE OF retried_at ON dead_letters
 WHEN NEW.retried_at IS NULL AND EXISTS (SELECT 1 FROM event_outbox)
@@ -108,7 +116,15 @@ BEGIN
   WHERE status = 'sent' AND event_id IN (
     SELECT lower(substr(hex(id), 1, 8) || '-' || substr(hex(id), 9, 4) || '-' || substr(hex(id), 13, 4)
       || '-' || substr(hex(id), 17, 4) || '-' || substr(hex(id), 21)) FROM log WHERE seq = NEW.seq
-    UNION ALL SELECT attrs ->> '$.foreign_id' FROM log WHERE seq = NEW.seq AND attrs IS NOT NULL);
+    UNION ALL SELECT attrs ->> '$.foreign_id' FROM log WHERE seq = NEW.seq AND attrs IS NOT NULL)
+  -- Ids are unique per tenant. Only an envelope says one.
+  AND coalesce((SELECT attrs ->> '$.tenant' FROM log WHERE seq = NEW.seq), '') = coalesce(
+    CASE WHEN json_valid(CAST(payload AS TEXT)) THEN
+      iif(json_type(CAST(payload AS TEXT), '$.event_id') IS NOT NULL
+          AND json_type(CAST(payload AS TEXT), '$.occurred_at') IS NOT NULL
+          AND json_type(CAST(payload AS TEXT), '$.payload') IS NOT NULL,
+        CAST(payload AS TEXT) ->> '$.tenant_id', '')
+    END, '');
 END;
 
 -- PAYLOAD STAGES, with the columns of the specification. Deleted with the event.

@@ -9,7 +9,7 @@ use everbus_core::{
 use serde_json::json;
 
 use super::check_range;
-use super::get::shown_whole;
+use super::get::{Whole, shown_whole};
 use crate::open::{Target, close};
 use crate::output::{Output, Table, escaped, payload_text, shell_word, shortened};
 use crate::stop::Outcome;
@@ -145,11 +145,7 @@ async fn show(
 }
 
 /// The events as they were published, as far as a page may grow.
-async fn whole(
-    items: &[Arc<Recorded>],
-    engine: &Engine,
-    target: &Target,
-) -> Outcome<Vec<Arc<Recorded>>> {
+async fn whole(items: &[Arc<Recorded>], engine: &Engine, target: &Target) -> Outcome<Vec<Whole>> {
     let objects = target.objects(engine)?;
     let (mut whole, mut left) = (Vec::with_capacity(items.len()), MOST_FETCHED);
     for record in items {
@@ -159,7 +155,10 @@ async fn whole(
                 left = rest;
                 shown_whole(objects.as_deref(), record).await
             }
-            None => record.clone(),
+            None => Whole {
+                record: record.clone(),
+                error: Some("left out of a long page; see everbus get".to_owned()),
+            },
         });
     }
     Ok(whole)

@@ -32,7 +32,7 @@ async fn show(
 ) -> Outcome {
     #[derive(Serialize)]
     struct Found<'a> {
-        event: &'a Recorded,
+        event: &'a Whole,
         groups: &'a [GroupState],
         /// Where the large part of the payload is.
         #[serde(skip_serializing_if = "Option::is_none")]
@@ -48,6 +48,7 @@ async fn show(
             ID_HINT,
         ));
     }
+    let mut complete = true;
     for record in &records {
         if args.stages.export {
             args.stages.print_export(record, engine, output).await?;
@@ -55,6 +56,7 @@ async fn show(
         }
         let groups = log.states(record.position).await?;
         let whole = shown_whole(objects, record).await;
+        complete &= whole.error.is_none();
         if output.is_json() {
             output.json(&Found {
                 event: &whole,
@@ -63,28 +65,39 @@ async fn show(
                 payloads: args.stages.shown(record, engine).await?,
             })?;
         } else {
-            print_event(&whole, output)?;
+            print_event(&whole.record, output)?;
             print_overflow(record, output)?;
             print_groups(&groups, output)?;
             args.stages.print(record, engine, output).await?;
         }
     }
-    Ok(())
+    if complete {
+        return Ok(());
+    }
+    Err(Stop::Unsatisfied)
+}
+
+/// An event as it was published, or as much of it as can be had.
+#[derive(Serialize)]
+pub(super) struct Whole {
+    #[serde(flatten)]
+    pub(super) record: Arc<Recorded>,
+    /// Why the large part of the payload is not there.
+    #[serde(rename = "payload_error", skip_serializing_if = "Option::is_none")]
+    pub(super) error: Option<String>,
 }
 
 /// The record as it was published. If its large part cannot be had, a person is told, and sees the
-/// rest.
-pub(super) async fn shown_whole(
-    objects: Option<&Objects>,
-    record: &Arc<Recorded>,
-) -> Arc<Recorded> {
-    match overflow::whole(objects, record).await {
-        Ok(whole) => whole,
+/// rest; so is a program.
+pub(super) async fn shown_whole(objects: Option<&Objects>, record: &Arc<Recorded>) -> Whole {
+    let (record, error) = match overflow::whole(objects, record).await {
+        Ok(whole) => (whole, None),
         Err(error) => {
             tracing::warn!("{}", escaped(&error.to_string()));
-            record.clone()
+            (record.clone(), Some(error.to_string()))
         }
-    }
+    };
+    Whole { record, error }
 }
 
 /// Where the large part of the payload is, if it did not travel with the event.

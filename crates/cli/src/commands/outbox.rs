@@ -123,15 +123,18 @@ pub(crate) async fn run(command: OutboxCommand, target: &Target, output: &mut Ou
             outcome
         }
         OutboxCommand::Retry(args) => {
-            let opened = Opened::new(&args.which, target).await?;
-            let outcome = target.patiently(retry(&args, &opened, output)).await;
+            let mut opened = Opened::new(&args.which, target).await?;
+            opened.look_for_trail(target).await?;
+            let outcome = target
+                .patiently(retry(&args, &opened, target, output))
+                .await;
             opened.close().await;
             outcome
         }
     }
 }
 
-/// An outbox, and the engine in whose file it is.
+/// An outbox, and the engine in whose file it is, or whose audit trail tells of what is done to it.
 struct Opened {
     source: Arc<dyn OutboxSource>,
     engine: Option<Engine>,
@@ -158,13 +161,28 @@ impl Opened {
         }
     }
 
-    /// Makes failed rows wait again. In the file of Everbus its audit trail says so.
+    /// What is done to a database of somebody else's is recorded in the file of the bus that it is
+    /// relayed to, if there is one: that is where an operator looks.
+    async fn look_for_trail(&mut self, target: &Target) -> Outcome {
+        if self.engine.is_some() {
+            return Ok(());
+        }
+        self.engine = match target.open_existing().await {
+            Ok(engine) => Some(engine),
+            Err(Stop::Failed(error)) if error.code() == Code::NoSuchFile => None,
+            // An action that cannot be recorded although it should be is not done.
+            Err(other) => return Err(other),
+        };
+        Ok(())
+    }
+
+    /// Makes failed rows wait again, and puts it on record where there is an audit trail.
     async fn retry(&self, id: Option<&String>) -> Outcome<u64> {
         let work = self.source.retry(id.map(|id| vec![id.clone()]));
         let Some(engine) = &self.engine else {
             return Ok(work.await?);
         };
-        let mut action = Action::new("outbox.retry");
+        let mut action = Action::new("outbox.retry").detail("outbox", json!(self.source.name()));
         if let Some(id) = id {
             action = action.on("EVENT", id);
         }
@@ -420,9 +438,9 @@ async fn failed(args: &FailedArgs, source: &dyn OutboxSource, output: &mut Outpu
     table.print(output)
 }
 
-async fn retry(args: &RetryArgs, opened: &Opened, output: &mut Output) -> Outcome {
+async fn retry(args: &RetryArgs, opened: &Opened, target: &Target, output: &mut Output) -> Outcome {
     if args.all {
-        return retried(opened.retry(None).await?, output);
+        return retried(opened.retry(None).await?, opened, target, output);
     }
     let mut rows = 0;
     // One by one, so that a mistyped id is named.
@@ -436,12 +454,21 @@ async fn retry(args: &RetryArgs, opened: &Opened, output: &mut Output) -> Outcom
         }
         rows += found;
     }
-    retried(rows, output)
+    retried(rows, opened, target, output)
 }
 
-fn retried(rows: u64, output: &mut Output) -> Outcome {
+fn retried(rows: u64, opened: &Opened, target: &Target, output: &mut Output) -> Outcome {
+    let engine = opened.engine.as_ref();
+    let audited = engine.is_some_and(|engine| engine.audit.is_some());
     if output.is_json() {
-        return output.json(&json!({ "retried": rows }));
+        return output.json(&json!({ "retried": rows, "audited": audited }));
     }
-    output.line(format!("{} waiting again", counted(rows, "row")))
+    output.line(format!("{} waiting again", counted(rows, "row")))?;
+    if !audited {
+        let bus = target.as_option();
+        output.line(format!(
+            "no audit trail tells of it: there is none at {bus}; name the file of the bus with --db"
+        ))?;
+    }
+    Ok(())
 }

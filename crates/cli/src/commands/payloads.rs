@@ -2,7 +2,7 @@
 
 use everbus::payloads::{self, LARGE_PAYLOAD, LARGEST_LISTED, Stage, StageContent};
 use everbus_core::{Engine, EventKey, Recorded, StageInfo};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use serde_json::Value;
 use serde_json::value::RawValue;
 
@@ -120,30 +120,33 @@ fn flags(info: &StageInfo) -> String {
     set.collect::<Vec<_>>().join(",")
 }
 
-/// One stage for `-o json`.
-#[derive(Serialize)]
-pub(super) struct Shown {
-    #[serde(flatten)]
-    info: StageInfo,
-    /// The content: as the JSON it is, otherwise as text.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    payload: Option<Box<RawValue>>,
-    /// Why it cannot be shown.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    damaged: Option<String>,
-}
+/// One stage for `-o json`. It is decompressed while it is printed, and not kept.
+pub(super) struct Shown(StageContent);
 
-impl Shown {
-    fn new(stage: StageContent) -> Self {
-        let (payload, damaged) = match stage.bytes() {
-            Ok(content) => (as_json(content), None),
+impl Serialize for Shown {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        #[derive(Serialize)]
+        struct Fields<'a> {
+            #[serde(flatten)]
+            info: &'a StageInfo,
+            /// The content: as the JSON it is, otherwise as text.
+            #[serde(skip_serializing_if = "Option::is_none")]
+            payload: Option<Box<RawValue>>,
+            /// Why it cannot be shown.
+            #[serde(skip_serializing_if = "Option::is_none")]
+            damaged: Option<String>,
+        }
+        let (payload, damaged) = match self.0.bytes() {
+            Ok(content) => (as_json(&content), None),
             Err(error) => (None, Some(error.to_string())),
         };
-        Self {
-            info: stage.info,
+        let info = &self.0.info;
+        let fields = Fields {
+            info,
             payload,
             damaged,
-        }
+        };
+        fields.serialize(serializer)
     }
 }
 
@@ -172,7 +175,7 @@ impl StageArgs {
             return Ok(None);
         }
         let stages = self.stages(record, engine).await?;
-        Ok(Some(stages.into_iter().map(Shown::new).collect()))
+        Ok(Some(stages.into_iter().map(Shown).collect()))
     }
 
     /// The stages for people, if they were asked for.
@@ -232,7 +235,7 @@ fn print_stage(stage: &StageContent, output: &mut Output) -> Outcome {
         output.line(format!("             error: {}", escaped(details)))?;
     }
     match stage.bytes() {
-        Ok(content) => match std::str::from_utf8(content) {
+        Ok(content) => match std::str::from_utf8(&content) {
             Ok(text) => output.line(format!("             {}", escaped(text))),
             Err(_) => output.line(format!(
                 "             ({} bytes that are no text)",

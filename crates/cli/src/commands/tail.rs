@@ -10,7 +10,7 @@ use everbus_core::{
     Settlement, StartFrom, SubscriptionSpec, Verdict,
 };
 
-use super::get::shown_whole;
+use super::get::{Whole, shown_whole};
 use crate::args::TailArgs;
 use crate::interrupt::Interrupt;
 use crate::open::{Target, close};
@@ -211,7 +211,7 @@ impl Tail<'_> {
     }
 
     async fn print(&self, record: &Arc<Recorded>, output: &mut Output) -> Outcome {
-        print(&*shown_whole(self.objects, record).await, output)
+        print(&shown_whole(self.objects, record).await, output)
     }
 
     /// Waits until the reader of a pipe has taken what was written.
@@ -300,10 +300,11 @@ async fn at_the_end(group: &GroupName, engine: &Engine) {
     }
 }
 
-fn print(record: &Recorded, output: &mut Output) -> Outcome {
+fn print(whole: &Whole, output: &mut Output) -> Outcome {
     if output.is_json() {
-        return output.json(record);
+        return output.json(whole);
     }
+    let record = &whole.record;
     let event = &record.event;
     let mut line = format!(
         "{} {:>6} {} {} {}",

@@ -220,6 +220,48 @@ fn the_file_of_the_bus_has_an_outbox_too() {
     assert_eq!(events.len(), 3);
 }
 
+// conformance: issue-4/cli-outbox-audit: a retry in a database of one's own is recorded in the file of the bus; if there is none, the output says so
+#[test]
+fn a_retry_elsewhere_is_in_the_audit_trail_of_the_bus() {
+    let orders = Orders::new();
+    for id in ["bad-1", "bad-2", "bad-3"] {
+        orders.bad_row(id);
+    }
+    let fail = "UPDATE event_outbox SET status = 'failed'";
+    orders.db.execute_batch(fail).unwrap();
+    // There is no bus yet, and none is made for this.
+    let said = orders.outbox(&["retry", "bad-1"]).ok();
+    assert!(
+        said.contains("1 row waiting again") && said.contains("no audit trail"),
+        "{said}"
+    );
+    let said = orders.outbox(&["retry", "bad-2", "-o", "json"]).json();
+    assert_eq!(said, json!({ "retried": 1, "audited": false }));
+    assert!(!crate::support::exists(&orders.shop.db()));
+
+    orders.shop.run(&["publish", "a.b", "0"]).ok();
+    let said = orders.outbox(&["retry", "bad-3"]).ok();
+    assert!(!said.contains("audit"), "{said}");
+    orders.db.execute_batch(fail).unwrap();
+    let said = orders.outbox(&["retry", "--all", "-o", "json"]).json();
+    assert_eq!(said, json!({ "retried": 3, "audited": true }));
+    let trail = orders.shop.run(&["-o", "json", "audit", "list"]).ok();
+    for told in ["outbox.retry", "outbox.retry.done", "bad-3", "shop.db"] {
+        assert!(trail.contains(told), "{told}: {trail}");
+    }
+    orders.shop.run(&["audit", "verify"]).ok();
+    // What should be recorded and cannot be is not done.
+    orders.db.execute_batch(fail).unwrap();
+    std::fs::write(
+        orders.shop.path("text"),
+        "no bus at all, however long it is",
+    )
+    .unwrap();
+    let refused = orders.outbox(&["retry", "--all", "--db", "text"]);
+    assert_ne!(refused.code, 0, "{refused:?}");
+    assert_eq!(orders.count("failed"), 3);
+}
+
 #[test]
 fn what_is_no_outbox_is_said_so() {
     let shop = Shop::new();

@@ -52,17 +52,49 @@ fn large_events_are_shown_whole() {
 
     std::fs::remove_file(&object).unwrap();
     let ran = shop.run(&["-o", "json", "get", &id]);
+    assert_eq!(ran.code, 1, "what was asked for is not all there");
     assert!(ran.err.contains("it is missing"), "{ran:?}");
+    let got: Value = serde_json::from_str(&ran.out).unwrap();
     assert_eq!(
-        ran.lines()[0]["event"]["payload"],
+        got["event"]["payload"],
         serde_json::json!({ "n": 7, "output": null })
     );
+    let why = got["event"]["payload_error"].as_str().unwrap();
+    assert!(why.contains("it is missing"), "{why}");
     let history = shop.run(&["-o", "json", "events"]).json();
     assert_eq!(history["events"][0]["payload"]["output"], Value::Null);
     assert!(
         history["events"][0]["overflow"]["key"].is_string(),
         "{history}"
     );
+    assert!(history["events"][0]["payload_error"].is_string());
+}
+
+// conformance: issue-4/overflow-config: --db beside --config takes another file, and leaves what else the configuration says
+#[test]
+fn another_file_keeps_the_place_of_the_configuration() {
+    let shop = Shop::new();
+    let place = shop.path("place");
+    let config = format!("overflow: {{url: '{}'}}\n", place.display());
+    std::fs::write(shop.path("everbus.yaml"), config).unwrap();
+    let with = ["-o", "json", "--config", "everbus.yaml", "--db", "other.db"];
+    let publish = [&with[..], &["publish", "order.placed", "-"]].concat();
+    for n in 0..2 {
+        shop.run_with_input(&publish, &large(n)).ok();
+    }
+    assert!(place.join("events").exists(), "as the file says");
+    assert!(!shop.path("other.db.objects").exists());
+    let events = shop.run(&[&with[..], &["events"]].concat()).json();
+    assert!(events["events"][0]["payload"]["output"].is_string());
+    // By the environment it is the same, and the command for the next page names both.
+    let mut command = shop.command(&["--db", "other.db", "events", "--limit", "1"]);
+    let ran = command
+        .env("EVERBUS_CONFIG", "everbus.yaml")
+        .output()
+        .unwrap();
+    let text = String::from_utf8(ran.stdout).unwrap();
+    let more = "more: everbus --config everbus.yaml --db other.db events";
+    assert!(text.contains(more), "{text}");
 }
 
 // conformance: fault-11: kill -9 between object and commit leaves at most an object without an event, never an event without its object

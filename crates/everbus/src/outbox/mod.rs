@@ -34,10 +34,12 @@
 //! # }
 //! ```
 
+mod blame;
 mod pass;
 mod publish;
 mod relay;
 mod stats;
+mod wishes;
 
 use std::path::Path;
 use std::sync::Arc;

@@ -3,17 +3,24 @@
 //! Three things go on at once: a batch is published while the one before it is marked and the one after
 //! it is read. None of it is lost if the pass ends in between: rows that were not marked come again.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use everbus_core::{Claimed, Code, Error, OutboxRow, RelayLease, Result, RowOutcome, outbox_delay};
+use everbus_core::{
+    Claimed, Code, Error, OUTBOX_ATTEMPTS, OutboxRow, RelayLease, Result, RowOutcome, outbox_delay,
+};
 use tokio::time::Instant;
 
-use super::publish::{Answer, Held, Publisher, blames_event};
+use super::blame::{Blame, blame};
+use super::publish::{Answer, Held, Publisher};
 use super::relay::Relay;
 use super::stats::Counters;
 
 /// A pass ends after so long, so that rows whose wait is over get their turn.
 const LONGEST: Duration = Duration::from_secs(1);
+
+/// How long a row waits whose end could not be told.
+const LAST_DELAY: Duration = Duration::from_secs(8);
 
 /// How a pass ended.
 #[derive(Debug)]
@@ -65,7 +72,11 @@ impl Relay {
                     Ok(Claimed::default())
                 }
             };
-            let publish = Publisher::new(&self.bus, &self.counters, &current).publish(&mut held);
+            let known = lease.since.max(self.tried.load(Ordering::Relaxed));
+            self.tried.fetch_max(after, Ordering::Relaxed);
+            let publisher =
+                Publisher::new(&self.bus, &self.counters, &current, known, &self.last_sent);
+            let publish = publisher.publish(&mut held);
             let settle = self.settle(lease, std::mem::take(&mut done));
             let ((answers, outage), claimed, settled) = tokio::join!(publish, claim, settle);
             let judged = self.judge(current, answers, &mut tally).await;
@@ -170,20 +181,27 @@ impl Relay {
             let text = error.to_string();
             let outcome = match outbox_delay(attempt) {
                 Some(after) => RowOutcome::Rejected { error: text, after },
-                None => {
-                    if let Err(error) = self.tell_of_death(&row, &text, attempt).await {
+                None => match self.tell_of_death(&row, &text, attempt).await {
+                    Ok(()) => RowOutcome::Failed { error: text },
+                    // Nobody is held up by a death that cannot be told: it is tried again in its turn.
+                    Err(error) if blame(&error) == Blame::Unclear => {
+                        tracing::warn!(target: "everbus::outbox", %error, event_id = %row.event_id, "a row cannot be given up yet: its end cannot be told");
+                        let after = LAST_DELAY;
+                        RowOutcome::Rejected { error: text, after }
+                    }
+                    Err(error) => {
                         outage = Some(error);
                         continue;
                     }
-                    RowOutcome::Failed { error: text }
-                }
+                },
             };
             outcomes.push((row, outcome));
         }
         (outcomes, outage)
     }
 
-    /// Publishes `system.dead_letter`. An error is an outage.
+    /// Publishes `system.dead_letter`. An error means that it is not told yet; after as many attempts
+    /// again, nobody is told.
     async fn tell_of_death(&self, row: &OutboxRow, error: &str, attempts: u32) -> Result<()> {
         let now = self.bus.clock().now();
         let Some(notice) = row.dead_letter_notice(error, attempts, now) else {
@@ -196,7 +214,10 @@ impl Relay {
         match told {
             // It was told before, in other words.
             Err(error) if error.code() == Code::IdReused => Ok(()),
-            Err(error) if blames_event(&error) => {
+            Err(error)
+                if blame(&error) == Blame::Row
+                    || blame(&error) == Blame::Unclear && attempts >= 2 * OUTBOX_ATTEMPTS =>
+            {
                 tracing::warn!(target: "everbus::outbox", %error, "a dead letter of the outbox could not be told of");
                 Ok(())
             }

@@ -1,17 +1,28 @@
 //! Publishing a batch of rows, with an answer for each.
 //!
-//! An engine may refuse a batch as a whole for the sake of one event in it. Then the batch is halved
-//! until the one is found. What follows a refused event under the same key is left for later.
+//! An engine that refuses a batch as a whole for the sake of one event in it gets the halves of it, until
+//! the one is found. An engine that answers for each event gets one of each key at a time: whatever it
+//! refuses, nothing that follows under the same key has gone. What follows a refused event under the
+//! same key is left for later.
 
-use std::collections::HashSet;
-use std::ops::Range;
+use std::collections::{HashMap, HashSet};
 
-use everbus_core::{
-    Appended, Code, DeadLetterFilter, Deduplication, Error, Event, OutboxRow, Result,
-};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
+use everbus_core::{Appended, Code, Error, Event, OutboxRow, Result};
+
+use tokio::time::Instant;
+
+use super::blame::{Blame, blame};
 use super::stats::Counters;
+use super::wishes::{Wish, Wishes};
 use crate::bus::Bus;
+
+/// So many other rows are tried at most to find out whether a row or the broker is to blame.
+const PROBES: usize = 32;
+/// So long the broker is sure to know an event that it has taken.
+const KNOWN_FOR: Duration = Duration::from_secs(60);
 
 /// What the broker said about a row.
 pub(super) enum Answer {
@@ -49,28 +60,34 @@ impl Held {
     }
 }
 
-/// Whether an error is about the event itself. Everything else is an outage, which is never an attempt.
-pub(super) fn blames_event(error: &Error) -> bool {
-    matches!(
-        error.code(),
-        Code::InvalidPayload
-            | Code::PayloadTooLarge
-            | Code::InvalidType
-            | Code::InvalidId
-            | Code::InvalidAttribute
-            | Code::IdReused
-            | Code::SchemaViolation
-            | Code::InvalidSchema
-            | Code::UnknownVersion
-            | Code::Unsupported
-            | Code::InvalidSetting
-            | Code::NotFound
-    )
+/// An event that the broker took, and when: it must recognise it.
+#[derive(Default)]
+pub(super) struct LastSent(Mutex<Option<(Event, Instant)>>);
+
+impl LastSent {
+    fn set(&self, event: Event) {
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *last = Some((event, Instant::now()));
+    }
+
+    fn get(&self) -> Option<Event> {
+        let last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (event, at) = last.as_ref()?;
+        (at.elapsed() < KNOWN_FOR).then(|| event.clone())
+    }
 }
 
-/// Whether it may be one event of a batch that is to blame.
-fn may_be_one(error: &Error) -> bool {
-    blames_event(error) || matches!(error.code(), Code::Backpressure | Code::Internal)
+/// Rows by their place in the batch.
+type Part = Vec<usize>;
+
+/// What an attempt with one row alone came to.
+enum Tried {
+    /// There is an answer from the broker.
+    Answered,
+    /// Nobody was asked, or there is no room.
+    NotNow,
+    /// An error that may be the row's or the broker's.
+    Unclear(Error),
 }
 
 /// Publishes rows through a bus.
@@ -79,91 +96,133 @@ pub(super) struct Publisher<'a> {
     counters: &'a Counters,
     rows: &'a [OutboxRow],
     answers: Vec<Answer>,
-    /// Whether the broker has given a sensible answer.
-    lives: bool,
-    /// Whether there are open dead letters, once somebody has looked.
-    letters: Option<bool>,
+    /// Whether a batch is taken as a whole or not at all.
+    atomic: bool,
+    wishes: Wishes<'a>,
+    last_sent: &'a LastSent,
 }
 
 impl<'a> Publisher<'a> {
-    pub(super) fn new(bus: &'a Bus, counters: &'a Counters, rows: &'a [OutboxRow]) -> Self {
+    /// Rows up to `known` may have been published before, by this relay or by another.
+    pub(super) fn new(
+        bus: &'a Bus,
+        counters: &'a Counters,
+        rows: &'a [OutboxRow],
+        known: i64,
+        last_sent: &'a LastSent,
+    ) -> Self {
         Self {
             bus,
             counters,
             rows,
             answers: rows.iter().map(|_| Answer::Later).collect(),
-            lives: false,
-            letters: None,
+            atomic: bus.engine().broker.capabilities().atomic_batch,
+            wishes: Wishes::new(bus, counters, known),
+            last_sent,
         }
     }
 
-    /// Publishes the rows in their order. An error is an outage; what was answered before it counts.
+    /// Publishes the rows, in their order for each key. An error is an outage; what was answered
+    /// before it counts.
     pub(super) async fn publish(mut self, held: &mut Held) -> (Vec<Answer>, Option<Error>) {
         // What is still to be done, the next last.
-        let mut parts = Vec::from_iter(std::iter::once(0..self.rows.len()));
+        let mut parts = self.waves();
+        parts.reverse();
+        let mut outage = None;
         while let Some(part) = parts.pop() {
-            match self.part(part.clone(), held).await {
-                Ok(None) => {}
-                Ok(Some(middle)) => {
-                    parts.push(middle..part.end);
-                    parts.push(part.start..middle);
+            match self.part(part, held).await {
+                Ok(again) => parts.extend(again.into_iter().rev()),
+                Err(error) => {
+                    outage = Some(error);
+                    break;
                 }
-                Err(error) => return (self.answers, Some(error)),
             }
         }
-        (self.answers, None)
+        if let Some(event) = self.example() {
+            self.last_sent.set(event);
+        }
+        (self.answers, outage)
     }
 
-    /// Publishes a part of the rows; if it was refused as a whole, where to cut it in two.
-    async fn part(&mut self, part: Range<usize>, held: &mut Held) -> Result<Option<usize>> {
+    /// What may be appended together: everything, or one row of each key at a time.
+    fn waves(&self) -> Vec<Part> {
+        if self.atomic {
+            return vec![(0..self.rows.len()).collect()];
+        }
+        let mut waves: Vec<Part> = Vec::new();
+        let mut next: HashMap<&str, usize> = HashMap::new();
+        for (index, row) in self.rows.iter().enumerate() {
+            let wave = match &row.key {
+                Some(key) => {
+                    let next = next.entry(key).or_default();
+                    *next += 1;
+                    *next - 1
+                }
+                None => 0,
+            };
+            match waves.get_mut(wave) {
+                Some(wave) => wave.push(index),
+                None => waves.push(vec![index]),
+            }
+        }
+        waves
+    }
+
+    /// Publishes a part of the rows. Returns what of it is to be tried again, in smaller parts.
+    async fn part(&mut self, part: Part, held: &mut Held) -> Result<Vec<Part>> {
         let (mut chosen, mut events) = (Vec::new(), Vec::new());
         for index in part {
-            let row = &self.rows[index];
-            if !matches!(self.answers[index], Answer::Later) {
-                continue;
-            }
-            if held.holds(row) {
-                held.hold(row);
-                continue;
-            }
-            match self.checked(row) {
-                Ok(event) => {
-                    chosen.push(index);
-                    events.push(event);
-                }
-                Err(error) if blames_event(&error) => {
-                    self.answers[index] = Answer::Rejected(error);
-                    held.hold(row);
-                }
-                Err(error) => return Err(error),
+            if let Some(event) = self.choose(index, held).await? {
+                chosen.push(index);
+                events.push(event);
             }
         }
-        if self.must_look_first() {
-            self.take_retries(&mut chosen, &mut events).await?;
+        if let [index] = chosen[..] {
+            if let Tried::Unclear(error) = self.append_alone(index, events, held).await? {
+                self.find_out(index, error, held).await?;
+            }
+            return Ok(Vec::new());
         }
         if chosen.is_empty() {
+            return Ok(Vec::new());
+        }
+        match self.append(events).await {
+            Ok(answers) => self.answered(chosen, answers, held).await,
+            Err(error) if blame(&error) == Blame::Broker => Err(error),
+            Err(_) => {
+                let later = chosen.split_off(chosen.len() / 2);
+                Ok(vec![chosen, later])
+            }
+        }
+    }
+
+    /// The event of a row that is to be published now. An error is an outage.
+    async fn choose(&mut self, index: usize, held: &mut Held) -> Result<Option<Event>> {
+        let row = &self.rows[index];
+        if !matches!(self.answers[index], Answer::Later) {
             return Ok(None);
         }
-        match self.bus.append_as_is(events).await {
-            Ok(answers) if answers.len() == chosen.len() => {
-                self.lives = true;
-                for (index, answer) in chosen.into_iter().zip(answers) {
-                    self.answer(index, answer, held).await?;
-                }
-                Ok(None)
-            }
-            Ok(_) => Err(Error::new(
-                Code::Internal,
-                "the engine did not answer for every event",
-            )),
-            Err(error) if chosen.len() > 1 && may_be_one(&error) => {
-                Ok(Some(chosen[chosen.len() / 2]))
-            }
-            Err(error) => {
-                self.answer(chosen[0], Err(error), held).await?;
-                Ok(None)
-            }
+        if held.holds(row) {
+            held.hold(row);
+            return Ok(None);
         }
+        let event = match self.checked(row) {
+            Ok(event) => event,
+            Err(error) if blame(&error) == Blame::Row => {
+                self.answers[index] = Answer::Rejected(error);
+                held.hold(row);
+                return Ok(None);
+            }
+            Err(error) => return Err(error),
+        };
+        if self.wishes.come_first()
+            && self.wishes.may_have(row).await?
+            && self.wishes.grant(row).await? != Wish::None
+        {
+            self.answers[index] = Answer::Sent;
+            return Ok(None);
+        }
+        Ok(Some(event))
     }
 
     /// The event of a row, if the bus would publish it.
@@ -173,99 +232,202 @@ impl<'a> Publisher<'a> {
         Ok(event)
     }
 
+    /// Appends events. Where a batch is taken as a whole, one refusal is that of the batch.
+    async fn append(&self, events: Vec<Event>) -> Result<Vec<Result<Appended>>> {
+        let count = events.len();
+        let mut answers = self.bus.append_as_is(events).await?;
+        if answers.len() != count {
+            return Err(Error::new(
+                Code::StorageFailed,
+                "the engine did not answer for every event",
+            ));
+        }
+        if self.atomic
+            && count > 1
+            && let Some(refused) = answers.iter().position(Result::is_err)
+        {
+            answers.swap(0, refused);
+            answers.truncate(1);
+            return answers.remove(0).map(|_| Vec::new());
+        }
+        Ok(answers)
+    }
+
+    /// Writes down what was said about each of several rows. What is unclear is tried alone. An
+    /// outage counts only after everything that was answered is written down.
+    async fn answered(
+        &mut self,
+        chosen: Part,
+        answers: Vec<Result<Appended>>,
+        held: &mut Held,
+    ) -> Result<Vec<Part>> {
+        let (mut again, mut outage) = (Vec::new(), None);
+        for (index, answer) in chosen.into_iter().zip(answers) {
+            match self.answer(index, answer, held).await {
+                Ok(Tried::Unclear(_)) => again.push(vec![index]),
+                Ok(_) => {}
+                Err(error) => {
+                    held.hold(&self.rows[index]);
+                    outage.get_or_insert(error);
+                }
+            }
+        }
+        outage.map_or(Ok(again), Err)
+    }
+
+    async fn append_alone(
+        &mut self,
+        index: usize,
+        events: Vec<Event>,
+        held: &mut Held,
+    ) -> Result<Tried> {
+        let answer = match self.append(events).await {
+            Ok(mut answers) => answers.remove(0),
+            Err(error) => Err(error),
+        };
+        self.answer(index, answer, held).await
+    }
+
+    /// A row alone gave an error that says not whose fault it is. If another row goes through after
+    /// it, the broker is not to blame. Otherwise it is an outage, and no attempt.
+    async fn find_out(&mut self, index: usize, error: Error, held: &mut Held) -> Result<()> {
+        held.hold(&self.rows[index]);
+        let outage = error.clone();
+        let mut suspects = vec![(index, error)];
+        for probe in self.probes(index, held) {
+            let Some(event) = self.choose(probe, held).await? else {
+                continue;
+            };
+            match self.append_alone(probe, vec![event], held).await? {
+                Tried::NotNow => {}
+                Tried::Unclear(error) => {
+                    held.hold(&self.rows[probe]);
+                    suspects.push((probe, error));
+                }
+                Tried::Answered => return self.convict(suspects),
+            }
+        }
+        // Nothing else waits. An event that it has must still be known to it.
+        if self.is_there_still().await? {
+            return self.convict(suspects);
+        }
+        Err(outage)
+    }
+
+    fn convict(&mut self, suspects: Vec<(usize, Error)>) -> Result<()> {
+        for (index, error) in suspects {
+            self.answers[index] = Answer::Rejected(error);
+        }
+        Ok(())
+    }
+
+    /// An event of this batch that the broker has taken, and keeps for some time.
+    fn example(&self) -> Option<Event> {
+        let mut rows = self.rows.iter().zip(&self.answers).rev();
+        rows.find_map(|(row, answer)| {
+            let event = row.event.as_ref().ok()?;
+            let expires = event.attributes().and_then(|a| a.expires_at);
+            (matches!(answer, Answer::Sent) && expires.is_none()).then(|| event.clone())
+        })
+    }
+
+    /// Whether the broker recognises an event that it took a moment ago. An error is an outage.
+    async fn is_there_still(&mut self) -> Result<bool> {
+        if !self.wishes.recognises() {
+            return Ok(false);
+        }
+        let Some(event) = self.example().or_else(|| self.last_sent.get()) else {
+            return Ok(false);
+        };
+        let known = match self.append(vec![event]).await {
+            Ok(mut answers) => answers.remove(0).map(drop),
+            Err(error) => Err(error),
+        };
+        match known {
+            Ok(()) => Ok(true),
+            Err(error) => match blame(&error) {
+                Blame::Row => Ok(true),
+                Blame::Broker => Err(error),
+                Blame::Full | Blame::Unclear => Ok(false),
+            },
+        }
+    }
+
+    /// Other rows that may be tried out of their turn, from all over the batch: none that has an
+    /// earlier one of its key before it.
+    fn probes(&self, suspect: usize, held: &Held) -> Part {
+        let mut seen = HashSet::new();
+        let mut found: Part = Vec::new();
+        for (index, row) in self.rows.iter().enumerate() {
+            if index == suspect || !matches!(self.answers[index], Answer::Later) || held.holds(row)
+            {
+                continue;
+            }
+            if row.key.as_ref().is_none_or(|key| seen.insert(key)) {
+                found.push(index);
+            }
+        }
+        let step = found.len().div_ceil(PROBES).max(1);
+        found.into_iter().step_by(step).collect()
+    }
+
     /// Writes down what was said about one row. An error is an outage.
     async fn answer(
         &mut self,
         index: usize,
         answer: Result<Appended>,
         held: &mut Held,
-    ) -> Result<()> {
+    ) -> Result<Tried> {
         let row = &self.rows[index];
-        let answer = match answer {
+        let error = match answer {
             Ok(appended) => {
                 if appended.duplicate {
                     Counters::add(&self.counters.duplicates, 1);
-                    self.retried(row).await?;
+                    if self.wishes.any_open().await? {
+                        self.wishes.grant(row).await?;
+                    }
                 }
-                Answer::Sent
-            }
-            // Whatever the row says: its event is known, and somebody wants it handled again.
-            Err(error) if error.code() == Code::IdReused && self.retried(row).await? => {
-                Answer::Sent
-            }
-            Err(error) if error.code() == Code::Backpressure => {
-                held.full.insert(row.event_type.clone());
-                Answer::Later
-            }
-            // An engine that took others and stumbles over this one alone means this one.
-            Err(error) if blames_event(&error) => Answer::Rejected(error),
-            Err(error) if error.code() == Code::Internal && self.lives => Answer::Rejected(error),
-            Err(error) => return Err(error),
-        };
-        self.lives |= !matches!(answer, Answer::Later);
-        if !matches!(answer, Answer::Sent) {
-            held.hold(row);
-        }
-        self.answers[index] = answer;
-        Ok(())
-    }
-
-    /// Whether an event that is known would not be recognised by its id.
-    fn must_look_first(&self) -> bool {
-        let engine = self.bus.engine();
-        engine.dead_letters.is_some()
-            && engine.broker.capabilities().deduplication != Deduplication::WhileRetained
-    }
-
-    async fn take_retries(
-        &mut self,
-        chosen: &mut Vec<usize>,
-        events: &mut Vec<Event>,
-    ) -> Result<()> {
-        let mut left = (Vec::new(), Vec::new());
-        for (index, event) in chosen.drain(..).zip(events.drain(..)) {
-            if self.retried(&self.rows[index]).await? {
                 self.answers[index] = Answer::Sent;
-            } else {
-                left.0.push(index);
-                left.1.push(event);
+                return Ok(Tried::Answered);
             }
+            Err(error) => error,
+        };
+        match blame(&error) {
+            // Whatever the row says: its event is known, and somebody wants it handled again.
+            Blame::Row
+                if error.code() == Code::IdReused
+                    && self.wishes.grant(row).await? == Wish::Granted =>
+            {
+                self.answers[index] = Answer::Sent;
+                Ok(Tried::Answered)
+            }
+            Blame::Row => {
+                self.answers[index] = Answer::Rejected(explained(row, error));
+                held.hold(row);
+                Ok(Tried::Answered)
+            }
+            Blame::Full => {
+                held.full.insert(row.event_type.clone());
+                held.hold(row);
+                Ok(Tried::NotNow)
+            }
+            Blame::Broker => Err(error),
+            Blame::Unclear => Ok(Tried::Unclear(error)),
         }
-        (*chosen, *events) = left;
-        Ok(())
     }
+}
 
-    /// Sends the open dead letters of a row's event back, if there are any: that is what somebody wants
-    /// who puts it into the outbox again.
-    async fn retried(&mut self, row: &OutboxRow) -> Result<bool> {
-        let Some(letters) = self.bus.engine().dead_letters.clone() else {
-            return Ok(false);
-        };
-        let any = match self.letters {
-            Some(any) => any,
-            None => letters.count(DeadLetterFilter::default()).await? > 0,
-        };
-        self.letters = Some(any);
-        let Ok(event) = &row.event else {
-            return Ok(false);
-        };
-        if !any {
-            return Ok(false);
-        }
-        let found = letters.get(event.id()).await?;
-        let open = found.iter().any(|letter| {
-            letter.retried_at.is_none() && letter.event.event.tenant() == event.tenant()
-        });
-        if !open {
-            return Ok(false);
-        }
-        let filter = DeadLetterFilter {
-            id: Some(event.id()),
-            tenant: event.tenant().map(str::to_owned),
-            ..DeadLetterFilter::default()
-        };
-        let sent_back = letters.retry(filter).await?;
-        Counters::add(&self.counters.retried, u64::from(sent_back > 0));
-        Ok(true)
+/// An id that was used says little to somebody who changed a row after its event had gone.
+fn explained(row: &OutboxRow, error: Error) -> Error {
+    if error.code() != Code::IdReused || row.revision == 0 {
+        return error;
     }
+    let what = format!(
+        "event {} was published before with another body, and this row was changed since it was written; \
+         give the changed event an event_id of its own",
+        row.event_id
+    );
+    Error::new(Code::IdReused, what)
+        .hint("an event that was published never changes")
+        .caused_by(error)
 }

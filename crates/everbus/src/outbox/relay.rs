@@ -1,7 +1,7 @@
 //! The relay: takes the lease of an outbox, passes over it, waits for more.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use everbus_core::{Code, Error, EventId, LONGEST_RELAY_LEASE, OutboxSource, RelayLease, Result};
@@ -10,6 +10,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::pass::Passed;
+use super::publish::LastSent;
 use super::stats::{Counters, RelayStats};
 use crate::bus::Bus;
 
@@ -32,13 +33,17 @@ const STAND_BY: Duration = Duration::from_millis(500);
 /// other. A row that the bus or the broker rejects (a payload that does not parse, a schema it does
 /// not meet, an id that was used for another event) waits 1, 2, 4 and 8 seconds between five attempts,
 /// and is then `failed`, with a dead letter and an event `system.dead_letter`. A broker that cannot be
-/// reached is waited for, however long, and counts for no attempt.
+/// reached is waited for, however long, and counts for no attempt. If an error does not say which of the
+/// two it is, other rows tell: one that goes through after it shows that the row is to blame.
 pub struct Relay {
     pub(super) bus: Bus,
     pub(super) source: Arc<dyn OutboxSource>,
     pub(super) counters: Arc<Counters>,
     pub(super) batch: usize,
     pub(super) max_batch: usize,
+    /// Rows up to this one were given to the broker by this relay, marked or not.
+    pub(super) tried: AtomicI64,
+    pub(super) last_sent: LastSent,
     lease: Duration,
     holder: String,
     stopping: watch::Sender<bool>,
@@ -53,6 +58,8 @@ impl Relay {
             counters: Arc::default(),
             batch: BATCH,
             max_batch: MAX_BATCH,
+            tried: AtomicI64::new(0),
+            last_sent: LastSent::default(),
             lease: LEASE,
             holder: holder(),
             stopping: watch::Sender::new(false),
@@ -147,6 +154,7 @@ impl Relay {
         let mut batch = self.batch.min(self.max_batch);
         let mut pause = FIRST_PAUSE;
         while !self.is_stopping() {
+            let sent = self.counters.sent.load(Ordering::Relaxed);
             let passed = match self.keep_lease(held).await {
                 Ok(Some(lease)) => {
                     self.while_keeping(&lease, held, self.pass(&lease, &mut batch))
@@ -164,6 +172,10 @@ impl Relay {
             };
             match passed {
                 Passed::Outage(error) => {
+                    // A broker that has taken something is not one that is gone.
+                    if self.counters.sent.load(Ordering::Relaxed) > sent {
+                        pause = FIRST_PAUSE;
+                    }
                     self.endure(until, error, &mut pause).await?;
                     continue;
                 }

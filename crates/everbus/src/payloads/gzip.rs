@@ -3,7 +3,7 @@
 use std::io::{Read as _, Write as _};
 
 use bytes::Bytes;
-use everbus_core::{Code, Error, Result, StoredStage};
+use everbus_core::{Code, Error, Result, StageInfo};
 use flate2::Compression;
 use flate2::read::GzDecoder;
 use flate2::write::GzEncoder;
@@ -22,8 +22,7 @@ pub(super) fn compress(content: &[u8]) -> Result<Bytes> {
 }
 
 /// The content of a stage. Never reads more than one byte beyond what was recorded.
-pub(super) fn decompress(stored: &StoredStage) -> Result<Bytes> {
-    let info = &stored.info;
+pub(super) fn decompress(info: &StageInfo, compressed: &[u8]) -> Result<Bytes> {
     let damaged = |what: String| {
         Error::new(
             Code::Corrupt,
@@ -38,7 +37,7 @@ pub(super) fn decompress(stored: &StoredStage) -> Result<Bytes> {
         )));
     }
     let mut content = Vec::with_capacity(expected.min(FIRST));
-    let decoder = GzDecoder::new(&stored.compressed[..]);
+    let decoder = GzDecoder::new(compressed);
     decoder
         .take(expected as u64 + 1)
         .read_to_end(&mut content)

@@ -138,12 +138,21 @@ impl std::fmt::Debug for PayloadStages {
     }
 }
 
-/// Decompresses what a store gave; for programs that work with an engine and no bus.
+/// Makes what a store gave readable; for programs that work with an engine and no bus.
+///
+/// As many stages as [`LARGEST_STAGE`] bytes hold are decompressed at once, the others when their content
+/// is asked for, so that many small stages that decompress to large ones do not fill the memory.
 pub async fn unpacked(stored: Vec<StoredStage>) -> Result<Vec<StageContent>> {
     let unpack = move || {
-        let each = stored.into_iter().map(|stored| StageContent {
-            content: gzip::decompress(&stored),
-            info: stored.info,
+        let mut room = LARGEST_STAGE as u64;
+        let each = stored.into_iter().map(|stored| {
+            let left = room.checked_sub(stored.info.payload_size_original);
+            room = left.unwrap_or(room);
+            StageContent {
+                content: left.map(|_| gzip::decompress(&stored.info, &stored.compressed)),
+                info: stored.info,
+                compressed: stored.compressed,
+            }
         });
         each.collect()
     };
@@ -293,19 +302,24 @@ async fn off_the_executor<T: Send + 'static>(
 pub struct StageContent {
     /// What is known about it.
     pub info: StageInfo,
-    content: Result<Bytes>,
+    compressed: Bytes,
+    /// None until it is asked for.
+    content: Option<Result<Bytes>>,
 }
 
 impl StageContent {
     /// The content as it was stored. `CorruptFile` if it is damaged, or decompresses to something else
-    /// than was recorded.
-    pub fn bytes(&self) -> Result<&Bytes> {
-        self.content.as_ref().map_err(Clone::clone)
+    /// than was recorded. Among stages that are large together, it is decompressed by this call.
+    pub fn bytes(&self) -> Result<Bytes> {
+        match &self.content {
+            Some(content) => content.clone(),
+            None => gzip::decompress(&self.info, &self.compressed),
+        }
     }
 
     /// The content, read as JSON into any type.
     pub fn json<T: DeserializeOwned>(&self) -> Result<T> {
-        serde_json::from_slice(self.bytes()?).map_err(|e| {
+        serde_json::from_slice(&self.bytes()?).map_err(|e| {
             let stage = &self.info.stage;
             let what = format!("the stage {stage} cannot be read: {e}");
             Error::new(Code::InvalidPayload, what)
@@ -365,4 +379,31 @@ impl ExportedStage {
 
 fn as_base64<S: Serializer>(bytes: &Bytes, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&data_encoding::BASE64.encode(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // conformance: issue-4/stages-bomb: stages that are large together are decompressed one by one
+    #[tokio::test]
+    async fn only_so_much_is_decompressed_at_once() {
+        let each = LARGEST_STAGE / 2 - 10;
+        let content = vec![b'x'; each];
+        let stored = |name: &str| {
+            let stage = Stage::new(name).unwrap();
+            pack(stage, Timestamp::from_micros(1), &content, None, None).unwrap()
+        };
+        let small = |name: &str| {
+            let stage = Stage::new(name).unwrap();
+            pack(stage, Timestamp::from_micros(1), b"small", None, None).unwrap()
+        };
+        let all = vec![stored("a"), stored("b"), stored("c"), small("d")];
+        let unpacked = unpacked(all).await.unwrap();
+        let held: Vec<bool> = unpacked.iter().map(|s| s.content.is_some()).collect();
+        assert_eq!(held, [true, true, false, true]);
+        for (stage, size) in unpacked.iter().zip([each, each, each, 5]) {
+            assert_eq!(stage.bytes().unwrap().len(), size);
+        }
+    }
 }

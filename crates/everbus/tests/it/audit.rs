@@ -120,7 +120,7 @@ async fn what_is_done_through_the_bus_is_on_record() {
         })
         .await;
         let purged = letters.purge(cutoff, PurgeBasis::Died, filter).await;
-        assert_eq!(purged.unwrap(), 1);
+        assert_eq!(purged.unwrap().dead_letters, 1);
         assert_eq!(
             letters.retry(receipt.id()).await.unwrap_err().code(),
             Code::NotFound
@@ -157,6 +157,9 @@ async fn what_is_done_through_the_bus_is_on_record() {
         assert_eq!(entry(1).details, json!({ "of": 1, "result": 1 }));
         assert_eq!(entry(2).details["group"], "g");
         assert_eq!(entry(2).details["by"], "died");
+        let gone = json!([{ "event": receipt.id(), "group": "g" }]);
+        assert_eq!(entry(3).details["result"]["named"], gone);
+        assert_eq!(entry(3).details["result"]["events"], 1);
         assert_eq!(entry(5).details["result"], 0);
         let group = entry(6).entity.as_ref().unwrap();
         assert_eq!((&*group.kind, &*group.id), ("GROUP", "g"));

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use everbus::core::{
-    Appended, BoxFuture, Broker, ConsumeOptions, Consumer, Delivery, GroupSpec, Lease,
-    SettledOutcome, Settlement, SubscriptionInfo,
+    Appended, BoxFuture, Broker, ConsumeOptions, Consumer, Deduplication, Delivery, GroupSpec,
+    Lease, SettledOutcome, Settlement, SubscriptionInfo,
 };
 use everbus::{
     Bus, Capabilities, Code, Engine, Error, Event, EventId, GroupInfo, GroupName, ManualClock,
@@ -35,6 +35,9 @@ impl Errors {
     }
 }
 
+/// Says which events of an append are refused, and how.
+pub(crate) type Judge = Box<dyn FnMut(&[Event]) -> Vec<Option<Code>> + Send>;
+
 /// An engine with planted faults.
 #[derive(Clone)]
 pub(crate) struct Faulty {
@@ -44,6 +47,12 @@ pub(crate) struct Faulty {
     pub(crate) fetch: Errors,
     pub(crate) settle: Errors,
     pub(crate) settle_one: Errors,
+    /// What is thought of the events of an append, before what is planted.
+    pub(crate) judge: Arc<Mutex<Option<Judge>>>,
+    /// A batch is taken as a whole or not at all; otherwise each event has its own answer.
+    pub(crate) atomic: Arc<AtomicBool>,
+    /// Whether an event that is known is recognised.
+    pub(crate) forgetful: Arc<AtomicBool>,
     /// How many events came at a time.
     pub(crate) batches: Arc<Mutex<Vec<usize>>>,
     /// How often leases were extended.
@@ -79,11 +88,20 @@ impl Faulty {
             std::future::pending::<()>().await;
         }
     }
+
+    pub(crate) fn judge(&self, judge: impl FnMut(&[Event]) -> Vec<Option<Code>> + Send + 'static) {
+        *self.judge.lock().unwrap() = Some(Box::new(judge));
+    }
 }
 
 impl Broker for Faulty {
     fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
+        let mut capabilities = self.inner.capabilities();
+        capabilities.atomic_batch = self.atomic.load(Ordering::SeqCst);
+        if self.forgetful.load(Ordering::SeqCst) {
+            capabilities.deduplication = Deduplication::None;
+        }
+        capabilities
     }
 
     fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
@@ -106,7 +124,28 @@ impl Broker for Faulty {
         Box::pin(async move {
             self.append.next()?;
             self.batches.lock().unwrap().push(batch.len());
-            self.inner.append(batch).await
+            let judged = match &mut *self.judge.lock().unwrap() {
+                Some(judge) => judge(&batch),
+                None => vec![None; batch.len()],
+            };
+            let planted = |code| Error::new(code, "planted");
+            if self.atomic.load(Ordering::SeqCst) {
+                if let Some(code) = judged.iter().flatten().next() {
+                    return Err(planted(*code));
+                }
+                return self.inner.append(batch).await;
+            }
+            let mut answers = Vec::new();
+            for (event, code) in batch.into_iter().zip(judged) {
+                answers.push(match code {
+                    Some(code) => Err(planted(code)),
+                    None => match self.inner.append(vec![event]).await {
+                        Ok(mut answers) => answers.remove(0),
+                        Err(error) => Err(error),
+                    },
+                });
+            }
+            Ok(answers)
         })
     }
 
@@ -178,6 +217,9 @@ pub(crate) async fn faulty() -> (Bus, Faulty, ManualClock) {
         fetch: Errors::default(),
         settle: Errors::default(),
         settle_one: Errors::default(),
+        judge: Arc::default(),
+        atomic: Arc::new(AtomicBool::new(true)),
+        forgetful: Arc::default(),
         batches: Arc::default(),
         extended: Arc::default(),
         taken: Arc::default(),

@@ -19,6 +19,7 @@ mod layers;
 mod logs;
 mod outage;
 mod outbox;
+mod outbox_blame;
 mod outbox_replay;
 mod overflow;
 mod panics;

@@ -46,7 +46,7 @@ impl Shop {
         Outbox::open_with(&self.path, options).unwrap()
     }
 
-    fn enqueue(&self, event: Event) -> EventId {
+    pub(crate) fn enqueue(&self, event: Event) -> EventId {
         Outbox::new().enqueue(&self.db, event).unwrap()
     }
 
@@ -79,7 +79,7 @@ pub(crate) fn text(db: &Connection, sql: &str) -> String {
     .unwrap_or_else(|e| panic!("{sql}: {e}"))
 }
 
-fn numbered(n: u64, key: Option<&str>) -> Event {
+pub(crate) fn numbered(n: u64, key: Option<&str>) -> Event {
     let builder = Event::builder("order.placed").json(&json!({ "n": n }));
     match key {
         Some(key) => builder.key(key),
@@ -113,13 +113,13 @@ pub(crate) async fn stored(bus: &Bus, pattern: &str) -> Vec<Arc<Recorded>> {
     }
 }
 
-async fn numbers(bus: &Bus) -> Vec<u64> {
+pub(crate) async fn numbers(bus: &Bus) -> Vec<u64> {
     let all = stored(bus, "order.placed").await;
     all.iter().map(|record| number(record)).collect()
 }
 
 /// Runs a relay until nothing waits, moving the clock along.
-async fn drain(relay: &Relay, clock: &ManualClock) {
+pub(crate) async fn drain(relay: &Relay, clock: &ManualClock) {
     let time = async {
         loop {
             tokio::time::sleep(Duration::from_millis(5)).await;

@@ -193,3 +193,148 @@ async fn a_replay_from_another_database_is_a_retry_as_well() {
     settled().await;
     assert_eq!(stage.handled(), [("audit", 1), ("mail", 1), ("stock", 1)]);
 }
+
+/// Makes every row of the outbox as old as that it was written before anything died.
+fn written_long_ago(db: &Connection) {
+    db.execute(
+        "UPDATE event_outbox SET created_at = '2020-01-01T00:00:00Z'",
+        [],
+    )
+    .unwrap();
+}
+
+// conformance: issue-4/outbox-died-unmarked: an event that died before its row was marked is not delivered again; a row that was written after the death is a retry
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_event_that_died_before_its_row_was_marked_is_no_retry() {
+    let stage = Stage::new().await;
+    let id = Outbox::new().enqueue(&stage.db, order()).unwrap();
+    written_long_ago(&stage.db);
+    // A relay publishes it and dies before it marks it.
+    let source = stage.bus.engine().outbox().unwrap();
+    let row = source.claim(0, 10).await.unwrap().rows.remove(0);
+    let broker = stage.bus.engine().broker.clone();
+    let appended = broker.append(vec![row.event.unwrap()]).await.unwrap();
+    let position = appended[0].as_ref().unwrap().position;
+    let patience = crate::support::PATIENCE;
+    assert_eq!(
+        broker
+            .settled(position, patience)
+            .await
+            .unwrap()
+            .dead_lettered
+            .len(),
+        2
+    );
+
+    stage.broken.store(false, Ordering::SeqCst);
+    let stats = stage.relay(id).await;
+    assert_eq!((stats.sent, stats.duplicates, stats.retried), (1, 1, 0));
+    assert_eq!(stage.handled(), [("audit", 1)], "nobody asked for a retry");
+    assert_eq!(stage.bus.dead_letters().list().await.unwrap().len(), 2);
+    assert_eq!(stage.statuses(), "failed", "it shows that the event died");
+
+    // Now somebody asks.
+    stage.db.execute_batch(&replay(id)).unwrap();
+    let stats = stage.relay(id).await;
+    assert_eq!((stats.sent, stats.retried), (1, 1));
+    assert_eq!(stage.handled(), [("audit", 1), ("mail", 1), ("stock", 1)]);
+}
+
+// conformance: issue-4/outbox-granted-unmarked: a retry that was sent back and not marked is not sent back again
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_wish_is_granted_once_even_if_its_row_was_not_marked() {
+    for dies_again in [true, false] {
+        let stage = Stage::new().await;
+        let id = Outbox::new().enqueue(&stage.db, order()).unwrap();
+        stage.relay(id).await;
+        stage.db.execute_batch(&replay(id)).unwrap();
+        // A relay grants it and dies before it marks it; the groups go on.
+        stage
+            .lab
+            .clock
+            .advance(std::time::Duration::from_secs(3600));
+        stage.broken.store(dies_again, Ordering::SeqCst);
+        let letters = stage.bus.engine().dead_letters().unwrap();
+        assert_eq!(letters.retry(Default::default()).await.unwrap(), 2);
+        let broker = &stage.bus.engine().broker;
+        let found = stage.bus.log().unwrap().find(id).await.unwrap();
+        let settled = broker.settled(found[0].position, crate::support::PATIENCE);
+        settled.await.unwrap();
+        let before = stage.handled();
+
+        stage.broken.store(false, Ordering::SeqCst);
+        let stats = stage.relay(id).await;
+        assert_eq!((stats.sent, stats.retried, stats.rejected), (1, 0, 0));
+        assert_eq!(stage.handled(), before, "once is enough");
+        let open = stage.bus.dead_letters().list().await.unwrap().len();
+        assert_eq!(open, if dies_again { 2 } else { 0 });
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_row_that_comes_while_a_relay_is_at_work_is_a_wish_whatever_its_clock_says() {
+    let stage = Stage::new().await;
+    let id = Outbox::new().enqueue(&stage.db, order()).unwrap();
+    let relay = Relay::own(&stage.bus).unwrap();
+    relay.run_until_empty().await.unwrap();
+    let found = stage.bus.log().unwrap().find(id).await.unwrap();
+    let settled = async || {
+        let broker = &stage.bus.engine().broker;
+        let settled = broker.settled(found[0].position, crate::support::PATIENCE);
+        settled.await.unwrap();
+    };
+    settled().await;
+    stage.broken.store(false, Ordering::SeqCst);
+    stage.db.execute_batch(&replay(id)).unwrap();
+    written_long_ago(&stage.db);
+    let stats = relay.run_until_empty().await.unwrap();
+    assert_eq!(stats.retried, 1, "nobody else can have published it");
+    settled().await;
+    assert_eq!(stage.handled(), [("audit", 1), ("mail", 1), ("stock", 1)]);
+}
+
+// conformance: issue-4/outbox-replay-tenant: a row is a retry of the dead letters of its own tenant only
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_row_without_a_tenant_retries_no_tenants_dead_letters() {
+    let stage = Stage::new().await;
+    let id = EventId::new();
+    let of_nobody = || everbus::Event::builder("order.placed").id(id).json(&1);
+    for event in [order().id(id), of_nobody()] {
+        let receipt = stage.bus.publish(event).await.unwrap();
+        assert_eq!(receipt.settled().await.unwrap().dead_lettered.len(), 2);
+    }
+    stage.broken.store(false, Ordering::SeqCst);
+    Outbox::new().enqueue(&stage.db, of_nobody()).unwrap();
+    let relay = Relay::own(&stage.bus).unwrap();
+    assert_eq!(relay.run_until_empty().await.unwrap().retried, 1);
+    let open = stage.bus.dead_letters().list().await.unwrap();
+    assert_eq!(open.len(), 2);
+    for letter in open {
+        assert_eq!(letter.event.event.tenant(), Some("acme"));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_broker_that_forgets_ids_does_not_get_what_is_known_to_have_died() {
+    let (bus, broker, clock) = crate::faulty::faulty().await;
+    broker.forgetful.store(true, Ordering::SeqCst);
+    bus.subscribe("order.*")
+        .group("g")
+        .handler(|_: Message| async { Err(HandlerError::permanent("no stock")) })
+        .await
+        .unwrap();
+    bus.start().await.unwrap();
+    let shop = Shop::new();
+    Outbox::new().enqueue(&shop.db, order()).unwrap();
+    written_long_ago(&shop.db);
+    let source = shop.source(&clock);
+    let row = source.claim(0, 10).await.unwrap().rows.remove(0);
+    let receipt = bus.publish(row.event.unwrap()).await.unwrap();
+    assert_eq!(receipt.settled().await.unwrap().dead_lettered.len(), 1);
+    broker.batches.lock().unwrap().clear();
+    let stats = Relay::new(&bus, source).run_until_empty().await.unwrap();
+    assert_eq!((stats.sent, stats.retried), (1, 0));
+    assert!(broker.batches.lock().unwrap().is_empty(), "it has it");
+    assert_eq!(bus.dead_letters().list().await.unwrap().len(), 1);
+    bus.shutdown().await.unwrap();
+}

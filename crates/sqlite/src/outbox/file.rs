@@ -34,7 +34,7 @@ pub(super) fn open(path: &Path, options: OutboxOptions) -> Result<Source<File>> 
     // Now, so that a mistake is told to whoever opens it.
     let conn = file.connect()?;
     rows::holder(&conn, file.options.clock.now())?;
-    conn.prepare("SELECT attributes, due FROM event_outbox LIMIT 0")
+    conn.prepare("SELECT attributes, due, revision, wanted_at FROM event_outbox LIMIT 0")
         .map_err(|e| from_outbox("opening the outbox", e))?;
     file.start(conn)?;
     Ok(Source::new(file))

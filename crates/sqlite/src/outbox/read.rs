@@ -13,7 +13,7 @@ use serde_json::value::RawValue;
 use super::{envelope, times};
 
 /// The columns that [`row`] expects, in its order.
-pub(super) const COLUMNS: &str = "row, id, event_id, event_type, payload, attempts, created_at, correlation_id, trace_id, attributes, ordering_key";
+pub(super) const COLUMNS: &str = "row, id, event_id, event_type, payload, attempts, created_at, correlation_id, trace_id, attributes, ordering_key, revision, wanted_at";
 
 /// The metadata entry of a trace id that is no W3C one.
 const TRACE_ID: &str = "trace_id";
@@ -44,12 +44,26 @@ pub(super) fn row(conn: &Connection, row: &Row<'_>) -> rusqlite::Result<OutboxRo
         _ => Err(unreadable(&"it is a number")),
     };
     let attempts: i64 = row.get(5)?;
+    let id = text(row, 1)?.unwrap_or_default();
+    let tenant = match &event {
+        Ok(event) => event.tenant().map(str::to_owned),
+        // An event of ours has its tenant in the id of its row too.
+        Err(_) if matches!(attributes, ValueRef::Text(_)) => {
+            id.split_once('@').map(|(_, tenant)| tenant.to_owned())
+        }
+        Err(_) => None,
+    };
+    let again = text(row, 12)?;
+    let wanted_at = times::latest(conn, again.as_deref().unwrap_or(&found.created_at));
     Ok(OutboxRow {
         row: row.get(0)?,
-        id: text(row, 1)?.unwrap_or_default(),
+        id,
         event,
         attempts: u32::try_from(attempts).unwrap_or(0),
         key: found.ordering_key,
+        tenant,
+        revision: row.get(11)?,
+        wanted_at,
         event_id: found.event_id,
         event_type: found.event_type,
     })

@@ -57,17 +57,20 @@ pub(super) fn acquire(
         return Ok(None);
     }
     // Another holder, another token; also for one who comes back.
-    let token: i64 = conn
+    let (token, since): (i64, i64) = conn
         .prepare_cached(
-            "INSERT INTO outbox_relay (only, holder, token, until) VALUES (1, ?1, 1, ?2)
-             ON CONFLICT DO UPDATE SET token = token + (holder <> ?1), holder = ?1, until = ?2
-             RETURNING token",
+            "INSERT INTO outbox_relay (only, holder, token, until, since)
+             VALUES (1, ?1, 1, ?2, (SELECT coalesce(max(row), 0) FROM event_outbox))
+             ON CONFLICT DO UPDATE SET token = token + (holder <> ?1), holder = ?1, until = ?2,
+               since = iif(holder <> ?1, excluded.since, since)
+             RETURNING token, since",
         )
-        .and_then(|mut s| s.query_row(params![me, micros(until)], |r| r.get(0)))
+        .and_then(|mut s| s.query_row(params![me, micros(until)], |r| Ok((r.get(0)?, r.get(1)?))))
         .map_err(doing)?;
     Ok(Some(RelayLease {
         holder: me.to_owned(),
         token: seq_from(token),
+        since,
     }))
 }
 
@@ -187,14 +190,14 @@ fn mark_sent(conn: &Connection, rows: &[&OutboxRow], now: Timestamp) -> Result<(
     let mut statement = conn
         .prepare_cached(
             "UPDATE event_outbox SET status = 'sent', sent_at = ?3
-             WHERE row BETWEEN ?1 AND ?2 AND +status = 'pending'",
+             WHERE row BETWEEN ?1 AND ?2 AND +status = 'pending' AND revision = ?4",
         )
         .map_err(doing)?;
     let now = now.to_string();
-    for run in rows.chunk_by(|a, b| a.row + 1 == b.row) {
+    for run in rows.chunk_by(|a, b| a.row + 1 == b.row && a.revision == b.revision) {
         if let [first, .., last] | [first @ last] = run {
             statement
-                .execute(params![first.row, last.row, now])
+                .execute(params![first.row, last.row, now, first.revision])
                 .map_err(doing)?;
         }
     }
@@ -211,17 +214,25 @@ fn close_dead_letters(conn: &Connection, rows: &[&OutboxRow], now: Timestamp) ->
     if !any {
         return Ok(());
     }
-    let mut statement = conn
-        .prepare_cached(
-            "UPDATE outbox_dead_letters SET retried_at = ?2 WHERE event_id = ?1 AND retried_at IS NULL",
-        )
-        .map_err(doing)?;
+    let mut statement = conn.prepare_cached(CLOSE).map_err(doing)?;
     for row in rows {
         statement
-            .execute(params![row.event_id, now.to_string()])
+            .execute(params![identity(row), row.row, now.to_string()])
             .map_err(doing)?;
     }
     Ok(())
+}
+
+/// By the event or by the row: one that could not be read may be another event since it was corrected.
+const CLOSE: &str = "UPDATE outbox_dead_letters SET retried_at = ?3
+     WHERE (event = ?1 OR row = ?2) AND retried_at IS NULL";
+
+/// What names the event of a row among the dead letters of the outbox.
+fn identity(row: &OutboxRow) -> String {
+    match &row.tenant {
+        Some(tenant) => format!("{}@{tenant}", row.uuid()),
+        None => row.uuid().to_string(),
+    }
 }
 
 /// An event may have died before its row was marked; then the row shows it all the same.
@@ -239,14 +250,16 @@ fn show_dead_letters(conn: &Connection, rows: &[&OutboxRow]) -> Result<()> {
             "UPDATE event_outbox SET status = 'failed', last_error = found.error
              FROM (SELECT json_extract(d.failures, '$[#-1].error') AS error
                    FROM log JOIN dead_letters d ON d.seq = log.seq
-                   WHERE log.id = ?2 AND d.retried_at IS NULL LIMIT 1) AS found
+                   WHERE log.id = ?2 AND d.retried_at IS NULL
+                     AND log.tenant = iif(?3 IS NULL, 0, (SELECT id FROM tenants WHERE name = ?3))
+                   LIMIT 1) AS found
              WHERE event_outbox.row = ?1 AND +event_outbox.status = 'sent'",
         )
         .map_err(doing)?;
     for row in rows {
         if let Ok(event) = &row.event {
             statement
-                .execute(params![row.row, event.id().as_bytes()])
+                .execute(params![row.row, event.id().as_bytes(), row.tenant])
                 .map_err(doing)?;
         }
     }
@@ -256,9 +269,12 @@ fn show_dead_letters(conn: &Connection, rows: &[&OutboxRow]) -> Result<()> {
 fn reject(conn: &Connection, row: &OutboxRow, error: &str, due: i64) -> Result<()> {
     conn.prepare_cached(
         "UPDATE event_outbox SET attempts = ?2, last_error = ?3, due = ?4
-         WHERE row = ?1 AND +status = 'pending'",
+         WHERE row = ?1 AND +status = 'pending' AND revision = ?5",
     )
-    .and_then(|mut s| s.execute(params![row.row, row.attempts.saturating_add(1), error, due]))
+    .and_then(|mut s| {
+        let attempts = row.attempts.saturating_add(1);
+        s.execute(params![row.row, attempts, error, due, row.revision])
+    })
     .map(drop)
     .map_err(|e| from_outbox("writing down a rejection", e))
 }
@@ -269,23 +285,26 @@ fn fail(conn: &Connection, row: &OutboxRow, error: &str, now: Timestamp) -> Resu
     let failed = conn
         .prepare_cached(
             "UPDATE event_outbox SET status = 'failed', attempts = ?2, last_error = ?3, due = 0
-             WHERE row = ?1 AND +status = 'pending'",
+             WHERE row = ?1 AND +status = 'pending' AND revision = ?4",
         )
-        .and_then(|mut s| s.execute(params![row.row, attempts, error]))
+        .and_then(|mut s| s.execute(params![row.row, attempts, error, row.revision]))
         .map_err(doing)?;
     if failed == 0 {
         return Ok(());
     }
     conn.prepare_cached(
         "INSERT INTO outbox_dead_letters
-           (event_id, event_type, payload, error, attempts, first_seen_at, last_seen_at)
-         SELECT event_id, event_type, payload, ?2, ?3, ?4, ?4 FROM event_outbox WHERE row = ?1
-         ON CONFLICT (event_id) DO UPDATE SET
-           event_type = excluded.event_type, payload = excluded.payload, error = excluded.error,
+           (event, event_id, event_type, payload, error, attempts, first_seen_at, last_seen_at, row)
+         SELECT ?5, event_id, event_type, payload, ?2, ?3, ?4, ?4, ?1 FROM event_outbox WHERE row = ?1
+         ON CONFLICT (event) DO UPDATE SET
+           event_id = excluded.event_id, row = excluded.row, event_type = excluded.event_type, payload = excluded.payload, error = excluded.error,
            attempts = attempts + excluded.attempts, last_seen_at = excluded.last_seen_at,
            retried_at = NULL",
     )
-    .and_then(|mut s| s.execute(params![row.row, error, attempts, now.to_string()]))
+    .and_then(|mut s| {
+        let now = now.to_string();
+        s.execute(params![row.row, error, attempts, now, identity(row)])
+    })
     .map(drop)
     .map_err(doing)
 }
@@ -349,67 +368,71 @@ pub(super) fn failed(conn: &Connection, limit: usize) -> Result<Vec<FailedRow>> 
     .map_err(|e| from_outbox("listing failed rows", e))
 }
 
-/// The failed rows that one of these texts names, or all of them from `after` on, at most so many.
+/// The failed rows that one of these texts names, or all of them, from `after` on and at most so many:
+/// their numbers, and what names their events. Reads payloads, so it is no work for a writer.
 pub(super) fn failed_rows(
     conn: &Connection,
     ids: Option<&[String]>,
     after: i64,
     limit: usize,
-) -> Result<Vec<i64>> {
+) -> Result<Vec<(i64, String)>> {
     let doing = |e| from_outbox("looking for failed rows", e);
-    let Some(ids) = ids else {
-        return conn
-            .prepare_cached(
-                "SELECT row FROM event_outbox WHERE status = 'failed' AND row > ?1
-                 ORDER BY row LIMIT ?2",
-            )
-            .and_then(|mut s| {
-                let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-                s.query_map([after, limit], |r| r.get(0))?.collect()
-            })
-            .map_err(doing);
+    let limit = i64::try_from(limit).unwrap_or(i64::MAX);
+    let sql = match ids {
+        None => format!(
+            "SELECT {COLUMNS} FROM event_outbox WHERE status = 'failed' AND row > ?1
+             ORDER BY row LIMIT ?2"
+        ),
+        Some(_) => format!(
+            "SELECT {COLUMNS} FROM event_outbox WHERE +status = 'failed' AND row > ?1 AND row IN (
+               SELECT row FROM event_outbox WHERE id = ?3
+               UNION SELECT row FROM event_outbox WHERE event_id = ?3)
+             ORDER BY row LIMIT ?2"
+        ),
     };
-    let mut statement = conn
-        .prepare_cached(
-            "SELECT row FROM event_outbox WHERE +status = 'failed' AND id = ?1
-             UNION SELECT row FROM event_outbox WHERE +status = 'failed' AND event_id = ?1",
-        )
-        .map_err(doing)?;
+    let mut statement = conn.prepare_cached(&sql).map_err(doing)?;
     let mut found = Vec::new();
-    for id in ids {
-        let rows = statement.query_map([id], |r| r.get(0)).map_err(doing)?;
-        for row in rows {
-            found.push(row.map_err(doing)?);
+    let mut add = |id: Option<&String>| -> rusqlite::Result<()> {
+        let mut rows = match id {
+            Some(id) => statement.query(params![after, limit, id])?,
+            None => statement.query(params![after, limit])?,
+        };
+        while let Some(row) = rows.next()? {
+            let row = read::row(conn, row)?;
+            found.push((row.row, identity(&row)));
         }
+        Ok(())
+    };
+    match ids {
+        Some(ids) => ids.iter().try_for_each(|id| add(Some(id))),
+        None => add(None),
     }
+    .map_err(doing)?;
     found.sort_unstable();
     found.dedup();
-    found.retain(|row| *row > after);
-    found.truncate(limit);
+    found.truncate(usize::try_from(limit).unwrap_or(usize::MAX));
     Ok(found)
 }
 
 /// Makes failed rows wait again.
-pub(super) fn retry(conn: &Connection, rows: &[i64], now: Timestamp) -> Result<u64> {
+pub(super) fn retry(conn: &Connection, rows: &[(i64, String)], now: Timestamp) -> Result<u64> {
     let doing = |e| from_outbox("retrying failed rows", e);
     let mut again = conn
         .prepare_cached(
-            "UPDATE event_outbox SET status = 'pending', attempts = 0, due = 0, sent_at = NULL
+            "UPDATE event_outbox
+             SET status = 'pending', attempts = 0, due = 0, sent_at = NULL, wanted_at = ?2
              WHERE row = ?1 AND +status = 'failed'",
         )
         .map_err(doing)?;
-    let mut close = conn
-        .prepare_cached(
-            "UPDATE outbox_dead_letters SET retried_at = ?2 WHERE retried_at IS NULL
-               AND event_id = (SELECT event_id FROM event_outbox WHERE row = ?1)",
-        )
-        .map_err(doing)?;
+    let mut close = conn.prepare_cached(CLOSE).map_err(doing)?;
+    let now = now.to_string();
     let mut retried = 0;
-    for row in rows {
-        retried += again.execute([row]).map_err(doing)? as u64;
-        close
-            .execute(params![row, now.to_string()])
-            .map_err(doing)?;
+    for (row, event) in rows {
+        let changed = again.execute(params![row, now]).map_err(doing)?;
+        if changed > 0 {
+            close.execute(params![event, row, now]).map_err(doing)?;
+        }
+        retried += changed as u64;
     }
     Ok(retried)
 }

@@ -237,20 +237,22 @@ impl<A: Access> OutboxSource for Source<A> {
             let (mut total, mut after) = (0, 0);
             loop {
                 let (ids, now) = (ids.clone(), self.access.clock().now());
-                let (retried, last) = self
+                let found = self
                     .access
-                    .write(move |conn| {
+                    .read(move |conn| {
                         let ids = ids.as_ref().map(|ids| ids.as_slice());
-                        let rows = rows::failed_rows(conn, ids, after, STEP)?;
-                        Ok((rows::retry(conn, &rows, now)?, rows.last().copied()))
+                        rows::failed_rows(conn, ids, after, STEP)
                     })
                     .await?;
-                total += retried;
-                match last {
-                    // Onwards only: what fails again meanwhile is not retried again.
-                    Some(last) => after = last,
-                    None => break,
-                }
+                // Onwards only: what fails again meanwhile is not retried again.
+                let Some((last, _)) = found.last() else {
+                    break;
+                };
+                after = *last;
+                total += self
+                    .access
+                    .write(move |conn| rows::retry(conn, &found, now))
+                    .await?;
             }
             enqueued();
             Ok(total)

@@ -1,5 +1,7 @@
 //! Times as SQLite knows them: text in several forms, days of the Julian calendar, Unix seconds.
 
+use std::time::Duration;
+
 use everbus_core::{Code, Error, Result, Timestamp};
 use rusqlite::Connection;
 
@@ -28,6 +30,20 @@ pub(super) fn read(conn: &Connection, text: &str) -> Result<Timestamp> {
     #[allow(clippy::cast_possible_truncation, reason = "clamped by the timestamp")]
     let millis = (micros / 1000.0).round() as i64;
     Ok(Timestamp::from_micros(millis.saturating_mul(1000)))
+}
+
+/// The last moment that a text may mean: whoever wrote it may have left fractions of a second out.
+pub(super) fn latest(conn: &Connection, text: &str) -> Option<Timestamp> {
+    let at = read(conn, text).ok()?;
+    let digits = text.split_once('.').map_or(0, |(_, fraction)| {
+        fraction.bytes().take_while(u8::is_ascii_digit).count()
+    });
+    let left_out = match digits {
+        0 => 999_999,
+        1..=5 => 999,
+        _ => 0,
+    };
+    Some(at.plus(Duration::from_micros(left_out)))
 }
 
 #[cfg(test)]
@@ -60,6 +76,22 @@ mod tests {
         assert_eq!(at("julianday('2026-03-01 12:30:15')"), second);
         let day: Timestamp = "2026-03-01T00:00:00Z".parse().unwrap();
         assert_eq!(at("date('2026-03-01')"), day);
+        for (text, expected) in [
+            ("2026-03-01 12:30:15", Some("2026-03-01T12:30:15.999999Z")),
+            ("1772368215", Some("2026-03-01T12:30:15.999999Z")),
+            (
+                "2026-03-01T12:30:15.250Z",
+                Some("2026-03-01T12:30:15.250999Z"),
+            ),
+            (
+                "2026-03-01T12:30:15.250001Z",
+                Some("2026-03-01T12:30:15.250001Z"),
+            ),
+            ("soon", None),
+        ] {
+            let expected = expected.map(|text| text.parse().unwrap());
+            assert_eq!(latest(&conn, text), expected, "{text}");
+        }
         for bad in ["", "yesterday", "2026-13-01", "now", "12 o'clock", "NaN"] {
             let error = read(&conn, bad).unwrap_err();
             assert_eq!(error.code(), Code::InvalidAttribute, "{bad}");

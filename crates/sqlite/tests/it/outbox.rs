@@ -17,15 +17,15 @@ use crate::{PATIENCE, clock, consume, declare, eventually, failure, fetch, open,
 const LEASE: Duration = Duration::from_secs(10);
 
 /// A database of somebody else's, with an outbox.
-struct Shop {
+pub(crate) struct Shop {
     path: PathBuf,
-    db: Connection,
-    clock: ManualClock,
+    pub(crate) db: Connection,
+    pub(crate) clock: ManualClock,
     _dir: tempfile::TempDir,
 }
 
 impl Shop {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self::with_journal("DELETE")
     }
 
@@ -45,7 +45,7 @@ impl Shop {
         }
     }
 
-    fn source(&self) -> Arc<dyn OutboxSource> {
+    pub(crate) fn source(&self) -> Arc<dyn OutboxSource> {
         let options = OutboxOptions {
             clock: Arc::new(self.clock.clone()),
             ..OutboxOptions::default()
@@ -53,12 +53,12 @@ impl Shop {
         Outbox::open_with(&self.path, options).unwrap()
     }
 
-    fn text(&self, sql: &str) -> String {
+    pub(crate) fn text(&self, sql: &str) -> String {
         text(&self.db, sql)
     }
 }
 
-fn text(db: &Connection, sql: &str) -> String {
+pub(crate) fn text(db: &Connection, sql: &str) -> String {
     db.query_row(sql, [], |r| {
         Ok(match r.get_ref(0)? {
             rusqlite::types::ValueRef::Null => "NULL".to_owned(),
@@ -69,7 +69,7 @@ fn text(db: &Connection, sql: &str) -> String {
     .unwrap_or_else(|e| panic!("{sql}: {e}"))
 }
 
-fn event(key: Option<&str>, n: u32) -> Event {
+pub(crate) fn event(key: Option<&str>, n: u32) -> Event {
     let builder = Event::builder("order.placed").json(&json!({ "n": n }));
     match key {
         Some(key) => builder.key(key),
@@ -79,12 +79,12 @@ fn event(key: Option<&str>, n: u32) -> Event {
     .unwrap()
 }
 
-async fn lease(source: &Arc<dyn OutboxSource>, holder: &str) -> RelayLease {
+pub(crate) async fn lease(source: &Arc<dyn OutboxSource>, holder: &str) -> RelayLease {
     let lease = source.acquire(holder.into(), LEASE).await.unwrap();
     lease.expect("the lease is free")
 }
 
-async fn ready(source: &Arc<dyn OutboxSource>) -> Vec<OutboxRow> {
+pub(crate) async fn ready(source: &Arc<dyn OutboxSource>) -> Vec<OutboxRow> {
     source.claim(0, 1000).await.unwrap().rows
 }
 

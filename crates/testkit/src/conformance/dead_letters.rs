@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use everbus_core::{
     Clock, DeadLetter, DeadLetterFilter, DeadLetterKey, EventId, EventState, PageRequest,
-    PurgeBasis, Timestamp,
+    PurgeBasis, PurgedLetter, Timestamp,
 };
 
 use super::stage::{code, name, nothing, pattern, take, take_one};
@@ -313,7 +313,8 @@ pub async fn purging_is_inclusive<H: Harness>(harness: H) {
     assert_eq!(
         dead.purge(before, PurgeBasis::Created, all())
             .await
-            .unwrap(),
+            .unwrap()
+            .dead_letters,
         0
     );
     let one_group = DeadLetterFilter {
@@ -323,19 +324,25 @@ pub async fn purging_is_inclusive<H: Harness>(harness: H) {
     assert_eq!(
         dead.purge(created(0), PurgeBasis::Created, one_group)
             .await
-            .unwrap(),
+            .unwrap()
+            .dead_letters,
         1
     );
     if stage.has_log() {
         let kept = stage.log().find(published[0].id).await.unwrap();
         assert_eq!(kept.len(), 1, "the other group still has it");
     }
-    assert_eq!(
-        dead.purge(created(1), PurgeBasis::Created, all())
-            .await
-            .unwrap(),
-        3
-    );
+    let purged = dead.purge(created(1), PurgeBasis::Created, all());
+    let purged = purged.await.unwrap();
+    assert_eq!((purged.dead_letters, purged.events), (3, 2));
+    let named = |n: usize, group: &str| PurgedLetter {
+        event: published[n].id,
+        group: name(group),
+    };
+    assert_eq!(purged.named.len(), 3);
+    for gone in [named(0, "billing"), named(1, "mail"), named(1, "billing")] {
+        assert!(purged.named.contains(&gone), "{gone:?} is named");
+    }
     assert_eq!(dead.count(all()).await.unwrap(), 4);
     if stage.has_log() {
         for (n, appended) in published.iter().enumerate() {
@@ -375,10 +382,17 @@ pub async fn purging_by_time_of_death<H: Harness>(harness: H) {
     assert_eq!(
         dead.purge(at(0).minus(SECOND), PurgeBasis::Died, all())
             .await
-            .unwrap(),
+            .unwrap()
+            .dead_letters,
         0
     );
-    assert_eq!(dead.purge(at(1), PurgeBasis::Died, all()).await.unwrap(), 2);
+    assert_eq!(
+        dead.purge(at(1), PurgeBasis::Died, all())
+            .await
+            .unwrap()
+            .dead_letters,
+        2
+    );
     let left = stage.open_dead_letters().await;
     assert_eq!(left.len(), 1);
     assert_eq!(left[0].event.position, got[1].record.position);
@@ -400,7 +414,8 @@ pub async fn purging_leaves_what_others_owe<H: Harness>(harness: H) {
             .dead_letters()
             .purge(now, PurgeBasis::Created, all())
             .await
-            .unwrap(),
+            .unwrap()
+            .dead_letters,
         1
     );
     let mut slow = stage.consumer("slow").await;

@@ -73,6 +73,7 @@ pub async fn dead_letters_are_chosen_by_why_they_died<H: Harness>(harness: H) {
     let expected = [
         (all(), vec![3, 2, 1, 0]),
         (tenant("acme"), vec![1, 0]),
+        (tenant(""), vec![3]),
         (tenant("ACME"), vec![]),
         (tenant("' OR 1=1 --"), vec![]),
         (handler("charge"), vec![3, 2, 0]),

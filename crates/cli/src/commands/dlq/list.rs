@@ -1,6 +1,7 @@
 //! `everbus dlq list` and `everbus dlq show`.
 
 use everbus_core::{DeadLetter, DeadLetterKey, Engine, PageRequest};
+use serde::Serialize;
 use serde_json::json;
 
 use super::args::{DlqListArgs, DlqShowArgs};
@@ -111,19 +112,38 @@ pub(super) async fn show(
         return Err(Stop::not_found(why.message, &why.hint));
     }
     let objects = target.objects(engine)?;
-    for letter in &mut found {
-        letter.event = shown_whole(objects.as_deref(), &letter.event).await;
+    let mut shown = Vec::with_capacity(found.len());
+    for mut letter in found {
+        let whole = shown_whole(objects.as_deref(), &letter.event).await;
+        letter.event = whole.record;
+        shown.push(Shown {
+            letter,
+            payload_error: whole.error,
+        });
     }
     if output.is_json() {
-        return output.json(&found);
-    }
-    for (index, letter) in found.iter().enumerate() {
-        if index > 0 {
-            output.line("")?;
+        output.json(&shown)?;
+    } else {
+        for (index, shown) in shown.iter().enumerate() {
+            if index > 0 {
+                output.line("")?;
+            }
+            print_letter(&shown.letter, output)?;
         }
-        print_letter(letter, output)?;
+    }
+    if shown.iter().any(|shown| shown.payload_error.is_some()) {
+        return Err(Stop::Unsatisfied);
     }
     Ok(())
+}
+
+#[derive(Serialize)]
+struct Shown {
+    #[serde(flatten)]
+    letter: DeadLetter,
+    /// Why the large part of the payload is not there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    payload_error: Option<String>,
 }
 
 fn print_letter(letter: &DeadLetter, output: &mut Output) -> Outcome {

@@ -18,7 +18,7 @@ pub(super) async fn purge(
     let letters = engine.dead_letters()?;
     let cutoff = SystemClock.now().minus(args.older_than);
     let bar = progress::spinner("deleting");
-    let purged = match (args.dry_run, args.by) {
+    let (purged, events) = match (args.dry_run, args.by) {
         (false, by) => {
             let (basis, name) = match by {
                 PurgeBy::Created => (PurgeBasis::Created, "created"),
@@ -29,7 +29,8 @@ pub(super) async fn purge(
                 .detail("cutoff", cutoff.to_string().into())
                 .detail("by", name.into());
             let purged = letters.purge(cutoff, basis, filter);
-            audited(engine, &Operator::current(), action, purged).await?
+            let purged = audited(engine, &Operator::current(), action, purged).await?;
+            (purged.dead_letters, Some(purged.events))
         }
         (true, PurgeBy::Created) => {
             let until = filter.until.map_or(cutoff, |until| until.min(cutoff));
@@ -37,21 +38,29 @@ pub(super) async fn purge(
                 until: Some(until),
                 ..filter
             };
-            letters.count(filter).await?
+            (letters.count(filter).await?, None)
         }
         (true, PurgeBy::Died) => {
             let filter = DeadLetterFilter {
                 died_until: Some(cutoff),
                 ..filter
             };
-            letters.count(filter).await?
+            (letters.count(filter).await?, None)
         }
     };
     bar.finish_and_clear();
     let what = counted(purged, "dead letter");
-    match (output.is_json(), args.dry_run) {
-        (true, dry_run) => output.json(&json!({ "purged": purged, "dry_run": dry_run })),
-        (false, true) => output.line(format!("would delete {what}")),
-        (false, false) => output.line(format!("deleted {what}")),
+    match (output.is_json(), events) {
+        (true, None) => output.json(&json!({ "purged": purged, "dry_run": true })),
+        (true, Some(events)) => {
+            output.json(&json!({ "purged": purged, "events": events, "dry_run": false }))
+        }
+        (false, None) => output.line(format!(
+            "would delete {what}, with their events where no other group needs them"
+        )),
+        (false, Some(0)) => output.line(format!("deleted {what}, and no events")),
+        (false, Some(events)) => {
+            output.line(format!("deleted {what} and {}", counted(events, "event")))
+        }
     }
 }

@@ -1,0 +1,130 @@
+//! Rows whose event the broker knows: somebody wants it handled again, or a relay died before it could
+//! mark the row.
+//!
+//! A wish is younger than the dead letter that it is about; a row that is older than the dead letter was
+//! published, and its event died later. A row that nobody can have published before needs no look at
+//! the time.
+
+use std::sync::Arc;
+
+use everbus_core::{
+    DeadLetter, DeadLetterFilter, DeadLetters, Deduplication, Event, OutboxRow, Result, Timestamp,
+};
+
+use super::stats::Counters;
+use crate::bus::Bus;
+
+/// What the dead letters say about a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wish {
+    /// Nothing.
+    None,
+    /// It is a wish, and was granted: now, or by a relay that could not mark it.
+    Granted,
+    /// The very event of the row was published, and died.
+    Died,
+}
+
+/// Looks for wishes, and grants them.
+pub(super) struct Wishes<'a> {
+    bus: &'a Bus,
+    counters: &'a Counters,
+    letters: Option<Arc<dyn DeadLetters>>,
+    /// Rows up to this one may have been published before.
+    known: i64,
+    /// Whether there are open dead letters, once somebody has looked.
+    any: Option<bool>,
+}
+
+impl<'a> Wishes<'a> {
+    pub(super) fn new(bus: &'a Bus, counters: &'a Counters, known: i64) -> Self {
+        Self {
+            bus,
+            counters,
+            letters: bus.engine().dead_letters.clone(),
+            known,
+            any: None,
+        }
+    }
+
+    /// Whether they must be looked for before anything is published: the broker would not recognise
+    /// an event by its id.
+    pub(super) fn come_first(&self) -> bool {
+        self.letters.is_some() && !self.recognises()
+    }
+
+    /// Whether the broker recognises an event that it has by its id.
+    pub(super) fn recognises(&self) -> bool {
+        let capabilities = self.bus.engine().broker.capabilities();
+        capabilities.deduplication == Deduplication::WhileRetained
+    }
+
+    /// Whether there is anything to look at for a row that the broker may know.
+    pub(super) async fn may_have(&mut self, row: &OutboxRow) -> Result<bool> {
+        // What was granted before is not open any more.
+        Ok(row.row <= self.known || self.any_open().await?)
+    }
+
+    pub(super) async fn any_open(&mut self) -> Result<bool> {
+        let Some(letters) = &self.letters else {
+            return Ok(false);
+        };
+        let any = match self.any {
+            Some(any) => any,
+            None => letters.count(DeadLetterFilter::default()).await? > 0,
+        };
+        self.any = Some(any);
+        Ok(any)
+    }
+
+    /// Sends the open dead letters of a row's event back, if the row asks for that.
+    pub(super) async fn grant(&mut self, row: &OutboxRow) -> Result<Wish> {
+        let (Some(letters), Ok(event)) = (self.letters.clone(), &row.event) else {
+            return Ok(Wish::None);
+        };
+        let mut found = letters.get(event.id()).await?;
+        found.retain(|letter| letter.event.event.tenant() == event.tenant());
+        // Without a time it is taken for a wish: once too often is better than never.
+        let wanted = row.wanted_at.filter(|_| row.row <= self.known);
+        let is_wish = |letter: &DeadLetter| {
+            letter.retried_at.is_none() && wanted.is_none_or(|wanted| letter.died_at <= wanted)
+        };
+        if found.iter().any(is_wish) {
+            let filter = DeadLetterFilter {
+                id: Some(event.id()),
+                tenant: Some(event.tenant().unwrap_or_default().to_owned()),
+                died_until: wanted,
+                ..DeadLetterFilter::default()
+            };
+            let sent_back = letters.retry(filter).await?;
+            Counters::add(&self.counters.retried, u64::from(sent_back > 0));
+            return Ok(Wish::Granted);
+        }
+        let Some(wanted) = wanted else {
+            return Ok(Wish::None);
+        };
+        if found.iter().any(|letter| was_granted(letter, wanted)) {
+            return Ok(Wish::Granted);
+        }
+        let died = |letter: &DeadLetter| same(&letter.event.event, event);
+        Ok(if found.iter().any(died) {
+            Wish::Died
+        } else {
+            Wish::None
+        })
+    }
+}
+
+/// Whether a dead letter was there when it was wished back, and was sent back since.
+fn was_granted(letter: &DeadLetter, wanted: Timestamp) -> bool {
+    letter.first_seen_at <= wanted
+        && match letter.retried_at {
+            Some(retried) => retried >= wanted,
+            // It died again.
+            None => letter.died_at > wanted,
+        }
+}
+
+fn same(one: &Event, other: &Event) -> bool {
+    one.id() == other.id() && one.same_body(other)
+}
