@@ -16,6 +16,7 @@ pub mod broker;
 pub mod builder;
 pub mod checkpoints;
 pub mod clock;
+pub mod clock_record;
 pub mod dead_letters;
 pub mod effect;
 pub mod engine;
@@ -48,6 +49,7 @@ pub use broker::{
 pub use builder::{EventBuilder, IntoEvent, MAX_TYPE_CHARS};
 pub use checkpoints::{Checkpoint, Checkpoints, check_checkpoint_name};
 pub use clock::{Clock, ManualClock, SystemClock};
+pub use clock_record::{ClockDoubt, ClockRecord};
 pub use dead_letters::{
     DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
     DeadLetterTally, DeadLetters, EDIT_OF, MAX_FAILURES, PURGED_NAMED, PageRequest, PurgeBasis,

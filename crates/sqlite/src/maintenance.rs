@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use everbus_core::{
-    BoxFuture, CheckReport, Code, Error, Holdings, Maintenance, Pruned, Result, Retention,
+    BoxFuture, CheckReport, ClockDoubt, Code, Error, Holdings, Maintenance, Pruned, Result,
+    Retention,
 };
 use rusqlite::backup::{Backup, StepResult};
 use rusqlite::{Connection, OpenFlags};
@@ -59,6 +60,14 @@ impl Maintenance for SqliteEngine {
     ) -> BoxFuture<'_, Result<bool>> {
         self.handle
             .job(move |writer| writer.take_duty(&duty, &owner, every))
+    }
+
+    fn look_at_clock(&self) -> BoxFuture<'_, Result<Option<ClockDoubt>>> {
+        self.handle.job(crate::writer::Writer::look_at_clock)
+    }
+
+    fn trust_clock(&self) -> BoxFuture<'_, Result<()>> {
+        self.handle.job(crate::writer::Writer::trust_clock)
     }
 
     fn return_duty(&self, duty: String, owner: String) -> BoxFuture<'_, Result<()>> {
@@ -238,6 +247,11 @@ fn check(path: &Path) -> Result<CheckReport> {
     let mut report = verify(&conn)?;
     if report.is_ok() {
         crate::audit::check(path, &mut report)?;
+    }
+    if report.is_ok()
+        && let Some(known) = crate::retention::clock::recorded(&conn)?
+    {
+        report.note_clock(&known);
     }
     report.add("SQLite", true, rusqlite::version());
     let mode: String = conn

@@ -597,6 +597,25 @@ macro_rules! conformance_tests {
             $crate::conformance::retention::a_duty_is_taken_once($harness).await;
         }
 
+        // conformance: issue-4/retention-clock-doubt: a clock that leaps by more than three days is in doubt until it has gone evenly for a day
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_clock_that_leaps_is_doubted() {
+            $crate::conformance::clock::a_clock_that_leaps_is_doubted($harness).await;
+        }
+
+        // conformance: issue-4/retention-clock-back: a clock that is put right is believed at once
+        // conformance: issue-4/retention-clock-trust: an operator may say that the clock is right
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_clock_put_right_is_believed() {
+            $crate::conformance::clock::a_clock_put_right_is_believed($harness).await;
+        }
+
+        // conformance: issue-4/retention-clock-doubt: the first look is compared with the newest event
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_first_look_goes_by_the_log() {
+            $crate::conformance::clock::the_first_look_goes_by_the_log($harness).await;
+        }
+
         // conformance: issue-4/retention-audit: audit records go by an age of their own, never by default, and the trail stays whole
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn audit_records_go_by_their_age() {
