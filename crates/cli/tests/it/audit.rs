@@ -239,7 +239,14 @@ fn what_operators_do_is_on_record() {
     let actor = all[2]["actor"].as_str().unwrap();
     assert!(actor.starts_with("cli:") && actor.len() > 4, "{actor}");
     assert_eq!(all[2]["details"]["type"], "order.*");
-    assert_eq!(all[3]["details"]["result"]["dead_letters"], 2);
+    let purged = &all[3]["details"]["result"];
+    assert_eq!(
+        (&purged["dead_letters"], &purged["events"]),
+        (&json!(2), &json!(2))
+    );
+    let named = purged["named"].as_array().unwrap();
+    assert!(named.iter().all(|letter| letter["group"] == "payment"));
+    assert_eq!(named.len(), 2, "{purged}");
     assert_eq!(
         all[4]["entity"],
         json!({ "type": "GROUP", "id": "payment" })

@@ -1,6 +1,7 @@
 //! `everbus dlq edit`.
 
 use std::os::fd::AsFd as _;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::process::Stdio;
 
 use everbus::{Bus, Event, HandlerError, RetryPolicy};
@@ -172,9 +173,12 @@ fn on_a_terminal(shop: &Shop, arguments: &[&str], editor: &str) -> (i32, String)
     grantpt(&master).unwrap();
     unlockpt(&master).unwrap();
     let name = ptsname(&master, Vec::new()).unwrap();
+    // Not the terminal of this process, which would be told to hang up with it.
+    let not_ours = i32::try_from(rustix::fs::OFlags::NOCTTY.bits()).unwrap();
     let slave = std::fs::File::options()
         .read(true)
         .write(true)
+        .custom_flags(not_ours)
         .open(name.to_str().unwrap())
         .unwrap();
     let end = || Stdio::from(slave.as_fd().try_clone_to_owned().unwrap());

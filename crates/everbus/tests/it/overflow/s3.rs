@@ -18,6 +18,28 @@ struct Server {
     port: u16,
 }
 
+impl Server {
+    /// Waits until it takes connections; whether it did before it ended.
+    fn answers(&mut self) -> bool {
+        let begin = Instant::now();
+        loop {
+            let answers = TcpStream::connect(("127.0.0.1", self.port)).is_ok();
+            // One that ended may have met another program that answers in its place.
+            if self.child.try_wait().unwrap().is_some() {
+                return false;
+            }
+            if answers {
+                return true;
+            }
+            assert!(
+                begin.elapsed() < Duration::from_secs(300),
+                "moto_server does not answer"
+            );
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
 impl Drop for Server {
     fn drop(&mut self) {
         let _ = self.child.kill();
@@ -25,13 +47,24 @@ impl Drop for Server {
     }
 }
 
-/// A private server, or `None` (said aloud) where it cannot be had.
+/// A private server, or `None` (said aloud) where it cannot be had. Its port was free a moment before; if
+/// somebody else was quicker, the server ends, and there is another try.
 fn moto() -> Option<Server> {
-    let port = TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .port();
+    for _ in 0..20 {
+        let port = TcpListener::bind("127.0.0.1:0")
+            .unwrap()
+            .local_addr()
+            .unwrap()
+            .port();
+        let mut server = moto_on(port)?;
+        if server.answers() {
+            return Some(server);
+        }
+    }
+    panic!("moto_server does not start");
+}
+
+fn moto_on(port: u16) -> Option<Server> {
     let started = Command::new("moto_server")
         .args(["-H", "127.0.0.1", "-p", &port.to_string()])
         .stdout(Stdio::null())
@@ -46,16 +79,7 @@ fn moto() -> Option<Server> {
         eprintln!("SKIPPED: moto_server is not installed (pip install 'moto[server]')");
         return None;
     };
-    let server = Server { child, port };
-    let begin = Instant::now();
-    while TcpStream::connect(("127.0.0.1", port)).is_err() {
-        assert!(
-            begin.elapsed() < Duration::from_secs(60),
-            "moto_server does not answer"
-        );
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    Some(server)
+    Some(Server { child, port })
 }
 
 fn make_bucket(port: u16) {
