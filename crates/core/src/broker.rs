@@ -119,6 +119,19 @@ pub trait Broker: Send + Sync + 'static {
         ))))
     }
 
+    /// What [`redeliver`](Self::redeliver) would answer now, with nothing done.
+    fn redeliverable(
+        &self,
+        group: GroupName,
+        positions: Vec<u64>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        let _ = (group, positions);
+        Box::pin(std::future::ready(Err(unsupported(
+            self.capabilities().engine,
+            "telling what could be delivered once more",
+        ))))
+    }
+
     /// Stops the engine after what is under way; later calls fail. Closing twice is harmless.
     fn close(&self) -> BoxFuture<'_, Result<()>>;
 }

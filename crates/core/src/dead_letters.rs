@@ -162,6 +162,15 @@ pub struct DeadLetterKey {
     pub group: GroupName,
 }
 
+/// A dead letter in place of which a corrected event was sent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Replaced {
+    /// The dead letter.
+    pub key: DeadLetterKey,
+    /// The corrected event.
+    pub by: EventId,
+}
+
 /// Which dead letters. The default is all open ones.
 #[derive(Clone, Debug, Default)]
 pub struct DeadLetterFilter {
@@ -317,6 +326,11 @@ pub trait DeadLetters: Send + Sync + 'static {
     /// ([`check_replacement`]).
     fn replace(&self, key: DeadLetterKey, corrected: Event) -> BoxFuture<'_, Result<Appended>> {
         let _ = (key, corrected);
+        Box::pin(std::future::ready(Err(cannot("replacing a dead letter"))))
+    }
+
+    /// Every dead letter in place of which a corrected event was sent, oldest event first.
+    fn replaced(&self) -> BoxFuture<'_, Result<Vec<Replaced>>> {
         Box::pin(std::future::ready(Err(cannot("replacing a dead letter"))))
     }
 

@@ -95,7 +95,7 @@ pub enum StartFrom {
 }
 
 /// One subscription inside a group: a pattern under a name that stays the same across restarts.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SubscriptionSpec {
     /// Stable within the group; declaring it again is the same subscription.
     pub name: String,
@@ -142,6 +142,8 @@ pub struct GroupInfo {
     pub ordered: bool,
     /// The patterns it wants.
     pub patterns: Vec<String>,
+    /// Its subscriptions, by name. A handler that was given a name has it here as well.
+    pub subscriptions: Vec<SubscriptionSpec>,
     /// Everything up to here was handed out or skipped.
     pub position: u64,
     /// Events in the log beyond the position, whether they match or not.

@@ -115,6 +115,15 @@ pub trait BrokerLayer: Send + Sync + 'static {
         self.inner().redeliver(group, positions)
     }
 
+    /// As [`Broker::redeliverable`].
+    fn redeliverable(
+        &self,
+        group: GroupName,
+        positions: Vec<u64>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        self.inner().redeliverable(group, positions)
+    }
+
     /// As [`Broker::close`].
     fn close(&self) -> BoxFuture<'_, Result<()>> {
         self.inner().close()
@@ -180,6 +189,14 @@ impl<L: BrokerLayer> Broker for L {
         positions: Vec<u64>,
     ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
         BrokerLayer::redeliver(self, group, positions)
+    }
+
+    fn redeliverable(
+        &self,
+        group: GroupName,
+        positions: Vec<u64>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        BrokerLayer::redeliverable(self, group, positions)
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {

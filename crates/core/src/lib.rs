@@ -55,7 +55,7 @@ pub use clock_record::{ClockDoubt, ClockRecord};
 pub use dead_letters::{
     DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
     DeadLetterTally, DeadLetters, EDIT_OF, MAX_FAILURES, PURGED_NAMED, PageRequest, PurgeBasis,
-    Purged, PurgedLetter, REPLACEMENT, REPLAY_OF, all_failures, dead_letter_notice,
+    Purged, PurgedLetter, REPLACEMENT, REPLAY_OF, Replaced, all_failures, dead_letter_notice,
 };
 pub use effect::{Effect, EffectResult};
 pub use engine::Engine;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use everbus_core::{
     Appended, BoxFuture, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, Durability,
     Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Redelivery, Result,
-    SettledOutcome, Settlement, SubscriptionInfo, Timestamp,
+    SettledOutcome, Settlement, SubscriptionInfo, SubscriptionSpec, Timestamp,
 };
 use tokio::sync::Notify;
 
@@ -141,6 +141,12 @@ fn describe(group: &Group, records: &Records, dead_letters: u64, now: Timestamp)
     let beyond = group.dropped.range(group.position + 1..);
     let still_there = beyond.filter(|position| records.get(**position).is_some());
     let dropped = still_there.count() as u64;
+    let subscriptions = group.subscriptions.iter().map(|s| SubscriptionSpec {
+        name: s.name.clone(),
+        pattern: s.pattern.clone(),
+    });
+    let mut subscriptions: Vec<SubscriptionSpec> = subscriptions.collect();
+    subscriptions.sort_by(|a, b| a.name.cmp(&b.name));
     GroupInfo {
         name: group.name.clone(),
         ordered: group.ordered,
@@ -149,6 +155,7 @@ fn describe(group: &Group, records: &Records, dead_letters: u64, now: Timestamp)
             .iter()
             .map(|s| s.pattern.as_str().to_string())
             .collect(),
+        subscriptions,
         position: group.position,
         behind: records.count_after(group.position) - dropped,
         in_flight: in_flight as u64,
@@ -294,6 +301,19 @@ impl Broker for MemoryBroker {
             drop(state);
             self.0.work.notify_waiters();
             Ok(answers)
+        })
+    }
+
+    fn redeliverable(
+        &self,
+        group: GroupName,
+        positions: Vec<u64>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        Box::pin(async move {
+            let state = self.0.open_state()?;
+            let group = state.group_number(&group)?;
+            let each = positions.into_iter();
+            Ok(each.map(|at| state.redeliverable(group, at)).collect())
         })
     }
 

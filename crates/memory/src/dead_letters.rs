@@ -8,7 +8,7 @@ use everbus_core::dead_letters::{MAX_PAGE, check_replacement, id_taken, not_open
 use everbus_core::{
     Appended, BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
     DeadLetterTally, DeadLetters, Event, EventId, GroupName, Held, PageRequest, PurgeBasis, Purged,
-    REPLACEMENT, Result, Timestamp, all_failures,
+    REPLACEMENT, Replaced, Result, Timestamp, all_failures,
 };
 
 use crate::broker::Memory;
@@ -320,6 +320,18 @@ impl DeadLetters for Memory {
             let graves = state.dead.graves.values();
             let of_event = graves.filter(|grave| grave.letter.event.event.id() == id);
             Ok(of_event.map(|grave| grave.letter.clone()).collect())
+        })
+    }
+
+    fn replaced(&self) -> BoxFuture<'_, Result<Vec<Replaced>>> {
+        Box::pin(async move {
+            let state = self.open_state()?;
+            let letters = state.dead.graves.values().rev().map(|grave| &grave.letter);
+            let replaced = letters.filter_map(|letter| {
+                let (key, by) = (letter.key(), letter.replaced_by?);
+                Some(Replaced { key, by })
+            });
+            Ok(replaced.collect())
         })
     }
 

@@ -312,20 +312,29 @@ impl State {
 
     /// Hands an event to a group once more, if the group is done with it.
     pub(crate) fn redeliver(&mut self, group: u64, position: u64, now: Timestamp) -> Redelivery {
-        let Some(record) = self.records.get(position) else {
-            return Redelivery::Gone;
-        };
-        let Some(group) = self.groups.get_mut(&group) else {
+        let answer = self.redeliverable(group, position);
+        if answer == Redelivery::Queued
+            && let Some(record) = self.records.get(position)
+            && let Some(group) = self.groups.get_mut(&group)
+        {
+            group.add_waiting(record.clone(), now);
+        }
+        answer
+    }
+
+    /// Whether an event could be handed to a group once more.
+    pub(crate) fn redeliverable(&self, group: u64, position: u64) -> Redelivery {
+        let (Some(_), Some(group)) = (self.records.get(position), self.groups.get(&group)) else {
             return Redelivery::Gone;
         };
         let owed = position > group.position
             || group.rows.contains_key(&position)
             || self.dead.is_open(position, &group.name);
         if owed {
-            return Redelivery::Owed;
+            Redelivery::Owed
+        } else {
+            Redelivery::Queued
         }
-        group.add_waiting(record.clone(), now);
-        Redelivery::Queued
     }
 
     pub(crate) fn wake_waiters(&self, position: u64) {

@@ -4,7 +4,7 @@ use everbus_core::dead_letters::{MAX_PAGE, TALLY_ERROR_CHARS};
 use everbus_core::{
     Appended, BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
     DeadLetterTally, DeadLetters, Event, EventId, GroupName, PageRequest, PurgeBasis, Purged,
-    Result, Timestamp,
+    Replaced, Result, Timestamp,
 };
 use rusqlite::types::Value;
 use rusqlite::{Connection, OptionalExtension as _, Row, params_from_iter};
@@ -77,6 +77,33 @@ impl DeadLetters for SqliteEngine {
                  WHERE log.id = ?1 ORDER BY log.seq, g.name"
             );
             read(reader, &sql, vec![Value::Blob(id.as_bytes().to_vec())])
+        })
+    }
+
+    fn replaced(&self) -> BoxFuture<'_, Result<Vec<Replaced>>> {
+        self.handle.query(|reader| {
+            let doing = |e| from_sqlite("reading the replaced dead letters", e);
+            let mut statement = reader
+                .conn
+                .prepare_cached(
+                    "SELECT d.seq, g.name, d.replaced_by FROM dead_letters d
+                       JOIN groups g ON g.id = d.group_id
+                     WHERE d.replaced_by IS NOT NULL ORDER BY d.seq, g.name",
+                )
+                .map_err(doing)?;
+            let mut rows = statement.query([]).map_err(doing)?;
+            let mut replaced = Vec::new();
+            while let Some(row) = rows.next().map_err(doing)? {
+                let group: String = row.get(1).map_err(doing)?;
+                replaced.push(Replaced {
+                    key: DeadLetterKey {
+                        position: seq_from(row.get(0).map_err(doing)?),
+                        group: group.parse()?,
+                    },
+                    by: EventId::from_bytes(row.get(2).map_err(doing)?),
+                });
+            }
+            Ok(replaced)
         })
     }
 

@@ -400,7 +400,15 @@ impl Broker for SqliteEngine {
         group: GroupName,
         positions: Vec<u64>,
     ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
-        Box::pin(self.redeliver_all(group, positions))
+        Box::pin(self.redeliver_all(group, positions, true))
+    }
+
+    fn redeliverable(
+        &self,
+        group: GroupName,
+        positions: Vec<u64>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        Box::pin(self.redeliver_all(group, positions, false))
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {

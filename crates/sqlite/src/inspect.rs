@@ -1,6 +1,6 @@
 //! How every group stands.
 
-use everbus_core::{GroupInfo, Progress, Result, Timestamp};
+use everbus_core::{GroupInfo, Pattern, Progress, Result, SubscriptionSpec, Timestamp};
 use rusqlite::{Connection, OptionalExtension};
 
 use crate::errors::from_sqlite;
@@ -103,6 +103,7 @@ fn info(conn: &Connection, head: u64, group: &Stored, now: Timestamp) -> Result<
             .iter()
             .map(|p| p.as_str().to_owned())
             .collect(),
+        subscriptions: subscriptions(conn, group.id)?,
         position: group.cursor,
         behind: head.saturating_sub(group.cursor).saturating_sub(dropped),
         in_flight,
@@ -114,6 +115,24 @@ fn info(conn: &Connection, head: u64, group: &Stored, now: Timestamp) -> Result<
         behind_for: oldest.map(|at| now.since(at)).unwrap_or_default(),
         active_at: Timestamp::from_micros(group.active_at),
     })
+}
+
+/// The subscriptions of a group, by name.
+fn subscriptions(conn: &Connection, group: i64) -> Result<Vec<SubscriptionSpec>> {
+    let stored: Vec<(String, String)> = conn
+        .prepare_cached(
+            "SELECT name, event_type FROM subscriptions WHERE group_id = ?1 ORDER BY name",
+        )
+        .and_then(|mut s| {
+            s.query_map([group], |r| Ok((r.get(0)?, r.get(1)?)))?
+                .collect()
+        })
+        .map_err(|e| from_sqlite("reading the subscriptions", e))?;
+    let specs = stored.into_iter().map(|(name, pattern)| {
+        let pattern = Pattern::new(&pattern)?;
+        Ok(SubscriptionSpec { name, pattern })
+    });
+    specs.collect()
 }
 
 /// The first event that a group has yet to reach and that was not dropped.

@@ -14,10 +14,13 @@ use crate::writer::Writer;
 const STEP: usize = 100;
 
 impl SqliteEngine {
+    /// Delivers events once more, or only says which it `really` would. The writer answers in both
+    /// cases: it knows best what it has handed out.
     pub(crate) async fn redeliver_all(
         &self,
         group: GroupName,
         positions: Vec<u64>,
+        really: bool,
     ) -> Result<Vec<Redelivery>> {
         let mut answers = Vec::with_capacity(positions.len());
         // Also for nothing at all: the group must be there.
@@ -27,7 +30,7 @@ impl SqliteEngine {
             let name = group.clone();
             let some = self
                 .handle
-                .job(move |writer| writer.redeliver_some(&name, &step))
+                .job(move |writer| writer.redeliver_some(&name, &step, really))
                 .await?;
             answers.extend(some);
             match steps.next() {
@@ -39,7 +42,12 @@ impl SqliteEngine {
 }
 
 impl Writer {
-    fn redeliver_some(&mut self, name: &GroupName, positions: &[u64]) -> Result<Vec<Redelivery>> {
+    fn redeliver_some(
+        &mut self,
+        name: &GroupName,
+        positions: &[u64],
+        really: bool,
+    ) -> Result<Vec<Redelivery>> {
         let group = self.state.group_id(name).ok_or_else(|| {
             Error::new(Code::GroupNotFound, format!("there is no group {name}"))
                 .hint("declare the group, by subscribing, before it is used")
@@ -57,7 +65,9 @@ impl Writer {
                 Some((_, true)) => Redelivery::Owed,
                 Some(_) if *seq > cursor || in_flight() => Redelivery::Owed,
                 Some((type_id, false)) => {
-                    self.queue_again(group, *seq, type_id)?;
+                    if really {
+                        self.queue_again(group, *seq, type_id)?;
+                    }
                     Redelivery::Queued
                 }
             });

@@ -1,6 +1,6 @@
 //! Handlers and their groups: subscribing, mounting routers, and taking both away again.
 
-use everbus_core::{GroupInfo, GroupName, Pattern, Result};
+use everbus_core::{GroupInfo, GroupName, Result};
 use tokio::runtime::Handle;
 
 use super::Bus;
@@ -79,15 +79,6 @@ impl Bus {
             let deadline = shutdown::deadline(shared.options.shutdown_timeout);
             runner.stop(deadline).await;
         }
-    }
-
-    /// The handlers of a group in this bus: their patterns and names.
-    pub(crate) async fn handlers_of(&self, group: &GroupName) -> Vec<(Pattern, String)> {
-        let registry = self.inner.registry.lock().await;
-        let handlers = registry.handlers(group).iter();
-        handlers
-            .map(|handler| (handler.pattern.clone(), handler.name.clone()))
-            .collect()
     }
 
     /// Whether the inbox of a group may absorb what it has on record: if its handlers are not here,

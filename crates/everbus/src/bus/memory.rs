@@ -11,7 +11,7 @@ use crate::dead_letters::DeadLetterQueue;
 use crate::overflow::{Collect, Collected};
 use crate::payloads::PayloadStages;
 use crate::receipt::Receipt;
-use crate::replay::{self, Replay};
+use crate::replay::{self, Replay, ReplayRun};
 
 impl Bus {
     /// The log itself, for looking up, reading and tailing events; `Unsupported` where the engine
@@ -51,6 +51,19 @@ impl Bus {
     /// its own, or as copies for everybody.
     pub fn replay(&self) -> Replay {
         Replay::new(self.clone())
+    }
+
+    /// The replays that have a name and are not complete, by name: those under way, and those that were
+    /// stopped or killed and wait for somebody to go on with them.
+    pub async fn replays(&self) -> Result<Vec<ReplayRun>> {
+        replay::runs(self).await
+    }
+
+    /// Forgets how far a replay of this name has come, so that nobody can go on with it; whether there was
+    /// one. What it did stays done; a fresh group that it left is removed with
+    /// [`remove_group`](Self::remove_group). A run that is under way goes on and saves itself again.
+    pub async fn forget_replay(&self, name: impl AsRef<str>) -> Result<bool> {
+        replay::forget(self, name.as_ref()).await
     }
 
     /// Publishes a copy of an event for everybody: under a new id, with the metadata `replay_of` naming

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use everbus_core::{Appended, Event, EventId, REPLAY_OF, Recorded, Result, Timestamp};
 
+use super::corrections::{Corrections, is_copy};
 use super::preview::PreviewedGroup;
 use super::report::ReplayReport;
 use super::saved::Saved;
@@ -18,6 +19,7 @@ const STEP_BYTES: usize = 4 << 20;
 pub struct Copies {
     /// What ids are made from: the run, and when it began.
     run: Option<(String, Timestamp)>,
+    corrections: Corrections,
 }
 
 /// The event under a new id, linked to the original; everything else is as it was.
@@ -38,11 +40,21 @@ pub(super) fn copy_of(original: &Event, id: EventId) -> Result<Event> {
         .build()
 }
 
-fn is_copy(record: &Recorded) -> bool {
-    record.event.metadata().contains_key(REPLAY_OF)
-}
-
 impl Copies {
+    /// Those of the events that are to be copied; the others are counted.
+    fn sort(
+        &self,
+        context: &Context,
+        events: &[Arc<Recorded>],
+        report: &mut ReplayReport,
+    ) -> Vec<Arc<Recorded>> {
+        let all = events.iter();
+        let originals = all.filter(|record| context.single || !is_copy(record));
+        let originals: Vec<_> = originals.cloned().collect();
+        report.skips.copies += (events.len() - originals.len()) as u64;
+        self.corrections.sort(None, originals, &mut report.skips)
+    }
+
     /// Always the same for the same run and event, so that a run that goes on publishes nothing twice.
     fn id(&self, original: &Event) -> EventId {
         let (run, at) = match &self.run {
@@ -80,7 +92,8 @@ impl Target for Copies {
         "copies".into()
     }
 
-    async fn prepare(&mut self, _: &Context, saved: &Saved, _: bool) -> Result<()> {
+    async fn prepare(&mut self, context: &Context, saved: &Saved, _: bool) -> Result<()> {
+        self.corrections = Corrections::load(context).await?;
         self.run = Some((saved.run.to_string(), saved.started_at));
         Ok(())
     }
@@ -92,11 +105,7 @@ impl Target for Copies {
         report: &mut ReplayReport,
     ) -> Result<()> {
         let (mut originals, mut copies, mut bytes) = (Vec::new(), Vec::new(), 0);
-        for record in events {
-            if is_copy(record) && !context.single {
-                report.skips.copies += 1;
-                continue;
-            }
+        for record in &self.sort(context, events, report) {
             let original = whole(context.bus.shared(), record).await?;
             let copy = original.and_then(|it| copy_of(&it.event, self.id(&it.event)));
             match copy {
@@ -117,12 +126,22 @@ impl Target for Copies {
         self.publish(context, &originals, copies, report).await
     }
 
+    async fn look(
+        &mut self,
+        context: &Context,
+        events: &[Arc<Recorded>],
+        report: &mut ReplayReport,
+    ) -> Result<Vec<Arc<Recorded>>> {
+        let copied = self.sort(context, events, report);
+        report.processed += copied.len() as u64;
+        Ok(copied)
+    }
+
     /// Everybody who has subscribed. No inbox knows the copies.
     async fn groups(&mut self, context: &Context) -> Result<Vec<PreviewedGroup>> {
-        let mut groups = Vec::new();
-        for info in context.bus.groups().await? {
-            groups.push(PreviewedGroup::live(context, &info, false).await?);
-        }
-        Ok(groups)
+        self.corrections = Corrections::load(context).await?;
+        let groups = context.bus.groups().await?;
+        let live = groups.iter().map(|info| PreviewedGroup::live(info, false));
+        live.collect()
     }
 }

@@ -162,6 +162,17 @@ impl Target for FreshGroup {
         Ok(())
     }
 
+    async fn look(
+        &mut self,
+        _: &Context,
+        events: &[Arc<Recorded>],
+        report: &mut ReplayReport,
+    ) -> Result<Vec<Arc<Recorded>>> {
+        let wanted = wanted(events, &self.patterns, report);
+        report.processed += wanted.len() as u64;
+        Ok(wanted)
+    }
+
     async fn finish(&mut self, context: &Context, report: &mut ReplayReport) -> Result<()> {
         let info = self.wait(context, 0).await?;
         let Some(mut guest) = self.guest.take() else {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use everbus_core::{Code, Error, GroupInfo, GroupName, Pattern, Recorded, Redelivery, Result};
 
+use super::corrections::Corrections;
 use super::preview::PreviewedGroup;
 use super::report::ReplayReport;
 use super::saved::Saved;
@@ -16,6 +17,7 @@ pub struct LiveGroup {
     patterns: Vec<Pattern>,
     /// Whether the inbox may absorb something.
     absorbs: bool,
+    corrections: Corrections,
 }
 
 impl LiveGroup {
@@ -24,6 +26,7 @@ impl LiveGroup {
             group,
             patterns: Vec::new(),
             absorbs: true,
+            corrections: Corrections::default(),
         }
     }
 
@@ -37,6 +40,59 @@ impl LiveGroup {
             .hint("a group exists from its first subscription; bus.groups() lists them")
         })
     }
+
+    async fn get_ready(&mut self, context: &Context) -> Result<GroupInfo> {
+        let info = self.find(context).await?;
+        let patterns = info.patterns.iter().map(|text| Pattern::new(text));
+        self.patterns = patterns.collect::<Result<_>>()?;
+        self.absorbs = context.bus.may_absorb(&self.group).await;
+        self.corrections = Corrections::load(context).await?;
+        Ok(info)
+    }
+
+    /// Offers events to the group and counts what becomes of them; if not `really`, counts what would.
+    /// Returns those that it takes, those that its inbox absorbs among them.
+    async fn offer(
+        &self,
+        context: &Context,
+        events: &[Arc<Recorded>],
+        report: &mut ReplayReport,
+        really: bool,
+    ) -> Result<Vec<Arc<Recorded>>> {
+        let engine = &context.bus.shared().engine;
+        let offered = wanted(events, &self.patterns, report);
+        let group = Some(&self.group);
+        let offered = self.corrections.sort(group, offered, &mut report.skips);
+        // Asked before: afterwards the group may have handled them again.
+        let absorbed = match &engine.inbox {
+            Some(inbox) if self.absorbs => {
+                inbox.handled(self.group.clone(), offered.clone()).await?
+            }
+            _ => vec![false; offered.len()],
+        };
+        let (group, positions) = (self.group.clone(), positions(&offered));
+        let answers = if really {
+            engine.broker.redeliver(group, positions).await?
+        } else {
+            engine.broker.redeliverable(group, positions).await?
+        };
+        let mut taken = Vec::new();
+        for ((record, answer), absorbed) in offered.into_iter().zip(answers).zip(absorbed) {
+            match answer {
+                Redelivery::Owed => report.skips.owed += 1,
+                Redelivery::Gone => report.skips.gone += 1,
+                Redelivery::Queued => {
+                    *(if absorbed {
+                        &mut report.skips.absorbed
+                    } else {
+                        &mut report.processed
+                    }) += 1;
+                    taken.push(record);
+                }
+            }
+        }
+        Ok(taken)
+    }
 }
 
 impl Target for LiveGroup {
@@ -47,11 +103,7 @@ impl Target for LiveGroup {
     }
 
     async fn prepare(&mut self, context: &Context, _: &Saved, _: bool) -> Result<()> {
-        let info = self.find(context).await?;
-        let patterns = info.patterns.iter().map(|text| Pattern::new(text));
-        self.patterns = patterns.collect::<Result<_>>()?;
-        self.absorbs = context.bus.may_absorb(&self.group).await;
-        Ok(())
+        self.get_ready(context).await.map(drop)
     }
 
     async fn take(
@@ -60,28 +112,20 @@ impl Target for LiveGroup {
         events: &[Arc<Recorded>],
         report: &mut ReplayReport,
     ) -> Result<()> {
-        let engine = &context.bus.shared().engine;
-        let wanted = wanted(events, &self.patterns, report);
-        let positions = positions(&wanted);
-        // Asked before: afterwards the group may have handled them again.
-        let absorbed = match &engine.inbox {
-            Some(inbox) if self.absorbs => inbox.handled(self.group.clone(), wanted).await?,
-            _ => vec![false; wanted.len()],
-        };
-        let redelivered = engine.broker.redeliver(self.group.clone(), positions);
-        for (answer, absorbed) in redelivered.await?.into_iter().zip(absorbed) {
-            match answer {
-                Redelivery::Queued if absorbed => report.skips.absorbed += 1,
-                Redelivery::Queued => report.processed += 1,
-                Redelivery::Owed => report.skips.owed += 1,
-                Redelivery::Gone => report.skips.gone += 1,
-            }
-        }
-        Ok(())
+        self.offer(context, events, report, true).await.map(drop)
+    }
+
+    async fn look(
+        &mut self,
+        context: &Context,
+        events: &[Arc<Recorded>],
+        report: &mut ReplayReport,
+    ) -> Result<Vec<Arc<Recorded>>> {
+        self.offer(context, events, report, false).await
     }
 
     async fn groups(&mut self, context: &Context) -> Result<Vec<PreviewedGroup>> {
-        let info = self.find(context).await?;
-        Ok(vec![PreviewedGroup::live(context, &info, true).await?])
+        let info = self.get_ready(context).await?;
+        Ok(vec![PreviewedGroup::live(&info, true)?])
     }
 }

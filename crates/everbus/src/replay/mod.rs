@@ -5,6 +5,7 @@
 //! where it was stopped. Whatever the target, no group's position moves.
 
 mod copies;
+mod corrections;
 mod fresh;
 mod function;
 mod group;
@@ -12,6 +13,7 @@ mod pace;
 mod preview;
 mod report;
 mod run;
+mod runs;
 mod saved;
 mod selection;
 mod source;
@@ -39,6 +41,8 @@ pub use group::LiveGroup;
 use pace::Stop;
 pub use preview::{PreviewedGroup, ReplayPreview};
 pub use report::{ReplayFailure, ReplayProgress, ReplayReport, ReplaySkips};
+pub use runs::ReplayRun;
+pub(crate) use runs::{forget, runs};
 use selection::{Selection, Stream};
 use target::{Context, Target};
 
@@ -224,7 +228,8 @@ impl Replay {
 
     /// Hands the events to a group once more, beside whatever it does. It gets them with fresh
     /// attempts, exempt from staleness, and retries and dead-letters them as usual. Left out, and
-    /// counted as skipped, is what its patterns do not match and what it still owes. The run ends when
+    /// counted as skipped, is what its patterns do not match, what it still owes, an event that was
+    /// corrected for this group, and a correction that was sent to another. The run ends when
     /// everything waits for the group; handlers that are idempotent skip what their inbox knows.
     pub fn into_group(self, group: impl AsRef<str>) -> Run<LiveGroup> {
         let group = group.as_ref().parse::<GroupName>();
@@ -258,7 +263,8 @@ impl Replay {
     /// Publishes copies for everybody: under new ids, linked to their originals by the metadata
     /// `replay_of`, with the original's `occurred_at` and everything else. A run that goes on publishes
     /// nothing twice. Events that are copies themselves are skipped: a second replay of a range would
-    /// double it.
+    /// double it. So are corrections of dead letters, which were meant for one group, and the events they
+    /// correct. An event that is [named](Self::event) is copied whatever it is.
     pub fn publish_copies(self) -> Run<Copies> {
         self.given(|_| Some(Copies::default()))
     }

@@ -3,24 +3,28 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use everbus_core::{GroupInfo, GroupName, Pattern, Recorded, Result, Timestamp};
+use everbus_core::{GroupInfo, GroupName, Pattern, Result, Timestamp};
 use serde::Serialize;
 
 use super::Replay;
+use super::report::{ReplayReport, ReplaySkips};
 use super::source::{self, Source};
-use super::target::{Context, Target};
+use super::target::Target;
 
 /// What a replay would do, as things are now.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ReplayPreview {
-    /// Events that would be replayed.
+    /// Events that would reach the target: what a report calls
+    /// [`processed`](super::ReplayReport::processed), errors included.
     pub events: u64,
-    /// Events that the filter leaves out.
-    pub filtered: u64,
-    /// How many of each type.
+    /// Events that are selected and would be left out; [`skips`](Self::skips) says why.
+    pub skipped: u64,
+    /// Why events would be left out, counted as a run counts them.
+    pub skips: ReplaySkips,
+    /// How many of each type the target would be given, those that its inbox absorbs included.
     pub types: BTreeMap<String, u64>,
-    /// When the first one was received.
+    /// When the first of these was received.
     pub first: Option<Timestamp>,
     /// When the last one was.
     pub last: Option<Timestamp>,
@@ -34,41 +38,35 @@ pub struct ReplayPreview {
 pub struct PreviewedGroup {
     /// The group.
     pub group: GroupName,
-    /// How many of the events its patterns match.
+    /// How many of the events are for it: its patterns match them.
     pub events: u64,
-    /// How many of these lie beyond its position: it will have them anyway.
+    /// How many of these it is not done with and will have anyway: beyond its position, in flight, waiting,
+    /// open dead letters.
     pub owed: u64,
     /// How many of these its inbox has as handled: idempotent handlers will not run.
     pub absorbed: u64,
     /// What it is subscribed to.
     pub patterns: Vec<String>,
-    /// Its handlers in this process that would run.
+    /// Its handlers that would run, by the names of their subscriptions.
     pub handlers: Vec<String>,
     #[serde(skip)]
     matches: Vec<Pattern>,
     #[serde(skip)]
     all_handlers: Vec<(Pattern, String)>,
-    /// Only for events that are given to this group as they are.
+    /// Whether it is to have the events themselves and not copies.
     #[serde(skip)]
-    position: Option<u64>,
-    #[serde(skip)]
-    absorbs: bool,
+    as_they_are: bool,
 }
 
 impl PreviewedGroup {
     /// A group that is there; `as_they_are` if it is to have the events themselves and not copies.
-    pub(super) async fn live(
-        context: &Context,
-        info: &GroupInfo,
-        as_they_are: bool,
-    ) -> Result<Self> {
+    pub(super) fn live(info: &GroupInfo, as_they_are: bool) -> Result<Self> {
         let matches = info.patterns.iter().map(|text| Pattern::new(text));
         let matches: Result<Vec<Pattern>> = matches.collect();
-        let handlers = context.bus.handlers_of(&info.name).await;
+        let handlers = info.subscriptions.iter().cloned();
         Ok(Self {
-            all_handlers: handlers,
-            position: as_they_are.then_some(info.position),
-            absorbs: as_they_are && context.bus.may_absorb(&info.name).await,
+            all_handlers: handlers.map(|it| (it.pattern, it.name)).collect(),
+            as_they_are,
             ..Self::new(info.name.clone(), matches?)
         })
     }
@@ -92,8 +90,7 @@ impl PreviewedGroup {
             handlers: Vec::new(),
             matches,
             all_handlers: Vec::new(),
-            position: None,
-            absorbs: false,
+            as_they_are: false,
         }
     }
 
@@ -101,27 +98,17 @@ impl PreviewedGroup {
         self.matches.iter().any(|p| p.matches(event_type))
     }
 
-    /// Takes note of some of the events.
-    async fn look(&mut self, context: &Context, events: &[Arc<Recorded>]) -> Result<()> {
-        let wanted = events.iter().filter(|r| self.wants(r.event.event_type()));
-        let (mut owed, mut wanted): (Vec<_>, Vec<_>) = (Vec::new(), wanted.collect());
-        self.events += wanted.len() as u64;
-        if let Some(position) = self.position {
-            owed.extend(wanted.extract_if(.., |record| record.position > position));
+    /// Fills in the numbers, now that the types are known.
+    fn count(&mut self, types: &BTreeMap<String, u64>, skips: &ReplaySkips) {
+        let given = types.iter().filter(|(name, _)| self.wants(name));
+        self.events = given.map(|(_, count)| count).sum();
+        if self.as_they_are {
+            (self.owed, self.absorbed) = (skips.owed, skips.absorbed);
+            self.events += skips.owed;
         }
-        self.owed += owed.len() as u64;
-        if let Some(inbox) = &context.bus.shared().engine.inbox
-            && self.absorbs
-            && !wanted.is_empty()
-        {
-            let asked = wanted.into_iter().cloned().collect();
-            let handled = inbox.handled(self.group.clone(), asked).await?;
-            self.absorbed += handled.into_iter().filter(|handled| *handled).count() as u64;
-        }
-        Ok(())
+        self.name_handlers(types);
     }
 
-    /// The handlers that would run, now that the types are known.
     fn name_handlers(&mut self, types: &BTreeMap<String, u64>) {
         let runs = |pattern: &Pattern| types.keys().any(|name| pattern.matches(name));
         let running = self.all_handlers.iter().filter(|(p, _)| runs(p));
@@ -139,32 +126,37 @@ pub(super) async fn preview<T: Target>(mut replay: Replay, mut target: T) -> Res
     let bounds = source::bounds(engine, &selection).await?;
     let mut source = Source::open(engine, &selection, bounds)?;
     let mut preview = ReplayPreview::default();
+    let mut report = ReplayReport::default();
     let mut types: BTreeMap<Arc<str>, u64> = BTreeMap::new();
     while let Some(mut batch) = source.next().await? {
-        if context.stop.is_set() {
-            break;
-        }
         let read = batch.events.len();
         if let Some(filter) = &filter {
             batch.events.retain(|record| filter(record));
         }
-        preview.filtered += (read - batch.events.len()) as u64;
-        preview.events += batch.events.len() as u64;
-        for record in &batch.events {
-            *types.entry(record.event.type_arc().clone()).or_default() += 1;
-            preview.first.get_or_insert(record.received_at);
-            preview.last = Some(record.received_at);
+        report.skips.filtered += (read - batch.events.len()) as u64;
+        for portion in batch.events.chunks(T::PORTION) {
+            if context.stop.is_set() {
+                break;
+            }
+            for record in target.look(&context, portion, &mut report).await? {
+                *types.entry(record.event.type_arc().clone()).or_default() += 1;
+                preview.first.get_or_insert(record.received_at);
+                preview.last = Some(record.received_at);
+            }
         }
-        for group in &mut groups {
-            group.look(&context, &batch.events).await?;
+        if context.stop.is_set() {
+            break;
         }
     }
+    preview.events = report.processed;
+    preview.skipped = report.skips.total();
+    preview.skips = report.skips;
     preview.types = types
         .into_iter()
         .map(|(name, count)| (name.to_string(), count))
         .collect();
     for group in &mut groups {
-        group.name_handlers(&preview.types);
+        group.count(&preview.types, &preview.skips);
     }
     // A group that is named is shown, also if it would get nothing.
     let all = groups.len() == 1;

@@ -65,6 +65,12 @@ pub struct ReplaySkips {
     pub gone: u64,
     /// They are copies of an earlier replay.
     pub copies: u64,
+    /// They were corrected: a dead letter of theirs was sent with another payload, to the group that is
+    /// asked for, or, for copies, to any.
+    pub replaced: u64,
+    /// They are such corrections, and were sent to another group than the one that is asked for, or, for
+    /// copies, to one alone.
+    pub corrections: u64,
 }
 
 impl ReplaySkips {
@@ -76,8 +82,10 @@ impl ReplaySkips {
             absorbed,
             gone,
             copies,
+            replaced,
+            corrections,
         } = self;
-        filtered + unwanted + owed + absorbed + gone + copies
+        filtered + unwanted + owed + absorbed + gone + copies + replaced + corrections
     }
 }
 

@@ -13,6 +13,9 @@ use super::source::Bounds;
 /// A checkpoint is at most this old while the run is under way.
 const EVERY: Duration = Duration::from_secs(1);
 
+/// What the names of their checkpoints begin with.
+pub(super) const PREFIX: &str = "replay/";
+
 /// Where a run stands. Saved under `replay/<name>`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Saved {
@@ -62,7 +65,7 @@ impl Keeper {
         }
         Ok(Self {
             engine: engine.clone(),
-            key: name.map(|name| format!("replay/{name}")),
+            key: name.map(|name| format!("{PREFIX}{name}")),
             saved_at: Instant::now(),
         })
     }
@@ -84,7 +87,7 @@ impl Keeper {
             )
         })?;
         if saved.selection != *selection || saved.target != target {
-            let name = key.trim_start_matches("replay/");
+            let name = key.strip_prefix(PREFIX).unwrap_or(key);
             return Err(Error::new(
                 Code::InvalidSetting,
                 format!(
@@ -92,7 +95,7 @@ impl Keeper {
                     saved.selection, saved.target
                 ),
             )
-            .hint("say the same as before to go on with it, or use another name"));
+            .hint("say the same as before to go on with it, forget it, or use another name"));
         }
         Ok(Some(saved))
     }

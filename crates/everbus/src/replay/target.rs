@@ -67,6 +67,19 @@ pub trait Target: Send + 'static {
         report: &mut ReplayReport,
     ) -> impl Future<Output = Result<()>> + Send;
 
+    /// Counts what [`take`](Self::take) would, and does nothing. Returns the events that the target would
+    /// be given.
+    #[doc(hidden)]
+    fn look(
+        &mut self,
+        _context: &Context,
+        events: &[Arc<Recorded>],
+        report: &mut ReplayReport,
+    ) -> impl Future<Output = Result<Vec<Arc<Recorded>>>> + Send {
+        report.processed += events.len() as u64;
+        std::future::ready(Ok(events.to_vec()))
+    }
+
     /// The last events were taken, or the run was stopped.
     #[doc(hidden)]
     fn finish(
@@ -77,7 +90,7 @@ pub trait Target: Send + 'static {
         std::future::ready(Ok(()))
     }
 
-    /// The groups that would get events, to be filled in with how many.
+    /// Gets ready to [`look`](Self::look). The groups that would get events, to be filled in with how many.
     #[doc(hidden)]
     fn groups(
         &mut self,

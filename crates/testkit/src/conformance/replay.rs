@@ -127,6 +127,13 @@ pub async fn what_is_owed_is_not_delivered_twice<H: Harness>(harness: H) {
     // The fifth is in flight, the sixth was perhaps never claimed.
     let beyond = at[5] + 1000;
     let asked = [at[0], at[1], at[2], at[3], at[4], at[5], beyond, at[0]];
+    let before = stage.group_info("billing").await.waiting;
+    let foretold = stage
+        .broker()
+        .redeliverable(name("billing"), asked.to_vec())
+        .await;
+    let after = stage.group_info("billing").await.waiting;
+    assert_eq!(after, before, "it was only asked");
     let Some(answers) = again(&stage, "billing", &asked).await else {
         return;
     };
@@ -134,6 +141,10 @@ pub async fn what_is_owed_is_not_delivered_twice<H: Harness>(harness: H) {
         answers,
         [Queued, Owed, Owed, Queued, Owed, Owed, Gone, Owed]
     );
+    // Asked about twice, it is the same twice: nothing was done in between.
+    let foretold = foretold.unwrap();
+    assert_eq!(foretold[..7], answers[..7]);
+    assert_eq!(foretold[7], Queued);
     stage.ack(&held[4]).await;
     let answers = again(&stage, "billing", &[at[4], at[3]]).await.unwrap();
     assert_eq!(answers, [Queued, Owed]);

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use everbus_core::{
     Appended, Clock, Code, DeadLetter, DeadLetterFilter, DeadLetterTally, EDIT_OF, Event,
-    EventState, Failure, FailureKind, GroupSpec, Verdict,
+    EventState, Failure, FailureKind, GroupSpec, Replaced, Verdict,
 };
 use serde_json::json;
 
@@ -307,6 +307,11 @@ pub async fn a_corrected_event_replaces_a_dead_letter<H: Harness>(harness: H) {
     // Both are linked, and the original is as it was.
     let kept = letter(&stage, &original, "failing").await;
     assert_eq!(kept.replaced_by, Some(corrected.id()));
+    let replaced = Replaced {
+        key: broken.key(),
+        by: corrected.id(),
+    };
+    assert_eq!(dead.replaced().await.unwrap(), [replaced]);
     assert_eq!(kept.retried_at, Some(stage.clock.now()));
     assert_eq!(kept.event.event, event, "unchanged");
     assert_eq!(kept.failures, broken.failures);

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use everbus::{Bus, Code, Json, Recorded, Router};
+use everbus::{Bus, Clock, Code, Json, Recorded, Router};
 use tokio::sync::Notify;
 
-use super::Given;
+use super::{Given, SECOND, each_second, of_type};
 use crate::support::{on_every_durable_engine, on_every_engine, published};
 
 async fn names(bus: &Bus) -> Vec<String> {
@@ -219,6 +219,44 @@ async fn a_fresh_group_goes_on_too() {
         assert_eq!(handled.load(Ordering::SeqCst), 40, "each once");
         assert!(bus.groups().await.unwrap().is_empty());
         assert!(names(&bus).await.is_empty());
+    })
+    .await;
+}
+
+// conformance: issue-4/replay-list: replays that are not complete are listed with what, where to and how far, as idle after an hour, and can be forgotten.
+#[tokio::test]
+async fn a_run_that_is_not_complete_is_listed_until_it_is_forgotten() {
+    on_every_engine(|lab| async move {
+        let bus = lab.open().await;
+        let receipts = each_second(&lab, &bus, (0..3).map(|_| of_type("order.placed"))).await;
+        let began = lab.clock.now();
+        let given = Given::default();
+        let run = || bus.replay().types("order.*").name("monday");
+        // So slowly that it is stopped before its second event, however that goes.
+        let stopped = run().rate(0.01).stop_on(std::future::ready(()));
+        assert!(!stopped.publish_copies().await.unwrap().is_complete());
+        let runs = bus.replays().await.unwrap();
+        assert_eq!(runs.len(), 1, "{runs:?}");
+        let listed = &runs[0];
+        assert_eq!(
+            (listed.name.as_str(), listed.target.as_str()),
+            ("monday", "copies")
+        );
+        assert_eq!(listed.selection, serde_json::json!({ "types": "order.*" }));
+        assert_eq!((listed.started_at, listed.saved_at), (began, began));
+        assert_eq!((listed.from, listed.upto), (0, receipts[2].seq()));
+        assert!(listed.position < listed.upto && listed.processed <= 1);
+        assert!(!listed.idle);
+        lab.clock.advance(2 * 3600 * SECOND);
+        assert!(bus.replays().await.unwrap()[0].idle);
+
+        // Its name is taken, until it is forgotten.
+        assert!(run().to(given.function()).await.is_err());
+        assert!(bus.forget_replay("monday").await.unwrap());
+        assert!(!bus.forget_replay("monday").await.unwrap());
+        assert!(bus.replays().await.unwrap().is_empty());
+        assert!(run().to(given.function()).await.unwrap().is_complete());
+        assert!(bus.replays().await.unwrap().is_empty(), "it is complete");
     })
     .await;
 }

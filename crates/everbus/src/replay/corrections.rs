@@ -1,0 +1,87 @@
+//! Which events were corrected. A corrected event is sent in place of a dead letter, to the one group that
+//! had failed: it is no event for everybody, and its original is no event for that group any more.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use everbus_core::{Code, EDIT_OF, EventId, GroupName, REPLAY_OF, Recorded, Result};
+
+use super::report::ReplaySkips;
+use super::target::Context;
+
+/// What was corrected, as it is when the run begins.
+#[derive(Debug, Default)]
+pub(super) struct Corrections {
+    /// The groups that got a corrected event in place of the one at a position.
+    replaced: HashMap<u64, Vec<GroupName>>,
+    /// The group that a corrected event was sent to.
+    sent_to: HashMap<EventId, GroupName>,
+    /// Who asks for one event by its id means that one.
+    all_pass: bool,
+}
+
+/// Whether the event is a copy that a replay published for everybody.
+pub(super) fn is_copy(record: &Recorded) -> bool {
+    record.event.metadata().contains_key(REPLAY_OF)
+}
+
+impl Corrections {
+    pub(super) async fn load(context: &Context) -> Result<Self> {
+        let mut known = Self {
+            all_pass: context.single,
+            ..Self::default()
+        };
+        let Ok(letters) = context.bus.shared().engine.dead_letters() else {
+            return Ok(known);
+        };
+        let replaced = match letters.replaced().await {
+            // Then there are none.
+            Err(error) if error.code() == Code::Unsupported => return Ok(known),
+            replaced => replaced?,
+        };
+        for letter in replaced {
+            let groups = known.replaced.entry(letter.key.position).or_default();
+            groups.push(letter.key.group.clone());
+            known.sent_to.insert(letter.by, letter.key.group);
+        }
+        Ok(known)
+    }
+
+    /// Leaves out and counts what is not meant for the group; without one, for everybody.
+    pub(super) fn sort(
+        &self,
+        group: Option<&GroupName>,
+        mut events: Vec<Arc<Recorded>>,
+        skips: &mut ReplaySkips,
+    ) -> Vec<Arc<Recorded>> {
+        if !self.all_pass {
+            events.retain(|record| {
+                if self.is_replaced(group, record) {
+                    skips.replaced += 1;
+                    return false;
+                }
+                let meant = self.is_meant(group, record);
+                skips.corrections += u64::from(!meant);
+                meant
+            });
+        }
+        events
+    }
+
+    fn is_replaced(&self, group: Option<&GroupName>, record: &Recorded) -> bool {
+        let groups = self.replaced.get(&record.position);
+        groups.is_some_and(|groups| group.is_none_or(|group| groups.contains(group)))
+    }
+
+    /// What is no correction is meant for everybody, and so is the copy of one. Of a correction whose dead
+    /// letter is gone nobody knows whom it was sent to.
+    fn is_meant(&self, group: Option<&GroupName>, record: &Recorded) -> bool {
+        if is_copy(record) {
+            return true;
+        }
+        match self.sent_to.get(&record.event.id()) {
+            Some(to) => group == Some(to),
+            None => !record.event.metadata().contains_key(EDIT_OF),
+        }
+    }
+}

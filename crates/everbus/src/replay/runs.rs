@@ -1,0 +1,98 @@
+//! The runs that have a name and are not complete: those under way, and those that were stopped or killed.
+
+use std::time::Duration;
+
+use everbus_core::{Checkpoint, Result, Timestamp};
+use serde::Serialize;
+use serde_json::Value;
+
+use super::saved::{PREFIX, Saved};
+use crate::audit::{Action, audited};
+use crate::bus::Bus;
+
+/// Even the slowest run saves its checkpoint more often than this.
+const IDLE: Duration = Duration::from_secs(3600);
+
+/// A replay that has a name and is not complete. The same selection and target under its name go on with it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct ReplayRun {
+    /// Its name.
+    pub name: String,
+    /// Where the events go: `copies`, `the group billing`, `a fresh group`, `a function`.
+    pub target: String,
+    /// What was selected; what was not said is left out.
+    pub selection: Value,
+    /// When it began.
+    pub started_at: Timestamp,
+    /// When its checkpoint was saved last.
+    pub saved_at: Timestamp,
+    /// Nothing was saved for so long that nobody can be at it.
+    pub idle: bool,
+    /// The selection begins after this position.
+    pub from: u64,
+    /// Everything up to this position had its turn.
+    pub position: u64,
+    /// The selection ends with this position.
+    pub upto: u64,
+    /// Events that reached the target.
+    pub processed: u64,
+    /// Events that were left out.
+    pub skipped: u64,
+    /// Events that failed.
+    pub errors: u64,
+}
+
+impl ReplayRun {
+    /// Nothing if the checkpoint is not that of a replay.
+    fn new(checkpoint: Checkpoint, now: Timestamp) -> Option<Self> {
+        let name = checkpoint.name.strip_prefix(PREFIX)?.to_owned();
+        let saved: Saved = match serde_json::from_value(checkpoint.state) {
+            Ok(saved) => saved,
+            Err(error) => {
+                tracing::warn!(target: "everbus::replay", name, %error, "a checkpoint cannot be read");
+                return None;
+            }
+        };
+        let mut selection = saved.selection;
+        if let Value::Object(words) = &mut selection {
+            words.retain(|_, value| !value.is_null());
+        }
+        Some(Self {
+            name,
+            target: saved.target,
+            selection,
+            started_at: saved.started_at,
+            saved_at: checkpoint.saved_at,
+            idle: now.since(checkpoint.saved_at) > IDLE,
+            from: saved.from,
+            position: saved.done,
+            upto: saved.upto,
+            processed: saved.processed,
+            skipped: saved.skips.total(),
+            errors: saved.errors,
+        })
+    }
+}
+
+/// All of them, by name.
+pub(crate) async fn runs(bus: &Bus) -> Result<Vec<ReplayRun>> {
+    let shared = bus.shared();
+    let now = shared.options.clock.now();
+    let found = shared.engine.checkpoints()?.load(PREFIX.to_owned()).await?;
+    let runs = found.into_iter().filter_map(|it| ReplayRun::new(it, now));
+    Ok(runs.collect())
+}
+
+/// Removes the checkpoint of a run; whether there was one.
+pub(crate) async fn forget(bus: &Bus, name: &str) -> Result<bool> {
+    bus.accepts()?;
+    let shared = bus.shared();
+    let removed = shared
+        .engine
+        .checkpoints()?
+        .remove(format!("{PREFIX}{name}"));
+    let action = Action::new("replay.forget").detail("name", name.into());
+    let operator = shared.audit().operator();
+    audited(&shared.engine, &operator, action, removed).await
+}
