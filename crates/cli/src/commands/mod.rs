@@ -16,6 +16,7 @@ pub(crate) mod outbox;
 pub(crate) mod payloads;
 mod publish;
 pub(crate) mod replay;
+mod replay_runs;
 pub(crate) mod restore;
 pub(crate) mod retention;
 mod tail;

@@ -1,11 +1,11 @@
 //! `everbus replay`: runs again what happened. One event or a range, for everybody or for one group.
 
-use everbus::replay::{ReplayProgress, Run};
+use everbus::replay::{ReplayProgress, ReplaySkips, Run};
 use everbus::{Bus, Replay, ReplayPreview, ReplayReport};
 use everbus_core::{Entity, EventId, GroupName, Pattern, Timestamp};
 use serde_json::{Value, json};
 
-use super::{ID_HINT, check_range, event_id, existing_group};
+use super::{ID_HINT, check_range, event_id, existing_group, replay_runs};
 use crate::interrupt::Interrupt;
 use crate::open::Target;
 use crate::output::{Output, Table, counted, escaped, grouped, shortened};
@@ -22,7 +22,8 @@ the metadata replay_of, and with the time the originals occurred at. With --grou
 gets the events themselves once more; its position does not move, and no other group notices. \
 Times are those of receipt, and both ends of a range belong to it.
 
-Ctrl-C ends a replay in good order and prints the command that goes on with it.")]
+Ctrl-C ends a replay in good order and prints the command that goes on with it. One that was killed is \
+found with --list.")]
 pub(crate) struct ReplayArgs {
     /// The id of one event
     #[arg(conflicts_with_all = ["since", "until", "stream", "types", "app", "entity", "rate", "name"])]
@@ -79,13 +80,38 @@ pub(crate) struct ReplayArgs {
     /// Publish copies of a range for everybody
     #[arg(long)]
     yes: bool,
+
+    /// List the replays that are not complete: under way, stopped or killed
+    #[arg(long, conflicts_with_all = ALL_OTHERS)]
+    list: bool,
+
+    /// Forget how far the replay of this name has come; what it did stays done
+    #[arg(long, value_name = "RUN", conflicts_with_all = ALL_OTHERS, conflicts_with = "list")]
+    forget: Option<String>,
 }
 
+/// What says nothing when nothing is to be replayed.
+const ALL_OTHERS: [&str; 14] = [
+    "id", "source", "since", "until", "stream", "types", "tenant", "app", "entity", "group",
+    "dry_run", "rate", "name", "yes",
+];
+
 pub(crate) async fn run(args: ReplayArgs, target: &Target, output: &mut Output) -> Outcome {
-    args.check()?;
+    let unfinished = args.list || args.forget.is_some();
+    if !unfinished {
+        args.check()?;
+    }
     let interrupt = Interrupt::listen();
     let bus = target.open_existing_bus().await?;
-    let outcome = replay(&args, &bus, target, interrupt, output).await;
+    let outcome = match &args.forget {
+        Some(name) => {
+            target
+                .patiently(replay_runs::forget(name, &bus, output))
+                .await
+        }
+        None if args.list => replay_runs::list(&bus, target, output).await,
+        None => replay(&args, &bus, target, interrupt, output).await,
+    };
     if let Err(error) = bus.shutdown().await {
         tracing::warn!(%error, "the file did not close cleanly");
     }
@@ -143,6 +169,9 @@ async fn replay(
         (None, Some(_)) => None,
         (None, None) => Some(made_up()),
     };
+    if let Some(name) = &name {
+        announce(name, &args.command(target, name).to_string(), output);
+    }
     let bar = progress::bar("replaying", Some(0));
     let shown = bar.clone();
     let mut run = selected.progress(move |progress: &ReplayProgress| {
@@ -157,9 +186,14 @@ async fn replay(
         None => run.publish_copies().await,
     };
     bar.finish_and_clear();
-    let resume = name.map(|name| args.command(target, &name).to_string());
+    let resume = name
+        .as_ref()
+        .map(|name| args.command(target, name).to_string());
     match done {
-        Ok(report) => print_report(&report, args, resume.as_deref(), output),
+        Ok(report) => {
+            let run = name.as_deref().zip(resume.as_deref());
+            print_report(&report, args, run, output)
+        }
         Err(error) => {
             if let Some(resume) = resume.filter(|_| error.hint_text().is_none()) {
                 return Err(error.hint(format!("to go on: {resume}")).into());
@@ -167,6 +201,18 @@ async fn replay(
             Err(error.into())
         }
     }
+}
+
+/// Says at the start how the run is called: whoever kills it can still go on with it.
+fn announce(name: &str, resume: &str, output: &Output) {
+    let line = if output.is_json() {
+        format!("{}\n", json!({ "name": name, "resume": resume }))
+    } else {
+        let name = escaped(name);
+        format!("this is the replay {name}; if it is interrupted, to go on: {resume}\n")
+    };
+    // If standard error is gone, there is nobody to tell.
+    let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
 }
 
 /// A name that is not used yet.
@@ -278,7 +324,7 @@ fn print_preview(
         json["dry_run"] = true.into();
         return output.json(&json);
     }
-    if preview.events == 0 {
+    if preview.events + preview.skipped == 0 {
         return output.line("nothing to replay: no event matches");
     }
     let what = counted(preview.events, "event");
@@ -307,10 +353,25 @@ fn print_preview(
         table.print(output)?;
     }
     output.line("")?;
+    if preview.skipped > 0 {
+        let mut table = Table::new(&["EVENTS", "LEFT OUT"]);
+        for (count, why) in left_out(&preview.skips) {
+            table.row(vec![grouped(count), why.to_owned()]);
+        }
+        table.print(output)?;
+        output.line("")?;
+    }
     if preview.groups.is_empty() {
         return output.line("no group wants them");
     }
-    let mut table = Table::new(&["GROUP", "EVENTS", "STILL OWED", "IN ITS INBOX", "PATTERNS"]);
+    let mut table = Table::new(&[
+        "GROUP",
+        "EVENTS",
+        "STILL OWED",
+        "IN ITS INBOX",
+        "PATTERNS",
+        "HANDLERS",
+    ]);
     for group in &preview.groups {
         table.row(vec![
             escaped(&group.group.to_string()).into_owned(),
@@ -318,6 +379,7 @@ fn print_preview(
             grouped(group.owed),
             grouped(group.absorbed),
             shortened(&escaped(&group.patterns.join(" ")), 60).into_owned(),
+            shortened(&escaped(&group.handlers.join(" ")), 60).into_owned(),
         ]);
     }
     table.print(output)
@@ -326,12 +388,16 @@ fn print_preview(
 fn print_report(
     report: &ReplayReport,
     args: &ReplayArgs,
-    resume: Option<&str>,
+    run: Option<(&str, &str)>,
     output: &mut Output,
 ) -> Outcome {
     let stopped = !report.is_complete();
+    let resume = run.map(|(_, resume)| resume);
     if output.is_json() {
         let mut json = serde_json::to_value(report).unwrap_or(Value::Null);
+        if let Some((name, _)) = run {
+            json["name"] = name.into();
+        }
         if let Some(resume) = resume.filter(|_| stopped) {
             json["resume"] = resume.into();
         }
@@ -359,20 +425,32 @@ fn print_counts(report: &ReplayReport, group: Option<&GroupName>, output: &mut O
         Some(group) => format!("handed to {}", escaped(&group.to_string())),
         None => "published as copies".to_owned(),
     };
-    let skips = &report.skips;
     let mut table = Table::new(&["EVENTS", "WHAT BECAME OF THEM"]);
     table.row(vec![grouped(report.processed), reached]);
-    for (count, fate) in [
-        (skips.unwanted, "skipped: no pattern of the group matches"),
-        (skips.owed, "skipped: still owed by the group"),
-        (skips.absorbed, "skipped: in the group's inbox as handled"),
-        (skips.gone, "skipped: no longer there"),
-        (skips.copies, "skipped: copies of an earlier replay"),
-        (report.errors, "failed"),
-    ] {
-        if count > 0 {
-            table.row(vec![grouped(count), fate.to_owned()]);
-        }
+    for (count, why) in left_out(&report.skips) {
+        table.row(vec![grouped(count), format!("skipped: {why}")]);
+    }
+    if report.errors > 0 {
+        table.row(vec![grouped(report.errors), "failed".to_owned()]);
     }
     table.print(output)
+}
+
+/// Why events are left out, and how many.
+fn left_out(skips: &ReplaySkips) -> impl Iterator<Item = (u64, &'static str)> {
+    [
+        (skips.filtered, "the filter said no"),
+        (skips.unwanted, "no pattern of the group matches"),
+        (skips.owed, "still owed by the group"),
+        (skips.absorbed, "in the group's inbox as handled"),
+        (skips.gone, "no longer there"),
+        (skips.copies, "copies of an earlier replay"),
+        (skips.replaced, "corrected: another was sent in their place"),
+        (
+            skips.corrections,
+            "corrections that were meant for one group",
+        ),
+    ]
+    .into_iter()
+    .filter(|(count, _)| *count > 0)
 }

@@ -11,8 +11,8 @@ fn busy(orders: u32) -> (Shop, Vec<String>) {
     let url = format!("sqlite:{}", shop.db().display());
     let ids = on_runtime(async {
         let bus = Bus::open(&url).await.unwrap();
-        for (group, pattern) in [("billing", "orders.>"), ("mail", "*")] {
-            let subscribe = bus.subscribe(pattern).group(group);
+        for (group, pattern, name) in [("billing", "orders.>", "charge"), ("mail", "*", "greet")] {
+            let subscribe = bus.subscribe(pattern).group(group).name(name);
             let handled = subscribe.handler(|_| std::future::ready(Ok(())));
             handled.await.unwrap();
         }
@@ -91,10 +91,13 @@ fn a_range_for_everybody_needs_a_yes() {
     assert_eq!(preview["events"], 3);
     assert_eq!(preview["types"], json!({ "orders.order.placed": 3 }));
     assert_eq!(group(&preview["groups"], "billing")["events"], 3);
+    let handlers = &group(&preview["groups"], "billing")["handlers"];
+    assert_eq!(*handlers, json!(["charge"]), "those of another process");
     let dry = [&["replay", "--dry-run"], &range[..]].concat();
     let text = shop.run(&dry).ok();
     assert!(text.contains("would publish copies of 3 events"), "{text}");
     assert!(text.contains("billing") && text.contains("mail"), "{text}");
+    assert!(text.contains("charge") && text.contains("greet"), "{text}");
     let users = [
         "replay",
         "--dry-run",
@@ -104,7 +107,14 @@ fn a_range_for_everybody_needs_a_yes() {
         "billing",
     ];
     let text = shop.run(&users).ok();
-    assert!(text.contains("would replay 1 event into billing"), "{text}");
+    assert!(
+        text.contains("would replay 0 events into billing"),
+        "{text}"
+    );
+    assert!(
+        text.contains("1  no pattern of the group matches"),
+        "{text}"
+    );
     let nothing = ["replay", "--dry-run", "--type", "nothing.*"];
     let text = shop.run(&nothing).ok();
     assert_eq!(text, "nothing to replay: no event matches\n");
@@ -204,4 +214,50 @@ fn an_interrupted_replay_says_how_to_go_on() {
     let text = shop.run(&fast).ok();
     assert!(text.lines().nth(1).unwrap().contains("61"), "{text}");
     assert_eq!(stored(&shop).len(), 122, "each copied once");
+}
+
+// conformance: issue-4/cli-replay-list: a replay says its name at the start; one that was killed is listed with the command that goes on with it, and can be forgotten.
+#[test]
+fn a_replay_that_was_killed_is_found_again() {
+    let (shop, _) = busy(60);
+    let text = shop.run(&["replay", "--list"]).ok();
+    assert!(text.starts_with("no replay"), "{text}");
+    // So slowly that it is still at it whenever this process gets to look.
+    let slow = ["replay", "--since", "1h", "--yes", "--rate", "1"];
+    let child = shop.command(&slow).spawn().unwrap();
+    wait_until("some are copied", || stored(&shop).len() > 62);
+    signal(&child, "-KILL");
+    let output = child.wait_with_output().unwrap();
+    let err = String::from_utf8(output.stderr).unwrap();
+    let name = err.split_once("this is the replay ").unwrap().1;
+    let name = name.split_once(';').unwrap().0;
+
+    let text = shop.run(&["replay", "--list"]).ok();
+    assert!(text.contains(name) && text.contains("copies"), "{text}");
+    let runs = shop.run(&["-o", "json", "replay", "--list"]).json();
+    assert_eq!(runs[0]["name"], name);
+    assert_eq!(runs[0]["idle"], false);
+    assert!(runs[0]["selection"]["since"].is_string(), "{runs}");
+    assert!(runs[0]["processed"].as_u64().unwrap() < 61, "{runs}");
+    let command = runs[0]["resume"].as_str().unwrap();
+    let words = command.strip_prefix("everbus ").unwrap().split(' ');
+    let words: Vec<&str> = words.map(|word| word.trim_matches('\'')).collect();
+    let text = shop.run(&words).ok();
+    assert!(text.lines().nth(1).unwrap().contains("61"), "{text}");
+    assert_eq!(stored(&shop).len(), 122, "each copied once");
+    let runs = shop.run(&["-o", "json", "replay", "--list"]).json();
+    assert_eq!(runs, json!([]));
+
+    let child = shop.command(&slow).spawn().unwrap();
+    wait_until("some are copied", || stored(&shop).len() > 122);
+    signal(&child, "-KILL");
+    child.wait_with_output().unwrap();
+    let runs = shop.run(&["-o", "json", "replay", "--list"]).json();
+    let name = runs[0]["name"].as_str().unwrap();
+    let text = shop.run(&["replay", "--forget", name]).ok();
+    assert_eq!(text, format!("forgotten: {name}\n"));
+    shop.run(&["replay", "--forget", name])
+        .failed(3, "NotFound");
+    let both = shop.run(&["replay", "--list", "--since", "1h"]);
+    assert_eq!(both.code, 2, "{both:?}");
 }
