@@ -69,8 +69,8 @@ pub use maintenance::{
 };
 pub use orphans::{Orphan, Orphans};
 pub use outbox::{
-    Claimed, FailedRow, LONGEST_RELAY_LEASE, OUTBOX_ATTEMPTS, OUTBOX_GROUP, OutboxRow,
-    OutboxSource, OutboxStatus, RelayLease, RowOutcome, outbox_delay,
+    Claimed, FailedRow, Forgotten, LONGEST_RELAY_LEASE, OUTBOX_ATTEMPTS, OUTBOX_GROUP, OutboxKeep,
+    OutboxRow, OutboxSource, OutboxStatus, RelayLease, RowOutcome, outbox_delay,
 };
 pub use pattern::Pattern;
 pub use payloads::{EventKey, Payloads, Stage, StageInfo, StoredStage};

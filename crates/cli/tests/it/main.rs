@@ -15,6 +15,7 @@ mod events;
 mod files;
 mod groups;
 mod outbox;
+mod outbox_operators;
 mod overflow;
 mod payloads;
 mod publish;
