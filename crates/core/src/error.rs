@@ -68,6 +68,8 @@ codes! {
     Timeout = "Timeout",
     /// The engine cannot do this.
     Unsupported = "Unsupported",
+    /// The clock has leapt ahead, and by it things would be removed that cannot be brought back.
+    ClockInDoubt = "ClockInDoubt",
     /// The payload does not match the schema registered for its type.
     SchemaViolation = "ValidationError",
     /// What was given as a JSON Schema is none.

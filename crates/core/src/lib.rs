@@ -3,7 +3,8 @@
 //! This crate does no I/O and knows no engine. Read it in this order:
 //!
 //! 1. [`Event`]: what travels. [`Pattern`]: which events a subscriber wants.
-//! 2. [`Broker`] and [`Consumer`]: how events move (append, fetch, settle).
+//! 2. [`Broker`] and [`Consumer`]: how events move (append, fetch, settle). [`BrokerLayer`]: a broker
+//!    around another.
 //! 3. What an engine may offer beside that: [`Log`], [`DeadLetters`], [`Inbox`], [`Maintenance`], and
 //!    its memory: [`History`], [`Payloads`], [`Audit`], [`Checkpoints`], [`OutboxSource`],
 //!    [`Orphans`].
@@ -16,6 +17,7 @@ pub mod broker;
 pub mod builder;
 pub mod checkpoints;
 pub mod clock;
+pub mod clock_record;
 pub mod dead_letters;
 pub mod effect;
 pub mod engine;
@@ -26,6 +28,7 @@ pub mod group;
 pub mod history;
 pub mod id;
 pub mod inbox;
+pub mod layer;
 pub mod log;
 pub mod maintenance;
 pub mod orphans;
@@ -48,6 +51,7 @@ pub use broker::{
 pub use builder::{EventBuilder, IntoEvent, MAX_TYPE_CHARS};
 pub use checkpoints::{Checkpoint, Checkpoints, check_checkpoint_name};
 pub use clock::{Clock, ManualClock, SystemClock};
+pub use clock_record::{ClockDoubt, ClockRecord};
 pub use dead_letters::{
     DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
     DeadLetterTally, DeadLetters, EDIT_OF, MAX_FAILURES, PURGED_NAMED, PageRequest, PurgeBasis,
@@ -62,12 +66,13 @@ pub use group::{GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, Su
 pub use history::{Cursor, History, HistoryPage, HistoryQuery, Order, check_range};
 pub use id::EventId;
 pub use inbox::Inbox;
+pub use layer::BrokerLayer;
 pub use log::{EventState, GroupState, Log, Recorded};
 pub use maintenance::{
     CheckReport, DutyRecord, Finding, Held, Holdings, Maintenance, Pruned, RETENTION_DUTY,
     Retention, StreamAge, TypeHoldings,
 };
-pub use orphans::{Orphan, Orphans};
+pub use orphans::{LogId, Orphan, Orphans};
 pub use outbox::{
     Claimed, FailedRow, Forgotten, LONGEST_RELAY_LEASE, OUTBOX_ATTEMPTS, OUTBOX_GROUP, OutboxKeep,
     OutboxRow, OutboxSource, OutboxStatus, RelayLease, RowOutcome, outbox_delay,

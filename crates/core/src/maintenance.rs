@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::broker::BoxFuture;
+use crate::clock_record::{ClockDoubt, ClockRecord};
 use crate::error::{Code, Error, Result};
 use crate::pattern::Pattern;
 use crate::time::Timestamp;
@@ -164,6 +165,8 @@ pub struct Holdings {
     pub expiring: Held,
     /// Who ran retention last, and when that was begun.
     pub last_run: Option<DutyRecord>,
+    /// Set if the clock is not to be believed for now; retention does not run by itself then.
+    pub clock: Option<ClockDoubt>,
 }
 
 /// The events of one type.
@@ -220,6 +223,15 @@ impl CheckReport {
     /// Whether everything is as it should be.
     pub fn is_ok(&self) -> bool {
         self.findings.iter().all(|f| f.ok)
+    }
+
+    /// Adds what is known of the clock. A doubt is told, and is no fault of the store.
+    pub fn note_clock(&mut self, known: &ClockRecord) {
+        let detail = match &known.doubt {
+            Some(doubt) => format!("in doubt: {doubt}"),
+            None => format!("believed, seen last at {}", known.seen),
+        };
+        self.add("clock", true, detail);
     }
 
     /// Adds a finding.
@@ -284,6 +296,18 @@ pub trait Maintenance: Send + Sync + 'static {
     ) -> BoxFuture<'_, Result<bool>> {
         let _ = (duty, owner, every);
         Box::pin(std::future::ready(Ok(true)))
+    }
+
+    /// Notes what the clock says, for whoever removes things by their age: it is in doubt if it leapt ahead
+    /// since it was looked at last, until it has proved itself. An engine whose server tells the time may
+    /// always believe it.
+    fn look_at_clock(&self) -> BoxFuture<'_, Result<Option<ClockDoubt>>> {
+        Box::pin(std::future::ready(Ok(None)))
+    }
+
+    /// Somebody has made sure that the clock is right.
+    fn trust_clock(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
     }
 
     /// Gives a duty back that could not be done, so that the next one who asks may try.

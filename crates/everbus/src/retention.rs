@@ -17,6 +17,11 @@ const LOOK: Duration = Duration::from_secs(3600);
 /// Looks shortly after the start, and then every hour, whether retention is due, and sees to it.
 pub(crate) async fn prune_daily(shared: Arc<Shared>, retention: Retention) {
     let first = shared.options.retention_delay.unwrap_or_else(some_minutes);
+    // At once: what is published from now on has the time of this clock, right or wrong.
+    if let Ok(maintenance) = shared.engine.maintenance() {
+        // If that fails, so will the look below, and say so.
+        let _ = maintenance.look_at_clock().await;
+    }
     tokio::time::sleep(first).await;
     let owner = owner(&shared);
     loop {
@@ -47,9 +52,19 @@ pub(crate) async fn prune_daily(shared: Arc<Shared>, retention: Retention) {
     }
 }
 
-/// Runs it, if nobody has within a day.
+/// Runs it, if nobody has within a day and the clock is to be believed.
 async fn once(shared: &Shared, retention: &Retention, owner: &str) -> Result<Option<Pruned>> {
     let maintenance = shared.engine.maintenance()?;
+    if let Some(doubt) = maintenance.look_at_clock().await? {
+        tracing::warn!(
+            target: "everbus::retention",
+            owner,
+            before = %doubt.before,
+            found = %doubt.found,
+            "retention waits: {doubt} (everbus retention run --trust-clock)"
+        );
+        return Ok(None);
+    }
     // A little less than a day, so that it does not come later every day.
     let duty = retention.duty();
     if !maintenance

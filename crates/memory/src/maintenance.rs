@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    BoxFuture, CheckReport, Code, DutyRecord, Error, GroupName, Held, Holdings, Maintenance,
-    Pruned, RETENTION_DUTY, Recorded, Result, Retention, Timestamp, TypeHoldings,
+    BoxFuture, CheckReport, ClockDoubt, ClockRecord, Code, DutyRecord, Error, GroupName, Held,
+    Holdings, Maintenance, Pruned, RETENTION_DUTY, Recorded, Result, Retention, Timestamp,
+    TypeHoldings,
 };
 
 use crate::broker::Memory;
@@ -97,6 +98,7 @@ impl Memory {
                 .filter(|(duty, _)| duty.starts_with(RETENTION_DUTY))
                 .map(|(_, record)| record.clone())
                 .max_by_key(|record| record.at),
+            clock: look_at_clock(&state, self.now()).doubt,
             ..Holdings::default()
         })
     }
@@ -109,6 +111,9 @@ impl Memory {
             let check = format!("every event of group {} is in one state", group.name);
             let ok = wrong.is_none();
             report.add(check, ok, wrong.unwrap_or_else(|| "it is".to_string()));
+        }
+        if let Some(known) = &state.clock {
+            report.note_clock(known);
         }
         Ok(report)
     }
@@ -170,6 +175,21 @@ impl Maintenance for Memory {
         })
     }
 
+    fn look_at_clock(&self) -> BoxFuture<'_, Result<Option<ClockDoubt>>> {
+        Box::pin(async move {
+            let mut state = self.open_state()?;
+            let record = look_at_clock(&state, self.now());
+            Ok(state.clock.insert(record).doubt.clone())
+        })
+    }
+
+    fn trust_clock(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.open_state()?.clock = Some(ClockRecord::certain(self.now()));
+            Ok(())
+        })
+    }
+
     fn return_duty(&self, duty: String, owner: String) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
             let mut state = self.open_state()?;
@@ -183,6 +203,16 @@ impl Maintenance for Memory {
             Ok(())
         })
     }
+}
+
+/// What a look at this moment finds.
+fn look_at_clock(state: &State, now: Timestamp) -> ClockRecord {
+    let newest = state
+        .records
+        .after(0)
+        .next_back()
+        .map(|record| record.received_at);
+    ClockRecord::look(state.clock.clone(), newest, now)
 }
 
 /// When an event says that it may be forgotten.

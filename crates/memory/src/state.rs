@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use everbus_core::{
-    Appended, Code, DutyRecord, Error, Event, EventId, EventState, FailureKind, GroupName,
-    GroupSpec, GroupState, Lease, Pattern, Recorded, Redelivery, Result, SettledOutcome,
+    Appended, ClockRecord, Code, DutyRecord, Error, Event, EventId, EventState, FailureKind,
+    GroupName, GroupSpec, GroupState, Lease, Pattern, Recorded, Redelivery, Result, SettledOutcome,
     Settlement, StartFrom, SubscriptionInfo, Timestamp, Verdict, dead_letter_notice,
 };
 use tokio::sync::Notify;
@@ -36,6 +36,8 @@ pub(crate) struct State {
     next_number: u64,
     /// Who took on which periodic duty last.
     pub(crate) duties: BTreeMap<String, DutyRecord>,
+    /// What was seen of the clock.
+    pub(crate) clock: Option<ClockRecord>,
     /// Who waits for a position to be settled, and how many.
     pub(crate) waiters: HashMap<u64, (Arc<Notify>, usize)>,
 }
@@ -56,6 +58,7 @@ impl State {
             next_token: 0,
             next_number: 0,
             duties: BTreeMap::new(),
+            clock: None,
             waiters: HashMap::new(),
         }
     }
@@ -202,6 +205,11 @@ impl State {
                 }
             };
             answers.push(appended);
+        }
+        for position in before + 1..=self.records.head() {
+            if let Some(record) = self.records.get(position) {
+                self.orphans.born(&record.event);
+            }
         }
         Ok(answers)
     }

@@ -6,7 +6,7 @@ use everbus_core::{Appended, Code, Error, Event, Recorded, Result, Timestamp};
 use rusqlite::{CachedStatement, Connection, OptionalExtension, params};
 
 use crate::errors::from_sqlite;
-use crate::rows::{read_record, seq_from, to_sql};
+use crate::rows::{ends, read_record, seq_from, to_sql};
 use crate::state::{State, micros};
 
 const INSERT: &str =
@@ -43,6 +43,11 @@ impl<'c> Appender<'c> {
                     self.undo(state, mark)?;
                     return Err(e);
                 }
+            }
+        }
+        for (_, record) in &state.appended[mark.1..] {
+            if let Some(overflow) = record.event.overflow() {
+                crate::orphans::born(self.conn, overflow)?;
             }
         }
         Ok(answers)
@@ -161,14 +166,10 @@ impl<'c> Appender<'c> {
 /// there has behind it.
 pub(crate) fn position_before(conn: &Connection, at: Timestamp) -> Result<u64> {
     let doing = |e| from_sqlite("searching the log by time", e);
-    let ends: Option<(i64, i64)> = conn
-        .query_row("SELECT min(seq), max(seq) FROM log", [], |r| {
-            Ok(r.get::<_, Option<i64>>(0)?.zip(r.get::<_, Option<i64>>(1)?))
-        })
-        .map_err(doing)?;
-    let Some((mut low, mut high)) = ends else {
+    let Some((oldest, newest)) = ends(conn)? else {
         return Ok(0);
     };
+    let (mut low, mut high) = (to_sql(oldest), to_sql(newest));
     // Times never fall as positions rise, so halving the range finds the place.
     let mut statement = conn
         .prepare_cached("SELECT seq, received_at FROM log WHERE seq >= ?1 ORDER BY seq LIMIT 1")

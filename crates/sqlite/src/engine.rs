@@ -18,7 +18,7 @@ use crate::feeder;
 use crate::file::{locate, open_writer};
 use crate::guard::Guard;
 use crate::history::Indexer;
-use crate::queue::{Answer, Command, Queue, Reply};
+use crate::queue::{Answer, Command, Haste, Queue, Reply};
 use crate::readers::{Reader, Readers};
 use crate::session::{Mailbox, NewSession, SqliteConsumer};
 use crate::writer::{Start, Writer};
@@ -98,7 +98,16 @@ impl Handle {
         &self,
         job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
     ) -> BoxFuture<'static, Result<T>> {
-        self.push_job(true, job, |value| value)
+        self.push_job(Haste::Patient, job, |value| value)
+    }
+
+    /// As [`patient_job`](Self::patient_job), for work that need not be durable when it is answered: it is
+    /// with whatever is durable next, or else it has not happened.
+    pub(crate) fn lazy_job<T: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
+    ) -> BoxFuture<'static, Result<T>> {
+        self.push_job(Haste::Lazy, job, |value| value)
     }
 
     /// As [`job`](Self::job), with something to do on the writer's thread once the change is durable,
@@ -108,12 +117,12 @@ impl Handle {
         job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
         then: impl FnOnce(T) -> U + Send + 'static,
     ) -> BoxFuture<'static, Result<U>> {
-        self.push_job(false, job, then)
+        self.push_job(Haste::Now, job, then)
     }
 
     fn push_job<T: Send + 'static, U: Send + 'static>(
         &self,
-        patient: bool,
+        haste: Haste,
         job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
         then: impl FnOnce(T) -> U + Send + 'static,
     ) -> BoxFuture<'static, Result<U>> {
@@ -141,7 +150,7 @@ impl Handle {
                     let _ = reply.send(Err(error));
                 }
             }),
-            patient,
+            haste,
         });
         Box::pin(receive(answer))
     }
@@ -163,7 +172,8 @@ pub(crate) struct SqliteEngine {
     pub(crate) handle: Arc<Handle>,
 }
 
-pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
+/// Opens a file and starts its threads.
+pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
     crate::schema::check_library()?;
     let path = locate(path, options.create)?;
     let mut conn = open_writer(&path, &options)?;
@@ -210,7 +220,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
             queue.nudge();
         }
     }));
-    let handle = Arc::new(Handle {
+    Ok(Arc::new(Handle {
         queue,
         readers,
         inbox_readers,
@@ -223,7 +233,11 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         durability,
         sessions: AtomicU64::new(1),
         ended,
-    });
+    }))
+}
+
+pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
+    let handle = start(path, options)?;
     let objects = crate::orphans::beside(&handle.path);
     let outbox = crate::outbox::own_outbox(handle.clone());
     let engine = Arc::new(SqliteEngine { handle });

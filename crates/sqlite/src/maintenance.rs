@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use everbus_core::{
-    BoxFuture, CheckReport, Code, Error, Holdings, Maintenance, Pruned, Result, Retention,
+    BoxFuture, CheckReport, ClockDoubt, Code, Error, Holdings, Maintenance, Pruned, Result,
+    Retention,
 };
 use rusqlite::backup::{Backup, StepResult};
 use rusqlite::{Connection, OpenFlags};
@@ -13,7 +14,7 @@ use tokio::sync::oneshot;
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::file::{locate, open_reader};
-use crate::schema::{Kind, identify};
+use crate::schema::{Kind, VERSION, identify};
 
 /// Pages copied between two looks at the clock.
 const PAGES: i32 = 256;
@@ -59,6 +60,14 @@ impl Maintenance for SqliteEngine {
     ) -> BoxFuture<'_, Result<bool>> {
         self.handle
             .job(move |writer| writer.take_duty(&duty, &owner, every))
+    }
+
+    fn look_at_clock(&self) -> BoxFuture<'_, Result<Option<ClockDoubt>>> {
+        self.handle.job(crate::writer::Writer::look_at_clock)
+    }
+
+    fn trust_clock(&self) -> BoxFuture<'_, Result<()>> {
+        self.handle.job(crate::writer::Writer::trust_clock)
     }
 
     fn return_duty(&self, duty: String, owner: String) -> BoxFuture<'_, Result<()>> {
@@ -182,6 +191,13 @@ fn copy(
                 "the copy kept its write-ahead log",
             ));
         }
+        // From now on the two go different ways. A file of an older version gets its id as it is migrated.
+        if identify(&to)? == Kind::Ours(VERSION) {
+            let doing = |e| from_sqlite("giving the copy an id", e);
+            let change = to.unchecked_transaction().map_err(doing)?;
+            crate::orphans::renew(&change)?;
+            change.commit().map_err(doing)?;
+        }
         drop(to);
         let io = |e: std::io::Error| {
             Error::new(
@@ -238,6 +254,11 @@ fn check(path: &Path) -> Result<CheckReport> {
     let mut report = verify(&conn)?;
     if report.is_ok() {
         crate::audit::check(path, &mut report)?;
+    }
+    if report.is_ok()
+        && let Some(known) = crate::retention::clock::recorded(&conn)?
+    {
+        report.note_clock(&known);
     }
     report.add("SQLite", true, rusqlite::version());
     let mode: String = conn

@@ -20,6 +20,17 @@ pub(crate) type Job = Box<dyn FnOnce(&mut Writer) -> Result<Answer> + Send>;
 /// Sends a job's answer once it is durable.
 pub(crate) type Answer = Box<dyn FnOnce() + Send>;
 
+/// How soon a job has to be done, and be safe.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Haste {
+    /// In its turn.
+    Now,
+    /// It may wait while others have something to do.
+    Patient,
+    /// And it need not be durable once it is answered: nothing is lost if it has to be done again.
+    Lazy,
+}
+
 /// One thing for the writer to do.
 pub(crate) enum Command {
     Append {
@@ -68,8 +79,7 @@ pub(crate) enum Command {
     Job {
         job: Option<Job>,
         failed: Box<dyn FnOnce(Error) + Send>,
-        /// Whether it may wait while others have something to do.
-        patient: bool,
+        haste: Haste,
     },
 }
 
@@ -84,7 +94,24 @@ impl Command {
 
     /// Whether it may wait while others have something to do.
     pub(crate) fn is_patient(&self) -> bool {
-        matches!(self, Command::Job { patient: true, .. })
+        matches!(
+            self,
+            Command::Job {
+                haste: Haste::Patient | Haste::Lazy,
+                ..
+            }
+        )
+    }
+
+    /// Whether it is patient and need not be durable at once.
+    pub(crate) fn is_lazy(&self) -> bool {
+        matches!(
+            self,
+            Command::Job {
+                haste: Haste::Lazy,
+                ..
+            }
+        )
     }
 
     /// Answers with an error.

@@ -13,6 +13,18 @@ use crate::errors::from_sqlite;
 /// The columns that [`read_record`] expects, in its order.
 pub(crate) const RECORD: &str = "log.seq, log.id, log.type, log.version, log.occurred_at, log.received_at, log.attrs, log.payload";
 
+/// The oldest and the newest position. Two searches: asked for as one, SQLite reads all of the log.
+pub(crate) const ENDS: &str = "SELECT (SELECT min(seq) FROM log), (SELECT max(seq) FROM log)";
+
+/// The oldest and the newest position, if there is any event.
+pub(crate) fn ends(conn: &Connection) -> Result<Option<(u64, u64)>> {
+    let (oldest, newest): (Option<i64>, Option<i64>) = conn
+        .prepare_cached(ENDS)
+        .and_then(|mut s| s.query_row([], |r| Ok((r.get(0)?, r.get(1)?))))
+        .map_err(|e| from_sqlite("reading the log", e))?;
+    Ok(oldest.map(seq_from).zip(newest.map(seq_from)))
+}
+
 /// The names of interned types, read when needed and kept up to a limit.
 #[derive(Default)]
 pub(crate) struct TypeNames(HashMap<i64, Arc<str>>);

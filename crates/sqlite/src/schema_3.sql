@@ -228,11 +228,16 @@ CREATE TABLE expirations (
 );
 CREATE INDEX expirations_at ON expirations (at);
 
--- OBJECTS whose events are gone: to be deleted from their store, and then from here.
+-- OBJECTS without an event: to be deleted from their store, and then from here. An object is noted before
+-- it is put; the append of its event strikes the note off.
 CREATE TABLE orphaned_objects (
   bucket TEXT    NOT NULL,
   key    TEXT    NOT NULL,
   id     BLOB    NOT NULL,                    -- the event; another tenant's may still use the object
   since  INTEGER NOT NULL,                    -- microseconds
+  unborn INTEGER NOT NULL DEFAULT 0,          -- 1: the event is not there yet, 0: it is gone
   PRIMARY KEY (bucket, key)
 ) WITHOUT ROWID;
+
+-- Which log this is, so that objects can be told from those of another log. A copy gets another id.
+INSERT OR REPLACE INTO meta (key, value) VALUES ('log_id', randomblob(16));

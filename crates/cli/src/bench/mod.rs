@@ -12,6 +12,7 @@ mod history;
 mod latency;
 mod memory;
 mod outbox;
+mod pacer;
 mod publish;
 mod raw;
 mod recovery;

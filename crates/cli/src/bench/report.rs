@@ -19,6 +19,28 @@ pub(super) struct Figure {
     target: String,
     met: bool,
     pub(super) detail: String,
+    /// What it is made of, where that is told apart.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) parts: Vec<Part>,
+}
+
+/// One of several measurements, out of a small file and a large one, in microseconds.
+#[derive(Debug, Serialize)]
+pub(super) struct Part {
+    pub(super) name: String,
+    pub(super) small_p50_us: f64,
+    pub(super) large_p50_us: f64,
+    pub(super) large_p99_us: f64,
+    pub(super) raw_small_p50_us: f64,
+    pub(super) raw_large_p50_us: f64,
+    pub(super) raw_large_p99_us: f64,
+}
+
+impl Part {
+    /// How fast it is in the large file: 0.5 takes twice as long as raw.
+    pub(super) fn ratio(&self) -> f64 {
+        round(self.raw_large_p50_us / self.large_p50_us, 3)
+    }
 }
 
 impl Figure {
@@ -91,6 +113,9 @@ pub(super) fn print(figures: &[Figure], quick: bool, output: &mut Output) -> Out
     for figure in figures.iter().filter(|figure| !figure.detail.is_empty()) {
         output.line(format!("{}: {}", figure.scenario, figure.detail))?;
     }
+    for figure in figures.iter().filter(|figure| !figure.parts.is_empty()) {
+        print_parts(&figure.parts, output)?;
+    }
     if quick {
         output.line("quick: a twentieth of everything; the figures mean little")?;
     }
@@ -98,6 +123,34 @@ pub(super) fn print(figures: &[Figure], quick: bool, output: &mut Output) -> Out
         output.line("debug build: the figures mean little")?;
     }
     Ok(())
+}
+
+fn print_parts(parts: &[Part], output: &mut Output) -> Outcome {
+    let mut table = Table::new(&[
+        "PART",
+        "SMALL µs",
+        "LARGE µs",
+        "P99",
+        "RAW SMALL",
+        "RAW LARGE",
+        "RAW P99",
+        "RATIO",
+    ]);
+    for part in parts {
+        let mut cells = vec![part.name.clone()];
+        let times = [
+            part.small_p50_us,
+            part.large_p50_us,
+            part.large_p99_us,
+            part.raw_small_p50_us,
+            part.raw_large_p50_us,
+            part.raw_large_p99_us,
+        ];
+        cells.extend(times.map(|time| round(time, 0).to_string()));
+        cells.push(part.ratio().to_string());
+        table.row(cells);
+    }
+    table.print(output)
 }
 
 fn whole(value: Option<f64>) -> String {

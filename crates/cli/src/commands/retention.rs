@@ -8,15 +8,15 @@ use everbus::Config;
 use everbus::audit::{Action, Operator, audited};
 use everbus::overflow::{Collect, Collected};
 use everbus_core::{
-    Clock as _, Engine, Held, Holdings, Pattern, Pruned, Retention, StreamAge, SystemClock,
-    Timestamp,
+    Clock as _, Code, Engine, Error, Held, Holdings, Maintenance, Pattern, Pruned, Retention,
+    StreamAge, SystemClock, Timestamp,
 };
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
 
 use crate::args::Args;
 use crate::open::{Target, close};
-use crate::output::{Output, Table, escaped, grouped};
+use crate::output::{Output, Table, counted, escaped, grouped};
 use crate::progress;
 use crate::stop::Outcome;
 use crate::when;
@@ -38,13 +38,18 @@ pub(crate) struct RunArgs {
     /// Only say what would go
     #[arg(long)]
     dry_run: bool,
+
+    /// Go by the clock even if it has leapt: you have made sure that it is right
+    #[arg(long)]
+    trust_clock: bool,
 }
 
 const POLICY_HELP: &str = "\
-The ages are those of the section `retention` of --config (or EVERBUS_CONFIG), or else the standard:
-events stay, payload stages go after 14 days, dead letters 30 days after death, rows of the outbox 7
-days after they were sent; those that failed for good go with their dead letters. The options below are stronger. Whatever the ages say, nothing goes that a
-group still owes work on, and an event that says itself when it expires goes then.";
+The ages are those of the section `retention` of --config (or EVERBUS_CONFIG), or else the \
+standard: events stay, payload stages go after 14 days, dead letters 30 days after death, rows of \
+the outbox 7 days after they were sent; rows that failed for good go with their dead letters. The \
+options are stronger. Whatever the ages say, nothing goes that a group still owes work on, and an \
+event that says itself when it expires goes then.";
 
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct PolicyArgs {
@@ -187,11 +192,11 @@ pub(crate) async fn run(
         RetentionCommand::Run(args) if args.dry_run => {
             preview(&engine, target, retention, output).await
         }
-        RetentionCommand::Run(_) => {
-            let pruned = prune(&engine, target, retention, output);
+        RetentionCommand::Run(args) => {
+            let pruned = prune(&engine, target, retention, args.trust_clock, output);
             target.patiently(Box::pin(pruned)).await
         }
-        RetentionCommand::Show(_) => show(&engine, &retention, &from, output).await,
+        RetentionCommand::Show(_) => show(&engine, target, &retention, &from, output).await,
     };
     close(&engine).await;
     outcome
@@ -210,6 +215,16 @@ async fn preview(
     print(&retention, &pruned?, collected, true, output)
 }
 
+/// Refuses to go by a clock that has leapt.
+async fn check_clock(maintenance: &dyn Maintenance) -> Outcome {
+    match maintenance.look_at_clock().await? {
+        None => Ok(()),
+        Some(doubt) => Err(Error::new(Code::ClockInDoubt, doubt.to_string())
+            .hint("if the clock of this machine is right, say so with --trust-clock; nothing was removed")
+            .into()),
+    }
+}
+
 /// Deletes the objects of events that went in an earlier run, and what unfinished publishes left.
 async fn collect(engine: &Engine, target: &Target, options: &Collect) -> Outcome<Collected> {
     match target.objects(engine)? {
@@ -222,17 +237,29 @@ async fn prune(
     engine: &Engine,
     target: &Target,
     retention: Retention,
+    trust_clock: bool,
     output: &mut Output,
 ) -> Outcome {
     let maintenance = engine.maintenance()?;
+    if !trust_clock {
+        check_clock(maintenance).await?;
+    }
     // For the record, and so that it is not done again today.
     let owner = format!("everbus retention run, process {}", std::process::id());
     let duty = retention.duty();
     maintenance.take_duty(duty, owner, Duration::ZERO).await?;
     let bar = progress::bar("removing", None);
-    let action = Action::new("retention.run").detail("policy", policy_json(&retention));
-    let pruned = maintenance.prune_watched(retention.clone(), reporter(bar.clone()));
-    let pruned = audited(engine, &Operator::current(), action, pruned).await;
+    let action = Action::new("retention.run")
+        .detail("policy", policy_json(&retention))
+        .detail("trust_clock", json!(trust_clock));
+    let run = async {
+        if trust_clock {
+            maintenance.trust_clock().await?;
+        }
+        let reporter = reporter(bar.clone());
+        maintenance.prune_watched(retention.clone(), reporter).await
+    };
+    let pruned = audited(engine, &Operator::current(), action, run).await;
     bar.finish_and_clear();
     let collected = collect(engine, target, &Collect::default()).await?;
     print(&retention, &pruned?, collected, false, output)
@@ -281,6 +308,13 @@ fn print(
     let objects = collected.orphans + collected.strays;
     row("objects of large events", objects, Some(collected.kept));
     table.print(output)?;
+    if collected.unknown > 0 {
+        output.line(format!(
+            "no object was deleted: {} here that the file does not know, so it is an older copy of itself; \
+             see `everbus objects show`",
+            counted(collected.unknown, "object")
+        ))?;
+    }
     if dry_run {
         return output.line("nothing was changed");
     }
@@ -363,11 +397,18 @@ fn lines(retention: &Retention, holdings: &Holdings) -> Vec<Line> {
     lines
 }
 
-async fn show(engine: &Engine, retention: &Retention, from: &str, output: &mut Output) -> Outcome {
+async fn show(
+    engine: &Engine,
+    target: &Target,
+    retention: &Retention,
+    from: &str,
+    output: &mut Output,
+) -> Outcome {
     let bar = progress::spinner("counting");
     let holdings = engine.maintenance()?.holdings().await;
     bar.finish_and_clear();
     let holdings = holdings?;
+    let objects = super::objects::told(engine, target).await?;
     let lines = lines(retention, &holdings);
     if output.is_json() {
         let held: Vec<Value> = lines
@@ -388,6 +429,13 @@ async fn show(engine: &Engine, retention: &Retention, from: &str, output: &mut O
             "policy_from": from,
             "held": held,
             "last_run": holdings.last_run,
+            "clock_in_doubt": holdings.clock.map(|doubt| json!({
+                "before": doubt.before,
+                "found": doubt.found,
+                "even_for_s": doubt.even_for.as_secs(),
+                "left_s": doubt.left().as_secs(),
+            })),
+            "objects": objects.map(|(survey, _)| survey),
         }));
     }
     let mut table = Table::new(&[
@@ -422,6 +470,11 @@ async fn show(engine: &Engine, retention: &Retention, from: &str, output: &mut O
     if let Some(most) = retention.max_len {
         output.line(format!("at most {} events are kept", grouped(most)))?;
     }
+    if let Some((survey, line)) = objects
+        && survey.of_others().objects > 0
+    {
+        output.line(line)?;
+    }
     output.line(format!("the ages are those of {}", escaped(from)))?;
     output.line(match &holdings.last_run {
         Some(last) => format!(
@@ -430,7 +483,11 @@ async fn show(engine: &Engine, retention: &Retention, from: &str, output: &mut O
             escaped(&last.owner)
         ),
         None => "retention has not run here yet".to_owned(),
-    })
+    })?;
+    match &holdings.clock {
+        Some(doubt) => output.line(doubt.to_string()),
+        None => Ok(()),
+    }
 }
 
 fn policy_json(retention: &Retention) -> Value {

@@ -14,6 +14,7 @@ mod dlq_edit;
 mod events;
 mod files;
 mod groups;
+mod objects;
 mod outbox;
 mod outbox_operators;
 mod overflow;

@@ -70,7 +70,7 @@ fn large_events_are_shown_whole() {
     assert!(history["events"][0]["payload_error"].is_string());
 }
 
-// conformance: issue-4/overflow-config: --db beside --config takes another file, and leaves what else the configuration says
+// conformance: issue-4/overflow-another-file: --db beside --config takes another file, and leaves what else the configuration says
 #[test]
 fn another_file_keeps_the_place_of_the_configuration() {
     let shop = Shop::new();

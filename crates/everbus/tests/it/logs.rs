@@ -73,7 +73,12 @@ impl Subscriber for Entries {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         matches!(
             metadata.target(),
-            "everbus::dispatch" | "everbus::handle" | "everbus::breaker" | "everbus::router" | TEST
+            "everbus::dispatch"
+                | "everbus::handle"
+                | "everbus::breaker"
+                | "everbus::router"
+                | "everbus::retention"
+                | TEST
         )
     }
 

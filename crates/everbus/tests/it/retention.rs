@@ -128,7 +128,12 @@ async fn the_standard_is_on_by_default_and_can_be_switched_off() {
         bus.start().await.unwrap();
         let receipt = bus.publish(("a", 1)).await.unwrap();
         receipt.settled().await.unwrap();
-        lab.clock.advance(31 * DAY);
+        // Somebody looks now and then, so that it is no leap.
+        for _ in 0..16 {
+            let maintenance = bus.engine().maintenance().unwrap();
+            assert_eq!(maintenance.look_at_clock().await.unwrap(), None);
+            lab.clock.advance(2 * DAY);
+        }
         let dead = || async { bus.dead_letters().list().await.unwrap() };
         let last_run = || async {
             let maintenance = bus.engine().maintenance().unwrap();
@@ -169,6 +174,71 @@ async fn the_standard_is_on_by_default_and_can_be_switched_off() {
         })
         .await;
         drop((keeping, first, second));
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+}
+
+// conformance: issue-4/retention-clock-waits: while the clock is in doubt retention does not run by itself, and says so
+// conformance: issue-4/retention-clock-grace: after a day of running it does
+#[tokio::test]
+async fn a_clock_that_leaps_takes_no_dead_letters() {
+    const DAY: Duration = Duration::from_secs(24 * 3600);
+    on_every_engine(|lab| async move {
+        let bus = lab.open_impatient().await;
+        bus.subscribe("a")
+            .group("g")
+            .handler(|_| async { Err(everbus::HandlerError::permanent("no")) })
+            .await
+            .unwrap();
+        bus.start().await.unwrap();
+        let receipt = bus.publish(("a", 1)).await.unwrap();
+        receipt.settled().await.unwrap();
+        let maintenance = bus.engine().maintenance().unwrap();
+        assert_eq!(maintenance.look_at_clock().await.unwrap(), None);
+        let before = everbus::Clock::now(&lab.clock);
+        lab.clock.advance(31 * DAY);
+        let waits = |who: &str| {
+            let lines = crate::logs::lines(|line| {
+                let owner = line.field("owner").unwrap_or_default();
+                line.target == "everbus::retention" && owner.starts_with(who)
+            });
+            lines.iter().any(|line| {
+                assert_eq!(line.field("before"), Some(&*before.to_string()));
+                line.field("message").unwrap().contains("retention waits")
+            })
+        };
+        // One bus after another looks, an hour later each.
+        let mut buses = Vec::new();
+        for hour in 0..24 {
+            let who = format!("the bus of hour {hour} on {:?}", lab.kind);
+            let looking = lab
+                .builder()
+                .source(&*who)
+                .retention_delay(Duration::ZERO)
+                .with_engine(bus.engine().clone())
+                .unwrap();
+            looking.start().await.unwrap();
+            eventually("it has looked, and says that it waits", || async {
+                waits(&who)
+            })
+            .await;
+            assert_eq!(bus.dead_letters().list().await.unwrap().len(), 1, "{hour}");
+            assert_eq!(maintenance.holdings().await.unwrap().last_run, None);
+            // A bus that goes takes the engine with it.
+            buses.push(looking);
+            lab.clock.advance(DAY / 24);
+        }
+        let last = lab
+            .builder()
+            .retention_delay(Duration::ZERO)
+            .with_engine(bus.engine().clone())
+            .unwrap();
+        last.start().await.unwrap();
+        eventually("the dead letter is gone", || async {
+            bus.dead_letters().list().await.unwrap().is_empty()
+        })
+        .await;
         bus.shutdown().await.unwrap();
     })
     .await;

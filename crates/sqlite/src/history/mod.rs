@@ -3,7 +3,7 @@
 //! ```text
 //!  log     ……………………………………………………………………………………………………………………………………▶ newest
 //!  runs    [ level 2                 ][ level 1 ][ level 1 ][0][0][0]   not yet
-//!            16 merge into one of the next level              2048 events each
+//!            8 merge into one of the next level               2048 events each
 //! ```
 //!
 //! Every event with names has up to eight postings, (scope, position), one for each combination of the
@@ -35,7 +35,8 @@ pub(crate) use indexer::Indexer;
 pub struct HistoryTuning {
     /// How many events a run has at first: about as many, at most, a query reads in the log.
     pub run: u64,
-    /// How many runs of a level become one of the next.
+    /// How many runs of a level become one of the next: more mean fewer writes, and more runs that a
+    /// query looks into.
     pub fan: usize,
     /// How many bytes a block has at most. Two of the default size fill a page.
     pub block: usize,
@@ -45,7 +46,7 @@ impl Default for HistoryTuning {
     fn default() -> Self {
         Self {
             run: 2048,
-            fan: 16,
+            fan: 8,
             block: 1980,
         }
     }

@@ -19,7 +19,7 @@ use crate::append::position_before;
 use crate::errors::from_sqlite;
 use crate::feeder::type_filter;
 use crate::readers::Reader;
-use crate::rows::{RECORD, TypeNames, read_record, seq_from, to_sql};
+use crate::rows::{RECORD, TypeNames, ends, read_record, to_sql};
 
 /// Positions of the log that one step reads, and entries of the index it follows.
 const SCANNED: u64 = 50_000;
@@ -41,7 +41,9 @@ pub(crate) struct Search {
 struct Filter {
     /// The number of the tenant.
     tenant: Option<i64>,
-    /// The types, as a condition; empty for all.
+    /// The number of the type, if there is only one.
+    only_type: Option<i64>,
+    /// Several types, as a condition; empty for all.
     types: String,
     /// Texts that the attributes must contain, as JSON.
     app: Option<String>,
@@ -160,15 +162,10 @@ impl Search {
     fn begin(&mut self, reader: &mut Reader) -> Result<()> {
         let doing = |e| from_sqlite("reading the log", e);
         let query = &self.query;
-        let ends: (Option<i64>, Option<i64>) = reader
-            .conn
-            .prepare_cached("SELECT (SELECT min(seq) FROM log), (SELECT max(seq) FROM log)")
-            .and_then(|mut s| s.query_row([], |r| Ok((r.get(0)?, r.get(1)?))))
-            .map_err(doing)?;
-        let (Some(oldest), Some(newest)) = ends else {
+        let Some((oldest, newest)) = ends(&reader.conn)? else {
             return Ok(());
         };
-        let (mut after, mut upto) = (seq_from(oldest).saturating_sub(1), seq_from(newest));
+        let (mut after, mut upto) = (oldest.saturating_sub(1), newest);
         if let Some(since) = query.since {
             after = after.max(position_before(&reader.conn, since)?);
         }
@@ -188,18 +185,24 @@ impl Search {
             (None, _) => {}
         }
         let mut filter = Filter::default();
+        let number = |sql: &str, name: &str| -> Result<Option<i64>> {
+            let mut statement = reader.conn.prepare_cached(sql).map_err(doing)?;
+            let found = statement.query_row([name], |r| r.get(0));
+            found.optional().map_err(doing)
+        };
         if let Some(tenant) = &query.tenant {
-            let number: Option<i64> = reader
-                .conn
-                .prepare_cached("SELECT id FROM tenants WHERE name = ?1")
-                .and_then(|mut s| s.query_row([tenant], |r| r.get(0)).optional())
-                .map_err(doing)?;
-            if number.is_none() {
+            filter.tenant = number("SELECT id FROM tenants WHERE name = ?1", tenant)?;
+            if filter.tenant.is_none() {
                 return Ok(());
             }
-            filter.tenant = number;
         }
-        if let Some(types) = &query.types {
+        if let Some(name) = query.types.as_ref().and_then(Pattern::exact) {
+            // There may be many types, and a page should not read them all.
+            filter.only_type = number("SELECT id FROM types WHERE name = ?1", name)?;
+            if filter.only_type.is_none() {
+                return Ok(());
+            }
+        } else if let Some(types) = &query.types {
             filter.types = type_filter(reader, std::slice::from_ref(types))?;
             if filter.types.ends_with("()") {
                 // No event has such a type.
@@ -242,8 +245,9 @@ impl Search {
         let sql = format!(
             "SELECT {RECORD} FROM log WHERE log.seq > ?1 AND log.seq <= ?2 {}
                AND (?3 IS NULL OR log.tenant = ?3)
-               AND (?4 IS NULL OR instr(log.attrs, ?4) > 0)
+               AND (?4 IS NULL OR log.type = ?4)
                AND (?5 IS NULL OR instr(log.attrs, ?5) > 0)
+               AND (?6 IS NULL OR instr(log.attrs, ?6) > 0)
              ORDER BY log.seq {direction}",
             self.filter.types
         );
@@ -253,8 +257,9 @@ impl Search {
             to_sql(after),
             to_sql(upto),
             filter.tenant,
-            filter.app.as_deref(),
+            filter.only_type,
             filter.entity.as_deref(),
+            filter.app.as_deref(),
         );
         let mut rows = statement.query(parameters).map_err(doing)?;
         while let Some(row) = rows.next().map_err(doing)? {
@@ -317,7 +322,8 @@ impl Search {
             .map(|scope| Postings::new(conn, run, *scope, order))
             .collect();
         let sql = format!(
-            "SELECT {RECORD} FROM log WHERE log.seq = ?1 {} AND (?2 IS NULL OR log.tenant = ?2)",
+            "SELECT {RECORD} FROM log WHERE log.seq = ?1 {} AND (?2 IS NULL OR log.tenant = ?2)
+               AND (?3 IS NULL OR log.type = ?3)",
             self.filter.types
         );
         let mut statement = conn.prepare_cached(&sql).map_err(doing)?;
@@ -326,7 +332,7 @@ impl Search {
             Order::Oldest => low,
         };
         while let Some(seq) = seek_all(&mut lists, at)?.filter(|seq| (low..=high).contains(seq)) {
-            let parameters = (to_sql(seq), self.filter.tenant);
+            let parameters = (to_sql(seq), self.filter.tenant, self.filter.only_type);
             let mut rows = statement.query(parameters).map_err(doing)?;
             if let Some(row) = rows.next().map_err(doing)? {
                 self.found.take(&self.query, conn, types, row)?;

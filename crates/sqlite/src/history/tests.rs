@@ -38,3 +38,18 @@ fn every_statement_searches() {
         assert!(!found.contains("TEMP B-TREE"), "{found}");
     }
 }
+
+// conformance: issue-4/history-range-cost: the ends of the log and the place of a time are found by searches, so that since and until cost the same in a large file
+#[test]
+fn the_ends_of_the_log_are_not_found_by_reading_it() {
+    let conn = Connection::open_in_memory().unwrap();
+    crate::schema::migrate(&conn).unwrap();
+    for sql in [
+        crate::rows::ENDS,
+        "SELECT seq, received_at FROM log WHERE seq >= ?1 ORDER BY seq LIMIT 1",
+    ] {
+        let found = plan(&conn, sql);
+        assert!(found.contains("SEARCH log"), "{found}");
+        assert!(!found.contains("SCAN log"), "{found}");
+    }
+}

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use everbus_core::{Held, Holdings, RETENTION_DUTY, Result, Timestamp, TypeHoldings};
 
-use super::last_duty;
+use super::{clock, last_duty};
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::readers::Reader;
@@ -33,6 +33,7 @@ impl SqliteEngine {
                 })
                 .await?;
         }
+        let now = self.handle.clock.now();
         self.handle
             .query(move |reader| {
                 let mut types = Vec::with_capacity(count.types.len());
@@ -62,6 +63,7 @@ impl SqliteEngine {
                     )?,
                     expiring: held(reader, "SELECT count(*), min(at) FROM expirations")?,
                     last_run: last_duty(&reader.conn, RETENTION_DUTY)?,
+                    clock: clock::look(&reader.conn, now)?.doubt,
                 })
             })
             .await

@@ -3,6 +3,7 @@
 //! A reader looks for it, in short snapshots and once along the log; the writer removes stretches, after
 //! it has made sure that nobody has come to need something of them meanwhile (rule 7).
 
+pub(crate) mod clock;
 mod holdings;
 mod needed;
 mod others;
@@ -49,6 +50,7 @@ impl SqliteEngine {
         run.audit().await?;
         run.history().await?;
         run.space().await?;
+        run.make_durable().await?;
         Ok(run.done)
     }
 
@@ -167,7 +169,7 @@ impl<'e> Run<'e> {
         seqs.dedup();
         for chunk in seqs.chunks(CHOOSE) {
             let handle = &self.engine.handle;
-            let owed = handle.patient_job(|writer| writer.owed()).await?;
+            let owed = handle.lazy_job(|writer| writer.owed()).await?;
             let chunk = chunk.to_vec();
             let free = handle
                 .query(move |reader| {
@@ -194,7 +196,7 @@ impl<'e> Run<'e> {
         let handle = &self.engine.handle;
         let mut pace = Pace::default();
         while !plan.is_done() {
-            let owed = handle.patient_job(|writer| writer.owed()).await?;
+            let owed = handle.lazy_job(|writer| writer.owed()).await?;
             let found;
             (plan, found) = handle
                 .query(move |reader| {
@@ -215,9 +217,13 @@ impl<'e> Run<'e> {
                 let (count, weight) = pace.take(pieces.iter().map(|piece| piece.weight));
                 let (step, rest) = pieces.split_at(count);
                 let step = step.to_vec();
-                let removed = handle
-                    .patient_job(move |writer| writer.remove_pieces(&step))
-                    .await?;
+                // An object may only be collected once the event is gone for good.
+                let removed = if step.iter().any(|piece| piece.overflow) {
+                    handle.patient_job(move |writer| writer.remove_pieces(&step))
+                } else {
+                    handle.lazy_job(move |writer| writer.remove_pieces(&step))
+                };
+                let removed = removed.await?;
                 self.done.removed += removed.events;
                 self.done.kept += removed.kept;
                 (self.watch)(self.done);
@@ -302,7 +308,7 @@ impl<'e> Run<'e> {
                 let (step, rest) = old.split_at(count);
                 let step = step.to_vec();
                 let (gone, took) = handle
-                    .patient_job(move |writer| writer.forget_stages(&step))
+                    .lazy_job(move |writer| writer.forget_stages(&step))
                     .await?;
                 self.done.payloads += gone;
                 (self.watch)(self.done);
@@ -331,7 +337,7 @@ impl<'e> Run<'e> {
         loop {
             let most = pace.budget();
             let (gone, took) = handle
-                .patient_job(move |writer| writer.forget_sent(before, most))
+                .lazy_job(move |writer| writer.forget_sent(before, most))
                 .await?;
             self.done.outbox += gone;
             self.tell();
@@ -367,16 +373,23 @@ impl<'e> Run<'e> {
         handle.patient_job(Writer::forget_history).await
     }
 
+    /// What was done lazily is durable with this.
+    async fn make_durable(&mut self) -> Result<()> {
+        let handle = &self.engine.handle;
+        let now = self.now;
+        handle
+            .patient_job(move |writer| writer.note_pruned(now))
+            .await
+    }
+
     /// Gives free pages back to the file system, as many as there are now.
     async fn space(&mut self) -> Result<()> {
         let handle = &self.engine.handle;
-        let (size, free) = handle.patient_job(Writer::free_pages).await?;
+        let (size, free) = handle.lazy_job(Writer::free_pages).await?;
         let (mut pace, mut left) = (Pace::default(), free);
         while left > 0 {
             let pages = pace.budget().min(left);
-            let (given, still, took) = handle
-                .patient_job(move |writer| writer.shrink(pages))
-                .await?;
+            let (given, still, took) = handle.lazy_job(move |writer| writer.shrink(pages)).await?;
             self.done.freed_bytes += given * size;
             self.tell();
             if given == 0 || still == 0 {

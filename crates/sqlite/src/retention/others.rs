@@ -239,6 +239,16 @@ impl Writer {
         Ok((given, self.pragma("freelist_count")?, began.elapsed()))
     }
 
+    /// Notes when things were removed last. It is a write, and what is written is synced with everything
+    /// before it.
+    pub(crate) fn note_pruned(&mut self, now: Timestamp) -> Result<()> {
+        self.conn
+            .prepare_cached("INSERT OR REPLACE INTO meta (key, value) VALUES ('pruned', ?1)")
+            .and_then(|mut s| s.execute([now.to_string()]))
+            .map(drop)
+            .map_err(|e| from_sqlite("noting that things were removed", e))
+    }
+
     /// The size of a page, and how many are free.
     pub(crate) fn free_pages(&mut self) -> Result<(u64, u64)> {
         Ok((self.pragma("page_size")?, self.pragma("freelist_count")?))

@@ -4,7 +4,9 @@
 //! is durable. Between commands it wakes for what is due: retries, leases that end, owners that died,
 //! commits of other processes.
 
+mod ending;
 mod feeding;
+mod patience;
 mod transaction;
 mod undo;
 
@@ -29,6 +31,7 @@ use crate::session::Session;
 use crate::space::Space;
 use crate::state::{Claim, EventKey, Lost, State, micros};
 use crate::watch::Watches;
+use patience::Patience;
 
 /// How often the writer looks for commits of other processes while somebody would care.
 const POLL: Duration = Duration::from_millis(20);
@@ -40,15 +43,6 @@ const CURSOR_DELAY: Duration = Duration::from_millis(500);
 /// what is kept free on the disk.
 const MAX_EVENTS: usize = 8192;
 const MAX_BYTES: usize = 4 << 20;
-/// What is patient is put off so many times in a row, while others have something to do.
-const PUT_OFF: u32 = 4;
-/// Pages in the write-ahead log at which it is written back: usually, while something patient is at
-/// work (so that nobody waits long for it), and while the disk is nearly full.
-const CHECKPOINT: u32 = 1000;
-const SMALL_CHECKPOINT: u32 = 200;
-const SAVING_CHECKPOINT: u32 = 50;
-/// So long after the last patient work the usual is enough again.
-const PATIENT_FOR: Duration = Duration::from_secs(1);
 /// An effect counts for so many events: what it does is not known.
 const EFFECT: usize = 64;
 
@@ -75,11 +69,7 @@ pub(crate) struct Writer {
     undo: undo::Undo,
     /// Memory may be ahead of the file: nothing is done before it was read again.
     must_reload: bool,
-    saving_room: bool,
-    /// How often patient work was put off.
-    put_off: u32,
-    /// When there was some last.
-    patient_at: Option<Instant>,
+    patience: Patience,
     pub(crate) owner_lock: Option<OwnerLock>,
     feeder: Feeder,
     indexer: Indexer,
@@ -134,9 +124,7 @@ impl Writer {
             settling_apart: false,
             undo: undo::Undo::default(),
             must_reload: false,
-            saving_room: false,
-            put_off: 0,
-            patient_at: None,
+            patience: Patience::new(start.options.durability),
             owner_lock: None,
             feeder: start.feeder,
             indexer: start.indexer,
@@ -176,7 +164,7 @@ impl Writer {
             let timeout = if self.backlog.is_empty() {
                 self.sleep()
             } else {
-                Some(Duration::ZERO)
+                Some(self.rest())
             };
             let Taken {
                 commands,
@@ -203,9 +191,12 @@ impl Writer {
             }
             self.backlog.append(&mut commands);
             spare = commands;
+            if !closed && !self.backlog.is_empty() && !self.rest().is_zero() {
+                continue;
+            }
             let batch = self.next_batch();
             let batch = self.without_patient(batch);
-            match self.turn(batch) {
+            match self.turn_patiently(batch) {
                 Err(error) if is_fatal(error.code()) => self.stop(&error),
                 // Something passing, such as a locked file: the next round tries again.
                 Err(error) => tracing::warn!(target: "everbus::sqlite", %error, "trying again"),
@@ -241,41 +232,6 @@ impl Writer {
         }
         let rest = self.backlog.split_off(count);
         std::mem::replace(&mut self.backlog, rest)
-    }
-
-    /// Keeps patient work out of a transaction in which somebody else waits, a few times.
-    fn without_patient(&mut self, mut batch: Vec<Command>) -> Vec<Command> {
-        let patient = batch.iter().filter(|c| c.is_patient()).count();
-        self.size_checkpoints(patient > 0);
-        if patient == 0 {
-            return batch;
-        }
-        if patient == batch.len() || self.put_off >= PUT_OFF {
-            self.put_off = 0;
-            return batch;
-        }
-        self.put_off += 1;
-        let later: Vec<Command> = batch.extract_if(.., |c| c.is_patient()).collect();
-        self.backlog.splice(0..0, later);
-        batch
-    }
-
-    /// While something patient is at work the write-ahead log is written back in smaller portions.
-    fn size_checkpoints(&mut self, patient: bool) {
-        let pages = match self.patient_at {
-            None if patient => SMALL_CHECKPOINT,
-            Some(at) if !patient && at.elapsed() > PATIENT_FOR => CHECKPOINT,
-            _ => 0,
-        };
-        // While room is saved they are smaller still.
-        if pages > 0 && !self.saving_room {
-            let _ = self.conn.pragma_update(None, "wal_autocheckpoint", pages);
-        }
-        if patient {
-            self.patient_at = Some(Instant::now());
-        } else if pages == CHECKPOINT {
-            self.patient_at = None;
-        }
     }
 
     /// How long nothing will happen by itself; `None` if nobody waits for anything.
@@ -360,27 +316,6 @@ impl Writer {
                 self.save_room(true);
                 Vec::new()
             }
-        }
-    }
-
-    /// While the disk is nearly full, the write-ahead log is written back often, so that it is used
-    /// again from its beginning and the acks and dead letters that follow need hardly more room.
-    fn save_room(&mut self, save: bool) {
-        if save != self.saving_room {
-            let pages = if save { SAVING_CHECKPOINT } else { CHECKPOINT };
-            if self
-                .conn
-                .pragma_update(None, "wal_autocheckpoint", pages)
-                .is_ok()
-            {
-                self.saving_room = save;
-            }
-        }
-        if save {
-            // If even this finds no room, the acks will say so.
-            let _ = self
-                .conn
-                .query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
         }
     }
 
@@ -542,47 +477,6 @@ impl Writer {
             let slot = crate::claims::claim_slot(id);
             session.mailbox.recall(|d| d.lease.slot == slot);
         }
-    }
-
-    /// The end: what was not fetched is given back, everything skipped is written down, the lock is
-    /// freed. In an orderly end what was fetched and not settled is given back too.
-    fn finish(&mut self, orderly: bool) {
-        let ids: Vec<u64> = self.sessions.keys().copied().collect();
-        let mailboxes: Vec<_> = self.sessions.values().map(|s| s.mailbox.clone()).collect();
-        if self.begin().is_ok() {
-            let done = ids
-                .iter()
-                .try_for_each(|id| self.detach(*id))
-                .and_then(|()| self.flush())
-                .and_then(|()| if orderly { self.leave() } else { Ok(()) })
-                .and_then(|()| self.commit());
-            if done.is_err() {
-                // Nothing acknowledged depends on this: the next owner inherits what is left.
-                let _ = self.conn.execute_batch("ROLLBACK");
-            }
-        }
-        self.stop(&Error::shutdown());
-        mailboxes
-            .iter()
-            .for_each(|mailbox| mailbox.end(Error::shutdown()));
-    }
-
-    /// Answers everybody who waits with an error and takes nothing more.
-    fn stop(&mut self, error: &Error) {
-        let _ = self.failed.set(error.clone());
-        for session in self.sessions.values() {
-            session.mailbox.end(error.clone());
-        }
-        self.sessions.clear();
-        self.watches.fail_all(error);
-        // Wakes everybody who waits for new events; they find the engine stopped.
-        self.head.send_modify(|_| {});
-        // The readers go first: the last connection to close must be one that can tidy up the
-        // write-ahead log.
-        self.readers.iter().for_each(|readers| readers.close());
-        self.feeder.close();
-        self.indexer.close();
-        self.owner_lock = None;
     }
 }
 

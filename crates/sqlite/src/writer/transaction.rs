@@ -181,7 +181,7 @@ impl Writer {
         let result = match self.perform(others) {
             Ok(outcomes) => self
                 .append(std::mem::take(appends), &mut published)
-                .and_then(|()| self.pump())
+                .and_then(|()| self.pump_unless_lazy())
                 .and_then(|()| self.flush())
                 .and_then(|()| self.commit())
                 .map(|()| outcomes),
@@ -217,6 +217,14 @@ impl Writer {
                 Err(error)
             }
         }
+    }
+
+    /// What is handed out must be durable before anybody has it.
+    fn pump_unless_lazy(&mut self) -> Result<()> {
+        if self.patience.is_lazy() {
+            return Ok(());
+        }
+        self.pump()
     }
 
     pub(super) fn begin(&mut self) -> Result<()> {

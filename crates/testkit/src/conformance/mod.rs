@@ -6,6 +6,7 @@
 
 pub mod appending;
 pub mod audit;
+pub mod clock;
 pub mod consuming;
 pub mod dead_letters;
 pub mod effects;

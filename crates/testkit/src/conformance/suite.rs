@@ -451,6 +451,20 @@ macro_rules! conformance_tests {
                 .await;
         }
 
+        // conformance: issue-4/overflow-same-payload: the same id with the same payload is silent success under any threshold, with another payload IdReused
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_repeated_publish_is_told_by_the_whole_payload() {
+            $crate::conformance::payloads::a_repeated_publish_is_told_by_the_whole_payload($harness)
+                .await;
+        }
+
+        // conformance: issue-4/overflow-note-first: an object is noted before it is put; the append of its event strikes the note off in the same step
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_append_of_an_event_strikes_off_the_note_of_its_object() {
+            $crate::conformance::payloads::the_append_of_an_event_strikes_off_the_note_of_its_object($harness)
+                .await;
+        }
+
         // conformance: issue-4/dlq-notice: an event system.dead_letter is published for each dead letter
         // conformance: omni/dlq-alert: system.dead_letter {eventId, eventType, error} is published, never for a system.* event
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -595,6 +609,25 @@ macro_rules! conformance_tests {
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_duty_is_taken_once() {
             $crate::conformance::retention::a_duty_is_taken_once($harness).await;
+        }
+
+        // conformance: issue-4/retention-clock-doubt: a clock that leaps by more than three days is in doubt until it has gone evenly for a day
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_clock_that_leaps_is_doubted() {
+            $crate::conformance::clock::a_clock_that_leaps_is_doubted($harness).await;
+        }
+
+        // conformance: issue-4/retention-clock-back: a clock that is put right is believed at once
+        // conformance: issue-4/retention-clock-trust: an operator may say that the clock is right
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_clock_put_right_is_believed() {
+            $crate::conformance::clock::a_clock_put_right_is_believed($harness).await;
+        }
+
+        // conformance: issue-4/retention-clock-doubt: the first look is compared with the newest event
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_first_look_goes_by_the_log() {
+            $crate::conformance::clock::the_first_look_goes_by_the_log($harness).await;
         }
 
         // conformance: issue-4/retention-audit: audit records go by an age of their own, never by default, and the trail stays whole

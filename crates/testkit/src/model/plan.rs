@@ -23,7 +23,7 @@ pub(super) const GROUPS: [(&str, &[&str]); 6] = [
     ("late", &["*"]),
 ];
 const TYPES: [&str; 5] = ["a.x", "a.y", "b.x", "c", "system.note"];
-pub(super) const PATIENCE: Duration = Duration::from_secs(20);
+pub(super) const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Runs one random plan and compares the engine with the model throughout. Panics on a difference,
 /// after printing the seed and the last steps.

@@ -9,8 +9,9 @@ use super::{filter, group_or_outbox, in_outbox, why_not};
 use crate::commands::event_id;
 use crate::commands::get::{print_event, shown_whole};
 use crate::open::Target;
-use crate::output::{Output, Table, counted, escaped, shell_word, shortened};
+use crate::output::{Output, Table, counted, escaped, shortened};
 use crate::stop::{Outcome, Stop};
+use crate::suggest::Suggestion;
 use crate::when;
 
 fn cursor(key: &DeadLetterKey) -> String {
@@ -88,24 +89,18 @@ fn say_outbox(dead: u64, target: &Target, output: &mut Output) -> Outcome {
 }
 
 /// The command that shows the next page.
-fn next_page(args: &DlqListArgs, next: &DeadLetterKey, target: &Target) -> String {
-    let mut command = format!("everbus {} dlq list", target.as_option());
-    let mut option = |name: &str, value: Option<String>| {
-        if let Some(value) = value {
-            command.push_str(&format!(" {name} {}", shell_word(&value)));
-        }
-    };
+fn next_page(args: &DlqListArgs, next: &DeadLetterKey, target: &Target) -> Suggestion {
     let filter = &args.filter;
-    option("--type", filter.pattern.as_ref().map(ToString::to_string));
-    option("--group", filter.group.as_ref().map(ToString::to_string));
-    option("--since", filter.since.map(|time| time.to_string()));
-    option("--until", filter.until.map(|time| time.to_string()));
-    option("--tenant", filter.tenant.clone());
-    option("--handler", filter.handler.clone());
-    option("--error", filter.error.clone());
-    option("--limit", Some(args.limit.to_string()));
-    option("--after", Some(cursor(next)));
-    command
+    Suggestion::new(target, "dlq list")
+        .option("--type", filter.pattern.as_ref())
+        .option("--group", filter.group.as_ref())
+        .option("--since", filter.since)
+        .option("--until", filter.until)
+        .option("--tenant", filter.tenant.as_ref())
+        .option("--handler", filter.handler.as_ref())
+        .option("--error", filter.error.as_ref())
+        .option("--limit", Some(args.limit))
+        .option("--after", Some(cursor(next)))
 }
 
 pub(super) async fn show(

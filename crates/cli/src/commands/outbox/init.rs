@@ -12,10 +12,10 @@ use crate::output::{Output, escaped};
 use crate::stop::Outcome;
 
 pub(super) const INIT_HELP: &str = "\
-A service in any language writes its events with INSERT INTO event_outbox, in the transaction of the data
-they are about; `everbus outbox relay --outbox FILE` publishes them. The tables are made all together or
-not at all, and what is there already is left as it is. With --print-sql they can be part of the service's
-own migrations: everbus outbox init --print-sql | sqlite3 shop.db";
+A service in any language writes its events with INSERT INTO event_outbox, in the transaction of \
+the data they are about; `everbus outbox relay --outbox FILE` publishes them. The tables are made \
+all together or not at all, and what is there already is left as it is. With --print-sql they can \
+be part of the service's own migrations: everbus outbox init --print-sql | sqlite3 shop.db";
 
 #[derive(Debug, Args)]
 pub(crate) struct InitArgs {

@@ -19,6 +19,7 @@ use crate::files;
 use crate::open::{Target, blocking, close, refuse_directory_name};
 use crate::output::{Output, Table, counted, escaped, grouped, shell_word, shortened};
 use crate::stop::{Outcome, Stop};
+use crate::values::parse_page;
 use crate::when;
 
 #[derive(Debug, Subcommand)]
@@ -49,9 +50,9 @@ pub(crate) struct FailedArgs {
     #[command(flatten)]
     which: WhichArgs,
 
-    /// At most this many
-    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=10_000), allow_negative_numbers = true)]
-    limit: u32,
+    /// At most this many, up to 10000
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = parse_page, allow_negative_numbers = true)]
+    limit: usize,
 }
 
 #[derive(Debug, Args)]
@@ -234,7 +235,7 @@ async fn status(source: &dyn OutboxSource, output: &mut Output) -> Outcome {
 }
 
 async fn failed(args: &FailedArgs, source: &dyn OutboxSource, output: &mut Output) -> Outcome {
-    let rows = source.failed(args.limit as usize).await?;
+    let rows = source.failed(args.limit).await?;
     if output.is_json() {
         return output.json(&rows);
     }

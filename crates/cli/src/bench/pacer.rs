@@ -1,0 +1,132 @@
+//! A publisher that keeps its rate whatever happens: it never waits for one publish before the next, so a
+//! stall is felt by everything that should have been published meanwhile, and counted as often.
+
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use everbus::Bus;
+use everbus_core::{Error, Result};
+use tokio::task::JoinSet;
+
+use super::sample::{self, Maker, TYPE};
+use crate::stop::Outcome;
+
+/// What goes on beside a publish.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Quiet,
+    Removing,
+    Shrinking,
+}
+
+const KINDS: usize = 3;
+const NONE: u8 = u8::MAX;
+
+/// Says as what the publishes count that begin now.
+#[derive(Clone)]
+pub(super) struct Switch(Arc<AtomicU8>);
+
+impl Switch {
+    pub(super) fn count_as(&self, kind: Option<Kind>) {
+        self.0
+            .store(kind.map_or(NONE, |kind| kind as u8), Ordering::Relaxed);
+    }
+}
+
+/// Latencies by kind.
+type Latencies = [Vec<Duration>; KINDS];
+
+/// Publishes at a steady rate and notes how long each publish took.
+pub(super) struct Pacer {
+    switch: Switch,
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<JoinSet<Result<()>>>,
+    took: Arc<Mutex<Latencies>>,
+}
+
+impl Pacer {
+    /// Publishes in a second.
+    pub(super) const RATE: u32 = 500;
+
+    pub(super) fn start(bus: &Bus) -> Self {
+        let (stop, switch) = (Arc::default(), Switch(Arc::new(AtomicU8::new(NONE))));
+        let took: Arc<Mutex<Latencies>> = Arc::default();
+        let round = Round {
+            bus: bus.clone(),
+            maker: Maker::new(TYPE),
+            switch: switch.clone(),
+            took: took.clone(),
+        };
+        // A thread of its own: the timers of the runtime are too coarse, and may wait for its work.
+        let (stopped, runtime) = (Arc::clone(&stop), tokio::runtime::Handle::current());
+        let thread = std::thread::spawn(move || round.keep_on(&runtime, &stopped));
+        Self {
+            switch,
+            stop,
+            thread,
+            took,
+        }
+    }
+
+    pub(super) fn switch(&self) -> Switch {
+        self.switch.clone()
+    }
+
+    pub(super) fn count_as(&self, kind: Option<Kind>) {
+        self.switch.count_as(kind);
+    }
+
+    /// Ends once everything was answered: the latencies of each [`Kind`], in that order.
+    pub(super) async fn stop(self) -> Outcome<Latencies> {
+        self.stop.store(true, Ordering::Relaxed);
+        let ended = || sample::wrong("the publisher ended early".to_owned());
+        let publishes =
+            crate::open::blocking(move || self.thread.join().map_err(|_| Error::shutdown()));
+        let publishes = publishes.await.map_err(|_| ended())?;
+        for published in publishes.join_all().await {
+            published?;
+        }
+        let mut took = self.took.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(std::mem::take(&mut *took))
+    }
+}
+
+struct Round {
+    bus: Bus,
+    maker: Maker,
+    switch: Switch,
+    took: Arc<Mutex<Latencies>>,
+}
+
+impl Round {
+    fn keep_on(
+        self,
+        runtime: &tokio::runtime::Handle,
+        stopped: &AtomicBool,
+    ) -> JoinSet<Result<()>> {
+        let period = Duration::from_secs(1) / Pacer::RATE;
+        let (mut publishes, mut next) = (JoinSet::new(), Instant::now());
+        while !stopped.load(Ordering::Relaxed) {
+            next += period;
+            std::thread::sleep(next.saturating_duration_since(Instant::now()));
+            let (event, bus, took) = (self.maker.event(), self.bus.clone(), self.took.clone());
+            let kind = usize::from(self.switch.0.load(Ordering::Relaxed));
+            let called = Instant::now();
+            publishes.spawn_on(
+                async move {
+                    bus.publish(event?).await?;
+                    let latency = called.elapsed();
+                    let mut took = took.lock().unwrap_or_else(PoisonError::into_inner);
+                    if let Some(all) = took.get_mut(kind) {
+                        all.push(latency);
+                    }
+                    Ok(())
+                },
+                runtime,
+            );
+        }
+        publishes
+    }
+}

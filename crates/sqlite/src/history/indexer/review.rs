@@ -1,0 +1,95 @@
+//! Runs of which nothing or little is left, because retention took their events.
+
+use everbus_core::Result;
+
+use super::work::{Standing, Work};
+use crate::errors::from_sqlite;
+use crate::history::merge::{Alive, Merge};
+use crate::history::runs::{self, Applied, Run};
+use crate::rows::{seq_from, to_sql};
+
+/// Rows read between two looks whether the engine closes.
+const ROWS: u64 = 2048;
+/// Positions of a run that are looked at to see how much of it is left.
+const PROBES: u64 = 256;
+/// A run is not written again if so few of those were there at first: it is small by then.
+const PROBES_WITH_EVENTS: u64 = 32;
+
+impl Work {
+    /// Looks for runs of which nothing or little is left.
+    pub(super) fn review(&mut self, standing: &Standing) -> Result<()> {
+        self.review = false;
+        let merging: Vec<i64> = self.merges.iter().flat_map(Merge::replaced).collect();
+        let free = |run: &&Run| !merging.contains(&run.id);
+        let mut gone = false;
+        for run in standing.runs.iter().filter(free) {
+            self.check_open()?;
+            if runs::is_gone(&self.reader.conn, run)? {
+                gone |= Some(run.hi) != standing.covered;
+            } else if self.seems_sparse(run)?
+                && let Some(merge) = self.without_gone(run)?
+            {
+                self.merges.push(merge);
+            }
+        }
+        if gone {
+            self.job(|writer| writer.forget_history().map(|()| Applied::Done(0)))?;
+            self.review = false;
+        }
+        Ok(())
+    }
+
+    /// Whether less than half of the events seem to be left, by looking at some positions.
+    fn seems_sparse(&mut self, run: &Run) -> Result<bool> {
+        let width = run.hi - run.lo + 1;
+        let probes = width.min(PROBES);
+        // Neither product comes near the limit of what fits.
+        let expected = probes.saturating_mul(run.events) / width;
+        if expected < PROBES_WITH_EVENTS.min(probes / 8) || expected == 0 {
+            return Ok(false);
+        }
+        let conn = &self.reader.conn;
+        let mut statement = conn
+            .prepare_cached("SELECT 1 FROM log WHERE seq = ?1")
+            .map_err(|e| from_sqlite("reading the log", e))?;
+        let mut found = 0;
+        for probe in 0..probes {
+            let seq = run.lo + probe * width / probes;
+            let there = statement.exists([to_sql(seq)]);
+            found += u64::from(there.map_err(|e| from_sqlite("reading the log", e))?);
+        }
+        Ok(found * 2 < expected)
+    }
+
+    /// A merge that leaves out what is gone, if that is more than half.
+    fn without_gone(&mut self, run: &Run) -> Result<Option<Merge>> {
+        let doing = |e| from_sqlite("reading the log", e);
+        let mut alive = Alive::new(run);
+        let (mut left, mut after) = (0, run.lo.saturating_sub(1));
+        loop {
+            self.check_open()?;
+            let mut statement = self
+                .reader
+                .conn
+                .prepare_cached(
+                    "SELECT seq FROM log WHERE seq > ?1 AND seq <= ?2 ORDER BY seq LIMIT ?3",
+                )
+                .map_err(doing)?;
+            let mut rows = statement
+                .query((to_sql(after), to_sql(run.hi), to_sql(ROWS)))
+                .map_err(doing)?;
+            let mut read = 0;
+            while let Some(row) = rows.next().map_err(doing)? {
+                after = seq_from(row.get(0).map_err(doing)?);
+                alive.set(after);
+                read += 1;
+            }
+            left += read;
+            if read < ROWS {
+                break;
+            }
+        }
+        let sparse = left * 2 < run.events;
+        Ok(sparse.then(|| Merge::again(run, left, alive, self.tuning.block)))
+    }
+}

@@ -1,0 +1,56 @@
+//! What the file knows about the clock: one record that every look renews, whoever looks.
+
+use everbus_core::{ClockDoubt, ClockRecord, Code, Error, Result, Timestamp};
+use rusqlite::{Connection, OptionalExtension};
+
+use crate::errors::from_sqlite;
+use crate::writer::Writer;
+
+const KEY: &str = "clock";
+
+impl Writer {
+    /// Notes what the clock says now: whether it is in doubt.
+    pub(crate) fn look_at_clock(&mut self) -> Result<Option<ClockDoubt>> {
+        let record = look(&self.conn, self.clock.now())?;
+        self.note_clock(&record)?;
+        Ok(record.doubt)
+    }
+
+    /// Notes that the clock is right.
+    pub(crate) fn trust_clock(&mut self) -> Result<()> {
+        self.note_clock(&ClockRecord::certain(self.clock.now()))
+    }
+
+    fn note_clock(&self, record: &ClockRecord) -> Result<()> {
+        let text = serde_json::to_string(record)
+            .map_err(|e| Error::new(Code::Internal, format!("noting the time: {e}")))?;
+        self.conn
+            .prepare_cached("INSERT OR REPLACE INTO meta (key, value) VALUES (?1, ?2)")
+            .and_then(|mut s| s.execute((KEY, text)))
+            .map(drop)
+            .map_err(|e| from_sqlite("noting the time", e))
+    }
+}
+
+/// What a look at this moment finds; nothing is changed.
+pub(crate) fn look(conn: &Connection, now: Timestamp) -> Result<ClockRecord> {
+    let newest: Option<i64> = conn
+        .prepare_cached("SELECT received_at FROM log ORDER BY seq DESC LIMIT 1")
+        .and_then(|mut s| s.query_row([], |r| r.get(0)).optional())
+        .map_err(|e| from_sqlite("reading the newest event", e))?;
+    let newest = newest.map(Timestamp::from_micros);
+    Ok(ClockRecord::look(recorded(conn)?, newest, now))
+}
+
+/// What the last look found.
+pub(crate) fn recorded(conn: &Connection) -> Result<Option<ClockRecord>> {
+    let text: Option<String> = conn
+        .prepare_cached("SELECT value FROM meta WHERE key = ?1")
+        .and_then(|mut s| s.query_row([KEY], |r| r.get(0)).optional())
+        .map_err(|e| from_sqlite("looking what is known of the clock", e))?;
+    let record = text.map(|text| serde_json::from_str(&text)).transpose();
+    record.map_err(|e| {
+        let what = format!("the record of the clock is damaged: {e}");
+        Error::new(Code::Corrupt, what)
+    })
+}

@@ -1,0 +1,274 @@
+//! Patient work, such as retention: it goes after everybody else, leaves the writer free for as long as it
+//! held it, and does the writing back of the write-ahead log, so that hardly anybody else waits for that.
+//!
+//! Work that is *lazy* besides is not synced to the disk on its own. The write-ahead log keeps the order, so it
+//! becomes durable with whatever is synced next; if the power fails before, it has not happened and is done
+//! again.
+
+use std::time::{Duration, Instant};
+
+use everbus_core::Result;
+use rusqlite::Connection;
+
+use super::Writer;
+use crate::Durable;
+use crate::errors::from_sqlite;
+use crate::queue::Command;
+
+/// What is patient is put off so many times in a row, while others have something to do.
+const PUT_OFF: u32 = 4;
+/// It leaves the writer alone after each piece if others were there within this time,
+const ACTIVE: Duration = Duration::from_secs(1);
+/// and for at most so long.
+const LONGEST_REST: Duration = Duration::from_millis(2);
+/// Pages in the write-ahead log at which it is written back: usually, by patient work (in portions so small
+/// that nobody waits long for one), and while the disk is nearly full.
+const CHECKPOINT: u32 = 1000;
+const SMALL_CHECKPOINT: u32 = 128;
+const SAVING_CHECKPOINT: u32 = 50;
+
+/// How a transaction treats the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Mode {
+    synced: bool,
+    checkpoint: u32,
+}
+
+impl Mode {
+    const USUAL: Self = Self {
+        synced: true,
+        checkpoint: CHECKPOINT,
+    };
+}
+
+/// What the writer knows about patience.
+pub(super) struct Patience {
+    /// How often patient work was put off in a row.
+    put_off: u32,
+    /// When anybody else was there last.
+    others_at: Option<Instant>,
+    /// Until when it leaves the writer alone.
+    rest_until: Option<Instant>,
+    durability: Durable,
+    mode: Mode,
+    saving_room: bool,
+}
+
+impl Patience {
+    pub(super) fn new(durability: Durable) -> Self {
+        Self {
+            put_off: 0,
+            others_at: None,
+            rest_until: None,
+            durability,
+            mode: Mode::USUAL,
+            saving_room: false,
+        }
+    }
+
+    /// Sets the connection up for the next transaction. If this fails, nothing may be acknowledged.
+    fn switch(&mut self, conn: &Connection, mode: Mode) -> Result<()> {
+        let doing = |e| from_sqlite("preparing a transaction", e);
+        if mode.synced != self.mode.synced && self.durability == Durable::Full {
+            let level = if mode.synced { "FULL" } else { "NORMAL" };
+            conn.pragma_update(None, "synchronous", level)
+                .map_err(doing)?;
+        }
+        self.mode.synced = mode.synced;
+        if mode.checkpoint != self.mode.checkpoint {
+            conn.pragma_update(None, "wal_autocheckpoint", mode.checkpoint)
+                .map_err(doing)?;
+        }
+        self.mode.checkpoint = mode.checkpoint;
+        Ok(())
+    }
+
+    /// Whether the transaction under way is not synced: nothing may be handed out in it.
+    pub(super) fn is_lazy(&self) -> bool {
+        !self.mode.synced
+    }
+}
+
+impl Writer {
+    /// How much longer everything that is queued leaves the writer alone.
+    pub(super) fn rest(&self) -> Duration {
+        let until = self.patience.rest_until;
+        let left = until.map_or(Duration::ZERO, |until| {
+            until.saturating_duration_since(Instant::now())
+        });
+        if self.backlog.iter().all(Command::is_patient) {
+            left
+        } else {
+            Duration::ZERO
+        }
+    }
+
+    /// Keeps patient work out of a transaction in which somebody else waits, a few times.
+    pub(super) fn without_patient(&mut self, mut batch: Vec<Command>) -> Vec<Command> {
+        let patient = batch.iter().filter(|c| c.is_patient()).count();
+        if patient < batch.len() {
+            self.patience.others_at = Some(Instant::now());
+        }
+        if patient == 0 {
+            return batch;
+        }
+        if patient == batch.len() || self.patience.put_off >= PUT_OFF {
+            self.patience.put_off = 0;
+            return batch;
+        }
+        self.patience.put_off += 1;
+        let later: Vec<Command> = batch.extract_if(.., |c| c.is_patient()).collect();
+        self.backlog.splice(0..0, later);
+        batch
+    }
+
+    /// One round, as patient as all of it is.
+    pub(super) fn turn_patiently(&mut self, batch: Vec<Command>) -> Result<()> {
+        let patient = !batch.is_empty() && batch.iter().all(Command::is_patient);
+        // Whatever is due beside it has to be durable.
+        let lazy = patient && batch.iter().all(Command::is_lazy) && !self.has_work();
+        let usual = if patient {
+            SMALL_CHECKPOINT
+        } else {
+            CHECKPOINT
+        };
+        let mode = Mode {
+            synced: !lazy,
+            checkpoint: if self.patience.saving_room {
+                SAVING_CHECKPOINT
+            } else {
+                usual
+            },
+        };
+        if let Err(error) = self.patience.switch(&self.conn, mode) {
+            batch.into_iter().for_each(|c| c.fail(error.clone()));
+            return Err(error);
+        }
+        let began = Instant::now();
+        let done = self.turn(batch);
+        let others = self.patience.others_at;
+        if patient && others.is_some_and(|at| at.elapsed() < ACTIVE) {
+            let rest = began.elapsed().min(LONGEST_REST);
+            self.patience.rest_until = Some(Instant::now() + rest);
+        }
+        done
+    }
+
+    /// From here on every commit is synced.
+    pub(super) fn sync_all(&mut self) -> Result<()> {
+        self.patience.switch(&self.conn, Mode::USUAL)
+    }
+
+    /// While the disk is nearly full, the write-ahead log is written back often, so that it is used
+    /// again from its beginning and the acks and dead letters that follow need hardly more room.
+    pub(super) fn save_room(&mut self, save: bool) {
+        if save != self.patience.saving_room {
+            self.patience.saving_room = save;
+            let mode = Mode {
+                checkpoint: if save { SAVING_CHECKPOINT } else { CHECKPOINT },
+                ..self.patience.mode
+            };
+            // The next transaction sets it in any case.
+            let _ = self.patience.switch(&self.conn, mode);
+        }
+        if save {
+            // If even this finds no room, the acks will say so.
+            let _ = self
+                .conn
+                .query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Options;
+
+    fn setting(writer: &mut Writer, name: &str) -> Result<i64> {
+        writer
+            .conn
+            .query_row(&format!("PRAGMA {name}"), [], |r| r.get(0))
+            .map_err(|e| from_sqlite("reading a setting", e))
+    }
+
+    fn settings(writer: &mut Writer) -> Result<(i64, i64)> {
+        Ok((
+            setting(writer, "synchronous")?,
+            setting(writer, "wal_autocheckpoint")?,
+        ))
+    }
+
+    const FULL: i64 = 2;
+    const NORMAL: i64 = 1;
+
+    // conformance: issue-4/retention-lazy: only lazy work is not synced; whatever comes after it is
+    #[tokio::test]
+    async fn only_what_is_lazy_is_not_synced() {
+        let dir = tempfile::tempdir().unwrap();
+        let handle = crate::engine::start(&dir.path().join("a.db"), Options::default()).unwrap();
+        let (usual, small) = (i64::from(CHECKPOINT), i64::from(SMALL_CHECKPOINT));
+        for _ in 0..3 {
+            assert_eq!(handle.job(settings).await.unwrap(), (FULL, usual));
+            // Other threads of the engine may be in the same transaction; then it is tried again.
+            while handle.lazy_job(settings).await.unwrap() != (NORMAL, small) {}
+            while handle.patient_job(settings).await.unwrap() != (FULL, small) {}
+            while handle.lazy_job(settings).await.unwrap() != (NORMAL, small) {}
+        }
+        // One that waits with somebody else is not alone. The writer is held until both are there.
+        let (go, wait) = std::sync::mpsc::channel::<()>();
+        let held = handle.job(move |_| Ok(wait.recv().is_ok()));
+        let (mut lazy, mut other) = (Vec::new(), Vec::new());
+        for _ in 0..20 {
+            lazy.push(handle.lazy_job(settings));
+            other.push(handle.job(settings));
+        }
+        drop(go);
+        held.await.unwrap();
+        for job in other {
+            assert_eq!(job.await.unwrap(), (FULL, usual), "never without a sync");
+        }
+        for job in lazy {
+            job.await.unwrap();
+        }
+        assert_eq!(handle.job(settings).await.unwrap().0, FULL);
+        handle.queue.close(true);
+    }
+
+    // conformance: issue-4/retention-lazy: a bus that does without syncs by its setting stays as it is
+    #[tokio::test]
+    async fn the_durability_that_was_asked_for_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let options = Options {
+            durability: Durable::Normal,
+            ..Options::default()
+        };
+        let handle = crate::engine::start(&dir.path().join("a.db"), options).unwrap();
+        for _ in 0..2 {
+            assert_eq!(handle.job(settings).await.unwrap().0, NORMAL);
+            assert_eq!(handle.lazy_job(settings).await.unwrap().0, NORMAL);
+        }
+        handle.queue.close(true);
+    }
+
+    // conformance: issue-4/retention-rests: patient work leaves the writer alone for as long as it held it, while others are there
+    #[tokio::test]
+    async fn patient_work_rests_while_others_are_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let handle = crate::engine::start(&dir.path().join("a.db"), Options::default()).unwrap();
+        let rest = |writer: &mut Writer| Ok(writer.patience.rest_until);
+        // Somebody was; on a slow machine that may be too long ago by then, and is tried again.
+        let until = loop {
+            handle.job(|_| Ok(())).await.unwrap();
+            let work = handle.lazy_job(|_| Ok(std::thread::sleep(LONGEST_REST)));
+            work.await.unwrap();
+            if let Some(until) = handle.job(rest).await.unwrap() {
+                break until;
+            }
+        };
+        // It is over before the next one runs.
+        let next = handle.lazy_job(|_| Ok(Instant::now())).await.unwrap();
+        assert!(next >= until);
+        handle.queue.close(true);
+    }
+}

@@ -1,0 +1,95 @@
+//! A clock that leaps ahead is not believed at once when things go by their age.
+
+use std::time::Duration;
+
+use everbus_core::{Clock as _, ClockRecord, Maintenance};
+
+use super::{Harness, Stage};
+
+const HOUR: Duration = Duration::from_secs(3600);
+const DAY: Duration = Duration::from_secs(24 * 3600);
+
+async fn is_doubted(maintenance: &dyn Maintenance) -> bool {
+    maintenance.look_at_clock().await.unwrap().is_some()
+}
+
+/// After a leap the clock is in doubt until it was seen going evenly for a day, also across a restart.
+pub async fn a_clock_that_leaps_is_doubted<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    if stage.engine().maintenance().is_err() || !stage.harness().virtual_time() {
+        return;
+    }
+    stage.publish("a").await;
+    let before = stage.clock.now();
+    {
+        let maintenance = stage.engine().maintenance().unwrap();
+        assert!(!is_doubted(maintenance).await);
+        stage.advance(30 * DAY).await;
+        // Whoever asks is told, and changes nothing.
+        let held = maintenance.holdings().await.unwrap();
+        assert_eq!(held.clock.unwrap().before, before);
+        stage.publish("a").await;
+        let doubt = maintenance.look_at_clock().await.unwrap().unwrap();
+        assert_eq!((doubt.before, doubt.found), (before, stage.clock.now()));
+        assert_eq!(doubt.left(), ClockRecord::PROOF);
+    }
+    if stage.survives_restart() {
+        stage.restart().await;
+    }
+    let maintenance = stage.engine().maintenance().unwrap();
+    for hour in 1..24 {
+        stage.advance(HOUR).await;
+        assert!(is_doubted(maintenance).await, "after {hour} hours");
+        let held = maintenance.holdings().await.unwrap();
+        assert_eq!(held.clock.unwrap().left(), (24 - hour) * HOUR);
+    }
+    let report = maintenance.check().await.unwrap();
+    let told = report.findings.iter().find(|f| f.check == "clock").unwrap();
+    assert!(told.ok && told.detail.contains("in doubt"), "{told:?}");
+    stage.advance(HOUR).await;
+    assert!(!is_doubted(maintenance).await);
+    assert_eq!(maintenance.holdings().await.unwrap().clock, None);
+    // Nights and weekends are no leaps.
+    stage.advance(ClockRecord::LEAP).await;
+    assert!(!is_doubted(maintenance).await);
+}
+
+/// A doubt ends when the clock is put right, or when somebody says that it is.
+pub async fn a_clock_put_right_is_believed<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let Ok(maintenance) = stage.engine().maintenance() else {
+        return;
+    };
+    if !stage.harness().virtual_time() {
+        return;
+    }
+    let right = stage.clock.now();
+    assert!(!is_doubted(maintenance).await, "there is nothing yet");
+    stage.advance(30 * DAY).await;
+    assert!(is_doubted(maintenance).await);
+    stage.clock.set(right.plus(HOUR));
+    assert!(!is_doubted(maintenance).await);
+    stage.advance(30 * DAY).await;
+    assert!(is_doubted(maintenance).await);
+    maintenance.trust_clock().await.unwrap();
+    assert!(!is_doubted(maintenance).await);
+    stage.advance(30 * DAY).await;
+    assert!(is_doubted(maintenance).await, "that was about another leap");
+}
+
+/// A store nobody has looked at yet has its newest event to go by.
+pub async fn the_first_look_goes_by_the_log<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let Ok(maintenance) = stage.engine().maintenance() else {
+        return;
+    };
+    if !stage.harness().virtual_time() {
+        return;
+    }
+    stage.publish("a").await;
+    stage.advance(DAY).await;
+    let newest = stage.publish("a").await.received_at;
+    stage.advance(4 * DAY).await;
+    let doubt = maintenance.look_at_clock().await.unwrap().unwrap();
+    assert_eq!(doubt.before, newest);
+}
