@@ -236,7 +236,19 @@ fn print(verdict: &AuditVerdict, output: &mut Output) -> Outcome {
     match &verdict.broken {
         Some(broken) => {
             output.line(format!("BROKEN: {}", escaped(&broken.problem)))?;
-            output.line(format!("{verified} before that verified"))?;
+            output.line(match (broken.seq, verdict.first) {
+                // The trail begins behind the break.
+                (Some(seq), Some(first)) if seq < first => {
+                    format!("{verified} after that verified")
+                }
+                (Some(seq), Some(first)) => {
+                    // The record itself may fit the one before it, and yet not be what was written.
+                    let before = verdict.verified.min(seq - first);
+                    format!("{} before that verified", counted(before, "record"))
+                }
+                // There are no records, or what is wrong is not one.
+                _ => format!("{verified} verified"),
+            })?;
         }
         None => {
             output.line(format!("the audit trail is whole: {verified}"))?;
