@@ -89,7 +89,7 @@ async fn main() -> everbus::Result<()> {
         .concurrency(1) // so that the lines below come in order
         .retry_with(|policy| policy.max_retries(5).base_delay(Duration::from_millis(20)))
         .timeout(Duration::from_secs(30))
-        .breaker(BreakerPolicy::default().open_for(Duration::from_millis(200)))
+        .breaker(BreakerPolicy::default().open_for(Duration::from_secs(1)))
         .criticality(Criticality::Critical); // while the breaker is open, orders wait
     bus.mount(
         Router::new()

@@ -83,7 +83,8 @@ fn test(arguments: &[String]) -> Result<(), Failed> {
     }
     tools::install()?;
     tools::install_servers();
-    let tests = Cargo::new(&["test", "--workspace", "--all-features"]).run_tests();
+    let tests = ["test", "--workspace", "--all-features", "--no-fail-fast"];
+    let tests = Cargo::new(&tests).run_tests();
     let table = conformance::check(&root());
     let chaos = if campaign && tests.is_ok() {
         chaos_for(60)

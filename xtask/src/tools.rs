@@ -2,8 +2,14 @@
 //! the files as any other program would), and where it can be had a server that speaks S3.
 
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use crate::run::Failed;
+
+/// How often something is fetched from elsewhere before that counts as failed.
+const TRIES: u32 = 4;
+/// Before the second try; twice as long before each further one.
+const PAUSE: Duration = Duration::from_secs(3);
 
 struct Tool {
     program: &'static str,
@@ -38,14 +44,18 @@ pub(crate) fn install() -> Result<(), Failed> {
     }
     if is_root() && works("apt-get", "--version") {
         println!("> apt-get install {}", packages.join(" "));
-        succeed(Command::new("apt-get").arg("update"))?;
-        let install = ["install", "--yes", "--no-install-recommends"];
-        succeed(
-            Command::new("apt-get")
-                .env("DEBIAN_FRONTEND", "noninteractive")
-                .args(install)
-                .args(&packages),
-        )?;
+        // A mirror may be slow or a moment away, and another program may hold the lock.
+        repeatedly("installing packages", PAUSE, || {
+            // What is known of the packages may be good enough without this.
+            let updated = succeed(apt_get().arg("update"));
+            let install = ["install", "--yes", "--no-install-recommends"];
+            succeed(apt_get().args(install).args(&packages)).map_err(|failed| match &updated {
+                Ok(()) => failed,
+                Err(before) => Failed::new(format!("{before}; {failed}")),
+            })
+        })
+        // What is missing is said below, with what to do about it.
+        .unwrap_or_else(|failed| println!("{failed}"));
     }
     let lines: Vec<String> = missing()
         .map(|tool| format!("  {}: {}", tool.program, tool.why))
@@ -69,17 +79,69 @@ pub(crate) fn install_servers() {
     if works("moto_server", "--help") {
         return;
     }
-    if is_root() && works("python3", "-mpip") {
-        println!("> pip install moto[server]");
-        let install = ["-m", "pip", "install", "--quiet", "moto[server]"];
-        // Whether it worked is seen below.
-        let _ = Command::new("python3").args(install).status();
-    }
+    let why_not = if !is_root() {
+        "nothing is installed for anybody but root".to_owned()
+    } else if !works("python3", "-mpip") {
+        "python3 has no pip here".to_owned()
+    } else {
+        println!("> pip install {MOTO}");
+        let installed = repeatedly("installing moto", PAUSE, || succeed(&mut pip_install()));
+        installed.err().map_or_else(
+            || "its programs are not on the PATH".to_owned(),
+            |failed| failed.to_string(),
+        )
+    };
     if !works("moto_server", "--help") {
         println!(
-            "moto_server is missing: the tests of overflow to S3 are skipped (pip install 'moto[server]')"
+            "moto_server is missing ({why_not}): the tests of overflow to S3 are skipped, or fail with \
+             EVERBUS_REQUIRE_SERVERS=1 (pip install '{MOTO}')"
         );
     }
+}
+
+/// What speaks S3 in the tests; the next major version may do it differently.
+const MOTO: &str = "moto[server]>=5,<6";
+
+fn pip_install() -> Command {
+    let mut pip = Command::new("python3");
+    pip.args(["-m", "pip", "install", "--quiet", "--no-input"])
+        .args(["--retries", "5", "--timeout", "60", MOTO])
+        // A Python that belongs to the system's packages would refuse, and pip warns of root; one that
+        // knows nothing of that ignores the variables.
+        .env("PIP_BREAK_SYSTEM_PACKAGES", "1")
+        .env("PIP_ROOT_USER_ACTION", "ignore");
+    pip
+}
+
+fn apt_get() -> Command {
+    let mut apt_get = Command::new("apt-get");
+    apt_get.env("DEBIAN_FRONTEND", "noninteractive").args([
+        "-o",
+        "Acquire::Retries=3",
+        "-o",
+        "DPkg::Lock::Timeout=300",
+    ]);
+    apt_get
+}
+
+/// Does something again, after a pause that grows, if it failed.
+fn repeatedly(
+    what: &str,
+    mut pause: Duration,
+    mut attempt: impl FnMut() -> Result<(), Failed>,
+) -> Result<(), Failed> {
+    for _ in 1..TRIES {
+        let Err(failed) = attempt() else {
+            return Ok(());
+        };
+        println!("{what}: {failed}; another try in {pause:?}");
+        std::thread::sleep(pause);
+        pause *= 2;
+    }
+    attempt().map_err(|failed| {
+        let text = format!("{what} failed {TRIES} times; the last time: {failed}");
+        Failed::new(text)
+    })
 }
 
 fn works(program: &str, probe: &str) -> bool {
@@ -105,5 +167,29 @@ fn succeed(command: &mut Command) -> Result<(), Failed> {
         Ok(status) if status.success() => Ok(()),
         Ok(status) => Err(Failed::new(format!("{shown} failed ({status})"))),
         Err(e) => Err(Failed::new(format!("cannot run {shown}: {e}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_fails_is_tried_again_and_not_for_ever() {
+        for (failures, expected) in [(0, 1), (2, 3), (TRIES - 1, TRIES), (99, TRIES)] {
+            let mut tried = 0;
+            let done = repeatedly("a test", Duration::ZERO, || {
+                tried += 1;
+                if tried > failures {
+                    Ok(())
+                } else {
+                    Err(Failed::new("no answer"))
+                }
+            });
+            assert_eq!((tried, done.is_ok()), (expected, failures < TRIES));
+            if let Err(failed) = done {
+                assert!(failed.to_string().ends_with("the last time: no answer"));
+            }
+        }
     }
 }

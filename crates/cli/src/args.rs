@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
-use everbus_core::{GroupName, Pattern, StartFrom};
+use everbus_core::{Entity, GroupName, Pattern, StartFrom};
 
 use crate::commands::audit::AuditCommand;
 use crate::commands::dlq::DlqCommand;
@@ -24,22 +24,30 @@ Exit codes:
   4    refused for now: in use or locked, disk full, or nothing can be written
   130  interrupted with Ctrl-C before the work was done
 
-Every command needs to write to the file and its directory, those that only look too: SQLite keeps
-its -wal and -shm files there, and a program that opens the file recovers what a dead one left.
+Every command needs to write to the file and its directory, those that only look too: SQLite \
+keeps its -wal and -shm files there, and a program that opens the file recovers what a dead one \
+left.
 
-Environment: EVERBUS_DB and EVERBUS_BROKER choose the file or engine, EVERBUS_CONFIG the configuration
-file that does if neither is set, EVERBUS_MAX_PAYLOAD the largest payload, EVERBUS_LOG what is logged
-(for example EVERBUS_LOG=everbus=debug), EVERBUS_ACTOR who does it, for the audit trail. A flag is stronger than any of them.";
+Environment: EVERBUS_DB and EVERBUS_BROKER choose the file or engine, EVERBUS_CONFIG the \
+configuration file that does if neither is set, EVERBUS_MAX_PAYLOAD the largest payload, \
+EVERBUS_LOG what is logged (for example EVERBUS_LOG=everbus=debug), EVERBUS_ACTOR who does it, \
+for the audit trail. A flag is stronger than any of them.";
 
 const CHECK_HELP: &str = "\
-`everbus check` verifies the file that holds the events. `everbus check --config everbus.yaml` reads the
-configuration instead, reports everything that is wrong with it, each with line and column, and warns if
-this build has no engine for its broker. Its variables must be set as for the program that will use it.
-No event is touched and nothing is connected to.";
+`everbus check` verifies the file that holds the events. `everbus check --config everbus.yaml` \
+reads the configuration instead, reports everything that is wrong with it, each with line and \
+column, and warns if this build has no engine for its broker. Its variables must be set as for \
+the program that will use it. No event is touched and nothing is connected to.";
 
 /// Reliable events in a file: publish, follow, and repair what failed.
 #[derive(Debug, Parser)]
-#[command(name = "everbus", version, after_help = EXIT_CODES, max_term_width = 100)]
+#[command(
+    name = "everbus",
+    version,
+    after_help = EXIT_CODES,
+    max_term_width = 100,
+    next_help_heading = "Options of every command"
+)]
 pub(crate) struct Args {
     /// The file that holds the events [env: EVERBUS_DB] [default: everbus.db]
     // The environment is read in `open`, so that a flag beats either variable.
@@ -115,7 +123,7 @@ pub(crate) enum OutputFormat {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Store an event and print its id once it is durable
+    /// Store an event; print its id and its place in the log once it is durable
     Publish(Box<PublishArgs>),
     /// Show events as they come
     Tail(TailArgs),
@@ -153,10 +161,13 @@ pub(crate) enum Command {
     /// Say what is kept for how long, and remove what is old and needed by nobody
     #[command(subcommand)]
     Retention(crate::commands::retention::RetentionCommand),
-    /// Copy the file while it is in use
-    Backup(BackupArgs),
+    /// Copy the file and its objects while it is in use
+    Backup(crate::commands::backup::BackupArgs),
     /// Bring a backup into place as the file named by --db
-    Restore(RestoreArgs),
+    Restore(crate::commands::restore::RestoreArgs),
+    /// Show the objects of large events by whose they are, and remove those of another log
+    #[command(subcommand)]
+    Objects(crate::commands::objects::ObjectsCommand),
     /// Print a completion script for a shell
     Completions {
         /// The shell
@@ -166,10 +177,10 @@ pub(crate) enum Command {
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-With - as the payload, each line of standard input is one payload; empty lines are skipped. What
-commits is printed as it commits. A line that is not a valid payload ends the command with its line
-number and exit code 2; every line before it has been published, no line after it. Ctrl-C lets what
-is under way commit and prints it; what was printed is stored, and nothing else is.")]
+With - as the payload, each line of standard input is one payload; empty lines are skipped. What \
+commits is printed as it commits. A line that is not a valid payload ends the command with its \
+line number and exit code 2; every line before it has been published, no line after it. Ctrl-C \
+lets what is under way commit and prints it; what was printed is stored, and nothing else is.")]
 pub(crate) struct PublishArgs {
     /// The type of the event, for example order.placed
     #[arg(value_name = "TYPE")]
@@ -202,7 +213,7 @@ pub(crate) struct PublishArgs {
 
     /// The thing it is about
     #[arg(long, value_name = "TYPE:ID", value_parser = parse_entity)]
-    pub(crate) entity: Option<(String, String)>,
+    pub(crate) entity: Option<Entity>,
 
     /// Ties together everything one request caused
     #[arg(long, value_name = "ID")]
@@ -257,10 +268,10 @@ pub(crate) struct PublishArgs {
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-With --group, an event is handled once it is printed. Into a pipe, events go one by one, and each is
-handled once the reader has taken it out of the pipe: `everbus tail --group g | head -1` takes one
-event. What a reader took and did not use counts as handled all the same; --limit N is the exact way
-to take N events.")]
+With --group, an event is handled once it is printed. Into a pipe, events go one by one, and each \
+is handled once the reader has taken it out of the pipe: `everbus tail --group g | head -1` takes \
+one event. What a reader took and did not use counts as handled all the same; --limit N is the \
+exact way to take N events.")]
 pub(crate) struct TailArgs {
     /// Which types: order.placed, order.*, order.>; everything if none is given
     #[arg(value_name = "PATTERN", value_parser = parse_pattern)]
@@ -359,22 +370,6 @@ pub(crate) struct AsyncapiArgs {
     /// How many of the newest events are looked at for their types
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub(crate) recent: u64,
-}
-
-#[derive(Debug, clap::Args)]
-pub(crate) struct BackupArgs {
-    /// The new file; it must not exist
-    pub(crate) file: PathBuf,
-}
-
-#[derive(Debug, clap::Args)]
-pub(crate) struct RestoreArgs {
-    /// The backup
-    pub(crate) file: PathBuf,
-
-    /// Replace the file named by --db if it exists
-    #[arg(long)]
-    pub(crate) force: bool,
 }
 
 #[cfg(test)]

@@ -7,6 +7,9 @@ use std::time::Duration;
 use everbus_core::{Code, Error, Result};
 use rusqlite::{Connection, ErrorCode, OpenFlags};
 
+/// What the name of the directory of a file's objects ends with.
+pub(crate) const OBJECTS: &str = ".objects";
+
 /// Makes sure that nobody has the file open and that nothing of it is left in a write-ahead log.
 ///
 /// SQLite leaves the write-ahead mode only for the sole user of a file, so asking for that is the
@@ -51,10 +54,10 @@ pub(crate) fn schema_version(path: &Path) -> Option<i32> {
 }
 
 /// What the names of the file and its companions end with, beyond the path: nothing for the file
-/// itself, then the write-ahead log, its index, the head of its audit trail, and the locks of programs
-/// that ended.
+/// itself, then the write-ahead log, its index, the head of its audit trail, the directory of its objects,
+/// and the locks of programs that ended.
 pub(crate) fn companions(path: &Path) -> Vec<String> {
-    let fixed = ["", "-wal", "-shm", ".audit-head", ".audit-lock"];
+    let fixed = ["", "-wal", "-shm", ".audit-head", ".audit-lock", OBJECTS];
     let mut suffixes: Vec<String> = fixed.map(str::to_owned).into();
     let beside = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -77,7 +80,11 @@ pub(crate) fn companions(path: &Path) -> Vec<String> {
 pub(crate) fn remove(path: &Path) -> Result<()> {
     for suffix in companions(path) {
         let file = with_suffix(path, &suffix);
-        std::fs::remove_file(&file).map_err(|e| io_error("cannot remove", &file, e))?;
+        let removed = match suffix == OBJECTS && file.is_dir() {
+            true => std::fs::remove_dir_all(&file),
+            false => std::fs::remove_file(&file),
+        };
+        removed.map_err(|e| io_error("cannot remove", &file, e))?;
     }
     Ok(())
 }
@@ -120,6 +127,16 @@ pub(crate) fn swap(fresh: &Path, target: &Path, old: &Path) -> Result<()> {
     })
 }
 
+/// Makes what happened to the names in the directory of a file durable.
+pub(crate) fn sync_beside(path: &Path) -> Result<()> {
+    let beside = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let synced = std::fs::File::open(beside).and_then(|directory| directory.sync_all());
+    synced.map_err(|e| io_error("cannot make durable what is in", beside, e))
+}
+
 /// Whether both paths lead to the same file, by whatever names.
 pub(crate) fn are_same(one: &Path, other: &Path) -> bool {
     use std::os::unix::fs::MetadataExt as _;
@@ -160,8 +177,10 @@ mod tests {
         for name in ["a.db", "a.db-wal", "a.db-owner-1", "a.db2", "b.db"] {
             std::fs::write(at(name), "").unwrap();
         }
+        std::fs::create_dir_all(at("a.db.objects/events")).unwrap();
         rename(&at("a.db"), &at("c.db")).unwrap();
         assert!(at("c.db-owner-1").exists() && !at("a.db-wal").exists());
+        assert!(at("c.db.objects/events").exists());
         remove(&at("c.db")).unwrap();
         let left = std::fs::read_dir(directory.path()).unwrap();
         assert_eq!(left.count(), 2, "a.db2 and b.db are not ours");

@@ -13,9 +13,11 @@ mod interrupt;
 mod open;
 mod operator;
 mod output;
+mod page;
 mod progress;
 mod reader;
 mod stop;
+mod suggest;
 mod values;
 mod when;
 

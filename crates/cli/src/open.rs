@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use everbus::audit::{Operator, config_used};
 use everbus::config::redacted;
-use everbus::overflow::Objects;
+use everbus::overflow::{Objects, Overflow};
 use everbus::{Bus, Config};
 use everbus_core::{Code, Engine, Error};
 
@@ -216,11 +216,16 @@ impl Target {
 
     /// Where the large parts of the engine's events are.
     pub(crate) fn objects(&self, engine: &Engine) -> Outcome<Option<Arc<Objects>>> {
+        Ok(Objects::open(engine, &self.overflow()?)?)
+    }
+
+    /// Where the large parts of events go, as the configuration says.
+    pub(crate) fn overflow(&self) -> Outcome<Overflow> {
         let configured = match &self.config {
             Some(path) => Config::load(path)?.overflow,
             None => None,
         };
-        Ok(Objects::open(engine, &configured.unwrap_or_default())?)
+        Ok(configured.unwrap_or_default())
     }
 
     /// How long to wait for another program that holds the file.

@@ -11,7 +11,7 @@ use everbus_core::Event;
 use serde::Serialize;
 
 use crate::args::OutputFormat;
-use crate::stop::Outcome;
+use crate::stop::{Outcome, Stop};
 
 /// Where a command prints.
 pub(crate) struct Output {
@@ -33,26 +33,53 @@ impl Output {
 
     /// One line of text that is safe already.
     pub(crate) fn line(&mut self, text: impl AsRef<str>) -> Outcome {
-        self.to.write_all(text.as_ref().as_bytes())?;
+        self.raw(text.as_ref().as_bytes())?;
+        self.raw(b"\n")
+    }
+
+    /// One line of text that is safe already, with a payload in it. The payload may be large: it is
+    /// escaped as it is written, not copied.
+    pub(crate) fn payload_line(&mut self, before: &str, event: &Event, after: &str) -> Outcome {
+        self.to.write_all(before.as_bytes())?;
+        match std::str::from_utf8(event.payload()) {
+            Ok(text) => self.escaping(text)?,
+            Err(_) => self.to.write_all(payload_text(event).as_bytes())?,
+        }
+        self.to.write_all(after.as_bytes())?;
         self.to.write_all(b"\n")?;
         Ok(())
+    }
+
+    fn escaping(&mut self, text: &str) -> io::Result<()> {
+        let mut rest = text;
+        while let Some((at, c)) = rest.char_indices().find(|(_, c)| is_unsafe(*c)) {
+            self.to.write_all(&rest.as_bytes()[..at])?;
+            write!(self.to, "{}", c.escape_default())?;
+            rest = &rest[at + c.len_utf8()..];
+        }
+        self.to.write_all(rest.as_bytes())
     }
 
     /// One JSON value on one line.
     pub(crate) fn json<T: Serialize + ?Sized>(&mut self, value: &T) -> Outcome {
-        serde_json::to_writer(&mut self.to, value).map_err(io::Error::from)?;
-        self.to.write_all(b"\n")?;
-        Ok(())
+        serde_json::to_writer(&mut self.to, value).map_err(|e| unwritten(&e.into()))?;
+        self.raw(b"\n")
     }
 
     pub(crate) fn raw(&mut self, bytes: &[u8]) -> Outcome {
-        self.to.write_all(bytes)?;
-        Ok(())
+        self.to.write_all(bytes).map_err(|e| unwritten(&e))
     }
 
     pub(crate) fn flush(&mut self) -> Outcome {
-        self.to.flush()?;
-        Ok(())
+        self.to.flush().map_err(|e| unwritten(&e))
+    }
+}
+
+/// A reader that went away is no failure; anything else is named.
+fn unwritten(error: &io::Error) -> Stop {
+    match error.kind() {
+        io::ErrorKind::BrokenPipe => Stop::BrokenPipe,
+        _ => Stop::Io(format!("standard output: {error}")),
     }
 }
 

@@ -1,6 +1,9 @@
 //! The values of options and arguments, as text becomes them. Times are in `when`.
 
-use everbus_core::{Cursor, Error, GroupName, Pattern};
+use everbus_core::{AuditHead, Cursor, Entity, Error, GroupName, Pattern};
+
+/// A page of anything has at most this many.
+const MOST_ON_A_PAGE: usize = 10_000;
 
 pub(crate) fn parse_pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
@@ -9,13 +12,19 @@ pub(crate) fn parse_pair(text: &str) -> Result<(String, String), String> {
     }
 }
 
-pub(crate) fn parse_entity(text: &str) -> Result<(String, String), String> {
+pub(crate) fn parse_entity(text: &str) -> Result<Entity, String> {
     match text.split_once(':') {
-        Some((kind, id)) if !kind.is_empty() && !id.is_empty() => {
-            Ok((kind.to_owned(), id.to_owned()))
-        }
+        Some((kind, id)) if !kind.is_empty() && !id.is_empty() => Ok(Entity {
+            kind: kind.to_owned(),
+            id: id.to_owned(),
+        }),
         _ => Err(format!("{text:?} is not TYPE:ID, for example ORDER:42")),
     }
+}
+
+/// The entity as [`parse_entity`] reads it, so that what is shown can be asked for.
+pub(crate) fn entity_text(entity: &Entity) -> String {
+    format!("{}:{}", entity.kind, entity.id)
 }
 
 pub(crate) fn parse_rate(text: &str) -> Result<f64, String> {
@@ -33,6 +42,41 @@ pub(crate) fn parse_count(text: &str) -> Result<u64, String> {
         Ok(n) if n > 0 => Ok(n),
         _ => Err(format!("{text:?} is not a whole number of 1 or more")),
     }
+}
+
+/// Reads a whole number of events per second.
+pub(crate) fn parse_whole_rate(text: &str) -> Result<u32, String> {
+    let bad = || format!("{text:?} is not a whole number of 1 or more");
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(bad)
+}
+
+/// Reads how many are on a page.
+pub(crate) fn parse_page(text: &str) -> Result<usize, String> {
+    let bad = || format!("{text:?} is not a whole number between 1 and {MOST_ON_A_PAGE}");
+    let page = text.parse().ok();
+    page.filter(|n| (1..=MOST_ON_A_PAGE).contains(n))
+        .ok_or_else(bad)
+}
+
+/// Reads how many are left out.
+pub(crate) fn parse_offset(text: &str) -> Result<usize, String> {
+    text.parse()
+        .map_err(|_| format!("{text:?} is not a whole number"))
+}
+
+/// Reads the number of an audit record.
+pub(crate) fn parse_record(text: &str) -> Result<u64, String> {
+    text.parse()
+        .map_err(|_| format!("{text:?} is not the number of a record, as `audit list` prints it"))
+}
+
+/// Reads the head of an audit trail.
+pub(crate) fn parse_head(text: &str) -> Result<AuditHead, String> {
+    text.parse().map_err(|error: Error| {
+        let hint =
+            "give it as `everbus audit head` printed it: a number, a colon and 64 hex digits";
+        format!("{}{HINT}{hint}", error.message())
+    })
 }
 
 /// Reads a number of bytes: `500`, `64k`, `8m`. What is too large is the library's to say.

@@ -18,29 +18,32 @@ use crate::outbox::OutboxSource;
 use crate::payloads::Payloads;
 
 /// An opened engine. Everything above the engines works with this and never asks which one it is.
+///
+/// Every engine moves events. What it cannot do beside that is `None`, and the method of the same name
+/// answers [`Code::Unsupported`].
 #[derive(Clone)]
 pub struct Engine {
     /// Moves events.
     pub broker: Arc<dyn Broker>,
-    /// Reads the log directly, where the engine can.
+    /// Reads the log without a group.
     pub log: Option<Arc<dyn Log>>,
-    /// Keeps dead letters that can be queried, where the engine can.
+    /// Keeps dead letters that can be queried.
     pub dead_letters: Option<Arc<dyn DeadLetters>>,
-    /// Looks after its own file, where it has one.
+    /// Looks after the file, where there is one.
     pub maintenance: Option<Arc<dyn Maintenance>>,
-    /// Remembers what each group has handled, where the engine can.
+    /// Remembers what each group has handled.
     pub inbox: Option<Arc<dyn Inbox>>,
-    /// Can be asked what happened, where the engine can.
+    /// Answers what happened to a tenant, an app or an entity.
     pub history: Option<Arc<dyn History>>,
-    /// Keeps payload stages, where the engine can.
+    /// Keeps payload stages.
     pub payloads: Option<Arc<dyn Payloads>>,
-    /// Keeps an audit trail, where the engine can.
+    /// Keeps an audit trail.
     pub audit: Option<Arc<dyn Audit>>,
-    /// Remembers how far long work has come, where the engine can.
+    /// Remembers how far long work has come.
     pub checkpoints: Option<Arc<dyn Checkpoints>>,
     /// The outbox in the engine's own database, where it has one.
     pub outbox: Option<Arc<dyn OutboxSource>>,
-    /// Knows which objects outlived their events, where the engine can.
+    /// Knows which objects outlived their events.
     pub orphans: Option<Arc<dyn Orphans>>,
     /// The directory in which objects go that are too large for the engine, unless another place is
     /// configured: beside its file, where it has one.

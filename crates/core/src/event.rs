@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
+use sha2::Digest as _;
 
 use crate::builder::EventBuilder;
 use crate::error::{Code, Error, Result};
@@ -118,6 +119,25 @@ pub struct Attributes {
     pub overflow: Option<Box<Overflow>>,
 }
 
+impl Attributes {
+    /// Those of an event that has none.
+    pub const NONE: &'static Self = &Self {
+        source: None,
+        app: None,
+        tenant: None,
+        entity: None,
+        key: None,
+        correlation_id: None,
+        causation_id: None,
+        trace: None,
+        metadata: BTreeMap::new(),
+        content_type: None,
+        foreign_id: None,
+        expires_at: None,
+        overflow: None,
+    };
+}
+
 /// Where the large part of a payload was put, and how the payload is made whole again: in the payload
 /// that the event carries, each `null` at a known place stands for a part of the object.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -130,6 +150,11 @@ pub struct Overflow {
     pub size: u64,
     /// The SHA-256 of the object, in hex.
     pub sha256: String,
+    /// The length of the whole payload in bytes.
+    pub payload_size: u64,
+    /// The SHA-256 of the whole payload, in hex. A repeated publish is told by it, whatever was moved
+    /// the first time and the second.
+    pub payload_sha256: String,
     /// The parts that were moved, in the order of the payload. None at all: the object is the payload,
     /// and the event carries `null`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -395,8 +420,7 @@ impl Event {
 
     /// The metadata, empty if there is none.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
-        static EMPTY: BTreeMap<String, String> = BTreeMap::new();
-        self.attributes().map_or(&EMPTY, |a| &a.metadata)
+        &self.attributes().unwrap_or(Attributes::NONE).metadata
     }
 
     /// The id to show: the foreign one the event came with, else the UUID.
@@ -413,42 +437,40 @@ impl Event {
     /// entity, key and metadata. What a second try may well give anew does not count: the times,
     /// the source, correlation, causation and trace.
     pub fn same_body(&self, other: &Event) -> bool {
-        static NONE: Attributes = Attributes {
-            source: None,
-            app: None,
-            tenant: None,
-            entity: None,
-            key: None,
-            correlation_id: None,
-            causation_id: None,
-            trace: None,
-            metadata: BTreeMap::new(),
-            content_type: None,
-            foreign_id: None,
-            expires_at: None,
-            overflow: None,
-        };
         let (a, b) = (
-            self.attributes().unwrap_or(&NONE),
-            other.attributes().unwrap_or(&NONE),
+            self.attributes().unwrap_or(Attributes::NONE),
+            other.attributes().unwrap_or(Attributes::NONE),
         );
         self.event_type == other.event_type
             && self.version == other.version
-            && self.payload == other.payload
             && self.content_type() == other.content_type()
             && a.tenant == b.tenant
             && a.app == b.app
             && a.entity == b.entity
             && a.key == b.key
             && a.metadata == b.metadata
-            && moved(a) == moved(b)
+            && self.same_payload(other)
+    }
+
+    /// Whether the same payload was published, however much of it was moved into an object.
+    fn same_payload(&self, other: &Event) -> bool {
+        match (self.overflow(), other.overflow()) {
+            (None, None) => self.payload == other.payload,
+            (Some(moved), None) => moved.is_of(&other.payload),
+            (None, Some(moved)) => moved.is_of(&self.payload),
+            (Some(one), Some(two)) => {
+                one.payload_size == two.payload_size && one.payload_sha256 == two.payload_sha256
+            }
+        }
     }
 }
 
-/// What was moved out of the payload; where to does not matter.
-fn moved(attributes: &Attributes) -> Option<(&str, &[OverflowPart])> {
-    let overflow = attributes.overflow.as_deref()?;
-    Some((&overflow.sha256, &overflow.parts))
+impl Overflow {
+    /// Whether this is the whole payload.
+    fn is_of(&self, payload: &[u8]) -> bool {
+        self.payload_size == payload.len() as u64
+            && self.payload_sha256 == crate::log::hex(&sha2::Sha256::digest(payload))
+    }
 }
 
 pub(crate) fn is_json(content_type: &str) -> bool {

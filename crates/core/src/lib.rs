@@ -3,7 +3,8 @@
 //! This crate does no I/O and knows no engine. Read it in this order:
 //!
 //! 1. [`Event`]: what travels. [`Pattern`]: which events a subscriber wants.
-//! 2. [`Broker`] and [`Consumer`]: how events move (append, fetch, settle).
+//! 2. [`Broker`] and [`Consumer`]: how events move (append, fetch, settle). [`BrokerLayer`]: a broker
+//!    around another.
 //! 3. What an engine may offer beside that: [`Log`], [`DeadLetters`], [`Inbox`], [`Maintenance`], and
 //!    its memory: [`History`], [`Payloads`], [`Audit`], [`Checkpoints`], [`OutboxSource`],
 //!    [`Orphans`].
@@ -27,6 +28,7 @@ pub mod group;
 pub mod history;
 pub mod id;
 pub mod inbox;
+pub mod layer;
 pub mod log;
 pub mod maintenance;
 pub mod orphans;
@@ -65,15 +67,16 @@ pub use group::{GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, Su
 pub use history::{Cursor, History, HistoryPage, HistoryQuery, Order, check_range};
 pub use id::EventId;
 pub use inbox::Inbox;
+pub use layer::BrokerLayer;
 pub use log::{EventState, GroupState, Log, Recorded};
 pub use maintenance::{
     CheckReport, DutyRecord, Finding, Held, Holdings, Maintenance, Pruned, RETENTION_DUTY,
     Retention, StreamAge, TypeHoldings,
 };
-pub use orphans::{Orphan, Orphans};
+pub use orphans::{LogId, Orphan, Orphans};
 pub use outbox::{
-    Claimed, FailedRow, LONGEST_RELAY_LEASE, OUTBOX_ATTEMPTS, OUTBOX_GROUP, OutboxRow,
-    OutboxSource, OutboxStatus, RelayLease, RowOutcome, outbox_delay,
+    Claimed, FailedRow, Forgotten, LONGEST_RELAY_LEASE, OUTBOX_ATTEMPTS, OUTBOX_GROUP, OutboxKeep,
+    OutboxRow, OutboxSource, OutboxStatus, RelayLease, RowOutcome, outbox_delay,
 };
 pub use pattern::Pattern;
 pub use payloads::{EventKey, Payloads, Stage, StageInfo, StoredStage};

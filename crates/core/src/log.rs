@@ -143,7 +143,7 @@ impl Serialize for Recorded {
             Some(json) => map.serialize_entry("payload", json)?,
             None => match std::str::from_utf8(event.payload()) {
                 Ok(text) => map.serialize_entry("payload_text", text)?,
-                Err(_) => map.serialize_entry("payload_hex", &hex(event.payload()))?,
+                Err(_) => map.serialize_entry("payload_hex", &Hex(event.payload()))?,
             },
         }
         map.end()
@@ -159,7 +159,22 @@ fn payload_json(event: &Event) -> Option<&serde_json::value::RawValue> {
     }
 }
 
-fn hex(bytes: &[u8]) -> String {
+/// Bytes in hex, written as they are read: they may be many.
+struct Hex<'a>(&'a [u8]);
+
+impl std::fmt::Display for Hex<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl Serialize for Hex<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+pub(crate) fn hex(bytes: &[u8]) -> String {
     use std::fmt::Write as _;
     bytes
         .iter()

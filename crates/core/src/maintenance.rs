@@ -25,9 +25,9 @@ pub struct Retention {
     pub streams: Vec<StreamAge>,
     /// Remove payload stages stored longer ago than this.
     pub payloads: Option<Duration>,
-    /// Remove dead letters this long after death. Their events stay, and go by their own age; a group
-    /// whose open dead letter goes has skipped the event, with [`letter_kept_for`](crate::letter_kept_for)
-    /// as the reason.
+    /// Remove dead letters this long after death, those of the outbox with their rows. The events of the
+    /// others stay, and go by their own age; a group whose open dead letter goes has skipped the event,
+    /// with [`letter_kept_for`](crate::letter_kept_for) as the reason.
     pub dead_letters: Option<Duration>,
     /// Remove audit records older than this; an anchor keeps the chain verifiable.
     pub audit: Option<Duration>,
@@ -140,7 +140,8 @@ pub struct Pruned {
     pub kept: u64,
     /// Payload stages removed by their age; those of removed events are not counted.
     pub payloads: u64,
-    /// Dead letters removed by their age; their events are counted only if they went as well.
+    /// Dead letters removed by their age, those of the outbox included. Their events are counted only if
+    /// they went as well.
     pub dead_letters: u64,
     /// Audit records removed.
     pub audit: u64,
@@ -184,7 +185,7 @@ pub struct Holdings {
     pub types: Vec<TypeHoldings>,
     /// Payload stages.
     pub payloads: Held,
-    /// Dead letters, open and retried, by their death.
+    /// Dead letters, open and retried, by their death; those of the outbox included.
     pub dead_letters: Held,
     /// Audit records.
     pub audit: Held,

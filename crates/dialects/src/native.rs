@@ -61,22 +61,7 @@ pub(crate) fn read(fields: &Fields<'_>, beside: &Beside<'_>) -> Result<Draft> {
 }
 
 pub(crate) fn write<'a>(event: &'a Event, fields: &mut Fields<'a>) {
-    static NONE: Attributes = Attributes {
-        source: None,
-        app: None,
-        tenant: None,
-        entity: None,
-        key: None,
-        correlation_id: None,
-        causation_id: None,
-        trace: None,
-        metadata: std::collections::BTreeMap::new(),
-        content_type: None,
-        foreign_id: None,
-        expires_at: None,
-        overflow: None,
-    };
-    let a = event.attributes().unwrap_or(&NONE);
+    let a = event.attributes().unwrap_or(Attributes::NONE);
     fields.push_text("id", &event.id().to_string());
     fields.push_text("type", event.event_type());
     fields.push("version", event.version().to_string());

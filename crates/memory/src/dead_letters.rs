@@ -33,7 +33,6 @@ impl Graveyard {
     /// Adds a dead letter, or opens the one there is again: attempts add up, the first time stays.
     pub(crate) fn bury(&mut self, group: GroupName, row: Row, now: Timestamp) -> &DeadLetter {
         let key = (Reverse(row.record.position), group.clone());
-        let handler = row.failures.last().and_then(|f| f.handler.clone());
         let grave = self.graves.entry(key).or_insert_with(|| Grave {
             letter: DeadLetter {
                 group,
@@ -49,7 +48,6 @@ impl Graveyard {
             open: true,
         });
         grave.open = true;
-        grave.letter.handler = handler;
         // The claim counted one; if nobody ran, it was none.
         let was_none = row
             .failures
@@ -59,6 +57,8 @@ impl Graveyard {
         grave.letter.attempts = grave.letter.attempts.saturating_add(attempts);
         let before = std::mem::take(&mut grave.letter.failures);
         grave.letter.failures = all_failures(before, row.failures);
+        let mut failures = grave.letter.failures.iter().rev();
+        grave.letter.handler = failures.find_map(|f| f.handler.clone());
         grave.letter.died_at = now;
         &grave.letter
     }

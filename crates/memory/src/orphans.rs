@@ -1,14 +1,26 @@
-//! Objects whose events are gone.
+//! Objects without an event.
 
 use std::collections::BTreeMap;
 
-use everbus_core::{BoxFuture, Event, Orphan, Orphans, Result, Timestamp};
+use everbus_core::{BoxFuture, Event, LogId, Orphan, Orphans, Result, Timestamp};
 
 use crate::broker::Memory;
 
-/// What removed events left behind, by bucket and key.
-#[derive(Debug, Default)]
-pub(crate) struct Left(BTreeMap<(String, String), Orphan>);
+/// What was noted, by bucket and key.
+#[derive(Debug)]
+pub(crate) struct Left {
+    notes: BTreeMap<(String, String), Orphan>,
+    log: LogId,
+}
+
+impl Default for Left {
+    fn default() -> Self {
+        Self {
+            notes: BTreeMap::new(),
+            log: LogId::new(),
+        }
+    }
+}
 
 impl Left {
     /// An event is being removed.
@@ -16,14 +28,26 @@ impl Left {
         let Some(overflow) = event.overflow() else {
             return;
         };
-        let (bucket, key) = (overflow.bucket.clone(), overflow.key.clone());
-        let orphan = Orphan {
-            bucket: bucket.clone(),
-            key: key.clone(),
+        self.add(Orphan {
+            bucket: overflow.bucket.clone(),
+            key: overflow.key.clone(),
             id: event.id(),
             since: now,
-        };
-        self.0.insert((bucket, key), orphan);
+            unborn: false,
+        });
+    }
+
+    /// An event has been appended.
+    pub(crate) fn born(&mut self, event: &Event) {
+        if let Some(overflow) = event.overflow() {
+            let name = (overflow.bucket.clone(), overflow.key.clone());
+            self.notes.remove(&name);
+        }
+    }
+
+    fn add(&mut self, orphan: Orphan) {
+        let name = (orphan.bucket.clone(), orphan.key.clone());
+        self.notes.insert(name, orphan);
     }
 }
 
@@ -36,10 +60,20 @@ impl Orphans for Memory {
         Box::pin(async move {
             let state = self.open_state()?;
             let after = after.map(name);
-            let all = state.orphans.0.iter();
+            let all = state.orphans.notes.iter();
             let rest = all.filter(|(name, _)| after.as_ref().is_none_or(|after| *name > after));
             let rest = rest.map(|(_, orphan)| orphan.clone());
             Ok(rest.take(limit).collect())
+        })
+    }
+
+    fn note(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let mut state = self.open_state()?;
+            for orphan in orphans {
+                state.orphans.add(orphan);
+            }
+            Ok(())
         })
     }
 
@@ -47,9 +81,21 @@ impl Orphans for Memory {
         Box::pin(async move {
             let mut state = self.open_state()?;
             for orphan in orphans {
-                state.orphans.0.remove(&name(orphan));
+                state.orphans.notes.remove(&name(orphan));
             }
             Ok(())
+        })
+    }
+
+    fn log_id(&self) -> BoxFuture<'_, Result<LogId>> {
+        Box::pin(async move { Ok(self.open_state()?.orphans.log) })
+    }
+
+    fn renew(&self) -> BoxFuture<'_, Result<LogId>> {
+        Box::pin(async move {
+            let mut state = self.open_state()?;
+            state.orphans = Default::default();
+            Ok(state.orphans.log)
         })
     }
 }

@@ -206,6 +206,11 @@ impl State {
             };
             answers.push(appended);
         }
+        for position in before + 1..=self.records.head() {
+            if let Some(record) = self.records.get(position) {
+                self.orphans.born(&record.event);
+            }
+        }
         Ok(answers)
     }
 

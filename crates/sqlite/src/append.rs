@@ -45,6 +45,11 @@ impl<'c> Appender<'c> {
                 }
             }
         }
+        for (_, record) in &state.appended[mark.1..] {
+            if let Some(overflow) = record.event.overflow() {
+                crate::orphans::born(self.conn, overflow)?;
+            }
+        }
         Ok(answers)
     }
 

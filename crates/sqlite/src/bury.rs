@@ -24,12 +24,13 @@ impl Writer {
         failures: &[Failure],
         died_at: Timestamp,
     ) -> Result<()> {
-        let handler = failures.iter().rev().find_map(|f| f.handler.as_deref());
         // The claim counted one; if nobody ran, it was none.
         let was_none = failures.last().is_some_and(|last| !last.kind.is_attempt());
         let attempts = attempts.saturating_sub(u32::from(was_none));
         let before = self.failures_before(group, seq)?;
-        let failures_json = serde_json::to_string(&all_failures(before, failures.iter().cloned()))
+        let all = all_failures(before, failures.iter().cloned());
+        let handler = all.iter().rev().find_map(|f| f.handler.as_deref());
+        let failures_json = serde_json::to_string(&all)
             .map_err(|e| Error::new(Code::Internal, format!("failures cannot be stored: {e}")))?;
         let record = record_at(&self.conn, seq, &mut self.state.type_names)?.ok_or_else(|| {
             Error::new(
@@ -66,7 +67,7 @@ impl Writer {
                 )
             })
             .map_err(|e| from_sqlite("writing a dead letter", e))?;
-        self.tell(group, &record, all_attempts, failures.last(), died_at)?;
+        self.tell(group, &record, all_attempts, all.last(), died_at)?;
         self.watches.touch(seq);
         failpoint::hit("after-dead-letter");
         Ok(())

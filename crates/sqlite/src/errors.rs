@@ -33,7 +33,7 @@ pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
         ),
         Some(ErrorCode::CannotOpen) => (
             Code::ReadOnly,
-            "check that the directory exists and may be written",
+            "check that the directory exists, and that this user may write to it and to the file",
         ),
         Some(ErrorCode::NotADatabase) => (
             Code::NotEverbus,

@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::file::{locate, open_reader};
-use crate::schema::{Kind, identify};
+use crate::schema::{Kind, VERSION, identify};
 
 /// Pages copied between two looks at the clock.
 const PAGES: i32 = 256;
@@ -190,6 +190,13 @@ fn copy(
                 Code::Internal,
                 "the copy kept its write-ahead log",
             ));
+        }
+        // From now on the two go different ways. A file of an older version gets its id as it is migrated.
+        if identify(&to)? == Kind::Ours(VERSION) {
+            let doing = |e| from_sqlite("giving the copy an id", e);
+            let change = to.unchecked_transaction().map_err(doing)?;
+            crate::orphans::renew(&change)?;
+            change.commit().map_err(doing)?;
         }
         drop(to);
         let io = |e: std::io::Error| {

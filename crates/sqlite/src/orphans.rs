@@ -1,13 +1,17 @@
-//! Objects whose events are gone. Noted in the transaction that removes the event
-//! ([`Writer::note_orphans`]), forgotten when the object has been deleted.
+//! Objects without an event, and the identity of the log. Noted before they are put, and again in the
+//! transaction that removes the event ([`Writer::note_orphans`]); struck off by the append of the event
+//! ([`born`]), and when the object has been deleted.
 
 use std::path::{Path, PathBuf};
 
-use everbus_core::{BoxFuture, EventId, Orphan, Orphans, Result, Timestamp};
-use rusqlite::params;
+use everbus_core::{
+    BoxFuture, Code, Error, EventId, LogId, Orphan, Orphans, Overflow, Result, Timestamp,
+};
+use rusqlite::{Connection, OptionalExtension as _, params};
 
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
+use crate::file::open_reader;
 use crate::readers::Reader;
 use crate::rows::to_sql;
 use crate::state::micros;
@@ -27,8 +31,8 @@ impl Writer {
         // Few events have attributes that say "overflow" at all: only those are read as JSON.
         self.conn
             .prepare_cached(
-                "INSERT OR REPLACE INTO orphaned_objects (bucket, key, id, since)
-                 SELECT attrs ->> '$.overflow.bucket', attrs ->> '$.overflow.key', id, ?3 FROM log
+                "INSERT OR REPLACE INTO orphaned_objects (bucket, key, id, since, unborn)
+                 SELECT attrs ->> '$.overflow.bucket', attrs ->> '$.overflow.key', id, ?3, 0 FROM log
                  WHERE seq BETWEEN ?1 AND ?2 AND attrs IS NOT NULL
                    AND iif(instr(attrs, '\"overflow\"') > 0,
                            typeof(attrs ->> '$.overflow.bucket') = 'text'
@@ -38,6 +42,28 @@ impl Writer {
             .and_then(|mut s| s.execute(params![to_sql(lo), to_sql(hi), micros(self.clock.now())]))
             .map(drop)
             .map_err(|e| from_sqlite("noting objects without their events", e))
+    }
+
+    fn note_unborn(&mut self, orphans: &[Orphan]) -> Result<()> {
+        let doing = |e| from_sqlite("noting objects before they are put", e);
+        let mut insert = self
+            .conn
+            .prepare_cached(
+                "INSERT OR REPLACE INTO orphaned_objects (bucket, key, id, since, unborn)
+                 VALUES (?1, ?2, ?3, ?4, ?5)",
+            )
+            .map_err(doing)?;
+        for orphan in orphans {
+            let row = params![
+                orphan.bucket,
+                orphan.key,
+                orphan.id.as_bytes(),
+                micros(orphan.since),
+                orphan.unborn
+            ];
+            insert.execute(row).map_err(doing)?;
+        }
+        Ok(())
     }
 
     fn forget_orphans(&mut self, orphans: &[Orphan]) -> Result<()> {
@@ -61,10 +87,101 @@ impl Orphans for SqliteEngine {
             .query(move |reader| list(reader, after.as_ref(), limit))
     }
 
+    fn note(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>> {
+        self.handle.job(move |writer| writer.note_unborn(&orphans))
+    }
+
     fn forget(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>> {
         self.handle
             .job(move |writer| writer.forget_orphans(&orphans))
     }
+
+    fn log_id(&self) -> BoxFuture<'_, Result<LogId>> {
+        self.handle.query(|reader| log_id(&reader.conn))
+    }
+
+    fn renew(&self) -> BoxFuture<'_, Result<LogId>> {
+        self.handle.job(|writer| renew(&writer.conn))
+    }
+}
+
+/// The append of an event strikes the note of its object off. In the transaction of the append.
+pub(crate) fn born(conn: &Connection, overflow: &Overflow) -> Result<()> {
+    conn.prepare_cached("DELETE FROM orphaned_objects WHERE bucket = ?1 AND key = ?2")
+        .and_then(|mut s| s.execute([&overflow.bucket, &overflow.key]))
+        .map(drop)
+        .map_err(|e| from_sqlite("forgetting that an object has no event", e))
+}
+
+/// Which log a file is.
+fn log_id(conn: &Connection) -> Result<LogId> {
+    let id: Option<[u8; 16]> = conn
+        .prepare_cached("SELECT value FROM meta WHERE key = 'log_id'")
+        .and_then(|mut s| s.query_row([], |row| row.get(0)).optional())
+        .map_err(|e| from_sqlite("reading the id of the log", e))?;
+    let missing = || Error::new(Code::Corrupt, "the file does not say which log it is");
+    id.map(LogId::from_bytes).ok_or_else(missing)
+}
+
+/// Makes a file another log, without notes: the objects that they name may be of use to the one that it
+/// was. To be called in a transaction, or on a file that is not in place yet.
+pub(crate) fn renew(conn: &Connection) -> Result<LogId> {
+    let doing = |e| from_sqlite("giving the log a new id", e);
+    let id = LogId::new();
+    conn.execute(
+        "INSERT OR REPLACE INTO meta (key, value) VALUES ('log_id', ?1)",
+        [id.as_bytes()],
+    )
+    .map_err(doing)?;
+    conn.execute("DELETE FROM orphaned_objects", [])
+        .map_err(doing)?;
+    Ok(id)
+}
+
+/// Which log a file is. It is only read.
+pub fn log_id_of(file: &Path) -> Result<LogId> {
+    log_id(&open_reader(file)?)
+}
+
+/// The objects that the events of a file refer to, a page at a time in the order of the log: those after
+/// a position, and the position to go on from; `None` at the end. The file is only read, in short
+/// transactions; it may be in use.
+pub fn references(file: &Path, after: u64) -> Result<(Vec<Overflow>, Option<u64>)> {
+    /// How many events are looked at in one transaction.
+    const PAGE: u64 = 20_000;
+    let doing = |e| from_sqlite("reading which objects are in use", e);
+    let conn = open_reader(file)?;
+    let from: Option<i64> = conn
+        .query_row(
+            "SELECT min(seq) FROM log WHERE seq > ?1",
+            [to_sql(after)],
+            |r| r.get(0),
+        )
+        .map_err(doing)?;
+    let Some(from) = from.and_then(|seq| u64::try_from(seq).ok()) else {
+        return Ok((Vec::new(), None));
+    };
+    let to = from.saturating_add(PAGE - 1);
+    let mut statement = conn
+        .prepare_cached(
+            "SELECT attrs -> '$.overflow' FROM log
+             WHERE seq BETWEEN ?1 AND ?2 AND attrs IS NOT NULL
+               AND iif(instr(attrs, '\"overflow\"') > 0,
+                       json_type(attrs, '$.overflow') = 'object', 0)",
+        )
+        .map_err(doing)?;
+    let found: Vec<String> = statement
+        .query_map([to_sql(from), to_sql(to)], |row| row.get(0))
+        .and_then(Iterator::collect)
+        .map_err(doing)?;
+    let read = |text: &String| {
+        serde_json::from_str(text).map_err(|e| {
+            let what = format!("a reference to an object cannot be read: {e}");
+            Error::new(Code::Corrupt, what)
+        })
+    };
+    let found: Result<Vec<Overflow>> = found.iter().map(read).collect();
+    Ok((found?, Some(to)))
 }
 
 fn list(reader: &Reader, after: Option<&Orphan>, limit: usize) -> Result<Vec<Orphan>> {
@@ -72,7 +189,7 @@ fn list(reader: &Reader, after: Option<&Orphan>, limit: usize) -> Result<Vec<Orp
     let mut statement = reader
         .conn
         .prepare_cached(
-            "SELECT bucket, key, id, since FROM orphaned_objects
+            "SELECT bucket, key, id, since, unborn FROM orphaned_objects
              WHERE ?1 IS NULL OR (bucket, key) > (?1, ?2) ORDER BY bucket, key LIMIT ?3",
         )
         .map_err(doing)?;
@@ -87,6 +204,7 @@ fn list(reader: &Reader, after: Option<&Orphan>, limit: usize) -> Result<Vec<Orp
                     key: row.get(1)?,
                     id: EventId::from_bytes(row.get(2)?),
                     since: Timestamp::from_micros(row.get(3)?),
+                    unborn: row.get(4)?,
                 })
             },
         )

@@ -1,18 +1,19 @@
 //! `everbus audit`: who did what. Lists the trail, verifies that nobody changed it, prints its head to be
 //! kept elsewhere, and adds to it.
 
-use clap::{Subcommand, ValueEnum};
+use clap::Subcommand;
 use everbus::audit::Operator;
-use everbus_core::{
-    AuditEntry, AuditHead, AuditQuery, AuditVerdict, Engine, Entity, Order, Timestamp,
-};
+use everbus_core::{AuditEntry, AuditHead, AuditQuery, AuditVerdict, Engine, Entity};
 use serde_json::{Value, json};
 
+use super::check_range;
 use crate::open::{Target, close};
-use crate::output::{Output, Table, counted, escaped, grouped, shell_word, shortened};
+use crate::output::{Output, Table, counted, escaped, grouped, shortened};
+use crate::page::PageArgs;
 use crate::progress;
 use crate::stop::{Outcome, Stop};
-use crate::values::parse_entity;
+use crate::suggest::Suggestion;
+use crate::values::{entity_text, parse_entity, parse_head, parse_record};
 use crate::when;
 
 #[derive(Debug, Subcommand)]
@@ -29,8 +30,8 @@ pub(crate) enum AuditCommand {
 }
 
 const VERIFY_HELP: &str = "\
-Each record has the hash of itself and of the one before it, and the last one is also kept in
-FILE.audit-head beside the file. Whoever can write to both can still make a new trail: keep what
+Each record has the hash of itself and of the one before it, and the last one is also kept in \
+FILE.audit-head beside the file. Whoever can write to both can still make a new trail: keep what \
 `everbus audit head` prints elsewhere, and give it here with --head.";
 
 #[derive(Debug, clap::Args)]
@@ -46,44 +47,20 @@ pub(crate) struct ListArgs {
 
     /// Only what was done to this
     #[arg(long, value_name = "TYPE:ID", value_parser = parse_entity)]
-    entity: Option<(String, String)>,
+    entity: Option<Entity>,
 
-    /// Only at or after this time
-    #[arg(long, value_name = "TIME", value_parser = when::parse_past, allow_hyphen_values = true)]
-    since: Option<Timestamp>,
-
-    /// Only at or before this time
-    #[arg(long, value_name = "TIME", value_parser = when::parse, allow_hyphen_values = true)]
-    until: Option<Timestamp>,
-
-    /// Which way to read
-    #[arg(long, value_enum, default_value = "newest")]
-    order: OrderArg,
-
-    /// At most this many
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 100,
-        value_parser = clap::value_parser!(u64).range(1..=10_000)
-    )]
-    limit: u64,
+    #[command(flatten)]
+    page: PageArgs,
 
     /// Begin after this record: the number printed below a page that is not the last
-    #[arg(long, value_name = "SEQ")]
+    #[arg(long, value_name = "SEQ", value_parser = parse_record, allow_negative_numbers = true)]
     after: Option<u64>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum OrderArg {
-    Newest,
-    Oldest,
 }
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct VerifyArgs {
     /// A head that was kept elsewhere: the trail must still contain it
-    #[arg(long, value_name = "SEQ:HASH")]
+    #[arg(long, value_name = "SEQ:HASH", value_parser = parse_head)]
     head: Option<AuditHead>,
 
     /// Fail also if something could not be verified, because the head beside the file is gone
@@ -99,7 +76,7 @@ pub(crate) struct RecordArgs {
 
     /// To which thing
     #[arg(long, value_name = "TYPE:ID", value_parser = parse_entity)]
-    entity: Option<(String, String)>,
+    entity: Option<Entity>,
 
     /// Anything else worth knowing
     #[arg(long, value_name = "JSON", value_parser = parse_json)]
@@ -146,22 +123,16 @@ async fn run_on(
     }
 }
 
-fn entity((kind, id): (String, String)) -> Entity {
-    Entity { kind, id }
-}
-
 async fn list(args: ListArgs, engine: &Engine, target: &Target, output: &mut Output) -> Outcome {
+    check_range(args.page.since, args.page.until)?;
     let query = AuditQuery {
         actor: args.actor.clone(),
         action: args.action.clone(),
-        entity: args.entity.clone().map(entity),
-        since: args.since,
-        until: args.until,
-        order: match args.order {
-            OrderArg::Newest => Order::Newest,
-            OrderArg::Oldest => Order::Oldest,
-        },
-        limit: usize::try_from(args.limit).unwrap_or(usize::MAX),
+        entity: args.entity.clone(),
+        since: args.page.since,
+        until: args.page.until,
+        order: args.page.order(),
+        limit: args.page.limit,
         after: args.after,
     };
     let page = engine.audit()?.query(query).await?;
@@ -174,8 +145,7 @@ async fn list(args: ListArgs, engine: &Engine, target: &Target, output: &mut Out
     let mut table = Table::new(&["SEQ", "WHEN", "ACTOR", "ACTION", "ENTITY", "DETAILS"]);
     for record in &page.items {
         let entry = &record.entry;
-        let entity = entry.entity.as_ref();
-        let entity = entity.map(|e| format!("{}:{}", e.kind, e.id));
+        let entity = entry.entity.as_ref().map(entity_text);
         let details = entry.details_text().unwrap_or_default();
         table.row(vec![
             record.seq.to_string(),
@@ -194,25 +164,12 @@ async fn list(args: ListArgs, engine: &Engine, target: &Target, output: &mut Out
 }
 
 /// The command that shows the next page.
-fn next_page(args: &ListArgs, next: u64, target: &Target) -> String {
-    let mut command = format!("everbus {} audit list", target.as_option());
-    let mut option = |name: &str, value: Option<String>| {
-        if let Some(value) = value {
-            command.push_str(&format!(" {name} {}", shell_word(&value)));
-        }
-    };
-    option("--actor", args.actor.clone());
-    option("--action", args.action.clone());
-    let entity = args.entity.as_ref();
-    option("--entity", entity.map(|(kind, id)| format!("{kind}:{id}")));
-    option("--since", args.since.map(|time| time.to_string()));
-    option("--until", args.until.map(|time| time.to_string()));
-    if args.order == OrderArg::Oldest {
-        option("--order", Some("oldest".to_owned()));
-    }
-    option("--limit", Some(args.limit.to_string()));
-    option("--after", Some(next.to_string()));
-    command
+fn next_page(args: &ListArgs, next: u64, target: &Target) -> Suggestion {
+    let command = Suggestion::new(target, "audit list")
+        .option("--actor", args.actor.as_ref())
+        .option("--action", args.action.as_ref())
+        .option("--entity", args.entity.as_ref().map(entity_text));
+    args.page.repeated(command).option("--after", Some(next))
 }
 
 async fn verify(args: &VerifyArgs, engine: &Engine, output: &mut Output) -> Outcome {
@@ -232,17 +189,17 @@ async fn verify(args: &VerifyArgs, engine: &Engine, output: &mut Output) -> Outc
 }
 
 fn print(verdict: &AuditVerdict, output: &mut Output) -> Outcome {
-    let verified = counted(verdict.verified, "record");
     match &verdict.broken {
         Some(broken) => {
             output.line(format!("BROKEN: {}", escaped(&broken.problem)))?;
+            let verified = counted(verdict.verified, "record");
             output.line(match (broken.seq, verdict.first) {
                 // The trail begins behind the break.
                 (Some(seq), Some(first)) if seq < first => {
                     format!("{verified} after that verified")
                 }
                 (Some(seq), Some(first)) => {
-                    // The record itself may fit the one before it, and yet not be what was written.
+                    // A head that was kept elsewhere may contradict a record of a chain that is whole.
                     let before = verdict.verified.min(seq - first);
                     format!("{} before that verified", counted(before, "record"))
                 }
@@ -251,6 +208,7 @@ fn print(verdict: &AuditVerdict, output: &mut Output) -> Outcome {
             })?;
         }
         None => {
+            let verified = counted(verdict.verified, "record");
             output.line(format!("the audit trail is whole: {verified}"))?;
             if let Some(first) = verdict.first.filter(|first| *first > 1) {
                 let removed = grouped(first - 1);
@@ -290,7 +248,7 @@ async fn head(engine: &Engine, output: &mut Output) -> Outcome {
 async fn record(args: RecordArgs, engine: &Engine, output: &mut Output) -> Outcome {
     let operator = Operator::current();
     let mut entry = AuditEntry::new(operator.actor, args.action);
-    entry.entity = args.entity.map(entity);
+    entry.entity = args.entity;
     entry.tenant = args.tenant;
     entry.correlation_id = args.correlation_id;
     entry.trace_id = args.trace_id;

@@ -1,212 +1,182 @@
-//! `everbus backup` copies a file while it is in use; `everbus restore` brings a backup into place.
+//! `everbus backup` copies a file and the objects that its events refer to, while both are in use.
 
 use std::path::{Path, PathBuf};
 
-use everbus::audit::Operator;
-use everbus_core::{AuditEntry, AuditHead, Clock as _, Code, Engine, Error, SystemClock};
+use everbus::overflow::{Place, is_in_use};
+use everbus_core::{Code, Engine, Error};
 use indicatif::ProgressBar;
 use serde_json::json;
 
-use crate::args::{BackupArgs, RestoreArgs};
-use crate::files::{self, with_suffix};
+use super::carry::{Carried, Carrier};
+use crate::files::{self, OBJECTS, with_suffix};
 use crate::open::{Target, blocking, close, refuse_directory_name};
-use crate::output::{Output, escaped, grouped};
+use crate::output::{Output, counted, escaped, grouped};
 use crate::progress;
-use crate::stop::{Outcome, Stop, about};
+use crate::stop::{Outcome, Stop};
 
-pub(crate) async fn backup(args: BackupArgs, target: &Target, output: &mut Output) -> Outcome {
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+The large parts of large events are objects outside of the file. Those that the copied events refer to are
+copied into the directory FILE.objects, as second names of the same files where that can be: `everbus
+restore` brings them back, and `everbus --db FILE get ID` reads them there. A backup is complete and durable
+when the command ends with exit code 0. If an object was missing or damaged already, the rest is there, it is
+named, and the exit code is 1.")]
+pub(crate) struct BackupArgs {
+    /// The new file; it must not exist
+    pub(crate) file: PathBuf,
+
+    /// Leave out the objects of large events
+    #[arg(long)]
+    pub(crate) no_objects: bool,
+}
+
+pub(crate) async fn run(args: BackupArgs, target: &Target, output: &mut Output) -> Outcome {
     refuse_directory_name(&args.file, "everbus backup")?;
+    for file in [args.file.clone(), with_suffix(&args.file, OBJECTS)] {
+        if file.symlink_metadata().is_ok() {
+            let what = format!("{} exists already", file.display());
+            let error = Error::new(Code::InvalidSetting, what);
+            return Err(error
+                .hint("choose another name; nothing is overwritten")
+                .into());
+        }
+    }
     let engine = target.open_existing().await?;
+    let stage = with_suffix(&args.file, ".backing-up");
+    let made = back_up(&args, &stage, &engine, target).await;
+    close(&engine).await;
+    let carried = match made {
+        Ok(carried) => carried,
+        Err(stop) => {
+            let _ = files::remove(&stage);
+            return Err(stop);
+        }
+    };
+    let bytes = std::fs::metadata(&args.file).map_or(0, |meta| meta.len());
+    if output.is_json() {
+        output.json(&json!({
+            "backup": args.file.to_string_lossy(),
+            "bytes": bytes,
+            "kept": null,
+            "objects": carried.as_ref().map(Carried::json),
+        }))?;
+    } else {
+        let name = args.file.to_string_lossy();
+        output.line(format!(
+            "backup: {} ({} bytes)",
+            escaped(&name),
+            grouped(bytes)
+        ))?;
+        if let Some(carried) = &carried {
+            carried.print(output)?;
+        }
+    }
+    match carried {
+        Some(carried) if !carried.lost.is_empty() => {
+            carried.warn();
+            tracing::warn!("these events are in the backup without their large parts");
+            Err(Stop::Unsatisfied)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Makes the backup under another name first: what has the name that was asked for is whole.
+async fn back_up(
+    args: &BackupArgs,
+    stage: &Path,
+    engine: &Engine,
+    target: &Target,
+) -> Outcome<Option<Carried>> {
+    // Left by a backup that was interrupted.
+    files::remove(stage)?;
+    let here = match (args.no_objects, &engine.objects) {
+        (false, Some(beside)) => Some(Place::of(&target.overflow()?, beside)?),
+        _ => None,
+    };
+    let there = with_suffix(stage, OBJECTS);
+    let there = Place::directory(&there);
+    let mut carrier = here.as_ref().map(|here| Carrier::new(vec![here], &there));
+    // The objects first: an event that is removed after the copy of the file may take its object along.
+    if let (Some(carrier), Ok(file)) = (&mut carrier, target.path()) {
+        carrier.round(file).await?;
+    }
     let bar = progress::bar("copying pages", Some(0));
     let copied = match engine.maintenance() {
         Ok(maintenance) => {
-            let report = reporter(bar.clone());
-            maintenance.backup(args.file.clone(), report).await
+            maintenance
+                .backup(stage.into(), reporter(bar.clone()))
+                .await
         }
         Err(error) => Err(error),
     };
     bar.finish_and_clear();
-    close(&engine).await;
     copied?;
-    if let Some(objects) = engine.objects.as_ref().filter(|objects| objects.is_dir()) {
+    let carried = match carrier {
+        None => {
+            say_what_is_left_out(args, stage).await?;
+            None
+        }
+        Some(mut carrier) => {
+            // What was put since.
+            carrier.round(stage).await?;
+            let lost = std::mem::take(&mut carrier.lost);
+            for (reference, why) in lost {
+                // An event that was removed meanwhile may be without its object.
+                if is_in_use(engine, &reference.key).await? {
+                    carrier.lost.push((reference, why));
+                }
+            }
+            if with_suffix(stage, OBJECTS).is_dir() {
+                let file = stage.to_path_buf();
+                let log = blocking(move || everbus_sqlite::log_id_of(&file)).await?;
+                there.give_to(log).await?;
+            }
+            let mut carried = carrier.finish().await?;
+            carried.place = with_suffix(&args.file, OBJECTS)
+                .to_string_lossy()
+                .into_owned();
+            Some(carried)
+        }
+    };
+    let (from, to) = (stage.to_path_buf(), args.file.clone());
+    blocking(move || {
+        files::rename(&from, &to)?;
+        files::sync_beside(&to)
+    })
+    .await?;
+    Ok(carried)
+}
+
+async fn say_what_is_left_out(args: &BackupArgs, copy: &Path) -> Outcome {
+    let copy = copy.to_path_buf();
+    let count = blocking(move || {
+        let (mut count, mut after) = (0, 0);
+        loop {
+            let (page, next) = everbus_sqlite::references(&copy, after)?;
+            count += page.len() as u64;
+            match next {
+                Some(next) => after = next,
+                None => return Ok(count),
+            }
+        }
+    });
+    let count = count.await?;
+    if args.no_objects && count > 0 {
         tracing::warn!(
-            "the large parts of events are not in the backup: copy the directory {} to {} as well",
-            escaped(&objects.to_string_lossy()),
-            escaped(&with_suffix(&args.file, ".objects").to_string_lossy()),
+            "the large parts of {} are not in the backup (--no-objects)",
+            counted(count, "event")
         );
     }
-    done("backup", &args.file, None, output)
-}
-
-pub(crate) async fn restore(args: RestoreArgs, target: &Target, output: &mut Output) -> Outcome {
-    let path = target.path()?.to_path_buf();
-    let exists = path.symlink_metadata().is_ok();
-    if files::are_same(&args.file, &path) {
-        return Err(Stop::usage(
-            format!("{} is the file to restore itself", path.display()),
-            Some("name a backup, and with --db the file that shall hold what is in it"),
-        ));
-    }
-    if exists && !args.force {
-        return Err(Error::new(
-            Code::InvalidSetting,
-            format!("{} is here already", path.display()),
-        )
-        .hint(
-            "name a new file with --db, or replace it with --force; the old one is kept beside it",
-        )
-        .into());
-    }
-    let head_before = everbus_sqlite::kept_head(&path);
-    let action = Restoring {
-        backup: args.file.display().to_string(),
-        head_before,
-    };
-    if exists {
-        let (alone, regular) = (path.clone(), path.is_file());
-        if regular {
-            blocking(move || files::claim_alone(&alone)).await?;
-            action.record(&path, "restore", None).await;
-        }
-    }
-    let bar = progress::bar("copying pages", Some(0));
-    let report = reporter(bar.clone());
-    let (from, to) = (args.file, path.clone());
-    let outcome = blocking(move || {
-        if exists {
-            replace(&from, &to, report).map(Some)
-        } else {
-            copy(&from, &to, report).map(|()| None)
-        }
-    })
-    .await;
-    bar.finish_and_clear();
-    let kept = outcome?;
-    action.record(&path, "restore.done", kept.as_deref()).await;
-    done("restored", &path, kept.as_deref(), output)
-}
-
-/// What the audit trails of the old and the new file say about a restore.
-struct Restoring {
-    backup: String,
-    /// How far the trail of the old file had come.
-    head_before: Option<AuditHead>,
-}
-
-impl Restoring {
-    /// Records it in a file, if that has a trail: a damaged file or one of an older version is left as
-    /// it is.
-    async fn record(&self, path: &Path, action: &str, kept: Option<&Path>) {
-        let file = path.to_path_buf();
-        let opened = blocking(move || match files::schema_version(&file) {
-            Some(everbus_sqlite::SCHEMA_VERSION) => {
-                everbus_sqlite::open(&file, everbus_sqlite::Options::default()).map(Some)
-            }
-            _ => Ok(None),
-        });
-        let recorded = match opened.await {
-            Ok(None) => return,
-            Ok(Some(engine)) => {
-                let recorded = self.record_in(&engine, action, kept).await;
-                close(&engine).await;
-                recorded
-            }
-            Err(error) => Err(error),
-        };
-        if let Err(error) = recorded {
-            tracing::warn!(%error, "the restore could not be put on record");
-        }
-    }
-
-    async fn record_in(
-        &self,
-        engine: &Engine,
-        action: &str,
-        kept: Option<&Path>,
-    ) -> everbus_core::Result<()> {
-        let operator = Operator::current();
-        let audit = engine.audit()?;
-        let details = json!({
-            "backup": self.backup,
-            "replaced": kept.map(Path::to_string_lossy),
-            "head_before": self.head_before.map(|head| head.to_string()),
-            "head": audit.head().await?.map(|head| head.to_string()),
-            "reason": operator.reason,
-        });
-        let entry = AuditEntry::new(operator.actor, action);
-        audit.record(entry.details(details)).await.map(drop)
-    }
+    Ok(())
 }
 
 /// Is told pages copied and in all.
-type Report = Box<dyn FnMut(u64, u64) + Send>;
+pub(super) type Report = Box<dyn FnMut(u64, u64) + Send>;
 
-fn reporter(bar: ProgressBar) -> Report {
+pub(super) fn reporter(bar: ProgressBar) -> Report {
     Box::new(move |copied, of| {
         bar.set_length(of);
         bar.set_position(copied);
     })
-}
-
-/// Restores to where nothing is. What is wrong with the backup is said with its name, since two
-/// files are in play.
-fn copy(backup: &Path, target: &Path, report: Report) -> everbus_core::Result<()> {
-    everbus_sqlite::restore(backup, target, false, report).map_err(|error| {
-        let name = backup.display().to_string();
-        match error.code() {
-            Code::Corrupt | Code::NotEverbus | Code::NewerSchema
-                if !error.message().contains(&name) =>
-            {
-                about(&name, &error)
-            }
-            _ => error,
-        }
-    })
-}
-
-/// Restores beside the old file first, so that a bad backup changes nothing, then swaps the two.
-/// Returns where the old file is kept.
-fn replace(backup: &Path, target: &Path, report: Report) -> everbus_core::Result<PathBuf> {
-    let is_file = std::fs::metadata(target).is_ok_and(|meta| meta.is_file());
-    if !is_file {
-        return Err(Error::new(
-            Code::NotAFile,
-            format!("{} is not a regular file", target.display()),
-        ));
-    }
-    files::claim_alone(target)?;
-    let stamp = SystemClock.now().as_micros();
-    let fresh = with_suffix(target, &format!(".restoring-{stamp}"));
-    let old = with_suffix(target, &format!(".before-restore-{stamp}"));
-    let restored = copy(backup, &fresh, report)
-        // Somebody may have come while we copied.
-        .and_then(|()| files::claim_alone(target))
-        .and_then(|()| files::swap(&fresh, target, &old));
-    if restored.is_err() {
-        let _ = files::remove(&fresh);
-    }
-    restored.map(|()| old)
-}
-
-fn done(what: &str, path: &Path, kept: Option<&Path>, output: &mut Output) -> Outcome {
-    let bytes = std::fs::metadata(path).map_or(0, |meta| meta.len());
-    if output.is_json() {
-        return output.json(&json!({
-            what: path.to_string_lossy(),
-            "bytes": bytes,
-            "kept": kept.map(Path::to_string_lossy),
-        }));
-    }
-    output.line(format!(
-        "{what}: {} ({} bytes)",
-        escaped(&path.to_string_lossy()),
-        grouped(bytes)
-    ))?;
-    if let Some(kept) = kept {
-        output.line(format!(
-            "the old file is kept as {}",
-            escaped(&kept.to_string_lossy())
-        ))?;
-    }
-    Ok(())
 }

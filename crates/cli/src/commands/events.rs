@@ -2,18 +2,17 @@
 
 use std::sync::Arc;
 
-use clap::ValueEnum;
-use everbus_core::{
-    Cursor, Engine, Entity, HistoryPage, HistoryQuery, Order, Pattern, Recorded, Timestamp,
-};
+use everbus_core::{Cursor, Engine, Entity, HistoryPage, HistoryQuery, Pattern, Recorded};
 use serde_json::json;
 
 use super::check_range;
 use super::get::{Whole, shown_whole};
 use crate::open::{Target, close};
-use crate::output::{Output, Table, escaped, payload_text, shell_word, shortened};
+use crate::output::{Output, Table, escaped, payload_text, shortened};
+use crate::page::PageArgs;
 use crate::stop::Outcome;
-use crate::values::{parse_entity, parse_history_cursor, parse_pattern};
+use crate::suggest::Suggestion;
+use crate::values::{entity_text, parse_entity, parse_history_cursor, parse_pattern};
 use crate::when;
 
 /// So many bytes of large payloads are fetched for one page.
@@ -21,12 +20,13 @@ const MOST_FETCHED: u64 = 64 << 20;
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-Each page ends with the command for the next one, if there is one; in JSON that is the cursor `next`. A
-cursor goes with the filters and the order of its page: with times such as 2h, which mean another moment
-each time, give the `since` and `until` that the JSON of the first page has.
+Times are those of receipt, and both ends of a range belong to it. Each page ends with the \
+command for the next one, if there is one; in JSON that is the cursor `next`. A cursor goes with \
+the filters and the order of its page: with times such as 2h, which mean another moment each \
+time, give the `since` and `until` that the JSON of the first page has.
 
-In JSON large events are whole, up to 64 MiB of them on a page; the others carry the place of their large
-part as `overflow`, and `everbus get ID` shows them.")]
+In JSON large events are whole, up to 64 MiB of them on a page; the others carry the place of \
+their large part as `overflow`, and `everbus get ID` shows them.")]
 pub(crate) struct EventsArgs {
     /// Only of this tenant
     #[arg(long)]
@@ -38,32 +38,14 @@ pub(crate) struct EventsArgs {
 
     /// Only about this thing
     #[arg(long, value_name = "TYPE:ID", value_parser = parse_entity)]
-    entity: Option<(String, String)>,
+    entity: Option<Entity>,
 
     /// Only of types that match: order.placed, order.*, order.>
     #[arg(long = "type", value_name = "PATTERN", value_parser = parse_pattern)]
     pattern: Option<Pattern>,
 
-    /// Only received at or after this time
-    #[arg(long, value_name = "TIME", value_parser = when::parse_past, allow_hyphen_values = true)]
-    since: Option<Timestamp>,
-
-    /// Only received at or before this time
-    #[arg(long, value_name = "TIME", value_parser = when::parse, allow_hyphen_values = true)]
-    until: Option<Timestamp>,
-
-    /// Which come first
-    #[arg(long, value_enum, default_value = "newest")]
-    order: OrderArg,
-
-    /// At most this many, up to 10000
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 100,
-        allow_negative_numbers = true
-    )]
-    limit: usize,
+    #[command(flatten)]
+    page: PageArgs,
 
     /// Where to go on: the cursor that came with a page
     #[arg(long, value_parser = parse_history_cursor)]
@@ -72,12 +54,6 @@ pub(crate) struct EventsArgs {
     /// Say which indexes were used
     #[arg(long)]
     explain: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum OrderArg {
-    Newest,
-    Oldest,
 }
 
 pub(crate) async fn run(args: &EventsArgs, target: &Target, output: &mut Output) -> Outcome {
@@ -89,20 +65,16 @@ pub(crate) async fn run(args: &EventsArgs, target: &Target, output: &mut Output)
 }
 
 fn query(args: &EventsArgs) -> Outcome<HistoryQuery> {
-    check_range(args.since, args.until)?;
-    let entity = args.entity.clone();
+    check_range(args.page.since, args.page.until)?;
     let query = HistoryQuery {
         tenant: args.tenant.clone(),
         app: args.app.clone(),
-        entity: entity.map(|(kind, id)| Entity { kind, id }),
+        entity: args.entity.clone(),
         types: args.pattern.clone(),
-        since: args.since,
-        until: args.until,
-        order: match args.order {
-            OrderArg::Newest => Order::Newest,
-            OrderArg::Oldest => Order::Oldest,
-        },
-        limit: args.limit,
+        since: args.page.since,
+        until: args.page.until,
+        order: args.page.order(),
+        limit: args.page.limit,
         cursor: args.cursor.clone(),
     };
     query.validate()?;
@@ -120,7 +92,7 @@ async fn show(
     if output.is_json() {
         let events = whole(&page.items, engine, target).await?;
         let mut json = json!({ "events": events, "next": page.next });
-        for (name, time) in [("since", args.since), ("until", args.until)] {
+        for (name, time) in [("since", args.page.since), ("until", args.page.until)] {
             if let Some(time) = time {
                 json[name] = json!(time);
             }
@@ -174,7 +146,7 @@ fn table(page: &HistoryPage) -> Table {
                 (_, None) => None,
                 (0, Some(a)) => a.tenant.clone(),
                 (1, Some(a)) => a.app.clone(),
-                (_, Some(a)) => a.entity.as_ref().map(ToString::to_string),
+                (_, Some(a)) => a.entity.as_ref().map(entity_text),
             })
             .map(Option::unwrap_or_default)
             .collect()
@@ -206,26 +178,14 @@ fn table(page: &HistoryPage) -> Table {
 }
 
 /// The command that shows the next page.
-fn next_page(args: &EventsArgs, next: &Cursor, target: &Target) -> String {
-    let mut command = format!("everbus {} events", target.as_option());
-    let mut option = |name: &str, value: Option<String>| {
-        if let Some(value) = value {
-            command.push_str(&format!(" {name} {}", shell_word(&value)));
-        }
-    };
-    let entity = args.entity.as_ref();
-    option("--tenant", args.tenant.clone());
-    option("--app", args.app.clone());
-    option("--entity", entity.map(|(kind, id)| format!("{kind}:{id}")));
-    option("--type", args.pattern.as_ref().map(ToString::to_string));
-    option("--since", args.since.map(|time| time.to_string()));
-    option("--until", args.until.map(|time| time.to_string()));
-    let oldest = args.order == OrderArg::Oldest;
-    option("--order", oldest.then(|| "oldest".to_owned()));
-    option("--limit", Some(args.limit.to_string()));
-    option("--cursor", Some(next.to_string()));
-    if args.explain {
-        command.push_str(" --explain");
-    }
-    command
+fn next_page(args: &EventsArgs, next: &Cursor, target: &Target) -> Suggestion {
+    let command = Suggestion::new(target, "events")
+        .option("--tenant", args.tenant.as_ref())
+        .option("--app", args.app.as_ref())
+        .option("--entity", args.entity.as_ref().map(entity_text))
+        .option("--type", args.pattern.as_ref());
+    args.page
+        .repeated(command)
+        .option("--cursor", Some(next))
+        .flag("--explain", args.explain)
 }

@@ -10,8 +10,9 @@ use super::payloads::Shown;
 use super::{ID_HINT, event_id};
 use crate::args::GetArgs;
 use crate::open::{Target, close};
-use crate::output::{Output, escaped, payload_text};
+use crate::output::{Output, escaped};
 use crate::stop::{Outcome, Stop};
+use crate::values::entity_text;
 use crate::when;
 
 pub(crate) async fn run(args: &GetArgs, target: &Target, output: &mut Output) -> Outcome {
@@ -142,7 +143,7 @@ pub(super) fn print_event(record: &Recorded, output: &mut Output) -> Outcome {
             }
         }
         if let Some(entity) = &a.entity {
-            field("entity", &entity.to_string())?;
+            field("entity", &entity_text(entity))?;
         }
         if let Some(trace) = &a.trace {
             field("trace", &trace.traceparent)?;
@@ -151,7 +152,7 @@ pub(super) fn print_event(record: &Recorded, output: &mut Output) -> Outcome {
             field("metadata", &format!("{key}={value}"))?;
         }
     }
-    output.line(format!("{:<12} {}", "payload", payload_text(event)))
+    output.payload_line(&format!("{:<12} ", "payload"), event, "")
 }
 
 fn print_groups(groups: &[GroupState], output: &mut Output) -> Outcome {

@@ -7,8 +7,9 @@ use serde_json::json;
 use super::existing_group;
 use crate::args::{GroupsArgs, GroupsCommand};
 use crate::open::{Target, close};
-use crate::output::{Output, Table, escaped, grouped, shell_word, shortened};
+use crate::output::{Output, Table, counted, escaped, grouped, shell_word, shortened};
 use crate::stop::{Outcome, Stop};
+use crate::suggest::Suggestion;
 use crate::when;
 
 pub(crate) async fn run(args: GroupsArgs, target: &Target, output: &mut Output) -> Outcome {
@@ -16,7 +17,7 @@ pub(crate) async fn run(args: GroupsArgs, target: &Target, output: &mut Output) 
     let outcome = match args.command {
         None => list(&engine, output).await,
         Some(GroupsCommand::Remove { name, yes }) => {
-            let removed = remove(name, yes, &engine, output);
+            let removed = remove(name, yes, &engine, target, output);
             target.patiently(removed).await
         }
     };
@@ -66,20 +67,24 @@ fn row(group: &GroupInfo) -> Vec<String> {
     ]
 }
 
-async fn remove(name: GroupName, yes: bool, engine: &Engine, output: &mut Output) -> Outcome {
+async fn remove(
+    name: GroupName,
+    yes: bool,
+    engine: &Engine,
+    target: &Target,
+    output: &mut Output,
+) -> Outcome {
     let group = existing_group(&name, engine).await?;
     if !yes {
+        let command = format!("groups remove {}", shell_word(&name.to_string()));
+        let command = Suggestion::new(target, &command).flag("--yes", true);
         return Err(Stop::usage(
             format!(
-                "removing the group {name} forgets its position, {} events it has not handled and \
-                 {} dead letters",
-                grouped(group.behind + group.in_flight + group.waiting),
-                grouped(group.dead_letters)
+                "removing the group {name} forgets its position, {} it has not handled and {}",
+                counted(group.behind + group.in_flight + group.waiting, "event"),
+                counted(group.dead_letters, "dead letter")
             ),
-            Some(&format!(
-                "if that is meant: everbus groups remove {} --yes",
-                shell_word(&name.to_string())
-            )),
+            Some(&format!("if that is meant: {command}")),
         ));
     }
     let action = Action::new("groups.remove")

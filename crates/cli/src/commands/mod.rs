@@ -2,7 +2,8 @@
 
 mod asyncapi;
 pub(crate) mod audit;
-mod backup;
+pub(crate) mod backup;
+mod carry;
 mod check;
 mod check_config;
 mod demo;
@@ -10,10 +11,12 @@ pub(crate) mod dlq;
 pub(crate) mod events;
 mod get;
 mod groups;
+pub(crate) mod objects;
 pub(crate) mod outbox;
 pub(crate) mod payloads;
 mod publish;
 pub(crate) mod replay;
+pub(crate) mod restore;
 pub(crate) mod retention;
 mod tail;
 
@@ -70,9 +73,10 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Retention(command) => {
             until_interrupted(retention::run(command, &args, &target()?, output)).await
         }
-        Command::Backup(args) => until_interrupted(backup::backup(args, &target()?, output)).await,
-        Command::Restore(args) => {
-            until_interrupted(backup::restore(args, &target()?, output)).await
+        Command::Backup(args) => until_interrupted(backup::run(args, &target()?, output)).await,
+        Command::Restore(args) => until_interrupted(restore::run(args, &target()?, output)).await,
+        Command::Objects(command) => {
+            until_interrupted(objects::run(command, &target()?, output)).await
         }
     }
 }

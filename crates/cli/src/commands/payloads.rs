@@ -9,6 +9,7 @@ use serde_json::value::RawValue;
 use crate::open::{Target, close};
 use crate::output::{Output, Table, escaped, shortened};
 use crate::stop::Outcome;
+use crate::values::parse_page;
 use crate::when;
 
 #[derive(Debug, clap::Subcommand)]
@@ -29,11 +30,12 @@ pub(crate) struct LargestArgs {
     )]
     over: u64,
 
-    /// At most this many
+    /// At most this many, up to 10000
     #[arg(
         long,
         value_name = "N",
         default_value_t = LARGEST_LISTED,
+        value_parser = parse_page,
         allow_negative_numbers = true
     )]
     limit: usize,

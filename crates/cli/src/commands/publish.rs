@@ -98,8 +98,8 @@ fn template(args: &PublishArgs) -> EventBuilder {
     if let Some(app) = &args.app {
         event = event.app(app);
     }
-    if let Some((kind, id)) = &args.entity {
-        event = event.entity(kind, id);
+    if let Some(entity) = &args.entity {
+        event = event.entity(&entity.kind, &entity.id);
     }
     if let Some(id) = &args.correlation_id {
         event = event.correlation_id(id);

@@ -2,24 +2,25 @@
 
 use everbus::replay::{ReplayProgress, Run};
 use everbus::{Bus, Replay, ReplayPreview, ReplayReport};
-use everbus_core::{EventId, GroupName, Pattern, Timestamp};
+use everbus_core::{Entity, EventId, GroupName, Pattern, Timestamp};
 use serde_json::{Value, json};
 
 use super::{ID_HINT, check_range, event_id, existing_group};
 use crate::interrupt::Interrupt;
 use crate::open::Target;
-use crate::output::{Output, Table, counted, escaped, grouped, shell_word, shortened};
+use crate::output::{Output, Table, counted, escaped, grouped, shortened};
 use crate::progress;
 use crate::stop::{Outcome, Stop};
-use crate::values::{parse_entity, parse_group, parse_pattern, parse_rate};
+use crate::suggest::Suggestion;
+use crate::values::{entity_text, parse_entity, parse_group, parse_pattern, parse_rate};
 use crate::when;
 
 #[derive(Debug, Default, clap::Args)]
 #[command(after_help = "\
-Without --group, copies are published for everybody: with new ids, linked to their originals by the
-metadata replay_of, and with the time the originals occurred at. With --group, that group gets the events
-themselves once more; its position does not move, and no other group notices. Times are those of receipt,
-and both ends of a range belong to it.
+Without --group, copies are published for everybody: with new ids, linked to their originals by \
+the metadata replay_of, and with the time the originals occurred at. With --group, that group \
+gets the events themselves once more; its position does not move, and no other group notices. \
+Times are those of receipt, and both ends of a range belong to it.
 
 Ctrl-C ends a replay in good order and prints the command that goes on with it.")]
 pub(crate) struct ReplayArgs {
@@ -57,7 +58,7 @@ pub(crate) struct ReplayArgs {
 
     /// Events about this thing
     #[arg(long, value_name = "TYPE:ID", value_parser = parse_entity)]
-    entity: Option<(String, String)>,
+    entity: Option<Entity>,
 
     /// Give them to this group once more, instead of publishing copies for everybody
     #[arg(long, value_name = "NAME", value_parser = parse_group)]
@@ -156,7 +157,7 @@ async fn replay(
         None => run.publish_copies().await,
     };
     bar.finish_and_clear();
-    let resume = name.map(|name| args.command(target, &name));
+    let resume = name.map(|name| args.command(target, &name).to_string());
     match done {
         Ok(report) => print_report(&report, args, resume.as_deref(), output),
         Err(error) => {
@@ -220,8 +221,8 @@ impl ReplayArgs {
         if let Some(app) = &self.app {
             replay = replay.app(app);
         }
-        if let Some((kind, id)) = &self.entity {
-            replay = replay.entity(kind, id);
+        if let Some(entity) = &self.entity {
+            replay = replay.entity(&entity.kind, &entity.id);
         }
         if let Some(rate) = self.rate {
             replay = replay.rate(rate);
@@ -231,28 +232,19 @@ impl ReplayArgs {
 
     /// The command that goes on with this replay. Times are written out: two hours ago is another time
     /// by then.
-    fn command(&self, target: &Target, name: &str) -> String {
-        let mut command = format!("everbus {} replay", target.as_option());
-        let mut option = |option: &str, value: Option<String>| {
-            if let Some(value) = value {
-                command.push_str(&format!(" {option} {}", shell_word(&value)));
-            }
-        };
-        option("--since", self.since.map(|at| at.to_string()));
-        option("--until", self.until.map(|at| at.to_string()));
-        option("--stream", self.stream.clone());
-        option("--type", self.types.as_ref().map(ToString::to_string));
-        option("--tenant", self.tenant.clone());
-        option("--app", self.app.clone());
-        let entity = self.entity.as_ref();
-        option("--entity", entity.map(|(kind, id)| format!("{kind}:{id}")));
-        option("--group", self.group.as_ref().map(ToString::to_string));
-        option("--rate", self.rate.map(|rate| rate.to_string()));
-        option("--name", Some(name.to_owned()));
-        if self.group.is_none() {
-            command.push_str(" --yes");
-        }
-        command
+    fn command(&self, target: &Target, name: &str) -> Suggestion {
+        Suggestion::new(target, "replay")
+            .option("--since", self.since)
+            .option("--until", self.until)
+            .option("--stream", self.stream.as_ref())
+            .option("--type", self.types.as_ref())
+            .option("--tenant", self.tenant.as_ref())
+            .option("--app", self.app.as_ref())
+            .option("--entity", self.entity.as_ref().map(entity_text))
+            .option("--group", self.group.as_ref())
+            .option("--rate", self.rate)
+            .option("--name", Some(name))
+            .flag("--yes", self.group.is_none())
     }
 }
 
@@ -286,18 +278,22 @@ fn print_preview(
         json["dry_run"] = true.into();
         return output.json(&json);
     }
-    let how = match group {
-        Some(group) => format!("into {}", escaped(&group.to_string())),
-        None => "as copies for everybody".to_owned(),
-    };
+    if preview.events == 0 {
+        return output.line("nothing to replay: no event matches");
+    }
     let what = counted(preview.events, "event");
-    output.line(format!("would replay {what} {how}"))?;
+    output.line(match (group, preview.events) {
+        (Some(group), _) => format!("would replay {what} into {}", escaped(&group.to_string())),
+        (None, 1) => format!("would publish a copy of {what} for everybody"),
+        (None, _) => format!("would publish copies of {what} for everybody"),
+    })?;
     if let (Some(first), Some(last)) = (preview.first, preview.last) {
-        output.line(format!(
-            "received from {} to {}",
-            when::shown(first),
-            when::shown(last)
-        ))?;
+        output.line(if first == last {
+            format!("received at {}", when::shown(first))
+        } else {
+            let (first, last) = (when::shown(first), when::shown(last));
+            format!("received from {first} to {last}")
+        })?;
     }
     if !preview.types.is_empty() {
         let mut table = Table::new(&["TYPE", "EVENTS"]);
@@ -341,30 +337,7 @@ fn print_report(
         }
         output.json(&json)?;
     } else {
-        let how = match &args.group {
-            Some(group) => format!("wait for {}", escaped(&group.to_string())),
-            None => "published as copies".to_owned(),
-        };
-        let mut table = Table::new(&["PROCESSED", "SKIPPED", "ERRORS", ""]);
-        table.row(vec![
-            grouped(report.processed),
-            grouped(report.skipped),
-            grouped(report.errors),
-            how,
-        ]);
-        table.print(output)?;
-        let skips = &report.skips;
-        for (count, why) in [
-            (skips.unwanted, "match none of the group's patterns"),
-            (skips.owed, "are still owed by the group"),
-            (skips.absorbed, "are in the group's inbox as handled"),
-            (skips.gone, "are no longer there"),
-            (skips.copies, "are copies of an earlier replay"),
-        ] {
-            if count > 0 {
-                output.line(format!("skipped: {} {why}", grouped(count)))?;
-            }
-        }
+        print_counts(report, args.group.as_ref(), output)?;
         for failure in &report.failures {
             let error = escaped(&failure.error);
             output.line(format!("error: {} {error}", failure.id))?;
@@ -378,4 +351,28 @@ fn print_report(
         (false, 0) => Ok(()),
         (false, _) => Err(Stop::Unsatisfied),
     }
+}
+
+/// What became of the events: one line for those that reached the target, one for each other fate.
+fn print_counts(report: &ReplayReport, group: Option<&GroupName>, output: &mut Output) -> Outcome {
+    let reached = match group {
+        Some(group) => format!("handed to {}", escaped(&group.to_string())),
+        None => "published as copies".to_owned(),
+    };
+    let skips = &report.skips;
+    let mut table = Table::new(&["EVENTS", "WHAT BECAME OF THEM"]);
+    table.row(vec![grouped(report.processed), reached]);
+    for (count, fate) in [
+        (skips.unwanted, "skipped: no pattern of the group matches"),
+        (skips.owed, "skipped: still owed by the group"),
+        (skips.absorbed, "skipped: in the group's inbox as handled"),
+        (skips.gone, "skipped: no longer there"),
+        (skips.copies, "skipped: copies of an earlier replay"),
+        (report.errors, "failed"),
+    ] {
+        if count > 0 {
+            table.row(vec![grouped(count), fate.to_owned()]);
+        }
+    }
+    table.print(output)
 }

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use crate::args::Args;
 use crate::open::{Target, close};
-use crate::output::{Output, Table, escaped, grouped};
+use crate::output::{Output, Table, counted, escaped, grouped};
 use crate::progress;
 use crate::stop::Outcome;
 use crate::when;
@@ -45,10 +45,11 @@ pub(crate) struct RunArgs {
 }
 
 const POLICY_HELP: &str = "\
-The ages are those of the section `retention` of --config (or EVERBUS_CONFIG), or else the standard:
-events stay, payload stages go after 14 days, dead letters 30 days after death, rows of the outbox 7
-days after they were sent. The options below are stronger. Whatever the ages say, nothing goes that a
-group still owes work on, and an event that says itself when it expires goes then.";
+The ages are those of the section `retention` of --config (or EVERBUS_CONFIG), or else the \
+standard: events stay, payload stages go after 14 days, dead letters 30 days after death, rows of \
+the outbox 7 days after they were sent; rows that failed for good go with their dead letters. The \
+options are stronger. Whatever the ages say, nothing goes that a group still owes work on, and an \
+event that says itself when it expires goes then.";
 
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct PolicyArgs {
@@ -98,9 +99,9 @@ enum Preset {
 
 /// `None` is never.
 #[derive(Clone, Copy, Debug)]
-struct Age(Option<Duration>);
+pub(crate) struct Age(pub(crate) Option<Duration>);
 
-fn parse_age(text: &str) -> Result<Age, String> {
+pub(crate) fn parse_age(text: &str) -> Result<Age, String> {
     if text == "never" {
         return Ok(Age(None));
     }
@@ -195,7 +196,7 @@ pub(crate) async fn run(
             let pruned = prune(&engine, target, retention, args.trust_clock, output);
             target.patiently(Box::pin(pruned)).await
         }
-        RetentionCommand::Show(_) => show(&engine, &retention, &from, output).await,
+        RetentionCommand::Show(_) => show(&engine, target, &retention, &from, output).await,
     };
     close(&engine).await;
     outcome
@@ -307,6 +308,13 @@ fn print(
     let objects = collected.orphans + collected.strays;
     row("objects of large events", objects, Some(collected.kept));
     table.print(output)?;
+    if collected.unknown > 0 {
+        output.line(format!(
+            "no object was deleted: {} here that the file does not know, so it is an older copy of itself; \
+             see `everbus objects show`",
+            counted(collected.unknown, "object")
+        ))?;
+    }
     if dry_run {
         return output.line("nothing was changed");
     }
@@ -401,11 +409,18 @@ fn lines(retention: &Retention, holdings: &Holdings) -> Vec<Line> {
     lines
 }
 
-async fn show(engine: &Engine, retention: &Retention, from: &str, output: &mut Output) -> Outcome {
+async fn show(
+    engine: &Engine,
+    target: &Target,
+    retention: &Retention,
+    from: &str,
+    output: &mut Output,
+) -> Outcome {
     let bar = progress::spinner("counting");
     let holdings = engine.maintenance()?.holdings().await;
     bar.finish_and_clear();
     let holdings = holdings?;
+    let objects = super::objects::told(engine, target).await?;
     let lines = lines(retention, &holdings);
     if output.is_json() {
         let held: Vec<Value> = lines
@@ -432,6 +447,7 @@ async fn show(engine: &Engine, retention: &Retention, from: &str, output: &mut O
                 "even_for_s": doubt.even_for.as_secs(),
                 "left_s": doubt.left().as_secs(),
             })),
+            "objects": objects.map(|(survey, _)| survey),
         }));
     }
     let mut table = Table::new(&[
@@ -465,6 +481,11 @@ async fn show(engine: &Engine, retention: &Retention, from: &str, output: &mut O
     table.print(output)?;
     if let Some(most) = retention.max_len {
         output.line(format!("at most {} events are kept", grouped(most)))?;
+    }
+    if let Some((survey, line)) = objects
+        && survey.of_others().objects > 0
+    {
+        output.line(line)?;
     }
     output.line(format!("the ages are those of {}", escaped(from)))?;
     output.line(match &holdings.last_run {

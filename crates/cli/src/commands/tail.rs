@@ -14,7 +14,7 @@ use super::get::{Whole, shown_whole};
 use crate::args::TailArgs;
 use crate::interrupt::Interrupt;
 use crate::open::{Target, close};
-use crate::output::{Output, escaped, payload_text};
+use crate::output::{Output, escaped};
 use crate::reader;
 use crate::stop::{Outcome, Stop};
 use crate::when;
@@ -306,18 +306,16 @@ fn print(whole: &Whole, output: &mut Output) -> Outcome {
     }
     let record = &whole.record;
     let event = &record.event;
-    let mut line = format!(
-        "{} {:>6} {} {} {}",
+    let before = format!(
+        "{} {:>6} {} {} ",
         when::stamp(record.received_at),
         record.position,
         escaped(&event.display_id()),
         escaped(event.event_type()),
-        payload_text(event),
     );
-    if let Some(key) = event.ordering_key() {
-        line.push_str(&format!(" key={}", escaped(&key)));
-    }
-    output.line(line)
+    let key = event.ordering_key();
+    let after = key.map(|key| format!(" key={}", escaped(&key)));
+    output.payload_line(&before, event, &after.unwrap_or_default())
 }
 
 #[cfg(test)]

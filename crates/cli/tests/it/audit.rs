@@ -107,7 +107,15 @@ fn wrong_input_is_refused() {
     ] {
         let ran = shop.run(arguments);
         assert_eq!(ran.code, 2, "{arguments:?}: {ran:?}");
+        for jargon in ["InvalidSetting", "digit found in string"] {
+            assert!(!ran.err.contains(jargon), "{arguments:?}: {ran:?}");
+        }
     }
+    let ran = shop.run(&["audit", "verify", "--head", "7"]);
+    assert!(
+        ran.err.contains("hint: give it as `everbus audit head`"),
+        "{ran:?}"
+    );
     assert!(records(&shop, &[]).is_empty());
 }
 
@@ -156,6 +164,10 @@ fn a_trail_that_was_changed_fails() {
         shop.run(&["audit", "record", "x"]).ok();
     }
     let head = shop.run(&["audit", "head"]).ok();
+    // A head that the trail contradicts: what comes before it is all that is vouched for.
+    let other = format!("2:{}", "0".repeat(64));
+    let ran = shop.run(&["audit", "verify", "--head", &other]);
+    assert!(ran.out.contains("1 record before that verified"), "{ran:?}");
     let conn = Connection::open(shop.db()).unwrap();
     conn.execute_batch(
         "DROP TRIGGER audit_log_no_update; UPDATE audit_log SET actor = 'm' WHERE seq = 3",
@@ -248,7 +260,14 @@ fn what_operators_do_is_on_record() {
     let actor = all[2]["actor"].as_str().unwrap();
     assert!(actor.starts_with("cli:") && actor.len() > 4, "{actor}");
     assert_eq!(all[2]["details"]["type"], "order.*");
-    assert_eq!(all[3]["details"]["result"], 2);
+    let purged = &all[3]["details"]["result"];
+    assert_eq!(
+        (&purged["dead_letters"], &purged["events"]),
+        (&json!(2), &json!(2))
+    );
+    let named = purged["named"].as_array().unwrap();
+    assert!(named.iter().all(|letter| letter["group"] == "payment"));
+    assert_eq!(named.len(), 2, "{purged}");
     assert_eq!(
         all[4]["entity"],
         json!({ "type": "GROUP", "id": "payment" })

@@ -14,6 +14,37 @@ fn without_arguments_a_newcomer_is_told_what_to_type() {
     assert!(!exists(&shop.db()), "saying hello creates nothing");
 }
 
+// conformance: issue-4/cli-help: the help of a command shows its own options first, those of every command apart, and lines that fill the width
+#[test]
+fn the_help_of_a_command_begins_with_its_own_options() {
+    let shop = Shop::new();
+    for command in [
+        &["replay"][..],
+        &["events"],
+        &["dlq", "edit"],
+        &["dlq", "list"],
+        &["audit", "verify"],
+        &["outbox", "relay"],
+        &["retention", "run"],
+        &["check"],
+    ] {
+        let help = shop.run(&[command, &["--help"]].concat()).ok();
+        let (own, everywhere) = help.split_once("Options of every command:").unwrap();
+        for option in ["--db <", "--actor <NAME>  ", "--busy-timeout"] {
+            assert!(!own.contains(option), "{command:?} {option}: {help}");
+        }
+        assert!(everywhere.contains("--db <FILE>"), "{help}");
+        // A text that is broken twice leaves a word or two alone on a line.
+        let (_, text) = everywhere.split_once("(-v, -vv, -vvv)").unwrap();
+        for paragraph in text.split("\n\n") {
+            let lines: Vec<&str> = paragraph.trim().lines().collect();
+            for line in lines.iter().take(lines.len().saturating_sub(1)) {
+                assert!(line.len() > 60, "{line:?} in {help}");
+            }
+        }
+    }
+}
+
 // conformance: issue-2/cli-exit-codes: the exit codes are in the help
 #[test]
 fn the_help_documents_the_exit_codes() {

@@ -79,8 +79,11 @@ fn the_filters_of_the_list_are_honoured() {
     assert_eq!(count(&["--group", "payment"]), 3);
     assert_eq!(count(&["--since", "1h"]), 3);
     assert_eq!(count(&["--until", "1h"]), 0);
-    let ran = shop.run(&["dlq", "list", "--limit", "0"]);
-    ran.failed(2, "InvalidSetting");
+    for limit in ["0", "10001"] {
+        let ran = shop.run(&["-o", "json", "dlq", "list", "--limit", limit]);
+        assert_eq!(ran.code, 2, "{ran:?}");
+        assert!(ran.err.contains("between 1 and 10000"), "{ran:?}");
+    }
 }
 
 // conformance: issue-2/cli-dlq: a filter by a group that does not exist is an error, not an empty answer
@@ -105,10 +108,14 @@ fn a_filter_that_can_match_nothing_is_an_error() {
         &["dlq", "purge", "--older-than", "-1"][..],
         &["dlq", "list", "--since", "2999-01-01"],
         &["dlq", "list", "--limit", "-1"],
+        &["dlq", "list", "--limit", "0"],
+        &["dlq", "list", "--offset", "x"],
+        &["dlq", "retry", "--all", "--rate", "-1"],
     ] {
         let ran = shop.run(wrong);
         assert_eq!(ran.code, 2, "{ran:?}");
         assert!(ran.err.contains("invalid value"), "{ran:?}");
+        assert!(!ran.err.contains("digit found in string"), "{ran:?}");
     }
     assert_eq!(
         shop.run(&["-o", "json", "groups"]).json()[0]["dead_letters"],
@@ -134,12 +141,17 @@ fn what_is_not_among_the_dead_letters_is_said_with_the_reason() {
     for command in ["show", "retry"] {
         let said = shop.run(&["dlq", command, other]).failed(3, "NotFound");
         assert!(said.contains("is not a dead letter"), "{said}");
-        let said = shop.run(&["dlq", command, "nope"]).failed(3, "NotFound");
+        let ran = shop.run(&["dlq", command, "nope"]);
+        assert_eq!(ran.out, "", "nothing was done");
+        let said = ran.failed(3, "NotFound");
         assert!(
             said.contains("there is no event") && said.contains("--source"),
             "{said}"
         );
     }
+    let trail = shop.run(&["-o", "json", "audit", "list"]).json();
+    let trail = trail["records"].as_array().unwrap();
+    assert_eq!(trail.len(), 2, "only what was done is on record: {trail:?}");
 }
 
 // conformance: issue-2/cli-dlq: a dead letter shows payload, attempts and every error, escaped
@@ -230,5 +242,8 @@ fn purge_deletes_what_is_old_enough() {
     let gone = shop.run(&["dlq", "purge", "--older-than", "0"]).ok();
     assert_eq!(gone, "deleted 3 dead letters and 3 events\n");
     let empty = shop.run(&["-o", "json", "dlq", "list"]).json();
-    assert_eq!(empty, json!({ "dead_letters": [], "next": null }));
+    assert_eq!(
+        empty,
+        json!({ "dead_letters": [], "next": null, "outbox_dead_letters": 0 })
+    );
 }

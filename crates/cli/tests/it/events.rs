@@ -97,7 +97,7 @@ fn the_table_ends_with_the_command_for_the_next_page() {
         "{text}"
     );
     assert!(
-        lines[1].contains("acme") && lines[1].contains("ORDER#1"),
+        lines[1].contains("acme") && lines[1].contains("ORDER:1 "),
         "{text}"
     );
     assert_eq!(lines.len(), 5);

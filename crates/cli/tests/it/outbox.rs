@@ -322,7 +322,8 @@ fn relays_that_are_killed_lose_nothing() {
 fn several_processes_share_an_outbox() {
     let mut orders = Orders::new();
     let mut relays: Vec<Child> = (0..3)
-        .map(|_| orders.relay(&["-o", "json", "--lease", "1s"]))
+        // A lease that no stall outlives: one that stops gives it back.
+        .map(|_| orders.relay(&["-o", "json", "--lease", "60s"]))
         .collect();
     let mut duplicates = 0;
     let mut sent = 0;
@@ -332,11 +333,11 @@ fn several_processes_share_an_outbox() {
             orders.count("sent") == (round + 1) * 100
         });
         let status = orders.outbox(&["status", "-o", "json"]).json();
-        let holder = status["relay"].as_str().unwrap_or_default().to_owned();
+        let holder = status["relay"].as_str().unwrap().to_owned();
         let working = relays
             .iter()
             .position(|relay| holder.contains(&format!("process {},", relay.id())));
-        let mut relay = relays.remove(working.unwrap_or(0));
+        let mut relay = relays.remove(working.unwrap());
         signal(&relay, "-INT");
         let out = BufReader::new(relay.stdout.take().unwrap());
         let last: Value = out

@@ -41,7 +41,7 @@ fn a_recovered_event_is_retried_and_then_dead_lettered() {
             .await
             .unwrap();
         bus.start().await.unwrap();
-        let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
+        let deadline = tokio::time::Instant::now() + Duration::from_secs(180);
         let letters = loop {
             let letters = bus.dead_letters().list().await.unwrap();
             if !letters.is_empty() {

@@ -156,10 +156,10 @@ pub(crate) fn on_runtime<T>(work: impl Future<Output = T>) -> T {
         .block_on(work)
 }
 
-/// Waits for a condition, for a minute at most.
+/// Waits for a condition, for some minutes at most.
 #[track_caller]
 pub(crate) fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + Duration::from_secs(180);
     while !condition() {
         assert!(Instant::now() < deadline, "waited in vain: {what}");
         std::thread::sleep(Duration::from_millis(10));

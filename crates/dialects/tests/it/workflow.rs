@@ -300,6 +300,8 @@ fn large_fields_are_replaced_by_a_reference() {
         key: key.into(),
         size: 9,
         sha256: String::new(),
+        payload_size: 9,
+        payload_sha256: String::new(),
         parts: fields
             .iter()
             .map(|field| everbus_core::OverflowPart {

@@ -4,14 +4,7 @@ use super::limits::Names;
 use super::section::{Reader, Section};
 use crate::overflow::Overflow;
 
-pub(super) const KEYS: &[&str] = &[
-    "enabled",
-    "url",
-    "threshold",
-    "limit",
-    "exclusive",
-    "streams",
-];
+pub(super) const KEYS: &[&str] = &["enabled", "url", "threshold", "limit", "streams"];
 
 /// A reference needs some room itself, and SQLite stores no more in one row.
 const BYTES: std::ops::RangeInclusive<u64> = 1024..=512 * 1024 * 1024;
@@ -20,9 +13,6 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Overflow {
     let mut overflow = Overflow::default();
     if let Some(enabled) = reader.boolean(section.get("enabled")) {
         overflow.enabled = enabled;
-    }
-    if let Some(exclusive) = reader.boolean(section.get("exclusive")) {
-        overflow.exclusive = exclusive;
     }
     let wanted = "a directory, or s3://bucket/prefix";
     if let Some(url) = reader.text(section.get("url"), wanted) {

@@ -66,6 +66,11 @@ impl State {
         self.free_seats.push(seat);
         self.workers -= 1;
     }
+
+    fn give_back_waiting(&mut self) {
+        let given_back = |work: Work| work.given_back(Duration::ZERO);
+        self.done.extend(self.waiting.drain(..).map(given_back));
+    }
 }
 
 /// What a worker does next.
@@ -215,12 +220,7 @@ impl Queue {
     pub(super) fn stop(&self) {
         let mut state = self.state();
         state.stopping = true;
-        let State { waiting, done, .. } = &mut *state;
-        done.extend(
-            waiting
-                .drain(..)
-                .map(|work| work.given_back(Duration::ZERO)),
-        );
+        state.give_back_waiting();
         drop(state);
         self.idle.close();
         self.outcomes.notify_one();
@@ -229,12 +229,7 @@ impl Queue {
     /// Gives back what waits, without an attempt; what runs goes on.
     pub(super) fn give_back_waiting(&self) {
         let mut state = self.state();
-        let State { waiting, done, .. } = &mut *state;
-        done.extend(
-            waiting
-                .drain(..)
-                .map(|work| work.given_back(Duration::ZERO)),
-        );
+        state.give_back_waiting();
         drop(state);
         self.outcomes.notify_one();
     }

@@ -1,15 +1,19 @@
-//! Deleting objects that no event refers to: those that retention left behind, and those whose publish
-//! was never finished.
+//! Deleting objects without an event: those that retention left behind, and those whose publish was
+//! never finished.
 //!
-//! An object is deleted only if no event of the log refers to it **and** it is old enough that no
-//! publish can be about to refer to it: a publish takes up an object only in its first hour.
+//! An object is deleted only if this log has noted it, no event of the log refers to it, only this log
+//! can have put it, **and** it is old enough that no publish can be about to refer to it: a publish takes
+//! up an object only in its first hour. An object of this log that it neither refers to nor has noted
+//! proves that the log is an older copy of itself. Then it is made another log, and deletes nothing that
+//! it did not put since.
 
 use std::collections::HashSet;
 use std::time::Duration;
 
-use everbus_core::{Clock as _, Code, Engine, EventId, Orphan, Pattern, Result, SystemClock};
+use everbus_core::{Clock as _, Engine, EventId, Orphan, Orphans, Result, SystemClock};
 use serde::Serialize;
 
+use super::owner::Owners;
 use super::{Objects, key};
 
 /// How many notes are read at once.
@@ -23,12 +27,8 @@ pub struct Collect {
     pub dry_run: bool,
     /// Objects whose events were removed are deleted when they are at least this old (2 h).
     pub orphans_after: Duration,
-    /// Objects that no event ever referred to are deleted when they are at least this old (24 h), where
-    /// the place belongs to the bus alone.
+    /// Objects whose publish was never finished are deleted when they are at least this old (24 h).
     pub strays_after: Duration,
-    /// Also those that are older than the oldest event of the log. They may be all that is left of the
-    /// payloads of another log that was in this place before: one that was moved away, say.
-    pub before_log: bool,
 }
 
 impl Default for Collect {
@@ -37,7 +37,6 @@ impl Default for Collect {
             dry_run: false,
             orphans_after: Duration::from_secs(2 * 3600),
             strays_after: Duration::from_secs(24 * 3600),
-            before_log: false,
         }
     }
 }
@@ -57,17 +56,19 @@ impl Collect {
 pub struct Collected {
     /// Objects whose events were removed.
     pub orphans: u64,
-    /// Objects that no event ever referred to, and what interrupted puts left.
+    /// Objects whose publish was never finished, and what interrupted puts left.
     pub strays: u64,
     /// The bytes of both.
     pub bytes: u64,
-    /// Objects whose events were removed that are kept for now: they are too young, or in another
-    /// place than the one that is configured.
+    /// Objects without an event that are kept for now: they are too young, another log put them, or they
+    /// are in another place than the one that is configured.
     pub kept: u64,
+    /// Objects of this log that it knows nothing of: the file is an older copy. Nothing was deleted.
+    pub unknown: u64,
 }
 
 impl Objects {
-    /// Deletes the objects that no event refers to any more. Safe at any time, also while others
+    /// Deletes the objects of this log that no event refers to. Safe at any time, also while others
     /// publish.
     pub async fn collect(&self, engine: &Engine, options: &Collect) -> Result<Collected> {
         let mut run = Run {
@@ -75,13 +76,78 @@ impl Objects {
             engine,
             options,
             collected: Collected::default(),
-            noted: HashSet::new(),
         };
-        run.collect_orphans().await?;
-        if self.options.exclusive {
-            run.collect_strays().await?;
+        let (Some(orphans), Some(owners)) = (&self.orphans, self.owners().await?) else {
+            return Ok(run.collected);
+        };
+        run.collected.unknown = self.unknown(engine, &**orphans, owners).await?;
+        if run.collected.unknown > 0 {
+            if !options.dry_run {
+                orphans.renew().await?;
+                tracing::warn!(
+                    target: "everbus::overflow",
+                    objects = run.collected.unknown,
+                    "the log is an older copy of itself: objects that were put after the copy was made are left alone"
+                );
+            }
+            return Ok(run.collected);
         }
+        run.collect_noted(&**orphans, owners).await?;
+        let swept = self
+            .store
+            .sweep_unfinished(options.strays_after, options.dry_run);
+        let (files, bytes) = swept.await?;
+        run.collected.strays += files;
+        run.collected.bytes += bytes;
         Ok(run.collected)
+    }
+
+    /// How many objects that only this log can have put it knows nothing of.
+    async fn unknown(&self, engine: &Engine, orphans: &dyn Orphans, owners: Owners) -> Result<u64> {
+        let mut ours = Vec::new();
+        let listed = self.store.list(|name, _, _| {
+            if let Some(id) = key::event_of(&name).filter(|_| owners.is_ours(&name)) {
+                ours.push((id, name));
+            }
+        });
+        listed.await?;
+        if ours.is_empty() {
+            return Ok(0);
+        }
+        let noted = noted(orphans).await?;
+        let mut suspects = Vec::new();
+        for (id, name) in ours {
+            if !noted.contains(&name) && !is_referred_to(engine, id, &name).await? {
+                suspects.push((id, name));
+            }
+        }
+        if suspects.is_empty() {
+            return Ok(0);
+        }
+        // Between the two looks an event may have been removed, or its object deleted: look again.
+        let noted = self::noted(orphans).await?;
+        let mut unknown = 0;
+        for (id, name) in suspects {
+            let known = noted.contains(&name)
+                || is_referred_to(engine, id, &name).await?
+                || self.store.look(&name).await?.is_none();
+            unknown += u64::from(!known);
+        }
+        Ok(unknown)
+    }
+}
+
+/// The keys of all notes.
+pub(super) async fn noted(orphans: &dyn Orphans) -> Result<HashSet<String>> {
+    let mut keys = HashSet::new();
+    let mut after = None;
+    loop {
+        let page = orphans.list(after.take(), PAGE).await?;
+        keys.extend(page.iter().map(|orphan| orphan.key.clone()));
+        if page.len() < PAGE {
+            return Ok(keys);
+        }
+        after = page.into_iter().next_back();
     }
 }
 
@@ -91,22 +157,16 @@ struct Run<'a> {
     engine: &'a Engine,
     options: &'a Collect,
     collected: Collected,
-    /// What was decided by a note.
-    noted: HashSet<String>,
 }
 
 impl Run<'_> {
-    async fn collect_orphans(&mut self) -> Result<()> {
-        let orphans = match self.engine.orphans() {
-            Err(error) if error.code() == Code::Unsupported => return Ok(()),
-            orphans => orphans?,
-        };
+    async fn collect_noted(&mut self, orphans: &dyn Orphans, owners: Owners) -> Result<()> {
         let mut after = None;
         loop {
             let page = orphans.list(after.take(), PAGE).await?;
             let mut gone = Vec::new();
             for orphan in &page {
-                if self.collect_orphan(orphan).await? {
+                if self.collect_one(orphan, owners).await? {
                     gone.push(orphan.clone());
                 }
             }
@@ -121,95 +181,56 @@ impl Run<'_> {
     }
 
     /// Whether the note of it has served.
-    async fn collect_orphan(&mut self, orphan: &Orphan) -> Result<bool> {
+    async fn collect_one(&mut self, orphan: &Orphan, owners: Owners) -> Result<bool> {
         if is_referred_to(self.engine, orphan.id, &orphan.key).await? {
             return Ok(true);
         }
-        self.noted.insert(orphan.key.clone());
         let store = &self.objects.store;
-        if orphan.bucket != store.bucket() && !self.objects.options.exclusive {
-            // An object of that name here would be somebody else's.
-            self.collected.kept += 1;
-            return Ok(false);
-        }
-        match store.look(&orphan.key).await? {
-            // Gone already, unless it is somewhere else.
-            None if orphan.bucket == store.bucket() => Ok(true),
-            None => {
-                self.collected.kept += 1;
-                Ok(false)
-            }
-            Some((_, age)) if age < self.options.orphans_after => {
-                self.collected.kept += 1;
-                Ok(false)
-            }
-            Some((size, _)) => {
+        let old = match orphan.unborn {
+            true => self.options.strays_after,
+            false => self.options.orphans_after,
+        };
+        // The publish that noted it may be about to put it.
+        let waiting = orphan.unborn && SystemClock.now().since(orphan.since) < old;
+        let found = match waiting || !owners.is_ours(&orphan.key) {
+            true => None,
+            false => store.look(&orphan.key).await?,
+        };
+        match found {
+            Some((size, age)) if age >= old => {
                 if !self.options.dry_run {
                     store.delete(&orphan.key).await?;
                 }
-                self.collected.orphans += 1;
+                match orphan.unborn {
+                    true => self.collected.strays += 1,
+                    false => self.collected.orphans += 1,
+                }
                 self.collected.bytes += size;
                 Ok(true)
             }
+            // Never put, or gone already, unless it is somewhere else.
+            None if !waiting && owners.is_ours(&orphan.key) && orphan.bucket == store.bucket() => {
+                Ok(true)
+            }
+            _ => {
+                self.collected.kept += 1;
+                Ok(false)
+            }
         }
     }
-
-    async fn collect_strays(&mut self) -> Result<()> {
-        let (store, options) = (&self.objects.store, self.options);
-        let oldest = if options.before_log {
-            Duration::MAX
-        } else {
-            age_of_log(self.engine).await?
-        };
-        let mut old = Vec::new();
-        let listed = store.list(|name, size, age| {
-            if age >= options.strays_after
-                && age <= oldest
-                && let Some(id) = key::event_of(&name)
-            {
-                old.push((id, name, size));
-            }
-        });
-        listed.await?;
-        for (id, name, size) in old {
-            if self.noted.contains(&name) || is_referred_to(self.engine, id, &name).await? {
-                continue;
-            }
-            if !options.dry_run {
-                store.delete(&name).await?;
-            }
-            self.collected.strays += 1;
-            self.collected.bytes += size;
-        }
-        let swept = store.sweep_unfinished(options.strays_after, options.dry_run);
-        let (files, bytes) = swept.await?;
-        self.collected.strays += files;
-        self.collected.bytes += bytes;
-        Ok(())
-    }
-}
-
-/// How long ago the oldest event that is left was received; zero without one.
-async fn age_of_log(engine: &Engine) -> Result<Duration> {
-    let log = engine.log()?;
-    let all = vec![Pattern::new("*")?, Pattern::new("system.>")?];
-    let (head, mut after) = (log.head().await?, 0);
-    while after < head {
-        let (found, searched) = log.read(after, all.clone(), 1).await?;
-        if let Some(first) = found.first() {
-            return Ok(SystemClock.now().since(first.received_at));
-        }
-        if searched <= after {
-            break;
-        }
-        after = searched;
-    }
-    Ok(Duration::ZERO)
 }
 
 /// Whether an event of any tenant refers to the object.
-async fn is_referred_to(engine: &Engine, id: EventId, key: &str) -> Result<bool> {
+pub(super) async fn is_referred_to(engine: &Engine, id: EventId, key: &str) -> Result<bool> {
     let events = engine.log()?.find(id).await?;
     let mut references = events.iter().filter_map(|record| record.event.overflow());
     Ok(references.any(|reference| reference.key == key))
+}
+
+/// Whether an event of the log refers to an object.
+pub async fn is_in_use(engine: &Engine, key: &str) -> Result<bool> {
+    match key::event_of(key) {
+        Some(id) => is_referred_to(engine, id, key).await,
+        None => Ok(false),
+    }
 }

@@ -2,7 +2,8 @@
 //!
 //! Whatever an entity is called, its id becomes one segment of letters, digits, `-`, `_` and dots;
 //! everything else is percent-encoded, so nothing in an id can leave its folder. An event without an
-//! entity lies in the folder `~`, which no id is encoded to.
+//! entity lies in the folder `~`, which no id is encoded to. In a place that belongs to another log the
+//! name goes on with the log that made it, `{event id}-{log}-payload.json`.
 
 use everbus_core::{Event, EventId};
 
@@ -14,8 +15,19 @@ const NOTHING: &str = "~";
 pub(super) const FOLDER: &str = "events";
 const ENDING: &str = "-payload.json";
 
-/// The key of an event's object.
-pub(super) fn of(event: &Event) -> String {
+/// How many digits of a log's id are in a key. No other suffix has that many.
+const MARK: usize = 12;
+
+/// The key of an event's object, with the mark of the log that puts it if it needs one.
+pub(super) fn of(event: &Event, mark: Option<&str>) -> String {
+    let key = plain(event);
+    match mark {
+        None => key,
+        Some(mark) => suffixed(&key, mark),
+    }
+}
+
+fn plain(event: &Event) -> String {
     let entity = event.attributes().and_then(|a| a.entity.as_ref());
     let entity = entity.map_or(NOTHING.to_owned(), |entity| segment(&entity.id));
     format!("{FOLDER}/{entity}/{}{ENDING}", event.id())
@@ -27,15 +39,26 @@ pub(super) fn suffixed(key: &str, suffix: &str) -> String {
     format!("{stem}-{suffix}{ENDING}")
 }
 
-/// The event that an object belongs to, if its key is one of ours.
+/// The event that an object belongs to, if its key is one that a bus makes.
 pub(super) fn event_of(key: &str) -> Option<EventId> {
+    parts(key).map(|(id, _)| id)
+}
+
+/// The mark of the log that made the key, if it has one; `None` if no bus makes such keys.
+pub(super) fn maker(key: &str) -> Option<Option<&str>> {
+    let (_, suffix) = parts(key)?;
+    let first = suffix.split('-').nth(1).unwrap_or_default();
+    let is_mark = first.len() == MARK && first.bytes().all(|b| b.is_ascii_hexdigit());
+    Some(is_mark.then_some(first))
+}
+
+/// A UUID, perhaps followed by suffixes.
+fn parts(key: &str) -> Option<(EventId, &str)> {
     let (_, name) = key.rsplit_once('/')?;
     let stem = name.strip_suffix(ENDING)?;
-    // A UUID, perhaps followed by a suffix.
-    let id = stem.get(..36)?;
-    let rest = &stem[36..];
-    let ours = rest.is_empty() || rest.starts_with('-');
-    id.parse().ok().filter(|_| ours)
+    let (id, suffix) = (stem.get(..36)?, &stem[36..]);
+    let ours = suffix.is_empty() || suffix.starts_with('-');
+    Some((id.parse().ok().filter(|_| ours)?, suffix))
 }
 
 /// One segment of a key, never empty, `.` or `..`.
@@ -77,13 +100,19 @@ mod tests {
 
     fn folder(entity: &str) -> String {
         let event = Event::builder("t").entity("TASK", entity).build().unwrap();
-        let key = of(&event);
+        let key = plain(&event);
         let parts: Vec<&str> = key.split('/').collect();
         assert_eq!(parts.len(), 3, "{key}");
         assert_eq!(parts[0], "events");
         assert_eq!(parts[2], format!("{}-payload.json", event.id()));
         assert_eq!(event_of(&key), Some(event.id()));
         assert_eq!(event_of(&suffixed(&key, "0a1b")), Some(event.id()));
+        let mark = "0123456789ab";
+        assert_eq!(maker(&key), Some(None));
+        assert_eq!(maker(&suffixed(&key, &"a".repeat(16))), Some(None));
+        let marked = of(&event, Some(mark));
+        assert_eq!(maker(&marked), Some(Some(mark)));
+        assert_eq!(maker(&suffixed(&marked, &"a".repeat(16))), Some(Some(mark)));
         assert!(parts[1].len() < 200, "{}", parts[1]);
         parts[1].to_owned()
     }
@@ -111,7 +140,9 @@ mod tests {
             assert_eq!(folder(id), wanted, "{id:?}");
         }
         assert_eq!(
-            of(&Event::builder("t").build().unwrap()).split('/').nth(1),
+            plain(&Event::builder("t").build().unwrap())
+                .split('/')
+                .nth(1),
             Some("~")
         );
         let long: Vec<String> = ["a", "ä", "/", "%", "."]
@@ -133,6 +164,7 @@ mod tests {
             "events/x/0190b0a0-0000-7000-8000-000000000001x-payload.json",
         ] {
             assert_eq!(event_of(key), None, "{key}");
+            assert_eq!(maker(key), None, "{key}");
         }
     }
 }

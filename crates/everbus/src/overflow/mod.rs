@@ -7,13 +7,14 @@
 //! published, byte for byte.
 //!
 //! ```text
-//!  publish ─▶ split ─▶ object (durable) ─▶ append ─────▶ the log has a reference
+//!  publish ─▶ split ─▶ note ─▶ object (durable) ─▶ append, note struck off ─▶ the log has a reference
 //!  deliver ─▶ reference ─▶ object (length and SHA-256 checked) ─▶ handler sees the whole payload
 //!  retention ─▶ event and a note of its object, one transaction ─▶ collector ─▶ object deleted
 //! ```
 //!
 //! The object is durable **before** the event is appended and deleted only **after** the event is gone,
-//! so a crash leaves at most an object without an event, which the collector finds later.
+//! so a crash leaves at most an object without an event, which is on the list of notes and deleted later.
+//! What this log neither refers to nor has noted is another's, and is left alone.
 //!
 //! A bus on a file keeps its objects in a directory beside it, `shop.db.objects` for `shop.db`; another
 //! place is a setting:
@@ -40,10 +41,15 @@
 //! ```
 
 mod collect;
+mod directory;
+mod errors;
 mod fields;
 mod key;
 mod options;
+mod owner;
 mod store;
+mod survey;
+mod transfer;
 mod whole;
 
 use std::sync::Arc;
@@ -51,12 +57,15 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use everbus_core::{
-    Attributes, Code, Engine, Error, Event, Overflow as Reference, Recorded, Result,
+    Attributes, Clock as _, Code, Engine, Error, Event, Orphan, Orphans, Overflow as Reference,
+    Recorded, Result, SystemClock,
 };
 use sha2::{Digest as _, Sha256};
 
-pub use collect::{Collect, Collected};
+pub use collect::{Collect, Collected, is_in_use};
 pub use options::{LARGEST_EVENT, Overflow, THRESHOLD};
+pub use survey::{Survey, Tally};
+pub use transfer::{Place, Transferred};
 
 use crate::bus::Shared;
 use fields::Split;
@@ -66,6 +75,8 @@ use store::Store;
 pub struct Objects {
     store: Store,
     options: Overflow,
+    /// Who takes notes of objects before they are put.
+    orphans: Option<Arc<dyn Orphans>>,
 }
 
 /// The content of an object, in slices of the payload it comes from.
@@ -100,15 +111,16 @@ impl Objects {
     /// there is neither, or the settings want none.
     pub fn open(engine: &Engine, options: &Overflow) -> Result<Option<Arc<Self>>> {
         options.validate()?;
-        let (store, beside) = match (&options.url, &engine.objects) {
-            (Some(url), _) => (Store::parse(url)?, false),
-            (None, Some(directory)) => (Store::beside(directory), true),
+        let store = match (&options.url, &engine.objects) {
+            (Some(url), _) => Store::parse(url)?,
+            (None, Some(directory)) => Store::beside(directory),
             (None, None) => return Ok(None),
         };
-        let mut options = options.clone();
-        // Nobody else's objects are in the directory beside a file.
-        options.exclusive |= beside;
-        Ok(Some(Arc::new(Self { store, options })))
+        Ok(Some(Arc::new(Self {
+            store,
+            options: options.clone(),
+            orphans: engine.orphans.clone(),
+        })))
     }
 
     /// Whether events are split at all.
@@ -142,25 +154,72 @@ impl Objects {
         }
         let threshold = self.options.threshold_of(event.event_type());
         let bucket = self.store.bucket().to_owned();
-        let (event, rest, parts, content) = blocking(move || {
+        let (event, rest, parts, content, payload_sha256) = blocking(move || {
             let split = Split::of(&event).filter(|split| fits(&event, split, bucket, threshold));
             let (rest, parts, chunks) = match split {
                 Some(split) => (split.rest, split.parts, split.chunks),
                 None => (NULL, Vec::new(), vec![event.payload().clone()]),
             };
-            (event, rest, parts, Content::new(chunks))
+            let content = Content::new(chunks);
+            let whole = match parts.is_empty() {
+                true => content.sha256.clone(),
+                false => hex(&Sha256::digest(event.payload())),
+            };
+            (event, rest, parts, content, whole)
         })
         .await?;
-        let key = key::of(&event);
-        let put = self.store.put(&key, &content, self.options.exclusive);
         let reference = Reference {
             bucket: self.store.bucket().to_owned(),
-            key: put.await?,
+            key: self.put(&event, &content).await?,
             size: content.size,
             sha256: content.sha256,
+            payload_size: event.payload().len() as u64,
+            payload_sha256,
             parts,
         };
         Ok(event.with_overflow(rest, reference))
+    }
+
+    /// Puts an object for an event and returns its key once it is durable. An object of the same content
+    /// that this log put there a moment ago is taken for it: the publish is being repeated. What else has
+    /// the same name, or may be on its way out, is left alone, and another key is used.
+    async fn put(&self, event: &Event, content: &Content) -> Result<String> {
+        let owners = self.owners_or_claim().await?;
+        let mark = owners.and_then(|owners| owners.mark());
+        let base = key::of(event, mark.as_deref());
+        let base = format!("{}{base}", self.store.prefix);
+        let hashed = key::suffixed(&base, &content.sha256[..16]);
+        let random = uuid::Uuid::new_v4().simple().to_string();
+        let unique = key::suffixed(&hashed, &random);
+        for key in [base, hashed, unique] {
+            // What is there is not noted: a note is for what this publish alone may put.
+            if self.store.look(&key).await?.is_none() {
+                self.note(event, &key).await?;
+                if self.store.create(&key, &content.chunks).await? {
+                    return Ok(key);
+                }
+            }
+            if owners.is_some() && self.store.is_same(&key, content).await? {
+                return Ok(key);
+            }
+        }
+        let what = format!("no free key for the object of {}", event.display_id());
+        Err(Error::new(Code::ObjectStore, what))
+    }
+
+    /// Notes an object that is about to be put, durably.
+    async fn note(&self, event: &Event, key: &str) -> Result<()> {
+        let Some(orphans) = &self.orphans else {
+            return Ok(());
+        };
+        let note = Orphan {
+            bucket: self.store.bucket().to_owned(),
+            key: key.to_owned(),
+            id: event.id(),
+            since: SystemClock.now(),
+            unborn: true,
+        };
+        orphans.note(vec![note]).await
     }
 
     /// The event as it was published. One that carries everything itself is returned as it is.
@@ -244,9 +303,11 @@ fn fits(event: &Event, split: &Split, bucket: String, threshold: usize) -> bool 
     }
     let reference = Reference {
         bucket,
-        key: key::of(event),
+        key: key::of(event, None),
         size: split.chunks.iter().map(|chunk| chunk.len() as u64).sum(),
         sha256: "0".repeat(64),
+        payload_size: event.payload().len() as u64,
+        payload_sha256: "0".repeat(64),
         parts: split.parts.clone(),
     };
     let travels = event.clone().with_overflow(split.rest.clone(), reference);

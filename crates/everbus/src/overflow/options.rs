@@ -40,10 +40,6 @@ pub struct Overflow {
     pub streams: BTreeMap<String, usize>,
     /// The largest payload of an event that is split (64 MiB).
     pub limit: usize,
-    /// Whether the place belongs to this bus alone, as the directory beside a file does. Then an object
-    /// whose publish was never finished is found and deleted after a day, and a repeated publish uses
-    /// the object of the first. Elsewhere the objects of others could be meant.
-    pub exclusive: bool,
     /// Whether events are split. Those that were split earlier are read all the same.
     pub enabled: bool,
 }
@@ -55,7 +51,6 @@ impl Default for Overflow {
             threshold: THRESHOLD,
             streams: BTreeMap::new(),
             limit: LARGEST_EVENT,
-            exclusive: false,
             enabled: true,
         }
     }
@@ -97,13 +92,6 @@ impl Overflow {
     #[must_use]
     pub fn limit(mut self, bytes: usize) -> Self {
         self.limit = bytes;
-        self
-    }
-
-    /// The place belongs to this bus alone.
-    #[must_use]
-    pub fn exclusive(mut self) -> Self {
-        self.exclusive = true;
         self
     }
 

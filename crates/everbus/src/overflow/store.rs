@@ -1,14 +1,13 @@
 //! The place where objects lie: a directory, or with the feature `s3` a bucket.
 //!
-//! A put returns when the object is durable, and never changes an object that is there: what has the
-//! same name and another content, or may be on its way out, is left alone and another key is used.
+//! An object is durable when it has been created, and nothing here changes one that is there.
 
 use std::path::{Path as FilePath, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
-use everbus_core::{Code, Error, Result};
+use everbus_core::{Code, Error, LogId, Result};
 use futures_util::TryStreamExt as _;
 use futures_util::stream::BoxStream;
 use object_store::local::LocalFileSystem;
@@ -18,7 +17,10 @@ use object_store::{
     PutMode, PutOptions, PutPayload,
 };
 use sha2::{Digest as _, Sha256};
+use tokio::sync::OnceCell;
 
+use super::directory::{make_directory, sweep, sync_directory};
+use super::errors::{failed, from_io};
 use super::{Content, hex, key};
 
 /// An object that is older may be deleted at any moment because nobody refers to it, so a publish does
@@ -32,11 +34,13 @@ pub(super) struct Store {
     /// As the references name it.
     bucket: String,
     /// Before every key.
-    prefix: String,
-    place: Place,
+    pub(super) prefix: String,
+    /// The log whose place it is, once that is known.
+    pub(super) owner: OnceCell<Option<LogId>>,
+    pub(super) place: Place,
 }
 
-enum Place {
+pub(super) enum Place {
     /// Made when the first object is put there.
     Directory {
         path: PathBuf,
@@ -44,6 +48,17 @@ enum Place {
     },
     #[cfg(feature = "s3")]
     Remote(Arc<dyn ObjectStore>),
+}
+
+impl Place {
+    /// The directory, if it is one.
+    pub(super) fn path(&self) -> Option<&FilePath> {
+        match self {
+            Self::Directory { path, .. } => Some(path),
+            #[cfg(feature = "s3")]
+            Self::Remote(_) => None,
+        }
+    }
 }
 
 const HINT: &str = "use file:///directory or a path for a directory, s3://bucket/prefix for S3";
@@ -56,10 +71,11 @@ impl Store {
         Self::directory(name.to_string_lossy().into_owned(), directory.into())
     }
 
-    fn directory(bucket: String, path: PathBuf) -> Self {
+    pub(super) fn directory(bucket: String, path: PathBuf) -> Self {
         Self {
             bucket,
             prefix: String::new(),
+            owner: OnceCell::new(),
             place: Place::Directory {
                 path,
                 open: OnceLock::new(),
@@ -125,6 +141,7 @@ impl Store {
                 "" => String::new(),
                 prefix => format!("{prefix}/"),
             },
+            owner: OnceCell::new(),
             place: Place::Remote(Arc::new(s3)),
         })
     }
@@ -160,7 +177,7 @@ impl Store {
     }
 
     /// The store; a directory that is missing is made, durably.
-    async fn made(&self) -> Result<Arc<dyn ObjectStore>> {
+    pub(super) async fn made(&self) -> Result<Arc<dyn ObjectStore>> {
         if let Some(store) = self.existing().await? {
             return Ok(store);
         }
@@ -180,33 +197,11 @@ impl Store {
         }
     }
 
-    /// Puts an object and returns its key once it is durable. With `reuse`, an object of the same
-    /// content that was put there a moment ago is taken for it: the publish is being repeated.
-    pub(super) async fn put(&self, key: &str, content: &Content, reuse: bool) -> Result<String> {
-        let store = self.made().await?;
-        let plain = format!("{}{key}", self.prefix);
-        let hashed = key::suffixed(&plain, &content.sha256[..16]);
-        for key in [plain, hashed.clone()] {
-            if self.create(&*store, &key, content).await? {
-                return Ok(key);
-            }
-            if reuse && self.is_same(&*store, &key, content).await? {
-                return Ok(key);
-            }
-        }
-        let unique = key::suffixed(&hashed, &uuid::Uuid::new_v4().simple().to_string());
-        if self.create(&*store, &unique, content).await? {
-            return Ok(unique);
-        }
-        Err(Error::new(
-            Code::ObjectStore,
-            format!("no free key for the object {key:?}"),
-        ))
-    }
-
     /// Creates an object; false if there is one of that name.
-    async fn create(&self, store: &dyn ObjectStore, key: &str, content: &Content) -> Result<bool> {
-        let payload = PutPayload::from_iter(content.chunks.iter().cloned());
+    /// Durable when it returns.
+    pub(super) async fn create(&self, key: &str, chunks: &[Bytes]) -> Result<bool> {
+        let store = self.made().await?;
+        let payload = PutPayload::from_iter(chunks.iter().cloned());
         let options = PutOptions::from(PutMode::Create);
         match store.put_opts(&path(key)?, payload, options).await {
             Ok(_) => Ok(true),
@@ -221,12 +216,9 @@ impl Store {
     }
 
     /// Whether the object has this content, was put there a moment ago, and is durable.
-    async fn is_same(&self, store: &dyn ObjectStore, key: &str, content: &Content) -> Result<bool> {
-        let doing = |e| failed(format!("the object {key:?} could not be read"), e);
-        let found = match store.get(&path(key)?).await {
-            Ok(found) => found,
-            Err(StoreError::NotFound { .. }) => return Ok(false),
-            Err(error) => return Err(doing(error)),
+    pub(super) async fn is_same(&self, key: &str, content: &Content) -> Result<bool> {
+        let Some(found) = self.get(key).await? else {
+            return Ok(false);
         };
         if found.meta.size != content.size || age(&found.meta) > REUSABLE {
             return Ok(false);
@@ -239,7 +231,7 @@ impl Store {
     }
 
     /// Whoever put the object there may not have synced it yet.
-    async fn make_durable(&self, key: &str) -> Result<()> {
+    pub(super) async fn make_durable(&self, key: &str) -> Result<()> {
         match &self.place {
             Place::Directory { path, .. } => {
                 let file = path.join(key);
@@ -300,6 +292,17 @@ impl Store {
         }
     }
 
+    /// Whether there is no object at all.
+    pub(super) async fn is_empty(&self) -> Result<bool> {
+        let Some(store) = self.existing().await? else {
+            return Ok(true);
+        };
+        let folder = path(&format!("{}{}", self.prefix, key::FOLDER))?;
+        let first = store.list(Some(&folder)).try_next().await;
+        let first = first.map_err(|e| failed("the objects could not be listed".into(), e))?;
+        Ok(first.is_none())
+    }
+
     /// Calls `each` with the key, size and age of every object there is.
     pub(super) async fn list(&self, mut each: impl FnMut(String, u64, Duration)) -> Result<()> {
         let Some(store) = self.existing().await? else {
@@ -358,7 +361,7 @@ pub(super) fn read_file(mut file: std::fs::File, mut each: impl FnMut(&[u8])) ->
     }
 }
 
-async fn hash_of(found: GetResult) -> Result<String> {
+pub(super) async fn hash_of(found: GetResult) -> Result<String> {
     let mut hash = Sha256::new();
     match found.payload {
         GetResultPayload::File(file, _) => {
@@ -375,7 +378,7 @@ async fn hash_of(found: GetResult) -> Result<String> {
     }
 }
 
-fn path(key: &str) -> Result<Path> {
+pub(super) fn path(key: &str) -> Result<Path> {
     Path::parse(key).map_err(|e| {
         Error::new(
             Code::ObjectStore,
@@ -403,93 +406,6 @@ fn age(meta: &ObjectMeta) -> Duration {
     let modified = u64::try_from(meta.last_modified.timestamp_millis()).unwrap_or(0);
     let modified = SystemTime::UNIX_EPOCH + Duration::from_millis(modified);
     modified.elapsed().unwrap_or_default()
-}
-
-/// Makes a directory and those above it, and syncs those that got a new entry.
-fn make_directory(path: &FilePath) -> std::io::Result<()> {
-    let missing: Vec<&FilePath> = path
-        .ancestors()
-        .take_while(|above| !above.is_dir())
-        .collect();
-    std::fs::create_dir_all(path)?;
-    for made in missing {
-        match made.parent() {
-            Some(above) if !above.as_os_str().is_empty() => sync_directory(above)?,
-            Some(_) => sync_directory(FilePath::new("."))?,
-            None => {}
-        }
-    }
-    Ok(())
-}
-
-fn sync_directory(path: &FilePath) -> std::io::Result<()> {
-    if cfg!(unix) {
-        std::fs::File::open(path)?.sync_all()?;
-    }
-    Ok(())
-}
-
-/// `object_store` writes a file under its name with `#` and a number before it gets that name.
-fn sweep(folder: &FilePath, after: Duration, dry_run: bool) -> (u64, u64) {
-    let entries = |path: &FilePath| std::fs::read_dir(path).into_iter().flatten().flatten();
-    let (mut files, mut bytes) = (0, 0);
-    for entry in entries(folder).flat_map(|entity| entries(&entity.path())) {
-        let name = entry.file_name();
-        let unfinished = name.to_str().is_some_and(|name| {
-            let parts = name.rsplit_once('#');
-            parts.is_some_and(|(_, n)| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
-        });
-        let Some(meta) = entry
-            .metadata()
-            .ok()
-            .filter(|meta| unfinished && meta.is_file())
-        else {
-            continue;
-        };
-        let age = meta.modified().ok().and_then(|at| at.elapsed().ok());
-        if age.is_some_and(|age| age >= after)
-            && (dry_run || std::fs::remove_file(entry.path()).is_ok())
-        {
-            files += 1;
-            bytes += meta.len();
-        }
-    }
-    (files, bytes)
-}
-
-fn failed(what: String, error: StoreError) -> Error {
-    let full = std::iter::successors(
-        Some(&error as &(dyn std::error::Error + 'static)),
-        |cause| cause.source(),
-    )
-    .filter_map(|cause| cause.downcast_ref::<std::io::Error>())
-    .any(|io| is_full(io.kind()));
-    new_error(what, full, error)
-}
-
-fn from_io(what: String, error: std::io::Error) -> Error {
-    let full = is_full(error.kind());
-    new_error(what, full, error)
-}
-
-fn is_full(kind: std::io::ErrorKind) -> bool {
-    use std::io::ErrorKind::{QuotaExceeded, StorageFull};
-    matches!(kind, StorageFull | QuotaExceeded)
-}
-
-fn new_error(
-    what: String,
-    full: bool,
-    cause: impl std::error::Error + Send + Sync + 'static,
-) -> Error {
-    if full {
-        return Error::new(Code::DiskFull, what)
-            .caused_by(cause)
-            .hint("make room where the objects are; nothing was published");
-    }
-    Error::new(Code::ObjectStore, what)
-        .caused_by(cause)
-        .hint("see that the object store can be reached, read and written")
 }
 
 fn percent_decoded(text: &str) -> Option<String> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use everbus_core::{Appended, Event, EventId, REPLAY_OF, Recorded, Result, Timestamp};
 
 use super::preview::PreviewedGroup;
-use super::report::{ReplayFailure, ReplayReport};
+use super::report::ReplayReport;
 use super::saved::Saved;
 use super::target::{Context, Target};
 use super::whole::whole;
@@ -66,31 +66,15 @@ impl Copies {
         for (original, answer) in originals.iter().zip(answers) {
             match answer {
                 Ok(_) => report.processed += 1,
-                Err(error) => refused(original, &error, context, report),
+                Err(error) => report.failed(original, error.to_string(), context.kept_failures),
             }
         }
         Ok(())
     }
 }
 
-fn refused(
-    original: &Recorded,
-    error: &everbus_core::Error,
-    context: &Context,
-    report: &mut ReplayReport,
-) {
-    let failure = ReplayFailure {
-        id: original.event.id(),
-        position: original.position,
-        error: error.to_string(),
-    };
-    report.failed(failure, context.kept_failures);
-}
-
 impl Target for Copies {
     const PORTION: usize = 256;
-    const SAVED_EACH_TIME: bool = true;
-    const AUDITED: bool = true;
 
     fn describe(&self) -> String {
         "copies".into()
@@ -121,7 +105,7 @@ impl Target for Copies {
                     originals.push(record.clone());
                     copies.push(copy);
                 }
-                Err(error) => refused(record, &error, context, report),
+                Err(error) => report.failed(record, error.to_string(), context.kept_failures),
             }
             if bytes > STEP_BYTES {
                 let step = std::mem::take(&mut copies);
@@ -131,10 +115,6 @@ impl Target for Copies {
             }
         }
         self.publish(context, &originals, copies, report).await
-    }
-
-    async fn finish(&mut self, _: &Context, _: &mut ReplayReport) -> Result<()> {
-        Ok(())
     }
 
     /// Everybody who has subscribed. No inbox knows the copies.

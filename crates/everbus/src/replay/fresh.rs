@@ -12,7 +12,7 @@ use everbus_core::{
 use super::preview::PreviewedGroup;
 use super::report::{ReplayFailure, ReplayReport};
 use super::saved::Saved;
-use super::target::{Context, Target};
+use super::target::{Context, Target, positions, wanted};
 use crate::bus::Bus;
 use crate::router::{Resolved, Router};
 
@@ -111,8 +111,6 @@ fn group_name(context: &Context, run: &str) -> Result<GroupName> {
 
 impl Target for FreshGroup {
     const PORTION: usize = 1000;
-    const SAVED_EACH_TIME: bool = true;
-    const AUDITED: bool = true;
 
     fn describe(&self) -> String {
         "a fresh group".into()
@@ -145,13 +143,7 @@ impl Target for FreshGroup {
         events: &[Arc<Recorded>],
         report: &mut ReplayReport,
     ) -> Result<()> {
-        let has_handler = |record: &&Arc<Recorded>| {
-            let event_type = record.event.event_type();
-            self.patterns.iter().any(|p| p.matches(event_type))
-        };
-        let wanted = events.iter().filter(has_handler);
-        let positions: Vec<u64> = wanted.map(|record| record.position).collect();
-        report.skips.unwanted += (events.len() - positions.len()) as u64;
+        let positions = positions(&wanted(events, &self.patterns, report));
         let group = self.guest()?.group.clone();
         let broker = &context.bus.shared().engine.broker;
         for answer in broker.redeliver(group, positions).await? {
@@ -235,11 +227,7 @@ impl FreshGroup {
         report.failures = letters
             .iter()
             .rev()
-            .map(|letter| ReplayFailure {
-                id: letter.event.event.id(),
-                position: letter.event.position,
-                error: letter.last_error().to_owned(),
-            })
+            .map(|letter| ReplayFailure::new(&letter.event, letter.last_error()))
             .collect();
         Ok(())
     }

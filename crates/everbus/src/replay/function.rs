@@ -7,9 +7,7 @@ use std::sync::Arc;
 use everbus_core::{Recorded, Result};
 use tokio::task::JoinSet;
 
-use super::preview::PreviewedGroup;
-use super::report::{ReplayFailure, ReplayReport};
-use super::saved::Saved;
+use super::report::ReplayReport;
 use super::target::{Context, Target};
 use super::whole::whole;
 use crate::guard;
@@ -46,56 +44,13 @@ where
         "a function".into()
     }
 
-    async fn prepare(&mut self, _: &Context, _: &Saved, _: bool) -> Result<()> {
-        Ok(())
-    }
-
     async fn take(
         &mut self,
         context: &Context,
         events: &[Arc<Recorded>],
         report: &mut ReplayReport,
     ) -> Result<()> {
-        if self.concurrency > 1 {
-            return self.take_several(context, events, report).await;
-        }
-        let shared = context.bus.shared();
-        for record in events {
-            let given = match whole(shared, record).await? {
-                Ok(given) => given,
-                Err(error) => {
-                    count(Ok(Err(error)), record, context, report);
-                    continue;
-                }
-            };
-            let outcome = guard::contained(async { (self.function)(given).await }).await;
-            count(outcome, record, context, report);
-        }
-        Ok(())
-    }
-
-    async fn finish(&mut self, _: &Context, _: &mut ReplayReport) -> Result<()> {
-        Ok(())
-    }
-
-    async fn groups(&mut self, _: &Context) -> Result<Vec<PreviewedGroup>> {
-        Ok(Vec::new())
-    }
-}
-
-impl<F, Fut, E> Function<F>
-where
-    F: Fn(Arc<Recorded>) -> Fut + Send + Sync + 'static,
-    Fut: Future<Output = Result<(), E>> + Send + 'static,
-    E: Display + Send + 'static,
-{
-    async fn take_several(
-        &self,
-        context: &Context,
-        events: &[Arc<Recorded>],
-        report: &mut ReplayReport,
-    ) -> Result<()> {
-        // Aborted with the run, if that is dropped.
+        // Those that run beside this task; aborted with the run, if that is dropped.
         let mut running: JoinSet<(Outcome<E>, Arc<Recorded>)> = JoinSet::new();
         for record in events {
             if running.len() >= self.concurrency
@@ -110,11 +65,14 @@ where
                     continue;
                 }
             };
-            let (function, record) = (self.function.clone(), record.clone());
-            running.spawn(async move {
-                let outcome = guard::contained(async { function(given).await }).await;
-                (outcome, record)
-            });
+            let function = self.function.clone();
+            let call = guard::contained(async move { function(given).await });
+            if self.concurrency == 1 {
+                count(call.await, record, context, report);
+            } else {
+                let record = record.clone();
+                running.spawn(async move { (call.await, record) });
+            }
         }
         while let Some(done) = running.join_next().await {
             if let Ok((outcome, record)) = done {
@@ -141,14 +99,9 @@ fn count<E: Display>(
         Ok(Err(error)) => guard::contain(|| error.to_string()).unwrap_or_default(),
         Err(said) => format!("panicked: {said}"),
     };
-    let failure = ReplayFailure {
-        id: record.event.id(),
-        position: record.position,
-        error,
-    };
     guard::log(|| {
-        let ReplayFailure { id, error, .. } = &failure;
+        let id = record.event.id();
         tracing::warn!(target: "everbus::replay", event_id = %id, error, "a replayed event failed");
     });
-    report.failed(failure, context.kept_failures);
+    report.failed(record, error, context.kept_failures);
 }

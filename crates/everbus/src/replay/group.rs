@@ -7,7 +7,7 @@ use everbus_core::{Code, Error, GroupInfo, GroupName, Pattern, Recorded, Redeliv
 use super::preview::PreviewedGroup;
 use super::report::ReplayReport;
 use super::saved::Saved;
-use super::target::{Context, Target};
+use super::target::{Context, Target, positions, wanted};
 
 /// Hands the events to a group once more.
 #[derive(Debug)]
@@ -41,8 +41,6 @@ impl LiveGroup {
 
 impl Target for LiveGroup {
     const PORTION: usize = 1000;
-    const SAVED_EACH_TIME: bool = true;
-    const AUDITED: bool = true;
 
     fn describe(&self) -> String {
         format!("the group {}", self.group)
@@ -63,25 +61,15 @@ impl Target for LiveGroup {
         report: &mut ReplayReport,
     ) -> Result<()> {
         let engine = &context.bus.shared().engine;
-        let wants = |record: &&Arc<Recorded>| {
-            let event_type = record.event.event_type();
-            self.patterns.iter().any(|p| p.matches(event_type))
-        };
-        let wanted: Vec<Arc<Recorded>> = events.iter().filter(wants).cloned().collect();
-        report.skips.unwanted += (events.len() - wanted.len()) as u64;
+        let wanted = wanted(events, &self.patterns, report);
+        let positions = positions(&wanted);
         // Asked before: afterwards the group may have handled them again.
         let absorbed = match &engine.inbox {
-            Some(inbox) if self.absorbs => {
-                inbox.handled(self.group.clone(), wanted.clone()).await?
-            }
+            Some(inbox) if self.absorbs => inbox.handled(self.group.clone(), wanted).await?,
             _ => vec![false; wanted.len()],
         };
-        let positions: Vec<u64> = wanted.iter().map(|record| record.position).collect();
-        let answers = engine
-            .broker
-            .redeliver(self.group.clone(), positions)
-            .await?;
-        for (answer, absorbed) in answers.into_iter().zip(absorbed) {
+        let redelivered = engine.broker.redeliver(self.group.clone(), positions);
+        for (answer, absorbed) in redelivered.await?.into_iter().zip(absorbed) {
             match answer {
                 Redelivery::Queued if absorbed => report.skips.absorbed += 1,
                 Redelivery::Queued => report.processed += 1,
@@ -89,10 +77,6 @@ impl Target for LiveGroup {
                 Redelivery::Gone => report.skips.gone += 1,
             }
         }
-        Ok(())
-    }
-
-    async fn finish(&mut self, _: &Context, _: &mut ReplayReport) -> Result<()> {
         Ok(())
     }
 

@@ -28,7 +28,7 @@ use everbus_core::{
 };
 
 use crate::audit::audited;
-use crate::bus::Bus;
+use crate::bus::{Bus, only_answer};
 use crate::receipt::Receipt;
 use crate::router::Router;
 
@@ -36,10 +36,11 @@ pub use copies::Copies;
 pub use fresh::FreshGroup;
 pub use function::Function;
 pub use group::LiveGroup;
+use pace::Stop;
 pub use preview::{PreviewedGroup, ReplayPreview};
 pub use report::{ReplayFailure, ReplayProgress, ReplayReport, ReplaySkips};
 use selection::{Selection, Stream};
-use target::Target;
+use target::{Context, Target};
 
 /// At most this many errors are kept with their texts, unless said otherwise.
 const KEPT_FAILURES: usize = 100;
@@ -270,6 +271,17 @@ impl Replay {
         }
     }
 
+    /// What the target works with.
+    fn context(&mut self) -> Context {
+        Context {
+            bus: self.bus.clone(),
+            stop: Stop::on(self.stop.take()),
+            name: self.name.clone(),
+            kept_failures: self.kept_failures,
+            single: self.selection.event.is_some(),
+        }
+    }
+
     /// Whether everything that was said makes sense.
     fn check(&mut self) -> Result<()> {
         if let Some(mistake) = self.mistake.take() {
@@ -372,9 +384,7 @@ pub(crate) async fn replay_event(bus: &Bus, id: EventId) -> Result<Receipt> {
     let original = whole::whole(shared, &original).await??;
     let copy = copies::copy_of(&original.event, EventId::new())?;
     let published = async {
-        let mut answers = bus.append_as_is(vec![copy]).await?;
-        let unanswered = || Err(Error::new(Code::Internal, "the engine did not answer"));
-        let appended = answers.pop().unwrap_or_else(unanswered)?;
+        let appended = only_answer(bus.append_as_is(vec![copy]).await?)?;
         Ok(Published {
             copy: appended.id,
             appended,

@@ -7,12 +7,8 @@ use everbus_core::{GroupInfo, GroupName, Pattern, Recorded, Result, Timestamp};
 use serde::Serialize;
 
 use super::Replay;
-use super::pace::Stop;
 use super::source::{self, Source};
 use super::target::{Context, Target};
-
-/// Read at once.
-const BATCH: usize = 4096;
 
 /// What a replay would do, as things are now.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -133,26 +129,15 @@ impl PreviewedGroup {
     }
 }
 
-pub(super) async fn preview<T: Target>(replay: Replay, mut target: T) -> Result<ReplayPreview> {
+pub(super) async fn preview<T: Target>(mut replay: Replay, mut target: T) -> Result<ReplayPreview> {
+    let context = replay.context();
     let Replay {
-        bus,
-        selection,
-        filter,
-        stop,
-        name,
-        ..
+        selection, filter, ..
     } = replay;
-    let engine = bus.shared().engine.clone();
-    let context = Context {
-        bus,
-        stop: Stop::on(stop),
-        name,
-        kept_failures: 0,
-        single: selection.event.is_some(),
-    };
+    let engine = &context.bus.shared().engine;
     let mut groups = target.groups(&context).await?;
-    let bounds = source::bounds(&engine, &selection).await?;
-    let mut source = Source::open(&engine, &selection, bounds.from, bounds.upto, BATCH)?;
+    let bounds = source::bounds(engine, &selection).await?;
+    let mut source = Source::open(engine, &selection, bounds)?;
     let mut preview = ReplayPreview::default();
     let mut types: BTreeMap<Arc<str>, u64> = BTreeMap::new();
     while let Some(mut batch) = source.next().await? {

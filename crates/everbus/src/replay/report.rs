@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use everbus_core::{EventId, GroupName};
+use everbus_core::{EventId, GroupName, Recorded};
 use serde::Serialize;
 
 /// What a replay did. A run that was resumed counts from its beginning.
@@ -38,10 +38,11 @@ impl ReplayReport {
         self.next.is_none()
     }
 
-    pub(super) fn failed(&mut self, failure: ReplayFailure, most: usize) {
+    /// Counts an event that failed, and keeps why if there are not `most` of them already.
+    pub(super) fn failed(&mut self, record: &Recorded, error: impl Into<String>, most: usize) {
         self.errors += 1;
         if self.failures.len() < most {
-            self.failures.push(failure);
+            self.failures.push(ReplayFailure::new(record, error));
         }
     }
 }
@@ -90,6 +91,16 @@ pub struct ReplayFailure {
     pub position: u64,
     /// What went wrong.
     pub error: String,
+}
+
+impl ReplayFailure {
+    pub(super) fn new(record: &Recorded, error: impl Into<String>) -> Self {
+        Self {
+            id: record.event.id(),
+            position: record.position,
+            error: error.into(),
+        }
+    }
 }
 
 /// How far a replay is.

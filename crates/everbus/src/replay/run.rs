@@ -6,18 +6,15 @@ use everbus_core::{Recorded, Result};
 use serde_json::Value;
 use tokio::time::Instant;
 
-use super::pace::{Pace, Stop};
+use super::pace::Pace;
 use super::report::{ReplayProgress, ReplayReport};
 use super::saved::{Keeper, Saved};
 use super::selection::Selection;
-use super::source::{self, Batch, Source};
+use super::source::{self, Batch, Bounds, Source};
 use super::target::{Context, Target};
 use super::{Filter, Progress, Replay};
 use crate::audit::{Action, audited};
 use crate::guard;
-
-/// Read at once.
-const BATCH: usize = 4096;
 
 pub(super) async fn run<T: Target>(replay: Replay, target: T) -> Result<ReplayReport> {
     let shared = replay.bus.shared().clone();
@@ -43,22 +40,19 @@ pub(super) async fn run<T: Target>(replay: Replay, target: T) -> Result<ReplayRe
 }
 
 async fn go<T: Target>(
-    replay: Replay,
+    mut replay: Replay,
     mut target: T,
     mut keeper: Keeper,
     mut saved: Saved,
     is_resumed: bool,
 ) -> Result<ReplayReport> {
     let began = Instant::now();
+    let context = replay.context();
     let Replay {
-        bus,
         selection,
         filter,
         progress,
-        stop,
-        name,
         rate,
-        kept_failures,
         ..
     } = replay;
     let mut report = ReplayReport {
@@ -66,13 +60,6 @@ async fn go<T: Target>(
         errors: saved.errors,
         skips: saved.skips,
         ..ReplayReport::default()
-    };
-    let context = Context {
-        bus,
-        stop: Stop::on(stop),
-        name,
-        kept_failures,
-        single: selection.event.is_some(),
     };
     target.prepare(&context, &saved, is_resumed).await?;
     keeper.save(&mut saved, &report, true).await?;
@@ -83,7 +70,11 @@ async fn go<T: Target>(
         progress,
     };
     let engine = &context.bus.shared().engine;
-    let mut source = Source::open(engine, &selection, saved.done, saved.upto, BATCH)?;
+    let left = Bounds {
+        from: saved.done,
+        upto: saved.upto,
+    };
+    let mut source = Source::open(engine, &selection, left)?;
     let mut ready = source.next().await?;
     while let Some(batch) = ready {
         // Polled in this order: the next batch is being read while this one is worked on.

@@ -24,6 +24,9 @@ pub(super) struct Bounds {
     pub(super) upto: u64,
 }
 
+/// Read at once.
+const BATCH: usize = 4096;
+
 /// Reads on from a position.
 pub(super) struct Source {
     log: Arc<dyn Log>,
@@ -32,7 +35,6 @@ pub(super) struct Source {
     /// Everything up to here was read.
     done: u64,
     upto: u64,
-    limit: usize,
 }
 
 enum From {
@@ -103,20 +105,14 @@ pub(super) async fn only(
 }
 
 impl Source {
-    /// Reads on after a position, up to `limit` events at a time.
-    pub(super) fn open(
-        engine: &Engine,
-        selection: &Selection,
-        after: u64,
-        upto: u64,
-        limit: usize,
-    ) -> Result<Self> {
+    /// Reads what was selected within the bounds.
+    pub(super) fn open(engine: &Engine, selection: &Selection, bounds: Bounds) -> Result<Self> {
         let unsupported = || Error::new(Code::Unsupported, "this engine has no log to read");
         let log = engine.log.clone().ok_or_else(unsupported)?;
         let from = match (&selection.event, &engine.history) {
             (Some(id), _) => From::One(*id, Box::new(selection.clone())),
             (None, Some(history)) if selection.has_attributes() => {
-                let query = Box::new(selection.query(limit));
+                let query = Box::new(selection.query(BATCH));
                 From::History(history.clone(), query)
             }
             _ => From::Log(selection.patterns()?),
@@ -125,9 +121,8 @@ impl Source {
             log,
             from,
             wanted: Wanted::new(selection),
-            done: after,
-            upto,
-            limit,
+            done: bounds.from,
+            upto: bounds.upto,
         })
     }
 
@@ -138,7 +133,7 @@ impl Source {
         }
         let (mut events, reached) = match &self.from {
             From::Log(patterns) => {
-                let read = self.log.read(self.done, patterns.clone(), self.limit);
+                let read = self.log.read(self.done, patterns.clone(), BATCH);
                 let (events, reached) = read.await?;
                 // Nothing more can come, whatever the engine says it has searched.
                 let stuck = events.is_empty() && reached <= self.done;

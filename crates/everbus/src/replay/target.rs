@@ -1,9 +1,10 @@
-//! What every target of a replay does.
+//! What the targets of a replay differ in: what they do with the events of a portion. Reading, pace,
+//! filter, checkpoint and progress are the same for all of them, and in `run`.
 
 use std::future::Future;
 use std::sync::Arc;
 
-use everbus_core::{GroupInfo, Recorded, Result};
+use everbus_core::{GroupInfo, GroupName, Pattern, Recorded, Result};
 
 use super::pace::Stop;
 use super::preview::PreviewedGroup;
@@ -24,7 +25,7 @@ pub struct Context {
 
 impl Context {
     /// How a group stands, if there is such a group.
-    pub(super) async fn group(&self, group: &everbus_core::GroupName) -> Result<Option<GroupInfo>> {
+    pub(super) async fn group(&self, group: &GroupName) -> Result<Option<GroupInfo>> {
         let groups = self.bus.groups().await?;
         Ok(groups.into_iter().find(|info| info.name == *group))
     }
@@ -37,10 +38,10 @@ pub trait Target: Send + 'static {
     const PORTION: usize;
     /// Whether the checkpoint follows every portion; else it follows every second.
     #[doc(hidden)]
-    const SAVED_EACH_TIME: bool;
+    const SAVED_EACH_TIME: bool = true;
     /// Whether a run is put on record as something that was done to the bus.
     #[doc(hidden)]
-    const AUDITED: bool;
+    const AUDITED: bool = true;
 
     /// What the target is called in a checkpoint.
     #[doc(hidden)]
@@ -50,10 +51,12 @@ pub trait Target: Send + 'static {
     #[doc(hidden)]
     fn prepare(
         &mut self,
-        context: &Context,
-        saved: &Saved,
-        resumed: bool,
-    ) -> impl Future<Output = Result<()>> + Send;
+        _context: &Context,
+        _saved: &Saved,
+        _resumed: bool,
+    ) -> impl Future<Output = Result<()>> + Send {
+        std::future::ready(Ok(()))
+    }
 
     /// Takes events, in order. An error ends the run.
     #[doc(hidden)]
@@ -68,14 +71,37 @@ pub trait Target: Send + 'static {
     #[doc(hidden)]
     fn finish(
         &mut self,
-        context: &Context,
-        report: &mut ReplayReport,
-    ) -> impl Future<Output = Result<()>> + Send;
+        _context: &Context,
+        _report: &mut ReplayReport,
+    ) -> impl Future<Output = Result<()>> + Send {
+        std::future::ready(Ok(()))
+    }
 
     /// The groups that would get events, to be filled in with how many.
     #[doc(hidden)]
     fn groups(
         &mut self,
-        context: &Context,
-    ) -> impl Future<Output = Result<Vec<PreviewedGroup>>> + Send;
+        _context: &Context,
+    ) -> impl Future<Output = Result<Vec<PreviewedGroup>>> + Send {
+        std::future::ready(Ok(Vec::new()))
+    }
+}
+
+/// Those events that one of the patterns matches; the others are counted as unwanted.
+pub(super) fn wanted(
+    events: &[Arc<Recorded>],
+    patterns: &[Pattern],
+    report: &mut ReplayReport,
+) -> Vec<Arc<Recorded>> {
+    let wants = |record: &&Arc<Recorded>| {
+        let event_type = record.event.event_type();
+        patterns.iter().any(|p| p.matches(event_type))
+    };
+    let wanted: Vec<_> = events.iter().filter(wants).cloned().collect();
+    report.skips.unwanted += (events.len() - wanted.len()) as u64;
+    wanted
+}
+
+pub(super) fn positions(events: &[Arc<Recorded>]) -> Vec<u64> {
+    events.iter().map(|record| record.position).collect()
 }

@@ -22,6 +22,8 @@ const MOST_MOVES_AHEAD: usize = 100_000;
 /// Most changes are told; this is how often the others are looked for.
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
 const LONGEST_WAIT: Duration = Duration::from_millis(16);
+/// The same where the test has stopped the time of tokio: waiting costs nothing then, looking does.
+const LONGEST_STOPPED_WAIT: Duration = Duration::from_secs(4);
 
 /// A bus for tests: in process, on the memory engine, with a clock that stands still until it is moved.
 ///
@@ -255,8 +257,14 @@ impl TestBus {
                 ));
             }
             // Some changes are not told, as when numbers are counted.
+            let waiting = Instant::now();
             if tokio::time::timeout(wait, changed).await.is_err() {
-                wait = (wait * 2).min(LONGEST_WAIT);
+                let stopped = waiting.elapsed() < wait / 2;
+                wait = (wait * 2).min(if stopped {
+                    LONGEST_STOPPED_WAIT
+                } else {
+                    LONGEST_WAIT
+                });
             }
         }
     }

@@ -6,9 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use everbus_core::{
-    Appended, BoxFuture, Broker, Capabilities, Code, ConsumeOptions, Consumer, Delivery, Engine,
-    Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Redelivery, Result,
-    SettledOutcome, Settlement, SubscriptionInfo, Verdict,
+    BoxFuture, Broker, BrokerLayer, Code, ConsumeOptions, Consumer, Delivery, Engine, Error,
+    GroupInfo, GroupName, Lease, Pattern, Result, SettledOutcome, Settlement, Verdict,
 };
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -228,25 +227,9 @@ impl Drop for Prepared {
     }
 }
 
-impl Broker for Twice {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
-
-    fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
-        self.inner.declare(group)
-    }
-
-    fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
-        self.inner.retract(subscription)
-    }
-
-    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
-        self.inner.remove_group(group)
-    }
-
-    fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
-        self.inner.append(batch)
+impl BrokerLayer for Twice {
+    fn inner(&self) -> &dyn Broker {
+        &*self.inner
     }
 
     fn consume(
@@ -329,26 +312,6 @@ impl Broker for Twice {
                 Error::new(Code::Timeout, what)
             })
         })
-    }
-
-    fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
-        self.inner.depth(stream, limit)
-    }
-
-    fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
-        self.inner.drop_oldest(stream, keep)
-    }
-
-    fn redeliver(
-        &self,
-        group: GroupName,
-        positions: Vec<u64>,
-    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
-        self.inner.redeliver(group, positions)
-    }
-
-    fn close(&self) -> BoxFuture<'_, Result<()>> {
-        self.inner.close()
     }
 }
 

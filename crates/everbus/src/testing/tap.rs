@@ -1,12 +1,10 @@
 //! Between the bus and its engine: passes every call on and notes what came of it.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use everbus_core::{
-    Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Delivery, Engine, Event,
-    EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Redelivery, Result, SettledOutcome,
-    Settlement, SubscriptionInfo,
+    Appended, BoxFuture, Broker, BrokerLayer, ConsumeOptions, Consumer, Delivery, Engine, Event,
+    EventId, GroupName, GroupSpec, Pattern, Redelivery, Result, Settlement, SubscriptionInfo,
 };
 
 use super::journal::{Journal, Open};
@@ -27,9 +25,9 @@ struct Tap {
     journal: Arc<Journal>,
 }
 
-impl Broker for Tap {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
+impl BrokerLayer for Tap {
+    fn inner(&self) -> &dyn Broker {
+        &*self.inner
     }
 
     fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
@@ -46,10 +44,6 @@ impl Broker for Tap {
             self.journal.retracted(subscription);
             Ok(())
         })
-    }
-
-    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
-        self.inner.remove_group(group)
     }
 
     fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
@@ -98,26 +92,6 @@ impl Broker for Tap {
         })
     }
 
-    fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
-        self.inner.extend(leases, by)
-    }
-
-    fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
-        self.inner.inspect()
-    }
-
-    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
-        self.inner.settled(position, timeout)
-    }
-
-    fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
-        self.inner.depth(stream, limit)
-    }
-
-    fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
-        self.inner.drop_oldest(stream, keep)
-    }
-
     fn redeliver(
         &self,
         group: GroupName,
@@ -127,10 +101,6 @@ impl Broker for Tap {
             let _under_way = self.journal.under_way();
             self.inner.redeliver(group, positions).await
         })
-    }
-
-    fn close(&self) -> BoxFuture<'_, Result<()>> {
-        self.inner.close()
     }
 }
 

@@ -11,7 +11,7 @@ use everbus::{
 };
 use serde_json::Value;
 
-use crate::support::{Kind, Lab, eventually, on_every_engine, published};
+use crate::support::{Kind, Lab, eventually, on_every_engine, published, wait_for_retry};
 
 // conformance: issue-3/stale-retried: a dead letter that somebody retries is handled, however old it is.
 #[tokio::test]
@@ -70,12 +70,14 @@ async fn with_a_hanging_probe(lab: &Lab, bus: &Bus) {
         .on("b", on_bank(to(|| async {}).group("y")));
     bus.mount(router).await.unwrap();
     bus.start().await.unwrap();
-    bus.publish(("a", 1)).await.unwrap();
+    let receipt = bus.publish(("a", 1)).await.unwrap();
     let state = || bus.breakers()[0].state;
     eventually("it opens", || async {
         matches!(state(), BreakerState::Open { .. })
     })
     .await;
+    // What it waits for is counted from now, not from a later moment of the clock.
+    wait_for_retry(bus, receipt.seq(), "x", 1).await;
     hangs.store(true, Ordering::SeqCst);
     lab.clock.advance(Duration::from_secs(31));
     let probing = || async { bus.stats().groups[&"x".parse().unwrap()].queue_depth == 1 };

@@ -16,8 +16,8 @@ use tracing::Level;
 
 use crate::logs::lines_about;
 use crate::support::{
-    Lab, counted, eventually, fine, handled, is_done, on_every_durable_engine, on_every_engine,
-    published, recorder, wait_for_retry,
+    Lab, counted, eventually, fine, handled, in_time, is_done, on_every_durable_engine,
+    on_every_engine, published, recorder, wait_for_retry,
 };
 
 /// Forgets the log, so that an event with the same id is new to the engine, and publishes it again.
@@ -324,10 +324,13 @@ async fn without_an_answer_of_the_inbox_nothing_is_handled_or_failed() {
         .await;
         assert!(seen.is_empty());
         silent.silent.store(false, Ordering::SeqCst);
-        eventually("it comes again", || async {
-            lab.clock.advance(Duration::from_secs(1));
-            is_done(&bus, receipt.seq(), "g").await
-        })
+        in_time(
+            &lab,
+            &bus,
+            Duration::from_secs(1),
+            "it comes again",
+            || async { is_done(&bus, receipt.seq(), "g").await },
+        )
         .await;
         assert_eq!(seen.next().await.attempt(), 1, "no attempt was spent");
         let asked = silent.asked.lock().unwrap().clone();

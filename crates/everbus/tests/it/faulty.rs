@@ -6,12 +6,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use everbus::core::{
-    Appended, BoxFuture, Broker, ConsumeOptions, Consumer, Deduplication, Delivery, GroupSpec,
-    Lease, SettledOutcome, Settlement, SubscriptionInfo,
+    Appended, BoxFuture, Broker, BrokerLayer, ConsumeOptions, Consumer, Deduplication, Delivery,
+    GroupSpec, Lease, Redelivery, Settlement, SubscriptionInfo,
 };
 use everbus::{
-    Bus, Capabilities, Code, Engine, Error, Event, EventId, GroupInfo, GroupName, ManualClock,
-    Pattern, Result,
+    Bus, Capabilities, Code, Engine, Error, Event, GroupName, ManualClock, Pattern, Result,
 };
 
 /// What goes wrong next, for one verb.
@@ -94,7 +93,11 @@ impl Faulty {
     }
 }
 
-impl Broker for Faulty {
+impl BrokerLayer for Faulty {
+    fn inner(&self) -> &dyn Broker {
+        &*self.inner
+    }
+
     fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.inner.capabilities();
         capabilities.atomic_batch = self.atomic.load(Ordering::SeqCst);
@@ -110,14 +113,6 @@ impl Broker for Faulty {
             self.declare.next()?;
             self.inner.declare(group).await
         })
-    }
-
-    fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
-        self.inner.retract(subscription)
-    }
-
-    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
-        self.inner.remove_group(group)
     }
 
     fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
@@ -184,14 +179,6 @@ impl Broker for Faulty {
         self.inner.extend(leases, by)
     }
 
-    fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
-        self.inner.inspect()
-    }
-
-    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
-        self.inner.settled(position, timeout)
-    }
-
     fn close(&self) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
             self.while_stuck().await;
@@ -234,4 +221,23 @@ pub(crate) async fn faulty() -> (Bus, Faulty, ManualClock) {
         .with_engine(engine)
         .unwrap();
     (bus, faulty, clock)
+}
+
+// conformance: issue-4/broker-layer: a broker around another passes on every verb that it does not change, those that engines may leave out too
+#[tokio::test]
+async fn a_layer_passes_on_what_it_does_not_change() {
+    let (bus, _, _) = faulty().await;
+    let group: GroupName = "billing".parse().unwrap();
+    let subscribe = bus.subscribe("order.*").group("billing");
+    let handled = subscribe.handler(|_| std::future::ready(Ok(())));
+    handled.await.unwrap();
+    for n in 0..3 {
+        bus.publish(("order.placed", n)).await.unwrap();
+    }
+    let broker = &bus.engine().broker;
+    let orders = Pattern::new("order.*").unwrap();
+    assert_eq!(broker.depth(orders.clone(), 10).await.unwrap(), 3);
+    assert_eq!(broker.drop_oldest(orders, 1).await.unwrap(), 2);
+    let answers = broker.redeliver(group, vec![3, 4]).await.unwrap();
+    assert_eq!(answers, [Redelivery::Owed, Redelivery::Gone]);
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use everbus::{BreakerPolicy, BreakerState, Bus, HandlerError, Message};
 
-use crate::support::{eventually, on_every_engine};
+use crate::support::{eventually, in_time, is_done, on_every_engine};
 
 const EVENTS: usize = 8;
 const PROBES: u32 = 12;
@@ -66,19 +66,14 @@ async fn an_outage_of_many_probes_dead_letters_nothing() {
         }
         assert_eq!(bus.dead_letters().list().await.unwrap(), []);
         down.store(false, Ordering::SeqCst);
+        let step = Duration::from_secs(31);
         for receipt in &receipts {
-            let settled = async {
-                loop {
-                    lab.clock.advance(Duration::from_secs(31));
-                    let wait = Duration::from_millis(100);
-                    if let Ok(settled) = receipt.settled_within(wait).await {
-                        return settled;
-                    }
-                }
-            };
-            let settled = tokio::time::timeout(Duration::from_secs(30), settled).await;
-            assert_eq!(settled.unwrap().dead_lettered, []);
+            in_time(&lab, &bus, step, "it is handled after all", || async {
+                is_done(&bus, receipt.seq(), "mail").await
+            })
+            .await;
         }
+        assert_eq!(bus.dead_letters().list().await.unwrap(), []);
         bus.shutdown().await.unwrap();
     })
     .await;
@@ -116,19 +111,13 @@ async fn a_bad_event_ends_in_the_dead_letters_after_a_day() {
         }
         assert_eq!(bus.dead_letters().list().await.unwrap(), []);
         lab.clock.advance(Duration::from_secs(24 * 3600));
-        let ended = async {
-            while receipt
-                .settled_within(Duration::from_millis(50))
-                .await
-                .is_err()
-            {
-                lab.clock.advance(Duration::from_secs(32));
-            }
-        };
-        tokio::time::timeout(Duration::from_secs(30), ended)
-            .await
-            .unwrap();
-        assert_eq!(bus.dead_letters().list().await.unwrap().len(), 1);
+        let step = Duration::from_secs(32);
+        in_time(&lab, &bus, step, "it is a dead letter", || async {
+            bus.dead_letters().list().await.unwrap().len() == 1
+        })
+        .await;
+        let settled = receipt.settled().await.unwrap();
+        assert_eq!(settled.dead_lettered.len(), 1);
         bus.shutdown().await.unwrap();
     })
     .await;

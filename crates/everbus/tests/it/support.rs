@@ -10,8 +10,8 @@ use everbus::{
 };
 use tokio::sync::mpsc;
 
-/// Long enough for a busy machine; a test that waits this long has failed.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+/// Long enough for a machine that stalls; a test that waits this long has failed.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -87,6 +87,28 @@ pub(crate) async fn eventually<Fut: Future<Output = bool>>(what: &str, check: im
     if tokio::time::timeout(PATIENCE, wait).await.is_err() {
         panic!("never happened: {what}");
     }
+}
+
+/// Moves the clock on until the condition holds, but not while something is in flight: however slow the
+/// machine, no lease ends.
+pub(crate) async fn in_time<Fut: Future<Output = bool>>(
+    lab: &Lab,
+    bus: &Bus,
+    step: Duration,
+    what: &str,
+    check: impl Fn() -> Fut,
+) {
+    eventually(what, || async {
+        if check().await {
+            return true;
+        }
+        let groups = bus.groups().await.unwrap();
+        if groups.iter().all(|group| group.in_flight == 0) {
+            lab.clock.advance(step);
+        }
+        false
+    })
+    .await;
 }
 
 /// How an event stands in a group.

@@ -7,7 +7,7 @@ pub(crate) mod clock;
 mod holdings;
 mod needed;
 mod others;
-mod pace;
+pub(crate) mod pace;
 mod plan;
 mod remove;
 #[cfg(test)]
@@ -155,7 +155,7 @@ impl<'e> Run<'e> {
                 .query(move |reader| others::old_dead(reader, before, after))
                 .await?;
             let Some(last) = old.last() else {
-                return Ok(());
+                return self.outbox_dead_letters().await;
             };
             after = last.key();
             if self.preview {
@@ -178,6 +178,40 @@ impl<'e> Run<'e> {
                 pace.pause().await;
                 old = rest;
             }
+        }
+    }
+
+    /// Dead letters of the outbox, with their rows.
+    async fn outbox_dead_letters(&mut self) -> Result<()> {
+        let Some(age) = self.retention.dead_letters else {
+            return Ok(());
+        };
+        let before = self.now.minus(age);
+        let handle = &self.engine.handle;
+        if self.preview {
+            let gone = handle
+                .query(move |reader| crate::outbox::count_dead(&reader.conn, before))
+                .await?;
+            self.done.dead_letters += gone.letters;
+            self.done.outbox += gone.rows;
+            return Ok(());
+        }
+        let mut pace = Pace::default();
+        loop {
+            let most = pace.budget();
+            let ((gone, all), took) = self
+                .step(true, move |writer, slice| {
+                    writer.forget_outbox_dead(before, most, slice)
+                })
+                .await?;
+            self.done.dead_letters += gone.letters;
+            self.done.outbox += gone.rows;
+            self.tell();
+            if all {
+                return Ok(());
+            }
+            pace.learn(gone.letters, took);
+            pace.pause().await;
         }
     }
 
@@ -320,8 +354,9 @@ impl<'e> Run<'e> {
         let before = self.now.minus(age);
         let handle = &self.engine.handle;
         if self.preview {
-            self.done.outbox = handle
-                .query(move |reader| others::count_sent(reader, before))
+            let dead = cutoff(self.now, self.retention.dead_letters);
+            self.done.outbox += handle
+                .query(move |reader| others::count_sent(reader, before, dead))
                 .await?;
             return Ok(());
         }

@@ -8,7 +8,7 @@ use everbus_core::{Code, Error};
 use everbus_sqlite::{Durable, Options, SCHEMA_VERSION};
 use rusqlite::Connection;
 
-use crate::{open, publish};
+use crate::{PATIENCE, open, publish};
 
 fn refused(path: &Path) -> Error {
     let error = everbus_sqlite::open(path, Options::default())
@@ -204,31 +204,35 @@ fn what_may_not_be_written_is_read_only() {
 async fn a_locked_file_is_waited_for_and_then_busy() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.db");
-    let options = Options {
-        busy_timeout: Duration::from_millis(300),
+    let waiting_for = |busy_timeout| Options {
+        busy_timeout,
         ..Options::default()
     };
-    let engine = everbus_sqlite::open(&path, options.clone()).unwrap();
+    let impatient = waiting_for(Duration::from_millis(300));
+    let engine = everbus_sqlite::open(&path, impatient.clone()).unwrap();
+    let patient = everbus_sqlite::open(&path, waiting_for(PATIENCE)).unwrap();
     let other = Connection::open(&path).unwrap();
     other.execute_batch("BEGIN IMMEDIATE").unwrap();
     let event = || everbus_core::Event::builder("a.b").build().unwrap();
     let error = engine.broker.append(vec![event()]).await.unwrap_err();
     assert_eq!(error.code(), Code::Busy);
     // Freed while somebody waits: the publish goes through.
-    let waiting = {
-        let broker = engine.broker.clone();
-        tokio::spawn(async move { broker.append(vec![event()]).await })
-    };
-    tokio::time::sleep(Duration::from_millis(50)).await;
+    let mut waiting = patient.broker.append(vec![event()]);
+    // Longer than SQLite itself waits for a lock.
+    let early = tokio::time::timeout(Duration::from_millis(600), &mut waiting).await;
+    assert!(early.is_err(), "the file is locked: {early:?}");
     other.execute_batch("ROLLBACK").unwrap();
-    waiting.await.unwrap().unwrap();
+    waiting.await.unwrap();
     engine.broker.close().await.unwrap();
+    patient.broker.close().await.unwrap();
     // At open: an exclusive lock keeps everybody out.
     other
         .pragma_update(None, "locking_mode", "EXCLUSIVE")
         .unwrap();
     other.execute_batch("BEGIN EXCLUSIVE").unwrap();
-    let error = everbus_sqlite::open(&path, options).map(drop).unwrap_err();
+    let error = everbus_sqlite::open(&path, impatient)
+        .map(drop)
+        .unwrap_err();
     assert_eq!(error.code(), Code::Busy);
 }
 

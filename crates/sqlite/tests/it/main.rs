@@ -20,6 +20,7 @@ mod history;
 mod locked;
 mod model;
 mod outbox;
+mod outbox_over;
 mod outbox_rows;
 mod payloads;
 mod regressions;
@@ -40,6 +41,9 @@ use everbus_core::{
     GroupSpec, Result, Settlement, StartFrom, SubscriptionSpec, Timestamp, Verdict,
 };
 use everbus_sqlite::Options;
+
+/// Long enough for a machine that stalls; a test that waits this long has failed.
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Opens a file with the defaults.
 fn open(path: &Path) -> Engine {
@@ -104,7 +108,7 @@ async fn consume_some(
 async fn fetch(consumer: &mut Box<dyn Consumer>, count: usize) -> Vec<Delivery> {
     let mut got = Vec::new();
     while got.len() < count {
-        let more = tokio::time::timeout(Duration::from_secs(20), consumer.fetch(count - got.len()));
+        let more = tokio::time::timeout(PATIENCE, consumer.fetch(count - got.len()));
         got.extend(more.await.expect("a delivery in time").unwrap());
     }
     got
@@ -137,7 +141,7 @@ fn failure(text: &str) -> Failure {
 
 /// Waits until something holds, not for ever.
 async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
-    let give_up = Instant::now() + Duration::from_secs(20);
+    let give_up = Instant::now() + PATIENCE;
     while !holds().await {
         assert!(Instant::now() < give_up, "waited in vain: {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;

@@ -12,7 +12,7 @@ use everbus_sqlite::outbox::{Outbox, OutboxOptions, forget_sent};
 use rusqlite::Connection;
 use serde_json::json;
 
-use crate::{clock, consume, declare, eventually, failure, fetch, open, settle};
+use crate::{PATIENCE, clock, consume, declare, eventually, failure, fetch, open, settle};
 
 const LEASE: Duration = Duration::from_secs(10);
 
@@ -732,7 +732,7 @@ async fn a_wait_ends_with_a_commit_here_or_elsewhere() {
         let source = shop.source();
         let long = Duration::from_secs(3600);
         let woken = async |what: &str| {
-            let wait = tokio::time::timeout(Duration::from_secs(20), source.wait(long));
+            let wait = tokio::time::timeout(PATIENCE, source.wait(long));
             assert!(wait.await.is_ok(), "{what}");
         };
         assert!(ready(&source).await.is_empty());

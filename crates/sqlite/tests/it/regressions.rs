@@ -13,7 +13,8 @@ use everbus_sqlite::Options;
 use rusqlite::Connection;
 
 use crate::{
-    consume, consume_some, declare, eventually, failure, fetch, open, publish, settle, try_settle,
+    PATIENCE, consume, consume_some, declare, eventually, failure, fetch, open, publish, settle,
+    try_settle,
 };
 
 fn event(event_type: String) -> Event {
@@ -28,7 +29,7 @@ async fn append(engine: &Engine, events: Vec<Event>) {
 async fn ack_all(engine: &Engine, consumer: &mut Box<dyn Consumer>, count: usize) -> Vec<u64> {
     let mut seen = Vec::new();
     while seen.len() < count {
-        let more = tokio::time::timeout(Duration::from_secs(10), consumer.fetch(1000)).await;
+        let more = tokio::time::timeout(PATIENCE, consumer.fetch(1000)).await;
         let Ok(batch) = more else {
             panic!("{} of {count} were delivered", seen.len());
         };
@@ -227,7 +228,7 @@ impl Clock for BrokenClock {
 }
 
 async fn refused_soon<T>(what: &str, answer: impl Future<Output = everbus_core::Result<T>>) {
-    let answer = tokio::time::timeout(Duration::from_secs(10), answer).await;
+    let answer = tokio::time::timeout(PATIENCE, answer).await;
     let answer = answer.unwrap_or_else(|_| panic!("{what} hangs"));
     assert!(answer.is_err(), "{what} cannot succeed");
 }
@@ -256,11 +257,9 @@ async fn nobody_waits_for_a_writer_that_panicked() {
     }
     refused_soon("a verdict", try_settle(&engine, &delivery, Verdict::Ack)).await;
     refused_soon("a fetch", consumer.fetch(1)).await;
-    let settled = engine
-        .broker
-        .settled(stored.position, Duration::from_secs(60));
+    let settled = engine.broker.settled(stored.position, 2 * PATIENCE);
     refused_soon("settled", settled).await;
-    let closing = tokio::time::timeout(Duration::from_secs(10), engine.broker.close()).await;
+    let closing = tokio::time::timeout(PATIENCE, engine.broker.close()).await;
     assert!(closing.is_ok(), "closing does not hang");
 }
 
@@ -294,7 +293,7 @@ async fn a_retry_of_many_dead_letters_takes_each_once_although_they_die_again() 
     .await;
     let letters = engine.dead_letters().unwrap();
     let retry = letters.retry(DeadLetterFilter::default());
-    let retried = tokio::time::timeout(Duration::from_secs(10), retry).await;
+    let retried = tokio::time::timeout(PATIENCE, retry).await;
     assert_eq!(retried.expect("it ends").unwrap(), DEAD);
     eventually("all of them have died again", async || {
         deaths.load(Ordering::SeqCst) >= 2 * DEAD
@@ -351,7 +350,7 @@ async fn a_backup_gets_on_while_publishes_go_on() {
         if steps < 100 {
             runtime.block_on(async {
                 let publishing = append(&publisher, vec![event("a.b".into())]);
-                let published = tokio::time::timeout(Duration::from_secs(10), publishing).await;
+                let published = tokio::time::timeout(PATIENCE, publishing).await;
                 published.expect("publishes go on");
             });
         }

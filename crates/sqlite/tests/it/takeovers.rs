@@ -8,7 +8,7 @@ use everbus_core::{
 use everbus_sqlite::Options;
 use rusqlite::Connection;
 
-use crate::{clock, consume, declare, eventually, fetch, open, publish, settle};
+use crate::{PATIENCE, clock, consume, declare, eventually, fetch, open, publish, settle};
 
 fn event(event_type: &str) -> Event {
     Event::builder(event_type).build().unwrap()
@@ -144,7 +144,7 @@ async fn an_engine_closes_although_a_consumer_cannot_leave() {
     )
     .unwrap();
     drop(consumer);
-    let closed = tokio::time::timeout(Duration::from_secs(20), engine.broker.close()).await;
+    let closed = tokio::time::timeout(PATIENCE, engine.broker.close()).await;
     closed.expect("it closes").unwrap();
     conn.execute_batch("DROP TRIGGER sabotage").unwrap();
     let engine = open(&path);

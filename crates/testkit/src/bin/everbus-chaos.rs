@@ -195,9 +195,8 @@ fn campaign(args: &CampaignArgs) -> Result<bool, Broken> {
         (None, Some(losses)) => (Until::Time(time), Losses::Count(losses)),
         (None, None) => (Until::Time(time * 4 / 5), Losses::Time(time / 5)),
     };
-    let directory = std::env::temp_dir().join(format!("everbus-chaos-{}", std::process::id()));
+    let directory = new_directory("everbus-chaos-")?;
     let io = |error| Broken(format!("{}: {error}", directory.display()));
-    std::fs::create_dir_all(&directory).map_err(io)?;
     let campaign = Campaign {
         program: this_program()?,
         directory: directory.clone(),
@@ -237,9 +236,8 @@ fn power(losses: u64, normal: bool, seed: u64) -> Result<bool, Broken> {
 
 fn relays(kills: u64, seed: u64) -> Result<bool, Broken> {
     println!("seed={seed}");
-    let directory = std::env::temp_dir().join(format!("everbus-relay-{}", std::process::id()));
+    let directory = new_directory("everbus-relay-")?;
     let io = |error| Broken(format!("{}: {error}", directory.display()));
-    std::fs::create_dir_all(&directory).map_err(io)?;
     let campaign = RelayCampaign {
         program: this_program()?,
         directory: directory.clone(),
@@ -312,6 +310,14 @@ fn report(tally: &Tally, seed: u64) -> bool {
     }
     println!("{}", tally.line(seed));
     tally.is_clean()
+}
+
+/// A directory that nobody had before: files of an earlier run would be taken for those of this one. It
+/// stays if there is something to look at.
+fn new_directory(prefix: &str) -> Result<PathBuf, Broken> {
+    let made = tempfile::Builder::new().prefix(prefix).tempdir();
+    made.map(tempfile::TempDir::keep)
+        .map_err(|error| Broken(format!("making a directory: {error}")))
 }
 
 fn this_program() -> Result<PathBuf, Broken> {

@@ -173,7 +173,7 @@ impl Disk {
         loop {
             match run("umount", &[&self.mount]) {
                 // The kernel may be a moment behind with what a dead process had open.
-                Err(_) if tries < 50 => std::thread::sleep(Duration::from_millis(20)),
+                Err(_) if tries < 1500 => std::thread::sleep(Duration::from_millis(20)),
                 result => return result,
             }
             tries += 1;

@@ -2,12 +2,8 @@
 //! between an object and its event, and where bugs are planted.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use everbus_core::{
-    Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Event, EventId, GroupInfo,
-    GroupName, GroupSpec, Lease, Result, SettledOutcome, Settlement, SubscriptionInfo,
-};
+use everbus_core::{Appended, BoxFuture, Broker, BrokerLayer, Event, Result};
 
 /// What is done around an append.
 pub trait Hook: Send + Sync + 'static {
@@ -31,21 +27,9 @@ impl Hooked {
     }
 }
 
-impl Broker for Hooked {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
-
-    fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
-        self.inner.declare(group)
-    }
-
-    fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
-        self.inner.retract(subscription)
-    }
-
-    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
-        self.inner.remove_group(group)
+impl BrokerLayer for Hooked {
+    fn inner(&self) -> &dyn Broker {
+        &*self.inner
     }
 
     fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
@@ -55,33 +39,5 @@ impl Broker for Hooked {
             self.hook.after(&batch);
             Ok(answers)
         })
-    }
-
-    fn consume(
-        &self,
-        group: GroupName,
-        options: ConsumeOptions,
-    ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
-        self.inner.consume(group, options)
-    }
-
-    fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
-        self.inner.settle(settlements)
-    }
-
-    fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
-        self.inner.extend(leases, by)
-    }
-
-    fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
-        self.inner.inspect()
-    }
-
-    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
-        self.inner.settled(position, timeout)
-    }
-
-    fn close(&self) -> BoxFuture<'_, Result<()>> {
-        self.inner.close()
     }
 }

@@ -14,8 +14,8 @@ use super::outboxes::Which;
 use super::retain::Policy;
 
 /// A process whose disk is gone cannot have anything acknowledged; what is on its way when that
-/// happens has arrived by then.
-pub const LAST_WORDS: Duration = Duration::from_secs(1);
+/// happens has arrived by then, also where the process or whoever listens to it is starved.
+pub const LAST_WORDS: Duration = Duration::from_secs(8);
 
 /// The log of everything victims said about one file.
 #[derive(Debug, Default)]

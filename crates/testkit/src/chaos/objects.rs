@@ -75,7 +75,9 @@ pub fn unreferenced(file: &Path, referenced: &HashSet<String>) -> Result<Vec<Str
             }
             let name = path.strip_prefix(&root).unwrap_or(&path);
             let name = name.to_string_lossy().into_owned();
-            if !referenced.contains(&name) {
+            // What says whose place it is.
+            let mark = name == "everbus-log.json";
+            if !mark && !referenced.contains(&name) {
                 left.push(name);
             }
         }
@@ -91,8 +93,6 @@ pub fn collect(file: &Path) -> Result<Collected, Broken> {
         .map_err(Broken::at("starting a runtime"))?;
     let mut options = Collect::default();
     (options.orphans_after, options.strays_after) = (Duration::ZERO, Duration::ZERO);
-    // No other log was ever in this place.
-    options.before_log = true;
     runtime
         .block_on(async {
             let bus = Bus::open(format!("sqlite:{}", file.display())).await?;

@@ -10,9 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{
-    Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Delivery, Event, EventId,
-    GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result, SettledOutcome, Settlement,
-    SubscriptionInfo, Verdict,
+    BoxFuture, Broker, BrokerLayer, ConsumeOptions, Consumer, Delivery, Event, GroupName, Pattern,
+    Result, Settlement, Verdict,
 };
 use everbus_core::{Code, Error};
 use rusqlite::Connection;
@@ -31,25 +30,9 @@ impl AckFirst {
     }
 }
 
-impl Broker for AckFirst {
-    fn capabilities(&self) -> Capabilities {
-        self.0.capabilities()
-    }
-
-    fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
-        self.0.declare(group)
-    }
-
-    fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
-        self.0.retract(subscription)
-    }
-
-    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
-        self.0.remove_group(group)
-    }
-
-    fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
-        self.0.append(batch)
+impl BrokerLayer for AckFirst {
+    fn inner(&self) -> &dyn Broker {
+        &*self.0
     }
 
     fn consume(
@@ -67,22 +50,6 @@ impl Broker for AckFirst {
     fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
         let answers = settlements.iter().map(|_| Ok(())).collect();
         Box::pin(std::future::ready(Ok(answers)))
-    }
-
-    fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
-        self.0.extend(leases, by)
-    }
-
-    fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
-        self.0.inspect()
-    }
-
-    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
-        self.0.settled(position, timeout)
-    }
-
-    fn close(&self) -> BoxFuture<'_, Result<()>> {
-        self.0.close()
     }
 }
 

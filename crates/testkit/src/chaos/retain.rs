@@ -140,8 +140,6 @@ async fn work(orders: &Orders) -> Result<(), Error> {
     let mut collect = Collect::default();
     // Nothing that was removed is published again, so nobody can be about to refer to its object.
     (collect.orphans_after, collect.strays_after) = (Duration::ZERO, STRAYS_AFTER);
-    // No other log was ever in this place.
-    collect.before_log = true;
     loop {
         if orders.bug == Some(Bug::IgnoresClaims) {
             plant::remove_what_is_in_flight(&orders.db)?;

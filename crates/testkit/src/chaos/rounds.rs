@@ -16,7 +16,7 @@ use super::victim::Orders;
 use super::{Broken, FAILPOINTS};
 use crate::model::Random;
 
-/// Leases of a victim that will be stopped; the shortest that a starved machine still keeps.
+/// Leases of a victim that will be stopped. A starved machine may outlive them unasked.
 const SHORT_LEASE: Duration = Duration::from_millis(700);
 /// A drain that does not get anywhere for this long is stuck.
 const STUCK: Duration = Duration::from_secs(30);
@@ -150,11 +150,12 @@ impl Arena {
         let mut orders = self.orders();
         orders.lease_ms = Some(u64::try_from(SHORT_LEASE.as_millis()).unwrap_or(u64::MAX));
         let mut zombie = self.spawn(&orders, None)?;
+        // Whether by us or for want of a processor.
+        self.ledger.lock().was_stopped(zombie.number());
         self.work(&zombie)?;
         if !zombie.stop_between_transactions()? {
             return self.end(zombie);
         }
-        self.ledger.lock().was_stopped(zombie.number());
         self.tally.stops += 1;
         let orders = self.orders();
         let heir = self.spawn(&orders, None)?;
@@ -266,15 +267,13 @@ impl Arena {
     /// Waits a moment, so that a victim sees what was done to it; now and then long enough that it
     /// must have noticed.
     pub fn linger(&mut self) {
-        let long = self.random.one_in(20);
-        std::thread::sleep(
-            self.up_to(10)
-                + if long {
-                    LAST_WORDS * 3 / 2
-                } else {
-                    Duration::ZERO
-                },
-        );
+        let long = self.random.one_in(30);
+        let more = if long {
+            LAST_WORDS + Duration::from_secs(1)
+        } else {
+            Duration::ZERO
+        };
+        std::thread::sleep(self.up_to(10) + more);
     }
 
     /// Counts what was said while the power went, and how much of it is not there.

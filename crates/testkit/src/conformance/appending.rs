@@ -1,7 +1,7 @@
 //! Appending: identity, atomic batches, odd payloads and types, reading back, closing under load.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use everbus_core::{
@@ -325,9 +325,11 @@ pub async fn closing_under_load_forgets_nothing_acknowledged<H: Harness>(harness
     let mut stage = Stage::open(harness).await;
     stage.declare("", &["*"]).await;
     let closing = Arc::new(AtomicBool::new(false));
+    let published = Arc::new(AtomicUsize::new(0));
     let mut producers = Vec::new();
     for _ in 0..16 {
         let (broker, closing) = (stage.broker().clone(), closing.clone());
+        let published = published.clone();
         producers.push(tokio::spawn(async move {
             let mut acknowledged = Vec::new();
             loop {
@@ -335,6 +337,7 @@ pub async fn closing_under_load_forgets_nothing_acknowledged<H: Harness>(harness
                 match broker.append(batch).await {
                     Ok(answers) => {
                         acknowledged.extend(answers.into_iter().map(|a| a.unwrap()));
+                        published.fetch_add(1, Ordering::SeqCst);
                     }
                     Err(error) => {
                         assert_eq!(error.code(), Code::Shutdown);
@@ -346,7 +349,12 @@ pub async fn closing_under_load_forgets_nothing_acknowledged<H: Harness>(harness
             }
         }));
     }
-    tokio::time::sleep(Duration::from_millis(60)).await;
+    // All of them are at it.
+    stage
+        .eventually("there is load", || async {
+            published.load(Ordering::SeqCst) > 4 * 16
+        })
+        .await;
     closing.store(true, Ordering::SeqCst);
     stage.broker().close().await.unwrap();
     let mut acknowledged = Vec::new();

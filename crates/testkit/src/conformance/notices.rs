@@ -133,15 +133,23 @@ pub async fn dying_again_is_told_again<H: Harness>(harness: H) {
     stage.dead_letter("g", "a.x").await;
     // In the very same moment, too.
     for attempts in 1..=3 {
-        assert_eq!(body(&take_one(&mut alarm).await)["attempts"], attempts);
+        let told = body(&take_one(&mut alarm).await);
+        assert_eq!(told["attempts"], attempts);
+        assert_eq!(told["error"], "attempt 1 failed", "the last one there was");
+        let dead = stage.open_dead_letters().await.remove(0);
+        assert_eq!(dead.handler.as_deref(), Some("the handler"));
         let retried = stage.dead_letters().retry(DeadLetterFilter::default());
         assert_eq!(retried.await.unwrap(), 1);
         let mut g = stage.consumer("g").await;
         let delivery = take_one(&mut g).await;
-        if attempts == 3 {
-            stage.ack(&delivery).await;
-        } else {
-            stage.kill(&delivery).await;
+        match attempts {
+            1 => stage.kill(&delivery).await,
+            // Without a reason of its own.
+            2 => stage
+                .settle(&delivery, Verdict::Dead { failure: None })
+                .await
+                .unwrap(),
+            _ => stage.ack(&delivery).await,
         }
         g.close().await.unwrap();
     }

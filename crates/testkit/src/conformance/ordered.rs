@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use everbus_core::{Consumer, Delivery, Event, GroupSpec, Verdict};
 
-use super::stage::{LEASE, nothing, options, spec, take, take_one};
+use super::stage::{DEADLINE, LEASE, nothing, options, spec, take, take_one};
 use super::{Harness, Stage};
 use crate::model::Random;
 
@@ -240,7 +240,7 @@ pub async fn random_work_keeps_every_key_in_order<H: Harness>(harness: H) {
             }
         }
     };
-    let in_time = tokio::time::timeout(Duration::from_secs(60), work).await;
+    let in_time = tokio::time::timeout(DEADLINE, work).await;
     assert!(
         in_time.is_ok(),
         "seed {seed}: {handled} of {} handled",

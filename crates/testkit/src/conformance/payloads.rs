@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use everbus_core::{
-    Clock, Code, Event, EventId, EventKey, Orphan, Overflow, Payloads, Retention, StageInfo,
-    StoredStage,
+    Clock, Code, Deduplication, Event, EventId, EventKey, Orphan, Overflow, OverflowPart, Payloads,
+    Retention, StageInfo, StoredStage, Timestamp,
 };
+use sha2::{Digest as _, Sha256};
 
 use super::stage::{code, event, options, take_one};
 use super::{Harness, Stage};
@@ -193,6 +194,8 @@ pub async fn a_removed_event_leaves_a_note_of_its_object<H: Harness>(harness: H)
             key: key.into(),
             size: 3,
             sha256: "00".into(),
+            payload_size: 3,
+            payload_sha256: "00".into(),
             parts: Vec::new(),
         };
         let event = Event::builder("a.x").meta("overflow", "no").build();
@@ -221,6 +224,7 @@ pub async fn a_removed_event_leaves_a_note_of_its_object<H: Harness>(harness: H)
         key: events[n].overflow().unwrap().key.clone(),
         id: events[n].id(),
         since,
+        unborn: false,
     };
     let store = orphans(&stage);
     let first = store.list(None, 2).await.unwrap();
@@ -231,4 +235,118 @@ pub async fn a_removed_event_leaves_a_note_of_its_object<H: Harness>(harness: H)
     assert_eq!(store.list(None, 9).await.unwrap(), [orphan(0)]);
     store.forget(vec![orphan(0), orphan(1)]).await.unwrap();
     assert!(store.list(None, 9).await.unwrap().is_empty());
+}
+
+/// A reference to an object, as the bus makes it of a payload.
+fn reference(key: &str, object: &[u8], payload: &[u8]) -> Overflow {
+    let hex = |bytes: &[u8]| data_encoding::HEXLOWER.encode(&Sha256::digest(bytes));
+    Overflow {
+        bucket: "objects".into(),
+        key: key.into(),
+        size: object.len() as u64,
+        sha256: hex(object),
+        payload_size: payload.len() as u64,
+        payload_sha256: hex(payload),
+        parts: Vec::new(),
+    }
+}
+
+/// The same id with the same payload is the same publish, whatever of it was moved into an object the
+/// first time and the second; with another payload it is refused.
+pub async fn a_repeated_publish_is_told_by_the_whole_payload<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    if stage.capabilities().deduplication == Deduplication::None {
+        return;
+    }
+    let (payload, other) = (r#"{"n":1,"output":"abc"}"#, r#"{"n":1,"output":"abd"}"#);
+    let forms = |id: EventId, payload: &'static str| {
+        let event = Event::builder("a.x").id(id).payload(payload);
+        let event = event.occurred_at(Timestamp::from_micros(1));
+        let event = event.build().unwrap();
+        let whole = reference("events/whole", payload.as_bytes(), payload.as_bytes());
+        let object = format!("{{\"output\":{}}}", &payload[16..21]);
+        let mut fields = reference("events/fields", object.as_bytes(), payload.as_bytes());
+        fields.parts.push(OverflowPart {
+            field: "output".into(),
+            at: 16,
+            from: 10,
+            len: 5,
+        });
+        [
+            event
+                .clone()
+                .with_overflow(Bytes::from_static(b"null"), whole),
+            event
+                .clone()
+                .with_overflow(Bytes::from_static(br#"{"n":1,"output":null}"#), fields),
+            event,
+        ]
+    };
+    for first in 0..3 {
+        let id = EventId::new();
+        let appended = stage.append(forms(id, payload)[first].clone()).await;
+        if stage.survives_restart() {
+            stage.restart().await;
+        }
+        for second in 0..3 {
+            let again = stage.append(forms(id, payload)[second].clone()).await;
+            assert!(again.duplicate, "{first} then {second}");
+            assert_eq!(again.position, appended.position);
+            let refused = stage.try_append(forms(id, other)[second].clone()).await;
+            assert_eq!(code(refused), Code::IdReused, "{first} then {second}");
+        }
+        let found = stage.log().find(id).await.unwrap();
+        assert_eq!(found[0].event, forms(id, payload)[first], "the first stays");
+    }
+}
+
+/// An object that is noted before it is put is struck off by the append of its event, and by nothing else.
+pub async fn the_append_of_an_event_strikes_off_the_note_of_its_object<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    let Some(orphans) = stage.engine().orphans.clone() else {
+        return;
+    };
+    let log = orphans.log_id().await.unwrap();
+    let large = |key: &str| {
+        let event = Event::builder("a.x").build().unwrap();
+        let payload = Bytes::from_static(b"null");
+        event.with_overflow(payload, reference(key, b"x", b"x"))
+    };
+    let events = ["events/a", "events/b", "events/c"].map(large);
+    let since = stage.clock.now();
+    let note = |event: &Event| Orphan {
+        bucket: "objects".into(),
+        key: event.overflow().unwrap().key.clone(),
+        id: event.id(),
+        since,
+        unborn: true,
+    };
+    let notes: Vec<Orphan> = events.iter().map(note).collect();
+    orphans.note(notes.clone()).await.unwrap();
+    assert_eq!(orphans.list(None, 9).await.unwrap(), notes);
+    stage.append(events[0].clone()).await;
+    // A batch that is refused appends nothing, so the note stays; so does that of a duplicate, which has
+    // its object elsewhere.
+    let taken = Event::builder("b.x").id(events[0].id()).build().unwrap();
+    let refused = stage.broker().append(vec![events[1].clone(), taken]).await;
+    assert_eq!(code(refused), Code::IdReused);
+    let elsewhere = reference("events/c", b"x", b"x");
+    let again = Event::builder("a.x").id(events[0].id()).build().unwrap();
+    let again = again.with_overflow(Bytes::from_static(b"null"), elsewhere);
+    assert!(stage.append(again).await.duplicate);
+    if stage.survives_restart() {
+        stage.restart().await;
+    }
+    let orphans = stage.engine().orphans.clone().unwrap();
+    assert_eq!(orphans.list(None, 9).await.unwrap(), notes[1..]);
+    if stage.survives_restart() {
+        assert_eq!(orphans.log_id().await.unwrap(), log, "the log is the same");
+    }
+    stage.append(events[1].clone()).await;
+    assert_eq!(orphans.list(None, 9).await.unwrap(), notes[2..]);
+    // Another log knows nothing of what was noted before.
+    let renewed = orphans.renew().await.unwrap();
+    assert_ne!(renewed, log);
+    assert_eq!(orphans.log_id().await.unwrap(), renewed);
+    assert!(orphans.list(None, 9).await.unwrap().is_empty());
 }

@@ -25,7 +25,7 @@ async fn still_waiting(waiting: &mut JoinHandle<everbus_core::Result<SettledOutc
 pub async fn an_event_nobody_wants_is_settled<H: Harness>(harness: H) {
     let stage = Stage::open(harness).await;
     if !stage.capabilities().settled {
-        let refused = stage.broker().settled(1, QUIET).await;
+        let refused = stage.broker().settled(1, DEADLINE).await;
         assert_eq!(code(refused), Code::Unsupported);
         return;
     }
@@ -38,7 +38,7 @@ pub async fn an_event_nobody_wants_is_settled<H: Harness>(harness: H) {
     assert_eq!(outcome.unwrap(), SettledOutcome::default());
     let missing = stage
         .broker()
-        .settled(unmatched.position + 1000, QUIET)
+        .settled(unmatched.position + 1000, DEADLINE)
         .await;
     assert_eq!(code(missing), Code::NotFound);
 }

@@ -451,6 +451,20 @@ macro_rules! conformance_tests {
                 .await;
         }
 
+        // conformance: issue-4/overflow-same-payload: the same id with the same payload is silent success under any threshold, with another payload IdReused
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_repeated_publish_is_told_by_the_whole_payload() {
+            $crate::conformance::payloads::a_repeated_publish_is_told_by_the_whole_payload($harness)
+                .await;
+        }
+
+        // conformance: issue-4/overflow-note-first: an object is noted before it is put; the append of its event strikes the note off in the same step
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_append_of_an_event_strikes_off_the_note_of_its_object() {
+            $crate::conformance::payloads::the_append_of_an_event_strikes_off_the_note_of_its_object($harness)
+                .await;
+        }
+
         // conformance: issue-4/dlq-notice: an event system.dead_letter is published for each dead letter
         // conformance: omni/dlq-alert: system.dead_letter {eventId, eventType, error} is published, never for a system.* event
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -22,8 +22,8 @@ impl<H: Harness> Plan<H> {
         if !self.stage.has_log() {
             return;
         }
-        let mut differs = String::new();
-        for _ in 0..100 {
+        let began = tokio::time::Instant::now();
+        loop {
             let states = self.stage.log().states(position).await.unwrap();
             assert_eq!(
                 states.len(),
@@ -35,11 +35,10 @@ impl<H: Harness> Plan<H> {
                 .find_map(|state| self.differs(position, state))
             {
                 None => return,
-                Some(what) => differs = what,
+                Some(differs) => assert!(began.elapsed() < PATIENCE, "{differs}"),
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        panic!("{differs}");
     }
 
     /// Compares which groups have an event on record as handled.

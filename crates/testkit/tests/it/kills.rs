@@ -7,6 +7,7 @@ use everbus_testkit::chaos::campaign::{Campaign, Until};
 use everbus_testkit::chaos::checker::Stage;
 use everbus_testkit::chaos::process::End;
 use everbus_testkit::chaos::rounds::Arena;
+use everbus_testkit::chaos::tally::Tally;
 
 // conformance: embedded/never-lost: every event is handled or in the dead letters with its full context
 // conformance: issue-2/kill-campaign: processes killed at random, at named places and stopped past their leases lose nothing
@@ -15,18 +16,26 @@ use everbus_testkit::chaos::rounds::Arena;
 #[test]
 fn a_process_that_is_killed_again_and_again_loses_nothing() {
     let directory = tempfile::tempdir().unwrap();
-    let seed = crate::seed();
-    let campaign = Campaign {
-        program: crate::program().to_owned(),
-        directory: directory.path().to_owned(),
-        seed,
-        until: Until::Time(Duration::from_secs(10)),
-    };
-    let tally = campaign.run().unwrap();
-    assert!(tally.is_clean(), "seed {seed}: {:#?}", tally.problems);
-    assert!(tally.kills > 0 && tally.failpoint_kills > 0, "{tally}");
-    assert!(tally.events > 0 && tally.checks > 0, "{tally}");
-    assert!(tally.relay_kills + tally.overflow_kills > 0, "{tally}");
+    let mut tally = Tally::default();
+    // On a slow machine little happens in so short a time: then there is another one.
+    for _ in 0..20 {
+        let seed = crate::seed();
+        let campaign = Campaign {
+            program: crate::program().to_owned(),
+            directory: directory.path().to_owned(),
+            seed,
+            until: Until::Time(Duration::from_secs(10)),
+        };
+        let one = campaign.run().unwrap();
+        assert!(one.is_clean(), "seed {seed}: {:#?}", one.problems);
+        tally.add(one);
+        let kills = tally.kills > 0 && tally.failpoint_kills > 0;
+        let of_memory = tally.relay_kills + tally.overflow_kills > 0;
+        if kills && of_memory && tally.events > 0 && tally.checks > 0 {
+            return;
+        }
+    }
+    panic!("20 campaigns, and not every kind of kill was among them: {tally}");
 }
 
 // conformance: issue-2/kill-campaign: the control: a consumer that acks before it handles is found out
@@ -65,7 +74,7 @@ fn a_process_that_dies_around_its_commits_loses_nothing() {
             let failpoint = format!("{name}:{hit}");
             let mut victim = arena.spawn(&orders, Some(&failpoint)).unwrap();
             assert!(
-                victim.ends_within(Duration::from_secs(60)),
+                victim.ends_within(Duration::from_secs(300)),
                 "{failpoint} is never reached"
             );
             assert_eq!(victim.kill().unwrap(), End::Failpoint, "{failpoint}");

@@ -86,7 +86,8 @@ async fn taken_over(
         .expect("the lease of a process that sleeps ends")
         .unwrap();
     let delivery = batch.pop().unwrap();
-    assert_eq!(delivery.attempt, 2, "the zombie's attempt counts");
+    // One more if it was so long until the zombie slept that its own engine had noticed.
+    assert!(delivery.attempt >= 2, "the zombie's attempt counts");
     (zombie, engine, consumer, delivery)
 }
 
@@ -97,7 +98,8 @@ async fn a_late_ack_does_not_end_another_process_lease() {
     let directory = tempfile::tempdir().unwrap();
     let (mut zombie, engine, _consumer, delivery) = taken_over(&directory).await;
     assert_eq!(zombie.wake_and_ack(), "REFUSED LeaseLost");
-    assert_eq!(state(&engine).await, (EventState::Processing, 2));
+    let held = (EventState::Processing, delivery.attempt);
+    assert_eq!(state(&engine).await, held);
     let ack = Settlement::new(delivery.lease, Verdict::Ack);
     let answers = engine.broker.settle(vec![ack]).await.unwrap();
     assert!(answers[0].is_ok(), "{answers:?}");

@@ -5,15 +5,18 @@ use std::time::Duration;
 use clap::{Subcommand, ValueEnum};
 use everbus_core::{GroupName, Pattern, Timestamp};
 
-use crate::values::{parse_count, parse_cursor, parse_group, parse_pattern};
+use crate::values::{
+    parse_count, parse_cursor, parse_group, parse_offset, parse_page, parse_pattern,
+    parse_whole_rate,
+};
 use crate::when;
 
 const EDIT_HELP: &str = "\
-Without --payload, the payload is opened in the editor that VISUAL or EDITOR names: a program and its
-arguments, separated by spaces. If it is left as it was, nothing is sent.
+Without --payload, the payload is opened in the editor that VISUAL or EDITOR names: a program and \
+its arguments, separated by spaces. If it is left as it was, nothing is sent.
 
-The corrected event is a new one, for the group that failed and no other. It carries the metadata edit_of
-with the id of the original; `everbus dlq show` names it for the original.";
+The corrected event is a new one, for the group that failed and no other. It carries the metadata \
+edit_of with the id of the original; `everbus dlq show` names it for the original.";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum DlqCommand {
@@ -88,11 +91,12 @@ pub(crate) struct DlqListArgs {
     #[command(flatten)]
     pub(crate) filter: DlqFilterArgs,
 
-    /// At most this many
+    /// At most this many, up to 10000
     #[arg(
         long,
         value_name = "N",
         default_value_t = 100,
+        value_parser = parse_page,
         allow_negative_numbers = true
     )]
     pub(crate) limit: usize,
@@ -102,6 +106,7 @@ pub(crate) struct DlqListArgs {
         long,
         value_name = "N",
         default_value_t = 0,
+        value_parser = parse_offset,
         allow_negative_numbers = true
     )]
     pub(crate) offset: usize,
@@ -143,14 +148,21 @@ pub(crate) struct DlqRetryArgs {
     pub(crate) source: Option<String>,
 
     /// At most this many, the oldest first
-    #[arg(long, value_name = "N", value_parser = parse_count, conflicts_with = "ids")]
+    #[arg(
+        long,
+        value_name = "N",
+        value_parser = parse_count,
+        allow_negative_numbers = true,
+        conflicts_with = "ids"
+    )]
     pub(crate) limit: Option<u64>,
 
     /// At most this many per second; what fails again meanwhile is left alone
     #[arg(
         long,
         value_name = "N",
-        value_parser = clap::value_parser!(u32).range(1..),
+        value_parser = parse_whole_rate,
+        allow_negative_numbers = true,
         conflicts_with = "ids"
     )]
     pub(crate) rate: Option<u32>,
@@ -177,7 +189,8 @@ pub(crate) struct DlqEditArgs {
     #[arg(long)]
     pub(crate) source: Option<String>,
 
-    /// The corrected payload: JSON, - for standard input, @FILE for a file. Without it an editor opens
+    /// The corrected payload: JSON, - for standard input, @FILE for a file. Without it an editor
+    /// opens
     #[arg(long, value_name = "JSON", allow_hyphen_values = true)]
     pub(crate) payload: Option<String>,
 

@@ -1,15 +1,18 @@
 //! `everbus dlq edit`: send a dead letter back with another payload.
 
-use std::io::{IsTerminal as _, Read};
+use std::collections::BTreeSet;
+use std::io::{ErrorKind, IsTerminal as _, Read};
 use std::path::Path;
 
-use everbus_core::{Code, DeadLetter, Engine, Error, Event};
-use serde_json::json;
+use everbus::Receipt;
+use everbus_core::{Code, DeadLetter, Engine, Error, Event, EventId, GroupName};
+use serde::Serialize;
+use serde_json::value::RawValue;
 
 use super::args::DlqEditArgs;
 use super::editor::{Edited, changes, compact, edit_text, indented};
-use super::why_not;
-use crate::commands::{event_id, existing_group, until_interrupted};
+use super::{group_or_outbox, why_not};
+use crate::commands::{event_id, until_interrupted};
 use crate::open::{Target, blocking, close};
 use crate::output::{Output, escaped, shell_word};
 use crate::stop::{Outcome, Stop};
@@ -37,7 +40,7 @@ pub(super) async fn run(args: DlqEditArgs, target: &Target, output: &mut Output)
 /// The one open dead letter that is meant.
 async fn find(args: &DlqEditArgs, engine: &Engine) -> Outcome<DeadLetter> {
     if let Some(group) = &args.group {
-        existing_group(group, engine).await?;
+        group_or_outbox(group, engine).await?;
     }
     let id = event_id(&args.id, args.source.as_deref());
     let mut open = engine.dead_letters()?.get(id).await?;
@@ -46,10 +49,9 @@ async fn find(args: &DlqEditArgs, engine: &Engine) -> Outcome<DeadLetter> {
             && args.group.as_ref().is_none_or(|g| *g == letter.group)
             && (args.tenant.is_none() || args.tenant.as_deref() == letter.event.event.tenant())
     });
-    let mut tenants: Vec<&str> = open.iter().map(tenant).collect();
-    tenants.dedup();
+    let tenants: BTreeSet<&str> = open.iter().map(tenant).collect();
     if tenants.len() > 1 {
-        let which = tenants.join(", ");
+        let which = tenants.into_iter().collect::<Vec<_>>().join(", ");
         let message = format!("{:?} is the id of an event in each of {which}", args.id);
         return Err(Stop::usage(message, Some("say which with --tenant")));
     }
@@ -88,7 +90,7 @@ async fn edit(
         None => match in_editor(args, original).await? {
             Edited::Unchanged => {
                 if output.is_json() {
-                    return output.json(&report(letter, None, args.dry_run));
+                    return output.json(&report(letter, original, None, args.dry_run));
                 }
                 return output.line("unchanged; nothing was sent back");
             }
@@ -115,17 +117,18 @@ async fn edit(
     }
     if args.dry_run {
         if output.is_json() {
-            return output.json(&report(letter, None, true));
+            return output.json(&report(letter, &corrected, None, true));
         }
         return output.line(format!(
             "would send it back to {}",
             escaped(&letter.group.to_string())
         ));
     }
-    let sent = until_interrupted(async { Ok(letters.replace(letter, corrected).await?) });
+    let sent = letters.replace(letter, corrected.clone());
+    let sent = until_interrupted(async { Ok(sent.await?) });
     let receipt = target.patiently(sent).await?;
     if output.is_json() {
-        return output.json(&report(letter, Some((receipt.id(), receipt.seq())), false));
+        return output.json(&report(letter, &corrected, Some(&receipt), false));
     }
     output.line(format!(
         "sent back to {} as {} at {}",
@@ -135,18 +138,55 @@ async fn edit(
     ))
 }
 
-fn report(
-    letter: &DeadLetter,
-    sent: Option<(everbus_core::EventId, u64)>,
+/// What was, or would be, sent in the place of a dead letter.
+#[derive(Serialize)]
+struct Report<'a> {
+    id: EventId,
+    group: &'a GroupName,
+    original: Shown<'a>,
+    payload: Shown<'a>,
+    replaced_by: Option<EventId>,
+    seq: Option<u64>,
     dry_run: bool,
-) -> serde_json::Value {
-    json!({
-        "id": letter.event.event.id(),
-        "group": letter.group,
-        "replaced_by": sent.map(|(id, _)| id),
-        "seq": sent.map(|(_, position)| position),
-        "dry_run": dry_run,
-    })
+}
+
+/// A payload for machines: JSON as it was written, a text as a text, other bytes not at all.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Shown<'a> {
+    Json(&'a RawValue),
+    Text(&'a str),
+    Nothing,
+}
+
+impl<'a> Shown<'a> {
+    fn of(event: &'a Event) -> Self {
+        match std::str::from_utf8(event.payload()) {
+            Ok(text) if event.is_json() => {
+                serde_json::from_str(text).map_or(Self::Text(text), Self::Json)
+            }
+            Ok(text) => Self::Text(text),
+            Err(_) => Self::Nothing,
+        }
+    }
+}
+
+fn report<'a>(
+    letter: &'a DeadLetter,
+    corrected: &'a Event,
+    sent: Option<&Receipt>,
+    dry_run: bool,
+) -> Report<'a> {
+    let original = &letter.event.event;
+    Report {
+        id: original.id(),
+        group: &letter.group,
+        original: Shown::of(original),
+        payload: Shown::of(corrected),
+        replaced_by: sent.map(Receipt::id),
+        seq: sent.map(Receipt::seq),
+        dry_run,
+    }
 }
 
 /// The payload as lines.
@@ -193,9 +233,12 @@ async fn read(given: &str, target: &Target) -> Outcome<Vec<u8>> {
         };
         Ok(done.map(|_| bytes))
     });
-    let mut bytes = read
-        .await?
-        .map_err(|error| Stop::Io(format!("{what}: {error}")))?;
+    let mut bytes = read.await?.map_err(|error| match error.kind() {
+        ErrorKind::NotFound => Error::new(Code::NoSuchFile, format!("there is no file {what}"))
+            .hint("--payload @FILE reads the payload from that file")
+            .into(),
+        _ => Stop::Io(format!("{what}: {error}")),
+    })?;
     if bytes.len() > limit {
         let message = format!("{from} has more than {limit} bytes");
         return Err(Error::new(Code::PayloadTooLarge, message)
@@ -210,7 +253,11 @@ async fn read(given: &str, target: &Target) -> Outcome<Vec<u8>> {
 
 fn with_text_kept(error: Error, path: Option<&Path>) -> Stop {
     let Some(path) = path else {
-        return error.into();
+        if error.code() != Code::InvalidPayload {
+            return error.into();
+        }
+        let hint = "the event has JSON for its payload; a text needs its quotes: '\"text\"'";
+        return Error::new(error.code(), error.message()).hint(hint).into();
     };
     let mut hint = format!("what you wrote is in {}", path.display());
     if let Some(own) = error.hint_text() {

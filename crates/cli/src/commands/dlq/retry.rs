@@ -111,13 +111,14 @@ async fn retry_ids(
             id: Some(id),
             ..base.clone()
         };
-        let n = if args.dry_run {
-            tallies.extend(letters.tally(filter.clone(), MAX_PAGE).await?);
-            letters.count(filter).await?
-        } else {
+        let mut n = letters.count(filter.clone()).await?;
+        if args.dry_run {
+            tallies.extend(letters.tally(filter, MAX_PAGE).await?);
+        } else if n > 0 {
+            // A mistyped id is nothing that was done, and not put on record.
             let action = Action::new("dlq.retry").filter(&filter).on("EVENT", &id);
-            audited(engine, &Operator::current(), action, letters.retry(filter)).await?
-        };
+            n = audited(engine, &Operator::current(), action, letters.retry(filter)).await?;
+        }
         sent += n;
         if n == 0 {
             missing.push((text.as_str(), id));
@@ -126,7 +127,7 @@ async fn retry_ids(
     bar.finish_and_clear();
     if args.dry_run {
         say_preview(sent, &tallies, output)?;
-    } else {
+    } else if sent > 0 || output.is_json() {
         say_sent(sent, output)?;
     }
     let (mut messages, mut hint) = (Vec::new(), String::new());

@@ -1,10 +1,11 @@
 //! Objects are deleted after their events, never before, and none is left behind.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use everbus::overflow::{Collect, Collected};
 use everbus::{Bus, Event, EventId, Retention};
+use everbus_core::{Clock as _, Orphan, SystemClock, Timestamp};
 
 use super::{Shelf, stored};
 use crate::support::{Kind, Lab, on_every_engine};
@@ -12,15 +13,6 @@ use crate::support::{Kind, Lab, on_every_engine};
 fn at_once() -> Collect {
     let mut collect = Collect::default();
     (collect.orphans_after, collect.strays_after) = (Duration::ZERO, Duration::ZERO);
-    collect.before_log = true;
-    collect
-}
-
-/// The usual, in a place where no other log has been: the logs of these tests are younger than their
-/// objects are made to be.
-fn usual() -> Collect {
-    let mut collect = Collect::default();
-    collect.before_log = true;
     collect
 }
 
@@ -49,7 +41,7 @@ fn large(id: EventId, tenant: &str, text: &str) -> Event {
 async fn an_object_goes_after_its_event() {
     on_every_engine(|lab| async move {
         let shelf = Shelf::new(lab);
-        let bus = shelf.open_with(shelf.overflow().exclusive()).await;
+        let bus = shelf.open().await;
         bus.publish(("a", "x".repeat(3000))).await.unwrap();
         bus.publish(("a", "y".repeat(3000))).await.unwrap();
         assert_eq!(
@@ -99,7 +91,7 @@ async fn an_object_goes_after_its_event() {
 async fn tenants_with_the_same_ids_do_not_take_each_others_objects() {
     on_every_engine(|lab| async move {
         let shelf = Shelf::new(lab);
-        let bus = shelf.open_with(shelf.overflow().exclusive()).await;
+        let bus = shelf.open().await;
         let id = EventId::new();
         // The same content is stored once, another content under another key.
         for (tenant, text) in [("one", "x"), ("two", "x"), ("three", "y")] {
@@ -139,7 +131,7 @@ async fn tenants_with_the_same_ids_do_not_take_each_others_objects() {
 async fn a_repeated_publish_gives_the_first_receipt() {
     on_every_engine(|lab| async move {
         let shelf = Shelf::new(lab);
-        let bus = shelf.open_with(shelf.overflow().exclusive()).await;
+        let bus = shelf.open().await;
         let event = large(EventId::new(), "t", "x");
         let first = bus.publish(event.clone()).await.unwrap();
         let second = bus.publish(event.clone()).await.unwrap();
@@ -155,7 +147,10 @@ async fn a_repeated_publish_gives_the_first_receipt() {
         for file in shelf.files() {
             age(&shelf.objects().join(file), Duration::from_secs(25 * 3600));
         }
-        let collected = bus.collect_objects(&usual()).await.unwrap();
+        // It was noted a moment ago.
+        let collected = bus.collect_objects(&Collect::default()).await.unwrap();
+        assert_eq!((collected.strays, collected.kept), (0, 1));
+        let collected = bus.collect_objects(&at_once()).await.unwrap();
         assert_eq!((collected.orphans, collected.strays), (0, 1));
         let found = stored(&bus, event.id()).await;
         assert_eq!(bus.whole(&found).await.unwrap().event, event);
@@ -163,92 +158,261 @@ async fn a_repeated_publish_gives_the_first_receipt() {
     .await;
 }
 
-// conformance: issue-4/overflow-strays: an object whose publish never committed is deleted after a day, where nobody else's can be meant
+/// An object as a publisher leaves it that is killed between the object and the event: noted and put.
+async fn left_behind(bus: &Bus, shelf: &Shelf, hours: u64) -> PathBuf {
+    let id = EventId::new();
+    let key = format!("events/~/{id}-payload.json");
+    let old = Duration::from_secs(hours * 3600);
+    let note = Orphan {
+        bucket: shelf.objects().to_str().unwrap().to_owned(),
+        key: key.clone(),
+        id,
+        since: Timestamp::from_micros(SystemClock.now().as_micros() - old.as_micros() as i64),
+        unborn: true,
+    };
+    bus.engine()
+        .orphans()
+        .unwrap()
+        .note(vec![note])
+        .await
+        .unwrap();
+    let path = shelf.objects().join(key);
+    std::fs::write(&path, "0123456789").unwrap();
+    age(&path, old);
+    path
+}
+
+// conformance: issue-4/overflow-same-payload: after the threshold was changed the same publish is still the same, and another body still refused
+#[tokio::test]
+async fn a_repeated_publish_is_the_same_under_any_threshold() {
+    on_every_engine(|lab| async move {
+        let shelf = Shelf::new(lab);
+        let low = shelf.open().await;
+        let high = Bus::builder().overflow(shelf.overflow().threshold(100_000));
+        let high = high.with_engine(low.engine().clone()).unwrap();
+        let event = |id: EventId, text: &str| {
+            let fields = serde_json::json!({ "a": text, "output": "z".repeat(3000) });
+            Event::builder("a").id(id).json(&fields).build().unwrap()
+        };
+        for (first, second) in [(&low, &high), (&high, &low)] {
+            let id = EventId::new();
+            let published = first.publish(event(id, "x")).await.unwrap();
+            let again = second.publish(event(id, "x")).await.unwrap();
+            assert!(again.is_duplicate() && again.seq() == published.seq());
+            let error = second.publish(event(id, "y")).await.unwrap_err();
+            assert_eq!(error.code(), everbus::Code::IdReused);
+            let found = stored(&low, id).await;
+            let whole = low.whole(&found).await.unwrap();
+            assert_eq!(whole.event.payload(), event(id, "x").payload());
+        }
+    })
+    .await;
+}
+
+// conformance: issue-4/overflow-strays: an object whose publish never committed is deleted after a day; what another put is not
 #[tokio::test]
 async fn an_object_whose_publish_never_committed_is_deleted_after_a_day() {
-    let shelf = Shelf::new(Lab::new(Kind::Sqlite));
-    let bus = shelf.open_with(shelf.overflow().exclusive()).await;
-    let receipt = bus.publish(("a", "x".repeat(3000))).await.unwrap();
-    let known = stored(&bus, receipt.id()).await;
-    let folder = shelf.objects().join("events/~");
-    let stray = format!("{}-payload.json", EventId::new());
-    let files = [
-        stray.clone(),
-        format!("{stray}#3"),
-        "somebody-elses.txt".to_owned(),
-    ];
-    for file in &files {
-        std::fs::write(folder.join(file), "0123456789").unwrap();
-        age(&folder.join(file), Duration::from_secs(23 * 3600));
+    on_every_engine(|lab| async move {
+        let shelf = Shelf::new(lab);
+        let bus = shelf.open().await;
+        let receipt = bus.publish(("a", "x".repeat(3000))).await.unwrap();
+        let known = stored(&bus, receipt.id()).await;
+        let object = shelf.objects().join(&known.event.overflow().unwrap().key);
+        age(&object, Duration::from_secs(100 * 3600));
+        let young = left_behind(&bus, &shelf, 23).await;
+        let old = left_behind(&bus, &shelf, 25).await;
+        let cut = young.with_extension("json#3");
+        let foreign = young.with_file_name("somebody-elses.txt");
+        // Another log marks its keys.
+        let name = format!("{}-0123456789ab-payload.json", EventId::new());
+        let others = young.with_file_name(name);
+        for file in [&cut, &foreign, &others] {
+            std::fs::write(file, "0123456789").unwrap();
+            age(file, Duration::from_secs(25 * 3600));
+        }
+        let would = bus.collect_objects(&Collect::dry_run()).await.unwrap();
+        assert_eq!((would.strays, would.bytes, would.kept), (2, 20, 1));
+        assert!(old.exists() && cut.exists());
+        let done = bus.collect_objects(&Collect::default()).await.unwrap();
+        assert_eq!(done, would);
+        assert!(!old.exists() && !cut.exists());
+        for kept in [&object, &young, &foreign, &others] {
+            assert!(kept.exists(), "{kept:?}");
+        }
+        bus.whole(&known).await.unwrap();
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+}
+
+// conformance: issue-4/overflow-note-first: every object is noted before it is put, and the note is gone when the event is there
+#[tokio::test]
+async fn a_publish_that_fails_leaves_a_note_of_its_object() {
+    on_every_engine(|lab| async move {
+        let shelf = Shelf::new(lab);
+        let bus = shelf.open().await;
+        let notes = async || {
+            let orphans = bus.engine().orphans().unwrap();
+            orphans.list(None, 9).await.unwrap()
+        };
+        let event = large(EventId::new(), "t", "x");
+        bus.publish(event.clone()).await.unwrap();
+        assert_eq!(notes().await, []);
+        let other = large(event.id(), "t", "y");
+        let error = bus.publish(other).await.unwrap_err();
+        assert_eq!(error.code(), everbus::Code::IdReused);
+        let left = notes().await;
+        assert!(left.len() == 1 && left[0].unborn, "{left:?}");
+        assert!(shelf.files().contains(&left[0].key), "{left:?}");
+        let done = bus.collect_objects(&at_once()).await.unwrap();
+        assert_eq!((done.strays, shelf.files().len()), (1, 1));
+        assert_eq!(notes().await, []);
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+}
+
+/// A file with its objects beside it, and everything old enough to be deleted.
+struct Beside(tempfile::TempDir);
+
+impl Beside {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
     }
-    age(
-        &shelf.objects().join(&known.event.overflow().unwrap().key),
-        Duration::from_secs(100 * 3600),
-    );
-    let none = bus.collect_objects(&usual()).await.unwrap();
-    assert_eq!(none, Collected::default());
-    for file in &files {
-        age(&folder.join(file), Duration::from_secs(25 * 3600));
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
     }
-    let mut dry = usual();
-    dry.dry_run = true;
-    let would = bus.collect_objects(&dry).await.unwrap();
-    assert_eq!((would.strays, would.bytes), (2, 20));
-    assert_eq!(shelf.files().len(), 4);
+
+    async fn open(&self) -> Bus {
+        self.open_as("shop.db").await
+    }
+
+    async fn open_as(&self, name: &str) -> Bus {
+        let url = format!("sqlite:{}", self.path(name).display());
+        // One place, whatever the file is called.
+        let objects = self.path("objects");
+        let overflow = everbus::overflow::Overflow::to(objects.to_str().unwrap());
+        let builder = Bus::builder().overflow(overflow.threshold(2000));
+        builder.open(&url).await.unwrap()
+    }
+
+    fn age_all(&self) {
+        for name in super::files(&self.path("objects")) {
+            age(
+                &self.path("objects").join(name),
+                Duration::from_secs(100 * 3600),
+            );
+        }
+    }
+
+    /// Everything that the bus has can be read.
+    async fn is_whole(&self, bus: &Bus, ids: &[EventId]) {
+        for id in ids {
+            let found = stored(bus, *id).await;
+            let whole = bus.whole(&found).await.unwrap();
+            assert_eq!(whole.event.payload().len(), 3002);
+        }
+    }
+}
+
+async fn publish(bus: &Bus, text: &str) -> EventId {
+    bus.publish(("a", text.repeat(3000))).await.unwrap().id()
+}
+
+// conformance: issue-4/overflow-other-log: objects of another log in the same place are left alone, whatever the two have in common
+#[tokio::test]
+async fn a_new_log_leaves_the_objects_of_the_one_before_it() {
+    let shop = Beside::new();
+    let bus = shop.open().await;
+    let kept = publish(&bus, "x").await;
     bus.shutdown().await.unwrap();
-    // Where others may keep theirs, nothing is guessed.
-    let shared = shelf.open().await;
-    let none = shared.collect_objects(&at_once()).await.unwrap();
-    assert_eq!(none, Collected::default());
-    shared.shutdown().await.unwrap();
-    let bus = shelf.open_with(shelf.overflow().exclusive()).await;
-    let done = bus.collect_objects(&usual()).await.unwrap();
-    assert_eq!(done, would);
-    assert_eq!(
-        shelf.files().len(),
-        2,
-        "the event's object, and what is not ours"
-    );
-    assert!(folder.join("somebody-elses.txt").exists());
-    bus.whole(&known).await.unwrap();
+    shop.age_all();
+    // The file is moved away, its objects are forgotten.
+    std::fs::rename(shop.path("shop.db"), shop.path("kept.db")).unwrap();
+    let bus = shop.open().await;
+    let none = bus.collect_objects(&at_once()).await.unwrap();
+    assert_eq!(none, Collected::default(), "an empty log");
+    let new = publish(&bus, "y").await;
+    let key = &stored(&bus, new)
+        .await
+        .event
+        .overflow()
+        .unwrap()
+        .key
+        .clone();
+    assert_ne!(*key, format!("events/~/{new}-payload.json"), "it is marked");
+    forget_everything(&bus).await;
+    let done = bus.collect_objects(&at_once()).await.unwrap();
+    assert_eq!((done.orphans, done.unknown), (1, 0), "its own object");
+    let objects = everbus::overflow::Objects::open(bus.engine(), &{
+        everbus::overflow::Overflow::to(shop.path("objects").to_str().unwrap())
+    });
+    let objects = objects.unwrap().unwrap();
+    let survey = objects.survey(bus.engine()).await.unwrap();
+    assert_eq!((survey.in_use.objects, survey.of_others().objects), (0, 1));
+    assert_eq!(survey.others.keys().next(), survey.owner.as_ref());
+    assert_ne!(survey.log, survey.owner);
+    bus.shutdown().await.unwrap();
+    // Back in its place the file has everything.
+    std::fs::rename(shop.path("kept.db"), shop.path("shop.db")).unwrap();
+    let bus = shop.open().await;
+    shop.is_whole(&bus, &[kept]).await;
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-4/overflow-other-log: objects that are older than the log are left alone: they may belong to a log that was moved away
+// conformance: issue-4/overflow-older-copy: where an older copy of the file was put into place, the objects of the newer state are never collected
 #[tokio::test]
-async fn a_new_log_leaves_the_objects_of_the_one_before_it() {
-    let directory = tempfile::tempdir().unwrap();
-    let open = async |overflow| {
-        let url = format!("sqlite:{}", directory.path().join("shop.db").display());
-        let bus = Bus::builder().overflow(overflow).open(&url).await;
-        bus.unwrap()
-    };
-    let small = || everbus::overflow::Overflow::default().threshold(2000);
-    let bus = open(small()).await;
-    let lost = bus.publish(("a", "x".repeat(3000))).await.unwrap();
+async fn an_older_copy_deletes_nothing_of_the_newer_state() {
+    let shop = Beside::new();
+    let bus = shop.open().await;
+    let before = publish(&bus, "x").await;
     bus.shutdown().await.unwrap();
-    let object = super::files(directory.path())
-        .into_iter()
-        .find(|name| name.contains(&lost.id().to_string()))
-        .unwrap();
-    let object = directory.path().join(object);
-    age(&object, Duration::from_secs(100 * 3600));
-    // The file is moved away, its objects are forgotten.
-    let path = |name: &str| directory.path().join(name);
-    std::fs::rename(path("shop.db"), path("kept.db")).unwrap();
-    let bus = open(small()).await;
-    let none = bus.collect_objects(&Collect::default()).await.unwrap();
-    assert_eq!(none, Collected::default(), "an empty log");
-    bus.publish(("a", 1)).await.unwrap();
-    let none = bus.collect_objects(&Collect::default()).await.unwrap();
-    assert_eq!(none, Collected::default(), "a younger log");
+    // By hand, without a word to anybody.
+    std::fs::copy(shop.path("shop.db"), shop.path("older.db")).unwrap();
+    let bus = shop.open().await;
+    let after = publish(&bus, "y").await;
     bus.shutdown().await.unwrap();
-    // Back in its place the file has everything.
-    std::fs::rename(path("kept.db"), path("shop.db")).unwrap();
-    let bus = open(small()).await;
-    let found = stored(&bus, lost.id()).await;
-    let whole = bus.whole(&found).await.unwrap();
-    assert_eq!(whole.event.payload().len(), 3002);
+    shop.age_all();
+    std::fs::rename(shop.path("shop.db"), shop.path("newer.db")).unwrap();
+    std::fs::rename(shop.path("older.db"), shop.path("shop.db")).unwrap();
+    let bus = shop.open().await;
+    // Retention removes what both know of, before the collector has looked for the first time.
+    forget_everything(&bus).await;
+    let log = bus.engine().orphans().unwrap().log_id().await.unwrap();
+    let dry = bus.collect_objects(&Collect::dry_run()).await.unwrap();
+    assert_eq!((dry.orphans, dry.unknown), (0, 1));
+    let found = bus.collect_objects(&at_once()).await.unwrap();
+    assert_eq!((found.orphans, found.strays, found.unknown), (0, 0, 1));
+    assert_ne!(bus.engine().orphans().unwrap().log_id().await.unwrap(), log);
+    // From now on it is another log, with objects of its own.
+    publish(&bus, "z").await;
+    forget_everything(&bus).await;
+    let done = bus.collect_objects(&at_once()).await.unwrap();
+    assert_eq!((done.orphans, done.strays, done.unknown), (1, 0, 0));
+    bus.shutdown().await.unwrap();
+    let newer = shop.open_as("newer.db").await;
+    shop.is_whole(&newer, &[before, after]).await;
+    newer.shutdown().await.unwrap();
+}
+
+// conformance: issue-4/overflow-copy-is-another: a backup that is used beside the file it was made of deletes none of its objects
+#[tokio::test]
+async fn a_backup_in_use_leaves_the_objects_of_its_original() {
+    let shop = Beside::new();
+    let bus = shop.open().await;
+    let id = publish(&bus, "x").await;
+    let copy = shop.path("copy.db");
+    let copied = bus.maintenance().unwrap().backup(copy, Box::new(|_, _| {}));
+    copied.await.unwrap();
+    shop.age_all();
+    let other = shop.open_as("copy.db").await;
+    shop.is_whole(&other, &[id]).await;
+    forget_everything(&other).await;
+    let done = other.collect_objects(&at_once()).await.unwrap();
+    assert_eq!((done.orphans, done.kept), (0, 1));
+    other.shutdown().await.unwrap();
+    shop.is_whole(&bus, &[id]).await;
     bus.shutdown().await.unwrap();
 }
 

@@ -9,13 +9,35 @@ use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use everbus::overflow::{Collect, Overflow};
+use everbus::overflow::{Collect, Overflow, Place, Transferred};
 use everbus::{Bus, Event, Retention};
 use serde_json::json;
 
 struct Server {
     child: Child,
     port: u16,
+}
+
+impl Server {
+    /// Waits until it takes connections; whether it did before it ended.
+    fn answers(&mut self) -> bool {
+        let begin = Instant::now();
+        loop {
+            let answers = TcpStream::connect(("127.0.0.1", self.port)).is_ok();
+            // One that ended may have met another program that answers in its place.
+            if self.child.try_wait().unwrap().is_some() {
+                return false;
+            }
+            if answers {
+                return true;
+            }
+            assert!(
+                begin.elapsed() < Duration::from_secs(300),
+                "moto_server does not answer"
+            );
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
 }
 
 impl Drop for Server {
@@ -25,13 +47,24 @@ impl Drop for Server {
     }
 }
 
-/// A private server, or `None` (said aloud) where it cannot be had.
+/// A private server, or `None` (said aloud) where it cannot be had. Its port was free a moment before; if
+/// somebody else was quicker, the server ends, and there is another try.
 fn moto() -> Option<Server> {
-    let port = TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .port();
+    for _ in 0..20 {
+        let port = TcpListener::bind("127.0.0.1:0")
+            .unwrap()
+            .local_addr()
+            .unwrap()
+            .port();
+        let mut server = moto_on(port)?;
+        if server.answers() {
+            return Some(server);
+        }
+    }
+    panic!("moto_server does not start");
+}
+
+fn moto_on(port: u16) -> Option<Server> {
     let started = Command::new("moto_server")
         .args(["-H", "127.0.0.1", "-p", &port.to_string()])
         .stdout(Stdio::null())
@@ -46,16 +79,7 @@ fn moto() -> Option<Server> {
         eprintln!("SKIPPED: moto_server is not installed (pip install 'moto[server]')");
         return None;
     };
-    let server = Server { child, port };
-    let begin = Instant::now();
-    while TcpStream::connect(("127.0.0.1", port)).is_err() {
-        assert!(
-            begin.elapsed() < Duration::from_secs(60),
-            "moto_server does not answer"
-        );
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    Some(server)
+    Some(Server { child, port })
 }
 
 fn make_bucket(port: u16) {
@@ -104,7 +128,7 @@ fn objects_go_to_s3_and_come_back() {
 async fn with_a_server() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("bus.db");
-    let overflow = Overflow::to("s3://shop/a/prefix").exclusive();
+    let overflow = Overflow::to("s3://shop/a/prefix");
     let bus = Bus::builder()
         .overflow(overflow)
         .open(file.to_str().unwrap())
@@ -123,6 +147,7 @@ async fn with_a_server() {
     let key = format!("a/prefix/events/..%2Freq%201/{}-payload.json", event.id());
     assert_eq!(overflow.key, key);
     assert_eq!(bus.whole(&found).await.unwrap().event, event);
+    travels(&directory, overflow).await;
     let everything = Retention {
         max_len: Some(0),
         ..Retention::default()
@@ -134,4 +159,55 @@ async fn with_a_server() {
     let error = bus.whole(&found).await.unwrap_err();
     assert!(error.to_string().contains("it is missing"), "{error}");
     bus.shutdown().await.unwrap();
+}
+
+/// The object goes into a directory, as into a backup, and from there to another prefix; what is there is
+/// not overwritten.
+async fn travels(directory: &tempfile::TempDir, reference: &everbus_core::Overflow) {
+    let place = |url: &str| Place::of(&Overflow::to(url), directory.path()).unwrap();
+    let (s3, backup) = (place("s3://shop/a/prefix"), directory.path().join("backup"));
+    let there = Place::directory(&backup);
+    assert_eq!(
+        bring(&there, &s3, reference).await.unwrap(),
+        Transferred::Copied
+    );
+    assert_eq!(
+        bring(&there, &s3, reference).await.unwrap(),
+        Transferred::Present
+    );
+    there.finish().await.unwrap();
+    let copy = backup.join(&reference.key);
+    assert_eq!(copy.metadata().unwrap().len(), reference.size);
+    // Back to where it is, and to where it is not.
+    assert_eq!(
+        bring(&s3, &there, reference).await.unwrap(),
+        Transferred::Present
+    );
+    let mut other = reference.clone();
+    other.key = format!("elsewhere/{}", other.key);
+    assert_eq!(
+        bring(&s3, &there, &other).await.unwrap(),
+        Transferred::Missing
+    );
+    std::fs::create_dir_all(backup.join(&other.key).parent().unwrap()).unwrap();
+    std::fs::copy(&copy, backup.join(&other.key)).unwrap();
+    assert_eq!(
+        bring(&s3, &there, &other).await.unwrap(),
+        Transferred::Copied
+    );
+    other.size += 1;
+    let error = bring(&s3, &there, &other).await.unwrap_err();
+    assert_eq!(error.code(), everbus::Code::ObjectStore, "{error}");
+    other.key.push('x');
+    std::fs::copy(&copy, backup.join(&other.key)).unwrap();
+    let damaged = bring(&s3, &there, &other).await.unwrap();
+    assert!(matches!(damaged, Transferred::Damaged(_)), "{damaged:?}");
+}
+
+async fn bring(
+    to: &Place,
+    from: &Place,
+    reference: &everbus_core::Overflow,
+) -> everbus::Result<Transferred> {
+    to.bring(from, reference).await
 }

@@ -97,8 +97,8 @@ async fn a_handler_that_takes_its_time_is_waited_for() {
 #[tokio::test]
 async fn a_handler_that_never_ends_is_named() {
     let router = Router::new().on("a.b", to(std::future::pending::<()>).group("stuck"));
-    let patience = Duration::from_millis(50);
-    let builder = TestBus::builder().patience(patience);
+    // Long enough for the handler to begin.
+    let builder = TestBus::builder().patience(SECOND);
     let bus = builder.build(router).await.unwrap();
     let error = bus.publish(("a.b", 1)).await.unwrap_err();
     assert_eq!(error.code(), Code::Timeout);

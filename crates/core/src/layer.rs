@@ -1,0 +1,188 @@
+//! A broker around a broker: for tests, for counting, for planting faults.
+
+use std::time::Duration;
+
+use crate::broker::{
+    Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Lease, Redelivery,
+    SettledOutcome, Settlement,
+};
+use crate::error::Result;
+use crate::event::Event;
+use crate::group::{GroupInfo, GroupName, GroupSpec, SubscriptionInfo};
+use crate::id::EventId;
+use crate::pattern::Pattern;
+
+/// A [`Broker`] that is another one, except for what it says. Every verb is passed on unless it is
+/// written anew, also those that engines may leave out, and those that come later.
+///
+/// ```
+/// use std::sync::Arc;
+/// use std::sync::atomic::{AtomicUsize, Ordering};
+/// use everbus_core::{Appended, BoxFuture, Broker, BrokerLayer, Event, Result};
+///
+/// /// Counts what is appended.
+/// struct Counting {
+///     inner: Arc<dyn Broker>,
+///     events: AtomicUsize,
+/// }
+///
+/// impl BrokerLayer for Counting {
+///     fn inner(&self) -> &dyn Broker {
+///         &*self.inner
+///     }
+///
+///     fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
+///         self.events.fetch_add(batch.len(), Ordering::Relaxed);
+///         self.inner.append(batch)
+///     }
+/// }
+/// # fn is_a_broker(counting: Counting) -> Arc<dyn Broker> { Arc::new(counting) }
+/// ```
+pub trait BrokerLayer: Send + Sync + 'static {
+    /// What is passed on goes there.
+    fn inner(&self) -> &dyn Broker;
+
+    /// As [`Broker::capabilities`].
+    fn capabilities(&self) -> Capabilities {
+        self.inner().capabilities()
+    }
+
+    /// As [`Broker::declare`].
+    fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
+        self.inner().declare(group)
+    }
+
+    /// As [`Broker::retract`].
+    fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
+        self.inner().retract(subscription)
+    }
+
+    /// As [`Broker::remove_group`].
+    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
+        self.inner().remove_group(group)
+    }
+
+    /// As [`Broker::append`].
+    fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
+        self.inner().append(batch)
+    }
+
+    /// As [`Broker::consume`].
+    fn consume(
+        &self,
+        group: GroupName,
+        options: ConsumeOptions,
+    ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
+        self.inner().consume(group, options)
+    }
+
+    /// As [`Broker::settle`].
+    fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        self.inner().settle(settlements)
+    }
+
+    /// As [`Broker::extend`].
+    fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        self.inner().extend(leases, by)
+    }
+
+    /// As [`Broker::inspect`].
+    fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
+        self.inner().inspect()
+    }
+
+    /// As [`Broker::settled`].
+    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
+        self.inner().settled(position, timeout)
+    }
+
+    /// As [`Broker::depth`].
+    fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
+        self.inner().depth(stream, limit)
+    }
+
+    /// As [`Broker::drop_oldest`].
+    fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
+        self.inner().drop_oldest(stream, keep)
+    }
+
+    /// As [`Broker::redeliver`].
+    fn redeliver(
+        &self,
+        group: GroupName,
+        positions: Vec<u64>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        self.inner().redeliver(group, positions)
+    }
+
+    /// As [`Broker::close`].
+    fn close(&self) -> BoxFuture<'_, Result<()>> {
+        self.inner().close()
+    }
+}
+
+impl<L: BrokerLayer> Broker for L {
+    fn capabilities(&self) -> Capabilities {
+        BrokerLayer::capabilities(self)
+    }
+
+    fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
+        BrokerLayer::declare(self, group)
+    }
+
+    fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
+        BrokerLayer::retract(self, subscription)
+    }
+
+    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
+        BrokerLayer::remove_group(self, group)
+    }
+
+    fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
+        BrokerLayer::append(self, batch)
+    }
+
+    fn consume(
+        &self,
+        group: GroupName,
+        options: ConsumeOptions,
+    ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
+        BrokerLayer::consume(self, group, options)
+    }
+
+    fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        BrokerLayer::settle(self, settlements)
+    }
+
+    fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        BrokerLayer::extend(self, leases, by)
+    }
+
+    fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
+        BrokerLayer::inspect(self)
+    }
+
+    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
+        BrokerLayer::settled(self, position, timeout)
+    }
+
+    fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
+        BrokerLayer::depth(self, stream, limit)
+    }
+
+    fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
+        BrokerLayer::drop_oldest(self, stream, keep)
+    }
+
+    fn redeliver(
+        &self,
+        group: GroupName,
+        positions: Vec<u64>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        BrokerLayer::redeliver(self, group, positions)
+    }
+
+    fn close(&self) -> BoxFuture<'_, Result<()>> {
+        BrokerLayer::close(self)
+    }
+}

@@ -1,0 +1,100 @@
+//! Handlers and their groups: subscribing, mounting routers, and taking both away again.
+
+use everbus_core::{GroupInfo, GroupName, Pattern, Result};
+use tokio::runtime::Handle;
+
+use super::Bus;
+use crate::audit::{Action, audited};
+use crate::router::{Resolved, Router};
+use crate::shutdown;
+use crate::subscribe::{Subscribe, SubscriptionId};
+
+impl Bus {
+    /// Begins a subscription to the events that match a pattern (`user.created`, `user.*`,
+    /// `order.*.shipped`, `*`). It takes effect with [`Subscribe::handler`].
+    pub fn subscribe(&self, pattern: impl AsRef<str>) -> Subscribe<'_> {
+        Subscribe::new(self, pattern.as_ref())
+    }
+
+    /// Subscribes everything a router says. The whole of it is checked first; if anything is wrong,
+    /// nothing is subscribed. Returns the ids in the order of the routes.
+    ///
+    /// A pattern that matches none of the event types that are known (from the handlers of this and of
+    /// earlier routers, and from schemas) is logged as a warning: it is probably a typing error.
+    pub async fn mount(&self, router: Router) -> Result<Vec<SubscriptionId>> {
+        self.accepts()?;
+        let resolved = router.resolve()?;
+        let mut registry = self.inner.registry.lock().await;
+        // Checked again under the lock: a shutdown may have come first.
+        self.accepts()?;
+        let shared = &self.inner.shared;
+        shared.unless_ending(registry.mount(shared, resolved)).await
+    }
+
+    /// Removes a subscription, its handler and its durable record. Runs of the handler that have
+    /// begun finish; no new one begins. What its group owes and no other handler here matches is
+    /// left to other processes.
+    pub async fn unsubscribe(&self, id: SubscriptionId) -> Result<()> {
+        let mut registry = self.inner.registry.lock().await;
+        self.accepts()?;
+        let shared = &self.inner.shared;
+        shared.unless_ending(registry.unsubscribe(shared, id)).await
+    }
+
+    /// How every group of the engine stands, those of other processes included.
+    pub async fn groups(&self) -> Result<Vec<GroupInfo>> {
+        self.inner.shared.engine.broker.inspect().await
+    }
+
+    /// Deletes a group with its position, what it owes and its dead letters. Refused while this bus
+    /// has handlers in it.
+    pub async fn remove_group(&self, group: GroupName) -> Result<()> {
+        let mut registry = self.inner.registry.lock().await;
+        self.accepts()?;
+        registry.forget_group(&group)?;
+        let shared = &self.inner.shared;
+        shared.group_not_stopped(&group);
+        let action = Action::new("groups.remove").on("GROUP", &group);
+        let removed = shared.engine.broker.remove_group(group);
+        let operator = shared.audit().operator();
+        let removed = audited(&shared.engine, &operator, action, removed);
+        shared.unless_ending(removed).await
+    }
+
+    /// Runs handlers in a group that has no subscriptions in the engine: it gets only what it is given.
+    pub(crate) async fn mount_apart(&self, resolved: Resolved, group: &GroupName) -> Result<()> {
+        let mut registry = self.inner.registry.lock().await;
+        self.accepts()?;
+        let _ = self.inner.runtime.set(Handle::current());
+        let shared = &self.inner.shared;
+        let mounting = registry.mount_apart(shared, resolved, group);
+        shared.unless_ending(mounting).await
+    }
+
+    /// Ends the handlers of such a group and waits for those that run.
+    pub(crate) async fn dismount(&self, group: &GroupName) {
+        let shared = &self.inner.shared;
+        let runner = self.inner.registry.lock().await.dismount(shared, group);
+        if let Some(runner) = runner {
+            let deadline = shutdown::deadline(shared.options.shutdown_timeout);
+            runner.stop(deadline).await;
+        }
+    }
+
+    /// The handlers of a group in this bus: their patterns and names.
+    pub(crate) async fn handlers_of(&self, group: &GroupName) -> Vec<(Pattern, String)> {
+        let registry = self.inner.registry.lock().await;
+        let handlers = registry.handlers(group).iter();
+        handlers
+            .map(|handler| (handler.pattern.clone(), handler.name.clone()))
+            .collect()
+    }
+
+    /// Whether the inbox of a group may absorb what it has on record: if its handlers are not here,
+    /// nobody knows.
+    pub(crate) async fn may_absorb(&self, group: &GroupName) -> bool {
+        let registry = self.inner.registry.lock().await;
+        let handlers = registry.handlers(group);
+        handlers.is_empty() || handlers.iter().any(|handler| handler.traits.idempotent)
+    }
+}

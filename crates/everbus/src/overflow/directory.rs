@@ -1,0 +1,102 @@
+//! What is done to a directory of objects as a directory: making it and its entries durable, sweeping up
+//! what interrupted puts left, and bringing in a file from elsewhere.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Makes a directory and those above it, and syncs those that got a new entry.
+pub(super) fn make_directory(path: &Path) -> std::io::Result<()> {
+    let missing: Vec<&Path> = path
+        .ancestors()
+        .take_while(|above| !above.is_dir())
+        .collect();
+    std::fs::create_dir_all(path)?;
+    for made in missing {
+        match made.parent() {
+            Some(above) if !above.as_os_str().is_empty() => sync_directory(above)?,
+            Some(_) => sync_directory(Path::new("."))?,
+            None => {}
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn sync_directory(path: &Path) -> std::io::Result<()> {
+    if cfg!(unix) {
+        std::fs::File::open(path)?.sync_all()?;
+    }
+    Ok(())
+}
+
+/// `object_store` writes a file under its name with `#` and a number before it gets that name.
+pub(super) fn sweep(folder: &Path, after: Duration, dry_run: bool) -> (u64, u64) {
+    let entries = |path: &Path| std::fs::read_dir(path).into_iter().flatten().flatten();
+    let (mut files, mut bytes) = (0, 0);
+    for entry in entries(folder).flat_map(|entity| entries(&entity.path())) {
+        let name = entry.file_name();
+        let unfinished = name.to_str().is_some_and(|name| {
+            let parts = name.rsplit_once('#');
+            parts.is_some_and(|(_, n)| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+        });
+        let Some(meta) = entry
+            .metadata()
+            .ok()
+            .filter(|meta| unfinished && meta.is_file())
+        else {
+            continue;
+        };
+        let age = meta.modified().ok().and_then(|at| at.elapsed().ok());
+        if age.is_some_and(|age| age >= after)
+            && (dry_run || std::fs::remove_file(entry.path()).is_ok())
+        {
+            files += 1;
+            bytes += meta.len();
+        }
+    }
+    (files, bytes)
+}
+
+/// Gives a file a second name where there is none, or a copy where it cannot have one. Only what is an
+/// ordinary file is brought in. Durable once the directory that it is in has been synced; false if the
+/// name is taken.
+pub(super) fn bring_in(file: &Path, to: &Path) -> std::io::Result<bool> {
+    if !std::fs::symlink_metadata(file)?.is_file() {
+        return Err(ErrorKind::InvalidData.into());
+    }
+    match std::fs::hard_link(file, to) {
+        Ok(()) => return Ok(true),
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => return Ok(false),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Err(error),
+        // Another file system, or one without second names.
+        Err(_) => {}
+    }
+    let partial = partial(to);
+    let copied = std::fs::copy(file, &partial)
+        .and_then(|_| std::fs::File::open(&partial)?.sync_all())
+        .and_then(|()| name(&partial, to));
+    if copied.is_err() {
+        let _ = std::fs::remove_file(&partial);
+    }
+    copied
+}
+
+/// The name of a file that is not finished; the sweep knows it.
+pub(super) fn partial(of: &Path) -> PathBuf {
+    let mut name = of.as_os_str().to_owned();
+    name.push(format!("#{}", std::process::id()));
+    name.into()
+}
+
+/// Gives a finished file its name, unless that is taken.
+pub(super) fn name(partial: &Path, to: &Path) -> std::io::Result<bool> {
+    let named = match std::fs::hard_link(partial, to) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
+        Err(_) if to.symlink_metadata().is_ok() => Ok(false),
+        // A file system without second names.
+        Err(_) => return std::fs::rename(partial, to).map(|()| true),
+    };
+    std::fs::remove_file(partial)?;
+    named
+}

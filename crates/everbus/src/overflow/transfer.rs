@@ -1,0 +1,241 @@
+//! Objects on their way between places: into a backup, and back from it. One object is taken at a time;
+//! it is linked where both places are directories of one file system, else streamed, and its length is
+//! checked. What is there already is never overwritten.
+
+use std::collections::BTreeSet;
+use std::io::{ErrorKind, Write as _};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use bytes::Bytes;
+use everbus_core::{Code, Error, LogId, Overflow as Reference, Result};
+use futures_util::TryStreamExt as _;
+use object_store::GetResult;
+use sha2::{Digest as _, Sha256};
+
+use super::errors::{failed, from_io};
+use super::store::{self, Store};
+use super::{Overflow, blocking, directory, hex};
+
+/// A place where objects lie, apart from any bus.
+pub struct Place {
+    store: Store,
+    /// Directories that got a new entry and are not synced yet.
+    touched: Mutex<BTreeSet<PathBuf>>,
+}
+
+/// What became of an object.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Transferred {
+    /// It was copied.
+    Copied,
+    /// The same object was there already.
+    Present,
+    /// The place that it should come from does not have it.
+    Missing,
+    /// What is under its key there is something else; says what.
+    Damaged(String),
+}
+
+impl Place {
+    /// A directory.
+    pub fn directory(path: &Path) -> Self {
+        let name = path.to_string_lossy().into_owned();
+        Self::on(Store::directory(name, path.to_path_buf()))
+    }
+
+    /// Where the settings say that objects go, else the directory `beside`.
+    pub fn of(options: &Overflow, beside: &Path) -> Result<Self> {
+        options.validate()?;
+        match &options.url {
+            Some(url) => Ok(Self::on(Store::parse(url)?)),
+            None => Ok(Self::directory(beside)),
+        }
+    }
+
+    fn on(store: Store) -> Self {
+        Self {
+            store,
+            touched: Mutex::default(),
+        }
+    }
+
+    /// As a person knows it.
+    pub fn name(&self) -> &str {
+        self.store.bucket()
+    }
+
+    /// Makes the place that of a log, if it is nobody's and nothing is in it.
+    pub async fn claim(&self, log: LogId) -> Result<()> {
+        self.store.claim(log).await.map(drop)
+    }
+
+    /// Makes a directory that the caller has filled that of a log, unless it is somebody's.
+    pub async fn give_to(&self, log: LogId) -> Result<()> {
+        self.store.mark(log).await.map(drop)
+    }
+
+    /// Brings an object here from another place. It is durable after [`finish`](Self::finish).
+    ///
+    /// An error if something else is here under its key, or one of the places cannot be used.
+    pub async fn bring(&self, from: &Place, reference: &Reference) -> Result<Transferred> {
+        let key = &reference.key;
+        store::path(key)?;
+        if let Some(found) = self.store.get(key).await? {
+            return self.is_same(found, reference).await;
+        }
+        let created = match (from.store.place.path(), self.store.place.path()) {
+            (Some(source), Some(_)) => self.link(source.join(key), reference).await?,
+            _ => match from.store.get(key).await? {
+                None => return Ok(Transferred::Missing),
+                Some(found) if found.meta.size != reference.size => Err(found.meta.size),
+                Some(found) => match self.stream(found, reference).await? {
+                    Some(created) => Ok(Some(created)),
+                    None => {
+                        let what = "its content is not what was put there".to_owned();
+                        return Ok(Transferred::Damaged(what));
+                    }
+                },
+            },
+        };
+        match created {
+            Ok(None) => Ok(Transferred::Missing),
+            Ok(Some(true)) => Ok(Transferred::Copied),
+            Ok(Some(false)) => match self.store.get(key).await? {
+                Some(found) => self.is_same(found, reference).await,
+                None => Err(self.taken(key)),
+            },
+            Err(size) => Ok(Transferred::Damaged(format!(
+                "it has {size} bytes instead of {}",
+                reference.size
+            ))),
+        }
+    }
+
+    /// Makes everything durable that was brought here.
+    pub async fn finish(&self) -> Result<()> {
+        let touched = {
+            let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
+            std::mem::take(&mut *touched)
+        };
+        let synced = blocking(move || {
+            touched
+                .iter()
+                .try_for_each(|d| directory::sync_directory(d))
+        });
+        let synced = synced.await?;
+        synced.map_err(|e| from_io("the objects could not be made durable".into(), e))
+    }
+
+    async fn is_same(&self, found: GetResult, reference: &Reference) -> Result<Transferred> {
+        let length = found.meta.size == reference.size;
+        // From far away it is not fetched for this: readers check it.
+        let near = self.store.place.path().is_some();
+        let same = length && (!near || store::hash_of(found).await? == reference.sha256);
+        match same {
+            true => {
+                self.store.make_durable(&reference.key).await?;
+                Ok(Transferred::Present)
+            }
+            false => Err(self.taken(&reference.key)),
+        }
+    }
+
+    fn taken(&self, key: &str) -> Error {
+        let what = format!("something else is in {:?} as {key:?}", self.name());
+        Error::new(Code::ObjectStore, what)
+            .hint("nothing is overwritten; move what is there away, then try again")
+    }
+
+    /// Links or copies a file. `Ok(None)` if there is none, its length if that is wrong, else whether it
+    /// was created.
+    async fn link(
+        &self,
+        source: PathBuf,
+        reference: &Reference,
+    ) -> Result<Result<Option<bool>, u64>> {
+        let (target, parent) = self.made(&reference.key).await?;
+        let (size, key) = (reference.size, reference.key.clone());
+        let linked = blocking(move || match std::fs::symlink_metadata(&source) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(Ok(None)),
+            Err(error) => Err(error),
+            Ok(meta) if meta.is_file() && meta.len() != size => Ok(Err(meta.len())),
+            Ok(_) => directory::bring_in(&source, &target).map(|created| Ok(Some(created))),
+        });
+        let linked = linked.await?;
+        self.touch(parent);
+        linked.map_err(|e| from_io(format!("the object {key:?} could not be copied"), e))
+    }
+
+    /// Copies an object as it is read. `None` if it is not what the reference says, else whether it was
+    /// created.
+    async fn stream(&self, found: GetResult, reference: &Reference) -> Result<Option<bool>> {
+        let key = &reference.key;
+        let reading = |e| failed(format!("the object {key:?} could not be read"), e);
+        let mut hash = Sha256::new();
+        let mut chunks = found.into_stream();
+        if self.store.place.path().is_none() {
+            // A store that takes an object as a whole or not at all: it is in memory once.
+            let mut content: Vec<Bytes> = Vec::new();
+            while let Some(chunk) = chunks.try_next().await.map_err(reading)? {
+                hash.update(&chunk);
+                content.push(chunk);
+            }
+            if hex(&hash.finalize()) != reference.sha256 {
+                return Ok(None);
+            }
+            return self.store.create(key, &content).await.map(Some);
+        }
+        let writing = |e| from_io(format!("the object {key:?} could not be copied"), e);
+        let (target, parent) = self.made(key).await?;
+        let partial = directory::partial(&target);
+        let mut file = std::fs::File::create(&partial).map_err(writing)?;
+        let filled = async {
+            while let Some(chunk) = chunks.try_next().await.map_err(reading)? {
+                hash.update(&chunk);
+                file = blocking(move || file.write_all(&chunk).map(|()| file))
+                    .await?
+                    .map_err(writing)?;
+            }
+            blocking(move || file.sync_all()).await?.map_err(writing)
+        };
+        let filled = filled.await;
+        if filled.is_err() || hex(&hash.finalize()) != reference.sha256 {
+            let _ = std::fs::remove_file(&partial);
+            return filled.map(|()| None);
+        }
+        let named = blocking(move || directory::name(&partial, &target)).await?;
+        self.touch(parent);
+        named.map(Some).map_err(writing)
+    }
+
+    /// Where the file of an object goes, in a directory that is there.
+    async fn made(&self, key: &str) -> Result<(PathBuf, PathBuf)> {
+        let Some(path) = self.store.place.path() else {
+            return Err(Error::new(Code::Internal, "not a directory"));
+        };
+        let target = path.join(key);
+        let parent = target.parent().unwrap_or(path).to_path_buf();
+        let wanted = parent.clone();
+        let made = blocking(move || directory::make_directory(&wanted)).await?;
+        made.map_err(|e| {
+            from_io(
+                format!("the directory {} cannot be made", parent.display()),
+                e,
+            )
+        })?;
+        Ok((target, parent))
+    }
+
+    fn touch(&self, directory: PathBuf) {
+        let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
+        touched.insert(directory);
+    }
+}
+
+impl std::fmt::Debug for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Place").field(&self.name()).finish()
+    }
+}
