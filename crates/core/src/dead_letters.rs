@@ -1,6 +1,7 @@
 //! The dead letters: events a group gave up on, kept with everything needed to understand and retry.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use serde::Serialize;
@@ -25,6 +26,31 @@ pub const DEAD_LETTER_EVENT: &str = "system.dead_letter";
 
 /// Why a group passes by the corrected event that [`DeadLetters::replace`] sent to another one.
 pub const REPLACEMENT: &str = "it replaces a dead letter of another group";
+
+/// Why a group is done with an event whose dead letter was [purged](DeadLetters::purge), and that
+/// somebody else needs.
+pub const LETTER_PURGED: &str = "its dead letter was purged";
+
+/// How the reasons begin that [`letter_kept_for`] gives.
+pub const LETTER_KEPT: &str = "its dead letter was kept for";
+
+/// Why a group is done with an event whose dead letter went by its age, unhandled as it was.
+pub fn letter_kept_for(age: Duration) -> String {
+    let micros = age.as_micros();
+    let units = [
+        (86_400_000_000, "day"),
+        (3_600_000_000, "hour"),
+        (60_000_000, "minute"),
+        (1_000_000, "second"),
+        (1000, "millisecond"),
+    ];
+    // The largest unit of which it is a whole number.
+    let unit = units.into_iter().find(|(unit, _)| micros % unit == 0);
+    let (unit, name) = unit.unwrap_or((1, "microsecond"));
+    let count = micros / unit;
+    let plural = if count == 1 { "" } else { "s" };
+    format!("{LETTER_KEPT} {count} {name}{plural}")
+}
 
 /// An error text longer than this is cut in the notice of a dead letter: however it is escaped, the
 /// notice stays a small event. The dead letter itself has all of it.
@@ -335,7 +361,8 @@ pub trait DeadLetters: Send + Sync + 'static {
     }
 
     /// Deletes dead letters up to and including `cutoff`, and their events where nobody else needs
-    /// them.
+    /// them. Where somebody does, the group that failed has skipped the event with the reason
+    /// [`LETTER_PURGED`].
     fn purge(
         &self,
         cutoff: Timestamp,
@@ -425,4 +452,26 @@ fn cannot(what: &str) -> Error {
         Code::Unsupported,
         format!("this engine does not offer {what}"),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // conformance: issue-4/retention-letter-reason: the reason says for how long the dead letter was kept
+    #[test]
+    fn the_reason_names_the_age() {
+        for (micros, text) in [
+            (30 * 86_400_000_000, "30 days"),
+            (86_400_000_000, "1 day"),
+            (36 * 3_600_000_000, "36 hours"),
+            (90_000_000, "90 seconds"),
+            (60_000_000, "1 minute"),
+            (150_000, "150 milliseconds"),
+            (1, "1 microsecond"),
+        ] {
+            let reason = letter_kept_for(Duration::from_micros(micros));
+            assert_eq!(reason, format!("its dead letter was kept for {text}"));
+        }
+    }
 }

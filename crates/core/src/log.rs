@@ -65,6 +65,9 @@ pub struct GroupState {
     /// When the next attempt is due, if it waits for one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub due_at: Option<Timestamp>,
+    /// Why the group is done with it without having handled it, if that is so.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub skipped: Option<String>,
 }
 
 /// An engine whose log can be read directly.

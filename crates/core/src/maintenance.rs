@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use crate::broker::BoxFuture;
 use crate::clock_record::{ClockDoubt, ClockRecord};
@@ -25,7 +25,9 @@ pub struct Retention {
     pub streams: Vec<StreamAge>,
     /// Remove payload stages stored longer ago than this.
     pub payloads: Option<Duration>,
-    /// Remove dead letters this long after death, those of the outbox with their rows.
+    /// Remove dead letters this long after death, those of the outbox with their rows. The events of the
+    /// others stay, and go by their own age; a group whose open dead letter goes has skipped the event,
+    /// with [`letter_kept_for`](crate::letter_kept_for) as the reason.
     pub dead_letters: Option<Duration>,
     /// Remove audit records older than this; an anchor keeps the chain verifiable.
     pub audit: Option<Duration>,
@@ -138,7 +140,8 @@ pub struct Pruned {
     pub kept: u64,
     /// Payload stages removed by their age; those of removed events are not counted.
     pub payloads: u64,
-    /// Dead letters removed by their age, those of the outbox included.
+    /// Dead letters removed by their age, those of the outbox included. Their events are counted only if
+    /// they went as well.
     pub dead_letters: u64,
     /// Audit records removed.
     pub audit: u64,
@@ -146,6 +149,33 @@ pub struct Pruned {
     pub outbox: u64,
     /// Bytes given back to the file system; a preview cannot know them.
     pub freed_bytes: u64,
+    /// The longest that one transaction of the run worked on the writer, its commit apart; zero where
+    /// there is no writer to hold, and in a preview.
+    #[serde(rename = "longest_step_us", serialize_with = "as_micros")]
+    pub longest_step: Duration,
+    /// The longest that one transaction of the run kept the writer from others, its commit included.
+    #[serde(rename = "longest_hold_us", serialize_with = "as_micros")]
+    pub longest_hold: Duration,
+}
+
+fn as_micros<S: Serializer>(
+    time: &Duration,
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
+    serializer.serialize_u64(u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
+}
+
+impl Pruned {
+    /// The same without what differs from run to run and what a preview cannot know: the space that was
+    /// given back, and times.
+    pub fn outcome(self) -> Self {
+        Self {
+            freed_bytes: 0,
+            longest_step: Duration::ZERO,
+            longest_hold: Duration::ZERO,
+            ..self
+        }
+    }
 }
 
 /// What there is that retention may take some day.

@@ -7,8 +7,8 @@ use std::ops::Bound;
 use everbus_core::dead_letters::{MAX_PAGE, check_replacement, id_taken, not_open};
 use everbus_core::{
     Appended, BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
-    DeadLetterTally, DeadLetters, Event, EventId, GroupName, Held, PageRequest, PurgeBasis, Purged,
-    REPLACEMENT, Replaced, Result, Timestamp, all_failures,
+    DeadLetterTally, DeadLetters, Event, EventId, GroupName, Held, LETTER_PURGED, PageRequest,
+    PurgeBasis, Purged, REPLACEMENT, Replaced, Result, Timestamp, all_failures,
 };
 
 use crate::broker::Memory;
@@ -227,7 +227,7 @@ impl Memory {
                 // It comes in its turn.
                 (true, true) | (false, false) => {}
                 (true, false) => group.add_waiting(record.clone(), now),
-                (false, true) => group.skip_ahead(appended.position, REPLACEMENT),
+                (false, true) => group.skip(appended.position, REPLACEMENT),
             }
         }
         if let Some(grave) = state.dead.get_mut(key.position, &key.group) {
@@ -289,6 +289,8 @@ impl Memory {
             let with_event = !state.is_needed(&letter.event);
             if with_event {
                 state.remove(position, self.now());
+            } else {
+                state.skip(position, &letter.group, LETTER_PURGED);
             }
             state.wake_waiters(position);
             purged.add(letter.event.event.id(), letter.group, with_event);

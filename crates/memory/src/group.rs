@@ -26,8 +26,8 @@ pub(crate) struct Group {
     pub(crate) done: Progress,
     pub(crate) rows: BTreeMap<u64, Row>,
     pub(crate) active_at: Timestamp,
-    /// How many events were skipped by a verdict, for each reason.
-    pub(crate) skipped: HashMap<String, u64>,
+    /// Why events were skipped that are still in the log.
+    pub(crate) skipped: BTreeMap<u64, Arc<str>>,
     /// What was dropped before the group reached it.
     pub(crate) dropped: BTreeSet<u64>,
     pub(crate) consumers: HashMap<u64, Handled>,
@@ -104,7 +104,7 @@ impl Group {
             done: Progress::new(position),
             rows: BTreeMap::new(),
             active_at: now,
-            skipped: HashMap::new(),
+            skipped: BTreeMap::new(),
             dropped: BTreeSet::new(),
             consumers: HashMap::new(),
             ready: BTreeSet::new(),
@@ -263,15 +263,19 @@ impl Group {
         consumers.any(|c| any_matches(&c.patterns, event_type))
     }
 
-    /// Passes an event by when its turn comes.
-    pub(crate) fn skip_ahead(&mut self, position: u64, reason: &str) {
-        self.dropped.insert(position);
-        *self.skipped.entry(reason.to_owned()).or_default() += 1;
+    /// Notes why the group is done with an event that has no row; one that it has yet to reach is passed
+    /// by when its turn comes.
+    pub(crate) fn skip(&mut self, position: u64, reason: &str) {
+        if position > self.position {
+            self.dropped.insert(position);
+        }
+        self.skipped.insert(position, reason.into());
     }
 
     /// Adds a row that waits from now on, with no attempts: a retried dead letter, or a replay.
     pub(crate) fn add_waiting(&mut self, record: Arc<Recorded>, now: Timestamp) {
         let position = record.position;
+        self.skipped.remove(&position);
         if self.insert_row(record, now) {
             self.ready.insert(position);
         }

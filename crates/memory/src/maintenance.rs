@@ -8,7 +8,7 @@ use std::time::Duration;
 use everbus_core::{
     BoxFuture, CheckReport, ClockDoubt, ClockRecord, Code, DutyRecord, Error, GroupName, Held,
     Holdings, Maintenance, Pruned, RETENTION_DUTY, Recorded, Result, Retention, Timestamp,
-    TypeHoldings,
+    TypeHoldings, letter_kept_for,
 };
 
 use crate::broker::Memory;
@@ -22,9 +22,9 @@ impl Memory {
         for (position, group) in positions {
             let was_open = state.dead.is_open(position, &group);
             state.dead.remove(position, &group);
-            if was_open && let Some(record) = state.records.get(position).cloned() {
-                // It was never handled: with its dead letter it goes itself.
-                pruned.removed += u64::from(remove_unneeded(&mut state, &record, now));
+            if let Some(age) = retention.dead_letters.filter(|_| was_open) {
+                // It was never handled, and the event goes by its own age.
+                state.skip(position, &group, &letter_kept_for(age));
             }
             state.wake_waiters(position);
         }
@@ -50,20 +50,13 @@ impl Memory {
             let position = record.position;
             state.is_needed_but_for(record, |group| gone.contains(&(position, group.clone())))
         };
-        let open = gone.iter().filter(|(p, g)| state.dead.is_open(*p, g));
-        let mut removed: BTreeSet<u64> = open
-            .filter_map(|(position, _)| state.records.get(*position))
-            .filter(|record| !needed(record))
-            .map(|record| record.position)
-            .collect();
         for record in over_limits(&state, retention, now) {
             if needed(&record) {
                 pruned.kept += 1;
             } else {
-                removed.insert(record.position);
+                pruned.removed += 1;
             }
         }
-        pruned.removed = removed.len() as u64;
         if let Some(age) = retention.audit {
             pruned.audit = state.audit.older(now.minus(age)) as u64;
         }

@@ -268,7 +268,7 @@ impl State {
             }
             Verdict::Skip { reason } => {
                 group.finish(position);
-                *group.skipped.entry(reason).or_default() += 1;
+                group.skip(position, &reason);
             }
             Verdict::Retry { after, failure } => {
                 if let Some(row) = group.rows.get_mut(&position) {
@@ -396,12 +396,15 @@ impl State {
                 attempts = dead.letter.attempts;
                 failures.clone_from(&dead.letter.failures);
             }
+            let skipped = group.skipped.get(&position);
+            let skipped = skipped.filter(|_| state == EventState::Done);
             Some(GroupState {
                 group: group.name.clone(),
                 state,
                 attempts,
                 failures,
                 due_at,
+                skipped: skipped.map(|reason| reason.to_string()),
             })
         });
         states.collect()
@@ -415,6 +418,17 @@ impl State {
         self.records.remove(position);
         self.dead.forget(position);
         self.stages.forget(position);
+        for group in self.groups.values_mut() {
+            group.skipped.remove(&position);
+        }
+    }
+
+    /// Notes why a group is done with an event that it did not handle, if the group is there.
+    pub(crate) fn skip(&mut self, position: u64, group: &GroupName, reason: &str) {
+        let number = self.names.get(group);
+        if let Some(group) = number.and_then(|number| self.groups.get_mut(number)) {
+            group.skip(position, reason);
+        }
     }
 
     /// Whether a group owes work on an event or keeps it as a dead letter.

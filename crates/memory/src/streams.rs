@@ -1,6 +1,7 @@
 //! How much of a stream is owed, and what goes when it is full.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use everbus_core::{DROPPED, Pattern, Recorded, Result};
 
@@ -53,8 +54,9 @@ impl Group {
         // What the group has passed since, removed events among it, need not be remembered.
         self.dropped = self.dropped.split_off(&(self.position + 1));
         if !dropped.is_empty() {
-            let count = self.skipped.entry(DROPPED.to_owned()).or_default();
-            *count += dropped.len() as u64;
+            let reason: Arc<str> = DROPPED.into();
+            let reasons = dropped.iter().map(|position| (*position, reason.clone()));
+            self.skipped.extend(reasons);
         }
         dropped
     }

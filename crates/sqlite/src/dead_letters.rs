@@ -3,8 +3,8 @@
 use everbus_core::dead_letters::{MAX_PAGE, TALLY_ERROR_CHARS};
 use everbus_core::{
     Appended, BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
-    DeadLetterTally, DeadLetters, Event, EventId, GroupName, PageRequest, PurgeBasis, Purged,
-    Replaced, Result, Timestamp,
+    DeadLetterTally, DeadLetters, Event, EventId, GroupName, LETTER_PURGED, PageRequest,
+    PurgeBasis, Purged, Replaced, Result, Timestamp,
 };
 use rusqlite::types::Value;
 use rusqlite::{Connection, OptionalExtension as _, Row, params_from_iter};
@@ -424,6 +424,10 @@ impl Writer {
             // Rows of a group that is gone go with the group.
             if let (Some(id), Some(name)) = (id, name) {
                 purged.add(id, name, with_event);
+                // It may have gone with the dead letter of another group.
+                if !with_event && self.id_of(seq)?.is_some() {
+                    self.skip_ahead(group, seq, LETTER_PURGED)?;
+                }
             }
         }
         Ok((purged, more))

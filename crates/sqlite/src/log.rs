@@ -148,6 +148,7 @@ fn state_in(
         attempts: 0,
         failures: vec![],
         due_at: None,
+        skipped: None,
     };
     let dead: Option<(u32, String)> = reader
         .conn
@@ -235,14 +236,12 @@ fn state_in(
             .iter()
             .any(|p| p.matches(record.event.event_type())))
     };
-    let dropped = || {
-        reader
-            .conn
-            .prepare_cached("SELECT 1 FROM skips WHERE group_id = ?1 AND seq = ?2")
-            .and_then(|mut s| s.exists((id, seq)))
-            .map_err(doing)
-    };
-    if record.position > cursor && wanted()? && !dropped()? {
+    state.skipped = reader
+        .conn
+        .prepare_cached("SELECT reason FROM skips WHERE group_id = ?1 AND seq = ?2")
+        .and_then(|mut s| s.query_row((id, seq), |r| r.get(0)).optional())
+        .map_err(doing)?;
+    if record.position > cursor && state.skipped.is_none() && wanted()? {
         state.state = EventState::Pending;
     }
     Ok(state)

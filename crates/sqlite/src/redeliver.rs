@@ -134,6 +134,11 @@ impl Writer {
             )
             .and_then(|mut s| s.execute(params![group, to_sql(seq), WAITING, now, type_id, key]))
             .map_err(|e| from_sqlite("delivering an event once more", e))?;
+        // If it was skipped before, that is over.
+        self.conn
+            .prepare_cached("DELETE FROM skips WHERE group_id = ?1 AND seq = ?2")
+            .and_then(|mut s| s.execute((group, to_sql(seq))))
+            .map_err(|e| from_sqlite("delivering an event once more", e))?;
         self.note_due(group, now);
         Ok(())
     }

@@ -337,7 +337,8 @@ impl Writer {
             .map_err(|e| from_sqlite("dropping from a stream", e))
     }
 
-    /// Lets a group pass by an event that it has yet to reach.
+    /// Notes why a group is done with an event that it has no row of; one that it has yet to reach is
+    /// passed by.
     pub(crate) fn skip_ahead(&mut self, group: i64, seq: u64, reason: &str) -> Result<()> {
         self.write_skip(group, seq, reason)?;
         let group = self.state.group_mut(group)?;

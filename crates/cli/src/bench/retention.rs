@@ -30,6 +30,8 @@ const ATTRIBUTED: f64 = 10_000.0;
 struct Round {
     rate: f64,
     freed: u64,
+    /// The longest that a transaction worked, and held the writer.
+    longest: (Duration, Duration),
     quiet: Vec<Duration>,
     /// While events go.
     busy: Vec<Duration>,
@@ -53,6 +55,13 @@ impl Rounds {
 
     fn freed(&self) -> u64 {
         self.0.iter().map(|round| round.freed).min().unwrap_or(0)
+    }
+
+    /// The longest of all rounds, in microseconds.
+    fn longest(&self) -> (u128, u128) {
+        let steps = self.0.iter().map(|round| round.longest.0.as_micros());
+        let holds = self.0.iter().map(|round| round.longest.1.as_micros());
+        (steps.max().unwrap_or(0), holds.max().unwrap_or(0))
     }
 
     /// The latencies of all rounds together.
@@ -92,12 +101,13 @@ impl Rounds {
         let quiet = self.felt(|r| &r.quiet);
         let (busy, shrinking) = (self.felt(|r| &r.busy), self.felt(|r| &r.shrinking));
         let ((times, shrinking_times), (least, most)) = (self.times(), self.spread());
+        let (step, hold) = self.longest();
         let count =
             |which: fn(&Round) -> &[Duration]| self.0.iter().map(|r| which(r).len()).sum::<usize>();
         format!(
             "p50/p99 of a publish in quiet {:.0}/{:.0} µs ({} publishes), while they go {:.0}/{:.0} µs \
              ({}; {times:.2} ×, rounds {least:.2}–{most:.2}), while space is given back {:.0}/{:.0} µs \
-             ({}; {shrinking_times:.2} ×)",
+             ({}; {shrinking_times:.2} ×), the writer held for at most {hold} µs, {step} µs of it for work",
             quiet.p50,
             quiet.p99,
             count(|r| &r.quiet),
@@ -159,6 +169,7 @@ async fn one(bench: &Bench, path: &Path, events: u64, attributed: bool) -> Outco
     let pacer = Pacer::start(&bus);
     tokio::time::sleep(if bench.quick { WARM_UP / 10 } else { WARM_UP }).await;
     let (mut removed, mut took, mut freed) = (0, Duration::ZERO, 0);
+    let mut longest = (Duration::ZERO, Duration::ZERO);
     loop {
         pacer.count_as(Some(Kind::Quiet));
         tokio::time::sleep(WINDOW).await;
@@ -169,6 +180,8 @@ async fn one(bench: &Bench, path: &Path, events: u64, attributed: bool) -> Outco
         removed += window.done.removed;
         took += window.removing;
         freed += window.done.freed_bytes;
+        longest.0 = longest.0.max(window.done.longest_step);
+        longest.1 = longest.1.max(window.done.longest_hold);
         if window.complete {
             break;
         }
@@ -186,6 +199,7 @@ async fn one(bench: &Bench, path: &Path, events: u64, attributed: bool) -> Outco
     Ok(Round {
         rate: rate(removed, took),
         freed,
+        longest,
         quiet,
         busy,
         shrinking,

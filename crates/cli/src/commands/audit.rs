@@ -192,11 +192,20 @@ fn print(verdict: &AuditVerdict, output: &mut Output) -> Outcome {
     match &verdict.broken {
         Some(broken) => {
             output.line(format!("BROKEN: {}", escaped(&broken.problem)))?;
-            // A head that was kept elsewhere may contradict a record of a chain that is whole.
-            let first = verdict.first.unwrap_or(1);
-            let before = broken.seq.map_or(u64::MAX, |seq| seq.saturating_sub(first));
-            let verified = counted(verdict.verified.min(before), "record");
-            output.line(format!("{verified} before that verified"))?;
+            let verified = counted(verdict.verified, "record");
+            output.line(match (broken.seq, verdict.first) {
+                // The trail begins behind the break.
+                (Some(seq), Some(first)) if seq < first => {
+                    format!("{verified} after that verified")
+                }
+                (Some(seq), Some(first)) => {
+                    // A head that was kept elsewhere may contradict a record of a chain that is whole.
+                    let before = verdict.verified.min(seq - first);
+                    format!("{} before that verified", counted(before, "record"))
+                }
+                // There are no records, or what is wrong is not one.
+                _ => format!("{verified} verified"),
+            })?;
         }
         None => {
             let verified = counted(verdict.verified, "record");

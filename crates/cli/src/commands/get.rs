@@ -171,6 +171,9 @@ fn print_groups(groups: &[GroupState], output: &mut Output) -> Outcome {
         if let Some(due) = group.due_at {
             line.push_str(&format!(", next attempt at {}", when::shown(due)));
         }
+        if let Some(reason) = &group.skipped {
+            line.push_str(&format!(", skipped: {}", escaped(reason)));
+        }
         output.line(line)?;
         for failure in &group.failures {
             output.line(format!(

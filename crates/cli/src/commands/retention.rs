@@ -318,7 +318,19 @@ fn print(
     if dry_run {
         return output.line("nothing was changed");
     }
-    output.line(format!("{} bytes given back", grouped(pruned.freed_bytes)))
+    output.line(format!("{} bytes given back", grouped(pruned.freed_bytes)))?;
+    if pruned.longest_hold.is_zero() {
+        return Ok(());
+    }
+    output.line(format!(
+        "one transaction held the writer for at most {} µs, {} µs of it for work and the rest to commit",
+        grouped(micros(pruned.longest_hold)),
+        grouped(micros(pruned.longest_step)),
+    ))
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// One line of what there is.

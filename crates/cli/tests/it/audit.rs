@@ -177,10 +177,31 @@ fn a_trail_that_was_changed_fails() {
     let ran = shop.run(&["audit", "verify"]);
     assert_eq!(ran.code, 1, "{ran:?}");
     assert!(ran.out.contains("BROKEN: record 3"), "{ran:?}");
+    assert!(
+        ran.out.contains("2 records before that verified"),
+        "{ran:?}"
+    );
     let ran = shop.run(&["-o", "json", "audit", "verify"]);
     let verdict: Value = serde_json::from_str(&ran.out).unwrap();
     assert_eq!((ran.code, &verdict["broken"]["seq"]), (1, &json!(3)));
     assert_eq!(shop.run(&["check"]).code, 1);
+
+    // The trail begins behind the break: what was verified is not before it.
+    let shop = Shop::new();
+    shop.run(&["publish", "a.b"]).ok();
+    for _ in 0..5 {
+        shop.run(&["audit", "record", "x"]).ok();
+    }
+    let conn = Connection::open(shop.db()).unwrap();
+    conn.execute_batch(
+        "INSERT OR REPLACE INTO audit_anchor SELECT 1, seq, hash, at FROM audit_log WHERE seq = 2;
+         DELETE FROM audit_log WHERE seq <= 2",
+    )
+    .unwrap();
+    drop(conn);
+    let ran = shop.run(&["audit", "verify"]);
+    assert!(ran.out.contains("BROKEN: record 1 is missing"), "{ran:?}");
+    assert!(ran.out.contains("3 records after that verified"), "{ran:?}");
 
     let shop = Shop::new();
     shop.run(&["publish", "a.b"]).ok();

@@ -10,6 +10,7 @@ fn held<'v>(shown: &'v Value, kind: &str) -> &'v Value {
     all.iter().find(|line| line["kind"] == kind).unwrap()
 }
 
+// conformance: issue-4/retention-hold: a run says how long one transaction held the writer at most
 // conformance: issue-4/cli-retention: retention run --dry-run says what would go, run removes it, in text and JSON
 #[test]
 fn a_dry_run_says_what_a_run_then_does() {
@@ -41,6 +42,31 @@ fn a_dry_run_says_what_a_run_then_does() {
     assert_eq!(none["result"]["removed"], 0);
     let text = shop.run(&["retention", "run"]).ok();
     assert!(text.contains("REMOVED") && text.contains("bytes given back"));
+    // The longest transaction is told of; a preview has none.
+    assert!(text.contains("one transaction held the writer for at most"));
+    assert_eq!(foretold["result"]["longest_hold_us"], 0);
+    let (step, hold) = (
+        &done["result"]["longest_step_us"],
+        &done["result"]["longest_hold_us"],
+    );
+    assert!(hold.as_u64().unwrap() > 0 && hold.as_u64() >= step.as_u64());
+}
+
+// conformance: issue-4/retention-letter-reason: `get` shows why a group is done with an event whose dead letter is gone
+#[test]
+fn an_event_whose_dead_letter_is_gone_tells_why() {
+    let shop = Shop::new();
+    let ids = shop.dead_letters(1);
+    let run = ["-o", "json", "retention", "run", "--dead-letters", "1s"];
+    while shop.run(&run).json()["result"]["dead_letters"] == 0 {
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    let got = shop.run(&["-o", "json", "get", &ids[0]]).json();
+    let reason = "its dead letter was kept for 1 second";
+    assert_eq!(got["groups"][0]["skipped"], reason);
+    let text = shop.run(&["get", &ids[0]]).ok();
+    let line = format!("done, skipped: {reason}");
+    assert!(text.contains(&line), "{text}");
 }
 
 // conformance: issue-4/cli-retention: what a group still owes is not removed by hand either

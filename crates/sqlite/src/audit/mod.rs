@@ -75,23 +75,17 @@ impl Audit for SqliteEngine {
 
     fn forget(&self, before: Timestamp) -> BoxFuture<'_, Result<u64>> {
         Box::pin(async move {
-            let target = self
-                .handle
-                .query(move |reader| read::last_before(&reader.conn, before))
-                .await?;
-            let Some(target) = target else {
+            let Some(last) = self.allow_forgetting(before).await? else {
                 return Ok(0);
             };
-            // Said outside before it is done: an anchor that moves further was moved by somebody else.
-            self.handle.audit.allow(target).await?;
             let mut total = 0;
             loop {
-                let removed = self
+                let (removed, all) = self
                     .handle
-                    .job(move |writer| writer.forget_audit_some(target.seq))
+                    .job(move |writer| writer.forget_audit_some(last))
                     .await?;
-                total += removed as u64;
-                if removed < STEP {
+                total += removed;
+                if all {
                     return Ok(total);
                 }
             }
@@ -105,6 +99,21 @@ impl Audit for SqliteEngine {
             };
             Ok(target.seq.saturating_sub(anchor(&reader.conn)?.0.seq))
         })
+    }
+}
+
+impl SqliteEngine {
+    /// The last record of before a time, if there is one, once it is said outside that everything up to
+    /// it may go: an anchor that moves further was moved by somebody else.
+    pub(crate) async fn allow_forgetting(&self, before: Timestamp) -> Result<Option<u64>> {
+        let target = self
+            .handle
+            .query(move |reader| read::last_before(&reader.conn, before))
+            .await?;
+        if let Some(target) = target {
+            self.handle.audit.allow(target).await?;
+        }
+        Ok(target.map(|target| target.seq))
     }
 }
 
@@ -156,7 +165,8 @@ impl Writer {
 
     /// Removes some records from the beginning, up to `last`, and leaves the anchor behind them: both or
     /// neither, and whatever somebody did to the tables, others in the transaction do not suffer.
-    fn forget_audit_some(&mut self, last: u64) -> Result<usize> {
+    /// Removes some records up to this one: how many, and whether none of them is left.
+    pub(crate) fn forget_audit_some(&mut self, last: u64) -> Result<(u64, bool)> {
         let doing = |e| from_sqlite("shortening the audit trail", e);
         let run = |sql| self.conn.execute_batch(sql).map_err(doing);
         run("SAVEPOINT everbus_audit")?;
@@ -165,7 +175,8 @@ impl Writer {
             run("ROLLBACK TO everbus_audit")?;
         }
         run("RELEASE everbus_audit")?;
-        removed.map_err(|e| refused("shortening the audit trail", e))
+        let removed = removed.map_err(|e| refused("shortening the audit trail", e))?;
+        Ok((removed as u64, removed < STEP))
     }
 }
 

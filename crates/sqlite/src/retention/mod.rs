@@ -10,17 +10,25 @@ mod others;
 pub(crate) mod pace;
 mod plan;
 mod remove;
+#[cfg(test)]
+mod tests;
 
-use everbus_core::{Audit as _, Code, DutyRecord, Error, Pruned, Result, Retention, Timestamp};
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{
+    Audit as _, Code, DutyRecord, Error, Pruned, Result, Retention, Timestamp, letter_kept_for,
+};
 use rusqlite::{Connection, OptionalExtension};
 
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::rows::seq_from;
-use crate::writer::Writer;
+use crate::state::micros;
+use crate::writer::{Hold, Writer};
 use needed::Stretches;
-use others::{CHOOSE, cutoff};
-use pace::Pace;
+use others::cutoff;
+use pace::{Pace, Slice, Ticks};
 use plan::{Length, Plan};
 
 /// Whoever watches a run.
@@ -33,16 +41,26 @@ struct Run<'e> {
     now: Timestamp,
     done: Pruned,
     preview: bool,
-    /// In a preview, the events of dead letters that would go.
-    counted: Vec<u64>,
     /// In a preview, all events that would go.
     gone: Vec<(u64, u64)>,
     watch: Watch,
+    ticks: Ticks,
+    hold: Hold,
 }
 
 impl SqliteEngine {
     pub(crate) async fn prune_all(&self, retention: Retention, watch: Watch) -> Result<Pruned> {
-        let mut run = Run::new(self, retention, false, watch);
+        self.prune_timed(retention, watch, pace::real_time()).await
+    }
+
+    /// A run whose steps are measured by a clock of their own.
+    async fn prune_timed(
+        &self,
+        retention: Retention,
+        watch: Watch,
+        ticks: Ticks,
+    ) -> Result<Pruned> {
+        let mut run = Run::new(self, retention, false, watch, ticks);
         run.dead_letters().await?;
         run.events().await?;
         run.stages().await?;
@@ -51,11 +69,13 @@ impl SqliteEngine {
         run.history().await?;
         run.space().await?;
         run.make_durable().await?;
+        run.note_hold(Duration::ZERO);
         Ok(run.done)
     }
 
     pub(crate) async fn preview_all(&self, retention: Retention) -> Result<Pruned> {
-        let mut run = Run::new(self, retention, true, Box::new(|_| {}));
+        let ticks = pace::real_time();
+        let mut run = Run::new(self, retention, true, Box::new(|_| {}), ticks);
         run.dead_letters().await?;
         run.events().await?;
         run.stages().await?;
@@ -66,16 +86,23 @@ impl SqliteEngine {
 }
 
 impl<'e> Run<'e> {
-    fn new(engine: &'e SqliteEngine, retention: Retention, preview: bool, watch: Watch) -> Self {
+    fn new(
+        engine: &'e SqliteEngine,
+        retention: Retention,
+        preview: bool,
+        watch: Watch,
+        ticks: Ticks,
+    ) -> Self {
         Self {
             engine,
             now: engine.handle.clock.now(),
             retention,
             done: Pruned::default(),
             preview,
-            counted: Vec::new(),
             gone: Vec::new(),
             watch,
+            ticks,
+            hold: Hold::default(),
         }
     }
 
@@ -83,11 +110,44 @@ impl<'e> Run<'e> {
         (self.watch)(self.done);
     }
 
-    /// Dead letters by their age, the open ones with their events.
+    /// One step on the writer, and how long it worked there. What need not be durable at once is not.
+    async fn step<T: Send + 'static>(
+        &mut self,
+        durable: bool,
+        work: impl FnOnce(&mut Writer, &Slice) -> Result<T> + Send + 'static,
+    ) -> Result<(T, Duration)> {
+        let (ticks, hold) = (self.ticks.clone(), self.hold.clone());
+        let job = move |writer: &mut Writer| {
+            writer.watch_hold(&hold);
+            let slice = Slice::begin(ticks);
+            let done = work(writer, &slice)?;
+            Ok((done, slice.took()))
+        };
+        let handle = &self.engine.handle;
+        let (done, took) = if durable {
+            handle.patient_job(job).await?
+        } else {
+            handle.lazy_job(job).await?
+        };
+        self.note_hold(took);
+        Ok((done, took))
+    }
+
+    /// Notes what a step took, and what those before it took with their commits.
+    fn note_hold(&mut self, took: Duration) {
+        let done = &mut self.done;
+        done.longest_step = done.longest_step.max(took);
+        let held = self.hold.longest().max(done.longest_step);
+        done.longest_hold = done.longest_hold.max(held);
+    }
+
+    /// Dead letters by their age. Their events stay, and a group has skipped what it never handled.
     async fn dead_letters(&mut self) -> Result<()> {
-        let Some(before) = cutoff(self.now, self.retention.dead_letters) else {
+        let Some(age) = self.retention.dead_letters else {
             return Ok(());
         };
+        let before = micros(self.now.minus(age));
+        let reason: Arc<str> = letter_kept_for(age).into();
         let handle = &self.engine.handle;
         let (mut pace, mut after) = (Pace::default(), (i64::MIN, 0, i64::MIN));
         loop {
@@ -95,39 +155,30 @@ impl<'e> Run<'e> {
                 .query(move |reader| others::old_dead(reader, before, after))
                 .await?;
             let Some(last) = old.last() else {
-                break;
+                return self.outbox_dead_letters().await;
             };
             after = last.key();
-            let more = old.len() == CHOOSE;
             if self.preview {
                 self.done.dead_letters += old.len() as u64;
-                let open = old.iter().filter(|dead| dead.open).map(|dead| dead.seq);
-                self.counted.extend(open);
-            } else {
-                let mut old = old.as_slice();
-                while !old.is_empty() {
-                    let (count, weight) = pace.take(old.iter().map(|dead| dead.weight));
-                    let (step, rest) = old.split_at(count);
-                    let step = step.to_vec();
-                    let (letters, events, took) = handle
-                        .patient_job(move |writer| writer.forget_dead(&step))
-                        .await?;
-                    self.done.dead_letters += letters;
-                    self.done.removed += events;
-                    self.tell();
-                    pace.learn(weight, took);
-                    pace.pause().await;
-                    old = rest;
-                }
+                continue;
             }
-            if !more {
-                break;
+            let mut old = old.as_slice();
+            while !old.is_empty() {
+                let count = pace.take(old.iter().map(|dead| dead.weight));
+                let (step, reason) = (old[..count].to_vec(), reason.clone());
+                let (done, took) = self
+                    .step(false, move |writer, slice| {
+                        writer.forget_dead(&step, &reason, slice)
+                    })
+                    .await?;
+                self.done.dead_letters += done.removed;
+                self.tell();
+                let (step, rest) = old.split_at(done.seen);
+                pace.learn(step.iter().map(|dead| dead.weight).sum(), took);
+                pace.pause().await;
+                old = rest;
             }
         }
-        if self.preview {
-            self.count_dead_events(before).await?;
-        }
-        self.outbox_dead_letters().await
     }
 
     /// Dead letters of the outbox, with their rows.
@@ -148,46 +199,20 @@ impl<'e> Run<'e> {
         let mut pace = Pace::default();
         loop {
             let most = pace.budget();
-            let (gone, took) = handle
-                .patient_job(move |writer| writer.forget_outbox_dead(before, most))
+            let ((gone, all), took) = self
+                .step(true, move |writer, slice| {
+                    writer.forget_outbox_dead(before, most, slice)
+                })
                 .await?;
             self.done.dead_letters += gone.letters;
             self.done.outbox += gone.rows;
-            (self.watch)(self.done);
-            if gone.letters < most {
+            self.tell();
+            if all {
                 return Ok(());
             }
-            pace.learn(most, took);
+            pace.learn(gone.letters, took);
             pace.pause().await;
         }
-    }
-
-    /// How many events would go with their dead letters.
-    async fn count_dead_events(&mut self, before: i64) -> Result<()> {
-        let mut seqs = std::mem::take(&mut self.counted);
-        seqs.sort_unstable();
-        seqs.dedup();
-        for chunk in seqs.chunks(CHOOSE) {
-            let handle = &self.engine.handle;
-            let owed = handle.lazy_job(|writer| writer.owed()).await?;
-            let chunk = chunk.to_vec();
-            let free = handle
-                .query(move |reader| {
-                    let mut free = Vec::with_capacity(chunk.len());
-                    for seq in chunk {
-                        let needed = owed.needed(&reader.conn, (seq, seq), Some(before))?;
-                        if needed.is_empty() {
-                            free.push(seq);
-                        }
-                    }
-                    Ok(free)
-                })
-                .await?;
-            self.done.removed += free.len() as u64;
-            self.gone.extend(free.iter().map(|seq| (*seq, *seq)));
-            self.counted.extend(free);
-        }
-        Ok(())
     }
 
     /// Events that have expired, are too old or too many.
@@ -214,20 +239,21 @@ impl<'e> Run<'e> {
             }
             let mut pieces = found.pieces.as_slice();
             while !pieces.is_empty() {
-                let (count, weight) = pace.take(pieces.iter().map(|piece| piece.weight));
-                let (step, rest) = pieces.split_at(count);
-                let step = step.to_vec();
+                let near = remove::near(pieces).iter();
+                let count = pace.take(near.map(|piece| piece.weight));
+                let step = pieces[..count].to_vec();
                 // An object may only be collected once the event is gone for good.
-                let removed = if step.iter().any(|piece| piece.overflow) {
-                    handle.patient_job(move |writer| writer.remove_pieces(&step))
-                } else {
-                    handle.lazy_job(move |writer| writer.remove_pieces(&step))
-                };
-                let removed = removed.await?;
+                let durable = step.iter().any(|piece| piece.overflow);
+                let (removed, took) = self
+                    .step(durable, move |writer, slice| {
+                        writer.remove_pieces(&step, slice)
+                    })
+                    .await?;
                 self.done.removed += removed.events;
                 self.done.kept += removed.kept;
-                (self.watch)(self.done);
-                pace.learn(weight, removed.took);
+                self.tell();
+                let (step, rest) = pieces.split_at(removed.pieces);
+                pace.learn(step.iter().map(|piece| piece.weight).sum(), took);
                 pace.pause().await;
                 pieces = rest;
             }
@@ -272,7 +298,6 @@ impl<'e> Run<'e> {
         plan.expired.sort_unstable();
         if self.preview {
             plan.without_dead(cutoff(now, self.retention.dead_letters));
-            plan.counted = std::mem::take(&mut self.counted);
         }
         Ok(plan)
     }
@@ -304,15 +329,17 @@ impl<'e> Run<'e> {
             }
             let mut old = old.as_slice();
             while !old.is_empty() {
-                let (count, weight) = pace.take(old.iter().map(|stage| stage.weight));
-                let (step, rest) = old.split_at(count);
-                let step = step.to_vec();
-                let (gone, took) = handle
-                    .lazy_job(move |writer| writer.forget_stages(&step))
+                let count = pace.take(old.iter().map(|stage| stage.weight));
+                let step = old[..count].to_vec();
+                let (done, took) = self
+                    .step(false, move |writer, slice| {
+                        writer.forget_stages(&step, slice)
+                    })
                     .await?;
-                self.done.payloads += gone;
-                (self.watch)(self.done);
-                pace.learn(weight, took);
+                self.done.payloads += done.removed;
+                self.tell();
+                let (step, rest) = old.split_at(done.seen);
+                pace.learn(step.iter().map(|stage| stage.weight).sum(), took);
                 pace.pause().await;
                 old = rest;
             }
@@ -336,15 +363,17 @@ impl<'e> Run<'e> {
         let mut pace = Pace::default();
         loop {
             let most = pace.budget();
-            let (gone, took) = handle
-                .lazy_job(move |writer| writer.forget_sent(before, most))
+            let ((gone, all), took) = self
+                .step(false, move |writer, slice| {
+                    writer.forget_sent(before, most, slice)
+                })
                 .await?;
             self.done.outbox += gone;
             self.tell();
-            if gone < most {
+            if all {
                 return Ok(());
             }
-            pace.learn(most, took);
+            pace.learn(gone, took);
             pace.pause().await;
         }
     }
@@ -355,13 +384,25 @@ impl<'e> Run<'e> {
             return Ok(());
         };
         let before = self.now.minus(age);
-        self.done.audit = if self.preview {
-            self.engine.forgettable(before).await?
-        } else {
-            self.engine.forget(before).await?
+        if self.preview {
+            self.done.audit = self.engine.forgettable(before).await?;
+            return Ok(());
+        }
+        let Some(last) = self.engine.allow_forgetting(before).await? else {
+            return Ok(());
         };
-        self.tell();
-        Ok(())
+        let mut pace = Pace::default();
+        loop {
+            let ((gone, all), _) = self
+                .step(true, move |writer, _| writer.forget_audit_some(last))
+                .await?;
+            self.done.audit += gone;
+            self.tell();
+            if all {
+                return Ok(());
+            }
+            pace.pause().await;
+        }
     }
 
     /// What the history's index knows of events that are gone goes as well, later and by itself.
@@ -389,14 +430,16 @@ impl<'e> Run<'e> {
         let (mut pace, mut left) = (Pace::default(), free);
         while left > 0 {
             let pages = pace.budget().min(left);
-            let (given, still, took) = handle.lazy_job(move |writer| writer.shrink(pages)).await?;
+            let ((given, still), took) = self
+                .step(false, move |writer, slice| writer.shrink(pages, slice))
+                .await?;
             self.done.freed_bytes += given * size;
             self.tell();
             if given == 0 || still == 0 {
                 break;
             }
-            left = left.saturating_sub(pages);
-            pace.learn(pages, took);
+            left = left.saturating_sub(given);
+            pace.learn(given, took);
             pace.pause().await;
         }
         Ok(())

@@ -2,12 +2,12 @@
 //!
 //! A reader chooses, in short snapshots; the writer removes what is still as it was chosen.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use everbus_core::{Result, Timestamp};
 use rusqlite::params;
 
-use super::needed::Owed;
+use super::pace::Slice;
 use crate::errors::from_sqlite;
 use crate::outbox::DeadGone;
 use crate::readers::Reader;
@@ -18,6 +18,8 @@ use crate::writer::Writer;
 /// Rows chosen in one snapshot.
 pub(crate) const CHOOSE: usize = 2000;
 const PAGE: u64 = 4096;
+/// Rows of the outbox that go between two looks at the clock.
+pub(crate) const FEW_ROWS: u64 = 16;
 
 /// A dead letter that is old.
 #[derive(Clone, Copy, Debug)]
@@ -25,7 +27,7 @@ pub(crate) struct OldDead {
     pub(crate) seq: u64,
     group: i64,
     pub(crate) died_at: i64,
-    /// Nobody retried it: its event was never handled, and goes with it.
+    /// Nobody retried it: its event was never handled.
     pub(crate) open: bool,
     pub(crate) weight: u64,
 }
@@ -152,15 +154,30 @@ pub(crate) fn count_sent(reader: &Reader, before: Timestamp, dead: Option<i64>) 
     Ok(seq_from(sent + freed))
 }
 
+/// What one step did with the rows it was given.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Done {
+    /// So many of them were looked at, from the first on: all, unless the time was over.
+    pub(crate) seen: usize,
+    pub(crate) removed: u64,
+}
+
 impl Writer {
-    /// Removes dead letters that are as they were chosen, and with the open ones their events if nobody
-    /// else needs those. Says how many of both went.
-    pub(crate) fn forget_dead(&mut self, old: &[OldDead]) -> Result<(u64, u64, Duration)> {
+    /// Removes dead letters that are as they were chosen. Of an open one the group has skipped the
+    /// event, for this reason.
+    pub(crate) fn forget_dead(
+        &mut self,
+        old: &[OldDead],
+        reason: &str,
+        slice: &Slice,
+    ) -> Result<Done> {
         let doing = |e| from_sqlite("removing old dead letters", e);
-        let began = Instant::now();
-        let owed: Owed = self.owed()?;
-        let (mut letters, mut events) = (0, 0);
+        let mut done = Done::default();
         for dead in old {
+            if done.seen > 0 && slice.is_over() {
+                break;
+            }
+            done.seen += 1;
             let removed = self
                 .conn
                 .prepare_cached(
@@ -172,19 +189,21 @@ impl Writer {
                     s.execute((to_sql(dead.seq), dead.group, dead.died_at, dead.open))
                 })
                 .map_err(doing)?;
-            letters += removed as u64;
+            done.removed += removed as u64;
             if removed > 0 && dead.open {
-                events += u64::from(self.remove_unowed(&owed, dead.seq)?);
+                // Rows of a group that is gone go with the group.
+                if self.state.groups.contains_key(&dead.group) {
+                    self.skip_ahead(dead.group, dead.seq, reason)?;
+                }
                 self.watches.touch(dead.seq);
             }
         }
-        Ok((letters, events, began.elapsed()))
+        Ok(done)
     }
 
     /// Removes payload stages that are as they were chosen.
-    pub(crate) fn forget_stages(&mut self, old: &[OldStage]) -> Result<(u64, Duration)> {
+    pub(crate) fn forget_stages(&mut self, old: &[OldStage], slice: &Slice) -> Result<Done> {
         let doing = |e| from_sqlite("removing old payload stages", e);
-        let began = Instant::now();
         let mut delete = self
             .conn
             .prepare_cached(
@@ -193,37 +212,62 @@ impl Writer {
                      WHERE d.seq = event_payloads.seq AND d.retried_at IS NULL)",
             )
             .map_err(doing)?;
-        let mut gone = 0;
+        let mut done = Done::default();
         for stage in old {
-            gone += delete.execute((stage.id, stage.timestamp)).map_err(doing)? as u64;
+            if done.seen > 0 && slice.is_over() {
+                break;
+            }
+            done.seen += 1;
+            done.removed += delete.execute((stage.id, stage.timestamp)).map_err(doing)? as u64;
         }
-        Ok((gone, began.elapsed()))
+        Ok(done)
     }
 
-    /// Removes some rows of the outbox that were sent before a time.
-    pub(crate) fn forget_sent(&mut self, before: Timestamp, most: u64) -> Result<(u64, Duration)> {
-        let began = Instant::now();
-        let most = usize::try_from(most).unwrap_or(usize::MAX);
-        let gone = crate::outbox::forget_sent(&self.conn, before, most)?;
-        Ok((gone as u64, began.elapsed()))
+    /// Removes some rows of the outbox that were sent before a time: how many, and whether none is left.
+    pub(crate) fn forget_sent(
+        &mut self,
+        before: Timestamp,
+        most: u64,
+        slice: &Slice,
+    ) -> Result<(u64, bool)> {
+        let mut gone = 0;
+        while gone < most && (gone == 0 || !slice.is_over()) {
+            let some = FEW_ROWS.min(most - gone);
+            let limit = usize::try_from(some).unwrap_or(usize::MAX);
+            let removed = crate::outbox::forget_sent(&self.conn, before, limit)? as u64;
+            gone += removed;
+            if removed < some {
+                return Ok((gone, true));
+            }
+        }
+        Ok((gone, false))
     }
 
-    /// Removes some dead letters of the outbox that died before a time, and their rows.
+    /// Removes some dead letters of the outbox that died before a time, and their rows: how many, and
+    /// whether none is left.
     pub(crate) fn forget_outbox_dead(
         &mut self,
         before: Timestamp,
         most: u64,
-    ) -> Result<(DeadGone, Duration)> {
-        let began = Instant::now();
-        let most = usize::try_from(most).unwrap_or(usize::MAX);
-        let gone = crate::outbox::forget_dead(&self.conn, before, most)?;
-        Ok((gone, began.elapsed()))
+        slice: &Slice,
+    ) -> Result<(DeadGone, bool)> {
+        let mut gone = DeadGone::default();
+        while gone.letters < most && (gone.letters == 0 || !slice.is_over()) {
+            let some = FEW_ROWS.min(most - gone.letters);
+            let limit = usize::try_from(some).unwrap_or(usize::MAX);
+            let removed = crate::outbox::forget_dead(&self.conn, before, limit)?;
+            gone.letters += removed.letters;
+            gone.rows += removed.rows;
+            if removed.letters < some {
+                return Ok((gone, true));
+            }
+        }
+        Ok((gone, false))
     }
 
     /// Gives some pages that are free back to the file system: how many, and how many are left.
-    pub(crate) fn shrink(&mut self, pages: u64) -> Result<(u64, u64, Duration)> {
+    pub(crate) fn shrink(&mut self, pages: u64, slice: &Slice) -> Result<(u64, u64)> {
         let doing = |e| from_sqlite("giving space back", e);
-        let began = Instant::now();
         let before = self.pragma("page_count")?;
         // A number of ours; a pragma takes no parameters.
         let mut statement = self
@@ -232,11 +276,11 @@ impl Writer {
             .map_err(doing)?;
         // It frees one page with every step.
         let mut rows = statement.query([]).map_err(doing)?;
-        while rows.next().map_err(doing)?.is_some() {}
+        while rows.next().map_err(doing)?.is_some() && !slice.is_over() {}
         drop(rows);
         drop(statement);
         let given = before.saturating_sub(self.pragma("page_count")?);
-        Ok((given, self.pragma("freelist_count")?, began.elapsed()))
+        Ok((given, self.pragma("freelist_count")?))
     }
 
     /// Notes when things were removed last. It is a write, and what is written is synced with everything

@@ -19,13 +19,13 @@ use crate::state::micros;
 /// Rows looked at in one snapshot.
 const LOOK: usize = 10_000;
 /// A piece is cut when it is worth this much, so that the work can be measured out.
-const QUANTUM: u64 = 32;
+pub(crate) const QUANTUM: u64 = 32;
 /// What a page of payload, and a row of another table, weigh against a bare event.
 const PAGE: u64 = 4096;
 const STAGE: u64 = 3;
 
-const COLUMNS: &str =
-    "seq, type, length(payload), attrs IS NOT NULL AND instr(attrs, '\"overflow\"')";
+const COLUMNS: &str = "seq, type, length(payload) + coalesce(length(attrs), 0),
+   attrs IS NOT NULL AND instr(attrs, '\"overflow\"')";
 
 /// A stretch of the log in which every event may go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +62,7 @@ impl Found {
         if let Some(last) = self
             .pieces
             .last_mut()
-            .filter(|p| joins && p.weight < QUANTUM)
+            .filter(|p| joins && p.weight.saturating_add(weight) <= QUANTUM)
         {
             last.hi = seq;
             last.events += 1;
@@ -113,8 +113,6 @@ pub(crate) struct Plan {
     /// Events that have expired, in order.
     pub(crate) expired: Vec<u64>,
     taken: usize,
-    /// What a preview has counted elsewhere, in order.
-    pub(crate) counted: Vec<u64>,
     dead_before: Option<i64>,
 }
 
@@ -151,7 +149,6 @@ impl Plan {
             searched: 0,
             expired: Vec::new(),
             taken: 0,
-            counted: Vec::new(),
             dead_before: None,
         })
     }
@@ -182,22 +179,23 @@ impl Plan {
 
     fn look_at_expired(&mut self, reader: &Reader, owed: &Owed) -> Result<Found> {
         let doing = |e| from_sqlite("looking what has expired", e);
-        let end = self.expired.len().min(self.taken + LOOK / 10);
-        let seqs = &self.expired[self.taken..end];
-        self.taken = end;
-        let (Some(first), Some(last)) = (seqs.first(), seqs.last()) else {
+        let seqs = self.expired.get(self.taken..).unwrap_or_default();
+        let Some(first) = seqs.first() else {
             return Ok(Found::default());
         };
+        // Few, and not far apart: whoever lags has to be asked about everything between them.
+        let near = seqs.partition_point(|seq| seq - first < LOOK as u64);
+        let seqs = &seqs[..near.min(LOOK / 10)];
+        self.taken += seqs.len();
+        let last = seqs.last().unwrap_or(first);
         let needed = owed.needed(&reader.conn, (*first, *last), self.dead_before)?;
         let mut statement = reader
             .conn
             .prepare_cached(&format!("SELECT {COLUMNS} FROM log WHERE seq = ?1"))
             .map_err(doing)?;
+        let stages = stage_weights(reader, (*first, *last))?;
         let (mut found, mut before) = (Found::default(), 0);
         for seq in seqs {
-            if self.counted.binary_search(seq).is_ok() {
-                continue;
-            }
             let mut rows = statement.query([to_sql(*seq)]).map_err(doing)?;
             let Some(row) = rows.next().map_err(doing)? else {
                 continue;
@@ -206,11 +204,11 @@ impl Plan {
                 found.kept += 1;
                 continue;
             }
-            let (candidate, _) = Candidate::read(row)?;
+            let (mut candidate, _) = Candidate::read(row)?;
+            candidate.weight += stages.get(seq).unwrap_or(&0);
             found.add(candidate, before + 1 == *seq);
             before = *seq;
         }
-        self.add_stages(reader, &mut found, (*first, *last))?;
         Ok(found)
     }
 
@@ -229,7 +227,9 @@ impl Plan {
             let (candidate, type_id) = Candidate::read(row)?;
             let seq = candidate.seq;
             let limit = self.limits.get(&type_id).copied().unwrap_or(0);
-            let over = seq <= limit.max(self.beyond) && !self.was_counted(seq);
+            let expired = self.expired.binary_search(&seq).is_ok();
+            // What expired was dealt with first, or waits for somebody.
+            let over = seq <= limit.max(self.beyond) && !expired;
             seen.push((candidate, over));
         }
         let (Some((first, _)), Some((last, _))) = (seen.first(), seen.last()) else {
@@ -247,7 +247,9 @@ impl Plan {
             return Ok(found);
         }
         let needed = owed.needed(&reader.conn, range, self.dead_before)?;
-        for (candidate, over) in seen {
+        let stages = stage_weights(reader, range)?;
+        for (mut candidate, over) in seen {
+            candidate.weight += stages.get(&candidate.seq).unwrap_or(&0);
             if over && !needed.contains(candidate.seq) {
                 found.add(candidate, true);
             } else {
@@ -255,36 +257,28 @@ impl Plan {
                 found.apart = true;
             }
         }
-        self.add_stages(reader, &mut found, range)?;
         Ok(found)
     }
+}
 
-    /// What expired was dealt with first, or waits for somebody.
-    fn was_counted(&self, seq: u64) -> bool {
-        self.expired.binary_search(&seq).is_ok() || self.counted.binary_search(&seq).is_ok()
+/// What the payload stages of the events of a stretch weigh.
+fn stage_weights(reader: &Reader, (lo, hi): (u64, u64)) -> Result<HashMap<u64, u64>> {
+    let doing = |e| from_sqlite("looking at payload stages", e);
+    let mut statement = reader
+        .conn
+        .prepare_cached(
+            "SELECT seq, payload_size_compressed FROM event_payloads
+             WHERE seq BETWEEN ?1 AND ?2",
+        )
+        .map_err(doing)?;
+    let mut rows = statement.query((to_sql(lo), to_sql(hi))).map_err(doing)?;
+    let mut weights = HashMap::new();
+    while let Some(row) = rows.next().map_err(doing)? {
+        let seq = seq_from(row.get(0).map_err(doing)?);
+        let bytes = seq_from(row.get(1).map_err(doing)?);
+        *weights.entry(seq).or_default() += STAGE + bytes / PAGE;
     }
-
-    /// Adds what the payload stages of the events weigh.
-    fn add_stages(&self, reader: &Reader, found: &mut Found, (lo, hi): (u64, u64)) -> Result<()> {
-        let doing = |e| from_sqlite("looking at payload stages", e);
-        let mut statement = reader
-            .conn
-            .prepare_cached(
-                "SELECT seq, payload_size_compressed FROM event_payloads
-                 WHERE seq BETWEEN ?1 AND ?2",
-            )
-            .map_err(doing)?;
-        let mut rows = statement.query((to_sql(lo), to_sql(hi))).map_err(doing)?;
-        while let Some(row) = rows.next().map_err(doing)? {
-            let seq = seq_from(row.get(0).map_err(doing)?);
-            let bytes = seq_from(row.get(1).map_err(doing)?);
-            let at = found.pieces.partition_point(|piece| piece.hi < seq);
-            if let Some(piece) = found.pieces.get_mut(at).filter(|piece| piece.lo <= seq) {
-                piece.weight += STAGE + bytes / PAGE;
-            }
-        }
-        Ok(())
-    }
+    Ok(weights)
 }
 
 /// Counts from the newest event backwards, a bounded way in each snapshot.

@@ -1,10 +1,9 @@
 //! Removing events on the writer, by stretches of the log, with everything that belongs to them.
 
-use std::time::{Duration, Instant};
-
 use everbus_core::Result;
 
 use super::needed::Owed;
+use super::pace::Slice;
 use super::plan::Piece;
 use crate::errors::from_sqlite;
 use crate::rows::to_sql;
@@ -16,8 +15,24 @@ pub(crate) struct Removed {
     pub(crate) events: u64,
     /// Events that somebody needs by now.
     pub(crate) kept: u64,
-    /// How long it held the writer, the commit apart.
-    pub(crate) took: Duration,
+    /// So many pieces are dealt with, from the first on: all, unless the time was over.
+    pub(crate) pieces: usize,
+}
+
+/// One transaction looks at no more of the log than this, from the first event that it removes on:
+/// what lies scattered takes several.
+const SPAN: u64 = 8192;
+/// Neighbouring pieces are removed together, until they weigh this; then comes a look at the clock.
+const TOGETHER: u64 = 256;
+
+/// As many of these pieces as may go in one transaction, by where they are: at least one.
+pub(crate) fn near(pieces: &[Piece]) -> &[Piece] {
+    let Some(first) = pieces.first() else {
+        return pieces;
+    };
+    let end = first.lo.saturating_add(SPAN);
+    let count = pieces.partition_point(|piece| piece.hi < end);
+    &pieces[..count.max(1)]
 }
 
 /// Which tables have something about the events of a stretch.
@@ -29,8 +44,7 @@ struct Beside {
 
 impl Writer {
     /// Removes what is planned, except what somebody has come to need since.
-    pub(crate) fn remove_pieces(&mut self, pieces: &[Piece]) -> Result<Removed> {
-        let began = Instant::now();
+    pub(crate) fn remove_pieces(&mut self, pieces: &[Piece], slice: &Slice) -> Result<Removed> {
         let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else {
             return Ok(Removed::default());
         };
@@ -38,17 +52,20 @@ impl Writer {
         let needed = self.owed()?.needed(&self.conn, whole, None)?;
         let beside = self.beside(whole)?;
         let mut removed = Removed::default();
-        for (lo, hi, planned, overflow) in joined(pieces) {
+        for (piece, joined) in joined(pieces) {
+            if removed.pieces > 0 && slice.is_over() {
+                break;
+            }
             let mut gone = 0;
-            for (lo, hi) in needed.outside(lo, hi) {
-                gone += self.remove_stretch(lo, hi, &beside, overflow)?;
+            for (lo, hi) in needed.outside(piece.lo, piece.hi) {
+                gone += self.remove_stretch(lo, hi, &beside, piece.overflow)?;
             }
             removed.events += gone;
             if !needed.is_empty() {
-                removed.kept += planned.saturating_sub(gone);
+                removed.kept += piece.events.saturating_sub(gone);
             }
+            removed.pieces += joined;
         }
-        removed.took = began.elapsed();
         Ok(removed)
     }
 
@@ -143,17 +160,23 @@ const BESIDE: &[(&str, &str)] = &[
     ),
 ];
 
-/// Pieces that follow each other without anything that stays between them become one.
-fn joined(pieces: &[Piece]) -> Vec<(u64, u64, u64, bool)> {
-    let mut all: Vec<(u64, u64, u64, bool)> = Vec::new();
+/// Pieces that follow each other without anything that stays between them become one, up to a weight; and
+/// of how many each was made.
+fn joined(pieces: &[Piece]) -> Vec<(Piece, usize)> {
+    let mut all: Vec<(Piece, usize)> = Vec::new();
     for piece in pieces {
-        match all.last_mut().filter(|_| piece.joins) {
-            Some(last) => {
-                last.1 = piece.hi;
-                last.2 += piece.events;
-                last.3 |= piece.overflow;
+        let fits = |(last, _): &&mut (Piece, usize)| {
+            piece.joins && last.weight.saturating_add(piece.weight) <= TOGETHER
+        };
+        match all.last_mut().filter(fits) {
+            Some((last, count)) => {
+                last.hi = piece.hi;
+                last.events += piece.events;
+                last.weight += piece.weight;
+                last.overflow |= piece.overflow;
+                *count += 1;
             }
-            None => all.push((piece.lo, piece.hi, piece.events, piece.overflow)),
+            None => all.push((*piece, 1)),
         }
     }
     all

@@ -31,6 +31,7 @@ use crate::session::Session;
 use crate::space::Space;
 use crate::state::{Claim, EventKey, Lost, State, micros};
 use crate::watch::Watches;
+pub(crate) use patience::Hold;
 use patience::Patience;
 
 /// How often the writer looks for commits of other processes while somebody would care.

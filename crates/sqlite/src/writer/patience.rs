@@ -5,6 +5,8 @@
 //! becomes durable with whatever is synced next; if the power fails before, it has not happened and is done
 //! again.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use everbus_core::Result;
@@ -41,6 +43,22 @@ impl Mode {
     };
 }
 
+/// The longest that one transaction of somebody's patient work kept the writer, its commit included. It is
+/// complete but for the transaction that was answered last.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Hold(Arc<AtomicU64>);
+
+impl Hold {
+    pub(crate) fn longest(&self) -> Duration {
+        Duration::from_micros(self.0.load(Ordering::Relaxed))
+    }
+
+    fn note(&self, held: Duration) {
+        let held = u64::try_from(held.as_micros()).unwrap_or(u64::MAX);
+        self.0.fetch_max(held, Ordering::Relaxed);
+    }
+}
+
 /// What the writer knows about patience.
 pub(super) struct Patience {
     /// How often patient work was put off in a row.
@@ -49,6 +67,8 @@ pub(super) struct Patience {
     others_at: Option<Instant>,
     /// Until when it leaves the writer alone.
     rest_until: Option<Instant>,
+    /// Who wants to know how long the transaction under way lasts, and since when.
+    holds: Vec<(Hold, Instant)>,
     durability: Durable,
     mode: Mode,
     saving_room: bool,
@@ -60,6 +80,7 @@ impl Patience {
             put_off: 0,
             others_at: None,
             rest_until: None,
+            holds: Vec::new(),
             durability,
             mode: Mode::USUAL,
             saving_room: false,
@@ -90,6 +111,11 @@ impl Patience {
 }
 
 impl Writer {
+    /// From here to its end the transaction under way is measured.
+    pub(crate) fn watch_hold(&mut self, hold: &Hold) {
+        self.patience.holds.push((hold.clone(), Instant::now()));
+    }
+
     /// How much longer everything that is queued leaves the writer alone.
     pub(super) fn rest(&self) -> Duration {
         let until = self.patience.rest_until;
@@ -146,6 +172,12 @@ impl Writer {
         }
         let began = Instant::now();
         let done = self.turn(batch);
+        for (hold, since) in self.patience.holds.drain(..) {
+            // What others do beside it is not its doing.
+            if patient {
+                hold.note(since.elapsed());
+            }
+        }
         let others = self.patience.others_at;
         if patient && others.is_some_and(|at| at.elapsed() < ACTIVE) {
             let rest = began.elapsed().min(LONGEST_REST);
@@ -248,6 +280,30 @@ mod tests {
             assert_eq!(handle.job(settings).await.unwrap().0, NORMAL);
             assert_eq!(handle.lazy_job(settings).await.unwrap().0, NORMAL);
         }
+        handle.queue.close(true);
+    }
+
+    // conformance: issue-4/retention-hold: how long patient work keeps the writer is measured, its commit included
+    #[tokio::test]
+    async fn the_longest_hold_is_measured() {
+        let dir = tempfile::tempdir().unwrap();
+        let handle = crate::engine::start(&dir.path().join("a.db"), Options::default()).unwrap();
+        let (hold, work) = (Hold::default(), Duration::from_millis(3));
+        // One that shares its transaction with somebody else is not counted, and is tried again.
+        while hold.longest() < work {
+            let watched = hold.clone();
+            let long = handle.lazy_job(move |writer| {
+                writer.watch_hold(&watched);
+                Ok(std::thread::sleep(work))
+            });
+            long.await.unwrap();
+            let watched = hold.clone();
+            let short = handle.lazy_job(move |writer| Ok(writer.watch_hold(&watched)));
+            short.await.unwrap();
+        }
+        assert_eq!(Hold::default().longest(), Duration::ZERO);
+        let nobody = handle.job(|writer| Ok(writer.patience.holds.len()));
+        assert_eq!(nobody.await.unwrap(), 0);
         handle.queue.close(true);
     }
 

@@ -8,7 +8,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use everbus_core::{DEAD_LETTER_EVENT, EventId, Failure, FailureKind, GroupName};
+use everbus_core::{DEAD_LETTER_EVENT, EventId, Failure, FailureKind, GroupName, LETTER_KEPT};
 
 use super::content::Content;
 use super::ledger::Ledger;
@@ -191,8 +191,8 @@ fn read_notice(payload: &[u8], observed: &Observed, ledger: &Ledger) -> Option<(
             notice["attempts"] == dead.attempts && notice["error"] == last
                 || earlier && ledger.was_relayed(id)
         }
-        // The letter is gone, and another group still needs the event.
-        Place::Handled if forgets => true,
+        // The letter is gone by its age, and the event is not.
+        Place::Skipped(reason) if forgets && reason.starts_with(LETTER_KEPT) => true,
         _ => ledger.was_relayed(id),
     };
     let so = notice["eventType"] == event.event_type && event.places[group].iter().any(told);
@@ -249,12 +249,15 @@ fn check_event(
                 .faults
                 .push(told(format!("is {place:?} after everything was drained"))),
             Place::Waiting | Place::InFlight => {}
-            Place::Handled
-                if ledger.retention() == Some(Policy::Age) && letters.contains(&(id, index)) => {}
             Place::Handled if ledger.finished(index, id) == 0 => report
                 .lost
                 .push(told("counts as handled, and no handler finished it".into())),
             Place::Handled => {}
+            // Its dead letter went by its age.
+            Place::Skipped(reason)
+                if reason.starts_with(LETTER_KEPT)
+                    && ledger.retention() == Some(Policy::Age)
+                    && letters.contains(&(id, index)) => {}
             Place::Skipped(reason) if reason.is_empty() || !content.may_be_skipped_by(index) => {
                 report
                     .lost

@@ -22,7 +22,8 @@ const STRAYS_AFTER: Duration = Duration::from_secs(8);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
     /// What is older than a moment, dead letters included. The events that tell of dead letters stay, so
-    /// that the checker knows of those that are gone.
+    /// that the checker knows of those that are gone; and so do the plain ones, whose dead letters go
+    /// without them.
     Age,
     /// All but the newest events. Dead letters stay.
     Length,
@@ -54,10 +55,12 @@ impl Policy {
             Self::Age => {
                 retention.max_age = Some(Duration::from_millis(60));
                 retention.dead_letters = Some(Duration::from_millis(150));
-                retention.streams = vec![StreamAge {
-                    types: Pattern::new("system.>")?,
-                    max_age: None,
-                }];
+                for types in ["system.>", "chaos.plain.>"] {
+                    retention.streams.push(StreamAge {
+                        types: Pattern::new(types)?,
+                        max_age: None,
+                    });
+                }
             }
             Self::Length => retention.max_len = Some(40),
         }

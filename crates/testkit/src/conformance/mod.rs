@@ -13,6 +13,7 @@ pub mod effects;
 pub mod groups;
 pub mod history;
 pub mod inbox;
+pub mod lapsing;
 pub mod notices;
 pub mod ordered;
 pub mod payloads;

@@ -584,11 +584,19 @@ macro_rules! conformance_tests {
             $crate::conformance::retention::events_go_when_they_expire($harness).await;
         }
 
-        // conformance: issue-4/retention-dead-letters: dead letters go 30 days after death, or never, with their event if nobody else needs it
+        // conformance: issue-4/retention-dead-letters: dead letters go 30 days after death, or never; their events stay
+        // conformance: issue-4/retention-letter-reason: a group whose dead letter went by its age has skipped the event with a reason, until it gets it once more
         // conformance: omni/dead-letter-age: dead letter payloads are kept 30 days
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn dead_letters_go_long_after_their_death() {
-            $crate::conformance::retention::dead_letters_go_long_after_their_death($harness).await;
+            $crate::conformance::lapsing::dead_letters_go_long_after_their_death($harness).await;
+        }
+
+        // conformance: issue-4/retention-dead-letters: an event that its dead letter held back goes in the same run as that, by the age of its stream or its ttl
+        // conformance: issue-4/retention-letter-reason: a dead letter that is purged while others need its event leaves a reason
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn dead_letters_hold_their_events_no_longer() {
+            $crate::conformance::lapsing::dead_letters_hold_their_events_no_longer($harness).await;
         }
 
         // conformance: rule-7/lagging: retention waits for a group that lags, and for one that was declared meanwhile

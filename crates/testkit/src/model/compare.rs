@@ -69,6 +69,12 @@ impl<H: Harness> Plan<H> {
         if !allowed.contains(&state.state) {
             return Some(format!("{allowed:?} expected; {context}"));
         }
+        let lapsed = desk.lapsed.get(&position).filter(|_| work.is_none());
+        if let Some(reason) = lapsed
+            && state.skipped.as_ref() != Some(reason)
+        {
+            return Some(format!("skipped for {reason:?} expected; {context}"));
+        }
         let work = work?;
         // An engine that works ahead may notice a lost lease only when it looks.
         if self.oracle.ahead && (work.is_uncertain(self.oracle.now) || work.inherited) {

@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use everbus_core::{
-    Appended, Delivery, Event, EventId, EventState, Failure, FailureKind, Lease, Pattern,
-    Redelivery, Timestamp, Verdict,
+    Appended, Delivery, Event, EventId, EventState, Failure, FailureKind, LETTER_PURGED, Lease,
+    Pattern, Redelivery, Timestamp, Verdict,
 };
 
 /// The lease of every consumer of a plan. No other duration has its odd microseconds, so that no
@@ -48,6 +48,8 @@ pub(super) struct Desk {
     pub(super) attended: bool,
     /// What was dropped: perhaps before the group reached it.
     dropped: HashSet<u64>,
+    /// Events whose dead letters are gone unhandled, with the reason that must be on record.
+    pub(super) lapsed: HashMap<u64, String>,
 }
 
 #[derive(Clone, Debug)]
@@ -174,6 +176,7 @@ impl Oracle {
             dead: BTreeMap::new(),
             attended: false,
             dropped: HashSet::new(),
+            lapsed: HashMap::new(),
         };
         if first {
             for (position, kept) in &self.log {
@@ -411,6 +414,25 @@ impl Oracle {
         retried
     }
 
+    /// Deletes dead letters that died before a time and that nothing is under way for. Says how many.
+    pub(super) fn forget_dead(&mut self, before: Timestamp, reason: &str) -> u64 {
+        let mut gone = 0;
+        for desk in self.groups.values_mut() {
+            let Desk {
+                owed, dead, lapsed, ..
+            } = desk;
+            dead.retain(|position, death| {
+                let goes = death.died_at < before && !owed.contains_key(position);
+                gone += u64::from(goes);
+                if goes && death.open {
+                    lapsed.insert(*position, reason.to_owned());
+                }
+                !goes
+            });
+        }
+        gone
+    }
+
     /// Deletes open dead letters that pass, and events nobody needs any more.
     pub(super) fn purge(&mut self, passes: impl Fn(&Kept, &Death) -> bool) -> Vec<u64> {
         let mut touched = Vec::new();
@@ -420,6 +442,7 @@ impl Oracle {
                 let goes = death.open && passes(&log[position], death);
                 if goes {
                     touched.push(*position);
+                    desk.lapsed.insert(*position, LETTER_PURGED.to_owned());
                 }
                 !goes
             });
@@ -449,6 +472,13 @@ impl Oracle {
         let work = Work::new(&self.log[&position].event, self.now);
         let desk = self.groups.get_mut(group).unwrap();
         desk.owed.insert(position, work);
+        desk.lapsed.remove(&position);
+    }
+
+    /// Whether the group does not come to an event by itself: it may overtake others.
+    pub(super) fn comes_at_once(&self, group: &str, position: u64) -> bool {
+        let work = self.groups[group].owed.get(&position);
+        work.is_some_and(|work| work.at_once)
     }
 
     /// What a group owes of a stream.
@@ -477,6 +507,7 @@ impl Oracle {
         }
         for desk in self.groups.values_mut() {
             desk.dead.remove(&position);
+            desk.lapsed.remove(&position);
         }
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use everbus_core::{
     Clock, Code, ConsumeOptions, Consumer, Deduplication, Delivery, Event, GroupSpec, Retention,
-    Settlement, StartFrom, Verdict,
+    Settlement, StartFrom, Verdict, letter_kept_for,
 };
 
 use super::Random;
@@ -321,7 +321,8 @@ impl<H: Harness> Plan<H> {
             if let Err(why) = self.oracle.deliver(group, &delivery) {
                 panic!("{group:?} was given {position}, but {why}: {delivery:?}");
             }
-            if delivery.attempt == 1 && delivery.failures.is_empty() && !self.oracle.ahead {
+            let in_turn = !self.oracle.ahead && !self.oracle.comes_at_once(group, position);
+            if delivery.attempt == 1 && delivery.failures.is_empty() && in_turn {
                 assert!(position > fresh, "out of order");
                 fresh = position;
             }
@@ -379,15 +380,18 @@ impl<H: Harness> Plan<H> {
             .await;
         if self.holds(answer, hold, group, position) {
             self.oracle.settled(group, position, &verdict);
-            if inbox && verdict == Verdict::Ack {
-                let id = delivery.record.event.id();
-                self.oracle.handled.insert((group.to_owned(), id));
-            }
+            // What was handled before and came once more is acked, and nothing of it happens again.
+            let id = delivery.record.event.id();
+            let again = inbox
+                && verdict == Verdict::Ack
+                && !self.oracle.handled.insert((group.to_owned(), id));
             for event in &follow_ups {
                 let found = self.stage.log().find(event.id()).await.unwrap();
-                assert_eq!(found.len(), 1, "the follow-up is there");
-                self.oracle
-                    .appended(event, found[0].position, found[0].received_at);
+                assert_eq!(found.len(), usize::from(!again), "the follow-up is there");
+                for record in found {
+                    let (position, received_at) = (record.position, record.received_at);
+                    self.oracle.appended(event, position, received_at);
+                }
             }
             if matches!(verdict, Verdict::Dead { .. }) {
                 self.note_notice(group, &delivery).await;
@@ -501,13 +505,25 @@ impl<H: Harness> Plan<H> {
             return;
         };
         let keep = self.random.below(40);
+        let letters = self.random.one_in(2);
+        let letters = letters.then(|| Duration::from_secs(1 + self.random.below(60) as u64));
         let retention = Retention {
             max_len: Some(keep as u64),
+            dead_letters: letters,
             ..Retention::default()
         };
         let over = self.oracle.log.len().saturating_sub(keep);
+        let foretold = maintenance.preview(retention.clone()).await.unwrap();
         let pruned = maintenance.prune(retention).await.unwrap();
-        self.note(&format!("prune to {keep}: {pruned:?}"));
+        self.note(&format!("prune to {keep}, letters {letters:?}: {pruned:?}"));
+        assert_eq!(foretold, pruned.outcome(), "as foretold");
+        let forgotten = letters.map_or(0, |age| {
+            let before = self.oracle.now.minus(age);
+            self.oracle.forget_dead(before, &letter_kept_for(age))
+        });
+        if self.stage.has_dead_letters() {
+            assert_eq!(pruned.dead_letters, forgotten, "dead letters by their age");
+        }
         let positions: Vec<u64> = self.oracle.log.keys().copied().collect();
         let mut removed = 0;
         for (index, position) in positions.into_iter().enumerate() {
@@ -527,5 +543,8 @@ impl<H: Harness> Plan<H> {
             pruned.removed >= removed,
             "{removed} are gone, {pruned:?} admitted"
         );
+        if forgotten > 0 {
+            self.compare_all().await;
+        }
     }
 }

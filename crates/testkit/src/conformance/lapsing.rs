@@ -1,0 +1,169 @@
+//! Dead letters that go by their age: their events stay, and the groups that never handled these have a
+//! reason on record.
+
+use std::time::Duration;
+
+use everbus_core::{
+    Clock, DeadLetterFilter, Event, EventState, LETTER_PURGED, PurgeBasis, Redelivery, Retention,
+    StreamAge,
+};
+
+use super::retention::foretold;
+use super::stage::{name, nothing, pattern, take_one};
+use super::{Harness, Stage};
+
+const SECOND: Duration = Duration::from_secs(1);
+const DAY: Duration = Duration::from_secs(24 * 3600);
+const KEPT: Option<&str> = Some("its dead letter was kept for 30 days");
+
+/// Why a group is done with an event without having handled it.
+pub(super) async fn skipped<H: Harness>(
+    stage: &Stage<H>,
+    position: u64,
+    group: &str,
+) -> Option<String> {
+    let state = stage.group_state(position, group).await.unwrap();
+    assert_eq!(state.state, EventState::Done, "event {position} in {group}");
+    state.skipped
+}
+
+/// A dead letter goes so long after its death. Its event stays, and the group that never handled it has
+/// skipped it, with the reason on record; of one that was retried there is nothing to tell.
+pub async fn dead_letters_go_long_after_their_death<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let Ok(maintenance) = stage.engine().maintenance() else {
+        return;
+    };
+    if !stage.has_dead_letters() {
+        return;
+    }
+    stage
+        .declare("g", &["alone", "retried", "shared", "again"])
+        .await;
+    stage.declare("h", &["young"]).await;
+    let alone = stage.dead_letter("g", "alone").await;
+    let retried = stage.dead_letter("g", "retried").await;
+    stage.declare("late", &["shared"]).await;
+    let shared = stage.dead_letter("g", "shared").await;
+    let again = stage.dead_letter("g", "again").await;
+    let of = |id| DeadLetterFilter {
+        id: Some(id),
+        ..DeadLetterFilter::default()
+    };
+    assert_eq!(stage.dead_letters().retry(of(retried.id)).await.unwrap(), 1);
+    let mut consumer = stage.consumer("g").await;
+    stage.ack(&take_one(&mut consumer).await).await;
+    // This one is retried and waits again when its time comes: it is under way.
+    assert_eq!(stage.dead_letters().retry(of(again.id)).await.unwrap(), 1);
+    stage.fail(&take_one(&mut consumer).await, 100 * DAY).await;
+    let standard = Retention::standard();
+    stage.advance(30 * DAY - SECOND).await;
+    let none = foretold(maintenance, &standard).await;
+    assert_eq!((none.removed, none.dead_letters), (0, 0));
+    let young = stage.dead_letter("h", "young").await;
+    stage.advance(2 * SECOND).await;
+    let pruned = foretold(maintenance, &standard).await;
+    assert_eq!((pruned.removed, pruned.dead_letters), (0, 3));
+    for kept in [&alone, &retried, &shared, &again, &young] {
+        assert_eq!(stage.log().find(kept.id).await.unwrap().len(), 1);
+    }
+    for (event, reason) in [(&alone, KEPT), (&shared, KEPT), (&retried, None)] {
+        let recorded = skipped(&stage, event.position, "g").await;
+        assert_eq!(recorded.as_deref(), reason);
+    }
+    let settled = stage
+        .broker()
+        .settled(alone.position, SECOND)
+        .await
+        .unwrap();
+    assert!(settled.dead_lettered.is_empty());
+    stage
+        .assert_state(shared.position, "late", EventState::Pending)
+        .await;
+    let open = stage.open_dead_letters().await;
+    assert_eq!(open.len(), 1);
+    assert_eq!(open[0].event.event.id(), young.id);
+    let kept = stage.dead_letters().get(again.id).await.unwrap();
+    assert_eq!(kept.len(), 1, "its retry is under way");
+    // Never is never.
+    let never = Retention {
+        dead_letters: None,
+        ..Retention::standard()
+    };
+    stage.advance(1000 * DAY).await;
+    let none = foretold(maintenance, &never).await;
+    assert_eq!((none.removed, none.dead_letters), (0, 0));
+    // What was skipped for that reason can be had once more, and is then handled.
+    let answer = stage.broker().redeliver(name("g"), vec![alone.position]);
+    assert_eq!(answer.await.unwrap(), [Redelivery::Queued]);
+    for _ in 0..2 {
+        // The other one is what was retried, after its hundred days.
+        stage.ack(&take_one(&mut consumer).await).await;
+    }
+    assert_eq!(skipped(&stage, alone.position, "g").await, None);
+    assert!(maintenance.check().await.unwrap().is_ok());
+}
+
+/// An event goes by the age of its stream or by its own word, and a dead letter holds it back for as
+/// long as it is kept and no longer: both may go in one run.
+pub async fn dead_letters_hold_their_events_no_longer<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    if stage.engine().maintenance().is_err() || !stage.has_dead_letters() {
+        return;
+    }
+    stage.declare("g", &["short", "ever", "ttl"]).await;
+    stage.declare("h", &["short"]).await;
+    let short = stage.dead_letter("g", "short").await;
+    let ever = stage.dead_letter("g", "ever").await;
+    let ttl = Event::builder("ttl").occurred_at(stage.clock.now());
+    let ttl = stage.append(ttl.ttl(DAY).build().unwrap()).await;
+    let mut consumer = stage.consumer("g").await;
+    stage.kill(&take_one(&mut consumer).await).await;
+    let mut other = stage.consumer("h").await;
+    stage.ack(&take_one(&mut other).await).await;
+    drop((consumer, other));
+    let retention = Retention {
+        streams: vec![StreamAge {
+            types: pattern("short"),
+            max_age: Some(10 * DAY),
+        }],
+        ..Retention::standard()
+    };
+    stage.advance(29 * DAY).await;
+    let maintenance = stage.engine().maintenance().unwrap();
+    let none = foretold(maintenance, &retention).await;
+    assert_eq!((none.removed, none.kept, none.dead_letters), (0, 2, 0));
+    stage.advance(2 * DAY).await;
+    let done = foretold(maintenance, &retention).await;
+    assert_eq!((done.removed, done.kept, done.dead_letters), (2, 0, 3));
+    for gone in [&short, &ttl] {
+        assert!(stage.log().find(gone.id).await.unwrap().is_empty());
+    }
+    let none = foretold(maintenance, &retention).await;
+    assert_eq!((none.removed, none.kept, none.dead_letters), (0, 0, 0));
+    if stage.survives_restart() {
+        stage.restart().await;
+    }
+    let reason = skipped(&stage, ever.position, "g").await;
+    assert_eq!(reason.as_deref(), KEPT);
+    let mut consumer = stage.consumer("g").await;
+    nothing(&mut consumer).await;
+    consumer.close().await.unwrap();
+    // What is purged while somebody else needs the event is on record as well.
+    let shared = stage.dead_letter("g", "short").await;
+    stage.advance(SECOND).await;
+    let purge = stage.dead_letters().purge(
+        stage.clock.now(),
+        PurgeBasis::Died,
+        DeadLetterFilter::default(),
+    );
+    let purged = purge.await.unwrap();
+    assert_eq!((purged.dead_letters, purged.events), (1, 0));
+    let reason = skipped(&stage, shared.position, "g").await;
+    assert_eq!(reason.as_deref(), Some(LETTER_PURGED));
+    stage
+        .assert_state(shared.position, "h", EventState::Pending)
+        .await;
+    let maintenance = stage.engine().maintenance().unwrap();
+    assert!(maintenance.check().await.unwrap().is_ok());
+}
