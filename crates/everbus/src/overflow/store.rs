@@ -335,8 +335,8 @@ impl Store {
     ) -> Result<(u64, u64)> {
         match &self.place {
             Place::Directory { path, .. } => {
-                let folder = path.join(key::FOLDER);
-                super::blocking(move || sweep(&folder, after, dry_run)).await
+                let (path, mark) = (path.clone(), self.mark_key());
+                super::blocking(move || sweep(&path, &mark, after, dry_run)).await
             }
             #[cfg(feature = "s3")]
             Place::Remote(_) => Ok((0, 0)),

@@ -606,7 +606,7 @@ overflow:
         ("overflow: {treshold: 5000}", "treshold"),
         ("overflow: {streams: {'a.*': 5000}}", "pattern"),
         ("overflow: {enabled: maybe}", "boolean"),
-        ("overflow: {also_read: /old}", "a list of at most 16"),
+        ("overflow: {also_read: /old}", "also_read is a single value"),
         (
             "overflow: {also_read: [/old, 'ftp://x']}",
             "overflow.also_read[1]",

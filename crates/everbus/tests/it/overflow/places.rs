@@ -175,3 +175,21 @@ async fn an_object_is_inspected() {
         assert_eq!(gone, Some(Flaw::Missing));
     }
 }
+
+// conformance: issue-4/overflow-mark-swept: what an interrupted put of the mark of a place left is swept up, and nothing else beside the objects
+#[tokio::test]
+async fn an_unfinished_mark_is_swept_up() {
+    let shelf = Shelf::new(Lab::new(Kind::Memory));
+    let bus = shelf.open().await;
+    publish(&bus, "x").await;
+    for name in ["everbus-log.json#1", "notes#1", "everbus-log.json#old"] {
+        std::fs::write(shelf.objects().join(name), "{").unwrap();
+    }
+    let mut at_once = Collect::default();
+    at_once.strays_after = Duration::ZERO;
+    let collected = bus.collect_objects(&at_once).await.unwrap();
+    assert_eq!((collected.strays, collected.bytes), (1, 1));
+    let left = |name: &str| shelf.objects().join(name).exists();
+    assert!(!left("everbus-log.json#1"));
+    assert!(left("everbus-log.json") && left("notes#1") && left("everbus-log.json#old"));
+}
