@@ -74,8 +74,8 @@ pub use maintenance::{
 };
 pub use orphans::{LogId, Orphan, Orphans};
 pub use outbox::{
-    Claimed, FailedRow, LONGEST_RELAY_LEASE, OUTBOX_ATTEMPTS, OUTBOX_GROUP, OutboxRow,
-    OutboxSource, OutboxStatus, RelayLease, RowOutcome, outbox_delay,
+    Claimed, FailedRow, Forgotten, LONGEST_RELAY_LEASE, OUTBOX_ATTEMPTS, OUTBOX_GROUP, OutboxKeep,
+    OutboxRow, OutboxSource, OutboxStatus, RelayLease, RowOutcome, outbox_delay,
 };
 pub use pattern::Pattern;
 pub use payloads::{EventKey, Payloads, Stage, StageInfo, StoredStage};

@@ -25,7 +25,7 @@ pub struct Retention {
     pub streams: Vec<StreamAge>,
     /// Remove payload stages stored longer ago than this.
     pub payloads: Option<Duration>,
-    /// Remove dead letters this long after death.
+    /// Remove dead letters this long after death, those of the outbox with their rows.
     pub dead_letters: Option<Duration>,
     /// Remove audit records older than this; an anchor keeps the chain verifiable.
     pub audit: Option<Duration>,
@@ -138,7 +138,7 @@ pub struct Pruned {
     pub kept: u64,
     /// Payload stages removed by their age; those of removed events are not counted.
     pub payloads: u64,
-    /// Dead letters removed by their age.
+    /// Dead letters removed by their age, those of the outbox included.
     pub dead_letters: u64,
     /// Audit records removed.
     pub audit: u64,
@@ -155,7 +155,7 @@ pub struct Holdings {
     pub types: Vec<TypeHoldings>,
     /// Payload stages.
     pub payloads: Held,
-    /// Dead letters, open and retried, by their death.
+    /// Dead letters, open and retried, by their death; those of the outbox included.
     pub dead_letters: Held,
     /// Audit records.
     pub audit: Held,

@@ -13,7 +13,9 @@ use crate::broker::BoxFuture;
 use crate::dead_letters::DEAD_LETTER_EVENT;
 use crate::error::Result;
 use crate::event::Event;
+use crate::failure::Failure;
 use crate::id::EventId;
+use crate::maintenance::Retention;
 use crate::retry::RetryPolicy;
 use crate::time::Timestamp;
 
@@ -158,6 +160,40 @@ pub struct FailedRow {
     /// What went wrong last.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_error: Option<String>,
+    /// Every rejection, oldest first, if the relay gave it up; those before an earlier retry included.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub failures: Vec<Failure>,
+}
+
+/// How long an outbox keeps what is over. What waits is always kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OutboxKeep {
+    /// Rows, after they were sent; `None` is for ever.
+    pub sent: Option<Duration>,
+    /// Dead letters of the outbox and their rows, after their death; `None` is for ever.
+    pub dead_letters: Option<Duration>,
+}
+
+impl Default for OutboxKeep {
+    /// As the standard retention: 7 days, and 30.
+    fn default() -> Self {
+        let standard = Retention::standard();
+        Self {
+            sent: standard.outbox,
+            dead_letters: standard.dead_letters,
+        }
+    }
+}
+
+/// What an outbox has removed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Forgotten {
+    /// Rows.
+    pub rows: u64,
+    /// Dead letters of the outbox.
+    pub dead_letters: u64,
+    /// Whether there may be more to remove.
+    pub more: bool,
 }
 
 /// How an outbox stands.
@@ -219,6 +255,19 @@ pub trait OutboxSource: Send + Sync + 'static {
     /// Makes failed rows wait again, with a fresh set of attempts: those with one of these texts in `id` or
     /// `event_id`, or all of them. Returns how many.
     fn retry(&self, ids: Option<Vec<String>>) -> BoxFuture<'_, Result<u64>>;
+
+    /// How many dead letters of its own the outbox has: events that a relay gave up on and that nobody
+    /// has retried. No group knows them.
+    fn dead_letters(&self) -> BoxFuture<'_, Result<u64>>;
+
+    /// Whether one of them is of this event, by the text that somebody typed or by its id: then the text
+    /// that [`retry`](Self::retry) knows it by.
+    fn find_dead_letter(&self, text: String, id: EventId) -> BoxFuture<'_, Result<Option<String>>>;
+
+    /// Removes what is older than it is to be kept: in small steps, and for a moment only, so that it is
+    /// to be called again while there is more. Nothing without the lease, and nothing in the file of an
+    /// engine, whose own retention does that.
+    fn forget(&self, lease: RelayLease, keep: OutboxKeep) -> BoxFuture<'_, Result<Forgotten>>;
 }
 
 #[cfg(test)]

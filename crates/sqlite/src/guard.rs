@@ -46,6 +46,7 @@ const OURS: &[&str] = &[
     "outbox_dead_letters",
     "outbox_relay",
     "event_outbox_framework",
+    "event_outbox_origins",
     "dead_letter_events",
     "event_payloads",
     "audit_log",

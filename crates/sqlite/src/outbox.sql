@@ -13,7 +13,7 @@ CREATE TABLE IF NOT EXISTS event_outbox (
   status         TEXT NOT NULL DEFAULT 'pending' CHECK (status IN ('pending', 'sent', 'failed')),
   attempts       INTEGER NOT NULL DEFAULT 0,  -- rejected ones
   created_at     TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%fZ', 'now')),
-  sent_at        TEXT,                        -- when the broker acknowledged it
+  sent_at        TEXT,                        -- when the broker acknowledged it; none if it was given up
   correlation_id TEXT,
   trace_id       TEXT,
   last_error     TEXT,
@@ -23,6 +23,7 @@ CREATE TABLE IF NOT EXISTS event_outbox (
   due            INTEGER NOT NULL DEFAULT 0,  -- microseconds: not to be tried before
   revision       INTEGER NOT NULL DEFAULT 0,  -- how often the event in it was changed
   wanted_at      TEXT,                        -- when it was made to wait again
+  failures       TEXT,                        -- JSON: the rejections; with the last they go to the dead letter
   row            INTEGER PRIMARY KEY AUTOINCREMENT
 );
 CREATE UNIQUE INDEX IF NOT EXISTS event_outbox_id ON event_outbox (id);
@@ -74,10 +75,12 @@ CREATE TABLE IF NOT EXISTS outbox_dead_letters (
   first_seen_at TEXT NOT NULL,
   last_seen_at  TEXT NOT NULL,
   retried_at    TEXT,
-  row           INTEGER NOT NULL              -- the row of the outbox that failed last
+  row           INTEGER NOT NULL,             -- the row of the outbox that failed last
+  failures      TEXT NOT NULL DEFAULT '[]'    -- JSON: every rejection, oldest first
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS outbox_dead_letters_event ON outbox_dead_letters (event_id);
 CREATE INDEX IF NOT EXISTS outbox_dead_letters_row ON outbox_dead_letters (row);
+CREATE INDEX IF NOT EXISTS outbox_dead_letters_died ON outbox_dead_letters (last_seen_at);
 
 -- Who relays: one at a time.
 CREATE TABLE IF NOT EXISTS outbox_relay (

@@ -87,44 +87,56 @@ JOIN log l ON l.seq = d.seq
 JOIN types t ON t.id = l.type
 UNION ALL
 SELECT 'outbox/' || event, event_id, event_type, payload, error, NULL,
-  json_array(json_object('error', error)), attempts, 'outbox', NULL, first_seen_at, last_seen_at,
+  failures, attempts, 'outbox', NULL, first_seen_at, last_seen_at,
   first_seen_at, retried_at, NULL, NULL
 FROM outbox_dead_letters;
 
--- A dead letter of an event that came through the outbox of this file: its row shows it.
+-- Which rows of the outbox of this file an event came from.
+CREATE VIEW event_outbox_origins (seq, row) AS
+SELECT l.seq, o.row FROM log l CROSS JOIN event_outbox o
+WHERE o.event_id IN (
+    lower(substr(hex(l.id), 1, 8) || '-' || substr(hex(l.id), 9, 4) || '-' || substr(hex(l.id), 13, 4)
+      || '-' || substr(hex(l.id), 17, 4) || '-' || substr(hex(l.id), 21)),
+    l.attrs ->> '$.foreign_id')
+  -- Ids are unique per tenant. Only an envelope says one.
+  AND coalesce(l.attrs ->> '$.tenant', '') = coalesce(
+    CASE WHEN json_valid(CAST(o.payload AS TEXT)) THEN
+      iif(json_type(CAST(o.payload AS TEXT), '$.event_id') IS NOT NULL
+          AND json_type(CAST(o.payload AS TEXT), '$.occurred_at') IS NOT NULL
+          AND json_type(CAST(o.payload AS TEXT), '$.payload') IS NOT NULL,
+        CAST(o.payload AS TEXT) ->> '$.tenant_id', '')
+    END, '');
+
+-- A dead letter of an event that came through the outbox of this file: its row shows it for as long as
+-- the dead letter is open, and is sent again after that. A row without a time of sending was given up by
+-- the relay, and stays so.
 CREATE TRIGGER dead_letter_fails_outbox AFTER INSERT ON dead_letters
 WHEN NEW.retried_at IS NULL AND EXISTS (SELECT 1 FROM event_outbox)
 BEGIN
   UPDATE event_outbox SET status = 'failed', last_error = json_extract(NEW.failures, '$[#-1].error')
-  WHERE status = 'sent' AND event_id IN (
-    SELECT lower(substr(hex(id), 1, 8) || '-' || substr(hex(id), 9, 4) || '-' || substr(hex(id), 13, 4)
-      || '-' || substr(hex(id), 17, 4) || '-' || substr(hex(id), 21)) FROM log WHERE seq = NEW.seq
-    UNION ALL SELECT attrs ->> '$.foreign_id' FROM log WHERE seq = NEW.seq AND attrs IS NOT NULL)
-  -- Ids are unique per tenant. Only an envelope says one.
-  AND coalesce((SELECT attrs ->> '$.tenant' FROM log WHERE seq = NEW.seq), '') = coalesce(
-    CASE WHEN json_valid(CAST(payload AS TEXT)) THEN
-      iif(json_type(CAST(payload AS TEXT), '$.event_id') IS NOT NULL
-          AND json_type(CAST(payload AS TEXT), '$.occurred_at') IS NOT NULL
-          AND json_type(CAST(payload AS TEXT), '$.payload') IS NOT NULL,
-        CAST(payload AS TEXT) ->> '$.tenant_id', '')
-    END, '');
+  WHERE +status = 'sent' AND row IN (SELECT row FROM event_outbox_origins WHERE seq = NEW.seq);
 END;
 CREATE TRIGGER dead_letter_again_fails_outbox AFTER UPDATE OF retried_at ON dead_letters
 WHEN NEW.retried_at IS NULL AND EXISTS (SELECT 1 FROM event_outbox)
 BEGIN
   UPDATE event_outbox SET status = 'failed', last_error = json_extract(NEW.failures, '$[#-1].error')
-  WHERE status = 'sent' AND event_id IN (
-    SELECT lower(substr(hex(id), 1, 8) || '-' || substr(hex(id), 9, 4) || '-' || substr(hex(id), 13, 4)
-      || '-' || substr(hex(id), 17, 4) || '-' || substr(hex(id), 21)) FROM log WHERE seq = NEW.seq
-    UNION ALL SELECT attrs ->> '$.foreign_id' FROM log WHERE seq = NEW.seq AND attrs IS NOT NULL)
-  -- Ids are unique per tenant. Only an envelope says one.
-  AND coalesce((SELECT attrs ->> '$.tenant' FROM log WHERE seq = NEW.seq), '') = coalesce(
-    CASE WHEN json_valid(CAST(payload AS TEXT)) THEN
-      iif(json_type(CAST(payload AS TEXT), '$.event_id') IS NOT NULL
-          AND json_type(CAST(payload AS TEXT), '$.occurred_at') IS NOT NULL
-          AND json_type(CAST(payload AS TEXT), '$.payload') IS NOT NULL,
-        CAST(payload AS TEXT) ->> '$.tenant_id', '')
-    END, '');
+  WHERE +status = 'sent' AND row IN (SELECT row FROM event_outbox_origins WHERE seq = NEW.seq);
+END;
+CREATE TRIGGER dead_letter_retried_frees_outbox AFTER UPDATE OF retried_at ON dead_letters
+WHEN NEW.retried_at IS NOT NULL AND EXISTS (SELECT 1 FROM event_outbox WHERE status = 'failed')
+  AND NOT EXISTS (SELECT 1 FROM dead_letters WHERE seq = NEW.seq AND retried_at IS NULL)
+BEGIN
+  UPDATE event_outbox SET status = 'sent'
+  WHERE +status = 'failed' AND sent_at IS NOT NULL
+    AND row IN (SELECT row FROM event_outbox_origins WHERE seq = NEW.seq);
+END;
+CREATE TRIGGER dead_letter_gone_frees_outbox AFTER DELETE ON dead_letters
+WHEN OLD.retried_at IS NULL AND EXISTS (SELECT 1 FROM event_outbox WHERE status = 'failed')
+  AND NOT EXISTS (SELECT 1 FROM dead_letters WHERE seq = OLD.seq AND retried_at IS NULL)
+BEGIN
+  UPDATE event_outbox SET status = 'sent'
+  WHERE +status = 'failed' AND sent_at IS NOT NULL
+    AND row IN (SELECT row FROM event_outbox_origins WHERE seq = OLD.seq);
 END;
 
 -- PAYLOAD STAGES, with the columns of the specification. Deleted with the event.

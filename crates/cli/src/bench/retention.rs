@@ -85,7 +85,7 @@ impl Rounds {
     /// Whether publishers hardly noticed. Whoever had nothing to give back was not felt doing it.
     fn unnoticed(&self) -> bool {
         let (busy, shrinking) = self.times();
-        busy < 3.0 && !(shrinking >= 3.0)
+        busy < 3.0 && (shrinking.is_nan() || shrinking < 3.0)
     }
 
     fn describe(&self) -> String {

@@ -47,8 +47,9 @@ pub(crate) struct RunArgs {
 const POLICY_HELP: &str = "\
 The ages are those of the section `retention` of --config (or EVERBUS_CONFIG), or else the \
 standard: events stay, payload stages go after 14 days, dead letters 30 days after death, rows of \
-the outbox 7 days after they were sent. The options are stronger. Whatever the ages say, nothing \
-goes that a group still owes work on, and an event that says itself when it expires goes then.";
+the outbox 7 days after they were sent; rows that failed for good go with their dead letters. The \
+options are stronger. Whatever the ages say, nothing goes that a group still owes work on, and an \
+event that says itself when it expires goes then.";
 
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct PolicyArgs {
@@ -98,9 +99,9 @@ enum Preset {
 
 /// `None` is never.
 #[derive(Clone, Copy, Debug)]
-struct Age(Option<Duration>);
+pub(crate) struct Age(pub(crate) Option<Duration>);
 
-fn parse_age(text: &str) -> Result<Age, String> {
+pub(crate) fn parse_age(text: &str) -> Result<Age, String> {
     if text == "never" {
         return Ok(Age(None));
     }

@@ -16,6 +16,7 @@ mod files;
 mod groups;
 mod objects;
 mod outbox;
+mod outbox_operators;
 mod overflow;
 mod payloads;
 mod publish;

@@ -39,14 +39,15 @@ mod pass;
 mod publish;
 mod relay;
 mod stats;
+mod sweep;
 mod wishes;
 
 use std::path::Path;
 use std::sync::Arc;
 
 use everbus_core::{EventId, IntoEvent, Result};
-pub use everbus_core::{FailedRow, OutboxSource, OutboxStatus};
-pub use everbus_sqlite::outbox::OutboxOptions;
+pub use everbus_core::{FailedRow, Forgotten, OutboxKeep, OutboxSource, OutboxStatus};
+pub use everbus_sqlite::outbox::{OutboxInit, OutboxOptions};
 use rusqlite::Connection;
 
 use crate::ambient;
@@ -79,6 +80,18 @@ impl Outbox {
     /// Everbus has them already.
     pub fn create_tables(conn: &Connection) -> Result<()> {
         everbus_sqlite::outbox::Outbox::create_tables(conn)
+    }
+
+    /// The SQL behind [`create_tables`](Self::create_tables), for programs in other languages and their
+    /// migration tools. Running it again does nothing.
+    pub fn tables_sql() -> String {
+        everbus_sqlite::outbox::Outbox::tables_sql()
+    }
+
+    /// Makes the tables of an outbox in a database that is named by its path, all of them or none, and
+    /// the file too if there is none. Says what it found. This blocks for as long as the file system does.
+    pub fn init(path: impl AsRef<Path>, options: &OutboxOptions) -> Result<OutboxInit> {
+        everbus_sqlite::outbox::Outbox::init(path, options)
     }
 
     /// Writes an event into the outbox, as part of whatever transaction is open on the connection:

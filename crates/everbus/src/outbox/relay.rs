@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
-use everbus_core::{Code, Error, EventId, LONGEST_RELAY_LEASE, OutboxSource, RelayLease, Result};
+use everbus_core::{
+    Code, Error, EventId, LONGEST_RELAY_LEASE, OutboxKeep, OutboxSource, RelayLease, Result,
+};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -12,6 +14,7 @@ use tokio::time::Instant;
 use super::pass::Passed;
 use super::publish::LastSent;
 use super::stats::{Counters, RelayStats};
+use super::sweep::Sweeper;
 use crate::bus::Bus;
 
 /// So many rows at a time when there is no hurry.
@@ -44,6 +47,7 @@ pub struct Relay {
     /// Rows up to this one were given to the broker by this relay, marked or not.
     pub(super) tried: AtomicI64,
     pub(super) last_sent: LastSent,
+    pub(super) sweeper: Sweeper,
     lease: Duration,
     holder: String,
     stopping: watch::Sender<bool>,
@@ -60,6 +64,7 @@ impl Relay {
             max_batch: MAX_BATCH,
             tried: AtomicI64::new(0),
             last_sent: LastSent::default(),
+            sweeper: Sweeper::default(),
             lease: LEASE,
             holder: holder(),
             stopping: watch::Sender::new(false),
@@ -91,6 +96,15 @@ impl Relay {
     #[must_use]
     pub fn lease(mut self, lease: Duration) -> Self {
         self.lease = lease.clamp(Duration::from_millis(100), LONGEST_RELAY_LEASE);
+        self
+    }
+
+    /// How long the outbox keeps what is over: rows 7 days after they were sent, and those that were given
+    /// up 30 days, with their dead letters, unless said otherwise. An outbox in the file of an engine goes by
+    /// the retention of that, whatever is said here.
+    #[must_use]
+    pub fn keep(mut self, keep: OutboxKeep) -> Self {
+        self.sweeper.keep = keep;
         self
     }
 
@@ -157,8 +171,12 @@ impl Relay {
             let sent = self.counters.sent.load(Ordering::Relaxed);
             let passed = match self.keep_lease(held).await {
                 Ok(Some(lease)) => {
-                    self.while_keeping(&lease, held, self.pass(&lease, &mut batch))
-                        .await
+                    let pass = self.pass(&lease, &mut batch);
+                    let passed = self.while_keeping(&lease, held, pass).await;
+                    if !matches!(passed, Passed::Outage(_) | Passed::Lost) {
+                        self.sweep(&lease).await;
+                    }
+                    passed
                 }
                 Ok(None) => {
                     self.stand_by(until).await?;

@@ -20,6 +20,8 @@ pub struct RelayStats {
     pub rejected: u64,
     /// Rows that were rejected for the last time.
     pub failed: u64,
+    /// Old rows that were removed: sent long ago, or given up long ago.
+    pub removed: u64,
     /// How often the broker or the outbox could not be reached.
     pub outages: u64,
     /// Whether this relay holds the lease of the outbox; otherwise it stands by, or has ended.
@@ -39,6 +41,7 @@ pub(super) struct Counters {
     pub(super) retried: AtomicU64,
     pub(super) rejected: AtomicU64,
     pub(super) failed: AtomicU64,
+    pub(super) removed: AtomicU64,
     pub(super) outages: AtomicU64,
     pub(super) relaying: AtomicBool,
     pub(super) waiting: AtomicBool,
@@ -65,6 +68,7 @@ impl Counters {
             retried: count(&self.retried),
             rejected: count(&self.rejected),
             failed: count(&self.failed),
+            removed: count(&self.removed),
             outages: count(&self.outages),
             relaying: self.relaying.load(Ordering::Relaxed),
             waiting: self.waiting.load(Ordering::Relaxed),

@@ -20,6 +20,7 @@ mod logs;
 mod outage;
 mod outbox;
 mod outbox_blame;
+mod outbox_keep;
 mod outbox_replay;
 mod overflow;
 mod panics;

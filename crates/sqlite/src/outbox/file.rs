@@ -8,24 +8,29 @@ use everbus_core::{BoxFuture, Clock, Code, Error, Result};
 use rusqlite::{Connection, OpenFlags};
 use tokio::sync::oneshot;
 
+use super::init::NEEDED;
 use super::source::{Access, Source};
 use super::{OutboxOptions, from_outbox, rows};
 use crate::errors::from_sqlite;
 use crate::file::locate;
 use crate::readers::Readers;
+use crate::schema::APPLICATION_ID;
 
 pub(super) struct File {
     path: PathBuf,
     options: OutboxOptions,
     readers: Readers,
     writer: Mutex<Option<mpsc::Sender<Change>>>,
+    /// A file of Everbus that was opened like any other database.
+    is_everbus: bool,
 }
 
 type Change = Box<dyn FnOnce(&Connection) + Send>;
 
 pub(super) fn open(path: &Path, options: OutboxOptions) -> Result<Source<File>> {
     let path = locate(path, false)?;
-    let file = File {
+    let mut file = File {
+        is_everbus: false,
         readers: Readers::new(path.clone()),
         writer: Mutex::default(),
         path,
@@ -34,8 +39,12 @@ pub(super) fn open(path: &Path, options: OutboxOptions) -> Result<Source<File>> 
     // Now, so that a mistake is told to whoever opens it.
     let conn = file.connect()?;
     rows::holder(&conn, file.options.clock.now())?;
-    conn.prepare("SELECT attributes, due, revision, wanted_at FROM event_outbox LIMIT 0")
+    conn.prepare(NEEDED)
         .map_err(|e| from_outbox("opening the outbox", e))?;
+    let application: i32 = conn
+        .query_row("PRAGMA application_id", [], |r| r.get(0))
+        .map_err(|e| from_outbox("opening the outbox", e))?;
+    file.is_everbus = application == APPLICATION_ID;
     file.start(conn)?;
     Ok(Source::new(file))
 }
@@ -95,6 +104,10 @@ impl Access for File {
 
     fn is_own(&self) -> bool {
         false
+    }
+
+    fn has_retention(&self) -> bool {
+        self.is_everbus
     }
 
     fn read<T: Send + 'static>(

@@ -8,9 +8,12 @@
 //! The tables are in every file of Everbus, and in any other database after
 //! [`Outbox::create_tables`]. [`Outbox::open`] gives what a relay takes the rows from.
 
+mod dead;
 mod enqueue;
 mod envelope;
 mod file;
+mod forget;
+mod init;
 mod own;
 mod read;
 mod rows;
@@ -26,8 +29,10 @@ use rusqlite::Connection;
 
 use crate::errors::from_sqlite;
 
+pub use forget::forget_sent;
+pub(crate) use forget::{DeadGone, count_dead, forget_dead};
+pub use init::OutboxInit;
 pub(crate) use own::own_outbox;
-pub use rows::forget_sent;
 
 const TABLES: &str = include_str!("../outbox.sql");
 const VIEW: &str = include_str!("../outbox_view.sql");
@@ -93,6 +98,18 @@ impl Outbox {
         conn.execute_batch(VIEW).map_err(doing)
     }
 
+    /// The SQL behind [`create_tables`](Self::create_tables), for programs in other languages and their
+    /// migration tools. Running it again does nothing.
+    pub fn tables_sql() -> String {
+        format!("{TABLES}\n{VIEW}")
+    }
+
+    /// Makes the tables of an outbox in a database that is named by its path, all of them or none, and
+    /// the file too if there is none. Says what it found. This blocks for as long as the file system does.
+    pub fn init(path: impl AsRef<Path>, options: &OutboxOptions) -> Result<OutboxInit> {
+        init::init(path.as_ref(), options)
+    }
+
     /// Writes an event into the outbox, as part of whatever transaction is open on the connection. It
     /// is relayed after that transaction has committed, and never if it has not.
     ///
@@ -143,7 +160,7 @@ fn from_outbox(doing: &str, error: rusqlite::Error) -> Error {
             Code::NotFound,
             format!("{doing}: there is no outbox in this database"),
         )
-        .hint("make its tables once with Outbox::create_tables")
+        .hint("make its tables once, with Outbox::create_tables or `everbus outbox init`")
         .caused_by(error);
     }
     from_sqlite(doing, error)

@@ -28,6 +28,10 @@ impl Access for Own {
         true
     }
 
+    fn has_retention(&self) -> bool {
+        true
+    }
+
     fn read<T: Send + 'static>(
         &self,
         query: impl FnOnce(&Connection) -> Result<T> + Send + 'static,

@@ -8,6 +8,7 @@ use everbus_core::{
 };
 use rusqlite::{Connection, OptionalExtension, params};
 
+use super::dead::{self, CLOSE, identity};
 use super::read::{self, COLUMNS};
 use super::{from_outbox, times};
 use crate::rows::{seq_from, to_sql};
@@ -75,7 +76,7 @@ pub(super) fn acquire(
 }
 
 /// Whether the lease is still this one. It may have ended, as long as nobody else has it.
-fn is_ours(conn: &Connection, lease: &RelayLease) -> Result<bool> {
+pub(super) fn is_ours(conn: &Connection, lease: &RelayLease) -> Result<bool> {
     conn.prepare_cached("SELECT 1 FROM outbox_relay WHERE only = 1 AND holder = ?1 AND token = ?2")
         .and_then(|mut s| s.exists(params![lease.holder, to_sql(lease.token)]))
         .map_err(|e| from_outbox("looking for the relay", e))
@@ -167,18 +168,18 @@ pub(super) fn settle(
         .map(|(row, _)| row)
         .collect();
     mark_sent(conn, &sent, now)?;
-    close_dead_letters(conn, &sent, now)?;
+    dead::close(conn, &sent, now)?;
     if own {
-        show_dead_letters(conn, &sent)?;
+        dead::show(conn, &sent)?;
     }
     for (row, outcome) in outcomes {
         match outcome {
             RowOutcome::Sent => {}
             RowOutcome::Rejected { error, after } => {
                 let due = micros(now.plus(*after));
-                reject(conn, row, error, due)?;
+                dead::reject(conn, row, error, now, due)?;
             }
-            RowOutcome::Failed { error } => fail(conn, row, error, now)?,
+            RowOutcome::Failed { error } => dead::fail(conn, row, error, now)?,
         }
     }
     Ok(true)
@@ -202,111 +203,6 @@ fn mark_sent(conn: &Connection, rows: &[&OutboxRow], now: Timestamp) -> Result<(
         }
     }
     Ok(())
-}
-
-/// What was given up before and is sent now has been retried.
-fn close_dead_letters(conn: &Connection, rows: &[&OutboxRow], now: Timestamp) -> Result<()> {
-    let doing = |e| from_outbox("closing dead letters of the outbox", e);
-    let any = conn
-        .prepare_cached("SELECT 1 FROM outbox_dead_letters WHERE retried_at IS NULL LIMIT 1")
-        .and_then(|mut s| s.exists([]))
-        .map_err(doing)?;
-    if !any {
-        return Ok(());
-    }
-    let mut statement = conn.prepare_cached(CLOSE).map_err(doing)?;
-    for row in rows {
-        statement
-            .execute(params![identity(row), row.row, now.to_string()])
-            .map_err(doing)?;
-    }
-    Ok(())
-}
-
-/// By the event or by the row: one that could not be read may be another event since it was corrected.
-const CLOSE: &str = "UPDATE outbox_dead_letters SET retried_at = ?3
-     WHERE (event = ?1 OR row = ?2) AND retried_at IS NULL";
-
-/// What names the event of a row among the dead letters of the outbox.
-fn identity(row: &OutboxRow) -> String {
-    match &row.tenant {
-        Some(tenant) => format!("{}@{tenant}", row.uuid()),
-        None => row.uuid().to_string(),
-    }
-}
-
-/// An event may have died before its row was marked; then the row shows it all the same.
-fn show_dead_letters(conn: &Connection, rows: &[&OutboxRow]) -> Result<()> {
-    let doing = |e| from_outbox("looking for dead letters", e);
-    let any = conn
-        .prepare_cached("SELECT 1 FROM dead_letters WHERE retried_at IS NULL LIMIT 1")
-        .and_then(|mut s| s.exists([]))
-        .map_err(doing)?;
-    if !any {
-        return Ok(());
-    }
-    let mut statement = conn
-        .prepare_cached(
-            "UPDATE event_outbox SET status = 'failed', last_error = found.error
-             FROM (SELECT json_extract(d.failures, '$[#-1].error') AS error
-                   FROM log JOIN dead_letters d ON d.seq = log.seq
-                   WHERE log.id = ?2 AND d.retried_at IS NULL
-                     AND log.tenant = iif(?3 IS NULL, 0, (SELECT id FROM tenants WHERE name = ?3))
-                   LIMIT 1) AS found
-             WHERE event_outbox.row = ?1 AND +event_outbox.status = 'sent'",
-        )
-        .map_err(doing)?;
-    for row in rows {
-        if let Ok(event) = &row.event {
-            statement
-                .execute(params![row.row, event.id().as_bytes(), row.tenant])
-                .map_err(doing)?;
-        }
-    }
-    Ok(())
-}
-
-fn reject(conn: &Connection, row: &OutboxRow, error: &str, due: i64) -> Result<()> {
-    conn.prepare_cached(
-        "UPDATE event_outbox SET attempts = ?2, last_error = ?3, due = ?4
-         WHERE row = ?1 AND +status = 'pending' AND revision = ?5",
-    )
-    .and_then(|mut s| {
-        let attempts = row.attempts.saturating_add(1);
-        s.execute(params![row.row, attempts, error, due, row.revision])
-    })
-    .map(drop)
-    .map_err(|e| from_outbox("writing down a rejection", e))
-}
-
-fn fail(conn: &Connection, row: &OutboxRow, error: &str, now: Timestamp) -> Result<()> {
-    let doing = |e| from_outbox("giving a row up", e);
-    let attempts = row.attempts.saturating_add(1);
-    let failed = conn
-        .prepare_cached(
-            "UPDATE event_outbox SET status = 'failed', attempts = ?2, last_error = ?3, due = 0
-             WHERE row = ?1 AND +status = 'pending' AND revision = ?4",
-        )
-        .and_then(|mut s| s.execute(params![row.row, attempts, error, row.revision]))
-        .map_err(doing)?;
-    if failed == 0 {
-        return Ok(());
-    }
-    conn.prepare_cached(
-        "INSERT INTO outbox_dead_letters
-           (event, event_id, event_type, payload, error, attempts, first_seen_at, last_seen_at, row)
-         SELECT ?5, event_id, event_type, payload, ?2, ?3, ?4, ?4, ?1 FROM event_outbox WHERE row = ?1
-         ON CONFLICT (event) DO UPDATE SET
-           event_id = excluded.event_id, row = excluded.row, event_type = excluded.event_type, payload = excluded.payload, error = excluded.error,
-           attempts = attempts + excluded.attempts, last_seen_at = excluded.last_seen_at,
-           retried_at = NULL",
-    )
-    .and_then(|mut s| {
-        let now = now.to_string();
-        s.execute(params![row.row, error, attempts, now, identity(row)])
-    })
-    .map(drop)
-    .map_err(doing)
 }
 
 pub(super) fn status(conn: &Connection, now: Timestamp) -> Result<OutboxStatus> {
@@ -349,7 +245,9 @@ pub(super) fn status(conn: &Connection, now: Timestamp) -> Result<OutboxStatus> 
 
 pub(super) fn failed(conn: &Connection, limit: usize) -> Result<Vec<FailedRow>> {
     conn.prepare_cached(
-        "SELECT id, event_id, event_type, attempts, CAST(created_at AS TEXT), last_error
+        "SELECT id, event_id, event_type, attempts, CAST(created_at AS TEXT), last_error,
+           iif(sent_at IS NULL, (SELECT failures FROM outbox_dead_letters d
+             WHERE d.row = event_outbox.row ORDER BY last_seen_at DESC LIMIT 1), NULL)
          FROM event_outbox WHERE status = 'failed' ORDER BY row DESC LIMIT ?1",
     )
     .and_then(|mut s| {
@@ -361,6 +259,7 @@ pub(super) fn failed(conn: &Connection, limit: usize) -> Result<Vec<FailedRow>> 
                 attempts: u32::try_from(r.get::<_, i64>(3)?).unwrap_or(0),
                 created_at: r.get(4)?,
                 last_error: r.get(5)?,
+                failures: dead::read_list(r.get(6)?),
             })
         })?
         .collect()
@@ -435,19 +334,4 @@ pub(super) fn retry(conn: &Connection, rows: &[(i64, String)], now: Timestamp) -
         retried += changed as u64;
     }
     Ok(retried)
-}
-
-/// Deletes at most `limit` rows that were sent before a time, oldest first, and returns how many. What
-/// waits or failed is never deleted.
-pub fn forget_sent(conn: &Connection, before: Timestamp, limit: usize) -> Result<usize> {
-    conn.prepare_cached(
-        "DELETE FROM event_outbox WHERE row IN (
-           SELECT row FROM event_outbox WHERE status = 'sent' AND sent_at < ?1
-           ORDER BY sent_at LIMIT ?2)",
-    )
-    .and_then(|mut s| {
-        let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-        s.execute(params![before.to_string(), limit])
-    })
-    .map_err(|e| from_outbox("forgetting sent rows", e))
 }

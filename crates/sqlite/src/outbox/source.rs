@@ -10,22 +10,25 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::Duration;
 
 use everbus_core::{
-    BoxFuture, Claimed, Clock, Code, Error, FailedRow, LONGEST_RELAY_LEASE, OutboxRow,
-    OutboxSource, OutboxStatus, RelayLease, Result, RowOutcome,
+    BoxFuture, Claimed, Clock, Code, Error, EventId, FailedRow, Forgotten, LONGEST_RELAY_LEASE,
+    OutboxKeep, OutboxRow, OutboxSource, OutboxStatus, RelayLease, Result, RowOutcome, Timestamp,
 };
 use rusqlite::Connection;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use super::rows;
+use super::{dead, forget, rows};
 use crate::errors::from_sqlite;
 use crate::failpoint;
+use crate::retention::pace::Pace;
 
 /// Rows settled in one transaction: so few that whoever writes beside us hardly waits.
 const STEP: usize = 256;
 /// How often an outbox is looked at when nothing happens.
 const REST: Duration = Duration::from_millis(100);
 const FIRST_LOOK: Duration = Duration::from_millis(1);
+/// So long at a time is given to what is old.
+const FORGETTING: Duration = Duration::from_millis(50);
 
 /// Enqueues in this process, whatever database they go to.
 static ENQUEUED: AtomicU64 = AtomicU64::new(0);
@@ -45,6 +48,9 @@ pub(super) trait Access: Send + Sync + 'static {
 
     /// Whether the dead letters of an engine are in the same database.
     fn is_own(&self) -> bool;
+
+    /// Whether an engine removes what is old from this database.
+    fn has_retention(&self) -> bool;
 
     /// Runs a query in one read transaction.
     fn read<T: Send + 'static>(
@@ -98,6 +104,39 @@ impl<A: Access> Source<A> {
         let now = ENQUEUED.load(Ordering::Acquire);
         self.known.swap(now, Ordering::AcqRel) != now
     }
+}
+
+/// What is forgotten in one step, of before a time.
+#[derive(Clone, Copy)]
+enum Old {
+    Sent(Timestamp),
+    Dead(Timestamp),
+}
+
+/// One step: what went, and how long it took. Nothing without the lease.
+fn forget_step(
+    conn: &Connection,
+    lease: &RelayLease,
+    old: Old,
+    most: u64,
+) -> Result<(Forgotten, Duration)> {
+    let began = std::time::Instant::now();
+    let limit = usize::try_from(most).unwrap_or(usize::MAX);
+    let mut gone = Forgotten::default();
+    if rows::is_ours(conn, lease)? {
+        match old {
+            Old::Sent(before) => {
+                gone.rows = forget::forget_sent(conn, before, limit)? as u64;
+                gone.more = gone.rows >= most;
+            }
+            Old::Dead(before) => {
+                let dead = forget::forget_dead(conn, before, limit)?;
+                (gone.rows, gone.dead_letters) = (dead.rows, dead.letters);
+                gone.more = dead.letters >= most;
+            }
+        }
+    }
+    Ok((gone, began.elapsed()))
 }
 
 fn data_version(conn: &Connection) -> Result<i64> {
@@ -256,6 +295,56 @@ impl<A: Access> OutboxSource for Source<A> {
             }
             enqueued();
             Ok(total)
+        })
+    }
+
+    fn dead_letters(&self) -> BoxFuture<'_, Result<u64>> {
+        self.access.read(dead::count)
+    }
+
+    fn find_dead_letter(&self, text: String, id: EventId) -> BoxFuture<'_, Result<Option<String>>> {
+        self.access.read(move |conn| dead::find(conn, &text, id))
+    }
+
+    fn forget(&self, lease: RelayLease, keep: OutboxKeep) -> BoxFuture<'_, Result<Forgotten>> {
+        Box::pin(async move {
+            let mut done = Forgotten::default();
+            if self.access.has_retention() {
+                return Ok(done);
+            }
+            let now = self.access.clock().now();
+            let sent = keep.sent.map(|age| now.minus(age));
+            let dead = keep.dead_letters.map(|age| now.minus(age));
+            // Looking needs no lock.
+            let any = self
+                .access
+                .read(move |conn| forget::is_any(conn, sent, dead))
+                .await?;
+            if !any {
+                return Ok(done);
+            }
+            let (began, mut pace) = (Instant::now(), Pace::default());
+            for old in sent.map(Old::Sent).into_iter().chain(dead.map(Old::Dead)) {
+                loop {
+                    let (lease, most) = (lease.clone(), pace.budget());
+                    let (gone, took) = self
+                        .access
+                        .write(move |conn| forget_step(conn, &lease, old, most))
+                        .await?;
+                    done.rows += gone.rows;
+                    done.dead_letters += gone.dead_letters;
+                    if !gone.more {
+                        break;
+                    }
+                    if began.elapsed() >= FORGETTING {
+                        done.more = true;
+                        break;
+                    }
+                    pace.learn(most, took);
+                    pace.pause().await;
+                }
+            }
+            Ok(done)
         })
     }
 }

@@ -48,7 +48,13 @@ impl SqliteEngine {
                 Ok(Holdings {
                     types,
                     payloads: held(reader, "SELECT count(*), min(timestamp) FROM event_payloads")?,
-                    dead_letters: held(reader, "SELECT count(*), min(died_at) FROM dead_letters")?,
+                    dead_letters: held(
+                        reader,
+                        "SELECT count(*), min(at) FROM (SELECT died_at AS at FROM dead_letters
+                         UNION ALL
+                         SELECT CAST(unixepoch(last_seen_at, 'subsec') * 1000000 AS INTEGER)
+                         FROM outbox_dead_letters)",
+                    )?,
                     audit: held(reader, "SELECT count(*), min(at) FROM audit_log")?,
                     outbox: held(
                         reader,

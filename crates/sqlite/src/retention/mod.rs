@@ -7,7 +7,7 @@ pub(crate) mod clock;
 mod holdings;
 mod needed;
 mod others;
-mod pace;
+pub(crate) mod pace;
 mod plan;
 mod remove;
 
@@ -127,7 +127,39 @@ impl<'e> Run<'e> {
         if self.preview {
             self.count_dead_events(before).await?;
         }
-        Ok(())
+        self.outbox_dead_letters().await
+    }
+
+    /// Dead letters of the outbox, with their rows.
+    async fn outbox_dead_letters(&mut self) -> Result<()> {
+        let Some(age) = self.retention.dead_letters else {
+            return Ok(());
+        };
+        let before = self.now.minus(age);
+        let handle = &self.engine.handle;
+        if self.preview {
+            let gone = handle
+                .query(move |reader| crate::outbox::count_dead(&reader.conn, before))
+                .await?;
+            self.done.dead_letters += gone.letters;
+            self.done.outbox += gone.rows;
+            return Ok(());
+        }
+        let mut pace = Pace::default();
+        loop {
+            let most = pace.budget();
+            let (gone, took) = handle
+                .patient_job(move |writer| writer.forget_outbox_dead(before, most))
+                .await?;
+            self.done.dead_letters += gone.letters;
+            self.done.outbox += gone.rows;
+            (self.watch)(self.done);
+            if gone.letters < most {
+                return Ok(());
+            }
+            pace.learn(most, took);
+            pace.pause().await;
+        }
     }
 
     /// How many events would go with their dead letters.
@@ -295,8 +327,9 @@ impl<'e> Run<'e> {
         let before = self.now.minus(age);
         let handle = &self.engine.handle;
         if self.preview {
-            self.done.outbox = handle
-                .query(move |reader| others::count_sent(reader, before))
+            let dead = cutoff(self.now, self.retention.dead_letters);
+            self.done.outbox += handle
+                .query(move |reader| others::count_sent(reader, before, dead))
                 .await?;
             return Ok(());
         }

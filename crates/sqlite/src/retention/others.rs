@@ -9,6 +9,7 @@ use rusqlite::params;
 
 use super::needed::Owed;
 use crate::errors::from_sqlite;
+use crate::outbox::DeadGone;
 use crate::readers::Reader;
 use crate::rows::{seq_from, to_sql};
 use crate::state::micros;
@@ -123,14 +124,32 @@ pub(crate) fn old_stages(
         .map_err(|e| from_sqlite("looking for old payload stages", e))
 }
 
-/// How many rows of the outbox were sent before a time.
-pub(crate) fn count_sent(reader: &Reader, before: Timestamp) -> Result<u64> {
-    reader
+/// How many rows of the outbox were sent before a time: those that show it, and those that show a dead
+/// letter instead which would be gone by then, because it died before `dead`.
+pub(crate) fn count_sent(reader: &Reader, before: Timestamp, dead: Option<i64>) -> Result<u64> {
+    let doing = |e| from_sqlite("counting the outbox", e);
+    let sent: i64 = reader
         .conn
         .prepare_cached("SELECT count(*) FROM event_outbox WHERE status = 'sent' AND sent_at < ?1")
         .and_then(|mut s| s.query_row([before.to_string()], |r| r.get(0)))
-        .map(seq_from)
-        .map_err(|e| from_sqlite("counting the outbox", e))
+        .map_err(doing)?;
+    let Some(dead) = dead else {
+        return Ok(seq_from(sent));
+    };
+    let freed: i64 = reader
+        .conn
+        .prepare_cached(
+            "SELECT count(DISTINCT o.row) FROM dead_letters d INDEXED BY dead_open_died
+             CROSS JOIN event_outbox_origins v ON v.seq = d.seq
+             CROSS JOIN event_outbox o ON o.row = v.row
+             WHERE d.retried_at IS NULL AND d.died_at < ?2 AND +o.status = 'failed' AND o.sent_at < ?1
+               AND NOT EXISTS (SELECT 1 FROM dead_letters e
+                 WHERE e.seq = d.seq AND e.retried_at IS NULL AND (e.died_at >= ?2 OR EXISTS (
+                   SELECT 1 FROM deliveries w WHERE w.group_id = e.group_id AND w.seq = e.seq)))",
+        )
+        .and_then(|mut s| s.query_row(params![before.to_string(), dead], |r| r.get(0)))
+        .map_err(doing)?;
+    Ok(seq_from(sent + freed))
 }
 
 impl Writer {
@@ -187,6 +206,18 @@ impl Writer {
         let most = usize::try_from(most).unwrap_or(usize::MAX);
         let gone = crate::outbox::forget_sent(&self.conn, before, most)?;
         Ok((gone as u64, began.elapsed()))
+    }
+
+    /// Removes some dead letters of the outbox that died before a time, and their rows.
+    pub(crate) fn forget_outbox_dead(
+        &mut self,
+        before: Timestamp,
+        most: u64,
+    ) -> Result<(DeadGone, Duration)> {
+        let began = Instant::now();
+        let most = usize::try_from(most).unwrap_or(usize::MAX);
+        let gone = crate::outbox::forget_dead(&self.conn, before, most)?;
+        Ok((gone, began.elapsed()))
     }
 
     /// Gives some pages that are free back to the file system: how many, and how many are left.

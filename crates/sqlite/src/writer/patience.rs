@@ -260,7 +260,10 @@ mod tests {
         // Somebody was; on a slow machine that may be too long ago by then, and is tried again.
         let until = loop {
             handle.job(|_| Ok(())).await.unwrap();
-            let work = handle.lazy_job(|_| Ok(std::thread::sleep(LONGEST_REST)));
+            let work = handle.lazy_job(|_| {
+                std::thread::sleep(LONGEST_REST);
+                Ok(())
+            });
             work.await.unwrap();
             if let Some(until) = handle.job(rest).await.unwrap() {
                 break until;

@@ -20,6 +20,7 @@ mod history;
 mod locked;
 mod model;
 mod outbox;
+mod outbox_over;
 mod outbox_rows;
 mod payloads;
 mod regressions;

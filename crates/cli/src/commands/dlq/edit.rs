@@ -11,8 +11,8 @@ use serde_json::value::RawValue;
 
 use super::args::DlqEditArgs;
 use super::editor::{Edited, changes, compact, edit_text, indented};
-use super::why_not;
-use crate::commands::{event_id, existing_group, until_interrupted};
+use super::{group_or_outbox, why_not};
+use crate::commands::{event_id, until_interrupted};
 use crate::open::{Target, blocking, close};
 use crate::output::{Output, escaped, shell_word};
 use crate::stop::{Outcome, Stop};
@@ -40,7 +40,7 @@ pub(super) async fn run(args: DlqEditArgs, target: &Target, output: &mut Output)
 /// The one open dead letter that is meant.
 async fn find(args: &DlqEditArgs, engine: &Engine) -> Outcome<DeadLetter> {
     if let Some(group) = &args.group {
-        existing_group(group, engine).await?;
+        group_or_outbox(group, engine).await?;
     }
     let id = event_id(&args.id, args.source.as_deref());
     let mut open = engine.dead_letters()?.get(id).await?;

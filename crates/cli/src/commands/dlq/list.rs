@@ -5,11 +5,11 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::args::{DlqListArgs, DlqShowArgs};
-use super::{filter, why_not};
+use super::{filter, group_or_outbox, in_outbox, why_not};
+use crate::commands::event_id;
 use crate::commands::get::{print_event, shown_whole};
-use crate::commands::{event_id, existing_group};
 use crate::open::Target;
-use crate::output::{Output, Table, escaped, shortened};
+use crate::output::{Output, Table, counted, escaped, shortened};
 use crate::stop::{Outcome, Stop};
 use crate::suggest::Suggestion;
 use crate::when;
@@ -45,14 +45,17 @@ pub(super) async fn list(
             page.next = None;
         }
     }
+    let outbox = in_outbox(engine).await?;
     if output.is_json() {
         return output.json(&json!({
             "dead_letters": page.items,
             "next": page.next.as_ref().map(cursor),
+            "outbox_dead_letters": outbox,
         }));
     }
     if page.items.is_empty() {
-        return output.line("no dead letters");
+        output.line("no dead letters")?;
+        return say_outbox(outbox, target, output);
     }
     let mut table = Table::new(&["ID", "TYPE", "GROUP", "ATTEMPTS", "DIED", "LAST ERROR"]);
     for letter in &page.items {
@@ -70,7 +73,19 @@ pub(super) async fn list(
     if let Some(next) = &page.next {
         output.line(format!("more: {}", next_page(&args, next, target)))?;
     }
-    Ok(())
+    say_outbox(outbox, target, output)
+}
+
+/// What is not in the list because no group has ever seen it.
+fn say_outbox(dead: u64, target: &Target, output: &mut Output) -> Outcome {
+    if dead == 0 {
+        return Ok(());
+    }
+    output.line(format!(
+        "and {} of the outbox: everbus {} outbox failed",
+        counted(dead, "dead letter"),
+        target.as_option()
+    ))
 }
 
 /// The command that shows the next page.
@@ -95,7 +110,7 @@ pub(super) async fn show(
     output: &mut Output,
 ) -> Outcome {
     if let Some(group) = &args.group {
-        existing_group(group, engine).await?;
+        group_or_outbox(group, engine).await?;
     }
     let id = event_id(&args.id, args.source.as_deref());
     let mut found = engine.dead_letters()?.get(id).await?;

@@ -8,7 +8,9 @@ mod list;
 mod purge;
 mod retry;
 
-use everbus_core::{DeadLetter, DeadLetterFilter, Engine, EventId, GroupName};
+use everbus_core::{
+    Code, DeadLetter, DeadLetterFilter, Engine, Error, EventId, GroupName, OUTBOX_GROUP,
+};
 
 pub(crate) use args::DlqCommand;
 use args::DlqFilterArgs;
@@ -16,7 +18,7 @@ use args::DlqFilterArgs;
 use super::{ID_HINT, check_range, existing_group, until_interrupted};
 use crate::open::{Target, close};
 use crate::output::{Output, shell_word};
-use crate::stop::Outcome;
+use crate::stop::{Outcome, Stop};
 use crate::when;
 
 pub(crate) async fn run(command: DlqCommand, target: &Target, output: &mut Output) -> Outcome {
@@ -58,7 +60,7 @@ async fn run_on(
 async fn filter(args: &DlqFilterArgs, engine: &Engine) -> Outcome<DeadLetterFilter> {
     check_range(args.since, args.until)?;
     if let Some(group) = &args.group {
-        existing_group(group, engine).await?;
+        group_or_outbox(group, engine).await?;
     }
     Ok(DeadLetterFilter {
         pattern: args.pattern.clone(),
@@ -69,6 +71,28 @@ async fn filter(args: &DlqFilterArgs, engine: &Engine) -> Outcome<DeadLetterFilt
         handler: args.handler.clone(),
         error: args.error.clone(),
         ..DeadLetterFilter::default()
+    })
+}
+
+/// The group must exist. The outbox is none, although `system.dead_letter` names it like one.
+async fn group_or_outbox(group: &GroupName, engine: &Engine) -> Outcome {
+    match existing_group(group, engine).await {
+        Err(Stop::Failed(error))
+            if error.code() == Code::GroupNotFound && group.as_str() == OUTBOX_GROUP =>
+        {
+            Err(Error::new(Code::GroupNotFound, error.message())
+                .hint("`everbus outbox failed` lists the dead letters of the outbox, `everbus outbox retry` sends them again")
+                .into())
+        }
+        other => other.map(drop),
+    }
+}
+
+/// How many dead letters the outbox in the same file has, which no group knows.
+async fn in_outbox(engine: &Engine) -> Outcome<u64> {
+    Ok(match &engine.outbox {
+        Some(outbox) => outbox.dead_letters().await?,
+        None => 0,
     })
 }
 
@@ -105,6 +129,17 @@ async fn why_not(
         return Ok(WhyNot {
             message: format!("{text:?} has no dead letter in the group {group}"),
             hint: format!("it has one in {}", groups.join(", ")),
+        });
+    }
+    if let Some(outbox) = &engine.outbox
+        && let Some(known) = outbox.find_dead_letter(text.to_owned(), id).await?
+    {
+        let known = shell_word(&known);
+        return Ok(WhyNot {
+            message: format!("{text:?} is a dead letter of the outbox: no group has seen it"),
+            hint: format!(
+                "`everbus outbox failed` shows it, `everbus outbox retry {known}` sends it again"
+            ),
         });
     }
     let stored = !engine.log()?.find(id).await?.is_empty();

@@ -1,0 +1,72 @@
+//! `everbus outbox init`: the tables of an outbox, for services that cannot make them themselves.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use everbus::outbox::{Outbox, OutboxInit, OutboxOptions};
+use everbus_core::{Code, Error};
+use serde_json::json;
+
+use crate::open::{Target, blocking, refuse_directory_name};
+use crate::output::{Output, escaped};
+use crate::stop::Outcome;
+
+pub(super) const INIT_HELP: &str = "\
+A service in any language writes its events with INSERT INTO event_outbox, in the transaction of \
+the data they are about; `everbus outbox relay --outbox FILE` publishes them. The tables are made \
+all together or not at all, and what is there already is left as it is. With --print-sql they can \
+be part of the service's own migrations: everbus outbox init --print-sql | sqlite3 shop.db";
+
+#[derive(Debug, Args)]
+pub(crate) struct InitArgs {
+    /// The SQLite database that gets the tables; it is made if there is none
+    #[arg(long, value_name = "FILE", required_unless_present = "print_sql")]
+    outbox: Option<PathBuf>,
+
+    /// Print the SQL that makes them, and change nothing
+    #[arg(long, conflicts_with = "outbox")]
+    print_sql: bool,
+}
+
+pub(super) async fn run(args: InitArgs, target: &Target, output: &mut Output) -> Outcome {
+    let Some(path) = args.outbox else {
+        let sql = Outbox::tables_sql();
+        if output.is_json() {
+            return output.json(&json!({ "sql": sql }));
+        }
+        return output.raw(sql.as_bytes());
+    };
+    refuse_directory_name(&path, "--outbox")?;
+    let options = OutboxOptions {
+        busy_timeout: target.busy_timeout(),
+        ..OutboxOptions::default()
+    };
+    let file = path.clone();
+    let made = blocking(move || {
+        Outbox::init(&file, &options).map_err(|error| match error.code() {
+            Code::NotEverbus => Error::new(
+                Code::NotAFile,
+                format!("{} is not an SQLite database", file.display()),
+            )
+            .hint("name the database of your service"),
+            _ => error,
+        })
+    });
+    let made = target.patiently(made).await?;
+    if output.is_json() {
+        let new_file = made == OutboxInit::NewFile;
+        return output.json(&json!({
+            "outbox": path.display().to_string(),
+            "created": new_file || made == OutboxInit::NewTables,
+            "new_file": new_file,
+        }));
+    }
+    let shown = path.display().to_string();
+    let shown = escaped(&shown);
+    output.line(match made {
+        OutboxInit::NewFile => format!("made {shown}, with the tables of an outbox"),
+        OutboxInit::NewTables => format!("made the tables of an outbox in {shown}"),
+        OutboxInit::Everbus => format!("{shown} is a file of Everbus and has an outbox anyway"),
+        _ => format!("the tables of the outbox are there already in {shown}"),
+    })
+}

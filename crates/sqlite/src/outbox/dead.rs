@@ -1,0 +1,196 @@
+//! What was rejected: every time is written down with the row, and with the last they go to its dead letter.
+//!
+//! A row that was given up has no time of sending. One that was sent and whose event a group gave up on later has one.
+
+use everbus_core::dead_letters::all_failures;
+use everbus_core::{Code, Error, EventId, Failure, FailureKind, OutboxRow, Result, Timestamp};
+use rusqlite::{Connection, OptionalExtension, params};
+
+use super::from_outbox;
+use crate::rows::seq_from;
+
+/// What was given up before and is sent now has been retried.
+pub(super) fn close(conn: &Connection, rows: &[&OutboxRow], now: Timestamp) -> Result<()> {
+    let doing = |e| from_outbox("closing dead letters of the outbox", e);
+    let any = conn
+        .prepare_cached("SELECT 1 FROM outbox_dead_letters WHERE retried_at IS NULL LIMIT 1")
+        .and_then(|mut s| s.exists([]))
+        .map_err(doing)?;
+    if !any {
+        return Ok(());
+    }
+    let mut statement = conn.prepare_cached(CLOSE).map_err(doing)?;
+    for row in rows {
+        statement
+            .execute(params![identity(row), row.row, now.to_string()])
+            .map_err(doing)?;
+    }
+    Ok(())
+}
+
+/// By the event or by the row: one that could not be read may be another event since it was corrected.
+pub(super) const CLOSE: &str = "UPDATE outbox_dead_letters SET retried_at = ?3
+     WHERE (event = ?1 OR row = ?2) AND retried_at IS NULL";
+
+/// What names the event of a row among the dead letters of the outbox.
+pub(super) fn identity(row: &OutboxRow) -> String {
+    match &row.tenant {
+        Some(tenant) => format!("{}@{tenant}", row.uuid()),
+        None => row.uuid().to_string(),
+    }
+}
+
+/// An event may have died before its row was marked; then the row shows it all the same.
+pub(super) fn show(conn: &Connection, rows: &[&OutboxRow]) -> Result<()> {
+    let doing = |e| from_outbox("looking for dead letters", e);
+    let any = conn
+        .prepare_cached("SELECT 1 FROM dead_letters WHERE retried_at IS NULL LIMIT 1")
+        .and_then(|mut s| s.exists([]))
+        .map_err(doing)?;
+    if !any {
+        return Ok(());
+    }
+    let mut statement = conn
+        .prepare_cached(
+            "UPDATE event_outbox SET status = 'failed', last_error = found.error
+             FROM (SELECT json_extract(d.failures, '$[#-1].error') AS error
+                   FROM log JOIN dead_letters d ON d.seq = log.seq
+                   WHERE log.id = ?2 AND d.retried_at IS NULL
+                     AND log.tenant = iif(?3 IS NULL, 0, (SELECT id FROM tenants WHERE name = ?3))
+                   LIMIT 1) AS found
+             WHERE event_outbox.row = ?1 AND +event_outbox.status = 'sent'",
+        )
+        .map_err(doing)?;
+    for row in rows {
+        if let Ok(event) = &row.event {
+            statement
+                .execute(params![row.row, event.id().as_bytes(), row.tenant])
+                .map_err(doing)?;
+        }
+    }
+    Ok(())
+}
+
+/// The failures in a column. What somebody else damaged must not keep new ones from being written.
+pub(super) fn read_list(text: Option<String>) -> Vec<Failure> {
+    text.and_then(|text| serde_json::from_str(&text).ok())
+        .unwrap_or_default()
+}
+
+fn write_list(failures: &[Failure]) -> Result<String> {
+    serde_json::to_string(failures)
+        .map_err(|e| Error::new(Code::Internal, format!("failures cannot be stored: {e}")))
+}
+
+/// Every rejection of a row, this one included.
+fn rejections(
+    conn: &Connection,
+    row: &OutboxRow,
+    error: &str,
+    now: Timestamp,
+) -> Result<Vec<Failure>> {
+    let before: Option<String> = conn
+        .prepare_cached("SELECT failures FROM event_outbox WHERE row = ?1")
+        .and_then(|mut s| s.query_row([row.row], |r| r.get(0)).optional())
+        .map(Option::flatten)
+        .map_err(|e| from_outbox("reading rejections", e))?;
+    let kind = match row.event {
+        Ok(_) => FailureKind::Error,
+        Err(_) => FailureKind::Decode,
+    };
+    let attempt = row.attempts.saturating_add(1);
+    let new = Failure::new(attempt, now, kind, error);
+    Ok(all_failures(read_list(before), [new]))
+}
+
+/// Writes a rejection down; the row is tried again when it is due.
+pub(super) fn reject(
+    conn: &Connection,
+    row: &OutboxRow,
+    error: &str,
+    now: Timestamp,
+    due: i64,
+) -> Result<()> {
+    let failures = write_list(&rejections(conn, row, error, now)?)?;
+    conn.prepare_cached(
+        "UPDATE event_outbox SET attempts = ?2, last_error = ?3, due = ?4, failures = ?6
+         WHERE row = ?1 AND +status = 'pending' AND revision = ?5",
+    )
+    .and_then(|mut s| {
+        let attempts = row.attempts.saturating_add(1);
+        s.execute(params![
+            row.row,
+            attempts,
+            error,
+            due,
+            row.revision,
+            failures
+        ])
+    })
+    .map(drop)
+    .map_err(|e| from_outbox("writing down a rejection", e))
+}
+
+/// Gives a row up, with a dead letter.
+pub(super) fn fail(conn: &Connection, row: &OutboxRow, error: &str, now: Timestamp) -> Result<()> {
+    let doing = |e| from_outbox("giving a row up", e);
+    let attempts = row.attempts.saturating_add(1);
+    let new = rejections(conn, row, error, now)?;
+    let failed = conn
+        .prepare_cached(
+            "UPDATE event_outbox SET status = 'failed', attempts = ?2, last_error = ?3, due = 0,
+               sent_at = NULL, failures = NULL
+             WHERE row = ?1 AND +status = 'pending' AND revision = ?4",
+        )
+        .and_then(|mut s| s.execute(params![row.row, attempts, error, row.revision]))
+        .map_err(doing)?;
+    if failed == 0 {
+        return Ok(());
+    }
+    let event = identity(row);
+    let before: Option<String> = conn
+        .prepare_cached("SELECT failures FROM outbox_dead_letters WHERE event = ?1")
+        .and_then(|mut s| s.query_row([&event], |r| r.get(0)).optional())
+        .map_err(doing)?;
+    let failures = write_list(&all_failures(read_list(before), new))?;
+    conn.prepare_cached(
+        "INSERT INTO outbox_dead_letters
+           (event, event_id, event_type, payload, error, attempts, first_seen_at, last_seen_at, row, failures)
+         SELECT ?5, event_id, event_type, payload, ?2, ?3, ?4, ?4, ?1, ?6 FROM event_outbox WHERE row = ?1
+         ON CONFLICT (event) DO UPDATE SET
+           event_id = excluded.event_id, row = excluded.row, event_type = excluded.event_type,
+           payload = excluded.payload, error = excluded.error,
+           attempts = attempts + excluded.attempts, last_seen_at = excluded.last_seen_at,
+           retried_at = NULL, failures = excluded.failures",
+    )
+    .and_then(|mut s| {
+        let now = now.to_string();
+        s.execute(params![row.row, error, attempts, now, event, failures])
+    })
+    .map(drop)
+    .map_err(doing)
+}
+
+/// How many events were given up and not retried since.
+pub(super) fn count(conn: &Connection) -> Result<u64> {
+    conn.prepare_cached("SELECT count(*) FROM outbox_dead_letters WHERE retried_at IS NULL")
+        .and_then(|mut s| s.query_row([], |r| r.get(0)))
+        .map(seq_from)
+        .map_err(|e| from_outbox("counting dead letters of the outbox", e))
+}
+
+/// The text in `event_id` of an event that was given up, by that text or by its id, whatever its tenant.
+pub(super) fn find(conn: &Connection, text: &str, id: EventId) -> Result<Option<String>> {
+    conn.prepare_cached(
+        "SELECT event_id FROM outbox_dead_letters WHERE event_id = ?1 AND retried_at IS NULL
+         UNION ALL
+         SELECT event_id FROM outbox_dead_letters
+         WHERE event >= ?2 AND event < ?2 || 'A' AND retried_at IS NULL -- with @ and a tenant, or without
+         LIMIT 1",
+    )
+    .and_then(|mut s| {
+        s.query_row(params![text, id.to_string()], |r| r.get(0))
+            .optional()
+    })
+    .map_err(|e| from_outbox("looking for a dead letter of the outbox", e))
+}
