@@ -161,7 +161,9 @@ async fn an_object_is_inspected() {
         assert_eq!(objects.inspect(reference, deep).await.unwrap(), None);
     }
     std::fs::write(&object, "y".repeat(3002)).unwrap();
-    let found = objects.inspect_all(&[reference.clone()], false).await;
+    let found = objects
+        .inspect_all(std::slice::from_ref(reference), false)
+        .await;
     assert_eq!(found.into_iter().next().unwrap().unwrap(), None);
     let deep = objects.inspect(reference, true).await.unwrap();
     assert_eq!(deep, Some(Flaw::Content));
