@@ -37,7 +37,11 @@ const CHECK_HELP: &str = "\
 `everbus check` verifies the file that holds the events. `everbus check --config everbus.yaml` \
 reads the configuration instead, reports everything that is wrong with it, each with line and \
 column, and warns if this build has no engine for its broker. Its variables must be set as for \
-the program that will use it. No event is touched and nothing is connected to.";
+the program that will use it. No event is touched and nothing is connected to.
+
+The objects of large events are checked with the file: whether each is there and has its length, \
+with --deep whether it has its SHA-256. They are looked for beside the file; if the configuration \
+names other places (overflow.url, overflow.also_read), set EVERBUS_CONFIG to it.";
 
 /// Reliable events in a file: publish, follow, and repair what failed.
 #[derive(Debug, Parser)]
@@ -151,7 +155,7 @@ pub(crate) enum Command {
     Bench(BenchArgs),
     /// Verify the file, or with --config the configuration; exit code 1 if something is wrong
     #[command(after_help = CHECK_HELP)]
-    Check,
+    Check(crate::commands::check::CheckArgs),
     /// Who did what: list the audit trail, verify that nobody changed it, add to it
     #[command(subcommand)]
     Audit(AuditCommand),

@@ -68,7 +68,7 @@ pub use audit::kept_head;
 #[doc(hidden)]
 pub use history::HistoryTuning;
 pub use maintenance::restore;
-pub use orphans::{log_id_of, references};
+pub use orphans::{References, log_id_of, references};
 pub use schema::VERSION as SCHEMA_VERSION;
 
 /// How safe a commit is.

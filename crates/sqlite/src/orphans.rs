@@ -143,10 +143,13 @@ pub fn log_id_of(file: &Path) -> Result<LogId> {
     log_id(&open_reader(file)?)
 }
 
-/// The objects that the events of a file refer to, a page at a time in the order of the log: those after
-/// a position, and the position to go on from; `None` at the end. The file is only read, in short
+/// A page of what events refer to, and the position to go on from.
+pub type References = (Vec<(EventId, Overflow)>, Option<u64>);
+
+/// The objects that the events of a file refer to, each with the id of its event, a page at a time in the
+/// order of the log: those after a position, and the position to go on from; `None` at the end. The file is only read, in short
 /// transactions; it may be in use.
-pub fn references(file: &Path, after: u64) -> Result<(Vec<Overflow>, Option<u64>)> {
+pub fn references(file: &Path, after: u64) -> Result<References> {
     /// How many events are looked at in one transaction.
     const PAGE: u64 = 20_000;
     let doing = |e| from_sqlite("reading which objects are in use", e);
@@ -164,23 +167,26 @@ pub fn references(file: &Path, after: u64) -> Result<(Vec<Overflow>, Option<u64>
     let to = from.saturating_add(PAGE - 1);
     let mut statement = conn
         .prepare_cached(
-            "SELECT attrs -> '$.overflow' FROM log
+            "SELECT id, attrs -> '$.overflow' FROM log
              WHERE seq BETWEEN ?1 AND ?2 AND attrs IS NOT NULL
                AND iif(instr(attrs, '\"overflow\"') > 0,
                        json_type(attrs, '$.overflow') = 'object', 0)",
         )
         .map_err(doing)?;
-    let found: Vec<String> = statement
-        .query_map([to_sql(from), to_sql(to)], |row| row.get(0))
+    let found: Vec<(_, String)> = statement
+        .query_map([to_sql(from), to_sql(to)], |row| {
+            Ok((EventId::from_bytes(row.get(0)?), row.get(1)?))
+        })
         .and_then(Iterator::collect)
         .map_err(doing)?;
-    let read = |text: &String| {
-        serde_json::from_str(text).map_err(|e| {
-            let what = format!("a reference to an object cannot be read: {e}");
-            Error::new(Code::Corrupt, what)
-        })
+    let read = |(id, text): (EventId, String)| match serde_json::from_str(&text) {
+        Ok(reference) => Ok((id, reference)),
+        Err(e) => {
+            let what = format!("the reference of {id} to its object cannot be read: {e}");
+            Err(Error::new(Code::Corrupt, what))
+        }
     };
-    let found: Result<Vec<Overflow>> = found.iter().map(read).collect();
+    let found: Result<Vec<_>> = found.into_iter().map(read).collect();
     Ok((found?, Some(to)))
 }
 

@@ -94,9 +94,15 @@ async fn back_up(
         (false, Some(beside)) => Some(Place::of(&target.overflow()?, beside)?),
         _ => None,
     };
+    let others = match &here {
+        Some(_) => Place::others(&target.overflow()?, engine.objects.as_deref())?,
+        None => Vec::new(),
+    };
     let there = with_suffix(stage, OBJECTS);
     let there = Place::directory(&there);
-    let mut carrier = here.as_ref().map(|here| Carrier::new(vec![here], &there));
+    let mut carrier = here
+        .as_ref()
+        .map(|here| Carrier::new(std::iter::once(here).chain(&others).collect(), &there));
     // The objects first: an event that is removed after the copy of the file may take its object along.
     if let (Some(carrier), Ok(file)) = (&mut carrier, target.path()) {
         carrier.round(file).await?;

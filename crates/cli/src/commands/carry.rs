@@ -52,7 +52,7 @@ impl<'a> Carrier<'a> {
         loop {
             let (path, from) = (file.to_path_buf(), after);
             let (page, next) = blocking(move || everbus_sqlite::references(&path, from)).await?;
-            for reference in page {
+            for (_, reference) in page {
                 if !self.seen.contains(&reference.key) {
                     self.bring(reference).await?;
                 }
@@ -66,7 +66,9 @@ impl<'a> Carrier<'a> {
 
     async fn bring(&mut self, reference: Overflow) -> Outcome {
         let mut why = "it is missing".to_owned();
-        for from in &self.from {
+        let named = |from: &&&Place| from.name() == reference.bucket;
+        let (first, then) = (self.from.iter().filter(named), self.from.iter());
+        for from in first.chain(then.filter(|from| !named(from))) {
             match self.to.bring(from, &reference).await? {
                 Transferred::Copied => {
                     self.copied += 1;

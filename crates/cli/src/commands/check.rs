@@ -2,46 +2,80 @@
 
 use std::path::Path;
 
-use everbus_core::{Capabilities, CheckReport, Code, Error};
+use everbus_core::{Capabilities, CheckReport, Code, Engine, Error};
+use indicatif::ProgressBar;
 use rusqlite::{Connection, OpenFlags};
 use serde_json::json;
 
+use super::check_objects::Checked;
 use crate::open::{Target, blocking, close};
 use crate::output::{Output, escaped};
 use crate::progress;
 use crate::stop::{Outcome, Stop};
 
-pub(crate) async fn run(target: &Target, output: &mut Output) -> Outcome {
+#[derive(Debug, clap::Args)]
+pub(crate) struct CheckArgs {
+    /// Read every object of a large event and compare its SHA-256; otherwise it must be there with its
+    /// length
+    #[arg(long)]
+    pub(crate) deep: bool,
+}
+
+/// What could be found out about a file.
+struct Verdict {
+    report: CheckReport,
+    capabilities: Option<Capabilities>,
+    /// Whether the file itself is sound.
+    sound: bool,
+    objects: Option<Checked>,
+}
+
+pub(crate) async fn run(args: &CheckArgs, target: &Target, output: &mut Output) -> Outcome {
     let bar = progress::spinner("checking");
-    let checked = check(target).await;
+    let checked = check(args, target, &bar).await;
     bar.finish_and_clear();
-    let (report, capabilities) = match checked {
+    let verdict = match checked {
         // Damage is what a check looks for: it is a finding, not an error.
-        Err(Stop::Failed(error)) if error.code() == Code::Corrupt => {
-            (damage(target.path()?, &error).await?, None)
-        }
-        other => {
-            let (report, capabilities) = other?;
-            (report, Some(capabilities))
-        }
+        Err(Stop::Failed(error)) if error.code() == Code::Corrupt => Verdict {
+            report: damage(target.path()?, &error).await?,
+            capabilities: None,
+            sound: false,
+            objects: None,
+        },
+        other => other?,
     };
-    print(&report, capabilities.as_ref(), output)?;
-    if report.is_ok() {
+    print(&verdict, output)?;
+    if verdict.report.is_ok() {
         Ok(())
     } else {
         Err(Stop::Unsatisfied)
     }
 }
 
-async fn check(target: &Target) -> Outcome<(CheckReport, Capabilities)> {
+async fn check(args: &CheckArgs, target: &Target, bar: &ProgressBar) -> Outcome<Verdict> {
     let engine = target.open_existing().await?;
-    let report = match engine.maintenance() {
-        Ok(maintenance) => maintenance.check().await,
-        Err(error) => Err(error),
-    };
-    let capabilities = engine.broker.capabilities();
+    let verdict = look(args, target, &engine, bar).await;
     close(&engine).await;
-    Ok((report?, capabilities))
+    verdict
+}
+
+async fn look(
+    args: &CheckArgs,
+    target: &Target,
+    engine: &Engine,
+    bar: &ProgressBar,
+) -> Outcome<Verdict> {
+    let mut report = engine.maintenance()?.check().await?;
+    bar.finish_and_clear();
+    let sound = report.is_ok();
+    let objects = Checked::run(target, engine, args.deep).await?;
+    objects.report(&mut report);
+    Ok(Verdict {
+        report,
+        capabilities: Some(engine.broker.capabilities()),
+        sound,
+        objects: Some(objects),
+    })
 }
 
 /// What can be said about a file that is too damaged for the engine.
@@ -67,16 +101,15 @@ fn integrity(path: &Path) -> rusqlite::Result<String> {
     Ok(problems.join("; "))
 }
 
-fn print(
-    report: &CheckReport,
-    capabilities: Option<&Capabilities>,
-    output: &mut Output,
-) -> Outcome {
+fn print(verdict: &Verdict, output: &mut Output) -> Outcome {
+    let report = &verdict.report;
+    let capabilities = verdict.capabilities.as_ref();
     if output.is_json() {
         return output.json(&json!({
             "ok": report.is_ok(),
             "findings": report.findings,
             "capabilities": capabilities,
+            "objects": verdict.objects,
         }));
     }
     if let Some(capabilities) = capabilities {
@@ -94,9 +127,16 @@ fn print(
             escaped(&finding.detail)
         ))?;
     }
-    output.line(if report.is_ok() {
-        "everything is as it should be"
-    } else {
-        "something is wrong: keep a copy of the file and its -wal, then restore a backup"
+    if let Some(objects) = &verdict.objects {
+        objects.print(output)?;
+    }
+    output.line(match (report.is_ok(), verdict.sound) {
+        (true, _) => "everything is as it should be",
+        (false, true) => {
+            "the file is sound, but not all objects of large events: bring them back from a backup"
+        }
+        (false, false) => {
+            "something is wrong: keep a copy of the file and its -wal, then restore a backup"
+        }
     })
 }

@@ -6,11 +6,18 @@ use everbus::Config;
 use everbus::config::Problems;
 use serde_json::json;
 
+use super::check::CheckArgs;
 use crate::args::Args;
 use crate::output::{Output, counted, escaped};
 use crate::stop::{Outcome, Stop};
 
-pub(crate) fn run(args: &Args, path: &Path, output: &mut Output) -> Outcome {
+pub(crate) fn run(args: &Args, check: &CheckArgs, path: &Path, output: &mut Output) -> Outcome {
+    if check.deep {
+        return Err(Stop::usage(
+            "--deep is about the objects of a file, and --config checks the configuration alone",
+            Some("set EVERBUS_CONFIG to the configuration, and leave --config out"),
+        ));
+    }
     if args.db.is_some() || args.broker.is_some() {
         return Err(Stop::usage(
             "check looks at the configuration or at the file that holds the events, not at both",

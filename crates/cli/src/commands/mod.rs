@@ -4,8 +4,9 @@ mod asyncapi;
 pub(crate) mod audit;
 pub(crate) mod backup;
 mod carry;
-mod check;
+pub(crate) mod check;
 mod check_config;
+mod check_objects;
 mod demo;
 pub(crate) mod dlq;
 pub(crate) mod events;
@@ -63,9 +64,9 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Replay(args) => replay::run(*args, &target()?, output).await,
         // The relay ends by itself on Ctrl-C, after what is under way.
         Command::Outbox(command) => outbox::run(command, &target()?, output).await,
-        Command::Check => match &args.config {
-            Some(config) => check_config::run(&args, config, output),
-            None => until_interrupted(check::run(&target()?, output)).await,
+        Command::Check(check) => match &args.config {
+            Some(config) => check_config::run(&args, &check, config, output),
+            None => until_interrupted(check::run(&check, &target()?, output)).await,
         },
         Command::Audit(command) => until_interrupted(audit::run(command, &target()?, output)).await,
         Command::Asyncapi(command) => {

@@ -18,7 +18,7 @@ use crate::stop::{Outcome, Stop, about};
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 The objects of large events are taken from the directory BACKUP.objects, or if they are not there from those
-of the file that is replaced. They go beside the file, or to where overflow.url of the configuration says; an
+of the file that is replaced, or from the places of overflow.also_read. They go beside the file, or to where overflow.url of the configuration says; an
 object that is there already is never overwritten. A file that is replaced is kept beside the new one together
 with its objects. If an object cannot be had, the rest is restored, it is named, and the exit code is 1.")]
 pub(crate) struct RestoreArgs {
@@ -128,7 +128,9 @@ impl Names {
             let log = blocking(move || everbus_sqlite::log_id_of(&file)).await?;
             place.claim(log).await?;
         }
-        let mut carrier = Carrier::new(vec![&theirs, &replaced], &place);
+        let others = Place::others(&overflow, None)?;
+        let from = [&theirs, &replaced].into_iter().chain(&others).collect();
+        let mut carrier = Carrier::new(from, &place);
         carrier.round(&self.fresh).await?;
         if current && with_suffix(&self.fresh, OBJECTS).is_dir() {
             let file = self.fresh.clone();

@@ -243,6 +243,105 @@ fn objects_of_another_log_are_removed_only_on_command() {
     assert!(trail.to_string().contains("objects.remove"), "{trail}");
 }
 
+// conformance: issue-4/check-objects: check names every object that is missing or damaged, with --deep also by its content; exit code 1
+#[test]
+fn a_check_finds_objects_that_are_missing_or_damaged() {
+    let shop = Shop::new();
+    let ids = ["x", "y", "z"].map(|text| publish(&shop, &[], text));
+    shop.run(&["publish", "a.b", "1", "--count", "3"]).ok();
+    let object = |id: &str| {
+        let name = format!("everbus.db.objects/events/~/{id}-payload.json");
+        shop.path(&name)
+    };
+    for options in [&["check"][..], &["check", "--deep"]] {
+        let text = shop.run(options).ok();
+        assert!(
+            text.contains("objects: 3 objects (900,039 bytes) checked"),
+            "{text}"
+        );
+    }
+    // The same length: only a deep check sees it.
+    std::fs::write(object(&ids[2]), "z".repeat(SIZE + 13)).unwrap();
+    shop.run(&["check"]).ok();
+    let found = |options: &[&str]| {
+        let ran = shop.run(&[&["-o", "json", "check"], options].concat());
+        assert_eq!(ran.code, 1, "{ran:?}");
+        let report: Value = serde_json::from_str(&ran.out).unwrap();
+        assert_eq!(report["ok"], false, "{report}");
+        report["objects"].clone()
+    };
+    let deep = found(&["--deep"]);
+    assert_eq!(
+        (&deep["checked"], &deep["bad"]),
+        (&3.into(), &1.into()),
+        "{deep}"
+    );
+    assert_eq!(deep["problems"][0]["event"], ids[2].as_str(), "{deep}");
+    std::fs::remove_file(object(&ids[0])).unwrap();
+    std::fs::write(object(&ids[1]), "short").unwrap();
+    assert_eq!(found(&["--deep"])["bad"], 3);
+    let quick = found(&[]);
+    assert_eq!(quick["bad"], 2, "{quick}");
+    for (n, what) in ["it is missing", "it has 5 bytes instead of 300013"]
+        .iter()
+        .enumerate()
+    {
+        let problem = &quick["problems"][n];
+        assert_eq!(problem["event"], ids[n].as_str(), "{quick}");
+        assert_eq!(problem["key"], format!("events/~/{}-payload.json", ids[n]));
+        assert_eq!(problem["problem"], *what, "{quick}");
+    }
+    let ran = shop.run(&["check"]);
+    let line = format!(
+        "event {0}, object events/~/{0}-payload.json: it is missing",
+        ids[0]
+    );
+    assert!(ran.code == 1 && ran.out.contains(&line), "{ran:?}");
+    assert!(ran.out.contains("BAD objects: 3 objects"), "{ran:?}");
+    assert!(ran.out.contains("the file is sound"), "{ran:?}");
+    let both = shop.run(&["check", "--deep", "--config", "everbus.yaml"]);
+    assert_eq!(both.code, 2, "{both:?}");
+}
+
+// conformance: issue-4/check-objects-place: check and backup find objects in the places that the configuration lists, and say which place is not read
+#[test]
+fn a_check_looks_where_the_configuration_says() {
+    let shop = Shop::new();
+    let config = |overflow: &str| {
+        let text =
+            format!("broker:\n  type: sqlite\n  url: sqlite:shop.db\noverflow: {overflow}\n");
+        std::fs::write(shop.path("everbus.yaml"), text).unwrap();
+    };
+    let options = ["--config", "everbus.yaml"];
+    let check = || {
+        let mut command = shop.command(&["check"]);
+        Ran::from(
+            command
+                .env("EVERBUS_CONFIG", "everbus.yaml")
+                .output()
+                .unwrap(),
+        )
+    };
+    let ids = ["one", "two"].map(|place| {
+        config(&format!("{{url: {place}}}"));
+        publish(&shop, &options, place)
+    });
+    // One of the two places is not read.
+    let ran = check();
+    assert_eq!(ran.code, 1, "{ran:?}");
+    assert!(ran.out.contains("it is in another place (one)"), "{ran:?}");
+    assert!(ran.out.contains("overflow.also_read"), "{ran:?}");
+    config("{url: two, also_read: [one]}");
+    let text = check().ok();
+    assert!(text.contains("ok  objects: 2 objects"), "{text}");
+    for (id, text) in ids.iter().zip(["one", "two"]) {
+        assert!(is_whole(&shop, &options, id, text));
+    }
+    shop.run(&[&options, &["backup", "copy.db"][..]].concat())
+        .ok();
+    assert_eq!(objects(&shop.path("copy.db.objects")).len(), 2);
+}
+
 // conformance: issue-4/backup-while-pruning: events that are removed while a backup is made do not leave it without their objects
 #[test]
 fn events_that_are_removed_during_a_backup_have_their_objects_in_it() {

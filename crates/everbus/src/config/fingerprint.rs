@@ -55,7 +55,14 @@ fn write(text: &mut String, node: &Node, secret: bool) {
         Value::Scalar { text: value, plain } => {
             let _ = write!(text, "{}{:?}", u8::from(*plain), redacted(value));
         }
-        Value::List => text.push_str("[]"),
+        Value::List(items) => {
+            text.push('[');
+            for item in items {
+                write(text, item, secret);
+                text.push(',');
+            }
+            text.push(']');
+        }
         Value::Map(entries) => {
             let mut entries: Vec<_> = entries.iter().collect();
             entries.sort_by(|(one, _), (other, _)| one.text.cmp(&other.text));

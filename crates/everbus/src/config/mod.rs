@@ -235,7 +235,6 @@ fn read_text(text: &str, mut problems: Problems, lookup: &Lookup<'_>) -> Result<
         }
         return Err(problems.into_error());
     };
-    let fingerprint = Fingerprint::of(&problems.file, &root);
     let mut reader = Reader {
         problems,
         lookup,
@@ -248,7 +247,8 @@ fn read_text(text: &str, mut problems: Problems, lookup: &Lookup<'_>) -> Result<
     if reader.problems.total > 0 {
         return Err(reader.problems.into_error());
     }
-    config.fingerprint = fingerprint;
+    // What was refused may be larger than it looks.
+    config.fingerprint = Fingerprint::of(&reader.problems.file, &root);
     Ok(config)
 }
 

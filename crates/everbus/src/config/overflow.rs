@@ -1,30 +1,36 @@
 //! The section `overflow`: when the large parts of events go to an object store, and where.
 
 use super::limits::Names;
-use super::section::{Reader, Section};
+use super::section::{Field, Reader, Section};
 use crate::overflow::Overflow;
 
-pub(super) const KEYS: &[&str] = &["enabled", "url", "threshold", "limit", "streams"];
+pub(super) const KEYS: &[&str] = &[
+    "enabled",
+    "url",
+    "also_read",
+    "threshold",
+    "limit",
+    "streams",
+];
 
 /// A reference needs some room itself, and SQLite stores no more in one row.
 const BYTES: std::ops::RangeInclusive<u64> = 1024..=512 * 1024 * 1024;
+
+/// Every one of them may be looked at for one object.
+const PLACES: usize = 16;
 
 pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Overflow {
     let mut overflow = Overflow::default();
     if let Some(enabled) = reader.boolean(section.get("enabled")) {
         overflow.enabled = enabled;
     }
-    let wanted = "a directory, or s3://bucket/prefix";
-    if let Some(url) = reader.text(section.get("url"), wanted) {
-        let to = Overflow::to(url.value.as_str());
-        match to.validate() {
-            Ok(()) => overflow.url = to.url,
-            Err(error) => {
-                let what = format!("{}: {}", url.path, error.message());
-                let hint = error.hint_text().unwrap_or(wanted).to_owned();
-                reader.problems.add(url.place, what, hint);
-            }
-        }
+    overflow.url = url(reader, section.get("url"));
+    for field in reader.list(
+        section.get("also_read"),
+        PLACES,
+        "directories or s3://bucket/prefix",
+    ) {
+        overflow.also_read.extend(url(reader, Some(field)));
     }
     let bytes = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
     if let Some(threshold) = reader.whole(section.get("threshold"), BYTES, "bytes") {
@@ -42,4 +48,20 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Overflow {
         }
     }
     overflow
+}
+
+/// A place of objects.
+fn url(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> Option<String> {
+    let wanted = "a directory, or s3://bucket/prefix";
+    let url = reader.text(field, wanted)?;
+    let to = Overflow::to(url.value.as_str());
+    match to.validate() {
+        Ok(()) => to.url,
+        Err(error) => {
+            let what = format!("{}: {}", url.path, error.message());
+            let hint = error.hint_text().unwrap_or(wanted).to_owned();
+            reader.problems.add(url.place, what, hint);
+            None
+        }
+    }
 }

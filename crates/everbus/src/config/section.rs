@@ -127,6 +127,34 @@ impl Reader<'_> {
         named
     }
 
+    /// The values of a list of at most `most`, in their order. Nothing at all is an empty list.
+    pub(super) fn list<'n>(
+        &mut self,
+        field: Option<Field<'n>>,
+        most: usize,
+        what: &str,
+    ) -> Vec<Field<'n>> {
+        let Some(field) = field else {
+            return Vec::new();
+        };
+        match &field.node.value {
+            Value::List(items) if items.len() <= most => {
+                let items = items.iter().enumerate().map(|(n, node)| Field {
+                    key: field.key,
+                    key_place: node.place,
+                    path: format!("{}[{n}]", field.path),
+                    node,
+                });
+                items.collect()
+            }
+            _ if field.node.is_null() => Vec::new(),
+            _ => {
+                self.wrong_kind(&field, &format!("a list of at most {most} {what}"));
+                Vec::new()
+            }
+        }
+    }
+
     fn entries<'n>(&mut self, field: &Field<'n>, wanted: &str) -> Option<Vec<Field<'n>>> {
         match &field.node.value {
             Value::Map(entries) => Some(
@@ -173,7 +201,7 @@ impl Reader<'_> {
     fn wrong_kind(&mut self, field: &Field<'_>, wanted: &str) {
         let found = match &field.node.value {
             Value::Map(_) => "a mapping".to_owned(),
-            Value::List => "a list".to_owned(),
+            Value::List(items) => format!("a list of {}", items.len()),
             // What it says is not shown: it may be an address with a password in it.
             Value::Scalar { .. } if field.node.is_null() => "nothing".to_owned(),
             Value::Scalar { .. } => "a single value".to_owned(),

@@ -32,7 +32,7 @@ pub(super) enum Value {
         text: String,
         plain: bool,
     },
-    List,
+    List(Vec<Rc<Node>>),
     Map(Vec<(Key, Rc<Node>)>),
 }
 
@@ -80,7 +80,7 @@ struct Open {
 }
 
 enum Kind {
-    List,
+    List(Vec<Rc<Node>>),
     Map {
         entries: Vec<(Key, Rc<Node>)>,
         /// Where each key was first given.
@@ -159,7 +159,7 @@ impl Tree<'_> {
             }
             Event::SequenceStart(anchor, tag) => {
                 self.check_tag(tag.as_deref(), at);
-                self.begin(Kind::List, anchor, at)
+                self.begin(Kind::List(Vec::new()), anchor, at)
             }
             Event::MappingStart(anchor, tag) => {
                 self.check_tag(tag.as_deref(), at);
@@ -173,7 +173,7 @@ impl Tree<'_> {
             Event::SequenceEnd | Event::MappingEnd => {
                 let open = self.open.pop()?;
                 let value = match open.kind {
-                    Kind::List => Value::List,
+                    Kind::List(items) => Value::List(items),
                     Kind::Map { entries, .. } => Value::Map(entries),
                 };
                 let node = Node {
@@ -234,8 +234,12 @@ impl Tree<'_> {
         };
         parent.size = parent.size.saturating_add(node.size);
         parent.depth = parent.depth.max(node.depth + 1);
-        let Kind::Map { entries, seen, key } = &mut parent.kind else {
-            return Some(());
+        let (entries, seen, key) = match &mut parent.kind {
+            Kind::Map { entries, seen, key } => (entries, seen, key),
+            Kind::List(items) => {
+                items.push(node);
+                return Some(());
+            }
         };
         match std::mem::replace(key, Waiting::Key) {
             Waiting::Value(name) => entries.push((name, node)),

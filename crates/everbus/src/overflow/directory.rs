@@ -5,6 +5,8 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use super::key;
+
 /// Makes a directory and those above it, and syncs those that got a new entry.
 pub(super) fn make_directory(path: &Path) -> std::io::Result<()> {
     let missing: Vec<&Path> = path
@@ -30,10 +32,17 @@ pub(super) fn sync_directory(path: &Path) -> std::io::Result<()> {
 }
 
 /// `object_store` writes a file under its name with `#` and a number before it gets that name.
-pub(super) fn sweep(folder: &Path, after: Duration, dry_run: bool) -> (u64, u64) {
+/// Among the objects each such file goes; beside them only those of `mark`, since others may keep files there.
+pub(super) fn sweep(place: &Path, mark: &str, after: Duration, dry_run: bool) -> (u64, u64) {
     let entries = |path: &Path| std::fs::read_dir(path).into_iter().flatten().flatten();
     let (mut files, mut bytes) = (0, 0);
-    for entry in entries(folder).flat_map(|entity| entries(&entity.path())) {
+    let objects = entries(&place.join(key::FOLDER)).flat_map(|entity| entries(&entity.path()));
+    let marks = entries(place).filter(|entry| {
+        let name = entry.file_name();
+        let name = name.to_str().and_then(|name| name.strip_prefix(mark));
+        name.is_some_and(|rest| rest.starts_with('#'))
+    });
+    for entry in objects.chain(marks) {
         let name = entry.file_name();
         let unfinished = name.to_str().is_some_and(|name| {
             let parts = name.rsplit_once('#');

@@ -47,6 +47,7 @@ mod fields;
 mod key;
 mod options;
 mod owner;
+mod places;
 mod store;
 mod survey;
 mod transfer;
@@ -64,6 +65,7 @@ use sha2::{Digest as _, Sha256};
 
 pub use collect::{Collect, Collected, is_in_use};
 pub use options::{LARGEST_EVENT, Overflow, THRESHOLD};
+pub use places::Flaw;
 pub use survey::{Survey, Tally};
 pub use transfer::{Place, Transferred};
 
@@ -74,6 +76,8 @@ use store::Store;
 /// Where the large parts of events go, and from where they come back.
 pub struct Objects {
     store: Store,
+    /// Where older objects may be; only read.
+    others: Vec<Store>,
     options: Overflow,
     /// Who takes notes of objects before they are put.
     orphans: Option<Arc<dyn Orphans>>,
@@ -118,6 +122,7 @@ impl Objects {
         };
         Ok(Some(Arc::new(Self {
             store,
+            others: places::others(engine.objects.as_deref(), options)?,
             options: options.clone(),
             orphans: engine.orphans.clone(),
         })))
@@ -224,12 +229,13 @@ impl Objects {
 
     /// The event as it was published. One that carries everything itself is returned as it is.
     ///
-    /// `ObjectStoreError` if the object is missing, cannot be reached, or is not what was put there.
+    /// `ObjectStoreError` if the object is missing, in a place that is not read, cannot be reached, or is not
+    /// what was put there.
     pub async fn whole(&self, event: &Event) -> Result<Event> {
         match event.overflow() {
             None => Ok(event.clone()),
             Some(reference) => {
-                let payload = Box::pin(whole::payload(&self.store, event, reference)).await?;
+                let payload = Box::pin(whole::payload(self, event, reference)).await?;
                 Ok(event.clone().made_whole(payload))
             }
         }

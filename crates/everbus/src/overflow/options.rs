@@ -34,6 +34,9 @@ pub struct Overflow {
     /// feature `s3`. Unless set, a directory beside the engine's file, where it has one; a bus without
     /// a file splits nothing then.
     pub url: Option<String>,
+    /// Where older objects are, if they are not all in the place above or beside the file: URLs of the
+    /// same form. They are only read; nothing is put or deleted there.
+    pub also_read: Vec<String>,
     /// Events whose attributes and payload have more bytes than this are split (204,800).
     pub threshold: usize,
     /// Thresholds of single streams, by canonical name.
@@ -48,6 +51,7 @@ impl Default for Overflow {
     fn default() -> Self {
         Self {
             url: None,
+            also_read: Vec::new(),
             threshold: THRESHOLD,
             streams: BTreeMap::new(),
             limit: LARGEST_EVENT,
@@ -71,6 +75,20 @@ impl Overflow {
             enabled: false,
             ..Self::default()
         }
+    }
+
+    /// Objects of older events are also read from there, for example after the place was changed. Nothing is
+    /// put or deleted there.
+    ///
+    /// ```
+    /// use everbus::overflow::Overflow;
+    /// let overflow = Overflow::to("/new/place").also_read("/old/place");
+    /// # let _ = overflow;
+    /// ```
+    #[must_use]
+    pub fn also_read(mut self, url: impl Into<String>) -> Self {
+        self.also_read.push(url.into());
+        self
     }
 
     /// Events of more bytes than this are split.
@@ -110,10 +128,8 @@ impl Overflow {
                 "it is between {SMALLEST_THRESHOLD} and {LARGEST_OBJECT}; {LARGEST_EVENT} is the default"
             )));
         }
-        if let Some(url) = &self.url {
-            Store::parse(url)?;
-        }
-        Ok(())
+        let mut urls = self.url.iter().chain(&self.also_read);
+        urls.try_for_each(|url| Store::parse(url).map(drop))
     }
 
     /// The threshold of an event type.

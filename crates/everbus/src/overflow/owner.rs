@@ -105,7 +105,7 @@ impl Store {
         self.read_mark().await
     }
 
-    fn mark_key(&self) -> String {
+    pub(super) fn mark_key(&self) -> String {
         format!("{}{MARK}", self.prefix)
     }
 

@@ -160,6 +160,15 @@ impl Store {
         &self.bucket
     }
 
+    /// Whether a reference that names this bucket means this place, however either is written.
+    pub(super) fn is_called(&self, bucket: &str) -> bool {
+        let named = || Self::parse(bucket).ok();
+        let absolute = |store: &Self| std::path::absolute(store.place.path()?).ok();
+        self.bucket == bucket
+            || absolute(self)
+                .is_some_and(|path| named().is_some_and(|n| absolute(&n) == Some(path)))
+    }
+
     /// The store, if it is there.
     async fn existing(&self) -> Result<Option<Arc<dyn ObjectStore>>> {
         match &self.place {
@@ -326,8 +335,8 @@ impl Store {
     ) -> Result<(u64, u64)> {
         match &self.place {
             Place::Directory { path, .. } => {
-                let folder = path.join(key::FOLDER);
-                super::blocking(move || sweep(&folder, after, dry_run)).await
+                let (path, mark) = (path.clone(), self.mark_key());
+                super::blocking(move || sweep(&path, &mark, after, dry_run)).await
             }
             #[cfg(feature = "s3")]
             Place::Remote(_) => Ok((0, 0)),
@@ -426,4 +435,28 @@ fn percent_decoded(text: &str) -> Option<String> {
         rest = &rest[2..];
     }
     String::from_utf8(bytes).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // conformance: fault-11/object-synced: the store of a directory syncs each object and the directory it is in
+    #[test]
+    fn a_directory_syncs_what_is_put_there() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = opened(directory.path(), &OnceLock::new()).unwrap();
+        assert!(format!("{store:?}").contains("fsync: true"), "{store:?}");
+    }
+
+    #[test]
+    fn a_place_is_known_by_each_of_its_names() {
+        let store = Store::parse("/var/objects").unwrap();
+        assert!(store.is_called("/var/objects"));
+        assert!(store.is_called("file:///var/objects"));
+        assert!(store.is_called("/var/./objects"));
+        for other in ["/var/other", "objects", "", "s3://objects"] {
+            assert!(!store.is_called(other), "{other}");
+        }
+    }
 }

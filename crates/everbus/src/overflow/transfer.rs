@@ -15,7 +15,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::errors::{failed, from_io};
 use super::store::{self, Store};
-use super::{Overflow, blocking, directory, hex};
+use super::{Overflow, blocking, directory, hex, places};
 
 /// A place where objects lie, apart from any bus.
 pub struct Place {
@@ -52,6 +52,13 @@ impl Place {
             Some(url) => Ok(Self::on(Store::parse(url)?)),
             None => Ok(Self::directory(beside)),
         }
+    }
+
+    /// The places besides that of [`of`](Self::of) where objects may be: the directory `beside`, unless it is
+    /// that one, and those that the settings list.
+    pub fn others(options: &Overflow, beside: Option<&Path>) -> Result<Vec<Self>> {
+        let others = places::others(beside, options)?;
+        Ok(others.into_iter().map(Self::on).collect())
     }
 
     fn on(store: Store) -> Self {

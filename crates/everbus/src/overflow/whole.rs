@@ -9,30 +9,27 @@ use object_store::{GetResult, GetResultPayload};
 use sha2::{Digest as _, Sha256};
 
 use super::options::LARGEST_OBJECT;
-use super::store::{self, Store};
-use super::{blocking, hex};
+use super::places::Flaw;
+use super::{Objects, blocking, hex, store};
 
 const NULL: &[u8] = b"null";
 
 /// The payload as it was published.
-pub(super) async fn payload(store: &Store, event: &Event, reference: &Reference) -> Result<Bytes> {
-    let damaged = |what: &str| about(event, reference, what);
+pub(super) async fn payload(
+    objects: &Objects,
+    event: &Event,
+    reference: &Reference,
+) -> Result<Bytes> {
+    let flawed = |flaw: Flaw| about(event, reference, &flaw.to_string(), flaw.hint());
+    let damaged = |what: &str| about(event, reference, what, Flaw::Content.hint());
     let filling = Filling::new(event.payload(), reference).map_err(|what| damaged(&what))?;
-    let Some(found) = store.get(&reference.key).await? else {
-        return Err(damaged("it is missing"));
-    };
-    if found.meta.size != reference.size {
-        return Err(damaged(&format!(
-            "it has {} bytes instead of {}",
-            found.meta.size, reference.size
-        )));
-    }
+    let found = objects.read(reference).await?.map_err(flawed)?;
     let filled = read(found, filling).await?;
     if filled.read != reference.size {
         return Err(damaged("its length changed while it was read"));
     }
     if hex(&filled.hash.finalize()) != reference.sha256 {
-        return Err(damaged("its content is not what was put there"));
+        return Err(flawed(Flaw::Content));
     }
     Ok(filled.buffer.into())
 }
@@ -53,7 +50,7 @@ async fn read(found: GetResult, mut filling: Filling) -> Result<Filling> {
     }
 }
 
-fn about(event: &Event, reference: &Reference, what: &str) -> Error {
+fn about(event: &Event, reference: &Reference, what: &str, hint: &str) -> Error {
     Error::new(
         Code::ObjectStore,
         format!(
@@ -63,7 +60,7 @@ fn about(event: &Event, reference: &Reference, what: &str) -> Error {
             reference.bucket
         ),
     )
-    .hint("bring the object back from a backup; the event itself is kept and can be retried")
+    .hint(hint)
 }
 
 /// A buffer that is being filled with an object.

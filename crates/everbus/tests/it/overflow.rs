@@ -2,6 +2,7 @@
 
 mod collected;
 mod ordering;
+mod places;
 mod s3;
 
 use std::path::{Path, PathBuf};
@@ -605,6 +606,15 @@ overflow:
         ("overflow: {treshold: 5000}", "treshold"),
         ("overflow: {streams: {'a.*': 5000}}", "pattern"),
         ("overflow: {enabled: maybe}", "boolean"),
+        ("overflow: {also_read: /old}", "also_read is a single value"),
+        (
+            "overflow: {also_read: [/old, 'ftp://x']}",
+            "overflow.also_read[1]",
+        ),
+        (
+            "overflow: {also_read: [a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q]}",
+            "a list of 17",
+        ),
     ] {
         let error = everbus::Config::parse(bad, "everbus.yaml").unwrap_err();
         assert_eq!(error.code(), Code::InvalidConfig);

@@ -14,7 +14,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use clap::{Args, Parser, Subcommand};
 use everbus_testkit::chaos::campaign::{Campaign, Until};
 use everbus_testkit::chaos::disk::Disk;
-use everbus_testkit::chaos::power::{Losses, Power};
+use everbus_testkit::chaos::power::{Losses, Power, Unsynced};
 use everbus_testkit::chaos::relay::{self, RelayCampaign};
 use everbus_testkit::chaos::retain::{self, Bug, Policy};
 use everbus_testkit::chaos::tally::Tally;
@@ -59,6 +59,9 @@ enum Command {
         /// The control: without syncs, the same must lose something.
         #[arg(long)]
         normal: bool,
+        /// The other control: if objects are not synced, the same must lose some.
+        #[arg(long, conflicts_with = "normal")]
+        unsynced_objects: bool,
         /// Repeats the schedule of an earlier run.
         #[arg(long)]
         seed: Option<u64>,
@@ -115,6 +118,8 @@ enum Command {
         #[arg(long)]
         late_objects: bool,
         #[arg(long)]
+        unsynced_objects: bool,
+        #[arg(long)]
         mortal: bool,
     },
     #[command(hide = true)]
@@ -131,8 +136,16 @@ fn main() -> ExitCode {
         Some(Command::Power {
             losses,
             normal,
+            unsynced_objects,
             seed,
-        }) => power(losses, normal, seed_or_new(seed)),
+        }) => {
+            let control = match (normal, unsynced_objects) {
+                (true, _) => Some(Unsynced::Commits),
+                (_, true) => Some(Unsynced::Objects),
+                _ => None,
+            };
+            power(losses, control, seed_or_new(seed))
+        }
         Some(Command::Victim {
             db,
             seed,
@@ -144,6 +157,7 @@ fn main() -> ExitCode {
             overflow,
             die_between,
             late_objects,
+            unsynced_objects,
             mortal,
         }) => victim::run(victim::Orders {
             repeat,
@@ -153,6 +167,7 @@ fn main() -> ExitCode {
             overflow,
             die_between,
             late_objects,
+            unsynced_objects,
             mortal,
             ..victim::Orders::new(db, seed, publishes)
         })
@@ -214,12 +229,12 @@ fn campaign(args: &CampaignArgs) -> Result<bool, Broken> {
             seed,
         };
         tally.add(power.run(losses)?);
-        control = lost_as_it_must(&power.control()?);
+        control = lost_as_it_must(&power, Unsynced::Commits)?;
     }
     Ok(report(&tally, seed) && control)
 }
 
-fn power(losses: u64, normal: bool, seed: u64) -> Result<bool, Broken> {
+fn power(losses: u64, control: Option<Unsynced>, seed: u64) -> Result<bool, Broken> {
     println!("seed={seed}");
     if !may_lose_power() {
         return Ok(true);
@@ -228,8 +243,8 @@ fn power(losses: u64, normal: bool, seed: u64) -> Result<bool, Broken> {
         program: this_program()?,
         seed,
     };
-    if normal {
-        return Ok(lost_as_it_must(&power.control()?));
+    if let Some(unsynced) = control {
+        return lost_as_it_must(&power, unsynced);
     }
     Ok(report(&power.run(Losses::Count(losses))?, seed))
 }
@@ -275,18 +290,22 @@ fn may_lose_power() -> bool {
     }
 }
 
-fn lost_as_it_must(control: &Tally) -> bool {
+fn lost_as_it_must(power: &Power, unsynced: Unsynced) -> Result<bool, Broken> {
     let Tally {
         outages,
         events,
         lost,
         ..
-    } = control;
-    println!("control: synchronous=NORMAL outages={outages} events={events} lost={lost}");
+    } = &power.control(unsynced)?;
+    let what = match unsynced {
+        Unsynced::Commits => "synchronous=NORMAL",
+        Unsynced::Objects => "unsynced objects",
+    };
+    println!("control: {what} outages={outages} events={events} lost={lost}");
     if *lost == 0 {
         println!("the control lost nothing: the power losses prove nothing on this machine");
     }
-    *lost > 0
+    Ok(*lost > 0)
 }
 
 fn report(tally: &Tally, seed: u64) -> bool {

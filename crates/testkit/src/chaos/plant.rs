@@ -1,6 +1,6 @@
 //! Planted bugs: a consumer that acks what it fetches before any handler has run, a relay that marks
-//! before it publishes, objects that come after their events or go before them, a retention job that
-//! takes what is in flight.
+//! before it publishes, objects that come after their events, go before them or are not synced, a retention
+//! job that takes what is in flight.
 //!
 //! The controls of the kill campaign, as `NORMAL` is that of the power losses: with one of them in place
 //! the campaign must find lost events, or it proves nothing.
@@ -102,6 +102,32 @@ impl Hook for LateObjects {
     fn after(&self, batch: &[Event]) {
         self.each(batch, |object, late| drop(std::fs::rename(late, object)));
     }
+}
+
+/// An object that nobody synced: it is where its event says, and only in memory.
+pub struct UnsyncedObjects(PathBuf);
+
+impl UnsyncedObjects {
+    /// Plants the bug for a file.
+    pub fn new(file: &Path) -> Self {
+        Self(objects::directory(file))
+    }
+}
+
+impl Hook for UnsyncedObjects {
+    fn before(&self, batch: &[Event]) {
+        for reference in batch.iter().filter_map(Event::overflow) {
+            let object = self.0.join(&reference.key);
+            let copy = object.with_extension("unsynced");
+            // A new file of the same content takes the place of the one that was synced.
+            let _ = std::fs::read(&object)
+                .and_then(|bytes| std::fs::write(&copy, bytes))
+                .and_then(|()| std::fs::remove_file(&object))
+                .and_then(|()| std::fs::rename(&copy, &object));
+        }
+    }
+
+    fn after(&self, _batch: &[Event]) {}
 }
 
 /// A relay whose rows are marked as sent before the broker has their events.

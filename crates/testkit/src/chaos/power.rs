@@ -1,7 +1,8 @@
 //! Power loss: a victim works on a disk whose power is cut, and everything acknowledged must be there
-//! when it comes back.
+//! when it comes back, with the objects of what is too large for the log.
 //!
-//! With `synchronous=NORMAL` the same must lose something: if it does not, the test proves nothing.
+//! With `synchronous=NORMAL`, or with objects that are not synced, the same must lose something: if it does
+//! not, the test proves nothing.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -30,6 +31,15 @@ pub enum Losses {
     Time(Duration),
 }
 
+/// What the victims of a control do not sync.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unsynced {
+    /// Commits.
+    Commits,
+    /// The objects of large events, before the events are appended.
+    Objects,
+}
+
 /// A series of power losses.
 #[derive(Clone, Debug)]
 pub struct Power {
@@ -40,7 +50,8 @@ pub struct Power {
 }
 
 impl Power {
-    /// Cuts the power again and again, up to the end or to the first problem.
+    /// Cuts the power again and again, up to the end or to the first problem. Every other victim splits large
+    /// events and publishes mostly such.
     pub fn run(&self, losses: Losses) -> Result<Tally, Broken> {
         let began = Instant::now();
         let is_over = |outages: u64| match losses {
@@ -62,7 +73,8 @@ impl Power {
                 && !is_over(tally.outages + arena.tally.outages)
                 && arena.tally.is_clean()
             {
-                lose_power(&mut disk, &mut arena, false)?;
+                let split = arena.tally.outages % 2 == 1;
+                lose_power(&mut disk, &mut arena, split, None)?;
                 arena.check(Stage::Interrupted)?;
             }
             if arena.tally.is_clean() {
@@ -75,14 +87,15 @@ impl Power {
         Ok(tally)
     }
 
-    /// The control: without syncs the same procedure must lose something acknowledged. Returns what
-    /// happened; `lost` is 0 if the procedure proves nothing.
-    pub fn control(&self) -> Result<Tally, Broken> {
+    /// A control: without these syncs the same procedure must lose something acknowledged, or the object of
+    /// an event. Returns what happened; `lost` is 0 if the procedure proves nothing.
+    pub fn control(&self, unsynced: Unsynced) -> Result<Tally, Broken> {
         let mut disk = Disk::create()?;
         let file = disk.path().join("control.db");
         let mut arena = Arena::new(&self.program, file, self.seed);
         while arena.tally.outages < CONTROL_LOSSES && arena.tally.lost == 0 {
-            lose_power(&mut disk, &mut arena, true)?;
+            let split = unsynced == Unsynced::Objects;
+            lose_power(&mut disk, &mut arena, split, Some(unsynced))?;
             let report = arena.report(Stage::Interrupted)?;
             arena.tally.lost = report.lost.len() as u64;
         }
@@ -90,11 +103,18 @@ impl Power {
     }
 }
 
-fn lose_power(disk: &mut Disk, arena: &mut Arena, normal: bool) -> Result<(), Broken> {
+fn lose_power(
+    disk: &mut Disk,
+    arena: &mut Arena,
+    split: bool,
+    unsynced: Option<Unsynced>,
+) -> Result<(), Broken> {
     let mut orders = arena.orders();
     // It must not have said everything it has to say before the power goes.
     orders.publishes = 10_000;
-    orders.normal = normal;
+    orders.overflow = split;
+    orders.normal = unsynced == Some(Unsynced::Commits);
+    orders.unsynced_objects = unsynced == Some(Unsynced::Objects);
     orders.quiet = true;
     let victim = arena.spawn(&orders, None)?;
     arena.work(&victim)?;

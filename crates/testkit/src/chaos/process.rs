@@ -87,6 +87,7 @@ impl Victim {
             (orders.ack_first, "--ack-first"),
             (orders.overflow, "--overflow"),
             (orders.late_objects, "--late-objects"),
+            (orders.unsynced_objects, "--unsynced-objects"),
             (orders.mortal, "--mortal"),
         ] {
             if wanted {

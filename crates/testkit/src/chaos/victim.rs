@@ -17,7 +17,7 @@ use super::content::{Act, Content, Ids};
 use super::hooks::Hooked;
 use super::leases::ShortLeases;
 use super::objects::{DieBetween, THRESHOLD};
-use super::plant::{AckFirst, LateObjects};
+use super::plant::{AckFirst, LateObjects, UnsyncedObjects};
 use super::{Broken, GROUPS, PREFETCH};
 use crate::model::Random;
 
@@ -54,6 +54,8 @@ pub struct Orders {
     pub die_between: Option<u64>,
     /// Objects come after their events: a bug that the campaign must find.
     pub late_objects: bool,
+    /// Objects are not synced before their events are appended: a bug that power losses must find.
+    pub unsynced_objects: bool,
     /// Somebody removes events: some expire, some have payload stages, and none is published twice.
     pub mortal: bool,
 }
@@ -73,12 +75,17 @@ impl Orders {
             overflow: false,
             die_between: None,
             late_objects: false,
+            unsynced_objects: false,
             mortal: false,
         }
     }
 
     fn meddles(&self) -> bool {
-        self.lease_ms.is_some() || self.ack_first || self.late_objects || self.die_between.is_some()
+        self.lease_ms.is_some()
+            || self.ack_first
+            || self.late_objects
+            || self.unsynced_objects
+            || self.die_between.is_some()
     }
 }
 
@@ -144,6 +151,9 @@ async fn open(orders: &Orders) -> Result<Bus, Error> {
     }
     if orders.late_objects {
         engine.broker = Hooked::wrap(engine.broker, LateObjects::new(&orders.db));
+    }
+    if orders.unsynced_objects {
+        engine.broker = Hooked::wrap(engine.broker, UnsyncedObjects::new(&orders.db));
     }
     if let Some(n) = orders.die_between {
         engine.broker = Hooked::wrap(engine.broker, DieBetween::new(n));

@@ -1,0 +1,210 @@
+//! What `everbus check` says about the objects of large events: whether each is there, and is what was put.
+
+use std::fmt::Display;
+
+use everbus::overflow::Objects;
+use everbus_core::{CheckReport, Engine, EventId, Overflow, Pattern};
+use indicatif::ProgressBar;
+use serde::Serialize;
+
+use crate::open::{Target, blocking};
+use crate::output::{Output, counted, escaped, grouped};
+use crate::progress;
+use crate::stop::Outcome;
+
+/// How many problems are listed; the others are counted.
+const LISTED: usize = 1000;
+/// How many objects are looked at between two looks at whether there is any sense in it.
+const CHUNK: usize = 64;
+/// How many events are read at once where there is no file to ask. They come with their payloads.
+const EVENTS: usize = 64;
+
+/// What was found.
+#[derive(Debug, Default, Serialize)]
+pub(super) struct Checked {
+    /// Whether every object was read, and not only looked for.
+    deep: bool,
+    /// Objects that events refer to, as far as they were looked at.
+    checked: u64,
+    /// The bytes that they should have.
+    bytes: u64,
+    /// How many of them are missing, damaged, or could not be looked at.
+    bad: u64,
+    /// The first of those.
+    pub(super) problems: Vec<Problem>,
+    /// Why not all were looked at.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gave_up: Option<String>,
+}
+
+/// One object that is not as it should be.
+#[derive(Debug, Serialize)]
+pub(super) struct Problem {
+    event: EventId,
+    bucket: String,
+    key: String,
+    problem: String,
+}
+
+impl Checked {
+    /// Looks for the object of every event that has one.
+    pub(super) async fn run(target: &Target, engine: &Engine, deep: bool) -> Outcome<Self> {
+        let objects = target.objects(engine)?;
+        let mut checked = Self {
+            deep,
+            ..Self::default()
+        };
+        let bar = progress::bar("checking objects", None);
+        let walked = checked.walk(target, engine, objects.as_deref(), &bar).await;
+        bar.finish_and_clear();
+        // What cannot be looked at is a finding too.
+        if let Err(error) = walked {
+            checked.gave_up = Some(error.message().to_owned());
+        }
+        Ok(checked)
+    }
+
+    async fn walk(
+        &mut self,
+        target: &Target,
+        engine: &Engine,
+        objects: Option<&Objects>,
+        bar: &ProgressBar,
+    ) -> everbus_core::Result<()> {
+        let mut after = 0;
+        loop {
+            let (page, next) = page(target, engine, after).await?;
+            for part in page.chunks(CHUNK) {
+                self.look(engine, objects, part).await?;
+                bar.inc(part.len() as u64);
+            }
+            match next {
+                Some(next) => after = next,
+                None => return Ok(()),
+            }
+        }
+    }
+
+    async fn look(
+        &mut self,
+        engine: &Engine,
+        objects: Option<&Objects>,
+        part: &[(EventId, Overflow)],
+    ) -> everbus_core::Result<()> {
+        let references: Vec<Overflow> = part.iter().map(|(_, r)| r.clone()).collect();
+        let answers = match objects {
+            Some(objects) => objects.inspect_all(&references, self.deep).await,
+            None => Vec::new(),
+        };
+        let mut answers = answers.into_iter();
+        let mut failed = None;
+        let mut failures = 0;
+        for (id, reference) in part {
+            self.checked += 1;
+            self.bytes += reference.size;
+            let problem = match answers.next() {
+                Some(Ok(None)) => continue,
+                Some(Ok(Some(flaw))) => flaw.to_string(),
+                Some(Err(error)) => {
+                    failures += 1;
+                    let what = format!("it cannot be read: {}", error.message());
+                    failed = Some(error);
+                    what
+                }
+                None => "there is no place for objects; set EVERBUS_CONFIG to the configuration"
+                    .to_owned(),
+            };
+            // An event that was removed meanwhile may have taken its object along.
+            if is_referred_to(engine, *id, reference).await? {
+                self.add(*id, reference, problem);
+            }
+        }
+        match failed {
+            // The place cannot be reached: nothing is gained by waiting for each of a million.
+            Some(error) if failures == part.len() => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    fn add(&mut self, event: EventId, reference: &Overflow, problem: String) {
+        self.bad += 1;
+        if self.problems.len() < LISTED {
+            self.problems.push(Problem {
+                event,
+                bucket: reference.bucket.clone(),
+                key: reference.key.clone(),
+                problem,
+            });
+        }
+    }
+
+    /// Whether every object is as it should be.
+    pub(super) fn is_ok(&self) -> bool {
+        self.bad == 0 && self.gave_up.is_none()
+    }
+
+    /// Adds the finding.
+    pub(super) fn report(&self, report: &mut CheckReport) {
+        let objects = counted(self.checked, "object");
+        let how = match self.deep {
+            true => "by length and SHA-256",
+            false => "by length",
+        };
+        let mut detail = format!("{objects} ({} bytes) checked {how}", grouped(self.bytes));
+        let mut more = |what: &dyn Display| detail.push_str(&format!(", {what}"));
+        if self.bad > 0 {
+            more(&format!("{} missing or damaged", grouped(self.bad)));
+        }
+        if let Some(why) = &self.gave_up {
+            more(&format!("then given up: {why}"));
+        }
+        report.add("objects", self.is_ok(), detail);
+    }
+
+    /// Lists the problems.
+    pub(super) fn print(&self, output: &mut Output) -> Outcome {
+        for problem in &self.problems {
+            output.line(format!(
+                "    event {}, object {}: {}",
+                problem.event,
+                escaped(&problem.key),
+                escaped(&problem.problem)
+            ))?;
+        }
+        match self.bad - self.problems.len() as u64 {
+            0 => Ok(()),
+            more => output.line(format!("    and {} more", grouped(more))),
+        }
+    }
+}
+
+async fn is_referred_to(
+    engine: &Engine,
+    id: EventId,
+    reference: &Overflow,
+) -> everbus_core::Result<bool> {
+    let events = engine.log()?.find(id).await?;
+    let mut references = events.iter().filter_map(|record| record.event.overflow());
+    Ok(references.any(|other| other == reference))
+}
+
+/// The next references after a position, and where to go on.
+async fn page(
+    target: &Target,
+    engine: &Engine,
+    after: u64,
+) -> everbus_core::Result<everbus_sqlite::References> {
+    if let Ok(path) = target.path() {
+        let path = path.to_path_buf();
+        return blocking(move || everbus_sqlite::references(&path, after)).await;
+    }
+    let log = engine.log()?;
+    let head = log.head().await?;
+    let all = vec![Pattern::new("*")?, Pattern::new("system.>")?];
+    let (events, reached) = log.read(after, all, EVENTS).await?;
+    let references = events.iter().filter_map(|record| {
+        let reference = record.event.overflow()?;
+        Some((record.event.id(), reference.clone()))
+    });
+    Ok((references.collect(), (reached < head).then_some(reached)))
+}
