@@ -45,7 +45,9 @@ pub fn letter_kept_for(age: Duration) -> String {
         (1000, "millisecond"),
     ];
     // The largest unit of which it is a whole number.
-    let unit = units.into_iter().find(|(unit, _)| micros % unit == 0);
+    let unit = units
+        .into_iter()
+        .find(|(unit, _)| micros.is_multiple_of(*unit));
     let (unit, name) = unit.unwrap_or((1, "microsecond"));
     let count = micros / unit;
     let plural = if count == 1 { "" } else { "s" };
