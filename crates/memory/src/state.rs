@@ -404,7 +404,7 @@ impl State {
                 attempts,
                 failures,
                 due_at,
-                skipped: skipped.map(|reason| reason.to_string()),
+                skipped: skipped.map(ToString::to_string),
             })
         });
         states.collect()

@@ -294,11 +294,15 @@ mod tests {
             let watched = hold.clone();
             let long = handle.lazy_job(move |writer| {
                 writer.watch_hold(&watched);
-                Ok(std::thread::sleep(work))
+                std::thread::sleep(work);
+                Ok(())
             });
             long.await.unwrap();
             let watched = hold.clone();
-            let short = handle.lazy_job(move |writer| Ok(writer.watch_hold(&watched)));
+            let short = handle.lazy_job(move |writer| {
+                writer.watch_hold(&watched);
+                Ok(())
+            });
             short.await.unwrap();
         }
         assert_eq!(Hold::default().longest(), Duration::ZERO);
