@@ -98,8 +98,8 @@ pub trait Orphans: Send + Sync + 'static {
     /// refers to one of them strikes it off the list, in the same step.
     fn note(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>>;
 
-    /// Strikes these off the list: their objects are gone, or belong to another event. What is not on
-    /// the list is passed over.
+    /// Strikes these notes off the list, as they were listed: their objects are gone, or belong to
+    /// another event. What is not on the list, or was noted again since, is passed over.
     fn forget(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>>;
 
     /// Which log this is.

@@ -81,7 +81,10 @@ impl Orphans for Memory {
         Box::pin(async move {
             let mut state = self.open_state()?;
             for orphan in orphans {
-                state.orphans.notes.remove(&name(orphan));
+                let key = (orphan.bucket.clone(), orphan.key.clone());
+                if state.orphans.notes.get(&key) == Some(&orphan) {
+                    state.orphans.notes.remove(&key);
+                }
             }
             Ok(())
         })

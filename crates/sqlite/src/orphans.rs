@@ -70,12 +70,20 @@ impl Writer {
         let doing = |e| from_sqlite("forgetting objects without their events", e);
         let mut delete = self
             .conn
-            .prepare_cached("DELETE FROM orphaned_objects WHERE bucket = ?1 AND key = ?2")
+            .prepare_cached(
+                // Only the note that was looked at: there may be a newer one of the same object.
+                "DELETE FROM orphaned_objects
+                 WHERE bucket = ?1 AND key = ?2 AND since = ?3 AND unborn = ?4",
+            )
             .map_err(doing)?;
         for orphan in orphans {
-            delete
-                .execute([&orphan.bucket, &orphan.key])
-                .map_err(doing)?;
+            let note = params![
+                orphan.bucket,
+                orphan.key,
+                micros(orphan.since),
+                orphan.unborn
+            ];
+            delete.execute(note).map_err(doing)?;
         }
         Ok(())
     }

@@ -184,7 +184,7 @@ impl Relay {
                 None => match self.tell_of_death(&row, &text, attempt).await {
                     Ok(()) => RowOutcome::Failed { error: text },
                     // Nobody is held up by a death that cannot be told: it is tried again in its turn.
-                    Err(error) if blame(&error) == Blame::Unclear => {
+                    Err(error) if is_passing(&error) => {
                         tracing::warn!(target: "everbus::outbox", %error, event_id = %row.event_id, "a row cannot be given up yet: its end cannot be told");
                         let after = LAST_DELAY;
                         RowOutcome::Rejected { error: text, after }
@@ -216,7 +216,7 @@ impl Relay {
             Err(error) if error.code() == Code::IdReused => Ok(()),
             Err(error)
                 if blame(&error) == Blame::Row
-                    || blame(&error) == Blame::Unclear && attempts >= 2 * OUTBOX_ATTEMPTS =>
+                    || is_passing(&error) && attempts >= 2 * OUTBOX_ATTEMPTS =>
             {
                 tracing::warn!(target: "everbus::outbox", %error, "a dead letter of the outbox could not be told of");
                 Ok(())
@@ -237,6 +237,11 @@ impl Relay {
     fn shrink(&self, batch: &mut usize) {
         *batch = self.batch.min(self.max_batch);
     }
+}
+
+/// Whether a death cannot be told for now, and the broker is there all the same.
+fn is_passing(error: &Error) -> bool {
+    matches!(blame(error), Blame::Unclear | Blame::Full)
 }
 
 /// What a pass did, for the log.

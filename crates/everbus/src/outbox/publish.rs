@@ -359,11 +359,12 @@ impl<'a> Publisher<'a> {
         let mut seen = HashSet::new();
         let mut found: Part = Vec::new();
         for (index, row) in self.rows.iter().enumerate() {
-            if index == suspect || !matches!(self.answers[index], Answer::Later) || held.holds(row)
-            {
+            if index == suspect || !matches!(self.answers[index], Answer::Later) {
                 continue;
             }
-            if row.key.as_ref().is_none_or(|key| seen.insert(key)) {
+            // One that is held, because its stream is full, holds its key all the same.
+            let first = row.key.as_ref().is_none_or(|key| seen.insert(key));
+            if first && !held.holds(row) {
                 found.push(index);
             }
         }

@@ -74,6 +74,32 @@ async fn what_follows_a_single_refused_event_under_its_key_waits() {
     assert_eq!(numbers(&bus).await[3..], [2, 3, 6]);
 }
 
+// conformance: issue-4/outbox-any-answers: a row whose stream is full holds its key while others are tried
+#[tokio::test]
+async fn what_follows_a_full_stream_under_its_key_is_not_tried() {
+    let (bus, broker, clock) = faulty().await;
+    let shop = Shop::new();
+    let of = |n: u64, event_type: &str, key: Option<&str>| {
+        let mut event = Event::builder(event_type).json(&serde_json::json!({ "n": n }));
+        if let Some(key) = key {
+            event = event.key(key);
+        }
+        event.build().unwrap()
+    };
+    shop.enqueue(of(1, "full.stream", None));
+    shop.enqueue(of(2, "odd.one", None));
+    shop.enqueue(of(3, "full.stream", Some("k")));
+    shop.enqueue(of(4, "order.placed", Some("k")));
+    broker.judge(refusing(|n| match n {
+        1 | 3 => Some(Code::Backpressure),
+        2 => Some(Code::Internal),
+        _ => None,
+    }));
+    let relay = Relay::new(&bus, shop.source(&clock));
+    let _ = relay.run_once().await;
+    assert!(!numbers(&bus).await.contains(&4), "3 goes before it");
+}
+
 /// A small generator whose seed is told.
 struct Random(u64);
 

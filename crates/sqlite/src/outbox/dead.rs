@@ -40,7 +40,8 @@ pub(super) fn identity(row: &OutboxRow) -> String {
     }
 }
 
-/// An event may have died before its row was marked; then the row shows it all the same.
+/// An event may have died before its row was marked; then the row shows it all the same, if the
+/// triggers would find it again when the dead letter is gone.
 pub(super) fn show(conn: &Connection, rows: &[&OutboxRow]) -> Result<()> {
     let doing = |e| from_outbox("looking for dead letters", e);
     let any = conn
@@ -53,12 +54,13 @@ pub(super) fn show(conn: &Connection, rows: &[&OutboxRow]) -> Result<()> {
     let mut statement = conn
         .prepare_cached(
             "UPDATE event_outbox SET status = 'failed', last_error = found.error
-             FROM (SELECT json_extract(d.failures, '$[#-1].error') AS error
+             FROM (SELECT d.seq, json_extract(d.failures, '$[#-1].error') AS error
                    FROM log JOIN dead_letters d ON d.seq = log.seq
                    WHERE log.id = ?2 AND d.retried_at IS NULL
                      AND log.tenant = iif(?3 IS NULL, 0, (SELECT id FROM tenants WHERE name = ?3))
                    LIMIT 1) AS found
-             WHERE event_outbox.row = ?1 AND +event_outbox.status = 'sent'",
+             WHERE event_outbox.row = ?1 AND +event_outbox.status = 'sent'
+               AND ?1 IN (SELECT o.row FROM event_outbox_origins o WHERE o.seq = found.seq)",
         )
         .map_err(doing)?;
     for row in rows {

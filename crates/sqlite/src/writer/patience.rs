@@ -167,7 +167,7 @@ impl Writer {
             },
         };
         if let Err(error) = self.patience.switch(&self.conn, mode) {
-            batch.into_iter().for_each(|c| c.fail(error.clone()));
+            self.refuse(batch, &error);
             return Err(error);
         }
         let began = Instant::now();

@@ -150,7 +150,7 @@ impl Writer {
 
     /// Answers commands whose transaction failed. What has no answer, or must happen all the same (a
     /// consumer that leaves or changes its handlers), is tried again.
-    fn refuse(&mut self, commands: Vec<Command>, error: &Error) {
+    pub(super) fn refuse(&mut self, commands: Vec<Command>, error: &Error) {
         let lasting = is_fatal(error.code()) || self.queue.is_closed();
         let mut again = Vec::new();
         for command in commands {

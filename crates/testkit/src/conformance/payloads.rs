@@ -233,7 +233,17 @@ pub async fn a_removed_event_leaves_a_note_of_its_object<H: Harness>(harness: H)
     assert_eq!(rest, [orphan(0)]);
     store.forget(first).await.unwrap();
     assert_eq!(store.list(None, 9).await.unwrap(), [orphan(0)]);
+    // One that was noted again since it was listed stays.
+    let again = Orphan {
+        since: since.plus(SECOND),
+        unborn: true,
+        ..orphan(0)
+    };
+    store.note(vec![again.clone()]).await.unwrap();
     store.forget(vec![orphan(0), orphan(1)]).await.unwrap();
+    let left = store.list(None, 9).await.unwrap();
+    assert_eq!((left.len(), &left[0]), (1, &again));
+    store.forget(left).await.unwrap();
     assert!(store.list(None, 9).await.unwrap().is_empty());
 }
 
