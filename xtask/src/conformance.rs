@@ -20,6 +20,7 @@ const SECTIONS: &[(&str, &str)] = &[
     ("workflow", "The workflow specification"),
     ("issue-3", "What handlers deliver"),
     ("issue-4", "What the memory delivers"),
+    ("contract", "The contract between engines and runtime"),
     ("rules", "Delivery rules"),
     ("faults", "Ways to lose events"),
 ];
