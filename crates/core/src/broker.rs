@@ -5,8 +5,10 @@
 //!  publisher ──────────▶  [Broker]  ──────────▶  [Consumer]  ──────────────────────────────▶  [Broker]
 //! ```
 //!
-//! The table in `docs/architecture.md` says how each verb maps to SQLite, PostgreSQL, NATS JetStream,
-//! Redis Streams, Kafka and SQS.
+//! Every engine keeps every verb here. What needs random access or knowledge of all groups is a small
+//! trait of its own in [`abilities`](crate::abilities), and an engine may lack it. The table in
+//! `docs/architecture.md` says how each verb maps to SQLite, PostgreSQL, NATS JetStream, Redis Streams,
+//! Kafka and SQS.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -16,13 +18,14 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::effect::Effect;
-use crate::error::{Code, Error, Result};
+use crate::error::Result;
 use crate::event::Event;
 use crate::failure::Failure;
 use crate::group::{GroupInfo, GroupName, GroupSpec, SubscriptionInfo};
 use crate::id::EventId;
 use crate::log::Recorded;
 use crate::pattern::Pattern;
+use crate::position::Position;
 use crate::time::Timestamp;
 
 /// A boxed future, so that engines can be trait objects.
@@ -76,74 +79,8 @@ pub trait Broker: Send + Sync + 'static {
     /// How every group stands.
     fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>>;
 
-    /// Waits until every group that owes work on this position has settled it for good.
-    /// [`Code::Unsupported`](crate::Code::Unsupported) where the engine cannot know.
-    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>>;
-
-    /// How many events that match are still owed by the group that owes most of them, counted up to
-    /// `limit`. Zero if no group wants any. [`Code::Unsupported`] where the engine cannot know.
-    fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
-        let _ = (stream, limit);
-        Box::pin(std::future::ready(Err(unsupported(
-            self.capabilities().engine,
-            "counting what waits in a stream",
-        ))))
-    }
-
-    /// Skips, in every group, the oldest matching events that wait, until at most `keep` are owed;
-    /// what is in flight is left alone. Each is recorded as skipped with the reason
-    /// [`DROPPED`]. Returns how many events were skipped in at least one group.
-    fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
-        let _ = (stream, keep);
-        Box::pin(std::future::ready(Err(unsupported(
-            self.capabilities().engine,
-            "dropping the oldest events of a stream",
-        ))))
-    }
-
-    /// Hands events to a group once more, beside whatever it does: its position does not move. One
-    /// answer per position, in order, once durable. Such deliveries are marked
-    /// [`Delivery::retried`] and begin with a fresh set of attempts; in an ordered group they take
-    /// their place among those of their key. It does not matter whether a subscription of the group
-    /// matches. [`Code::GroupNotFound`] without the group, [`Code::Unsupported`] where the engine
-    /// cannot do it.
-    fn redeliver(
-        &self,
-        group: GroupName,
-        positions: Vec<u64>,
-    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
-        let _ = (group, positions);
-        Box::pin(std::future::ready(Err(unsupported(
-            self.capabilities().engine,
-            "delivering events to a group once more",
-        ))))
-    }
-
-    /// What [`redeliver`](Self::redeliver) would answer now, with nothing done.
-    fn redeliverable(
-        &self,
-        group: GroupName,
-        positions: Vec<u64>,
-    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
-        let _ = (group, positions);
-        Box::pin(std::future::ready(Err(unsupported(
-            self.capabilities().engine,
-            "telling what could be delivered once more",
-        ))))
-    }
-
     /// Stops the engine after what is under way; later calls fail. Closing twice is harmless.
     fn close(&self) -> BoxFuture<'_, Result<()>>;
-}
-
-/// Why an event was skipped that [`Broker::drop_oldest`] dropped.
-pub const DROPPED: &str = "dropped: the stream was full";
-
-fn unsupported(engine: &str, what: &str) -> Error {
-    Error::new(
-        Code::Unsupported,
-        format!("the {engine} engine does not offer {what}"),
-    )
 }
 
 /// Hands out the deliveries of one group to this process.
@@ -154,8 +91,16 @@ pub trait Consumer: Send {
     /// After the engine is closed it returns [`Code::Shutdown`](crate::Code::Shutdown).
     fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>>;
 
-    /// Replaces the patterns this process has handlers for.
+    /// Replaces the patterns this process has handlers for. The consumer stays in its group.
     fn set_handled(&mut self, handled: Vec<Pattern>);
+
+    /// Stops claiming without leaving the group: until [`resume`](Self::resume), `fetch` waits. What was
+    /// claimed and not fetched is given back, as no attempt; deliveries already fetched stay valid.
+    fn pause(&mut self) -> BoxFuture<'_, Result<()>>;
+
+    /// Claims again, with at most `prefetch` deliveries claimed and not settled. Also changes the
+    /// prefetch of a consumer that is not paused; what it holds beyond the new number stays valid.
+    fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>>;
 
     /// Gives back what was claimed and not fetched. Deliveries already fetched stay valid.
     fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>>;
@@ -163,6 +108,7 @@ pub trait Consumer: Send {
 
 /// How a process consumes a group.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ConsumeOptions {
     /// At most this many deliveries are claimed and not settled by this consumer.
     pub prefetch: usize,
@@ -186,21 +132,73 @@ impl Default for ConsumeOptions {
     }
 }
 
+impl ConsumeOptions {
+    /// The defaults, for a process that has handlers for these patterns.
+    pub fn new(handled: Vec<Pattern>) -> Self {
+        Self {
+            handled,
+            ..Self::default()
+        }
+    }
+
+    /// At most this many deliveries are claimed and not settled.
+    #[must_use]
+    pub fn prefetch(mut self, prefetch: usize) -> Self {
+        self.prefetch = prefetch;
+        self
+    }
+
+    /// How long a lease lasts unless it is extended.
+    #[must_use]
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.lease = lease;
+        self
+    }
+
+    /// How long an event may wait for a process with a handler for it.
+    #[must_use]
+    pub fn no_handler_after(mut self, after: Duration) -> Self {
+        self.no_handler_after = after;
+        self
+    }
+}
+
 /// The answer to an append.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Appended {
     /// The id of the event.
     pub id: EventId,
-    /// Its place in the log.
-    pub position: u64,
+    /// Where it is.
+    pub position: Position,
     /// When the engine received it.
     pub received_at: Timestamp,
     /// Whether it was there already.
     pub duplicate: bool,
 }
 
+impl Appended {
+    /// A new event that was stored.
+    pub const fn new(id: EventId, position: Position, received_at: Timestamp) -> Self {
+        Self {
+            id,
+            position,
+            received_at,
+            duplicate: false,
+        }
+    }
+
+    /// Says that the event was there already: this is the answer to its first append.
+    #[must_use]
+    pub const fn as_duplicate(mut self) -> Self {
+        self.duplicate = true;
+        self
+    }
+}
+
 /// An event handed to a group under a lease.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Delivery {
     /// The event and where it is in the log.
     pub record: Arc<Recorded>,
@@ -216,34 +214,79 @@ pub struct Delivery {
     pub lease: Lease,
 }
 
-/// What became of an event that was to be delivered once more.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Redelivery {
-    /// It waits for the group.
-    Queued,
-    /// The group is not done with it: it lies beyond its position, is in flight or waits, or it is an
-    /// open dead letter. It is left as it is.
-    Owed,
-    /// There is no such event any more.
-    Gone,
+impl Delivery {
+    /// The first attempt at an event.
+    pub fn new(record: Arc<Recorded>, lease: Lease) -> Self {
+        Self {
+            record,
+            attempt: 1,
+            failures: Vec::new(),
+            retried: false,
+            lease,
+        }
+    }
+
+    /// Which attempt this is, and the failed ones before it.
+    #[must_use]
+    pub fn after(mut self, attempt: u32, failures: Vec<Failure>) -> Self {
+        self.attempt = attempt;
+        self.failures = failures;
+        self
+    }
+
+    /// Says whether it was put back from the dead letters, or is replayed.
+    #[must_use]
+    pub fn retried(mut self, retried: bool) -> Self {
+        self.retried = retried;
+        self
+    }
 }
 
-/// The right to settle one delivery until it ends. What the fields mean is the engine's business.
+/// The right to settle one delivery until it ends. Only the engine that made it knows what is in it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Lease {
-    /// The position of the event.
-    pub position: u64,
-    /// What was claimed: a claim, a row, a partition.
-    pub slot: u64,
-    /// Changes each time the event is handed out, so that a late settlement cannot pass.
-    pub token: u64,
-    /// A handle for engines whose leases are text.
-    pub handle: Option<Arc<str>>,
+    position: Position,
+    words: [u64; 2],
+    text: Option<Arc<str>>,
+}
+
+impl Lease {
+    /// For engines: a lease on the event at this position. The two numbers are the engine's own: what was
+    /// claimed, and a token that changes with each hand-out.
+    pub const fn new(position: Position, words: [u64; 2]) -> Self {
+        Self {
+            position,
+            words,
+            text: None,
+        }
+    }
+
+    /// For engines: adds a handle that is text, such as a reply subject or a receipt.
+    #[must_use]
+    pub fn with_text(mut self, text: Arc<str>) -> Self {
+        self.text = Some(text);
+        self
+    }
+
+    /// The event.
+    pub const fn position(&self) -> Position {
+        self.position
+    }
+
+    /// For the engine that made it: its two numbers.
+    pub const fn words(&self) -> [u64; 2] {
+        self.words
+    }
+
+    /// For the engine that made it: its text.
+    pub fn text(&self) -> Option<&Arc<str>> {
+        self.text.as_ref()
+    }
 }
 
 /// What became of a delivery.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Settlement {
     /// The lease of the delivery.
     pub lease: Lease,
@@ -256,8 +299,8 @@ pub struct Settlement {
     /// there already, the event is acked and neither the effect nor the follow-ups happen again.
     pub inbox: bool,
     /// With [`Verdict::Ack`]: runs inside the same transaction. If it fails, nothing of the settlement
-    /// is applied, the answer is [`Code::EffectFailed`] with its error as the cause, and the lease is
-    /// still held. [`Code::Unsupported`] where [`Capabilities::transaction`] is another engine's.
+    /// is applied, the answer is [`Code::EffectFailed`](crate::Code::EffectFailed) with its error as the cause, and the lease is
+    /// still held. [`Code::Unsupported`](crate::Code::Unsupported) where [`Capabilities::transaction`] is another engine's.
     pub effect: Option<Effect>,
 }
 
@@ -301,13 +344,6 @@ pub enum Verdict {
         /// Not to be handed out again before this long.
         after: Duration,
     },
-}
-
-/// How a position was settled, all groups together.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SettledOutcome {
-    /// The groups in which it became a dead letter.
-    pub dead_lettered: Vec<GroupName>,
 }
 
 /// How safe an acknowledged event is.
@@ -370,29 +406,74 @@ pub struct Capabilities {
     pub deduplication: Deduplication,
     /// In which order a group gets its events.
     pub order: OrderScope,
-    /// `settled` can be answered.
-    pub settled: bool,
     /// The engine in whose transactions an [`Effect`] runs, if it runs any.
     pub transaction: Option<&'static str>,
 }
 
 impl Capabilities {
-    /// Those of an engine that offers everything, to be narrowed with struct update by engines in
-    /// their own words.
-    pub fn full(engine: &'static str, durability: Durability) -> Self {
+    /// Those of an engine that offers nothing beyond the verbs; add what it does offer.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use everbus_core::{Capabilities, Deduplication, Durability};
+    /// let nats = Capabilities::new("nats", Durability::Process)
+    ///     .native_delay(true)
+    ///     .deduplication(Deduplication::Window(Duration::from_secs(120)));
+    /// assert!(!nats.fencing);
+    /// ```
+    pub const fn new(engine: &'static str, durability: Durability) -> Self {
         Self {
             engine,
             durability,
-            atomic_batch: true,
-            atomic_follow_ups: true,
-            atomic_dead_letter: true,
-            native_delay: true,
-            fencing: true,
-            exact_attempts: true,
-            deduplication: Deduplication::WhileRetained,
-            order: OrderScope::Log,
-            settled: true,
+            atomic_batch: false,
+            atomic_follow_ups: false,
+            atomic_dead_letter: false,
+            native_delay: false,
+            fencing: false,
+            exact_attempts: false,
+            deduplication: Deduplication::None,
+            order: OrderScope::Key,
             transaction: None,
         }
     }
+
+    /// Those of an engine that offers everything, transactions with other data apart.
+    pub const fn full(engine: &'static str, durability: Durability) -> Self {
+        Self::new(engine, durability)
+            .atomic_batch(true)
+            .atomic_follow_ups(true)
+            .atomic_dead_letter(true)
+            .native_delay(true)
+            .fencing(true)
+            .exact_attempts(true)
+            .deduplication(Deduplication::WhileRetained)
+            .order(OrderScope::Log)
+    }
+}
+
+macro_rules! setters {
+    ($($name:ident: $type:ty,)*) => {
+        impl Capabilities {
+            $(
+                #[doc = concat!("Sets [`", stringify!($name), "`](Self#structfield.", stringify!($name), ").")]
+                #[must_use]
+                pub const fn $name(mut self, $name: $type) -> Self {
+                    self.$name = $name;
+                    self
+                }
+            )*
+        }
+    };
+}
+
+setters! {
+    atomic_batch: bool,
+    atomic_follow_ups: bool,
+    atomic_dead_letter: bool,
+    native_delay: bool,
+    fencing: bool,
+    exact_attempts: bool,
+    deduplication: Deduplication,
+    order: OrderScope,
+    transaction: Option<&'static str>,
 }

@@ -14,6 +14,7 @@ use crate::group::GroupName;
 use crate::id::EventId;
 use crate::log::Recorded;
 use crate::pattern::Pattern;
+use crate::position::Position;
 use crate::time::Timestamp;
 
 /// The metadata of a corrected event that names the one it stands for.
@@ -185,7 +186,7 @@ impl DeadLetter {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DeadLetterKey {
     /// The position of the event.
-    pub position: u64,
+    pub position: Position,
     /// The group.
     pub group: GroupName,
 }

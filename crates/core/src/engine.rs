@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use crate::abilities::{Depth, Lookup, Redeliver, Settled};
 use crate::audit::Audit;
 use crate::broker::Broker;
 use crate::checkpoints::Checkpoints;
@@ -27,6 +28,14 @@ pub struct Engine {
     pub broker: Arc<dyn Broker>,
     /// Reads the log without a group.
     pub log: Option<Arc<dyn Log>>,
+    /// Finds events by id, and knows how every group stands with one.
+    pub lookup: Option<Arc<dyn Lookup>>,
+    /// Knows when every group is done with an event.
+    pub settled: Option<Arc<dyn Settled>>,
+    /// Hands events to a group once more.
+    pub redeliver: Option<Arc<dyn Redeliver>>,
+    /// Counts and drops what waits in a stream.
+    pub depth: Option<Arc<dyn Depth>>,
     /// Keeps dead letters that can be queried.
     pub dead_letters: Option<Arc<dyn DeadLetters>>,
     /// Looks after the file, where there is one.
@@ -56,6 +65,10 @@ impl Engine {
         Self {
             broker,
             log: None,
+            lookup: None,
+            settled: None,
+            redeliver: None,
+            depth: None,
             dead_letters: None,
             maintenance: None,
             inbox: None,
@@ -74,6 +87,34 @@ impl Engine {
         self.log
             .as_deref()
             .ok_or_else(|| self.unsupported("reading its log without a group"))
+    }
+
+    /// Finding events by id, or [`Code::Unsupported`].
+    pub fn lookup(&self) -> Result<&dyn Lookup> {
+        self.lookup
+            .as_deref()
+            .ok_or_else(|| self.unsupported("finding events by id"))
+    }
+
+    /// Waiting until an event is settled, or [`Code::Unsupported`].
+    pub fn settled(&self) -> Result<&dyn Settled> {
+        self.settled
+            .as_deref()
+            .ok_or_else(|| self.unsupported("waiting until every group is done with an event"))
+    }
+
+    /// Delivering events once more, or [`Code::Unsupported`].
+    pub fn redeliver(&self) -> Result<&dyn Redeliver> {
+        self.redeliver
+            .as_deref()
+            .ok_or_else(|| self.unsupported("delivering events to a group once more"))
+    }
+
+    /// Counting what waits in a stream, or [`Code::Unsupported`].
+    pub fn depth(&self) -> Result<&dyn Depth> {
+        self.depth
+            .as_deref()
+            .ok_or_else(|| self.unsupported("counting what waits in a stream"))
     }
 
     /// The dead letters, or [`Code::Unsupported`].

@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use crate::error::{Code, Error, Result};
 use crate::pattern::Pattern;
+use crate::position::Cursor;
 use crate::time::Timestamp;
 
 /// The name of a group. The unnamed group, which the specification of the embedded bus describes,
@@ -127,8 +128,8 @@ pub struct SubscriptionInfo {
     pub name: String,
     /// Which events it wants.
     pub pattern: Pattern,
-    /// It applies to events after this position.
-    pub after: u64,
+    /// It applies to events after this.
+    pub after: Cursor,
     /// When it was first declared.
     pub created_at: Timestamp,
 }
@@ -145,7 +146,7 @@ pub struct GroupInfo {
     /// Its subscriptions, by name. A handler that was given a name has it here as well.
     pub subscriptions: Vec<SubscriptionSpec>,
     /// Everything up to here was handed out or skipped.
-    pub position: u64,
+    pub position: Cursor,
     /// Events in the log beyond the position, whether they match or not.
     pub behind: u64,
     /// Events handed out and not settled.

@@ -16,6 +16,7 @@ use crate::error::{Code, Error, Result};
 use crate::event::{Entity, Event};
 use crate::log::Recorded;
 use crate::pattern::Pattern;
+use crate::position::{Position, Shard};
 use crate::time::Timestamp;
 
 /// The largest page of a history.
@@ -66,7 +67,7 @@ pub struct HistoryQuery {
     /// At most this many, from 1 to [`MAX_HISTORY_PAGE`].
     pub limit: usize,
     /// Where to go on: [`HistoryPage::next`] of the page before, of the same query.
-    pub cursor: Option<Cursor>,
+    pub cursor: Option<PageCursor>,
 }
 
 impl Default for HistoryQuery {
@@ -147,7 +148,7 @@ impl HistoryQuery {
 
     /// Where to go on.
     #[must_use]
-    pub fn after(mut self, cursor: Cursor) -> Self {
+    pub fn after(mut self, cursor: PageCursor) -> Self {
         self.cursor = Some(cursor);
         self
     }
@@ -167,7 +168,7 @@ impl HistoryQuery {
     }
 
     /// The position after which (in the order of the query) the page begins, if a cursor says so.
-    pub fn resume_after(&self) -> Result<Option<u64>> {
+    pub fn resume_after(&self) -> Result<Option<Position>> {
         let Some(cursor) = &self.cursor else {
             return Ok(None);
         };
@@ -183,8 +184,12 @@ impl HistoryQuery {
     }
 
     /// The cursor behind an event of this query.
-    pub fn cursor_after(&self, position: u64) -> Cursor {
-        Cursor(format!("{position:x}-{:08x}", self.fingerprint()))
+    pub fn cursor_after(&self, position: Position) -> PageCursor {
+        let (shard, place, filter) = (position.shard(), position.place(), self.fingerprint());
+        PageCursor(match shard {
+            Shard::ONLY => format!("{place:x}-{filter:08x}"),
+            shard => format!("{}:{place:x}-{filter:08x}", shard.name()),
+        })
     }
 
     /// Whether an event is one of those asked for, its position and time apart.
@@ -240,17 +245,21 @@ pub fn check_range(since: Option<Timestamp>, until: Option<Timestamp>) -> Result
 /// Where a page ends and the next begins. Text that its store understands; it stays valid as long as
 /// the file lives, also if the event it points to is gone.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Cursor(String);
+pub struct PageCursor(String);
 
-impl Cursor {
+impl PageCursor {
     /// The text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    fn read(&self) -> Result<(u64, u32)> {
-        let parts = self.0.split_once('-').and_then(|(position, filter)| {
-            Some((hex(position, 16)?, u32::try_from(hex(filter, 8)?).ok()?))
+    fn read(&self) -> Result<(Position, u32)> {
+        let parts = self.0.rsplit_once('-').and_then(|(position, filter)| {
+            let position = match position.rsplit_once(':') {
+                None => Position::seq(hex(position, 16)?),
+                Some((shard, place)) => Position::new(Shard::named(shard).ok()?, hex(place, 16)?),
+            };
+            Some((position, u32::try_from(hex(filter, 8)?).ok()?))
         });
         parts.ok_or_else(|| {
             Error::new(Code::InvalidCursor, format!("{:?} is not a cursor", self.0))
@@ -266,13 +275,13 @@ fn hex(text: &str, digits: usize) -> Option<u64> {
     valid.then(|| u64::from_str_radix(text, 16).ok()).flatten()
 }
 
-impl fmt::Display for Cursor {
+impl fmt::Display for PageCursor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl FromStr for Cursor {
+impl FromStr for PageCursor {
     type Err = Error;
 
     fn from_str(s: &str) -> Result<Self> {
@@ -282,7 +291,7 @@ impl FromStr for Cursor {
     }
 }
 
-impl Serialize for Cursor {
+impl Serialize for PageCursor {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(&self.0)
     }
@@ -295,7 +304,7 @@ pub struct HistoryPage {
     pub items: Vec<Arc<Recorded>>,
     /// Where the next page begins, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub next: Option<Cursor>,
+    pub next: Option<PageCursor>,
     /// How the store went about it, for people: which indexes, or a scan.
     pub plan: String,
 }
@@ -340,10 +349,14 @@ mod tests {
     #[test]
     fn a_cursor_goes_with_its_query_only() {
         let query = HistoryQuery::default().tenant("a").limit(5);
-        let cursor = query.cursor_after(77);
-        let again: Cursor = cursor.to_string().parse().unwrap();
+        let cursor = query.cursor_after(Position::seq(77));
+        let again: PageCursor = cursor.to_string().parse().unwrap();
         let resumed = query.clone().after(again.clone()).limit(9);
-        assert_eq!(resumed.resume_after().unwrap(), Some(77));
+        assert_eq!(resumed.resume_after().unwrap(), Some(Position::seq(77)));
+        let shard = Position::new(Shard::named("orders-eu:p/1").unwrap(), 77);
+        let cursor = query.cursor_after(shard).to_string().parse().unwrap();
+        let resumed = query.clone().after(cursor);
+        assert_eq!(resumed.resume_after().unwrap(), Some(shard));
         for other in [
             HistoryQuery::default().tenant("b"),
             HistoryQuery::default().app("a"),
@@ -366,7 +379,7 @@ mod tests {
             "4d-0-0",
             "é-1",
         ] {
-            let error = bad.parse::<Cursor>().unwrap_err();
+            let error = bad.parse::<PageCursor>().unwrap_err();
             assert_eq!(error.code(), Code::InvalidCursor, "{bad:?}");
         }
     }

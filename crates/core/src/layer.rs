@@ -3,17 +3,15 @@
 use std::time::Duration;
 
 use crate::broker::{
-    Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Lease, Redelivery,
-    SettledOutcome, Settlement,
+    Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Lease, Settlement,
 };
 use crate::error::Result;
 use crate::event::Event;
 use crate::group::{GroupInfo, GroupName, GroupSpec, SubscriptionInfo};
 use crate::id::EventId;
-use crate::pattern::Pattern;
 
 /// A [`Broker`] that is another one, except for what it says. Every verb is passed on unless it is
-/// written anew, also those that engines may leave out, and those that come later.
+/// written anew, also those that come later.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -91,39 +89,6 @@ pub trait BrokerLayer: Send + Sync + 'static {
         self.inner().inspect()
     }
 
-    /// As [`Broker::settled`].
-    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
-        self.inner().settled(position, timeout)
-    }
-
-    /// As [`Broker::depth`].
-    fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
-        self.inner().depth(stream, limit)
-    }
-
-    /// As [`Broker::drop_oldest`].
-    fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
-        self.inner().drop_oldest(stream, keep)
-    }
-
-    /// As [`Broker::redeliver`].
-    fn redeliver(
-        &self,
-        group: GroupName,
-        positions: Vec<u64>,
-    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
-        self.inner().redeliver(group, positions)
-    }
-
-    /// As [`Broker::redeliverable`].
-    fn redeliverable(
-        &self,
-        group: GroupName,
-        positions: Vec<u64>,
-    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
-        self.inner().redeliverable(group, positions)
-    }
-
     /// As [`Broker::close`].
     fn close(&self) -> BoxFuture<'_, Result<()>> {
         self.inner().close()
@@ -169,34 +134,6 @@ impl<L: BrokerLayer> Broker for L {
 
     fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
         BrokerLayer::inspect(self)
-    }
-
-    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
-        BrokerLayer::settled(self, position, timeout)
-    }
-
-    fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
-        BrokerLayer::depth(self, stream, limit)
-    }
-
-    fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
-        BrokerLayer::drop_oldest(self, stream, keep)
-    }
-
-    fn redeliver(
-        &self,
-        group: GroupName,
-        positions: Vec<u64>,
-    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
-        BrokerLayer::redeliver(self, group, positions)
-    }
-
-    fn redeliverable(
-        &self,
-        group: GroupName,
-        positions: Vec<u64>,
-    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
-        BrokerLayer::redeliverable(self, group, positions)
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {

@@ -5,13 +5,16 @@
 //! 1. [`Event`]: what travels. [`Pattern`]: which events a subscriber wants.
 //! 2. [`Broker`] and [`Consumer`]: how events move (append, fetch, settle). [`BrokerLayer`]: a broker
 //!    around another.
-//! 3. What an engine may offer beside that: [`Log`], [`DeadLetters`], [`Inbox`], [`Maintenance`], and
+//! 3. [`Position`], [`Shard`], [`Cursor`]: where events are and how far a reader has come.
+//! 4. What an engine may offer beside that: [`Log`], [`Lookup`], [`Settled`], [`Redeliver`], [`Depth`],
+//!    [`DeadLetters`], [`Inbox`], [`Maintenance`], and
 //!    its memory: [`History`], [`Payloads`], [`Audit`], [`Checkpoints`], [`OutboxSource`],
 //!    [`Orphans`].
-//! 4. [`RetryPolicy`], [`Clock`], [`Progress`]: the small pure parts every engine shares.
+//! 5. [`RetryPolicy`], [`Clock`], [`Progress`]: the small pure parts every engine shares.
 //!
 //! Everything that can go wrong is an [`Error`] with a stable [`Code`] and a hint.
 
+pub mod abilities;
 pub mod audit;
 pub mod broker;
 pub mod builder;
@@ -35,18 +38,20 @@ pub mod orphans;
 pub mod outbox;
 pub mod pattern;
 pub mod payloads;
+pub mod position;
 pub mod progress;
 pub mod retry;
 pub mod time;
 pub mod typed;
 
+pub use abilities::{DROPPED, Depth, Lookup, Redeliver, Redelivery, Settled, SettledOutcome};
 pub use audit::{
     Audit, AuditBreak, AuditContent, AuditEntry, AuditHash, AuditHead, AuditPage, AuditQuery,
     AuditRecord, AuditVerdict,
 };
 pub use broker::{
-    Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, DROPPED, Deduplication,
-    Delivery, Durability, Lease, OrderScope, Redelivery, SettledOutcome, Settlement, Verdict,
+    Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Deduplication, Delivery,
+    Durability, Lease, OrderScope, Settlement, Verdict,
 };
 pub use builder::{EventBuilder, IntoEvent, MAX_TYPE_CHARS};
 pub use checkpoints::{Checkpoint, Checkpoints, check_checkpoint_name};
@@ -64,7 +69,7 @@ pub use error::{Code, Error, Result};
 pub use event::{Attributes, Entity, Event, Inherited, Overflow, OverflowPart, TraceContext};
 pub use failure::{Failure, FailureKind};
 pub use group::{GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, SubscriptionSpec};
-pub use history::{Cursor, History, HistoryPage, HistoryQuery, Order, check_range};
+pub use history::{History, HistoryPage, HistoryQuery, Order, PageCursor, check_range};
 pub use id::EventId;
 pub use inbox::Inbox;
 pub use layer::BrokerLayer;
@@ -80,6 +85,7 @@ pub use outbox::{
 };
 pub use pattern::Pattern;
 pub use payloads::{EventKey, Payloads, Stage, StageInfo, StoredStage};
+pub use position::{Cursor, Position, Shard};
 pub use progress::Progress;
 pub use retry::RetryPolicy;
 pub use time::Timestamp;

@@ -10,19 +10,31 @@ use crate::error::Result;
 use crate::event::Event;
 use crate::failure::Failure;
 use crate::group::{GroupName, StartFrom};
-use crate::id::EventId;
 use crate::pattern::Pattern;
+use crate::position::{Cursor, Position};
 use crate::time::Timestamp;
 
 /// An event in the log. Serialises as the native JSON envelope.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Recorded {
     /// The event.
     pub event: Event,
-    /// Its place in the log; later events have higher positions.
-    pub position: u64,
+    /// Where it is; later events of the same shard have higher positions.
+    pub position: Position,
     /// When the engine received it; never earlier than that of an earlier position.
     pub received_at: Timestamp,
+}
+
+impl Recorded {
+    /// An event where an engine has put it.
+    pub const fn new(event: Event, position: Position, received_at: Timestamp) -> Self {
+        Self {
+            event,
+            position,
+            received_at,
+        }
+    }
 }
 
 /// Where an event stands in one group.
@@ -72,29 +84,23 @@ pub struct GroupState {
 
 /// An engine whose log can be read directly.
 pub trait Log: Send + Sync + 'static {
-    /// The position of the newest event; 0 if there was never one.
-    fn head(&self) -> BoxFuture<'_, Result<u64>>;
+    /// The end of the log: after the newest event of every shard.
+    fn head(&self) -> BoxFuture<'_, Result<Cursor>>;
 
-    /// Reads up to `limit` events after a position that match one of the patterns, and how far the
-    /// log was searched: go on from there.
+    /// Reads up to `limit` events after a cursor that match one of the patterns, and returns how far the
+    /// log was searched: go on from there. Events of one shard come in its order.
     fn read(
         &self,
-        after: u64,
+        after: Cursor,
         patterns: Vec<Pattern>,
         limit: usize,
-    ) -> BoxFuture<'_, Result<(Vec<Arc<Recorded>>, u64)>>;
+    ) -> BoxFuture<'_, Result<(Vec<Arc<Recorded>>, Cursor)>>;
 
-    /// The position after which a reader that starts so begins.
-    fn resolve(&self, from: StartFrom, patterns: Vec<Pattern>) -> BoxFuture<'_, Result<u64>>;
+    /// Returns the cursor for `from`: reading after it yields the first event that is wanted.
+    fn resolve(&self, from: StartFrom, patterns: Vec<Pattern>) -> BoxFuture<'_, Result<Cursor>>;
 
-    /// Waits until there is something after a position. Dropping the future is harmless.
-    fn wait_beyond(&self, position: u64) -> BoxFuture<'_, Result<()>>;
-
-    /// The events with this id: one per tenant that used it.
-    fn find(&self, id: EventId) -> BoxFuture<'_, Result<Vec<Arc<Recorded>>>>;
-
-    /// How an event stands in every group; [`Code::NotFound`](crate::Code::NotFound) without one.
-    fn states(&self, position: u64) -> BoxFuture<'_, Result<Vec<GroupState>>>;
+    /// Waits until there is something after a cursor. Dropping the future is harmless.
+    fn wait_beyond(&self, cursor: Cursor) -> BoxFuture<'_, Result<()>>;
 }
 
 impl Serialize for Recorded {
@@ -191,7 +197,7 @@ mod tests {
     fn record(event: Event) -> serde_json::Value {
         let r = Recorded {
             event,
-            position: 7,
+            position: Position::seq(7),
             received_at: Timestamp::EPOCH,
         };
         serde_json::to_value(&r).unwrap()
@@ -207,7 +213,7 @@ mod tests {
             .unwrap();
         let r = Recorded {
             event,
-            position: 7,
+            position: Position::seq(7),
             received_at: Timestamp::EPOCH,
         };
         let text = serde_json::to_string(&r).unwrap();

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Delivery, Error, Event, Failure, GroupName, IntoEvent, Recorded, Timestamp,
+    Code, Delivery, Error, Event, Failure, GroupName, IntoEvent, Position, Recorded, Timestamp,
 };
 use serde::Serialize;
 use tokio::time::Instant;
@@ -95,9 +95,14 @@ impl Message {
         &self.inner.handler.name
     }
 
-    /// The place of the event in the log.
-    pub fn seq(&self) -> u64 {
+    /// Where the event is: its shard and its place there.
+    pub fn position(&self) -> Position {
         self.inner.record.position
+    }
+
+    /// The place of the event in its shard; on an engine with a single log that is all of its position.
+    pub fn seq(&self) -> u64 {
+        self.inner.record.position.place()
     }
 
     /// When the bus received the event.

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Appended, Error, EventId, GroupName, Result, Timestamp};
+use everbus_core::{Appended, Error, EventId, GroupName, Position, Result, Timestamp};
 
 use crate::bus::Shared;
 
@@ -29,9 +29,14 @@ impl Receipt {
         self.appended.id
     }
 
-    /// Its place in the log.
-    pub fn seq(&self) -> u64 {
+    /// Where it is: its shard and its place there.
+    pub fn position(&self) -> Position {
         self.appended.position
+    }
+
+    /// Its place in its shard; on an engine with a single log that is all of its position.
+    pub fn seq(&self) -> u64 {
+        self.appended.position.place()
     }
 
     /// When the bus received it; for a duplicate, when it received the first one.
@@ -56,11 +61,11 @@ impl Receipt {
 
     /// As [`settled`](Self::settled), with a time to wait of one's own.
     pub async fn settled_within(&self, wait: Duration) -> Result<Settled> {
-        let broker = &self.shared.engine.broker;
+        let engine = self.shared.engine.settled()?;
         let mut closed = self.shared.closed.subscribe();
         tokio::select! {
             biased;
-            outcome = broker.settled(self.appended.position, wait) => Ok(Settled {
+            outcome = engine.settled(self.appended.position, wait) => Ok(Settled {
                 dead_lettered: outcome?.dead_lettered,
             }),
             _ = closed.wait_for(|closed| *closed) => Err(Error::shutdown()),
@@ -72,7 +77,7 @@ impl fmt::Debug for Receipt {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Receipt")
             .field("id", &self.id())
-            .field("seq", &self.seq())
+            .field("position", &self.position())
             .field("received_at", &self.received_at())
             .field("is_duplicate", &self.is_duplicate())
             .finish()

@@ -4,9 +4,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{
-    Appended, BoxFuture, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, Durability,
-    Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Redelivery, Result,
-    SettledOutcome, Settlement, SubscriptionInfo, SubscriptionSpec, Timestamp,
+    Appended, BoxFuture, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, Cursor,
+    Depth, Durability, Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern,
+    Position, Redeliver, Redelivery, Result, Settled, SettledOutcome, Settlement, SubscriptionInfo,
+    SubscriptionSpec, Timestamp,
 };
 use tokio::sync::Notify;
 
@@ -156,7 +157,7 @@ fn describe(group: &Group, records: &Records, dead_letters: u64, now: Timestamp)
             .map(|s| s.pattern.as_str().to_string())
             .collect(),
         subscriptions,
-        position: group.position,
+        position: Cursor::seq(group.position),
         behind: records.count_after(group.position) - dropped,
         in_flight: in_flight as u64,
         waiting: (group.rows.len() - in_flight) as u64,
@@ -269,54 +270,6 @@ impl Broker for MemoryBroker {
         Box::pin(async move { self.0.inspect_groups() })
     }
 
-    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
-        Box::pin(async move {
-            let waited = tokio::time::timeout(timeout, self.0.wait_settled(position)).await;
-            waited.unwrap_or_else(|_| {
-                let what = format!("event {position} was not settled within {timeout:?}");
-                Err(Error::new(Code::Timeout, what))
-            })
-        })
-    }
-
-    fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
-        Box::pin(async move { self.0.depth_of(&stream, limit) })
-    }
-
-    fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
-        Box::pin(async move { self.0.drop_from(&stream, keep) })
-    }
-
-    fn redeliver(
-        &self,
-        group: GroupName,
-        positions: Vec<u64>,
-    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
-        Box::pin(async move {
-            let mut state = self.0.open_state()?;
-            let (group, now) = (state.group_number(&group)?, self.0.now());
-            let each = positions.into_iter();
-            let answers = each.map(|position| state.redeliver(group, position, now));
-            let answers = answers.collect();
-            drop(state);
-            self.0.work.notify_waiters();
-            Ok(answers)
-        })
-    }
-
-    fn redeliverable(
-        &self,
-        group: GroupName,
-        positions: Vec<u64>,
-    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
-        Box::pin(async move {
-            let state = self.0.open_state()?;
-            let group = state.group_number(&group)?;
-            let each = positions.into_iter();
-            Ok(each.map(|at| state.redeliverable(group, at)).collect())
-        })
-    }
-
     fn close(&self) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
             let mut state = self.0.lock();
@@ -324,6 +277,67 @@ impl Broker for MemoryBroker {
             state.wake_all_waiters();
             self.0.work.notify_waiters();
             Ok(())
+        })
+    }
+}
+
+impl Settled for Memory {
+    fn settled(
+        &self,
+        position: Position,
+        timeout: Duration,
+    ) -> BoxFuture<'_, Result<SettledOutcome>> {
+        Box::pin(async move {
+            let settled = self.wait_settled(position.place());
+            let waited = tokio::time::timeout(timeout, settled).await;
+            waited.unwrap_or_else(|_| {
+                let what = format!("event {position} was not settled within {timeout:?}");
+                Err(Error::new(Code::Timeout, what))
+            })
+        })
+    }
+}
+
+impl Depth for Memory {
+    fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move { self.depth_of(&stream, limit) })
+    }
+
+    fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move { self.drop_from(&stream, keep) })
+    }
+}
+
+impl Redeliver for Memory {
+    fn redeliver(
+        &self,
+        group: GroupName,
+        positions: Vec<Position>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        Box::pin(async move {
+            let mut state = self.open_state()?;
+            let (group, now) = (state.group_number(&group)?, self.now());
+            let each = positions.into_iter();
+            let answers = each.map(|position| state.redeliver(group, position.place(), now));
+            let answers = answers.collect();
+            drop(state);
+            self.work.notify_waiters();
+            Ok(answers)
+        })
+    }
+
+    fn redeliverable(
+        &self,
+        group: GroupName,
+        positions: Vec<Position>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        Box::pin(async move {
+            let state = self.open_state()?;
+            let group = state.group_number(&group)?;
+            let each = positions.into_iter();
+            Ok(each
+                .map(|at| state.redeliverable(group, at.place()))
+                .collect())
         })
     }
 }

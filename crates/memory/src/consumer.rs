@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use everbus_core::{
-    BoxFuture, Code, ConsumeOptions, Consumer, Delivery, Error, Lease, Pattern, Result, Timestamp,
+    BoxFuture, Code, ConsumeOptions, Consumer, Delivery, Error, Lease, Pattern, Position, Result,
+    Timestamp,
 };
 
 use crate::broker::Memory;
@@ -55,18 +56,11 @@ impl MemoryConsumer {
             let RowState::InFlight { token, .. } = row.state else {
                 continue;
             };
-            deliveries.push(Delivery {
-                record: row.record.clone(),
-                attempt: row.attempts,
-                failures: row.failures.clone(),
-                retried: row.retried,
-                lease: Lease {
-                    position: *position,
-                    slot: self.group,
-                    token,
-                    handle: None,
-                },
-            });
+            let lease = Lease::new(Position::seq(*position), [self.group, token]);
+            let delivery = Delivery::new(row.record.clone(), lease)
+                .after(row.attempts, row.failures.clone())
+                .retried(row.retried);
+            deliveries.push(delivery);
         }
         if !claim.orphans.is_empty() {
             let name = group.name.clone();
@@ -111,6 +105,17 @@ impl Consumer for MemoryConsumer {
         }
         drop(state);
         self.memory.work.notify_waiters();
+    }
+
+    fn pause(&mut self) -> BoxFuture<'_, Result<()>> {
+        self.resume(0)
+    }
+
+    fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
+        // Nothing is claimed before it is fetched, so there is nothing to give back.
+        self.options.prefetch = prefetch;
+        self.memory.work.notify_waiters();
+        Box::pin(std::future::ready(Ok(())))
     }
 
     fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {

@@ -13,6 +13,7 @@ use everbus_core::{
 
 use crate::broker::Memory;
 use crate::group::Row;
+use crate::records::Seq as _;
 
 type Key = (Reverse<u64>, GroupName);
 
@@ -32,7 +33,7 @@ pub(crate) struct Grave {
 impl Graveyard {
     /// Adds a dead letter, or opens the one there is again: attempts add up, the first time stays.
     pub(crate) fn bury(&mut self, group: GroupName, row: Row, now: Timestamp) -> &DeadLetter {
-        let key = (Reverse(row.record.position), group.clone());
+        let key = (Reverse(row.record.seq()), group.clone());
         let grave = self.graves.entry(key).or_insert_with(|| Grave {
             letter: DeadLetter {
                 group,
@@ -167,7 +168,9 @@ impl Memory {
     fn page(&self, filter: &DeadLetterFilter, page: PageRequest) -> Result<DeadLetterPage> {
         page.validate()?;
         let state = self.open_state()?;
-        let after = page.after.map(|key| (Reverse(key.position), key.group));
+        let after = page
+            .after
+            .map(|key| (Reverse(key.position.place()), key.group));
         let mut open = state.dead.open(filter, after).skip(page.offset);
         let items: Vec<DeadLetter> = open.by_ref().take(page.limit).cloned().collect();
         let more = open.next().is_some();
@@ -206,7 +209,7 @@ impl Memory {
         let mut guard = self.open_state()?;
         let state = &mut *guard;
         let now = self.now();
-        let grave = state.dead.get(key.position, &key.group);
+        let grave = state.dead.get(key.position.place(), &key.group);
         let Some(grave) = grave.filter(|grave| grave.open) else {
             return Err(not_open(key));
         };
@@ -227,15 +230,15 @@ impl Memory {
                 // It comes in its turn.
                 (true, true) | (false, false) => {}
                 (true, false) => group.add_waiting(record.clone(), now),
-                (false, true) => group.skip(appended.position, REPLACEMENT),
+                (false, true) => group.skip(appended.seq(), REPLACEMENT),
             }
         }
-        if let Some(grave) = state.dead.get_mut(key.position, &key.group) {
+        if let Some(grave) = state.dead.get_mut(key.position.place(), &key.group) {
             grave.open = false;
             grave.letter.retried_at = Some(now);
             grave.letter.replaced_by = Some(id);
         }
-        state.wake_waiters(key.position);
+        state.wake_waiters(key.position.place());
         drop(guard);
         self.work.notify_waiters();
         Ok(appended)
@@ -281,7 +284,7 @@ impl Memory {
         });
         let old: Vec<DeadLetter> = old.cloned().collect();
         for letter in old {
-            let position = letter.event.position;
+            let position = letter.event.seq();
             state
                 .dead
                 .graves

@@ -11,7 +11,7 @@ use everbus_core::{
     SubscriptionInfo, Timestamp,
 };
 
-use crate::records::{Records, any_matches};
+use crate::records::{LeaseParts as _, Records, Seq as _, any_matches};
 
 #[derive(Debug)]
 pub(crate) struct Group {
@@ -148,7 +148,7 @@ impl Group {
         let free = self
             .consumers
             .get(&consumer)
-            .map_or(0, |c| options.prefetch.max(1).saturating_sub(c.in_flight));
+            .map_or(0, |c| options.prefetch.saturating_sub(c.in_flight));
         let max = max.min(free);
         let until = now.plus(options.lease);
         let mut taken = Vec::new();
@@ -206,7 +206,7 @@ impl Group {
         now: Timestamp,
         taken: &mut Vec<u64>,
     ) {
-        let position = record.position;
+        let position = record.seq();
         if self.dropped.remove(&position) || !self.wants(record.event.event_type()) {
             self.advance_to(position);
             return;
@@ -274,7 +274,7 @@ impl Group {
 
     /// Adds a row that waits from now on, with no attempts: a retried dead letter, or a replay.
     pub(crate) fn add_waiting(&mut self, record: Arc<Recorded>, now: Timestamp) {
-        let position = record.position;
+        let position = record.seq();
         self.skipped.remove(&position);
         if self.insert_row(record, now) {
             self.ready.insert(position);
@@ -286,7 +286,7 @@ impl Group {
 
     /// Adds a row that is due now; says whether its key lets it go.
     fn insert_row(&mut self, record: Arc<Recorded>, now: Timestamp) -> bool {
-        let position = record.position;
+        let position = record.seq();
         let mut key = None;
         if self.ordered
             && let Some(name) = record.event.ordering_key()
@@ -335,9 +335,9 @@ impl Group {
 
     /// The row a lease is for, if it is still held.
     pub(crate) fn held(&self, lease: &Lease) -> Option<&Row> {
-        let row = self.rows.get(&lease.position)?;
+        let row = self.rows.get(&lease.seq())?;
         match row.state {
-            RowState::InFlight { token, .. } if token == lease.token => Some(row),
+            RowState::InFlight { token, .. } if token == lease.token() => Some(row),
             _ => None,
         }
     }
@@ -500,7 +500,7 @@ impl Group {
         let highest = self
             .done
             .highest()
-            .max(last.map_or(0, |row| row.record.position));
+            .max(last.map_or(0, |row| row.record.seq()));
         if highest > self.position {
             return Some(format!(
                 "event {highest} is beyond position {}",

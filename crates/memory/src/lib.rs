@@ -10,7 +10,7 @@
 //! let engine = everbus_memory::open(everbus_memory::Options::default());
 //! let event = Event::builder("order.placed").json(&42).build()?;
 //! let appended = engine.broker.append(vec![event]).await?.remove(0)?;
-//! assert_eq!(appended.position, 1);
+//! assert_eq!(appended.position.to_string(), "1");
 //! # Ok::<(), everbus_core::Error>(())
 //! # }).unwrap();
 //! ```
@@ -58,6 +58,10 @@ pub fn open(options: Options) -> Engine {
     memory.wake_on_jumps();
     Engine {
         log: Some(memory.clone()),
+        lookup: Some(memory.clone()),
+        settled: Some(memory.clone()),
+        redeliver: Some(memory.clone()),
+        depth: Some(memory.clone()),
         dead_letters: Some(memory.clone()),
         maintenance: Some(memory.clone()),
         inbox: Some(memory.clone()),

@@ -12,6 +12,7 @@ use everbus_core::{
 };
 
 use crate::broker::Memory;
+use crate::records::Seq as _;
 use crate::state::State;
 
 impl Memory {
@@ -47,7 +48,7 @@ impl Memory {
         let (mut pruned, positions) = old_dead(&state, retention, now);
         let gone: BTreeSet<(u64, GroupName)> = positions.into_iter().collect();
         let needed = |record: &Recorded| {
-            let position = record.position;
+            let position = record.seq();
             state.is_needed_but_for(record, |group| gone.contains(&(position, group.clone())))
         };
         for record in over_limits(&state, retention, now) {
@@ -251,6 +252,6 @@ fn remove_unneeded(state: &mut State, record: &Recorded, now: Timestamp) -> bool
     if state.is_needed(record) {
         return false;
     }
-    state.remove(record.position, now);
+    state.remove(record.seq(), now);
     true
 }

@@ -7,6 +7,7 @@ use everbus_core::{
 };
 
 use crate::broker::Memory;
+use crate::records::Seq as _;
 use crate::state::State;
 
 /// The stages by the position of their event, in the order they were stored.
@@ -23,7 +24,7 @@ impl Stages {
 impl State {
     fn position_of(&self, event: &EventKey) -> Option<u64> {
         let record = self.records.find(event.id, event.tenant.as_deref())?;
-        Some(record.position)
+        Some(record.seq())
     }
 
     fn store_stage(&mut self, event: &EventKey, stage: StoredStage) -> Result<()> {

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use everbus_core::{EventId, Pattern, Recorded, StartFrom, Timestamp};
+use everbus_core::{Appended, EventId, Lease, Pattern, Recorded, StartFrom, Timestamp};
 
 /// All events that are kept. Positions begin at 1 and are never used again.
 #[derive(Debug)]
@@ -79,8 +79,8 @@ impl Records {
     }
 
     pub(crate) fn push(&mut self, record: Arc<Recorded>) {
-        debug_assert_eq!(record.position, self.head() + 1);
-        self.ids.insert((record.event.id(), record.position));
+        debug_assert_eq!(record.seq(), self.head() + 1);
+        self.ids.insert((record.event.id(), record.seq()));
         self.last_received = record.received_at;
         self.slots.push_back(Some(record));
         self.kept += 1;
@@ -90,7 +90,7 @@ impl Records {
     pub(crate) fn truncate(&mut self, head: u64) {
         while self.head() > head {
             if let Some(Some(record)) = self.slots.pop_back() {
-                self.ids.remove(&(record.event.id(), record.position));
+                self.ids.remove(&(record.event.id(), record.seq()));
                 self.kept -= 1;
             }
         }
@@ -121,14 +121,55 @@ impl Records {
                 let mut newest = self.after(0).rev();
                 newest
                     .find(|r| any_matches(patterns, r.event.event_type()))
-                    .map_or(self.head(), |r| r.position - 1)
+                    .map_or(self.head(), |r| r.seq() - 1)
             }
             StartFrom::Time(time) => {
                 // Times of receipt never sink, but removed slots have none: search from the end.
                 let later = self.after(0).rev().take_while(|r| r.received_at >= time);
-                later.last().map_or(self.head(), |r| r.position - 1)
+                later.last().map_or(self.head(), |r| r.seq() - 1)
             }
         }
+    }
+}
+
+/// The number of an event: the engine has a single log.
+pub(crate) trait Seq {
+    fn seq(&self) -> u64;
+}
+
+impl Seq for Recorded {
+    fn seq(&self) -> u64 {
+        self.position.place()
+    }
+}
+
+impl Seq for Appended {
+    fn seq(&self) -> u64 {
+        self.position.place()
+    }
+}
+
+impl Seq for Lease {
+    fn seq(&self) -> u64 {
+        self.position().place()
+    }
+}
+
+/// What this engine puts into a lease.
+pub(crate) trait LeaseParts {
+    /// The number of the group.
+    fn slot(&self) -> u64;
+    /// Changes each time the event is handed out.
+    fn token(&self) -> u64;
+}
+
+impl LeaseParts for Lease {
+    fn slot(&self) -> u64 {
+        self.words()[0]
+    }
+
+    fn token(&self) -> u64 {
+        self.words()[1]
     }
 }
 

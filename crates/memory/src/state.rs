@@ -4,9 +4,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use everbus_core::{
-    Appended, ClockRecord, Code, DutyRecord, Error, Event, EventId, EventState, FailureKind,
-    GroupName, GroupSpec, GroupState, Lease, Pattern, Recorded, Redelivery, Result, SettledOutcome,
-    Settlement, StartFrom, SubscriptionInfo, Timestamp, Verdict, dead_letter_notice,
+    Appended, ClockRecord, Code, Cursor, DutyRecord, Error, Event, EventId, EventState,
+    FailureKind, GroupName, GroupSpec, GroupState, Lease, Pattern, Position, Recorded, Redelivery,
+    Result, SettledOutcome, Settlement, StartFrom, SubscriptionInfo, Timestamp, Verdict,
+    dead_letter_notice,
 };
 use tokio::sync::Notify;
 
@@ -17,7 +18,7 @@ use crate::group::{Group, Row, RowState};
 use crate::inbox::Handled;
 use crate::orphans::Left;
 use crate::payloads::Stages;
-use crate::records::Records;
+use crate::records::{LeaseParts as _, Records, Seq as _};
 
 #[derive(Debug)]
 pub(crate) struct State {
@@ -136,7 +137,7 @@ impl State {
                         group: spec.name.clone(),
                         name: wanted.name,
                         pattern: wanted.pattern,
-                        after: group.position,
+                        after: Cursor::seq(group.position),
                         created_at: now,
                     };
                     group.subscriptions.push(info.clone());
@@ -177,12 +178,9 @@ impl State {
         for event in batch {
             let (id, tenant) = (event.id(), event.tenant());
             let appended = match self.records.find(id, tenant) {
-                Some(known) if known.event.same_body(&event) => Appended {
-                    id,
-                    position: known.position,
-                    received_at: known.received_at,
-                    duplicate: true,
-                },
+                Some(known) if known.event.same_body(&event) => {
+                    Appended::new(id, known.position, known.received_at).as_duplicate()
+                }
                 Some(_) => {
                     self.records.truncate(before);
                     let what = format!("the event {id} exists with another body");
@@ -190,18 +188,10 @@ impl State {
                         .hint("an id names one event for ever; give the new event a new id"));
                 }
                 None => {
-                    let position = self.records.head() + 1;
-                    self.records.push(Arc::new(Recorded {
-                        event,
-                        position,
-                        received_at,
-                    }));
-                    Appended {
-                        id,
-                        position,
-                        received_at,
-                        duplicate: false,
-                    }
+                    let position = Position::seq(self.records.head() + 1);
+                    let record = Recorded::new(event, position, received_at);
+                    self.records.push(Arc::new(record));
+                    Appended::new(id, position, received_at)
                 }
             };
             answers.push(appended);
@@ -217,11 +207,11 @@ impl State {
     /// The group in which a lease is held now.
     fn holder(&mut self, lease: &Lease, now: Timestamp) -> Result<&mut Group> {
         let lost = || {
-            let what = format!("the lease on event {} had ended", lease.position);
+            let what = format!("the lease on event {} had ended", lease.seq());
             Error::new(Code::LeaseLost, what)
                 .hint("the event was or will be delivered again; extend leases of long work")
         };
-        let group = self.groups.get_mut(&lease.slot).ok_or_else(lost)?;
+        let group = self.groups.get_mut(&lease.slot()).ok_or_else(lost)?;
         group.end_leases(now);
         if group.held(lease).is_none() {
             return Err(lost());
@@ -230,7 +220,7 @@ impl State {
     }
 
     pub(crate) fn extend(&mut self, lease: &Lease, until: Timestamp, now: Timestamp) -> Result<()> {
-        self.holder(lease, now)?.extend(lease.position, until);
+        self.holder(lease, now)?.extend(lease.seq(), until);
         Ok(())
     }
 
@@ -242,6 +232,7 @@ impl State {
             follow_ups,
             inbox,
             effect,
+            ..
         } = settlement;
         let held = self.holder(&lease, now)?.held(&lease);
         let record = held.map(|row| row.record.clone());
@@ -250,17 +241,17 @@ impl State {
             return Err(no_transaction());
         }
         let record = record.filter(|_| acked && inbox);
-        let handled = |record: &Arc<Recorded>| self.inbox.contains(lease.slot, &record.event);
+        let handled = |record: &Arc<Recorded>| self.inbox.contains(lease.slot(), &record.event);
         // What was handled before is acked, and nothing of it happens again.
         let again = record.as_ref().is_some_and(handled);
         if !follow_ups.is_empty() && !again {
             self.append(follow_ups, now)?;
         }
         if let Some(record) = record.filter(|_| !again) {
-            self.inbox.insert(lease.slot, &record.event, now);
+            self.inbox.insert(lease.slot(), &record.event, now);
         }
         let group = self.holder(&lease, now)?;
-        let position = lease.position;
+        let position = lease.seq();
         group.active_at = now;
         match verdict {
             Verdict::Ack => {
@@ -304,7 +295,7 @@ impl State {
     /// Moves rows nobody had a handler for to the dead letters.
     pub(crate) fn bury_orphans(&mut self, group: &GroupName, orphans: Vec<Row>, now: Timestamp) {
         for row in orphans {
-            let position = row.record.position;
+            let position = row.record.seq();
             self.bury(group.clone(), row, now);
             self.wake_waiters(position);
         }
@@ -358,7 +349,7 @@ impl State {
 
     /// Where an event stands in a group.
     fn state_in(&self, group: &Group, record: &Recorded) -> EventState {
-        let position = record.position;
+        let position = record.seq();
         match group.rows.get(&position) {
             Some(row) => match row.state {
                 RowState::Waiting { .. }
@@ -379,7 +370,7 @@ impl State {
 
     /// How an event stands in every group.
     pub(crate) fn states(&self, record: &Recorded) -> Vec<GroupState> {
-        let position = record.position;
+        let position = record.seq();
         let states = self.names.values().filter_map(|number| {
             let group = self.groups.get(number)?;
             let state = self.state_in(group, record);

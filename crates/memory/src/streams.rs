@@ -7,14 +7,14 @@ use everbus_core::{DROPPED, Pattern, Recorded, Result};
 
 use crate::broker::Memory;
 use crate::group::{Group, RowState};
-use crate::records::Records;
+use crate::records::{Records, Seq as _};
 
 impl Group {
     /// Whether a subscription wants an event that the group has not reached, and it was not dropped.
     pub(crate) fn awaits(&self, record: &Recorded) -> bool {
-        record.position > self.position
+        record.seq() > self.position
             && self.wants(record.event.event_type())
-            && !self.dropped.contains(&record.position)
+            && !self.dropped.contains(&record.seq())
     }
 
     /// The positions of what is owed of a stream, oldest first; whether each is in flight.
@@ -26,11 +26,11 @@ impl Group {
         let rows = self.rows.values().filter_map(|row| {
             let in_flight = matches!(row.state, RowState::InFlight { .. });
             let matches = stream.matches(row.record.event.event_type());
-            matches.then_some((row.record.position, in_flight))
+            matches.then_some((row.record.seq(), in_flight))
         });
         let beyond = records.after(self.position).filter_map(|record| {
             let matches = stream.matches(record.event.event_type()) && self.awaits(record);
-            matches.then_some((record.position, false))
+            matches.then_some((record.seq(), false))
         });
         rows.chain(beyond)
     }

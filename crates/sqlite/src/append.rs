@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use everbus_core::{Appended, Code, Error, Event, Recorded, Result, Timestamp};
+use everbus_core::{Appended, Code, Error, Event, Position, Recorded, Result, Timestamp};
 use rusqlite::{CachedStatement, Connection, OptionalExtension, params};
 
 use crate::errors::from_sqlite;
@@ -93,20 +93,10 @@ impl<'c> Appender<'c> {
         state.head = position;
         state.last_received = self.received_at;
         let received_at = Timestamp::from_micros(self.received_at);
-        let answer = Appended {
-            id: event.id(),
-            position,
-            received_at,
-            duplicate: false,
-        };
-        state.appended.push((
-            type_id,
-            Arc::new(Recorded {
-                event,
-                position,
-                received_at,
-            }),
-        ));
+        let position = Position::seq(position);
+        let answer = Appended::new(event.id(), position, received_at);
+        let record = Recorded::new(event, position, received_at);
+        state.appended.push((type_id, Arc::new(record)));
         Ok(answer)
     }
 
@@ -138,12 +128,8 @@ impl<'c> Appender<'c> {
             )
             .hint("use a new id for a new event; repeat a publish with the same content"));
         }
-        Ok(Appended {
-            id: first.event.id(),
-            position: first.position,
-            received_at: first.received_at,
-            duplicate: true,
-        })
+        let first = Appended::new(first.event.id(), first.position, first.received_at);
+        Ok(first.as_duplicate())
     }
 
     fn undo(&mut self, state: &mut State, (head, appended): (u64, usize)) -> Result<()> {

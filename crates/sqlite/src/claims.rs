@@ -12,7 +12,7 @@ use everbus_core::{Delivery, Lease, Progress, Recorded, Result};
 use rusqlite::params;
 
 use crate::errors::from_sqlite;
-use crate::rows::to_sql;
+use crate::rows::{Seq as _, to_sql};
 use crate::state::{BEHIND_KEY, Claim, Held, LEASED, UNHANDLED, WAITING, micros};
 use crate::writer::Writer;
 
@@ -45,7 +45,7 @@ impl Writer {
         if self.state.appended.is_empty() || self.isolating.is_some() {
             return Ok(());
         }
-        let first = self.state.appended[0].1.position;
+        let first = self.state.appended[0].1.seq();
         let groups: Vec<i64> = self
             .state
             .groups
@@ -72,14 +72,14 @@ impl Writer {
             let (mut searched, mut bytes) = (first - 1, 0);
             for (type_id, record) in &self.state.appended {
                 let wants = group.wants(*type_id, record.event.event_type());
-                if wants && !passed_by.contains(&record.position) {
+                if wants && !passed_by.contains(&record.seq()) {
                     if wanted.len() == room || bytes > room_in_bytes {
                         break;
                     }
                     bytes += size(record);
                     wanted.push((*type_id, record.clone()));
                 }
-                searched = record.position;
+                searched = record.seq();
             }
             self.hand_out(session, searched, wanted)?;
         }
@@ -92,8 +92,8 @@ impl Writer {
         let group = self.state.groups.get(&group_id);
         if group.is_some_and(|group| group.dropped_to > group.cursor) {
             for (_, record) in &self.state.appended {
-                if self.was_dropped(group_id, record.position)? {
-                    passed_by.push(record.position);
+                if self.was_dropped(group_id, record.seq())? {
+                    passed_by.push(record.seq());
                 }
             }
         }
@@ -133,7 +133,7 @@ impl Writer {
         let (Some(first), Some(last)) = (handled.first(), handled.last()) else {
             return Ok(());
         };
-        let (lo, hi) = (first.1.position, last.1.position);
+        let (lo, hi) = (first.1.seq(), last.1.seq());
         // A bitmap over a few events far apart would be larger than a row for each.
         let span = hi - lo + 1;
         if span > 64 + 16 * handled.len() as u64 {
@@ -153,10 +153,10 @@ impl Writer {
         let mut progress = Progress::new(lo - 1);
         let mut next = lo;
         for (_, record) in &events {
-            if record.position > next {
-                progress.complete_range(next, record.position - 1);
+            if record.seq() > next {
+                progress.complete_range(next, record.seq() - 1);
             }
-            next = record.position + 1;
+            next = record.seq() + 1;
         }
         let done = (progress.highest() >= lo).then(|| progress.bitmap(lo, hi));
         let token = new_token();
@@ -185,23 +185,15 @@ impl Writer {
             let tenant = self
                 .state
                 .intern_tenant(&self.conn, record.event.tenant())?;
-            keys.push((record.position, (*record.event.id().as_bytes(), tenant)));
+            keys.push((record.seq(), (*record.event.id().as_bytes(), tenant)));
         }
         let bytes_each =
             events.iter().map(|(_, record)| size(record)).sum::<u64>() / events.len() as u64;
         let deliveries: Vec<Delivery> = events
             .into_iter()
-            .map(|(_, record)| Delivery {
-                lease: Lease {
-                    position: record.position,
-                    slot,
-                    token: token as u64,
-                    handle: None,
-                },
-                record,
-                attempt: 1,
-                retried: false,
-                failures: Vec::new(),
+            .map(|(_, record)| {
+                let lease = Lease::new(record.position, [slot, token as u64]);
+                Delivery::new(record, lease)
             })
             .collect();
         if let Some(session) = self.sessions.get_mut(&session) {
@@ -244,7 +236,7 @@ impl Writer {
         let mut deliveries = Vec::with_capacity(events.len());
         for (type_id, record) in events {
             let token = new_token();
-            let position = record.position;
+            let position = record.seq();
             insert
                 .execute(params![
                     group,
@@ -269,18 +261,8 @@ impl Writer {
             if let Some(session) = self.sessions.get_mut(&session) {
                 session.took(1, bytes);
             }
-            deliveries.push(Delivery {
-                lease: Lease {
-                    position,
-                    slot: delivery_slot(group),
-                    token: token as u64,
-                    handle: None,
-                },
-                record,
-                attempt: 1,
-                retried: false,
-                failures: Vec::new(),
-            });
+            let lease = Lease::new(record.position, [delivery_slot(group), token as u64]);
+            deliveries.push(Delivery::new(record, lease));
         }
         drop(insert);
         self.outgoing.push((session, until, deliveries));
@@ -301,7 +283,7 @@ impl Writer {
                            AND (seq < ?3 OR state = 1))",
                     )
                     .and_then(|mut s| {
-                        let seq = to_sql(event.1.position);
+                        let seq = to_sql(event.1.seq());
                         s.query_row(params![group, key, seq], |row| row.get(0))
                     })
                     .map_err(|e| from_sqlite("ordering by key", e))?,
@@ -329,7 +311,7 @@ impl Writer {
                 let now = micros(self.clock.now());
                 s.execute(params![
                     group,
-                    to_sql(event.1.position),
+                    to_sql(event.1.seq()),
                     state,
                     due,
                     event.0,

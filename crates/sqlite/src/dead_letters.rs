@@ -3,7 +3,7 @@
 use everbus_core::dead_letters::{MAX_PAGE, TALLY_ERROR_CHARS};
 use everbus_core::{
     Appended, BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
-    DeadLetterTally, DeadLetters, Event, EventId, GroupName, LETTER_PURGED, PageRequest,
+    DeadLetterTally, DeadLetters, Event, EventId, GroupName, LETTER_PURGED, PageRequest, Position,
     PurgeBasis, Purged, Replaced, Result, Timestamp,
 };
 use rusqlite::types::Value;
@@ -97,7 +97,7 @@ impl DeadLetters for SqliteEngine {
                 let group: String = row.get(1).map_err(doing)?;
                 replaced.push(Replaced {
                     key: DeadLetterKey {
-                        position: seq_from(row.get(0).map_err(doing)?),
+                        position: Position::seq(seq_from(row.get(0).map_err(doing)?)),
                         group: group.parse()?,
                     },
                     by: EventId::from_bytes(row.get(2).map_err(doing)?),
@@ -265,7 +265,7 @@ impl Condition {
 
     /// Only what comes after a dead letter in the order of the list.
     fn beyond(&mut self, key: &DeadLetterKey) {
-        let position = Value::Integer(to_sql(key.position));
+        let position = Value::Integer(to_sql(key.position.place()));
         self.sql += " AND d.seq <= ? AND (d.seq < ? OR g.name > ?)";
         self.values.extend([
             position.clone(),

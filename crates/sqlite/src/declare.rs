@@ -1,8 +1,8 @@
 //! Groups and subscriptions: made, changed, removed.
 
 use everbus_core::{
-    Code, Error, EventId, GroupName, GroupSpec, Pattern, Result, StartFrom, SubscriptionInfo,
-    SubscriptionSpec, Timestamp,
+    Code, Cursor, Error, EventId, GroupName, GroupSpec, Pattern, Result, StartFrom,
+    SubscriptionInfo, SubscriptionSpec, Timestamp,
 };
 use rusqlite::{Connection, OptionalExtension, params};
 
@@ -160,7 +160,7 @@ impl Writer {
             group: name.clone(),
             name: spec.name.clone(),
             pattern: spec.pattern.clone(),
-            after: seq_from(after),
+            after: Cursor::seq(seq_from(after)),
             created_at,
         };
         if let Some((id, pattern, after, created_at)) = known {

@@ -336,18 +336,11 @@ impl Writer {
             session.took(1, bytes);
         }
         let retried = self.is_retried(group, row.seq)?;
-        Ok(Delivery {
-            record,
-            attempt,
-            retried,
-            failures: read_failures(row.failures.as_deref())?,
-            lease: Lease {
-                position: row.seq,
-                slot: delivery_slot(group),
-                token: token as u64,
-                handle: None,
-            },
-        })
+        let lease = Lease::new(record.position, [delivery_slot(group), token as u64]);
+        let failures = read_failures(row.failures.as_deref())?;
+        Ok(Delivery::new(record, lease)
+            .after(attempt, failures)
+            .retried(retried))
     }
 
     /// Whether it was put back from the dead letters, or is replayed.

@@ -16,6 +16,7 @@ use everbus_core::{Code, Effect, Error, Event, Lease, Result};
 use crate::errors::from_sqlite;
 use crate::failpoint;
 use crate::guard::SAVEPOINT;
+use crate::rows::Seq as _;
 use crate::writer::Writer;
 
 /// Effects this engine runs: they are given a `rusqlite::Connection`.
@@ -99,7 +100,7 @@ impl Writer {
         if took > LONG {
             tracing::warn!(
                 target: "everbus::sqlite",
-                position = lease.position,
+                position = lease.seq(),
                 took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
                 "an effect held the writer; every publish waits meanwhile"
             );

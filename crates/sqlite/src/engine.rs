@@ -6,9 +6,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use everbus_core::{
-    Appended, BoxFuture, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, Durability,
-    Engine, Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Redelivery,
-    Result, SettledOutcome, Settlement, SubscriptionInfo,
+    Appended, BoxFuture, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, Depth,
+    Durability, Engine, Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern,
+    Position, Redeliver, Redelivery, Result, Settled, SettledOutcome, Settlement, SubscriptionInfo,
 };
 use tokio::sync::{oneshot, watch};
 
@@ -243,6 +243,10 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
     let engine = Arc::new(SqliteEngine { handle });
     Ok(Engine {
         log: Some(engine.clone()),
+        lookup: Some(engine.clone()),
+        settled: Some(engine.clone()),
+        redeliver: Some(engine.clone()),
+        depth: Some(engine.clone()),
         dead_letters: Some(engine.clone()),
         maintenance: Some(engine.clone()),
         inbox: Some(engine.clone()),
@@ -282,9 +286,7 @@ impl Broker for SqliteEngine {
             Durable::Full => Durability::PowerLoss,
             Durable::Normal => Durability::Process,
         };
-        let mut capabilities = Capabilities::full(ENGINE, durability);
-        capabilities.transaction = Some(ENGINE);
-        capabilities
+        Capabilities::full(ENGINE, durability).transaction(Some(ENGINE))
     }
 
     fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
@@ -369,9 +371,27 @@ impl Broker for SqliteEngine {
             .query(move |reader| crate::inspect::groups(reader, now))
     }
 
-    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
+    fn close(&self) -> BoxFuture<'_, Result<()>> {
+        self.handle.queue.close(true);
+        let mut ended = self.handle.ended.clone();
+        Box::pin(async move {
+            let _ = ended.wait_for(|ended| *ended).await;
+            match self.handle.failed.get() {
+                Some(error) if error.code() != Code::Shutdown => Err(error.clone()),
+                _ => Ok(()),
+            }
+        })
+    }
+}
+
+impl Settled for SqliteEngine {
+    fn settled(
+        &self,
+        position: Position,
+        timeout: Duration,
+    ) -> BoxFuture<'_, Result<SettledOutcome>> {
         let waiting = self.ask(|reply| Command::Watch {
-            position,
+            position: position.place(),
             reply: Some(reply),
         });
         Box::pin(async move {
@@ -386,7 +406,9 @@ impl Broker for SqliteEngine {
                 })
         })
     }
+}
 
+impl Depth for SqliteEngine {
     fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
         Box::pin(self.depth_of(stream, limit))
     }
@@ -394,11 +416,13 @@ impl Broker for SqliteEngine {
     fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
         Box::pin(self.drop_from(stream, keep))
     }
+}
 
+impl Redeliver for SqliteEngine {
     fn redeliver(
         &self,
         group: GroupName,
-        positions: Vec<u64>,
+        positions: Vec<Position>,
     ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
         Box::pin(self.redeliver_all(group, positions, true))
     }
@@ -406,20 +430,8 @@ impl Broker for SqliteEngine {
     fn redeliverable(
         &self,
         group: GroupName,
-        positions: Vec<u64>,
+        positions: Vec<Position>,
     ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
         Box::pin(self.redeliver_all(group, positions, false))
-    }
-
-    fn close(&self) -> BoxFuture<'_, Result<()>> {
-        self.handle.queue.close(true);
-        let mut ended = self.handle.ended.clone();
-        Box::pin(async move {
-            let _ = ended.wait_for(|ended| *ended).await;
-            match self.handle.failed.get() {
-                Some(error) if error.code() != Code::Shutdown => Err(error.clone()),
-                _ => Ok(()),
-            }
-        })
     }
 }

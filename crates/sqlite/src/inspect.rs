@@ -1,6 +1,6 @@
 //! How every group stands.
 
-use everbus_core::{GroupInfo, Pattern, Progress, Result, SubscriptionSpec, Timestamp};
+use everbus_core::{Cursor, GroupInfo, Pattern, Progress, Result, SubscriptionSpec, Timestamp};
 use rusqlite::{Connection, OptionalExtension};
 
 use crate::errors::from_sqlite;
@@ -104,7 +104,7 @@ fn info(conn: &Connection, head: u64, group: &Stored, now: Timestamp) -> Result<
             .map(|p| p.as_str().to_owned())
             .collect(),
         subscriptions: subscriptions(conn, group.id)?,
-        position: group.cursor,
+        position: Cursor::seq(group.cursor),
         behind: head.saturating_sub(group.cursor).saturating_sub(dropped),
         in_flight,
         waiting,

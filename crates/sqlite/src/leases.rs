@@ -7,7 +7,7 @@ use everbus_core::{Failure, FailureKind, Progress, Result, Timestamp};
 use crate::claims::{claim_slot, delivery_slot};
 use crate::deliver::EXPIRED;
 use crate::errors::from_sqlite;
-use crate::rows::{seq_from, to_sql};
+use crate::rows::{LeaseParts as _, Seq as _, seq_from, to_sql};
 use crate::state::{State, micros};
 use crate::writer::Writer;
 
@@ -68,7 +68,7 @@ impl Writer {
             session.gave(ended.len(), bytes);
         }
         let unseen = self.recall(session, |d| {
-            d.lease.slot == slot && ended.binary_search(&d.lease.position).is_ok()
+            d.lease.slot() == slot && ended.binary_search(&d.lease.seq()).is_ok()
         });
         self.give_back(group, &unseen)?;
         self.touched.push(id);
@@ -97,7 +97,7 @@ impl Writer {
         }
         let token = held.token as u64;
         let unseen = self.recall(held.session, |d| {
-            d.lease.position == seq && d.lease.token == token
+            d.lease.seq() == seq && d.lease.token() == token
         });
         if !unseen.is_empty() {
             return self.release_row(group, seq, held.suspect, now);
@@ -124,15 +124,15 @@ impl Writer {
         let claims = self.state.claims.iter().filter(|(id, claim)| {
             half_over(claim.session, claim.until).is_some_and(|s| {
                 s.mailbox.holds(|d| {
-                    d.lease.slot == claim_slot(**id)
-                        && half_over(claim.session, claim.until_of(d.lease.position)).is_some()
+                    d.lease.slot() == claim_slot(**id)
+                        && half_over(claim.session, claim.until_of(d.lease.seq())).is_some()
                 })
             })
         });
         let rows = self.state.held.iter().filter(|((group, seq), held)| {
             half_over(held.session, held.until).is_some_and(|s| {
                 s.mailbox
-                    .holds(|d| d.lease.position == *seq && d.lease.slot == delivery_slot(*group))
+                    .holds(|d| d.lease.seq() == *seq && d.lease.slot() == delivery_slot(*group))
             })
         });
         (
@@ -159,10 +159,10 @@ impl Writer {
             let until = micros(self.clock.now().plus(session.lease));
             let seqs = session
                 .mailbox
-                .positions(|d| d.lease.slot == claim_slot(id));
+                .positions(|d| d.lease.slot() == claim_slot(id));
             session
                 .mailbox
-                .renew(until, |d| d.lease.slot == claim_slot(id));
+                .renew(until, |d| d.lease.slot() == claim_slot(id));
             self.extend_claimed(id, &seqs, until)?;
         }
         for (group, seq) in rows {
@@ -174,7 +174,7 @@ impl Writer {
             let slot = delivery_slot(group);
             session
                 .mailbox
-                .renew(until, |d| d.lease.position == seq && d.lease.slot == slot);
+                .renew(until, |d| d.lease.seq() == seq && d.lease.slot() == slot);
             self.extend_row(group, seq, until)?;
         }
         Ok(())
@@ -223,7 +223,7 @@ impl Writer {
                     claim.progress = Progress::from_bitmap(claim.lo, claim.hi, done);
                     self.state.claims.insert(id, claim);
                 }
-                None => self.discard(claim.session, |d| d.lease.slot == claim_slot(id)),
+                None => self.discard(claim.session, |d| d.lease.slot() == claim_slot(id)),
             }
         }
         for ((group, seq), mut held) in old.held {
@@ -239,7 +239,7 @@ impl Writer {
                 None => {
                     let token = held.token as u64;
                     self.discard(held.session, |d| {
-                        d.lease.position == seq && d.lease.token == token
+                        d.lease.seq() == seq && d.lease.token() == token
                     });
                 }
             }

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use everbus_core::{
-    BoxFuture, Code, Error, EventId, EventState, Failure, FailureKind, GroupName, GroupState, Log,
-    Pattern, Progress, Recorded, Result, StartFrom, Timestamp,
+    BoxFuture, Code, Cursor, Error, EventId, EventState, Failure, FailureKind, GroupName,
+    GroupState, Log, Lookup, Pattern, Position, Progress, Recorded, Result, Shard, StartFrom,
+    Timestamp,
 };
 use rusqlite::{OptionalExtension, params};
 
@@ -14,20 +15,21 @@ use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::feeder::read_matching;
 use crate::readers::Reader;
-use crate::rows::{RECORD, read_failures, read_record, record_at, seq_from, to_sql};
+use crate::rows::{RECORD, Seq as _, read_failures, read_record, record_at, seq_from, to_sql};
 use crate::state::{LEASED, WAITING, patterns_of};
 
 impl Log for SqliteEngine {
-    fn head(&self) -> BoxFuture<'_, Result<u64>> {
-        self.handle.query(|reader| head(reader))
+    fn head(&self) -> BoxFuture<'_, Result<Cursor>> {
+        self.handle.query(|reader| head(reader).map(Cursor::seq))
     }
 
     fn read(
         &self,
-        after: u64,
+        after: Cursor,
         patterns: Vec<Pattern>,
         limit: usize,
-    ) -> BoxFuture<'_, Result<(Vec<Arc<Recorded>>, u64)>> {
+    ) -> BoxFuture<'_, Result<(Vec<Arc<Recorded>>, Cursor)>> {
+        let after = after.place(Shard::ONLY);
         self.handle.query(move |reader| {
             let head = head(reader)?;
             let (found, searched) = read_matching(
@@ -39,19 +41,20 @@ impl Log for SqliteEngine {
             )?;
             Ok((
                 found.into_iter().map(|(_, record)| record).collect(),
-                searched.max(after),
+                Cursor::seq(searched.max(after)),
             ))
         })
     }
 
-    fn resolve(&self, from: StartFrom, patterns: Vec<Pattern>) -> BoxFuture<'_, Result<u64>> {
+    fn resolve(&self, from: StartFrom, patterns: Vec<Pattern>) -> BoxFuture<'_, Result<Cursor>> {
         self.handle.query(move |reader| {
             let head = head(reader)?;
-            resolve(&reader.conn, head, from, &patterns)
+            resolve(&reader.conn, head, from, &patterns).map(Cursor::seq)
         })
     }
 
-    fn wait_beyond(&self, position: u64) -> BoxFuture<'_, Result<()>> {
+    fn wait_beyond(&self, cursor: Cursor) -> BoxFuture<'_, Result<()>> {
+        let seq = cursor.place(Shard::ONLY);
         let mut head = self.handle.head.clone();
         Box::pin(async move {
             // A first look makes the writer notice that somebody waits for other processes.
@@ -60,7 +63,7 @@ impl Log for SqliteEngine {
                 if let Some(error) = self.handle.failed.get() {
                     return Err(error.clone());
                 }
-                if *head.borrow_and_update() > position {
+                if *head.borrow_and_update() > seq {
                     return Ok(());
                 }
                 if head.changed().await.is_err() {
@@ -69,7 +72,9 @@ impl Log for SqliteEngine {
             }
         })
     }
+}
 
+impl Lookup for SqliteEngine {
     fn find(&self, id: EventId) -> BoxFuture<'_, Result<Vec<Arc<Recorded>>>> {
         self.handle.query(move |reader| {
             let doing = |e| from_sqlite("looking for an event", e);
@@ -88,9 +93,9 @@ impl Log for SqliteEngine {
         })
     }
 
-    fn states(&self, position: u64) -> BoxFuture<'_, Result<Vec<GroupState>>> {
+    fn states(&self, position: Position) -> BoxFuture<'_, Result<Vec<GroupState>>> {
         self.handle.query(move |reader| {
-            let Some(record) = record_at(&reader.conn, position, &mut reader.types)? else {
+            let Some(record) = record_at(&reader.conn, position.place(), &mut reader.types)? else {
                 return Err(Error::new(
                     Code::NotFound,
                     format!("there is no event at {position}"),
@@ -141,7 +146,7 @@ fn state_in(
     record: &Recorded,
 ) -> Result<GroupState> {
     let doing = |e| from_sqlite("reading the state of an event", e);
-    let seq = to_sql(record.position);
+    let seq = to_sql(record.seq());
     let mut state = GroupState {
         group,
         state: EventState::Done,
@@ -217,7 +222,7 @@ fn state_in(
         .map_err(doing)?;
     if let Some((lo, hi, owner, attempt, crashed_at, done)) = claim {
         let done = done.unwrap_or_default();
-        if !Progress::from_bitmap(seq_from(lo), seq_from(hi), &done).is_done(record.position) {
+        if !Progress::from_bitmap(seq_from(lo), seq_from(hi), &done).is_done(record.seq()) {
             state.attempts = attempt;
             if owner == 0 {
                 let at = Timestamp::from_micros(crashed_at.unwrap_or(0));
@@ -241,7 +246,7 @@ fn state_in(
         .prepare_cached("SELECT reason FROM skips WHERE group_id = ?1 AND seq = ?2")
         .and_then(|mut s| s.query_row((id, seq), |r| r.get(0)).optional())
         .map_err(doing)?;
-    if record.position > cursor && state.skipped.is_none() && wanted()? {
+    if record.seq() > cursor && state.skipped.is_none() && wanted()? {
         state.state = EventState::Pending;
     }
     Ok(state)

@@ -9,7 +9,7 @@ use crate::claims::{delivery_slot, new_token};
 use crate::deliver::CRASHED;
 use crate::errors::from_sqlite;
 use crate::owner::{OwnerLock, bury, is_dead};
-use crate::rows::seq_from;
+use crate::rows::{LeaseParts as _, Seq as _, seq_from};
 use crate::session::{NewSession, Session};
 use crate::state::{Claim, WAITING, micros};
 use crate::writer::Writer;
@@ -64,33 +64,49 @@ impl Writer {
 
     /// Takes back everything that nobody has fetched yet, so that less is in flight.
     pub(crate) fn recall_unfetched(&mut self) -> Result<()> {
-        let ids: Vec<(u64, i64)> = self.sessions.iter().map(|(id, s)| (*id, s.group)).collect();
-        for (id, group) in ids {
-            let unfetched = self.recall(id, |_| true);
-            let bytes = unfetched
-                .iter()
-                .map(|d| self.state.bytes_of(&d.lease))
-                .sum();
-            if let Some(session) = self.sessions.get_mut(&id) {
-                session.gave(unfetched.len(), bytes);
-            }
-            self.give_back(group, &unfetched)?;
+        let ids: Vec<u64> = self.sessions.keys().copied().collect();
+        ids.into_iter()
+            .try_for_each(|id| self.take_back_unfetched(id))
+    }
+
+    /// Changes how much a consumer may hold. One that may hold nothing is paused: what it has not
+    /// fetched is given back.
+    pub(crate) fn set_prefetch(&mut self, id: u64, prefetch: usize) -> Result<()> {
+        if let Some(session) = self.sessions.get_mut(&id) {
+            session.prefetch = prefetch;
+        }
+        if prefetch == 0 {
+            self.take_back_unfetched(id)?;
         }
         Ok(())
+    }
+
+    /// Takes back what a consumer has not fetched yet.
+    fn take_back_unfetched(&mut self, id: u64) -> Result<()> {
+        let Some(group) = self.sessions.get(&id).map(|session| session.group) else {
+            return Ok(());
+        };
+        let unfetched = self.recall(id, |_| true);
+        let leases = unfetched.iter().map(|d| self.state.bytes_of(&d.lease));
+        let bytes = leases.sum();
+        if let Some(session) = self.sessions.get_mut(&id) {
+            session.gave(unfetched.len(), bytes);
+        }
+        self.give_back(group, &unfetched)
     }
 
     /// Puts deliveries that nobody has seen back as if they had not been handed out.
     pub(crate) fn give_back(&mut self, group: i64, unseen: &[Delivery]) -> Result<()> {
         let now = micros(self.clock.now());
         for delivery in unseen {
-            let seq = delivery.record.position;
-            if delivery.lease.slot == delivery_slot(group) {
+            let seq = delivery.record.seq();
+            if delivery.lease.slot() == delivery_slot(group) {
                 if let Some(held) = self.drop_held((group, seq)) {
                     self.release_row(group, seq, held.suspect, now)?;
                 }
                 continue;
             }
-            let id = (delivery.lease.slot >> 1) as i64;
+            let id = (delivery.lease.slot() >> 1) as i64;
             let Some(claim) = self.state.claims.get_mut(&id) else {
                 continue;
             };

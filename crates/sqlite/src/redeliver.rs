@@ -1,7 +1,7 @@
 //! Delivering events to a group once more. Such an event gets a row in `deliveries`, as the retry of a
 //! dead letter does; the group's cursor stays where it is.
 
-use everbus_core::{Code, Error, GroupName, Progress, Redelivery, Result};
+use everbus_core::{Code, Error, GroupName, Position, Progress, Redelivery, Result};
 use rusqlite::{OptionalExtension, params};
 
 use crate::engine::SqliteEngine;
@@ -19,9 +19,10 @@ impl SqliteEngine {
     pub(crate) async fn redeliver_all(
         &self,
         group: GroupName,
-        positions: Vec<u64>,
+        positions: Vec<Position>,
         really: bool,
     ) -> Result<Vec<Redelivery>> {
+        let positions: Vec<u64> = positions.into_iter().map(Position::place).collect();
         let mut answers = Vec::with_capacity(positions.len());
         // Also for nothing at all: the group must be there.
         let mut steps = positions.chunks(STEP);

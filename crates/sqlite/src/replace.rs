@@ -31,11 +31,11 @@ impl Writer {
                  WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL",
             )
             .and_then(|mut s| {
-                s.query_row((to_sql(key.position), group), |_| Ok(()))
+                s.query_row((to_sql(key.position.place()), group), |_| Ok(()))
                     .optional()
             })
             .map_err(doing)?;
-        let original = record_at(&self.conn, key.position, &mut self.state.type_names)?;
+        let original = record_at(&self.conn, key.position.place(), &mut self.state.type_names)?;
         let (Some(()), Some(original)) = (open, original) else {
             return Ok(Err(not_open(key)));
         };
@@ -66,8 +66,10 @@ impl Writer {
                 // It comes in its turn.
                 (true, true) | (false, false) => {}
                 // The group has other patterns by now, and passes it by.
-                (true, false) => self.insert_waiting(group, appended.position, 0, now, &[])?,
-                (false, true) => self.skip_ahead(other, appended.position, REPLACEMENT)?,
+                (true, false) => {
+                    self.insert_waiting(group, appended.position.place(), 0, now, &[])?
+                }
+                (false, true) => self.skip_ahead(other, appended.position.place(), REPLACEMENT)?,
             }
         }
         self.conn
@@ -77,14 +79,14 @@ impl Writer {
             )
             .and_then(|mut s| {
                 s.execute(params![
-                    to_sql(key.position),
+                    to_sql(key.position.place()),
                     group,
                     micros(now),
                     id.as_bytes()
                 ])
             })
             .map_err(doing)?;
-        self.watches.touch(key.position);
+        self.watches.touch(key.position.place());
         Ok(Ok(appended))
     }
 }

@@ -4,7 +4,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use everbus_core::{Attributes, Code, Error, Event, EventId, Failure, Recorded, Result, Timestamp};
+use everbus_core::{
+    Appended, Attributes, Code, Error, Event, EventId, Failure, Lease, Position, Recorded, Result,
+    Timestamp,
+};
 use rusqlite::types::ValueRef;
 use rusqlite::{Connection, OptionalExtension, Row};
 
@@ -89,11 +92,52 @@ pub(crate) fn read_record(
         attrs,
     );
     let received_at = Timestamp::from_micros(row.get(5).map_err(get)?);
-    Ok(Arc::new(Recorded {
+    Ok(Arc::new(Recorded::new(
         event,
-        position,
+        Position::seq(position),
         received_at,
-    }))
+    )))
+}
+
+/// The number of an event in the file: it has a single log.
+pub(crate) trait Seq {
+    fn seq(&self) -> u64;
+}
+
+impl Seq for Recorded {
+    fn seq(&self) -> u64 {
+        self.position.place()
+    }
+}
+
+impl Seq for Appended {
+    fn seq(&self) -> u64 {
+        self.position.place()
+    }
+}
+
+impl Seq for Lease {
+    fn seq(&self) -> u64 {
+        self.position().place()
+    }
+}
+
+/// What this engine puts into a lease.
+pub(crate) trait LeaseParts {
+    /// The claim or the row that holds the event.
+    fn slot(&self) -> u64;
+    /// Changes each time the event is handed out.
+    fn token(&self) -> u64;
+}
+
+impl LeaseParts for Lease {
+    fn slot(&self) -> u64 {
+        self.words()[0]
+    }
+
+    fn token(&self) -> u64 {
+        self.words()[1]
+    }
 }
 
 fn read_attributes(position: u64, text: &str) -> Result<Attributes> {

@@ -9,7 +9,7 @@ use tokio::sync::{Notify, oneshot};
 
 use crate::engine::Handle;
 use crate::queue::Command;
-use crate::rows::MAX_CACHED_TYPES;
+use crate::rows::{MAX_CACHED_TYPES, Seq as _};
 use crate::state::micros;
 
 /// The payloads a consumer has in flight take at most about this many bytes, or this many for each
@@ -84,7 +84,7 @@ impl Mailbox {
             .deliveries
             .iter()
             .filter(|(_, d)| which(d))
-            .map(|(_, d)| d.lease.position)
+            .map(|(_, d)| d.lease.seq())
             .collect()
     }
 
@@ -144,7 +144,7 @@ impl Session {
     pub(crate) fn new(new: &NewSession, group: i64) -> Self {
         Self {
             group,
-            prefetch: new.options.prefetch.max(1),
+            prefetch: new.options.prefetch,
             lease: new.options.lease,
             no_handler_after: new.options.no_handler_after,
             mailbox: new.mailbox.clone(),
@@ -240,6 +240,16 @@ impl Consumer for SqliteConsumer {
             session: self.id,
             handled,
         });
+    }
+
+    fn pause(&mut self) -> BoxFuture<'_, Result<()>> {
+        self.resume(0)
+    }
+
+    fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
+        let id = self.id;
+        self.handle
+            .job(move |writer| writer.set_prefetch(id, prefetch))
     }
 
     fn close(mut self: Box<Self>) -> BoxFuture<'static, Result<()>> {

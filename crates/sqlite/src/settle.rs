@@ -8,7 +8,7 @@ use rusqlite::params;
 
 use crate::errors::from_sqlite;
 use crate::failpoint;
-use crate::rows::{read_failures, record_at, to_sql, write_failures};
+use crate::rows::{LeaseParts as _, Seq as _, read_failures, record_at, to_sql, write_failures};
 use crate::state::{WAITING, micros};
 use crate::writer::Writer;
 
@@ -50,17 +50,17 @@ impl Writer {
             self.append_follow_ups(settlement.follow_ups.clone())?;
         }
         match place {
-            Place::Claim(id) => self.settle_claimed(id, lease.position, &settlement.verdict)?,
-            Place::Row(group) => self.settle_row(group, lease.position, &settlement.verdict)?,
+            Place::Claim(id) => self.settle_claimed(id, lease.seq(), &settlement.verdict)?,
+            Place::Row(group) => self.settle_row(group, lease.seq(), &settlement.verdict)?,
         }
-        self.watches.touch(lease.position);
+        self.watches.touch(lease.seq());
         Ok(())
     }
 
     /// Does what goes with an ack: the record in the inbox, the effect, the events that follow. If
     /// the record is there already, all of it was done before.
     fn accompany_ack(&mut self, place: Place, settlement: &Settlement) -> Result<()> {
-        let seq = settlement.lease.position;
+        let seq = settlement.lease.seq();
         let group = match place {
             Place::Row(group) => group,
             Place::Claim(id) => self.state.claims.get(&id).ok_or_else(|| lost(seq))?.group,
@@ -112,14 +112,14 @@ impl Writer {
 
     /// The claim or row a lease stands for, if it is still ours.
     fn find(&self, lease: &Lease) -> Result<Place> {
-        let seq = lease.position;
+        let seq = lease.seq();
         // A lease that is over is lost, also before somebody took the event.
         let now = micros(self.clock.now());
-        if lease.slot & 1 == 0 {
-            let id = (lease.slot >> 1) as i64;
+        if lease.slot() & 1 == 0 {
+            let id = (lease.slot() >> 1) as i64;
             match self.state.claims.get(&id) {
                 Some(claim)
-                    if claim.token as u64 == lease.token
+                    if claim.token as u64 == lease.token()
                         && (claim.lo..=claim.hi).contains(&seq)
                         && !claim.progress.is_done(seq)
                         && claim.until_of(seq) > now =>
@@ -129,9 +129,9 @@ impl Writer {
                 _ => Err(lost(seq)),
             }
         } else {
-            let group = (lease.slot >> 1) as i64;
+            let group = (lease.slot() >> 1) as i64;
             match self.state.held.get(&(group, seq)) {
-                Some(held) if held.token as u64 == lease.token && held.until > now => {
+                Some(held) if held.token as u64 == lease.token() && held.until > now => {
                     Ok(Place::Row(group))
                 }
                 _ => Err(lost(seq)),
@@ -391,11 +391,11 @@ impl Writer {
             results.push(match self.find(lease) {
                 Err(e) => Err(e),
                 Ok(Place::Claim(id)) => {
-                    claims.entry(id).or_default().push(lease.position);
+                    claims.entry(id).or_default().push(lease.seq());
                     Ok(())
                 }
                 Ok(Place::Row(group)) => {
-                    self.extend_row(group, lease.position, until)?;
+                    self.extend_row(group, lease.seq(), until)?;
                     Ok(())
                 }
             });

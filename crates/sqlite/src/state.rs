@@ -10,7 +10,7 @@ use everbus_core::{Code, Error, GroupName, Lease, Pattern, Progress, Recorded, R
 use rusqlite::{Connection, OptionalExtension};
 
 use crate::errors::from_sqlite;
-use crate::rows::{MAX_CACHED_TYPES, TypeNames, seq_from, to_sql};
+use crate::rows::{LeaseParts as _, MAX_CACHED_TYPES, Seq as _, TypeNames, seq_from, to_sql};
 
 /// States of a row in `deliveries`.
 pub(crate) const WAITING: i64 = 0;
@@ -340,12 +340,12 @@ impl State {
 
     /// What a delivery counts for in the memory of its consumer.
     pub(crate) fn bytes_of(&self, lease: &Lease) -> u64 {
-        let id = (lease.slot >> 1) as i64;
-        if lease.slot & 1 == 0 {
+        let id = (lease.slot() >> 1) as i64;
+        if lease.slot() & 1 == 0 {
             self.claims.get(&id).map_or(0, |claim| claim.bytes_each)
         } else {
             self.held
-                .get(&(id, lease.position))
+                .get(&(id, lease.seq()))
                 .map_or(0, |held| held.bytes)
         }
     }

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use everbus_core::{
-    Appended, BoxFuture, Broker, Capabilities, Code, ConsumeOptions, Consumer, Durability, Error,
-    Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result, SettledOutcome,
-    Settlement, SubscriptionInfo,
+    Appended, BoxFuture, Broker, Capabilities, Code, ConsumeOptions, Consumer, Depth, Durability,
+    Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result, Settlement,
+    SubscriptionInfo,
 };
 
 /// One group that wants everything and handles what it is told to.
@@ -79,9 +79,12 @@ impl Broker for Engine {
     fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
         unsupported("groups")
     }
-    fn settled(&self, _: u64, _: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
-        unsupported("groups")
+    fn close(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
     }
+}
+
+impl Depth for Engine {
     fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
         self.counts.fetch_add(1, Ordering::SeqCst);
         if self.cannot_count.load(Ordering::SeqCst) {
@@ -104,8 +107,5 @@ impl Broker for Engine {
         let dropped = self.owed(stream.as_str()).saturating_sub(keep);
         self.handle(stream.as_str(), dropped);
         Box::pin(std::future::ready(Ok(dropped)))
-    }
-    fn close(&self) -> BoxFuture<'_, Result<()>> {
-        Box::pin(std::future::ready(Ok(())))
     }
 }

@@ -15,7 +15,7 @@ mod tests;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use everbus_core::{Broker, Event, Result};
+use everbus_core::{Code, Depth, Error, Event, Result};
 use tokio::time::Instant;
 
 use limits::is_system;
@@ -54,7 +54,11 @@ impl Admission {
     /// A publish waits for its turn and for room together no longer than the longest `wait` of the
     /// settings that apply to it. What is returned is to be held until the append is over: the
     /// room stays reserved until then. Dropping the future is harmless.
-    pub(crate) async fn admit(&self, broker: &dyn Broker, events: &[Event]) -> Result<Admitted> {
+    pub(crate) async fn admit(
+        &self,
+        depth: Option<&dyn Depth>,
+        events: &[Event],
+    ) -> Result<Admitted> {
         let mut admitted = Admitted::default();
         if !self.limited {
             return Ok(admitted);
@@ -71,7 +75,10 @@ impl Admission {
         // In the order of their names: two publishers never wait for each other's room.
         for (event_type, (limit, count)) in demand {
             let stream = self.streams.of(event_type, limit)?;
-            let (reservation, dropped) = stream.reserve(broker, count, start).await?;
+            let (reservation, dropped) = match depth {
+                Some(depth) => stream.reserve(depth, count, start).await?,
+                None => return Err(stream.cannot(cannot_count())),
+            };
             admitted.held.push(reservation);
             if dropped > 0 {
                 admitted.dropped.push((event_type.clone(), dropped));
@@ -97,6 +104,13 @@ impl Admission {
         }
         Ok(demand)
     }
+}
+
+fn cannot_count() -> Error {
+    Error::new(
+        Code::Unsupported,
+        "this engine cannot count what waits in a stream",
+    )
 }
 
 /// Leave to append. To be held until the append is over, however it ends.

@@ -14,7 +14,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use everbus_core::{Broker, Code, Error, Pattern, Result};
+use everbus_core::{Code, Depth, Error, Pattern, Result};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::limits::{DEFAULT_WAIT, OnFull, StreamLimit};
@@ -148,7 +148,7 @@ impl Stream {
     /// second answer is how many events were dropped for it.
     pub(super) async fn reserve(
         self: &Arc<Self>,
-        broker: &dyn Broker,
+        engine: &dyn Depth,
         events: u64,
         start: Instant,
     ) -> Result<(Reservation, u64)> {
@@ -176,7 +176,7 @@ impl Stream {
             // A question that another publisher asked after this one came is as good as its own.
             let mut is_new = self.lock().answered > known;
             if !is_new && (refreshing.is_some() || !self.lock().fits(events, self.limit.max_len)) {
-                self.ask(broker).await?;
+                self.ask(engine).await?;
                 is_new = true;
             }
             refreshing = None;
@@ -189,7 +189,7 @@ impl Stream {
             queued.get_or_insert_with(|| Queued::new(self, &mut self.lock(), events));
             match self.limit.on_full {
                 OnFull::Reject => return Err(self.full()),
-                OnFull::DropOldest => return self.make_room(broker, events).await,
+                OnFull::DropOldest => return self.make_room(engine, events).await,
                 OnFull::Wait if Instant::now() >= deadline => return Err(self.full()),
                 OnFull::Wait => {
                     known = self.lock().asked;
@@ -223,14 +223,14 @@ impl Stream {
     }
 
     /// Counts what is owed. Whoever calls it holds the turn.
-    async fn ask(&self, broker: &dyn Broker) -> Result<()> {
+    async fn ask(&self, engine: &dyn Depth) -> Result<()> {
         let asked_at = Instant::now();
         let (number, finished) = {
             let mut room = self.lock();
             room.asked += 1;
             (room.asked, room.finished)
         };
-        let depth = broker
+        let depth = engine
             .depth(self.pattern.clone(), self.limit.max_len)
             .await
             .map_err(|e| self.cannot(e))?;
@@ -247,7 +247,7 @@ impl Stream {
     /// Drops the oldest events, so that this publish and those behind it have room.
     async fn make_room(
         self: &Arc<Self>,
-        broker: &dyn Broker,
+        engine: &dyn Depth,
         events: u64,
     ) -> Result<(Reservation, u64)> {
         let (keep, finished) = {
@@ -257,7 +257,7 @@ impl Stream {
             let taken = room.reserved.saturating_add(wanted);
             (self.limit.max_len.saturating_sub(taken), room.finished)
         };
-        let dropped = broker
+        let dropped = engine
             .drop_oldest(self.pattern.clone(), keep)
             .await
             .map_err(|e| self.cannot(e))?;
@@ -321,7 +321,7 @@ impl Stream {
     }
 
     /// An engine that cannot count says so at the first publish; the sentence says what to change.
-    fn cannot(&self, e: Error) -> Error {
+    pub(super) fn cannot(&self, e: Error) -> Error {
         if e.code() != Code::Unsupported {
             return e;
         }

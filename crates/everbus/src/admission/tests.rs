@@ -40,7 +40,7 @@ fn events(stream: &str, count: usize) -> Vec<Event> {
 
 impl Publisher {
     async fn publish_all(&self, batch: Vec<Event>) -> Result<u64> {
-        let admission = self.admission.admit(&*self.engine, &batch);
+        let admission = self.admission.admit(Some(&*self.engine), &batch);
         let admitted = tokio::time::timeout(3600 * S, admission).await;
         let admitted = admitted.expect("no publish waits an hour")?;
         self.engine.append(batch).await?;
@@ -312,7 +312,7 @@ async fn concurrent_publishers_do_not_exceed_the_limit_together() {
         tasks.spawn(async move {
             tokio::time::sleep(n % 7 * MS).await;
             let batch = events("a", 1);
-            let admitted = p.admission.admit(&*p.engine, &batch).await?;
+            let admitted = p.admission.admit(Some(&*p.engine), &batch).await?;
             // The append takes longer than a count.
             tokio::time::sleep(20 * MS).await;
             p.engine.append(batch).await?;
@@ -406,7 +406,7 @@ async fn a_failed_append_holds_its_room_only_until_the_next_count() {
     let p = limited(StreamLimit::new(10).on_full(OnFull::Reject));
     for _ in 0..5 {
         let batch = events("a", 10);
-        drop(p.admission.admit(&*p.engine, &batch).await.unwrap());
+        drop(p.admission.admit(Some(&*p.engine), &batch).await.unwrap());
     }
     p.publish("a", 10).await.unwrap();
 }

@@ -90,9 +90,10 @@ impl Bus {
     pub(crate) async fn append_as_is(&self, events: Vec<Event>) -> Result<Vec<Result<Appended>>> {
         let shared = &self.inner.shared;
         shared.accepts()?;
-        let broker = &*shared.engine.broker;
         // Held until the append is over.
-        let admitting = shared.admission.admit(broker, &events);
+        let admitting = shared
+            .admission
+            .admit(shared.engine.depth.as_deref(), &events);
         let admitted = shared.unless_ending(admitting).await?;
         for (event_type, dropped) in admitted.dropped() {
             guard::log(|| {

@@ -15,11 +15,26 @@ const BATCH: usize = 256;
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// A consumer and the plan it was last told.
+/// A consumer, the plan it was last told and the gate it was last opened to.
 struct Consuming {
     consumer: Box<dyn Consumer>,
     plan: Arc<Plan>,
     gate: Gate,
+}
+
+impl Consuming {
+    /// Opens the consumer as far as the gate says. It stays in its group: leaving and joining again is a
+    /// rebalance on some engines.
+    async fn turn(&mut self, gate: Gate) -> Result<()> {
+        if self.gate != gate {
+            match gate {
+                Gate::Shut => self.consumer.pause().await?,
+                gate => self.consumer.resume(self.plan.prefetch_at(gate)).await?,
+            }
+            self.gate = gate;
+        }
+        Ok(())
+    }
 }
 
 impl Runner {
@@ -130,7 +145,9 @@ impl Runner {
         plan: &Plan,
     ) -> Result<()> {
         self.queue.give_back_waiting();
-        close(consuming.take()).await;
+        if let Some(consuming) = consuming {
+            consuming.turn(Gate::Shut).await?;
+        }
         for breaker in &plan.gates {
             tokio::select! {
                 () = breaker.ready() => {}
@@ -148,11 +165,14 @@ impl Runner {
         gate: Gate,
     ) -> Result<()> {
         match consuming {
-            Some(current) if current.gate != gate => close(consuming.take()).await,
-            Some(current) if Arc::ptr_eq(&current.plan, &plan) => return Ok(()),
+            Some(current) if Arc::ptr_eq(&current.plan, &plan) => return current.turn(gate).await,
             Some(current) if !plan.handlers.is_empty() && plan.consumes_like(&current.plan) => {
                 current.consumer.set_handled(plan.patterns());
-                current.plan = plan;
+                let prefetch = plan.prefetch_at(gate);
+                if prefetch != current.plan.prefetch_at(current.gate) {
+                    current.consumer.resume(prefetch).await?;
+                }
+                (current.plan, current.gate) = (plan, gate);
                 return Ok(());
             }
             _ => close(consuming.take()).await,

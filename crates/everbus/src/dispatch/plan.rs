@@ -76,17 +76,24 @@ impl Plan {
     }
 
     pub(super) fn consume_options(&self, gate: Gate) -> ConsumeOptions {
-        ConsumeOptions {
-            prefetch: if gate == Gate::Free { self.prefetch } else { 1 },
-            lease: self.lease,
-            handled: self.patterns(),
-            no_handler_after: self.no_handler_after,
+        ConsumeOptions::new(self.patterns())
+            .prefetch(self.prefetch_at(gate))
+            .lease(self.lease)
+            .no_handler_after(self.no_handler_after)
+    }
+
+    /// How many events may be held: one alone while a breaker tries whether its dependency is back.
+    pub(super) fn prefetch_at(&self, gate: Gate) -> usize {
+        match gate {
+            Gate::Free => self.prefetch,
+            Gate::Probe => 1,
+            Gate::Shut => 0,
         }
     }
 
     /// Whether a consumer opened for the other plan only needs to be told its patterns.
     pub(super) fn consumes_like(&self, other: &Plan) -> bool {
-        self.prefetch == other.prefetch && self.lease == other.lease
+        self.lease == other.lease && self.no_handler_after == other.no_handler_after
     }
 }
 

@@ -111,18 +111,18 @@ impl Runner {
     /// The engine will not have this outcome. If that is because of what the handler came up with, the
     /// attempt has failed; otherwise the event comes again by itself.
     fn refused(&self, finished: &Finished, error: &Error) -> Option<Finished> {
-        let (group, seq) = (&self.group, finished.settlement.lease.position);
+        let (group, seq) = (&self.group, finished.settlement.lease.position());
         if error.code() == Code::LeaseLost {
             self.shared.count_lost_lease();
             guard::log(|| {
-                tracing::warn!(target: "everbus::dispatch", %group, seq, "the lease was lost before the outcome was settled; the event is delivered again");
+                tracing::warn!(target: "everbus::dispatch", %group, %seq, "the lease was lost before the outcome was settled; the event is delivered again");
             });
             return None;
         }
         let Some(case) = &finished.case else {
             self.queue.count_unsettled(std::slice::from_ref(finished));
             guard::log(|| {
-                tracing::error!(target: "everbus::dispatch", %group, seq, %error, "an outcome could not be settled; the event is delivered again");
+                tracing::error!(target: "everbus::dispatch", %group, %seq, %error, "an outcome could not be settled; the event is delivered again");
             });
             return None;
         };

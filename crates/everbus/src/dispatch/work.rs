@@ -154,14 +154,14 @@ mod tests {
             delivery: Delivery {
                 record: Arc::new(Recorded {
                     event: Event::builder("a").build().unwrap(),
-                    position: n,
+                    position: Position::seq(n),
                     received_at: Timestamp::EPOCH,
                 }),
                 attempt: 1,
                 failures: Vec::new(),
                 retried: false,
                 lease: Lease {
-                    position: n,
+                    position: Position::seq(n),
                     slot: 0,
                     token: n,
                     handle: None,

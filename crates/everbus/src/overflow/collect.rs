@@ -222,7 +222,7 @@ impl Run<'_> {
 
 /// Whether an event of any tenant refers to the object.
 pub(super) async fn is_referred_to(engine: &Engine, id: EventId, key: &str) -> Result<bool> {
-    let events = engine.log()?.find(id).await?;
+    let events = engine.lookup()?.find(id).await?;
     let mut references = events.iter().filter_map(|record| record.event.overflow());
     Ok(references.any(|reference| reference.key == key))
 }

@@ -269,11 +269,9 @@ pub async fn whole(objects: Option<&Objects>, record: &Arc<Recorded>) -> Result<
         )
         .hint("name it: overflow.url in the configuration, or BusBuilder::overflow"));
     };
-    Ok(Arc::new(Recorded {
-        event: objects.whole(&record.event).await?,
-        position: record.position,
-        received_at: record.received_at,
-    }))
+    let whole = objects.whole(&record.event).await?;
+    let whole = Recorded::new(whole, record.position, record.received_at);
+    Ok(Arc::new(whole))
 }
 
 const DAY: Duration = Duration::from_secs(24 * 3600);

@@ -449,13 +449,9 @@ impl Pipeline {
                 format!("the object store did not answer within {limit:?}"),
             ))
         })?;
-        Ok(Delivery {
-            record,
-            attempt: delivery.attempt,
-            failures: delivery.failures.clone(),
-            retried: delivery.retried,
-            lease: delivery.lease.clone(),
-        })
+        let mut whole = delivery.clone();
+        whole.record = record;
+        Ok(whole)
     }
 
     /// The large part of the event cannot be had: a failure like any other.

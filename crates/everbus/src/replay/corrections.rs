@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use everbus_core::{Code, EDIT_OF, EventId, GroupName, REPLAY_OF, Recorded, Result};
+use everbus_core::{Code, EDIT_OF, EventId, GroupName, Position, REPLAY_OF, Recorded, Result};
 
 use super::report::ReplaySkips;
 use super::target::Context;
@@ -13,7 +13,7 @@ use super::target::Context;
 #[derive(Debug, Default)]
 pub(super) struct Corrections {
     /// The groups that got a corrected event in place of the one at a position.
-    replaced: HashMap<u64, Vec<GroupName>>,
+    replaced: HashMap<Position, Vec<GroupName>>,
     /// The group that a corrected event was sent to.
     sent_to: HashMap<EventId, GroupName>,
     /// Who asks for one event by its id means that one.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    Code, DeadLetterFilter, Error, GroupInfo, GroupName, PageRequest, Pattern, Recorded,
+    Code, Cursor, DeadLetterFilter, Error, GroupInfo, GroupName, PageRequest, Pattern, Recorded,
     Redelivery, Result,
 };
 
@@ -31,7 +31,7 @@ pub struct FreshGroup {
     /// What waits for the handlers, as far as is known.
     given: u64,
     /// Where the run ends.
-    upto: u64,
+    upto: Cursor,
 }
 
 /// The group while it is there. Dropped, its handlers end.
@@ -50,7 +50,7 @@ impl FreshGroup {
             guest: None,
             patterns: Vec::new(),
             given: 0,
-            upto: 0,
+            upto: Cursor::START,
         }
     }
 
@@ -118,7 +118,7 @@ impl Target for FreshGroup {
 
     async fn prepare(&mut self, context: &Context, saved: &Saved, resumed: bool) -> Result<()> {
         let resolved = self.resolve()?;
-        self.upto = saved.upto;
+        self.upto = saved.upto.clone();
         let group = group_name(context, &saved.run.to_string())?;
         if !resumed && context.group(&group).await?.is_some() {
             return Err(Error::new(
@@ -145,8 +145,8 @@ impl Target for FreshGroup {
     ) -> Result<()> {
         let positions = positions(&wanted(events, &self.patterns, report));
         let group = self.guest()?.group.clone();
-        let broker = &context.bus.shared().engine.broker;
-        for answer in broker.redeliver(group, positions).await? {
+        let engine = &context.bus.shared().engine;
+        for answer in engine.redeliver()?.redeliver(group, positions).await? {
             match answer {
                 Redelivery::Gone => report.skips.gone += 1,
                 // What an earlier part of the run gave it and did not live to count.
@@ -182,7 +182,7 @@ impl Target for FreshGroup {
         let (left, dead) = (info.waiting + info.in_flight, info.dead_letters);
         if left > 0 {
             // Stopped, with everything read: the run goes on with what waits.
-            report.next.get_or_insert(self.upto);
+            report.next.get_or_insert_with(|| self.upto.clone());
         }
         report.processed = report.processed.saturating_sub(dead + left);
         report.errors += dead;

@@ -72,9 +72,9 @@ impl LiveGroup {
         };
         let (group, positions) = (self.group.clone(), positions(&offered));
         let answers = if really {
-            engine.broker.redeliver(group, positions).await?
+            engine.redeliver()?.redeliver(group, positions).await?
         } else {
-            engine.broker.redeliverable(group, positions).await?
+            engine.redeliver()?.redeliverable(group, positions).await?
         };
         let mut taken = Vec::new();
         for ((record, answer), absorbed) in offered.into_iter().zip(answers).zip(absorbed) {

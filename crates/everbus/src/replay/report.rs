@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use everbus_core::{EventId, GroupName, Recorded};
+use everbus_core::{Cursor, EventId, GroupName, Position, Recorded};
 use serde::Serialize;
 
 /// What a replay did. A run that was resumed counts from its beginning.
@@ -22,8 +22,8 @@ pub struct ReplayReport {
     /// The first errors with their texts; those of an earlier part of a resumed run are only counted.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub failures: Vec<ReplayFailure>,
-    /// The position after which the run would go on; nothing if it is complete.
-    pub next: Option<u64>,
+    /// Where the run would go on; nothing if it is complete.
+    pub next: Option<Cursor>,
     /// The fresh group, if it was kept for its dead letters or because the run was stopped.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kept_group: Option<GroupName>,
@@ -95,8 +95,8 @@ impl ReplaySkips {
 pub struct ReplayFailure {
     /// The event.
     pub id: EventId,
-    /// Its place in the log.
-    pub position: u64,
+    /// Where it is.
+    pub position: Position,
     /// What went wrong.
     pub error: String,
 }
@@ -121,11 +121,12 @@ pub struct ReplayProgress {
     pub skipped: u64,
     /// Events that failed.
     pub errors: u64,
-    /// The selection begins after this position.
+    /// Where the selection begins. This and the next two numbers are for progress bars; with a single
+    /// log they are positions.
     pub from: u64,
-    /// Everything up to this position had its turn.
+    /// Everything up to here had its turn.
     pub position: u64,
-    /// The selection ends with this position.
+    /// Where the selection ends.
     pub upto: u64,
 }
 

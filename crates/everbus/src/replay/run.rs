@@ -71,8 +71,8 @@ async fn go<T: Target>(
     };
     let engine = &context.bus.shared().engine;
     let left = Bounds {
-        from: saved.done,
-        upto: saved.upto,
+        from: saved.done.clone(),
+        upto: saved.upto.clone(),
     };
     let mut source = Source::open(engine, &selection, left)?;
     let mut ready = source.next().await?;
@@ -84,15 +84,15 @@ async fn go<T: Target>(
             steps.work(batch, &mut target, &mut keeper, &mut saved, &mut report)
         );
         worked?;
-        if context.stop.is_set() && saved.done < saved.upto {
-            report.next = Some(saved.done);
+        if context.stop.is_set() && !saved.done.reaches(&saved.upto) {
+            report.next = Some(saved.done.clone());
             break;
         }
         ready = ahead?;
     }
     report.skipped = report.skips.total();
     if report.next.is_none() {
-        saved.done = saved.upto;
+        saved.done = saved.upto.clone();
     }
     keeper.save(&mut saved, &report, true).await?;
     target.finish(&context, &mut report).await?;
@@ -139,15 +139,17 @@ impl Steps<'_> {
             }
             self.pace.end();
             rest = others;
-            let last = portion.last().map(|record| record.position);
-            saved.done = match last {
-                Some(position) if !rest.is_empty() => position,
-                _ => batch.reached,
-            };
+            if rest.is_empty() {
+                saved.done = batch.reached.clone();
+            } else {
+                portion
+                    .iter()
+                    .for_each(|record| saved.done.advance(record.position));
+            }
             keeper.save(saved, report, T::SAVED_EACH_TIME).await?;
             self.tell(saved, report);
         }
-        if saved.done < batch.reached {
+        if !saved.done.reaches(&batch.reached) {
             saved.done = batch.reached;
             self.tell(saved, report);
         }
@@ -162,9 +164,9 @@ impl Steps<'_> {
             processed: report.processed,
             skipped: report.skips.total(),
             errors: report.errors,
-            from: saved.from,
-            position: saved.done,
-            upto: saved.upto,
+            from: saved.from.progress(),
+            position: saved.done.progress(),
+            upto: saved.upto.progress(),
         };
         // Whoever watches must not end what is watched.
         let _ = guard::contain(|| told(&progress));

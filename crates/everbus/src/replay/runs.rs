@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use everbus_core::{Checkpoint, Result, Timestamp};
+use everbus_core::{Checkpoint, Cursor, Result, Timestamp};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -29,12 +29,12 @@ pub struct ReplayRun {
     pub saved_at: Timestamp,
     /// Nothing was saved for so long that nobody can be at it.
     pub idle: bool,
-    /// The selection begins after this position.
-    pub from: u64,
-    /// Everything up to this position had its turn.
-    pub position: u64,
-    /// The selection ends with this position.
-    pub upto: u64,
+    /// The selection begins after this.
+    pub from: Cursor,
+    /// Everything up to here had its turn.
+    pub position: Cursor,
+    /// The selection ends here.
+    pub upto: Cursor,
     /// Events that reached the target.
     pub processed: u64,
     /// Events that were left out.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use everbus_core::{Code, Engine, Error, EventId, Result, Timestamp};
+use everbus_core::{Code, Cursor, Engine, Error, EventId, Result, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::time::Instant;
@@ -24,10 +24,10 @@ pub struct Saved {
     pub(super) selection: Value,
     pub(super) target: String,
     pub(super) started_at: Timestamp,
-    pub(super) from: u64,
-    pub(super) upto: u64,
+    pub(super) from: Cursor,
+    pub(super) upto: Cursor,
     /// Everything up to here had its turn.
-    pub(super) done: u64,
+    pub(super) done: Cursor,
     pub(super) processed: u64,
     pub(super) errors: u64,
     pub(super) skips: ReplaySkips,
@@ -40,7 +40,7 @@ impl Saved {
             selection,
             target,
             started_at: at,
-            from: bounds.from,
+            from: bounds.from.clone(),
             upto: bounds.upto,
             done: bounds.from,
             processed: 0,

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use everbus_core::{
-    Code, Engine, Error, EventId, History, HistoryQuery, Log, Pattern, Recorded, Result, StartFrom,
-    Timestamp,
+    Code, Cursor, Engine, Error, EventId, History, HistoryQuery, Log, Lookup, Pattern, Position,
+    Recorded, Result, Shard, StartFrom, Timestamp,
 };
 
 use super::selection::{Selection, Wanted};
@@ -12,16 +12,16 @@ use super::selection::{Selection, Wanted};
 /// Some events, and how far the log was searched for them.
 pub(super) struct Batch {
     pub(super) events: Vec<Arc<Recorded>>,
-    pub(super) reached: u64,
+    pub(super) reached: Cursor,
 }
 
 /// Where a selection begins and ends in the log.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Bounds {
-    /// The first event is after this position.
-    pub(super) from: u64,
+    /// The first event is after this.
+    pub(super) from: Cursor,
     /// The last one is at or before this.
-    pub(super) upto: u64,
+    pub(super) upto: Cursor,
 }
 
 /// Read at once.
@@ -33,14 +33,14 @@ pub(super) struct Source {
     from: From,
     wanted: Wanted,
     /// Everything up to here was read.
-    done: u64,
-    upto: u64,
+    done: Cursor,
+    upto: Cursor,
 }
 
 enum From {
     Log(Vec<Pattern>),
     History(Arc<dyn History>, Box<HistoryQuery>),
-    One(EventId, Box<Selection>),
+    One(Arc<dyn Lookup>, EventId, Box<Selection>),
 }
 
 /// Finds where a selection begins and ends now. What comes later is not part of it: a replay would
@@ -50,15 +50,15 @@ pub(super) async fn bounds(engine: &Engine, selection: &Selection) -> Result<Bou
     if let Some(id) = selection.event {
         let position = only(engine, selection, id).await?.position;
         return Ok(Bounds {
-            from: position - 1,
-            upto: position,
+            from: Cursor::before(position),
+            upto: position.into(),
         });
     }
     let mut upto = log.head().await?;
     if let Some((name, patterns)) = selection.stream() {
         let last = log.resolve(StartFrom::Last, patterns.to_vec()).await?;
         // Just before the newest that matches; without one, at the end.
-        if last >= upto {
+        if last.reaches(&upto) {
             return Err(Error::new(
                 Code::NotFound,
                 format!("there is no event of the stream {name}"),
@@ -68,14 +68,15 @@ pub(super) async fn bounds(engine: &Engine, selection: &Selection) -> Result<Bou
     }
     if let Some(until) = selection.until {
         let after = Timestamp::from_micros(until.as_micros().saturating_add(1));
-        upto = upto.min(log.resolve(StartFrom::Time(after), Vec::new()).await?);
+        let end = log.resolve(StartFrom::Time(after), Vec::new()).await?;
+        upto = upto.earlier(&end);
     }
     let from = match selection.since {
         Some(since) => log.resolve(StartFrom::Time(since), Vec::new()).await?,
-        None => 0,
+        None => Cursor::START,
     };
     Ok(Bounds {
-        from: from.min(upto),
+        from: from.earlier(&upto),
         upto,
     })
 }
@@ -86,7 +87,7 @@ pub(super) async fn only(
     selection: &Selection,
     id: EventId,
 ) -> Result<Arc<Recorded>> {
-    let mut found = engine.log()?.find(id).await?;
+    let mut found = engine.lookup()?.find(id).await?;
     if let Some(tenant) = &selection.tenant {
         found.retain(|record| record.event.tenant() == Some(tenant));
     }
@@ -110,7 +111,11 @@ impl Source {
         let unsupported = || Error::new(Code::Unsupported, "this engine has no log to read");
         let log = engine.log.clone().ok_or_else(unsupported)?;
         let from = match (&selection.event, &engine.history) {
-            (Some(id), _) => From::One(*id, Box::new(selection.clone())),
+            (Some(id), _) => {
+                engine.lookup()?;
+                let lookup = engine.lookup.clone().ok_or_else(unsupported)?;
+                From::One(lookup, *id, Box::new(selection.clone()))
+            }
             (None, Some(history)) if selection.has_attributes() => {
                 let query = Box::new(selection.query(BATCH));
                 From::History(history.clone(), query)
@@ -128,44 +133,45 @@ impl Source {
 
     /// The next events; nothing at the end. A batch may be empty and not the last one.
     pub(super) async fn next(&mut self) -> Result<Option<Batch>> {
-        if self.done >= self.upto {
+        if self.done.reaches(&self.upto) {
             return Ok(None);
         }
         let (mut events, reached) = match &self.from {
             From::Log(patterns) => {
-                let read = self.log.read(self.done, patterns.clone(), BATCH);
+                let read = self.log.read(self.done.clone(), patterns.clone(), BATCH);
                 let (events, reached) = read.await?;
                 // Nothing more can come, whatever the engine says it has searched.
-                let stuck = events.is_empty() && reached <= self.done;
-                (events, if stuck { self.upto } else { reached })
+                let stuck = events.is_empty() && self.done.reaches(&reached);
+                (events, if stuck { self.upto.clone() } else { reached })
             }
             From::History(history, query) => {
                 let mut page = (**query).clone();
-                page.cursor = Some(page.cursor_after(self.done));
+                page.cursor = Some(page.cursor_after(Position::seq(self.done.place(Shard::ONLY))));
                 let page = history.query(page).await?;
-                let last = page.items.last().map(|record| record.position);
+                let last = page.items.last().map(|record| record.position.into());
                 let reached = last.filter(|_| page.next.is_some());
-                (page.items, reached.unwrap_or(self.upto))
+                (page.items, reached.unwrap_or_else(|| self.upto.clone()))
             }
-            From::One(id, selection) => {
-                let found = self.log.find(*id).await?;
+            From::One(lookup, id, selection) => {
+                let found = lookup.find(*id).await?;
                 let here = found.into_iter().filter(|record| {
                     let tenant = record.event.tenant();
                     selection.tenant.is_none() || selection.tenant.as_deref() == tenant
                 });
-                (here.collect(), self.upto)
+                (here.collect(), self.upto.clone())
             }
         };
-        let (done, upto) = (self.done, self.upto);
+        let (done, upto) = (&self.done, &self.upto);
         // Times of receipt and positions rise together, so the bounds are enough.
-        let within = |record: &Recorded| record.position > done && record.position <= upto;
+        let within =
+            |record: &Recorded| !done.covers(record.position) && upto.covers(record.position);
         let one = matches!(self.from, From::One(..));
         let wanted = &mut self.wanted;
         events.retain(|record| within(record) && (one || wanted.takes(&record.event)));
-        self.done = reached.min(upto);
+        self.done = reached.earlier(upto);
         Ok(Some(Batch {
             events,
-            reached: self.done,
+            reached: self.done.clone(),
         }))
     }
 }

@@ -4,7 +4,7 @@
 use std::future::Future;
 use std::sync::Arc;
 
-use everbus_core::{GroupInfo, GroupName, Pattern, Recorded, Result};
+use everbus_core::{GroupInfo, GroupName, Pattern, Position, Recorded, Result};
 
 use super::pace::Stop;
 use super::preview::PreviewedGroup;
@@ -115,6 +115,6 @@ pub(super) fn wanted(
     wanted
 }
 
-pub(super) fn positions(events: &[Arc<Recorded>]) -> Vec<u64> {
+pub(super) fn positions(events: &[Arc<Recorded>]) -> Vec<Position> {
     events.iter().map(|record| record.position).collect()
 }

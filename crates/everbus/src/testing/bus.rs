@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use everbus_core::{Clock, Code, Error, EventState, IntoEvent, ManualClock, Result, Timestamp};
+use everbus_core::{
+    Clock, Code, Cursor, Error, EventState, IntoEvent, ManualClock, Result, Timestamp,
+};
 
 use super::builder::TestBusBuilder;
 use super::control::Control;
@@ -65,7 +67,7 @@ pub(super) struct Parts {
     pub(super) control: Control,
     pub(super) gates: Gates,
     /// What is in the log up to here was there before.
-    pub(super) began_after: u64,
+    pub(super) began_after: Cursor,
     pub(super) patience: Duration,
 }
 
@@ -108,8 +110,8 @@ impl TestBus {
         &self.parts.gates
     }
 
-    pub(super) fn began_after(&self) -> u64 {
-        self.parts.began_after
+    pub(super) fn began_after(&self) -> &Cursor {
+        &self.parts.began_after
     }
 
     /// Publishes an event, waits until everything that is due now has been handled, in all groups and
@@ -127,13 +129,18 @@ impl TestBus {
 
     /// How an event stands by now.
     pub async fn report(&self, receipt: &Receipt) -> Result<Report> {
-        let mut report = self.journal().report(receipt.id(), receipt.seq())?;
+        let mut report = self.journal().report(receipt.id(), receipt.position())?;
         let is_open = |fate: &Fate| matches!(fate, Fate::Waiting | Fate::Retrying { .. });
         if !report.groups.iter().any(|happened| is_open(&happened.fate)) {
             return Ok(report);
         }
         // What the engine settled by itself: an event dropped to make room, one that nobody handles.
-        let states = self.bus().log()?.states(receipt.seq()).await?;
+        let states = self
+            .bus()
+            .engine()
+            .lookup()?
+            .states(receipt.position())
+            .await?;
         for happened in report.groups.iter_mut().filter(|h| is_open(&h.fate)) {
             let state = states.iter().find(|state| state.group == happened.group);
             match state.map(|state| state.state) {

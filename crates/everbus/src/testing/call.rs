@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    Delivery, Event, EventId, GroupName, IntoEvent, Lease, Pattern, Recorded, RetryPolicy,
-    TypedEvent,
+    Delivery, Event, EventId, GroupName, IntoEvent, Lease, Pattern, Position, Recorded,
+    RetryPolicy, TypedEvent,
 };
 use serde::de::DeserializeOwned;
 use tokio::time::Instant;
@@ -135,11 +135,8 @@ impl Call {
 
     fn message(self, event: Event) -> Result<(Arc<Recorded>, Message), everbus_core::Error> {
         self.upcasts.check()?;
-        let record = Arc::new(Recorded {
-            position: 1,
-            received_at: event.occurred_at(),
-            event,
-        });
+        let received_at = event.occurred_at();
+        let record = Arc::new(Recorded::new(event, Position::seq(1), received_at));
         let run = self.route.run;
         let handler = Registered::new(
             EventId::new().into(),
@@ -154,18 +151,8 @@ impl Call {
             },
             Box::new(move |message| run(message)),
         );
-        let delivery = Delivery {
-            record: record.clone(),
-            attempt: self.attempt,
-            failures: Vec::new(),
-            retried: false,
-            lease: Lease {
-                position: record.position,
-                slot: 0,
-                token: 0,
-                handle: None,
-            },
-        };
+        let lease = Lease::new(record.position, [0, 0]);
+        let delivery = Delivery::new(record.clone(), lease).after(self.attempt, Vec::new());
         let message = Message::new(
             None,
             &delivery,

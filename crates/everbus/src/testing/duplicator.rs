@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use everbus_core::{
     BoxFuture, Broker, BrokerLayer, Code, ConsumeOptions, Consumer, Delivery, Engine, Error,
-    GroupInfo, GroupName, Lease, Pattern, Result, SettledOutcome, Settlement, Verdict,
+    GroupInfo, GroupName, Lease, Pattern, Position, Result, Settled, SettledOutcome, Settlement,
+    Verdict,
 };
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -56,11 +57,17 @@ pub struct Duplicator;
 impl Duplicator {
     /// The same engine, delivering everything twice.
     pub fn wrap(engine: Engine) -> Engine {
+        let copies = Arc::<Copies>::default();
+        let settled = engine.settled.map(|inner| {
+            let copies = copies.clone();
+            Arc::new(BothSettled { inner, copies }) as Arc<dyn Settled>
+        });
         Engine {
             broker: Arc::new(Twice {
                 inner: engine.broker,
-                copies: Arc::default(),
+                copies,
             }),
+            settled,
             ..engine
         }
     }
@@ -72,9 +79,9 @@ const MARK: &str = "everbus-duplicate-";
 /// Whether a lease is that of a repeated delivery.
 pub(super) fn is_copy(lease: &Lease) -> bool {
     lease
-        .handle
-        .as_deref()
-        .is_some_and(|handle| handle.starts_with(MARK))
+        .text()
+        .map(AsRef::as_ref)
+        .is_some_and(|text: &str| text.starts_with(MARK))
 }
 
 struct Twice {
@@ -161,7 +168,7 @@ impl Copies {
             let (mut copy, group, consumer) =
                 (first.delivery.clone(), first.group.clone(), first.consumer);
             let number = state.number();
-            copy.lease.handle = Some(format!("{MARK}{number}").into());
+            copy.lease = copy.lease.with_text(format!("{MARK}{number}").into());
             state.open.insert(copy.lease.clone(), group);
             copies.push(Some((consumer, copy)));
         }
@@ -171,7 +178,7 @@ impl Copies {
         }
     }
 
-    async fn all_done(&self, position: u64) {
+    async fn all_done(&self, position: Position) {
         loop {
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
@@ -179,7 +186,7 @@ impl Copies {
                 .state()
                 .open
                 .keys()
-                .all(|lease| lease.position != position)
+                .all(|lease| lease.position() != position)
             {
                 return;
             }
@@ -298,9 +305,20 @@ impl BrokerLayer for Twice {
             Ok(groups)
         })
     }
+}
 
-    /// Waits for the copies too.
-    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
+/// Waits for the copies too.
+struct BothSettled {
+    inner: Arc<dyn Settled>,
+    copies: Arc<Copies>,
+}
+
+impl Settled for BothSettled {
+    fn settled(
+        &self,
+        position: Position,
+        timeout: Duration,
+    ) -> BoxFuture<'_, Result<SettledOutcome>> {
         Box::pin(async move {
             let began = Instant::now();
             let outcome = self.inner.settled(position, timeout).await?;
@@ -376,6 +394,14 @@ impl Consumer for TwiceConsumer {
 
     fn set_handled(&mut self, handled: Vec<Pattern>) {
         self.inner.set_handled(handled);
+    }
+
+    fn pause(&mut self) -> BoxFuture<'_, Result<()>> {
+        self.inner.pause()
+    }
+
+    fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
+        self.inner.resume(prefetch)
     }
 
     fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {

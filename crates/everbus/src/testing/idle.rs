@@ -6,8 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use everbus_core::{
-    Clock, Code, EventState, GroupInfo, GroupName, GroupState, Log, Pattern, Recorded, Result,
-    Timestamp,
+    Clock, Code, Cursor, EventState, GroupInfo, GroupName, GroupState, Lookup, Pattern, Recorded,
+    Result, Timestamp,
 };
 
 use super::bus::TestBus;
@@ -194,11 +194,12 @@ async fn work_of(
         .flat_map(|(_, patterns)| patterns.iter().cloned())
         .collect();
     let mut work: Vec<Work> = groups.iter().map(|_| Work::default()).collect();
-    let mut after = 0;
+    let lookup = bus.engine().lookup()?;
+    let mut after = Cursor::START;
     loop {
         let (records, reached) = log.read(after, wanted.clone(), PAGE).await?;
         for record in &records {
-            let states = states(log, record).await?;
+            let states = states(lookup, record).await?;
             for ((info, patterns), work) in groups.iter().zip(&mut work) {
                 let wants = patterns
                     .iter()
@@ -217,8 +218,8 @@ async fn work_of(
 }
 
 /// How an event stands everywhere; nowhere if it has just been removed.
-async fn states(log: &dyn Log, record: &Recorded) -> Result<Vec<GroupState>> {
-    match log.states(record.position).await {
+async fn states(lookup: &dyn Lookup, record: &Recorded) -> Result<Vec<GroupState>> {
+    match lookup.states(record.position).await {
         Err(error) if error.code() == Code::NotFound => Ok(Vec::new()),
         states => states,
     }

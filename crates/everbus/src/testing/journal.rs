@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex};
 
 use everbus_core::{
-    Clock, Code, Delivery, Error, EventId, Failure, GroupName, Lease, Log, ManualClock, Pattern,
-    Recorded, Result, SubscriptionInfo, Verdict,
+    Clock, Code, Cursor, Delivery, Error, EventId, Failure, GroupName, Lease, Log, ManualClock,
+    Pattern, Position, Recorded, Result, SubscriptionInfo, Verdict,
 };
 use tokio::sync::Notify;
 
@@ -37,7 +37,7 @@ struct Seen {
     subscriptions: BTreeMap<EventId, SubscriptionInfo>,
     consumers: BTreeMap<GroupName, usize>,
     handed: HashMap<Lease, Handed>,
-    happened: BTreeMap<(u64, GroupName), Happened>,
+    happened: HashMap<(Position, GroupName), Happened>,
     /// Outcomes that the engine took, those that only give back left out.
     outcomes: u64,
     /// Outcomes after which nothing follows.
@@ -45,7 +45,7 @@ struct Seen {
     alerts: u64,
     /// What came into the log since the beginning of the test.
     events: Vec<Arc<Recorded>>,
-    read_up_to: u64,
+    read_up_to: Cursor,
 }
 
 struct Handed {
@@ -188,15 +188,17 @@ impl Journal {
     /// Reads what came into the log since the last time.
     pub(super) async fn catch_up(&self) -> Result<()> {
         loop {
-            let after = lock(&self.seen).read_up_to;
+            let after = lock(&self.seen).read_up_to.clone();
             let (found, reached) = self.log.read(after, self.everything.clone(), PAGE).await?;
             let full = found.len() == PAGE;
             let mut seen = lock(&self.seen);
             // Somebody else may have read the same meanwhile.
-            let last = seen.read_up_to;
-            let new = found.into_iter().filter(|record| record.position > last);
+            let last = seen.read_up_to.clone();
+            let new = found
+                .into_iter()
+                .filter(|record| !last.covers(record.position));
             seen.events.extend(new);
-            seen.read_up_to = last.max(reached);
+            seen.read_up_to.advance_to(&reached);
             if !full {
                 return Ok(());
             }
@@ -261,10 +263,10 @@ impl Journal {
     }
 
     /// What became of an event in every group that wants it.
-    pub(super) fn report(&self, id: EventId, seq: u64) -> Result<Report> {
+    pub(super) fn report(&self, id: EventId, position: Position) -> Result<Report> {
         let seen = lock(&self.seen);
         let mut events = seen.events.iter();
-        let Some(record) = events.find(|record| record.position == seq) else {
+        let Some(record) = events.find(|record| record.position == position) else {
             let what = format!("the event {id} was published before this test bus began");
             return Err(Error::new(Code::NotFound, what));
         };
@@ -272,20 +274,19 @@ impl Journal {
         let wanting: BTreeSet<_> = seen
             .subscriptions
             .values()
-            .filter(|info| info.after < seq && info.pattern.matches(event_type))
+            .filter(|info| !info.after.covers(position) && info.pattern.matches(event_type))
             .map(|info| info.group.clone())
             .collect();
-        let of_event = (seq, GroupName::unnamed())..(seq + 1, GroupName::unnamed());
-        let known = seen.happened.range(of_event);
+        let known = seen.happened.iter().filter(|((at, _), _)| *at == position);
         let mut groups: Vec<Happened> = known.map(|(_, happened)| happened.clone()).collect();
         let missing = wanting
             .into_iter()
-            .filter(|group| !seen.happened.contains_key(&(seq, group.clone())));
+            .filter(|group| !seen.happened.contains_key(&(position, group.clone())));
         groups.extend(missing.map(Happened::nothing).collect::<Vec<_>>());
         groups.sort_by(|a, b| a.group.cmp(&b.group));
         Ok(Report {
             id,
-            seq,
+            position,
             event_type: event_type.to_owned(),
             groups,
         })
@@ -300,7 +301,7 @@ impl Journal {
 }
 
 impl Seen {
-    fn happened_in(&mut self, position: u64, group: &GroupName) -> &mut Happened {
+    fn happened_in(&mut self, position: Position, group: &GroupName) -> &mut Happened {
         self.happened
             .entry((position, group.clone()))
             .or_insert_with(|| Happened::nothing(group.clone()))

@@ -159,7 +159,7 @@ impl TestBus {
                 None => break,
             }
         }
-        letters.retain(|letter| letter.event.position > self.began_after());
+        letters.retain(|letter| !self.began_after().covers(letter.event.position));
         Ok(letters)
     }
 

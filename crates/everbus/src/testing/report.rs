@@ -2,13 +2,13 @@
 
 use std::fmt;
 
-use everbus_core::{EventId, Failure, GroupName, Timestamp};
+use everbus_core::{EventId, Failure, GroupName, Position, Timestamp};
 
 /// What became of an event in every group that wants it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
     pub(super) id: EventId,
-    pub(super) seq: u64,
+    pub(super) position: Position,
     pub(super) event_type: String,
     pub(super) groups: Vec<Happened>,
 }
@@ -71,7 +71,7 @@ impl Report {
 
     /// Its place in the log.
     pub fn seq(&self) -> u64 {
-        self.seq
+        self.position.place()
     }
 
     /// One entry for each group of the bus that wants the event, by name.

@@ -4,18 +4,24 @@ use std::sync::Arc;
 
 use everbus_core::{
     Appended, BoxFuture, Broker, BrokerLayer, ConsumeOptions, Consumer, Delivery, Engine, Event,
-    EventId, GroupName, GroupSpec, Pattern, Redelivery, Result, Settlement, SubscriptionInfo,
+    EventId, GroupName, GroupSpec, Pattern, Position, Redeliver, Redelivery, Result, Settlement,
+    SubscriptionInfo,
 };
 
 use super::journal::{Journal, Open};
 
 /// The engine with its broker tapped.
 pub(super) fn tapped(engine: Engine, journal: &Arc<Journal>) -> Engine {
+    let redeliver = engine.redeliver.map(|inner| {
+        let journal = journal.clone();
+        Arc::new(TappedRedeliver { inner, journal }) as Arc<dyn Redeliver>
+    });
     Engine {
         broker: Arc::new(Tap {
             inner: engine.broker,
             journal: journal.clone(),
         }),
+        redeliver,
         ..engine
     }
 }
@@ -91,16 +97,31 @@ impl BrokerLayer for Tap {
             Ok(answers)
         })
     }
+}
 
+struct TappedRedeliver {
+    inner: Arc<dyn Redeliver>,
+    journal: Arc<Journal>,
+}
+
+impl Redeliver for TappedRedeliver {
     fn redeliver(
         &self,
         group: GroupName,
-        positions: Vec<u64>,
+        positions: Vec<Position>,
     ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
         Box::pin(async move {
             let _under_way = self.journal.under_way();
             self.inner.redeliver(group, positions).await
         })
+    }
+
+    fn redeliverable(
+        &self,
+        group: GroupName,
+        positions: Vec<Position>,
+    ) -> BoxFuture<'_, Result<Vec<Redelivery>>> {
+        self.inner.redeliverable(group, positions)
     }
 }
 
@@ -130,6 +151,14 @@ impl Consumer for TappedConsumer {
 
     fn set_handled(&mut self, handled: Vec<Pattern>) {
         self.inner.set_handled(handled);
+    }
+
+    fn pause(&mut self) -> BoxFuture<'_, Result<()>> {
+        self.inner.pause()
+    }
+
+    fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
+        self.inner.resume(prefetch)
     }
 
     fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {

@@ -8,7 +8,9 @@
 use std::sync::Arc;
 
 use everbus_core::history::MAX_HISTORY_BYTES;
-use everbus_core::{HistoryPage, HistoryQuery, Order, Pattern, Recorded, Result, Timestamp};
+use everbus_core::{
+    HistoryPage, HistoryQuery, Order, Pattern, Position, Recorded, Result, Timestamp,
+};
 use rusqlite::{Connection, OptionalExtension, Row};
 
 use super::plan::Plan;
@@ -176,7 +178,7 @@ impl Search {
             }
         }
         let resume = match self.found {
-            Found::Page { .. } => query.resume_after()?,
+            Found::Page { .. } => query.resume_after()?.map(Position::place),
             Found::Count { .. } => None,
         };
         match (resume, query.order) {

@@ -7,6 +7,7 @@ use everbus_core::Result;
 use super::Writer;
 use crate::errors::is_fatal;
 use crate::feeder::{Fed, Feed};
+use crate::rows::Seq as _;
 
 /// After a failed reading ahead the next one comes this much later.
 const FEED_PAUSE: Duration = Duration::from_secs(1);
@@ -67,7 +68,7 @@ impl Writer {
             // What was dropped since the reading.
             let mut kept = Vec::with_capacity(records.len());
             for (type_id, record) in records {
-                if !self.was_dropped(group_id, record.position)? {
+                if !self.was_dropped(group_id, record.seq())? {
                     kept.push((type_id, record));
                 }
             }
@@ -79,7 +80,7 @@ impl Writer {
             let Some((_, last)) = records.last() else {
                 return Ok(());
             };
-            searched = last.position;
+            searched = last.seq();
         }
         self.hand_out(fed.session, searched, records)
     }

@@ -27,6 +27,7 @@ use crate::history::Indexer;
 use crate::owner::OwnerLock;
 use crate::queue::{Command, Queue, Taken};
 use crate::readers::Readers;
+use crate::rows::{LeaseParts as _, Seq as _};
 use crate::session::Session;
 use crate::space::Space;
 use crate::state::{Claim, EventKey, Lost, State, micros};
@@ -449,7 +450,7 @@ impl Writer {
                 session.gave(1, held.bytes);
                 session
                     .mailbox
-                    .recall(|d| d.lease.position == seq && d.lease.token == held.token as u64);
+                    .recall(|d| d.lease.seq() == seq && d.lease.token() == held.token as u64);
             }
             if self.isolating == Some((group, seq)) {
                 self.isolating = None;
@@ -476,7 +477,7 @@ impl Writer {
             let open = claim.progress.unfinished_count(claim.hi);
             session.gave(usize::try_from(open).unwrap_or(0), open * claim.bytes_each);
             let slot = crate::claims::claim_slot(id);
-            session.mailbox.recall(|d| d.lease.slot == slot);
+            session.mailbox.recall(|d| d.lease.slot() == slot);
         }
     }
 }
