@@ -1,6 +1,8 @@
 //! The values of options and arguments, as text becomes them. Times are in `when`.
 
-use everbus_core::{AuditHead, Cursor, Entity, Error, GroupName, Pattern};
+use everbus_core::{
+    AuditHead, DeadLetterKey, Entity, Error, GroupName, PageCursor, Pattern, Shard,
+};
 
 /// A page of anything has at most this many.
 const MOST_ON_A_PAGE: usize = 10_000;
@@ -124,16 +126,30 @@ fn with_hint(error: &Error) -> String {
 }
 
 /// Reads a cursor as `events` prints it.
-pub(crate) fn parse_history_cursor(text: &str) -> Result<Cursor, String> {
+pub(crate) fn parse_history_cursor(text: &str) -> Result<PageCursor, String> {
     text.parse().map_err(|error| with_hint(&error))
 }
 
-pub(crate) fn parse_cursor(text: &str) -> Result<(u64, GroupName), String> {
+/// A cursor as `dlq list` prints it: `seq:group`, or `shard:place,group` where there are shards.
+pub(crate) fn dead_letter_cursor(key: &DeadLetterKey) -> String {
+    let between = if key.position.shard() == Shard::ONLY {
+        ':'
+    } else {
+        ','
+    };
+    format!("{}{between}{}", key.position, key.group)
+}
+
+pub(crate) fn parse_cursor(text: &str) -> Result<DeadLetterKey, String> {
     let bad = || format!("{text:?} is not a cursor as `dlq list` prints it");
-    let (position, group) = text.split_once(':').ok_or_else(bad)?;
-    let position = position.parse().map_err(|_| bad())?;
-    let group = group.parse().map_err(|_| bad())?;
-    Ok((position, group))
+    let parts = |between| -> Option<DeadLetterKey> {
+        let (position, group) = text.split_once(between)?;
+        Some(DeadLetterKey {
+            position: position.parse().ok()?,
+            group: group.parse().ok()?,
+        })
+    };
+    parts(':').or_else(|| parts(',')).ok_or_else(bad)
 }
 
 #[cfg(test)]
@@ -152,14 +168,13 @@ mod tests {
 
     #[test]
     fn cursors_name_a_position_and_a_group() {
-        assert_eq!(
-            parse_cursor("12:a:b").unwrap(),
-            (12, GroupName::new("a:b").unwrap())
-        );
-        assert_eq!(
-            parse_cursor("12:(unnamed)").unwrap().1,
-            GroupName::unnamed()
-        );
+        for text in ["12:a:b", "12:(unnamed)", "orders/3:17,billing", "p:1,a,b:c"] {
+            let key = parse_cursor(text).unwrap();
+            assert_eq!(dead_letter_cursor(&key), text);
+        }
+        let key = parse_cursor("12:a:b").unwrap();
+        assert_eq!(key.position, everbus_core::Position::seq(12));
+        assert_eq!(key.group.as_str(), "a:b");
         assert!(parse_cursor("x:y").is_err() && parse_cursor("12").is_err());
     }
 }

@@ -145,9 +145,10 @@ impl PartialOrd for Position {
 impl fmt::Display for Position {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.shard == Shard::ONLY {
-            write!(f, "{}", self.place)
+            // As a number, with the width that was asked for.
+            fmt::Display::fmt(&self.place, f)
         } else {
-            write!(f, "{}:{}", self.shard.name(), self.place)
+            f.pad(&format!("{}:{}", self.shard.name(), self.place))
         }
     }
 }
@@ -330,7 +331,7 @@ impl From<Position> for Cursor {
 impl fmt::Display for Cursor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Places::Only(place) => write!(f, "{place}"),
+            Places::Only(place) => fmt::Display::fmt(place, f),
             Places::Shards(places) => {
                 for (index, position) in places.iter().enumerate() {
                     let comma = if index == 0 { "" } else { "," };

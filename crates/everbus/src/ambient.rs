@@ -35,7 +35,7 @@ struct Ambient {
 /// # async fn main() -> everbus::Result<()> {
 /// let bus = Bus::open("memory:").await?;
 /// let receipt = with_correlation_id("request-7", bus.publish(("user.created", json!({})))).await?;
-/// let stored = bus.log()?.find(receipt.id()).await?;
+/// let stored = bus.lookup()?.find(receipt.id()).await?;
 /// assert_eq!(stored[0].event.correlation_id(), "request-7");
 /// # Ok(())
 /// # }

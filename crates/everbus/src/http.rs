@@ -117,7 +117,7 @@ mod tests {
         }
         let response = service.oneshot(request).await.unwrap();
         let shown = response.headers()[REQUEST_ID].to_str().unwrap().to_owned();
-        let stored = bus.log().unwrap().find(*response.body()).await.unwrap();
+        let stored = bus.lookup().unwrap().find(*response.body()).await.unwrap();
         let event = &stored[0].event;
         let trace = event.attributes().unwrap().trace.clone();
         (event.correlation_id().into_owned(), trace, shown)

@@ -160,9 +160,10 @@ pub use everbus_core::{
     Capabilities, CheckReport, Clock, Code, Cursor, DeadLetter, DeadLetterFilter, DeadLetterKey,
     DeadLetterPage, DeadLetterTally, Durability, Engine, Entity, Error, Event, EventBuilder,
     EventId, EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState, History,
-    HistoryPage, HistoryQuery, IntoEvent, Log, Maintenance, ManualClock, Order, PageRequest,
-    Pattern, Pruned, PurgeBasis, Purged, PurgedLetter, Recorded, Result, Retention, RetryPolicy,
-    StartFrom, StreamAge, SystemClock, Timestamp, TraceContext, TypedEvent,
+    HistoryPage, HistoryQuery, IntoEvent, Log, Lookup, Maintenance, ManualClock, Order, PageCursor,
+    PageRequest, Pattern, Position, Pruned, PurgeBasis, Purged, PurgedLetter, Recorded, Result,
+    Retention, RetryPolicy, Shard, StartFrom, StreamAge, SystemClock, Timestamp, TraceContext,
+    TypedEvent,
 };
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;

@@ -133,12 +133,9 @@ async fn hold(path: &Path, events: u64, output: &mut Output) -> Outcome {
     let engine = bus.engine();
     let handled = declare(engine).await?;
     let all = usize::try_from(events).unwrap_or(usize::MAX);
-    let options = ConsumeOptions {
-        prefetch: all,
-        lease: Duration::from_secs(3600),
-        handled,
-        ..ConsumeOptions::default()
-    };
+    let options = ConsumeOptions::new(handled)
+        .prefetch(all)
+        .lease(Duration::from_secs(3600));
     let group = GroupName::new("bench")?;
     let mut consumer = engine.broker.consume(group, options).await?;
     let mut held = Vec::with_capacity(all);

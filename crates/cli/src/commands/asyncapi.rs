@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use everbus::Config;
 use everbus::asyncapi::{Action, Channel, Document, Operation};
-use everbus_core::{Code, Engine, Pattern};
+use everbus_core::{Code, Cursor, Engine, Pattern, Position};
 use serde_json::{Value, json};
 
 use crate::args::{Args, AsyncapiArgs};
@@ -133,17 +133,21 @@ async fn add_engine(engine: &Engine, recent: u64, document: &mut Document) -> Ou
 async fn seen(engine: &Engine, recent: u64) -> Outcome<Vec<Channel>> {
     let log = engine.log()?;
     let head = log.head().await?;
-    let mut after = head.saturating_sub(recent);
+    let mut after = Cursor::START;
+    for last in head.positions() {
+        let place = last.place().saturating_sub(recent);
+        after.advance(Position::new(last.shard(), place));
+    }
     let mut types: BTreeMap<String, BTreeSet<u32>> = BTreeMap::new();
-    while after < head {
+    while !after.reaches(&head) {
         let all = vec![Pattern::new("*")?, Pattern::new("system.>")?];
-        let (events, searched) = log.read(after, all, 1000).await?;
+        let (events, searched) = log.read(after.clone(), all, 1000).await?;
         for record in events {
             let event = &record.event;
             let versions = types.entry(event.event_type().to_owned()).or_default();
             versions.insert(event.version());
         }
-        if searched <= after {
+        if after.reaches(&searched) {
             break;
         }
         after = searched;

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 
 use everbus::overflow::Objects;
-use everbus_core::{CheckReport, Engine, EventId, Overflow, Pattern};
+use everbus_core::{CheckReport, Cursor, Engine, EventId, Overflow, Pattern, Shard};
 use indicatif::ProgressBar;
 use serde::Serialize;
 
@@ -183,7 +183,7 @@ async fn is_referred_to(
     id: EventId,
     reference: &Overflow,
 ) -> everbus_core::Result<bool> {
-    let events = engine.log()?.find(id).await?;
+    let events = engine.lookup()?.find(id).await?;
     let mut references = events.iter().filter_map(|record| record.event.overflow());
     Ok(references.any(|other| other == reference))
 }
@@ -201,10 +201,11 @@ async fn page(
     let log = engine.log()?;
     let head = log.head().await?;
     let all = vec![Pattern::new("*")?, Pattern::new("system.>")?];
-    let (events, reached) = log.read(after, all, EVENTS).await?;
+    let (events, reached) = log.read(Cursor::seq(after), all, EVENTS).await?;
     let references = events.iter().filter_map(|record| {
         let reference = record.event.overflow()?;
         Some((record.event.id(), reference.clone()))
     });
-    Ok((references.collect(), (reached < head).then_some(reached)))
+    let next = (!reached.reaches(&head)).then(|| reached.place(Shard::ONLY));
+    Ok((references.collect(), next))
 }

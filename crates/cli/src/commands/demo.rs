@@ -5,7 +5,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use everbus::{Bus, HandlerError, Message};
-use everbus_core::{Code, Error, Event, EventId, GroupInfo, Pattern, RetryPolicy, StartFrom};
+use everbus_core::{
+    Code, Cursor, Error, Event, EventId, GroupInfo, Pattern, RetryPolicy, StartFrom,
+};
 use serde::Serialize;
 use serde_json::json;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -113,7 +115,10 @@ async fn remove_previous(path: &Path) -> Outcome {
 async fn is_ours(engine: &everbus_core::Engine) -> everbus_core::Result<bool> {
     let groups = engine.broker.inspect().await?;
     let known = |group: &GroupInfo| GROUPS.contains(&group.name.as_str());
-    let (first, _) = engine.log()?.read(0, vec![Pattern::new("*")?], 1).await?;
+    let (first, _) = engine
+        .log()?
+        .read(Cursor::START, vec![Pattern::new("*")?], 1)
+        .await?;
     let by_demo = |event: &Event| {
         event
             .attributes()
@@ -274,7 +279,7 @@ fn print(step: &Step, output: &mut Output) -> Outcome {
 async fn summarise(bus: &Bus, output: &mut Output) -> Outcome {
     let groups = bus.groups().await?;
     let dead = bus.dead_letters().list().await?;
-    let published = bus.log()?.head().await?;
+    let published = bus.log()?.head().await?.progress();
     if output.is_json() {
         return output.json(&json!({
             "file": FILE,

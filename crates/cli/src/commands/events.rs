@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use everbus_core::{Cursor, Engine, Entity, HistoryPage, HistoryQuery, Pattern, Recorded};
+use everbus_core::{Engine, Entity, HistoryPage, HistoryQuery, PageCursor, Pattern, Recorded};
 use serde_json::json;
 
 use super::check_range;
@@ -49,7 +49,7 @@ pub(crate) struct EventsArgs {
 
     /// Where to go on: the cursor that came with a page
     #[arg(long, value_parser = parse_history_cursor)]
-    cursor: Option<Cursor>,
+    cursor: Option<PageCursor>,
 
     /// Say which indexes were used
     #[arg(long)]
@@ -178,7 +178,7 @@ fn table(page: &HistoryPage) -> Table {
 }
 
 /// The command that shows the next page.
-fn next_page(args: &EventsArgs, next: &Cursor, target: &Target) -> Suggestion {
+fn next_page(args: &EventsArgs, next: &PageCursor, target: &Target) -> Suggestion {
     let command = Suggestion::new(target, "events")
         .option("--tenant", args.tenant.as_ref())
         .option("--app", args.app.as_ref())

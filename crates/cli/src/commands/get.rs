@@ -41,8 +41,10 @@ async fn show(
         #[serde(skip_serializing_if = "Option::is_none")]
         payloads: Option<Vec<Shown>>,
     }
-    let log = engine.log()?;
-    let records = log.find(event_id(&args.id, args.source.as_deref())).await?;
+    let lookup = engine.lookup()?;
+    let records = lookup
+        .find(event_id(&args.id, args.source.as_deref()))
+        .await?;
     if records.is_empty() {
         return Err(Stop::not_found(
             format!("there is no event {:?}", args.id),
@@ -55,7 +57,7 @@ async fn show(
             args.stages.print_export(record, engine, output).await?;
             continue;
         }
-        let groups = log.states(record.position).await?;
+        let groups = lookup.states(record.position).await?;
         let whole = shown_whole(objects, record).await;
         complete &= whole.error.is_none();
         if output.is_json() {

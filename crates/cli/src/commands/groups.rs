@@ -1,7 +1,7 @@
 //! `everbus groups`: how far every group is, and the removal of one that nobody needs any more.
 
 use everbus::audit::{Action, Operator, audited};
-use everbus_core::{Engine, GroupInfo, GroupName};
+use everbus_core::{Cursor, Engine, GroupInfo, GroupName, Shard};
 use serde_json::json;
 
 use super::existing_group;
@@ -54,7 +54,7 @@ fn row(group: &GroupInfo) -> Vec<String> {
     vec![
         escaped(&group.name.to_string()).into_owned(),
         shortened(&escaped(&group.patterns.join(" ")), 40).into_owned(),
-        grouped(group.position),
+        position(&group.position),
         grouped(group.behind),
         grouped(group.in_flight),
         grouped(group.waiting),
@@ -65,6 +65,17 @@ fn row(group: &GroupInfo) -> Vec<String> {
         },
         when::ago(group.active_at),
     ]
+}
+
+/// How far a group has come: a number where there is a single log.
+fn position(cursor: &Cursor) -> String {
+    match cursor.positions().next() {
+        None => grouped(0),
+        Some(only) if Cursor::from(only) == *cursor && only.shard() == Shard::ONLY => {
+            grouped(only.place())
+        }
+        Some(_) => escaped(&cursor.to_string()).into_owned(),
+    }
 }
 
 async fn remove(

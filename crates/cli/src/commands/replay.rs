@@ -130,7 +130,7 @@ async fn replay(
     }
     let id = args.event_id();
     if let (Some(id), Some(text)) = (id, &args.id)
-        && bus.log()?.find(id).await?.is_empty()
+        && bus.engine().lookup()?.find(id).await?.is_empty()
     {
         let what = format!("there is no event {text:?}");
         return Err(Stop::not_found(what, ID_HINT));

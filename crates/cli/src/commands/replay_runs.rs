@@ -77,8 +77,9 @@ fn as_json(run: &ReplayRun, target: &Target) -> Value {
 
 /// How much of the range had its turn.
 fn percent(run: &ReplayRun) -> u64 {
-    let all = run.upto.saturating_sub(run.from).max(1);
-    let done = run.position.saturating_sub(run.from).min(all);
+    let from = run.from.progress();
+    let all = run.upto.progress().saturating_sub(from).max(1);
+    let done = run.position.progress().saturating_sub(from).min(all);
     u64::try_from(u128::from(done) * 100 / u128::from(all)).unwrap_or(100)
 }
 

@@ -108,18 +108,18 @@ impl Tail<'_> {
             if max == 0 {
                 return Ok(());
             }
-            let (records, searched) = log.read(position, patterns.clone(), max).await?;
+            let (records, searched) = log.read(position.clone(), patterns.clone(), max).await?;
             for record in &records {
-                if args.no_follow && record.position > end {
-                    break;
+                if args.no_follow && !end.covers(record.position) {
+                    continue;
                 }
                 self.print(record, output).await?;
                 shown += 1;
             }
             output.flush()?;
-            let stuck = searched <= position;
-            position = position.max(searched);
-            if args.no_follow && (position >= end || stuck) {
+            let stuck = position.reaches(&searched);
+            position.advance_to(&searched);
+            if args.no_follow && (position.reaches(&end) || stuck) {
                 return nothing_shown(shown, output);
             }
             if interrupt.is_set() {
@@ -127,7 +127,7 @@ impl Tail<'_> {
             }
             if records.is_empty() {
                 tokio::select! {
-                    more = log.wait_beyond(position) => more?,
+                    more = log.wait_beyond(position.clone()) => more?,
                     () = reader::gone() => return Err(Stop::BrokenPipe),
                     () = interrupt.wait() => return Ok(()),
                 }
@@ -141,16 +141,12 @@ impl Tail<'_> {
         let handled = self.target.patiently(joined).await?;
         // What a reader may never take is handed out one by one.
         let one_by_one = reader::may_leave();
-        let options = ConsumeOptions {
-            prefetch: if one_by_one {
-                1
-            } else {
-                left(self.args.limit, 0).max(1)
-            },
-            lease: LEASE,
-            handled,
-            ..ConsumeOptions::default()
+        let prefetch = if one_by_one {
+            1
+        } else {
+            left(self.args.limit, 0).max(1)
         };
+        let options = ConsumeOptions::new(handled).prefetch(prefetch).lease(LEASE);
         let broker = &self.engine.broker;
         let mut consumer = broker.consume(group.clone(), options).await?;
         let outcome = self

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use everbus_core::{EventId, History, Log, Maintenance, Recorded, Result};
+use everbus_core::{EventId, History, Log, Lookup, Maintenance, Recorded, Result};
 
 use super::Bus;
 use crate::audit::AuditTrail;
@@ -14,10 +14,15 @@ use crate::receipt::Receipt;
 use crate::replay::{self, Replay, ReplayRun};
 
 impl Bus {
-    /// The log itself, for looking up, reading and tailing events; `Unsupported` where the engine
-    /// cannot.
+    /// The log itself, for reading and tailing events; `Unsupported` where the engine cannot.
     pub fn log(&self) -> Result<&dyn Log> {
         self.inner.shared.engine.log()
+    }
+
+    /// Finds events by id, and says how every group stands with one; `Unsupported` where the engine
+    /// cannot.
+    pub fn lookup(&self) -> Result<&dyn Lookup> {
+        self.inner.shared.engine.lookup()
     }
 
     /// What happened: events by tenant, app, entity, type and time; `Unsupported` where the engine cannot

@@ -32,7 +32,7 @@
 //!     .await?;
 //! let receipt = bus.publish(("report.made", "x".repeat(100_000))).await?;
 //!
-//! let stored = bus.log()?.find(receipt.id()).await?.remove(0);
+//! let stored = bus.lookup()?.find(receipt.id()).await?.remove(0);
 //! assert_eq!(stored.event.payload(), "null"); // what travels
 //! let whole = bus.whole(&stored).await?;
 //! assert_eq!(whole.event.payload().len(), 100_002);

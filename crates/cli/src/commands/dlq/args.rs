@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use clap::{Subcommand, ValueEnum};
-use everbus_core::{GroupName, Pattern, Timestamp};
+use everbus_core::{DeadLetterKey, GroupName, Pattern, Timestamp};
 
 use crate::values::{
     parse_count, parse_cursor, parse_group, parse_offset, parse_page, parse_pattern,
@@ -113,7 +113,7 @@ pub(crate) struct DlqListArgs {
 
     /// Begin after this one: the cursor printed below a page that is not the last
     #[arg(long, value_name = "CURSOR", value_parser = parse_cursor)]
-    pub(crate) after: Option<(u64, GroupName)>,
+    pub(crate) after: Option<DeadLetterKey>,
 }
 
 #[derive(Debug, clap::Args)]

@@ -15,7 +15,7 @@ use crate::suggest::Suggestion;
 use crate::when;
 
 fn cursor(key: &DeadLetterKey) -> String {
-    format!("{}:{}", key.position, key.group)
+    crate::values::dead_letter_cursor(key)
 }
 
 pub(super) async fn list(
@@ -28,7 +28,7 @@ pub(super) async fn list(
     let request = PageRequest {
         limit: args.limit,
         offset: args.offset,
-        after: after.map(|(position, group)| DeadLetterKey { position, group }),
+        after,
     };
     request.validate()?;
     let filter = filter(&args.filter, engine).await?;

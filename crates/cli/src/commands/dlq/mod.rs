@@ -142,7 +142,7 @@ async fn why_not(
             ),
         });
     }
-    let stored = !engine.log()?.find(id).await?.is_empty();
+    let stored = !engine.lookup()?.find(id).await?.is_empty();
     Ok(WhyNot {
         message: if stored {
             format!("{text:?} is not a dead letter")
