@@ -17,6 +17,7 @@ use crate::maintenance::Maintenance;
 use crate::orphans::Orphans;
 use crate::outbox::OutboxSource;
 use crate::payloads::Payloads;
+use crate::store::Store;
 
 /// An opened engine. Everything above the engines works with this and never asks which one it is.
 ///
@@ -38,6 +39,8 @@ pub struct Engine {
     pub depth: Option<Arc<dyn Depth>>,
     /// Keeps dead letters that can be queried.
     pub dead_letters: Option<Arc<dyn DeadLetters>>,
+    /// Takes what the runtime writes about events that another engine moves.
+    pub store: Option<Arc<dyn Store>>,
     /// Looks after the file, where there is one.
     pub maintenance: Option<Arc<dyn Maintenance>>,
     /// Remembers what each group has handled.
@@ -70,6 +73,7 @@ impl Engine {
             redeliver: None,
             depth: None,
             dead_letters: None,
+            store: None,
             maintenance: None,
             inbox: None,
             history: None,
@@ -122,6 +126,13 @@ impl Engine {
         self.dead_letters
             .as_deref()
             .ok_or_else(|| self.unsupported("querying dead letters"))
+    }
+
+    /// The writing side of the store, or [`Code::Unsupported`].
+    pub fn store(&self) -> Result<Arc<dyn Store>> {
+        self.store
+            .clone()
+            .ok_or_else(|| self.unsupported("remembering events that another engine moves"))
     }
 
     /// The upkeep of the file, or [`Code::Unsupported`].

@@ -11,6 +11,7 @@ use sha2::Digest as _;
 
 use crate::builder::EventBuilder;
 use crate::error::{Code, Error, Result};
+use crate::group::GroupName;
 use crate::id::EventId;
 use crate::time::Timestamp;
 
@@ -114,6 +115,9 @@ pub struct Attributes {
     /// on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expires_at: Option<Timestamp>,
+    /// The one group that the event is for, as stored: empty for the unnamed group. All others pass it by.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub address: Option<String>,
     /// Where the part of the payload is that was too large to travel with the event.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub overflow: Option<Box<Overflow>>,
@@ -134,6 +138,7 @@ impl Attributes {
         content_type: None,
         foreign_id: None,
         expires_at: None,
+        address: None,
         overflow: None,
     };
 }
@@ -248,6 +253,12 @@ impl TraceContext {
 }
 
 impl Event {
+    /// Whether a group may have the event: it is for everybody, or addressed to this one.
+    pub fn is_for(&self, group: &GroupName) -> bool {
+        let address = self.attributes().and_then(|a| a.address.as_deref());
+        address.is_none_or(|address| address == group.as_str())
+    }
+
     /// Begins an event of this type.
     pub fn builder(event_type: impl Into<Arc<str>>) -> EventBuilder {
         EventBuilder::new(event_type.into())

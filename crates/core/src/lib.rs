@@ -41,6 +41,7 @@ pub mod payloads;
 pub mod position;
 pub mod progress;
 pub mod retry;
+pub mod store;
 pub mod time;
 pub mod typed;
 
@@ -88,5 +89,6 @@ pub use payloads::{EventKey, Payloads, Stage, StageInfo, StoredStage};
 pub use position::{Cursor, Position, Shard};
 pub use progress::Progress;
 pub use retry::RetryPolicy;
+pub use store::{Burial, Store};
 pub use time::Timestamp;
 pub use typed::TypedEvent;

@@ -141,6 +141,9 @@ impl Serialize for Recorded {
             if let Some(at) = &a.expires_at {
                 map.serialize_entry("expires_at", at)?;
             }
+            if let Some(address) = &a.address {
+                map.serialize_entry("address", address)?;
+            }
             if let Some(overflow) = &a.overflow {
                 map.serialize_entry("overflow", overflow)?;
             }

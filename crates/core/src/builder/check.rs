@@ -70,6 +70,7 @@ pub(super) fn validate_attributes(attributes: &Attributes) -> Result<()> {
         content_type,
         foreign_id,
         expires_at: _,
+        address,
         overflow,
     } = attributes;
     if overflow.is_some() {
@@ -96,6 +97,7 @@ pub(super) fn validate_attributes(attributes: &Attributes) -> Result<()> {
         ("app", app),
         ("tenant", tenant),
         ("key", key),
+        ("address", address),
         ("correlation_id", correlation_id),
         ("causation_id", causation_id),
         ("content_type", content_type),

@@ -19,6 +19,7 @@ pub use self::into_event::IntoEvent;
 use crate::clock::{Clock, SystemClock};
 use crate::error::{Code, Error, Result};
 use crate::event::{Attributes, Entity, Event, TraceContext, is_json};
+use crate::group::GroupName;
 use crate::id::EventId;
 use crate::time::Timestamp;
 
@@ -164,6 +165,12 @@ impl EventBuilder {
     /// Everything an event may carry beside its type and payload, at once.
     pub fn attributes(mut self, attributes: Attributes) -> Self {
         self.attributes = Some(Box::new(attributes));
+        self
+    }
+
+    /// For one group only: all others pass it by. The group's patterns must match it all the same.
+    pub fn addressed_to(mut self, group: &GroupName) -> Self {
+        self.attributes_mut().address = Some(group.as_str().to_owned());
         self
     }
 
