@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::abilities::{Depth, Lookup, Redeliver, Settled};
 use crate::audit::Audit;
-use crate::broker::Broker;
+use crate::broker::{BoxFuture, Broker};
 use crate::checkpoints::Checkpoints;
 use crate::dead_letters::DeadLetters;
 use crate::error::{Code, Error, Result};
@@ -41,6 +41,8 @@ pub struct Engine {
     pub dead_letters: Option<Arc<dyn DeadLetters>>,
     /// Takes what the runtime writes about events that another engine moves.
     pub store: Option<Arc<dyn Store>>,
+    /// Work that goes on as long as a bus runs on this engine.
+    pub background: Option<Arc<dyn Background>>,
     /// Looks after the file, where there is one.
     pub maintenance: Option<Arc<dyn Maintenance>>,
     /// Remembers what each group has handled.
@@ -74,6 +76,7 @@ impl Engine {
             depth: None,
             dead_letters: None,
             store: None,
+            background: None,
             maintenance: None,
             inbox: None,
             history: None,
@@ -198,6 +201,12 @@ impl Engine {
             format!("the {engine} engine does not offer {what}"),
         )
     }
+}
+
+/// Work that an engine needs done while a bus runs on it, such as copying events into a store.
+pub trait Background: Send + Sync + 'static {
+    /// Ends by itself once the engine is closed.
+    fn run(&self) -> BoxFuture<'static, ()>;
 }
 
 impl fmt::Debug for Engine {

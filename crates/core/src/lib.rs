@@ -65,7 +65,7 @@ pub use dead_letters::{
     dead_letter_notice, letter_kept_for,
 };
 pub use effect::{Effect, EffectResult};
-pub use engine::Engine;
+pub use engine::{Background, Engine};
 pub use error::{Code, Error, Result};
 pub use event::{Attributes, Entity, Event, Inherited, Overflow, OverflowPart, TraceContext};
 pub use failure::{Failure, FailureKind};

@@ -29,6 +29,9 @@ impl Bus {
             let collecting = overflow::collect_daily(shared.clone(), objects);
             registry.keep(tokio::spawn(collecting));
         }
+        if let Some(background) = &shared.engine.background {
+            registry.keep(tokio::spawn(background.run()));
+        }
         if let Some(retention) = shared.options.retention.clone() {
             let pruning = retention::prune_daily(shared.clone(), retention);
             registry.keep(tokio::spawn(pruning));

@@ -1,0 +1,77 @@
+//! The archive: a group that copies every event into the store.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{
+    Broker, Code, ConsumeOptions, GroupName, GroupSpec, Pattern, Result, Settlement, StartFrom,
+    Store, SubscriptionSpec, Verdict,
+};
+
+use crate::guard;
+
+/// The name of the group that copies events into the store.
+pub const ARCHIVE: &str = "everbus.archive";
+
+/// Copied in one step.
+const BATCH: usize = 256;
+const LEASE: Duration = Duration::from_secs(60);
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+fn everything() -> Result<Vec<Pattern>> {
+    // A lone star leaves out the system's own events.
+    Ok(vec![Pattern::new("*")?, Pattern::new("system.>")?])
+}
+
+/// Declares the group, so that everything published from now on is owed to the store.
+pub(super) async fn declare(broker: &dyn Broker) -> Result<()> {
+    let subscriptions = everything()?.into_iter().map(|pattern| SubscriptionSpec {
+        name: format!("archive {}", pattern.as_str()),
+        pattern,
+    });
+    let spec = GroupSpec {
+        name: GroupName::new(ARCHIVE)?,
+        start_from: StartFrom::First,
+        ordered: false,
+        subscriptions: subscriptions.collect(),
+    };
+    broker.declare(spec).await.map(drop)
+}
+
+/// Copies events until the engine is closed.
+pub(super) async fn run(broker: Arc<dyn Broker>, store: Arc<dyn Store>) {
+    let mut pause = FIRST_PAUSE;
+    loop {
+        match copy(&*broker, &*store, &mut pause).await {
+            Err(error) if error.code() == Code::Shutdown => return,
+            Err(error) => {
+                guard::log(|| {
+                    tracing::warn!(target: "everbus::archive", %error, "events could not be copied into the store; trying again");
+                });
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(LONGEST_PAUSE);
+            }
+            Ok(()) => {}
+        }
+    }
+}
+
+/// Copies until an error. What was fetched and not copied comes again when its lease ends.
+async fn copy(broker: &dyn Broker, store: &dyn Store, pause: &mut Duration) -> Result<()> {
+    let options = ConsumeOptions::new(everything()?)
+        .prefetch(BATCH * 2)
+        .lease(LEASE);
+    let mut consumer = broker.consume(GroupName::new(ARCHIVE)?, options).await?;
+    loop {
+        let batch = consumer.fetch(BATCH).await?;
+        let records = batch.iter().map(|delivery| delivery.record.clone());
+        store.ingest(records.collect()).await?;
+        let acks = batch
+            .into_iter()
+            .map(|delivery| Settlement::new(delivery.lease, Verdict::Ack));
+        // An ack that was lost means another copy, which the store takes for the first one.
+        broker.settle(acks.collect()).await?;
+        *pause = FIRST_PAUSE;
+    }
+}

@@ -1,0 +1,282 @@
+//! The verbs of a broker with a store beside it.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use everbus_core::{
+    Background, BoxFuture, Broker, BrokerLayer, Burial, Capabilities, Clock, Code, ConsumeOptions,
+    Consumer, DeadLetterFilter, DeadLetters, Delivery, Error, Event, Failure, GroupInfo, GroupName,
+    Lease, Result, Settlement, Store, Verdict, dead_letter_notice,
+};
+
+use super::archive;
+use super::consumer::ConsumerBeside;
+use super::dead_letters::original_of;
+use super::waiting::Waiting;
+
+/// What the broker and its consumers share.
+pub(super) struct Shared {
+    pub(super) broker: Arc<dyn Broker>,
+    pub(super) store: Arc<dyn Store>,
+    pub(super) clock: Arc<dyn Clock>,
+    held: Mutex<HashMap<Lease, Held>>,
+}
+
+/// A delivery that was handed out.
+#[derive(Clone)]
+struct Held {
+    group: GroupName,
+    delivery: Delivery,
+    waiting: Arc<Waiting>,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, HashMap<Lease, Held>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes note of deliveries that are handed out.
+    pub(super) fn hold(&self, group: &GroupName, waiting: &Arc<Waiting>, batch: &[Delivery]) {
+        let mut held = self.lock();
+        for delivery in batch {
+            let note = Held {
+                group: group.clone(),
+                delivery: delivery.clone(),
+                waiting: waiting.clone(),
+            };
+            held.insert(delivery.lease.clone(), note);
+        }
+    }
+}
+
+pub(super) struct Beside {
+    shared: Arc<Shared>,
+    /// The engine that the store belongs to: closed with the broker.
+    store_broker: Arc<dyn Broker>,
+    letters: Arc<dyn DeadLetters>,
+    native_delay: bool,
+}
+
+/// What is left to tell the broker after the store knows.
+enum Next {
+    /// This verdict.
+    Tell(Verdict),
+    /// Nothing: the event waits here until it is due.
+    Wait(Duration, Box<Delivery>),
+}
+
+impl Beside {
+    pub(super) fn new(
+        broker: Arc<dyn Broker>,
+        store_broker: Arc<dyn Broker>,
+        store: Arc<dyn Store>,
+        letters: Arc<dyn DeadLetters>,
+        clock: Arc<dyn Clock>,
+    ) -> Self {
+        let native_delay = broker.capabilities().native_delay;
+        let shared = Arc::new(Shared {
+            broker,
+            store,
+            clock,
+            held: Mutex::default(),
+        });
+        Self {
+            shared,
+            store_broker,
+            letters,
+            native_delay,
+        }
+    }
+
+    /// Appends events before the verdict that they belong to. Their ids are those that a repetition
+    /// chooses again, so appending twice is appending once, or is noticed by the inboxes of their groups.
+    async fn append_first(&self, events: Vec<Event>) -> Result<()> {
+        if events.is_empty() {
+            return Ok(());
+        }
+        let answers = self.shared.broker.append(events).await?;
+        answers.into_iter().try_for_each(|answer| answer.map(drop))
+    }
+
+    /// Makes everything durable that must be so before the broker learns of the verdict.
+    async fn prepare(&self, held: &Held, settlement: Settlement) -> Result<Next> {
+        let Settlement {
+            verdict,
+            follow_ups,
+            inbox,
+            effect,
+            ..
+        } = settlement;
+        if effect.is_some() {
+            return Err(Error::new(
+                Code::Unsupported,
+                "this broker has no transactions for effects",
+            )
+            .hint("do the effect in the handler, with the event's id as its key"));
+        }
+        self.append_first(follow_ups).await?;
+        let store = &self.shared.store;
+        let (group, record) = (held.group.clone(), held.delivery.record.clone());
+        match verdict {
+            Verdict::Ack => {
+                if inbox {
+                    store.record_handled(group, vec![record]).await?;
+                }
+                Ok(Next::Tell(Verdict::Ack))
+            }
+            Verdict::Skip { reason } => {
+                store.record_skip(group, record, reason).await?;
+                Ok(Next::Tell(Verdict::Ack))
+            }
+            Verdict::Retry { after, failure } => {
+                store.record_failure(group, record, failure.clone()).await?;
+                let mut again = held.delivery.clone();
+                again.attempt += 1;
+                again.failures.push(failure.clone());
+                Ok(self.later(after, again, Verdict::Retry { after, failure }))
+            }
+            Verdict::Dead { failure } => {
+                self.bury(held, failure).await?;
+                Ok(Next::Tell(Verdict::Ack))
+            }
+            Verdict::Release { after } => {
+                let again = held.delivery.clone();
+                Ok(self.later(after, again, Verdict::Release { after }))
+            }
+        }
+    }
+
+    /// Leaves the wait to the broker if it can, and to this process otherwise.
+    fn later(&self, after: Duration, again: Delivery, verdict: Verdict) -> Next {
+        if self.native_delay || after.is_zero() {
+            Next::Tell(verdict)
+        } else {
+            Next::Wait(after, Box::new(again))
+        }
+    }
+
+    /// Puts the dead letter into the store, then tells of it. Both are the same if they are repeated.
+    async fn bury(&self, held: &Held, failure: Option<Failure>) -> Result<()> {
+        let Held {
+            group, delivery, ..
+        } = held;
+        let mut failures = delivery.failures.clone();
+        failures.extend(failure);
+        let died_at = failures
+            .last()
+            .map_or_else(|| self.shared.clock.now(), |f| f.at);
+        let was_none = failures.last().is_some_and(|last| !last.kind.is_attempt());
+        let attempts = delivery.attempt.saturating_sub(u32::from(was_none));
+        // An event that was sent back from the dead letters dies as the one it stands for.
+        let record = original_of(&*self.letters, &delivery.record, group).await?;
+        let last = failures.last().cloned();
+        let letter = Burial::new(record.clone(), group.clone(), attempts, failures, died_at);
+        self.shared.store.bury(letter).await?;
+        let notice = dead_letter_notice(&record, group, attempts, last.as_ref(), died_at);
+        self.append_first(notice.into_iter().collect()).await
+    }
+
+    async fn settle_all(&self, settlements: Vec<Settlement>) -> Result<Vec<Result<()>>> {
+        let mut answers: Vec<Result<()>> = Vec::with_capacity(settlements.len());
+        let mut told = Vec::new();
+        let mut tell = Vec::new();
+        for (index, settlement) in settlements.into_iter().enumerate() {
+            let lease = settlement.lease.clone();
+            let held = self.shared.lock().get(&lease).cloned();
+            let next = match &held {
+                Some(held) => self.prepare(held, settlement).await,
+                // Not handed out by this process: the broker knows better.
+                None => Ok(Next::Tell(settlement.verdict)),
+            };
+            answers.push(match (next, held) {
+                (Ok(Next::Tell(verdict)), _) => {
+                    told.push(index);
+                    tell.push(Settlement::new(lease, verdict));
+                    Ok(())
+                }
+                (Ok(Next::Wait(after, delivery)), Some(held)) => {
+                    self.shared.lock().remove(&lease);
+                    let due = self.shared.clock.now().plus(after);
+                    held.waiting.add(due, *delivery);
+                    Ok(())
+                }
+                (Ok(Next::Wait(..)), None) => Ok(()),
+                (Err(error), _) => Err(error),
+            });
+        }
+        if tell.is_empty() {
+            return Ok(answers);
+        }
+        let leases: Vec<Lease> = tell.iter().map(|s| s.lease.clone()).collect();
+        let from_broker = self.shared.broker.settle(tell).await?;
+        let mut held = self.shared.lock();
+        for ((index, lease), answer) in told.into_iter().zip(leases).zip(from_broker) {
+            let over = match &answer {
+                Ok(()) => true,
+                Err(error) => error.code() == Code::LeaseLost,
+            };
+            if over {
+                held.remove(&lease);
+            }
+            answers[index] = answer;
+        }
+        Ok(answers)
+    }
+}
+
+impl BrokerLayer for Beside {
+    fn inner(&self) -> &dyn Broker {
+        &*self.shared.broker
+    }
+
+    /// What the broker offers, and what is done here in its place.
+    fn capabilities(&self) -> Capabilities {
+        self.shared.broker.capabilities().native_delay(true)
+    }
+
+    fn consume(
+        &self,
+        group: GroupName,
+        options: ConsumeOptions,
+    ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
+        Box::pin(async move {
+            let lease = options.lease;
+            let inner = self.shared.broker.consume(group.clone(), options).await?;
+            let consumer = ConsumerBeside::new(inner, group, self.shared.clone(), lease);
+            Ok(Box::new(consumer) as Box<dyn Consumer>)
+        })
+    }
+
+    fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        Box::pin(self.settle_all(settlements))
+    }
+
+    fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
+        Box::pin(async move {
+            let mut groups = self.shared.broker.inspect().await?;
+            for info in &mut groups {
+                let filter = DeadLetterFilter {
+                    group: Some(info.name.clone()),
+                    ..DeadLetterFilter::default()
+                };
+                info.dead_letters = self.letters.count(filter).await?;
+            }
+            Ok(groups)
+        })
+    }
+
+    fn close(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let closed = self.shared.broker.close().await;
+            self.store_broker.close().await.and(closed)
+        })
+    }
+}
+
+impl Background for Beside {
+    fn run(&self) -> BoxFuture<'static, ()> {
+        let (broker, store) = (self.shared.broker.clone(), self.shared.store.clone());
+        Box::pin(archive::run(broker, store))
+    }
+}

@@ -1,0 +1,159 @@
+//! A consumer of a broker with a store beside it: adds what the store knows of earlier attempts, and
+//! hands out again what waits in this process.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{
+    BoxFuture, Code, Consumer, Delivery, EventKey, GroupName, Pattern, Result, Settlement, Verdict,
+};
+use tokio::task::JoinHandle;
+
+use super::broker::Shared;
+use super::waiting::Waiting;
+use crate::guard;
+
+pub(super) struct ConsumerBeside {
+    inner: Box<dyn Consumer>,
+    group: GroupName,
+    shared: Arc<Shared>,
+    waiting: Arc<Waiting>,
+    /// Fetched from the broker, while the store is asked about them.
+    fetched: Vec<Delivery>,
+    paused: bool,
+    keeper: JoinHandle<()>,
+}
+
+impl ConsumerBeside {
+    pub(super) fn new(
+        inner: Box<dyn Consumer>,
+        group: GroupName,
+        shared: Arc<Shared>,
+        lease: Duration,
+    ) -> Self {
+        let waiting = Arc::<Waiting>::default();
+        let keeper = tokio::spawn(keep(shared.clone(), waiting.clone(), lease));
+        Self {
+            inner,
+            group,
+            shared,
+            waiting,
+            fetched: Vec::new(),
+            paused: false,
+            keeper,
+        }
+    }
+}
+
+/// Adds the failures of earlier attempts. What the broker counted is only a hint where it counts
+/// deliveries.
+async fn with_failures(
+    shared: &Shared,
+    group: &GroupName,
+    mut batch: Vec<Delivery>,
+) -> Result<Vec<Delivery>> {
+    let keys = batch.iter().map(|d| EventKey::of(&d.record.event));
+    let failures = shared.store.failures(group.clone(), keys.collect());
+    for (delivery, failures) in batch.iter_mut().zip(failures.await?) {
+        let begun = failures.last().map_or(0, |last| last.attempt);
+        delivery.attempt = delivery.attempt.max(begun + 1);
+        delivery.failures = failures;
+    }
+    Ok(batch)
+}
+
+/// Extends the leases of what waits, three times per lease.
+async fn keep(shared: Arc<Shared>, waiting: Arc<Waiting>, lease: Duration) {
+    loop {
+        tokio::time::sleep(lease / 3).await;
+        let leases = waiting.leases();
+        if leases.is_empty() {
+            continue;
+        }
+        match shared.broker.extend(leases.clone(), lease).await {
+            Ok(answers) => {
+                for (lease, answer) in leases.iter().zip(answers) {
+                    if answer.is_err_and(|e| e.code() == Code::LeaseLost) {
+                        waiting.forget(lease);
+                    }
+                }
+            }
+            Err(error) if error.code() == Code::Shutdown => return,
+            Err(error) => guard::log(|| {
+                tracing::warn!(target: "everbus::beside", %error, "leases of waiting events could not be extended");
+            }),
+        }
+    }
+}
+
+impl Consumer for ConsumerBeside {
+    fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
+        Box::pin(async move {
+            while self.fetched.is_empty() {
+                // Registered before the look, so that nothing between the two is missed.
+                let mut changed = pin!(self.waiting.changed.notified());
+                changed.as_mut().enable();
+                let now = self.shared.clock.now();
+                let due = if self.paused {
+                    Vec::new()
+                } else {
+                    self.waiting.take_due(now, max.max(1))
+                };
+                if !due.is_empty() {
+                    self.shared.hold(&self.group, &self.waiting, &due);
+                    return Ok(due);
+                }
+                let next = self.waiting.next_due();
+                let nap = next.map_or(Duration::MAX, |due| due.since(now));
+                // Dropping the fetch of the broker loses nothing.
+                tokio::select! {
+                    biased;
+                    batch = self.inner.fetch(max) => self.fetched = batch?,
+                    () = changed => {}
+                    () = tokio::time::sleep(nap), if next.is_some() && !self.paused => {}
+                }
+            }
+            // Handlers must not run without knowing how often they have failed: if the store does not
+            // answer, it is asked again by the next call.
+            let batch = with_failures(&self.shared, &self.group, self.fetched.clone()).await?;
+            self.fetched.clear();
+            self.shared.hold(&self.group, &self.waiting, &batch);
+            Ok(batch)
+        })
+    }
+
+    fn set_handled(&mut self, handled: Vec<Pattern>) {
+        self.inner.set_handled(handled);
+    }
+
+    fn pause(&mut self) -> BoxFuture<'_, Result<()>> {
+        self.paused = true;
+        self.inner.pause()
+    }
+
+    fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
+        self.paused = prefetch == 0;
+        self.inner.resume(prefetch)
+    }
+
+    fn close(mut self: Box<Self>) -> BoxFuture<'static, Result<()>> {
+        Box::pin(async move {
+            self.keeper.abort();
+            let back = self.waiting.take_all().into_iter();
+            let back = back
+                .chain(std::mem::take(&mut self.fetched))
+                .map(|delivery| {
+                    let after = Duration::ZERO;
+                    Settlement::new(delivery.lease, Verdict::Release { after })
+                });
+            let back: Vec<Settlement> = back.collect();
+            if !back.is_empty() {
+                // The others may have them at once; if this fails, when their leases end.
+                let _ = self.shared.broker.settle(back).await;
+            }
+            let Self { inner, .. } = *self;
+            inner.close().await
+        })
+    }
+}

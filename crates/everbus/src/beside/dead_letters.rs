@@ -1,0 +1,192 @@
+//! The dead letters of a store beside a broker: kept by the store, sent back through the broker.
+//!
+//! A dead letter goes back as an event that is addressed to the group that failed. It has an id of its own,
+//! made from the death it follows, so that sending it twice is sending it once; the metadata [`RETRY_OF`]
+//! names the event it stands for, and if it dies, that one's dead letter is open again.
+
+use std::sync::Arc;
+
+use everbus_core::{
+    Appended, Attributes, BoxFuture, Broker, Clock, Code, DeadLetter, DeadLetterFilter,
+    DeadLetterKey, DeadLetterPage, DeadLetterTally, DeadLetters, Error, Event, EventId, GroupName,
+    PageRequest, PurgeBasis, Purged, Recorded, Replaced, Result, Store, Timestamp,
+};
+
+/// The metadata of an event that was sent back from the dead letters: the id of the one it stands for.
+pub(crate) const RETRY_OF: &str = "retry_of";
+
+/// Sent back in one step.
+const STEP: usize = 100;
+
+pub(super) struct LettersBeside {
+    letters: Arc<dyn DeadLetters>,
+    store: Arc<dyn Store>,
+    broker: Arc<dyn Broker>,
+    clock: Arc<dyn Clock>,
+}
+
+/// The event that one which was sent back stands for, or the event itself.
+pub(super) async fn original_of(
+    letters: &dyn DeadLetters,
+    record: &Arc<Recorded>,
+    group: &GroupName,
+) -> Result<Arc<Recorded>> {
+    let original = record.event.metadata().get(RETRY_OF);
+    let Some(id) = original.and_then(|id| id.parse::<EventId>().ok()) else {
+        return Ok(record.clone());
+    };
+    let known = letters.get(id).await?.into_iter().find(|letter| {
+        letter.group == *group && letter.event.event.tenant() == record.event.tenant()
+    });
+    Ok(known.map_or_else(|| record.clone(), |letter| letter.event))
+}
+
+/// The event that goes back to the group in place of a dead letter.
+fn retry_of(letter: &DeadLetter) -> Result<Event> {
+    let original = &letter.event.event;
+    let id = EventId::derived(
+        original.id(),
+        letter.died_at,
+        letter.group.as_str(),
+        RETRY_OF,
+        letter.attempts,
+    );
+    let mut builder = Event::builder(original.type_arc().clone())
+        .id(id)
+        .version(original.version())
+        .occurred_at(original.occurred_at())
+        .payload(original.payload().clone());
+    if let Some(attributes) = original.attributes() {
+        builder = builder.attributes(Attributes {
+            foreign_id: None,
+            overflow: None,
+            ..attributes.clone()
+        });
+    }
+    builder
+        .correlation_id(original.correlation_id())
+        .causation_id(original.id().to_string())
+        .meta(RETRY_OF, original.id().to_string())
+        .addressed_to(&letter.group)
+        .build()
+}
+
+impl LettersBeside {
+    pub(super) fn new(
+        letters: Arc<dyn DeadLetters>,
+        store: Arc<dyn Store>,
+        broker: Arc<dyn Broker>,
+        clock: Arc<dyn Clock>,
+    ) -> Self {
+        Self {
+            letters,
+            store,
+            broker,
+            clock,
+        }
+    }
+
+    /// Sends back up to `limit` dead letters, oldest event first. The broker has them before the store
+    /// forgets that they are open: a crash in between sends the same events again, under the same ids.
+    async fn send_back(&self, filter: DeadLetterFilter, limit: usize) -> Result<u64> {
+        let mut open = self.all(filter).await?;
+        open.reverse();
+        open.truncate(limit);
+        let mut sent = 0;
+        for some in open.chunks(STEP) {
+            let events: Result<Vec<Event>> = some.iter().map(retry_of).collect();
+            let answers = self.broker.append(events?).await?;
+            let mut retried = Vec::new();
+            for (letter, answer) in some.iter().zip(answers) {
+                answer?;
+                retried.push(letter.key());
+            }
+            sent += retried.len() as u64;
+            self.store.mark_retried(retried, self.clock.now()).await?;
+        }
+        Ok(sent)
+    }
+
+    /// Every open dead letter that matches, newest event first.
+    async fn all(&self, filter: DeadLetterFilter) -> Result<Vec<DeadLetter>> {
+        let mut found = Vec::new();
+        let mut request = PageRequest::default();
+        loop {
+            let page = self.letters.list(filter.clone(), request.clone()).await?;
+            found.extend(page.items);
+            match page.next {
+                Some(next) => request.after = Some(next),
+                None => return Ok(found),
+            }
+        }
+    }
+}
+
+impl DeadLetters for LettersBeside {
+    fn list(
+        &self,
+        filter: DeadLetterFilter,
+        page: PageRequest,
+    ) -> BoxFuture<'_, Result<DeadLetterPage>> {
+        self.letters.list(filter, page)
+    }
+
+    fn count(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>> {
+        self.letters.count(filter)
+    }
+
+    fn tally(
+        &self,
+        filter: DeadLetterFilter,
+        limit: usize,
+    ) -> BoxFuture<'_, Result<Vec<DeadLetterTally>>> {
+        self.letters.tally(filter, limit)
+    }
+
+    fn get(&self, id: EventId) -> BoxFuture<'_, Result<Vec<DeadLetter>>> {
+        self.letters.get(id)
+    }
+
+    fn retry(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(self.send_back(filter, usize::MAX))
+    }
+
+    fn retry_some(&self, filter: DeadLetterFilter, limit: usize) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(self.send_back(filter, limit))
+    }
+
+    fn replace(&self, key: DeadLetterKey, corrected: Event) -> BoxFuture<'_, Result<Appended>> {
+        Box::pin(async move {
+            let filter = DeadLetterFilter {
+                group: Some(key.group.clone()),
+                ..DeadLetterFilter::default()
+            };
+            let open = self.all(filter).await?;
+            let letter = open.iter().find(|letter| letter.key() == key);
+            let Some(letter) = letter else {
+                return Err(Error::new(Code::NotFound, "the dead letter is not open"));
+            };
+            everbus_core::dead_letters::check_replacement(&letter.event.event, &corrected)?;
+            let corrected = corrected.addressed(&key.group);
+            let mut answers = self.broker.append(vec![corrected]).await?;
+            let appended = answers
+                .pop()
+                .unwrap_or_else(|| Err(Error::new(Code::Internal, "an append was not answered")))?;
+            self.store.mark_retried(vec![key], self.clock.now()).await?;
+            Ok(appended)
+        })
+    }
+
+    fn replaced(&self) -> BoxFuture<'_, Result<Vec<Replaced>>> {
+        self.letters.replaced()
+    }
+
+    fn purge(
+        &self,
+        cutoff: Timestamp,
+        basis: PurgeBasis,
+        filter: DeadLetterFilter,
+    ) -> BoxFuture<'_, Result<Purged>> {
+        self.letters.purge(cutoff, basis, filter)
+    }
+}

@@ -1,0 +1,72 @@
+//! A store beside a broker: what the broker cannot do, the runtime does here, in one place.
+//!
+//! [`compose`] puts the two together. The result is an [`Engine`] like any other: dispatch, replay, dead
+//! letters and the command line do not know the difference.
+//!
+//! | the broker lacks | what happens instead | where |
+//! |---|---|---|
+//! | a delay | the event waits in this process under a lease that is extended | `waiting` |
+//! | an inbox in the ack | the store is asked before the handler and told before the ack | `broker` |
+//! | failure texts | kept in the store, joined at the next attempt | `broker`, `consumer` |
+//! | dead letter with the ack | the dead letter is put into the store first, then the event is acked | `broker` |
+//! | follow-ups with the ack | appended first, with the ids that a repetition chooses again | `broker` |
+//! | redelivery | an event addressed to the group | `dead_letters`, [`crate::replay`] |
+//! | history, find by id | the *archive* group copies every event into the store | `archive` |
+//!
+//! What cannot be done this way (effects in the transaction of an ack, waiting until every group has
+//! settled) is refused, with a hint.
+
+mod archive;
+mod broker;
+mod consumer;
+mod dead_letters;
+mod waiting;
+
+use std::sync::Arc;
+
+use everbus_core::{Clock, Code, DeadLetters, Engine, Error, Result};
+
+pub use archive::ARCHIVE;
+use broker::Beside;
+use dead_letters::LettersBeside;
+
+/// Puts a store beside a broker. The store is any engine that remembers: SQLite, PostgreSQL.
+///
+/// Declares the group [`ARCHIVE`], through which every event published from now on reaches the store once
+/// the bus is started. `clock` is what due times are reckoned with.
+pub async fn compose(broker: Engine, store: Engine, clock: Arc<dyn Clock>) -> Result<Engine> {
+    let written = store.store().map_err(|e| no_store(&store, &e))?;
+    let letters = store
+        .dead_letters
+        .clone()
+        .ok_or_else(|| no_store(&store, &Error::new(Code::Unsupported, "no dead letters")))?;
+    archive::declare(&*broker.broker).await?;
+    let beside = Arc::new(Beside::new(
+        broker.broker.clone(),
+        store.broker.clone(),
+        written.clone(),
+        letters.clone(),
+        clock.clone(),
+    ));
+    let letters: Arc<dyn DeadLetters> =
+        Arc::new(LettersBeside::new(letters, written, broker.broker, clock));
+    Ok(Engine {
+        broker: beside.clone(),
+        dead_letters: Some(letters),
+        settled: broker.settled,
+        redeliver: broker.redeliver,
+        depth: broker.depth,
+        background: Some(beside),
+        ..store
+    })
+}
+
+fn no_store(store: &Engine, error: &Error) -> Error {
+    let engine = store.broker.capabilities().engine;
+    Error::new(
+        Code::Unsupported,
+        format!("the {engine} engine cannot be a store beside a broker"),
+    )
+    .hint("name an engine that remembers: store: sqlite:events.db")
+    .caused_by(error.clone())
+}

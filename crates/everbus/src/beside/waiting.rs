@@ -1,0 +1,61 @@
+//! Events that wait in this process because the broker has no delay: the lease is extended until their
+//! time has come, and then they are handed out again.
+//!
+//! How many there are is bounded by the consumer's prefetch: the broker counts them as in flight.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use everbus_core::{Delivery, Lease, Timestamp};
+use tokio::sync::Notify;
+
+/// The events of one consumer that wait.
+#[derive(Default)]
+pub(super) struct Waiting {
+    events: Mutex<Vec<(Timestamp, Delivery)>>,
+    /// Something was added or the clock has jumped.
+    pub(super) changed: Notify,
+}
+
+impl Waiting {
+    fn lock(&self) -> MutexGuard<'_, Vec<(Timestamp, Delivery)>> {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps a delivery until it is due.
+    pub(super) fn add(&self, due: Timestamp, delivery: Delivery) {
+        self.lock().push((due, delivery));
+        self.changed.notify_waiters();
+    }
+
+    /// Takes up to `max` deliveries whose time has come, the longest due first.
+    pub(super) fn take_due(&self, now: Timestamp, max: usize) -> Vec<Delivery> {
+        let mut events = self.lock();
+        events.sort_by_key(|(due, _)| *due);
+        let due = events.iter().take_while(|(due, _)| *due <= now).count();
+        events
+            .drain(..due.min(max))
+            .map(|(_, delivery)| delivery)
+            .collect()
+    }
+
+    /// When the next one is due.
+    pub(super) fn next_due(&self) -> Option<Timestamp> {
+        self.lock().iter().map(|(due, _)| *due).min()
+    }
+
+    /// The leases to be extended.
+    pub(super) fn leases(&self) -> Vec<Lease> {
+        self.lock().iter().map(|(_, d)| d.lease.clone()).collect()
+    }
+
+    /// Forgets an event whose lease was lost: the broker hands it out again.
+    pub(super) fn forget(&self, lease: &Lease) {
+        self.lock().retain(|(_, d)| d.lease != *lease);
+    }
+
+    /// Takes all of them: the consumer leaves.
+    pub(super) fn take_all(&self) -> Vec<Delivery> {
+        let events = std::mem::take(&mut *self.lock());
+        events.into_iter().map(|(_, delivery)| delivery).collect()
+    }
+}
