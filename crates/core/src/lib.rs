@@ -60,7 +60,7 @@ pub use dead_letters::{
 };
 pub use effect::{Effect, EffectResult};
 pub use engine::Engine;
-pub use error::{Code, Error, Result};
+pub use error::{Class, Code, Error, Result};
 pub use event::{Attributes, Entity, Event, Inherited, Overflow, OverflowPart, TraceContext};
 pub use failure::{Failure, FailureKind};
 pub use group::{GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, SubscriptionSpec};

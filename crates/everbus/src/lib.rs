@@ -157,12 +157,12 @@ pub use upcast::Upcasts;
 pub use everbus_core as core;
 pub use everbus_core::{
     Attributes, AuditEntry, AuditHead, AuditPage, AuditQuery, AuditRecord, AuditVerdict,
-    Capabilities, CheckReport, Clock, Code, Cursor, DeadLetter, DeadLetterFilter, DeadLetterKey,
-    DeadLetterPage, DeadLetterTally, Durability, Engine, Entity, Error, Event, EventBuilder,
-    EventId, EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState, History,
-    HistoryPage, HistoryQuery, IntoEvent, Log, Maintenance, ManualClock, Order, PageRequest,
-    Pattern, Pruned, PurgeBasis, Purged, PurgedLetter, Recorded, Result, Retention, RetryPolicy,
-    StartFrom, StreamAge, SystemClock, Timestamp, TraceContext, TypedEvent,
+    Capabilities, CheckReport, Class, Clock, Code, Cursor, DeadLetter, DeadLetterFilter,
+    DeadLetterKey, DeadLetterPage, DeadLetterTally, Durability, Engine, Entity, Error, Event,
+    EventBuilder, EventId, EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState,
+    History, HistoryPage, HistoryQuery, IntoEvent, Log, Maintenance, ManualClock, Order,
+    PageRequest, Pattern, Pruned, PurgeBasis, Purged, PurgedLetter, Recorded, Result, Retention,
+    RetryPolicy, StartFrom, StreamAge, SystemClock, Timestamp, TraceContext, TypedEvent,
 };
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;

@@ -6,7 +6,7 @@ use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
-use everbus_core::{Code, Engine, Error, GroupName, Recorded, Result};
+use everbus_core::{Class, Code, Engine, Error, GroupName, Recorded, Result};
 use tokio::sync::watch;
 
 use crate::admission::Admission;
@@ -76,10 +76,7 @@ impl Shared {
 
     /// Remembers the first failure that the engine does not recover from; whether this is one.
     pub(crate) fn fail_if_fatal(&self, error: &Error) -> bool {
-        let fatal = matches!(
-            error.code(),
-            Code::StorageFailed | Code::Corrupt | Code::NewerSchema
-        );
+        let fatal = error.class() == Class::Final && error.code() != Code::Shutdown;
         if fatal && self.failure.set(error.clone()).is_ok() {
             let _ = self
                 .state

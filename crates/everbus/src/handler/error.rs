@@ -292,7 +292,7 @@ mod tests {
         let cause = std::io::Error::other("connection refused");
         let error = everbus_core::Error::new(Code::Busy, "cannot reach the bank").caused_by(cause);
         let text = HandlerError::from(error).to_string();
-        assert_eq!(text, "FileBusy: cannot reach the bank: connection refused");
+        assert_eq!(text, "Busy: cannot reach the bank: connection refused");
         assert_eq!(HandlerError::new("plain").to_string(), "plain");
     }
 
