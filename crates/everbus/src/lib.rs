@@ -125,6 +125,7 @@ mod suggest;
 pub mod testing;
 mod trace;
 mod upcast;
+mod watch;
 
 pub use admission::{Limits, OnFull, PublishRate, StreamLimit};
 pub use ambient::{correlation_id, with_correlation_id, with_trace};
@@ -153,6 +154,7 @@ pub use shutdown::Shutdown;
 pub use stats::{BusStats, GroupStats, Outcomes, Quantiles, Skipped, TypeStats};
 pub use subscribe::{Subscribe, SubscriptionId};
 pub use upcast::Upcasts;
+pub use watch::{Activity, LeaseExtension, LeaseExtensions, RunningActivity};
 
 pub use everbus_core as core;
 pub use everbus_core::{

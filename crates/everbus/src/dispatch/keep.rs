@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Class, Code, Result};
+use everbus_core::{Class, Code, Lease, Result};
 use tokio::time::Instant;
 
 use super::outage::Outage;
 use super::{Runner, lock};
 use crate::guard;
+use crate::watch::Extended;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -34,7 +35,11 @@ impl Runner {
             match self.extend_held(lease).await {
                 Ok(()) => outage.is_over(),
                 Err(error) if error.code() == Code::Shutdown => return,
-                Err(error) if error.class().may_repeat() => pause = Some(outage.goes_on(&error)),
+                Err(error) if error.class().may_repeat() => {
+                    pause = Some(outage.goes_on(&error));
+                    let over = |since| self.leases_are_over(since);
+                    self.shared.watches.lose_those(&self.group, over);
+                }
                 Err(error) => {
                     self.shared.fail_if_fatal(&error);
                     let group = &self.group;
@@ -53,7 +58,11 @@ impl Runner {
             return Ok(());
         }
         let began = Instant::now();
+        let watched = self.shared.watches.any().then(|| held.clone());
         let answers = self.shared.engine.broker.extend(held, lease).await?;
+        if let Some(held) = watched {
+            self.tell_watches(&held, &answers, lease);
+        }
         let mut lost = 0;
         for error in answers.into_iter().filter_map(Result::err) {
             match error.class() {
@@ -70,6 +79,23 @@ impl Runner {
             });
         }
         Ok(())
+    }
+
+    /// Tells the handlers that want to know.
+    fn tell_watches(&self, held: &[Lease], answers: &[Result<()>], lease: Duration) {
+        let became = |wanted: &Lease| {
+            let at = held.iter().position(|lease| lease == wanted)?;
+            match answers.get(at)? {
+                Ok(()) => Some(Extended::Yes),
+                Err(error) if error.code() == Code::LeaseLost => Some(Extended::Lost),
+                Err(_) => None,
+            }
+        };
+        // The clock is other people's code.
+        let until = guard::contain(|| self.shared.options.clock.now().plus(lease));
+        if let Ok(until) = until {
+            self.shared.watches.tell(&self.group, until, became);
+        }
     }
 
     /// Whether leases that were held at `since` are over by now, as far as this process knows: none of

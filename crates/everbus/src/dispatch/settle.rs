@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Class, Code, Error, Settlement, Timestamp};
+use everbus_core::{Class, Code, Error, Settlement, Timestamp, Verdict};
 use tokio::time::Instant;
 
 use super::Runner;
@@ -13,8 +13,8 @@ use super::outage::Outage;
 use super::queue::Outcomes;
 use crate::breaker::{Change, Ticket};
 use crate::guard;
-use crate::handler::{HandlerError, Registered};
-use crate::pipeline::{Counted, Deferred, Finished, InEffect};
+use crate::handler::{HandlerError, Registered, unpublished};
+use crate::pipeline::{Counted, Deferred, FailedAttempt, Finished, InEffect};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -154,6 +154,13 @@ impl Runner {
             });
             return None;
         }
+        let settlement = &finished.settlement;
+        if settlement.verdict != Verdict::Ack && !settlement.follow_ups.is_empty() {
+            guard::log(|| {
+                tracing::warn!(target: "everbus::dispatch", %group, seq, %error, "events of a failed attempt were refused; the failure is recorded without them");
+            });
+            return Some(without_events(finished, error));
+        }
         let Some(case) = &finished.case else {
             self.queue.count_unsettled(std::slice::from_ref(finished));
             guard::log(|| {
@@ -171,10 +178,22 @@ impl Runner {
             }
         }
         let clock = &*self.shared.options.clock;
-        let why = why_refused(error);
+        let mut why = why_refused(error);
+        let failed = FailedAttempt {
+            record: &case.record,
+            group,
+            handler: &culprit.name,
+            attempt: case.attempt,
+            retried: case.retried,
+        };
+        let events = failed.take_events(&self.shared, &mut why);
         let (verdict, counted) = case.refused(group, clock, &culprit, probing, why);
+        let mut settlement = Settlement::new(finished.settlement.lease.clone(), verdict);
+        if counted != Counted::ProbeFailed {
+            settlement.follow_ups = events;
+        }
         Some(Finished {
-            settlement: Settlement::new(finished.settlement.lease.clone(), verdict),
+            settlement,
             counted,
             received_at: finished.received_at,
             route: finished.route.clone(),
@@ -250,6 +269,22 @@ fn why_refused(error: &Error) -> HandlerError {
         Code::EffectFailed => HandlerError::from_box(error),
         _ => HandlerError::permanent(error.clone()),
     }
+}
+
+/// The same outcome without the events that the engine refused, which its failure or its reason tells.
+fn without_events(finished: &Finished, error: &Error) -> Finished {
+    let mut again = finished.again();
+    again.settlement.follow_ups.clear();
+    let text = match &mut again.settlement.verdict {
+        Verdict::Retry { failure, .. } => Some(&mut failure.error),
+        Verdict::Dead { failure } => failure.as_mut().map(|failure| &mut failure.error),
+        Verdict::Skip { reason } => Some(reason),
+        Verdict::Ack | Verdict::Release { .. } => None,
+    };
+    if let Some(text) = text {
+        text.push_str(&unpublished(error));
+    }
+    again
 }
 
 /// Why outcomes are not sent again after an outage.

@@ -76,7 +76,6 @@ async fn outcomes_survive(emits: bool, plant: impl Fn(&crate::faulty::Faulty)) {
         assert!(settled.dead_lettered.is_empty());
     }
     let stats = counted(&bus).await;
-    bus.shutdown().await.unwrap();
     assert_eq!(runs.load(Ordering::SeqCst), EVENTS, "each is handled once");
     assert_eq!(bus.dead_letters().list().await.unwrap(), []);
     assert_eq!(bus.lost_leases(), 0);
@@ -85,6 +84,7 @@ async fn outcomes_survive(emits: bool, plant: impl Fn(&crate::faulty::Faulty)) {
     let of_type = &stats.types["a"];
     assert_eq!((of_type.handled, of_type.failed), (EVENTS as u64, 0));
     assert!(bus.failure().is_none());
+    bus.shutdown().await.unwrap();
 }
 
 // conformance: contract/settle-outage: an outage while settling is waited for, whole batch or one outcome, before or after the effect; nothing is failed, run again or published twice
