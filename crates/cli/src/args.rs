@@ -21,7 +21,7 @@ Exit codes:
   1    the operation failed, or `check` or `audit verify` found problems
   2    the command line, the configuration file, or the data given with it, is wrong
   3    there is no such file, event, dead letter or group
-  4    refused for now: in use or locked, disk full, or nothing can be written
+  4    refused for now: server not reached, in use or locked, disk full, or nothing can be written
   130  interrupted with Ctrl-C before the work was done
 
 Every command needs to write to the file and its directory, those that only look too: SQLite \

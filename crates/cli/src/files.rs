@@ -24,7 +24,7 @@ pub(crate) fn claim_alone(path: &Path) -> Result<()> {
         std::thread::sleep(Duration::from_millis(20));
     }
     Err(
-        Error::new(Code::Busy, format!("{} is in use", path.display()))
+        Error::of_file(Code::Busy, format!("{} is in use", path.display()))
             .hint("stop the programs that have it open, then try again"),
     )
 }

@@ -70,7 +70,11 @@ impl Stop {
                 | Code::NotFound
                 | Code::GroupNotFound
                 | Code::SubscriptionNotFound => 3,
-                Code::Busy | Code::DiskFull | Code::ReadOnly | Code::NetworkFileSystem => 4,
+                Code::Unavailable
+                | Code::Busy
+                | Code::DiskFull
+                | Code::ReadOnly
+                | Code::NetworkFileSystem => 4,
                 _ => 1,
             },
         }
@@ -96,7 +100,7 @@ impl Stop {
         match self {
             Self::BrokenPipe | Self::Interrupted | Self::Unsatisfied => None,
             Self::Failed(error) => Some(Report {
-                code: error.code().as_str(),
+                code: error.name(),
                 message: with_cause(error),
                 hint: error.hint_text().map(with_options),
                 outcome_unknown: error.outcome_unknown(),
@@ -137,14 +141,8 @@ fn with_options(hint: &str) -> String {
 
 /// The same error, with what it is about before it.
 pub(crate) fn about(what: &str, error: &Error) -> Error {
-    let mut named = Error::new(error.code(), format!("{what}: {}", with_cause(error)));
-    if let Some(hint) = error.hint_text() {
-        named = named.hint(hint);
-    }
-    if error.outcome_unknown() {
-        named = named.with_unknown_outcome();
-    }
-    named
+    let message = format!("{what}: {}", with_cause(error));
+    error.clone().with_message(message)
 }
 
 #[derive(Serialize)]
@@ -216,6 +214,7 @@ mod tests {
         assert_eq!(exit(Code::GroupNotFound), 3);
         assert_eq!(exit(Code::DiskFull), 4);
         assert_eq!(exit(Code::Busy), 4);
+        assert_eq!(exit(Code::Unavailable), 4);
         assert_eq!(exit(Code::IdReused), 2);
         assert_eq!(exit(Code::NotAFile), 2);
         assert_eq!(exit(Code::NotEverbus), 2);

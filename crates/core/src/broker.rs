@@ -292,7 +292,7 @@ pub struct Settlement {
     pub lease: Lease,
     /// What became of it.
     pub verdict: Verdict,
-    /// Events to append in the same step as the verdict, where the engine can do both at once
+    /// Events to append in the same step as the verdict, whatever that is, where the engine can do both at once
     /// ([`Capabilities::atomic_follow_ups`]); before it otherwise.
     pub follow_ups: Vec<Event>,
     /// With [`Verdict::Ack`]: writes the event into the group's inbox in the same step. If it is

@@ -84,8 +84,10 @@ codes! {
     EffectFailed = "EffectFailed",
     /// The configuration file cannot be used.
     InvalidConfig = "InvalidConfig",
-    /// The file is locked by something else for longer than the bus waits.
-    Busy = "FileBusy",
+    /// The server cannot be reached, or does not answer.
+    Unavailable = "Unavailable",
+    /// What the engine works on is held by something else for longer than the bus waits.
+    Busy = "Busy",
     /// The disk is full, or nearly: publishes are refused so that acks still fit.
     DiskFull = "DiskFull",
     /// The file or its directory cannot be written.
@@ -94,11 +96,11 @@ codes! {
     NotAFile = "NotAFile",
     /// The file does not exist and was not to be created.
     NoSuchFile = "NoSuchFile",
-    /// The file is damaged.
-    Corrupt = "CorruptFile",
-    /// The file is a SQLite database of something else.
-    NotEverbus = "NotAnEverbusFile",
-    /// The file was written by a newer version of Everbus.
+    /// What is stored is damaged.
+    Corrupt = "Corrupt",
+    /// The file or database belongs to another program.
+    NotEverbus = "NotEverbus",
+    /// What is stored was written by a newer version of Everbus.
     NewerSchema = "NewerSchema",
     /// The file is on a network file system, where its locks cannot be trusted.
     NetworkFileSystem = "NetworkFileSystem",
@@ -120,9 +122,97 @@ impl fmt::Display for Code {
     }
 }
 
+impl Code {
+    /// The name that errors about a file are shown by, where it differs from the code.
+    const fn file_name(self) -> &'static str {
+        match self {
+            Code::Busy => "FileBusy",
+            Code::Corrupt => "CorruptFile",
+            Code::NotEverbus => "NotAnEverbusFile",
+            other => other.as_str(),
+        }
+    }
+
+    /// The class of an error with this code whose outcome is known.
+    ///
+    /// Every code is listed, so that a new one does not compile before it has a class.
+    const fn class(self) -> Class {
+        match self {
+            Code::InvalidPayload
+            | Code::PayloadTooLarge
+            | Code::InvalidType
+            | Code::InvalidId
+            | Code::InvalidAttribute
+            | Code::InvalidPattern
+            | Code::InvalidCursor
+            | Code::InvalidSetting
+            | Code::InvalidUrl
+            | Code::InvalidConfig
+            | Code::InvalidSchema
+            | Code::SchemaViolation
+            | Code::UnknownVersion
+            | Code::UpcastConflict
+            | Code::Unsupported
+            | Code::GroupNotFound
+            | Code::SubscriptionNotFound
+            | Code::NotFound
+            | Code::NotAFile
+            | Code::NoSuchFile
+            | Code::EffectFailed
+            | Code::ClockInDoubt
+            | Code::Internal => Class::Caller,
+            Code::IdReused | Code::GroupConflict | Code::LeaseLost => Class::Conflict,
+            Code::Unavailable
+            | Code::Busy
+            | Code::DiskFull
+            | Code::ReadOnly
+            | Code::Timeout
+            | Code::Backpressure
+            | Code::ObjectStore => Class::Passing,
+            Code::Shutdown
+            | Code::StorageFailed
+            | Code::Corrupt
+            | Code::NotEverbus
+            | Code::NewerSchema
+            | Code::NetworkFileSystem
+            | Code::SqliteTooOld
+            | Code::NotDurable => Class::Final,
+        }
+    }
+}
+
+/// What an error means for the next step: [`Error::class`]. Code that decides whether to repeat a call,
+/// to blame an event or to stop goes by this and keeps no list of codes of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Class {
+    /// The request cannot be served, and repeating it unchanged gives the same answer: it is invalid, names
+    /// something that does not exist, or asks for what the engine cannot do. [`Code::Internal`] belongs
+    /// here too: the same request meets the same bug, others are served.
+    Caller,
+    /// The request contradicts what is stored: another body under the same id, other settings, a lease
+    /// that was lost. Nothing was done.
+    Conflict,
+    /// Nothing was done, and the same request may succeed later: the server is away, the file is locked,
+    /// the disk is full. It says nothing about the event.
+    Passing,
+    /// The request may have taken effect. Repeating it is safe: an append with the same id, a settlement
+    /// with the same lease.
+    Unknown,
+    /// The engine serves nothing more until it is opened again, and perhaps repaired first.
+    Final,
+}
+
+impl Class {
+    /// Whether the same request may be sent again: it is nobody's fault that it failed.
+    pub const fn may_repeat(self) -> bool {
+        matches!(self, Self::Passing | Self::Unknown)
+    }
+}
+
 /// An error with a stable [`Code`], a message, an optional hint and an optional cause.
 ///
-/// It displays as `Code: message`; the hint is kept apart so that a program can show it its own way.
+/// It displays as `name: message`, where the [`name`](Self::name) is that of the code; the hint is kept apart so that a program can show it its own way.
 /// Cloning is cheap: every waiter of a failed commit gets the same error.
 #[derive(Clone)]
 pub struct Error(Box<Inner>);
@@ -133,6 +223,7 @@ struct Inner {
     message: String,
     hint: Option<String>,
     outcome_unknown: bool,
+    of_file: bool,
     source: Option<std::sync::Arc<dyn StdError + Send + Sync>>,
 }
 
@@ -144,8 +235,17 @@ impl Error {
             message: message.into(),
             hint: None,
             outcome_unknown: false,
+            of_file: false,
             source: None,
         }))
+    }
+
+    /// A new error about a file: its [`name`](Self::name) speaks of files (`FileBusy` for
+    /// [`Code::Busy`]).
+    pub fn of_file(code: Code, message: impl Into<String>) -> Self {
+        let mut error = Self::new(code, message);
+        error.0.of_file = true;
+        error
     }
 
     /// The error every operation gives after shutdown.
@@ -175,9 +275,37 @@ impl Error {
         self
     }
 
+    /// The same error with another sentence.
+    #[must_use]
+    pub fn with_message(mut self, message: impl Into<String>) -> Self {
+        self.0.message = message.into();
+        self
+    }
+
     /// The stable code.
     pub fn code(&self) -> Code {
         self.0.code
+    }
+
+    /// The name the error is shown by: its code, or for a file the name that speaks of files.
+    pub fn name(&self) -> &'static str {
+        if self.0.of_file {
+            self.0.code.file_name()
+        } else {
+            self.0.code.as_str()
+        }
+    }
+
+    /// What the error means for the next step.
+    ///
+    /// A final error stays final when its outcome is unknown, since the engine takes no repetition;
+    /// [`outcome_unknown`](Self::outcome_unknown) says it for the publisher who opens the engine again.
+    pub fn class(&self) -> Class {
+        match self.0.code.class() {
+            Class::Final => Class::Final,
+            _ if self.0.outcome_unknown => Class::Unknown,
+            class => class,
+        }
     }
 
     /// The sentence, without the code.
@@ -201,7 +329,7 @@ impl Error {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.0.code, self.0.message)
+        write!(f, "{}: {}", self.name(), self.0.message)
     }
 }
 
@@ -255,6 +383,47 @@ mod tests {
                 text.starts_with(&format!("# {code}\n")),
                 "{page} must begin with its code"
             );
+            assert!(
+                text.contains(code.file_name()),
+                "{page} must tell the name that the file engine shows"
+            );
         }
+    }
+
+    // conformance: contract/error-class: an error says its class: the caller's, a conflict, passing, outcome unknown, final
+    #[test]
+    fn the_class_comes_from_the_code_and_from_whether_the_outcome_is_known() {
+        for (code, known, unknown) in [
+            (Code::InvalidPayload, Class::Caller, Class::Unknown),
+            (Code::IdReused, Class::Conflict, Class::Unknown),
+            (Code::LeaseLost, Class::Conflict, Class::Unknown),
+            (Code::Unavailable, Class::Passing, Class::Unknown),
+            (Code::Busy, Class::Passing, Class::Unknown),
+            (Code::DiskFull, Class::Passing, Class::Unknown),
+            (Code::StorageFailed, Class::Final, Class::Final),
+            (Code::Shutdown, Class::Final, Class::Final),
+        ] {
+            let error = Error::new(code, "x");
+            assert_eq!(error.class(), known, "{code}");
+            assert_eq!(error.with_unknown_outcome().class(), unknown, "{code}");
+        }
+        for class in [Class::Caller, Class::Conflict, Class::Final] {
+            assert!(!class.may_repeat(), "{class:?}");
+        }
+        assert!(Class::Passing.may_repeat() && Class::Unknown.may_repeat());
+    }
+
+    // conformance: contract/neutral-codes: codes do not speak of files; errors of the file engine are shown by the names they always had
+    #[test]
+    fn codes_are_neutral_and_errors_about_files_keep_their_names() {
+        let neutral = Error::new(Code::Busy, "held");
+        assert_eq!(neutral.to_string(), "Busy: held");
+        let error = Error::of_file(Code::Busy, "locked").with_message("in use");
+        assert_eq!(error.to_string(), "FileBusy: in use");
+        assert_eq!((error.code(), error.name()), (Code::Busy, "FileBusy"));
+        assert_eq!(Error::of_file(Code::Corrupt, "").name(), "CorruptFile");
+        let foreign = Error::of_file(Code::NotEverbus, "");
+        assert_eq!(foreign.name(), "NotAnEverbusFile");
+        assert_eq!(Error::of_file(Code::DiskFull, "").name(), "DiskFull");
     }
 }

@@ -66,7 +66,7 @@ pub use dead_letters::{
 };
 pub use effect::{Effect, EffectResult};
 pub use engine::{Background, Engine};
-pub use error::{Code, Error, Result};
+pub use error::{Class, Code, Error, Result};
 pub use event::{Attributes, Entity, Event, Inherited, Overflow, OverflowPart, TraceContext};
 pub use failure::{Failure, FailureKind};
 pub use group::{GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, SubscriptionSpec};

@@ -226,7 +226,7 @@ async fn alert(shared: Arc<Shared>, event: Event) {
         let Err(error) = shared.append_one(event.clone()).await else {
             return;
         };
-        let last = attempt == TRIES || error.code() == Code::Shutdown;
+        let last = attempt == TRIES || !error.class().may_repeat();
         guard::log(|| {
             tracing::warn!(target: "everbus::breaker", %error, last, "an alert could not be published");
         });

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    AuditEntry, Error, Event, Failure, GroupName, IntoEvent, Recorded, Timestamp, TraceContext,
-    TypedEvent,
+    AuditEntry, Code, Error, Event, Failure, GroupName, IntoEvent, Recorded, Timestamp,
+    TraceContext, TypedEvent,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -19,6 +19,7 @@ use crate::audit::no_trail;
 use crate::handler::HandlerError;
 use crate::message::Message;
 use crate::payloads::StoreStage;
+use crate::watch::LeaseExtensions;
 
 /// Something that a handler can be given.
 ///
@@ -213,6 +214,9 @@ impl FromMessage for Meta {
     }
 }
 
+/// What a handler reports of its progress is kept in memory, and logged.
+const MOST_PROGRESS: usize = 4096;
+
 /// Where this delivery stands, and what the handler may ask for.
 #[derive(Clone, Debug)]
 pub struct Context(Message);
@@ -261,6 +265,81 @@ impl Context {
     /// Gives this attempt until `by` from now, instead of the time it had. The lease is kept meanwhile.
     pub fn extend(&self, by: Duration) {
         self.0.extend(by);
+    }
+
+    /// Waits until the lease of this delivery is lost: its time ran out because the process stood still or
+    /// the engine was away, and the event is delivered again. What this attempt comes to does not count any
+    /// more, so work that is expensive or must not be done twice at once is given up. It waits for ever if the
+    /// lease is kept.
+    ///
+    /// ```
+    /// use everbus::{Context, HandlerError};
+    ///
+    /// # async fn transcode() {}
+    /// async fn convert(context: Context) -> Result<(), HandlerError> {
+    ///     tokio::select! {
+    ///         () = transcode() => Ok(()),
+    ///         () = context.lease_lost() => Err(HandlerError::new("another worker has it now")),
+    ///         () = context.shutting_down() => Err(HandlerError::new("interrupted by a shutdown")),
+    ///     }
+    /// }
+    /// # let _ = everbus::Router::new().on("media.uploaded", convert);
+    /// ```
+    pub async fn lease_lost(&self) {
+        self.0.watch().lost().await;
+    }
+
+    /// Waits until the bus begins to shut down. From then on the handler has as long as
+    /// [`Bus::shutdown_within`](crate::Bus::shutdown_within) gives it; what has not finished by then is
+    /// delivered again.
+    pub async fn shutting_down(&self) {
+        match self.0.shared() {
+            Some(shared) => shared.shutdown_begun().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Tells of each extension of the lease from now on: the runtime extends it three times per lease while
+    /// the handler runs. For heartbeats that others watch.
+    ///
+    /// ```
+    /// use everbus::{Context, HandlerError};
+    ///
+    /// # async fn transcode() {}
+    /// async fn convert(context: Context) -> Result<(), HandlerError> {
+    ///     let mut extensions = context.extensions();
+    ///     let mut work = std::pin::pin!(transcode());
+    ///     loop {
+    ///         tokio::select! {
+    ///             () = &mut work => return Ok(()),
+    ///             next = extensions.next() => match next {
+    ///                 Some(extension) => println!("mine until {}", extension.until),
+    ///                 None => return Err(HandlerError::new("the lease was lost")),
+    ///             },
+    ///         }
+    ///     }
+    /// }
+    /// # let _ = everbus::Router::new().on("media.uploaded", convert);
+    /// ```
+    pub fn extensions(&self) -> LeaseExtensions {
+        LeaseExtensions::of(self.0.watch().clone())
+    }
+
+    /// Reports how far the handler has come: a short text or a small JSON value, at most 4 KiB. The last one
+    /// is kept while the handler runs. It is shown by [`Bus::activities`](crate::Bus::activities), told with
+    /// each extension of the lease, and part of the error if the attempt times out.
+    pub fn progress<T: Serialize + ?Sized>(&self, activity: &T) -> Result<(), Error> {
+        let value = serde_json::to_value(activity).map_err(|error| {
+            Error::new(Code::InvalidPayload, "the progress is no JSON").caused_by(error)
+        })?;
+        let bytes = value.to_string().len();
+        if bytes > MOST_PROGRESS {
+            let what = format!("the progress has {bytes} bytes, the limit is {MOST_PROGRESS}");
+            return Err(Error::new(Code::PayloadTooLarge, what)
+                .hint("store more than that with Context::store_payload"));
+        }
+        self.0.watch().report(value, self.0.now());
+        Ok(())
     }
 
     /// Stores a stage of the event at hand for debugging: the request sent, the answer that came. It

@@ -126,6 +126,7 @@ mod suggest;
 pub mod testing;
 mod trace;
 mod upcast;
+mod watch;
 
 pub use admission::{Limits, OnFull, PublishRate, StreamLimit};
 pub use ambient::{correlation_id, with_correlation_id, with_trace};
@@ -155,17 +156,18 @@ pub use shutdown::Shutdown;
 pub use stats::{BusStats, GroupStats, Outcomes, Quantiles, Skipped, TypeStats};
 pub use subscribe::{Subscribe, SubscriptionId};
 pub use upcast::Upcasts;
+pub use watch::{Activity, LeaseExtension, LeaseExtensions, RunningActivity};
 
 pub use everbus_core as core;
 pub use everbus_core::{
     Attributes, AuditEntry, AuditHead, AuditPage, AuditQuery, AuditRecord, AuditVerdict,
-    Capabilities, CheckReport, Clock, Code, Cursor, DeadLetter, DeadLetterFilter, DeadLetterKey,
-    DeadLetterPage, DeadLetterTally, Durability, Engine, Entity, Error, Event, EventBuilder,
-    EventId, EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState, History,
-    HistoryPage, HistoryQuery, IntoEvent, Log, Lookup, Maintenance, ManualClock, Order, PageCursor,
-    PageRequest, Pattern, Position, Pruned, PurgeBasis, Purged, PurgedLetter, Recorded, Result,
-    Retention, RetryPolicy, Shard, StartFrom, StreamAge, SystemClock, Timestamp, TraceContext,
-    TypedEvent,
+    Capabilities, CheckReport, Class, Clock, Code, Cursor, DeadLetter, DeadLetterFilter,
+    DeadLetterKey, DeadLetterPage, DeadLetterTally, Durability, Engine, Entity, Error, Event,
+    EventBuilder, EventId, EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState,
+    History, HistoryPage, HistoryQuery, IntoEvent, Log, Lookup, Maintenance, ManualClock, Order,
+    PageCursor, PageRequest, Pattern, Position, Pruned, PurgeBasis, Purged, PurgedLetter, Recorded,
+    Result, Retention, RetryPolicy, Shard, StartFrom, StreamAge, SystemClock, Timestamp,
+    TraceContext, TypedEvent,
 };
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;

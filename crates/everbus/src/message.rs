@@ -1,11 +1,12 @@
 //! What a handler is given: the event, and where this delivery of it stands.
 
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Delivery, Error, Event, Failure, GroupName, IntoEvent, Position, Recorded, Timestamp,
+    Code, Delivery, Error, Event, Failure, GroupName, IntoEvent, Lease, Position, Recorded,
+    Timestamp,
 };
 use serde::Serialize;
 use tokio::time::Instant;
@@ -15,6 +16,7 @@ use crate::bus::Shared;
 use crate::handler::Registered;
 use crate::options::LONGEST;
 use crate::payloads::StoreStage;
+use crate::watch::{Activity, DeliveryWatch};
 
 /// One delivery of an event to a handler. It derefs to the [`Event`]; clones are the same delivery.
 ///
@@ -45,6 +47,9 @@ struct Inner {
     deadline: Mutex<Instant>,
     /// None once the attempt has ended.
     follow_ups: Mutex<Option<Vec<Event>>>,
+    lease: Lease,
+    /// From the first time the handler asks about its lease or reports progress.
+    watch: OnceLock<Arc<DeliveryWatch>>,
 }
 
 impl Message {
@@ -66,6 +71,8 @@ impl Message {
                 attempt: delivery.attempt,
                 deadline: Mutex::new(started + handler.timeout),
                 follow_ups: Mutex::new(Some(Vec::new())),
+                lease: delivery.lease.clone(),
+                watch: OnceLock::new(),
             }),
         }
     }
@@ -162,8 +169,43 @@ impl Message {
         &self.inner.handler
     }
 
+    pub(crate) fn shared(&self) -> Option<&Arc<Shared>> {
+        self.inner.shared.as_ref()
+    }
+
+    /// What the handler may learn about its delivery, and what it reports.
+    pub(crate) fn watch(&self) -> &Arc<DeliveryWatch> {
+        self.inner.watch.get_or_init(|| {
+            let watch = Arc::new(DeliveryWatch::new(
+                self.event().id(),
+                self.group().clone(),
+                self.handler_name().to_owned(),
+                self.attempt(),
+                self.inner.lease.clone(),
+            ));
+            if let Some(shared) = self.shared() {
+                shared.watches.add(&watch);
+            }
+            watch
+        })
+    }
+
+    /// What the handler last reported.
+    pub(crate) fn activity(&self) -> Option<Activity> {
+        self.inner.watch.get()?.activity()
+    }
+
+    /// The time of the bus.
+    pub(crate) fn now(&self) -> Timestamp {
+        self.shared()
+            .map_or(self.received_at(), |shared| shared.options.clock.now())
+    }
+
     /// What the attempt staged. It has ended with this.
     pub(crate) fn take_follow_ups(&self) -> Vec<Event> {
+        if let (Some(watch), Some(shared)) = (self.inner.watch.get(), self.shared()) {
+            shared.watches.remove(watch);
+        }
         lock(&self.inner.follow_ups).take().unwrap_or_default()
     }
 }

@@ -33,7 +33,7 @@ impl Writer {
         let failures_json = serde_json::to_string(&all)
             .map_err(|e| Error::new(Code::Internal, format!("failures cannot be stored: {e}")))?;
         let record = record_at(&self.conn, seq, &mut self.state.type_names)?.ok_or_else(|| {
-            Error::new(
+            Error::of_file(
                 Code::Corrupt,
                 format!("event {seq} was delivered but is not in the log"),
             )

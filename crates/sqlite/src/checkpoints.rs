@@ -45,7 +45,7 @@ impl Checkpoints for SqliteEngine {
             rows.into_iter()
                 .map(|(name, state, saved_at)| {
                     let state = serde_json::from_str(&state).map_err(|e| {
-                        Error::new(
+                        Error::of_file(
                             Code::Corrupt,
                             format!("the checkpoint {name:?} is damaged: {e}"),
                         )

@@ -318,7 +318,7 @@ impl Writer {
             .map_err(|e| from_sqlite("claiming", e))?;
         let record =
             record_at(&self.conn, row.seq, &mut self.state.type_names)?.ok_or_else(|| {
-                Error::new(
+                Error::of_file(
                     Code::Corrupt,
                     format!("event {} is owed but not in the log", row.seq),
                 )

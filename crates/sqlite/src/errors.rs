@@ -1,6 +1,6 @@
 //! What a SQLite error means to a user of the bus.
 
-use everbus_core::{Code, Error};
+use everbus_core::{Class, Code, Error};
 use rusqlite::ErrorCode;
 
 /// `SQLITE_IOERR_SHMSIZE`.
@@ -50,13 +50,10 @@ pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
         ),
         _ => (Code::Internal, "this is a bug in Everbus; please report it"),
     };
-    Error::new(code, message).hint(hint).caused_by(error)
+    Error::of_file(code, message).hint(hint).caused_by(error)
 }
 
 /// Whether the engine must stop serving after this error.
-pub(crate) fn is_fatal(code: Code) -> bool {
-    matches!(
-        code,
-        Code::StorageFailed | Code::Corrupt | Code::NotEverbus | Code::NewerSchema
-    )
+pub(crate) fn is_fatal(error: &Error) -> bool {
+    error.class() == Class::Final && error.code() != Code::Shutdown
 }

@@ -88,7 +88,7 @@ pub fn restore(
     let conn = open_reader(&source)?;
     let report = verify(&conn)?;
     if let Some(bad) = report.findings.iter().find(|f| !f.ok) {
-        return Err(Error::new(
+        return Err(Error::of_file(
             Code::Corrupt,
             format!("the backup is damaged: {}: {}", bad.check, bad.detail),
         )
@@ -113,7 +113,7 @@ pub fn restore(
 fn refuse_if_in_use(target: &Path) -> Result<()> {
     let in_use = |e: rusqlite::Error| match e.sqlite_error_code() {
         Some(rusqlite::ErrorCode::DatabaseBusy | rusqlite::ErrorCode::DatabaseLocked) => {
-            Error::new(
+            Error::of_file(
                 Code::Busy,
                 format!("{} is in use by a process", target.display()),
             )
@@ -275,7 +275,7 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
     match identify(conn)? {
         Kind::Empty => {
             return Err(
-                Error::new(Code::NotEverbus, "the file holds no Everbus tables")
+                Error::of_file(Code::NotEverbus, "the file holds no Everbus tables")
                     .hint("name a file that everbus made"),
             );
         }

@@ -127,7 +127,7 @@ fn log_id(conn: &Connection) -> Result<LogId> {
         .prepare_cached("SELECT value FROM meta WHERE key = 'log_id'")
         .and_then(|mut s| s.query_row([], |row| row.get(0)).optional())
         .map_err(|e| from_sqlite("reading the id of the log", e))?;
-    let missing = || Error::new(Code::Corrupt, "the file does not say which log it is");
+    let missing = || Error::of_file(Code::Corrupt, "the file does not say which log it is");
     id.map(LogId::from_bytes).ok_or_else(missing)
 }
 
@@ -191,7 +191,7 @@ pub fn references(file: &Path, after: u64) -> Result<References> {
         Ok(reference) => Ok((id, reference)),
         Err(e) => {
             let what = format!("the reference of {id} to its object cannot be read: {e}");
-            Err(Error::new(Code::Corrupt, what))
+            Err(Error::of_file(Code::Corrupt, what))
         }
     };
     let found: Result<Vec<_>> = found.into_iter().map(read).collect();

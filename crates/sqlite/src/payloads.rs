@@ -144,7 +144,7 @@ fn read_info(row: &Row<'_>) -> Result<StageInfo> {
     let doing = |e| from_sqlite("reading payload stages", e);
     let name: String = row.get(0).map_err(doing)?;
     let stage = Stage::new(&name).map_err(|e| {
-        Error::new(Code::Corrupt, "the name of a payload stage is damaged").caused_by(e)
+        Error::of_file(Code::Corrupt, "the name of a payload stage is damaged").caused_by(e)
     })?;
     let status: Option<i64> = row.get(4).map_err(doing)?;
     Ok(StageInfo {

@@ -46,7 +46,7 @@ impl TypeNames {
             .map_err(|e| from_sqlite("reading a type", e))?;
         let name: Arc<str> = name
             .ok_or_else(|| {
-                Error::new(
+                Error::of_file(
                     Code::Corrupt,
                     format!("the log names type {id}, which is missing"),
                 )
@@ -78,7 +78,7 @@ pub(crate) fn read_record(
         }
     };
     let payload = row.get_ref(7).map_err(get)?.as_bytes().map_err(|e| {
-        Error::new(
+        Error::of_file(
             Code::Corrupt,
             format!("the payload of event {position} is damaged: {e}"),
         )
@@ -142,7 +142,7 @@ impl LeaseParts for Lease {
 
 fn read_attributes(position: u64, text: &str) -> Result<Attributes> {
     serde_json::from_str(text).map_err(|e| {
-        Error::new(
+        Error::of_file(
             Code::Corrupt,
             format!("the attributes of event {position} are damaged: {e}"),
         )
@@ -181,7 +181,7 @@ pub(crate) fn read_failures(text: Option<&str>) -> Result<Vec<Failure>> {
     match text {
         None => Ok(Vec::new()),
         Some(text) => serde_json::from_str(text).map_err(|e| {
-            Error::new(
+            Error::of_file(
                 Code::Corrupt,
                 format!("a record of failures is damaged: {e}"),
             )

@@ -73,7 +73,7 @@ pub(crate) fn identify(conn: &Connection) -> Result<Kind> {
     if application == 0 && version == 0 && tables == 0 {
         return Ok(Kind::Empty);
     }
-    Err(Error::new(
+    Err(Error::of_file(
         Code::NotEverbus,
         "this is a SQLite database of another program",
     )

@@ -339,11 +339,7 @@ fn at_line(number: u64, stop: Stop) -> Stop {
             };
             // One number of a line is enough: the payload is all of it.
             let message = format!("{before} at column {column}");
-            let mut plain = Error::new(named.code(), message);
-            if let Some(hint) = named.hint_text() {
-                plain = plain.hint(hint);
-            }
-            Stop::Failed(plain)
+            Stop::Failed(named.with_message(message))
         }
         other => other,
     }

@@ -24,6 +24,7 @@ use crate::breaker::BreakerInfo;
 use crate::options::{BusBuilder, BusOptions};
 use crate::registry::Registry;
 use crate::stats::BusStats;
+use crate::watch::RunningActivity;
 
 /// A bus on an open engine. Clones are the same bus.
 ///
@@ -109,6 +110,12 @@ impl Bus {
     /// More than a few mean that this process is stopped or starved for longer than its leases last.
     pub fn lost_leases(&self) -> u64 {
         self.inner.shared.lost_leases.load(Ordering::Relaxed)
+    }
+
+    /// What running handlers of this process last reported with
+    /// [`Context::progress`](crate::Context::progress).
+    pub fn activities(&self) -> Vec<RunningActivity> {
+        self.inner.shared.watches.activities()
     }
 
     pub(crate) fn accepts(&self) -> Result<()> {

@@ -17,8 +17,25 @@ impl Bus {
     /// Takes an [`Event`], a builder, or a pair of type and serialisable value. An event whose id was
     /// published before with the same body returns the first receipt and stores nothing.
     ///
-    /// If the error says [`outcome_unknown`](Error::outcome_unknown), the event may have been stored:
-    /// publish it again with the same id.
+    /// An error says by its [`class`](Error::class) what to do next. `Passing`: nothing was stored, and the
+    /// same publish may succeed later. `Unknown` ([`outcome_unknown`](Error::outcome_unknown)): the event
+    /// may have been stored; publish it again **with the same id**, and where the engine recognises
+    /// repeated ids it is stored once. So an event that may have to be repeated is built once, with its
+    /// id, and cloned:
+    ///
+    /// ```
+    /// # use everbus::{Bus, Event, Result};
+    /// # async fn place(bus: &Bus) -> Result<()> {
+    /// let event = Event::builder("orders.order.placed").json(&42).build()?;
+    /// while let Err(error) = bus.publish(event.clone()).await {
+    ///     if !error.class().may_repeat() {
+    ///         return Err(error);
+    ///     }
+    ///     tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn publish<E: IntoEvent>(
         &self,
         event: E,

@@ -6,7 +6,7 @@ use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
-use everbus_core::{Code, Engine, Error, GroupName, Recorded, Result};
+use everbus_core::{Class, Code, Engine, Error, GroupName, Recorded, Result};
 use tokio::sync::watch;
 
 use crate::admission::Admission;
@@ -17,6 +17,7 @@ use crate::options::BusOptions;
 use crate::overflow::{self, Objects};
 use crate::schema::Schemas;
 use crate::stats::Stats;
+use crate::watch::Watches;
 
 /// What the background tasks and receipts need. It does not keep the bus alive.
 pub(crate) struct Shared {
@@ -24,6 +25,8 @@ pub(crate) struct Shared {
     pub(crate) options: BusOptions,
     pub(crate) stats: Stats,
     pub(crate) circuits: Circuits,
+    /// The deliveries whose handlers want to know about their leases.
+    pub(crate) watches: Watches,
     /// Where the large parts of events go, where there is such a place.
     pub(crate) objects: Option<Arc<Objects>>,
     pub(super) admission: Admission,
@@ -54,6 +57,7 @@ impl Shared {
             options,
             stats: Stats::default(),
             circuits: Circuits::default(),
+            watches: Watches::default(),
             schemas: RwLock::default(),
             validates: AtomicBool::new(false),
             closed: watch::Sender::new(false),
@@ -76,10 +80,7 @@ impl Shared {
 
     /// Remembers the first failure that the engine does not recover from; whether this is one.
     pub(crate) fn fail_if_fatal(&self, error: &Error) -> bool {
-        let fatal = matches!(
-            error.code(),
-            Code::StorageFailed | Code::Corrupt | Code::NewerSchema
-        );
+        let fatal = error.class() == Class::Final && error.code() != Code::Shutdown;
         if fatal && self.failure.set(error.clone()).is_ok() {
             let _ = self
                 .state
@@ -122,6 +123,13 @@ impl Shared {
         changed.inspect_err(|error| {
             self.fail_if_fatal(error);
         })
+    }
+
+    /// Waits until the shutdown begins.
+    pub(crate) async fn shutdown_begun(&self) {
+        let mut ending = self.ending.subscribe();
+        // The sender is here, so there is no other end to this.
+        let _ = ending.wait_for(|ending| *ending).await;
     }
 
     pub(crate) fn count_lost_lease(&self) {

@@ -1,11 +1,13 @@
 //! The fetch loop: takes deliveries from the engine and queues them with their handlers.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{Code, Consumer, Delivery, Error, Result};
 
 use super::Runner;
+use super::outage::Outage;
 use super::plan::{Gate, Plan, Routes};
 use super::queue::Work;
 use crate::guard;
@@ -14,6 +16,13 @@ use crate::guard;
 const BATCH: usize = 256;
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// What came of one turn of the loop.
+enum Fetched {
+    Events,
+    /// The engine was not asked, or something else was to be done first.
+    Nothing,
+}
 
 /// A consumer, the plan it was last told and the gate it was last opened to.
 struct Consuming {
@@ -41,10 +50,27 @@ impl Runner {
     pub(super) async fn fetch_loop(self: Arc<Self>) {
         let mut consuming = None;
         let mut routes = Routes::new(self.plan(), self.shared.schemas());
-        let mut pause = FIRST_PAUSE;
+        let mut outage = Outage::none(&self.group, "fetching", FIRST_PAUSE, LONGEST_PAUSE);
         while !self.queue.is_stopping() {
-            match self.fetch_once(&mut consuming, &mut routes).await {
-                Ok(()) => pause = FIRST_PAUSE,
+            let fetched = {
+                let mut once = pin!(self.fetch_once(&mut consuming, &mut routes));
+                if outage.is_on() {
+                    // An engine that lets us wait for events is there.
+                    tokio::select! {
+                        biased;
+                        fetched = &mut once => fetched,
+                        () = tokio::time::sleep(LONGEST_PAUSE) => {
+                            outage.is_over();
+                            once.await
+                        }
+                    }
+                } else {
+                    once.await
+                }
+            };
+            match fetched {
+                Ok(Fetched::Events) => outage.is_over(),
+                Ok(Fetched::Nothing) => {}
                 Err(error) => {
                     if !self.survives(&error) {
                         // Without a consumer nothing more comes; what runs may finish.
@@ -52,10 +78,9 @@ impl Runner {
                         break;
                     }
                     tokio::select! {
-                        () = tokio::time::sleep(pause) => {}
+                        () = tokio::time::sleep(outage.goes_on(&error)) => {}
                         () = self.changed.notified() => {}
                     }
-                    pause = (pause * 2).min(LONGEST_PAUSE);
                 }
             }
         }
@@ -67,16 +92,17 @@ impl Runner {
         self: &Arc<Self>,
         consuming: &mut Option<Consuming>,
         routes: &mut Routes,
-    ) -> Result<()> {
+    ) -> Result<Fetched> {
         let plan = self.plan();
         let gate = plan.gate();
         if gate == Gate::Shut {
-            return self.wait_for_breakers(consuming, &plan).await;
+            self.wait_for_breakers(consuming, &plan).await?;
+            return Ok(Fetched::Nothing);
         }
         self.follow_plan(consuming, plan, gate).await?;
         let Some(Consuming { consumer, plan, .. }) = consuming else {
             self.changed.notified().await;
-            return Ok(());
+            return Ok(Fetched::Nothing);
         };
         let most = if gate == Gate::Free {
             BATCH.min(plan.prefetch)
@@ -85,7 +111,7 @@ impl Runner {
         };
         let batch = tokio::select! {
             biased;
-            () = self.changed.notified() => return Ok(()),
+            () = self.changed.notified() => return Ok(Fetched::Nothing),
             batch = consumer.fetch(most) => batch?,
         };
         // The plan as it is now: whoever subscribed before an event was published gets it.
@@ -102,7 +128,7 @@ impl Runner {
         self.ask_inbox(&mut work).await;
         self.spawn_worker(self.queue.push(work.into_iter()));
         self.depth.set(self.queue.depth());
-        Ok(())
+        Ok(Fetched::Events)
     }
 
     /// Marks what the group has handled before. What the inbox gives no answer for is given back: it
@@ -215,9 +241,6 @@ impl Runner {
                 tracing::error!(target: "everbus::dispatch", %group, %error, "the group was removed; it stops");
             });
         } else {
-            guard::log(|| {
-                tracing::warn!(target: "everbus::dispatch", %group, %error, "fetching failed and will be repeated");
-            });
             return true;
         }
         self.shared.group_stopped(group, error);

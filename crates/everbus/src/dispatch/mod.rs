@@ -13,6 +13,7 @@
 
 mod fetch;
 mod keep;
+mod outage;
 mod plan;
 mod queue;
 mod settle;
@@ -57,6 +58,8 @@ pub(crate) struct Runner {
     /// How long the leases of the open consumer last. It changes only when everything that the
     /// consumer before handed out is in the queue, so that the keeper sees it.
     lease: watch::Sender<Duration>,
+    /// When everything held was last extended with success.
+    kept_at: Mutex<Option<Instant>>,
     queue: Queue,
     depth: QueueDepth,
     workers: Mutex<JoinSet<()>>,
@@ -86,6 +89,7 @@ impl Runner {
             queue: Queue::new(plan.concurrency),
             depth,
             lease: watch::Sender::new(plan.lease),
+            kept_at: Mutex::default(),
             plan: Mutex::new(Arc::new(plan)),
             changed,
             workers: Mutex::default(),

@@ -282,9 +282,13 @@ impl Queue {
         Outcomes::Send(batch)
     }
 
-    /// Only these of what was taken last are not settled yet.
-    pub(super) fn still_sending(&self, batch: Arc<Vec<Finished>>) {
-        self.state().sending = Some(batch);
+    /// These of what was taken last are not settled yet. They come first when outcomes are taken again,
+    /// together with what was finished meanwhile.
+    pub(super) fn send_again(&self, mut again: Vec<Finished>) {
+        let mut state = self.state();
+        state.sending = None;
+        again.append(&mut state.done);
+        state.done = again;
     }
 
     /// The settler gives up on these. Before the group stops that is no end: they come again.

@@ -6,9 +6,11 @@ use std::fmt;
 use std::panic::Location;
 use std::time::Duration;
 
-use everbus_core::{Code, FailureKind};
+use everbus_core::{Code, Event, FailureKind, IntoEvent};
 
+use crate::ambient;
 use crate::guard::{self, Panicked};
+use crate::watch::Activity;
 
 /// An error of any type, as tower and others pass it on.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
@@ -48,7 +50,12 @@ pub struct HandlerError {
     answer: Answer,
     /// Where it came from, if that is known.
     place: Option<String>,
+    /// To be published with what becomes of it.
+    events: Vec<Event>,
 }
+
+/// So many events are published with one failure.
+pub(crate) const MOST_EVENTS: usize = 1024;
 
 /// What the handler asks for.
 #[derive(Debug)]
@@ -91,6 +98,54 @@ impl HandlerError {
         .here()
     }
 
+    /// Publishes an event in the same step as what becomes of this failure: the retry, the dead letter or the
+    /// skip. Each failed attempt publishes its own; several may be added. An event that cannot be published
+    /// does not hold up the failure: the failure is recorded, and says so.
+    ///
+    /// While an attempt only probes for an open circuit breaker it does not count, and nothing is published
+    /// with it.
+    ///
+    /// ```
+    /// use everbus::{Context, HandlerError, permanent};
+    ///
+    /// async fn convert(context: Context) -> Result<(), HandlerError> {
+    ///     let failed = ("media.failed", context.attempt());
+    ///     Err(permanent("no picture in it").with_event(failed))
+    /// }
+    /// # let _ = everbus::Router::new().on("media.uploaded", convert);
+    /// ```
+    #[must_use]
+    pub fn with_event(mut self, event: impl IntoEvent) -> Self {
+        // What surrounds it here may be gone when the attempt ends.
+        let event = event.into_event();
+        match event.and_then(|event| ambient::inherit(event, None)) {
+            Ok(event) if self.events.len() < MOST_EVENTS => self.events.push(event),
+            Ok(_) => {
+                let what = format!("a failure publishes at most {MOST_EVENTS} events");
+                self.not_published(&everbus_core::Error::new(Code::InvalidSetting, what));
+            }
+            Err(error) => self.not_published(&error),
+        }
+        self
+    }
+
+    /// The events that are published with what becomes of this failure.
+    pub fn events(&self) -> &[Event] {
+        &self.events
+    }
+
+    pub(crate) fn take_events(&mut self) -> Vec<Event> {
+        std::mem::take(&mut self.events)
+    }
+
+    /// An event that was to be published with it is not.
+    pub(crate) fn not_published(&mut self, error: &everbus_core::Error) {
+        let note = unpublished(error);
+        if !self.text.ends_with(&note) {
+            self.text.push_str(&note);
+        }
+    }
+
     /// Keeps this backtrace with the failure, instead of the place where the error became one of these:
     /// for errors that carry one of their own.
     #[must_use]
@@ -116,6 +171,7 @@ impl HandlerError {
             kind: FailureKind::Error,
             answer: Answer::Skip,
             place: None,
+            events: Vec::new(),
         }
     }
 
@@ -124,12 +180,15 @@ impl HandlerError {
         Self::build(error, FailureKind::Decode, Answer::Retry)
     }
 
-    pub(crate) fn timed_out(limit: Duration) -> Self {
+    pub(crate) fn timed_out(limit: Duration, activity: Option<&Activity>) -> Self {
+        let last = activity.map(|activity| format!("; last progress: {}", activity.value));
+        let last = last.unwrap_or_default();
         Self {
-            text: format!("the handler did not finish within {limit:?}"),
+            text: format!("the handler did not finish within {limit:?}{last}"),
             kind: FailureKind::Timeout,
             answer: Answer::Retry,
             place: None,
+            events: Vec::new(),
         }
     }
 
@@ -140,6 +199,7 @@ impl HandlerError {
             kind: FailureKind::Panic,
             answer: Answer::Retry,
             place,
+            events: Vec::new(),
         }
     }
 
@@ -182,6 +242,7 @@ impl HandlerError {
             kind,
             answer,
             place: None,
+            events: Vec::new(),
         }
     }
 
@@ -203,6 +264,11 @@ impl HandlerError {
     pub(crate) fn into_parts(self) -> (String, FailureKind, Answer, Option<String>) {
         (self.text, self.kind, self.answer, self.place)
     }
+}
+
+/// What a failure says about an event that was not published with it.
+pub(crate) fn unpublished(error: &everbus_core::Error) -> String {
+    format!("; an event could not be published with this failure: {error}")
 }
 
 /// A failure that is no retry's to mend: see [`HandlerError::permanent`].
@@ -292,7 +358,7 @@ mod tests {
         let cause = std::io::Error::other("connection refused");
         let error = everbus_core::Error::new(Code::Busy, "cannot reach the bank").caused_by(cause);
         let text = HandlerError::from(error).to_string();
-        assert_eq!(text, "FileBusy: cannot reach the bank: connection refused");
+        assert_eq!(text, "Busy: cannot reach the bank: connection refused");
         assert_eq!(HandlerError::new("plain").to_string(), "plain");
     }
 

@@ -14,7 +14,7 @@ use crate::extract::{FromMessage, Needs};
 use crate::message::Message;
 use crate::outcome::{IntoOutcome, Outcome, Returns};
 
-pub(crate) use error::Answer;
+pub(crate) use error::{Answer, MOST_EVENTS, unpublished};
 pub use error::{BoxError, HandlerError, HandlerResult, handled, permanent, retry_after, skip};
 pub(crate) use registered::{Registered, Run, Traits};
 

@@ -1,8 +1,7 @@
-//! Whose fault an error is: the row's, which is an attempt; the broker's, which is none; or nobody can say.
-//!
-//! What nobody can say is found out by trying: see `publish`.
+//! Classifies a publish error for the relay: caused by the row (counts as an attempt), by the broker (does
+//! not count), or unclear. What is unclear is found out by trying other rows: see `publish`.
 
-use everbus_core::{Code, Error};
+use everbus_core::{Class, Code, Error};
 
 /// Whose fault it is that a row was not published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,37 +17,12 @@ pub(super) enum Blame {
 }
 
 pub(super) fn blame(error: &Error) -> Blame {
-    match error.code() {
-        Code::InvalidPayload
-        | Code::PayloadTooLarge
-        | Code::InvalidType
-        | Code::InvalidId
-        | Code::InvalidAttribute
-        | Code::IdReused
-        | Code::SchemaViolation
-        | Code::InvalidSchema
-        | Code::UnknownVersion
-        | Code::Unsupported
-        | Code::InvalidSetting
-        | Code::NotFound => Blame::Row,
-        Code::Backpressure => Blame::Full,
-        Code::Shutdown
-        | Code::Timeout
-        | Code::Busy
-        | Code::DiskFull
-        | Code::ReadOnly
-        | Code::NotAFile
-        | Code::NoSuchFile
-        | Code::Corrupt
-        | Code::NotEverbus
-        | Code::NewerSchema
-        | Code::NetworkFileSystem
-        | Code::SqliteTooOld
-        | Code::NotDurable
-        | Code::ObjectStore
-        | Code::StorageFailed
-        | Code::InvalidUrl
-        | Code::InvalidConfig => Blame::Broker,
+    match (error.class(), error.code()) {
+        (Class::Passing, Code::Backpressure) => Blame::Full,
+        (Class::Passing | Class::Unknown | Class::Final, _) => Blame::Broker,
+        // A bug may lie in the row, or be met by every row. A lease is no answer to a publish.
+        (_, Code::Internal | Code::LeaseLost) => Blame::Unclear,
+        (Class::Caller | Class::Conflict, _) => Blame::Row,
         _ => Blame::Unclear,
     }
 }

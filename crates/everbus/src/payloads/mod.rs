@@ -308,7 +308,7 @@ pub struct StageContent {
 }
 
 impl StageContent {
-    /// The content as it was stored. `CorruptFile` if it is damaged, or decompresses to something else
+    /// The content as it was stored. `Corrupt` if it is damaged, or decompresses to something else
     /// than was recorded. Among stages that are large together, it is decompressed by this call.
     pub fn bytes(&self) -> Result<Bytes> {
         match &self.content {

@@ -46,7 +46,10 @@ async fn until_deadline(
             } else {
                 handler.timeout
             };
-            return Err(HandlerError::timed_out(allowed));
+            return Err(HandlerError::timed_out(
+                allowed,
+                message.activity().as_ref(),
+            ));
         }
     }
 }

@@ -35,6 +35,7 @@ pub(crate) struct Case {
     pub(crate) handler: Arc<Registered>,
     pub(crate) record: Arc<Recorded>,
     pub(crate) attempt: u32,
+    pub(crate) retried: bool,
     pub(crate) deferred: Arc<Mutex<Vec<Deferred>>>,
     pub(crate) culprit: Option<Culprit>,
     pub(crate) in_effect: Option<InEffect>,

@@ -34,6 +34,7 @@ use crate::message::Message;
 use crate::outcome::Outcome;
 use crate::stats::Skip;
 
+pub(crate) use follow_ups::FailedAttempt;
 pub(crate) use judge::{Case, Deferred, InEffect};
 use judge::{Culprit, Judge};
 
@@ -149,9 +150,9 @@ impl Pipeline {
         });
         let acked = done.judged.verdict == Verdict::Ack;
         let mut settlement = Settlement::new(delivery.lease, done.judged.verdict);
+        settlement.follow_ups = done.events;
         if acked {
             settlement.inbox = route.idempotent && done.judged.counted != Counted::AlreadyHandled;
-            settlement.follow_ups = done.events;
             settlement.effect = done.effect;
         }
         let in_effect = settlement.effect.take().map(|effect| {
@@ -164,6 +165,7 @@ impl Pipeline {
                 handler,
                 record: delivery.record.clone(),
                 attempt: delivery.attempt,
+                retried: delivery.retried,
                 deferred: Arc::new(Mutex::new(done.deferred)),
                 culprit: done.culprit,
                 in_effect,
@@ -406,13 +408,28 @@ impl Pipeline {
                 Err(error) if probing && self.judge(delivery).waits(handler, &error) => {
                     return self.judge(delivery).probe_failed(handler, &error).into();
                 }
-                Err(error) => {
+                Err(mut error) => {
+                    let failed = FailedAttempt {
+                        record: &delivery.record,
+                        group: &self.group,
+                        handler: &handler.name,
+                        attempt: delivery.attempt,
+                        retried: delivery.retried,
+                    };
+                    let events = failed.take_events(&self.shared, &mut error);
                     let judged = self
                         .judge(delivery)
                         .failed(handler, Some(&handler.name), error);
-                    match judged.verdict {
-                        Verdict::Skip { reason } => skipped = skipped.or(Some(reason)),
-                        _ => return judged.into(),
+                    let Verdict::Skip { reason } = judged.verdict else {
+                        return Done {
+                            events,
+                            ..Done::from(judged)
+                        };
+                    };
+                    skipped = skipped.or(Some(reason));
+                    if !events.is_empty() {
+                        author = Some(handler.clone());
+                        outcome.events.extend(events);
                     }
                 }
             }

@@ -1,6 +1,7 @@
 //! The memory engine with planted faults.
 
 use std::collections::VecDeque;
+use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -23,6 +24,17 @@ impl Errors {
         self.0.lock().unwrap().extend(vec![Some(error); times]);
     }
 
+    /// Plants an error whose outcome is unknown: the call takes effect, and its answer is lost.
+    pub(crate) fn add_after(&self, times: usize, code: Code) {
+        let error = Error::new(code, "planted").with_unknown_outcome();
+        self.0.lock().unwrap().extend(vec![Some(error); times]);
+    }
+
+    /// What was planted and has not come up does not any more.
+    pub(crate) fn clear(&self) {
+        self.0.lock().unwrap().clear();
+    }
+
     /// Lets so many calls through before what is added next.
     pub(crate) fn spare(&self, times: usize) {
         self.0.lock().unwrap().extend(vec![None; times]);
@@ -31,6 +43,15 @@ impl Errors {
     fn next(&self) -> Result<()> {
         let next = self.0.lock().unwrap().pop_front().flatten();
         next.map_or(Ok(()), Err)
+    }
+
+    /// Makes a call, unless something goes wrong before it; its answer may be lost after it.
+    async fn around<T>(&self, call: impl Future<Output = Result<T>>) -> Result<T> {
+        match self.next() {
+            Ok(()) => call.await,
+            Err(error) if error.outcome_unknown() => call.await.and(Err(error)),
+            Err(error) => Err(error),
+        }
     }
 }
 
@@ -46,6 +67,7 @@ pub(crate) struct Faulty {
     pub(crate) fetch: Errors,
     pub(crate) settle: Errors,
     pub(crate) settle_one: Errors,
+    pub(crate) extend: Errors,
     /// What is thought of the events of an append, before what is planted.
     pub(crate) judge: Arc<Mutex<Option<Judge>>>,
     /// A batch is taken as a whole or not at all; otherwise each event has its own answer.
@@ -67,8 +89,8 @@ struct FaultyConsumer(Box<dyn Consumer>, Errors);
 impl Consumer for FaultyConsumer {
     fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
         Box::pin(async move {
-            self.1.next()?;
-            self.0.fetch(max).await
+            let Self(consumer, errors) = self;
+            errors.around(consumer.fetch(max)).await
         })
     }
 
@@ -116,8 +138,7 @@ impl BrokerLayer for Faulty {
     }
 
     fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
-        Box::pin(async move {
-            self.append.next()?;
+        let append = async move {
             self.batches.lock().unwrap().push(batch.len());
             let judged = match &mut *self.judge.lock().unwrap() {
                 Some(judge) => judge(&batch),
@@ -141,7 +162,8 @@ impl BrokerLayer for Faulty {
                 });
             }
             Ok(answers)
-        })
+        };
+        Box::pin(self.append.around(append))
     }
 
     fn consume(
@@ -156,10 +178,13 @@ impl BrokerLayer for Faulty {
     }
 
     fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
-        Box::pin(async move {
-            self.while_stuck().await;
-            self.settle.next()?;
+        let settle = async move {
             if let Err(error) = self.settle_one.next() {
+                if error.outcome_unknown() {
+                    let mut answers = self.inner.settle(settlements).await?;
+                    answers[0] = Err(error);
+                    return Ok(answers);
+                }
                 // The first is refused, the others go through.
                 let mut settlements = settlements.into_iter();
                 let _ = settlements.next();
@@ -171,12 +196,16 @@ impl BrokerLayer for Faulty {
             let taken = answers.iter().filter(|answer| answer.is_ok()).count();
             self.taken.fetch_add(taken, Ordering::SeqCst);
             Ok(answers)
+        };
+        Box::pin(async move {
+            self.while_stuck().await;
+            self.settle.around(settle).await
         })
     }
 
     fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
         self.extended.fetch_add(1, Ordering::SeqCst);
-        self.inner.extend(leases, by)
+        Box::pin(self.extend.around(self.inner.extend(leases, by)))
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {
@@ -204,6 +233,7 @@ pub(crate) async fn faulty() -> (Bus, Faulty, ManualClock) {
         fetch: Errors::default(),
         settle: Errors::default(),
         settle_one: Errors::default(),
+        extend: Errors::default(),
         judge: Arc::default(),
         atomic: Arc::new(AtomicBool::new(true)),
         forgetful: Arc::default(),

@@ -2,6 +2,8 @@
 
 pub(crate) mod answers;
 mod follow_ups;
+mod long;
+mod with_failure;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

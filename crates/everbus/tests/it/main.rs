@@ -39,4 +39,5 @@ mod subscribe;
 mod support;
 mod test_bus;
 mod typed;
+mod unavailable;
 mod wiring;

@@ -372,6 +372,7 @@ async fn a_broker_that_is_down_for_an_hour_is_waited_for() {
     let mut shop = Shop::new();
     shop.fill(250);
     let codes = [
+        Code::Unavailable,
         Code::Busy,
         Code::DiskFull,
         Code::Timeout,
@@ -394,6 +395,24 @@ async fn a_broker_that_is_down_for_an_hour_is_waited_for() {
     assert_eq!(numbers(&bus).await, (0..250).collect::<Vec<_>>());
     assert_eq!(shop.text("SELECT sum(attempts) FROM event_outbox"), "0");
     assert!(!stats.waiting);
+}
+
+// conformance: contract/relay-outage: an outage whose outcome is unknown costs a row no attempt either, and nothing is stored twice
+#[tokio::test(start_paused = true)]
+async fn an_outage_after_the_effect_is_no_attempt() {
+    for atomic in [true, false] {
+        let (bus, broker, clock) = faulty().await;
+        broker.atomic.store(atomic, Ordering::SeqCst);
+        let mut shop = Shop::new();
+        shop.fill(20);
+        broker.append.add_after(20, Code::Unavailable);
+        let relay = Relay::new(&bus, shop.source(&clock)).max_batch(5);
+        let stats = relay.run_until_empty().await.unwrap();
+        assert_eq!((stats.sent, stats.rejected, stats.failed), (20, 0, 0));
+        assert_eq!(stats.outages, 20, "{stats:?}");
+        assert_eq!(numbers(&bus).await, (0..20).collect::<Vec<_>>());
+        assert_eq!(shop.text("SELECT sum(attempts) FROM event_outbox"), "0");
+    }
 }
 
 #[tokio::test]

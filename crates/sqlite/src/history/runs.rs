@@ -163,7 +163,7 @@ impl Writer {
         if undo {
             // Without a transaction there is no savepoint to go back to: a full disk may end it for all.
             if let Err(error) = &applied
-                && (is_fatal(error.code()) || self.conn.is_autocommit())
+                && (is_fatal(error) || self.conn.is_autocommit())
             {
                 return applied;
             }

@@ -51,6 +51,6 @@ pub(crate) fn recorded(conn: &Connection) -> Result<Option<ClockRecord>> {
     let record = text.map(|text| serde_json::from_str(&text)).transpose();
     record.map_err(|e| {
         let what = format!("the record of the clock is damaged: {e}");
-        Error::new(Code::Corrupt, what)
+        Error::of_file(Code::Corrupt, what)
     })
 }

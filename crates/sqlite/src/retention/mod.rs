@@ -483,7 +483,7 @@ fn duty_record(conn: &Connection, duty: &str) -> Result<Option<DutyRecord>> {
         return Ok(None);
     };
     let record = serde_json::from_str(&text).map_err(|e| {
-        Error::new(
+        Error::of_file(
             Code::Corrupt,
             format!("the record of the duty {duty} is damaged: {e}"),
         )

@@ -49,7 +49,7 @@ impl Writer {
         let (group_id, room) = (session.group, session.room());
         let records = match &fed.records {
             Ok(records) => records.clone(),
-            Err(error) if is_fatal(error.code()) => return Err(error.clone()),
+            Err(error) if is_fatal(error) => return Err(error.clone()),
             Err(error) => {
                 tracing::error!(target: "everbus::sqlite", %error, "reading ahead failed; trying again");
                 session.feed_after = Some(Instant::now() + FEED_PAUSE);

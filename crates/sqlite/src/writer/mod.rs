@@ -199,7 +199,7 @@ impl Writer {
             let batch = self.next_batch();
             let batch = self.without_patient(batch);
             match self.turn_patiently(batch) {
-                Err(error) if is_fatal(error.code()) => self.stop(&error),
+                Err(error) if is_fatal(&error) => self.stop(&error),
                 // Something passing, such as a locked file: the next round tries again.
                 Err(error) => tracing::warn!(target: "everbus::sqlite", %error, "trying again"),
                 Ok(()) => {}
@@ -292,7 +292,7 @@ impl Writer {
                 self.feed();
                 Ok(())
             }
-            Err(e) if is_fatal(e.code()) => Err(e),
+            Err(e) if is_fatal(&e) => Err(e),
             Err(error) => {
                 tracing::warn!(target: "everbus::sqlite", %error, "a transaction was rolled back");
                 if idle {

@@ -135,7 +135,7 @@ impl Writer {
                 let answer = answer.try_recv().ok().and_then(|all| all.ok()?.pop());
                 Ok(answer.unwrap_or_else(|| Err(Error::new(Code::Internal, "no answer"))))
             }
-            Err(error) if is_fatal(error.code()) => Err(error),
+            Err(error) if is_fatal(&error) => Err(error),
             Err(error) => {
                 // If this fails, the next transaction begins with it.
                 let _ = self.undo_changes();
@@ -151,7 +151,7 @@ impl Writer {
     /// Answers commands whose transaction failed. What has no answer, or must happen all the same (a
     /// consumer that leaves or changes its handlers), is tried again.
     pub(super) fn refuse(&mut self, commands: Vec<Command>, error: &Error) {
-        let lasting = is_fatal(error.code()) || self.queue.is_closed();
+        let lasting = is_fatal(error) || self.queue.is_closed();
         let mut again = Vec::new();
         for command in commands {
             match command {
@@ -208,7 +208,7 @@ impl Writer {
                 let _ = self.conn.execute_batch("ROLLBACK");
                 let error = match error.code() {
                     Code::DiskFull => full(error.message()),
-                    code if is_fatal(code) => error.with_unknown_outcome(),
+                    _ if is_fatal(&error) => error.with_unknown_outcome(),
                     _ => error,
                 };
                 for (reply, _) in published {

@@ -256,7 +256,7 @@ async fn publish_one(bus: &Bus, batch: &[EventId], mortal: bool) -> bool {
         Err(error) if error.code() == Code::Shutdown => false,
         Err(error) => {
             tell(&format!("E {error}\n"));
-            error.code() == Code::Busy
+            error.class().may_repeat()
         }
     }
 }

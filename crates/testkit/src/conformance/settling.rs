@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use everbus_core::{Code, EventState, FailureKind, Settlement, Verdict};
+use everbus_core::{Code, Deduplication, Event, EventState, FailureKind, Settlement, Verdict};
 
 use super::stage::{LEASE, code, event, nothing, take, take_one};
 use super::{Harness, Stage};
@@ -410,4 +410,56 @@ pub async fn follow_ups_of_a_lost_lease_are_not_appended<H: Harness>(harness: H)
     assert_eq!(code(late), Code::LeaseLost);
     assert!(stage.log().find(id).await.unwrap().is_empty());
     assert_eq!(stage.log().head().await.unwrap(), lost.record.position);
+}
+
+/// Follow-ups go with a retry, a dead letter and a skip as they go with an ack. If one of them is refused,
+/// nothing is applied, and the lease is still held.
+pub async fn follow_ups_go_with_a_failure<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    stage.declare("", &["order.placed"]).await;
+    stage.declare("told", &["order.failed"]).await;
+    let mut consumer = stage.consumer("").await;
+    let mut told = stage.consumer("told").await;
+    let taken = stage.publish("order.taken").await;
+    let reason = "not ours".to_owned();
+    for expected in [EventState::Processing, EventState::Dlq, EventState::Done] {
+        let appended = stage.publish("order.placed").await;
+        let delivery = take_one(&mut consumer).await;
+        let failure = stage.failure(&delivery);
+        let verdict = match expected {
+            EventState::Processing => Verdict::Retry {
+                after: LEASE * 100,
+                failure,
+            },
+            EventState::Dlq => Verdict::Dead {
+                failure: Some(failure),
+            },
+            _ => Verdict::Skip {
+                reason: reason.clone(),
+            },
+        };
+        let settlement = |follow_ups| Settlement {
+            follow_ups,
+            ..Settlement::new(delivery.lease.clone(), verdict.clone())
+        };
+        if stage.capabilities().deduplication == Deduplication::WhileRetained {
+            let fresh = event("order.failed");
+            let used = Event::builder("order.failed").id(taken.id);
+            let used = used.json(&"another body").build().unwrap();
+            let refused = stage.settle_with(settlement(vec![fresh, used])).await;
+            assert_eq!(code(refused), Code::IdReused);
+            nothing(&mut told).await;
+        }
+        let follow_up = event("order.failed");
+        let id = follow_up.id();
+        stage
+            .settle_with(settlement(vec![follow_up]))
+            .await
+            .unwrap();
+        let got = take_one(&mut told).await;
+        assert_eq!(got.record.event.id(), id);
+        stage.ack(&got).await;
+        stage.assert_state(appended.position, "", expected).await;
+    }
+    nothing(&mut told).await;
 }

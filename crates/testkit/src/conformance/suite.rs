@@ -143,6 +143,12 @@ macro_rules! conformance_tests {
             $crate::conformance::settling::follow_ups_are_appended_with_the_verdict($harness).await;
         }
 
+        // conformance: contract/failure-follow-ups: follow-ups go with a retry, a dead letter and a skip; if one is refused nothing is applied and the lease is still held
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn follow_ups_go_with_a_failure() {
+            $crate::conformance::settling::follow_ups_go_with_a_failure($harness).await;
+        }
+
         // conformance: rule-4/follow-ups: a settlement whose lease was lost appends nothing
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn follow_ups_of_a_lost_lease_are_not_appended() {

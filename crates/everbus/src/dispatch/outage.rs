@@ -1,0 +1,80 @@
+//! An outage of the engine, as one of the loops of a group sees it: logged once when it begins and once
+//! when it is over, with growing pauses between the tries.
+
+use std::time::Duration;
+
+use everbus_core::{Error, GroupName};
+use tokio::time::Instant;
+
+use crate::guard;
+
+pub(super) struct Outage {
+    doing: &'static str,
+    group: GroupName,
+    first_pause: Duration,
+    longest_pause: Duration,
+    current: Option<Current>,
+}
+
+struct Current {
+    since: Instant,
+    tries: u64,
+    pause: Duration,
+}
+
+impl Outage {
+    /// No outage yet. `doing` says what the loop does.
+    pub(super) fn none(
+        group: &GroupName,
+        doing: &'static str,
+        first_pause: Duration,
+        longest_pause: Duration,
+    ) -> Self {
+        Self {
+            doing,
+            group: group.clone(),
+            first_pause,
+            longest_pause,
+            current: None,
+        }
+    }
+
+    pub(super) fn is_on(&self) -> bool {
+        self.current.is_some()
+    }
+
+    /// A try failed. Returns how long to wait before the next.
+    pub(super) fn goes_on(&mut self, error: &Error) -> Duration {
+        if let Some(current) = &mut self.current {
+            current.tries += 1;
+            current.pause = (current.pause * 2).min(self.longest_pause);
+            return current.pause;
+        }
+        let (doing, group) = (self.doing, &self.group);
+        guard::log(|| {
+            tracing::warn!(target: "everbus::dispatch", %group, doing, %error, "the engine is not available; trying again until it is");
+        });
+        self.current = Some(Current {
+            since: Instant::now(),
+            tries: 1,
+            pause: self.first_pause.min(self.longest_pause),
+        });
+        self.first_pause.min(self.longest_pause)
+    }
+
+    /// A try succeeded.
+    pub(super) fn is_over(&mut self) {
+        if let Some(Current { since, tries, .. }) = self.current.take() {
+            let took_ms = u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX);
+            let (doing, group) = (self.doing, &self.group);
+            guard::log(|| {
+                tracing::info!(target: "everbus::dispatch", %group, doing, took_ms, tries, "the engine is available again");
+            });
+        }
+    }
+
+    /// The loop gives up; what it says about that is its own.
+    pub(super) fn forget(&mut self) {
+        self.current = None;
+    }
+}
