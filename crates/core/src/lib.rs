@@ -2,7 +2,8 @@
 //!
 //! This crate does no I/O and knows no engine. Read it in this order:
 //!
-//! 1. [`Event`]: what travels. [`Pattern`]: which events a subscriber wants.
+//! 1. [`Event`]: what travels. [`Pattern`]: which events a subscriber wants. [`Streams`]: which types
+//!    are in which log.
 //! 2. [`Broker`] and [`Consumer`]: how events move (append, fetch, settle). [`BrokerLayer`]: a broker
 //!    around another.
 //! 3. What an engine may offer beside that: [`Log`], [`DeadLetters`], [`Inbox`], [`Maintenance`], and
@@ -37,6 +38,8 @@ pub mod pattern;
 pub mod payloads;
 pub mod progress;
 pub mod retry;
+pub mod stream;
+pub mod suggest;
 pub mod time;
 pub mod typed;
 
@@ -82,5 +85,6 @@ pub use pattern::Pattern;
 pub use payloads::{EventKey, Payloads, Stage, StageInfo, StoredStage};
 pub use progress::Progress;
 pub use retry::RetryPolicy;
+pub use stream::{OnFull, Stream, StreamLimit, Streams};
 pub use time::Timestamp;
 pub use typed::TypedEvent;

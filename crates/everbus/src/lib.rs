@@ -121,12 +121,11 @@ pub mod sqlite;
 mod stats;
 pub mod streams;
 mod subscribe;
-mod suggest;
 pub mod testing;
 mod trace;
 mod upcast;
 
-pub use admission::{Limits, OnFull, PublishRate, StreamLimit};
+pub use admission::{Limits, PublishRate};
 pub use ambient::{correlation_id, with_correlation_id, with_trace};
 pub use audit::AuditTrail;
 pub use breaker::{BreakerInfo, BreakerPolicy, BreakerState, Criticality};
@@ -160,9 +159,10 @@ pub use everbus_core::{
     Capabilities, CheckReport, Clock, Code, Cursor, DeadLetter, DeadLetterFilter, DeadLetterKey,
     DeadLetterPage, DeadLetterTally, Durability, Engine, Entity, Error, Event, EventBuilder,
     EventId, EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState, History,
-    HistoryPage, HistoryQuery, IntoEvent, Log, Maintenance, ManualClock, Order, PageRequest,
-    Pattern, Pruned, PurgeBasis, Purged, PurgedLetter, Recorded, Result, Retention, RetryPolicy,
-    StartFrom, StreamAge, SystemClock, Timestamp, TraceContext, TypedEvent,
+    HistoryPage, HistoryQuery, IntoEvent, Log, Maintenance, ManualClock, OnFull, Order,
+    PageRequest, Pattern, Pruned, PurgeBasis, Purged, PurgedLetter, Recorded, Result, Retention,
+    RetryPolicy, StartFrom, Stream, StreamAge, StreamLimit, Streams, SystemClock, Timestamp,
+    TraceContext, TypedEvent,
 };
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;

@@ -29,7 +29,7 @@ impl Bus {
             let collecting = overflow::collect_daily(shared.clone(), objects);
             registry.keep(tokio::spawn(collecting));
         }
-        if let Some(retention) = shared.options.retention.clone() {
+        if let Some(retention) = shared.options.retention_in_force() {
             let pruning = retention::prune_daily(shared.clone(), retention);
             registry.keep(tokio::spawn(pruning));
         }
