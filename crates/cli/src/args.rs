@@ -325,6 +325,10 @@ pub(crate) struct GetArgs {
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct GroupsArgs {
+    /// Show each stream that a group reads on a line of its own; the default where streams are declared
+    #[arg(long)]
+    pub(crate) streams: bool,
+
     #[command(subcommand)]
     pub(crate) command: Option<GroupsCommand>,
 }

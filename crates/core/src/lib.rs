@@ -29,6 +29,7 @@ pub mod group;
 pub mod history;
 pub mod id;
 pub mod inbox;
+pub mod lag;
 pub mod layer;
 pub mod log;
 pub mod maintenance;
@@ -70,6 +71,7 @@ pub use group::{GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, Su
 pub use history::{Cursor, History, HistoryPage, HistoryQuery, Order, check_range};
 pub use id::EventId;
 pub use inbox::Inbox;
+pub use lag::{Lag, StreamLag};
 pub use layer::BrokerLayer;
 pub use log::{EventState, GroupState, Log, Recorded};
 pub use maintenance::{

@@ -98,6 +98,7 @@ mod guard;
 mod handler;
 #[cfg(feature = "http")]
 pub mod http;
+mod lag;
 mod layers;
 mod message;
 mod options;
@@ -159,10 +160,10 @@ pub use everbus_core::{
     Capabilities, CheckReport, Clock, Code, Cursor, DeadLetter, DeadLetterFilter, DeadLetterKey,
     DeadLetterPage, DeadLetterTally, Durability, Engine, Entity, Error, Event, EventBuilder,
     EventId, EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState, History,
-    HistoryPage, HistoryQuery, IntoEvent, Log, Maintenance, ManualClock, OnFull, Order,
+    HistoryPage, HistoryQuery, IntoEvent, Lag, Log, Maintenance, ManualClock, OnFull, Order,
     PageRequest, Pattern, Pruned, PurgeBasis, Purged, PurgedLetter, Recorded, Result, Retention,
-    RetryPolicy, StartFrom, Stream, StreamAge, StreamLimit, Streams, SystemClock, Timestamp,
-    TraceContext, TypedEvent,
+    RetryPolicy, StartFrom, Stream, StreamAge, StreamLag, StreamLimit, Streams, SystemClock,
+    Timestamp, TraceContext, TypedEvent,
 };
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;

@@ -9,7 +9,7 @@ use tokio::sync::watch;
 
 use super::{Bus, Inner};
 use crate::shutdown::{self, Shutdown};
-use crate::{overflow, retention};
+use crate::{lag, overflow, retention};
 
 /// Nothing, until the shutdown is over.
 pub(super) type Ending = Option<Result<Shutdown>>;
@@ -33,6 +33,7 @@ impl Bus {
             let pruning = retention::prune_daily(shared.clone(), retention);
             registry.keep(tokio::spawn(pruning));
         }
+        registry.keep(tokio::spawn(lag::show(shared.clone())));
         Ok(())
     }
 
