@@ -36,7 +36,8 @@ for the audit trail. A flag is stronger than any of them.";
 const CHECK_HELP: &str = "\
 `everbus check` verifies the file that holds the events. `everbus check --config everbus.yaml` \
 reads the configuration instead, reports everything that is wrong with it, each with line and \
-column, and warns if this build has no engine for its broker. Its variables must be set as for \
+column, shows which event types are in which stream, and warns if this build has no engine for its \
+broker. Its variables must be set as for \
 the program that will use it. No event is touched and nothing is connected to.
 
 The objects of large events are checked with the file: whether each is there and has its length, \
@@ -143,6 +144,9 @@ pub(crate) enum Command {
     Dlq(DlqCommand),
     /// Show how far every group is
     Groups(GroupsArgs),
+    /// Show which event types are in which stream, its limits, and how full it is: as --config declares
+    /// them, or the one stream that has everything
+    Streams,
     /// Run again what happened: one event, or a range of them
     Replay(Box<crate::commands::replay::ReplayArgs>),
     /// Publish events that were written with the data of your own database
@@ -321,6 +325,10 @@ pub(crate) struct GetArgs {
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct GroupsArgs {
+    /// Show each stream that a group reads on a line of its own; the default where streams are declared
+    #[arg(long)]
+    pub(crate) streams: bool,
+
     #[command(subcommand)]
     pub(crate) command: Option<GroupsCommand>,
 }

@@ -9,7 +9,7 @@ use everbus::audit::{Operator, config_used};
 use everbus::config::redacted;
 use everbus::overflow::{Objects, Overflow};
 use everbus::{Bus, Config};
-use everbus_core::{Code, Engine, Error};
+use everbus_core::{Code, Engine, Error, Streams};
 
 use crate::args::{Args, OutputFormat};
 use crate::output::escaped;
@@ -199,7 +199,7 @@ impl Target {
             builder = builder.max_payload(bytes);
         }
         // The limits of its streams and its rate hold for whoever publishes.
-        let config = self.config.as_ref().map(Config::load).transpose()?;
+        let config = self.load_config()?;
         if let Some(config) = &config {
             builder = builder.config(config);
         }
@@ -221,11 +221,25 @@ impl Target {
 
     /// Where the large parts of events go, as the configuration says.
     pub(crate) fn overflow(&self) -> Outcome<Overflow> {
-        let configured = match &self.config {
-            Some(path) => Config::load(path)?.overflow,
-            None => None,
-        };
+        let configured = self.load_config()?.and_then(|config| config.overflow);
         Ok(configured.unwrap_or_default())
+    }
+
+    /// Which event types are in which stream, as the configuration says.
+    pub(crate) fn streams(&self) -> Outcome<Streams> {
+        match self.load_config()? {
+            Some(config) => Ok(config.limits.over(&config.streams)?),
+            None => Ok(Streams::default()),
+        }
+    }
+
+    /// Whether a configuration file holds for it.
+    pub(crate) fn has_config(&self) -> bool {
+        self.config.is_some()
+    }
+
+    fn load_config(&self) -> Outcome<Option<Config>> {
+        Ok(self.config.as_ref().map(Config::load).transpose()?)
     }
 
     /// How long to wait for another program that holds the file.

@@ -64,6 +64,7 @@ impl Stop {
                 | Code::InvalidUrl
                 | Code::InvalidConfig
                 | Code::IdReused
+                | Code::NoStream
                 | Code::NotAFile
                 | Code::NotEverbus => 2,
                 Code::NoSuchFile

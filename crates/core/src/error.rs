@@ -78,6 +78,8 @@ codes! {
     UnknownVersion = "UnknownVersion",
     /// The functions from one version of an event to the next contradict each other.
     UpcastConflict = "UpcastConflict",
+    /// No declared stream covers the event type, or no stream has this name.
+    NoStream = "NoStream",
     /// The stream is full, or the publisher is over its rate, for longer than a publish waits.
     Backpressure = "Backpressure",
     /// What a handler wanted done in the transaction of its ack failed; nothing of it was done.
@@ -144,6 +146,7 @@ impl Code {
             | Code::InvalidId
             | Code::InvalidAttribute
             | Code::InvalidPattern
+            | Code::NoStream
             | Code::InvalidCursor
             | Code::InvalidSetting
             | Code::InvalidUrl

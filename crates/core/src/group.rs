@@ -1,5 +1,6 @@
 //! Consumer groups: who reads the log, from where, and which events it wants.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -8,6 +9,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::error::{Code, Error, Result};
+use crate::lag::{Lag, StreamLag};
 use crate::pattern::Pattern;
 use crate::position::Cursor;
 use crate::time::Timestamp;
@@ -134,8 +136,9 @@ pub struct SubscriptionInfo {
     pub created_at: Timestamp,
 }
 
-/// How a group stands.
+/// How a group stands. Engines begin with [`GroupInfo::new`] and fill in what they know.
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct GroupInfo {
     /// The group.
     pub name: GroupName,
@@ -147,7 +150,7 @@ pub struct GroupInfo {
     pub subscriptions: Vec<SubscriptionSpec>,
     /// Everything up to here was handed out or skipped.
     pub position: Cursor,
-    /// Events in the log beyond the position, whether they match or not.
+    /// Events beyond the position that match.
     pub behind: u64,
     /// Events handed out and not settled.
     pub in_flight: u64,
@@ -162,9 +165,40 @@ pub struct GroupInfo {
     pub behind_for: Duration,
     /// When the group last handed something out or settled something.
     pub active_at: Timestamp,
+    /// What is to do of each event type, if the engine knows it; types with nothing to do may be left out.
+    #[serde(skip)]
+    pub types: BTreeMap<Arc<str>, Lag>,
+    /// What is to do in each stream: from an engine that counts by stream, or by
+    /// [`with_streams`](Self::with_streams).
+    pub streams: Vec<StreamLag>,
 }
 
-fn as_millis<S: serde::Serializer>(d: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+impl GroupInfo {
+    /// A group that has nothing and owes nothing.
+    pub fn new(name: GroupName, active_at: Timestamp) -> Self {
+        Self {
+            name,
+            ordered: false,
+            patterns: Vec::new(),
+            subscriptions: Vec::new(),
+            position: Cursor::START,
+            behind: 0,
+            in_flight: 0,
+            waiting: 0,
+            dead_letters: 0,
+            oldest: None,
+            behind_for: Duration::ZERO,
+            active_at,
+            types: BTreeMap::new(),
+            streams: Vec::new(),
+        }
+    }
+}
+
+pub(crate) fn as_millis<S: serde::Serializer>(
+    d: &Duration,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
     serializer.serialize_u64(u64::try_from(d.as_millis()).unwrap_or(u64::MAX))
 }
 

@@ -2,7 +2,8 @@
 //!
 //! This crate does no I/O and knows no engine. Read it in this order:
 //!
-//! 1. [`Event`]: what travels. [`Pattern`]: which events a subscriber wants.
+//! 1. [`Event`]: what travels. [`Pattern`]: which events a subscriber wants. [`Streams`]: which types
+//!    are in which log.
 //! 2. [`Broker`] and [`Consumer`]: how events move (append, fetch, settle). [`BrokerLayer`]: a broker
 //!    around another.
 //! 3. [`Position`], [`Shard`], [`Cursor`]: where events are and how far a reader has come.
@@ -31,6 +32,7 @@ pub mod group;
 pub mod history;
 pub mod id;
 pub mod inbox;
+pub mod lag;
 pub mod layer;
 pub mod log;
 pub mod maintenance;
@@ -42,6 +44,8 @@ pub mod position;
 pub mod progress;
 pub mod retry;
 pub mod store;
+pub mod stream;
+pub mod suggest;
 pub mod time;
 pub mod typed;
 
@@ -73,6 +77,7 @@ pub use group::{GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, Su
 pub use history::{History, HistoryPage, HistoryQuery, Order, PageCursor, check_range};
 pub use id::EventId;
 pub use inbox::Inbox;
+pub use lag::{Lag, StreamLag};
 pub use layer::BrokerLayer;
 pub use log::{EventState, GroupState, Log, Recorded};
 pub use maintenance::{
@@ -90,5 +95,6 @@ pub use position::{Cursor, Position, Shard};
 pub use progress::Progress;
 pub use retry::RetryPolicy;
 pub use store::{Burial, Store};
+pub use stream::{OnFull, Stream, StreamLimit, Streams};
 pub use time::Timestamp;
 pub use typed::TypedEvent;

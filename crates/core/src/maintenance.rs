@@ -9,6 +9,7 @@ use crate::broker::BoxFuture;
 use crate::clock_record::{ClockDoubt, ClockRecord};
 use crate::error::{Code, Error, Result};
 use crate::pattern::Pattern;
+use crate::stream::Streams;
 use crate::time::Timestamp;
 
 /// What to keep, and for how long. Nothing a group still owes work on is ever removed, and events
@@ -61,25 +62,22 @@ impl Retention {
     /// The ages of the *omni* specification by stream: messages 30 days, identity 90, media 7, agent
     /// 7, access 30, channel 7; system and everything else 30.
     pub fn omni() -> Self {
-        let table = [
-            ("message.>", 30),
-            ("identity.>", 90),
-            ("media.>", 7),
-            ("agent.>", 7),
-            ("access.>", 30),
-            ("channel.>", 7),
-        ];
-        let ages = table.iter().filter_map(|(types, days)| {
-            Some(StreamAge {
-                types: Pattern::new(types).ok()?,
-                max_age: Some(*days * DAY),
-            })
-        });
-        Self {
+        let rest = Self {
             max_age: Some(30 * DAY),
-            streams: ages.collect(),
             ..Self::standard()
-        }
+        };
+        rest.with_streams(&Streams::omni())
+    }
+
+    /// With the ages of streams, behind those that are here already: the first that matches counts.
+    #[must_use]
+    pub fn with_streams(mut self, streams: &Streams) -> Self {
+        let aged = streams.iter().filter(|stream| stream.max_age.is_some());
+        self.streams.extend(aged.map(|stream| StreamAge {
+            types: stream.types().clone(),
+            max_age: stream.max_age,
+        }));
+        self
     }
 
     /// How long events of this type are kept, if they are not kept for ever.

@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use crate::builder::MAX_TYPE_CHARS;
 use crate::error::{Code, Error, Result};
+use crate::stream::{canonical, dotted};
 
 /// A compiled glob over event types. Matching allocates nothing.
 ///
@@ -44,6 +45,10 @@ enum Form {
         segments: Box<[Segment]>,
         rest: bool,
     },
+    /// The types of a stream: any of these, and a channel (`orders:order-placed`) by its dotted form.
+    Stream(Box<[Pattern]>),
+    /// One type, however it is written: compare canonical names.
+    Channel,
 }
 
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -108,6 +113,66 @@ impl Pattern {
         })
     }
 
+    /// The types that any of these matches. A type that is written as a channel matches by its dotted
+    /// form ([`dotted`]). Its text is for people: it cannot be compiled again.
+    pub(crate) fn of_stream(patterns: &[Pattern]) -> Self {
+        let texts: Vec<&str> = patterns.iter().map(Pattern::as_str).collect();
+        Self {
+            text: texts.join(", ").into(),
+            form: Form::Stream(patterns.into()),
+        }
+    }
+
+    /// One type, however it is written: `orders:order-placed`, `orders.order.placed` and
+    /// `orders.order-placed` are the same.
+    pub(crate) fn of_channel(name: &str) -> Result<Self> {
+        let pattern = Self::new(&canonical(name))?;
+        Ok(Self {
+            form: Form::Channel,
+            ..pattern
+        })
+    }
+
+    /// A type that both patterns match, if there is one.
+    ///
+    /// ```
+    /// use everbus_core::Pattern;
+    /// let (all_orders, shipped) = (Pattern::new("order.>")?, Pattern::new("*.*.shipped")?);
+    /// assert_eq!(all_orders.overlap(&shipped).as_deref(), Some("order.x.shipped"));
+    /// assert_eq!(all_orders.overlap(&Pattern::new("user.>")?), None);
+    /// # Ok::<(), everbus_core::Error>(())
+    /// ```
+    pub fn overlap(&self, other: &Pattern) -> Option<String> {
+        match (&self.form, &other.form) {
+            (Form::Stream(patterns), _) => patterns.iter().find_map(|p| p.overlap(other)),
+            (_, Form::Stream(patterns)) => patterns.iter().find_map(|p| self.overlap(p)),
+            (Form::Channel, _) => other.matches(&self.text).then(|| self.text.to_string()),
+            (_, Form::Channel) => self.matches(&other.text).then(|| other.text.to_string()),
+            _ => self.shape().overlap(&other.shape()),
+        }
+    }
+
+    fn shape(&self) -> Shape<'_> {
+        let (segments, rest) = match &self.form {
+            Form::All => (Vec::new(), true),
+            Form::Segments { segments, rest } => {
+                let segments = segments.iter().map(|segment| match segment {
+                    Segment::Literal(literal) => Some(&**literal),
+                    Segment::One => None,
+                });
+                (segments.collect(), *rest)
+            }
+            Form::Exact | Form::Channel | Form::Stream(_) => {
+                (self.text.split('.').map(Some).collect(), false)
+            }
+        };
+        Shape {
+            segments,
+            rest,
+            spares_system: matches!(self.form, Form::All),
+        }
+    }
+
     /// Whether an event type matches.
     pub fn matches(&self, event_type: &str) -> bool {
         match &self.form {
@@ -124,6 +189,11 @@ impl Pattern {
                     });
                 all && parts.next().is_some() == *rest
             }
+            Form::Stream(patterns) => {
+                let event_type = dotted(event_type);
+                patterns.iter().any(|pattern| pattern.matches(&event_type))
+            }
+            Form::Channel => canonical(event_type) == *self.text,
         }
     }
 
@@ -135,6 +205,40 @@ impl Pattern {
     /// The one type this matches, if it has no wildcard.
     pub fn exact(&self) -> Option<&str> {
         matches!(self.form, Form::Exact).then_some(&self.text)
+    }
+}
+
+/// A pattern as the types it matches are built: literal or free segments, and perhaps more.
+struct Shape<'a> {
+    segments: Vec<Option<&'a str>>,
+    rest: bool,
+    /// Leaves out `system.…`.
+    spares_system: bool,
+}
+
+impl Shape<'_> {
+    fn overlap(&self, other: &Shape<'_>) -> Option<String> {
+        let (mine, others) = (self.segments.len(), other.segments.len());
+        let length = match (self.rest, other.rest) {
+            (false, false) if mine == others => mine,
+            (true, false) if others > mine => others,
+            (false, true) if mine > others => mine,
+            (true, true) => mine.max(others) + 1,
+            _ => return None,
+        };
+        let mut example: Vec<&str> = Vec::with_capacity(length);
+        for index in 0..length {
+            let mine = self.segments.get(index).copied().flatten();
+            let others = other.segments.get(index).copied().flatten();
+            example.push(match (mine, others) {
+                (Some(a), Some(b)) if a != b => return None,
+                (Some(literal), _) | (None, Some(literal)) => literal,
+                (None, None) => "x",
+            });
+        }
+        let example = example.join(".");
+        let spared = self.spares_system || other.spares_system;
+        (!(spared && example.starts_with(SYSTEM))).then_some(example)
     }
 }
 
@@ -253,6 +357,39 @@ mod tests {
         }
     }
 
+    fn some_pattern() -> impl Strategy<Value = String> {
+        let segment = prop::sample::select(vec!["a", "b", "*", "system"]);
+        let tail = prop::option::of(Just(">"));
+        (prop::collection::vec(segment, 0..4), tail)
+            .prop_map(|(mut segments, tail)| {
+                segments.extend(tail);
+                segments.join(".")
+            })
+            .prop_filter("a pattern has segments", |text| !text.is_empty())
+    }
+
+    #[test]
+    fn a_stream_matches_a_channel_by_its_dotted_form() {
+        let stream = Pattern::of_stream(&[p("orders.>"), p("cart.*")]);
+        assert_eq!(stream.as_str(), "orders.>, cart.*");
+        for name in ["orders:order-placed", "orders.order-placed", "cart.filled"] {
+            assert!(stream.matches(name), "{name}");
+        }
+        // Only a colon after the domain makes a channel: this type has two segments.
+        assert!(stream.matches("cart.was-filled") && !stream.matches("cart:was-filled"));
+        assert_eq!(stream.exact(), None);
+        let channel = Pattern::of_channel("orders:order-placed").unwrap();
+        for name in [
+            "orders:order-placed",
+            "orders.order.placed",
+            "orders.order-placed",
+        ] {
+            assert!(channel.matches(name), "{name}");
+        }
+        assert_eq!(channel.exact(), None);
+        assert!(channel.overlap(&stream).is_some() && stream.overlap(&p("*")).is_some());
+    }
+
     /// The obvious recursive matcher, as an oracle.
     fn oracle(pattern: &[&str], name: &[&str]) -> bool {
         match (pattern, name) {
@@ -275,6 +412,21 @@ mod tests {
             pattern.extend(tail);
             let compiled = Pattern::new(&pattern.join(".")).unwrap();
             prop_assert_eq!(compiled.matches(&name.join(".")), oracle(&pattern, &name));
+        }
+
+        // conformance: contract/streams-overlap: two patterns that share a type are found, with such a type
+        #[test]
+        fn an_overlap_is_a_type_that_both_match_and_no_overlap_is_none(
+            a in some_pattern(),
+            b in some_pattern(),
+            name in prop::collection::vec(prop::sample::select(vec!["a", "b", "x", "system"]), 1..6),
+        ) {
+            let (a, b, name) = (p(&a), p(&b), name.join("."));
+            prop_assert_eq!(a.overlap(&b).is_some(), b.overlap(&a).is_some());
+            match a.overlap(&b) {
+                Some(both) => prop_assert!(a.matches(&both) && b.matches(&both), "{}", both),
+                None => prop_assert!(!(a.matches(&name) && b.matches(&name)), "{}", name),
+            }
         }
 
         #[test]

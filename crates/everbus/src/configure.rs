@@ -8,7 +8,7 @@ use crate::options::{BusBuilder, BusOptions, ConsumerOverride};
 use crate::settings::Settings;
 
 impl BusBuilder {
-    /// Takes over what a configuration file says: the limits of streams, what is stale, the publish
+    /// Takes over what a configuration file says: the streams and their limits, what is stale, the publish
     /// rate, the overflow, what is kept for how long, and the settings of its consumers. A consumer's settings hold for the handlers that this
     /// program subscribes in its group to its stream, over what the program itself says: the file is
     /// where a deployment is tuned.
@@ -27,7 +27,8 @@ impl BusBuilder {
     /// ```
     pub fn config(mut self, config: &Config) -> Self {
         let options = &mut self.options;
-        options.limits = config.streams.clone();
+        options.streams = config.streams.clone();
+        options.limits = config.limits.clone();
         options.publish_rate = config.backpressure.publish_rate;
         options.max_staleness = config.backpressure.max_staleness.clone();
         if let Some(overflow) = &config.overflow {
@@ -36,7 +37,12 @@ impl BusBuilder {
         if let Some(retention) = &config.retention {
             options.retention = Some(retention.clone());
         }
-        options.consumers = config.consumers.iter().map(consumer).collect();
+        let consumers = config.consumers.iter();
+        let consumers = consumers.map(|c| ConsumerOverride {
+            whole_stream: config.streams.is_declared() && config.streams.named(&c.stream).is_some(),
+            ..consumer(c)
+        });
+        options.consumers = consumers.collect();
         self.url = config.broker_url();
         self.config = Some(Box::new(config.clone()));
         self
@@ -87,6 +93,7 @@ fn consumer(consumer: &Consumer) -> ConsumerOverride {
         name: consumer.name.clone(),
         group: consumer.group.clone(),
         pattern: consumer.pattern.clone(),
+        whole_stream: false,
         settings,
     }
 }

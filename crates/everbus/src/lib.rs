@@ -99,6 +99,7 @@ mod guard;
 mod handler;
 #[cfg(feature = "http")]
 pub mod http;
+mod lag;
 mod layers;
 mod message;
 mod options;
@@ -122,13 +123,12 @@ pub mod sqlite;
 mod stats;
 pub mod streams;
 mod subscribe;
-mod suggest;
 pub mod testing;
 mod trace;
 mod upcast;
 mod watch;
 
-pub use admission::{Limits, OnFull, PublishRate, StreamLimit};
+pub use admission::{Limits, PublishRate};
 pub use ambient::{correlation_id, with_correlation_id, with_trace};
 pub use audit::AuditTrail;
 pub use beside::{ARCHIVE, compose};
@@ -164,10 +164,10 @@ pub use everbus_core::{
     Capabilities, CheckReport, Class, Clock, Code, Cursor, DeadLetter, DeadLetterFilter,
     DeadLetterKey, DeadLetterPage, DeadLetterTally, Durability, Engine, Entity, Error, Event,
     EventBuilder, EventId, EventState, Failure, FailureKind, GroupInfo, GroupName, GroupState,
-    History, HistoryPage, HistoryQuery, IntoEvent, Log, Lookup, Maintenance, ManualClock, Order,
-    PageCursor, PageRequest, Pattern, Position, Pruned, PurgeBasis, Purged, PurgedLetter, Recorded,
-    Result, Retention, RetryPolicy, Shard, StartFrom, StreamAge, SystemClock, Timestamp,
-    TraceContext, TypedEvent,
+    History, HistoryPage, HistoryQuery, IntoEvent, Lag, Log, Lookup, Maintenance, ManualClock,
+    OnFull, Order, PageCursor, PageRequest, Pattern, Position, Pruned, PurgeBasis, Purged,
+    PurgedLetter, Recorded, Result, Retention, RetryPolicy, Shard, StartFrom, Stream, StreamAge,
+    StreamLag, StreamLimit, Streams, SystemClock, Timestamp, TraceContext, TypedEvent,
 };
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    Clock, Code, Engine, Error, GroupName, Pattern, Result, Retention, RetryPolicy, SystemClock,
+    Clock, Code, Engine, Error, GroupName, Pattern, Result, Retention, RetryPolicy, StreamLimit,
+    Streams, SystemClock,
 };
 
-use crate::admission::{Limits, PublishRate, StreamLimit};
+use crate::admission::{Limits, PublishRate};
 use crate::audit::note_config;
 use crate::bus::Bus;
 use crate::config::Config;
@@ -62,7 +63,9 @@ pub struct BusOptions {
     pub no_handler_after: Duration,
     /// The source of events that name none: the service this bus belongs to.
     pub source: Option<Arc<str>>,
-    /// How full streams may get, and what happens then.
+    /// Which event types are in which stream; one stream has everything unless declared otherwise.
+    pub streams: Streams,
+    /// How full streams may get, and what happens then; over what the declared streams say themselves.
     pub limits: Limits,
     /// How many events may be published in a second.
     pub publish_rate: Option<PublishRate>,
@@ -78,6 +81,8 @@ pub(crate) struct ConsumerOverride {
     pub(crate) name: String,
     pub(crate) group: GroupName,
     pub(crate) pattern: Pattern,
+    /// The file names a declared stream: every subscription that reads something of it is meant.
+    pub(crate) whole_stream: bool,
     pub(crate) settings: Settings,
 }
 
@@ -102,6 +107,7 @@ impl Default for BusOptions {
             inbox_retention: None,
             no_handler_after: Duration::from_secs(24 * 3600),
             source: None,
+            streams: Streams::default(),
             limits: Limits::default(),
             publish_rate: None,
             max_staleness: BTreeMap::new(),
@@ -116,10 +122,11 @@ impl BusOptions {
         check_duration("the timeout", self.timeout)?;
         check_duration("no_handler_after", self.no_handler_after)?;
         self.limits.validate()?;
+        self.limits.over(&self.streams)?;
         if let Some(rate) = &self.publish_rate {
             rate.validate()?;
         }
-        if let Some(retention) = &self.retention {
+        if let Some(retention) = &self.retention_in_force() {
             retention.validate()?;
         }
         self.check_inbox_retention()?;
@@ -160,7 +167,7 @@ impl BusOptions {
         let Some(kept) = self.inbox_retention else {
             return Ok(());
         };
-        let events = self.retention.as_ref().and_then(Retention::longest);
+        let events = self.retention_in_force().and_then(|kept| kept.longest());
         if events.is_none_or(|events| events > kept) || kept > LONGEST {
             return Err(Error::new(
                 Code::InvalidSetting,
@@ -171,6 +178,12 @@ impl BusOptions {
             ));
         }
         Ok(())
+    }
+
+    /// What is kept for how long: what was said of it, and the ages of the declared streams.
+    pub(crate) fn retention_in_force(&self) -> Option<Retention> {
+        let retention = self.retention.clone()?;
+        Some(retention.with_streams(&self.streams))
     }
 
     pub(crate) fn prefetch_for(&self, concurrency: usize) -> usize {
@@ -342,7 +355,27 @@ impl BusBuilder {
         self
     }
 
-    /// How full a stream may get: `orders.order.placed`, or in the form `orders:order-placed`.
+    /// Which event types are in which stream. A type that none covers is refused when it is published
+    /// ([`Code::NoStream`]), and so is a subscription to types that none covers.
+    ///
+    /// ```
+    /// use everbus::{Bus, Stream, StreamLimit, Streams};
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> everbus::Result<()> {
+    /// let orders = Stream::new("ORDERS", ["order.>", "cart.*"])?.limit(StreamLimit::new(10_000));
+    /// let users = Stream::new("USERS", ["user.>"])?;
+    /// let bus = Bus::builder().streams(Streams::new([orders, users])?).open("memory:").await?;
+    /// assert_eq!(&*bus.streams().route("order.placed")?.name, "ORDERS");
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn streams(mut self, streams: Streams) -> Self {
+        self.options.streams = streams;
+        self
+    }
+
+    /// How full a stream may get: the name of a declared stream, or where none is declared an event type,
+    /// `orders.order.placed` or in the form `orders:order-placed`.
     pub fn stream_limit(mut self, stream: &str, limit: StreamLimit) -> Self {
         let limits = &mut self.options.limits.by_stream;
         limits.insert(streams::canonical(stream), limit);

@@ -102,6 +102,7 @@ impl Registry {
                 "the pattern matches no event type that is known here"
             );
         }
+        check_streams(shared, &resolved)?;
         let mut groups: BTreeMap<GroupName, Agreed> = BTreeMap::new();
         let mut requests = Vec::with_capacity(resolved.subscriptions.len());
         for subscription in resolved.subscriptions {
@@ -301,6 +302,19 @@ impl Group {
             None => self.runner = Some(Runner::start(shared.clone(), name.clone(), plan)),
         }
     }
+}
+
+/// Whether the declared streams serve every subscription and take every event that a handler says it
+/// returns.
+fn check_streams(shared: &Shared, resolved: &Resolved) -> Result<()> {
+    let streams = &shared.options.streams;
+    for subscription in &resolved.subscriptions {
+        streams.reaches(&subscription.pattern)?;
+        for emitted in &subscription.route.returns.emits {
+            streams.route(emitted.event_type)?;
+        }
+    }
+    Ok(())
 }
 
 /// Whether the groups that the engine has already are of the kind that is asked for. A single

@@ -98,7 +98,10 @@ impl ConsumerOverride {
     /// Whether a subscription is the consumer that the file speaks of.
     pub(crate) fn concerns(&self, group: &GroupName, pattern: &Pattern) -> bool {
         // The file may name the stream of a handler, or one that the handler's pattern covers.
-        self.group == *group && (*pattern == self.pattern || pattern.matches(self.pattern.as_str()))
+        self.group == *group
+            && (*pattern == self.pattern
+                || pattern.matches(self.pattern.as_str())
+                || (self.whole_stream && pattern.overlap(&self.pattern).is_some()))
     }
 }
 

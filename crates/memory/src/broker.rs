@@ -1,18 +1,19 @@
 //! The verbs of the broker, on the state behind its lock.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{
     Appended, BoxFuture, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, Cursor,
-    Depth, Durability, Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern,
+    Depth, Durability, Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lag, Lease, Pattern,
     Position, Redeliver, Redelivery, Result, Settled, SettledOutcome, Settlement, SubscriptionInfo,
     SubscriptionSpec, Timestamp,
 };
 use tokio::sync::Notify;
 
 use crate::consumer::MemoryConsumer;
-use crate::group::{Group, Handled};
+use crate::group::{Group, Handled, RowState};
 use crate::records::Records;
 use crate::state::State;
 
@@ -124,48 +125,52 @@ impl Memory {
             .values()
             .filter_map(|number| state.groups.get(number));
         let infos = groups.map(|group| {
-            let dead_letters = state.dead.open_in(&group.name);
+            let dead_letters = state.dead.open_by_type(&group.name);
             describe(group, &state.records, dead_letters, now)
         });
         Ok(infos.collect())
     }
 }
 
-fn describe(group: &Group, records: &Records, dead_letters: u64, now: Timestamp) -> GroupInfo {
-    let owed = group.rows.values().next().map(|row| row.record.received_at);
-    let mut beyond = records.after(group.position);
-    let oldest = owed.or_else(|| {
-        let pending = beyond.find(|record| group.awaits(record));
-        pending.map(|record| record.received_at)
-    });
-    let in_flight = group.in_flight();
-    let beyond = group.dropped.range(group.position + 1..);
-    let still_there = beyond.filter(|position| records.get(**position).is_some());
-    let dropped = still_there.count() as u64;
+fn describe(
+    group: &Group,
+    records: &Records,
+    dead_letters: BTreeMap<Arc<str>, u64>,
+    now: Timestamp,
+) -> GroupInfo {
+    let mut types: BTreeMap<Arc<str>, Lag> = BTreeMap::new();
+    for row in group.rows.values() {
+        let lag = types
+            .entry(row.record.event.type_arc().clone())
+            .or_default();
+        match row.state {
+            RowState::InFlight { .. } => lag.in_flight += 1,
+            _ => lag.waiting += 1,
+        }
+        lag.note_oldest(row.record.received_at);
+    }
+    let beyond = records.after(group.position);
+    for record in beyond.filter(|record| group.awaits(record)) {
+        let lag = types.entry(record.event.type_arc().clone()).or_default();
+        lag.behind += 1;
+        lag.note_oldest(record.received_at);
+    }
+    for (event_type, count) in dead_letters {
+        types.entry(event_type).or_default().dead_letters = count;
+    }
     let subscriptions = group.subscriptions.iter().map(|s| SubscriptionSpec {
         name: s.name.clone(),
         pattern: s.pattern.clone(),
     });
     let mut subscriptions: Vec<SubscriptionSpec> = subscriptions.collect();
     subscriptions.sort_by(|a, b| a.name.cmp(&b.name));
-    GroupInfo {
-        name: group.name.clone(),
-        ordered: group.ordered,
-        patterns: group
-            .subscriptions
-            .iter()
-            .map(|s| s.pattern.as_str().to_string())
-            .collect(),
-        subscriptions,
-        position: Cursor::seq(group.position),
-        behind: records.count_after(group.position) - dropped,
-        in_flight: in_flight as u64,
-        waiting: (group.rows.len() - in_flight) as u64,
-        dead_letters,
-        oldest,
-        behind_for: oldest.map_or(Duration::ZERO, |oldest| now.since(oldest)),
-        active_at: group.active_at,
-    }
+    let mut info = GroupInfo::new(group.name.clone(), group.active_at);
+    info.ordered = group.ordered;
+    let patterns = group.subscriptions.iter().map(|s| s.pattern.as_str());
+    info.patterns = patterns.map(str::to_owned).collect();
+    info.subscriptions = subscriptions;
+    info.position = Cursor::seq(group.position);
+    info.with_types(types, now)
 }
 
 /// Keeps a place among those who wait for a position, also when the future is dropped.

@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Bound;
+use std::sync::Arc;
 
 use everbus_core::dead_letters::{MAX_PAGE, check_replacement, id_taken, not_open};
 use everbus_core::{
@@ -76,12 +77,16 @@ impl Graveyard {
         self.get(position, group).is_some_and(|grave| grave.open)
     }
 
-    pub(crate) fn open_in(&self, group: &GroupName) -> u64 {
-        let open = self
-            .graves
-            .values()
-            .filter(|g| g.open && g.letter.group == *group);
-        open.count() as u64
+    /// How many open dead letters a group has of each event type.
+    pub(crate) fn open_by_type(&self, group: &GroupName) -> BTreeMap<Arc<str>, u64> {
+        let graves = self.graves.values();
+        let open = graves.filter(|g| g.open && g.letter.group == *group);
+        let mut counts = BTreeMap::new();
+        for grave in open {
+            let event_type = grave.letter.event.event.type_arc().clone();
+            *counts.entry(event_type).or_default() += 1;
+        }
+        counts
     }
 
     pub(crate) fn remove_group(&mut self, group: &GroupName) {

@@ -122,10 +122,6 @@ impl Group {
             .any(|s| s.pattern.matches(event_type))
     }
 
-    pub(crate) fn in_flight(&self) -> usize {
-        self.leases.len()
-    }
-
     /// Sends every row that was set aside for want of a handler to be looked at again.
     pub(crate) fn handlers_changed(&mut self) {
         let again = std::mem::take(&mut self.unhandled);

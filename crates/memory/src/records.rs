@@ -56,17 +56,6 @@ impl Records {
         self.slots.range(skip..).flatten()
     }
 
-    /// How many events are kept after a position.
-    pub(crate) fn count_after(&self, position: u64) -> u64 {
-        if position < self.first {
-            return self.kept;
-        }
-        if self.kept == self.slots.len() as u64 {
-            return self.head().saturating_sub(position);
-        }
-        self.after(position).count() as u64
-    }
-
     /// The events with this id, one per tenant.
     pub(crate) fn with_id(&self, id: EventId) -> impl Iterator<Item = &Arc<Recorded>> {
         let positions = self.ids.range((id, 0)..=(id, u64::MAX));

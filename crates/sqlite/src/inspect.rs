@@ -1,13 +1,20 @@
 //! How every group stands.
+//!
+//! What lies beyond the groups' positions is counted in one pass over the log, by type number, from the
+//! position that is furthest behind: the cost grows with that backlog and not with the number of groups.
 
-use everbus_core::{Cursor, GroupInfo, Pattern, Progress, Result, SubscriptionSpec, Timestamp};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use everbus_core::{
+    Cursor, GroupInfo, Lag, Pattern, Progress, Result, SubscriptionSpec, Timestamp,
+};
 use rusqlite::{Connection, OptionalExtension};
 
 use crate::errors::from_sqlite;
-use crate::log::head;
 use crate::readers::Reader;
 use crate::rows::{seq_from, to_sql};
-use crate::state::patterns_of;
+use crate::state::{LEASED, patterns_of};
 
 struct Stored {
     id: i64,
@@ -15,12 +22,29 @@ struct Stored {
     ordered: bool,
     cursor: u64,
     active_at: i64,
+    patterns: Vec<Pattern>,
 }
 
+/// What a group has to do of each type, by type number.
+type Types = HashMap<i64, Lag>;
+
 pub(crate) fn groups(reader: &Reader, now: Timestamp) -> Result<Vec<GroupInfo>> {
+    let conn = &reader.conn;
+    let stored = stored(conn)?;
+    if stored.is_empty() {
+        return Ok(Vec::new());
+    }
+    let names = type_names(conn)?;
+    let beyond = beyond(conn, &stored, &names)?;
+    let groups = stored.iter().zip(beyond);
+    groups
+        .map(|(group, types)| info(conn, group, types, &names, now))
+        .collect()
+}
+
+fn stored(conn: &Connection) -> Result<Vec<Stored>> {
     let doing = |e| from_sqlite("reading the groups", e);
-    let stored: Vec<Stored> = reader
-        .conn
+    let mut stored: Vec<Stored> = conn
         .prepare_cached("SELECT id, name, ordered, cursor, active_at FROM groups ORDER BY name")
         .and_then(|mut s| {
             s.query_map([], |r| {
@@ -30,91 +54,260 @@ pub(crate) fn groups(reader: &Reader, now: Timestamp) -> Result<Vec<GroupInfo>> 
                     ordered: r.get(2)?,
                     cursor: seq_from(r.get(3)?),
                     active_at: r.get(4)?,
+                    patterns: Vec::new(),
                 })
             })?
             .collect()
         })
         .map_err(doing)?;
-    let head = head(reader)?;
-    stored
-        .into_iter()
-        .map(|group| info(&reader.conn, head, &group, now))
-        .collect()
+    for group in &mut stored {
+        group.patterns = patterns_of(conn, group.id)?;
+    }
+    Ok(stored)
 }
 
-fn info(conn: &Connection, head: u64, group: &Stored, now: Timestamp) -> Result<GroupInfo> {
-    let doing = |e| from_sqlite("reading a group", e);
-    let count = |sql: &str| -> Result<u64> {
-        conn.prepare_cached(sql)
-            .and_then(|mut s| s.query_row([group.id], |r| r.get(0)))
-            .map(seq_from)
-            .map_err(doing)
-    };
-    let claims: Vec<(i64, i64, i64, Option<Vec<u8>>)> = conn
-        .prepare_cached("SELECT lo, hi, owner, done FROM claims WHERE group_id = ?1 ORDER BY lo")
+fn type_names(conn: &Connection) -> Result<HashMap<i64, Arc<str>>> {
+    conn.prepare_cached("SELECT id, name FROM types")
         .and_then(|mut s| {
-            s.query_map([group.id], |r| {
+            let names = s.query_map([], |r| Ok((r.get(0)?, r.get::<_, String>(1)?.into())))?;
+            names.collect()
+        })
+        .map_err(|e| from_sqlite("reading the types", e))
+}
+
+/// What matches beyond the position of each group.
+///
+/// The positions cut the log into stretches; a group is behind by every stretch after its position. So
+/// each row is counted once, in its stretch, whatever the number of groups.
+fn beyond(
+    conn: &Connection,
+    groups: &[Stored],
+    names: &HashMap<i64, Arc<str>>,
+) -> Result<Vec<Types>> {
+    let mut cuts: Vec<u64> = groups.iter().map(|group| group.cursor).collect();
+    cuts.sort_unstable();
+    cuts.dedup();
+    let stretches = stretches(conn, &cuts)?;
+    let mut all = Vec::with_capacity(groups.len());
+    for group in groups {
+        let first = cuts.partition_point(|cut| *cut < group.cursor);
+        let mut types = Types::new();
+        for (type_id, lag) in stretches[first..].iter().flatten() {
+            types.entry(*type_id).or_default().add(lag);
+        }
+        types.retain(|type_id, _| {
+            let name = names.get(type_id);
+            name.is_some_and(|name| group.patterns.iter().any(|p| p.matches(name)))
+        });
+        leave_out_dropped(conn, group, &mut types)?;
+        all.push(types);
+    }
+    Ok(all)
+}
+
+/// How many events of each type lie after each cut and up to the next.
+fn stretches(conn: &Connection, cuts: &[u64]) -> Result<Vec<Types>> {
+    let doing = |e| from_sqlite("counting what waits", e);
+    let mut stretches = vec![Types::new(); cuts.len()];
+    let Some(first) = cuts.first() else {
+        return Ok(stretches);
+    };
+    let mut statement = conn
+        .prepare_cached("SELECT seq, type, received_at FROM log WHERE seq > ?1 ORDER BY seq")
+        .map_err(doing)?;
+    let mut rows = statement.query([to_sql(*first)]).map_err(doing)?;
+    let mut stretch = 0;
+    while let Some(row) = rows.next().map_err(doing)? {
+        let seq = seq_from(row.get(0).map_err(doing)?);
+        while cuts.get(stretch + 1).is_some_and(|next| seq > *next) {
+            stretch += 1;
+        }
+        let lag = stretches[stretch]
+            .entry(row.get(1).map_err(doing)?)
+            .or_default();
+        if lag.behind == 0 {
+            let received_at = row.get(2).map_err(doing)?;
+            lag.note_oldest(Timestamp::from_micros(received_at));
+        }
+        lag.behind += 1;
+    }
+    Ok(stretches)
+}
+
+/// Takes away what was dropped before the group reached it. The oldest of a type may be among it: then
+/// the first that was not is looked for.
+fn leave_out_dropped(conn: &Connection, group: &Stored, types: &mut Types) -> Result<()> {
+    let doing = |e| from_sqlite("reading the skips", e);
+    let dropped: HashMap<i64, u64> = conn
+        .prepare_cached(
+            "SELECT log.type, count(*) FROM skips JOIN log ON log.seq = skips.seq
+             WHERE skips.group_id = ?1 AND skips.seq > ?2 GROUP BY log.type",
+        )
+        .and_then(|mut s| {
+            let counts = s.query_map((group.id, to_sql(group.cursor)), |r| {
+                Ok((r.get(0)?, seq_from(r.get(1)?)))
+            })?;
+            counts.collect()
+        })
+        .map_err(doing)?;
+    for (type_id, count) in dropped {
+        let Some(lag) = types.get_mut(&type_id) else {
+            continue;
+        };
+        lag.behind = lag.behind.saturating_sub(count);
+        lag.oldest = None;
+        if lag.behind == 0 {
+            types.remove(&type_id);
+            continue;
+        }
+        let first: Option<i64> = conn
+            .prepare_cached(
+                "SELECT received_at FROM log WHERE seq > ?2 AND type = ?3
+                   AND NOT EXISTS (SELECT 1 FROM skips WHERE group_id = ?1 AND skips.seq = log.seq)
+                 ORDER BY seq LIMIT 1",
+            )
+            .and_then(|mut s| {
+                s.query_row((group.id, to_sql(group.cursor), type_id), |r| r.get(0))
+                    .optional()
+            })
+            .map_err(doing)?;
+        lag.oldest = first.map(Timestamp::from_micros);
+    }
+    Ok(())
+}
+
+fn info(
+    conn: &Connection,
+    group: &Stored,
+    mut types: Types,
+    names: &HashMap<i64, Arc<str>>,
+    now: Timestamp,
+) -> Result<GroupInfo> {
+    let mut oldest: HashMap<i64, u64> = HashMap::new();
+    count_rows(conn, group.id, &mut types, &mut oldest)?;
+    count_claims(conn, group.id, &mut types, &mut oldest)?;
+    note_oldest(conn, &mut types, &oldest)?;
+    let dead: Vec<(i64, i64)> = conn
+        .prepare_cached(
+            "SELECT type, count(*) FROM dead_letters
+             WHERE group_id = ?1 AND retried_at IS NULL GROUP BY type",
+        )
+        .and_then(|mut s| {
+            s.query_map([group.id], |r| Ok((r.get(0)?, r.get(1)?)))?
+                .collect()
+        })
+        .map_err(|e| from_sqlite("counting the dead letters", e))?;
+    for (type_id, count) in dead {
+        types.entry(type_id).or_default().dead_letters = seq_from(count);
+    }
+    let unknown: Arc<str> = "".into();
+    let mut by_name: BTreeMap<Arc<str>, Lag> = BTreeMap::new();
+    for (type_id, lag) in types {
+        let name = names.get(&type_id).unwrap_or(&unknown).clone();
+        by_name.entry(name).or_default().add(&lag);
+    }
+    let mut info = GroupInfo::new(group.name.parse()?, Timestamp::from_micros(group.active_at));
+    info.ordered = group.ordered;
+    let patterns = group.patterns.iter().map(|p| p.as_str().to_owned());
+    info.patterns = patterns.collect();
+    info.subscriptions = subscriptions(conn, group.id)?;
+    info.position = Cursor::seq(group.cursor);
+    Ok(info.with_types(by_name, now))
+}
+
+/// What is in rows of its own: leased, or waiting in one way or another.
+fn count_rows(
+    conn: &Connection,
+    group: i64,
+    types: &mut Types,
+    oldest: &mut HashMap<i64, u64>,
+) -> Result<()> {
+    let doing = |e| from_sqlite("counting the deliveries", e);
+    let rows: Vec<(i64, bool, i64, i64)> = conn
+        .prepare_cached(
+            "SELECT type, state = ?2, count(*), min(seq) FROM deliveries
+             WHERE group_id = ?1 GROUP BY 1, 2",
+        )
+        .and_then(|mut s| {
+            s.query_map((group, LEASED), |r| {
                 Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?))
             })?
             .collect()
         })
         .map_err(doing)?;
-    let (mut in_flight, mut waiting) = (0, 0);
-    let mut oldest = first_after(conn, group)?;
+    for (type_id, leased, count, first) in rows {
+        let lag = types.entry(type_id).or_default();
+        *(if leased {
+            &mut lag.in_flight
+        } else {
+            &mut lag.waiting
+        }) += seq_from(count);
+        earlier(oldest, type_id, seq_from(first));
+    }
+    Ok(())
+}
+
+/// What is open in claims. Those of an owner that died are nobody's: what is in them waits.
+fn count_claims(
+    conn: &Connection,
+    group: i64,
+    types: &mut Types,
+    oldest: &mut HashMap<i64, u64>,
+) -> Result<()> {
+    let doing = |e| from_sqlite("counting the claims", e);
+    let claims: Vec<(i64, i64, i64, Option<Vec<u8>>)> = conn
+        .prepare_cached("SELECT lo, hi, owner, done FROM claims WHERE group_id = ?1 ORDER BY lo")
+        .and_then(|mut s| {
+            s.query_map([group], |r| {
+                Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?))
+            })?
+            .collect()
+        })
+        .map_err(doing)?;
+    let mut types_between = conn
+        .prepare_cached("SELECT seq, type FROM log WHERE seq BETWEEN ?1 AND ?2 ORDER BY seq")
+        .map_err(doing)?;
     for (lo, hi, owner, done) in claims {
         let (lo, hi) = (seq_from(lo), seq_from(hi));
         let progress = Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default());
-        let open = progress.unfinished_count(hi);
-        *(if owner == 0 {
-            &mut waiting
-        } else {
-            &mut in_flight
-        }) += open;
-        if let Some((first, _)) = progress.unfinished(hi).next() {
-            oldest = Some(oldest.map_or(first, |known| known.min(first)));
+        for (first, last) in progress.unfinished(hi) {
+            let mut rows = types_between
+                .query((to_sql(first), to_sql(last)))
+                .map_err(doing)?;
+            while let Some(row) = rows.next().map_err(doing)? {
+                let type_id = row.get(1).map_err(doing)?;
+                let lag = types.entry(type_id).or_default();
+                *(if owner == 0 {
+                    &mut lag.waiting
+                } else {
+                    &mut lag.in_flight
+                }) += 1;
+                earlier(oldest, type_id, seq_from(row.get(0).map_err(doing)?));
+            }
         }
     }
-    in_flight += count("SELECT count(*) FROM deliveries WHERE group_id = ?1 AND state = 1")?;
-    waiting += count("SELECT count(*) FROM deliveries WHERE group_id = ?1 AND state <> 1")?;
-    let row: Option<i64> = conn
-        .prepare_cached("SELECT min(seq) FROM deliveries WHERE group_id = ?1")
-        .and_then(|mut s| s.query_row([group.id], |r| r.get(0)))
+    Ok(())
+}
+
+fn earlier(oldest: &mut HashMap<i64, u64>, type_id: i64, seq: u64) {
+    let known = oldest.entry(type_id).or_insert(seq);
+    *known = seq.min(*known);
+}
+
+/// When the oldest events in rows and claims were received.
+fn note_oldest(conn: &Connection, types: &mut Types, oldest: &HashMap<i64, u64>) -> Result<()> {
+    let doing = |e| from_sqlite("reading a group", e);
+    let mut statement = conn
+        .prepare_cached("SELECT received_at FROM log WHERE seq = ?1")
         .map_err(doing)?;
-    if let Some(row) = row.map(seq_from) {
-        oldest = Some(oldest.map_or(row, |known| known.min(row)));
+    for (type_id, seq) in oldest {
+        let found = statement.query_row([to_sql(*seq)], |r| r.get(0));
+        if let Some(received_at) = found.optional().map_err(doing)? {
+            let lag = types.entry(*type_id).or_default();
+            lag.note_oldest(Timestamp::from_micros(received_at));
+        }
     }
-    let oldest: Option<Timestamp> = match oldest {
-        None => None,
-        Some(seq) => conn
-            .prepare_cached("SELECT received_at FROM log WHERE seq = ?1")
-            .and_then(|mut s| s.query_row([to_sql(seq)], |r| r.get(0)).optional())
-            .map_err(doing)?
-            .map(Timestamp::from_micros),
-    };
-    let dropped: i64 = conn
-        .prepare_cached("SELECT count(*) FROM skips WHERE group_id = ?1 AND seq > ?2")
-        .and_then(|mut s| s.query_row((group.id, to_sql(group.cursor)), |r| r.get(0)))
-        .map_err(doing)?;
-    let dropped = seq_from(dropped);
-    Ok(GroupInfo {
-        name: group.name.parse()?,
-        ordered: group.ordered,
-        patterns: patterns_of(conn, group.id)?
-            .iter()
-            .map(|p| p.as_str().to_owned())
-            .collect(),
-        subscriptions: subscriptions(conn, group.id)?,
-        position: Cursor::seq(group.cursor),
-        behind: head.saturating_sub(group.cursor).saturating_sub(dropped),
-        in_flight,
-        waiting,
-        dead_letters: count(
-            "SELECT count(*) FROM dead_letters WHERE group_id = ?1 AND retried_at IS NULL",
-        )?,
-        oldest,
-        behind_for: oldest.map(|at| now.since(at)).unwrap_or_default(),
-        active_at: Timestamp::from_micros(group.active_at),
-    })
+    Ok(())
 }
 
 /// The subscriptions of a group, by name.
@@ -133,19 +326,4 @@ fn subscriptions(conn: &Connection, group: i64) -> Result<Vec<SubscriptionSpec>>
         Ok(SubscriptionSpec { name, pattern })
     });
     specs.collect()
-}
-
-/// The first event that a group has yet to reach and that was not dropped.
-fn first_after(conn: &Connection, group: &Stored) -> Result<Option<u64>> {
-    conn.prepare_cached(
-        "SELECT seq FROM log WHERE seq > ?2
-           AND NOT EXISTS (SELECT 1 FROM skips WHERE group_id = ?1 AND skips.seq = log.seq)
-         ORDER BY seq LIMIT 1",
-    )
-    .and_then(|mut s| {
-        s.query_row((group.id, to_sql(group.cursor)), |r| r.get::<_, i64>(0))
-            .optional()
-    })
-    .map(|seq| seq.map(seq_from))
-    .map_err(|e| from_sqlite("reading the log", e))
 }

@@ -258,8 +258,7 @@ impl Tally {
 /// The types that belong to a stream, with their numbers.
 fn matching_types(reader: &Reader, stream: &Pattern) -> Result<Vec<(i64, String)>> {
     let doing = |e| from_sqlite("reading the types", e);
-    let text = stream.as_str();
-    if !text.contains(['*', '>']) {
+    if let Some(text) = stream.exact() {
         return reader
             .conn
             .prepare_cached("SELECT id, name FROM types WHERE name = ?1")

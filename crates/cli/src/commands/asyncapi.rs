@@ -63,8 +63,12 @@ async fn engine(args: &Args, config: Option<&Config>) -> Outcome<Option<Engine>>
 }
 
 fn add_config(config: &Config, document: &mut Document) {
-    let limits = config.streams.by_stream.keys();
+    let declared = config.streams.is_declared();
+    // Names of declared streams are no types.
+    let is_type = |name: &&String| !declared || config.streams.named(name).is_none();
+    let limits = config.limits.by_stream.keys();
     let streams = limits.chain(config.backpressure.max_staleness.keys());
+    let streams = streams.filter(is_type);
     document.channels.extend(streams.map(|stream| Channel {
         event_type: stream.clone(),
         versions: Vec::new(),

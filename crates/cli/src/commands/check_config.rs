@@ -7,6 +7,7 @@ use everbus::config::Problems;
 use serde_json::json;
 
 use super::check::CheckArgs;
+use super::streams::{print_routing, shown};
 use crate::args::Args;
 use crate::output::{Output, counted, escaped};
 use crate::stop::{Outcome, Stop};
@@ -36,6 +37,7 @@ pub(crate) fn run(args: &Args, check: &CheckArgs, path: &Path, output: &mut Outp
 fn good(path: &Path, config: &Config, output: &mut Output) -> Outcome {
     let file = path.to_string_lossy();
     let warnings = warnings(config);
+    let streams = config.limits.over(&config.streams)?;
     if output.is_json() {
         let broker = config.broker.as_ref();
         let names: Vec<&str> = config.consumers.iter().map(|c| c.name.as_str()).collect();
@@ -44,6 +46,7 @@ fn good(path: &Path, config: &Config, output: &mut Output) -> Outcome {
             "file": file,
             "broker": broker.map(|b| json!({ "type": b.kind.as_str(), "url": b.url.to_string() })),
             "consumers": names,
+            "streams": streams.iter().map(|s| shown(s, None)).collect::<Vec<_>>(),
             "problems": [],
             "warnings": warnings,
         }));
@@ -53,6 +56,7 @@ fn good(path: &Path, config: &Config, output: &mut Output) -> Outcome {
         Some(broker) => format!("broker {}, {consumers}", escaped(&broker.url.to_string())),
         None => format!("no broker, {consumers}"),
     })?;
+    print_routing(&streams, output)?;
     for warning in &warnings {
         output.line(format!("warning: {}", escaped(warning)))?;
     }

@@ -1,7 +1,9 @@
 //! `everbus groups`: how far every group is, and the removal of one that nobody needs any more.
 
 use everbus::audit::{Action, Operator, audited};
-use everbus_core::{Cursor, Engine, GroupInfo, GroupName, Shard};
+use everbus_core::{
+    Clock as _, Cursor, Engine, GroupInfo, GroupName, Shard, StreamLag, SystemClock,
+};
 use serde_json::json;
 
 use super::existing_group;
@@ -15,7 +17,7 @@ use crate::when;
 pub(crate) async fn run(args: GroupsArgs, target: &Target, output: &mut Output) -> Outcome {
     let engine = target.open_existing().await?;
     let outcome = match args.command {
-        None => list(&engine, output).await,
+        None => list(&engine, args.streams, target, output).await,
         Some(GroupsCommand::Remove { name, yes }) => {
             let removed = remove(name, yes, &engine, target, output);
             target.patiently(removed).await
@@ -25,8 +27,14 @@ pub(crate) async fn run(args: GroupsArgs, target: &Target, output: &mut Output) 
     outcome
 }
 
-async fn list(engine: &Engine, output: &mut Output) -> Outcome {
+async fn list(engine: &Engine, by_stream: bool, target: &Target, output: &mut Output) -> Outcome {
+    let streams = target.streams()?;
+    let now = SystemClock.now();
     let groups = engine.broker.inspect().await?;
+    let groups: Vec<GroupInfo> = groups
+        .into_iter()
+        .map(|group| group.with_streams(&streams, now))
+        .collect();
     if output.is_json() {
         return output.json(&groups);
     }
@@ -46,6 +54,12 @@ async fn list(engine: &Engine, output: &mut Output) -> Outcome {
     ]);
     for group in &groups {
         table.row(row(group));
+        if by_stream || streams.is_declared() {
+            group
+                .streams
+                .iter()
+                .for_each(|of| table.row(stream_row(of)));
+        }
     }
     table.print(output)
 }
@@ -76,6 +90,24 @@ fn position(cursor: &Cursor) -> String {
         }
         Some(_) => escaped(&cursor.to_string()).into_owned(),
     }
+}
+
+/// A stream that the group above it reads.
+fn stream_row(of: &StreamLag) -> Vec<String> {
+    vec![
+        format!("  {}", escaped(&of.stream)),
+        String::new(),
+        String::new(),
+        grouped(of.lag.behind),
+        grouped(of.lag.in_flight),
+        grouped(of.lag.waiting),
+        grouped(of.lag.dead_letters),
+        match of.lag.oldest {
+            Some(_) => when::lasting(of.behind_for),
+            None => "-".to_owned(),
+        },
+        String::new(),
+    ]
 }
 
 async fn remove(

@@ -20,6 +20,7 @@ pub(crate) mod replay;
 mod replay_runs;
 pub(crate) mod restore;
 pub(crate) mod retention;
+mod streams;
 mod tail;
 
 use clap::CommandFactory as _;
@@ -61,6 +62,7 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         }
         Command::Dlq(command) => dlq::run(command, &target()?, output).await,
         Command::Groups(args) => until_interrupted(groups::run(args, &target()?, output)).await,
+        Command::Streams => until_interrupted(streams::run(&target()?, output)).await,
         Command::Replay(args) => replay::run(*args, &target()?, output).await,
         // The relay ends by itself on Ctrl-C, after what is under way.
         Command::Outbox(command) => outbox::run(command, &target()?, output).await,

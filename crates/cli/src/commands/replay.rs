@@ -41,7 +41,8 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "TIME", value_parser = when::parse, allow_hyphen_values = true)]
     until: Option<Timestamp>,
 
-    /// Events of this stream: orders:order-placed, orders.order.placed, orders
+    /// Events of this stream, as --config declares it; without declared streams a type or a domain:
+    /// orders:order-placed, orders.order.placed, orders
     #[arg(long, value_name = "NAME")]
     stream: Option<String>,
 

@@ -9,7 +9,7 @@ use everbus::audit::{Action, Operator, audited};
 use everbus::overflow::{Collect, Collected};
 use everbus_core::{
     Clock as _, Code, Engine, Error, Held, Holdings, Maintenance, Pattern, Pruned, Retention,
-    StreamAge, SystemClock, Timestamp,
+    StreamAge, Streams, SystemClock, Timestamp,
 };
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
@@ -65,10 +65,10 @@ pub(crate) struct PolicyArgs {
     #[arg(long, value_name = "N")]
     max_len: Option<u64>,
 
-    /// An age for the events of some types, stronger than --max-age; may be given several times, and
-    /// the first that matches counts
-    #[arg(long = "stream", value_name = "PATTERN=AGE", value_parser = parse_stream)]
-    streams: Vec<StreamAge>,
+    /// An age for the events of a declared stream or of some types, stronger than --max-age; may be given
+    /// several times, and the first that matches counts
+    #[arg(long = "stream", value_name = "STREAM|PATTERN=AGE", value_parser = parse_stream)]
+    streams: Vec<(String, Age)>,
 
     /// Remove payload stages older than this
     #[arg(long, value_name = "AGE", value_parser = parse_age, allow_hyphen_values = true)]
@@ -108,22 +108,40 @@ pub(crate) fn parse_age(text: &str) -> Result<Age, String> {
     when::parse_length(text).map(|age| Age(Some(age)))
 }
 
-fn parse_stream(text: &str) -> Result<StreamAge, String> {
+fn parse_stream(text: &str) -> Result<(String, Age), String> {
     let wrong = || format!("{text:?} is not a pattern and an age, such as 'media.>=7d'");
     let (types, age) = text.rsplit_once('=').ok_or_else(wrong)?;
+    Pattern::new(types).map_err(|e| e.to_string())?;
+    Ok((types.to_owned(), parse_age(age)?))
+}
+
+/// The age of a declared stream, or of the types that match a pattern.
+fn stream_age(streams: &Streams, name: &str, age: Age) -> Outcome<StreamAge> {
+    let stream = streams.named(name).filter(|_| streams.is_declared());
+    let types = stream.map_or_else(|| Pattern::new(name), |stream| Ok(stream.types().clone()))?;
+    streams.reaches(&types)?;
     Ok(StreamAge {
-        types: Pattern::new(types).map_err(|e| e.to_string())?,
-        max_age: parse_age(age)?.0,
+        types,
+        max_age: age.0,
     })
 }
 
 impl PolicyArgs {
     /// What is in force: the options over the preset, or over the configuration, or over the standard.
     fn resolve(&self, config: Option<PathBuf>) -> Outcome<(Retention, String)> {
+        let config = match config {
+            Some(path) => Some((Config::load(&path)?, path.display().to_string())),
+            None => None,
+        };
+        let streams = config.as_ref().map(|(config, _)| config.streams.clone());
+        let streams = streams.unwrap_or_default();
         let (mut retention, from) = match (self.preset, config) {
             (Some(preset), _) => (preset.ages(), format!("the preset {}", preset.name())),
-            (None, Some(path)) => match Config::load(&path)?.retention {
-                Some(retention) => (retention, path.display().to_string()),
+            (None, Some((config, path))) => match config.retention {
+                Some(retention) => (retention.with_streams(&streams), path),
+                None if streams.is_declared() => {
+                    (Retention::standard().with_streams(&streams), path)
+                }
                 None => standard(),
             },
             (None, None) => standard(),
@@ -139,8 +157,12 @@ impl PolicyArgs {
         over(&mut retention.audit, self.audit);
         over(&mut retention.outbox, self.outbox);
         retention.max_len = self.max_len.or(retention.max_len);
-        let streams = std::mem::take(&mut retention.streams);
-        retention.streams = self.streams.iter().cloned().chain(streams).collect();
+        let mut ages = Vec::with_capacity(self.streams.len());
+        for (name, age) in &self.streams {
+            ages.push(stream_age(&streams, name, *age)?);
+        }
+        ages.append(&mut retention.streams);
+        retention.streams = ages;
         retention.validate()?;
         Ok((retention, from))
     }

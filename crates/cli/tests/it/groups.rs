@@ -1,6 +1,8 @@
 //! `everbus groups`.
 
-use crate::support::Shop;
+use everbus::Bus;
+
+use crate::support::{Shop, on_runtime};
 
 // conformance: issue-2/cli-groups: position, backlog, waiting and dead letters of every group are shown
 #[test]
@@ -20,6 +22,52 @@ fn every_group_is_shown_with_what_it_owes() {
         text.contains("DEAD LETTERS") && text.contains("order.*"),
         "{text}"
     );
+}
+
+// conformance: contract/lag-cli: groups shows the lag of each stream, as JSON always, as text where streams are declared or asked for
+#[test]
+fn the_lag_of_each_stream_is_shown() {
+    let shop = Shop::new();
+    std::fs::write(shop.path("everbus.yaml"), "streams: {preset: omni}\n").unwrap();
+    let url = format!("sqlite:{}", shop.db().display());
+    on_runtime(async {
+        let bus = Bus::open(&url).await.unwrap();
+        for pattern in ["message.received", "media.*"] {
+            let subscribe = bus.subscribe(pattern).group("g");
+            subscribe.handler(|_| async { Ok(()) }).await.unwrap();
+        }
+        for event_type in ["message.sent", "message.received", "message.received"] {
+            bus.publish((event_type, 1)).await.unwrap();
+        }
+        let groups = bus.groups().await.unwrap();
+        assert_eq!((groups[0].behind, groups[0].streams.len()), (2, 1));
+        bus.shutdown().await.unwrap();
+    });
+    let groups = shop
+        .run(&["--config", "everbus.yaml", "-o", "json", "groups"])
+        .json();
+    assert_eq!(groups[0]["behind"], 2);
+    let streams = groups[0]["streams"].as_array().unwrap();
+    assert_eq!(streams.len(), 2, "{streams:?}");
+    assert_eq!(
+        (&streams[0]["stream"], &streams[0]["behind"]),
+        (&"MESSAGES".into(), &2.into())
+    );
+    assert!(streams[0]["behind_ms"].is_u64() && streams[0]["oldest"].is_string());
+    assert_eq!(
+        (&streams[1]["stream"], &streams[1]["behind_ms"]),
+        (&"MEDIA".into(), &0.into())
+    );
+    for field in ["in_flight", "waiting", "dead_letters"] {
+        assert_eq!(streams[0][field], 0, "{field}");
+    }
+    let text = shop.run(&["--config", "everbus.yaml", "groups"]).ok();
+    assert!(
+        text.contains("  MESSAGES") && text.contains("  MEDIA"),
+        "{text}"
+    );
+    assert!(!shop.run(&["groups"]).ok().contains("  events"));
+    assert!(shop.run(&["groups", "--streams"]).ok().contains("  events"));
 }
 
 // conformance: issue-2/cli-groups: a group is removed only when that is confirmed

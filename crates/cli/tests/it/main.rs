@@ -23,5 +23,6 @@ mod publish;
 mod recovery;
 mod replay;
 mod retention;
+mod streams;
 mod support;
 mod tail;

@@ -1,157 +1,21 @@
-//! How full a stream may be and what happens when it is: settings, their defaults, what is refused.
+//! The limits of streams: which there are, and what is refused.
 
 use std::collections::BTreeMap;
-use std::fmt;
-use std::str::FromStr;
-use std::time::Duration;
 
-use everbus_core::{Code, Error, Result};
-use serde::Serialize;
+use everbus_core::{Code, Error, Pattern, Result, Stream, StreamLimit, Streams};
 
 use crate::streams::canonical;
 
-/// How long a publish waits for room or for its turn, unless set.
-pub(super) const DEFAULT_WAIT: Duration = Duration::from_secs(5);
-/// Longer waits are a mistake of units.
-const LONGEST_WAIT: Duration = Duration::from_secs(366 * 24 * 3600);
-
-/// What a publish into a full stream does.
+/// The limits of streams, by name.
 ///
-/// It is written `wait`, `reject` or `drop_oldest`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum OnFull {
-    /// Waits for room, [`StreamLimit::wait`] at most, then fails with
-    /// [`Code::Backpressure`](everbus_core::Code::Backpressure).
-    #[default]
-    Wait,
-    /// Fails with [`Code::Backpressure`](everbus_core::Code::Backpressure) at once.
-    Reject,
-    /// Makes room: the oldest events of the stream that wait are skipped in every group, and the skips
-    /// are recorded. What is being handled is left alone.
-    ///
-    /// A stream of 128 events or more gets room for a 128th of its length at once, so that a full one
-    /// need not be trimmed at every publish.
-    DropOldest,
-}
-
-impl OnFull {
-    /// The name, as it is written in configuration.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Wait => "wait",
-            Self::Reject => "reject",
-            Self::DropOldest => "drop_oldest",
-        }
-    }
-}
-
-impl fmt::Display for OnFull {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-impl FromStr for OnFull {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "wait" => Ok(Self::Wait),
-            "reject" => Ok(Self::Reject),
-            "drop_oldest" => Ok(Self::DropOldest),
-            _ => Err(Error::new(
-                Code::InvalidSetting,
-                format!("{text:?} is nothing to do when a stream is full"),
-            )
-            .hint("it is wait, reject or drop_oldest")),
-        }
-    }
-}
-
-/// How many events of one type may wait for the group that is furthest behind.
-///
-/// ```
-/// use everbus::{OnFull, StreamLimit};
-/// let limit = StreamLimit::new(10_000).on_full(OnFull::DropOldest);
-/// assert!(limit.validate().is_ok());
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct StreamLimit {
-    /// At most this many events are owed.
-    pub max_len: u64,
-    /// What a publish does when there is no room.
-    pub on_full: OnFull,
-    /// How long a publish waits for room at most (5 s), with [`OnFull::Wait`].
-    pub wait: Duration,
-}
-
-impl StreamLimit {
-    /// A limit at which publishers wait 5 s for room.
-    pub fn new(max_len: u64) -> Self {
-        Self {
-            max_len,
-            on_full: OnFull::default(),
-            wait: DEFAULT_WAIT,
-        }
-    }
-
-    /// What a publish does when there is no room.
-    #[must_use]
-    pub fn on_full(mut self, on_full: OnFull) -> Self {
-        self.on_full = on_full;
-        self
-    }
-
-    /// How long a publish waits for room at most.
-    #[must_use]
-    pub fn wait(mut self, wait: Duration) -> Self {
-        self.wait = wait;
-        self
-    }
-
-    /// Refuses limits that make no sense.
-    pub fn validate(&self) -> Result<()> {
-        if self.max_len == 0 {
-            return Err(Error::new(
-                Code::InvalidSetting,
-                "a stream with a max_len of 0 takes no events",
-            )
-            .hint("leave max_len out for a stream without a limit"));
-        }
-        if self.wait.is_zero() && self.on_full == OnFull::Wait {
-            return Err(
-                Error::new(Code::InvalidSetting, "the wait for room is zero")
-                    .hint("5 s is the default; to fail at once say on_full: reject"),
-            );
-        }
-        check_wait("the wait for room", self.wait)
-    }
-}
-
-/// Refuses waits of more than a year.
-pub(super) fn check_wait(what: &str, wait: Duration) -> Result<()> {
-    if wait > LONGEST_WAIT {
-        return Err(Error::new(
-            Code::InvalidSetting,
-            format!("{what} is longer than a year: {wait:?}"),
-        )
-        .hint("check the unit"));
-    }
-    Ok(())
-}
-
-/// The limits of all streams. A stream is named by an exact event type.
-///
-/// The system's own events (`system.…`) are never limited.
+/// The names are those of declared streams. Without declared streams each event type is limited by
+/// itself, and named by the type. The system's own events (`system.…`) are never limited.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Limits {
-    /// For each event type without a limit of its own, by itself; `None` if such types have none.
+    /// For each stream without a limit of its own, by itself; `None` if such streams have none.
     pub default: Option<StreamLimit>,
-    /// By event type.
+    /// By name.
     pub by_stream: BTreeMap<String, StreamLimit>,
 }
 
@@ -161,17 +25,17 @@ impl Limits {
         Self::default()
     }
 
-    /// For each event type without a limit of its own.
+    /// For each stream without a limit of its own.
     #[must_use]
     pub fn default_limit(mut self, limit: StreamLimit) -> Self {
         self.default = Some(limit);
         self
     }
 
-    /// For one event type.
+    /// For one stream.
     #[must_use]
-    pub fn stream(mut self, event_type: impl Into<String>, limit: StreamLimit) -> Self {
-        self.by_stream.insert(event_type.into(), limit);
+    pub fn stream(mut self, name: impl Into<String>, limit: StreamLimit) -> Self {
+        self.by_stream.insert(name.into(), limit);
         self
     }
 
@@ -186,8 +50,8 @@ impl Limits {
             };
             if name.is_empty() || name.contains(['*', '>']) {
                 return Err(bad(
-                    "a limit is for one event type",
-                    "name the type in full, for example orders.order.placed",
+                    "a limit is for one stream",
+                    "name a declared stream, or without any an event type: orders.order.placed",
                 ));
             }
             if is_system(name) {
@@ -203,7 +67,31 @@ impl Limits {
         Ok(())
     }
 
-    /// The limit of an event type, if it has one.
+    /// Gives declared streams these limits over their own. Refuses names that none of them has.
+    /// Without declared streams the limits stay by type, and the table is as it was.
+    pub fn over(&self, streams: &Streams) -> Result<Streams> {
+        let mut limited = streams.clone();
+        if !streams.is_declared() {
+            return Ok(limited);
+        }
+        for (name, limit) in &self.by_stream {
+            limited = limited.with(name, |stream| stream.limit(*limit))?;
+        }
+        let Some(default) = self.default else {
+            return Ok(limited);
+        };
+        let system = Pattern::new("system.>")?;
+        let unlimited =
+            |stream: &&Stream| stream.limit.is_none() && stream.types().overlap(&system).is_none();
+        for stream in streams.iter().filter(unlimited) {
+            if self.by_stream.keys().all(|name| !stream.is_named(name)) {
+                limited = limited.with(&stream.name, |stream| stream.limit(default))?;
+            }
+        }
+        Ok(limited)
+    }
+
+    /// The limit of an event type without declared streams, if it has one.
     pub(super) fn of(&self, event_type: &str) -> Option<&StreamLimit> {
         if is_system(event_type) {
             return None;
@@ -229,26 +117,6 @@ pub(super) fn is_system(event_type: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    // conformance: issue-3/backpressure-modes: on_full is wait, reject or drop_oldest; wait 5 s by default
-    #[test]
-    fn what_to_do_when_full_is_read_and_written_in_the_words_of_the_configuration() {
-        for (mode, text) in [
-            (OnFull::Wait, "wait"),
-            (OnFull::Reject, "reject"),
-            (OnFull::DropOldest, "drop_oldest"),
-        ] {
-            assert_eq!(mode.to_string(), text);
-            assert_eq!(text.parse::<OnFull>().unwrap(), mode);
-            assert_eq!(serde_json::to_value(mode).unwrap(), text);
-        }
-        let e = "block".parse::<OnFull>().unwrap_err();
-        assert_eq!(e.code(), Code::InvalidSetting);
-        assert!(e.hint_text().unwrap().contains("drop_oldest"));
-        let limit = StreamLimit::new(7);
-        assert_eq!(limit.on_full, OnFull::Wait);
-        assert_eq!((limit.max_len, limit.wait), (7, Duration::from_secs(5)));
-    }
 
     // conformance: issue-3/backpressure-settings: a limit that makes no sense is refused
     #[test]

@@ -15,11 +15,11 @@ mod tests;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use everbus_core::{Code, Depth, Error, Event, Result};
+use everbus_core::{Code, Depth, Error, Event, Pattern, Result, StreamLimit, Streams as Table};
 use tokio::time::Instant;
 
+pub use limits::Limits;
 use limits::is_system;
-pub use limits::{Limits, OnFull, StreamLimit};
 pub use rate::PublishRate;
 use rate::Turns;
 use streams::{Reservation, Stream, Streams};
@@ -30,21 +30,35 @@ pub(crate) struct Admission {
     /// Whether there is anything to keep.
     limited: bool,
     rate: Option<Turns>,
+    /// By type, where no streams are declared.
     limits: Limits,
+    /// The declared streams with their limits.
+    table: Table,
     streams: Streams,
 }
 
+/// What a publish wants of one stream.
+struct Demand<'a> {
+    /// What is in the stream; the one type of its name unless it is declared.
+    types: Option<&'a Pattern>,
+    limit: &'a StreamLimit,
+    events: u64,
+}
+
 impl Admission {
-    /// Refuses limits that make no sense.
-    pub(crate) fn new(limits: Limits, rate: Option<PublishRate>) -> Result<Self> {
+    /// Refuses limits that make no sense. `table` has its limits already.
+    pub(crate) fn new(limits: Limits, rate: Option<PublishRate>, table: Table) -> Result<Self> {
         limits.validate()?;
         if let Some(rate) = &rate {
             rate.validate()?;
         }
         Ok(Self {
-            limited: rate.is_some() || !limits.is_empty(),
+            limited: rate.is_some()
+                || !limits.is_empty()
+                || table.iter().any(|stream| stream.limit.is_some()),
             rate: rate.map(Turns::new),
             limits,
+            table,
             streams: Streams::default(),
         })
     }
@@ -73,36 +87,50 @@ impl Admission {
             }
         }
         // In the order of their names: two publishers never wait for each other's room.
-        for (event_type, (limit, count)) in demand {
-            let stream = self.streams.of(event_type, limit)?;
+        for (name, wanted) in demand {
+            let stream = self.streams.of(name, wanted.types, wanted.limit)?;
             let (reservation, dropped) = match depth {
-                Some(depth) => stream.reserve(depth, count, start).await?,
+                Some(depth) => stream.reserve(depth, wanted.events, start).await?,
                 None => return Err(stream.cannot(cannot_count())),
             };
             admitted.held.push(reservation);
             if dropped > 0 {
-                admitted.dropped.push((event_type.clone(), dropped));
+                admitted.dropped.push((name.clone(), dropped));
             }
         }
         admitted.held.iter_mut().for_each(Reservation::begin);
         Ok(admitted)
     }
 
-    /// How many events of each limited type there are.
-    fn demand<'a>(
-        &'a self,
-        events: &'a [Event],
-    ) -> Result<BTreeMap<&'a Arc<str>, (&'a StreamLimit, u64)>> {
-        let mut demand = BTreeMap::new();
+    /// How many events of each limited stream there are, by its name.
+    fn demand<'a>(&'a self, events: &'a [Event]) -> Result<BTreeMap<&'a Arc<str>, Demand<'a>>> {
+        let mut demand: BTreeMap<&Arc<str>, Demand<'_>> = BTreeMap::new();
         for event in events {
-            if let Some(limit) = self.limits.of(event.event_type()) {
-                demand.entry(event.type_arc()).or_insert((limit, 0)).1 += 1;
+            if let Some((name, types, limit)) = self.limit_of(event) {
+                let wanted = demand.entry(name).or_insert(Demand {
+                    types,
+                    limit,
+                    events: 0,
+                });
+                wanted.events += 1;
             }
         }
-        for (event_type, (limit, count)) in &demand {
-            Stream::check(event_type, limit, *count)?;
+        for (name, wanted) in &demand {
+            Stream::check(name, wanted.limit, wanted.events)?;
         }
         Ok(demand)
+    }
+
+    fn limit_of<'a>(
+        &'a self,
+        event: &'a Event,
+    ) -> Option<(&'a Arc<str>, Option<&'a Pattern>, &'a StreamLimit)> {
+        if self.table.is_declared() {
+            let stream = self.table.of(event.event_type())?;
+            return Some((&stream.name, Some(stream.types()), stream.limit.as_ref()?));
+        }
+        let limit = self.limits.of(event.event_type())?;
+        Some((event.type_arc(), None, limit))
     }
 }
 
@@ -122,7 +150,7 @@ pub(crate) struct Admitted {
 }
 
 impl Admitted {
-    /// How many old events of which types were dropped to make room.
+    /// How many old events of which streams were dropped to make room.
     pub(crate) fn dropped(&self) -> &[(Arc<str>, u64)] {
         &self.dropped
     }

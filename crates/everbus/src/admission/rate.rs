@@ -6,7 +6,7 @@ use everbus_core::{Code, Error, Result};
 use tokio::sync::Mutex;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::limits::{DEFAULT_WAIT, check_wait};
+use everbus_core::stream::{DEFAULT_WAIT, check_wait};
 
 /// How many events a bus may publish in a second.
 ///

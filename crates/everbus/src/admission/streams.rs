@@ -1,6 +1,6 @@
 //! How full each limited stream is, without asking the engine at every publish.
 //!
-//! For each type an upper bound is kept: the last count, and what this bus has admitted since. While
+//! For each stream an upper bound is kept: the last count, and what this bus has admitted since. While
 //! the bound leaves room, a publish costs no question. The engine is asked when the bound leaves none,
 //! while somebody waits for room, and once a second while there are publishes, since other processes
 //! publish too.
@@ -14,10 +14,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use everbus_core::{Code, Depth, Error, Pattern, Result};
+use everbus_core::stream::DEFAULT_WAIT;
+use everbus_core::{Code, Depth, Error, OnFull, Pattern, Result, StreamLimit};
 use tokio::time::{Instant, sleep_until, timeout_at};
-
-use super::limits::{DEFAULT_WAIT, OnFull, StreamLimit};
 
 /// So long a count is believed while other processes may publish.
 const FRESH: Duration = Duration::from_secs(1);
@@ -28,7 +27,7 @@ const FRESH_PER_COST: u32 = 20;
 const FRESH_AT_MOST: Duration = Duration::from_secs(30);
 /// The first and the longest pause between two counts while somebody waits for room.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(50));
-/// At most so many types are remembered.
+/// At most so many streams are remembered.
 pub(super) const MOST_TRACKED: usize = 10_000;
 /// This part of a stream is freed at once when its oldest events are dropped.
 const DROP_PART: u64 = 128;
@@ -39,51 +38,59 @@ pub(super) struct Streams(Mutex<Tracked>);
 
 #[derive(Debug, Default)]
 struct Tracked {
-    by_type: HashMap<Arc<str>, Arc<Stream>>,
+    by_name: HashMap<Arc<str>, Arc<Stream>>,
     swept_at: Option<Instant>,
 }
 
 impl Streams {
-    /// The stream of a type. When too many are known, those that nobody uses are forgotten: all that
-    /// is lost is a count. A type that finds no place even so is counted at every publish.
-    pub(super) fn of(&self, event_type: &Arc<str>, limit: &StreamLimit) -> Result<Arc<Stream>> {
+    /// The stream of a name; `types` are what is in it, the one type of that name unless given. When too
+    /// many are known, those that nobody uses are forgotten: all that is lost is a count. A stream that
+    /// finds no place even so is counted at every publish.
+    pub(super) fn of(
+        &self,
+        name: &Arc<str>,
+        types: Option<&Pattern>,
+        limit: &StreamLimit,
+    ) -> Result<Arc<Stream>> {
         let mut tracked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(stream) = tracked.by_type.get(event_type) {
+        if let Some(stream) = tracked.by_name.get(name) {
             return Ok(stream.clone());
         }
-        let stream = Arc::new(Stream::new(event_type, *limit)?);
+        let types = types.map_or_else(|| Pattern::new(name), |types| Ok(types.clone()))?;
+        let stream = Arc::new(Stream::new(name.clone(), types, *limit));
         if tracked.has_place(Instant::now()) {
-            tracked.by_type.insert(event_type.clone(), stream.clone());
+            tracked.by_name.insert(name.clone(), stream.clone());
         }
         Ok(stream)
     }
 
     #[cfg(test)]
     pub(super) fn tracked(&self) -> usize {
-        self.0.lock().unwrap().by_type.len()
+        self.0.lock().unwrap().by_name.len()
     }
 }
 
 impl Tracked {
     fn has_place(&mut self, now: Instant) -> bool {
-        if self.by_type.len() < MOST_TRACKED {
+        if self.by_name.len() < MOST_TRACKED {
             return true;
         }
         // A sweep that found nothing to forget is not repeated at every publish.
         if self.swept_at.is_none_or(|at| now - at >= FRESH) {
             self.swept_at = Some(now);
             // Under the lock of the map nobody can begin to use a stream that nobody else holds.
-            self.by_type
+            self.by_name
                 .retain(|_, stream| Arc::strong_count(stream) > 1 || !stream.lock().is_stale(now));
         }
-        self.by_type.len() < MOST_TRACKED
+        self.by_name.len() < MOST_TRACKED
     }
 }
 
 /// One stream with a limit.
 #[derive(Debug)]
 pub(super) struct Stream {
-    pattern: Pattern,
+    name: Arc<str>,
+    types: Pattern,
     limit: StreamLimit,
     room: Mutex<Room>,
     /// Who holds it asks the engine, and waits for room if there is none; the others queue behind in
@@ -131,13 +138,14 @@ enum Found {
 }
 
 impl Stream {
-    fn new(event_type: &str, limit: StreamLimit) -> Result<Self> {
-        Ok(Self {
-            pattern: Pattern::new(event_type)?,
+    fn new(name: Arc<str>, types: Pattern, limit: StreamLimit) -> Self {
+        Self {
+            name,
+            types,
             limit,
             room: Mutex::default(),
             turn: tokio::sync::Mutex::new(()),
-        })
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Room> {
@@ -231,7 +239,7 @@ impl Stream {
             (room.asked, room.finished)
         };
         let depth = engine
-            .depth(self.pattern.clone(), self.limit.max_len)
+            .depth(self.types.clone(), self.limit.max_len)
             .await
             .map_err(|e| self.cannot(e))?;
         let cost = asked_at.elapsed();
@@ -258,7 +266,7 @@ impl Stream {
             (self.limit.max_len.saturating_sub(taken), room.finished)
         };
         let dropped = engine
-            .drop_oldest(self.pattern.clone(), keep)
+            .drop_oldest(self.types.clone(), keep)
             .await
             .map_err(|e| self.cannot(e))?;
         let mut room = self.lock();
@@ -268,7 +276,7 @@ impl Stream {
     }
 
     /// Refuses a batch that would not fit an empty stream.
-    pub(super) fn check(event_type: &str, limit: &StreamLimit, events: u64) -> Result<()> {
+    pub(super) fn check(name: &str, limit: &StreamLimit, events: u64) -> Result<()> {
         let max_len = limit.max_len;
         if events <= max_len {
             return Ok(());
@@ -276,7 +284,7 @@ impl Stream {
         Err(Error::new(
             Code::Backpressure,
             format!(
-                "a batch of {events} events can never fit the stream {event_type}: \
+                "a batch of {events} events can never fit the stream {name}: \
                  its max_len is {max_len}"
             ),
         )
@@ -300,7 +308,7 @@ impl Stream {
             format!(
                 "the stream {} is full: {max_len} of its events are owed to a group \
                  (max_len {max_len}){waited}",
-                self.pattern
+                self.name
             ),
         )
         .hint(
@@ -314,7 +322,7 @@ impl Stream {
             Code::Backpressure,
             format!(
                 "how full the stream {} is could not be counted within {DEFAULT_WAIT:?} (max_len {})",
-                self.pattern, self.limit.max_len
+                self.name, self.limit.max_len
             ),
         )
         .hint("the engine is overloaded: publish more slowly and look at its disk")
@@ -333,7 +341,7 @@ impl Stream {
             format!(
                 "the stream {} has max_len {max_len} with on_full {on_full}, which this engine cannot \
                  keep: {}",
-                self.pattern,
+                self.name,
                 e.message()
             ),
         )

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use everbus_core::{Code, Error};
+use everbus_core::{Code, Error, OnFull};
 use tokio::task::JoinSet;
 
 use super::fake::Engine;
@@ -24,7 +24,7 @@ struct Publisher {
 fn publisher(limits: Limits, rate: Option<PublishRate>) -> Publisher {
     Publisher {
         engine: Arc::default(),
-        admission: Arc::new(Admission::new(limits, rate).unwrap()),
+        admission: Arc::new(Admission::new(limits, rate, Table::default()).unwrap()),
     }
 }
 
@@ -75,9 +75,10 @@ async fn without_limits_nothing_is_asked_and_nothing_waits() {
 #[test]
 fn settings_that_make_no_sense_are_refused_at_the_start() {
     let zero = Limits::new().default_limit(StreamLimit::new(0));
-    let e = Admission::new(zero, None).unwrap_err();
+    let e = Admission::new(zero, None, Table::default()).unwrap_err();
     assert_eq!(e.code(), Code::InvalidSetting);
-    let e = Admission::new(Limits::new(), Some(PublishRate::new(0.0))).unwrap_err();
+    let e =
+        Admission::new(Limits::new(), Some(PublishRate::new(0.0)), Table::default()).unwrap_err();
     assert_eq!(e.code(), Code::InvalidSetting);
 }
 

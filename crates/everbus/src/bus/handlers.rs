@@ -5,6 +5,7 @@ use tokio::runtime::Handle;
 
 use super::Bus;
 use crate::audit::{Action, audited};
+use crate::lag;
 use crate::router::{Resolved, Router};
 use crate::shutdown;
 use crate::subscribe::{Subscribe, SubscriptionId};
@@ -41,9 +42,10 @@ impl Bus {
         shared.unless_ending(registry.unsubscribe(shared, id)).await
     }
 
-    /// How every group of the engine stands, those of other processes included.
+    /// How every group of the engine stands, those of other processes included, and how far it is behind in
+    /// each stream. The gauges of the lag are set by it as well.
     pub async fn groups(&self) -> Result<Vec<GroupInfo>> {
-        self.inner.shared.engine.broker.inspect().await
+        lag::look(&self.inner.shared).await
     }
 
     /// Deletes a group with its position, what it owes and its dead letters. Refused while this bus

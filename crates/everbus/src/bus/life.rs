@@ -9,7 +9,7 @@ use tokio::sync::watch;
 
 use super::{Bus, Inner};
 use crate::shutdown::{self, Shutdown};
-use crate::{overflow, retention};
+use crate::{lag, overflow, retention};
 
 /// Nothing, until the shutdown is over.
 pub(super) type Ending = Option<Result<Shutdown>>;
@@ -32,10 +32,11 @@ impl Bus {
         if let Some(background) = &shared.engine.background {
             registry.keep(tokio::spawn(background.run()));
         }
-        if let Some(retention) = shared.options.retention.clone() {
+        if let Some(retention) = shared.options.retention_in_force() {
             let pruning = retention::prune_daily(shared.clone(), retention);
             registry.keep(tokio::spawn(pruning));
         }
+        registry.keep(tokio::spawn(lag::show(shared.clone())));
         Ok(())
     }
 

@@ -13,7 +13,7 @@ mod shared;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
-use everbus_core::{Capabilities, Clock, Engine, Error, GroupName, Result};
+use everbus_core::{Capabilities, Clock, Engine, Error, GroupName, Result, Streams};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
@@ -83,6 +83,11 @@ impl Bus {
     /// What the engine really offers.
     pub fn capabilities(&self) -> Capabilities {
         self.inner.shared.engine.broker.capabilities()
+    }
+
+    /// Which event types are in which stream, with the limits in force.
+    pub fn streams(&self) -> &Streams {
+        &self.inner.shared.options.streams
     }
 
     /// The engine.

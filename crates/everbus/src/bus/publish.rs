@@ -125,7 +125,7 @@ impl Bus {
 }
 
 impl Shared {
-    /// Whether an event may be stored: its size, and its schema where there is one. A payload that was
+    /// Whether an event may be stored: its stream, its size, and its schema where there is one. A payload that was
     /// just serialised from the very type the schema comes from is not checked again.
     pub(crate) fn check_event(&self, event: &Event, rust_type: Option<&str>) -> Result<()> {
         let objects = self.objects.as_ref().filter(|objects| objects.moves());
@@ -139,6 +139,7 @@ impl Shared {
     }
 
     fn check_within(&self, most: usize, event: &Event, rust_type: Option<&str>) -> Result<()> {
+        self.check_stream(event)?;
         let limit = self.options.max_payload.unwrap_or(most);
         let bytes = event.payload().len();
         if bytes > limit {
@@ -157,6 +158,15 @@ impl Shared {
         }
         if self.validates.load(Ordering::Acquire) {
             self.schemas().check_published(event, rust_type)?;
+        }
+        Ok(())
+    }
+
+    /// Whether a stream covers the type of an event.
+    pub(crate) fn check_stream(&self, event: &Event) -> Result<()> {
+        let streams = &self.options.streams;
+        if streams.is_declared() {
+            streams.route(event.event_type())?;
         }
         Ok(())
     }

@@ -50,8 +50,11 @@ const CLOSED: u8 = 2;
 impl Shared {
     pub(super) fn new(engine: Engine, options: BusOptions) -> Result<Self> {
         options.validate()?;
+        let mut options = options;
+        options.streams = options.limits.over(&options.streams)?;
+        let (limits, streams) = (options.limits.clone(), options.streams.clone());
         Ok(Self {
-            admission: Admission::new(options.limits.clone(), options.publish_rate)?,
+            admission: Admission::new(limits, options.publish_rate, streams)?,
             objects: Objects::open(&engine, &options.overflow)?,
             engine,
             options,

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use everbus_core::{GroupName, Pattern, RetryPolicy, StartFrom};
+use everbus_core::{Code, GroupName, Pattern, RetryPolicy, StartFrom, Streams};
 
 use super::problems::quoted;
 use super::section::{Field, Reader, Section};
@@ -48,7 +48,8 @@ pub struct Consumer {
     pub name: String,
     /// The stream as it is written in the file.
     pub stream: String,
-    /// The event types it wants: the canonical name of the stream, which may have wildcards.
+    /// The event types it wants: those of the declared stream of this name, or else the canonical name,
+    /// which may have wildcards.
     pub pattern: Pattern,
     /// The group that reads; by default it has the name of the consumer.
     pub group: GroupName,
@@ -138,7 +139,11 @@ impl Retry {
     }
 }
 
-pub(super) fn read(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> Vec<Consumer> {
+pub(super) fn read(
+    reader: &mut Reader<'_>,
+    field: Option<Field<'_>>,
+    streams: &Streams,
+) -> Vec<Consumer> {
     let mut consumers = Vec::new();
     let mut shared = Shared::default();
     for field in reader.names(field, "names of consumers to their settings") {
@@ -146,7 +151,7 @@ pub(super) fn read(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> Vec<Con
         let Some(section) = reader.section(Some(field), KEYS) else {
             continue;
         };
-        if let Some(consumer) = consumer(reader, name, &section) {
+        if let Some(consumer) = consumer(reader, name, &section, streams) {
             shared.check(reader, &section, &consumer);
             consumers.push(consumer);
         }
@@ -156,8 +161,13 @@ pub(super) fn read(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> Vec<Con
 }
 
 /// Reads all of it, so that every problem is found, and then sees whether it is whole.
-fn consumer(reader: &mut Reader<'_>, name: &str, section: &Section<'_>) -> Option<Consumer> {
-    let stream = stream(reader, section);
+fn consumer(
+    reader: &mut Reader<'_>,
+    name: &str,
+    section: &Section<'_>,
+    streams: &Streams,
+) -> Option<Consumer> {
+    let stream = stream(reader, section, streams);
     let group = group(reader, name, section);
     let criticality = reader.choice(section.get("criticality"), CRITICALITIES);
     let (circuit_breaker, dependency) = breaker(reader, section.get("circuit_breaker"));
@@ -186,7 +196,12 @@ fn consumer(reader: &mut Reader<'_>, name: &str, section: &Section<'_>) -> Optio
     })
 }
 
-fn stream(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<(String, Pattern)> {
+/// What a consumer reads: a declared stream, or types that one of them serves.
+fn stream(
+    reader: &mut Reader<'_>,
+    section: &Section<'_>,
+    streams: &Streams,
+) -> Option<(String, Pattern)> {
     let Some(field) = section.get("stream") else {
         let what = format!("{} is missing", section.path_of("stream"));
         let hint = "a consumer needs the stream that it reads: stream: orders:order-placed";
@@ -194,8 +209,17 @@ fn stream(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<(String, Pat
         return None;
     };
     let text = reader.text(Some(field), "the name of a stream")?;
-    match Pattern::new(&canonical(&text.value)) {
+    if let Some(stream) = streams.named(&text.value).filter(|_| streams.is_declared()) {
+        return Some((text.value, stream.types().clone()));
+    }
+    let pattern = Pattern::new(&canonical(&text.value));
+    match pattern.and_then(|pattern| streams.reaches(&pattern).map(|()| pattern)) {
         Ok(pattern) => Some((text.value, pattern)),
+        Err(error) if error.code() == Code::NoStream => {
+            let hint = error.hint_text().unwrap_or_default().to_owned();
+            reader.refuse(&text, "which no declared stream covers", hint);
+            None
+        }
         Err(error) => {
             let hint = error.hint_text().unwrap_or("name a stream").to_owned();
             reader.refuse(&text, "which is not the name of a stream", hint);

@@ -1,15 +1,23 @@
-//! The section `streams`: how many events may wait in a stream, and what happens when it is full.
+//! The limits of the section `streams`: how many events may wait in a stream, and what happens when it
+//! is full.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use everbus_core::MAX_TYPE_CHARS;
+use everbus_core::{MAX_TYPE_CHARS, OnFull, StreamLimit, Streams};
 
 use super::section::{Field, Reader, Section};
-use crate::admission::{Limits, OnFull, StreamLimit};
+use crate::admission::Limits;
 use crate::streams::canonical;
 
-pub(super) const KEYS: &[&str] = &["default_maxlen", "overrides", "on_full", "wait"];
+pub(super) const KEYS: &[&str] = &[
+    "preset",
+    "declare",
+    "default_maxlen",
+    "overrides",
+    "on_full",
+    "wait",
+];
 pub(super) const OVERRIDE_KEYS: &[&str] = &["maxlen", "on_full", "wait"];
 
 /// More events than this in one stream are a mistake.
@@ -36,14 +44,27 @@ impl Said {
     }
 }
 
-/// The names in the result are canonical.
-pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Limits {
-    let nothing = Said {
-        max_len: None,
-        on_full: OnFull::default(),
-        wait: None,
-    };
-    let default = said(reader, section, "default_maxlen", nothing);
+const NOTHING: Said = Said {
+    max_len: None,
+    on_full: OnFull::Wait,
+    wait: None,
+};
+
+/// The limit of a declared stream, if it has one.
+pub(super) fn declared(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<StreamLimit> {
+    let limit = said(reader, section, "maxlen", NOTHING).limit();
+    let unused = ["on_full", "wait"].iter().find_map(|key| section.get(key));
+    if let Some(field) = unused.filter(|_| section.get("maxlen").is_none()) {
+        let what = format!("{} without a maxlen", field.path);
+        let hint = "without one the stream is never full: add maxlen";
+        reader.problems.add(field.key_place, what, hint);
+    }
+    limit
+}
+
+/// The names in the result are canonical; with declared streams they are among those.
+pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, streams: &Streams) -> Limits {
+    let default = said(reader, section, "default_maxlen", NOTHING);
     let has_default = section.get("default_maxlen").is_some();
     let mut limits = Limits::new();
     limits.default = default.limit();
@@ -59,7 +80,17 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Limits {
             reader.problems.add(field.key_place, what, hint);
             continue;
         }
-        if name.starts_with("system.") {
+        if streams.is_declared() && streams.named(&name).is_none() {
+            let error = streams.select(&name).err();
+            let hint = error.as_ref().and_then(|e| e.hint_text());
+            let what = format!("{} is no declared stream", field.path);
+            reader
+                .problems
+                .add(field.key_place, what, hint.unwrap_or_default());
+            continue;
+        }
+        let own = streams.named(&name).filter(|_| streams.is_declared());
+        if name.starts_with("system.") || own.is_some_and(|s| s.covers("system.dead_letter")) {
             let what = format!("{} is of the system's own events", field.path);
             let hint = "they are never limited: remove it";
             reader.problems.add(field.key_place, what, hint);

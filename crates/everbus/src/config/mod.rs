@@ -38,13 +38,14 @@ mod problems;
 mod redact;
 mod retention;
 mod section;
+mod streams;
 mod yaml;
 
 use std::fs::File;
 use std::io::Read as _;
 use std::path::Path;
 
-use everbus_core::{Result, Retention};
+use everbus_core::{Result, Retention, Streams};
 
 use crate::admission::Limits;
 use crate::overflow::Overflow;
@@ -77,6 +78,7 @@ const SECTIONS: &[(&str, &[&str])] = &[
     ("the top of the file", KEYS),
     ("broker", broker::KEYS),
     ("streams", limits::KEYS),
+    ("streams.declare.NAME", streams::DECLARE_KEYS),
     ("streams.overrides.NAME", limits::OVERRIDE_KEYS),
     ("consumers.NAME", consumers::KEYS),
     ("consumers.NAME.circuit_breaker", consumers::BREAKER_KEYS),
@@ -92,8 +94,10 @@ const SECTIONS: &[(&str, &[&str])] = &[
 pub struct Config {
     /// The engine, if the file names one.
     pub broker: Option<Broker>,
+    /// The declared streams; one for everything if the file declares none.
+    pub streams: Streams,
     /// How many events may wait in each stream, by canonical name.
-    pub streams: Limits,
+    pub limits: Limits,
     /// The consumers, in the order of the file.
     pub consumers: Vec<Consumer>,
     /// What is skipped, and how fast may be published.
@@ -254,21 +258,26 @@ fn read_text(text: &str, mut problems: Problems, lookup: &Lookup<'_>) -> Result<
 
 fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
     let broker = reader.section(top.get("broker"), broker::KEYS);
-    let streams = reader.section(top.get("streams"), limits::KEYS);
+    let about_streams = reader.section(top.get("streams"), limits::KEYS);
+    let streams = about_streams
+        .as_ref()
+        .map(|section| streams::read(reader, section))
+        .unwrap_or_default();
     let backpressure = reader.section(top.get("backpressure"), backpressure::KEYS);
     let overflow = reader.section(top.get("overflow"), overflow::KEYS);
     let retention = reader.section(top.get("retention"), retention::KEYS);
     Config {
         broker: broker.and_then(|section| broker::read(reader, &section)),
-        streams: streams
-            .map(|section| limits::read(reader, &section))
+        limits: about_streams
+            .map(|section| limits::read(reader, &section, &streams))
             .unwrap_or_default(),
-        consumers: consumers::read(reader, top.get("consumers")),
+        consumers: consumers::read(reader, top.get("consumers"), &streams),
         backpressure: backpressure
             .map(|section| backpressure::read(reader, &section))
             .unwrap_or_default(),
         overflow: overflow.map(|section| overflow::read(reader, &section)),
         fingerprint: Fingerprint::default(),
-        retention: retention.map(|section| retention::read(reader, &section)),
+        retention: retention.map(|section| retention::read(reader, &section, &streams)),
+        streams,
     }
 }

@@ -176,7 +176,7 @@ pub(super) fn nearest<'a>(written: &str, known: &[&'a str]) -> Option<&'a str> {
     let written = written.to_lowercase().replace('-', "_");
     // `timeout` for `timeout_duration`, `breaker` for `circuit_breaker`.
     let part = |word: &&&str| written.len() >= 4 && word.contains(&written);
-    crate::suggest::nearest(&written, known.iter().copied())
+    everbus_core::suggest::nearest(&written, known.iter().copied())
         .or_else(|| known.iter().find(part).copied())
 }
 

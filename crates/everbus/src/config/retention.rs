@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use everbus_core::{Pattern, Retention, StreamAge};
+use everbus_core::{Code, Retention, StreamAge, Streams};
 
 use super::duration::{self, AGES};
 use super::section::{Field, Reader, Section};
+use super::streams::types_of;
 
 pub(super) const KEYS: &[&str] = &[
     "preset",
@@ -32,7 +33,7 @@ const PRESETS: &[(&str, Preset)] = &[
 ];
 
 /// The ages of a preset, and over them what the file says itself.
-pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Retention {
+pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, table: &Streams) -> Retention {
     let preset = reader.choice(section.get("preset"), PRESETS);
     let mut retention = match preset.unwrap_or(Preset::Standard) {
         Preset::Standard => Retention::standard(),
@@ -53,11 +54,14 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Retention 
     retention.max_len = most.or(retention.max_len);
     let mut streams = Vec::new();
     for field in reader.names(section.get("streams"), "patterns of event types to ages") {
-        let types = match Pattern::new(field.key) {
+        let types = match types_of(table, field.key) {
             Ok(types) => types,
             Err(error) => {
                 let what = format!("{}: {}", field.path, error.message());
-                let hint = "write patterns as subscriptions have them: message.>, order.placed";
+                let hint = match error.code() {
+                    Code::NoStream => error.hint_text().unwrap_or_default(),
+                    _ => "write patterns as subscriptions have them: message.>, order.placed",
+                };
                 reader.problems.add(field.key_place, what, hint);
                 continue;
             }
@@ -73,7 +77,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Retention 
 }
 
 /// An age, or `never`, which is `Some(None)`.
-fn age(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> Option<Option<Duration>> {
+pub(super) fn age(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> Option<Option<Duration>> {
     let text = reader.text(field, "an age such as 30d, or never")?;
     if text.value.trim() == "never" {
         return Some(None);

@@ -4,9 +4,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{ConsumeOptions, Event, GroupName, Pattern, Result};
+use everbus_core::{ConsumeOptions, Event, GroupName, OnFull, Pattern, Result};
 
-use crate::admission::OnFull;
 use crate::breaker::{Breaker, BreakerState, Criticality};
 use crate::bus::Shared;
 use crate::handler::Registered;
@@ -101,19 +100,42 @@ impl Plan {
 /// its length is held.
 fn prefetch(handlers: &[Arc<Registered>], concurrency: usize, options: &BusOptions) -> usize {
     let asked = options.prefetch_for(concurrency);
-    let matched = |stream: &str| handlers.iter().any(|h| h.pattern.matches(stream));
     let limits = &options.limits;
-    let named = limits.by_stream.iter();
-    let named = named.filter(|(stream, _)| matched(stream));
-    let dropping = named
-        .map(|(_, limit)| limit)
-        .chain(&limits.default)
+    let limits: Vec<_> = if options.streams.is_declared() {
+        let reads = |types: &Pattern| handlers.iter().any(|h| h.pattern.overlap(types).is_some());
+        let read = options.streams.iter().filter(|s| reads(s.types()));
+        read.filter_map(|stream| stream.limit.as_ref()).collect()
+    } else {
+        let matched = |stream: &str| handlers.iter().any(|h| h.pattern.matches(stream));
+        let named = limits.by_stream.iter();
+        let named = named.filter(|(stream, _)| matched(stream));
+        named
+            .map(|(_, limit)| limit)
+            .chain(&limits.default)
+            .collect()
+    };
+    let dropping = limits
+        .iter()
         .filter(|limit| limit.on_full == OnFull::DropOldest);
     let shortest = dropping.map(|limit| limit.max_len).min();
     shortest.map_or(asked, |length| {
         let half = usize::try_from(length / 2).unwrap_or(usize::MAX);
         asked.min(half.max(1))
     })
+}
+
+/// How old an event of this type may be: what is said of the type, or else of its declared stream.
+fn max_staleness(options: &BusOptions, event_type: &str) -> Option<Duration> {
+    let ages = &options.max_staleness;
+    if ages.is_empty() {
+        return None;
+    }
+    let of_stream = || {
+        let streams = Some(&options.streams).filter(|streams| streams.is_declared())?;
+        ages.get(&streams::canonical(&streams.of(event_type)?.name))
+    };
+    let own = ages.get(&streams::canonical(event_type));
+    own.or_else(of_stream).copied()
 }
 
 fn critical_breakers(handlers: &[Arc<Registered>]) -> Vec<Breaker> {
@@ -223,8 +245,7 @@ impl Routes {
                 let meter = shared.stats.meter(group, event_type);
                 let knows = self.schemas.knows(event_type);
                 let schemas = knows.then(|| self.schemas.clone());
-                let staleness = &shared.options.max_staleness;
-                let oldest = staleness.get(&streams::canonical(event_type)).copied();
+                let oldest = max_staleness(&shared.options, event_type);
                 let route = Arc::new(Route::new(handlers, meter, schemas, oldest));
                 if self.by_type.len() >= MOST_ROUTES {
                     self.by_type.clear();

@@ -74,6 +74,9 @@ impl Copies {
         if copies.is_empty() {
             return Ok(());
         }
+        for copy in &copies {
+            context.bus.shared().check_stream(copy)?;
+        }
         let answers: Vec<Result<Appended>> = context.bus.append_as_is(copies).await?;
         for (original, answer) in originals.iter().zip(answers) {
             match answer {

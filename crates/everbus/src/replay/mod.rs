@@ -43,7 +43,7 @@ pub use preview::{PreviewedGroup, ReplayPreview};
 pub use report::{ReplayFailure, ReplayProgress, ReplayReport, ReplaySkips};
 pub use runs::ReplayRun;
 pub(crate) use runs::{forget, runs};
-use selection::{Selection, Stream};
+use selection::{Named, Selection};
 use target::{Context, Target};
 
 /// At most this many errors are kept with their texts, unless said otherwise.
@@ -142,11 +142,14 @@ impl Replay {
         self
     }
 
-    /// Only the events of a stream, however its name is written: `orders:order-placed` and
-    /// `orders.order.placed` are the stream of one type; `orders` and, as the *omni* specification
-    /// names it, `ORDERS` have everything of that domain.
+    /// Only the events of a stream. With declared streams it is the name of one of them; any other is
+    /// [`NoStream`](everbus_core::Code::NoStream).
+    ///
+    /// Without, `orders:order-placed` and `orders.order.placed` are the events of one type, `orders` and
+    /// `ORDERS` have everything of that domain, and the names of the *omni* table (`MESSAGES`) what
+    /// that table routes there.
     pub fn stream(mut self, name: impl AsRef<str>) -> Self {
-        let stream = Stream::new(name.as_ref());
+        let stream = Named::new(self.bus.streams(), name.as_ref());
         self.selection.stream = self.note(stream);
         self
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use everbus_core::{
-    Code, Entity, Error, Event, EventId, HistoryQuery, Order, Pattern, Result, Timestamp,
+    Code, Entity, Error, Event, EventId, HistoryQuery, Order, Pattern, Result, Streams, Timestamp,
     check_range,
 };
 use serde_json::{Value, json};
@@ -16,7 +16,7 @@ pub(super) struct Selection {
     pub(super) event: Option<EventId>,
     pub(super) since: Option<Timestamp>,
     pub(super) until: Option<Timestamp>,
-    pub(super) stream: Option<Stream>,
+    pub(super) stream: Option<Named>,
     pub(super) types: Option<Pattern>,
     pub(super) tenant: Option<String>,
     pub(super) app: Option<String>,
@@ -25,63 +25,17 @@ pub(super) struct Selection {
 
 /// The events of a stream, by its name.
 #[derive(Clone, Debug)]
-pub(super) struct Stream {
-    name: String,
-    /// What to read from the log: everything of the stream, and perhaps more.
-    patterns: Vec<Pattern>,
-    /// The one type of the stream, in its canonical form.
-    only: Option<String>,
+pub(super) struct Named {
+    pub(super) name: String,
+    pub(super) types: Pattern,
 }
 
-impl Stream {
-    pub(super) fn new(name: &str) -> Result<Self> {
-        let unnamed = |_| {
-            Error::new(
-                Code::InvalidPattern,
-                format!("{name:?} is not the name of a stream"),
-            )
-            .hint("a stream is named like orders:order-placed, orders.order.placed or orders")
-        };
-        let canonical = streams::canonical(name);
-        if name.contains(['*', '>']) {
-            // A pattern names the streams it matches.
-            let patterns = vec![Pattern::new(&canonical).map_err(unnamed)?];
-            return Ok(Self {
-                name: canonical,
-                patterns,
-                only: None,
-            });
-        }
-        let mut texts = Vec::new();
-        let only = match canonical.split_once('.') {
-            // Types that are written otherwise are found in their domain.
-            Some((domain, _)) => {
-                texts.push(format!("{domain}.>"));
-                Some(canonical.clone())
-            }
-            None => {
-                texts.extend([canonical.clone(), format!("{canonical}.>")]);
-                let lower = canonical.to_lowercase();
-                if lower != canonical && canonical.to_uppercase() == canonical {
-                    texts.push(format!("{lower}.>"));
-                }
-                None
-            }
-        };
-        let patterns = texts.iter().map(|text| Pattern::new(text)).collect();
-        let patterns: Result<Vec<Pattern>> = patterns;
+impl Named {
+    pub(super) fn new(streams: &Streams, name: &str) -> Result<Self> {
         Ok(Self {
-            patterns: patterns.map_err(unnamed)?,
-            only,
-            name: canonical,
+            types: streams.select(name)?,
+            name: streams::canonical(name),
         })
-    }
-
-    fn has(&self, event_type: &str) -> bool {
-        match &self.only {
-            Some(only) => streams::canonical(event_type) == *only,
-            None => self.patterns.iter().any(|p| p.matches(event_type)),
-        }
     }
 }
 
@@ -108,15 +62,15 @@ impl Selection {
     pub(super) fn patterns(&self) -> Result<Vec<Pattern>> {
         match (&self.types, &self.stream) {
             (Some(types), _) => Ok(vec![types.clone()]),
-            (None, Some(stream)) => Ok(stream.patterns.clone()),
+            (None, Some(stream)) => Ok(vec![stream.types.clone()]),
             (None, None) => Ok(vec![Pattern::new("*")?]),
         }
     }
 
     /// What a stream is read as, with its name.
-    pub(super) fn stream(&self) -> Option<(&str, &[Pattern])> {
+    pub(super) fn stream(&self) -> Option<(&str, &Pattern)> {
         let stream = self.stream.as_ref()?;
-        Some((&stream.name, &stream.patterns))
+        Some((&stream.name, &stream.types))
     }
 
     /// Whether a history is the better place to look.
@@ -158,7 +112,7 @@ impl Selection {
 /// row.
 pub(super) struct Wanted {
     query: HistoryQuery,
-    stream: Option<Stream>,
+    stream: Option<Pattern>,
     system: bool,
     last: Option<(Arc<str>, bool)>,
 }
@@ -167,7 +121,7 @@ impl Wanted {
     pub(super) fn new(selection: &Selection) -> Self {
         Self {
             query: selection.query(1),
-            stream: selection.stream.clone(),
+            stream: selection.stream().map(|(_, types)| types.clone()),
             system: selection.types.is_some() || selection.stream.is_some(),
             last: None,
         }
@@ -185,7 +139,7 @@ impl Wanted {
         }
         let types = self.query.types.as_ref();
         let taken = types.is_none_or(|types| types.matches(event_type))
-            && self.stream.as_ref().is_none_or(|s| s.has(event_type))
+            && self.stream.as_ref().is_none_or(|s| s.matches(event_type))
             && (self.system || !event_type.starts_with("system."));
         self.last = Some((event_type.clone(), taken));
         taken
@@ -207,41 +161,5 @@ impl Wanted {
         (tenant.is_none() || *tenant == own.tenant)
             && (app.is_none() || *app == own.app)
             && (entity.is_none() || *entity == own.entity)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn has(stream: &str, event_type: &str) -> bool {
-        let stream = Stream::new(stream).unwrap();
-        let read = stream.patterns.iter().any(|p| p.matches(event_type));
-        assert!(read || !stream.has(event_type), "it is read from the log");
-        stream.has(event_type)
-    }
-
-    #[test]
-    fn a_stream_has_its_types_however_they_are_written() {
-        for stream in [
-            "orders:order-placed",
-            "orders.order.placed",
-            "orders.order-placed",
-        ] {
-            assert!(has(stream, "orders.order.placed"), "{stream}");
-            assert!(has(stream, "orders.order-placed"), "{stream}");
-            assert!(!has(stream, "orders.order.shipped"), "{stream}");
-            assert!(!has(stream, "orders.order.placed.again"), "{stream}");
-        }
-        for stream in ["message", "MESSAGE"] {
-            assert!(has(stream, "message.received"), "{stream}");
-            assert!(!has(stream, "messages.received"), "{stream}");
-        }
-        assert!(has("TelemetryWindowClosed", "TelemetryWindowClosed"));
-        assert!(has("message.>", "message.a.b") && !has("message.*", "message.a.b"));
-        for bad in ["", "a\nb", "a.**.b"] {
-            let error = Stream::new(bad).unwrap_err();
-            assert_eq!(error.code(), Code::InvalidPattern, "{bad:?}");
-        }
     }
 }

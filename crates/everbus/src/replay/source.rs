@@ -55,8 +55,8 @@ pub(super) async fn bounds(engine: &Engine, selection: &Selection) -> Result<Bou
         });
     }
     let mut upto = log.head().await?;
-    if let Some((name, patterns)) = selection.stream() {
-        let last = log.resolve(StartFrom::Last, patterns.to_vec()).await?;
+    if let Some((name, types)) = selection.stream() {
+        let last = log.resolve(StartFrom::Last, vec![types.clone()]).await?;
         // Just before the newest that matches; without one, at the end.
         if last.reaches(&upto) {
             return Err(Error::new(

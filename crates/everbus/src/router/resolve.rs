@@ -4,14 +4,13 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use everbus_core::{Code, Error, GroupName, Pattern, Result, StartFrom};
+use everbus_core::{Code, Error, GroupName, Pattern, Result, StartFrom, suggest};
 
 use super::{Declared, Entry, Route, Router};
 use crate::extract::{Needs, States};
 use crate::options::{check_concurrency, check_duration, check_staleness};
 use crate::outcome::Returns;
 use crate::settings::Settings;
-use crate::suggest;
 use crate::upcast::Upcasts;
 
 /// A router, read.

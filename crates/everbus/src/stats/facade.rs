@@ -22,6 +22,8 @@ pub(super) const LATENCY: &str = "everbus_event_latency_seconds";
 pub(super) const HANDLER_DURATION: &str = "everbus_handler_duration_seconds";
 pub(super) const BREAKER_STATE: &str = "everbus_breaker_state";
 pub(super) const QUEUE_DEPTH: &str = "everbus_queue_depth";
+pub(super) const LAG_EVENTS: &str = "everbus_consumer_lag_events";
+pub(super) const LAG_MILLIS: &str = "everbus_consumer_lag_milliseconds";
 
 /// Tells the recorder what every series means.
 pub(super) fn describe() {
@@ -51,10 +53,13 @@ pub(super) fn describe() {
     let gauges = [
         (BREAKER_STATE, "0 closed, 1 half-open, 2 open"),
         (QUEUE_DEPTH, "Events fetched and not settled yet"),
+        (LAG_EVENTS, "Matching events that a group has not settled"),
     ];
     for (name, text) in gauges {
         metrics::describe_gauge!(name, Unit::Count, text);
     }
+    let text = "How long the oldest event has waited that a group has not settled";
+    metrics::describe_gauge!(LAG_MILLIS, Unit::Milliseconds, text);
 }
 
 /// The labels of one series.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use everbus_core::GroupName;
 use metrics::Gauge;
@@ -60,6 +61,35 @@ impl QueueDepth {
 impl Drop for QueueDepth {
     fn drop(&mut self) {
         self.set(0);
+    }
+}
+
+/// Shows how far one group is behind in one stream.
+pub(super) struct LagGauges {
+    events: Gauge,
+    millis: Gauge,
+}
+
+impl LagGauges {
+    pub(super) fn new(group: &GroupName, stream: &str) -> Self {
+        let labels = Labels::stream(stream).and_group(group);
+        Self {
+            events: labels.gauge(facade::LAG_EVENTS),
+            millis: labels.gauge(facade::LAG_MILLIS),
+        }
+    }
+
+    /// A series that several pairs shared would say nothing.
+    pub(super) fn none() -> Self {
+        Self {
+            events: Gauge::noop(),
+            millis: Gauge::noop(),
+        }
+    }
+
+    pub(super) fn set(&self, events: u64, behind: Duration) {
+        self.events.set(events as f64);
+        self.millis.set(behind.as_millis() as f64);
     }
 }
 

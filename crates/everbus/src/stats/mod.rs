@@ -18,12 +18,14 @@ mod tests;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
-use everbus_core::GroupName;
+use everbus_core::{GroupInfo, GroupName, Lag, Streams, Timestamp};
 
 use crate::breaker::BreakerInfo;
+use crate::streams;
 use bounded::Bounded;
-use gauges::Queues;
+use gauges::{LagGauges, Queues};
 use report::Sums;
 
 pub(crate) use gauges::{BreakerGauge, QueueDepth};
@@ -42,6 +44,7 @@ pub(crate) struct Stats {
     published: Bounded<Arc<str>, PublishMeter>,
     queues: Bounded<GroupName, Queues>,
     breakers: Bounded<Arc<str>, BreakerGauge>,
+    lags: Bounded<(GroupName, Arc<str>), LagGauges>,
     other_group: GroupName,
 }
 
@@ -60,6 +63,7 @@ impl Stats {
             published: Bounded::new(series),
             queues: Bounded::new(series),
             breakers: Bounded::new(series),
+            lags: Bounded::new(series),
             // The name is a good one.
             other_group: GroupName::new(OTHER).unwrap_or_else(|_| GroupName::unnamed()),
         }
@@ -96,6 +100,38 @@ impl Stats {
     pub(crate) fn breaker(&self, name: &str) -> Arc<BreakerGauge> {
         self.breakers
             .entry(name.into(), || BreakerGauge::new(name), BreakerGauge::none)
+    }
+
+    /// Shows how far groups are behind: by declared stream, or where none is declared by event type. A
+    /// pair that has nothing to do any more is shown as zero.
+    pub(crate) fn lag(&self, groups: &[GroupInfo], streams: &Streams, now: Timestamp) {
+        let mut lags: BTreeMap<(GroupName, Arc<str>), Lag> = BTreeMap::new();
+        let mut note = |group: &GroupInfo, stream: &str, lag: &Lag| {
+            let key = (group.name.clone(), streams::label(stream).into());
+            lags.entry(key).or_default().add(lag);
+        };
+        for group in groups {
+            if streams.is_declared() || group.types.is_empty() {
+                let of_streams = group.streams.iter();
+                of_streams.for_each(|of| note(group, &of.stream, &of.lag));
+            } else {
+                let of_types = group.types.iter();
+                of_types.for_each(|(event_type, lag)| note(group, event_type, lag));
+            }
+        }
+        for (key, gauges) in self.lags.all() {
+            if key.is_some_and(|key| !lags.contains_key(&key)) {
+                gauges.set(0, Duration::ZERO);
+            }
+        }
+        for ((group, stream), lag) in lags {
+            let gauges = self.lags.entry(
+                (group.clone(), stream.clone()),
+                || LagGauges::new(&group, &stream),
+                LagGauges::none,
+            );
+            gauges.set(lag.unsettled(), lag.behind_for(now));
+        }
     }
 
     /// Everything that was counted so far. Numbers that change meanwhile may be of different moments.

@@ -103,6 +103,46 @@ fn every_series_has_its_name_its_labels_and_its_value() {
     });
 }
 
+// conformance: contract/lag-metrics: gauges show events and milliseconds behind by stream and group, and zero once there is nothing to do
+#[test]
+fn the_gauges_of_the_lag_go_by_declared_stream_or_by_type_and_back_to_zero() {
+    let recorder = Captured::default();
+    with_local_recorder(&recorder, || {
+        let now = Timestamp::from_micros(5_000_000);
+        let info = |types: &[(&str, u64)]| {
+            let types = types.iter().map(|(name, behind)| {
+                let mut lag = Lag::new();
+                lag.behind = *behind;
+                lag.in_flight = 1;
+                lag.note_oldest(Timestamp::from_micros(2_000_000));
+                (event_type(name), lag)
+            });
+            GroupInfo::new(group("g"), now).with_types(types.collect(), now)
+        };
+        let value = |name: &str, stream: &str| match recorder
+            .value(name, &format!("stream={stream} group=g"))
+        {
+            Value::Gauge(value) => value,
+            other => panic!("{other:?}"),
+        };
+        let both = |stream| {
+            let events = value("everbus_consumer_lag_events", stream);
+            (events, value("everbus_consumer_lag_milliseconds", stream))
+        };
+        let behind = info(&[("message.received", 4), ("message.sent", 2)]);
+        let declared = Streams::omni();
+        let stats = Stats::default();
+        let by_stream = behind.clone().with_streams(&declared, now);
+        stats.lag(&[by_stream], &declared, now);
+        assert_eq!(both("MESSAGES"), (8.0, 3000.0));
+        stats.lag(&[behind], &Streams::single(), now);
+        assert_eq!(both("message:received"), (5.0, 3000.0));
+        assert_eq!(both("MESSAGES"), (0.0, 0.0));
+        stats.lag(&[info(&[])], &Streams::single(), now);
+        assert_eq!(both("message:received"), (0.0, 0.0));
+    });
+}
+
 // conformance: issue-3/metrics-breaker-state: 0 closed, 1 half-open, 2 open
 #[test]
 fn the_gauge_of_a_breaker_says_closed_half_open_or_open() {

@@ -4,6 +4,7 @@
 mod files;
 mod problems;
 mod retention;
+mod streams;
 mod values;
 
 use std::time::Duration;
@@ -124,8 +125,8 @@ fn the_file_of_the_specification_loads_as_written() {
             .on_full(OnFull::Wait)
             .wait(Duration::from_secs(5))
     };
-    assert_eq!(config.streams.default, Some(limit(100_000)));
-    let overrides: Vec<_> = config.streams.by_stream.iter().collect();
+    assert_eq!(config.limits.default, Some(limit(100_000)));
+    let overrides: Vec<_> = config.limits.by_stream.iter().collect();
     assert_eq!(
         overrides,
         [
@@ -335,8 +336,8 @@ backpressure:
     let default = StreamLimit::new(1000)
         .on_full(OnFull::Reject)
         .wait(Duration::from_secs(2));
-    assert_eq!(config.streams.default, Some(default));
-    let named = |name| config.streams.by_stream[name];
+    assert_eq!(config.limits.default, Some(default));
+    let named = |name| config.limits.by_stream[name];
     assert_eq!(named("a.b"), default.on_full(OnFull::DropOldest));
     let small = StreamLimit::new(5).on_full(OnFull::Reject);
     assert_eq!(named("c.d"), small.wait(Duration::from_millis(250)));

@@ -35,6 +35,7 @@ mod router;
 mod shutdown;
 mod staleness;
 mod stats;
+mod streams;
 mod subscribe;
 mod support;
 mod test_bus;

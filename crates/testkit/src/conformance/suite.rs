@@ -558,6 +558,13 @@ macro_rules! conformance_tests {
             $crate::conformance::upkeep::the_numbers_of_a_group_are_right($harness).await;
         }
 
+        // conformance: contract/lag-matching: a group is behind by the events that match, told apart by type and stream, and by no others
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_group_is_not_behind_by_what_it_does_not_want() {
+            $crate::conformance::upkeep::a_group_is_not_behind_by_what_it_does_not_want($harness)
+                .await;
+        }
+
         // conformance: embedded/states: an event has exactly one state in every group
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn every_event_has_one_state_per_group() {

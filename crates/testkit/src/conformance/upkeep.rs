@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use everbus_core::{Clock, ConsumeOptions, Event, EventId, EventState, Retention};
+use everbus_core::{Clock, ConsumeOptions, Event, EventId, EventState, Retention, Stream, Streams};
 
 use super::stage::{nothing, options, take, take_one};
 use super::{Harness, Stage};
@@ -49,10 +49,75 @@ pub async fn the_numbers_of_a_group_are_right<H: Harness>(harness: H) {
     stage.kill(&got[2]).await;
     let info = stage.group_info("g").await;
     assert_eq!((info.in_flight, info.waiting, info.dead_letters), (0, 1, 1));
-    // Three events, and the one that tells of the dead letter.
-    assert_eq!((info.position, info.behind), (published[2].position, 4));
+    // Three events; the one that tells of the dead letter is not for this group.
+    assert_eq!((info.position, info.behind), (published[2].position, 3));
     assert_eq!(info.oldest, Some(published[1].received_at));
     assert_eq!(info.behind_for, 5 * SECOND);
+}
+
+/// A group that wants one type among many is behind by the events of that type alone, and its oldest is one
+/// of them; what is in flight, waiting and dead is told apart by type and by stream.
+pub async fn a_group_is_not_behind_by_what_it_does_not_want<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    stage.declare("g", &["wanted.*"]).await;
+    stage.declare("other", &["noise.*", "wanted.b"]).await;
+    for n in 0..20 {
+        stage.publish(["noise.x", "noise.y"][n % 2]).await;
+    }
+    let info = stage.group_info("g").await;
+    assert_eq!((info.behind, info.oldest), (0, None));
+    assert_eq!(info.behind_for, Duration::ZERO);
+    assert_eq!(stage.group_info("other").await.behind, 20);
+
+    stage.advance(SECOND).await;
+    let mut wanted = Vec::new();
+    for event_type in ["wanted.a", "wanted.b", "wanted.a", "wanted.b"] {
+        wanted.push(stage.publish(event_type).await);
+        stage.publish("noise.x").await;
+    }
+    stage.advance(2 * SECOND).await;
+    let info = stage.group_info("g").await;
+    assert_eq!(info.behind, 4);
+    assert_eq!(info.oldest, Some(wanted[0].received_at));
+    assert_eq!(info.behind_for, 2 * SECOND);
+    assert_eq!(stage.group_info("other").await.behind, 26);
+
+    let two = ConsumeOptions {
+        prefetch: 3,
+        ..options()
+    };
+    let mut consumer = stage.consumer_with("g", two).await;
+    let got = take(&mut consumer, 3).await;
+    stage.ack(&got[0]).await;
+    stage.kill(&got[1]).await;
+    let info = stage.group_info("g").await;
+    let all = info.behind + info.in_flight + info.waiting;
+    assert_eq!((all, info.dead_letters), (2, 1));
+    let lag = |event_type: &str| info.types.get(event_type).cloned().unwrap_or_default();
+    assert_eq!(
+        (lag("wanted.a").unsettled(), lag("wanted.b").unsettled()),
+        (1, 1)
+    );
+    assert_eq!(
+        (lag("wanted.a").dead_letters, lag("wanted.b").dead_letters),
+        (0, 1)
+    );
+    assert_eq!(info.oldest, Some(wanted[2].received_at));
+    let stream = |name, pattern: &str| Stream::new(name, [pattern]).unwrap();
+    let table = [
+        stream("A", "wanted.a"),
+        stream("B", "wanted.b"),
+        stream("N", "noise.>"),
+    ];
+    let now = stage.clock.now();
+    let info = info.with_streams(&Streams::new(table).unwrap(), now);
+    let by_stream: Vec<_> = info
+        .streams
+        .iter()
+        .map(|of| (&*of.stream, of.lag.unsettled(), of.lag.dead_letters))
+        .collect();
+    assert_eq!(by_stream, [("A", 1, 0), ("B", 1, 1)]);
+    consumer.close().await.unwrap();
 }
 
 /// Every event has exactly one state in every group.

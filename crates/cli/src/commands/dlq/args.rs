@@ -39,6 +39,10 @@ pub(crate) struct DlqFilterArgs {
     #[arg(long = "type", value_name = "PATTERN", value_parser = parse_pattern)]
     pub(crate) pattern: Option<Pattern>,
 
+    /// Only of this stream: MESSAGES, orders:order-placed, orders
+    #[arg(long, value_name = "NAME", conflicts_with = "pattern")]
+    pub(crate) stream: Option<String>,
+
     /// Only of this group; (unnamed) is the unnamed one
     #[arg(long, value_name = "NAME", value_parser = parse_group)]
     pub(crate) group: Option<GroupName>,
@@ -69,6 +73,7 @@ impl DlqFilterArgs {
     pub(crate) fn chooses(&self) -> bool {
         let Self {
             pattern,
+            stream,
             group,
             since,
             until,
@@ -77,6 +82,7 @@ impl DlqFilterArgs {
             error,
         } = self;
         pattern.is_some()
+            || stream.is_some()
             || group.is_some()
             || since.is_some()
             || until.is_some()

@@ -31,7 +31,7 @@ pub(super) async fn list(
         after,
     };
     request.validate()?;
-    let filter = filter(&args.filter, engine).await?;
+    let filter = filter(&args.filter, engine, target).await?;
     let letters = engine.dead_letters()?;
     let mut page = letters.list(filter.clone(), request).await?;
     if let Some(next) = &page.next {
@@ -93,6 +93,7 @@ fn next_page(args: &DlqListArgs, next: &DeadLetterKey, target: &Target) -> Sugge
     let filter = &args.filter;
     Suggestion::new(target, "dlq list")
         .option("--type", filter.pattern.as_ref())
+        .option("--stream", filter.stream.as_ref())
         .option("--group", filter.group.as_ref())
         .option("--since", filter.since)
         .option("--until", filter.until)

@@ -48,7 +48,7 @@ async fn run_on(
         // Has gone its own way.
         DlqCommand::Edit(_) => Ok(()),
         DlqCommand::Purge(args) => {
-            let filter = filter(&args.filter, engine).await?;
+            let filter = filter(&args.filter, engine, target).await?;
             let purged = purge::purge(args, filter, engine, output);
             target.patiently(purged).await
         }
@@ -57,13 +57,20 @@ async fn run_on(
 
 /// The filter, if it makes sense: a group that is not there and an end before the beginning match
 /// nothing, and that would look like good news.
-async fn filter(args: &DlqFilterArgs, engine: &Engine) -> Outcome<DeadLetterFilter> {
+async fn filter(
+    args: &DlqFilterArgs,
+    engine: &Engine,
+    target: &Target,
+) -> Outcome<DeadLetterFilter> {
     check_range(args.since, args.until)?;
     if let Some(group) = &args.group {
         group_or_outbox(group, engine).await?;
     }
     Ok(DeadLetterFilter {
-        pattern: args.pattern.clone(),
+        pattern: match &args.stream {
+            Some(stream) => Some(target.streams()?.select(stream)?),
+            None => args.pattern.clone(),
+        },
         group: args.group.clone(),
         since: args.since,
         until: args.until,

@@ -31,7 +31,7 @@ pub(super) async fn retry(
             Some("name ids, give a filter such as --type 'order.*', or say --all"),
         ));
     }
-    let base = filter(&args.filter, engine).await?;
+    let base = filter(&args.filter, engine, target).await?;
     if !args.ids.is_empty() {
         let retried = retry_ids(&args, base, engine, output);
         return target.patiently(retried).await;

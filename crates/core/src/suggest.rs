@@ -1,7 +1,7 @@
 //! The nearest known name, for messages about unknown ones.
 
 /// The candidate that is nearest to what was written, if one is near enough to be meant.
-pub(crate) fn nearest<'a>(
+pub fn nearest<'a>(
     written: &str,
     candidates: impl IntoIterator<Item = &'a str>,
 ) -> Option<&'a str> {

@@ -1,0 +1,194 @@
+//! How far a group is behind: by event type, as engines know it, and by stream, as people ask.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::group::GroupInfo;
+use crate::stream::Streams;
+use crate::time::Timestamp;
+
+/// What a group still has to do, of one event type or of one stream.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Lag {
+    /// Events that match and that the group has not reached.
+    pub behind: u64,
+    /// Events handed out and not settled.
+    pub in_flight: u64,
+    /// Failed events that wait for their next attempt, and released ones.
+    pub waiting: u64,
+    /// Open dead letters.
+    pub dead_letters: u64,
+    /// When the oldest event that is not settled was received.
+    pub oldest: Option<Timestamp>,
+}
+
+impl Lag {
+    /// Nothing to do.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Everything that is not settled.
+    pub fn unsettled(&self) -> u64 {
+        self.behind + self.in_flight + self.waiting
+    }
+
+    /// How long the oldest unsettled event has been waiting; zero if there is none.
+    pub fn behind_for(&self, now: Timestamp) -> Duration {
+        self.oldest.map(|at| now.since(at)).unwrap_or_default()
+    }
+
+    /// An event that was received then is not settled.
+    pub fn note_oldest(&mut self, received_at: Timestamp) {
+        let known = self.oldest.unwrap_or(received_at);
+        self.oldest = Some(known.min(received_at));
+    }
+
+    /// Adds what is to do of another type.
+    pub fn add(&mut self, other: &Lag) {
+        self.behind += other.behind;
+        self.in_flight += other.in_flight;
+        self.waiting += other.waiting;
+        self.dead_letters += other.dead_letters;
+        if let Some(oldest) = other.oldest {
+            self.note_oldest(oldest);
+        }
+    }
+
+    /// The sum over several types.
+    pub fn sum<'a>(all: impl IntoIterator<Item = &'a Lag>) -> Self {
+        all.into_iter().fold(Self::new(), |mut sum, lag| {
+            sum.add(lag);
+            sum
+        })
+    }
+}
+
+/// How far a group is behind in one stream.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct StreamLag {
+    /// The name of the stream.
+    pub stream: Arc<str>,
+    /// What is to do.
+    #[serde(flatten)]
+    pub lag: Lag,
+    /// How long the oldest unsettled event has been waiting; zero if there is none.
+    #[serde(rename = "behind_ms", serialize_with = "crate::group::as_millis")]
+    pub behind_for: Duration,
+}
+
+impl StreamLag {
+    /// What is to do in a stream.
+    pub fn new(stream: Arc<str>, lag: Lag, now: Timestamp) -> Self {
+        Self {
+            behind_for: lag.behind_for(now),
+            stream,
+            lag,
+        }
+    }
+}
+
+impl GroupInfo {
+    /// With [`streams`](Self::streams) by the routing table, for an engine that knows the lag by type: an
+    /// entry for each stream that the group reads or has something to do in, in the order of the table.
+    /// Events of a type that no stream covers any more are in the sums of the group alone.
+    #[must_use]
+    pub fn with_streams(mut self, table: &Streams, now: Timestamp) -> Self {
+        if !self.streams.is_empty() {
+            return self;
+        }
+        let mut by_stream: BTreeMap<&str, Lag> = BTreeMap::new();
+        for (event_type, lag) in &self.types {
+            if let Some(stream) = table.of(event_type) {
+                by_stream.entry(&stream.name).or_default().add(lag);
+            }
+        }
+        let reads = |types| {
+            let mut subscriptions = self.subscriptions.iter();
+            subscriptions.any(|s| s.pattern.overlap(types).is_some())
+        };
+        let lags = table.iter().filter_map(|stream| {
+            let lag = by_stream.get(&*stream.name);
+            let lag = lag
+                .cloned()
+                .or_else(|| reads(stream.types()).then(Lag::new))?;
+            Some(StreamLag::new(stream.name.clone(), lag, now))
+        });
+        self.streams = lags.collect();
+        self
+    }
+
+    /// Takes over the lag of each event type, and the sums of it.
+    #[must_use]
+    pub fn with_types(mut self, types: BTreeMap<Arc<str>, Lag>, now: Timestamp) -> Self {
+        let sum = Lag::sum(types.values());
+        self.behind = sum.behind;
+        self.in_flight = sum.in_flight;
+        self.waiting = sum.waiting;
+        self.dead_letters = sum.dead_letters;
+        self.behind_for = sum.behind_for(now);
+        self.oldest = sum.oldest;
+        self.types = types;
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::group::{GroupName, SubscriptionSpec};
+
+    fn lag(behind: u64, dead_letters: u64, oldest: i64) -> Lag {
+        Lag {
+            behind,
+            dead_letters,
+            oldest: Some(Timestamp::from_micros(oldest)),
+            ..Lag::new()
+        }
+    }
+
+    // conformance: contract/lag-streams: the lag of a group is summed by declared stream, streams without any included
+    #[test]
+    fn lag_is_summed_by_stream() {
+        let now = Timestamp::from_micros(10_000);
+        let mut info = GroupInfo::new(GroupName::unnamed(), now);
+        info.subscriptions = ["message.>", "agent.*", "media.seen"]
+            .into_iter()
+            .map(|pattern| SubscriptionSpec {
+                name: pattern.into(),
+                pattern: pattern.parse().unwrap(),
+            })
+            .collect();
+        let types = [
+            ("message.a", lag(3, 0, 4000)),
+            ("message.b", lag(2, 1, 3000)),
+            ("media.seen", lag(1, 0, 9000)),
+            ("order.placed", lag(5, 0, 1000)),
+        ];
+        let types = types.into_iter().map(|(name, lag)| (name.into(), lag));
+        let info = info.with_types(types.collect(), now);
+        assert_eq!((info.behind, info.dead_letters), (11, 1));
+        assert_eq!(info.behind_for, Duration::from_micros(9000));
+        let info = info.with_streams(&Streams::omni(), now);
+        let shown: Vec<_> = info
+            .streams
+            .iter()
+            .map(|s| (&*s.stream, s.lag.behind, s.behind_for.as_micros()))
+            .collect();
+        let expected = [("MESSAGES", 5, 7000), ("MEDIA", 1, 1000), ("AGENT", 0, 0)];
+        assert_eq!(shown, expected);
+        assert_eq!(info.streams[0].lag.dead_letters, 1);
+        let one = GroupInfo {
+            streams: Vec::new(),
+            ..info
+        }
+        .with_streams(&Streams::single(), now);
+        assert_eq!(one.streams.len(), 1);
+        assert_eq!(one.streams[0].lag.behind, 11);
+    }
+}
