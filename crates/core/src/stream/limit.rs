@@ -18,7 +18,6 @@ const LONGEST_WAIT: Duration = Duration::from_secs(366 * 24 * 3600);
 /// It is written `wait`, `reject` or `drop_oldest`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-#[non_exhaustive]
 pub enum OnFull {
     /// Waits for room, [`StreamLimit::wait`] at most, then fails with
     /// [`Code::Backpressure`](crate::Code::Backpressure).

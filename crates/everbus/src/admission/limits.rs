@@ -116,6 +116,10 @@ pub(super) fn is_system(event_type: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use everbus_core::OnFull;
+
     use super::*;
 
     // conformance: issue-3/backpressure-settings: a limit that makes no sense is refused

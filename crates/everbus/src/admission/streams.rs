@@ -298,6 +298,7 @@ impl Stream {
             max_len,
             on_full,
             wait,
+            ..
         } = self.limit;
         let waited = match on_full {
             OnFull::Wait => format!(", and no room came within {wait:?}"),

@@ -173,9 +173,14 @@ fn every_series_is_described_once_with_its_unit() {
         stats.meter(&group("g"), &event_type("a.b"));
         stats.queue(&group("g"));
         stats.breaker("b");
+        let mut types = BTreeMap::new();
+        types.insert(event_type("a.b"), Lag::new());
+        let now = Timestamp::EPOCH;
+        let info = GroupInfo::new(group("g"), now).with_types(types, now);
+        stats.lag(&[info], &Streams::single(), now);
     });
     let all = recorder.0.lock().unwrap();
-    assert_eq!(all.len(), 12);
+    assert_eq!(all.len(), 14);
     for (name, series) in &*all {
         let (unit, text) = series.described.as_ref().unwrap();
         let seconds = name.ends_with("_seconds");

@@ -8,7 +8,7 @@ use everbus::{
     StreamLimit, Streams,
 };
 
-use crate::support::{eventually, handled, on_every_engine};
+use crate::support::{eventually, on_every_engine};
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
@@ -83,10 +83,9 @@ async fn a_follow_up_without_a_stream_is_a_failure_of_its_handler() {
             .await
             .unwrap();
         bus.start().await.unwrap();
-        handled(&bus, ("order.placed", 1)).await;
-        let letters = bus.dead_letters();
-        let page = letters.list(Default::default(), Default::default());
-        let letter = page.await.unwrap().items.remove(0);
+        let receipt = bus.publish(("order.placed", 1)).await.unwrap();
+        receipt.settled().await.unwrap();
+        let letter = bus.dead_letters().list().await.unwrap().remove(0);
         assert!(letter.last_error().contains("NoStream"), "{letter:?}");
         // The notice of the death is in the stream of the system's own events.
         assert_eq!(stored(&bus).await, ["order.placed", "system.dead_letter"]);

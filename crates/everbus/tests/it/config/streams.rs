@@ -83,11 +83,13 @@ fn what_is_wrong_with_declared_streams_is_said_with_its_line() {
         "4:5: streams.declare.B: the streams A (a.>) and B (a.*.c) overlap: a.x.c would be in both",
         "exactly one stream",
     );
-    refused(
-        "streams:\n  declare:\n    A: {type: a.>}\n",
-        "3:9: unknown key \"type\" in streams.declare.A",
-        "did you mean \"types\"?",
+    let both = problems("streams:\n  declare:\n    A: {type: a.>}\n");
+    assert!(
+        both[0].starts_with("3:5: streams.declare.A.types is missing"),
+        "{both:?}"
     );
+    let unknown = "3:9: unknown key \"type\" in streams.declare.A; did you mean \"types\"?";
+    assert_eq!((both.len(), both[1].as_str()), (2, unknown));
     refused(
         "streams:\n  declare:\n    A: {types: [a.>]}\n    a: {types: [b.>]}\n",
         "4:5: streams.declare.a: A and a are one name",
