@@ -40,12 +40,8 @@ pub(crate) async fn run(target: &Target, output: &mut Output) -> Outcome {
 async fn depths(streams: &Streams, engine: Option<&Engine>) -> Outcome<Vec<Option<u64>>> {
     let mut depths = Vec::new();
     for stream in streams {
-        let depth = match engine {
-            Some(engine) => match engine.broker.depth(stream.types().clone(), COUNTED).await {
-                Ok(depth) => Some(depth),
-                Err(error) if error.code() == Code::Unsupported => None,
-                Err(error) => return Err(error.into()),
-            },
+        let depth = match engine.and_then(|engine| engine.depth.as_deref()) {
+            Some(engine) => Some(engine.depth(stream.types().clone(), COUNTED).await?),
             None => None,
         };
         depths.push(depth);
