@@ -62,7 +62,7 @@ pub use effect::{Effect, EffectResult};
 pub use engine::Engine;
 pub use error::{Code, Error, Result};
 pub use event::{Attributes, Entity, Event, Inherited, Overflow, OverflowPart, TraceContext};
-pub use failure::{Failure, FailureKind};
+pub use failure::{Ended, Failure, FailureKind, Ran};
 pub use group::{GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, SubscriptionSpec};
 pub use history::{Cursor, History, HistoryPage, HistoryQuery, Order, check_range};
 pub use id::EventId;

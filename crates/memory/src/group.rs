@@ -11,6 +11,8 @@ use everbus_core::{
     SubscriptionInfo, Timestamp,
 };
 
+use crate::outcomes::Outcome;
+
 use crate::records::{Records, any_matches};
 
 #[derive(Debug)]
@@ -28,6 +30,8 @@ pub(crate) struct Group {
     pub(crate) active_at: Timestamp,
     /// Why events were skipped that are still in the log.
     pub(crate) skipped: BTreeMap<u64, Arc<str>>,
+    /// What is kept of events that failed before the group was done with them.
+    pub(crate) outcomes: BTreeMap<u64, Outcome>,
     /// What was dropped before the group reached it.
     pub(crate) dropped: BTreeSet<u64>,
     pub(crate) consumers: HashMap<u64, Handled>,
@@ -105,6 +109,7 @@ impl Group {
             rows: BTreeMap::new(),
             active_at: now,
             skipped: BTreeMap::new(),
+            outcomes: BTreeMap::new(),
             dropped: BTreeSet::new(),
             consumers: HashMap::new(),
             ready: BTreeSet::new(),

@@ -16,6 +16,7 @@ use crate::dead_letters::Graveyard;
 use crate::group::{Group, Row, RowState};
 use crate::inbox::Handled;
 use crate::orphans::Left;
+use crate::outcomes;
 use crate::payloads::Stages;
 use crate::records::Records;
 
@@ -242,9 +243,11 @@ impl State {
             follow_ups,
             inbox,
             effect,
+            ran,
         } = settlement;
         let held = self.holder(&lease, now)?.held(&lease);
         let record = held.map(|row| row.record.clone());
+        let retried = held.is_some_and(|row| row.retried);
         let acked = verdict == Verdict::Ack;
         if acked && effect.is_some() {
             return Err(no_transaction());
@@ -259,15 +262,17 @@ impl State {
         if let Some(record) = record.filter(|_| !again) {
             self.inbox.insert(lease.slot, &record.event, now);
         }
-        let group = self.holder(&lease, now)?;
         let position = lease.position;
+        let group = self.groups.get(&lease.slot).filter(|_| retried);
+        let was_dead = group.is_some_and(|g| self.dead.get(position, &g.name).is_some());
+        let group = self.holder(&lease, now)?;
         group.active_at = now;
         match verdict {
             Verdict::Ack => {
-                group.finish(position);
+                group.end(position, was_dead, ran, now);
             }
             Verdict::Skip { reason } => {
-                group.finish(position);
+                group.end(position, was_dead, ran, now);
                 group.skip(position, &reason);
             }
             Verdict::Retry { after, failure } => {
@@ -398,6 +403,13 @@ impl State {
             }
             let skipped = group.skipped.get(&position);
             let skipped = skipped.filter(|_| state == EventState::Done);
+            let mut ended = None;
+            if state == EventState::Done {
+                let dead = self.dead.get(position, &group.name);
+                let outcome = group.outcomes.get(&position);
+                (attempts, failures) = outcomes::all(dead.map(|dead| &dead.letter), outcome);
+                ended = outcome.map(|outcome| outcome.ended.clone());
+            }
             Some(GroupState {
                 group: group.name.clone(),
                 state,
@@ -405,6 +417,7 @@ impl State {
                 failures,
                 due_at,
                 skipped: skipped.map(ToString::to_string),
+                ended,
             })
         });
         states.collect()
@@ -420,6 +433,7 @@ impl State {
         self.stages.forget(position);
         for group in self.groups.values_mut() {
             group.skipped.remove(&position);
+            group.outcomes.remove(&position);
         }
     }
 

@@ -39,6 +39,7 @@ mod log;
 mod maintenance;
 mod orphans;
 pub mod outbox;
+mod outcomes;
 mod owner;
 mod payloads;
 mod queue;

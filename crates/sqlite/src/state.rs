@@ -116,6 +116,8 @@ pub(crate) struct Held {
     pub(crate) until: i64,
     pub(crate) suspect: bool,
     pub(crate) bytes: u64,
+    /// It failed before, in this run or as a dead letter: its end is kept.
+    pub(crate) failed: bool,
 }
 
 /// Everything the writer remembers.

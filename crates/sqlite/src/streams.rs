@@ -306,6 +306,9 @@ impl Writer {
                 Some(LEASED) => rest.push(seq),
                 Some(_) => {
                     self.write_skip(group, seq, DROPPED)?;
+                    if !self.row(group, seq)?.1.is_empty() {
+                        self.keep_outcome(group, seq, None)?;
+                    }
                     self.remove_row(group, seq)?;
                     dropped.push(seq);
                 }

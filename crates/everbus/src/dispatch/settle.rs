@@ -135,9 +135,9 @@ impl Runner {
                 self.tell_breaker(&handler, ticket, Ticket::failed);
             }
         }
-        let clock = &*self.shared.options.clock;
+        let options = &self.shared.options;
         let why = why_refused(error);
-        let (verdict, counted) = case.refused(group, clock, &culprit, probing, why);
+        let (verdict, counted) = case.refused(group, options, &culprit, probing, why);
         Some(Finished {
             settlement: Settlement::new(finished.settlement.lease.clone(), verdict),
             counted,

@@ -18,8 +18,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Delivery, EDIT_OF, Effect, Error, Event, FailureKind, GroupName, REPLAY_OF, Settlement,
-    Verdict,
+    Code, Delivery, EDIT_OF, Effect, Error, Event, FailureKind, GroupName, REPLAY_OF, Ran,
+    Settlement, Verdict,
 };
 use smallvec::SmallVec;
 use tokio::time::Instant;
@@ -103,6 +103,8 @@ impl Judged {
 /// A delivery that went through, with what the handlers came up with.
 struct Done {
     judged: Judged,
+    /// How long the handlers ran.
+    took: Option<Duration>,
     events: Vec<Event>,
     effect: Option<Effect>,
     /// The handler whose events or effect these are, or the last of them.
@@ -116,6 +118,7 @@ impl From<Judged> for Done {
     fn from(judged: Judged) -> Self {
         Self {
             judged,
+            took: None,
             events: Vec::new(),
             effect: None,
             author: None,
@@ -148,7 +151,12 @@ impl Pipeline {
             None => Judged::released(Duration::ZERO).into(),
         });
         let acked = done.judged.verdict == Verdict::Ack;
+        let took = done.took;
         let mut settlement = Settlement::new(delivery.lease, done.judged.verdict);
+        if delivery.retried || !delivery.failures.is_empty() {
+            let worker = &*self.shared.options.worker_name;
+            settlement.ran = Some(Box::new(Ran::new(took, worker)));
+        }
         if acked {
             settlement.inbox = route.idempotent && done.judged.counted != Counted::AlreadyHandled;
             settlement.follow_ups = done.events;
@@ -164,6 +172,7 @@ impl Pipeline {
                 handler,
                 record: delivery.record.clone(),
                 attempt: delivery.attempt,
+                took,
                 deferred: Arc::new(Mutex::new(done.deferred)),
                 culprit: done.culprit,
                 in_effect,
@@ -184,6 +193,8 @@ impl Pipeline {
             clock: &*self.shared.options.clock,
             record: &delivery.record,
             attempt: delivery.attempt,
+            worker: &self.shared.options.worker_name,
+            took: None,
         }
     }
 
@@ -407,9 +418,8 @@ impl Pipeline {
                     return self.judge(delivery).probe_failed(handler, &error).into();
                 }
                 Err(error) => {
-                    let judged = self
-                        .judge(delivery)
-                        .failed(handler, Some(&handler.name), error);
+                    let judge = self.judge(delivery).ran_for(started.elapsed());
+                    let judged = judge.failed(handler, Some(&handler.name), error);
                     match judged.verdict {
                         Verdict::Skip { reason } => skipped = skipped.or(Some(reason)),
                         _ => return judged.into(),
@@ -417,12 +427,11 @@ impl Pipeline {
                 }
             }
         }
+        let took = started.elapsed();
         let judged = match skipped {
             _ if handled => Judged {
                 verdict: Verdict::Ack,
-                counted: Counted::Handled {
-                    took: started.elapsed(),
-                },
+                counted: Counted::Handled { took },
             },
             Some(reason) => skipped_as(reason, Skip::Handler),
             // Every handler it was queued for has been unsubscribed since, or was not let through.
@@ -430,6 +439,7 @@ impl Pipeline {
         };
         Done {
             judged,
+            took: Some(took),
             events: outcome.events,
             effect: outcome.effect,
             author,

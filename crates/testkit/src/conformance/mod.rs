@@ -16,6 +16,7 @@ pub mod inbox;
 pub mod lapsing;
 pub mod notices;
 pub mod ordered;
+pub mod outcomes;
 pub mod payloads;
 pub mod replay;
 pub mod restart;

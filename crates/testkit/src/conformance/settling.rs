@@ -371,6 +371,7 @@ pub async fn follow_ups_are_appended_with_the_verdict<H: Harness>(harness: H) {
             follow_ups,
             inbox: false,
             effect: None,
+            ran: None,
         })
         .await
         .unwrap();
@@ -405,6 +406,7 @@ pub async fn follow_ups_of_a_lost_lease_are_not_appended<H: Harness>(harness: H)
             follow_ups: vec![follow_up],
             inbox: false,
             effect: None,
+            ran: None,
         })
         .await;
     assert_eq!(code(late), Code::LeaseLost);

@@ -376,6 +376,7 @@ impl<H: Harness> Plan<H> {
                 follow_ups: follow_ups.clone(),
                 inbox,
                 effect: None,
+                ran: None,
             })
             .await;
         if self.holds(answer, hold, group, position) {
