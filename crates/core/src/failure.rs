@@ -127,6 +127,14 @@ pub struct Ended {
     pub ran: Ran,
 }
 
+/// Why an ephemeral group skips an event that it gives up: it has no dead letters.
+pub fn given_up(last: Option<&Failure>) -> String {
+    match last {
+        Some(failure) => format!("given up: {}", cut_at(&failure.error, 1000)),
+        None => "given up".to_owned(),
+    }
+}
+
 /// Engines keep microseconds.
 fn whole_micros(took: Duration) -> Duration {
     Duration::from_micros(u64::try_from(took.as_micros()).unwrap_or(u64::MAX))

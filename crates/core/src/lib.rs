@@ -62,8 +62,10 @@ pub use effect::{Effect, EffectResult};
 pub use engine::Engine;
 pub use error::{Code, Error, Result};
 pub use event::{Attributes, Entity, Event, Inherited, Overflow, OverflowPart, TraceContext};
-pub use failure::{Ended, Failure, FailureKind, Ran};
-pub use group::{GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, SubscriptionSpec};
+pub use failure::{Ended, Failure, FailureKind, Ran, given_up};
+pub use group::{
+    GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, SubscriptionSpec, other_lifetime,
+};
 pub use history::{Cursor, History, HistoryPage, HistoryQuery, Order, check_range};
 pub use id::EventId;
 pub use inbox::Inbox;

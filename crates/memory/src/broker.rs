@@ -150,6 +150,7 @@ fn describe(group: &Group, records: &Records, dead_letters: u64, now: Timestamp)
     GroupInfo {
         name: group.name.clone(),
         ordered: group.ordered,
+        ephemeral: group.ephemeral,
         patterns: group
             .subscriptions
             .iter()

@@ -19,6 +19,8 @@ use crate::records::{Records, any_matches};
 pub(crate) struct Group {
     pub(crate) name: GroupName,
     pub(crate) ordered: bool,
+    /// It has no dead letters, and nothing is kept for it that it has not reached.
+    pub(crate) ephemeral: bool,
     /// The head of the log when the group was declared: it owes what came after.
     pub(crate) declared_at: u64,
     pub(crate) subscriptions: Vec<SubscriptionInfo>,
@@ -102,6 +104,7 @@ impl Group {
         Self {
             name,
             ordered,
+            ephemeral: false,
             declared_at: head,
             subscriptions: Vec::new(),
             position,

@@ -1,9 +1,9 @@
 //! What is kept of an event that failed before a group was done with it. An event that works at its first
 //! attempt leaves nothing here.
 
-use everbus_core::{DeadLetter, Ended, Failure, Ran, Timestamp, all_failures};
+use everbus_core::{DeadLetter, Ended, Failure, Ran, Timestamp, all_failures, given_up};
 
-use crate::group::Group;
+use crate::group::{Group, Row};
 
 /// How an event that had failed ended in a group.
 #[derive(Debug)]
@@ -27,9 +27,21 @@ impl Group {
         let Some(row) = self.finish(position) else {
             return false;
         };
-        if row.failures.is_empty() && !before {
-            return true;
+        if !row.failures.is_empty() || before {
+            self.keep(row, ran, now);
         }
+        true
+    }
+
+    /// Skips an event that an ephemeral group gives up, and keeps its failures.
+    pub(crate) fn give_up(&mut self, row: Row, now: Timestamp) {
+        let position = row.record.position;
+        self.skip(position, &given_up(row.failures.last()));
+        self.keep(row, None, now);
+    }
+
+    fn keep(&mut self, row: Row, ran: Option<Box<Ran>>, now: Timestamp) {
+        let position = row.record.position;
         let mut outcome = Outcome {
             attempts: row.attempts,
             failures: row.failures,
@@ -44,7 +56,6 @@ impl Group {
             outcome.failures = all_failures(before.failures, outcome.failures);
         }
         self.outcomes.insert(position, outcome);
-        true
     }
 }
 

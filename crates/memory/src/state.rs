@@ -90,6 +90,9 @@ impl State {
                     return Err(Error::new(Code::GroupConflict, what)
                         .hint("declare it as it was, or remove the group first"));
                 }
+                if self.groups[&number].ephemeral != spec.ephemeral {
+                    return Err(everbus_core::other_lifetime(&spec));
+                }
                 number
             }
             None => {
@@ -105,9 +108,13 @@ impl State {
                     )
                     .hint("name the group to start it anywhere else"));
                 }
+                if spec.name.is_unnamed() && spec.ephemeral {
+                    return Err(everbus_core::other_lifetime(&spec));
+                }
                 let position = self.records.resolve(spec.start_from, &patterns);
                 let head = self.records.head();
-                let group = Group::new(spec.name.clone(), spec.ordered, position, head, now);
+                let mut group = Group::new(spec.name.clone(), spec.ordered, position, head, now);
+                group.ephemeral = spec.ephemeral;
                 let number = self.number();
                 self.groups.insert(number, group);
                 self.names.insert(spec.name.clone(), number);
@@ -296,6 +303,12 @@ impl State {
 
     /// Makes a row a dead letter, and tells of it.
     fn bury(&mut self, group: GroupName, row: Row, now: Timestamp) {
+        let number = self.names.get(&group);
+        let ephemeral = number.and_then(|number| self.groups.get_mut(number));
+        if let Some(ephemeral) = ephemeral.filter(|group| group.ephemeral) {
+            ephemeral.give_up(row, now);
+            return;
+        }
         let letter = self.dead.bury(group, row, now);
         let failure = letter.failures.last();
         let notice =
@@ -459,6 +472,8 @@ impl State {
         let mut groups = self.groups.values();
         groups.any(|group| match self.state_in(group, record) {
             EventState::Done => false,
+            // What an ephemeral group has not reached is not kept for it.
+            _ if group.ephemeral && !group.rows.contains_key(&record.position) => false,
             EventState::Dlq => !gone(&group.name),
             EventState::Pending | EventState::Processing => true,
         })

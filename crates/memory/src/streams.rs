@@ -75,6 +75,7 @@ impl Memory {
         let depths = state
             .groups
             .values()
+            .filter(|group| !group.ephemeral)
             .map(|group| group.owed(stream, &state.records).take(limit).count());
         Ok(depths.max().unwrap_or(0) as u64)
     }

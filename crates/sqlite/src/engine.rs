@@ -364,9 +364,9 @@ impl Broker for SqliteEngine {
     }
 
     fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
-        let now = self.handle.clock.now();
+        let (now, path) = (self.handle.clock.now(), self.handle.path.clone());
         self.handle
-            .query(move |reader| crate::inspect::groups(reader, now))
+            .query(move |reader| crate::inspect::groups(reader, &path, now))
     }
 
     fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {

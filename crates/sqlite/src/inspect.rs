@@ -1,10 +1,13 @@
 //! How every group stands.
 
+use std::path::Path;
+
 use everbus_core::{GroupInfo, Pattern, Progress, Result, SubscriptionSpec, Timestamp};
 use rusqlite::{Connection, OptionalExtension};
 
 use crate::errors::from_sqlite;
 use crate::log::head;
+use crate::owner::is_dead;
 use crate::readers::Reader;
 use crate::rows::{seq_from, to_sql};
 use crate::state::patterns_of;
@@ -13,15 +16,21 @@ struct Stored {
     id: i64,
     name: String,
     ordered: bool,
+    /// Of an ephemeral group: the lock of its owner.
+    lock: Option<String>,
     cursor: u64,
     active_at: i64,
 }
 
-pub(crate) fn groups(reader: &Reader, now: Timestamp) -> Result<Vec<GroupInfo>> {
+pub(crate) fn groups(reader: &Reader, file: &Path, now: Timestamp) -> Result<Vec<GroupInfo>> {
     let doing = |e| from_sqlite("reading the groups", e);
     let stored: Vec<Stored> = reader
         .conn
-        .prepare_cached("SELECT id, name, ordered, cursor, active_at FROM groups ORDER BY name")
+        .prepare_cached(
+            "SELECT id, name, ordered, cursor, active_at, iif(owner IS NULL, NULL,
+               coalesce((SELECT lock FROM owners WHERE owners.id = groups.owner), ''))
+             FROM groups ORDER BY name",
+        )
         .and_then(|mut s| {
             s.query_map([], |r| {
                 Ok(Stored {
@@ -30,14 +39,18 @@ pub(crate) fn groups(reader: &Reader, now: Timestamp) -> Result<Vec<GroupInfo>> 
                     ordered: r.get(2)?,
                     cursor: seq_from(r.get(3)?),
                     active_at: r.get(4)?,
+                    lock: r.get(5)?,
                 })
             })?
             .collect()
         })
         .map_err(doing)?;
     let head = head(reader)?;
+    // An ephemeral group is gone with its owner, also before it is swept up.
+    let gone = |group: &Stored| group.lock.as_ref().is_some_and(|lock| is_dead(file, lock));
     stored
         .into_iter()
+        .filter(|group| !gone(group))
         .map(|group| info(&reader.conn, head, &group, now))
         .collect()
 }
@@ -99,6 +112,7 @@ fn info(conn: &Connection, head: u64, group: &Stored, now: Timestamp) -> Result<
     Ok(GroupInfo {
         name: group.name.parse()?,
         ordered: group.ordered,
+        ephemeral: group.lock.is_some(),
         patterns: patterns_of(conn, group.id)?
             .iter()
             .map(|p| p.as_str().to_owned())

@@ -26,6 +26,7 @@ mod declare;
 mod deliver;
 mod effect;
 mod engine;
+mod ephemeral;
 mod errors;
 mod failpoint;
 mod feeder;

@@ -16,8 +16,20 @@ impl Writer {
     /// Keeps the attempts of a row in `deliveries` that is about to be removed as handled or skipped. Of an
     /// event that is replayed, those of all runs are kept.
     pub(crate) fn keep_outcome(&mut self, group: i64, seq: u64, ran: Option<&Ran>) -> Result<()> {
+        let (attempts, failures) = self.row(group, seq)?;
+        self.write_outcome(group, seq, attempts, failures, ran)
+    }
+
+    /// Writes the attempts of an event that has ended, with those of earlier runs.
+    pub(crate) fn write_outcome(
+        &mut self,
+        group: i64,
+        seq: u64,
+        mut attempts: u32,
+        mut failures: Vec<Failure>,
+        ran: Option<&Ran>,
+    ) -> Result<()> {
         let doing = |e| from_sqlite("keeping the attempts of an event", e);
-        let (mut attempts, mut failures) = self.row(group, seq)?;
         let before: Option<Kept> = self
             .conn
             .prepare_cached(

@@ -114,7 +114,7 @@ impl Count {
             .conn
             .prepare_cached(
                 "SELECT id, cursor, (SELECT max(seq) FROM skips WHERE group_id = groups.id)
-                 FROM groups",
+                 FROM groups WHERE owner IS NULL",
             )
             .and_then(|mut s| {
                 s.query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?)))?

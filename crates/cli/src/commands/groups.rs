@@ -52,7 +52,11 @@ async fn list(engine: &Engine, output: &mut Output) -> Outcome {
 
 fn row(group: &GroupInfo) -> Vec<String> {
     vec![
-        escaped(&group.name.to_string()).into_owned(),
+        if group.ephemeral {
+            format!("{} (ephemeral)", escaped(&group.name.to_string()))
+        } else {
+            escaped(&group.name.to_string()).into_owned()
+        },
         shortened(&escaped(&group.patterns.join(" ")), 40).into_owned(),
         grouped(group.position),
         grouped(group.behind),

@@ -334,6 +334,7 @@ async fn nothing_is_lost_while_another_process_prunes_all_the_time() {
                 name: "late".parse().unwrap(),
                 start_from: StartFrom::New,
                 ordered: false,
+                ephemeral: false,
                 subscriptions: vec![SubscriptionSpec {
                     name: "all".into(),
                     pattern: "*".parse().unwrap(),

@@ -10,6 +10,7 @@ pub mod clock;
 pub mod consuming;
 pub mod dead_letters;
 pub mod effects;
+pub mod ephemeral;
 pub mod groups;
 pub mod history;
 pub mod inbox;

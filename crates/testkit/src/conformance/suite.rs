@@ -894,5 +894,6 @@ macro_rules! conformance_tests {
         }
         $crate::history_tests!($harness);
         $crate::outcome_tests!($harness);
+        $crate::ephemeral_tests!($harness);
     };
 }
