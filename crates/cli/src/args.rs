@@ -134,7 +134,7 @@ pub(crate) enum Command {
     Tail(TailArgs),
     /// Show what happened: events by tenant, app, entity, type and time, page by page
     Events(crate::commands::events::EventsArgs),
-    /// Show one event and where it stands in every group
+    /// Show one event, where it stands in every group, and what became of each attempt there
     Get(GetArgs),
     /// Look at what is stored of events on their way
     #[command(subcommand)]

@@ -20,7 +20,7 @@ use serde::Serialize;
 use crate::effect::Effect;
 use crate::error::Result;
 use crate::event::Event;
-use crate::failure::Failure;
+use crate::failure::{Failure, Ran};
 use crate::group::{GroupInfo, GroupName, GroupSpec, SubscriptionInfo};
 use crate::id::EventId;
 use crate::log::Recorded;
@@ -302,6 +302,9 @@ pub struct Settlement {
     /// is applied, the answer is [`Code::EffectFailed`](crate::Code::EffectFailed) with its error as the cause, and the lease is
     /// still held. [`Code::Unsupported`](crate::Code::Unsupported) where [`Capabilities::transaction`] is another engine's.
     pub effect: Option<Effect>,
+    /// With [`Verdict::Ack`] and [`Verdict::Skip`] of an event that had failed before: the attempt that
+    /// ended it, to be kept with the failures. An engine keeps nothing of an event that never failed.
+    pub ran: Option<Box<Ran>>,
 }
 
 impl Settlement {
@@ -313,6 +316,7 @@ impl Settlement {
             follow_ups: Vec::new(),
             inbox: false,
             effect: None,
+            ran: None,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! What is kept of a failed attempt.
 
 use std::borrow::Cow;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -77,6 +78,87 @@ pub struct Failure {
     /// can be to blame. Only such an event may be dead-lettered for crashes.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub alone: bool,
+    /// How long the attempt ran, where a handler ran. In JSON `took_us`, in microseconds.
+    #[serde(
+        rename = "took_us",
+        default,
+        skip_serializing_if = "Option::is_none",
+        with = "micros"
+    )]
+    pub took: Option<Duration>,
+    /// The worker that made the attempt, where it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub worker: Option<String>,
+}
+
+/// The attempt that ended an event in a group: how long it ran, and where.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ran {
+    /// How long the attempt ran, where a handler ran. In JSON `took_us`, in microseconds.
+    #[serde(
+        rename = "took_us",
+        default,
+        skip_serializing_if = "Option::is_none",
+        with = "micros"
+    )]
+    pub took: Option<Duration>,
+    /// The worker that made the attempt, where it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub worker: Option<String>,
+}
+
+impl Ran {
+    /// An attempt of this worker. The duration is kept in whole microseconds.
+    pub fn new(took: Option<Duration>, worker: impl Into<String>) -> Self {
+        Self {
+            took: took.map(whole_micros),
+            worker: Some(worker.into()),
+        }
+    }
+}
+
+/// The end of an event in a group that had failed there before.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Ended {
+    /// When the group handled or skipped it.
+    pub at: Timestamp,
+    /// The attempt that ended it.
+    #[serde(flatten)]
+    pub ran: Ran,
+}
+
+/// Why an ephemeral group skips an event that it gives up: it has no dead letters.
+pub fn given_up(last: Option<&Failure>) -> String {
+    match last {
+        Some(failure) => format!("given up: {}", cut_at(&failure.error, 1000)),
+        None => "given up".to_owned(),
+    }
+}
+
+/// Engines keep microseconds.
+fn whole_micros(took: Duration) -> Duration {
+    Duration::from_micros(u64::try_from(took.as_micros()).unwrap_or(u64::MAX))
+}
+
+/// An optional duration as a number of microseconds.
+mod micros {
+    use super::{Deserialize, Duration, Serialize};
+
+    #[expect(clippy::ref_option, reason = "serde passes a reference to the field")]
+    pub(super) fn serialize<S: serde::Serializer>(
+        took: &Option<Duration>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let micros = took.map(|took| u64::try_from(took.as_micros()).unwrap_or(u64::MAX));
+        micros.serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: serde::Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Duration>, D::Error> {
+        let micros = Option::<u64>::deserialize(deserializer)?;
+        Ok(micros.map(Duration::from_micros))
+    }
 }
 
 /// Longer error texts are cut here, at a character boundary, with a mark.
@@ -94,7 +176,17 @@ impl Failure {
             error,
             backtrace: None,
             alone: false,
+            took: None,
+            worker: None,
         }
+    }
+
+    /// Adds how long the attempt ran, where a handler ran, and on which worker.
+    #[must_use]
+    pub fn on_worker(mut self, took: Option<Duration>, worker: impl Into<String>) -> Self {
+        let ran = Ran::new(took, worker);
+        (self.took, self.worker) = (ran.took, ran.worker);
+        self
     }
 
     /// Adds where it happened; the text is cut at [`MAX_ERROR_BYTES`].
@@ -142,6 +234,22 @@ mod tests {
         );
         assert!(f.error.len() <= MAX_ERROR_BYTES + 16);
         assert!(f.error.ends_with("(cut)"));
+    }
+
+    #[test]
+    fn duration_and_worker_come_back_and_older_records_have_none() {
+        let took = Duration::from_nanos(1_234_567);
+        let failure = Failure::new(1, Timestamp::EPOCH, FailureKind::Error, "x")
+            .on_worker(Some(took), "host/1");
+        let text = serde_json::to_string(&failure).unwrap();
+        assert!(
+            text.contains("\"took_us\":1234,\"worker\":\"host/1\""),
+            "{text}"
+        );
+        assert_eq!(serde_json::from_str::<Failure>(&text).unwrap(), failure);
+        let old = r#"{"attempt":1,"at":"1970-01-01T00:00:00Z","kind":"error","error":"x"}"#;
+        let old: Failure = serde_json::from_str(old).unwrap();
+        assert_eq!((old.took, old.worker), (None, None));
     }
 
     #[test]

@@ -115,8 +115,39 @@ pub struct GroupSpec {
     pub start_from: StartFrom,
     /// Whether events with the same key are handled strictly one after another.
     pub ordered: bool,
+    /// Whether the group goes with the engine that declares it: when it is closed, or found dead. It has
+    /// no dead letters (what it gives up is skipped, with the reason), and retention does not wait for it.
+    pub ephemeral: bool,
     /// The subscriptions to add. Adding is not retroactive: it applies from the group's position on.
     pub subscriptions: Vec<SubscriptionSpec>,
+}
+
+impl GroupSpec {
+    /// A group that lasts, begins with what is appended from now on, and has no subscriptions yet.
+    pub fn new(name: GroupName) -> Self {
+        Self {
+            name,
+            start_from: StartFrom::New,
+            ordered: false,
+            ephemeral: false,
+            subscriptions: Vec::new(),
+        }
+    }
+}
+
+/// The error for a group that exists and lasts as long as another kind of group does.
+pub fn other_lifetime(spec: &GroupSpec) -> Error {
+    if spec.name.is_unnamed() {
+        return Error::new(Code::InvalidSetting, "the unnamed group is never ephemeral")
+            .hint("leave the group out, and a name is chosen for it");
+    }
+    let what = if spec.ephemeral {
+        "exists and is not an ephemeral group of this process"
+    } else {
+        "is an ephemeral group"
+    };
+    Error::new(Code::GroupConflict, format!("{} {what}", spec.name))
+        .hint("use another group name, or leave the name of an ephemeral group out")
 }
 
 /// A subscription as it is stored.
@@ -144,6 +175,8 @@ pub struct GroupInfo {
     pub name: GroupName,
     /// Whether events with the same key are handled one after another.
     pub ordered: bool,
+    /// Whether the group goes with the engine that declared it.
+    pub ephemeral: bool,
     /// The patterns it wants.
     pub patterns: Vec<String>,
     /// Its subscriptions, by name. A handler that was given a name has it here as well.
@@ -179,6 +212,7 @@ impl GroupInfo {
         Self {
             name,
             ordered: false,
+            ephemeral: false,
             patterns: Vec::new(),
             subscriptions: Vec::new(),
             position: Cursor::START,

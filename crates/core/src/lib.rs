@@ -72,8 +72,10 @@ pub use effect::{Effect, EffectResult};
 pub use engine::{Background, Engine};
 pub use error::{Class, Code, Error, Result};
 pub use event::{Attributes, Entity, Event, Inherited, Overflow, OverflowPart, TraceContext};
-pub use failure::{Failure, FailureKind};
-pub use group::{GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, SubscriptionSpec};
+pub use failure::{Ended, Failure, FailureKind, Ran, given_up};
+pub use group::{
+    GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, SubscriptionSpec, other_lifetime,
+};
 pub use history::{History, HistoryPage, HistoryQuery, Order, PageCursor, check_range};
 pub use id::EventId;
 pub use inbox::Inbox;

@@ -8,7 +8,7 @@ use serde::{Serialize, Serializer};
 use crate::broker::BoxFuture;
 use crate::error::Result;
 use crate::event::Event;
-use crate::failure::Failure;
+use crate::failure::{Ended, Failure};
 use crate::group::{GroupName, StartFrom};
 use crate::pattern::Pattern;
 use crate::position::{Cursor, Position};
@@ -70,9 +70,10 @@ pub struct GroupState {
     pub group: GroupName,
     /// Where the event stands there.
     pub state: EventState,
-    /// Attempts begun.
+    /// Attempts begun. Of an event that is done, as far as they are on record: 0 if it never failed.
     pub attempts: u32,
-    /// The failed attempts, in order.
+    /// The failed attempts, in order. An event that is done keeps them, also those before the retry of a
+    /// dead letter.
     pub failures: Vec<Failure>,
     /// When the next attempt is due, if it waits for one.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -80,6 +81,9 @@ pub struct GroupState {
     /// Why the group is done with it without having handled it, if that is so.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,
+    /// Once the group is done with an event that had failed there: when, and the attempt that ended it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ended: Option<Ended>,
 }
 
 /// An engine whose log can be read directly.

@@ -21,6 +21,7 @@ pub(crate) struct Agreed {
 struct Founded {
     start_from: StartFrom,
     ordered: bool,
+    ephemeral: bool,
     by: String,
 }
 
@@ -31,6 +32,7 @@ pub(crate) struct Asked<'a> {
     pub(crate) pattern: &'a str,
     pub(crate) start_from: Option<StartFrom>,
     pub(crate) ordered: Option<bool>,
+    pub(crate) ephemeral: Option<bool>,
     pub(crate) concurrency: Option<usize>,
 }
 
@@ -45,6 +47,7 @@ impl Agreed {
                 self.founded = Some(Founded {
                     start_from: asked.start_from.unwrap_or(default_start(asked.group)),
                     ordered: asked.ordered.unwrap_or(false),
+                    ephemeral: asked.ephemeral.unwrap_or(false),
                     by: name.clone(),
                 });
             }
@@ -71,6 +74,11 @@ impl Agreed {
 
     pub(crate) fn is_ordered(&self) -> bool {
         self.founded.as_ref().is_some_and(|founded| founded.ordered)
+    }
+
+    pub(crate) fn is_ephemeral(&self) -> bool {
+        let founded = self.founded.as_ref();
+        founded.is_some_and(|founded| founded.ephemeral)
     }
 
     pub(crate) fn concurrency(&self) -> usize {
@@ -112,6 +120,7 @@ impl Agreed {
         let Founded {
             start_from,
             ordered,
+            ephemeral,
             by,
         } = founded;
         if let Some(from) = asked.start_from
@@ -130,6 +139,9 @@ impl Agreed {
                 (name, by.as_str())
             };
             return conflict(format!("{one:?} is not ordered and {other:?} is"));
+        }
+        if asked.ephemeral.is_some_and(|wants| wants && !ephemeral) {
+            return conflict(format!("{by:?} lasts and {name:?} is ephemeral"));
         }
         if let (Some(number), Some((agreed, by))) = (asked.concurrency, &self.concurrency)
             && number != *agreed

@@ -65,6 +65,8 @@ pub struct BusOptions {
     pub source: Option<Arc<str>>,
     /// Which event types are in which stream; one stream has everything unless declared otherwise.
     pub streams: Streams,
+    /// The name of this worker in the record of failed attempts: `host/pid` unless set.
+    pub worker_name: Arc<str>,
     /// How full streams may get, and what happens then; over what the declared streams say themselves.
     pub limits: Limits,
     /// How many events may be published in a second.
@@ -108,6 +110,7 @@ impl Default for BusOptions {
             no_handler_after: Duration::from_secs(24 * 3600),
             source: None,
             streams: Streams::default(),
+            worker_name: worker_name(),
             limits: Limits::default(),
             publish_rate: None,
             max_staleness: BTreeMap::new(),
@@ -140,6 +143,13 @@ impl BusOptions {
                 Code::InvalidSetting,
                 "the source has no or more than 255 bytes",
             ));
+        }
+        if self.worker_name.is_empty() || self.worker_name.len() > 255 {
+            return Err(Error::new(
+                Code::InvalidSetting,
+                "the worker name has no or more than 255 bytes",
+            )
+            .hint("leave it out for host/pid"));
         }
         if self.shutdown_timeout > LONGEST {
             return Err(too_long("the shutdown timeout", self.shutdown_timeout));
@@ -190,6 +200,14 @@ impl BusOptions {
         self.prefetch
             .unwrap_or_else(|| concurrency.saturating_mul(8).max(4096))
     }
+}
+
+/// The name of a worker that was given none: the host and the number of the process.
+fn worker_name() -> Arc<str> {
+    let host = rustix::system::uname();
+    let host = host.nodename().to_string_lossy();
+    let host: String = host.chars().take(200).collect();
+    format!("{host}/{}", std::process::id()).into()
 }
 
 /// Refuses durations of zero and of more than a year.
@@ -371,6 +389,12 @@ impl BusBuilder {
     /// ```
     pub fn streams(mut self, streams: Streams) -> Self {
         self.options.streams = streams;
+        self
+    }
+
+    /// The name of this worker in the record of failed attempts (`host/pid`).
+    pub fn worker_name(mut self, name: impl Into<Arc<str>>) -> Self {
+        self.options.worker_name = name.into();
         self
     }
 

@@ -164,6 +164,7 @@ impl Registry {
                 name: name.clone(),
                 start_from: StartFrom::New,
                 ordered,
+                ephemeral: false,
                 subscriptions: Vec::new(),
             })
             .await?;
@@ -347,6 +348,7 @@ async fn declare(shared: &Shared, request: &Request) -> Result<SubscriptionId> {
             name: request.group.clone(),
             start_from: request.agreed.start_from(&request.group),
             ordered: request.agreed.is_ordered(),
+            ephemeral: request.agreed.is_ephemeral(),
             subscriptions: vec![SubscriptionSpec {
                 name: name.clone(),
                 pattern: request.pattern.clone(),

@@ -55,6 +55,7 @@ impl Request {
             pattern: pattern.as_str(),
             start_from: settings.start_from,
             ordered: settings.ordered,
+            ephemeral: settings.ephemeral,
             concurrency: settings.concurrency,
         })?;
         subscription.check_wiring(&name)?;

@@ -16,6 +16,7 @@ type RetryChange = Arc<dyn Fn(RetryPolicy) -> RetryPolicy + Send + Sync>;
 #[derive(Clone, Default)]
 pub(crate) struct Settings {
     pub(crate) group: Option<String>,
+    pub(crate) ephemeral: Option<bool>,
     pub(crate) name: Option<String>,
     pub(crate) start_from: Option<StartFrom>,
     pub(crate) ordered: Option<bool>,
@@ -40,6 +41,7 @@ impl Settings {
     pub(crate) fn over(self, outer: &Settings) -> Settings {
         Settings {
             group: self.group.or_else(|| outer.group.clone()),
+            ephemeral: self.ephemeral.or(outer.ephemeral),
             name: self.name.or_else(|| outer.name.clone()),
             start_from: self.start_from.or(outer.start_from),
             ordered: self.ordered.or(outer.ordered),
@@ -80,6 +82,24 @@ macro_rules! setters {
         /// Without this it is the unnamed group, which begins at the first event of the log.
         pub fn group(mut self, name: impl Into<String>) -> Self {
             self.settings.group = Some(name.into());
+            self
+        }
+
+        /// The group goes with this bus: when the bus is shut down, or its process is gone. It begins
+        /// with what is published from now on and never keeps the log from being pruned; what it gives up
+        /// is skipped, it has no dead letters. Without a [`group`](Self::group) each handler gets a group
+        /// of its own, named `ephemeral-…`; a group of that name must not exist already.
+        pub fn ephemeral(mut self) -> Self {
+            self.settings.ephemeral = Some(true);
+            self
+        }
+
+        /// The group by the names of the *omni* specification: `durable` is the group, `queue` if there is
+        /// no durable; with neither the group is [ephemeral](Self::ephemeral).
+        pub fn durable_or_queue(mut self, durable: Option<&str>, queue: Option<&str>) -> Self {
+            let group = durable.or(queue);
+            self.settings.ephemeral = Some(group.is_none());
+            self.settings.group = group.map(str::to_owned);
             self
         }
 

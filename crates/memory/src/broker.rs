@@ -166,6 +166,7 @@ fn describe(
     subscriptions.sort_by(|a, b| a.name.cmp(&b.name));
     let mut info = GroupInfo::new(group.name.clone(), group.active_at);
     info.ordered = group.ordered;
+    info.ephemeral = group.ephemeral;
     let patterns = group.subscriptions.iter().map(|s| s.pattern.as_str());
     info.patterns = patterns.map(str::to_owned).collect();
     info.subscriptions = subscriptions;

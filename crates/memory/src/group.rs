@@ -11,12 +11,15 @@ use everbus_core::{
     SubscriptionInfo, Timestamp,
 };
 
+use crate::outcomes::Outcome;
 use crate::records::{LeaseParts as _, Records, Seq as _, any_matches};
 
 #[derive(Debug)]
 pub(crate) struct Group {
     pub(crate) name: GroupName,
     pub(crate) ordered: bool,
+    /// It has no dead letters, and nothing is kept for it that it has not reached.
+    pub(crate) ephemeral: bool,
     /// The head of the log when the group was declared: it owes what came after.
     pub(crate) declared_at: u64,
     pub(crate) subscriptions: Vec<SubscriptionInfo>,
@@ -28,6 +31,8 @@ pub(crate) struct Group {
     pub(crate) active_at: Timestamp,
     /// Why events were skipped that are still in the log.
     pub(crate) skipped: BTreeMap<u64, Arc<str>>,
+    /// What is kept of events that failed before the group was done with them.
+    pub(crate) outcomes: BTreeMap<u64, Outcome>,
     /// What was dropped before the group reached it.
     pub(crate) dropped: BTreeSet<u64>,
     pub(crate) consumers: HashMap<u64, Handled>,
@@ -98,6 +103,7 @@ impl Group {
         Self {
             name,
             ordered,
+            ephemeral: false,
             declared_at: head,
             subscriptions: Vec::new(),
             position,
@@ -105,6 +111,7 @@ impl Group {
             rows: BTreeMap::new(),
             active_at: now,
             skipped: BTreeMap::new(),
+            outcomes: BTreeMap::new(),
             dropped: BTreeSet::new(),
             consumers: HashMap::new(),
             ready: BTreeSet::new(),

@@ -26,6 +26,7 @@ mod inbox;
 mod log;
 mod maintenance;
 mod orphans;
+mod outcomes;
 mod payloads;
 mod records;
 mod state;

@@ -17,6 +17,7 @@ use crate::dead_letters::Graveyard;
 use crate::group::{Group, Row, RowState};
 use crate::inbox::Handled;
 use crate::orphans::Left;
+use crate::outcomes;
 use crate::payloads::Stages;
 use crate::records::{LeaseParts as _, Records, Seq as _};
 
@@ -90,6 +91,9 @@ impl State {
                     return Err(Error::new(Code::GroupConflict, what)
                         .hint("declare it as it was, or remove the group first"));
                 }
+                if self.groups[&number].ephemeral != spec.ephemeral {
+                    return Err(everbus_core::other_lifetime(&spec));
+                }
                 number
             }
             None => {
@@ -105,9 +109,13 @@ impl State {
                     )
                     .hint("name the group to start it anywhere else"));
                 }
+                if spec.name.is_unnamed() && spec.ephemeral {
+                    return Err(everbus_core::other_lifetime(&spec));
+                }
                 let position = self.records.resolve(spec.start_from, &patterns);
                 let head = self.records.head();
-                let group = Group::new(spec.name.clone(), spec.ordered, position, head, now);
+                let mut group = Group::new(spec.name.clone(), spec.ordered, position, head, now);
+                group.ephemeral = spec.ephemeral;
                 let number = self.number();
                 self.groups.insert(number, group);
                 self.names.insert(spec.name.clone(), number);
@@ -232,10 +240,12 @@ impl State {
             follow_ups,
             inbox,
             effect,
+            ran,
             ..
         } = settlement;
         let held = self.holder(&lease, now)?.held(&lease);
         let record = held.map(|row| row.record.clone());
+        let retried = held.is_some_and(|row| row.retried);
         let acked = verdict == Verdict::Ack;
         if acked && effect.is_some() {
             return Err(no_transaction());
@@ -250,15 +260,17 @@ impl State {
         if let Some(record) = record.filter(|_| !again) {
             self.inbox.insert(lease.slot(), &record.event, now);
         }
-        let group = self.holder(&lease, now)?;
         let position = lease.seq();
+        let group = self.groups.get(&lease.slot()).filter(|_| retried);
+        let was_dead = group.is_some_and(|g| self.dead.get(position, &g.name).is_some());
+        let group = self.holder(&lease, now)?;
         group.active_at = now;
         match verdict {
             Verdict::Ack => {
-                group.finish(position);
+                group.end(position, was_dead, ran, now);
             }
             Verdict::Skip { reason } => {
-                group.finish(position);
+                group.end(position, was_dead, ran, now);
                 group.skip(position, &reason);
             }
             Verdict::Retry { after, failure } => {
@@ -282,6 +294,12 @@ impl State {
 
     /// Makes a row a dead letter, and tells of it.
     fn bury(&mut self, group: GroupName, row: Row, now: Timestamp) {
+        let number = self.names.get(&group);
+        let ephemeral = number.and_then(|number| self.groups.get_mut(number));
+        if let Some(ephemeral) = ephemeral.filter(|group| group.ephemeral) {
+            ephemeral.give_up(row, now);
+            return;
+        }
         let letter = self.dead.bury(group, row, now);
         let failure = letter.failures.last();
         let notice =
@@ -389,6 +407,13 @@ impl State {
             }
             let skipped = group.skipped.get(&position);
             let skipped = skipped.filter(|_| state == EventState::Done);
+            let mut ended = None;
+            if state == EventState::Done {
+                let dead = self.dead.get(position, &group.name);
+                let outcome = group.outcomes.get(&position);
+                (attempts, failures) = outcomes::all(dead.map(|dead| &dead.letter), outcome);
+                ended = outcome.map(|outcome| outcome.ended.clone());
+            }
             Some(GroupState {
                 group: group.name.clone(),
                 state,
@@ -396,6 +421,7 @@ impl State {
                 failures,
                 due_at,
                 skipped: skipped.map(ToString::to_string),
+                ended,
             })
         });
         states.collect()
@@ -411,6 +437,7 @@ impl State {
         self.stages.forget(position);
         for group in self.groups.values_mut() {
             group.skipped.remove(&position);
+            group.outcomes.remove(&position);
         }
     }
 
@@ -436,6 +463,8 @@ impl State {
         let mut groups = self.groups.values();
         groups.any(|group| match self.state_in(group, record) {
             EventState::Done => false,
+            // What an ephemeral group has not reached is not kept for it.
+            _ if group.ephemeral && !group.rows.contains_key(&record.seq()) => false,
             EventState::Dlq => !gone(&group.name),
             EventState::Pending | EventState::Processing => true,
         })

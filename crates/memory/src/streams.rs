@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use everbus_core::{DROPPED, Pattern, Recorded, Result};
+use everbus_core::{DROPPED, Pattern, Recorded, Result, Timestamp};
 
 use crate::broker::Memory;
 use crate::group::{Group, RowState};
@@ -36,7 +36,13 @@ impl Group {
     }
 
     /// Skips the oldest that wait, until no more than this are owed; says which.
-    fn drop_oldest(&mut self, stream: &Pattern, records: &Records, keep: u64) -> Vec<u64> {
+    fn drop_oldest(
+        &mut self,
+        stream: &Pattern,
+        records: &Records,
+        keep: u64,
+        now: Timestamp,
+    ) -> Vec<u64> {
         let owed: Vec<(u64, bool)> = self.owed(stream, records).collect();
         let too_many = owed
             .len()
@@ -47,7 +53,7 @@ impl Group {
             .take(too_many)
             .collect();
         for position in &dropped {
-            if self.finish(*position).is_none() {
+            if !self.end(*position, false, None, now) {
                 self.dropped.insert(*position);
             }
         }
@@ -69,6 +75,7 @@ impl Memory {
         let depths = state
             .groups
             .values()
+            .filter(|group| !group.ephemeral)
             .map(|group| group.owed(stream, &state.records).take(limit).count());
         Ok(depths.max().unwrap_or(0) as u64)
     }
@@ -80,7 +87,7 @@ impl Memory {
         let mut dropped = BTreeSet::new();
         for group in state.groups.values_mut() {
             group.end_leases(now);
-            dropped.extend(group.drop_oldest(stream, &state.records, keep));
+            dropped.extend(group.drop_oldest(stream, &state.records, keep, now));
         }
         for position in &dropped {
             state.wake_waiters(*position);

@@ -1,7 +1,7 @@
 //! Writing a dead letter, and telling of it: one step.
 
 use everbus_core::{
-    Code, Error, Failure, Recorded, Result, Timestamp, all_failures, dead_letter_notice,
+    Code, Error, Failure, Recorded, Result, Timestamp, all_failures, dead_letter_notice, given_up,
 };
 use rusqlite::{OptionalExtension, params};
 
@@ -27,6 +27,12 @@ impl Writer {
         // The claim counted one; if nobody ran, it was none.
         let was_none = failures.last().is_some_and(|last| !last.kind.is_attempt());
         let attempts = attempts.saturating_sub(u32::from(was_none));
+        if self.state.group_mut(group)?.owner.is_some() {
+            // An ephemeral group has no dead letters: nobody could retry them once it is gone.
+            self.write_skip(group, seq, &given_up(failures.last()))?;
+            self.watches.touch(seq);
+            return self.write_outcome(group, seq, attempts, failures.to_vec(), None);
+        }
         let before = self.failures_before(group, seq)?;
         let all = all_failures(before, failures.iter().cloned());
         let handler = all.iter().rev().find_map(|f| f.handler.as_deref());

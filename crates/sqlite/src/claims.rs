@@ -256,6 +256,7 @@ impl Writer {
                 until,
                 suspect: false,
                 bytes,
+                failed: false,
             };
             self.state.held.insert((group, position), held);
             if let Some(session) = self.sessions.get_mut(&session) {

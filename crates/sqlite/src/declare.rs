@@ -2,7 +2,7 @@
 
 use everbus_core::{
     Code, Cursor, Error, EventId, GroupName, GroupSpec, Pattern, Result, StartFrom,
-    SubscriptionInfo, SubscriptionSpec, Timestamp,
+    SubscriptionInfo, SubscriptionSpec, Timestamp, other_lifetime,
 };
 use rusqlite::{Connection, OptionalExtension, params};
 
@@ -63,6 +63,12 @@ impl Writer {
 
     /// Creates a group if it is new, and adds subscriptions.
     pub(crate) fn declare(&mut self, spec: &GroupSpec) -> Result<Vec<SubscriptionInfo>> {
+        if spec.ephemeral {
+            // It goes with this owner. One of the same name may be left of a process that died.
+            self.become_owner()?;
+            self.sweep_ephemeral()?;
+        }
+        let owner = spec.ephemeral.then_some(self.state.owner);
         let known = self.state.group_id(&spec.name);
         let group = match known {
             Some(id) => {
@@ -78,9 +84,12 @@ impl Writer {
                     )
                     .hint("use another group name, or remove the group first"));
                 }
+                if group.owner != owner {
+                    return Err(other_lifetime(spec));
+                }
                 id
             }
-            None => self.create_group(spec)?,
+            None => self.create_group(spec, owner)?,
         };
         let result = spec
             .subscriptions
@@ -91,7 +100,10 @@ impl Writer {
         result
     }
 
-    fn create_group(&mut self, spec: &GroupSpec) -> Result<i64> {
+    fn create_group(&mut self, spec: &GroupSpec, owner: Option<i64>) -> Result<i64> {
+        if spec.name.is_unnamed() && spec.ephemeral {
+            return Err(other_lifetime(spec));
+        }
         if spec.name.is_unnamed() && spec.start_from != StartFrom::First {
             return Err(Error::new(
                 Code::InvalidSetting,
@@ -108,8 +120,8 @@ impl Writer {
         let now = micros(self.clock.now());
         self.conn
             .prepare_cached(
-                "INSERT INTO groups (name, ordered, cursor, declared_at, created_at, active_at)
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?5)",
+                "INSERT INTO groups (name, ordered, cursor, declared_at, created_at, active_at, owner)
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?5, ?6)",
             )
             .and_then(|mut s| {
                 s.insert(params![
@@ -117,7 +129,8 @@ impl Writer {
                     spec.ordered,
                     to_sql(cursor),
                     to_sql(self.state.head),
-                    now
+                    now,
+                    owner
                 ])
             })
             .map_err(|e| from_sqlite("declaring a group", e))
@@ -216,17 +229,23 @@ impl Writer {
 
     /// Deletes a group and everything of it.
     pub(crate) fn remove_group(&mut self, name: &GroupName) -> Result<()> {
-        let doing = |e| from_sqlite("removing a group", e);
         let id = self.state.group_id(name).ok_or_else(|| {
             Error::new(Code::GroupNotFound, format!("there is no group {name}"))
                 .hint("list the groups with `everbus groups`")
         })?;
+        self.remove_group_numbered(id)
+    }
+
+    /// The same, by its number.
+    pub(crate) fn remove_group_numbered(&mut self, id: i64) -> Result<()> {
+        let doing = |e| from_sqlite("removing a group", e);
         for table in [
             "subscriptions",
             "claims",
             "deliveries",
             "dead_letters",
             "skips",
+            "outcomes",
         ] {
             self.conn
                 .execute(&format!("DELETE FROM {table} WHERE group_id = ?1"), [id])

@@ -324,34 +324,35 @@ impl Writer {
                 )
             })?;
         let bytes = size(&record);
+        let (was_dead, replayed) = self.earlier_runs(group, row.seq)?;
         let held = Held {
             session,
             token,
             until,
             suspect,
             bytes,
+            failed: row.failures.is_some() || was_dead,
         };
         self.state.held.insert((group, row.seq), held);
         if let Some(session) = self.sessions.get_mut(&session) {
             session.took(1, bytes);
         }
-        let retried = self.is_retried(group, row.seq)?;
         let lease = Lease::new(record.position, [delivery_slot(group), token as u64]);
         let failures = read_failures(row.failures.as_deref())?;
         Ok(Delivery::new(record, lease)
             .after(attempt, failures)
-            .retried(retried))
+            .retried(was_dead || replayed))
     }
 
-    /// Whether it was put back from the dead letters, or is replayed.
-    fn is_retried(&self, group: i64, seq: u64) -> Result<bool> {
+    /// Whether it was put back from the dead letters, and whether it is replayed.
+    fn earlier_runs(&self, group: i64, seq: u64) -> Result<(bool, bool)> {
         let sql = "SELECT EXISTS (SELECT 1 FROM dead_letters
-                     WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NOT NULL)
-                   OR EXISTS (SELECT 1 FROM deliveries
+                     WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NOT NULL),
+                   EXISTS (SELECT 1 FROM deliveries
                      WHERE group_id = ?2 AND seq = ?1 AND replayed = 1)";
         self.conn
             .prepare_cached(sql)
-            .and_then(|mut s| s.query_row((to_sql(seq), group), |r| r.get(0)))
+            .and_then(|mut s| s.query_row((to_sql(seq), group), |r| Ok((r.get(0)?, r.get(1)?))))
             .map_err(|e| from_sqlite("looking for a dead letter", e))
     }
 

@@ -366,9 +366,9 @@ impl Broker for SqliteEngine {
     }
 
     fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
-        let now = self.handle.clock.now();
+        let (now, path) = (self.handle.clock.now(), self.handle.path.clone());
         self.handle
-            .query(move |reader| crate::inspect::groups(reader, now))
+            .query(move |reader| crate::inspect::groups(reader, &path, now))
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {

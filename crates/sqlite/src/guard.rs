@@ -35,6 +35,7 @@ const OURS: &[&str] = &[
     "deliveries",
     "dead_letters",
     "skips",
+    "outcomes",
     "owners",
     "inbox",
     "processed_events",

@@ -4,6 +4,7 @@
 //! position that is furthest behind: the cost grows with that backlog and not with the number of groups.
 
 use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
 use std::sync::Arc;
 
 use everbus_core::{
@@ -12,6 +13,7 @@ use everbus_core::{
 use rusqlite::{Connection, OptionalExtension};
 
 use crate::errors::from_sqlite;
+use crate::owner::is_dead;
 use crate::readers::Reader;
 use crate::rows::{seq_from, to_sql};
 use crate::state::{LEASED, patterns_of};
@@ -20,6 +22,8 @@ struct Stored {
     id: i64,
     name: String,
     ordered: bool,
+    /// Of an ephemeral group: the lock of its owner.
+    lock: Option<String>,
     cursor: u64,
     active_at: i64,
     patterns: Vec<Pattern>,
@@ -28,9 +32,12 @@ struct Stored {
 /// What a group has to do of each type, by type number.
 type Types = HashMap<i64, Lag>;
 
-pub(crate) fn groups(reader: &Reader, now: Timestamp) -> Result<Vec<GroupInfo>> {
+pub(crate) fn groups(reader: &Reader, file: &Path, now: Timestamp) -> Result<Vec<GroupInfo>> {
     let conn = &reader.conn;
-    let stored = stored(conn)?;
+    // An ephemeral group is gone with its owner, also before it is swept up.
+    let gone = |group: &Stored| group.lock.as_ref().is_some_and(|lock| is_dead(file, lock));
+    let mut stored = stored(conn)?;
+    stored.retain(|group| !gone(group));
     if stored.is_empty() {
         return Ok(Vec::new());
     }
@@ -45,7 +52,11 @@ pub(crate) fn groups(reader: &Reader, now: Timestamp) -> Result<Vec<GroupInfo>> 
 fn stored(conn: &Connection) -> Result<Vec<Stored>> {
     let doing = |e| from_sqlite("reading the groups", e);
     let mut stored: Vec<Stored> = conn
-        .prepare_cached("SELECT id, name, ordered, cursor, active_at FROM groups ORDER BY name")
+        .prepare_cached(
+            "SELECT id, name, ordered, cursor, active_at, iif(owner IS NULL, NULL,
+               coalesce((SELECT lock FROM owners WHERE owners.id = groups.owner), ''))
+             FROM groups ORDER BY name",
+        )
         .and_then(|mut s| {
             s.query_map([], |r| {
                 Ok(Stored {
@@ -54,6 +65,7 @@ fn stored(conn: &Connection) -> Result<Vec<Stored>> {
                     ordered: r.get(2)?,
                     cursor: seq_from(r.get(3)?),
                     active_at: r.get(4)?,
+                    lock: r.get(5)?,
                     patterns: Vec::new(),
                 })
             })?
@@ -208,6 +220,7 @@ fn info(
     }
     let mut info = GroupInfo::new(group.name.parse()?, Timestamp::from_micros(group.active_at));
     info.ordered = group.ordered;
+    info.ephemeral = group.lock.is_some();
     let patterns = group.patterns.iter().map(|p| p.as_str().to_owned());
     info.patterns = patterns.collect();
     info.subscriptions = subscriptions(conn, group.id)?;

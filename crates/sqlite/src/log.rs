@@ -14,6 +14,7 @@ use crate::deliver::CRASHED;
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::feeder::read_matching;
+use crate::outcomes;
 use crate::readers::Reader;
 use crate::rows::{RECORD, Seq as _, read_failures, read_record, record_at, seq_from, to_sql};
 use crate::state::{LEASED, WAITING, patterns_of};
@@ -154,6 +155,7 @@ fn state_in(
         failures: vec![],
         due_at: None,
         skipped: None,
+        ended: None,
     };
     let dead: Option<(u32, String)> = reader
         .conn
@@ -248,6 +250,8 @@ fn state_in(
         .map_err(doing)?;
     if record.seq() > cursor && state.skipped.is_none() && wanted()? {
         state.state = EventState::Pending;
+    } else {
+        outcomes::read_into(&reader.conn, seq, id, &mut state)?;
     }
     Ok(state)
 }

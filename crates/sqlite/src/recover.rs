@@ -32,7 +32,7 @@ impl Writer {
     }
 
     /// Takes a lock and a number, once.
-    fn become_owner(&mut self) -> Result<()> {
+    pub(crate) fn become_owner(&mut self) -> Result<()> {
         if self.owner_lock.is_some() {
             return Ok(());
         }
@@ -164,6 +164,7 @@ impl Writer {
     /// nobody's and are drained one event at a time; an event that was alone in flight is marked so.
     fn inherit(&mut self, owner: i64) -> Result<()> {
         let now = micros(self.clock.now());
+        self.remove_ephemeral(owner)?;
         let claimed = self.claimed_by(owner)?;
         let leased: i64 = self
             .conn
@@ -280,6 +281,7 @@ impl Writer {
             return Ok(());
         }
         let now = micros(self.clock.now());
+        self.remove_ephemeral(self.state.owner)?;
         let ids: Vec<i64> = self.state.claims.keys().copied().collect();
         for id in ids {
             let Some(claim) = self.state.claims.get(&id) else {

@@ -51,7 +51,7 @@ impl Writer {
         }
         match place {
             Place::Claim(id) => self.settle_claimed(id, lease.seq(), &settlement.verdict)?,
-            Place::Row(group) => self.settle_row(group, lease.seq(), &settlement.verdict)?,
+            Place::Row(group) => self.settle_row(group, settlement)?,
         }
         self.watches.touch(lease.seq());
         Ok(())
@@ -167,7 +167,8 @@ impl Writer {
         }
     }
 
-    fn settle_row(&mut self, group: i64, seq: u64, verdict: &Verdict) -> Result<()> {
+    fn settle_row(&mut self, group: i64, settlement: &Settlement) -> Result<()> {
+        let seq = settlement.lease.seq();
         let Some(held) = self.drop_held((group, seq)) else {
             return Err(lost(seq));
         };
@@ -177,10 +178,14 @@ impl Writer {
         }
         let doing = |e| from_sqlite("settling", e);
         let now = self.clock.now();
-        match verdict {
-            Verdict::Ack => self.remove_row(group, seq),
-            Verdict::Skip { reason } => {
-                self.write_skip(group, seq, reason)?;
+        match &settlement.verdict {
+            verdict @ (Verdict::Ack | Verdict::Skip { .. }) => {
+                if let Verdict::Skip { reason } = verdict {
+                    self.write_skip(group, seq, reason)?;
+                }
+                if held.failed {
+                    self.keep_outcome(group, seq, settlement.ran.as_deref())?;
+                }
                 self.remove_row(group, seq)
             }
             Verdict::Retry { after, failure } => {
@@ -253,7 +258,7 @@ impl Writer {
         }
     }
 
-    fn row(&self, group: i64, seq: u64) -> Result<(u32, Vec<Failure>)> {
+    pub(crate) fn row(&self, group: i64, seq: u64) -> Result<(u32, Vec<Failure>)> {
         let (attempt, failures): (u32, Option<String>) = self
             .conn
             .prepare_cached(

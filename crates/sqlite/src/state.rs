@@ -26,6 +26,8 @@ pub(crate) const CRASHES_BEFORE_ISOLATION: i64 = 3;
 pub(crate) struct Group {
     pub(crate) name: GroupName,
     pub(crate) ordered: bool,
+    /// The owner that an ephemeral group goes with.
+    pub(crate) owner: Option<i64>,
     /// Everything up to here was handed out or skipped.
     pub(crate) cursor: u64,
     /// The cursor as stored: skipping is written down later.
@@ -116,6 +118,8 @@ pub(crate) struct Held {
     pub(crate) until: i64,
     pub(crate) suspect: bool,
     pub(crate) bytes: u64,
+    /// It failed before, in this run or as a dead letter: its end is kept.
+    pub(crate) failed: bool,
 }
 
 /// Everything the writer remembers.
@@ -212,7 +216,7 @@ impl State {
         let doing = |e| from_sqlite("reading the groups", e);
         let mut groups = HashMap::new();
         let mut statement = conn
-            .prepare_cached("SELECT id, name, ordered, cursor, declared_at FROM groups")
+            .prepare_cached("SELECT id, name, ordered, cursor, declared_at, owner FROM groups")
             .map_err(doing)?;
         let mut rows = statement.query([]).map_err(doing)?;
         while let Some(row) = rows.next().map_err(doing)? {
@@ -222,6 +226,7 @@ impl State {
             let group = Group {
                 name: name.parse()?,
                 ordered: row.get(2).map_err(doing)?,
+                owner: row.get(5).map_err(doing)?,
                 cursor,
                 stored_cursor: cursor,
                 dropped_to: last_skip(conn, id)?,

@@ -114,7 +114,7 @@ impl Count {
             .conn
             .prepare_cached(
                 "SELECT id, cursor, (SELECT max(seq) FROM skips WHERE group_id = groups.id)
-                 FROM groups",
+                 FROM groups WHERE owner IS NULL",
             )
             .and_then(|mut s| {
                 s.query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?)))?
@@ -305,6 +305,9 @@ impl Writer {
                 Some(LEASED) => rest.push(seq),
                 Some(_) => {
                     self.write_skip(group, seq, DROPPED)?;
+                    if !self.row(group, seq)?.1.is_empty() {
+                        self.keep_outcome(group, seq, None)?;
+                    }
                     self.remove_row(group, seq)?;
                     dropped.push(seq);
                 }

@@ -102,10 +102,13 @@ impl Writer {
         };
         let name = self.state.type_names.get(&self.conn, type_id)?;
         let mut outcome = SettledOutcome::default();
+        let own = self.state.owner;
         let ids: Vec<i64> = self.state.groups.keys().copied().collect();
         for id in ids {
             let group = self.state.group_mut(id)?;
-            if group.declared_at >= position {
+            // Whether another process's ephemeral group is still there cannot be told from here.
+            let foreign = group.owner.is_some_and(|owner| owner != own);
+            if foreign || group.declared_at >= position {
                 continue;
             }
             let to_come = group.cursor < position && group.wants(type_id, &name);

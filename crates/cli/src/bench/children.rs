@@ -155,6 +155,7 @@ async fn declare(engine: &Engine) -> Outcome<Vec<Pattern>> {
         name: GroupName::new("bench")?,
         start_from: StartFrom::First,
         ordered: false,
+        ephemeral: false,
         subscriptions: vec![SubscriptionSpec {
             name: pattern.to_string(),
             pattern: pattern.clone(),

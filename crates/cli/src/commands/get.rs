@@ -1,9 +1,10 @@
-//! `everbus get`: one event and where it stands in every group.
+//! `everbus get`: one event, where it stands in every group, and what became of each attempt there.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use everbus::overflow::{self, Objects};
-use everbus_core::{Engine, EventState, GroupState, Overflow, Recorded};
+use everbus_core::{Engine, GroupState, Overflow, Recorded};
 use serde::Serialize;
 
 use super::payloads::Shown;
@@ -167,7 +168,7 @@ fn print_groups(groups: &[GroupState], output: &mut Output) -> Outcome {
             escaped(&group.group.to_string()),
             group.state.as_str()
         );
-        if group.attempts > 0 && group.state != EventState::Done {
+        if group.attempts > 0 {
             line.push_str(&format!(", attempts: {}", group.attempts));
         }
         if let Some(due) = group.due_at {
@@ -179,12 +180,32 @@ fn print_groups(groups: &[GroupState], output: &mut Output) -> Outcome {
         output.line(line)?;
         for failure in &group.failures {
             output.line(format!(
-                "             attempt {} {}: {}",
+                "             attempt {} {} {}{}: {}",
                 failure.attempt,
                 when::shown(failure.at),
+                failure.kind.as_str(),
+                ran(failure.took, failure.worker.as_deref()),
                 escaped(&failure.error)
+            ))?;
+        }
+        if let Some(ended) = &group.ended {
+            let how = match group.skipped {
+                Some(_) => "skipped",
+                None => "handled",
+            };
+            output.line(format!(
+                "             {how}   {}{}",
+                when::shown(ended.at),
+                ran(ended.ran.took, ended.ran.worker.as_deref()),
             ))?;
         }
     }
     Ok(())
+}
+
+/// How long an attempt ran and on which worker, as far as that is known.
+pub(super) fn ran(took: Option<Duration>, worker: Option<&str>) -> String {
+    let took = took.map(|took| format!(", took {:.1} ms", took.as_secs_f64() * 1000.0));
+    let worker = worker.map(|worker| format!(", on {}", escaped(worker)));
+    [took, worker].into_iter().flatten().collect()
 }

@@ -66,7 +66,11 @@ async fn list(engine: &Engine, by_stream: bool, target: &Target, output: &mut Ou
 
 fn row(group: &GroupInfo) -> Vec<String> {
     vec![
-        escaped(&group.name.to_string()).into_owned(),
+        if group.ephemeral {
+            format!("{} (ephemeral)", escaped(&group.name.to_string()))
+        } else {
+            escaped(&group.name.to_string()).into_owned()
+        },
         shortened(&escaped(&group.patterns.join(" ")), 40).into_owned(),
         position(&group.position),
         grouped(group.behind),

@@ -259,6 +259,7 @@ async fn join_group(args: &TailArgs, name: &GroupName, engine: &Engine) -> Outco
             name: name.clone(),
             start_from: start(args),
             ordered: false,
+            ephemeral: false,
             subscriptions: subscriptions.collect(),
         };
         engine.broker.declare(spec).await?;

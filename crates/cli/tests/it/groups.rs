@@ -1,6 +1,6 @@
 //! `everbus groups`.
 
-use everbus::Bus;
+use everbus::{Bus, Message};
 
 use crate::support::{Shop, on_runtime};
 
@@ -87,4 +87,29 @@ fn a_group_is_removed_only_when_that_is_confirmed() {
         .failed(3, "GroupNotFound");
     let groups = shop.run(&["-o", "json", "groups"]).json();
     assert_eq!(groups, serde_json::json!([]));
+}
+
+// conformance: contract/ephemeral-cli: an ephemeral group is marked, and gone with its bus
+#[test]
+fn an_ephemeral_group_is_marked() {
+    let shop = Shop::new();
+    let url = format!("sqlite:{}", shop.db().display());
+    on_runtime(async {
+        let bus = Bus::open(&url).await.unwrap();
+        let handler = |_: Message| std::future::ready(Ok(()));
+        bus.subscribe("a")
+            .ephemeral()
+            .handler(handler)
+            .await
+            .unwrap();
+        let text = shop.run(&["groups"]).ok();
+        assert!(
+            text.contains("ephemeral-") && text.contains(" (ephemeral)"),
+            "{text}"
+        );
+        let groups = shop.run(&["-o", "json", "groups"]).json();
+        assert_eq!(groups[0]["ephemeral"], true);
+        bus.shutdown().await.unwrap();
+    });
+    assert!(shop.run(&["groups"]).ok().contains("no groups yet"));
 }

@@ -13,6 +13,7 @@ mod dlq_bulk;
 mod dlq_edit;
 mod events;
 mod files;
+mod get;
 mod groups;
 mod objects;
 mod outbox;

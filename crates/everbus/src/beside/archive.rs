@@ -34,6 +34,7 @@ pub(super) async fn declare(broker: &dyn Broker) -> Result<()> {
         name: GroupName::new(ARCHIVE)?,
         start_from: StartFrom::First,
         ordered: false,
+        ephemeral: false,
         subscriptions: subscriptions.collect(),
     };
     broker.declare(spec).await.map(drop)

@@ -177,7 +177,6 @@ impl Runner {
                 self.tell_breaker(&handler, ticket, Ticket::failed);
             }
         }
-        let clock = &*self.shared.options.clock;
         let mut why = why_refused(error);
         let failed = FailedAttempt {
             record: &case.record,
@@ -187,7 +186,8 @@ impl Runner {
             retried: case.retried,
         };
         let events = failed.take_events(&self.shared, &mut why);
-        let (verdict, counted) = case.refused(group, clock, &culprit, probing, why);
+        let options = &self.shared.options;
+        let (verdict, counted) = case.refused(group, options, &culprit, probing, why);
         let mut settlement = Settlement::new(finished.settlement.lease.clone(), verdict);
         if counted != Counted::ProbeFailed {
             settlement.follow_ups = events;

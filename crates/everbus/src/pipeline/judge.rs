@@ -11,6 +11,7 @@ use super::{Counted, Judged, millis, skipped_as};
 use crate::breaker::{Breaker, Ticket};
 use crate::guard;
 use crate::handler::{Answer, HandlerError, Registered};
+use crate::options::BusOptions;
 use crate::stats::Skip;
 
 /// An event that was the probe is due again this much after the breaker may be tried.
@@ -26,6 +27,10 @@ pub(super) struct Judge<'a> {
     pub(super) clock: &'a dyn Clock,
     pub(super) record: &'a Recorded,
     pub(super) attempt: u32,
+    /// The name of this worker.
+    pub(super) worker: &'a str,
+    /// How long the attempt ran, once a handler ran.
+    pub(super) took: Option<Duration>,
 }
 
 /// An attempt that may still be judged after its handler is done: the engine may refuse the events or
@@ -36,6 +41,7 @@ pub(crate) struct Case {
     pub(crate) record: Arc<Recorded>,
     pub(crate) attempt: u32,
     pub(crate) retried: bool,
+    pub(crate) took: Option<Duration>,
     pub(crate) deferred: Arc<Mutex<Vec<Deferred>>>,
     pub(crate) culprit: Option<Culprit>,
     pub(crate) in_effect: Option<InEffect>,
@@ -108,16 +114,18 @@ impl Case {
     pub(crate) fn refused(
         &self,
         group: &GroupName,
-        clock: &dyn Clock,
+        options: &BusOptions,
         handler: &Registered,
         probing: bool,
         error: HandlerError,
     ) -> (Verdict, Counted) {
         let judge = Judge {
             group,
-            clock,
+            clock: &*options.clock,
             record: &self.record,
             attempt: self.attempt,
+            worker: &options.worker_name,
+            took: self.took,
         };
         let judged = if probing && judge.waits(handler, &error) {
             judge.probe_failed(handler, &error)
@@ -129,6 +137,14 @@ impl Case {
 }
 
 impl Judge<'_> {
+    /// The same, of an attempt in which handlers ran for this long.
+    pub(super) fn ran_for(self, took: Duration) -> Self {
+        Self {
+            took: Some(took),
+            ..self
+        }
+    }
+
     /// A handler failed, or skips the event.
     pub(super) fn failed(
         &self,
@@ -146,7 +162,8 @@ impl Judge<'_> {
             Answer::RetryAfter(after) => policy_says().map(|_| after),
         };
         self.report(name, policy, self.attempt, delay, &text);
-        let mut failure = Failure::new(self.attempt, self.clock.now(), kind, text);
+        let mut failure = Failure::new(self.attempt, self.clock.now(), kind, text)
+            .on_worker(self.took, self.worker);
         failure.handler = name.map(str::to_owned);
         if let Some(place) = place {
             failure = failure.with_backtrace(place);
@@ -202,7 +219,8 @@ impl Judge<'_> {
     pub(super) fn rejected(&self, handler: &Registered, dependency: &str) -> Judged {
         let text =
             format!("the circuit breaker of {dependency:?} was open; the handler did not run");
-        let mut failure = Failure::new(self.attempt, self.clock.now(), FailureKind::Rejected, text);
+        let mut failure = Failure::new(self.attempt, self.clock.now(), FailureKind::Rejected, text)
+            .on_worker(None, self.worker);
         failure.handler = Some(handler.name.clone());
         Judged {
             verdict: Verdict::Dead {

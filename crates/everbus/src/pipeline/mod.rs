@@ -18,8 +18,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Delivery, EDIT_OF, Effect, Error, Event, FailureKind, GroupName, REPLAY_OF, Settlement,
-    Verdict,
+    Code, Delivery, EDIT_OF, Effect, Error, Event, FailureKind, GroupName, REPLAY_OF, Ran,
+    Settlement, Verdict,
 };
 use smallvec::SmallVec;
 use tokio::time::Instant;
@@ -104,6 +104,8 @@ impl Judged {
 /// A delivery that went through, with what the handlers came up with.
 struct Done {
     judged: Judged,
+    /// How long the handlers ran.
+    took: Option<Duration>,
     events: Vec<Event>,
     effect: Option<Effect>,
     /// The handler whose events or effect these are, or the last of them.
@@ -117,6 +119,7 @@ impl From<Judged> for Done {
     fn from(judged: Judged) -> Self {
         Self {
             judged,
+            took: None,
             events: Vec::new(),
             effect: None,
             author: None,
@@ -149,8 +152,13 @@ impl Pipeline {
             None => Judged::released(Duration::ZERO).into(),
         });
         let acked = done.judged.verdict == Verdict::Ack;
+        let took = done.took;
         let mut settlement = Settlement::new(delivery.lease, done.judged.verdict);
         settlement.follow_ups = done.events;
+        if delivery.retried || !delivery.failures.is_empty() {
+            let worker = &*self.shared.options.worker_name;
+            settlement.ran = Some(Box::new(Ran::new(took, worker)));
+        }
         if acked {
             settlement.inbox = route.idempotent && done.judged.counted != Counted::AlreadyHandled;
             settlement.effect = done.effect;
@@ -166,6 +174,7 @@ impl Pipeline {
                 record: delivery.record.clone(),
                 attempt: delivery.attempt,
                 retried: delivery.retried,
+                took,
                 deferred: Arc::new(Mutex::new(done.deferred)),
                 culprit: done.culprit,
                 in_effect,
@@ -186,6 +195,8 @@ impl Pipeline {
             clock: &*self.shared.options.clock,
             record: &delivery.record,
             attempt: delivery.attempt,
+            worker: &self.shared.options.worker_name,
+            took: None,
         }
     }
 
@@ -417,9 +428,8 @@ impl Pipeline {
                         retried: delivery.retried,
                     };
                     let events = failed.take_events(&self.shared, &mut error);
-                    let judged = self
-                        .judge(delivery)
-                        .failed(handler, Some(&handler.name), error);
+                    let judge = self.judge(delivery).ran_for(started.elapsed());
+                    let judged = judge.failed(handler, Some(&handler.name), error);
                     let Verdict::Skip { reason } = judged.verdict else {
                         return Done {
                             events,
@@ -434,12 +444,11 @@ impl Pipeline {
                 }
             }
         }
+        let took = started.elapsed();
         let judged = match skipped {
             _ if handled => Judged {
                 verdict: Verdict::Ack,
-                counted: Counted::Handled {
-                    took: started.elapsed(),
-                },
+                counted: Counted::Handled { took },
             },
             Some(reason) => skipped_as(reason, Skip::Handler),
             // Every handler it was queued for has been unsubscribed since, or was not let through.
@@ -447,6 +456,7 @@ impl Pipeline {
         };
         Done {
             judged,
+            took: Some(took),
             events: outcome.events,
             effect: outcome.effect,
             author,

@@ -65,7 +65,9 @@ fn operations(subscription: &Subscription) -> Vec<Operation> {
     let settings = &subscription.settings;
     let pattern = subscription.pattern.as_str();
     let name = settings.name.clone().unwrap_or_else(|| pattern.to_owned());
-    let group = (!subscription.group.is_unnamed()).then(|| subscription.group.to_string());
+    // A name that was chosen for an ephemeral group says nothing.
+    let named = settings.group.is_some() && !subscription.group.is_unnamed();
+    let group = named.then(|| subscription.group.to_string());
     let payloads = &subscription.route.needs.payloads;
     let versions: BTreeSet<u32> = payloads
         .iter()

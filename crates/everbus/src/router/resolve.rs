@@ -148,6 +148,11 @@ fn joined(prefix: &str, rest: &str) -> String {
 fn check(settings: &Settings) -> Result<GroupName> {
     let group = match &settings.group {
         Some(name) => GroupName::new(name)?,
+        None if settings.ephemeral == Some(true) => {
+            // The last 48 bits of a version 4 UUID are random.
+            let id = uuid::Uuid::new_v4().simple().to_string();
+            GroupName::new(&format!("ephemeral-{}", &id[20..]))?
+        }
         None => GroupName::unnamed(),
     };
     let not_first = |from: &StartFrom| *from != StartFrom::First;

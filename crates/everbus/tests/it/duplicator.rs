@@ -322,6 +322,7 @@ async fn two_events() -> (Engine, Box<dyn Consumer>) {
         name: group.clone(),
         start_from: StartFrom::First,
         ordered: false,
+        ephemeral: false,
         subscriptions: vec![SubscriptionSpec {
             name: "s".into(),
             pattern: "*".parse().unwrap(),

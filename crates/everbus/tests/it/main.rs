@@ -11,6 +11,7 @@ mod dead_letters;
 mod dispatch;
 mod duplicator;
 mod edges;
+mod ephemeral;
 mod exactly_once;
 mod faults;
 mod faulty;

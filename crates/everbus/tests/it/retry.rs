@@ -276,3 +276,60 @@ async fn a_skipped_event_is_done() {
     })
     .await;
 }
+
+// conformance: contract/attempts-worker: every failed attempt is on record with how long it ran and on which worker, also of an event that worked in the end
+#[tokio::test]
+async fn an_event_that_worked_in_the_end_keeps_its_attempts_with_durations_and_worker() {
+    on_every_engine(|lab| async move {
+        let bus = lab.open_with(lab.builder().worker_name("mailer-1")).await;
+        let nap = Duration::from_millis(5);
+        let handler = move |message: Message| async move {
+            tokio::time::sleep(nap).await;
+            match message.attempt() {
+                1 | 2 => Err(HandlerError::new("not yet")),
+                _ => Ok(()),
+            }
+        };
+        bus.subscribe("a")
+            .group("mail")
+            .name("send")
+            .handler(handler)
+            .await
+            .unwrap();
+        bus.start().await.unwrap();
+        let receipt = bus.publish(("a", 1)).await.unwrap();
+        for failed in 1..=2 {
+            let waiting = wait_for_retry(&bus, receipt.seq(), "mail", failed).await;
+            lab.clock.set(waiting.due_at.unwrap());
+        }
+        receipt.settled().await.unwrap();
+        let state = state_in(&bus, receipt.seq(), "mail").await.unwrap();
+        assert_eq!((state.state, state.attempts), (EventState::Done, 3));
+        assert_eq!(state.failures.len(), 2);
+        for failure in &state.failures {
+            assert_eq!(failure.error, "not yet");
+            assert_eq!(failure.handler.as_deref(), Some("send"));
+            assert_eq!(failure.worker.as_deref(), Some("mailer-1"));
+            assert!(failure.took.unwrap() >= nap, "{failure:?}");
+        }
+        let ended = state.ended.unwrap();
+        assert_eq!(ended.ran.worker.as_deref(), Some("mailer-1"));
+        assert!(ended.ran.took.unwrap() >= nap, "{ended:?}");
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+}
+
+// conformance: contract/attempts-worker-name: a worker that was given no name is called after its host and process
+#[tokio::test]
+async fn a_worker_without_a_name_is_called_after_its_host_and_process() {
+    let name = everbus::BusOptions::default().worker_name;
+    let (host, pid) = name.rsplit_once('/').unwrap();
+    assert!(!host.is_empty());
+    assert_eq!(pid, std::process::id().to_string());
+    let refused = everbus::Bus::builder()
+        .worker_name("")
+        .open("memory:")
+        .await;
+    assert_eq!(refused.unwrap_err().code(), everbus::Code::InvalidSetting);
+}

@@ -61,6 +61,7 @@ impl SqliteEngine {
         ticks: Ticks,
     ) -> Result<Pruned> {
         let mut run = Run::new(self, retention, false, watch, ticks);
+        self.handle.job(Writer::sweep_ephemeral).await?;
         run.dead_letters().await?;
         run.events().await?;
         run.stages().await?;

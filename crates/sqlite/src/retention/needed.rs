@@ -196,7 +196,8 @@ impl Writer {
         }
         let groups = self.state.groups.iter().map(|(id, group)| Reader {
             id: *id,
-            cursor: group.cursor,
+            // What an ephemeral group has not reached is not kept for it.
+            cursor: group.owner.map_or(group.cursor, |_| u64::MAX),
             patterns: group.patterns.clone(),
         });
         Ok(Owed {

@@ -110,7 +110,7 @@ impl Writer {
     }
 
     /// Removes all events of a stretch, and whatever there is about them.
-    fn remove_stretch(&self, lo: u64, hi: u64, beside: &Beside, overflow: bool) -> Result<u64> {
+    fn remove_stretch(&mut self, lo: u64, hi: u64, beside: &Beside, overflow: bool) -> Result<u64> {
         let doing = |e| from_sqlite("removing events", e);
         let range = (to_sql(lo), to_sql(hi));
         if (lo..=hi).contains(&self.state.head) {
@@ -136,6 +136,7 @@ impl Writer {
                 .and_then(|mut s| s.execute((group, range.0, range.1)))
                 .map_err(doing)?;
         }
+        self.pass_removed(hi)?;
         self.conn
             .prepare_cached("DELETE FROM log WHERE seq BETWEEN ?1 AND ?2")
             .and_then(|mut s| s.execute(range))
@@ -157,6 +158,10 @@ const BESIDE: &[(&str, &str)] = &[
     (
         "SELECT EXISTS (SELECT 1 FROM expirations WHERE seq BETWEEN ?1 AND ?2)",
         "DELETE FROM expirations WHERE seq BETWEEN ?1 AND ?2",
+    ),
+    (
+        "SELECT EXISTS (SELECT 1 FROM outcomes WHERE seq BETWEEN ?1 AND ?2)",
+        "DELETE FROM outcomes WHERE seq BETWEEN ?1 AND ?2",
     ),
 ];
 

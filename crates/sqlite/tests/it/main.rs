@@ -13,6 +13,7 @@ mod conformance;
 mod dead_letter_events;
 mod disk;
 mod effects;
+mod ephemeral;
 mod faults;
 mod files;
 mod golden;
@@ -69,6 +70,7 @@ async fn declare(engine: &Engine, group: &str, pattern: &str) {
         name: group.parse().unwrap(),
         start_from: StartFrom::First,
         ordered: false,
+        ephemeral: false,
         subscriptions: vec![SubscriptionSpec {
             name: pattern.into(),
             pattern: pattern.parse().unwrap(),

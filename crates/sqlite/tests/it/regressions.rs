@@ -81,6 +81,7 @@ async fn a_pattern_added_while_the_backlog_is_read_gets_what_it_is_owed() {
             name: group.parse().unwrap(),
             start_from: StartFrom::First,
             ordered: false,
+            ephemeral: false,
             subscriptions: vec![SubscriptionSpec {
                 name: "y".into(),
                 pattern: "y.*".parse().unwrap(),

@@ -82,6 +82,7 @@ async fn whatever_is_about_an_event_goes_with_it() {
     let again = fetch(&mut consumer, 1).await.remove(0);
     settle(&engine, &again, Verdict::Ack).await;
     let conn = Connection::open(&path).unwrap();
+    assert_eq!(count(&conn, "outcomes"), 1, "of the retried dead letter");
     for seq in &seqs {
         add_stage(&conn, *seq, 1);
     }
@@ -102,7 +103,7 @@ async fn whatever_is_about_an_event_goes_with_it() {
     for table in ["log", "event_payloads", "expirations"] {
         assert_eq!(count(&conn, table), 1, "{table}");
     }
-    for table in ["skips", "dead_letters"] {
+    for table in ["skips", "dead_letters", "outcomes"] {
         assert_eq!(count(&conn, table), 0, "{table}");
     }
     let orphans: Vec<(String, String)> = conn
@@ -333,6 +334,7 @@ async fn nothing_is_lost_while_another_process_prunes_all_the_time() {
                 name: "late".parse().unwrap(),
                 start_from: StartFrom::New,
                 ordered: false,
+                ephemeral: false,
                 subscriptions: vec![SubscriptionSpec {
                     name: "all".into(),
                     pattern: "*".parse().unwrap(),

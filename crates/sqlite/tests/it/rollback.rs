@@ -69,6 +69,7 @@ async fn with_a_verdict_rolled_back(path: &Path) -> (Engine, Box<dyn Consumer>, 
         follow_ups: vec![event("a.c", 1)],
         inbox: false,
         effect: None,
+        ran: None,
     };
     let sabotage = Sabotage::plant(path, "UPDATE ON groups");
     let refused = engine.broker.settle(vec![settlement.clone()]).await;

@@ -60,6 +60,7 @@ async fn a_pattern_taken_away_while_the_group_is_fed_delivers_nothing_twice() {
             name: "g".parse().unwrap(),
             start_from: StartFrom::First,
             ordered: false,
+            ephemeral: false,
             subscriptions: subscriptions.to_vec(),
         });
         let declared = declared.await.unwrap();

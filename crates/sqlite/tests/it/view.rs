@@ -102,6 +102,76 @@ async fn the_view_follows_an_event_through_its_life() {
     assert_eq!(row(&path, &dead_id), shown("done", 0, None));
 }
 
+// conformance: contract/attempts-view: a done row of the view events shows the failed attempts, their errors and when it ended
+// conformance: contract/attempts-no-write: an event that works at its first attempt is not written to once more
+#[tokio::test]
+async fn a_done_row_shows_its_failures_and_when_it_ended() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.db");
+    let (clock, shared) = crate::clock();
+    let options = everbus_sqlite::Options {
+        clock: shared,
+        ..Default::default()
+    };
+    let engine = everbus_sqlite::open(&path, options).unwrap();
+    declare(&engine, "", "*").await;
+    let mut consumer = consume(&engine, "").await;
+    let conn = Connection::open(&path).unwrap();
+    let kept = || -> i64 {
+        conn.query_row("SELECT count(*) FROM outcomes", [], |r| r.get(0))
+            .unwrap()
+    };
+    let times = |id: &str| -> (String, String) {
+        conn.query_row(
+            "SELECT created_at, updated_at FROM events WHERE id = ?1",
+            [id],
+            |r| Ok((r.get(0)?, r.get(1)?)),
+        )
+        .unwrap()
+    };
+    for _ in 0..3 {
+        publish(&engine, "user.created").await;
+        let delivery = fetch(&mut consumer, 1).await.remove(0);
+        settle(&engine, &delivery, Verdict::Ack).await;
+    }
+    assert_eq!(kept(), 0, "they simply worked");
+
+    for verdict in [
+        Verdict::Ack,
+        Verdict::Skip {
+            reason: "enough".into(),
+        },
+    ] {
+        let id = publish(&engine, "user.created").await.id.to_string();
+        for text in ["first", "second"] {
+            let delivery = fetch(&mut consumer, 1).await.remove(0);
+            settle(&engine, &delivery, crate::retry_at_once(text)).await;
+        }
+        let delivery = fetch(&mut consumer, 1).await.remove(0);
+        clock.advance(Duration::from_secs(2));
+        settle(&engine, &delivery, verdict).await;
+        assert_eq!(
+            row(&path, &id),
+            shown("done", 2, Some(r#"["first","second"]"#))
+        );
+        let (created, updated) = times(&id);
+        let [created, updated] =
+            [created, updated].map(|t| t.parse::<everbus_core::Timestamp>().unwrap());
+        assert_eq!(updated.since(created), Duration::from_secs(2));
+    }
+    assert_eq!(kept(), 2);
+
+    // Skipped at the first attempt: when, and nothing else.
+    let id = publish(&engine, "user.created").await.id.to_string();
+    let delivery = fetch(&mut consumer, 1).await.remove(0);
+    let skip = Verdict::Skip {
+        reason: "not mine".into(),
+    };
+    settle(&engine, &delivery, skip).await;
+    assert_eq!(row(&path, &id), shown("done", 0, None));
+    assert_eq!(kept(), 2);
+}
+
 // conformance: embedded/atomic-transitions: whatever happens to its neighbours, every event is in the view exactly once
 #[tokio::test]
 async fn every_event_is_shown_exactly_once() {

@@ -23,6 +23,7 @@ pub fn group() -> Result<GroupSpec, Error> {
         name: GroupName::new("zombie")?,
         start_from: StartFrom::First,
         ordered: false,
+        ephemeral: false,
         subscriptions: vec![SubscriptionSpec {
             name: "all".into(),
             pattern: Pattern::new(">")?,

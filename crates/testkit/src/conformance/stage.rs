@@ -287,6 +287,7 @@ pub(crate) fn spec(group: &str, patterns: &[&str]) -> GroupSpec {
         name: name(group),
         start_from: StartFrom::First,
         ordered: false,
+        ephemeral: false,
         subscriptions: patterns
             .iter()
             .map(|text| SubscriptionSpec {

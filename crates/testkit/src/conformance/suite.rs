@@ -906,5 +906,7 @@ macro_rules! conformance_tests {
             $crate::conformance::audit::records_written_at_once_are_all_there($harness).await;
         }
         $crate::history_tests!($harness);
+        $crate::outcome_tests!($harness);
+        $crate::ephemeral_tests!($harness);
     };
 }

@@ -7,7 +7,7 @@ use serde_json::json;
 use super::args::{DlqListArgs, DlqShowArgs};
 use super::{filter, group_or_outbox, in_outbox, why_not};
 use crate::commands::event_id;
-use crate::commands::get::{print_event, shown_whole};
+use crate::commands::get::{print_event, ran, shown_whole};
 use crate::open::Target;
 use crate::output::{Output, Table, counted, escaped, shortened};
 use crate::stop::{Outcome, Stop};
@@ -184,10 +184,11 @@ fn print_letter(letter: &DeadLetter, output: &mut Output) -> Outcome {
     }
     for failure in &letter.failures {
         output.line(format!(
-            "attempt {:<4} {} {}: {}",
+            "attempt {:<4} {} {}{}: {}",
             failure.attempt,
             when::shown(failure.at),
             failure.kind.as_str(),
+            ran(failure.took, failure.worker.as_deref()),
             escaped(&failure.error)
         ))?;
         let backtrace = failure.backtrace.as_deref().unwrap_or_default();

@@ -1,0 +1,75 @@
+//! What is kept of an event that failed before a group was done with it. An event that works at its first
+//! attempt leaves nothing here.
+
+use everbus_core::{DeadLetter, Ended, Failure, Ran, Timestamp, all_failures, given_up};
+
+use crate::group::{Group, Row};
+use crate::records::Seq as _;
+
+/// How an event that had failed ended in a group.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    /// Attempts begun, the last included.
+    attempts: u32,
+    failures: Vec<Failure>,
+    pub(crate) ended: Ended,
+}
+
+impl Group {
+    /// Settles a row for good as handled or skipped; says whether there was one. If it failed, in this
+    /// run or `before` it in the dead letters, its failures are kept.
+    pub(crate) fn end(
+        &mut self,
+        position: u64,
+        before: bool,
+        ran: Option<Box<Ran>>,
+        now: Timestamp,
+    ) -> bool {
+        let Some(row) = self.finish(position) else {
+            return false;
+        };
+        if !row.failures.is_empty() || before {
+            self.keep(row, ran, now);
+        }
+        true
+    }
+
+    /// Skips an event that an ephemeral group gives up, and keeps its failures.
+    pub(crate) fn give_up(&mut self, row: Row, now: Timestamp) {
+        let position = row.record.seq();
+        self.skip(position, &given_up(row.failures.last()));
+        self.keep(row, None, now);
+    }
+
+    fn keep(&mut self, row: Row, ran: Option<Box<Ran>>, now: Timestamp) {
+        let position = row.record.seq();
+        let mut outcome = Outcome {
+            attempts: row.attempts,
+            failures: row.failures,
+            ended: Ended {
+                at: now,
+                ran: ran.map(|ran| *ran).unwrap_or_default(),
+            },
+        };
+        // Of an event that was replayed, those of all runs.
+        if let Some(before) = self.outcomes.remove(&position) {
+            outcome.attempts += before.attempts;
+            outcome.failures = all_failures(before.failures, outcome.failures);
+        }
+        self.outcomes.insert(position, outcome);
+    }
+}
+
+/// All attempts and failures of an event that a group is done with: those of a dead letter that was
+/// retried, and those that were kept when it ended.
+pub(crate) fn all(dead: Option<&DeadLetter>, outcome: Option<&Outcome>) -> (u32, Vec<Failure>) {
+    let letters = dead.map_or(&[][..], |letter| &letter.failures);
+    let kept = outcome.map_or(&[][..], |outcome| &outcome.failures);
+    let mut failures = all_failures(letters.to_vec(), kept.iter().cloned());
+    failures.sort_by_key(|failure| failure.at);
+    let attempts = dead.map_or(0, |letter| letter.attempts);
+    (
+        attempts + outcome.map_or(0, |outcome| outcome.attempts),
+        failures,
+    )
+}
