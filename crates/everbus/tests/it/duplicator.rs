@@ -454,3 +454,24 @@ async fn what_waits_for_a_consumer_that_closes_is_forgotten() {
     engine.broker.settle(vec![ack(&firsts[1])]).await.unwrap();
     assert_eq!(in_flight(&engine).await, 0);
 }
+
+#[tokio::test]
+async fn what_waits_for_a_consumer_that_pauses_is_forgotten() {
+    let (engine, mut consumer) = two_events().await;
+    let firsts = consumer.fetch(10).await.unwrap();
+    engine.broker.settle(vec![ack(&firsts[0])]).await.unwrap();
+    consumer.pause().await.unwrap();
+    assert_eq!(in_flight(&engine).await, 1);
+    engine.broker.settle(vec![ack(&firsts[1])]).await.unwrap();
+    assert_eq!(in_flight(&engine).await, 0);
+    let next = Event::builder("c").build().unwrap();
+    engine.broker.append(vec![next]).await.unwrap();
+    assert!(at_once(&mut consumer).await.is_none());
+
+    // What is fetched later comes twice again.
+    consumer.resume(10).await.unwrap();
+    let firsts = consumer.fetch(10).await.unwrap();
+    engine.broker.settle(vec![ack(&firsts[0])]).await.unwrap();
+    let copies = consumer.fetch(10).await.unwrap();
+    assert_eq!(copies[0].record, firsts[0].record);
+}
