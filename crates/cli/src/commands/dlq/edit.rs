@@ -263,5 +263,5 @@ fn with_text_kept(error: Error, path: Option<&Path>) -> Stop {
     if let Some(own) = error.hint_text() {
         hint = format!("{own}; {hint}");
     }
-    Error::new(error.code(), error.message()).hint(hint).into()
+    error.hint(hint).into()
 }
