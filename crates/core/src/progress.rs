@@ -54,6 +54,16 @@ impl Progress {
 
     /// Marks one number as done; says whether it was not before.
     pub fn complete(&mut self, seq: u64) -> bool {
+        // In order, as most are: nothing to search for.
+        if seq.checked_sub(1) == Some(self.floor) {
+            self.floor = seq;
+            if let Some(next) = self.done.first_entry()
+                && *next.key() == seq.saturating_add(1)
+            {
+                self.floor = next.remove();
+            }
+            return true;
+        }
         if self.is_done(seq) {
             return false;
         }
@@ -89,11 +99,12 @@ impl Progress {
     /// Whether a number is done.
     pub fn is_done(&self, seq: u64) -> bool {
         seq <= self.floor
-            || self
-                .done
-                .range(..=seq)
-                .next_back()
-                .is_some_and(|(_, last)| *last >= seq)
+            || !self.done.is_empty()
+                && self
+                    .done
+                    .range(..=seq)
+                    .next_back()
+                    .is_some_and(|(_, last)| *last >= seq)
     }
 
     /// The unfinished ranges up to and including `end`, in order.

@@ -113,6 +113,15 @@ pub(crate) fn handling<F: Future>(
     AMBIENT.scope(ambient, future)
 }
 
+/// As [`handling`], for a function that does not wait.
+pub(crate) fn handling_now<T>(record: Arc<Recorded>, run: impl FnOnce() -> T) -> T {
+    let ambient = Ambient {
+        handling: Some(record),
+        ..Ambient::default()
+    };
+    AMBIENT.sync_scope(ambient, run)
+}
+
 /// What an event published here and now takes over. Nothing is allocated where nothing surrounds it.
 pub(crate) fn inherit(event: Event, source: Option<&Arc<str>>) -> Result<Event> {
     let mut inherited = AMBIENT.try_with(Ambient::inherited).unwrap_or_default();

@@ -8,7 +8,7 @@ use std::backtrace::{Backtrace, BacktraceStatus};
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
-use std::pin::pin;
+use std::pin::Pin;
 use std::sync::Once;
 use std::task::Poll;
 
@@ -92,14 +92,14 @@ pub(crate) fn contain<T>(run: impl FnOnce() -> T) -> Result<T, String> {
 }
 
 /// Awaits a future; if it panics, returns what the panic said. The future stays where it is, so this
-/// costs no allocation.
-pub(crate) async fn contained<F: Future>(future: F) -> Result<F::Output, String> {
-    let mut future = pin!(future);
-    poll_fn(|cx| match contain(|| future.as_mut().poll(cx)) {
+/// neither allocates nor copies it.
+pub(crate) fn contained<F: Future>(
+    mut future: Pin<&mut F>,
+) -> impl Future<Output = Result<F::Output, String>> {
+    poll_fn(move |cx| match contain(|| future.as_mut().poll(cx)) {
         Ok(poll) => poll.map(Ok),
         Err(said) => Poll::Ready(Err(said)),
     })
-    .await
 }
 
 /// Writes a log entry. A subscriber that panics must not end the task that has something to say.
@@ -123,6 +123,8 @@ fn said(payload: Box<dyn Any + Send>) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::pin;
+
     use super::*;
 
     struct Bomb;
@@ -137,7 +139,7 @@ mod tests {
     async fn a_panic_whose_payload_panics_when_dropped_stays_inside() {
         let thrown = contain(|| std::panic::panic_any(Bomb));
         assert_eq!(thrown, Err("(no message)".to_owned()));
-        let thrown = contained(async { std::panic::panic_any(Bomb) }).await;
+        let thrown = contained(pin!(async { std::panic::panic_any(Bomb) })).await;
         assert_eq!(thrown, Err::<(), _>("(no message)".to_owned()));
     }
 

@@ -77,6 +77,57 @@ impl Message {
         }
     }
 
+    /// As [`new`](Self::new), in the memory of an earlier message that nobody holds any more. If its
+    /// handler has kept it, it stays as it is.
+    pub(crate) fn reusing(
+        earlier: Option<Self>,
+        shared: &Arc<Shared>,
+        delivery: &Delivery,
+        group: &GroupName,
+        handler: &Arc<Registered>,
+        started: Instant,
+    ) -> Self {
+        let Some(mut message) = earlier else {
+            return Self::new(Some(shared), delivery, group, handler, started);
+        };
+        let Some(inner) = Arc::get_mut(&mut message.inner) else {
+            return Self::new(Some(shared), delivery, group, handler, started);
+        };
+        // Every field by name, so that none is left as it was by mistake.
+        let Inner {
+            shared: of_bus,
+            record,
+            group: of_group,
+            handler: by,
+            failures,
+            attempt,
+            deadline,
+            follow_ups,
+            lease,
+            watch,
+        } = inner;
+        // Counters that all workers share: left alone where the message has the right one already.
+        if !of_bus.as_ref().is_some_and(|bus| Arc::ptr_eq(bus, shared)) {
+            *of_bus = Some(shared.clone());
+        }
+        if of_group != group {
+            *of_group = group.clone();
+        }
+        if !Arc::ptr_eq(by, handler) {
+            *by = handler.clone();
+        }
+        *record = delivery.record.clone();
+        if !(failures.is_empty() && delivery.failures.is_empty()) {
+            failures.clone_from(&delivery.failures);
+        }
+        *attempt = delivery.attempt;
+        *unlocked(deadline) = started + handler.timeout;
+        *unlocked(follow_ups) = Some(Vec::new());
+        lease.clone_from(&delivery.lease);
+        drop(watch.take());
+        message
+    }
+
     /// The event, as it was published.
     pub fn event(&self) -> &Event {
         &self.inner.record.event
@@ -215,6 +266,10 @@ const MOST_FOLLOW_UPS: usize = 10_000;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn unlocked<T>(mutex: &mut Mutex<T>) -> &mut T {
+    mutex.get_mut().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Deref for Message {

@@ -27,6 +27,11 @@ impl Outcome {
         Ok(self)
     }
 
+    /// Whether there is nothing to publish and nothing to do.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.events.is_empty() && self.effect.is_none()
+    }
+
     /// Of one engine's transaction.
     pub(crate) fn of_effect(effect: Effect) -> Self {
         Self {

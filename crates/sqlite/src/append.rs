@@ -34,11 +34,29 @@ impl<'c> Appender<'c> {
 
     /// Appends a batch as a whole or not at all.
     pub(crate) fn batch(&mut self, state: &mut State, events: Vec<Event>) -> Result<Vec<Appended>> {
+        self.all(state, events, |answer| answer)
+    }
+
+    /// As [`batch`](Self::batch), with the answers as a publisher gets them.
+    pub(crate) fn answered(
+        &mut self,
+        state: &mut State,
+        events: Vec<Event>,
+    ) -> Result<Vec<Result<Appended>>> {
+        self.all(state, events, Ok)
+    }
+
+    fn all<T>(
+        &mut self,
+        state: &mut State,
+        events: Vec<Event>,
+        answer: impl Fn(Appended) -> T,
+    ) -> Result<Vec<T>> {
         let mark = (state.head, state.appended.len());
         let mut answers = Vec::with_capacity(events.len());
         for event in events {
             match self.one(state, event) {
-                Ok(answer) => answers.push(answer),
+                Ok(appended) => answers.push(answer(appended)),
                 Err(e) => {
                     self.undo(state, mark)?;
                     return Err(e);

@@ -33,6 +33,7 @@ mod feeder;
 mod file;
 mod guard;
 mod history;
+mod ids;
 mod inbox;
 mod inspect;
 mod leases;

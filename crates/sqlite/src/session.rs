@@ -1,6 +1,6 @@
 //! A consumer's side of a group: deliveries wait here until they are fetched.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -8,6 +8,7 @@ use everbus_core::{BoxFuture, ConsumeOptions, Consumer, Delivery, Error, Pattern
 use tokio::sync::{Notify, oneshot};
 
 use crate::engine::Handle;
+use crate::ids::IdMap;
 use crate::queue::Command;
 use crate::rows::{MAX_CACHED_TYPES, Seq as _};
 use crate::state::micros;
@@ -127,7 +128,7 @@ pub(crate) struct Session {
     pub(crate) no_handler_after: Duration,
     pub(crate) mailbox: Arc<Mailbox>,
     handled: Vec<Pattern>,
-    handles: HashMap<i64, bool>,
+    handles: IdMap<i64, bool>,
     /// Handed out and not settled.
     pub(crate) in_flight: usize,
     /// The payloads of those, in bytes.
@@ -149,7 +150,7 @@ impl Session {
             no_handler_after: new.options.no_handler_after,
             mailbox: new.mailbox.clone(),
             handled: new.options.handled.clone(),
-            handles: HashMap::new(),
+            handles: IdMap::default(),
             in_flight: 0,
             bytes_in_flight: 0,
             feeding: false,

@@ -1,16 +1,25 @@
 //! Room on the disk: publishes are refused first, so that acks and dead letters still fit.
 
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use everbus_core::{Code, Error, Result};
 
 /// What is in the write-ahead log may have to fit into the database as well, and some more.
 const LEAST: u64 = 6 << 20;
 
+/// Where so much more is free than needed, nobody fills the disk within this time: until then it is not
+/// asked again, which would cost a publish a system call.
+const PLENTY: u64 = 1 << 30;
+const ASK_AGAIN: Duration = Duration::from_millis(50);
+
 /// Watches the disk that holds a file.
 pub(crate) struct Space {
     directory: PathBuf,
     headroom: u64,
+    /// When there was plenty.
+    plenty_at: Cell<Option<Instant>>,
 }
 
 impl Space {
@@ -19,11 +28,17 @@ impl Space {
         Self {
             directory,
             headroom,
+            plenty_at: Cell::new(None),
         }
     }
 
     /// Whether there is room to publish.
     pub(crate) fn check(&self) -> Result<()> {
+        let plenty = self.plenty_at.get();
+        if plenty.is_some_and(|at| at.elapsed() < ASK_AGAIN) {
+            return Ok(());
+        }
+        self.plenty_at.set(None);
         // A file system that does not say counts as having room; a real lack of it is noticed later.
         let Ok(stat) = rustix::fs::statvfs(&self.directory) else {
             return Ok(());
@@ -32,6 +47,9 @@ impl Space {
         let total = stat.f_blocks.saturating_mul(stat.f_frsize);
         let needed = self.headroom.min((total / 10).max(LEAST));
         if free >= needed {
+            if free - needed >= PLENTY {
+                self.plenty_at.set(Some(Instant::now()));
+            }
             return Ok(());
         }
         Err(full(&format!(

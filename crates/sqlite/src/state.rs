@@ -10,6 +10,7 @@ use everbus_core::{Code, Error, GroupName, Lease, Pattern, Progress, Recorded, R
 use rusqlite::{Connection, OptionalExtension};
 
 use crate::errors::from_sqlite;
+use crate::ids::IdMap;
 use crate::rows::{LeaseParts as _, MAX_CACHED_TYPES, Seq as _, TypeNames, seq_from, to_sql};
 
 /// States of a row in `deliveries`.
@@ -36,7 +37,7 @@ pub(crate) struct Group {
     pub(crate) dropped_to: u64,
     pub(crate) declared_at: u64,
     pub(crate) patterns: Vec<Pattern>,
-    matches: HashMap<i64, bool>,
+    matches: IdMap<i64, bool>,
     /// When the earliest waiting delivery is due, if there is one.
     pub(crate) next_due: Option<i64>,
     /// When the earliest event that a crash made suspect is due; at once for inherited claims.
@@ -126,8 +127,8 @@ pub(crate) struct Held {
 pub(crate) struct State {
     pub(crate) head: u64,
     pub(crate) last_received: i64,
-    pub(crate) groups: HashMap<i64, Group>,
-    pub(crate) claims: HashMap<i64, Claim>,
+    pub(crate) groups: IdMap<i64, Group>,
+    pub(crate) claims: IdMap<i64, Claim>,
     pub(crate) held: HashMap<(i64, u64), Held>,
     pub(crate) owner: i64,
     /// Other owners in the file: their ids and lock names.
@@ -135,6 +136,8 @@ pub(crate) struct State {
     /// The earliest end of a lease of another owner.
     pub(crate) foreign_until: Option<i64>,
     pub(crate) types: HashMap<Arc<str>, i64>,
+    /// The type asked for last: events of one type often come in a row.
+    last_type: Option<(Arc<str>, i64)>,
     pub(crate) tenants: HashMap<String, i64>,
     pub(crate) type_names: TypeNames,
     /// Appended in the transaction under way.
@@ -146,13 +149,14 @@ impl State {
         let mut state = Self {
             head: 0,
             last_received: i64::MIN,
-            groups: HashMap::new(),
-            claims: HashMap::new(),
+            groups: IdMap::default(),
+            claims: IdMap::default(),
             held: HashMap::new(),
             owner,
             other_owners: Vec::new(),
             foreign_until: None,
             types: HashMap::new(),
+            last_type: None,
             tenants: HashMap::new(),
             type_names: TypeNames::default(),
             appended: Vec::new(),
@@ -183,6 +187,7 @@ impl State {
         self.head = seq_from(seq.max(pruned.unwrap_or(0)));
         self.last_received = received;
         self.types.clear();
+        self.last_type = None;
         self.tenants.clear();
         self.appended.clear();
         self.refresh_groups(conn)?;
@@ -214,7 +219,7 @@ impl State {
     /// Reads groups and their patterns again.
     pub(crate) fn refresh_groups(&mut self, conn: &Connection) -> Result<()> {
         let doing = |e| from_sqlite("reading the groups", e);
-        let mut groups = HashMap::new();
+        let mut groups = IdMap::default();
         let mut statement = conn
             .prepare_cached("SELECT id, name, ordered, cursor, declared_at, owner FROM groups")
             .map_err(doing)?;
@@ -232,7 +237,7 @@ impl State {
                 dropped_to: last_skip(conn, id)?,
                 declared_at: seq_from(row.get(4).map_err(doing)?),
                 patterns: patterns_of(conn, id)?,
-                matches: HashMap::new(),
+                matches: IdMap::default(),
                 next_due: next_due(conn, id)?,
                 next_suspect: next_suspect(conn, id)?,
             };
@@ -298,14 +303,23 @@ impl State {
 
     /// The number of a type, given one if it is new.
     pub(crate) fn intern_type(&mut self, conn: &Connection, name: &Arc<str>) -> Result<i64> {
-        if let Some(id) = self.types.get(name) {
+        if let Some((last, id)) = &self.last_type
+            && (Arc::ptr_eq(last, name) || last == name)
+        {
             return Ok(*id);
         }
-        let id = intern(conn, "types", name)?;
-        if self.types.len() >= MAX_CACHED_TYPES {
-            self.types.clear();
-        }
-        self.types.insert(name.clone(), id);
+        let id = match self.types.get(name) {
+            Some(id) => *id,
+            None => {
+                let id = intern(conn, "types", name)?;
+                if self.types.len() >= MAX_CACHED_TYPES {
+                    self.types.clear();
+                }
+                self.types.insert(name.clone(), id);
+                id
+            }
+        };
+        self.last_type = Some((name.clone(), id));
         Ok(id)
     }
 
@@ -326,6 +340,7 @@ impl State {
     /// Forgets what is known of names, whose numbers were given in vain.
     pub(crate) fn forget_names(&mut self) {
         self.types.clear();
+        self.last_type = None;
         self.tenants.clear();
         self.type_names = TypeNames::default();
     }

@@ -1,6 +1,6 @@
 //! `everbus streams`: which event types are in which stream, with what limits, and how full it is.
 
-use everbus_core::{Code, Engine, Stream, Streams};
+use everbus_core::{Code, Engine, Pattern, Stream, Streams};
 use serde_json::{Value, json};
 
 use crate::open::{Target, close};
@@ -68,7 +68,7 @@ fn row(stream: &Stream, depth: Option<u64>) -> Vec<String> {
 
 /// A stream for machines. A depth of 100,000 means that many or more.
 pub(super) fn shown(stream: &Stream, depth: Option<u64>) -> Value {
-    let types: Vec<&str> = stream.patterns().iter().map(|p| p.as_str()).collect();
+    let types: Vec<&str> = stream.patterns().iter().map(Pattern::as_str).collect();
     let limit = stream.limit.as_ref();
     json!({
         "name": &*stream.name,

@@ -1,6 +1,6 @@
 //! The JSON of Everbus itself.
 
-use everbus_core::{Code, Event, Recorded, Timestamp};
+use everbus_core::{Code, Event, Position, Recorded, Timestamp};
 use everbus_dialects::{Dialect, decode, encode};
 use serde_json::json;
 
@@ -27,12 +27,8 @@ fn full() -> Event {
 #[test]
 fn the_document_is_what_the_command_line_prints() {
     let event = full();
-    let printed = serde_json::to_value(Recorded {
-        event: event.clone(),
-        position: 7,
-        received_at: Timestamp::EPOCH,
-    })
-    .unwrap();
+    let record = Recorded::new(event.clone(), Position::seq(7), Timestamp::EPOCH);
+    let printed = serde_json::to_value(record).unwrap();
     let written = value(&encode(&event, Dialect::Native).unwrap());
     for (name, json) in written.as_object().unwrap() {
         assert_eq!(&printed[name], json, "{name}");

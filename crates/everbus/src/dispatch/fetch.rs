@@ -112,7 +112,10 @@ impl Runner {
         let batch = tokio::select! {
             biased;
             () = self.changed.notified() => return Ok(Fetched::Nothing),
-            batch = consumer.fetch(most) => batch?,
+            batch = async {
+                self.queue.room().await;
+                consumer.fetch(most).await
+            } => batch?,
         };
         // The plan as it is now: whoever subscribed before an event was published gets it.
         routes.follow(self.plan(), self.shared.schemas());

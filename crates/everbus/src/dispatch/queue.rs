@@ -33,6 +33,16 @@ impl Work {
     }
 }
 
+/// While so many wait, no more are fetched,
+const HIGH: usize = 256;
+/// until fewer than this do. What is not fetched yet costs neither a lease nor memory here.
+const LOW: usize = 64;
+
+/// So many workers are on their way at most; each that arrives gets the next one going. More would find
+/// nothing left where handlers are quick. Two, since a runtime may keep the first on the thread that woke
+/// it, which is busy.
+const ON_THEIR_WAY: usize = 2;
+
 /// A delivery passes through here in one direction, waiting → running → done → sending, each step
 /// under the lock, so a look at all of them misses none.
 pub(super) struct Queue {
@@ -40,6 +50,8 @@ pub(super) struct Queue {
     /// One permit wakes one idle worker. A count, because two wake-ups must not become one.
     idle: Semaphore,
     outcomes: Notify,
+    /// Fewer than [`LOW`] wait, after there were too many.
+    room: Notify,
 }
 
 #[derive(Default)]
@@ -52,9 +64,13 @@ struct State {
     sending: Option<Arc<Vec<Finished>>>,
     workers: usize,
     idle_workers: usize,
+    /// Workers that were woken or spawned and have not asked for work yet.
+    roused: usize,
     concurrency: usize,
     stopping: bool,
     abandoned: bool,
+    /// The fetch loop waits for room.
+    full: bool,
     /// Outcomes the settler gave up on since the group stops.
     unsettled: usize,
     finish_by: Option<Instant>,
@@ -65,6 +81,17 @@ impl State {
         self.running[seat] = None;
         self.free_seats.push(seat);
         self.workers -= 1;
+    }
+
+    /// Takes an outcome; says whether it is the only one.
+    fn hand_in(&mut self, finished: Option<Finished>) -> bool {
+        match finished {
+            Some(finished) if !self.abandoned => {
+                self.done.push(finished);
+                self.done.len() == 1
+            }
+            _ => false,
+        }
     }
 
     fn give_back_waiting(&mut self) {
@@ -102,6 +129,7 @@ impl Queue {
             }),
             idle: Semaphore::new(0),
             outcomes: Notify::new(),
+            room: Notify::new(),
         }
     }
 
@@ -124,16 +152,44 @@ impl Queue {
         self.rouse(&mut state)
     }
 
-    /// Hands in what became of the last delivery and takes the next.
-    pub(super) fn next(&self, seat: usize, finished: Option<Finished>) -> Next {
+    /// Whether there is no room for another batch; who takes from it then tells when there is.
+    fn is_full(&self) -> bool {
         let mut state = self.state();
-        let mut first = false;
-        if let Some(finished) = finished
-            && !state.abandoned
-        {
-            first = state.done.is_empty();
-            state.done.push(finished);
+        state.full = state.waiting.len() >= HIGH;
+        state.full
+    }
+
+    /// Waits until there is room for another batch.
+    pub(super) async fn room(&self) {
+        loop {
+            let room = self.room.notified();
+            if !self.is_full() {
+                return;
+            }
+            room.await;
         }
+    }
+
+    /// Hands in what became of the last delivery and takes none: the worker lets others run.
+    pub(super) fn hand_in(&self, seat: usize, finished: Option<Finished>) {
+        let mut state = self.state();
+        let first = state.hand_in(finished);
+        state.running[seat] = None;
+        drop(state);
+        if first {
+            self.outcomes.notify_one();
+        }
+    }
+
+    /// Hands in what became of the last delivery and takes the next. `roused` says whether the worker
+    /// was woken or spawned just now.
+    pub(super) fn next(&self, seat: usize, roused: bool, finished: Option<Finished>) -> Next {
+        let mut state = self.state();
+        if roused {
+            state.roused = state.roused.saturating_sub(1);
+        }
+        let first = state.hand_in(finished);
+        let mut room = false;
         let next = if state.workers > state.concurrency {
             // Whoever ends here may have been woken for work that is still there.
             if !state.waiting.is_empty() {
@@ -143,6 +199,8 @@ impl Queue {
             Next::End
         } else if let Some(work) = state.waiting.pop_front() {
             state.running[seat] = Some(work.delivery.lease.clone());
+            room = state.full && state.waiting.len() < LOW;
+            state.full &= !room;
             let spawn = if state.waiting.is_empty() {
                 None
             } else {
@@ -163,13 +221,20 @@ impl Queue {
         if first {
             self.outcomes.notify_one();
         }
+        if room {
+            self.room.notify_one();
+        }
         next
     }
 
     /// Gets one more worker going: wakes an idle one, or has the caller spawn one if there is room.
     fn rouse(&self, state: &mut State) -> Option<NewSeat> {
+        if state.roused >= ON_THEIR_WAY {
+            return None;
+        }
         if state.idle_workers > 0 {
             state.idle_workers -= 1;
+            state.roused += 1;
             self.idle.add_permits(1);
             return None;
         }
@@ -177,6 +242,7 @@ impl Queue {
             return None;
         }
         state.workers += 1;
+        state.roused += 1;
         let seat = state.free_seats.pop().unwrap_or_else(|| {
             state.running.push(None);
             state.running.len() - 1
@@ -223,6 +289,7 @@ impl Queue {
         state.give_back_waiting();
         drop(state);
         self.idle.close();
+        self.room.notify_one();
         self.outcomes.notify_one();
     }
 
@@ -232,6 +299,7 @@ impl Queue {
         state.give_back_waiting();
         drop(state);
         self.outcomes.notify_one();
+        self.room.notify_one();
     }
 
     /// Gives these back, not to be handed out again before this long.
@@ -277,7 +345,9 @@ impl Queue {
                 None => Outcomes::Wait,
             };
         }
-        let batch = Arc::new(std::mem::take(&mut state.done));
+        // As many may come until the next call.
+        let next = Vec::with_capacity(state.done.len().min(LOW));
+        let batch = Arc::new(std::mem::replace(&mut state.done, next));
         state.sending = Some(batch.clone());
         Outcomes::Send(batch)
     }

@@ -1,5 +1,6 @@
 //! The workers: each takes one delivery at a time, so a slow handler holds back nothing but itself.
 
+use std::pin::pin;
 use std::sync::Arc;
 
 use super::queue::{NewSeat, Next, Work};
@@ -47,7 +48,11 @@ impl Seat {
     async fn work(mut self) {
         let Some(number) = self.number else { return };
         loop {
-            match guard::contained(self.take_turns(number)).await {
+            let end = {
+                let turns = pin!(self.take_turns(number));
+                guard::contained(turns).await
+            };
+            match end {
                 Ok(End::Surplus) => {
                     self.number = None;
                     self.runner.reap_workers();
@@ -71,18 +76,25 @@ impl Seat {
     async fn take_turns(&self, number: usize) -> End {
         let runner = &self.runner;
         let mut finished = None;
+        let mut spare = None;
         let mut in_a_row = 0;
+        let mut roused = true;
         loop {
-            let work = match runner.queue.next(number, finished.take()) {
+            let next = (runner.queue).next(number, roused, finished.take());
+            roused = false;
+            let work = match next {
                 Next::Run(work, spawn) => {
                     runner.spawn_worker(spawn);
                     work
                 }
                 Next::Wait => {
                     in_a_row = 0;
+                    // It holds an event and a handler; who waits holds nothing.
+                    spare = None;
                     if !runner.queue.woken().await {
                         return End::Stopped;
                     }
+                    roused = true;
                     continue;
                 }
                 Next::End => return End::Surplus,
@@ -93,10 +105,13 @@ impl Seat {
                 route,
                 already_handled,
             } = work;
-            finished = Some(pipeline.deliver(delivery, route, already_handled).await);
+            let delivered = pipeline.deliver(delivery, route, already_handled, &mut spare);
+            finished = Some(delivered.await);
             in_a_row += 1;
             if in_a_row == BEFORE_YIELDING {
                 in_a_row = 0;
+                // Not kept in hand meanwhile: the group's position waits for the oldest outcome.
+                runner.queue.hand_in(number, finished.take());
                 tokio::task::yield_now().await;
             }
         }

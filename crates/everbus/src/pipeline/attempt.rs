@@ -1,6 +1,6 @@
 //! One call of one handler: its timeout, and the panics that stay inside.
 
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
@@ -11,20 +11,38 @@ use crate::handler::{HandlerError, HandlerOutcome, Registered};
 use crate::message::Message;
 use crate::{ambient, guard};
 
-/// Calls one handler under its timeout. What it publishes inherits from the event.
-pub(super) async fn attempt(handler: &Registered, message: &Message) -> HandlerOutcome {
-    let call = async {
+/// How far the first step of a handler got.
+pub(super) enum Begun {
+    Ended(HandlerOutcome),
+    Running(Unpanicked),
+}
+
+/// Calls one handler and takes its first step. What it publishes inherits from the event. A handler that
+/// ends with this never touches the timer.
+pub(super) fn begin(handler: &Registered, message: &Message, cx: &mut Context<'_>) -> Begun {
+    ambient::handling_now(message.record().clone(), || {
         let mut run = match guard::traced(|| handler.call(message.clone())) {
             Ok(future) => Unpanicked(Some(future)),
-            Err(panic) => return Err(HandlerError::panicked(panic)),
+            Err(panic) => return Begun::Ended(Err(HandlerError::panicked(panic))),
         };
-        // Most handlers are ready at once; those never touch the timer.
-        match poll_fn(|cx| Poll::Ready(Pin::new(&mut run).poll(cx))).await {
-            Poll::Ready(result) => result,
-            Poll::Pending => until_deadline(run, handler, message).await,
+        match Pin::new(&mut run).poll(cx) {
+            Poll::Ready(result) => Begun::Ended(result),
+            Poll::Pending => Begun::Running(run),
         }
-    };
-    ambient::handling(message.record().clone(), call).await
+    })
+}
+
+/// Waits for a handler that has begun, under its timeout.
+pub(super) fn finish<'a>(
+    run: Unpanicked,
+    handler: &'a Registered,
+    message: &'a Message,
+) -> BoxFuture<'a, HandlerOutcome> {
+    let record = message.record().clone();
+    Box::pin(ambient::handling(
+        record,
+        until_deadline(run, handler, message),
+    ))
 }
 
 /// The handler may move its deadline while it runs.
@@ -55,7 +73,7 @@ async fn until_deadline(
 }
 
 /// A handler's future whose panics, in `poll` and in `drop`, stay inside.
-struct Unpanicked(Option<BoxFuture<'static, HandlerOutcome>>);
+pub(super) struct Unpanicked(Option<BoxFuture<'static, HandlerOutcome>>);
 
 impl Future for Unpanicked {
     type Output = HandlerOutcome;

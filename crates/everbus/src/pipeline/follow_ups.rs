@@ -30,9 +30,6 @@ pub(super) fn complete(
     staged: Vec<Event>,
     outcome: Outcome,
 ) -> HandlerOutcome {
-    if staged.is_empty() && outcome.events.is_empty() && outcome.effect.is_none() {
-        return Ok(outcome);
-    }
     let inherited = ambient::emitted_by(message.record(), shared.options.source.as_ref());
     let mut events = staged;
     events.extend(outcome.events);

@@ -14,12 +14,15 @@ mod attempt;
 mod follow_ups;
 mod judge;
 
+use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::{Arc, Mutex};
+use std::task::Poll;
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Delivery, EDIT_OF, Effect, Error, Event, FailureKind, GroupName, REPLAY_OF, Ran,
-    Settlement, Verdict,
+    Code, Delivery, EDIT_OF, Effect, Error, Event, FailureKind, GroupName, REPLAY_OF,
+    Ran as LastRun, Settlement, Verdict,
 };
 use smallvec::SmallVec;
 use tokio::time::Instant;
@@ -34,6 +37,7 @@ use crate::message::Message;
 use crate::outcome::Outcome;
 use crate::stats::Skip;
 
+use attempt::Begun;
 pub(crate) use follow_ups::FailedAttempt;
 pub(crate) use judge::{Case, Deferred, InEffect};
 use judge::{Culprit, Judge};
@@ -101,6 +105,25 @@ impl Judged {
     }
 }
 
+/// What became of a delivery. Nearly all are handled with nothing to publish: that is kept small, since
+/// it passes through every layer.
+enum Ran {
+    Handled { took: Duration },
+    Otherwise(Box<Done>),
+}
+
+impl From<Done> for Ran {
+    fn from(done: Done) -> Self {
+        Self::Otherwise(Box::new(done))
+    }
+}
+
+impl From<Judged> for Ran {
+    fn from(judged: Judged) -> Self {
+        Done::from(judged).into()
+    }
+}
+
 /// A delivery that went through, with what the handlers came up with.
 struct Done {
     judged: Judged,
@@ -131,61 +154,50 @@ impl From<Judged> for Done {
 
 impl Pipeline {
     /// Takes one delivery through all layers. Whatever panics on the way is a failure of the attempt.
+    /// `spare` is a message that is done with: the next one takes its place in memory.
     pub(crate) async fn deliver(
         &self,
         delivery: Delivery,
         route: Arc<Route>,
         already_handled: bool,
+        spare: &mut Option<Message>,
     ) -> Finished {
         let span = crate::trace::span(&self.group, &delivery);
-        let run = guard::contained(self.run(&delivery, &route, already_handled));
-        let result = if span.is_disabled() {
-            run.await
-        } else {
-            run.instrument(span).await
+        let result = {
+            let run = pin!(self.run(&delivery, &route, already_handled, spare));
+            let run = guard::contained(run);
+            if span.is_disabled() {
+                run.await
+            } else {
+                run.instrument(span).await
+            }
         };
-        let done = result.unwrap_or_else(|said| match most_patient(&route.handlers) {
+        let ran = result.unwrap_or_else(|said| match most_patient(&route.handlers) {
             Some(handler) => self
                 .judge(&delivery)
                 .failed(handler, None, HandlerError::panicked(said.into()))
                 .into(),
             None => Judged::released(Duration::ZERO).into(),
         });
-        let acked = done.judged.verdict == Verdict::Ack;
-        let took = done.took;
-        let mut settlement = Settlement::new(delivery.lease, done.judged.verdict);
-        settlement.follow_ups = done.events;
-        if delivery.retried || !delivery.failures.is_empty() {
-            let worker = &*self.shared.options.worker_name;
-            settlement.ran = Some(Box::new(Ran::new(took, worker)));
-        }
-        if acked {
-            settlement.inbox = route.idempotent && done.judged.counted != Counted::AlreadyHandled;
-            settlement.effect = done.effect;
-        }
-        let in_effect = settlement.effect.take().map(|effect| {
-            let in_effect = InEffect::default();
-            settlement.effect = Some(in_effect.watch(effect));
-            in_effect
-        });
-        let case = done.author.map(|handler| {
-            Box::new(Case {
-                handler,
-                record: delivery.record.clone(),
-                attempt: delivery.attempt,
-                retried: delivery.retried,
-                took,
-                deferred: Arc::new(Mutex::new(done.deferred)),
-                culprit: done.culprit,
-                in_effect,
-            })
-        });
-        Finished {
-            settlement,
-            counted: done.judged.counted,
-            received_at: delivery.record.received_at,
-            route,
-            case,
+        let last = (delivery.retried || !delivery.failures.is_empty())
+            .then(|| &*self.shared.options.worker_name);
+        match ran {
+            Ran::Handled { took } => {
+                let mut settlement = Settlement::new(delivery.lease, Verdict::Ack);
+                settlement.inbox = route.idempotent;
+                settlement.ran = last.map(|worker| Box::new(LastRun::new(Some(took), worker)));
+                Finished {
+                    settlement,
+                    counted: Counted::Handled { took },
+                    received_at: delivery.record.received_at,
+                    route,
+                    case: None,
+                }
+            }
+            Ran::Otherwise(done) => {
+                let ran = last.map(|worker| Box::new(LastRun::new(done.took, worker)));
+                finish(delivery, route, *done, ran)
+            }
         }
     }
 
@@ -200,41 +212,27 @@ impl Pipeline {
         }
     }
 
-    /// Everything between the span and the settlement.
-    async fn run(&self, delivery: &Delivery, route: &Route, already_handled: bool) -> Done {
+    /// What the layers before the handlers say: which handlers may run, or that the delivery ends here.
+    fn enter(
+        &self,
+        delivery: &Delivery,
+        route: &Route,
+        already_handled: bool,
+    ) -> Result<Option<Passes>, Judged> {
         if already_handled {
-            return self.found_in_inbox(delivery).into();
+            return Err(self.found_in_inbox(delivery));
         }
-        let judge = self.judge(delivery);
         if let Some(crash) = delivery.failures.last()
             && crash.kind == FailureKind::Crash
             && let Some(handler) = most_patient(&route.handlers)
-            && let Some(judged) = judge.after_crash(handler, crash)
+            && let Some(judged) = self.judge(delivery).after_crash(handler, crash)
         {
-            return judged.into();
+            return Err(judged);
         }
         if !route.guarded {
-            return self.run_handlers(delivery, route, |_| Some(None)).await;
+            return Ok(None);
         }
-        let mut passes = match self.admit(delivery, route) {
-            Ok(passes) => passes,
-            Err(judged) => return judged.into(),
-        };
-        let skipped = passes.iter().find_map(|pass| match pass {
-            Pass::Skip(reason, skip) => Some((*reason, *skip)),
-            Pass::Run(_) => None,
-        });
-        let done = self
-            .run_handlers(delivery, route, |index| match passes.get_mut(index) {
-                Some(Pass::Run(ticket)) => Some(ticket.take()),
-                _ => None,
-            })
-            .await;
-        match (done.judged.counted, skipped) {
-            // Nobody ran: it was skipped, if there was somebody to skip it.
-            (Counted::Nothing, Some((reason, skip))) => skipped_as(reason, skip).into(),
-            _ => done,
-        }
+        self.admit(delivery, route).map(Some)
     }
 
     fn found_in_inbox(&self, delivery: &Delivery) -> Judged {
@@ -346,20 +344,29 @@ impl Pipeline {
         }
     }
 
-    /// Runs the handlers one after another. The first failure ends the attempt, and the policy of the
+    /// Everything between the span and the settlement.
+    ///
+    /// The handlers run one after another. The first failure ends the attempt, and the policy of the
     /// handler that failed decides. A handler that skips does not keep the others from running; the
     /// event counts as skipped if no handler handled it.
-    async fn run_handlers(
+    ///
+    /// One function, since a future is copied into each one that awaits it.
+    async fn run(
         &self,
         delivery: &Delivery,
         route: &Route,
-        mut pass: impl FnMut(usize) -> Option<Option<Ticket>>,
-    ) -> Done {
+        already_handled: bool,
+        spare: &mut Option<Message>,
+    ) -> Ran {
+        let mut passes = match self.enter(delivery, route, already_handled) {
+            Ok(passes) => passes,
+            Err(judged) => return judged.into(),
+        };
         let whole;
         let delivery = if delivery.record.event.overflow().is_none() {
             delivery
         } else {
-            match self.whole(delivery).await {
+            match Box::pin(self.whole(delivery)).await {
                 Ok(delivery) => {
                     whole = delivery;
                     &whole
@@ -378,20 +385,39 @@ impl Pipeline {
             if handler.is_removed() {
                 continue;
             }
-            let Some(ticket) = pass(index) else { continue };
+            let ticket = match &mut passes {
+                None => None,
+                Some(passes) => match passes.get_mut(index) {
+                    Some(Pass::Run(ticket)) => ticket.take(),
+                    _ => continue,
+                },
+            };
             let began = if index == 0 { started } else { Instant::now() };
-            let message = Message::new(Some(&self.shared), delivery, &self.group, handler, began);
+            let (shared, group) = (&self.shared, &self.group);
+            let message = Message::reusing(spare.take(), shared, delivery, group, handler, began);
             let result = match route.check(&delivery.record.event, handler) {
-                Ok(()) => attempt::attempt(handler, &message).await,
+                Ok(()) => {
+                    // Most handlers are ready at once.
+                    let begun = poll_fn(|cx| Poll::Ready(attempt::begin(handler, &message, cx)));
+                    match begun.await {
+                        Begun::Ended(result) => result,
+                        Begun::Running(run) => attempt::finish(run, handler, &message).await,
+                    }
+                }
                 Err(error) => Err(error.into()),
             };
             let staged = message.take_follow_ups();
-            let result = result
-                .and_then(|outcome| follow_ups::complete(&self.shared, &message, staged, outcome));
             let result = match result {
-                Ok(outcome) => follow_ups::offload(&self.shared, outcome).await,
+                Ok(outcome) if staged.is_empty() && outcome.is_plain() => Ok(outcome),
+                Ok(outcome) => {
+                    match follow_ups::complete(&self.shared, &message, staged, outcome) {
+                        Ok(outcome) => follow_ups::offload(&self.shared, outcome).await,
+                        Err(error) => Err(error),
+                    }
+                }
                 Err(error) => Err(error),
             };
+            *spare = Some(message);
             let probing = ticket.as_ref().is_some_and(Ticket::is_probe);
             if let Some(ticket) = ticket {
                 match &result {
@@ -431,10 +457,11 @@ impl Pipeline {
                     let judge = self.judge(delivery).ran_for(started.elapsed());
                     let judged = judge.failed(handler, Some(&handler.name), error);
                     let Verdict::Skip { reason } = judged.verdict else {
-                        return Done {
+                        let done = Done {
                             events,
                             ..Done::from(judged)
                         };
+                        return done.into();
                     };
                     skipped = skipped.or(Some(reason));
                     if !events.is_empty() {
@@ -445,14 +472,21 @@ impl Pipeline {
             }
         }
         let took = started.elapsed();
+        if handled && author.is_none() {
+            return Ran::Handled { took };
+        }
         let judged = match skipped {
             _ if handled => Judged {
                 verdict: Verdict::Ack,
                 counted: Counted::Handled { took },
             },
             Some(reason) => skipped_as(reason, Skip::Handler),
-            // Every handler it was queued for has been unsubscribed since, or was not let through.
-            None => Judged::released(Duration::ZERO),
+            // Nobody ran: it was skipped, if there was somebody to skip it. Otherwise every handler it
+            // was queued for has been unsubscribed since.
+            None => match passes.iter().flatten().find_map(Pass::skipped) {
+                Some((reason, skip)) => skipped_as(reason, skip),
+                None => Judged::released(Duration::ZERO),
+            },
         };
         Done {
             judged,
@@ -463,6 +497,7 @@ impl Pipeline {
             deferred,
             culprit,
         }
+        .into()
     }
 
     /// The delivery with its event as it was published. A store that does not answer is no reason to
@@ -511,6 +546,48 @@ impl Pipeline {
     }
 }
 
+/// What is to be settled of a delivery that was not simply handled.
+fn finish(
+    delivery: Delivery,
+    route: Arc<Route>,
+    done: Done,
+    ran: Option<Box<LastRun>>,
+) -> Finished {
+    let acked = done.judged.verdict == Verdict::Ack;
+    let took = done.took;
+    let mut settlement = Settlement::new(delivery.lease, done.judged.verdict);
+    settlement.follow_ups = done.events;
+    settlement.ran = ran;
+    if acked {
+        settlement.inbox = route.idempotent && done.judged.counted != Counted::AlreadyHandled;
+        settlement.effect = done.effect;
+    }
+    let in_effect = settlement.effect.take().map(|effect| {
+        let in_effect = InEffect::default();
+        settlement.effect = Some(in_effect.watch(effect));
+        in_effect
+    });
+    let case = done.author.map(|handler| {
+        Box::new(Case {
+            handler,
+            record: delivery.record.clone(),
+            attempt: delivery.attempt,
+            retried: delivery.retried,
+            took,
+            deferred: Arc::new(Mutex::new(done.deferred)),
+            culprit: done.culprit,
+            in_effect,
+        })
+    });
+    Finished {
+        settlement,
+        counted: done.judged.counted,
+        received_at: delivery.record.received_at,
+        route,
+        case,
+    }
+}
+
 /// One for each handler. Most events have one or two.
 type Passes = SmallVec<[Pass; 2]>;
 
@@ -518,6 +595,15 @@ type Passes = SmallVec<[Pass; 2]>;
 enum Pass {
     Run(Option<Ticket>),
     Skip(&'static str, Skip),
+}
+
+impl Pass {
+    fn skipped(&self) -> Option<(&'static str, Skip)> {
+        match self {
+            Self::Run(_) => None,
+            Self::Skip(reason, skip) => Some((reason, *skip)),
+        }
+    }
 }
 
 fn skipped_as(reason: impl Into<String>, skip: Skip) -> Judged {

@@ -71,7 +71,7 @@ async fn deliver(
         group,
     };
     let finished = pipeline
-        .deliver(delivery.clone(), route, already_handled)
+        .deliver(delivery.clone(), route, already_handled, &mut None)
         .await;
     finished.settlement.verdict
 }

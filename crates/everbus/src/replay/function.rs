@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 use std::future::Future;
+use std::pin::pin;
 use std::sync::Arc;
 
 use everbus_core::{Recorded, Result};
@@ -66,7 +67,10 @@ where
                 }
             };
             let function = self.function.clone();
-            let call = guard::contained(async move { function(given).await });
+            let call = async move {
+                // The call itself may panic too.
+                guard::contained(pin!(async { function(given).await })).await
+            };
             if self.concurrency == 1 {
                 count(call.await, record, context, report);
             } else {

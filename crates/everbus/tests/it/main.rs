@@ -31,6 +31,7 @@ mod publish;
 mod replay;
 mod retention;
 mod retry;
+mod reuse;
 mod reviving;
 mod router;
 mod shutdown;

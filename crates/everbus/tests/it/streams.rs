@@ -20,7 +20,12 @@ fn shop() -> Streams {
 
 async fn stored(bus: &Bus) -> Vec<String> {
     let all = vec!["*".parse().unwrap(), "system.>".parse().unwrap()];
-    let (events, _) = bus.log().unwrap().read(0, all, 1000).await.unwrap();
+    let (events, _) = bus
+        .log()
+        .unwrap()
+        .read(everbus::Cursor::START, all, 1000)
+        .await
+        .unwrap();
     let types = events.iter().map(|e| e.event.event_type().to_owned());
     types.collect()
 }
@@ -137,7 +142,7 @@ async fn a_full_stream_drops_the_oldest_of_all_its_types() {
         }
         let depth = |name: &str| {
             let types = bus.streams().named(name).unwrap().types().clone();
-            bus.engine().broker.depth(types, 100)
+            bus.engine().depth().unwrap().depth(types, 100)
         };
         assert_eq!(depth("ORDERS").await.unwrap(), 2);
         assert_eq!(depth("USERS").await.unwrap(), 1);

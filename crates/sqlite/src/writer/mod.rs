@@ -10,7 +10,6 @@ mod patience;
 mod transaction;
 mod undo;
 
-use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -24,6 +23,7 @@ use crate::failpoint;
 use crate::feeder::Feeder;
 use crate::guard::Guard;
 use crate::history::Indexer;
+use crate::ids::IdMap;
 use crate::owner::OwnerLock;
 use crate::queue::{Command, Queue, Taken};
 use crate::readers::Readers;
@@ -54,7 +54,7 @@ pub(crate) struct Writer {
     pub(crate) path: PathBuf,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) state: State,
-    pub(crate) sessions: HashMap<u64, Session>,
+    pub(crate) sessions: IdMap<u64, Session>,
     pub(crate) watches: Watches,
     /// Claims whose bitmap changed in this transaction.
     pub(crate) touched: Vec<i64>,
@@ -116,7 +116,7 @@ impl Writer {
             clock: start.options.clock,
             busy_timeout: start.options.busy_timeout,
             state,
-            sessions: HashMap::new(),
+            sessions: IdMap::default(),
             watches: Watches::default(),
             touched: Vec::new(),
             outgoing: Vec::new(),
@@ -190,6 +190,9 @@ impl Writer {
             if closed && idle {
                 self.finish(orderly);
                 return;
+            }
+            if self.backlog.is_empty() {
+                std::mem::swap(&mut self.backlog, &mut commands);
             }
             self.backlog.append(&mut commands);
             spare = commands;
@@ -275,9 +278,9 @@ impl Writer {
                 return Ok(());
             }
         }
-        let (appends, mut others): (Vec<_>, Vec<_>) = commands
-            .into_iter()
-            .partition(|c| matches!(c, Command::Append { .. }));
+        let mut appends = commands;
+        let apart = |c: &mut Command| !matches!(c, Command::Append { .. });
+        let mut others: Vec<Command> = appends.extract_if(.., apart).collect();
         let appends = self.refuse_if_full(appends);
         if let Err(error) = self.settle_apart(&mut others) {
             let refused = appends.into_iter().chain(others);

@@ -14,8 +14,13 @@ use crate::failpoint;
 use crate::queue::{Answer, Command, Reply};
 use crate::space::full;
 
+/// With a text of their own: an effect that says `COMMIT` by mistake must not find these among the prepared
+/// statements, where the guard does not look again.
+const BEGIN: &str = "BEGIN IMMEDIATE /* of the writer */";
+const COMMIT: &str = "COMMIT /* of the writer */";
+
 /// A publisher that waits, and what it will be told if the transaction commits.
-type Published = (Reply<Vec<Result<Appended>>>, Result<Vec<Appended>>);
+type Published = (Reply<Vec<Result<Appended>>>, Result<Vec<Result<Appended>>>);
 
 /// What came of a command, told to its sender after the commit.
 enum Outcome {
@@ -195,7 +200,7 @@ impl Writer {
         match result {
             Ok(outcomes) => {
                 for (reply, result) in published {
-                    let _ = reply.send(result.map(|all| all.into_iter().map(Ok).collect()));
+                    let _ = reply.send(result);
                 }
                 for (command, outcome) in others.drain(..).zip(outcomes) {
                     outcome.answer(command);
@@ -233,7 +238,7 @@ impl Writer {
         }
         let give_up = Instant::now() + self.busy_timeout;
         loop {
-            match self.conn.execute_batch("BEGIN IMMEDIATE") {
+            match self.run_prepared(BEGIN) {
                 Ok(()) => break,
                 Err(e) if is_busy(&e) && Instant::now() < give_up => {}
                 Err(e) => return Err(from_sqlite("waiting for the file", e)),
@@ -271,7 +276,7 @@ impl Writer {
             let result = match (&failure, &mut appender) {
                 (Some(error), _) => Err(Error::clone(error)),
                 (None, Err(error)) => Err(error.clone()),
-                (None, Ok(appender)) => appender.batch(&mut self.state, events),
+                (None, Ok(appender)) => appender.answered(&mut self.state, events),
             };
             if let Err(e) = &result
                 && !matches!(e.code(), Code::IdReused | Code::InvalidAttribute)
@@ -341,10 +346,14 @@ impl Writer {
         appender.batch(&mut self.state, events).map(drop)
     }
 
+    /// Runs a statement that is prepared only once.
+    fn run_prepared(&self, sql: &str) -> rusqlite::Result<()> {
+        self.conn.prepare_cached(sql)?.execute([]).map(drop)
+    }
+
     pub(super) fn commit(&mut self) -> Result<()> {
         failpoint::hit("before-commit");
-        self.conn
-            .execute_batch("COMMIT")
+        self.run_prepared(COMMIT)
             .map_err(|e| from_sqlite("committing", e))?;
         failpoint::hit("after-commit");
         self.state.appended.clear();

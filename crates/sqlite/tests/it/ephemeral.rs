@@ -115,11 +115,13 @@ async fn settled_does_not_wait_for_the_ephemeral_group_of_another() {
     theirs.broker.declare(viewers()).await.unwrap();
     let published = publish(&ours, "a.b").await;
     let within = Duration::from_secs(60);
-    ours.broker
+    ours.settled()
+        .unwrap()
         .settled(published.position, within)
         .await
         .unwrap();
     let brief = Duration::from_millis(50);
-    let waits = theirs.broker.settled(published.position, brief).await;
+    let theirs = theirs.settled().unwrap();
+    let waits = theirs.settled(published.position, brief).await;
     assert!(waits.is_err(), "its own group owes it");
 }
