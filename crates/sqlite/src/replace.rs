@@ -67,7 +67,7 @@ impl Writer {
                 (true, true) | (false, false) => {}
                 // The group has other patterns by now, and passes it by.
                 (true, false) => {
-                    self.insert_waiting(group, appended.position.place(), 0, now, &[])?
+                    self.insert_waiting(group, appended.position.place(), 0, now, &[])?;
                 }
                 (false, true) => self.skip_ahead(other, appended.position.place(), REPLACEMENT)?,
             }

@@ -218,16 +218,16 @@ impl Pipeline {
         delivery: &Delivery,
         route: &Route,
         already_handled: bool,
-    ) -> Result<Option<Passes>, Judged> {
+    ) -> Result<Option<Passes>, Box<Judged>> {
         if already_handled {
-            return Err(self.found_in_inbox(delivery));
+            return Err(self.found_in_inbox(delivery).into());
         }
         if let Some(crash) = delivery.failures.last()
             && crash.kind == FailureKind::Crash
             && let Some(handler) = most_patient(&route.handlers)
             && let Some(judged) = self.judge(delivery).after_crash(handler, crash)
         {
-            return Err(judged);
+            return Err(judged.into());
         }
         if !route.guarded {
             return Ok(None);
@@ -254,7 +254,7 @@ impl Pipeline {
 
     /// Staleness, then the breaker, for every handler before the first one runs: an event whose third
     /// handler may not run must not have run the first two.
-    fn admit(&self, delivery: &Delivery, route: &Route) -> Result<Passes, Judged> {
+    fn admit(&self, delivery: &Delivery, route: &Route) -> Result<Passes, Box<Judged>> {
         let mut passes = Passes::new();
         for handler in &route.handlers {
             if handler.is_removed() {
@@ -317,7 +317,7 @@ impl Pipeline {
         delivery: &Delivery,
         handler: &Registered,
         retry_in: Duration,
-    ) -> Result<Pass, Judged> {
+    ) -> Result<Pass, Box<Judged>> {
         let event = &delivery.record.event;
         let dependency = handler.traits.breaker.as_ref().map_or("", |b| b.name());
         let criticality = handler.traits.criticality;
@@ -339,8 +339,8 @@ impl Pipeline {
                 "the circuit breaker was open (best effort)",
                 Skip::BestEffort,
             )),
-            Criticality::Standard => Err(self.judge(delivery).rejected(handler, dependency)),
-            Criticality::Critical => Err(Judged::released(retry_in)),
+            Criticality::Standard => Err(self.judge(delivery).rejected(handler, dependency).into()),
+            Criticality::Critical => Err(Judged::released(retry_in).into()),
         }
     }
 
@@ -360,7 +360,7 @@ impl Pipeline {
     ) -> Ran {
         let mut passes = match self.enter(delivery, route, already_handled) {
             Ok(passes) => passes,
-            Err(judged) => return judged.into(),
+            Err(judged) => return (*judged).into(),
         };
         let whole;
         let delivery = if delivery.record.event.overflow().is_none() {

@@ -44,7 +44,7 @@ pub struct TestBusBuilder {
 #[derive(Clone, Debug)]
 enum On {
     Url(String),
-    Engine(Engine),
+    Engine(Box<Engine>),
 }
 
 /// How long nothing may come of waiting before it is a mistake of the test.
@@ -93,7 +93,7 @@ impl TestBusBuilder {
     /// Runs on an engine that is open already: one with faults planted, one of one's own. Its clock is
     /// given with [`clock`](Self::clock) too.
     pub fn with_engine(mut self, engine: Engine) -> Self {
-        self.on = On::Engine(engine);
+        self.on = On::Engine(Box::new(engine));
         self
     }
 
@@ -111,7 +111,7 @@ impl TestBusBuilder {
         let mut engine = match self.on {
             // Opened as every bus opens it; only its engine is used.
             On::Url(url) => settings.clone().open(url).await?.engine().clone(),
-            On::Engine(engine) => engine,
+            On::Engine(engine) => *engine,
         };
         let log = engine.log.clone();
         let log = log.ok_or_else(|| no_log(engine.broker.capabilities().engine))?;

@@ -1,5 +1,6 @@
 //! Ephemeral groups of processes that are killed.
 
+use std::io::Write as _;
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -34,7 +35,7 @@ async fn victim() {
     publish(&engine, "a.b").await;
     let mut consumer = consume(&engine, "viewers").await;
     fetch(&mut consumer, 1).await;
-    println!("in flight");
+    writeln!(std::io::stdout(), "in flight").unwrap();
     std::future::pending::<()>().await;
 }
 
