@@ -3,6 +3,7 @@
 //! - [`conformance`]: the scenarios every engine passes unchanged; an engine's crate runs them with
 //!   [`conformance_tests!`].
 //! - [`model`]: a seeded random plan of operations, compared step by step with a plain model.
+//! - [`narrow`]: an engine that offers nothing beyond the verbs and fails on demand.
 //! - [`chaos`]: the never-lost checker, and campaigns that kill a real process and cut its power.
 #![allow(
     clippy::unwrap_used,
@@ -13,3 +14,4 @@
 pub mod chaos;
 pub mod conformance;
 pub mod model;
+pub mod narrow;

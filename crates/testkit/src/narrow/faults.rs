@@ -1,0 +1,120 @@
+//! Faults on demand: which call fails, and how.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use everbus_core::{Code, Error, Result};
+
+/// What was done to the runtime.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Calls that failed and did nothing.
+    pub before: u64,
+    /// Calls that took effect and failed all the same.
+    pub after: u64,
+    /// Events that were stored twice, and deliveries that were handed out twice.
+    pub duplicates: u64,
+    /// Times a consumer lost its shards.
+    pub lost_shards: u64,
+}
+
+impl Tally {
+    /// All of them.
+    pub fn total(&self) -> u64 {
+        self.before + self.after + self.duplicates + self.lost_shards
+    }
+}
+
+/// Random faults. The same seed gives the same decisions in the same order of calls.
+#[derive(Clone, Debug, Default)]
+pub struct Faults(Arc<Mutex<State>>);
+
+#[derive(Debug, Default)]
+struct State {
+    random: u64,
+    /// One call in so many has each fault; none if it is zero.
+    one_in: u64,
+    tally: Tally,
+}
+
+impl Faults {
+    /// No faults.
+    pub fn none() -> Self {
+        Self::default()
+    }
+
+    /// About one call in `one_in` has each kind of fault.
+    pub fn random(seed: u64, one_in: u64) -> Self {
+        let faults = Self::default();
+        faults.with(|state| {
+            state.random = seed | 1;
+            state.one_in = one_in;
+        });
+        faults
+    }
+
+    /// Ends all faults: what happens from now on goes well.
+    pub fn stop(&self) {
+        self.with(|state| state.one_in = 0);
+    }
+
+    /// What was done so far.
+    pub fn tally(&self) -> Tally {
+        self.with(|state| state.tally)
+    }
+
+    fn with<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
+        act(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn strikes(&self, count: impl FnOnce(&mut Tally)) -> bool {
+        self.with(|state| {
+            let strikes = state.strikes();
+            if strikes {
+                count(&mut state.tally);
+            }
+            strikes
+        })
+    }
+
+    /// The server is away: nothing was done.
+    pub(super) fn before(&self, verb: &str) -> Result<()> {
+        if self.strikes(|tally| tally.before += 1) {
+            return Err(away(verb));
+        }
+        Ok(())
+    }
+
+    /// The answer was lost: everything was done.
+    pub(super) fn after(&self, verb: &str) -> Result<()> {
+        if self.strikes(|tally| tally.after += 1) {
+            return Err(away(verb).with_unknown_outcome());
+        }
+        Ok(())
+    }
+
+    pub(super) fn duplicates(&self) -> bool {
+        self.strikes(|tally| tally.duplicates += 1)
+    }
+
+    pub(super) fn loses_shards(&self) -> bool {
+        self.strikes(|tally| tally.lost_shards += 1)
+    }
+}
+
+impl State {
+    /// Xorshift: small, and the same everywhere.
+    fn strikes(&mut self) -> bool {
+        if self.one_in == 0 {
+            return false;
+        }
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random.is_multiple_of(self.one_in)
+    }
+}
+
+fn away(verb: &str) -> Error {
+    let what = format!("{verb}: the narrow engine is away, on purpose");
+    Error::new(Code::Unavailable, what)
+}
