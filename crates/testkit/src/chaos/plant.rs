@@ -72,6 +72,14 @@ impl Consumer for AckingConsumer {
         self.inner.set_handled(handled);
     }
 
+    fn pause(&mut self) -> BoxFuture<'_, Result<()>> {
+        self.inner.pause()
+    }
+
+    fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
+        self.inner.resume(prefetch)
+    }
+
     fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {
         self.inner.close()
     }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use everbus::outbox::{Outbox, Relay};
 use everbus::overflow::Overflow;
 use everbus::{Bus, Event, EventId};
-use everbus_core::Error;
+use everbus_core::{Cursor, Error};
 use rusqlite::Connection;
 
 use super::Broken;
@@ -320,13 +320,14 @@ impl<'a> Stage<'a> {
 
     async fn arrived(&self) -> Result<Vec<(EventId, u64)>, Error> {
         let bus = Bus::open(self.db.display().to_string()).await?;
-        let (mut all, mut after) = (Vec::new(), 0);
+        let (mut all, mut after) = (Vec::new(), Cursor::START);
         loop {
-            let (some, searched) = bus.log()?.read(after, vec![TYPE.parse()?], 1000).await?;
+            let read = bus.log()?.read(after.clone(), vec![TYPE.parse()?], 1000);
+            let (some, searched) = read.await?;
             for record in &some {
                 all.push((record.event.id(), record.event.json()?));
             }
-            if searched <= after {
+            if searched == after {
                 bus.shutdown().await?;
                 return Ok(all);
             }

@@ -32,11 +32,7 @@ pub fn group() -> Result<GroupSpec, Error> {
 
 /// How it consumes.
 pub fn options() -> Result<ConsumeOptions, Error> {
-    Ok(ConsumeOptions {
-        lease: LEASE,
-        handled: vec![Pattern::new(">")?],
-        ..ConsumeOptions::default()
-    })
+    Ok(ConsumeOptions::new(vec![Pattern::new(">")?]).lease(LEASE))
 }
 
 /// Fetches, waits to be told, acks.

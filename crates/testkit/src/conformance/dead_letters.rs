@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use everbus_core::{
-    Clock, DeadLetter, DeadLetterFilter, DeadLetterKey, EventId, EventState, PageRequest,
+    Clock, DeadLetter, DeadLetterFilter, DeadLetterKey, EventId, EventState, PageRequest, Position,
     PurgeBasis, PurgedLetter, Timestamp,
 };
 
@@ -291,7 +291,7 @@ pub async fn many_are_retried_at_once<H: Harness>(harness: H) {
         stage.kill(&delivery).await;
     }
     assert_eq!(stage.dead_letters().retry(all()).await.unwrap(), 30);
-    let mut seen: HashMap<u64, u32> = HashMap::new();
+    let mut seen: HashMap<Position, u32> = HashMap::new();
     for delivery in take(&mut consumer, 30).await {
         *seen.entry(delivery.record.position).or_default() += 1;
         stage.ack(&delivery).await;
@@ -329,7 +329,7 @@ pub async fn purging_is_inclusive<H: Harness>(harness: H) {
         1
     );
     if stage.has_log() {
-        let kept = stage.log().find(published[0].id).await.unwrap();
+        let kept = stage.lookup().find(published[0].id).await.unwrap();
         assert_eq!(kept.len(), 1, "the other group still has it");
     }
     let purged = dead.purge(created(1), PurgeBasis::Created, all());
@@ -346,7 +346,7 @@ pub async fn purging_is_inclusive<H: Harness>(harness: H) {
     assert_eq!(dead.count(all()).await.unwrap(), 4);
     if stage.has_log() {
         for (n, appended) in published.iter().enumerate() {
-            let kept = stage.log().find(appended.id).await.unwrap().len();
+            let kept = stage.lookup().find(appended.id).await.unwrap().len();
             assert_eq!(kept, usize::from(n > 1), "event {n}");
         }
     }

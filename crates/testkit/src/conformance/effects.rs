@@ -8,10 +8,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Delivery, Effect, EffectResult, Error, Event, EventState, Settlement, Verdict,
+    Code, Cursor, Delivery, Effect, EffectResult, Error, Event, EventState, Settlement, Verdict,
 };
 
-use super::stage::{code, event, name, nothing, take, take_one};
+use super::stage::{code, event, following, name, nothing, take, take_one};
 use super::{Harness, Stage};
 
 /// An error of a handler's own.
@@ -40,11 +40,10 @@ fn counting(
 }
 
 fn with(delivery: &Delivery, effect: Effect) -> Settlement {
-    Settlement {
-        inbox: true,
-        effect: Some(effect),
-        ..Settlement::new(delivery.lease.clone(), Verdict::Ack)
-    }
+    let mut settlement = Settlement::new(delivery.lease.clone(), Verdict::Ack);
+    settlement.inbox = true;
+    settlement.effect = Some(effect);
+    settlement
 }
 
 async fn is_handled<H: Harness>(stage: &Stage<H>, delivery: &Delivery) -> bool {
@@ -82,10 +81,10 @@ pub async fn an_effect_of_another_engine_is_refused<H: Harness>(harness: H) {
     };
     let follow_up = event("mail.sent");
     let followed = follow_up.id();
-    let refused = Settlement {
-        follow_ups: vec![follow_up],
-        ..with(&got[0], counting(foreign, &runs, || Ok(Vec::new())))
-    };
+    let refused = following(
+        with(&got[0], counting(foreign, &runs, || Ok(Vec::new()))),
+        vec![follow_up],
+    );
     let beside = Settlement::new(got[1].lease.clone(), Verdict::Ack);
     let answers = stage.broker().settle(vec![refused, beside]).await.unwrap();
     let codes: Vec<Option<Code>> = answers
@@ -98,7 +97,7 @@ pub async fn an_effect_of_another_engine_is_refused<H: Harness>(harness: H) {
         assert!(!is_handled(&stage, &got[0]).await);
     }
     if stage.has_log() {
-        assert!(stage.log().find(followed).await.unwrap().is_empty());
+        assert!(stage.lookup().find(followed).await.unwrap().is_empty());
     }
     stage
         .assert_state(got[0].record.position, "", EventState::Processing)
@@ -120,13 +119,13 @@ pub async fn an_effect_comes_with_its_ack<H: Harness>(harness: H) {
     let (told, made) = (event("order.billed"), event("order.mailed"));
     let expected = [told.id(), made.id()];
     let runs = Arc::default();
-    let settlement = Settlement {
-        follow_ups: vec![told],
-        ..with(
+    let settlement = following(
+        with(
             &delivery,
             counting(engine, &runs, move || Ok(vec![made.clone()])),
-        )
-    };
+        ),
+        vec![told],
+    );
     stage.settle_with(settlement).await.unwrap();
     assert_eq!(runs.load(Ordering::SeqCst), 1);
     assert!(is_handled(&stage, &delivery).await);
@@ -164,10 +163,8 @@ pub async fn an_effect_runs_only_with_an_ack<H: Harness>(harness: H) {
     ];
     let runs = Arc::default();
     for (delivery, verdict) in got.iter().zip(verdicts) {
-        let settlement = Settlement {
-            verdict,
-            ..with(delivery, counting(engine, &runs, || Ok(Vec::new())))
-        };
+        let mut settlement = with(delivery, counting(engine, &runs, || Ok(Vec::new())));
+        settlement.verdict = verdict;
         stage.settle_with(settlement).await.unwrap();
         assert!(!is_handled(&stage, delivery).await);
     }
@@ -191,16 +188,16 @@ pub async fn an_effect_that_fails_undoes_its_settlement<H: Harness>(harness: H) 
         let follow_up = event("mail.new-type");
         let followed = follow_up.id();
         let runs = Arc::default();
-        let failing = Settlement {
-            follow_ups: vec![follow_up],
-            ..with(
+        let failing = following(
+            with(
                 &got[1],
                 counting(engine, &runs, move || {
                     assert!(!panics, "a bug");
                     Err(Box::new(OutOfStock(7)))
                 }),
-            )
-        };
+            ),
+            vec![follow_up],
+        );
         let well = |delivery| with(delivery, counting(engine, &runs, || Ok(Vec::new())));
         let batch = vec![well(&got[0]), failing, well(&got[2])];
         let mut answers = stage.broker().settle(batch).await.unwrap();
@@ -217,7 +214,7 @@ pub async fn an_effect_that_fails_undoes_its_settlement<H: Harness>(harness: H) 
         }
         assert_eq!(runs.load(Ordering::SeqCst), 3);
         if stage.has_log() {
-            assert!(stage.log().find(followed).await.unwrap().is_empty());
+            assert!(stage.lookup().find(followed).await.unwrap().is_empty());
         }
         for (delivery, done) in got.iter().zip([true, false, true]) {
             let inbox = stage.engine().inbox().unwrap();
@@ -240,14 +237,14 @@ pub async fn an_effect_that_fails_undoes_its_settlement<H: Harness>(harness: H) 
         let after = event("mail.another-new-type");
         let after_id = after.id();
         stage
-            .settle_with(Settlement {
-                follow_ups: vec![after],
-                ..with(&again, counting(engine, &runs, || Ok(Vec::new())))
-            })
+            .settle_with(following(
+                with(&again, counting(engine, &runs, || Ok(Vec::new()))),
+                vec![after],
+            ))
             .await
             .unwrap();
         if stage.has_log() {
-            let found = stage.log().find(after_id).await.unwrap();
+            let found = stage.lookup().find(after_id).await.unwrap();
             assert_eq!(found[0].event.event_type(), "mail.another-new-type");
         }
         for delivery in got.iter().skip(3) {
@@ -311,18 +308,15 @@ pub async fn a_refused_follow_up_undoes_the_effect<H: Harness>(harness: H) {
     let first = event("mail.drafted");
     let first_id = first.id();
     let refused = stage
-        .settle_with(Settlement {
-            follow_ups: vec![first],
-            ..with(&delivery, effect)
-        })
+        .settle_with(following(with(&delivery, effect), vec![first]))
         .await;
     assert_eq!(code(refused), Code::IdReused);
     assert!(!is_handled(&stage, &delivery).await);
     if stage.has_log() {
-        assert!(stage.log().find(first_id).await.unwrap().is_empty());
+        assert!(stage.lookup().find(first_id).await.unwrap().is_empty());
         assert_eq!(
             stage.log().head().await.unwrap(),
-            delivery.record.position,
+            Cursor::from(delivery.record.position),
             "no position was used"
         );
     }
@@ -331,7 +325,7 @@ pub async fn a_refused_follow_up_undoes_the_effect<H: Harness>(harness: H) {
     // A type that was new to the refused settlement is as new as before.
     let later = stage.publish("mail.drafted").await;
     if stage.has_log() {
-        let found = stage.log().find(later.id).await.unwrap();
+        let found = stage.lookup().find(later.id).await.unwrap();
         assert_eq!(found[0].event.event_type(), "mail.drafted");
     }
 }

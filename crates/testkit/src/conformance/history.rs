@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Event, History, HistoryQuery, Order, Pattern, Recorded, Retention, Timestamp,
+    Code, Cursor, Event, History, HistoryQuery, Order, Pattern, Position, Recorded, Retention,
+    Timestamp,
 };
 
 use super::stage::code;
@@ -97,10 +98,14 @@ fn named(event_type: &str, tenant: &str, app: &str, entity: (&str, &str)) -> Eve
 
 /// All that is in the log.
 async fn everything<H: Harness>(stage: &Stage<H>) -> Vec<Arc<Recorded>> {
-    let (mut all, mut after) = (Vec::new(), 0);
+    let (mut all, mut after) = (Vec::new(), Cursor::START);
     loop {
         let patterns = vec![pattern("*"), pattern("system.>")];
-        let (some, searched) = stage.log().read(after, patterns, 1000).await.unwrap();
+        let (some, searched) = stage
+            .log()
+            .read(after.clone(), patterns, 1000)
+            .await
+            .unwrap();
         all.extend(some);
         if searched == after {
             return all;
@@ -110,13 +115,13 @@ async fn everything<H: Harness>(stage: &Stage<H>) -> Vec<Arc<Recorded>> {
 }
 
 /// What a query should find in all.
-fn expected(all: &[Arc<Recorded>], query: &HistoryQuery) -> Vec<u64> {
+fn expected(all: &[Arc<Recorded>], query: &HistoryQuery) -> Vec<Position> {
     let wanted = all.iter().filter(|record| {
         query.matches(&record.event)
             && query.since.is_none_or(|since| record.received_at >= since)
             && query.until.is_none_or(|until| record.received_at <= until)
     });
-    let mut positions: Vec<u64> = wanted.map(|record| record.position).collect();
+    let mut positions: Vec<Position> = wanted.map(|record| record.position).collect();
     if query.order == Order::Newest {
         positions.reverse();
     }
@@ -124,7 +129,7 @@ fn expected(all: &[Arc<Recorded>], query: &HistoryQuery) -> Vec<u64> {
 }
 
 /// All pages of a query; none is empty but the first, and all but the last are full.
-async fn pages(history: &dyn History, query: &HistoryQuery) -> Vec<u64> {
+async fn pages(history: &dyn History, query: &HistoryQuery) -> Vec<Position> {
     let mut found = Vec::new();
     let mut asked = query.clone();
     loop {
@@ -271,25 +276,30 @@ pub async fn cursors_stay_where_they_are<H: Harness>(harness: H) {
         return;
     }
     let event = || named("order.placed", "acme", "shop", ("ORDER", "1"));
+    let mut all = Vec::new();
     for _ in 0..40 {
-        stage.append(event()).await;
+        all.push(stage.append(event()).await.position);
     }
+    let from_to = |from: usize, to: usize| all[from - 1..to].to_vec();
+    let back = |from: usize, to: usize| -> Vec<Position> {
+        all[from - 1..to].iter().rev().copied().collect()
+    };
     let newest = HistoryQuery::default().tenant("acme").limit(10);
     let oldest = newest.clone().order(Order::Oldest);
-    let positions = |page: &everbus_core::HistoryPage| -> Vec<u64> {
+    let positions = |page: &everbus_core::HistoryPage| -> Vec<Position> {
         page.items.iter().map(|record| record.position).collect()
     };
     let first = history(&stage).query(newest.clone()).await.unwrap();
-    assert_eq!(positions(&first), (31..=40).rev().collect::<Vec<_>>());
+    assert_eq!(positions(&first), back(31, 40));
     let upward = history(&stage).query(oldest.clone()).await.unwrap();
-    assert_eq!(positions(&upward), (1..=10).collect::<Vec<_>>());
+    assert_eq!(positions(&upward), from_to(1, 10));
 
     for _ in 0..40 {
         stage.append(event()).await;
     }
     let next = newest.clone().after(first.next.unwrap());
     let second = history(&stage).query(next.clone()).await.unwrap();
-    assert_eq!(positions(&second), (21..=30).rev().collect::<Vec<_>>());
+    assert_eq!(positions(&second), back(21, 30));
 
     // The oldest 25 go, and with them the event that one of the cursors points to.
     let retention = Retention {
@@ -300,15 +310,15 @@ pub async fn cursors_stay_where_they_are<H: Harness>(harness: H) {
     let pruned = maintenance.prune(retention).await.unwrap();
     assert_eq!(pruned.removed, 25);
     let second = history(&stage).query(next.clone()).await.unwrap();
-    assert_eq!(positions(&second), (26..=30).rev().collect::<Vec<_>>());
+    assert_eq!(positions(&second), back(26, 30));
     assert!(second.next.is_none(), "a page that ends with the last");
     let onward = oldest.after(upward.next.unwrap());
     let page = history(&stage).query(onward).await.unwrap();
-    assert_eq!(positions(&page), (26..=35).collect::<Vec<_>>());
+    assert_eq!(positions(&page), from_to(26, 35));
     if stage.survives_restart() {
         stage.restart().await;
         let second = history(&stage).query(next).await.unwrap();
-        assert_eq!(positions(&second), (26..=30).rev().collect::<Vec<_>>());
+        assert_eq!(positions(&second), back(26, 30));
     }
 }
 
@@ -397,11 +407,11 @@ pub async fn a_page_of_large_events_ends_early<H: Harness>(harness: H) {
         return;
     }
     let text = format!("\"{}\"", "x".repeat(1_000_000));
+    let mut published = Vec::new();
     for _ in 0..30 {
         let event = Event::builder("order.placed").tenant("acme");
-        stage
-            .append(event.payload(text.clone()).build().unwrap())
-            .await;
+        let event = event.payload(text.clone()).build().unwrap();
+        published.push(stage.append(event).await.position);
     }
     let mut query = HistoryQuery::default().tenant("acme");
     let mut found = Vec::new();
@@ -415,7 +425,8 @@ pub async fn a_page_of_large_events_ends_early<H: Harness>(harness: H) {
             None => break,
         }
     }
-    assert_eq!(found, (1..=30).rev().collect::<Vec<_>>());
+    published.reverse();
+    assert_eq!(found, published);
     assert_eq!(count, 2, "pages of at most 16 MiB and one event");
 }
 

@@ -8,7 +8,7 @@ use everbus_core::{
     Timestamp, Verdict,
 };
 
-use super::stage::{LEASE, code, event, name, nothing, take, take_one};
+use super::stage::{LEASE, code, event, following, name, nothing, take, take_one};
 use super::{Harness, Stage};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -29,10 +29,9 @@ async fn handled<H: Harness>(stage: &Stage<H>, group: &str, events: &[&Delivery]
 
 /// An ack that goes on record.
 fn on_record(delivery: &Delivery) -> Settlement {
-    Settlement {
-        inbox: true,
-        ..Settlement::new(delivery.lease.clone(), Verdict::Ack)
-    }
+    let mut settlement = Settlement::new(delivery.lease.clone(), Verdict::Ack);
+    settlement.inbox = true;
+    settlement
 }
 
 async fn ack_on_record<H: Harness>(stage: &Stage<H>, delivery: &Delivery) {
@@ -113,10 +112,8 @@ pub async fn nothing_but_an_ack_is_recorded<H: Harness>(harness: H) {
         },
     ];
     for (delivery, verdict) in got.iter().zip(verdicts) {
-        let settlement = Settlement {
-            verdict,
-            ..on_record(delivery)
-        };
+        let mut settlement = on_record(delivery);
+        settlement.verdict = verdict;
         stage.settle_with(settlement).await.unwrap();
     }
     stage.advance(LEASE + SECOND).await;
@@ -146,10 +143,7 @@ pub async fn what_was_handled_has_no_effect_again<H: Harness>(harness: H) {
         let follow_up = follow_up();
         followed.push(follow_up.id());
         stage
-            .settle_with(Settlement {
-                follow_ups: vec![follow_up],
-                ..on_record(&delivery)
-            })
+            .settle_with(following(on_record(&delivery), vec![follow_up]))
             .await
             .unwrap();
         stage
@@ -159,7 +153,7 @@ pub async fn what_was_handled_has_no_effect_again<H: Harness>(harness: H) {
         consumer.close().await.unwrap();
         if stage.has_log() {
             let found = stage
-                .log()
+                .lookup()
                 .find(followed[followed.len() - 1])
                 .await
                 .unwrap();
@@ -189,10 +183,7 @@ pub async fn tenants_do_not_share_records<H: Harness>(harness: H) {
     let follow_up = event("order.billed");
     let followed = follow_up.id();
     stage
-        .settle_with(Settlement {
-            follow_ups: vec![follow_up],
-            ..on_record(&got[2])
-        })
+        .settle_with(following(on_record(&got[2]), vec![follow_up]))
         .await
         .unwrap();
     assert_eq!(handled(&stage, "", &all).await, [false, true, true]);
@@ -283,15 +274,12 @@ pub async fn a_refused_settlement_leaves_no_record<H: Harness>(harness: H) {
         .unwrap();
     let first_id = first.id();
     let refused = stage
-        .settle_with(Settlement {
-            follow_ups: vec![first, other_body],
-            ..on_record(&delivery)
-        })
+        .settle_with(following(on_record(&delivery), vec![first, other_body]))
         .await;
     assert_eq!(code(refused), Code::IdReused);
     assert_eq!(handled(&stage, "", &[&delivery]).await, [false]);
     if stage.has_log() {
-        assert!(stage.log().find(first_id).await.unwrap().is_empty());
+        assert!(stage.lookup().find(first_id).await.unwrap().is_empty());
     }
     ack_on_record(&stage, &delivery).await;
     assert_eq!(handled(&stage, "", &[&delivery]).await, [true]);
@@ -322,14 +310,11 @@ pub async fn a_record_and_its_ack_survive_together<H: Harness>(harness: H) {
         let follow_up = Event::builder("mail.sent").payload("{}").build().unwrap();
         let followed = follow_up.id();
         stage
-            .settle_with(Settlement {
-                follow_ups: vec![follow_up],
-                ..on_record(&again)
-            })
+            .settle_with(following(on_record(&again), vec![follow_up]))
             .await
             .unwrap();
         if stage.has_log() {
-            let found = stage.log().find(followed).await.unwrap();
+            let found = stage.lookup().find(followed).await.unwrap();
             assert_eq!(found.len(), 1, "its effect happened, once");
         }
     }

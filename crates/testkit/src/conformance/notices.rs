@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use everbus_core::{
-    ConsumeOptions, DEAD_LETTER_EVENT, DeadLetterFilter, Delivery, Event, Failure, FailureKind,
-    Recorded, Settlement, Verdict,
+    Cursor, DEAD_LETTER_EVENT, DeadLetterFilter, Delivery, Event, Failure, FailureKind, Recorded,
+    Settlement, Verdict,
 };
 use serde_json::{Value, json};
 
-use super::stage::{LEASE, code, nothing, options, pattern, take, take_one};
+use super::stage::{LEASE, code, handling, nothing, pattern, take, take_one};
 use super::{Harness, Stage};
 
 fn body(delivery: &Delivery) -> Value {
@@ -20,7 +20,7 @@ fn body(delivery: &Delivery) -> Value {
 async fn told<H: Harness>(stage: &Stage<H>) -> Vec<std::sync::Arc<Recorded>> {
     let (told, _) = stage
         .log()
-        .read(0, vec![pattern(DEAD_LETTER_EVENT)], 1000)
+        .read(Cursor::START, vec![pattern(DEAD_LETTER_EVENT)], 1000)
         .await
         .unwrap();
     told
@@ -102,11 +102,7 @@ pub async fn every_way_to_die_is_told<H: Harness>(harness: H) {
     assert_eq!(body(&first)["error"], "attempt 1 failed");
     stage.ack(&first).await;
     g.close().await.unwrap();
-    let only_a = ConsumeOptions {
-        handled: vec![pattern("a.*")],
-        no_handler_after: Duration::from_secs(60),
-        ..options()
-    };
+    let only_a = handling(vec![pattern("a.*")]).no_handler_after(Duration::from_secs(60));
     let mut g = stage.consumer_with("g", only_a).await;
     let orphan = stage.publish("b.x").await;
     nothing(&mut g).await;

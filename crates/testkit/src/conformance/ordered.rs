@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use everbus_core::{Consumer, Delivery, Event, GroupSpec, Verdict};
+use everbus_core::{Consumer, Delivery, Event, GroupSpec, Position, Verdict};
 
-use super::stage::{DEADLINE, LEASE, nothing, options, spec, take, take_one};
+use super::stage::{DEADLINE, LEASE, handling, nothing, options, ordering, spec, take, take_one};
 use super::{Harness, Stage};
 use crate::model::Random;
 
@@ -31,7 +31,7 @@ async fn declare_ordered<H: Harness>(stage: &Stage<H>) {
 
 async fn take_sorted(consumer: &mut Box<dyn Consumer>, count: usize) -> Vec<Delivery> {
     let mut got = take(consumer, count).await;
-    got.sort_by_key(|d| d.record.position);
+    got.sort_by_key(|d| ordering(d.record.position));
     got
 }
 
@@ -46,7 +46,7 @@ pub async fn the_same_key_is_strictly_sequential<H: Harness>(harness: H) {
     }
     let mut consumer = stage.consumer("ordered").await;
     let got = take_sorted(&mut consumer, 4).await;
-    let heads: Vec<u64> = got.iter().map(|d| d.record.position).collect();
+    let heads: Vec<Position> = got.iter().map(|d| d.record.position).collect();
     assert_eq!(
         heads,
         [at[0], at[2], at[4], at[5]],
@@ -117,10 +117,7 @@ pub async fn a_retried_dead_letter_goes_before_its_key<H: Harness>(harness: H) {
                 .await
                 .unwrap();
             // Another consumer looks and has no handler: the second is known to be ready.
-            let none = everbus_core::ConsumeOptions {
-                handled: Vec::new(),
-                ..options()
-            };
+            let none = handling(Vec::new());
             let mut other = stage.consumer_with("ordered", none).await;
             nothing(&mut other).await;
         }
@@ -186,10 +183,7 @@ pub async fn random_work_keeps_every_key_in_order<H: Harness>(harness: H) {
     stage.broker().append(batch).await.unwrap();
     let mut consumers = Vec::new();
     for _ in 0..3 {
-        let options = everbus_core::ConsumeOptions {
-            prefetch: 4,
-            ..options()
-        };
+        let options = options().prefetch(4);
         consumers.push(stage.consumer_with("ordered", options).await);
     }
     let mut next: HashMap<String, usize> = HashMap::new();

@@ -211,7 +211,7 @@ pub async fn a_removed_event_leaves_a_note_of_its_object<H: Harness>(harness: H)
     stage.append(event("a.x")).await;
     let orphans = |stage: &Stage<H>| stage.engine().orphans.clone().unwrap();
     assert!(orphans(&stage).list(None, 9).await.unwrap().is_empty());
-    let found = stage.log().find(events[0].id()).await.unwrap();
+    let found = stage.lookup().find(events[0].id()).await.unwrap();
     assert_eq!(found[0].event, events[0], "the reference is kept as it is");
     stage.advance(SECOND).await;
     let since = stage.clock.now();
@@ -305,7 +305,7 @@ pub async fn a_repeated_publish_is_told_by_the_whole_payload<H: Harness>(harness
             let refused = stage.try_append(forms(id, other)[second].clone()).await;
             assert_eq!(code(refused), Code::IdReused, "{first} then {second}");
         }
-        let found = stage.log().find(id).await.unwrap();
+        let found = stage.lookup().find(id).await.unwrap();
         assert_eq!(found[0].event, forms(id, payload)[first], "the first stays");
     }
 }

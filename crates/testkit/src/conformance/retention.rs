@@ -1,12 +1,12 @@
 //! What goes by itself: by stream, by the event's own word, dead letters by their death. And that
 //! nothing goes that anybody needs.
 
-use std::collections::BTreeSet;
+use std::collections::HashSet;
 use std::time::Duration;
 
 use everbus_core::{
-    AuditEntry, Clock, Event, EventState, GroupName, Maintenance, Pruned, RETENTION_DUTY,
-    Retention, Settlement, StreamAge, Verdict, letter_kept_for,
+    AuditEntry, Clock, Cursor, Event, EventState, GroupName, Maintenance, Position, Pruned,
+    RETENTION_DUTY, Retention, Settlement, StreamAge, Verdict, letter_kept_for,
 };
 
 use super::lapsing::skipped;
@@ -19,7 +19,11 @@ const DAY: Duration = Duration::from_secs(24 * 3600);
 
 async fn left<H: Harness>(stage: &Stage<H>) -> Vec<String> {
     let everything = vec![pattern(">"), pattern("system.>")];
-    let (records, _) = stage.log().read(0, everything, 10_000).await.unwrap();
+    let (records, _) = stage
+        .log()
+        .read(Cursor::START, everything, 10_000)
+        .await
+        .unwrap();
     let types = records.iter().map(|r| r.event.event_type().to_owned());
     types.collect()
 }
@@ -150,15 +154,7 @@ pub async fn retention_waits_for_those_who_lag<H: Harness>(harness: H) {
     stage.declare("fast", &["*"]).await;
     stage.declare("slow", &["*"]).await;
     let published = stage.publish_many("a", 300).await;
-    let mut fast = stage
-        .consumer_with(
-            "fast",
-            everbus_core::ConsumeOptions {
-                prefetch: 300,
-                ..options()
-            },
-        )
-        .await;
+    let mut fast = stage.consumer_with("fast", options().prefetch(300)).await;
     for delivery in take(&mut fast, 300).await {
         stage.ack(&delivery).await;
     }
@@ -168,15 +164,7 @@ pub async fn retention_waits_for_those_who_lag<H: Harness>(harness: H) {
         (0, 300),
         "slow has seen none"
     );
-    let mut slow = stage
-        .consumer_with(
-            "slow",
-            everbus_core::ConsumeOptions {
-                prefetch: 10,
-                ..options()
-            },
-        )
-        .await;
+    let mut slow = stage.consumer_with("slow", options().prefetch(10)).await;
     let got = take(&mut slow, 10).await;
     slow.close().await.unwrap();
     for delivery in &got[..5] {
@@ -272,10 +260,7 @@ async fn work<H: Harness>(stage: &Stage<H>, random: &mut Random, group: &str) {
     if wanted == 0 {
         return;
     }
-    let limited = everbus_core::ConsumeOptions {
-        prefetch: wanted,
-        ..options()
-    };
+    let limited = options().prefetch(wanted);
     let mut consumer = stage.consumer_with(group, limited).await;
     let got = take(&mut consumer, wanted).await;
     consumer.close().await.unwrap();
@@ -302,30 +287,30 @@ async fn check_policy<H: Harness>(
     let now = stage.clock.now();
     let read = || async {
         let everything = vec![pattern(">"), pattern("system.>")];
-        let all = stage.log().read(0, everything, 10_000).await;
+        let all = stage.log().read(Cursor::START, everything, 10_000).await;
         all.unwrap().0
     };
     let before = read().await;
     let beyond = retention.max_len.map_or(0, |max| {
         before.len().saturating_sub(usize::try_from(max).unwrap())
     });
-    let lapsed: BTreeSet<(u64, GroupName)> = match retention.dead_letters {
+    let lapsed: HashSet<(Position, GroupName)> = match retention.dead_letters {
         Some(age) if stage.has_dead_letters() => {
             let open = stage.open_dead_letters().await;
             let old = open.iter().filter(|letter| letter.died_at.plus(age) < now);
             old.map(|letter| (letter.event.position, letter.group.clone()))
                 .collect()
         }
-        _ => BTreeSet::new(),
+        _ => HashSet::new(),
     };
-    let (mut gone, mut kept) = (BTreeSet::new(), 0);
+    let (mut gone, mut kept) = (HashSet::new(), 0);
     for (index, record) in before.iter().enumerate() {
         let age = retention.age_of(record.event.event_type());
         let expires = record.event.attributes().and_then(|a| a.expires_at);
         let over = index < beyond
             || age.is_some_and(|age| record.received_at.plus(age) < now)
             || expires.is_some_and(|at| at < now);
-        let states = stage.log().states(record.position).await.unwrap();
+        let states = stage.lookup().states(record.position).await.unwrap();
         let mut needed = false;
         for state in states {
             needed |= match state.state {
@@ -351,12 +336,12 @@ async fn check_policy<H: Harness>(
             assert_eq!(reason, Some(letter_kept_for(age)));
         }
     }
-    let expected: Vec<u64> = before
+    let expected: Vec<Position> = before
         .iter()
         .map(|record| record.position)
         .filter(|position| !gone.contains(position))
         .collect();
-    let after: Vec<u64> = read().await.iter().map(|r| r.position).collect();
+    let after: Vec<Position> = read().await.iter().map(|r| r.position).collect();
     assert_eq!(after, expected);
     assert!(maintenance.check().await.unwrap().is_ok());
 }

@@ -2,18 +2,18 @@
 
 use std::time::Duration;
 
-use everbus_core::{Code, GroupName, SettledOutcome, Verdict};
+use everbus_core::{Code, GroupName, Position, SettledOutcome, Verdict};
 use tokio::task::JoinHandle;
 
-use super::stage::{DEADLINE, QUIET, code, name, take_one};
+use super::stage::{DEADLINE, QUIET, beyond, code, name, take_one};
 use super::{Harness, Stage};
 
 fn wait_for<H: Harness>(
     stage: &Stage<H>,
-    position: u64,
+    position: Position,
 ) -> JoinHandle<everbus_core::Result<SettledOutcome>> {
-    let broker = stage.broker().clone();
-    tokio::spawn(async move { broker.settled(position, DEADLINE).await })
+    let settled = stage.engine().settled.clone().unwrap();
+    tokio::spawn(async move { settled.settled(position, DEADLINE).await })
 }
 
 async fn still_waiting(waiting: &mut JoinHandle<everbus_core::Result<SettledOutcome>>) {
@@ -24,41 +24,52 @@ async fn still_waiting(waiting: &mut JoinHandle<everbus_core::Result<SettledOutc
 /// An event that no group wants is settled at once; one that does not exist is not found.
 pub async fn an_event_nobody_wants_is_settled<H: Harness>(harness: H) {
     let stage = Stage::open(harness).await;
-    if !stage.capabilities().settled {
-        let refused = stage.broker().settled(1, DEADLINE).await;
-        assert_eq!(code(refused), Code::Unsupported);
+    let Ok(settled) = stage.engine().settled() else {
         return;
-    }
+    };
     let alone = stage.publish("a.b").await;
-    let outcome = stage.broker().settled(alone.position, DEADLINE).await;
+    let outcome = stage
+        .engine()
+        .settled()
+        .unwrap()
+        .settled(alone.position, DEADLINE)
+        .await;
     assert_eq!(outcome.unwrap(), SettledOutcome::default());
     stage.declare("orders", &["order.*"]).await;
     let unmatched = stage.publish("user.created").await;
-    let outcome = stage.broker().settled(unmatched.position, DEADLINE).await;
-    assert_eq!(outcome.unwrap(), SettledOutcome::default());
-    let missing = stage
-        .broker()
-        .settled(unmatched.position + 1000, DEADLINE)
+    let outcome = stage
+        .engine()
+        .settled()
+        .unwrap()
+        .settled(unmatched.position, DEADLINE)
         .await;
+    assert_eq!(outcome.unwrap(), SettledOutcome::default());
+    let nowhere = beyond(unmatched.position, 1000);
+    let missing = settled.settled(nowhere, DEADLINE).await;
     assert_eq!(code(missing), Code::NotFound);
 }
 
 /// A group declared after the event was published is not waited for.
 pub async fn a_later_group_is_not_waited_for<H: Harness>(harness: H) {
     let stage = Stage::open(harness).await;
-    if !stage.capabilities().settled {
+    if stage.engine().settled.is_none() {
         return;
     }
     let appended = stage.publish("a.b").await;
     stage.declare("late", &["*"]).await;
-    let outcome = stage.broker().settled(appended.position, DEADLINE).await;
+    let outcome = stage
+        .engine()
+        .settled()
+        .unwrap()
+        .settled(appended.position, DEADLINE)
+        .await;
     assert_eq!(outcome.unwrap(), SettledOutcome::default());
 }
 
 /// It waits for every group that matches, and names those in which it became a dead letter.
 pub async fn settled_waits_for_every_group<H: Harness>(harness: H) {
     let stage = Stage::open(harness).await;
-    if !stage.capabilities().settled {
+    if stage.engine().settled.is_none() {
         return;
     }
     stage.declare("", &["*"]).await;
@@ -90,7 +101,7 @@ pub async fn settled_waits_for_every_group<H: Harness>(harness: H) {
 /// Skipping settles; so does removing the group that owed the work.
 pub async fn skipping_or_removing_the_group_settles<H: Harness>(harness: H) {
     let stage = Stage::open(harness).await;
-    if !stage.capabilities().settled {
+    if stage.engine().settled.is_none() {
         return;
     }
     stage.declare("skips", &["*"]).await;
@@ -116,19 +127,24 @@ pub async fn skipping_or_removing_the_group_settles<H: Harness>(harness: H) {
 /// A wait that is not fulfilled in time is an error of its own, and the event is still owed.
 pub async fn a_wait_that_is_too_long_times_out<H: Harness>(harness: H) {
     let stage = Stage::open(harness).await;
-    if !stage.capabilities().settled {
+    if stage.engine().settled.is_none() {
         return;
     }
     stage.declare("", &["*"]).await;
     let appended = stage.publish("a.b").await;
-    let late = stage
-        .broker()
+    let settled = stage.engine().settled().unwrap();
+    let late = settled
         .settled(appended.position, Duration::from_millis(30))
         .await;
     assert_eq!(code(late), Code::Timeout);
     let mut consumer = stage.consumer("").await;
     let delivery = take_one(&mut consumer).await;
     stage.ack(&delivery).await;
-    let outcome = stage.broker().settled(appended.position, DEADLINE).await;
+    let outcome = stage
+        .engine()
+        .settled()
+        .unwrap()
+        .settled(appended.position, DEADLINE)
+        .await;
     assert_eq!(outcome.unwrap(), SettledOutcome::default());
 }

@@ -3,9 +3,9 @@
 
 use std::time::Duration;
 
-use everbus_core::{Code, EventState, FailureKind, Settlement, Verdict};
+use everbus_core::{Code, Cursor, EventState, FailureKind, Settlement, Verdict};
 
-use super::stage::{LEASE, code, event, nothing, take, take_one};
+use super::stage::{LEASE, code, event, following, nothing, take, take_one};
 use super::{Harness, Stage};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -365,13 +365,10 @@ pub async fn follow_ups_are_appended_with_the_verdict<H: Harness>(harness: H) {
     let follow_ups = vec![event("order.billed"), event("order.mailed")];
     let ids: Vec<_> = follow_ups.iter().map(everbus_core::Event::id).collect();
     stage
-        .settle_with(Settlement {
-            lease: cause.lease.clone(),
-            verdict: Verdict::Ack,
+        .settle_with(following(
+            Settlement::new(cause.lease.clone(), Verdict::Ack),
             follow_ups,
-            inbox: false,
-            effect: None,
-        })
+        ))
         .await
         .unwrap();
     let followed = take(&mut consumer, 2).await;
@@ -399,15 +396,13 @@ pub async fn follow_ups_of_a_lost_lease_are_not_appended<H: Harness>(harness: H)
     let follow_up = event("order.billed");
     let id = follow_up.id();
     let late = stage
-        .settle_with(Settlement {
-            lease: lost.lease.clone(),
-            verdict: Verdict::Ack,
-            follow_ups: vec![follow_up],
-            inbox: false,
-            effect: None,
-        })
+        .settle_with(following(
+            Settlement::new(lost.lease.clone(), Verdict::Ack),
+            vec![follow_up],
+        ))
         .await;
     assert_eq!(code(late), Code::LeaseLost);
-    assert!(stage.log().find(id).await.unwrap().is_empty());
-    assert_eq!(stage.log().head().await.unwrap(), lost.record.position);
+    assert!(stage.lookup().find(id).await.unwrap().is_empty());
+    let head = stage.log().head().await.unwrap();
+    assert_eq!(head, Cursor::from(lost.record.position));
 }

@@ -8,8 +8,8 @@ use std::time::Duration;
 use everbus_core::{
     Appended, Broker, Capabilities, Code, ConsumeOptions, Consumer, DeadLetter, DeadLetterFilter,
     DeadLetters, Delivery, Engine, Event, EventState, Failure, FailureKind, GroupInfo, GroupName,
-    GroupSpec, GroupState, Log, ManualClock, PageRequest, Pattern, Result, Settlement, StartFrom,
-    SubscriptionInfo, SubscriptionSpec, Timestamp, Verdict,
+    GroupSpec, GroupState, Log, Lookup, ManualClock, PageRequest, Pattern, Position, Result,
+    Settlement, StartFrom, SubscriptionInfo, SubscriptionSpec, Timestamp, Verdict,
 };
 
 use super::Harness;
@@ -62,6 +62,11 @@ impl<H: Harness> Stage<H> {
         self.engine().log().unwrap()
     }
 
+    /// Finding events by id. Scenarios that need it ask [`Stage::has_lookup`] first.
+    pub fn lookup(&self) -> &dyn Lookup {
+        self.engine().lookup().unwrap()
+    }
+
     /// The dead letters.
     pub fn dead_letters(&self) -> &dyn DeadLetters {
         self.engine().dead_letters().unwrap()
@@ -70,6 +75,11 @@ impl<H: Harness> Stage<H> {
     /// Whether the log can be read without a group.
     pub fn has_log(&self) -> bool {
         self.engine().log.is_some()
+    }
+
+    /// Whether events can be found by id, with how they stand in each group.
+    pub fn has_lookup(&self) -> bool {
+        self.engine().lookup.is_some()
     }
 
     /// Whether dead letters can be queried.
@@ -210,12 +220,12 @@ impl<H: Harness> Stage<H> {
         appended
     }
 
-    /// How an event stands in a group; `None` where the engine has no log to ask.
-    pub async fn group_state(&self, position: u64, group: &str) -> Option<GroupState> {
-        if !self.has_log() {
+    /// How an event stands in a group; `None` where the engine cannot say.
+    pub async fn group_state(&self, position: Position, group: &str) -> Option<GroupState> {
+        if !self.has_lookup() {
             return None;
         }
-        let states = self.log().states(position).await.unwrap();
+        let states = self.lookup().states(position).await.unwrap();
         let mut of_group = states.into_iter().filter(|s| s.group == name(group));
         let state = of_group.next();
         assert!(of_group.next().is_none(), "one state per group");
@@ -223,7 +233,7 @@ impl<H: Harness> Stage<H> {
     }
 
     /// Checks how an event stands in a group, where the engine can tell.
-    pub async fn assert_state(&self, position: u64, group: &str, expected: EventState) {
+    pub async fn assert_state(&self, position: Position, group: &str, expected: EventState) {
         if let Some(state) = self.group_state(position, group).await {
             assert_eq!(state.state, expected, "event {position} in {group:?}");
         }
@@ -289,12 +299,18 @@ pub(crate) fn spec(group: &str, patterns: &[&str]) -> GroupSpec {
 
 /// Handlers for everything, room for 64, [`LEASE`].
 pub(crate) fn options() -> ConsumeOptions {
-    ConsumeOptions {
-        prefetch: 64,
-        lease: LEASE,
-        handled: vec![pattern("*"), pattern("system.>")],
-        ..ConsumeOptions::default()
-    }
+    handling(vec![pattern("*"), pattern("system.>")])
+}
+
+/// Handlers for these patterns, room for 64, [`LEASE`].
+pub(crate) fn handling(handled: Vec<Pattern>) -> ConsumeOptions {
+    ConsumeOptions::new(handled).prefetch(64).lease(LEASE)
+}
+
+/// A settlement with events to append in the same step.
+pub(crate) fn following(mut settlement: Settlement, follow_ups: Vec<Event>) -> Settlement {
+    settlement.follow_ups = follow_ups;
+    settlement
 }
 
 /// An event of this type with an empty object.
@@ -338,8 +354,18 @@ pub(crate) async fn nothing(consumer: &mut Box<dyn Consumer>) {
 }
 
 /// The positions of deliveries.
-pub(crate) fn positions(deliveries: &[Delivery]) -> Vec<u64> {
+pub(crate) fn positions(deliveries: &[Delivery]) -> Vec<Position> {
     deliveries.iter().map(|d| d.record.position).collect()
+}
+
+/// A key to sort positions by that is the order of the log within a shard.
+pub(crate) fn ordering(position: Position) -> (&'static str, u64) {
+    (position.shard().name(), position.place())
+}
+
+/// A position in the same shard, so many places on.
+pub(crate) fn beyond(position: Position, by: u64) -> Position {
+    Position::new(position.shard(), position.place() + by)
 }
 
 /// The code of an error that must be there.

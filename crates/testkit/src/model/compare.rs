@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use everbus_core::{DeadLetterFilter, EventId, GroupState, PageRequest, Verdict};
+use everbus_core::{
+    DeadLetterFilter, EventId, GroupState, PageRequest, Position, Recorded, Verdict,
+};
 
 use super::oracle::same_failures;
 use super::plan::{GROUPS, PATIENCE, Plan, ROOM};
@@ -12,19 +14,26 @@ use crate::conformance::stage::name;
 impl<H: Harness> Plan<H> {
     pub(super) async fn is_kept(&self, position: u64) -> bool {
         let id: EventId = self.oracle.log[&position].event.id();
-        let found = self.stage.log().find(id).await.unwrap();
-        found.iter().any(|record| record.position == position)
+        let found = self.stage.lookup().find(id).await.unwrap();
+        found
+            .iter()
+            .any(|record| record.position == Position::seq(position))
     }
 
     /// Compares how one event stands in every group. A consumer that was dropped gives back what it
     /// had in its own time, so an engine gets a moment to agree.
     pub(super) async fn compare(&self, position: u64) {
-        if !self.stage.has_log() {
+        if !self.stage.has_lookup() {
             return;
         }
         let began = tokio::time::Instant::now();
         loop {
-            let states = self.stage.log().states(position).await.unwrap();
+            let states = self
+                .stage
+                .lookup()
+                .states(Position::seq(position))
+                .await
+                .unwrap();
             assert_eq!(
                 states.len(),
                 self.oracle.groups.len(),
@@ -47,11 +56,11 @@ impl<H: Harness> Plan<H> {
             return;
         };
         let kept = &self.oracle.log[&position];
-        let record = std::sync::Arc::new(everbus_core::Recorded {
-            event: kept.event.clone(),
-            position,
-            received_at: kept.received_at,
-        });
+        let record = std::sync::Arc::new(Recorded::new(
+            kept.event.clone(),
+            Position::seq(position),
+            kept.received_at,
+        ));
         for group in self.oracle.groups.keys() {
             let asked = vec![record.clone()];
             let handled = inbox.handled(name(group), asked).await.unwrap();
@@ -119,7 +128,7 @@ impl<H: Harness> Plan<H> {
         let keys: Vec<(u64, &str)> = expected.iter().map(|(p, g, _)| (*p, g.as_str())).collect();
         let got: Vec<(u64, &str)> = list
             .iter()
-            .map(|d| (d.event.position, d.group.as_str()))
+            .map(|d| (d.event.position.place(), d.group.as_str()))
             .collect();
         assert_eq!(got, keys, "the open dead letters");
         for (letter, (position, group, death)) in list.iter().zip(expected) {
@@ -178,7 +187,7 @@ impl<H: Harness> Plan<H> {
                 }
                 for done in std::mem::take(&mut self.fetched) {
                     self.stage.ack(&done.delivery).await;
-                    let position = done.delivery.record.position;
+                    let position = done.delivery.record.position.place();
                     self.oracle.settled(done.group, position, &Verdict::Ack);
                 }
                 self.oracle.note_claimable();

@@ -3,8 +3,8 @@
 use std::collections::HashSet;
 
 use everbus_core::{
-    DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, Delivery, EDIT_OF, FailureKind,
-    PurgeBasis,
+    Cursor, DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, Delivery, EDIT_OF,
+    FailureKind, Position, PurgeBasis,
 };
 
 use super::plan::Plan;
@@ -15,7 +15,7 @@ impl<H: Harness> Plan<H> {
     /// A delivery became a dead letter: exactly one event tells of it, unless it was the system's own.
     pub(super) async fn note_notice(&mut self, group: &str, delivery: &Delivery) {
         let everything = vec![pattern(">"), pattern("system.>")];
-        let head = self.oracle.head;
+        let head = Cursor::seq(self.oracle.head);
         let (told, _) = self.stage.log().read(head, everything, 10).await.unwrap();
         let dead = &delivery.record.event;
         if dead.event_type().starts_with("system.") {
@@ -25,7 +25,7 @@ impl<H: Harness> Plan<H> {
         let [notice] = told.as_slice() else {
             panic!("one event tells of a dead letter: {told:?}");
         };
-        let death = &self.oracle.groups[group].dead[&delivery.record.position];
+        let death = &self.oracle.groups[group].dead[&delivery.record.position.place()];
         assert_eq!(notice.event.event_type(), DEAD_LETTER_EVENT);
         let body: serde_json::Value = notice.event.json().unwrap();
         assert_eq!(body["eventId"], dead.id().to_string());
@@ -38,7 +38,7 @@ impl<H: Harness> Plan<H> {
             last => assert_eq!(body["error"], last.map_or("", |f| f.error.as_str())),
         }
         self.oracle
-            .appended(&notice.event, notice.position, notice.received_at);
+            .appended(&notice.event, notice.position.place(), notice.received_at);
     }
 
     pub(super) async fn retry_dead(&mut self) {
@@ -71,11 +71,11 @@ impl<H: Harness> Plan<H> {
         let after: HashSet<DeadLetterKey> = after.iter().map(DeadLetter::key).collect();
         let (left, gone): (Vec<_>, Vec<_>) =
             matching.into_iter().partition(|key| after.contains(key));
-        let newest = gone.iter().map(|key| key.position).max();
-        let older = left.iter().any(|key| Some(key.position) < newest);
+        let newest = gone.iter().map(|key| key.position.place()).max();
+        let older = left.iter().any(|key| Some(key.position.place()) < newest);
         assert!(!older, "oldest first: {gone:?} went, {left:?} stayed");
         let expected = self.oracle.retry_dead(|group, position| {
-            let group = name(group);
+            let (position, group) = (Position::seq(position), name(group));
             gone.contains(&DeadLetterKey { position, group })
         });
         assert_eq!(expected, gone.len() as u64, "which were retried");
@@ -102,7 +102,7 @@ impl<H: Harness> Plan<H> {
         assert!(!appended.duplicate && appended.id == corrected.id());
         let group = key.group.as_str();
         self.oracle
-            .replaced(group, key.position, &corrected, appended);
+            .replaced(group, key.position.place(), &corrected, appended);
         let kept = dead.get(letter.event.event.id()).await.unwrap();
         let kept = kept.iter().find(|l| l.group == key.group).unwrap();
         assert_eq!(kept.replaced_by, Some(corrected.id()), "linked to the new");
@@ -110,8 +110,8 @@ impl<H: Harness> Plan<H> {
         let original = letter.event.event.id().to_string();
         assert_eq!(corrected.metadata()[EDIT_OF], original, "linked to the old");
         self.oracle.note_claimable();
-        self.compare(appended.position).await;
-        self.compare(key.position).await;
+        self.compare(appended.position.place()).await;
+        self.compare(key.position.place()).await;
     }
 
     pub(super) async fn purge(&mut self) {

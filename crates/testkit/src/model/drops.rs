@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use everbus_core::{EventState, Lease};
+use everbus_core::{EventState, Lease, Position};
 
 use super::oracle::LEASE;
 use super::plan::Plan;
@@ -27,20 +27,16 @@ impl<H: Harness> Plan<H> {
         let deepest = owed.iter().map(Vec::len).max().unwrap_or(0) as u64;
         let broker = self.stage.broker().clone();
         // A consumer that was dropped gives back what it had before the engine answers this.
-        let nothing = Lease {
-            position: 0,
-            slot: 0,
-            token: 0,
-            handle: None,
-        };
+        let nothing = Lease::new(Position::seq(0), [0, 0]);
         broker.extend(vec![nothing], LEASE).await.unwrap();
-        let Ok(depth) = broker.depth(pattern.clone(), 100_000).await else {
+        let Some(counted) = self.stage.engine().depth.clone() else {
             return;
         };
+        let depth = counted.depth(pattern.clone(), 100_000).await.unwrap();
         assert_eq!(depth, deepest, "the depth of {stream}");
-        let few = broker.depth(pattern.clone(), 3).await.unwrap();
+        let few = counted.depth(pattern.clone(), 3).await.unwrap();
         assert_eq!(few, deepest.min(3), "the depth of {stream}, up to 3");
-        let count = broker.drop_oldest(pattern, keep).await.unwrap();
+        let count = counted.drop_oldest(pattern, keep).await.unwrap();
         self.note(&format!(
             "drop from {stream}, keep {keep}: {count} of {owed:?}"
         ));
@@ -48,7 +44,12 @@ impl<H: Harness> Plan<H> {
         for (group, owed) in groups.iter().zip(&owed) {
             let mut gone = Vec::new();
             for position in owed {
-                let states = self.stage.log().states(*position).await.unwrap();
+                let states = self
+                    .stage
+                    .lookup()
+                    .states(Position::seq(*position))
+                    .await
+                    .unwrap();
                 let of_group = states.iter().find(|s| s.group == name(group)).unwrap();
                 if of_group.state == EventState::Done {
                     gone.push(*position);

@@ -123,7 +123,8 @@ impl Oracle {
         let death = death.expect("a dead letter that the model knows");
         assert!(death.open, "an open dead letter was replaced");
         death.open = false;
-        self.appended_for(Some(group), event, appended.position, appended.received_at);
+        let position = appended.position.place();
+        self.appended_for(Some(group), event, position, appended.received_at);
     }
 
     /// An event that is owed by every group that wants it, or by the one that is named.
@@ -268,7 +269,7 @@ impl Oracle {
     /// Takes note of a delivery, or says why it is illegal.
     pub(super) fn deliver(&mut self, group: &str, delivery: &Delivery) -> Result<(), String> {
         let now = self.now;
-        let position = delivery.record.position;
+        let position = delivery.record.position.place();
         let kept = self.log.get(&position).ok_or("it is not in the log")?;
         if delivery.record.event != kept.event || delivery.record.received_at != kept.received_at {
             return Err("it is not the event that was published".into());
@@ -329,7 +330,7 @@ impl Oracle {
         let work = self
             .groups
             .get(group)
-            .and_then(|desk| desk.owed.get(&lease.position));
+            .and_then(|desk| desk.owed.get(&lease.position().place()));
         match work.map(|work| &work.state) {
             Some(WorkState::Held {
                 lease: own, surely, ..

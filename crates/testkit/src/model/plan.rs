@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use everbus_core::{
-    Clock, Code, ConsumeOptions, Consumer, Deduplication, Delivery, Event, GroupSpec, Retention,
+    Clock, Code, Consumer, Cursor, Deduplication, Delivery, Event, GroupSpec, Retention,
     Settlement, StartFrom, Verdict, letter_kept_for,
 };
 
@@ -187,12 +187,15 @@ impl<H: Harness> Plan<H> {
             assert_eq!(answer.id, event.id());
             match self.oracle.ids.get(&event.id()) {
                 Some(first) => {
-                    assert!(answer.duplicate && answer.position == *first, "{answer:?}");
+                    assert!(
+                        answer.duplicate && answer.position.place() == *first,
+                        "{answer:?}"
+                    );
                 }
                 None => {
                     assert!(!answer.duplicate, "{answer:?}");
                     self.oracle
-                        .appended(event, answer.position, answer.received_at);
+                        .appended(event, answer.position.place(), answer.received_at);
                 }
             }
         }
@@ -233,11 +236,7 @@ impl<H: Harness> Plan<H> {
     }
 
     pub(super) async fn attend(&mut self, group: &'static str, prefetch: usize) {
-        let options = ConsumeOptions {
-            prefetch,
-            lease: LEASE,
-            ..options()
-        };
+        let options = options().prefetch(prefetch).lease(LEASE);
         let consumer = self.stage.consumer_with(group, options).await;
         self.next_seat += 1;
         let number = self.next_seat;
@@ -311,7 +310,7 @@ impl<H: Harness> Plan<H> {
     pub(super) fn take_note(&mut self, group: &'static str, seat: usize, batch: Vec<Delivery>) {
         let mut fresh = 0;
         for delivery in batch {
-            let position = delivery.record.position;
+            let position = delivery.record.position.place();
             self.note(&format!("  got {position}, attempt {}", delivery.attempt));
             let seen = self
                 .fetched
@@ -363,21 +362,15 @@ impl<H: Harness> Plan<H> {
             Vec::new()
         };
         let inbox = self.stage.engine().inbox.is_some() && self.random.one_in(2);
-        let position = delivery.record.position;
+        let position = delivery.record.position.place();
         let hold = self.oracle.hold(group, &delivery.lease);
         self.note(&format!(
             "settle {position} of {group:?} ({hold:?}): {verdict:?}"
         ));
-        let answer = self
-            .stage
-            .settle_with(Settlement {
-                lease: delivery.lease.clone(),
-                verdict: verdict.clone(),
-                follow_ups: follow_ups.clone(),
-                inbox,
-                effect: None,
-            })
-            .await;
+        let mut settlement = Settlement::new(delivery.lease.clone(), verdict.clone());
+        settlement.follow_ups = follow_ups.clone();
+        settlement.inbox = inbox;
+        let answer = self.stage.settle_with(settlement).await;
         if self.holds(answer, hold, group, position) {
             self.oracle.settled(group, position, &verdict);
             // What was handled before and came once more is acked, and nothing of it happens again.
@@ -386,10 +379,10 @@ impl<H: Harness> Plan<H> {
                 && verdict == Verdict::Ack
                 && !self.oracle.handled.insert((group.to_owned(), id));
             for event in &follow_ups {
-                let found = self.stage.log().find(event.id()).await.unwrap();
+                let found = self.stage.lookup().find(event.id()).await.unwrap();
                 assert_eq!(found.len(), usize::from(!again), "the follow-up is there");
                 for record in found {
-                    let (position, received_at) = (record.position, record.received_at);
+                    let (position, received_at) = (record.position.place(), record.received_at);
                     self.oracle.appended(event, position, received_at);
                 }
             }
@@ -398,12 +391,16 @@ impl<H: Harness> Plan<H> {
             }
         } else {
             for event in &follow_ups {
-                let found = self.stage.log().find(event.id()).await.unwrap();
+                let found = self.stage.lookup().find(event.id()).await.unwrap();
                 assert!(found.is_empty(), "a follow-up of a lost lease");
             }
         }
         let head = self.stage.log().head().await.unwrap();
-        assert_eq!(head, self.oracle.head, "nothing else was appended");
+        assert_eq!(
+            head,
+            Cursor::seq(self.oracle.head),
+            "nothing else was appended"
+        );
         // A stale one is kept now and then, to be tried again.
         if !self.random.one_in(6) {
             self.fetched.swap_remove(at);
@@ -446,12 +443,12 @@ impl<H: Harness> Plan<H> {
         let hold = self.oracle.hold(group, &lease);
         self.note(&format!(
             "extend {} of {group:?} ({hold:?}) by {by:?}",
-            lease.position
+            lease.position()
         ));
         let answer = self.stage.broker().extend(vec![lease.clone()], by).await;
         let answer = answer.unwrap().remove(0);
-        if self.holds(answer, hold, group, lease.position) {
-            self.oracle.extended(group, lease.position, by);
+        if self.holds(answer, hold, group, lease.position().place()) {
+            self.oracle.extended(group, lease.position().place(), by);
         }
     }
 

@@ -1,6 +1,6 @@
 //! Delivering events once more, as one of the operations of a plan.
 
-use everbus_core::{Code, Redelivery};
+use everbus_core::{Position, Redelivery};
 
 use super::plan::Plan;
 use crate::conformance::Harness;
@@ -21,11 +21,11 @@ impl<H: Harness> Plan<H> {
             asked.push(self.oracle.head + 1);
         }
         self.note(&format!("redeliver {asked:?} to {group:?}"));
-        let answers = self.stage.broker().redeliver(name(group), asked.clone());
-        let answers = match answers.await {
-            Err(error) if error.code() == Code::Unsupported => return,
-            answers => answers.unwrap(),
+        let Ok(redeliver) = self.stage.engine().redeliver() else {
+            return;
         };
+        let positions = asked.iter().copied().map(Position::seq).collect();
+        let answers = redeliver.redeliver(name(group), positions).await.unwrap();
         assert_eq!(answers.len(), asked.len(), "one answer for each");
         for (position, answer) in asked.into_iter().zip(answers) {
             let allowed = self.oracle.may_redeliver(group, position);

@@ -4,7 +4,7 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
-use everbus_core::{Consumer, Delivery, Engine, Event, EventState, Settlement, Verdict};
+use everbus_core::{Consumer, Delivery, Engine, Event, EventState, Position, Settlement, Verdict};
 use everbus_testkit::chaos::{process, zombie};
 use rustix::process::Signal;
 
@@ -56,7 +56,12 @@ impl Drop for Zombie {
 }
 
 async fn state(engine: &Engine) -> (EventState, u32) {
-    let states = engine.log().unwrap().states(1).await.unwrap();
+    let states = engine
+        .lookup()
+        .unwrap()
+        .states(Position::seq(1))
+        .await
+        .unwrap();
     (states[0].state, states[0].attempts)
 }
 
