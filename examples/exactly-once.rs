@@ -10,7 +10,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use everbus::rusqlite::{Connection, OptionalExtension};
 use everbus::testing::Duplicator;
-use everbus::{Bus, Event, HandlerError, Payload, Receipt, Router, State, TypedEvent, sqlite, to};
+use everbus::{
+    Bus, Cursor, Event, HandlerError, Payload, Receipt, Router, State, TypedEvent, sqlite, to,
+};
 use serde::{Deserialize, Serialize};
 
 #[derive(Clone, Serialize, Deserialize, Event)]
@@ -138,7 +140,7 @@ async fn second_life(file: &str) -> everbus::Result<()> {
     println!("  a plain handler ran {runs} times for the 2 new payments");
     let booked = bus
         .log()?
-        .read(0, vec![EntryBooked::TYPE.parse()?], 100)
+        .read(Cursor::START, vec![EntryBooked::TYPE.parse()?], 100)
         .await?
         .0;
     println!("  {} events say that something was booked", booked.len());

@@ -8,7 +8,7 @@ use std::process::Command;
 
 use everbus::outbox::{Outbox, Relay};
 use everbus::rusqlite::Connection;
-use everbus::{Bus, Event, Json, Router, TypedEvent, to};
+use everbus::{Bus, Cursor, Event, Json, Router, TypedEvent, to};
 use serde::{Deserialize, Serialize};
 
 #[derive(Serialize, Deserialize, Event)]
@@ -121,12 +121,12 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let stats = relay.run_until_empty().await?;
     let events = bus
         .log()?
-        .read(0, vec![OrderPlaced::TYPE.parse()?], 100)
+        .read(Cursor::START, vec![OrderPlaced::TYPE.parse()?], 100)
         .await?
         .0;
     for event in &events {
         bus.engine()
-            .broker
+            .settled()?
             .settled(event.position, std::time::Duration::from_secs(30))
             .await?;
     }

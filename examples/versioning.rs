@@ -121,8 +121,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     bus.dead_letters().retry(receipt.id()).await?;
     // The receipt belongs to the bus that is gone; the engine of this one can be asked as well.
     bus.engine()
-        .broker
-        .settled(receipt.seq(), Duration::from_secs(30))
+        .settled()?
+        .settled(receipt.position(), Duration::from_secs(30))
         .await?;
     let v1 = RegisteredV1 {
         name: "Edsger Dijkstra".to_owned(),

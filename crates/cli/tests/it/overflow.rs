@@ -5,8 +5,8 @@ use std::io::Write as _;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use everbus::Bus;
 use everbus::overflow::{Collect, Objects, Overflow, whole};
+use everbus::{Bus, Cursor};
 use serde_json::Value;
 
 use crate::support::{Shop, on_runtime};
@@ -152,10 +152,10 @@ fn a_killed_publisher_leaves_no_event_without_its_object() {
         let bus = Bus::open(&url).await.unwrap();
         let store = Objects::open(bus.engine(), &Overflow::default()).unwrap();
         let log = bus.log().unwrap();
-        let (mut position, mut events) = (0, 0);
+        let (mut after, mut events) = (Cursor::START, 0);
         loop {
             let (records, searched) = log
-                .read(position, vec!["*".parse().unwrap()], 50)
+                .read(after.clone(), vec!["*".parse().unwrap()], 50)
                 .await
                 .unwrap();
             for record in &records {
@@ -170,14 +170,15 @@ fn a_killed_publisher_leaves_no_event_without_its_object() {
                 );
                 events += 1;
             }
-            if searched <= position {
+            if after.reaches(&searched) {
                 break;
             }
-            position = searched;
+            after = searched;
         }
+        let lookup = bus.lookup().unwrap();
         for id in &acknowledged {
             assert_eq!(
-                log.find(id.parse().unwrap()).await.unwrap().len(),
+                lookup.find(id.parse().unwrap()).await.unwrap().len(),
                 1,
                 "{id}"
             );

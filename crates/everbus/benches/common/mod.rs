@@ -77,11 +77,8 @@ impl Prepared {
     /// The same without the pipeline: fetches from the engine, calls the handler, settles.
     pub(crate) async fn run_without_pipeline(&self) {
         let broker = &self.bus.engine().broker;
-        let options = ConsumeOptions {
-            prefetch: 4096,
-            handled: vec!["bench.event".parse().unwrap()],
-            ..ConsumeOptions::default()
-        };
+        let handled = vec!["bench.event".parse().unwrap()];
+        let options = ConsumeOptions::new(handled).prefetch(4096);
         let group = GroupName::new("bench").unwrap();
         let mut consumer = broker.consume(group, options).await.unwrap();
         let mut left = self.events;

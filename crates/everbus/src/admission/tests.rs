@@ -4,7 +4,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use everbus_core::{Code, Error};
+use everbus_core::{Broker, Code, Error};
 use tokio::task::JoinSet;
 
 use super::fake::Engine;

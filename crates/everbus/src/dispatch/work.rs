@@ -116,7 +116,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use everbus_core::{Delivery, Event, GroupName, Lease, Recorded, Timestamp};
+    use everbus_core::{Delivery, Event, GroupName, Lease, Position, Recorded, Timestamp};
 
     use super::super::queue::Work;
     use super::super::{Plan, Route, Runner, lock};
@@ -150,25 +150,15 @@ mod tests {
         ));
         let meter = bus.shared().stats.meter(&GroupName::unnamed(), &"a".into());
         let route = Arc::new(Route::new(vec![handler], meter, None, None));
-        let work = (0..MANY as u64).map(|n| Work {
-            delivery: Delivery {
-                record: Arc::new(Recorded {
-                    event: Event::builder("a").build().unwrap(),
-                    position: Position::seq(n),
-                    received_at: Timestamp::EPOCH,
-                }),
-                attempt: 1,
-                failures: Vec::new(),
-                retried: false,
-                lease: Lease {
-                    position: Position::seq(n),
-                    slot: 0,
-                    token: n,
-                    handle: None,
-                },
-            },
-            route: route.clone(),
-            already_handled: false,
+        let work = (0..MANY as u64).map(|n| {
+            let event = Event::builder("a").build().unwrap();
+            let record = Recorded::new(event, Position::seq(n), Timestamp::EPOCH);
+            let lease = Lease::new(record.position, [0, n]);
+            Work {
+                delivery: Delivery::new(Arc::new(record), lease),
+                route: route.clone(),
+                already_handled: false,
+            }
         });
         runner.spawn_worker(runner.queue.push(work));
         let until = async |condition: &dyn Fn() -> bool| {

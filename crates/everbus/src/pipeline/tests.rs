@@ -2,7 +2,7 @@
 
 use std::future::Future;
 
-use everbus_core::{Clock, EventId, Failure, Lease, Recorded, RetryPolicy, Timestamp};
+use everbus_core::{Clock, EventId, Failure, Lease, Position, Recorded, RetryPolicy, Timestamp};
 
 use super::*;
 use crate::bus::Bus;
@@ -37,22 +37,10 @@ fn crashed(times: u32, alone: bool) -> Delivery {
         alone,
         ..Failure::new(attempt, Timestamp::EPOCH, FailureKind::Crash, "crash")
     };
-    Delivery {
-        record: Arc::new(Recorded {
-            event: Event::builder("a").build().unwrap(),
-            position: 1,
-            received_at: Timestamp::EPOCH,
-        }),
-        attempt: times + 1,
-        failures: (1..=times).map(crash).collect(),
-        retried: false,
-        lease: Lease {
-            position: 1,
-            slot: 1,
-            token: 1,
-            handle: None,
-        },
-    }
+    let event = Event::builder("a").build().unwrap();
+    let record = Recorded::new(event, Position::seq(1), Timestamp::EPOCH);
+    let lease = Lease::new(record.position, [1, 1]);
+    Delivery::new(Arc::new(record), lease).after(times + 1, (1..=times).map(crash).collect())
 }
 
 async fn verdict(delivery: &Delivery, handlers: &[Arc<Registered>]) -> Verdict {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Appended, Code, Error, Event, GroupName, Timestamp};
+use everbus_core::{Appended, Code, Error, Event, GroupName, Position, Timestamp};
 use metrics::{Unit, with_local_recorder};
 
 use super::captured::{Captured, Value};
@@ -349,12 +349,12 @@ fn a_batch_counts_what_was_stored_under_its_type() {
     let stats = Stats::default();
     let event = |name: &str| Event::builder(name).build().unwrap();
     let events = ["a", "a", "b", "a", "c", "c"].map(event);
+    let first = Appended::new(events[0].id(), Position::seq(1), Timestamp::EPOCH);
     let stored = |duplicate| {
-        Ok(Appended {
-            id: events[0].id(),
-            position: 1,
-            received_at: Timestamp::EPOCH,
-            duplicate,
+        Ok(if duplicate {
+            first.as_duplicate()
+        } else {
+            first
         })
     };
     let refused = || Err(Error::new(Code::Internal, "refused"));

@@ -102,7 +102,7 @@ struct State {
     next: u64,
     /// Handed out by the engine and not settled.
     first: HashMap<Lease, First>,
-    /// Copies that wait to be fetched, by consumer. Only open consumers are here.
+    /// Copies that wait to be fetched, by consumer. Only consumers that fetch are here.
     waiting: BTreeMap<u64, VecDeque<Delivery>>,
     /// Copies that are to come, wait or were handed out, by their marked leases.
     open: HashMap<Lease, GroupName>,
@@ -246,14 +246,12 @@ impl BrokerLayer for Twice {
     ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
         Box::pin(async move {
             let inner = self.inner.consume(group.clone(), options).await?;
-            let mut state = self.copies.state();
-            let id = state.number();
-            state.waiting.insert(id, VecDeque::new());
-            drop(state);
+            let id = self.copies.state().number();
             let place = Place {
                 id,
                 copies: self.copies.clone(),
             };
+            place.open();
             let consumer = TwiceConsumer {
                 inner,
                 group,
@@ -349,20 +347,31 @@ struct TwiceConsumer {
     place: Place,
 }
 
-/// Where the copies for one consumer wait, as long as it is open.
+/// Where the copies for one consumer wait, as long as it fetches.
 struct Place {
     id: u64,
     copies: Arc<Copies>,
 }
 
-impl Drop for Place {
-    fn drop(&mut self) {
+impl Place {
+    fn open(&self) {
+        self.copies.state().waiting.entry(self.id).or_default();
+    }
+
+    /// What waits here does not come any more.
+    fn shut(&self) {
         let mut state = self.copies.state();
         for copy in state.waiting.remove(&self.id).unwrap_or_default() {
             state.open.remove(&copy.lease);
         }
         drop(state);
         self.copies.changed.notify_waiters();
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.shut();
     }
 }
 
@@ -397,11 +406,19 @@ impl Consumer for TwiceConsumer {
     }
 
     fn pause(&mut self) -> BoxFuture<'_, Result<()>> {
-        self.inner.pause()
+        Box::pin(async move {
+            self.inner.pause().await?;
+            self.place.shut();
+            Ok(())
+        })
     }
 
     fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
-        self.inner.resume(prefetch)
+        Box::pin(async move {
+            self.inner.resume(prefetch).await?;
+            self.place.open();
+            Ok(())
+        })
     }
 
     fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {

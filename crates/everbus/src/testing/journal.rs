@@ -35,6 +35,7 @@ struct Seen {
     /// Calls of the engine that change something and have not returned.
     under_way: usize,
     subscriptions: BTreeMap<EventId, SubscriptionInfo>,
+    /// Consumers that fetch.
     consumers: BTreeMap<GroupName, usize>,
     handed: HashMap<Lease, Handed>,
     happened: HashMap<(Position, GroupName), Happened>,
@@ -62,10 +63,10 @@ impl Drop for UnderWay<'_> {
     }
 }
 
-/// An open consumer.
-pub(super) struct Open(Arc<Journal>, GroupName);
+/// A consumer that fetches: it is neither closed nor paused.
+pub(super) struct Fetches(Arc<Journal>, GroupName);
 
-impl Drop for Open {
+impl Drop for Fetches {
     fn drop(&mut self) {
         self.0.note(|seen| {
             if let Some(consumers) = seen.consumers.get_mut(&self.1) {
@@ -119,9 +120,9 @@ impl Journal {
         self.note(|seen| seen.subscriptions.remove(&subscription));
     }
 
-    pub(super) fn opened(self: &Arc<Self>, group: &GroupName) -> Open {
+    pub(super) fn fetches(self: &Arc<Self>, group: &GroupName) -> Fetches {
         self.note(|seen| *seen.consumers.entry(group.clone()).or_default() += 1);
-        Open(self.clone(), group.clone())
+        Fetches(self.clone(), group.clone())
     }
 
     pub(super) fn handed(&self, group: &GroupName, batch: &[Delivery]) {

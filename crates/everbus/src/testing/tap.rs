@@ -8,7 +8,7 @@ use everbus_core::{
     SubscriptionInfo,
 };
 
-use super::journal::{Journal, Open};
+use super::journal::{Fetches, Journal};
 
 /// The engine with its broker tapped.
 pub(super) fn tapped(engine: Engine, journal: &Arc<Journal>) -> Engine {
@@ -72,7 +72,7 @@ impl BrokerLayer for Tap {
             let inner = self.inner.consume(group.clone(), options).await?;
             let consumer = TappedConsumer {
                 inner,
-                open: self.journal.opened(&group),
+                fetches: Some(self.journal.fetches(&group)),
                 journal: self.journal.clone(),
                 group,
             };
@@ -135,7 +135,8 @@ impl Tap {
 
 struct TappedConsumer {
     inner: Box<dyn Consumer>,
-    open: Open,
+    /// Nothing while it is paused.
+    fetches: Option<Fetches>,
     journal: Arc<Journal>,
     group: GroupName,
 }
@@ -154,18 +155,24 @@ impl Consumer for TappedConsumer {
     }
 
     fn pause(&mut self) -> BoxFuture<'_, Result<()>> {
-        self.inner.pause()
+        Box::pin(async move {
+            self.inner.pause().await?;
+            self.fetches = None;
+            Ok(())
+        })
     }
 
     fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
+        let fetches = &mut self.fetches;
+        fetches.get_or_insert_with(|| self.journal.fetches(&self.group));
         self.inner.resume(prefetch)
     }
 
     fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {
-        let Self { inner, open, .. } = *self;
+        let Self { inner, fetches, .. } = *self;
         Box::pin(async move {
             let closed = inner.close().await;
-            drop(open);
+            drop(fetches);
             closed
         })
     }

@@ -58,7 +58,12 @@ async fn the_settings_of_a_consumer_hold_for_its_handlers() {
         bus.start().await.unwrap();
         let first = bus.publish(("orders.order.placed", 1)).await.unwrap();
         let waiting = || async {
-            let states = bus.log().unwrap().states(first.seq()).await.unwrap();
+            let states = bus
+                .lookup()
+                .unwrap()
+                .states(first.position())
+                .await
+                .unwrap();
             states[0].due_at
         };
         eventually("the first attempt failed", || async {

@@ -330,10 +330,7 @@ async fn two_events() -> (Engine, Box<dyn Consumer>) {
     engine.broker.declare(spec).await.unwrap();
     let events = ["a", "b"].map(|name| Event::builder(name).build().unwrap());
     engine.broker.append(events.into()).await.unwrap();
-    let options = ConsumeOptions {
-        handled: vec!["*".parse().unwrap()],
-        ..ConsumeOptions::default()
-    };
+    let options = ConsumeOptions::new(vec!["*".parse().unwrap()]);
     let consumer = engine.broker.consume(group, options).await.unwrap();
     (engine, consumer)
 }
@@ -384,10 +381,8 @@ async fn a_settled_delivery_comes_once_more_to_the_same_consumer() {
     assert!(at_once(&mut consumer).await.is_none());
 
     // Copies and others in one batch are answered in order, and only the others reach the engine.
-    let unknown = Lease {
-        token: 99,
-        ..b.lease.clone()
-    };
+    let [claimed, token] = b.lease.words();
+    let unknown = Lease::new(b.lease.position(), [claimed, token + 99]);
     let leases = vec![unknown.clone(), copy.lease.clone(), b.lease.clone()];
     let extended = engine
         .broker
@@ -433,7 +428,8 @@ async fn whoever_waits_for_an_event_waits_for_its_second_delivery() {
     let (engine, mut consumer) = two_events().await;
     let firsts = consumer.fetch(10).await.unwrap();
     let broker = &engine.broker;
-    let mut settled = broker.settled(firsts[0].record.position, crate::support::PATIENCE);
+    let waits = engine.settled().unwrap();
+    let mut settled = waits.settled(firsts[0].record.position, crate::support::PATIENCE);
     broker.settle(vec![ack(&firsts[0])]).await.unwrap();
     let copies = consumer.fetch(10).await.unwrap();
     assert!(now(&mut settled).await.is_none(), "the copy is not settled");
@@ -441,7 +437,7 @@ async fn whoever_waits_for_an_event_waits_for_its_second_delivery() {
     assert_eq!(settled.await.unwrap().dead_lettered, []);
 
     let second = firsts[1].record.position;
-    let impatient = broker.settled(second, Duration::from_millis(10));
+    let impatient = waits.settled(second, Duration::from_millis(10));
     broker.settle(vec![ack(&firsts[1])]).await.unwrap();
     assert_eq!(impatient.await.unwrap_err().code(), Code::Timeout);
 }
@@ -456,4 +452,25 @@ async fn what_waits_for_a_consumer_that_closes_is_forgotten() {
     // Its deliveries stay valid; there is nobody to have them twice.
     engine.broker.settle(vec![ack(&firsts[1])]).await.unwrap();
     assert_eq!(in_flight(&engine).await, 0);
+}
+
+#[tokio::test]
+async fn what_waits_for_a_consumer_that_pauses_is_forgotten() {
+    let (engine, mut consumer) = two_events().await;
+    let firsts = consumer.fetch(10).await.unwrap();
+    engine.broker.settle(vec![ack(&firsts[0])]).await.unwrap();
+    consumer.pause().await.unwrap();
+    assert_eq!(in_flight(&engine).await, 1);
+    engine.broker.settle(vec![ack(&firsts[1])]).await.unwrap();
+    assert_eq!(in_flight(&engine).await, 0);
+    let next = Event::builder("c").build().unwrap();
+    engine.broker.append(vec![next]).await.unwrap();
+    assert!(at_once(&mut consumer).await.is_none());
+
+    // What is fetched later comes twice again.
+    consumer.resume(10).await.unwrap();
+    let firsts = consumer.fetch(10).await.unwrap();
+    engine.broker.settle(vec![ack(&firsts[0])]).await.unwrap();
+    let copies = consumer.fetch(10).await.unwrap();
+    assert_eq!(copies[0].record, firsts[0].record);
 }

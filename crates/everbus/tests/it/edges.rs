@@ -169,7 +169,13 @@ async fn a_slow_consumer_does_not_keep_a_stream_from_dropping_its_oldest() {
             bus.publish(("a", n)).await.unwrap();
         }
         let pattern = "a".parse().unwrap();
-        let owed = bus.engine().broker.depth(pattern, 1000).await.unwrap();
+        let owed = bus
+            .engine()
+            .depth()
+            .unwrap()
+            .depth(pattern, 1000)
+            .await
+            .unwrap();
         assert!(owed <= 12, "{owed} are owed");
         let dropped = bus.stats().types["a"].skipped.dropped;
         assert!(dropped >= 188, "{dropped} were dropped");

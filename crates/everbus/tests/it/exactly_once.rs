@@ -37,8 +37,8 @@ pub(crate) async fn once_more(bus: &Bus, event: EventBuilder) -> Receipt {
 
 /// Whether the inbox of a group has an event.
 async fn on_record(bus: &Bus, group: &str, receipt: &Receipt) -> bool {
-    let log = bus.log().unwrap();
-    let records = log.find(receipt.id()).await.unwrap();
+    let lookup = bus.lookup().unwrap();
+    let records = lookup.find(receipt.id()).await.unwrap();
     let group: GroupName = group.parse().unwrap();
     let answers = bus.engine().inbox().unwrap().handled(group, records);
     answers.await.unwrap()[0]

@@ -10,7 +10,8 @@ use everbus::core::{
     GroupSpec, Lease, Redelivery, Settlement, SubscriptionInfo,
 };
 use everbus::{
-    Bus, Capabilities, Code, Engine, Error, Event, GroupName, ManualClock, Pattern, Result,
+    Bus, Capabilities, Code, Engine, Error, Event, GroupName, ManualClock, Pattern, Position,
+    Result,
 };
 
 /// What goes wrong next, for one verb.
@@ -74,6 +75,14 @@ impl Consumer for FaultyConsumer {
 
     fn set_handled(&mut self, handled: Vec<Pattern>) {
         self.0.set_handled(handled);
+    }
+
+    fn pause(&mut self) -> BoxFuture<'_, Result<()>> {
+        self.0.pause()
+    }
+
+    fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
+        self.0.resume(prefetch)
     }
 
     fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {
@@ -223,7 +232,7 @@ pub(crate) async fn faulty() -> (Bus, Faulty, ManualClock) {
     (bus, faulty, clock)
 }
 
-// conformance: issue-4/broker-layer: a broker around another passes on every verb that it does not change, those that engines may leave out too
+// conformance: issue-4/broker-layer: a broker around another passes on every verb that it does not change, and the engine keeps its abilities
 #[tokio::test]
 async fn a_layer_passes_on_what_it_does_not_change() {
     let (bus, _, _) = faulty().await;
@@ -234,10 +243,17 @@ async fn a_layer_passes_on_what_it_does_not_change() {
     for n in 0..3 {
         bus.publish(("order.placed", n)).await.unwrap();
     }
-    let broker = &bus.engine().broker;
+    let engine = bus.engine();
+    let (depth, redeliver) = (engine.depth().unwrap(), engine.redeliver().unwrap());
     let orders = Pattern::new("order.*").unwrap();
-    assert_eq!(broker.depth(orders.clone(), 10).await.unwrap(), 3);
-    assert_eq!(broker.drop_oldest(orders, 1).await.unwrap(), 2);
-    let answers = broker.redeliver(group, vec![3, 4]).await.unwrap();
+    assert_eq!(depth.depth(orders.clone(), 10).await.unwrap(), 3);
+    assert_eq!(depth.drop_oldest(orders, 1).await.unwrap(), 2);
+    let positions = vec![Position::seq(3), Position::seq(4)];
+    let answers = redeliver.redeliver(group.clone(), positions).await.unwrap();
     assert_eq!(answers, [Redelivery::Owed, Redelivery::Gone]);
+    // What the layer does not mention reaches the engine below.
+    let broker = &engine.broker;
+    assert_eq!(broker.inspect().await.unwrap()[0].name, group);
+    broker.remove_group(group).await.unwrap();
+    assert!(broker.inspect().await.unwrap().is_empty());
 }

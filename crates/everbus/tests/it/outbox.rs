@@ -9,8 +9,8 @@ use everbus::core::DEAD_LETTER_EVENT;
 use everbus::outbox::{Outbox, OutboxOptions, OutboxSource, Relay};
 use everbus::rusqlite::{self, Connection};
 use everbus::{
-    Bus, Code, Event, EventId, ManualClock, OnFull, Recorded, Router, StreamLimit, TraceContext,
-    with_correlation_id, with_trace,
+    Bus, Code, Cursor, Event, EventId, ManualClock, OnFull, Recorded, Router, StreamLimit,
+    TraceContext, with_correlation_id, with_trace,
 };
 use serde_json::json;
 
@@ -96,17 +96,17 @@ fn number(record: &Recorded) -> u64 {
 
 /// Everything of a type in the log.
 pub(crate) async fn stored(bus: &Bus, pattern: &str) -> Vec<Arc<Recorded>> {
-    let (mut all, mut after) = (Vec::new(), 0);
+    let (mut all, mut after) = (Vec::new(), Cursor::START);
     loop {
         let patterns = vec![pattern.parse().unwrap()];
         let (some, searched) = bus
             .log()
             .unwrap()
-            .read(after, patterns, 1000)
+            .read(after.clone(), patterns, 1000)
             .await
             .unwrap();
         all.extend(some);
-        if searched <= after {
+        if after.reaches(&searched) {
             return all;
         }
         after = searched;

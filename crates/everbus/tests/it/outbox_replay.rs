@@ -69,9 +69,9 @@ impl Stage {
     async fn relay(&self, id: EventId) -> everbus::outbox::RelayStats {
         let relay = Relay::own(&self.bus).unwrap();
         let stats = relay.run_until_empty().await.unwrap();
-        let found = self.bus.log().unwrap().find(id).await.unwrap();
-        let broker = &self.bus.engine().broker;
-        broker
+        let found = self.bus.lookup().unwrap().find(id).await.unwrap();
+        let engine = self.bus.engine().settled().unwrap();
+        engine
             .settled(found[0].position, crate::support::PATIENCE)
             .await
             .unwrap();
@@ -170,10 +170,10 @@ async fn a_replay_from_another_database_is_a_retry_as_well() {
     let id = Outbox::new().enqueue(&shop.db, order()).unwrap();
     let relay = Relay::new(&stage.bus, Outbox::open(&shop.path).unwrap());
     relay.run_until_empty().await.unwrap();
-    let found = stage.bus.log().unwrap().find(id).await.unwrap();
+    let found = stage.bus.lookup().unwrap().find(id).await.unwrap();
     let settled = async || {
-        let broker = &stage.bus.engine().broker;
-        broker
+        let engine = stage.bus.engine().settled().unwrap();
+        engine
             .settled(found[0].position, crate::support::PATIENCE)
             .await
             .unwrap()
@@ -217,7 +217,11 @@ async fn an_event_that_died_before_its_row_was_marked_is_no_retry() {
     let position = appended[0].as_ref().unwrap().position;
     let patience = crate::support::PATIENCE;
     assert_eq!(
-        broker
+        stage
+            .bus
+            .engine()
+            .settled()
+            .unwrap()
             .settled(position, patience)
             .await
             .unwrap()
@@ -256,9 +260,9 @@ async fn a_wish_is_granted_once_even_if_its_row_was_not_marked() {
         stage.broken.store(dies_again, Ordering::SeqCst);
         let letters = stage.bus.engine().dead_letters().unwrap();
         assert_eq!(letters.retry(Default::default()).await.unwrap(), 2);
-        let broker = &stage.bus.engine().broker;
-        let found = stage.bus.log().unwrap().find(id).await.unwrap();
-        let settled = broker.settled(found[0].position, crate::support::PATIENCE);
+        let engine = stage.bus.engine().settled().unwrap();
+        let found = stage.bus.lookup().unwrap().find(id).await.unwrap();
+        let settled = engine.settled(found[0].position, crate::support::PATIENCE);
         settled.await.unwrap();
         let before = stage.handled();
 
@@ -277,10 +281,10 @@ async fn a_row_that_comes_while_a_relay_is_at_work_is_a_wish_whatever_its_clock_
     let id = Outbox::new().enqueue(&stage.db, order()).unwrap();
     let relay = Relay::own(&stage.bus).unwrap();
     relay.run_until_empty().await.unwrap();
-    let found = stage.bus.log().unwrap().find(id).await.unwrap();
+    let found = stage.bus.lookup().unwrap().find(id).await.unwrap();
     let settled = async || {
-        let broker = &stage.bus.engine().broker;
-        let settled = broker.settled(found[0].position, crate::support::PATIENCE);
+        let engine = stage.bus.engine().settled().unwrap();
+        let settled = engine.settled(found[0].position, crate::support::PATIENCE);
         settled.await.unwrap();
     };
     settled().await;

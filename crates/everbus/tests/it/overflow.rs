@@ -76,7 +76,7 @@ fn files(directory: &Path) -> Vec<String> {
 }
 
 async fn stored(bus: &Bus, id: EventId) -> Arc<Recorded> {
-    bus.log().unwrap().find(id).await.unwrap().remove(0)
+    bus.lookup().unwrap().find(id).await.unwrap().remove(0)
 }
 
 /// Random numbers from a seed that is printed.
@@ -380,7 +380,7 @@ async fn a_bad_object_is_a_failure_of_its_event_alone() {
         .iter()
         .enumerate()
         {
-            let seq = stored(&bus, ids[n]).await.position;
+            let seq = stored(&bus, ids[n]).await.position.place();
             crate::support::eventually("it is dead-lettered", || async {
                 let state = crate::support::state_in(&bus, seq, "g").await.unwrap();
                 state.state == everbus::EventState::Dlq

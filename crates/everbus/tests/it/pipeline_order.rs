@@ -333,7 +333,7 @@ async fn the_handler_comes_before_the_settlement() {
         assert!(!is_done(&bus, receipt.seq(), "g").await);
         assert!(published(&bus, "b").await.is_empty());
         assert_eq!(bus.stats().types["a"].handled, 0);
-        let records = bus.log().unwrap().find(receipt.id()).await.unwrap();
+        let records = bus.lookup().unwrap().find(receipt.id()).await.unwrap();
         let inbox = bus.engine().inbox().unwrap();
         let known = inbox.handled("g".parse().unwrap(), records).await.unwrap();
         assert_eq!(known, [false]);

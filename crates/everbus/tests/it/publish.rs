@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus::{Code, Event, EventId, HandlerError, Message};
+use everbus::{Code, Cursor, Event, EventId, HandlerError, Message};
 use serde_json::json;
 use tokio::sync::Semaphore;
 
@@ -24,9 +24,9 @@ async fn publish_returns_the_id_and_the_place_in_the_log() {
         assert!(!first.is_duplicate());
         assert_eq!(
             first.received_at(),
-            bus.log().unwrap().find(first.id()).await.unwrap()[0].received_at
+            bus.lookup().unwrap().find(first.id()).await.unwrap()[0].received_at
         );
-        let stored = bus.log().unwrap().find(second.id()).await.unwrap();
+        let stored = bus.lookup().unwrap().find(second.id()).await.unwrap();
         assert_eq!(stored[0].event.payload().as_ref(), b"2");
     })
     .await;
@@ -46,7 +46,10 @@ async fn the_same_event_twice_is_stored_once_and_another_body_is_refused() {
         assert_eq!(again.received_at(), first.received_at());
         let error = bus.publish(event(2)).await.unwrap_err();
         assert_eq!(error.code(), Code::IdReused);
-        assert_eq!(bus.log().unwrap().head().await.unwrap(), first.seq());
+        assert_eq!(
+            bus.log().unwrap().head().await.unwrap(),
+            first.position().into()
+        );
     })
     .await;
 }
@@ -65,7 +68,7 @@ async fn a_payload_that_is_not_json_is_refused() {
         let text = Event::builder("a").payload("not json");
         let error = bus.publish(text).await.unwrap_err();
         assert_eq!(error.code(), Code::InvalidPayload);
-        assert_eq!(bus.log().unwrap().head().await.unwrap(), 0);
+        assert_eq!(bus.log().unwrap().head().await.unwrap(), Cursor::START);
     })
     .await;
 }
@@ -102,7 +105,7 @@ async fn a_batch_is_stored_as_a_whole_or_not_at_all() {
             .unwrap();
         assert!(receipts.windows(2).all(|w| w[0].seq() < w[1].seq()));
         let head = bus.log().unwrap().head().await.unwrap();
-        assert_eq!(receipts.last().unwrap().seq(), head);
+        assert_eq!(Cursor::from(receipts.last().unwrap().position()), head);
 
         let taken = receipts[0].id();
         let batch = [

@@ -34,7 +34,7 @@ impl Given {
 
     pub(crate) fn positions(&self) -> Vec<u64> {
         let given = self.0.lock().unwrap();
-        given.iter().map(|record| record.position).collect()
+        given.iter().map(|record| record.position.place()).collect()
     }
 }
 

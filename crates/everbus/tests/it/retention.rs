@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use everbus::{Code, Retention};
+use everbus::{Code, Cursor, Retention};
 
 use crate::support::{eventually, on_every_engine};
 
@@ -43,7 +43,10 @@ async fn a_started_bus_prunes_what_nobody_needs_any_more() {
         pruning.start().await.unwrap();
         let kept = || async {
             let log = bus.log().unwrap();
-            let (events, _) = log.read(0, vec!["*".parse().unwrap()], 100).await.unwrap();
+            let (events, _) = log
+                .read(Cursor::START, vec!["*".parse().unwrap()], 100)
+                .await
+                .unwrap();
             events
         };
         eventually("the log is pruned", || async { kept().await.len() == 1 }).await;
@@ -78,7 +81,7 @@ async fn the_inbox_forgets_what_was_handled_long_ago() {
         let new = publish().await;
         let mut records = Vec::new();
         for receipt in [&old, &new] {
-            records.extend(bus.log().unwrap().find(receipt.id()).await.unwrap());
+            records.extend(bus.lookup().unwrap().find(receipt.id()).await.unwrap());
         }
         let handled = || async {
             let group = everbus::GroupName::new("g").unwrap();

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus::{
-    Bus, BusBuilder, BusStats, DeadLetter, EventState, GroupName, GroupState, HandlerError,
-    HandlerResult, IntoEvent, ManualClock, Message, Receipt, Recorded, RetryPolicy,
+    Bus, BusBuilder, BusStats, Cursor, DeadLetter, EventState, GroupName, GroupState, HandlerError,
+    HandlerResult, IntoEvent, ManualClock, Message, Position, Receipt, Recorded, RetryPolicy,
 };
 use tokio::sync::mpsc;
 
@@ -114,7 +114,12 @@ pub(crate) async fn in_time<Fut: Future<Output = bool>>(
 /// How an event stands in a group.
 pub(crate) async fn state_in(bus: &Bus, seq: u64, group: &str) -> Option<GroupState> {
     let name: GroupName = group.parse().unwrap();
-    let states = bus.log().unwrap().states(seq).await.unwrap();
+    let states = bus
+        .lookup()
+        .unwrap()
+        .states(Position::seq(seq))
+        .await
+        .unwrap();
     states.into_iter().find(|state| state.group == name)
 }
 
@@ -165,7 +170,8 @@ pub(crate) async fn counted(bus: &Bus) -> BusStats {
 /// The events in the log that match a pattern, in order.
 pub(crate) async fn published(bus: &Bus, pattern: &str) -> Vec<Arc<Recorded>> {
     let patterns = vec![pattern.parse().unwrap()];
-    let (events, _) = bus.log().unwrap().read(0, patterns, 1000).await.unwrap();
+    let log = bus.log().unwrap();
+    let (events, _) = log.read(Cursor::START, patterns, 1000).await.unwrap();
     events
 }
 

@@ -309,7 +309,7 @@ async fn a_replaced_dead_letter_is_linked_in_the_view() {
         .collect();
     let skip = |group: &str| {
         let reason = everbus_core::REPLACEMENT.to_owned();
-        (group.to_owned(), appended.position as i64, reason)
+        (group.to_owned(), appended.position.place() as i64, reason)
     };
     assert_eq!(skips, [skip(""), skip("other")]);
     let status: String = conn

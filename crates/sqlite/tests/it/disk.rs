@@ -112,7 +112,7 @@ async fn on_a_full_disk_publishes_are_refused_first() {
     assert_eq!(dead.items.len(), (acknowledged.len() + 1) / 3);
     for id in acknowledged {
         assert_eq!(
-            engine.log().unwrap().find(id).await.unwrap().len(),
+            engine.lookup().unwrap().find(id).await.unwrap().len(),
             1,
             "nothing is lost"
         );
@@ -146,7 +146,10 @@ async fn a_disk_filled_by_others_loses_nothing_and_recovers() {
         .append(vec![event(1000)])
         .await
         .expect("it goes on by itself");
-    assert_eq!(engine.log().unwrap().find(kept.id).await.unwrap().len(), 1);
+    assert_eq!(
+        engine.lookup().unwrap().find(kept.id).await.unwrap().len(),
+        1
+    );
 }
 
 // conformance: issue-2/full-disk: on a disk that stays full, verdicts go on, since the write-ahead log is used again

@@ -35,11 +35,15 @@ fn sql(text: &'static str) -> Effect {
 }
 
 fn with(delivery: &Delivery, effect: Effect) -> Settlement {
-    Settlement {
-        inbox: true,
-        effect: Some(effect),
-        ..Settlement::new(delivery.lease.clone(), Verdict::Ack)
-    }
+    let mut settlement = Settlement::new(delivery.lease.clone(), Verdict::Ack);
+    settlement.inbox = true;
+    settlement.effect = Some(effect);
+    settlement
+}
+
+fn followed_by(mut settlement: Settlement, follow_up: Event) -> Settlement {
+    settlement.follow_ups = vec![follow_up];
+    settlement
 }
 
 async fn settle_with(engine: &Engine, settlement: Settlement) -> Result<()> {
@@ -72,7 +76,7 @@ const RECORDS: &str = "SELECT count(*) FROM processed_events";
 
 async fn state_of(engine: &Engine, delivery: &Delivery) -> EventState {
     let position = delivery.record.position;
-    engine.log().unwrap().states(position).await.unwrap()[0].state
+    engine.lookup().unwrap().states(position).await.unwrap()[0].state
 }
 
 async fn assert_sound(engine: &Engine) {
@@ -193,7 +197,7 @@ async fn an_effect_cannot_leave_its_bounds() {
     assert_eq!(number(&path, ORDERS), 1);
     // The engine works on, statements and all.
     let next = publish(&engine, "a.b").await;
-    assert_eq!(next.position, delivery.record.position + 1);
+    assert_eq!(next.position.place(), delivery.record.position.place() + 1);
     let again = fetch(&mut consumer, 1).await;
     assert_eq!(again[0].record.position, next.position);
     assert_sound(&engine).await;
@@ -226,10 +230,7 @@ async fn an_effect_that_rolls_everything_back_is_left_out() {
     let followed = follow_up.id();
     let batch = vec![
         Settlement::new(got[0].lease.clone(), Verdict::Ack),
-        Settlement {
-            follow_ups: vec![follow_up],
-            ..with(&got[1], well.clone())
-        },
+        followed_by(with(&got[1], well.clone()), follow_up),
         with(&got[2], breaking()),
         with(&got[3], well),
         with(&got[4], breaking()),
@@ -246,9 +247,9 @@ async fn an_effect_that_rolls_everything_back_is_left_out() {
     assert!(runs.load(Ordering::SeqCst) >= 2);
     assert_eq!(number(&path, ORDERS), 2, "each of the others once");
     assert_eq!(number(&path, RECORDS), 2);
-    let log = engine.log().unwrap();
-    assert_eq!(log.find(followed).await.unwrap().len(), 1);
-    assert_eq!(log.find(published.id).await.unwrap().len(), 1);
+    let lookup = engine.lookup().unwrap();
+    assert_eq!(lookup.find(followed).await.unwrap().len(), 1);
+    assert_eq!(lookup.find(published.id).await.unwrap().len(), 1);
     for (n, delivery) in got.iter().enumerate() {
         let expected = if n == 2 || n == 4 {
             EventState::Processing
@@ -323,16 +324,15 @@ async fn an_effect_of_a_rolled_back_transaction_runs_again() {
     let (engine, _consumer, got) = with_orders(&path, 1).await;
     let runs = Arc::new(AtomicU32::new(0));
     let counted = runs.clone();
-    let settlement = Settlement {
-        follow_ups: vec![Event::builder("a.next").payload("1").build().unwrap()],
-        ..with(
-            &got[0],
-            effect(move |conn| {
-                counted.fetch_add(1, Ordering::SeqCst);
-                conn.execute_batch("INSERT INTO orders (n) VALUES (1)")
-            }),
-        )
-    };
+    let settlement = with(
+        &got[0],
+        effect(move |conn| {
+            counted.fetch_add(1, Ordering::SeqCst);
+            conn.execute_batch("INSERT INTO orders (n) VALUES (1)")
+        }),
+    );
+    let next = Event::builder("a.next").payload("1").build().unwrap();
+    let settlement = followed_by(settlement, next);
     let saboteur = Connection::open(&path).unwrap();
     saboteur
         .execute_batch(
@@ -362,10 +362,9 @@ async fn settle_and_die() {
     let engine = open(Path::new(&path));
     let mut consumer = consume(&engine, "").await;
     let delivery = fetch(&mut consumer, 1).await.remove(0);
-    let settlement = Settlement {
-        follow_ups: vec![Event::builder("mail.sent").payload("1").build().unwrap()],
-        ..with(&delivery, sql("INSERT INTO orders (n) VALUES (1)"))
-    };
+    let settlement = with(&delivery, sql("INSERT INTO orders (n) VALUES (1)"));
+    let sent = Event::builder("mail.sent").payload("1").build().unwrap();
+    let settlement = followed_by(settlement, sent);
     let _ = settle_with(&engine, settlement).await;
 }
 

@@ -42,8 +42,8 @@ async fn a_dead_letter_that_cannot_be_written_leaves_the_event_owed() {
         .await
         .expect_err("the whole step fails");
     let state = |position| {
-        let log = engine.log.clone().unwrap();
-        async move { log.states(position).await.unwrap()[0].state }
+        let lookup = engine.lookup.clone().unwrap();
+        async move { lookup.states(position).await.unwrap()[0].state }
     };
     assert_eq!(
         state(published.position).await,
@@ -86,7 +86,7 @@ async fn a_rolled_back_transaction_acknowledges_nobody() {
     }
     conn.execute_batch("DROP TRIGGER sabotage").unwrap();
     let next = publish(&engine, "a.b").await;
-    assert_eq!(next.position, 2, "and none of them is in the log");
+    assert_eq!(next.position.place(), 2, "and none of them is in the log");
 }
 
 // conformance: issue-2/retries-keep-due-time: a retry that waits is due at the same moment after a restart
@@ -110,7 +110,7 @@ async fn waiting_retries_keep_their_due_times_across_a_restart() {
     };
     settle(&engine, &delivery, retry).await;
     let due = engine
-        .log()
+        .lookup()
         .unwrap()
         .states(published.position)
         .await
@@ -123,7 +123,7 @@ async fn waiting_retries_keep_their_due_times_across_a_restart() {
     let engine = everbus_sqlite::open(&path, options()).unwrap();
     let mut consumer = consume(&engine, "").await;
     let state = engine
-        .log()
+        .lookup()
         .unwrap()
         .states(published.position)
         .await
@@ -149,7 +149,11 @@ async fn an_unfinished_event_comes_again_although_later_ones_are_done() {
         publish(&engine, "a.b").await;
     }
     let deliveries = fetch(&mut consumer, 10).await;
-    for delivery in deliveries.iter().rev().filter(|d| d.record.position != 3) {
+    for delivery in deliveries
+        .iter()
+        .rev()
+        .filter(|d| d.record.position.place() != 3)
+    {
         settle(&engine, delivery, Verdict::Ack).await;
     }
     drop(consumer);
@@ -157,7 +161,7 @@ async fn an_unfinished_event_comes_again_although_later_ones_are_done() {
     let engine = open(&path);
     let mut consumer = consume(&engine, "").await;
     let again = fetch(&mut consumer, 1).await.remove(0);
-    assert_eq!((again.record.position, again.attempt), (3, 2));
+    assert_eq!((again.record.position.place(), again.attempt), (3, 2));
     settle(&engine, &again, Verdict::Ack).await;
     let page = engine.dead_letters().unwrap();
     let dead = page

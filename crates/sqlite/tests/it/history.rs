@@ -3,7 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use everbus_core::{Clock, Engine, Event, HistoryQuery, Order, Pattern, Retention, Timestamp};
+use everbus_core::{
+    Clock, Engine, Event, HistoryQuery, Order, Pattern, Retention, Shard, Timestamp,
+};
 use everbus_sqlite::{HistoryTuning, Options};
 use everbus_testkit::conformance::Harness;
 use everbus_testkit::model::Random;
@@ -143,7 +145,7 @@ async fn answers_right(engine: &Engine, kept: impl Fn(u64) -> bool, upto: usize)
                 .query(query.clone())
                 .await
                 .unwrap();
-            let found: Vec<u64> = page.items.iter().map(|r| r.position).collect();
+            let found: Vec<u64> = page.items.iter().map(|r| r.position.place()).collect();
             assert_eq!(found, expected, "{query:?}");
         }
     }
@@ -354,7 +356,16 @@ async fn pages_hold_while_runs_merge_under_them() {
     let engine = open_small(&path);
     append(&engine, 0..300).await;
     for order in [Order::Newest, Order::Oldest] {
-        let head = engine.log().unwrap().head().await.unwrap();
+        let head = async || {
+            engine
+                .log()
+                .unwrap()
+                .head()
+                .await
+                .unwrap()
+                .place(Shard::ONLY)
+        };
+        let first_head = head().await;
         let query = HistoryQuery::default().tenant("acme").order(order).limit(5);
         let (mut asked, mut found) = (query.clone(), Vec::new());
         loop {
@@ -364,21 +375,21 @@ async fn pages_hold_while_runs_merge_under_them() {
                 .query(asked.clone())
                 .await
                 .unwrap();
-            found.extend(page.items.iter().map(|r| r.position));
-            let n = usize::try_from(engine.log().unwrap().head().await.unwrap()).unwrap();
+            found.extend(page.items.iter().map(|r| r.position.place()));
+            let n = usize::try_from(head().await).unwrap();
             append(&engine, n..n + random.below(40) + 1).await;
             match page.next {
-                Some(next) if found.last() < Some(&head) || order == Order::Newest => {
+                Some(next) if found.last() < Some(&first_head) || order == Order::Newest => {
                     asked = query.clone().after(next);
                 }
                 _ => break,
             }
         }
-        let expected: Vec<u64> = (0..head as usize)
+        let expected: Vec<u64> = (0..first_head as usize)
             .filter(|n| query.matches(&event(*n)))
             .map(|n| n as u64 + 1)
             .collect();
-        found.retain(|position| *position <= head);
+        found.retain(|position| *position <= first_head);
         if order == Order::Newest {
             found.reverse();
         }

@@ -78,10 +78,7 @@ async fn declare(engine: &Engine, group: &str, pattern: &str) {
 }
 
 fn options() -> ConsumeOptions {
-    ConsumeOptions {
-        handled: vec!["*".parse().unwrap()],
-        ..ConsumeOptions::default()
-    }
+    ConsumeOptions::new(vec!["*".parse().unwrap()])
 }
 
 async fn consume(engine: &Engine, group: &str) -> Box<dyn Consumer> {
@@ -96,11 +93,8 @@ async fn consume_some(
     handled: &[&str],
     prefetch: usize,
 ) -> Result<Box<dyn Consumer>> {
-    let options = ConsumeOptions {
-        handled: handled.iter().map(|p| p.parse().unwrap()).collect(),
-        prefetch,
-        ..ConsumeOptions::default()
-    };
+    let handled = handled.iter().map(|p| p.parse().unwrap()).collect();
+    let options = ConsumeOptions::new(handled).prefetch(prefetch);
     engine.broker.consume(group.parse().unwrap(), options).await
 }
 

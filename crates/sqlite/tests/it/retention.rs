@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use everbus_core::{
     Clock as _, Engine, Event, Failure, FailureKind, GroupSpec, Pruned, Retention, Settlement,
-    StartFrom, SubscriptionSpec, Verdict,
+    Shard, StartFrom, SubscriptionSpec, Verdict,
 };
 use everbus_sqlite::Options;
 use rusqlite::Connection;
@@ -65,7 +65,15 @@ async fn whatever_is_about_an_event_goes_with_it() {
     for n in 0..4 {
         let event = Event::builder("a").ttl(DAY).meta("overflow", "no").build();
         let appended = engine.broker.append(vec![event.unwrap()]).await.unwrap();
-        seqs.push(appended.into_iter().next().unwrap().unwrap().position);
+        seqs.push(
+            appended
+                .into_iter()
+                .next()
+                .unwrap()
+                .unwrap()
+                .position
+                .place(),
+        );
         assert_eq!(seqs.len(), n + 1);
     }
     let mut consumer = consume(&engine, "g").await;
@@ -137,8 +145,8 @@ async fn payload_stages_go_by_their_age_and_those_of_dead_letters_with_these() {
     };
     let engine = everbus_sqlite::open(&path, options).unwrap();
     declare(&engine, "g", "dead").await;
-    let plain = publish(&engine, "plain").await.position;
-    let dead = publish(&engine, "dead").await.position;
+    let plain = publish(&engine, "plain").await.position.place();
+    let dead = publish(&engine, "dead").await.position.place();
     let mut consumer = consume(&engine, "g").await;
     let delivery = fetch(&mut consumer, 1).await.remove(0);
     let failure = Failure::new(1, shared.now(), FailureKind::Error, "x");
@@ -313,7 +321,7 @@ async fn nothing_is_lost_while_another_process_prunes_all_the_time() {
         let got = tokio::time::timeout(PATIENCE, consumer.fetch(20));
         let got = got.await.expect("an event was lost").unwrap();
         for delivery in got {
-            let position = delivery.record.position;
+            let position = delivery.record.position.place();
             // Some wait for a second attempt.
             let verdict = if position % 7 == 0 && delivery.attempt == 1 {
                 Verdict::Retry {
@@ -341,8 +349,11 @@ async fn nothing_is_lost_while_another_process_prunes_all_the_time() {
             worker.broker.declare(spec).await.unwrap();
             let from = worker.broker.inspect().await.unwrap();
             let from = from.iter().find(|g| g.name.as_str() == "late").unwrap();
-            assert!(from.position >= head);
-            late = Some((from.position, consume(&worker, "late").await));
+            assert!(from.position.reaches(&head));
+            late = Some((
+                from.position.place(Shard::ONLY),
+                consume(&worker, "late").await,
+            ));
         }
     }
     publishing.await.unwrap();
@@ -351,7 +362,7 @@ async fn nothing_is_lost_while_another_process_prunes_all_the_time() {
     let mut expected = from + 1;
     while expected <= EVENTS as u64 {
         let delivery = fetch(&mut consumer, 1).await.remove(0);
-        assert_eq!(delivery.record.position, expected, "of {rest}");
+        assert_eq!(delivery.record.position.place(), expected, "of {rest}");
         settle(&worker, &delivery, Verdict::Ack).await;
         expected += 1;
     }
@@ -394,7 +405,7 @@ async fn a_group_that_is_declared_in_the_middle_of_a_run_gets_what_is_left() {
     assert_eq!((done.removed, done.kept), (3000 - left, left));
     let mut consumer = consume(&engine, "g").await;
     let first = fetch(&mut consumer, 1).await.remove(0);
-    assert_eq!(first.record.position, 3000 - left + 1);
+    assert_eq!(first.record.position.place(), 3000 - left + 1);
 }
 
 // conformance: issue-4/retention-cut-short: a run that is dropped anywhere leaves a sound file, and the next one ends the work

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Consumer, DeadLetterFilter, Engine, Event, EventState, PageRequest, Settlement, Verdict,
+    Code, Consumer, DeadLetterFilter, Engine, Event, EventState, PageRequest, Position, Settlement,
+    Verdict,
 };
 use everbus_sqlite::Options;
 use rusqlite::Connection;
@@ -50,8 +51,8 @@ fn dead(text: &str) -> Verdict {
     }
 }
 
-async fn state_of(engine: &Engine, position: u64) -> EventState {
-    let states = engine.log().unwrap().states(position).await.unwrap();
+async fn state_of(engine: &Engine, position: Position) -> EventState {
+    let states = engine.lookup().unwrap().states(position).await.unwrap();
     states[0].state
 }
 
@@ -63,13 +64,8 @@ async fn with_a_verdict_rolled_back(path: &Path) -> (Engine, Box<dyn Consumer>, 
     publish(&engine, "a.b").await;
     let delivery = fetch(&mut consumer, 1).await.remove(0);
     // The follow-up is claimed at once, so the group moves: the last thing the transaction writes.
-    let settlement = Settlement {
-        lease: delivery.lease,
-        verdict: retry_at_once("x"),
-        follow_ups: vec![event("a.c", 1)],
-        inbox: false,
-        effect: None,
-    };
+    let mut settlement = Settlement::new(delivery.lease, retry_at_once("x"));
+    settlement.follow_ups = vec![event("a.c", 1)];
     let sabotage = Sabotage::plant(path, "UPDATE ON groups");
     let refused = engine.broker.settle(vec![settlement.clone()]).await;
     refused.expect_err("the transaction failed");
@@ -88,7 +84,7 @@ async fn a_verdict_that_was_rolled_back_can_be_given_again() {
     let mut got: Vec<_> = fetch(&mut consumer, 2)
         .await
         .iter()
-        .map(|d| (d.record.position, d.attempt))
+        .map(|d| (d.record.position.place(), d.attempt))
         .collect();
     got.sort_unstable();
     assert_eq!(got, [(1, 2), (2, 1)], "the retry and one follow-up");
@@ -105,7 +101,7 @@ async fn an_event_whose_verdict_was_rolled_back_outlives_an_orderly_end() {
     let engine = open(&path);
     let mut consumer = consume(&engine, "").await;
     let again = fetch(&mut consumer, 1).await.remove(0);
-    assert_eq!(again.record.position, settlement.lease.position);
+    assert_eq!(again.record.position, settlement.lease.position());
     assert_eq!(again.attempt, 2);
 }
 
@@ -236,9 +232,13 @@ async fn a_backlog_is_handed_out_whole_while_publishes_find_the_disk_full() {
     while seen.len() < BACKLOG {
         let delivery = fetch(&mut consumer, 1).await.remove(0);
         settle(&engine, &delivery, Verdict::Ack).await;
-        seen.insert(delivery.record.position);
+        seen.insert(delivery.record.position.place());
         let expected = seen.len() as u64;
-        assert_eq!(delivery.record.position, expected, "none is passed over");
+        assert_eq!(
+            delivery.record.position.place(),
+            expected,
+            "none is passed over"
+        );
     }
     stop.store(true, Ordering::SeqCst);
     for publisher in publishers {
@@ -332,7 +332,13 @@ async fn a_publish_beside_a_command_that_fails_is_told_the_truth() {
         .await
         .expect_err("the dead letter cannot be written");
     for (answer, event) in [before.await, after.await].into_iter().zip(&events) {
-        let stored = engine.log().unwrap().find(event.id()).await.unwrap().len();
+        let stored = engine
+            .lookup()
+            .unwrap()
+            .find(event.id())
+            .await
+            .unwrap()
+            .len();
         match answer {
             Ok(_) => assert_eq!(stored, 1),
             Err(e) => {

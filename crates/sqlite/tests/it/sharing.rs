@@ -22,7 +22,10 @@ async fn what_another_process_publishes_is_noticed() {
         let published = publish(&tool, "a.b").await;
         let delivery = fetch(&mut consumer, 1).await.remove(0);
         assert_eq!(delivery.record.position, published.position);
-        let settled = tool.broker.settled(published.position, PATIENCE);
+        let settled = tool
+            .settled()
+            .unwrap()
+            .settled(published.position, PATIENCE);
         settle(&service, &delivery, Verdict::Ack).await;
         settled
             .await
@@ -214,7 +217,7 @@ async fn with_the_first(engine: &Engine, consumer: &mut Box<dyn Consumer>) -> Ve
     loop {
         let got = tokio::time::timeout(PATIENCE, consumer.fetch(64)).await;
         let got = got.expect("the first event is delivered").unwrap();
-        if got.iter().any(|d| d.record.position == 1) {
+        if got.iter().any(|d| d.record.position.place() == 1) {
             return got;
         }
         for delivery in &got {
@@ -239,7 +242,7 @@ async fn an_event_that_crashes_again_and_again_is_handed_out_alone() {
         }
         let mut consumer = consume(&engine, "").await;
         let got = with_the_first(&engine, &mut consumer).await;
-        let guilty = got.iter().find(|d| d.record.position == 1).unwrap();
+        let guilty = got.iter().find(|d| d.record.position.place() == 1).unwrap();
         assert_eq!(guilty.attempt, crash);
         assert_eq!(
             guilty.failures.len() as u32,
@@ -251,7 +254,7 @@ async fn an_event_that_crashes_again_and_again_is_handed_out_alone() {
             let more = tokio::time::timeout(Duration::from_millis(300), consumer.fetch(64)).await;
             assert!(more.is_err(), "and stays so: {more:?}");
         }
-        for delivery in got.iter().filter(|d| d.record.position != 1) {
+        for delivery in got.iter().filter(|d| d.record.position.place() != 1) {
             settle(&engine, delivery, Verdict::Ack).await;
         }
         drop(consumer);
@@ -260,7 +263,7 @@ async fn an_event_that_crashes_again_and_again_is_handed_out_alone() {
     let engine = open(&path);
     let mut consumer = consume(&engine, "").await;
     let got = with_the_first(&engine, &mut consumer).await;
-    let delivery = got.iter().find(|d| d.record.position == 1).unwrap();
+    let delivery = got.iter().find(|d| d.record.position.place() == 1).unwrap();
     assert_eq!(delivery.attempt, 5);
     assert!(
         delivery.failures.last().is_some_and(|f| f.alone),

@@ -25,7 +25,8 @@ async fn publish_many(engine: &Engine, event_type: &str, count: usize) {
 
 async fn depth(engine: &Engine, stream: &str) -> u64 {
     engine
-        .broker
+        .depth()
+        .unwrap()
         .depth(pattern(stream), 1_000_000)
         .await
         .unwrap()
@@ -33,7 +34,8 @@ async fn depth(engine: &Engine, stream: &str) -> u64 {
 
 async fn drop_oldest(engine: &Engine, stream: &str, keep: u64) -> u64 {
     engine
-        .broker
+        .depth()
+        .unwrap()
         .drop_oldest(pattern(stream), keep)
         .await
         .unwrap()
@@ -102,11 +104,7 @@ async fn what_one_process_drops_another_does_not_hand_out() {
     let path = dir.path().join("a.db");
     let (service, tool) = (open(&path), open(&path));
     declare(&service, "", "*").await;
-    let options = ConsumeOptions {
-        handled: vec![pattern("*")],
-        prefetch: 2,
-        ..ConsumeOptions::default()
-    };
+    let options = ConsumeOptions::new(vec![pattern("*")]).prefetch(2);
     let group = "".parse().unwrap();
     let mut consumer = service.broker.consume(group, options).await.unwrap();
     publish_many(&tool, "a.b", 10).await;
@@ -126,7 +124,7 @@ async fn what_one_process_drops_another_does_not_hand_out() {
     assert_eq!(depth(&tool, "a.b").await, 3);
     for expected in 8..=10 {
         let next = fetch(&mut consumer, 1).await.remove(0);
-        assert_eq!(next.record.position, expected);
+        assert_eq!(next.record.position.place(), expected);
         settle(&service, &next, Verdict::Ack).await;
     }
     assert_eq!(depth(&tool, "a.b").await, 0);
@@ -144,11 +142,7 @@ async fn under_load_each_event_is_handled_or_dropped() {
     let mut workers = Vec::new();
     for engine in &engines {
         let (broker, handled) = (engine.broker.clone(), handled.clone());
-        let options = ConsumeOptions {
-            handled: vec![pattern("*")],
-            prefetch: 8,
-            ..ConsumeOptions::default()
-        };
+        let options = ConsumeOptions::new(vec![pattern("*")]).prefetch(8);
         let group = "".parse().unwrap();
         let mut consumer = broker.consume(group, options).await.unwrap();
         workers.push(tokio::spawn(async move {
@@ -162,7 +156,10 @@ async fn under_load_each_event_is_handled_or_dropped() {
                         .unwrap()
                         .remove(0)
                         .unwrap();
-                    handled.lock().unwrap().push(delivery.record.position);
+                    handled
+                        .lock()
+                        .unwrap()
+                        .push(delivery.record.position.place());
                 }
             }
         }));
@@ -236,7 +233,7 @@ async fn an_idle_group_does_not_pin_what_was_dropped() {
     );
     let mut consumer = consume(&engine, "idle").await;
     let got = fetch(&mut consumer, 100).await;
-    assert_eq!(got[0].record.position, 1751);
+    assert_eq!(got[0].record.position.place(), 1751);
     assert_sound(&engine).await;
 }
 
@@ -255,14 +252,14 @@ async fn a_drop_that_was_rolled_back_never_happened() {
              BEGIN SELECT RAISE(ABORT, 'sabotaged'); END",
         )
         .unwrap();
-    let refused = engine.broker.drop_oldest(pattern("a.b"), 2).await;
+    let refused = engine.depth().unwrap().drop_oldest(pattern("a.b"), 2).await;
     refused.expect_err("the transaction failed");
     saboteur.execute_batch("DROP TRIGGER sabotage").unwrap();
     assert_eq!(depth(&engine, "a.b").await, 6);
     assert!(skipped(&path).is_empty());
     let mut consumer = consume(&engine, "").await;
     let got = fetch(&mut consumer, 6).await;
-    assert_eq!(got[0].record.position, 1);
+    assert_eq!(got[0].record.position.place(), 1);
 }
 
 // conformance: issue-2/checker-dropped: the checker finds a dropped event skipped with its reason, in that one place

@@ -38,11 +38,11 @@ async fn every_lease_of_another_process_ends_in_its_time() {
     let mut rival = consume(&other, "g").await;
     clock.advance(lease / 2 + Duration::from_secs(1));
     let first = fetch(&mut rival, 1).await.remove(0);
-    assert_eq!((first.record.position, first.attempt), (1, 2));
+    assert_eq!((first.record.position.place(), first.attempt), (1, 2));
     settle(&other, &first, Verdict::Ack).await;
     clock.advance(lease);
     let second = fetch(&mut rival, 1).await.remove(0);
-    assert_eq!((second.record.position, second.attempt), (2, 2));
+    assert_eq!((second.record.position.place(), second.attempt), (2, 2));
 }
 
 // conformance: fault-5/retract: taking a pattern away while the group is fed does not move it back
@@ -82,7 +82,7 @@ async fn a_pattern_taken_away_while_the_group_is_fed_delivers_nothing_twice() {
             seen.extend(
                 more.into_iter()
                     .flat_map(Result::unwrap)
-                    .map(|d| d.record.position),
+                    .map(|d| d.record.position.place()),
             );
             let info = engine.broker.inspect().await.unwrap().remove(0);
             info.behind == 0 && info.in_flight == seen.len() as u64
@@ -105,10 +105,7 @@ async fn a_handler_is_found_for_an_event_behind_thousands_without_one() {
     let dir = tempfile::tempdir().unwrap();
     let engine = open(&dir.path().join("a.db"));
     declare(&engine, "g", "*").await;
-    let options = ConsumeOptions {
-        handled: vec!["none.*".parse().unwrap()],
-        ..ConsumeOptions::default()
-    };
+    let options = ConsumeOptions::new(vec!["none.*".parse().unwrap()]);
     let mut consumer = engine
         .broker
         .consume("g".parse().unwrap(), options)

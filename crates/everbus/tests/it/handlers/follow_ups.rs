@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use everbus::core::EventId;
 use everbus::{
-    Bus, Code, Context, Event, FailureKind, HandlerError, Json, Outcome, Router, State, permanent,
-    sqlite, to,
+    Bus, Code, Context, Cursor, Event, FailureKind, HandlerError, Json, Outcome, Router, State,
+    permanent, sqlite, to,
 };
 use serde_json::json;
 
@@ -28,7 +28,7 @@ async fn nothing_is_published_unless_the_attempt_succeeds() {
             async move {
                 context.publish(("b", "staged"))?;
                 let log = log.log()?;
-                let (there, _) = log.read(0, vec!["b".parse()?], 10).await?;
+                let (there, _) = log.read(Cursor::START, vec!["b".parse()?], 10).await?;
                 assert!(there.is_empty(), "published before the end");
                 match context.attempt() {
                     1 => Err(HandlerError::new("not yet")),

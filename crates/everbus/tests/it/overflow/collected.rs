@@ -98,7 +98,7 @@ async fn tenants_with_the_same_ids_do_not_take_each_others_objects() {
             bus.publish(large(id, tenant, text)).await.unwrap();
         }
         assert_eq!(shelf.files().len(), 2);
-        for record in bus.log().unwrap().find(id).await.unwrap() {
+        for record in bus.lookup().unwrap().find(id).await.unwrap() {
             let text = if record.event.tenant() == Some("three") {
                 "y"
             } else {
@@ -116,7 +116,7 @@ async fn tenants_with_the_same_ids_do_not_take_each_others_objects() {
         assert_eq!(pruned.removed, 1);
         let collected = bus.collect_objects(&at_once()).await.unwrap();
         assert_eq!(collected, Collected::default());
-        for record in bus.log().unwrap().find(id).await.unwrap() {
+        for record in bus.lookup().unwrap().find(id).await.unwrap() {
             bus.whole(&record).await.unwrap();
         }
         forget_everything(&bus).await;

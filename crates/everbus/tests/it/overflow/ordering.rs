@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use everbus::core::{
-    Appended, BoxFuture, Broker, ConsumeOptions, Consumer, GroupSpec, Lease, SettledOutcome,
-    Settlement, SubscriptionInfo,
+    Appended, BoxFuture, Broker, ConsumeOptions, Consumer, GroupSpec, Lease, Settlement,
+    SubscriptionInfo,
 };
 use everbus::{
     Bus, Capabilities, Code, Context, Engine, Error, Event, EventId, GroupInfo, GroupName, Json,
@@ -81,10 +81,6 @@ impl Broker for Watching {
 
     fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
         self.inner.inspect()
-    }
-
-    fn settled(&self, position: u64, timeout: Duration) -> BoxFuture<'_, Result<SettledOutcome>> {
-        self.inner.settled(position, timeout)
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {

@@ -141,7 +141,13 @@ async fn with_a_server() {
         .unwrap();
     bus.publish(event.clone()).await.unwrap();
     assert!(bus.publish(event.clone()).await.unwrap().is_duplicate());
-    let found = bus.log().unwrap().find(event.id()).await.unwrap().remove(0);
+    let found = bus
+        .lookup()
+        .unwrap()
+        .find(event.id())
+        .await
+        .unwrap()
+        .remove(0);
     let overflow = found.event.overflow().unwrap();
     assert_eq!(overflow.bucket, "shop");
     let key = format!("a/prefix/events/..%2Freq%201/{}-payload.json", event.id());

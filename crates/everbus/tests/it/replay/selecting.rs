@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use everbus::{Code, Event, EventId, Recorded};
+use everbus::{Code, Event, EventId, Position, Recorded};
 use tokio::sync::Barrier;
 
 use super::{Given, SECOND, each_second, micros_after, of_type};
@@ -144,7 +144,7 @@ async fn errors_and_panics_are_counted_and_stop_nothing() {
         assert_eq!(report.skips.filtered, 10);
         let texts: Vec<&str> = report.failures.iter().map(|f| f.error.as_str()).collect();
         assert_eq!(texts, ["panicked: no four", "14 is too much"]);
-        assert_eq!(report.failures[0].position, 5);
+        assert_eq!(report.failures[0].position, Position::seq(5));
         assert_eq!(report.next, None);
     })
     .await;
@@ -168,12 +168,12 @@ async fn so_many_calls_run_at_once_and_no_more() {
                 let now = running.fetch_add(1, Ordering::SeqCst) + 1;
                 most.fetch_max(now, Ordering::SeqCst);
                 // The portions grow: 1, 2, 4, …; once they hold four, four can meet.
-                if record.position > 9 && record.position <= 13 {
+                if (10..=13).contains(&record.position.place()) {
                     meet.wait().await;
                 }
                 tokio::task::yield_now().await;
                 running.fetch_sub(1, Ordering::SeqCst);
-                if record.position == 100 {
+                if record.position == Position::seq(100) {
                     return Err("one fails");
                 }
                 Ok(())

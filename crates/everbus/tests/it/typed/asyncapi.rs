@@ -6,7 +6,8 @@ use std::time::Duration;
 use everbus::asyncapi::{Action, Channel, Document, Operation};
 use everbus::schemars::JsonSchema;
 use everbus::{
-    Code, Event, EventId, Recorded, RetryPolicy, Schema, Timestamp, TraceContext, TypedEvent,
+    Code, Event, EventId, Position, Recorded, RetryPolicy, Schema, Timestamp, TraceContext,
+    TypedEvent,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -224,11 +225,7 @@ fn the_headers_describe_the_envelope_as_it_is() {
         .content_type("application/json")
         .build()
         .unwrap();
-    let recorded = Recorded {
-        event,
-        position: 7,
-        received_at: Timestamp::EPOCH,
-    };
+    let recorded = Recorded::new(event, Position::seq(7), Timestamp::EPOCH);
     let mut envelope = serde_json::to_value(&recorded).unwrap();
     envelope.as_object_mut().unwrap().remove("payload").unwrap();
 
