@@ -89,6 +89,6 @@ pub use payloads::{EventKey, Payloads, Stage, StageInfo, StoredStage};
 pub use position::{Cursor, Position, Shard};
 pub use progress::Progress;
 pub use retry::RetryPolicy;
-pub use store::{Burial, Store};
+pub use store::{Burial, EARLY_STAGES, EarlierDeath, KeptFailures, Store};
 pub use time::Timestamp;
 pub use typed::TypedEvent;

@@ -3,12 +3,14 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Bound;
+use std::sync::Arc;
 
 use everbus_core::dead_letters::{MAX_PAGE, check_replacement, id_taken, not_open};
 use everbus_core::{
-    Appended, BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
-    DeadLetterTally, DeadLetters, Event, EventId, GroupName, Held, LETTER_PURGED, PageRequest,
-    PurgeBasis, Purged, REPLACEMENT, Replaced, Result, Timestamp, all_failures,
+    Appended, BoxFuture, Burial, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
+    DeadLetterTally, DeadLetters, EarlierDeath, Event, EventId, GroupName, Held, LETTER_PURGED,
+    PageRequest, PurgeBasis, Purged, REPLACEMENT, Recorded, Replaced, Result, Timestamp,
+    all_failures,
 };
 
 use crate::broker::Memory;
@@ -64,11 +66,36 @@ impl Graveyard {
         &grave.letter
     }
 
+    /// Puts a dead letter that another process tells of.
+    pub(crate) fn put(&mut self, record: Arc<Recorded>, burial: &Burial) {
+        let key = (Reverse(record.seq()), burial.group.clone());
+        let earlier = self.graves.get(&key).map(|grave| EarlierDeath {
+            attempts: grave.letter.attempts,
+            failures: grave.letter.failures.clone(),
+            died_at: grave.letter.died_at,
+            open: grave.open,
+        });
+        let (attempts, failures) = burial.with_earlier(earlier);
+        let first = self.graves.get(&key).map(|g| g.letter.first_seen_at);
+        let letter = DeadLetter {
+            group: burial.group.clone(),
+            handler: failures.iter().rev().find_map(|f| f.handler.clone()),
+            attempts,
+            failures,
+            first_seen_at: first.unwrap_or(burial.died_at),
+            died_at: burial.died_at,
+            retried_at: None,
+            replaced_by: None,
+            event: record,
+        };
+        self.graves.insert(key, Grave { letter, open: true });
+    }
+
     pub(crate) fn get(&self, position: u64, group: &GroupName) -> Option<&Grave> {
         self.graves.get(&(Reverse(position), group.clone()))
     }
 
-    fn get_mut(&mut self, position: u64, group: &GroupName) -> Option<&mut Grave> {
+    pub(crate) fn get_mut(&mut self, position: u64, group: &GroupName) -> Option<&mut Grave> {
         self.graves.get_mut(&(Reverse(position), group.clone()))
     }
 

@@ -246,7 +246,7 @@ impl Group {
     }
 
     /// Skips everything up to a position.
-    fn advance_to(&mut self, position: u64) {
+    pub(crate) fn advance_to(&mut self, position: u64) {
         if position > self.position {
             self.done.complete_range(self.position + 1, position);
             self.position = position;

@@ -29,6 +29,7 @@ mod orphans;
 mod payloads;
 mod records;
 mod state;
+mod store;
 mod streams;
 
 use std::sync::Arc;
@@ -63,6 +64,7 @@ pub fn open(options: Options) -> Engine {
         redeliver: Some(memory.clone()),
         depth: Some(memory.clone()),
         dead_letters: Some(memory.clone()),
+        store: Some(memory.clone()),
         maintenance: Some(memory.clone()),
         inbox: Some(memory.clone()),
         payloads: Some(memory.clone()),

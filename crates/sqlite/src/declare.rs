@@ -227,6 +227,7 @@ impl Writer {
             "deliveries",
             "dead_letters",
             "skips",
+            "everbus_failures",
         ] {
             self.conn
                 .execute(&format!("DELETE FROM {table} WHERE group_id = ?1"), [id])

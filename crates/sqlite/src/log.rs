@@ -17,6 +17,7 @@ use crate::feeder::read_matching;
 use crate::readers::Reader;
 use crate::rows::{RECORD, Seq as _, read_failures, read_record, record_at, seq_from, to_sql};
 use crate::state::{LEASED, WAITING, patterns_of};
+use crate::store::kept_failures;
 
 impl Log for SqliteEngine {
     fn head(&self) -> BoxFuture<'_, Result<Cursor>> {
@@ -248,6 +249,18 @@ fn state_in(
         .map_err(doing)?;
     if record.seq() > cursor && state.skipped.is_none() && wanted()? {
         state.state = EventState::Pending;
+        return Ok(state);
+    }
+    // What a runtime told of an event that another broker moves.
+    let kept = kept_failures(&reader.conn, id, record.seq())?;
+    if !kept.current().is_empty() {
+        state.state = EventState::Processing;
+    }
+    if let Some(last) = kept.all.last() {
+        // If the group is done with it, an attempt came after the last that failed.
+        let done = state.state == EventState::Done && state.skipped.is_none();
+        state.attempts = last.attempt.saturating_add(u32::from(done));
+        state.failures = kept.all;
     }
     Ok(state)
 }

@@ -6,7 +6,7 @@ use rusqlite::Connection;
 use crate::errors::from_sqlite;
 
 /// The version of the tables this build reads and writes.
-pub const VERSION: i32 = 3;
+pub const VERSION: i32 = 4;
 
 /// `EVBS`: marks a SQLite file as ours.
 pub(crate) const APPLICATION_ID: i32 = 0x4556_4253;
@@ -17,6 +17,7 @@ const MIGRATIONS: &[&str] = &[
     include_str!("schema_2.sql"),
     // The tables of the outbox are also made in other people's databases, so they have a file of their own.
     concat!(include_str!("outbox.sql"), include_str!("schema_3.sql")),
+    include_str!("schema_5.sql"),
 ];
 
 /// The first SQLite that has the fix for lost commits after a WAL reset, and the older lines that

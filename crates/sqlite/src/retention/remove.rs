@@ -158,6 +158,10 @@ const BESIDE: &[(&str, &str)] = &[
         "SELECT EXISTS (SELECT 1 FROM expirations WHERE seq BETWEEN ?1 AND ?2)",
         "DELETE FROM expirations WHERE seq BETWEEN ?1 AND ?2",
     ),
+    (
+        "SELECT EXISTS (SELECT 1 FROM everbus_failures WHERE seq BETWEEN ?1 AND ?2)",
+        "DELETE FROM everbus_failures WHERE seq BETWEEN ?1 AND ?2",
+    ),
 ];
 
 /// Pieces that follow each other without anything that stays between them become one, up to a weight; and

@@ -24,6 +24,7 @@ pub mod reviving;
 pub mod settled;
 pub mod settling;
 pub(crate) mod stage;
+pub mod store;
 pub mod streams;
 mod suite;
 pub mod upkeep;

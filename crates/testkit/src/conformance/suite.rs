@@ -893,5 +893,6 @@ macro_rules! conformance_tests {
             $crate::conformance::audit::records_written_at_once_are_all_there($harness).await;
         }
         $crate::history_tests!($harness);
+        $crate::store_tests!($harness);
     };
 }
