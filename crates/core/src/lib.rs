@@ -59,9 +59,9 @@ pub use checkpoints::{Checkpoint, Checkpoints, check_checkpoint_name};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use clock_record::{ClockDoubt, ClockRecord};
 pub use dead_letters::{
-    DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
+    ADDRESSED, DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
     DeadLetterTally, DeadLetters, EDIT_OF, LETTER_KEPT, LETTER_PURGED, MAX_FAILURES, PURGED_NAMED,
-    PageRequest, PurgeBasis, Purged, PurgedLetter, REPLACEMENT, REPLAY_OF, Replaced, all_failures,
+    PageRequest, PurgeBasis, Purged, PurgedLetter, REPLAY_OF, Replaced, all_failures,
     dead_letter_notice, letter_kept_for,
 };
 pub use effect::{Effect, EffectResult};

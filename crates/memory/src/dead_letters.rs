@@ -9,8 +9,7 @@ use everbus_core::dead_letters::{MAX_PAGE, check_replacement, id_taken, not_open
 use everbus_core::{
     Appended, BoxFuture, Burial, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
     DeadLetterTally, DeadLetters, EarlierDeath, Event, EventId, GroupName, Held, LETTER_PURGED,
-    PageRequest, PurgeBasis, Purged, REPLACEMENT, Recorded, Replaced, Result, Timestamp,
-    all_failures,
+    PageRequest, PurgeBasis, Purged, Recorded, Replaced, Result, Timestamp, all_failures,
 };
 
 use crate::broker::Memory;
@@ -85,7 +84,7 @@ impl Graveyard {
             first_seen_at: first.unwrap_or(burial.died_at),
             died_at: burial.died_at,
             retried_at: None,
-            replaced_by: None,
+            replaced_by: self.graves.get(&key).and_then(|g| g.letter.replaced_by),
             event: record,
         };
         self.graves.insert(key, Grave { letter, open: true });
@@ -241,6 +240,7 @@ impl Memory {
             return Err(not_open(key));
         };
         check_replacement(&grave.letter.event.event, &corrected)?;
+        let corrected = corrected.addressed_to(&key.group);
         let (id, event_type) = (corrected.id(), corrected.type_arc().clone());
         if state.records.find(id, corrected.tenant()).is_some() {
             return Err(id_taken(&corrected));
@@ -252,13 +252,12 @@ impl Memory {
         ) else {
             return Err(not_open(key));
         };
-        for group in state.groups.values_mut() {
-            match (group.name == key.group, group.wants(&event_type)) {
-                // It comes in its turn.
-                (true, true) | (false, false) => {}
-                (true, false) => group.add_waiting(record.clone(), now),
-                (false, true) => group.skip(appended.seq(), REPLACEMENT),
-            }
+        let number = state.names.get(&key.group);
+        if let Some(group) = number.and_then(|number| state.groups.get_mut(number))
+            && !group.wants(&event_type)
+        {
+            // The group has other patterns by now, and would pass it by.
+            group.add_waiting(record, now);
         }
         if let Some(grave) = state.dead.get_mut(key.position.place(), &key.group) {
             grave.open = false;

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use everbus_core::{
-    ConsumeOptions, Failure, FailureKind, GroupName, Lease, Pattern, Progress, Recorded,
+    ConsumeOptions, Event, Failure, FailureKind, GroupName, Lease, Pattern, Progress, Recorded,
     SubscriptionInfo, Timestamp,
 };
 
@@ -122,6 +122,11 @@ impl Group {
             .any(|s| s.pattern.matches(event_type))
     }
 
+    /// Whether a subscription wants the event, and it is not addressed to another group.
+    pub(crate) fn is_due(&self, event: &Event) -> bool {
+        event.is_for(&self.name) && self.wants(event.event_type())
+    }
+
     pub(crate) fn in_flight(&self) -> usize {
         self.leases.len()
     }
@@ -207,7 +212,7 @@ impl Group {
         taken: &mut Vec<u64>,
     ) {
         let position = record.seq();
-        if self.dropped.remove(&position) || !self.wants(record.event.event_type()) {
+        if self.dropped.remove(&position) || !self.is_due(&record.event) {
             self.advance_to(position);
             return;
         }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use everbus_core::{
-    Appended, ClockRecord, Code, Cursor, DutyRecord, Error, Event, EventId, EventState,
+    ADDRESSED, Appended, ClockRecord, Code, Cursor, DutyRecord, Error, Event, EventId, EventState,
     FailureKind, GroupName, GroupSpec, GroupState, Lease, Pattern, Position, Recorded, Redelivery,
     Result, SettledOutcome, Settlement, StartFrom, SubscriptionInfo, Timestamp, Verdict,
     dead_letter_notice,
@@ -396,6 +396,7 @@ impl State {
             }
             let skipped = group.skipped.get(&position);
             let skipped = skipped.filter(|_| state == EventState::Done);
+            let elsewhere = state == EventState::Done && !record.event.is_for(&group.name);
             if state == EventState::Done
                 && let Some(kept) = self.failed.get(&(*number, position))
                 && let Some(last) = kept.all.last()
@@ -415,7 +416,9 @@ impl State {
                 attempts,
                 failures,
                 due_at,
-                skipped: skipped.map(ToString::to_string),
+                skipped: skipped
+                    .map(ToString::to_string)
+                    .or_else(|| elsewhere.then(|| ADDRESSED.to_owned())),
             })
         });
         states.collect()

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use everbus_core::{
-    BoxFuture, Code, Cursor, Error, EventId, EventState, Failure, FailureKind, GroupName,
-    GroupState, Log, Lookup, Pattern, Position, Progress, Recorded, Result, Shard, StartFrom,
-    Timestamp,
+    ADDRESSED, BoxFuture, Code, Cursor, Error, EventId, EventState, Failure, FailureKind,
+    GroupName, GroupState, Log, Lookup, Pattern, Position, Progress, Recorded, Result, Shard,
+    StartFrom, Timestamp,
 };
 use rusqlite::{OptionalExtension, params};
 
@@ -37,6 +37,7 @@ impl Log for SqliteEngine {
                 reader,
                 (after, head),
                 &patterns,
+                None,
                 None,
                 (limit.max(1), 16 << 20),
             )?;
@@ -237,10 +238,12 @@ fn state_in(
             return Ok(state);
         }
     }
+    let is_for = record.event.is_for(&state.group);
     let wanted = || -> Result<bool> {
-        Ok(patterns_of(&reader.conn, id)?
-            .iter()
-            .any(|p| p.matches(record.event.event_type())))
+        Ok(is_for
+            && patterns_of(&reader.conn, id)?
+                .iter()
+                .any(|p| p.matches(record.event.event_type())))
     };
     state.skipped = reader
         .conn
@@ -250,6 +253,9 @@ fn state_in(
     if record.seq() > cursor && state.skipped.is_none() && wanted()? {
         state.state = EventState::Pending;
         return Ok(state);
+    }
+    if !is_for && state.skipped.is_none() {
+        state.skipped = Some(ADDRESSED.to_owned());
     }
     // What a runtime told of an event that another broker moves.
     let kept = kept_failures(&reader.conn, id, record.seq())?;

@@ -894,5 +894,6 @@ macro_rules! conformance_tests {
         }
         $crate::history_tests!($harness);
         $crate::store_tests!($harness);
+        $crate::addressed_tests!($harness);
     };
 }
