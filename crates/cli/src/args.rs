@@ -253,6 +253,10 @@ pub(crate) struct PublishArgs {
     #[arg(long, value_name = "DURATION", value_parser = when::parse_length, allow_hyphen_values = true)]
     pub(crate) ttl: Option<Duration>,
 
+    /// For this group only; all others pass it by. `(unnamed)` is the unnamed group
+    #[arg(long, value_name = "GROUP")]
+    pub(crate) to: Option<GroupName>,
+
     /// Publish this many events
     #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true)]
     pub(crate) count: Option<u64>,

@@ -26,7 +26,7 @@ pub const REPLAY_OF: &str = "replay_of";
 pub const DEAD_LETTER_EVENT: &str = "system.dead_letter";
 
 /// Why a group passes by the corrected event that [`DeadLetters::replace`] sent to another one.
-pub const REPLACEMENT: &str = "it replaces a dead letter of another group";
+pub const ADDRESSED: &str = "it is addressed to another group";
 
 /// Why a group is done with an event whose dead letter was [purged](DeadLetters::purge), and that
 /// somebody else needs.
@@ -344,9 +344,8 @@ pub trait DeadLetters: Send + Sync + 'static {
         ))))
     }
 
-    /// Sends a corrected event in place of a dead letter, to the group that failed and to no other
-    /// that is there, in one step: the others that want its type skip it, with the reason
-    /// [`REPLACEMENT`]. It takes its place at the end of the log, and the group comes to it in its turn;
+    /// Sends a corrected event in place of a dead letter, to the group that failed and to no other, in one
+    /// step: it is [addressed](Event::addressed_to) to that group, whatever address it came with. It takes its place at the end of the log, and the group comes to it in its turn;
     /// if the group does not want its type any more, it comes at once. The dead letter is kept, no longer
     /// open, and names the corrected event; [`DeadLetter::corrected`] makes it from the original.
     ///

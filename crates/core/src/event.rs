@@ -266,6 +266,13 @@ impl Event {
         address.is_none_or(|address| address == group.as_str())
     }
 
+    /// The event for one group only: all others pass it by.
+    #[must_use]
+    pub fn addressed_to(mut self, group: &GroupName) -> Self {
+        self.attributes.get_or_insert_default().address = Some(group.as_str().to_owned());
+        self
+    }
+
     /// Begins an event of this type.
     pub fn builder(event_type: impl Into<Arc<str>>) -> EventBuilder {
         EventBuilder::new(event_type.into())
@@ -451,8 +458,8 @@ impl Event {
 
     /// Whether publishing `other` under the same id is the same publish again.
     ///
-    /// What says *what happened* must agree: type, version, payload, content type, tenant, app,
-    /// entity, key and metadata. What a second try may well give anew does not count: the times,
+    /// What says *what happened* and to whom must agree: type, version, payload, content type, tenant, app,
+    /// entity, key, metadata and address. What a second try may well give anew does not count: the times,
     /// the source, correlation, causation and trace.
     pub fn same_body(&self, other: &Event) -> bool {
         let (a, b) = (
@@ -467,6 +474,7 @@ impl Event {
             && a.entity == b.entity
             && a.key == b.key
             && a.metadata == b.metadata
+            && a.address == b.address
             && self.same_payload(other)
     }
 

@@ -9,23 +9,30 @@
 //! [ingests](Store::ingest) it first.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::broker::BoxFuture;
-use crate::dead_letters::DeadLetterKey;
+use crate::dead_letters::{DeadLetterKey, MAX_FAILURES, all_failures};
 use crate::error::Result;
 use crate::failure::Failure;
 use crate::group::GroupName;
 use crate::log::Recorded;
-use crate::payloads::EventKey;
+use crate::payloads::{EventKey, StoredStage};
 use crate::position::Position;
 use crate::time::Timestamp;
 
 /// A store that can be written to. Groups are known by name; one that the store does not know yet is
 /// added, wants nothing, and so never keeps events from being removed.
 pub trait Store: Send + Sync + 'static {
-    /// Copies events into the store's own log, with the time at which their broker received them. An event
-    /// that is there already stays as it is. Returns where each is in the store.
+    /// Copies events into the store's own log, with the time at which their broker received them. The time
+    /// is raised to that of the event before it in the store, and lowered to the store's own time, where it
+    /// lies outside. An event whose id its tenant has used already stays as it is, whatever its body: this
+    /// is never [`Code::IdReused`](crate::Code::IdReused). Returns where each is in the store.
     fn ingest(&self, records: Vec<Arc<Recorded>>) -> BoxFuture<'_, Result<Vec<Position>>>;
+
+    /// Keeps a payload stage of an event, also if the event has not been ingested yet: then the stage waits
+    /// for it, and is forgotten after [`EARLY_STAGES`] if it never comes.
+    fn store_stage(&self, event: EventKey, stage: StoredStage) -> BoxFuture<'_, Result<()>>;
 
     /// Remembers a failed attempt. Attempts are numbered: the same number again replaces the first record.
     fn record_failure(
@@ -59,10 +66,12 @@ pub trait Store: Send + Sync + 'static {
     ) -> BoxFuture<'_, Result<()>>;
 
     /// Puts a dead letter: opens it, or opens it again if it had been retried. The same death told twice is
-    /// one death: attempts add up only if `died_at` differs.
+    /// one death ([`Burial::with_earlier`]). No `system.dead_letter` is appended here: the runtime publishes
+    /// it through the broker.
     fn bury(&self, letter: Burial) -> BoxFuture<'_, Result<()>>;
 
     /// Notes that dead letters were sent back to their group through the broker: they are no longer open.
+    /// Their positions are the store's. One that is not open, or not there, stays as it is.
     fn mark_retried(&self, letters: Vec<DeadLetterKey>, at: Timestamp)
     -> BoxFuture<'_, Result<()>>;
 }
@@ -75,7 +84,8 @@ pub struct Burial {
     pub record: Arc<Recorded>,
     /// The group that gave up on it.
     pub group: GroupName,
-    /// The attempts since it was published, or since it was last sent back.
+    /// The attempts begun since it was published, or since it was last sent back. If the last failure
+    /// [was no attempt](crate::FailureKind::is_attempt), the store counts one less.
     pub attempts: u32,
     /// Their failures, in order.
     pub failures: Vec<Failure>,
@@ -99,5 +109,156 @@ impl Burial {
             failures,
             died_at,
         }
+    }
+
+    /// For stores: the attempts and failures of the dead letter after this death.
+    ///
+    /// They add up with those of before the letter was sent back. If it was not sent back, or died at this
+    /// very time, the same run is told again, and what is known of it is not added twice.
+    pub fn with_earlier(&self, earlier: Option<EarlierDeath>) -> (u32, Vec<Failure>) {
+        let was_none = self.failures.last().is_some_and(|f| !f.kind.is_attempt());
+        let attempts = self.attempts.saturating_sub(u32::from(was_none));
+        let failures = self.failures.iter().cloned();
+        let Some(earlier) = earlier else {
+            return (attempts, all_failures(Vec::new(), failures));
+        };
+        if earlier.open || earlier.died_at == self.died_at {
+            let known = earlier.failures.clone();
+            let new = failures.filter(|failure| !known.contains(failure));
+            let all = all_failures(earlier.failures, new);
+            return (earlier.attempts.max(attempts), all);
+        }
+        let attempts = earlier.attempts.saturating_add(attempts);
+        (attempts, all_failures(earlier.failures, failures))
+    }
+}
+
+/// What a store knows of an earlier death of the same event in the same group.
+#[derive(Clone, Debug)]
+pub struct EarlierDeath {
+    /// All attempts.
+    pub attempts: u32,
+    /// All failures.
+    pub failures: Vec<Failure>,
+    /// When it died last.
+    pub died_at: Timestamp,
+    /// It was not sent back since.
+    pub open: bool,
+}
+
+/// For stores: the failed attempts of an event in a group, those of runs that are over first.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KeptFailures {
+    /// The failures, in order.
+    pub all: Vec<Failure>,
+    /// So many of them belong to runs that are over.
+    pub past: usize,
+}
+
+impl KeptFailures {
+    /// Adds a failure to the run under way; the same attempt again replaces its record.
+    pub fn record(&mut self, failure: Failure) {
+        let current = self.all.split_off(self.past.min(self.all.len()));
+        let others = current.into_iter().filter(|f| f.attempt != failure.attempt);
+        let mut current: Vec<Failure> = others.collect();
+        current.push(failure);
+        current.sort_by_key(|failure| failure.attempt);
+        self.all.append(&mut current);
+        let over = self.all.len().saturating_sub(MAX_FAILURES);
+        self.all.drain(..over);
+        self.past = self.past.saturating_sub(over);
+    }
+
+    /// Those of the run under way.
+    pub fn current(&self) -> &[Failure] {
+        &self.all[self.past.min(self.all.len())..]
+    }
+
+    /// The group is done with the event; what failed is kept.
+    pub fn end(&mut self) {
+        self.past = self.all.len();
+    }
+
+    /// The failures of the run under way are kept elsewhere.
+    pub fn forget_current(&mut self) {
+        self.all.truncate(self.past);
+    }
+}
+
+/// A payload stage waits this long for its event.
+pub const EARLY_STAGES: Duration = Duration::from_secs(14 * 24 * 3600);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Event, FailureKind};
+
+    fn failure(attempt: u32, at: i64) -> Failure {
+        let at = Timestamp::from_micros(at);
+        Failure::new(attempt, at, FailureKind::Error, format!("{attempt}"))
+    }
+
+    fn burial(attempts: u32, failures: Vec<Failure>, died_at: i64) -> Burial {
+        let event = Event::builder("a.b").payload("{}").build().unwrap();
+        let record = Recorded::new(event, Position::seq(1), Timestamp::EPOCH);
+        let died_at = Timestamp::from_micros(died_at);
+        let group = GroupName::unnamed();
+        Burial::new(Arc::new(record), group, attempts, failures, died_at)
+    }
+
+    // conformance: contract/store-burial-adds: A death after a retry adds up; the same run told again does not.
+    #[test]
+    fn only_a_death_after_a_retry_adds_up() {
+        let first = burial(2, vec![failure(1, 1), failure(2, 2)], 2);
+        let (attempts, failures) = first.with_earlier(None);
+        assert_eq!((attempts, failures.len()), (2, 2));
+        let earlier = |open| EarlierDeath {
+            attempts: 2,
+            failures: first.failures.clone(),
+            died_at: first.died_at,
+            open,
+        };
+        // Told again, at once or after the retry.
+        for open in [true, false] {
+            let (attempts, failures) = first.with_earlier(Some(earlier(open)));
+            assert_eq!((attempts, &failures), (2, &first.failures));
+        }
+        // Delivered again because the broker never heard of the death.
+        let mut again = first.failures.clone();
+        again.push(failure(3, 9));
+        let (attempts, failures) = burial(3, again.clone(), 9).with_earlier(Some(earlier(true)));
+        assert_eq!((attempts, failures), (3, again));
+        // Died again after a retry.
+        let next = burial(1, vec![failure(1, 9)], 9);
+        let (attempts, failures) = next.with_earlier(Some(earlier(false)));
+        assert_eq!((attempts, failures.len()), (3, 3));
+    }
+
+    #[test]
+    fn a_failure_that_was_no_attempt_is_not_counted() {
+        let at = Timestamp::from_micros(1);
+        let rejected = Failure::new(1, at, FailureKind::Rejected, "open");
+        assert_eq!(burial(1, vec![rejected], 1).with_earlier(None).0, 0);
+    }
+
+    // conformance: contract/store-failures-numbered: Failures come back in the order of their attempts, each once; those of a run that is over stay and belong to no next attempt.
+    #[test]
+    fn failures_are_in_order_and_belong_to_one_run() {
+        let mut kept = KeptFailures::default();
+        for (attempt, at) in [(2, 5), (1, 1), (2, 6)] {
+            kept.record(failure(attempt, at));
+        }
+        assert_eq!(kept.current(), [failure(1, 1), failure(2, 6)]);
+        kept.end();
+        assert!(kept.current().is_empty());
+        kept.record(failure(1, 9));
+        assert_eq!(kept.current(), [failure(1, 9)]);
+        assert_eq!(kept.all.len(), 3);
+        kept.forget_current();
+        assert_eq!(kept.all.len(), 2);
+        for attempt in 1..=300 {
+            kept.record(failure(attempt, 10));
+        }
+        assert_eq!((kept.all.len(), kept.past), (MAX_FAILURES, 0));
     }
 }

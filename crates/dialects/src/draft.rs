@@ -1,6 +1,8 @@
 //! What a document says about its event, before the event is built.
 
-use everbus_core::{Attributes, Event, EventBuilder, EventId, Result, Timestamp, TraceContext};
+use everbus_core::{
+    Attributes, Event, EventBuilder, EventId, GroupName, Result, Timestamp, TraceContext,
+};
 
 use crate::dialect::Dialect;
 use crate::fields::Fields;
@@ -89,6 +91,9 @@ impl Draft {
         );
         if let Some(entity) = a.entity {
             builder = builder.entity(entity.kind, entity.id);
+        }
+        if let Some(group) = a.address {
+            builder = builder.addressed_to(&group.parse::<GroupName>()?);
         }
         for (name, value) in a.metadata {
             builder = builder.meta(name, value);

@@ -3,7 +3,9 @@
 //! It carries everything an event has. What an engine adds (`seq`, `received_at`) is kept as unknown
 //! fields are.
 
-use everbus_core::{Attributes, Code, Entity, Event, EventId, Result, TraceContext};
+use everbus_core::{
+    Attributes, Code, Entity, Error, Event, EventId, GroupName, Result, TraceContext,
+};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -50,6 +52,16 @@ pub(crate) fn read(fields: &Fields<'_>, beside: &Beside<'_>) -> Result<Draft> {
     a.correlation_id = a.correlation_id.take().filter(|id| *id != own);
     a.entity = object::<Entity>(fields, "entity")?;
     a.trace = object::<TraceContext>(fields, "trace")?;
+    a.address = match fields.text("address")? {
+        // Empty for the unnamed group.
+        Some(group) => {
+            let group: GroupName = group
+                .parse()
+                .map_err(|e: Error| fields.bad("address", e.message()))?;
+            Some(group.as_str().to_owned())
+        }
+        None => None,
+    };
     a.expires_at = time::read(fields, "expires_at")?;
     a.metadata = object(fields, "metadata")?.unwrap_or_default();
     let reserved = |key: &&String| spelling::field(Dialect::Native, key).is_some();
@@ -78,6 +90,9 @@ pub(crate) fn write<'a>(event: &'a Event, fields: &mut Fields<'a>) {
     ];
     for (name, value) in texts {
         fields.push_text_if(name, value.as_deref());
+    }
+    if let Some(address) = &a.address {
+        fields.push_text("address", address);
     }
     push_object(fields, "entity", a.entity.as_ref());
     push_object(fields, "trace", a.trace.as_ref());

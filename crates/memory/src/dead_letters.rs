@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use everbus_core::dead_letters::{MAX_PAGE, check_replacement, id_taken, not_open};
 use everbus_core::{
-    Appended, BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
-    DeadLetterTally, DeadLetters, Event, EventId, GroupName, Held, LETTER_PURGED, PageRequest,
-    PurgeBasis, Purged, REPLACEMENT, Replaced, Result, Timestamp, all_failures,
+    Appended, BoxFuture, Burial, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
+    DeadLetterTally, DeadLetters, EarlierDeath, Event, EventId, GroupName, Held, LETTER_PURGED,
+    PageRequest, PurgeBasis, Purged, Recorded, Replaced, Result, Timestamp, all_failures,
 };
 
 use crate::broker::Memory;
@@ -65,11 +65,36 @@ impl Graveyard {
         &grave.letter
     }
 
+    /// Puts a dead letter that another process tells of.
+    pub(crate) fn put(&mut self, record: Arc<Recorded>, burial: &Burial) {
+        let key = (Reverse(record.seq()), burial.group.clone());
+        let earlier = self.graves.get(&key).map(|grave| EarlierDeath {
+            attempts: grave.letter.attempts,
+            failures: grave.letter.failures.clone(),
+            died_at: grave.letter.died_at,
+            open: grave.open,
+        });
+        let (attempts, failures) = burial.with_earlier(earlier);
+        let first = self.graves.get(&key).map(|g| g.letter.first_seen_at);
+        let letter = DeadLetter {
+            group: burial.group.clone(),
+            handler: failures.iter().rev().find_map(|f| f.handler.clone()),
+            attempts,
+            failures,
+            first_seen_at: first.unwrap_or(burial.died_at),
+            died_at: burial.died_at,
+            retried_at: None,
+            replaced_by: self.graves.get(&key).and_then(|g| g.letter.replaced_by),
+            event: record,
+        };
+        self.graves.insert(key, Grave { letter, open: true });
+    }
+
     pub(crate) fn get(&self, position: u64, group: &GroupName) -> Option<&Grave> {
         self.graves.get(&(Reverse(position), group.clone()))
     }
 
-    fn get_mut(&mut self, position: u64, group: &GroupName) -> Option<&mut Grave> {
+    pub(crate) fn get_mut(&mut self, position: u64, group: &GroupName) -> Option<&mut Grave> {
         self.graves.get_mut(&(Reverse(position), group.clone()))
     }
 
@@ -219,6 +244,7 @@ impl Memory {
             return Err(not_open(key));
         };
         check_replacement(&grave.letter.event.event, &corrected)?;
+        let corrected = corrected.addressed_to(&key.group);
         let (id, event_type) = (corrected.id(), corrected.type_arc().clone());
         if state.records.find(id, corrected.tenant()).is_some() {
             return Err(id_taken(&corrected));
@@ -230,13 +256,12 @@ impl Memory {
         ) else {
             return Err(not_open(key));
         };
-        for group in state.groups.values_mut() {
-            match (group.name == key.group, group.wants(&event_type)) {
-                // It comes in its turn.
-                (true, true) | (false, false) => {}
-                (true, false) => group.add_waiting(record.clone(), now),
-                (false, true) => group.skip(appended.seq(), REPLACEMENT),
-            }
+        let number = state.names.get(&key.group);
+        if let Some(group) = number.and_then(|number| state.groups.get_mut(number))
+            && !group.wants(&event_type)
+        {
+            // The group has other patterns by now, and would pass it by.
+            group.add_waiting(record, now);
         }
         if let Some(grave) = state.dead.get_mut(key.position.place(), &key.group) {
             grave.open = false;

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use everbus_core::{
-    ConsumeOptions, Failure, FailureKind, GroupName, Lease, Pattern, Progress, Recorded,
+    ConsumeOptions, Event, Failure, FailureKind, GroupName, Lease, Pattern, Progress, Recorded,
     SubscriptionInfo, Timestamp,
 };
 
@@ -129,6 +129,11 @@ impl Group {
             .any(|s| s.pattern.matches(event_type))
     }
 
+    /// Whether a subscription wants the event, and it is not addressed to another group.
+    pub(crate) fn is_due(&self, event: &Event) -> bool {
+        event.is_for(&self.name) && self.wants(event.event_type())
+    }
+
     /// Sends every row that was set aside for want of a handler to be looked at again.
     pub(crate) fn handlers_changed(&mut self) {
         let again = std::mem::take(&mut self.unhandled);
@@ -210,7 +215,7 @@ impl Group {
         taken: &mut Vec<u64>,
     ) {
         let position = record.seq();
-        if self.dropped.remove(&position) || !self.wants(record.event.event_type()) {
+        if self.dropped.remove(&position) || !self.is_due(&record.event) {
             self.advance_to(position);
             return;
         }
@@ -249,7 +254,7 @@ impl Group {
     }
 
     /// Skips everything up to a position.
-    fn advance_to(&mut self, position: u64) {
+    pub(crate) fn advance_to(&mut self, position: u64) {
         if position > self.position {
             self.done.complete_range(self.position + 1, position);
             self.position = position;

@@ -30,6 +30,7 @@ mod outcomes;
 mod payloads;
 mod records;
 mod state;
+mod store;
 mod streams;
 
 use std::sync::Arc;
@@ -64,6 +65,7 @@ pub fn open(options: Options) -> Engine {
         redeliver: Some(memory.clone()),
         depth: Some(memory.clone()),
         dead_letters: Some(memory.clone()),
+        store: Some(memory.clone()),
         maintenance: Some(memory.clone()),
         inbox: Some(memory.clone()),
         payloads: Some(memory.clone()),

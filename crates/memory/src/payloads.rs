@@ -15,6 +15,10 @@ use crate::state::State;
 pub(crate) struct Stages(BTreeMap<u64, Vec<StoredStage>>);
 
 impl Stages {
+    pub(crate) fn add(&mut self, position: u64, stage: StoredStage) {
+        self.0.entry(position).or_default().push(stage);
+    }
+
     /// The event is gone.
     pub(crate) fn forget(&mut self, position: u64) {
         self.0.remove(&position);
@@ -22,12 +26,12 @@ impl Stages {
 }
 
 impl State {
-    fn position_of(&self, event: &EventKey) -> Option<u64> {
+    pub(crate) fn position_of(&self, event: &EventKey) -> Option<u64> {
         let record = self.records.find(event.id, event.tenant.as_deref())?;
         Some(record.seq())
     }
 
-    fn store_stage(&mut self, event: &EventKey, stage: StoredStage) -> Result<()> {
+    pub(crate) fn store_stage(&mut self, event: &EventKey, stage: StoredStage) -> Result<()> {
         let Some(position) = self.position_of(event) else {
             return Err(
                 Error::new(Code::NotFound, format!("there is no event {}", event.id)).hint(
@@ -35,14 +39,17 @@ impl State {
                 ),
             );
         };
-        self.stages.0.entry(position).or_default().push(stage);
+        self.stages.add(position, stage);
         Ok(())
     }
 
     fn stages_of(&self, event: &EventKey, stage: Option<&Stage>) -> Vec<StoredStage> {
         let position = self.position_of(event);
         let stages = position.and_then(|position| self.stages.0.get(&position));
-        let wanted = stages.into_iter().flatten();
+        // Those that wait for their event, too.
+        let early = self.early.iter().filter(|(to, _)| to == event);
+        let early = early.map(|(_, stage)| stage);
+        let wanted = stages.into_iter().flatten().chain(early);
         let mut found: Vec<StoredStage> = wanted
             .filter(|stored| stage.is_none_or(|stage| stored.info.stage == *stage))
             .cloned()

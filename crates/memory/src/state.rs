@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use everbus_core::{
-    Appended, ClockRecord, Code, Cursor, DutyRecord, Error, Event, EventId, EventState,
+    ADDRESSED, Appended, ClockRecord, Code, Cursor, DutyRecord, Error, Event, EventId, EventState,
     FailureKind, GroupName, GroupSpec, GroupState, Lease, Pattern, Position, Recorded, Redelivery,
     Result, SettledOutcome, Settlement, StartFrom, SubscriptionInfo, Timestamp, Verdict,
     dead_letter_notice,
@@ -20,6 +20,7 @@ use crate::orphans::Left;
 use crate::outcomes;
 use crate::payloads::Stages;
 use crate::records::{LeaseParts as _, Records, Seq as _};
+use crate::store::{Early, Failed};
 
 #[derive(Debug)]
 pub(crate) struct State {
@@ -31,6 +32,9 @@ pub(crate) struct State {
     pub(crate) dead: Graveyard,
     pub(crate) inbox: Handled,
     pub(crate) stages: Stages,
+    /// What a runtime told of events that another broker moves.
+    pub(crate) failed: Failed,
+    pub(crate) early: Early,
     pub(crate) orphans: Left,
     pub(crate) checkpoints: Saved,
     pub(crate) audit: Trail,
@@ -54,6 +58,8 @@ impl State {
             dead: Graveyard::default(),
             inbox: Handled::default(),
             stages: Stages::default(),
+            failed: Failed::new(),
+            early: Early::new(),
             orphans: Left::default(),
             checkpoints: Saved::new(),
             audit: Trail::default(),
@@ -175,6 +181,7 @@ impl State {
         self.groups.remove(&number);
         self.dead.remove_group(name);
         self.inbox.remove_group(number);
+        self.failed.retain(|(group, _), _| *group != number);
         Ok(())
     }
 
@@ -391,7 +398,7 @@ impl State {
         let position = record.seq();
         let states = self.names.values().filter_map(|number| {
             let group = self.groups.get(number)?;
-            let state = self.state_in(group, record);
+            let mut state = self.state_in(group, record);
             let (mut attempts, mut failures, mut due_at) = (0, Vec::new(), None);
             if let Some(row) = group.rows.get(&position) {
                 attempts = row.attempts;
@@ -407,6 +414,7 @@ impl State {
             }
             let skipped = group.skipped.get(&position);
             let skipped = skipped.filter(|_| state == EventState::Done);
+            let elsewhere = state == EventState::Done && !record.event.is_for(&group.name);
             let mut ended = None;
             if state == EventState::Done {
                 let dead = self.dead.get(position, &group.name);
@@ -414,13 +422,28 @@ impl State {
                 (attempts, failures) = outcomes::all(dead.map(|dead| &dead.letter), outcome);
                 ended = outcome.map(|outcome| outcome.ended.clone());
             }
+            if state == EventState::Done
+                && let Some(kept) = self.failed.get(&(*number, position))
+                && let Some(last) = kept.all.last()
+            {
+                failures.clone_from(&kept.all);
+                attempts = last.attempt;
+                if !kept.current().is_empty() {
+                    state = EventState::Processing;
+                } else if skipped.is_none() {
+                    // It was handled by the attempt after the last that failed.
+                    attempts = attempts.saturating_add(1);
+                }
+            }
             Some(GroupState {
                 group: group.name.clone(),
                 state,
                 attempts,
                 failures,
                 due_at,
-                skipped: skipped.map(ToString::to_string),
+                skipped: skipped
+                    .map(ToString::to_string)
+                    .or_else(|| elsewhere.then(|| ADDRESSED.to_owned())),
                 ended,
             })
         });
@@ -435,6 +458,7 @@ impl State {
         self.records.remove(position);
         self.dead.forget(position);
         self.stages.forget(position);
+        self.failed.retain(|(_, event), _| *event != position);
         for group in self.groups.values_mut() {
             group.skipped.remove(&position);
             group.outcomes.remove(&position);

@@ -10,10 +10,10 @@ use crate::group::{Group, RowState};
 use crate::records::{Records, Seq as _};
 
 impl Group {
-    /// Whether a subscription wants an event that the group has not reached, and it was not dropped.
+    /// Whether the group has yet to reach an event that is for it, and it was not dropped.
     pub(crate) fn awaits(&self, record: &Recorded) -> bool {
         record.seq() > self.position
-            && self.wants(record.event.event_type())
+            && self.is_due(&record.event)
             && !self.dropped.contains(&record.seq())
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use everbus_core::{Appended, Code, Error, Event, Position, Recorded, Result, Timestamp};
+use everbus_core::{Appended, Code, Error, Event, EventKey, Position, Recorded, Result, Timestamp};
 use rusqlite::{CachedStatement, Connection, OptionalExtension, params};
 
 use crate::errors::from_sqlite;
@@ -69,6 +69,35 @@ impl<'c> Appender<'c> {
             }
         }
         Ok(answers)
+    }
+
+    /// Appends an event that another engine received; one whose id is taken stays as it is. Returns where
+    /// it is.
+    pub(crate) fn ingest(
+        &mut self,
+        state: &mut State,
+        record: &Recorded,
+        now: Timestamp,
+    ) -> Result<u64> {
+        self.received_at = micros(record.received_at.min(now)).max(state.last_received);
+        match self.one(state, record.event.clone()) {
+            Ok(answer) => {
+                if let Some(overflow) = record.event.overflow().filter(|_| !answer.duplicate) {
+                    crate::orphans::born(self.conn, overflow)?;
+                }
+                Ok(answer.position.place())
+            }
+            Err(e) if e.code() == Code::IdReused => {
+                let event = crate::payloads::seq_of(self.conn, &EventKey::of(&record.event))?;
+                tracing::warn!(
+                    target: "everbus::sqlite",
+                    event_id = %record.event.id(),
+                    "an event with this id and another body is kept already"
+                );
+                event.ok_or(e)
+            }
+            Err(e) => Err(e),
+        }
     }
 
     fn one(&mut self, state: &mut State, event: Event) -> Result<Appended> {

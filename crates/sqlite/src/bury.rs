@@ -1,5 +1,7 @@
 //! Writing a dead letter, and telling of it: one step.
 
+use std::sync::Arc;
+
 use everbus_core::{
     Code, Error, Failure, Recorded, Result, Timestamp, all_failures, dead_letter_notice, given_up,
 };
@@ -33,10 +35,27 @@ impl Writer {
             self.watches.touch(seq);
             return self.write_outcome(group, seq, attempts, failures.to_vec(), None);
         }
-        let before = self.failures_before(group, seq)?;
-        let all = all_failures(before, failures.iter().cloned());
+        let (before, earlier) = self.death_before(group, seq)?;
+        let all = all_failures(earlier, failures.iter().cloned());
+        let attempts = before.saturating_add(attempts);
+        let record = self.put_dead_letter(group, seq, type_id, attempts, &all, died_at)?;
+        self.tell(group, &record, attempts, all.last(), died_at)?;
+        failpoint::hit("after-dead-letter");
+        Ok(())
+    }
+
+    /// Opens a dead letter, or opens it again, with all its attempts and failures. The first time stays.
+    pub(crate) fn put_dead_letter(
+        &mut self,
+        group: i64,
+        seq: u64,
+        type_id: i64,
+        attempts: u32,
+        all: &[Failure],
+        died_at: Timestamp,
+    ) -> Result<Arc<Recorded>> {
         let handler = all.iter().rev().find_map(|f| f.handler.as_deref());
-        let failures_json = serde_json::to_string(&all)
+        let failures_json = serde_json::to_string(all)
             .map_err(|e| Error::new(Code::Internal, format!("failures cannot be stored: {e}")))?;
         let record = record_at(&self.conn, seq, &mut self.state.type_names)?.ok_or_else(|| {
             Error::of_file(
@@ -44,50 +63,50 @@ impl Writer {
                 format!("event {seq} was delivered but is not in the log"),
             )
         })?;
-        let all_attempts: u32 = self
-            .conn
+        self.conn
             .prepare_cached(
                 "INSERT INTO dead_letters
                    (seq, group_id, type, attempts, failures, handler, first_seen_at, died_at,
                     event_id, binary)
                  VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7, ?8, ?9)
                  ON CONFLICT (seq, group_id) DO UPDATE SET
-                   attempts = attempts + excluded.attempts, failures = excluded.failures,
-                   handler = excluded.handler, died_at = excluded.died_at, retried_at = NULL
-                 RETURNING attempts",
+                   attempts = excluded.attempts, failures = excluded.failures,
+                   handler = excluded.handler, died_at = excluded.died_at, retried_at = NULL",
             )
             .and_then(|mut s| {
-                s.query_row(
-                    params![
-                        to_sql(seq),
-                        group,
-                        type_id,
-                        attempts,
-                        failures_json,
-                        handler,
-                        micros(died_at),
-                        record.event.id().to_string(),
-                        !is_text(record.event.payload()),
-                    ],
-                    |row| row.get(0),
-                )
+                s.execute(params![
+                    to_sql(seq),
+                    group,
+                    type_id,
+                    attempts,
+                    failures_json,
+                    handler,
+                    micros(died_at),
+                    record.event.id().to_string(),
+                    !is_text(record.event.payload()),
+                ])
             })
             .map_err(|e| from_sqlite("writing a dead letter", e))?;
-        self.tell(group, &record, all_attempts, all.last(), died_at)?;
         self.watches.touch(seq);
-        failpoint::hit("after-dead-letter");
-        Ok(())
+        Ok(record)
     }
 
-    /// The failures of an earlier death of the same event in the same group.
-    fn failures_before(&self, group: i64, seq: u64) -> Result<Vec<Failure>> {
-        let before: Option<String> = self
+    /// The attempts and failures of an earlier death of the same event in the same group.
+    fn death_before(&self, group: i64, seq: u64) -> Result<(u32, Vec<Failure>)> {
+        let before: Option<(u32, String)> = self
             .conn
-            .prepare_cached("SELECT failures FROM dead_letters WHERE seq = ?1 AND group_id = ?2")
-            .and_then(|mut s| s.query_row((to_sql(seq), group), |r| r.get(0)).optional())
+            .prepare_cached(
+                "SELECT attempts, failures FROM dead_letters WHERE seq = ?1 AND group_id = ?2",
+            )
+            .and_then(|mut s| {
+                s.query_row((to_sql(seq), group), |r| Ok((r.get(0)?, r.get(1)?)))
+                    .optional()
+            })
             .map_err(|e| from_sqlite("reading a dead letter", e))?;
+        let (attempts, failures) = before.unwrap_or_default();
         // What is damaged must not keep the new ones from being written.
-        Ok(read_failures(before.as_deref()).unwrap_or_default())
+        let failures = read_failures(Some(&failures)).unwrap_or_default();
+        Ok((attempts, failures))
     }
 
     /// Appends the event that tells of a dead letter. It is claimed and handed out like any other.

@@ -71,7 +71,8 @@ impl Writer {
             let mut wanted = Vec::with_capacity(self.state.appended.len().min(room));
             let (mut searched, mut bytes) = (first - 1, 0);
             for (type_id, record) in &self.state.appended {
-                let wants = group.wants(*type_id, record.event.event_type());
+                let wants = record.event.is_for(&group.name)
+                    && group.wants(*type_id, record.event.event_type());
                 if wants && !passed_by.contains(&record.seq()) {
                     if wanted.len() == room || bytes > room_in_bytes {
                         break;

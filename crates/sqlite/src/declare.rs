@@ -246,6 +246,7 @@ impl Writer {
             "dead_letters",
             "skips",
             "outcomes",
+            "everbus_failures",
         ] {
             self.conn
                 .execute(&format!("DELETE FROM {table} WHERE group_id = ?1"), [id])

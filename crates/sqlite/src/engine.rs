@@ -248,6 +248,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         redeliver: Some(engine.clone()),
         depth: Some(engine.clone()),
         dead_letters: Some(engine.clone()),
+        store: Some(engine.clone()),
         maintenance: Some(engine.clone()),
         inbox: Some(engine.clone()),
         payloads: Some(engine.clone()),

@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
-use everbus_core::{Code, Error, Pattern, Result};
+use everbus_core::{Code, Error, GroupName, Pattern, Result};
 
 use crate::claims::Typed;
 use crate::errors::from_sqlite;
@@ -16,6 +16,8 @@ use crate::rows::{RECORD, read_record, seq_from, to_sql};
 /// What to read for whom.
 pub(crate) struct Feed {
     pub(crate) session: u64,
+    /// What is addressed to other groups is left out.
+    pub(crate) group: GroupName,
     pub(crate) after: u64,
     pub(crate) upto: u64,
     pub(crate) patterns: Vec<Pattern>,
@@ -87,6 +89,7 @@ fn serve(reader: &mut Reader, feed: Feed) -> Fed {
             reader,
             (feed.after, feed.upto),
             &feed.patterns,
+            Some(&feed.group),
             feed.without_drops_of,
             (feed.limit, feed.bytes),
         )
@@ -104,12 +107,13 @@ fn serve(reader: &mut Reader, feed: Feed) -> Fed {
     }
 }
 
-/// Events after a position that match, oldest first, and how far the log was searched. Reading stops
-/// at so many events or bytes.
+/// Events after a position that match, oldest first, and how far the log was searched. For a group, what
+/// is addressed to others is left out. Reading stops at so many events or bytes.
 pub(crate) fn read_matching(
     reader: &mut Reader,
     (after, upto): (u64, u64),
     patterns: &[Pattern],
+    group: Option<&GroupName>,
     without_drops_of: Option<i64>,
     (limit, limit_in_bytes): (usize, u64),
 ) -> Result<(Vec<Typed>, u64)> {
@@ -148,10 +152,10 @@ pub(crate) fn read_matching(
         }
         let type_id: i64 = row.get(2).map_err(doing)?;
         let record = read_record(conn, row, types)?;
-        if !patterns
+        let matches = patterns
             .iter()
-            .any(|p| p.matches(record.event.event_type()))
-        {
+            .any(|p| p.matches(record.event.event_type()));
+        if !matches || group.is_some_and(|group| !record.event.is_for(group)) {
             continue;
         }
         bytes += record.event.payload().len() as u64;

@@ -56,6 +56,7 @@ mod session;
 mod settle;
 mod space;
 mod state;
+mod store;
 mod streams;
 mod suspects;
 mod watch;

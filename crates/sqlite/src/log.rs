@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use everbus_core::{
-    BoxFuture, Code, Cursor, Error, EventId, EventState, Failure, FailureKind, GroupName,
-    GroupState, Log, Lookup, Pattern, Position, Progress, Recorded, Result, Shard, StartFrom,
-    Timestamp,
+    ADDRESSED, BoxFuture, Code, Cursor, Error, EventId, EventState, Failure, FailureKind,
+    GroupName, GroupState, Log, Lookup, Pattern, Position, Progress, Recorded, Result, Shard,
+    StartFrom, Timestamp,
 };
 use rusqlite::{OptionalExtension, params};
 
@@ -18,6 +18,7 @@ use crate::outcomes;
 use crate::readers::Reader;
 use crate::rows::{RECORD, Seq as _, read_failures, read_record, record_at, seq_from, to_sql};
 use crate::state::{LEASED, WAITING, patterns_of};
+use crate::store::kept_failures;
 
 impl Log for SqliteEngine {
     fn head(&self) -> BoxFuture<'_, Result<Cursor>> {
@@ -37,6 +38,7 @@ impl Log for SqliteEngine {
                 reader,
                 (after, head),
                 &patterns,
+                None,
                 None,
                 (limit.max(1), 16 << 20),
             )?;
@@ -238,10 +240,12 @@ fn state_in(
             return Ok(state);
         }
     }
+    let is_for = record.event.is_for(&state.group);
     let wanted = || -> Result<bool> {
-        Ok(patterns_of(&reader.conn, id)?
-            .iter()
-            .any(|p| p.matches(record.event.event_type())))
+        Ok(is_for
+            && patterns_of(&reader.conn, id)?
+                .iter()
+                .any(|p| p.matches(record.event.event_type())))
     };
     state.skipped = reader
         .conn
@@ -250,8 +254,22 @@ fn state_in(
         .map_err(doing)?;
     if record.seq() > cursor && state.skipped.is_none() && wanted()? {
         state.state = EventState::Pending;
-    } else {
-        outcomes::read_into(&reader.conn, seq, id, &mut state)?;
+        return Ok(state);
+    }
+    outcomes::read_into(&reader.conn, seq, id, &mut state)?;
+    if !is_for && state.skipped.is_none() {
+        state.skipped = Some(ADDRESSED.to_owned());
+    }
+    // What a runtime told of an event that another broker moves.
+    let kept = kept_failures(&reader.conn, id, record.seq())?;
+    if !kept.current().is_empty() {
+        state.state = EventState::Processing;
+    }
+    if let Some(last) = kept.all.last() {
+        // If the group is done with it, an attempt came after the last that failed.
+        let done = state.state == EventState::Done && state.skipped.is_none();
+        state.attempts = last.attempt.saturating_add(u32::from(done));
+        state.failures = kept.all;
     }
     Ok(state)
 }

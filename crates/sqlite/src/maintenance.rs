@@ -310,7 +310,8 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
             "what belongs to an event goes with it",
             "SELECT (SELECT count(*) FROM event_payloads WHERE seq NOT IN (SELECT seq FROM log))
                   + (SELECT count(*) FROM expirations WHERE seq NOT IN (SELECT seq FROM log))
-                  + (SELECT count(*) FROM outcomes WHERE seq NOT IN (SELECT seq FROM log))",
+                  + (SELECT count(*) FROM outcomes WHERE seq NOT IN (SELECT seq FROM log))
+                  + (SELECT count(*) FROM everbus_failures WHERE seq NOT IN (SELECT seq FROM log))",
         ),
         (
             "no event is both waiting and dead",

@@ -8,7 +8,7 @@ use everbus_core::{
     BoxFuture, Code, Error, EventId, EventKey, Payloads, Result, Stage, StageInfo, StoredStage,
     Timestamp,
 };
-use rusqlite::{OptionalExtension, Row, params};
+use rusqlite::{Connection, OptionalExtension, Row, params};
 
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
@@ -25,18 +25,25 @@ const SEQ_OF: &str = "SELECT seq FROM log WHERE id = ?1
 const INFO: &str = "p.stage, p.timestamp, p.payload_size_original, p.payload_size_compressed,
     p.status_code, p.error_details, p.contains_media, p.contains_base64";
 
+/// Where an event is in the log, if it is there.
+pub(crate) fn seq_of(conn: &Connection, event: &EventKey) -> Result<Option<u64>> {
+    conn.prepare_cached(SEQ_OF)
+        .and_then(|mut s| {
+            s.query_row(params![event.id.as_bytes(), event.tenant], |r| r.get(0))
+                .optional()
+        })
+        .map(|seq| seq.map(seq_from))
+        .map_err(|e| from_sqlite("looking for an event", e))
+}
+
 impl Writer {
-    fn store_stage(&mut self, event: &EventKey, stage: &StoredStage) -> Result<()> {
+    pub(crate) fn seq_of(&self, event: &EventKey) -> Result<Option<u64>> {
+        seq_of(&self.conn, event)
+    }
+
+    pub(crate) fn store_stage(&mut self, event: &EventKey, stage: &StoredStage) -> Result<()> {
         let doing = |e| from_sqlite("storing a payload stage", e);
-        let seq: Option<i64> = self
-            .conn
-            .prepare_cached(SEQ_OF)
-            .and_then(|mut s| {
-                s.query_row(params![event.id.as_bytes(), event.tenant], |r| r.get(0))
-                    .optional()
-            })
-            .map_err(doing)?;
-        let seq = seq.ok_or_else(|| no_event(event))?;
+        let seq = self.seq_of(event)?.ok_or_else(|| no_event(event))?;
         let info = &stage.info;
         self.conn
             .prepare_cached(
@@ -58,7 +65,7 @@ impl Writer {
                     info.error_details,
                     info.contains_media,
                     info.contains_base64,
-                    seq,
+                    to_sql(seq),
                 ])
             })
             .map(drop)
@@ -94,8 +101,13 @@ impl Payloads for SqliteEngine {
 fn stages(reader: &Reader, event: &EventKey, stage: Option<&Stage>) -> Result<Vec<StoredStage>> {
     let doing = |e| from_sqlite("reading payload stages", e);
     let sql = format!(
-        "SELECT {INFO}, p.payload_compressed FROM event_payloads p
-         WHERE p.seq = ({SEQ_OF}) AND (?3 IS NULL OR p.stage = ?3) ORDER BY p.timestamp, p.id"
+        "SELECT {INFO}, p.payload_compressed, p.id FROM event_payloads p
+         WHERE p.seq = ({SEQ_OF}) AND (?3 IS NULL OR p.stage = ?3)
+         UNION ALL
+         -- Those that wait for their event.
+         SELECT {INFO}, p.payload_compressed, p.id FROM everbus_early_payloads p
+         WHERE p.event = ?1 AND p.tenant = coalesce(?2, '') AND (?3 IS NULL OR p.stage = ?3)
+         ORDER BY 2, 10"
     );
     let mut statement = reader.conn.prepare_cached(&sql).map_err(doing)?;
     let stage = stage.map(Stage::as_str);

@@ -1,10 +1,10 @@
 //! Sending a corrected event in place of a dead letter, to the one group that failed.
 //!
-//! The corrected event is an event like any other, at the end of the log; the group comes to it in its
-//! turn. The other groups get a row in `skips` before they reach it, as for what a full stream drops.
+//! The corrected event is addressed to that group and stands at the end of the log; the group comes to it in
+//! its turn, and the others pass it by.
 
 use everbus_core::dead_letters::{check_replacement, id_taken, not_open};
-use everbus_core::{Appended, Code, DeadLetterKey, Event, REPLACEMENT, Result};
+use everbus_core::{Appended, Code, DeadLetterKey, Event, Result};
 use rusqlite::{OptionalExtension, params};
 
 use crate::append::Appender;
@@ -42,6 +42,7 @@ impl Writer {
         if let Err(refused) = check_replacement(&original.event, &corrected) {
             return Ok(Err(refused));
         }
+        let corrected = corrected.addressed_to(&key.group);
         let (id, event_type) = (corrected.id(), corrected.type_arc().clone());
         let taken = id_taken(&corrected);
         let now = self.clock.now();
@@ -57,20 +58,9 @@ impl Writer {
             return Ok(Err(taken));
         };
         let type_id = self.state.intern_type(&self.conn, &event_type)?;
-        let groups = self.state.groups.iter_mut();
-        let wanting: Vec<(i64, bool)> = groups
-            .map(|(id, group)| (*id, group.wants(type_id, &event_type)))
-            .collect();
-        for (other, wants) in wanting {
-            match (other == group, wants) {
-                // It comes in its turn.
-                (true, true) | (false, false) => {}
-                // The group has other patterns by now, and passes it by.
-                (true, false) => {
-                    self.insert_waiting(group, appended.position.place(), 0, now, &[])?;
-                }
-                (false, true) => self.skip_ahead(other, appended.position.place(), REPLACEMENT)?,
-            }
+        if !self.state.group_mut(group)?.wants(type_id, &event_type) {
+            // The group has other patterns by now, and would pass it by.
+            self.insert_waiting(group, appended.position.place(), 0, now, &[])?;
         }
         self.conn
             .prepare_cached(

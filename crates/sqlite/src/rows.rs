@@ -16,6 +16,11 @@ use crate::errors::from_sqlite;
 /// The columns that [`read_record`] expects, in its order.
 pub(crate) const RECORD: &str = "log.seq, log.id, log.type, log.version, log.occurred_at, log.received_at, log.attrs, log.payload";
 
+/// The group that an event is addressed to, NULL for none. Most events have no attributes, and of the others
+/// hardly any needs to be parsed.
+pub(crate) const ADDRESS: &str =
+    "iif(instr(log.attrs, '\"address\":') > 0, log.attrs ->> '$.address', NULL)";
+
 /// The oldest and the newest position. Two searches: asked for as one, SQLite reads all of the log.
 pub(crate) const ENDS: &str = "SELECT (SELECT min(seq) FROM log), (SELECT max(seq) FROM log)";
 

@@ -13,7 +13,7 @@ use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::log::head;
 use crate::readers::Reader;
-use crate::rows::{seq_from, to_sql};
+use crate::rows::{ADDRESS, seq_from, to_sql};
 use crate::state::{LEASED, patterns_of};
 use crate::writer::Writer;
 
@@ -29,6 +29,7 @@ const PASSED: i64 = 500;
 /// How much of a stream one group owes.
 struct Tally {
     group: i64,
+    name: String,
     cursor: u64,
     /// The types of the stream that the group wants.
     wanted: HashSet<i64>,
@@ -110,26 +111,27 @@ impl Count {
     /// Counts what rows and claims say; what lies beyond the cursors comes after.
     fn begin(reader: &Reader, stream: &Pattern, limit: u64, list_waiting: bool) -> Result<Self> {
         let types = matching_types(reader, stream)?;
-        let groups: Vec<(i64, i64, Option<i64>)> = reader
+        let groups: Vec<(i64, i64, Option<i64>, String)> = reader
             .conn
             .prepare_cached(
-                "SELECT id, cursor, (SELECT max(seq) FROM skips WHERE group_id = groups.id)
+                "SELECT id, cursor, (SELECT max(seq) FROM skips WHERE group_id = groups.id), name
                  FROM groups WHERE owner IS NULL",
             )
             .and_then(|mut s| {
-                s.query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?)))?
+                s.query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?)))?
                     .collect()
             })
             .map_err(|e| from_sqlite("reading the groups", e))?;
         let all: HashSet<i64> = types.iter().map(|(id, _)| *id).collect();
         let mut tallies = Vec::with_capacity(groups.len());
-        for (group, cursor, last_skip) in groups {
+        for (group, cursor, last_skip, name) in groups {
             let patterns = patterns_of(&reader.conn, group)?;
             let wanted = types
                 .iter()
                 .filter(|(_, name)| patterns.iter().any(|p| p.matches(name)));
             let mut tally = Tally {
                 group,
+                name,
                 cursor: seq_from(cursor),
                 wanted: wanted.map(|(id, _)| *id).collect(),
                 has_drops: last_skip.is_some_and(|seq| seq > cursor),
@@ -171,7 +173,9 @@ impl Count {
         }
         let mut statement = reader
             .conn
-            .prepare_cached("SELECT seq, type FROM log WHERE seq > ?1 AND seq <= ?2 ORDER BY seq")
+            .prepare_cached(&format!(
+                "SELECT seq, type, {ADDRESS} FROM log WHERE seq > ?1 AND seq <= ?2 ORDER BY seq"
+            ))
             .map_err(doing)?;
         let mut rows = statement
             .query((to_sql(self.searched), to_sql(upto)))
@@ -180,8 +184,13 @@ impl Count {
         while let Some(row) = rows.next().map_err(doing)? {
             let seq = seq_from(row.get(0).map_err(doing)?);
             let type_id: i64 = row.get(1).map_err(doing)?;
+            let address: Option<String> = row.get(2).map_err(doing)?;
             for (tally, dropped) in self.tallies.iter_mut().zip(&dropped) {
-                if seq > tally.cursor && tally.wanted.contains(&type_id) && !dropped.contains(&seq)
+                let is_for = address.as_ref().is_none_or(|to| *to == tally.name);
+                if is_for
+                    && seq > tally.cursor
+                    && tally.wanted.contains(&type_id)
+                    && !dropped.contains(&seq)
                 {
                     tally.add(seq, self.list_waiting);
                     if tally.owed >= self.limit {
@@ -390,19 +399,24 @@ impl Writer {
     fn pass_dropped(&mut self, group_id: i64) -> Result<()> {
         let doing = |e| from_sqlite("passing what was dropped", e);
         let cursor = self.state.group_mut(group_id)?.cursor;
-        let next: Vec<(i64, i64)> = self
+        let next: Vec<(i64, i64, Option<String>)> = self
             .conn
-            .prepare_cached("SELECT seq, type FROM log WHERE seq > ?1 ORDER BY seq LIMIT ?2")
+            .prepare_cached(&format!(
+                "SELECT seq, type, {ADDRESS} FROM log WHERE seq > ?1 ORDER BY seq LIMIT ?2"
+            ))
             .and_then(|mut s| {
-                s.query_map((to_sql(cursor), PASSED), |r| Ok((r.get(0)?, r.get(1)?)))?
-                    .collect()
+                s.query_map((to_sql(cursor), PASSED), |r| {
+                    Ok((r.get(0)?, r.get(1)?, r.get(2)?))
+                })?
+                .collect()
             })
             .map_err(doing)?;
-        for (seq, type_id) in next {
+        for (seq, type_id, address) in next {
             let name = self.state.type_names.get(&self.conn, type_id)?;
             let seq = seq_from(seq);
             let group = self.state.group_mut(group_id)?;
-            if group.wants(type_id, &name) && !self.was_dropped(group_id, seq)? {
+            let is_for = address.is_none_or(|to| to == group.name.as_str());
+            if is_for && group.wants(type_id, &name) && !self.was_dropped(group_id, seq)? {
                 break;
             }
             self.state.group_mut(group_id)?.cursor = seq;

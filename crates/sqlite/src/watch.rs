@@ -7,7 +7,7 @@ use rusqlite::{OptionalExtension, params};
 
 use crate::errors::from_sqlite;
 use crate::queue::Reply;
-use crate::rows::{seq_from, to_sql};
+use crate::rows::{ADDRESS, seq_from, to_sql};
 use crate::writer::Writer;
 
 /// Waiters by position.
@@ -91,12 +91,15 @@ impl Writer {
     /// How a position was settled; `None` while some group still owes work on it.
     fn outcome(&mut self, position: u64) -> Result<Option<Result<SettledOutcome>>> {
         let doing = |e| from_sqlite("looking whether an event is settled", e);
-        let type_id: Option<i64> = self
+        let found: Option<(i64, Option<String>)> = self
             .conn
-            .prepare_cached("SELECT type FROM log WHERE seq = ?1")
-            .and_then(|mut s| s.query_row([to_sql(position)], |r| r.get(0)).optional())
+            .prepare_cached(&format!("SELECT type, {ADDRESS} FROM log WHERE seq = ?1"))
+            .and_then(|mut s| {
+                s.query_row([to_sql(position)], |r| Ok((r.get(0)?, r.get(1)?)))
+                    .optional()
+            })
             .map_err(doing)?;
-        let Some(type_id) = type_id else {
+        let Some((type_id, address)) = found else {
             let error = Error::new(Code::NotFound, format!("there is no event at {position}"));
             return Ok(Some(Err(error)));
         };
@@ -111,7 +114,10 @@ impl Writer {
             if foreign || group.declared_at >= position {
                 continue;
             }
-            let to_come = group.cursor < position && group.wants(type_id, &name);
+            let is_for = address
+                .as_deref()
+                .is_none_or(|to| to == group.name.as_str());
+            let to_come = is_for && group.cursor < position && group.wants(type_id, &name);
             let group_name = group.name.clone();
             let to_come = to_come && !self.was_dropped(id, position)?;
             if to_come || self.is_claimed(id, position)? || self.has_row(id, position)? {

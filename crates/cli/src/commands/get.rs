@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus::overflow::{self, Objects};
-use everbus_core::{Engine, GroupState, Overflow, Recorded};
+use everbus_core::{Engine, GroupName, GroupState, Overflow, Recorded};
 use serde::Serialize;
 
 use super::payloads::Shown;
@@ -144,6 +144,10 @@ pub(super) fn print_event(record: &Recorded, output: &mut Output) -> Outcome {
             if let Some(value) = value {
                 field(name, value)?;
             }
+        }
+        let address = a.address.as_deref().map(str::parse::<GroupName>);
+        if let Some(Ok(group)) = address {
+            field("only for", &group.to_string())?;
         }
         if let Some(entity) = &a.entity {
             field("entity", &entity_text(entity))?;

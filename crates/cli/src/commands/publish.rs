@@ -107,6 +107,9 @@ fn template(args: &PublishArgs) -> EventBuilder {
     if let Some(content_type) = &args.content_type {
         event = event.content_type(content_type);
     }
+    if let Some(group) = &args.to {
+        event = event.addressed_to(group);
+    }
     if let Some(ttl) = args.ttl {
         event = event.ttl(ttl);
     }

@@ -97,7 +97,6 @@ pub(super) fn validate_attributes(attributes: &Attributes) -> Result<()> {
         ("app", app),
         ("tenant", tenant),
         ("key", key),
-        ("address", address),
         ("correlation_id", correlation_id),
         ("causation_id", causation_id),
         ("content_type", content_type),
@@ -114,6 +113,8 @@ pub(super) fn validate_attributes(attributes: &Attributes) -> Result<()> {
             }
         }
     }
+    // Empty for the unnamed group.
+    check("address", address.as_deref().unwrap_or_default())?;
     if let Some(entity) = entity {
         check("entity", &entity.kind)?;
         check("entity", &entity.id)?;

@@ -53,6 +53,7 @@ fn row(name: &str) -> Option<(EventBuilder, &'static [&'static str])> {
             base().expires_at(Timestamp::from_micros(1_800_000_000_000_001)),
             &["expires_at"],
         ),
+        "`address`" => (base().addressed_to(&"g".parse().unwrap()), &["address"]),
         "`trace`: the trace id" => (base().trace(trace()), &["trace"]),
         "`trace`: the span, the state" => (base().trace(trace()), &["trace", "span"]),
         "`content_type` of JSON" => (base().content_type("a/b+json"), &["content_type"]),

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
+mod address;
 mod cloudevents;
 mod documents;
 mod dropped;

@@ -26,7 +26,7 @@
 //! let bus = Bus::open("memory:").await?; // any engine
 //! let relay = Relay::new(&bus, Outbox::open(&shop)?).spawn();
 //! # let log = bus.log()?;
-//! # log.wait_beyond(0).await?;
+//! # log.wait_beyond(everbus::Cursor::START).await?;
 //! // … later
 //! let stats = relay.stop().await?;
 //! assert_eq!(stats.sent, 1);

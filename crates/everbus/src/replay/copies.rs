@@ -26,6 +26,8 @@ pub struct Copies {
 pub(super) fn copy_of(original: &Event, id: EventId) -> Result<Event> {
     let mut attributes = original.attributes().cloned().unwrap_or_default();
     attributes.foreign_id = None;
+    // Asked for by its id, an addressed event is copied for everybody.
+    attributes.address = None;
     // An event without one has its id for it; its copy belongs to the same.
     let correlation = original.correlation_id();
     attributes.correlation_id = Some(correlation.into_owned());

@@ -73,9 +73,14 @@ impl Corrections {
         groups.is_some_and(|groups| group.is_none_or(|group| groups.contains(group)))
     }
 
-    /// What is no correction is meant for everybody, and so is the copy of one. Of a correction whose dead
-    /// letter is gone nobody knows whom it was sent to.
+    /// An addressed event is meant for its group alone, a correction among them. Files of before addresses
+    /// have corrections that only their dead letter tells of: without it, they are meant for no group. The
+    /// copy of a correction, and everything else, is meant for everybody.
     fn is_meant(&self, group: Option<&GroupName>, record: &Recorded) -> bool {
+        let attributes = record.event.attributes();
+        if attributes.is_some_and(|a| a.address.is_some()) {
+            return group.is_some_and(|group| record.event.is_for(group));
+        }
         if is_copy(record) {
             return true;
         }

@@ -2,11 +2,11 @@
 
 use std::collections::{HashMap, HashSet};
 
-use everbus_core::{Pattern, Progress, Result};
+use everbus_core::{GroupName, Pattern, Progress, Result};
 use rusqlite::Connection;
 
 use crate::errors::from_sqlite;
-use crate::rows::{TypeNames, seq_from, to_sql};
+use crate::rows::{ADDRESS, TypeNames, seq_from, to_sql};
 use crate::writer::Writer;
 
 /// Stretches of the log, both ends included, in order and apart from each other.
@@ -69,6 +69,7 @@ pub(crate) struct Owed {
 #[derive(Clone, Debug)]
 struct Reader {
     id: i64,
+    name: GroupName,
     cursor: u64,
     patterns: Vec<Pattern>,
 }
@@ -126,11 +127,13 @@ impl Owed {
         let Some(slowest) = behind.iter().map(|group| group.cursor).min() else {
             return Ok(());
         };
-        let events: Vec<(i64, i64)> = conn
-            .prepare_cached("SELECT seq, type FROM log WHERE seq BETWEEN ?1 AND ?2 ORDER BY seq")
+        let events: Vec<(i64, i64, Option<String>)> = conn
+            .prepare_cached(&format!(
+                "SELECT seq, type, {ADDRESS} FROM log WHERE seq BETWEEN ?1 AND ?2 ORDER BY seq"
+            ))
             .and_then(|mut s| {
                 s.query_map((to_sql(lo.max(slowest + 1)), to_sql(hi)), |r| {
-                    Ok((r.get(0)?, r.get(1)?))
+                    Ok((r.get(0)?, r.get(1)?, r.get(2)?))
                 })?
                 .collect()
             })
@@ -148,7 +151,13 @@ impl Owed {
                 })
                 .map_err(doing)?;
             let mut wanted: HashMap<i64, bool> = HashMap::new();
-            for (seq, type_id) in events.iter().filter(|(seq, _)| *seq >= from) {
+            for (seq, type_id, address) in events.iter().filter(|(seq, ..)| *seq >= from) {
+                if address
+                    .as_deref()
+                    .is_some_and(|to| to != group.name.as_str())
+                {
+                    continue;
+                }
                 let wants = match wanted.get(type_id) {
                     Some(known) => *known,
                     None => {
@@ -196,6 +205,7 @@ impl Writer {
         }
         let groups = self.state.groups.iter().map(|(id, group)| Reader {
             id: *id,
+            name: group.name.clone(),
             // What an ephemeral group has not reached is not kept for it.
             cursor: group.owner.map_or(group.cursor, |_| u64::MAX),
             patterns: group.patterns.clone(),

@@ -163,6 +163,10 @@ const BESIDE: &[(&str, &str)] = &[
         "SELECT EXISTS (SELECT 1 FROM outcomes WHERE seq BETWEEN ?1 AND ?2)",
         "DELETE FROM outcomes WHERE seq BETWEEN ?1 AND ?2",
     ),
+    (
+        "SELECT EXISTS (SELECT 1 FROM everbus_failures WHERE seq BETWEEN ?1 AND ?2)",
+        "DELETE FROM everbus_failures WHERE seq BETWEEN ?1 AND ?2",
+    ),
 ];
 
 /// Pieces that follow each other without anything that stays between them become one, up to a weight; and

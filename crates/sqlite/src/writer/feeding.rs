@@ -30,6 +30,7 @@ impl Writer {
             session.feed_after = None;
             let feed = Feed {
                 session: *id,
+                group: group.name.clone(),
                 after: group.cursor,
                 upto: head,
                 patterns: group.patterns.clone(),

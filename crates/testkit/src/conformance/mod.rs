@@ -4,6 +4,7 @@
 //! An engine implements [`Harness`] and expands [`conformance_tests!`](crate::conformance_tests).
 //! Where engines may differ, a scenario asks their [`Capabilities`](everbus_core::Capabilities).
 
+pub mod addressed;
 pub mod appending;
 pub mod audit;
 pub mod clock;
@@ -26,6 +27,7 @@ pub mod reviving;
 pub mod settled;
 pub mod settling;
 pub(crate) mod stage;
+pub mod store;
 pub mod streams;
 mod suite;
 pub mod upkeep;

@@ -908,5 +908,7 @@ macro_rules! conformance_tests {
         $crate::history_tests!($harness);
         $crate::outcome_tests!($harness);
         $crate::ephemeral_tests!($harness);
+        $crate::store_tests!($harness);
+        $crate::addressed_tests!($harness);
     };
 }

@@ -97,6 +97,7 @@ impl<H: Harness> Plan<H> {
         let payload = format!("{}", self.random.below(1000));
         self.note(&format!("replace {key:?} by {payload}"));
         let corrected = letter.corrected(payload).unwrap();
+        let corrected = corrected.addressed_to(&key.group);
         let dead = self.stage.dead_letters();
         let appended = dead.replace(key.clone(), corrected.clone()).await.unwrap();
         assert!(!appended.duplicate && appended.id == corrected.id());

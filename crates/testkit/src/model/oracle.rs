@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use everbus_core::{
-    Appended, Delivery, Event, EventId, EventState, Failure, FailureKind, LETTER_PURGED, Lease,
-    Pattern, Redelivery, Timestamp, Verdict,
+    Appended, Delivery, Event, EventId, EventState, Failure, FailureKind, GroupName, LETTER_PURGED,
+    Lease, Pattern, Redelivery, Timestamp, Verdict,
 };
 
 /// The lease of every consumer of a plan. No other duration has its odd microseconds, so that no
@@ -180,8 +180,11 @@ impl Oracle {
             lapsed: HashMap::new(),
         };
         if first {
+            let group: GroupName = name.parse().unwrap();
             for (position, kept) in &self.log {
-                if desk.wants(&kept.event) {
+                if !kept.event.is_for(&group) {
+                    desk.dropped.insert(*position);
+                } else if desk.wants(&kept.event) {
                     desk.owed
                         .insert(*position, Work::new(&kept.event, self.now));
                 }

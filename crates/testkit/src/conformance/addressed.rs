@@ -1,0 +1,283 @@
+//! Events for one group only: all others pass them by.
+
+use std::time::Duration;
+
+use everbus_core::{
+    Code, DeadLetterFilter, Event, EventState, PageRequest, Retention, SettledOutcome,
+};
+
+use super::stage::{DEADLINE, code, event, name, nothing, take, take_one};
+use super::{Harness, Stage};
+
+/// The scenarios of this file, for [`conformance_tests!`](crate::conformance_tests).
+#[macro_export]
+macro_rules! addressed_tests {
+    ($harness:expr) => {
+        // conformance: contract/address-only: an event that is addressed to a group reaches that group and no other, whether the others are caught up or behind
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_addressed_event_reaches_its_group_alone() {
+            $crate::conformance::addressed::an_addressed_event_reaches_its_group_alone($harness)
+                .await;
+        }
+
+        // conformance: contract/address-order: an addressed event comes in its turn, and in its place of an ordered group
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_addressed_event_comes_in_its_turn() {
+            $crate::conformance::addressed::an_addressed_event_comes_in_its_turn($harness).await;
+        }
+
+        // conformance: contract/address-settled: settled waits for the addressed group alone
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn settled_waits_for_the_addressed_group_alone() {
+            $crate::conformance::addressed::settled_waits_for_the_addressed_group_alone($harness)
+                .await;
+        }
+
+        // conformance: contract/address-owed: an addressed event is owed by its group alone: it is not counted in other groups' streams, and retention does not wait for them
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn other_groups_do_not_owe_an_addressed_event() {
+            $crate::conformance::addressed::other_groups_do_not_owe_an_addressed_event($harness)
+                .await;
+        }
+
+        // conformance: contract/address-same-body: the address belongs to the event: the same id for another group is another event
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_address_belongs_to_the_event() {
+            $crate::conformance::addressed::the_address_belongs_to_the_event($harness).await;
+        }
+
+        // conformance: contract/address-replace: edit-and-retry addresses the corrected event to the group that failed; groups that come later pass it by, too
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_correction_is_addressed_to_the_group_that_failed() {
+            $crate::conformance::addressed::a_correction_is_addressed_to_the_group_that_failed(
+                $harness,
+            )
+            .await;
+        }
+    };
+}
+
+fn to(group: &str, event_type: &str) -> Event {
+    event(event_type).addressed_to(&name(group))
+}
+
+/// Groups that are caught up, behind, unnamed or declared later pass it by; their positions move on.
+pub async fn an_addressed_event_reaches_its_group_alone<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    for group in ["", "mine", "behind", "other"] {
+        stage.declare(group, &["*"]).await;
+    }
+    // These two are caught up and wait when it comes.
+    let mut mine = stage.consumer("mine").await;
+    let mut other = stage.consumer("other").await;
+    let first = stage.publish("a.b").await;
+    let addressed = stage.append(to("mine", "a.b")).await;
+    let unnamed = stage.append(to("", "a.b")).await;
+    let last = stage.publish("a.b").await;
+    for (consumer, expected) in [
+        (
+            &mut mine,
+            vec![first.position, addressed.position, last.position],
+        ),
+        (&mut other, vec![first.position, last.position]),
+    ] {
+        let got = take(consumer, expected.len()).await;
+        let positions: Vec<_> = got.iter().map(|d| d.record.position).collect();
+        assert_eq!(positions, expected);
+        for delivery in &got {
+            stage.ack(delivery).await;
+        }
+        nothing(consumer).await;
+    }
+    drop((mine, other));
+    // These begin behind, and one is declared only now.
+    stage.declare("later", &["*"]).await;
+    if stage.survives_restart() {
+        stage.restart().await;
+    }
+    for (group, expected) in [
+        ("behind", vec![first.position, last.position]),
+        ("later", vec![first.position, last.position]),
+        ("", vec![first.position, unnamed.position, last.position]),
+    ] {
+        let mut consumer = stage.consumer(group).await;
+        let got = take(&mut consumer, expected.len()).await;
+        let positions: Vec<_> = got.iter().map(|d| d.record.position).collect();
+        assert_eq!(positions, expected, "{group:?}");
+        for delivery in &got {
+            stage.ack(delivery).await;
+        }
+        nothing(&mut consumer).await;
+        consumer.close().await.unwrap();
+        stage
+            .eventually("the group has passed everything", || async {
+                stage.group_info(group).await.behind == 0
+            })
+            .await;
+    }
+    if let Some(state) = stage.group_state(addressed.position, "other").await {
+        assert_eq!(state.state, EventState::Done);
+        assert!(state.skipped.is_some(), "it was not handled there");
+    }
+    if let Some(state) = stage.group_state(addressed.position, "mine").await {
+        assert_eq!((state.state, state.skipped), (EventState::Done, None));
+    }
+    let own = &stage.lookup().find(addressed.id).await.unwrap()[0].event;
+    assert!(own.is_for(&name("mine")) && !own.is_for(&name("other")));
+}
+
+/// It has its place among the others of its key.
+pub async fn an_addressed_event_comes_in_its_turn<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    for group in ["mine", "other"] {
+        let mut spec = super::stage::spec(group, &["*"]);
+        spec.ordered = true;
+        stage.broker().declare(spec).await.unwrap();
+    }
+    let keyed = || {
+        Event::builder("a.b")
+            .payload("{}")
+            .key("k")
+            .build()
+            .unwrap()
+    };
+    let events = [keyed(), keyed().addressed_to(&name("mine")), keyed()];
+    let mut places = Vec::new();
+    for event in events {
+        places.push(stage.append(event).await.position);
+    }
+    for (group, expected) in [
+        ("mine", places.clone()),
+        ("other", vec![places[0], places[2]]),
+    ] {
+        let mut consumer = stage.consumer(group).await;
+        for position in expected {
+            let delivery = take_one(&mut consumer).await;
+            assert_eq!(delivery.record.position, position, "{group}");
+            nothing(&mut consumer).await;
+            stage.ack(&delivery).await;
+        }
+        nothing(&mut consumer).await;
+    }
+}
+
+/// The other groups are never asked.
+pub async fn settled_waits_for_the_addressed_group_alone<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let Some(settled) = stage.engine().settled.clone() else {
+        return;
+    };
+    stage.declare("mine", &["*"]).await;
+    stage.declare("other", &["*"]).await;
+    let addressed = stage.append(to("mine", "a.b")).await;
+    let brief = Duration::from_millis(30);
+    let early = settled.settled(addressed.position, brief).await;
+    assert_eq!(code(early), Code::Timeout);
+    stage
+        .assert_state(addressed.position, "mine", EventState::Pending)
+        .await;
+    stage
+        .assert_state(addressed.position, "other", EventState::Done)
+        .await;
+    let mut consumer = stage.consumer("mine").await;
+    let delivery = take_one(&mut consumer).await;
+    stage.kill(&delivery).await;
+    let outcome = settled.settled(addressed.position, DEADLINE).await.unwrap();
+    let dead_lettered = vec![name("mine")];
+    assert_eq!(outcome, SettledOutcome { dead_lettered });
+    // To a group that is not there: nobody owes it.
+    let lost = stage.append(to("nobody", "a.b")).await;
+    let outcome = settled.settled(lost.position, DEADLINE).await.unwrap();
+    assert_eq!(outcome, SettledOutcome::default());
+}
+
+/// What is not owed does not fill a stream and is not kept.
+pub async fn other_groups_do_not_owe_an_addressed_event<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let (Some(depth), Some(maintenance)) = (&stage.engine().depth, &stage.engine().maintenance)
+    else {
+        return;
+    };
+    stage.declare("mine", &["*"]).await;
+    stage.declare("other", &["*"]).await;
+    for _ in 0..3 {
+        stage.append(to("mine", "a.b")).await;
+    }
+    let all = super::stage::pattern("*");
+    assert_eq!(depth.depth(all.clone(), 100).await.unwrap(), 3);
+    let mut mine = stage.consumer("mine").await;
+    for delivery in take(&mut mine, 3).await {
+        stage.ack(&delivery).await;
+    }
+    assert_eq!(depth.depth(all.clone(), 100).await.unwrap(), 0);
+    assert_eq!(depth.drop_oldest(all, 0).await.unwrap(), 0);
+    let retention = Retention {
+        max_len: Some(0),
+        ..Retention::default()
+    };
+    let pruned = maintenance.prune(retention).await.unwrap();
+    assert_eq!((pruned.removed, pruned.kept), (3, 0));
+    let report = maintenance.check().await.unwrap();
+    assert!(report.is_ok(), "{report:?}");
+}
+
+/// Otherwise the second publish would pass for a duplicate, and its group would never get it.
+pub async fn the_address_belongs_to_the_event<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    if stage.capabilities().deduplication == everbus_core::Deduplication::None {
+        return;
+    }
+    stage.declare("mine", &["*"]).await;
+    let event = event("a.b");
+    let mine = event.clone().addressed_to(&name("mine"));
+    let first = stage.append(mine.clone()).await;
+    let again = stage.append(mine).await;
+    assert!(again.duplicate);
+    assert_eq!(again.position, first.position);
+    let other = event.clone().addressed_to(&name("other"));
+    assert_eq!(code(stage.try_append(other).await), Code::IdReused);
+    assert_eq!(code(stage.try_append(event).await), Code::IdReused);
+}
+
+/// The corrected event is an event of the log like any other; nothing is written about those who pass it.
+pub async fn a_correction_is_addressed_to_the_group_that_failed<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    if !stage.has_dead_letters() {
+        return;
+    }
+    stage.declare("mine", &["order.*"]).await;
+    stage.declare("other", &["order.*"]).await;
+    let dead = stage.dead_letter("mine", "order.placed").await;
+    let page = stage
+        .dead_letters()
+        .list(DeadLetterFilter::default(), PageRequest::default());
+    let letter = page.await.unwrap().items.remove(0);
+    let corrected = letter.corrected(r#"{"fixed":true}"#).unwrap();
+    let sent = stage
+        .dead_letters()
+        .replace(letter.key(), corrected.clone())
+        .await
+        .unwrap();
+    // A second group fails with the same event, and is corrected for itself.
+    stage.declare("later", &["order.*"]).await;
+    for (group, expected) in [
+        ("mine", vec![sent.position]),
+        ("other", vec![dead.position]),
+        ("later", vec![dead.position]),
+    ] {
+        let mut consumer = stage.consumer(group).await;
+        let got = take(&mut consumer, expected.len()).await;
+        let positions: Vec<_> = got.iter().map(|d| d.record.position).collect();
+        assert_eq!(positions, expected, "{group}");
+        for delivery in &got {
+            assert!(delivery.record.event.is_for(&name(group)));
+            stage.ack(delivery).await;
+        }
+        nothing(&mut consumer).await;
+    }
+    let found = stage.lookup().find(corrected.id()).await.unwrap();
+    let address = found[0].event.attributes().unwrap().address.as_deref();
+    assert_eq!(address, Some("mine"));
+    let kept = stage.dead_letters().get(dead.id).await.unwrap();
+    assert_eq!(kept[0].replaced_by, Some(corrected.id()));
+}

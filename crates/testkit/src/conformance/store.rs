@@ -1,0 +1,482 @@
+//! A store beside a broker: what the runtime writes about events that another engine moves. Every write may
+//! come twice.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use everbus_core::{
+    Burial, Clock, Cursor, DeadLetterFilter, Event, EventKey, EventState, Failure, FailureKind,
+    HistoryQuery, Position, Recorded, Retention, Shard, StageInfo, Store, StoredStage, Timestamp,
+};
+
+use super::stage::{code, event, name, pattern};
+use super::{Harness, Stage};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// The scenarios of this file, for [`conformance_tests!`](crate::conformance_tests).
+#[macro_export]
+macro_rules! store_tests {
+    ($harness:expr) => {
+        // conformance: contract/store-ingest: an event is ingested once, keeps the time at which its broker received it, and is found by id, in the log and in the history
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn an_event_is_ingested_once() {
+            $crate::conformance::store::an_event_is_ingested_once($harness).await;
+        }
+
+        // conformance: contract/store-ingest-first: of two bodies under one id the store keeps the first, and this is no error
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn the_first_body_of_an_id_is_kept() {
+            $crate::conformance::store::the_first_body_of_an_id_is_kept($harness).await;
+        }
+
+        // conformance: contract/store-times: times of receipt never fall in a store, whatever a broker says
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn times_never_fall_in_a_store() {
+            $crate::conformance::store::times_never_fall_in_a_store($harness).await;
+        }
+
+        // conformance: contract/store-failures: failures that were recorded come back in order, each once, until the group is done with the event
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn recorded_failures_come_back_in_order() {
+            $crate::conformance::store::recorded_failures_come_back_in_order($harness).await;
+        }
+
+        // conformance: contract/store-inbox: what was recorded as handled is seen by the inbox, for that group alone
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn what_was_recorded_as_handled_is_in_the_inbox() {
+            $crate::conformance::store::what_was_recorded_as_handled_is_in_the_inbox($harness)
+                .await;
+        }
+
+        // conformance: contract/store-skip: a recorded skip says its reason, and the group is not behind
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_recorded_skip_says_why() {
+            $crate::conformance::store::a_recorded_skip_says_why($harness).await;
+        }
+
+        // conformance: contract/store-bury: a dead letter that another process puts is listed, counted, marked as retried and opened again; told twice it is one
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_dead_letter_can_be_put() {
+            $crate::conformance::store::a_dead_letter_can_be_put($harness).await;
+        }
+
+        // conformance: contract/store-no-pin: nothing that a store is told keeps an event from being removed, open dead letters apart
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn what_a_store_is_told_pins_nothing() {
+            $crate::conformance::store::what_a_store_is_told_pins_nothing($harness).await;
+        }
+
+        // conformance: contract/store-early-stages: a payload stage that comes before its event waits for it
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn a_stage_waits_for_its_event() {
+            $crate::conformance::store::a_stage_waits_for_its_event($harness).await;
+        }
+    };
+}
+
+fn store<H: Harness>(stage: &Stage<H>) -> Option<Arc<dyn Store>> {
+    stage.engine().store.clone()
+}
+
+/// An event as a broker with several shards has it.
+fn moved<H: Harness>(stage: &Stage<H>, event: Event, place: u64) -> Arc<Recorded> {
+    let shard = Shard::named("orders/3").unwrap();
+    let position = Position::new(shard, place);
+    Arc::new(Recorded::new(event, position, stage.clock.now()))
+}
+
+fn failure(attempt: u32, at: Timestamp) -> Failure {
+    Failure::new(attempt, at, FailureKind::Error, format!("no {attempt}")).in_handler("theirs")
+}
+
+async fn all_events<H: Harness>(stage: &Stage<H>) -> Vec<Arc<Recorded>> {
+    let all = vec![pattern("*"), pattern("system.>")];
+    let (found, _) = stage.log().read(Cursor::START, all, 100).await.unwrap();
+    found
+}
+
+/// Ingesting is harmless to repeat, also half of it, and what was ingested is like any other event.
+pub async fn an_event_is_ingested_once<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    let Some(store) = store(&stage) else {
+        return;
+    };
+    let received_at = stage.clock.now();
+    let make = |n: u32| {
+        Event::builder("order.placed")
+            .tenant("acme")
+            .json(&n)
+            .build()
+            .unwrap()
+    };
+    let records: Vec<Arc<Recorded>> = (0..3)
+        .map(|n| moved(&stage, make(n), 40 + u64::from(n)))
+        .collect();
+    stage.advance(60 * SECOND).await;
+    let places = store.ingest(records[..2].to_vec()).await.unwrap();
+    assert!(places[0] < places[1], "{places:?}");
+    // The second half was acknowledged to nobody: all comes again, one of it twice in a batch.
+    let mut again = records.clone();
+    again.push(records[2].clone());
+    let all = store.ingest(again).await.unwrap();
+    assert_eq!(all[..2], places);
+    assert_eq!(all[2], all[3]);
+    // An id is unique per tenant.
+    let stranger = Event::builder("order.placed")
+        .id(records[0].event.id())
+        .tenant("other")
+        .json(&0)
+        .build()
+        .unwrap();
+    let other = store
+        .ingest(vec![moved(&stage, stranger, 9)])
+        .await
+        .unwrap();
+    assert!(!all.contains(&other[0]));
+    if stage.survives_restart() {
+        drop(store);
+        stage.crash().await;
+    }
+    let events = all_events(&stage).await;
+    assert_eq!(events.len(), 4, "{events:?}");
+    for (n, record) in records.iter().enumerate() {
+        let found = &events[n];
+        assert_eq!(found.event, record.event);
+        assert_eq!((found.position, found.received_at), (all[n], received_at));
+        let by_id = stage.lookup().find(record.event.id()).await.unwrap();
+        assert!(by_id.contains(found), "{by_id:?}");
+    }
+    let history = stage.engine().history().unwrap();
+    let query = HistoryQuery::default().tenant("acme");
+    assert_eq!(history.query(query).await.unwrap().items.len(), 3);
+    // A publish of the same event on the store itself is a duplicate, too.
+    let published = stage.append(records[1].event.clone()).await;
+    assert!(published.duplicate);
+    assert_eq!(published.position, all[1]);
+}
+
+/// A broker may add attributes on the way, and may not deduplicate. The store keeps what it has.
+pub async fn the_first_body_of_an_id_is_kept<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let Some(store) = store(&stage) else {
+        return;
+    };
+    let first = event("a.b");
+    let with = |key: &str| {
+        Event::builder("a.b")
+            .id(first.id())
+            .payload("{}")
+            .meta(key, "broker")
+            .build()
+            .unwrap()
+    };
+    let place = store.ingest(vec![moved(&stage, first.clone(), 1)]).await;
+    let place = place.unwrap();
+    let again = vec![moved(&stage, with("x"), 1), moved(&stage, with("y"), 2)];
+    let again = store.ingest(again).await.unwrap();
+    assert_eq!(again, [place[0], place[0]]);
+    let events = all_events(&stage).await;
+    assert_eq!(events.len(), 1);
+    assert_eq!(events[0].event, first);
+}
+
+/// Shards are archived one after another, and clocks differ.
+pub async fn times_never_fall_in_a_store<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let Some(store) = store(&stage) else {
+        return;
+    };
+    let early = moved(&stage, event("a.b"), 1);
+    stage.advance(10 * SECOND).await;
+    let (late, now) = (moved(&stage, event("a.b"), 2), stage.clock.now());
+    let (position, hour) = (late.position, Duration::from_secs(3600));
+    let future = Arc::new(Recorded::new(event("a.b"), position, now.plus(hour)));
+    store.ingest(vec![late, early, future]).await.unwrap();
+    let own = stage.publish("a.b").await;
+    assert_eq!(own.received_at, now);
+    let times: Vec<Timestamp> = all_events(&stage)
+        .await
+        .iter()
+        .map(|r| r.received_at)
+        .collect();
+    assert_eq!(times, [now; 4]);
+}
+
+/// Failures are numbered; the same number again takes the place of the first.
+pub async fn recorded_failures_come_back_in_order<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    let Some(mut told) = store(&stage) else {
+        return;
+    };
+    let (one, other) = (
+        moved(&stage, event("a.b"), 1),
+        moved(&stage, event("a.b"), 2),
+    );
+    let keys = vec![EventKey::of(&one.event), EventKey::of(&other.event)];
+    let now = stage.clock.now();
+    let [first, second, second_again] = [failure(1, now), failure(2, now), failure(2, now)];
+    let none = told.failures(name("g"), keys.clone()).await.unwrap();
+    assert_eq!(none, [vec![], vec![]]);
+    for failure in [&first, &second, &second_again] {
+        told.record_failure(name("g"), one.clone(), failure.clone())
+            .await
+            .unwrap();
+    }
+    if stage.survives_restart() {
+        drop(told);
+        stage.crash().await;
+        told = store(&stage).unwrap();
+    }
+    let known = told.failures(name("g"), keys.clone()).await.unwrap();
+    let both = vec![first.clone(), second.clone()];
+    assert_eq!(known, [both.clone(), vec![]]);
+    let elsewhere = told.failures(name("h"), keys.clone()).await.unwrap();
+    assert_eq!(elsewhere, [vec![], vec![]]);
+    let place = told.ingest(vec![one.clone()]).await.unwrap()[0];
+    if let Some(state) = stage.group_state(place, "g").await {
+        assert_eq!(state.state, EventState::Processing);
+        assert_eq!((state.attempts, state.failures), (2, both.clone()));
+    }
+    // The third attempt works: the failures stay with the event, and belong to no next attempt.
+    told.record_handled(name("g"), vec![one.clone()])
+        .await
+        .unwrap();
+    let known = told.failures(name("g"), keys.clone()).await.unwrap();
+    assert_eq!(known, [vec![], vec![]]);
+    if let Some(state) = stage.group_state(place, "g").await {
+        assert_eq!((state.state, state.attempts), (EventState::Done, 3));
+        assert_eq!(state.failures, both);
+    }
+    // Replayed, it begins anew.
+    told.record_failure(name("g"), one, first.clone())
+        .await
+        .unwrap();
+    let known = told.failures(name("g"), keys).await.unwrap();
+    assert_eq!(known, [vec![first], vec![]]);
+}
+
+/// The inbox is asked before a handler runs and written to before the broker hears of the ack.
+pub async fn what_was_recorded_as_handled_is_in_the_inbox<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    let Some(told) = store(&stage) else {
+        return;
+    };
+    let records: Vec<Arc<Recorded>> = (1..=3)
+        .map(|place| moved(&stage, event("a.b"), place))
+        .collect();
+    for _ in 0..2 {
+        let handled = vec![records[0].clone(), records[2].clone()];
+        told.record_handled(name("g"), handled).await.unwrap();
+    }
+    if stage.survives_restart() {
+        drop(told);
+        stage.crash().await;
+    }
+    let inbox = stage.engine().inbox().unwrap();
+    let known = inbox.handled(name("g"), records.clone()).await.unwrap();
+    assert_eq!(known, [true, false, true]);
+    let elsewhere = inbox.handled(name("h"), records).await.unwrap();
+    assert_eq!(elsewhere, [false; 3]);
+    assert_eq!(
+        all_events(&stage).await.len(),
+        2,
+        "they brought their events"
+    );
+}
+
+/// A skip is done, with its reason; told twice it is one.
+pub async fn a_recorded_skip_says_why<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let Some(told) = store(&stage) else {
+        return;
+    };
+    let record = moved(&stage, event("a.b"), 7);
+    for _ in 0..2 {
+        told.record_skip(name("g"), record.clone(), "stale".into())
+            .await
+            .unwrap();
+    }
+    let place = told.ingest(vec![record]).await.unwrap()[0];
+    if let Some(state) = stage.group_state(place, "g").await {
+        assert_eq!(state.state, EventState::Done);
+        assert_eq!(state.skipped.as_deref(), Some("stale"));
+    }
+    stage
+        .eventually("the group passes the event", || async {
+            stage.group_info("g").await.behind == 0
+        })
+        .await;
+}
+
+/// A dead letter from another process is one like any other, but nothing is appended to tell of it.
+pub async fn a_dead_letter_can_be_put<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    let Some(mut told) = store(&stage) else {
+        return;
+    };
+    let record = moved(&stage, event("order.placed"), 7);
+    let start = stage.clock.now();
+    told.record_failure(name("g"), record.clone(), failure(1, start))
+        .await
+        .unwrap();
+    stage.advance(SECOND).await;
+    let died_at = stage.clock.now();
+    let failures = vec![failure(1, start), failure(2, died_at)];
+    let burial = Burial::new(record.clone(), name("g"), 2, failures.clone(), died_at);
+    for _ in 0..2 {
+        told.bury(burial.clone()).await.unwrap();
+    }
+    if stage.survives_restart() {
+        drop(told);
+        stage.crash().await;
+        told = store(&stage).unwrap();
+        told.bury(burial.clone()).await.unwrap();
+    }
+    let open = stage.open_dead_letters().await;
+    assert_eq!(open.len(), 1, "{open:?}");
+    let letter = &open[0];
+    assert_eq!(letter.event.event, record.event);
+    assert_eq!((letter.attempts, &letter.failures), (2, &failures));
+    assert_eq!((letter.first_seen_at, letter.died_at), (died_at, died_at));
+    assert_eq!(letter.handler.as_deref(), Some("theirs"));
+    let count = stage.dead_letters().count(DeadLetterFilter::default());
+    assert_eq!(count.await.unwrap(), 1);
+    assert_eq!(stage.group_info("g").await.dead_letters, 1);
+    let place = letter.event.position;
+    stage.assert_state(place, "g", EventState::Dlq).await;
+    let types: Vec<String> = all_events(&stage)
+        .await
+        .iter()
+        .map(|r| r.event.event_type().to_owned())
+        .collect();
+    assert_eq!(
+        types,
+        ["order.placed"],
+        "the runtime tells of it, not the store"
+    );
+    // The attempts are in the letter now.
+    let keys = vec![EventKey::of(&record.event)];
+    let next = told.failures(name("g"), keys).await.unwrap();
+    assert_eq!(next, [vec![]]);
+
+    // Sent back through the broker.
+    stage.advance(SECOND).await;
+    let retried_at = stage.clock.now();
+    for _ in 0..2 {
+        told.mark_retried(vec![letter.key()], retried_at)
+            .await
+            .unwrap();
+        stage.advance(SECOND).await;
+    }
+    assert!(stage.open_dead_letters().await.is_empty());
+    let kept = stage.dead_letters().get(record.event.id()).await.unwrap();
+    assert_eq!(kept[0].retried_at, Some(retried_at));
+
+    // It dies again: attempts add up, the first time stays.
+    let again = stage.clock.now();
+    let more = vec![failure(1, again)];
+    let burial = Burial::new(record.clone(), name("g"), 1, more.clone(), again);
+    for _ in 0..2 {
+        told.bury(burial.clone()).await.unwrap();
+    }
+    let open = stage.open_dead_letters().await;
+    assert_eq!(open.len(), 1);
+    assert_eq!(open[0].attempts, 3);
+    assert_eq!(open[0].failures, [failures, more].concat());
+    assert_eq!((open[0].first_seen_at, open[0].died_at), (died_at, again));
+    // What is not there is not marked.
+    let mut unknown = open[0].key();
+    unknown.group = name("nobody");
+    told.mark_retried(vec![unknown], again).await.unwrap();
+    assert_eq!(stage.open_dead_letters().await.len(), 1);
+}
+
+/// Groups that are known from a store alone want nothing, so that retention takes what it may.
+pub async fn what_a_store_is_told_pins_nothing<H: Harness>(harness: H) {
+    let stage = Stage::open(harness).await;
+    let (Some(told), Some(maintenance)) = (store(&stage), &stage.engine().maintenance) else {
+        return;
+    };
+    let records: Vec<Arc<Recorded>> = (1..=4)
+        .map(|place| moved(&stage, event("a.b"), place))
+        .collect();
+    let now = stage.clock.now();
+    told.ingest(records.clone()).await.unwrap();
+    told.record_failure(name("f"), records[0].clone(), failure(1, now))
+        .await
+        .unwrap();
+    told.record_handled(name("h"), vec![records[1].clone()])
+        .await
+        .unwrap();
+    told.record_skip(name("s"), records[2].clone(), "stale".into())
+        .await
+        .unwrap();
+    let dead = Burial::new(records[3].clone(), name("d"), 1, vec![failure(1, now)], now);
+    told.bury(dead).await.unwrap();
+    let retention = Retention {
+        max_len: Some(0),
+        ..Retention::default()
+    };
+    let pruned = maintenance.prune(retention.clone()).await.unwrap();
+    assert_eq!((pruned.removed, pruned.kept), (3, 1));
+    let left = stage.open_dead_letters().await;
+    told.mark_retried(vec![left[0].key()], now).await.unwrap();
+    let pruned = maintenance.prune(retention).await.unwrap();
+    assert_eq!((pruned.removed, pruned.kept), (1, 0));
+    let report = maintenance.check().await.unwrap();
+    assert!(report.is_ok(), "{report:?}");
+}
+
+/// A stage of an event that the archive has not brought yet is kept, and seen.
+pub async fn a_stage_waits_for_its_event<H: Harness>(harness: H) {
+    let mut stage = Stage::open(harness).await;
+    let (Some(mut told), true) = (store(&stage), stage.engine().payloads.is_some()) else {
+        return;
+    };
+    let event = Event::builder("a.b")
+        .tenant("acme")
+        .payload("{}")
+        .build()
+        .unwrap();
+    let key = EventKey::of(&event);
+    let stored = |content: &str, timestamp: Timestamp| StoredStage {
+        info: StageInfo {
+            stage: "webhook_raw".parse().unwrap(),
+            timestamp,
+            payload_size_original: 9,
+            payload_size_compressed: content.len() as u64,
+            status_code: Some(502),
+            error_details: None,
+            contains_media: false,
+            contains_base64: true,
+        },
+        compressed: Bytes::copy_from_slice(content.as_bytes()),
+    };
+    let first = stored("one", stage.clock.now());
+    told.store_stage(key.clone(), first.clone()).await.unwrap();
+    let payloads = stage.engine().payloads().unwrap();
+    // Only a store keeps it: a bus that publishes here has made a mistake.
+    let refused = payloads.store(key.clone(), first.clone()).await;
+    assert_eq!(code(refused), everbus_core::Code::NotFound);
+    let waiting = payloads.stages(key.clone(), None).await.unwrap();
+    assert_eq!(waiting, [first.clone()]);
+    let elsewhere = payloads.stages(event.id().into(), None).await.unwrap();
+    assert!(elsewhere.is_empty(), "of another tenant");
+    if stage.survives_restart() {
+        drop(told);
+        stage.crash().await;
+        told = store(&stage).unwrap();
+    }
+    told.ingest(vec![moved(&stage, event, 3)]).await.unwrap();
+    stage.advance(SECOND).await;
+    let second = stored("two", stage.clock.now());
+    told.store_stage(key.clone(), second.clone()).await.unwrap();
+    let payloads = stage.engine().payloads().unwrap();
+    let both = payloads.stages(key.clone(), None).await.unwrap();
+    assert_eq!(both, [first, second]);
+    let largest = payloads.largest(0, 10).await.unwrap();
+    assert_eq!(largest.len(), 2);
+    assert!(largest.iter().all(|(of, _)| *of == key));
+}
