@@ -55,6 +55,8 @@ const OURS: &[&str] = &[
     "checkpoints",
     "expirations",
     "orphaned_objects",
+    "everbus_failures",
+    "everbus_early_payloads",
 ];
 
 /// The table that an effect may write events into.
