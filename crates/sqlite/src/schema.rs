@@ -18,7 +18,6 @@ const MIGRATIONS: &[&str] = &[
     // The tables of the outbox are also made in other people's databases, so they have a file of their own.
     concat!(include_str!("outbox.sql"), include_str!("schema_3.sql")),
     include_str!("schema_4.sql"),
-    include_str!("schema_5.sql"),
 ];
 
 /// The first SQLite that has the fix for lost commits after a WAL reset, and the older lines that
