@@ -1,4 +1,4 @@
-//! Tasks of the workspace: `cargo xtask test | conformance | bench | instructions | chaos | ci`.
+//! Tasks of the workspace: `cargo xtask test | conformance | compat | bench | instructions | chaos | ci`.
 //!
 //! Only the standard library, so that it builds in seconds on a fresh machine.
 
@@ -26,6 +26,9 @@ cargo xtask <task>
                                conformance table and run the kill campaign for 60 seconds
   conformance [--check]        write docs/conformance.md from the tags on the tests;
                                --check only says whether it is complete and up to date
+  compat                       run the conformance suite on every engine, write its outcomes to
+                               docs/compat and COMPAT.md, and say how long each engine took;
+                               every run of the tests compares them
   bench [arguments]            build in release mode and run `everbus bench` with the arguments
   instructions                 count what an event costs in the pipeline, with valgrind
   chaos --minutes N            kill a real process again and again and look for lost events
@@ -42,6 +45,7 @@ fn main() -> ExitCode {
     let outcome = match task {
         "test" => test(rest),
         "conformance" => conformance_task(rest),
+        "compat" => compat(rest),
         "bench" => bench(rest),
         "instructions" => instructions::count(&root()),
         "chaos" => chaos(rest),
@@ -105,6 +109,28 @@ fn conformance_task(arguments: &[String]) -> Result<(), Failed> {
         [flag] if flag == "--check" => conformance::check(&root()),
         _ => Err(Failed::usage("conformance takes --check or nothing")),
     }
+}
+
+/// Runs the suite on every engine with `EVERBUS_WRITE_COMPAT`, then renders `COMPAT.md` in the test kit.
+fn compat(arguments: &[String]) -> Result<(), Failed> {
+    if !arguments.is_empty() {
+        return Err(Failed::usage("compat takes nothing"));
+    }
+    let engines = [
+        "test",
+        "--package",
+        "everbus-memory",
+        "--package",
+        "everbus-sqlite",
+        "--all-features",
+        "--test",
+        "it",
+    ];
+    let table = ["test", "--package", "everbus-testkit", "--lib", "compat"];
+    let write = |cargo: Cargo| cargo.env("EVERBUS_WRITE_COMPAT", "1").run();
+    // Of the test binaries only the module in which the suite is expanded.
+    write(Cargo::new(&engines).args(&["conformance::".to_owned()]))?;
+    write(Cargo::new(&table))
 }
 
 fn bench(arguments: &[String]) -> Result<(), Failed> {

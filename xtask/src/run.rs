@@ -64,6 +64,12 @@ impl Cargo {
         self
     }
 
+    pub(crate) fn env(mut self, name: &str, value: &str) -> Self {
+        self.command.env(name, value);
+        self.shown = format!("{name}={value} {}", self.shown);
+        self
+    }
+
     pub(crate) fn run(mut self) -> Result<(), Failed> {
         println!("> {}", self.shown);
         let status = self

@@ -6,8 +6,11 @@ use everbus_core::{
     Code, DeadLetterFilter, Event, EventState, PageRequest, Retention, SettledOutcome,
 };
 
+use super::needs::{
+    DEAD_LETTERS, DEDUPLICATION, DEPTH, LOG, LOOKUP, MAINTENANCE, RESTART, SETTLED,
+};
 use super::stage::{DEADLINE, code, event, name, nothing, take, take_one};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 /// The scenarios of this file, for [`conformance_tests!`](crate::conformance_tests).
 #[macro_export]
@@ -16,41 +19,67 @@ macro_rules! addressed_tests {
         // conformance: contract/address-only: an event that is addressed to a group reaches that group and no other, whether the others are caught up or behind
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_addressed_event_reaches_its_group_alone() {
-            $crate::conformance::addressed::an_addressed_event_reaches_its_group_alone($harness)
-                .await;
+            $crate::conformance::run(
+                "addressed::an_addressed_event_reaches_its_group_alone",
+                $crate::conformance::addressed::an_addressed_event_reaches_its_group_alone(
+                    $harness,
+                ),
+            )
+            .await;
         }
 
         // conformance: contract/address-order: an addressed event comes in its turn, and in its place of an ordered group
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_addressed_event_comes_in_its_turn() {
-            $crate::conformance::addressed::an_addressed_event_comes_in_its_turn($harness).await;
+            $crate::conformance::run(
+                "addressed::an_addressed_event_comes_in_its_turn",
+                $crate::conformance::addressed::an_addressed_event_comes_in_its_turn($harness),
+            )
+            .await;
         }
 
         // conformance: contract/address-settled: settled waits for the addressed group alone
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn settled_waits_for_the_addressed_group_alone() {
-            $crate::conformance::addressed::settled_waits_for_the_addressed_group_alone($harness)
-                .await;
+            $crate::conformance::run(
+                "addressed::settled_waits_for_the_addressed_group_alone",
+                $crate::conformance::addressed::settled_waits_for_the_addressed_group_alone(
+                    $harness,
+                ),
+            )
+            .await;
         }
 
         // conformance: contract/address-owed: an addressed event is owed by its group alone: it is not counted in other groups' streams, and retention does not wait for them
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn other_groups_do_not_owe_an_addressed_event() {
-            $crate::conformance::addressed::other_groups_do_not_owe_an_addressed_event($harness)
-                .await;
+            $crate::conformance::run(
+                "addressed::other_groups_do_not_owe_an_addressed_event",
+                $crate::conformance::addressed::other_groups_do_not_owe_an_addressed_event(
+                    $harness,
+                ),
+            )
+            .await;
         }
 
         // conformance: contract/address-same-body: the address belongs to the event: the same id for another group is another event
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_address_belongs_to_the_event() {
-            $crate::conformance::addressed::the_address_belongs_to_the_event($harness).await;
+            $crate::conformance::run(
+                "addressed::the_address_belongs_to_the_event",
+                $crate::conformance::addressed::the_address_belongs_to_the_event($harness),
+            )
+            .await;
         }
 
         // conformance: contract/address-replace: edit-and-retry addresses the corrected event to the group that failed; groups that come later pass it by, too
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_correction_is_addressed_to_the_group_that_failed() {
-            $crate::conformance::addressed::a_correction_is_addressed_to_the_group_that_failed(
-                $harness,
+            $crate::conformance::run(
+                "addressed::a_correction_is_addressed_to_the_group_that_failed",
+                $crate::conformance::addressed::a_correction_is_addressed_to_the_group_that_failed(
+                    $harness,
+                ),
             )
             .await;
         }
@@ -62,8 +91,8 @@ fn to(group: &str, event_type: &str) -> Event {
 }
 
 /// Groups that are caught up, behind, unnamed or declared later pass it by; their positions move on.
-pub async fn an_addressed_event_reaches_its_group_alone<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
+pub async fn an_addressed_event_reaches_its_group_alone<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Still, &[&LOG, &LOOKUP]).await?;
     for group in ["", "mine", "behind", "other"] {
         stage.declare(group, &["*"]).await;
     }
@@ -92,7 +121,7 @@ pub async fn an_addressed_event_reaches_its_group_alone<H: Harness>(harness: H) 
     drop((mine, other));
     // These begin behind, and one is declared only now.
     stage.declare("later", &["*"]).await;
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         stage.restart().await;
     }
     for (group, expected) in [
@@ -124,11 +153,12 @@ pub async fn an_addressed_event_reaches_its_group_alone<H: Harness>(harness: H) 
     }
     let own = &stage.lookup().find(addressed.id).await.unwrap()[0].event;
     assert!(own.is_for(&name("mine")) && !own.is_for(&name("other")));
+    stage.passed()
 }
 
 /// It has its place among the others of its key.
-pub async fn an_addressed_event_comes_in_its_turn<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn an_addressed_event_comes_in_its_turn<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     for group in ["mine", "other"] {
         let mut spec = super::stage::spec(group, &["*"]);
         spec.ordered = true;
@@ -159,14 +189,13 @@ pub async fn an_addressed_event_comes_in_its_turn<H: Harness>(harness: H) {
         }
         nothing(&mut consumer).await;
     }
+    stage.passed()
 }
 
 /// The other groups are never asked.
-pub async fn settled_waits_for_the_addressed_group_alone<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Some(settled) = stage.engine().settled.clone() else {
-        return;
-    };
+pub async fn settled_waits_for_the_addressed_group_alone<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&SETTLED]).await?;
+    let settled = stage.engine().settled.clone().unwrap();
     stage.declare("mine", &["*"]).await;
     stage.declare("other", &["*"]).await;
     let addressed = stage.append(to("mine", "a.b")).await;
@@ -189,15 +218,14 @@ pub async fn settled_waits_for_the_addressed_group_alone<H: Harness>(harness: H)
     let lost = stage.append(to("nobody", "a.b")).await;
     let outcome = settled.settled(lost.position, DEADLINE).await.unwrap();
     assert_eq!(outcome, SettledOutcome::default());
+    stage.passed()
 }
 
 /// What is not owed does not fill a stream and is not kept.
-pub async fn other_groups_do_not_owe_an_addressed_event<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let (Some(depth), Some(maintenance)) = (&stage.engine().depth, &stage.engine().maintenance)
-    else {
-        return;
-    };
+pub async fn other_groups_do_not_owe_an_addressed_event<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEPTH, &MAINTENANCE]).await?;
+    let depth = stage.engine().depth().unwrap();
+    let maintenance = stage.engine().maintenance().unwrap();
     stage.declare("mine", &["*"]).await;
     stage.declare("other", &["*"]).await;
     for _ in 0..3 {
@@ -219,14 +247,12 @@ pub async fn other_groups_do_not_owe_an_addressed_event<H: Harness>(harness: H) 
     assert_eq!((pruned.removed, pruned.kept), (3, 0));
     let report = maintenance.check().await.unwrap();
     assert!(report.is_ok(), "{report:?}");
+    stage.passed()
 }
 
 /// Otherwise the second publish would pass for a duplicate, and its group would never get it.
-pub async fn the_address_belongs_to_the_event<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.capabilities().deduplication == everbus_core::Deduplication::None {
-        return;
-    }
+pub async fn the_address_belongs_to_the_event<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEDUPLICATION]).await?;
     stage.declare("mine", &["*"]).await;
     let event = event("a.b");
     let mine = event.clone().addressed_to(&name("mine"));
@@ -237,14 +263,12 @@ pub async fn the_address_belongs_to_the_event<H: Harness>(harness: H) {
     let other = event.clone().addressed_to(&name("other"));
     assert_eq!(code(stage.try_append(other).await), Code::IdReused);
     assert_eq!(code(stage.try_append(event).await), Code::IdReused);
+    stage.passed()
 }
 
 /// The corrected event is an event of the log like any other; nothing is written about those who pass it.
-pub async fn a_correction_is_addressed_to_the_group_that_failed<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn a_correction_is_addressed_to_the_group_that_failed<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&LOG, &LOOKUP, &DEAD_LETTERS]).await?;
     stage.declare("mine", &["order.*"]).await;
     stage.declare("other", &["order.*"]).await;
     let dead = stage.dead_letter("mine", "order.placed").await;
@@ -280,4 +304,5 @@ pub async fn a_correction_is_addressed_to_the_group_that_failed<H: Harness>(harn
     assert_eq!(address, Some("mine"));
     let kept = stage.dead_letters().get(dead.id).await.unwrap();
     assert_eq!(kept[0].replaced_by, Some(corrected.id()));
+    stage.passed()
 }

@@ -5,17 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use everbus_core::{
-    Capabilities, Code, Cursor, Deduplication, Event, EventId, MAX_TYPE_CHARS, Position,
-    TraceContext,
-};
+use everbus_core::{Code, Cursor, Event, EventId, MAX_TYPE_CHARS, Position, TraceContext};
 
+use super::needs::{ATOMIC_BATCH, DEDUPLICATION, LOG, LOOKUP, RESTART};
 use super::stage::{DEADLINE, beyond, code, event, nothing, pattern, take, take_one};
-use super::{Harness, Stage};
-
-fn deduplicates(capabilities: &Capabilities) -> bool {
-    capabilities.deduplication != Deduplication::None
-}
+use super::{Harness, Outcome, Stage, Time};
 
 fn body(id: EventId, payload: &'static str) -> Event {
     Event::builder("order.placed")
@@ -26,11 +20,8 @@ fn body(id: EventId, payload: &'static str) -> Event {
 }
 
 /// The same event twice gets the first answer again and is stored and delivered once.
-pub async fn the_same_event_twice_is_stored_once<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !deduplicates(&stage.capabilities()) {
-        return;
-    }
+pub async fn the_same_event_twice_is_stored_once<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[&DEDUPLICATION]).await?;
     stage.declare("", &["*"]).await;
     let id = EventId::new();
     let first = stage.append(body(id, "{\"n\":1}")).await;
@@ -57,14 +48,12 @@ pub async fn the_same_event_twice_is_stored_once<H: Harness>(harness: H) {
     stage.ack(&got[0]).await;
     assert!(stage.append(body(id, "{\"n\":1}")).await.duplicate);
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// The same id with another body is refused, and the first event stays as it was.
-pub async fn the_same_id_with_another_body_is_refused<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !deduplicates(&stage.capabilities()) {
-        return;
-    }
+pub async fn the_same_id_with_another_body_is_refused<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEDUPLICATION]).await?;
     let id = EventId::new();
     stage.append(body(id, "{\"n\":1}")).await;
     let reused = stage.try_append(body(id, "{\"n\":2}")).await;
@@ -74,19 +63,17 @@ pub async fn the_same_id_with_another_body_is_refused<H: Harness>(harness: H) {
         code(stage.try_append(reused.build().unwrap()).await),
         Code::IdReused
     );
-    if stage.has_log() {
+    if stage.offers(&LOOKUP) {
         let found = stage.lookup().find(id).await.unwrap();
         assert_eq!(found.len(), 1);
         assert_eq!(found[0].event.payload().as_ref(), b"{\"n\":1}");
     }
+    stage.passed()
 }
 
 /// Inside one batch a repeated event is the duplicate of the first.
-pub async fn a_batch_may_repeat_an_event<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !deduplicates(&stage.capabilities()) {
-        return;
-    }
+pub async fn a_batch_may_repeat_an_event<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEDUPLICATION]).await?;
     let (one, two) = (EventId::new(), EventId::new());
     let batch = vec![body(one, "1"), body(two, "2"), body(one, "1")];
     let answers = stage.broker().append(batch).await.unwrap();
@@ -97,15 +84,12 @@ pub async fn a_batch_may_repeat_an_event<H: Harness>(harness: H) {
     assert!(answers[1].position > answers[0].position);
     let empty = stage.broker().append(Vec::new()).await.unwrap();
     assert!(empty.is_empty());
+    stage.passed()
 }
 
 /// With an atomic batch, one event that is refused keeps the whole batch out.
-pub async fn a_batch_is_stored_whole_or_not_at_all<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let capabilities = stage.capabilities();
-    if !capabilities.atomic_batch || !deduplicates(&capabilities) {
-        return;
-    }
+pub async fn a_batch_is_stored_whole_or_not_at_all<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&ATOMIC_BATCH, &DEDUPLICATION]).await?;
     stage.declare("", &["*"]).await;
     let (known, new, inside) = (EventId::new(), EventId::new(), EventId::new());
     let first = stage.append(body(known, "1")).await;
@@ -115,7 +99,7 @@ pub async fn a_batch_is_stored_whole_or_not_at_all<H: Harness>(harness: H) {
         vec![body(new, "1"), body(inside, "1"), body(inside, "2")],
     ] {
         assert_eq!(code(stage.broker().append(batch).await), Code::IdReused);
-        if stage.has_log() {
+        if stage.offers(&LOG) && stage.offers(&LOOKUP) {
             assert!(stage.lookup().find(new).await.unwrap().is_empty());
             assert!(stage.lookup().find(inside).await.unwrap().is_empty());
             assert_eq!(
@@ -130,11 +114,12 @@ pub async fn a_batch_is_stored_whole_or_not_at_all<H: Harness>(harness: H) {
     nothing(&mut consumer).await;
     // The ids of a refused batch are free.
     assert!(!stage.append(body(new, "3")).await.duplicate);
+    stage.passed()
 }
 
 /// Ids are unique per tenant.
-pub async fn ids_are_unique_per_tenant<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn ids_are_unique_per_tenant<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     let id = EventId::new();
     let of = |tenant: &str, payload: &'static str| {
         let builder = Event::builder("a.b").id(id).payload(payload);
@@ -146,11 +131,11 @@ pub async fn ids_are_unique_per_tenant<H: Harness>(harness: H) {
         assert!(!appended.duplicate);
         positions.push(appended.position);
     }
-    if deduplicates(&stage.capabilities()) {
+    if stage.offers(&DEDUPLICATION) {
         assert_eq!(stage.append(of("two", "2")).await.position, positions[1]);
         assert_eq!(code(stage.try_append(of("two", "1")).await), Code::IdReused);
     }
-    if stage.has_log() {
+    if stage.offers(&LOOKUP) {
         let mut found: Vec<Position> = Vec::new();
         found.extend(
             stage
@@ -164,11 +149,12 @@ pub async fn ids_are_unique_per_tenant<H: Harness>(harness: H) {
         found.sort_by_key(|position| positions.iter().position(|p| p == position));
         assert_eq!(found, positions);
     }
+    stage.passed()
 }
 
 /// Large and odd payloads come out byte for byte as they went in, with every attribute.
-pub async fn odd_payloads_come_out_as_they_went_in<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn odd_payloads_come_out_as_they_went_in<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("", &["*"]).await;
     let megabyte = format!("\"{}\"", "x".repeat((1 << 20) - 2));
     let deep = format!("{}1{}", "[".repeat(100), "]".repeat(100));
@@ -222,16 +208,17 @@ pub async fn odd_payloads_come_out_as_they_went_in<H: Harness>(harness: H) {
     for (expected, got) in events.iter().zip(take(&mut consumer, events.len()).await) {
         assert!(got.record.event == *expected, "{:?}", expected.event_type());
         stage.ack(&got).await;
-        if stage.has_log() {
+        if stage.offers(&LOOKUP) {
             let found = stage.lookup().find(expected.id()).await.unwrap();
             assert!(found.len() == 1 && found[0].event == *expected);
         }
     }
+    stage.passed()
 }
 
 /// Types with spaces, without dots, in any script and of the longest length are carried.
-pub async fn odd_types_are_carried<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn odd_types_are_carried<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     let longest = "x".repeat(MAX_TYPE_CHARS);
     let longest_wide = "ß".repeat(MAX_TYPE_CHARS);
     let types = [
@@ -270,14 +257,12 @@ pub async fn odd_types_are_carried<H: Harness>(harness: H) {
             .await
             .unwrap();
     }
+    stage.passed()
 }
 
 /// The log can be read from any position, filtered, searched by id, and waited on.
-pub async fn the_log_can_be_read_without_a_group<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_log() {
-        return;
-    }
+pub async fn the_log_can_be_read_without_a_group<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&LOG, &LOOKUP]).await?;
     let log = stage.log();
     assert!(log.head().await.unwrap().is_start());
     let mut published = Vec::new();
@@ -304,7 +289,7 @@ pub async fn the_log_can_be_read_without_a_group<H: Harness>(harness: H) {
     let wanted: Vec<Position> = wanted.map(|(_, a)| a.position).collect();
     assert_eq!(read, wanted, "each match once, in order");
     assert_eq!(after, head, "searched to the end");
-    if stage.has_lookup() {
+    if stage.offers(&LOOKUP) {
         let lookup = stage.lookup();
         let found = lookup.find(published[7].id).await.unwrap();
         assert_eq!(found[0].position, published[7].position);
@@ -326,11 +311,12 @@ pub async fn the_log_can_be_read_without_a_group<H: Harness>(harness: H) {
         .unwrap()
         .unwrap();
     publisher.await.unwrap();
+    stage.passed()
 }
 
 /// Closing while many publish: each publish is acknowledged and kept, or refused.
-pub async fn closing_under_load_forgets_nothing_acknowledged<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
+pub async fn closing_under_load_forgets_nothing_acknowledged<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("", &["*"]).await;
     let closing = Arc::new(AtomicBool::new(false));
     let published = Arc::new(AtomicUsize::new(0));
@@ -375,13 +361,13 @@ pub async fn closing_under_load_forgets_nothing_acknowledged<H: Harness>(harness
         );
     }
     assert!(!acknowledged.is_empty(), "the test published nothing");
-    if !stage.survives_restart() {
-        return;
+    if !stage.offers(&RESTART) {
+        return stage.passed();
     }
     stage.restart().await;
     let owed = stage.group_info("").await;
     assert!(owed.behind + owed.waiting + owed.in_flight >= acknowledged.len() as u64);
-    if stage.has_log() {
+    if stage.offers(&LOG) {
         let mut after = Cursor::START;
         let mut kept = HashSet::new();
         loop {
@@ -401,4 +387,5 @@ pub async fn closing_under_load_forgets_nothing_acknowledged<H: Harness>(harness
             assert!(kept, "lost {appended:?}");
         }
     }
+    stage.passed()
 }

@@ -6,8 +6,9 @@ use std::time::Duration;
 use everbus_core::{Audit, AuditEntry, AuditHead, AuditQuery, Code, Entity, Order};
 use serde_json::json;
 
+use super::needs::{AUDIT, RESTART};
 use super::stage::code;
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -18,11 +19,8 @@ async fn trail(audit: &dyn Audit, query: AuditQuery) -> Vec<u64> {
 }
 
 /// What is recorded comes back whole, numbered from 1 without gaps, and survives a restart.
-pub async fn a_record_is_kept_whole<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if stage.engine().audit().is_err() {
-        return;
-    }
+pub async fn a_record_is_kept_whole<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Short, &[&AUDIT]).await?;
     let whole = AuditEntry::new("alice", "order.refund")
         .entity("ORDER", "123")
         .tenant("acme")
@@ -37,7 +35,7 @@ pub async fn a_record_is_kept_whole<H: Harness>(harness: H) {
     stage.advance(SECOND).await;
     let audit = stage.engine().audit().unwrap();
     assert_eq!(audit.record(bare.clone()).await.unwrap(), 2);
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         stage.restart().await;
     }
     let audit = stage.engine().audit().unwrap();
@@ -57,14 +55,13 @@ pub async fn a_record_is_kept_whole<H: Harness>(harness: H) {
     assert_eq!((verdict.verified, verdict.first), (3, Some(1)));
     assert_eq!(verdict.head, Some(head));
     assert!(verdict.notes.is_empty(), "{verdict:?}");
+    stage.passed()
 }
 
 /// Entries that nobody could make sense of are refused, and take no number.
-pub async fn entries_without_sense_are_refused<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(audit) = stage.engine().audit() else {
-        return;
-    };
+pub async fn entries_without_sense_are_refused<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&AUDIT]).await?;
+    let audit = stage.engine().audit().unwrap();
     let long = "x".repeat(16 * 1024 + 1);
     for entry in [
         AuditEntry::new("", "a"),
@@ -89,17 +86,16 @@ pub async fn entries_without_sense_are_refused<H: Harness>(harness: H) {
         ..AuditQuery::default()
     };
     assert_eq!(code(audit.query(huge).await), Code::InvalidSetting);
+    stage.passed()
 }
 
 /// The trail can be asked by actor, action, entity and time, in both orders, page by page.
-pub async fn the_trail_can_be_asked<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(audit) = stage.engine().audit() else {
-        return;
-    };
+pub async fn the_trail_can_be_asked<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&AUDIT]).await?;
+    let audit = stage.engine().audit().unwrap();
     let mut times = Vec::new();
     for n in 0..12u64 {
-        times.push(everbus_core::Clock::now(&stage.clock));
+        times.push(stage.now());
         let actor = ["alice", "bob", "alicia"][n as usize % 3];
         let action = ["dlq.retry", "dlq.retry.done", "dlqx", "order.refund"][n as usize % 4];
         let mut entry = AuditEntry::new(actor, action);
@@ -189,6 +185,7 @@ pub async fn the_trail_can_be_asked<H: Harness>(harness: H) {
         }
         assert_eq!(seen, [2, 5, 8, 11]);
     }
+    stage.passed()
 }
 
 fn entity(kind: &str, id: &str) -> Entity {
@@ -199,13 +196,10 @@ fn entity(kind: &str, id: &str) -> Entity {
 }
 
 /// Retention takes from the beginning; numbers go on and the chain stays verifiable.
-pub async fn forgetting_leaves_a_chain<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if stage.engine().audit().is_err() {
-        return;
-    }
+pub async fn forgetting_leaves_a_chain<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Virtual, &[&AUDIT]).await?;
     let mut heads = Vec::new();
-    let begin = everbus_core::Clock::now(&stage.clock);
+    let begin = stage.now();
     for n in 0..250u64 {
         let audit = stage.engine().audit().unwrap();
         let entry = AuditEntry::new("a", "b").details(json!({ "n": n }));
@@ -234,7 +228,7 @@ pub async fn forgetting_leaves_a_chain<H: Harness>(harness: H) {
     assert_eq!(audit.query(oldest).await.unwrap().items[0].seq, 221);
     // All of it, and the numbers still go on.
     assert_eq!(audit.forget(begin.plus(100 * SECOND)).await.unwrap(), 30);
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         stage.restart().await;
     }
     let audit = stage.engine().audit().unwrap();
@@ -243,14 +237,13 @@ pub async fn forgetting_leaves_a_chain<H: Harness>(harness: H) {
     assert_eq!((verdict.verified, verdict.head), (0, Some(heads[249])));
     assert_eq!(audit.record(AuditEntry::new("a", "b")).await.unwrap(), 251);
     assert!(audit.verify(Some(heads[249])).await.unwrap().is_ok());
+    stage.passed()
 }
 
 /// A head that somebody kept elsewhere shows whether the trail is still the one it was.
-pub async fn a_head_kept_elsewhere_is_compared<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(audit) = stage.engine().audit() else {
-        return;
-    };
+pub async fn a_head_kept_elsewhere_is_compared<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&AUDIT]).await?;
+    let audit = stage.engine().audit().unwrap();
     let mut heads = Vec::new();
     for _ in 0..5 {
         audit.record(AuditEntry::new("a", "b")).await.unwrap();
@@ -272,29 +265,27 @@ pub async fn a_head_kept_elsewhere_is_compared<H: Harness>(harness: H) {
     let broken = audit.verify(Some(beyond)).await.unwrap().broken.unwrap();
     assert_eq!(broken.seq, Some(6), "the first that is missing: {broken:?}");
     assert!(audit.verify(None).await.unwrap().is_ok());
+    stage.passed()
 }
 
 /// A clock that jumps back does not make times fall.
-pub async fn times_in_the_trail_never_fall<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(audit) = stage.engine().audit() else {
-        return;
-    };
+pub async fn times_in_the_trail_never_fall<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&AUDIT]).await?;
+    let audit = stage.engine().audit().unwrap();
     audit.record(AuditEntry::new("a", "b")).await.unwrap();
-    let now = everbus_core::Clock::now(&stage.clock);
+    let now = stage.now();
     stage.clock.set(now.minus(100 * SECOND));
     audit.record(AuditEntry::new("a", "b")).await.unwrap();
     let items = audit.query(AuditQuery::default()).await.unwrap().items;
     assert!(items[0].at >= items[1].at, "{items:?}");
     assert!(audit.verify(None).await.unwrap().is_ok());
+    stage.passed()
 }
 
 /// Many at once: every one has a number of its own, and none is missing.
-pub async fn records_written_at_once_are_all_there<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Some(audit) = stage.engine().audit.clone() else {
-        return;
-    };
+pub async fn records_written_at_once_are_all_there<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&AUDIT]).await?;
+    let audit = stage.engine().audit.clone().unwrap();
     let writers = (0..8).map(|who| {
         let audit = audit.clone();
         tokio::spawn(async move {
@@ -318,4 +309,5 @@ pub async fn records_written_at_once_are_all_there<H: Harness>(harness: H) {
     let verdict = audit.verify(None).await.unwrap();
     assert!(verdict.is_ok() && verdict.verified == 160, "{verdict:?}");
     assert_eq!(verdict.mended, None, "the head outside is up to date");
+    stage.passed()
 }

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use everbus_core::{Clock as _, ClockRecord, Maintenance};
+use everbus_core::{ClockRecord, Maintenance};
 
-use super::{Harness, Stage};
+use super::needs::{MAINTENANCE, RESTART};
+use super::{Harness, Outcome, Stage, Time};
 
 const HOUR: Duration = Duration::from_secs(3600);
 const DAY: Duration = Duration::from_secs(24 * 3600);
@@ -14,13 +15,10 @@ async fn is_doubted(maintenance: &dyn Maintenance) -> bool {
 }
 
 /// After a leap the clock is in doubt until it was seen going evenly for a day, also across a restart.
-pub async fn a_clock_that_leaps_is_doubted<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if stage.engine().maintenance().is_err() || !stage.harness().virtual_time() {
-        return;
-    }
+pub async fn a_clock_that_leaps_is_doubted<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE]).await?;
     stage.publish("a").await;
-    let before = stage.clock.now();
+    let before = stage.now();
     {
         let maintenance = stage.engine().maintenance().unwrap();
         assert!(!is_doubted(maintenance).await);
@@ -30,10 +28,10 @@ pub async fn a_clock_that_leaps_is_doubted<H: Harness>(harness: H) {
         assert_eq!(held.clock.unwrap().before, before);
         stage.publish("a").await;
         let doubt = maintenance.look_at_clock().await.unwrap().unwrap();
-        assert_eq!((doubt.before, doubt.found), (before, stage.clock.now()));
+        assert_eq!((doubt.before, doubt.found), (before, stage.now()));
         assert_eq!(doubt.left(), ClockRecord::PROOF);
     }
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         stage.restart().await;
     }
     let maintenance = stage.engine().maintenance().unwrap();
@@ -52,18 +50,14 @@ pub async fn a_clock_that_leaps_is_doubted<H: Harness>(harness: H) {
     // Nights and weekends are no leaps.
     stage.advance(ClockRecord::LEAP).await;
     assert!(!is_doubted(maintenance).await);
+    stage.passed()
 }
 
 /// A doubt ends when the clock is put right, or when somebody says that it is.
-pub async fn a_clock_put_right_is_believed<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(maintenance) = stage.engine().maintenance() else {
-        return;
-    };
-    if !stage.harness().virtual_time() {
-        return;
-    }
-    let right = stage.clock.now();
+pub async fn a_clock_put_right_is_believed<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE]).await?;
+    let maintenance = stage.engine().maintenance().unwrap();
+    let right = stage.now();
     assert!(!is_doubted(maintenance).await, "there is nothing yet");
     stage.advance(30 * DAY).await;
     assert!(is_doubted(maintenance).await);
@@ -75,21 +69,18 @@ pub async fn a_clock_put_right_is_believed<H: Harness>(harness: H) {
     assert!(!is_doubted(maintenance).await);
     stage.advance(30 * DAY).await;
     assert!(is_doubted(maintenance).await, "that was about another leap");
+    stage.passed()
 }
 
 /// A store nobody has looked at yet has its newest event to go by.
-pub async fn the_first_look_goes_by_the_log<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(maintenance) = stage.engine().maintenance() else {
-        return;
-    };
-    if !stage.harness().virtual_time() {
-        return;
-    }
+pub async fn the_first_look_goes_by_the_log<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE]).await?;
+    let maintenance = stage.engine().maintenance().unwrap();
     stage.publish("a").await;
     stage.advance(DAY).await;
     let newest = stage.publish("a").await.received_at;
     stage.advance(4 * DAY).await;
     let doubt = maintenance.look_at_clock().await.unwrap().unwrap();
     assert_eq!(doubt.before, newest);
+    stage.passed()
 }

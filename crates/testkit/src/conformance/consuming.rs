@@ -5,26 +5,30 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use everbus_core::{Code, EventState, OrderScope, Position, Settlement, Verdict};
+use everbus_core::{Code, EventState, Position, Settlement, Verdict};
 
+use super::needs::{DEAD_LETTERS, LOG, LOG_ORDER, LOOKUP};
 use super::stage::{
     DEADLINE, LEASE, code, event, name, nothing, options, positions, take, take_one,
 };
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 use crate::model::Random;
 
 /// One consumer gets the events in the order of the log, with everything they carry.
-pub async fn events_come_in_the_order_of_the_log<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn events_come_in_the_order_of_the_log<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("", &["*"]).await;
     let mut published = stage.publish_many("order.placed", 50).await;
     for _ in 0..50 {
         published.push(stage.publish("order.paid").await);
     }
     assert!(
-        published.windows(2).all(|w| w[0].position < w[1].position
-            && w[0].received_at <= w[1].received_at
-            && w[0].id != w[1].id),
+        published
+            .windows(2)
+            .all(|w| !(w[0].position > w[1].position)
+                && w[0].position != w[1].position
+                && w[0].received_at <= w[1].received_at
+                && w[0].id != w[1].id),
         "positions and times of receipt rise"
     );
     let mut consumer = stage.consumer("").await;
@@ -42,19 +46,23 @@ pub async fn events_come_in_the_order_of_the_log<H: Harness>(harness: H) {
         }
     }
     nothing(&mut consumer).await;
-    if stage.capabilities().order == OrderScope::Log {
+    if stage.offers(&LOG_ORDER) {
         let expected: Vec<Position> = published.iter().map(|a| a.position).collect();
         assert_eq!(positions(&seen), expected);
     }
-    for (delivery, appended) in seen.iter().zip(&published) {
+    for delivery in &seen {
+        let position = delivery.record.position;
+        let mut known = published.iter().filter(|a| a.position == position);
+        let appended = known.next().expect("what was published");
         assert_eq!(delivery.record.event.id(), appended.id);
         assert_eq!(delivery.record.received_at, appended.received_at);
     }
+    stage.passed()
 }
 
 /// A waiting fetch is woken by an append.
-pub async fn a_waiting_fetch_is_woken_by_an_append<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn a_waiting_fetch_is_woken_by_an_append<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("", &["*"]).await;
     let mut consumer = stage.consumer("").await;
     for _ in 0..20 {
@@ -67,12 +75,13 @@ pub async fn a_waiting_fetch_is_woken_by_an_append<H: Harness>(harness: H) {
         stage.ack(&delivery).await;
         publisher.await.unwrap();
     }
+    stage.passed()
 }
 
 /// Consumers of one group share its events: each is delivered to one of them, all are handled.
-pub async fn competing_consumers_share_and_never_double<H: Harness>(harness: H) {
+pub async fn competing_consumers_share_and_never_double<H: Harness>(harness: H) -> Outcome {
     const EVENTS: usize = 600;
-    let stage = Stage::open(harness).await;
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("workers", &["*"]).await;
     stage.publish_many("job.ready", EVENTS / 2).await;
     let handled = Arc::new(AtomicUsize::new(0));
@@ -111,11 +120,12 @@ pub async fn competing_consumers_share_and_never_double<H: Harness>(harness: H) 
     assert_eq!(all.len(), EVENTS);
     let distinct: HashSet<Position> = all.into_iter().collect();
     assert_eq!(distinct.len(), EVENTS, "nothing was delivered twice");
+    stage.passed()
 }
 
 /// Each group gets every event, whatever the others do with it.
-pub async fn groups_are_independent<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn groups_are_independent<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("billing", &["*"]).await;
     stage.declare("mail", &["order.*"]).await;
     let order = stage.publish("order.placed").await;
@@ -146,11 +156,12 @@ pub async fn groups_are_independent<H: Harness>(harness: H) {
     stage
         .assert_state(user.position, "mail", EventState::Done)
         .await;
+    stage.passed()
 }
 
 /// A consumer never holds more unsettled deliveries than its prefetch, and goes on when it settles.
-pub async fn the_prefetch_bound_is_respected<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn the_prefetch_bound_is_respected<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("", &["*"]).await;
     stage.publish_many("a.b", 10).await;
     let options = options().prefetch(3);
@@ -165,14 +176,15 @@ pub async fn the_prefetch_bound_is_respected<H: Harness>(harness: H) {
     }
     stage.ack(&held.remove(0)).await;
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// Fetch futures that are dropped at any moment lose nothing and count nothing.
-pub async fn dropping_a_fetch_loses_nothing<H: Harness>(harness: H) {
+pub async fn dropping_a_fetch_loses_nothing<H: Harness>(harness: H) -> Outcome {
     const EVENTS: usize = 300;
     let seed = Random::seed_from_env().unwrap_or(7);
     let mut random = Random::new(seed);
-    let stage = Stage::open(harness).await;
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("", &["*"]).await;
     let mut consumer = stage.consumer("").await;
     let broker = stage.broker().clone();
@@ -225,11 +237,12 @@ pub async fn dropping_a_fetch_loses_nothing<H: Harness>(harness: H) {
         "seed {seed}: delivered twice"
     );
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// What a consumer claimed and did not fetch is given back when it is closed or dropped.
-pub async fn what_was_not_fetched_is_given_back<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn what_was_not_fetched_is_given_back<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("", &["*"]).await;
     stage.publish_many("a.b", 9).await;
     let mut first = stage.consumer("").await;
@@ -251,12 +264,13 @@ pub async fn what_was_not_fetched_is_given_back<H: Harness>(harness: H) {
         // Deliveries of a closed consumer stay valid.
         stage.ack(delivery).await;
     }
+    stage.passed()
 }
 
 /// What fetch hands out can be settled: a delivery that was claimed long before it was fetched is not
 /// handed out under a lease that is over.
-pub async fn what_is_handed_out_is_held<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn what_is_handed_out_is_held<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[]).await?;
     stage.declare("", &["*"]).await;
     stage.publish_many("a.b", 6).await;
     let mut consumer = stage.consumer("").await;
@@ -268,18 +282,20 @@ pub async fn what_is_handed_out_is_held<H: Harness>(harness: H) {
         }
     }
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// Consuming a group nobody declared is an error.
-pub async fn an_unknown_group_cannot_be_consumed<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn an_unknown_group_cannot_be_consumed<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     let refused = stage.broker().consume(name("nobody"), options()).await;
     assert_eq!(refused.map(drop).unwrap_err().code(), Code::GroupNotFound);
+    stage.passed()
 }
 
 /// After close every call is refused with the name the specification gives, and waits end.
-pub async fn after_close_everything_is_refused<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn after_close_everything_is_refused<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("", &["*"]).await;
     let appended = stage.publish("a.b").await;
     let mut consumer = stage.consumer("").await;
@@ -310,15 +326,16 @@ pub async fn after_close_everything_is_refused<H: Harness>(harness: H) {
     let late = vec![Settlement::new(delivery.lease, Verdict::Ack)];
     assert_eq!(code(broker.settle(late).await), Code::Shutdown);
     assert_eq!(code(broker.inspect().await), Code::Shutdown);
-    if stage.has_log() {
+    if stage.offers(&LOG) && stage.offers(&LOOKUP) {
         assert_eq!(code(stage.log().head().await), Code::Shutdown);
         assert_eq!(
             code(stage.lookup().states(appended.position).await),
             Code::Shutdown
         );
     }
-    if stage.has_dead_letters() {
+    if stage.offers(&DEAD_LETTERS) {
         let counted = stage.dead_letters().count(Default::default()).await;
         assert_eq!(code(counted), Code::Shutdown);
     }
+    stage.passed()
 }

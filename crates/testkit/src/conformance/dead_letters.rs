@@ -4,12 +4,13 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use everbus_core::{
-    Clock, DeadLetter, DeadLetterFilter, DeadLetterKey, EventId, EventState, PageRequest, Position,
+    DeadLetter, DeadLetterFilter, DeadLetterKey, EventId, EventState, PageRequest, Position,
     PurgeBasis, PurgedLetter, Timestamp,
 };
 
+use super::needs::{DEAD_LETTERS, LOOKUP};
 use super::stage::{code, name, nothing, pattern, take, take_one};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -41,11 +42,8 @@ async fn fill<H: Harness>(stage: &Stage<H>, rounds: usize) -> Vec<everbus_core::
 }
 
 /// The list is newest first; paging by offset and by key see the same, each dead letter once.
-pub async fn pages_by_offset_and_by_key_agree<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn pages_by_offset_and_by_key_agree<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     let published = fill(&stage, 9).await;
     let dead = stage.dead_letters();
     let whole = stage.open_dead_letters().await;
@@ -104,14 +102,12 @@ pub async fn pages_by_offset_and_by_key_agree<H: Harness>(harness: H) {
         let refused = dead.list(all(), page).await;
         assert_eq!(code(refused), everbus_core::Code::InvalidSetting);
     }
+    stage.passed()
 }
 
 /// Filters by type, group, event and time select the same for list, count and retry.
-pub async fn filters_select<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn filters_select<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     let published = fill(&stage, 6).await;
     let dead = stage.dead_letters();
     let cases = [
@@ -192,14 +188,12 @@ pub async fn filters_select<H: Harness>(harness: H) {
     assert_eq!(dead.retry(last.clone()).await.unwrap(), count as u64);
     assert_eq!(dead.count(last).await.unwrap(), 0);
     assert_eq!(dead.count(all()).await.unwrap(), 11);
+    stage.passed()
 }
 
 /// A retried dead letter goes back to the group that failed, with a full reset, and to no other.
-pub async fn a_retry_goes_to_the_group_that_failed<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn a_retry_goes_to_the_group_that_failed<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     stage.declare("failing", &["*"]).await;
     stage.declare("fine", &["*"]).await;
     let mut fine = stage.consumer("fine").await;
@@ -223,7 +217,7 @@ pub async fn a_retry_goes_to_the_group_that_failed<H: Harness>(harness: H) {
     assert_eq!(stage.group_info("failing").await.dead_letters, 0);
     let kept = dead.get(appended.id).await.unwrap();
     assert_eq!(kept.len(), 1, "it is kept");
-    assert_eq!(kept[0].retried_at, Some(stage.clock.now()));
+    assert_eq!(kept[0].retried_at, Some(stage.now()));
     nothing(&mut fine).await;
     let mut failing = stage.consumer("failing").await;
     let again = take_one(&mut failing).await;
@@ -237,14 +231,12 @@ pub async fn a_retry_goes_to_the_group_that_failed<H: Harness>(harness: H) {
     stage
         .assert_state(appended.position, "failing", EventState::Done)
         .await;
+    stage.passed()
 }
 
 /// A retried dead letter that fails again is the same one: attempts add up, the first time stays.
-pub async fn a_retried_dead_letter_that_fails_again_is_the_same<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn a_retried_dead_letter_that_fails_again_is_the_same<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     stage.declare("g", &["*"]).await;
     let appended = stage.publish("a.x").await;
     let mut consumer = stage.consumer("g").await;
@@ -269,21 +261,19 @@ pub async fn a_retried_dead_letter_that_fails_again_is_the_same<H: Harness>(harn
         let expected: Vec<u32> = [1, 2].into_iter().chain((0..round).map(|_| 1)).collect();
         assert_eq!(failures, expected, "every failure of all its deaths");
         assert_eq!(again.first_seen_at, first.first_seen_at);
-        assert_eq!(again.died_at, stage.clock.now());
+        assert_eq!(again.died_at, stage.now());
         assert_eq!(
             stage.dead_letters().get(appended.id).await.unwrap().len(),
             1
         );
     }
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// Many dead letters are retried at once, and every one of them comes.
-pub async fn many_are_retried_at_once<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn many_are_retried_at_once<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS]).await?;
     stage.declare("g", &["*"]).await;
     let published = stage.publish_many("a.x", 30).await;
     let mut consumer = stage.consumer("g").await;
@@ -298,14 +288,12 @@ pub async fn many_are_retried_at_once<H: Harness>(harness: H) {
     }
     assert!(published.iter().all(|a| seen.get(&a.position) == Some(&1)));
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// Purging is inclusive, by creation unless told otherwise, and takes the event where nobody needs it.
-pub async fn purging_is_inclusive<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn purging_is_inclusive<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     let published = fill(&stage, 4).await;
     let dead = stage.dead_letters();
     let created = |n: usize| published[n].received_at;
@@ -328,7 +316,7 @@ pub async fn purging_is_inclusive<H: Harness>(harness: H) {
             .dead_letters,
         1
     );
-    if stage.has_log() {
+    if stage.offers(&LOOKUP) {
         let kept = stage.lookup().find(published[0].id).await.unwrap();
         assert_eq!(kept.len(), 1, "the other group still has it");
     }
@@ -344,7 +332,7 @@ pub async fn purging_is_inclusive<H: Harness>(harness: H) {
         assert!(purged.named.contains(&gone), "{gone:?} is named");
     }
     assert_eq!(dead.count(all()).await.unwrap(), 4);
-    if stage.has_log() {
+    if stage.offers(&LOOKUP) {
         for (n, appended) in published.iter().enumerate() {
             let kept = stage.lookup().find(appended.id).await.unwrap().len();
             assert_eq!(kept, usize::from(n > 1), "event {n}");
@@ -358,14 +346,12 @@ pub async fn purging_is_inclusive<H: Harness>(harness: H) {
     );
     let mut consumer = stage.consumer("mail").await;
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// Purging by time of death is inclusive too and does not look at the creation.
-pub async fn purging_by_time_of_death<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn purging_by_time_of_death<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     stage.declare("g", &["*"]).await;
     stage.publish_many("a.x", 3).await;
     let mut consumer = stage.consumer("g").await;
@@ -375,7 +361,7 @@ pub async fn purging_by_time_of_death<H: Harness>(harness: H) {
     for n in [2, 0, 1] {
         stage.advance(SECOND).await;
         stage.kill(&got[n]).await;
-        deaths.push(stage.clock.now());
+        deaths.push(stage.now());
     }
     let dead = stage.dead_letters();
     let at = |n: usize| deaths[n];
@@ -397,18 +383,16 @@ pub async fn purging_by_time_of_death<H: Harness>(harness: H) {
     assert_eq!(left.len(), 1);
     assert_eq!(left[0].event.position, got[1].record.position);
     assert_eq!(left[0].died_at, at(2));
+    stage.passed()
 }
 
 /// Purging a dead letter never takes an event another group still owes work on.
-pub async fn purging_leaves_what_others_owe<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn purging_leaves_what_others_owe<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS]).await?;
     stage.declare("dead", &["*"]).await;
     stage.declare("slow", &["*"]).await;
     let appended = stage.dead_letter("dead", "a.x").await;
-    let now = stage.clock.now();
+    let now = stage.now();
     assert_eq!(
         stage
             .dead_letters()
@@ -422,4 +406,5 @@ pub async fn purging_leaves_what_others_owe<H: Harness>(harness: H) {
     let delivery = take_one(&mut slow).await;
     assert_eq!(delivery.record.position, appended.position);
     stage.ack(&delivery).await;
+    stage.passed()
 }

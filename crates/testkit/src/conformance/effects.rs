@@ -11,8 +11,9 @@ use everbus_core::{
     Code, Cursor, Delivery, Effect, EffectResult, Error, Event, EventState, Settlement, Verdict,
 };
 
+use super::needs::{INBOX, LOG, LOOKUP, MAINTENANCE, TRANSACTION};
 use super::stage::{code, event, following, name, nothing, take, take_one};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 /// An error of a handler's own.
 #[derive(Debug, PartialEq)]
@@ -66,8 +67,8 @@ fn cause<T: StdError + 'static>(error: &Error) -> Option<&T> {
 
 /// An engine that has no transactions for effects, or other ones, says so; nothing is applied and the
 /// lease is held.
-pub async fn an_effect_of_another_engine_is_refused<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn an_effect_of_another_engine_is_refused<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("", &["order.*"]).await;
     stage.publish_many("order.placed", 2).await;
     let mut consumer = stage.consumer("").await;
@@ -93,10 +94,10 @@ pub async fn an_effect_of_another_engine_is_refused<H: Harness>(harness: H) {
         .collect();
     assert_eq!(codes, [Some(Code::Unsupported), None]);
     assert_eq!(runs.load(Ordering::SeqCst), 0);
-    if stage.engine().inbox.is_some() {
+    if stage.offers(&INBOX) {
         assert!(!is_handled(&stage, &got[0]).await);
     }
-    if stage.has_log() {
+    if stage.offers(&LOOKUP) {
         assert!(stage.lookup().find(followed).await.unwrap().is_empty());
     }
     stage
@@ -104,14 +105,13 @@ pub async fn an_effect_of_another_engine_is_refused<H: Harness>(harness: H) {
         .await;
     stage.ack(&got[0]).await;
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// Effect, record, follow-ups and ack: all of them are there, the follow-ups in their order.
-pub async fn an_effect_comes_with_its_ack<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Some(engine) = stage.capabilities().transaction else {
-        return;
-    };
+pub async fn an_effect_comes_with_its_ack<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&TRANSACTION]).await?;
+    let engine = stage.capabilities().transaction.unwrap();
     stage.declare("", &["*"]).await;
     stage.publish("order.placed").await;
     let mut consumer = stage.consumer("").await;
@@ -135,14 +135,13 @@ pub async fn an_effect_comes_with_its_ack<H: Harness>(harness: H) {
     let followed = take(&mut consumer, 2).await;
     let ids: Vec<_> = followed.iter().map(|d| d.record.event.id()).collect();
     assert_eq!(ids, expected);
+    stage.passed()
 }
 
 /// An effect belongs to an ack: with any other verdict it does not run.
-pub async fn an_effect_runs_only_with_an_ack<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Some(engine) = stage.capabilities().transaction else {
-        return;
-    };
+pub async fn an_effect_runs_only_with_an_ack<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&TRANSACTION]).await?;
+    let engine = stage.capabilities().transaction.unwrap();
     stage.declare("", &["*"]).await;
     stage.publish_many("order.placed", 4).await;
     let mut consumer = stage.consumer("").await;
@@ -169,16 +168,15 @@ pub async fn an_effect_runs_only_with_an_ack<H: Harness>(harness: H) {
         assert!(!is_handled(&stage, delivery).await);
     }
     assert_eq!(runs.load(Ordering::SeqCst), 0);
+    stage.passed()
 }
 
 /// If an effect fails or panics, nothing of its settlement is applied: the lease is held and the event
 /// can be failed, retried, and handled in the end. Its neighbours are not touched. The error it
 /// returned is the cause.
-pub async fn an_effect_that_fails_undoes_its_settlement<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Some(engine) = stage.capabilities().transaction else {
-        return;
-    };
+pub async fn an_effect_that_fails_undoes_its_settlement<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&TRANSACTION]).await?;
+    let engine = stage.capabilities().transaction.unwrap();
     for panics in [false, true] {
         let group = if panics { "panics" } else { "" };
         stage.declare(group, &["order.*"]).await;
@@ -213,7 +211,7 @@ pub async fn an_effect_that_fails_undoes_its_settlement<H: Harness>(harness: H) 
             assert_eq!(cause(&error), Some(&OutOfStock(7)));
         }
         assert_eq!(runs.load(Ordering::SeqCst), 3);
-        if stage.has_log() {
+        if stage.offers(&LOOKUP) {
             assert!(stage.lookup().find(followed).await.unwrap().is_empty());
         }
         for (delivery, done) in got.iter().zip([true, false, true]) {
@@ -243,7 +241,7 @@ pub async fn an_effect_that_fails_undoes_its_settlement<H: Harness>(harness: H) 
             ))
             .await
             .unwrap();
-        if stage.has_log() {
+        if stage.offers(&LOOKUP) {
             let found = stage.lookup().find(after_id).await.unwrap();
             assert_eq!(found[0].event.event_type(), "mail.another-new-type");
         }
@@ -252,17 +250,13 @@ pub async fn an_effect_that_fails_undoes_its_settlement<H: Harness>(harness: H) 
         }
         nothing(&mut consumer).await;
     }
+    stage.passed()
 }
 
 /// An event that was handled before is acked without its effect.
-pub async fn a_duplicate_is_acked_without_its_effect<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Some(engine) = stage.capabilities().transaction else {
-        return;
-    };
-    if stage.engine().maintenance.is_none() {
-        return;
-    }
+pub async fn a_duplicate_is_acked_without_its_effect<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&TRANSACTION, &MAINTENANCE]).await?;
+    let engine = stage.capabilities().transaction.unwrap();
     stage.declare("", &["order.*"]).await;
     let original = event("order.placed");
     let runs = Arc::default();
@@ -285,14 +279,13 @@ pub async fn a_duplicate_is_acked_without_its_effect<H: Harness>(harness: H) {
         assert_eq!(maintenance.prune(retention).await.unwrap().removed, 1);
     }
     assert_eq!(runs.load(Ordering::SeqCst), 1);
+    stage.passed()
 }
 
 /// A follow-up whose id is taken by another event undoes the effect too.
-pub async fn a_refused_follow_up_undoes_the_effect<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Some(engine) = stage.capabilities().transaction else {
-        return;
-    };
+pub async fn a_refused_follow_up_undoes_the_effect<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&TRANSACTION]).await?;
+    let engine = stage.capabilities().transaction.unwrap();
     stage.declare("", &["order.*"]).await;
     let taken = stage.publish("mail.sent").await;
     stage.publish("order.placed").await;
@@ -312,7 +305,7 @@ pub async fn a_refused_follow_up_undoes_the_effect<H: Harness>(harness: H) {
         .await;
     assert_eq!(code(refused), Code::IdReused);
     assert!(!is_handled(&stage, &delivery).await);
-    if stage.has_log() {
+    if stage.offers(&LOG) && stage.offers(&LOOKUP) {
         assert!(stage.lookup().find(first_id).await.unwrap().is_empty());
         assert_eq!(
             stage.log().head().await.unwrap(),
@@ -324,8 +317,9 @@ pub async fn a_refused_follow_up_undoes_the_effect<H: Harness>(harness: H) {
     nothing(&mut consumer).await;
     // A type that was new to the refused settlement is as new as before.
     let later = stage.publish("mail.drafted").await;
-    if stage.has_log() {
+    if stage.offers(&LOOKUP) {
         let found = stage.lookup().find(later.id).await.unwrap();
         assert_eq!(found[0].event.event_type(), "mail.drafted");
     }
+    stage.passed()
 }

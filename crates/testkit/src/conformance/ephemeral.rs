@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use everbus_core::{Code, EventState, GroupSpec, Retention, Verdict};
 
+use super::needs::{DEAD_LETTERS, LOG, LOOKUP, MAINTENANCE, RESTART};
 use super::stage::{code, event, name, options, spec, take_one};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 /// The scenarios of this module, as tests; part of [`conformance_tests!`](crate::conformance_tests).
 #[macro_export]
@@ -15,27 +16,43 @@ macro_rules! ephemeral_tests {
         // conformance: contract/ephemeral-gone: an ephemeral group is gone after its engine was closed, and after a crash
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_ephemeral_group_goes_with_its_engine() {
-            $crate::conformance::ephemeral::an_ephemeral_group_goes_with_its_engine($harness).await;
+            $crate::conformance::run(
+                "ephemeral::an_ephemeral_group_goes_with_its_engine",
+                $crate::conformance::ephemeral::an_ephemeral_group_goes_with_its_engine($harness),
+            )
+            .await;
         }
 
         // conformance: contract/ephemeral-retention: retention removes what an ephemeral group has not reached, and keeps what it has in flight
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_ephemeral_group_never_pins_the_log() {
-            $crate::conformance::ephemeral::an_ephemeral_group_never_pins_the_log($harness).await;
+            $crate::conformance::run(
+                "ephemeral::an_ephemeral_group_never_pins_the_log",
+                $crate::conformance::ephemeral::an_ephemeral_group_never_pins_the_log($harness),
+            )
+            .await;
         }
 
         // conformance: contract/ephemeral-given-up: what an ephemeral group gives up is skipped with the reason, and is no dead letter
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn what_an_ephemeral_group_gives_up_is_skipped() {
-            $crate::conformance::ephemeral::what_an_ephemeral_group_gives_up_is_skipped($harness)
-                .await;
+            $crate::conformance::run(
+                "ephemeral::what_an_ephemeral_group_gives_up_is_skipped",
+                $crate::conformance::ephemeral::what_an_ephemeral_group_gives_up_is_skipped(
+                    $harness,
+                ),
+            )
+            .await;
         }
 
         // conformance: contract/ephemeral-conflict: a group that lasts is not taken for an ephemeral one, nor the other way round
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_ephemeral_group_is_not_taken_for_one_that_lasts() {
-            $crate::conformance::ephemeral::an_ephemeral_group_is_not_taken_for_one_that_lasts(
-                $harness,
+            $crate::conformance::run(
+                "ephemeral::an_ephemeral_group_is_not_taken_for_one_that_lasts",
+                $crate::conformance::ephemeral::an_ephemeral_group_is_not_taken_for_one_that_lasts(
+                    $harness,
+                ),
             )
             .await;
         }
@@ -56,8 +73,8 @@ async fn groups<H: Harness>(stage: &Stage<H>) -> Vec<String> {
 
 /// An ephemeral group works like any other, and is gone after a close and after a crash; a group that
 /// lasts stays.
-pub async fn an_ephemeral_group_goes_with_its_engine<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
+pub async fn an_ephemeral_group_goes_with_its_engine<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Still, &[&RESTART]).await?;
     stage.declare("billing", &["*"]).await;
     for crash in [false, true] {
         stage.broker().declare(ephemeral("viewers")).await.unwrap();
@@ -74,9 +91,6 @@ pub async fn an_ephemeral_group_goes_with_its_engine<H: Harness>(harness: H) {
                 break;
             }
             stage.ack(&delivery).await;
-        }
-        if !stage.survives_restart() {
-            return;
         }
         drop(consumer);
         if crash {
@@ -97,18 +111,14 @@ pub async fn an_ephemeral_group_goes_with_its_engine<H: Harness>(harness: H) {
     for _ in 0..2 {
         stage.ack(&take_one(&mut consumer).await).await;
     }
+    stage.passed()
 }
 
 /// Retention removes what only an ephemeral group has not reached; it keeps what the group has in flight,
 /// and the group goes on with what comes after.
-pub async fn an_ephemeral_group_never_pins_the_log<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(maintenance) = stage.engine().maintenance() else {
-        return;
-    };
-    if !stage.has_log() {
-        return;
-    }
+pub async fn an_ephemeral_group_never_pins_the_log<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&LOG, &LOOKUP, &MAINTENANCE]).await?;
+    let maintenance = stage.engine().maintenance().unwrap();
     stage.broker().declare(ephemeral("viewers")).await.unwrap();
     let published = stage.publish_many("a.b", 3).await;
     let one_at_a_time = options().prefetch(1).lease(Duration::from_secs(24 * 3600));
@@ -139,19 +149,20 @@ pub async fn an_ephemeral_group_never_pins_the_log<H: Harness>(harness: H) {
     }
     let report = maintenance.check().await.unwrap();
     assert!(report.is_ok(), "{report:?}");
+    stage.passed()
 }
 
 /// What an ephemeral group gives up is skipped, with the reason and the failures on record. It is no dead
 /// letter, and no event tells of one.
-pub async fn what_an_ephemeral_group_gives_up_is_skipped<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn what_an_ephemeral_group_gives_up_is_skipped<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&LOG, &LOOKUP]).await?;
     stage.broker().declare(ephemeral("viewers")).await.unwrap();
     let published = stage.publish("a.b").await;
     let mut consumer = stage.consumer("viewers").await;
     let delivery = take_one(&mut consumer).await;
     stage.fail(&delivery, Duration::ZERO).await;
     stage.kill(&take_one(&mut consumer).await).await;
-    if stage.has_dead_letters() {
+    if stage.offers(&DEAD_LETTERS) {
         assert_eq!(stage.open_dead_letters().await, []);
     }
     if let Some(state) = stage.group_state(published.position, "viewers").await {
@@ -166,11 +177,12 @@ pub async fn what_an_ephemeral_group_gives_up_is_skipped<H: Harness>(harness: H)
         let settled = engine.settled(published.position, within);
         assert_eq!(settled.await.unwrap().dead_lettered, []);
     }
+    stage.passed()
 }
 
 /// The lifetime of a group does not change while it is there, and the unnamed group always lasts.
-pub async fn an_ephemeral_group_is_not_taken_for_one_that_lasts<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn an_ephemeral_group_is_not_taken_for_one_that_lasts<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("billing", &["*"]).await;
     stage.broker().declare(ephemeral("viewers")).await.unwrap();
     let broker = stage.broker();
@@ -186,4 +198,5 @@ pub async fn an_ephemeral_group_is_not_taken_for_one_that_lasts<H: Harness>(harn
     broker.declare(spec("viewers", &["*"])).await.unwrap();
     assert!(!stage.group_info("viewers").await.ephemeral);
     stage.append(event("a.b")).await;
+    stage.passed()
 }

@@ -3,14 +3,15 @@
 use std::time::Duration;
 
 use everbus_core::{
-    Clock, Code, EventId, EventState, FailureKind, GroupSpec, Position, StartFrom,
-    SubscriptionSpec, Timestamp,
+    Code, EventId, EventState, FailureKind, GroupSpec, Position, StartFrom, SubscriptionSpec,
+    Timestamp,
 };
 
+use super::needs::{DEAD_LETTERS, FENCING, LOG};
 use super::stage::{
     LEASE, code, handling, name, nothing, options, pattern, positions, spec, take, take_one,
 };
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -23,8 +24,8 @@ async fn start<H: Harness>(stage: &Stage<H>, group: &str, start_from: StartFrom,
 }
 
 /// A group that starts at `new` gets what is published after it was declared, and all of that.
-pub async fn start_from_new<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn start_from_new<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.publish_many("a.b", 3).await;
     start(&stage, "new", StartFrom::New, "*").await;
     let after = stage.publish("a.b").await;
@@ -32,11 +33,12 @@ pub async fn start_from_new<H: Harness>(harness: H) {
     let got = take_one(&mut consumer).await;
     assert_eq!(got.record.position, after.position);
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// A group that starts at `first` gets everything there is.
-pub async fn start_from_first<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn start_from_first<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     let published = stage.publish_many("a.b", 3).await;
     start(&stage, "first", StartFrom::First, "*").await;
     let mut consumer = stage.consumer("first").await;
@@ -44,11 +46,12 @@ pub async fn start_from_first<H: Harness>(harness: H) {
     let expected: Vec<Position> = published.iter().map(|a| a.position).collect();
     assert_eq!(positions(&got), expected);
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// A group that starts at `last` begins with the newest event that matches, or at the end.
-pub async fn start_from_last<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn start_from_last<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     start(&stage, "empty log", StartFrom::Last, "*").await;
     stage.publish("a.x").await;
     let newest = stage.publish("a.x").await;
@@ -66,7 +69,7 @@ pub async fn start_from_last<H: Harness>(harness: H) {
     nothing(&mut consumer).await;
     let mut consumer = stage.consumer("empty log").await;
     take(&mut consumer, 5).await;
-    if stage.has_log() {
+    if stage.offers(&LOG) {
         let log = stage.log();
         let at = log
             .resolve(StartFrom::Last, vec![pattern("b.*")])
@@ -75,11 +78,12 @@ pub async fn start_from_last<H: Harness>(harness: H) {
         let (found, _) = log.read(at, vec![pattern("b.*")], 10).await.unwrap();
         assert_eq!(found.len(), 1, "the newest that matches is included");
     }
+    stage.passed()
 }
 
 /// A group that starts at a time begins with the first event received then or later.
-pub async fn start_from_a_time<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn start_from_a_time<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[]).await?;
     let first = stage.publish("a.b").await;
     stage.advance(10 * SECOND).await;
     let second = stage.publish("a.b").await;
@@ -105,15 +109,16 @@ pub async fn start_from_a_time<H: Harness>(harness: H) {
         assert_eq!(positions(&got), expected, "{group}");
         nothing(&mut consumer).await;
     }
-    let future = stage.clock.now().plus(1000 * SECOND);
+    let future = stage.now().plus(1000 * SECOND);
     start(&stage, "future", StartFrom::Time(future), "*").await;
     let mut consumer = stage.consumer("future").await;
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// Declaring a group again keeps its position and its subscriptions' ids; another ordering is refused.
-pub async fn an_existing_group_keeps_its_position<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn an_existing_group_keeps_its_position<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[]).await?;
     let first = stage.declare("g", &["a.*", "b.*"]).await;
     assert_eq!(first.len(), 2);
     assert_ne!(first[0].id, first[1].id);
@@ -150,11 +155,12 @@ pub async fn an_existing_group_keeps_its_position<H: Harness>(harness: H) {
     );
     stage.publish("b.x").await;
     take_one(&mut consumer).await;
+    stage.passed()
 }
 
 /// An event that no subscription matches is skipped by the group: done, and holding nothing back.
-pub async fn unmatched_events_are_skipped<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn unmatched_events_are_skipped<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("orders", &["order.*", "*.shipped"]).await;
     let mut wanted = Vec::new();
     let mut skipped = Vec::new();
@@ -191,11 +197,12 @@ pub async fn unmatched_events_are_skipped<H: Harness>(harness: H) {
     stage.ack(&last).await;
     let info = stage.group_info("orders").await;
     assert_eq!((info.in_flight, info.waiting), (0, 0));
+    stage.passed()
 }
 
 /// A new pattern applies from the group's position on, not to what it has passed.
-pub async fn widening_is_not_retroactive<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn widening_is_not_retroactive<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("g", &["a.*"]).await;
     let passed = stage.publish("b.x").await;
     stage.publish("a.x").await;
@@ -225,11 +232,12 @@ pub async fn widening_is_not_retroactive<H: Harness>(harness: H) {
     let got = take_one(&mut consumer).await;
     assert_eq!(got.record.position, c.position);
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// The system's own events are left out of `*` and come to those who name them.
-pub async fn system_events_are_left_out_of_the_star<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn system_events_are_left_out_of_the_star<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("all", &["*"]).await;
     stage.declare("system", &["system.>"]).await;
     let system = stage.publish("system.dead_letter").await;
@@ -243,11 +251,12 @@ pub async fn system_events_are_left_out_of_the_star<H: Harness>(harness: H) {
     stage
         .assert_state(system.position, "all", EventState::Done)
         .await;
+    stage.passed()
 }
 
 /// A retracted subscription gets nothing new; what was handed out before stays owed.
-pub async fn retracting_mid_flight_keeps_what_is_owed<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn retracting_mid_flight_keeps_what_is_owed<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     let ids = stage.declare("g", &["a.*", "b.*"]).await;
     let in_flight = stage.publish("a.x").await;
     stage.publish("a.x").await;
@@ -279,11 +288,12 @@ pub async fn retracting_mid_flight_keeps_what_is_owed<H: Harness>(harness: H) {
     assert_eq!(code(twice), Code::SubscriptionNotFound);
     let unknown = stage.broker().retract(EventId::new()).await;
     assert_eq!(code(unknown), Code::SubscriptionNotFound);
+    stage.passed()
 }
 
 /// A removed group takes its position, its deliveries and its dead letters with it.
-pub async fn a_removed_group_leaves_nothing_behind<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn a_removed_group_leaves_nothing_behind<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("g", &["*"]).await;
     stage.declare("other", &["*"]).await;
     stage.dead_letter("g", "a.x").await;
@@ -295,11 +305,11 @@ pub async fn a_removed_group_leaves_nothing_behind<H: Harness>(harness: H) {
     let names: Vec<_> = stage.broker().inspect().await.unwrap();
     let names: Vec<&str> = names.iter().map(|g| g.name.as_str()).collect();
     assert_eq!(names, ["other"]);
-    if stage.capabilities().fencing {
+    if stage.offers(&FENCING) {
         let late = stage.settle(&held, everbus_core::Verdict::Ack).await;
         assert_eq!(code(late), Code::LeaseLost);
     }
-    if stage.has_dead_letters() {
+    if stage.offers(&DEAD_LETTERS) {
         assert!(stage.open_dead_letters().await.is_empty());
     }
     let gone = stage.broker().remove_group(name("g")).await;
@@ -313,11 +323,12 @@ pub async fn a_removed_group_leaves_nothing_behind<H: Harness>(harness: H) {
     let mut anew = stage.consumer("g").await;
     let got = take(&mut anew, 2).await;
     assert!(got.iter().all(|d| d.attempt == 1 && d.failures.is_empty()));
+    stage.passed()
 }
 
 /// An event this process has no handler for is left to those who have one.
-pub async fn an_event_without_a_handler_is_left_to_others<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn an_event_without_a_handler_is_left_to_others<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("g", &["a.*", "b.*"]).await;
     let b = stage.publish("b.x").await;
     let a = stage.publish("a.x").await;
@@ -346,14 +357,14 @@ pub async fn an_event_without_a_handler_is_left_to_others<H: Harness>(harness: H
     let got = take_one(&mut first).await;
     assert_eq!((got.record.position, got.attempt), (later.position, 1));
     stage.ack(&got).await;
+    stage.passed()
 }
 
 /// An event that no process has a handler for becomes a dead letter after the configured time.
-pub async fn an_event_nobody_handles_is_dead_lettered_in_the_end<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn an_event_nobody_handles_is_dead_lettered_in_the_end<H: Harness>(
+    harness: H,
+) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     stage.declare("g", &["a.*", "b.*"]).await;
     let orphan = stage.publish("b.x").await;
     let only_a = handling(vec![pattern("a.*")]).no_handler_after(LEASE * 2);
@@ -383,4 +394,5 @@ pub async fn an_event_nobody_handles_is_dead_lettered_in_the_end<H: Harness>(har
         .await;
     let a = stage.publish("a.x").await;
     assert_eq!(take_one(&mut consumer).await.record.position, a.position);
+    stage.passed()
 }

@@ -8,8 +8,9 @@ use everbus_core::{
     Timestamp,
 };
 
+use super::needs::{HISTORY, LOG, RESTART};
 use super::stage::code;
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 use crate::model::Random;
 
 /// Expands to one test per scenario of the history; part of
@@ -21,43 +22,71 @@ macro_rules! history_tests {
         // conformance: workflow/access-patterns: the eight access patterns of the table of keys
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn every_pattern_finds_its_events() {
-            $crate::conformance::history::every_pattern_finds_its_events($harness).await;
+            $crate::conformance::run(
+                "history::every_pattern_finds_its_events",
+                $crate::conformance::history::every_pattern_finds_its_events($harness),
+            )
+            .await;
         }
 
         // conformance: issue-4/history-range: since and until are inclusive, by the time of receipt
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn since_and_until_are_inclusive() {
-            $crate::conformance::history::since_and_until_are_inclusive($harness).await;
+            $crate::conformance::run(
+                "history::since_and_until_are_inclusive",
+                $crate::conformance::history::since_and_until_are_inclusive($harness),
+            )
+            .await;
         }
 
         // conformance: issue-4/history-cursors: cursors stay stable while events are appended and removed
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn cursors_stay_where_they_are() {
-            $crate::conformance::history::cursors_stay_where_they_are($harness).await;
+            $crate::conformance::run(
+                "history::cursors_stay_where_they_are",
+                $crate::conformance::history::cursors_stay_where_they_are($harness),
+            )
+            .await;
         }
 
         // conformance: issue-4/history-bad-queries: queries that make no sense are clear errors
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn queries_that_make_no_sense_are_refused() {
-            $crate::conformance::history::queries_that_make_no_sense_are_refused($harness).await;
+            $crate::conformance::run(
+                "history::queries_that_make_no_sense_are_refused",
+                $crate::conformance::history::queries_that_make_no_sense_are_refused($harness),
+            )
+            .await;
         }
 
         // conformance: issue-4/history-names: names are compared whole, whatever characters they have
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn names_are_compared_whole() {
-            $crate::conformance::history::names_are_compared_whole($harness).await;
+            $crate::conformance::run(
+                "history::names_are_compared_whole",
+                $crate::conformance::history::names_are_compared_whole($harness),
+            )
+            .await;
         }
 
         // conformance: issue-4/history-large: a page of large events ends early and goes on in the next
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_page_of_large_events_ends_early() {
-            $crate::conformance::history::a_page_of_large_events_ends_early($harness).await;
+            $crate::conformance::run(
+                "history::a_page_of_large_events_ends_early",
+                $crate::conformance::history::a_page_of_large_events_ends_early($harness),
+            )
+            .await;
         }
 
         // conformance: issue-4/history-random: random events and queries give the pages of a plain scan
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn random_queries_give_the_pages_of_a_scan() {
-            $crate::conformance::history::random_queries_give_the_pages_of_a_scan($harness).await;
+            $crate::conformance::run(
+                "history::random_queries_give_the_pages_of_a_scan",
+                $crate::conformance::history::random_queries_give_the_pages_of_a_scan($harness),
+            )
+            .await;
         }
 
         // conformance: workflow/state-single: the latest event of a task, newest first and limit 1
@@ -66,7 +95,11 @@ macro_rules! history_tests {
         // conformance: workflow/state-job: all events of a job, and the latest of each of its tasks
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_states_of_tasks_can_be_asked() {
-            $crate::conformance::history::the_states_of_tasks_can_be_asked($harness).await;
+            $crate::conformance::run(
+                "history::the_states_of_tasks_can_be_asked",
+                $crate::conformance::history::the_states_of_tasks_can_be_asked($harness),
+            )
+            .await;
         }
     };
 }
@@ -169,11 +202,8 @@ fn combinations() -> Vec<HistoryQuery> {
 }
 
 /// Each of the eight patterns and all other combinations find what has those names, and nothing else.
-pub async fn every_pattern_finds_its_events<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if stage.engine().history.is_none() {
-        return;
-    }
+pub async fn every_pattern_finds_its_events<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Still, &[&HISTORY, &LOG]).await?;
     for round in 0..3 {
         let mut batch = Vec::new();
         for tenant in ["", "acme", "other"] {
@@ -203,7 +233,7 @@ pub async fn every_pattern_finds_its_events<H: Harness>(harness: H) {
                 }
             }
         }
-        if round == 1 && stage.survives_restart() {
+        if round == 1 && stage.offers(&RESTART) {
             stage.restart().await;
         }
     }
@@ -218,14 +248,12 @@ pub async fn every_pattern_finds_its_events<H: Harness>(harness: H) {
         let page = history(&stage).query(nobody).await.unwrap();
         assert!(page.items.is_empty() && page.next.is_none());
     }
+    stage.passed()
 }
 
 /// The ends of a range belong to it.
-pub async fn since_and_until_are_inclusive<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.engine().history.is_none() {
-        return;
-    }
+pub async fn since_and_until_are_inclusive<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&HISTORY, &LOG]).await?;
     let mut times = Vec::new();
     for _ in 0..20 {
         let event = named("order.placed", "acme", "shop", ("ORDER", "1"));
@@ -267,14 +295,12 @@ pub async fn since_and_until_are_inclusive<H: Harness>(harness: H) {
     let seven = HistoryQuery::default().tenant("acme").since(from).until(to);
     let found = history(&stage).query(seven).await.unwrap();
     assert_eq!(found.items.len(), 8, "both ends are in it");
+    stage.passed()
 }
 
 /// What is appended or removed between two pages does not move the second.
-pub async fn cursors_stay_where_they_are<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if stage.engine().history.is_none() {
-        return;
-    }
+pub async fn cursors_stay_where_they_are<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Still, &[&HISTORY]).await?;
     let event = || named("order.placed", "acme", "shop", ("ORDER", "1"));
     let mut all = Vec::new();
     for _ in 0..40 {
@@ -315,19 +341,17 @@ pub async fn cursors_stay_where_they_are<H: Harness>(harness: H) {
     let onward = oldest.after(upward.next.unwrap());
     let page = history(&stage).query(onward).await.unwrap();
     assert_eq!(positions(&page), from_to(26, 35));
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         stage.restart().await;
         let second = history(&stage).query(next).await.unwrap();
         assert_eq!(positions(&second), back(26, 30));
     }
+    stage.passed()
 }
 
 /// A cursor of another query, an empty page, a range that ends before it starts.
-pub async fn queries_that_make_no_sense_are_refused<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.engine().history.is_none() {
-        return;
-    }
+pub async fn queries_that_make_no_sense_are_refused<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&HISTORY]).await?;
     for _ in 0..3 {
         stage.publish("order.placed").await;
     }
@@ -346,14 +370,12 @@ pub async fn queries_that_make_no_sense_are_refused<H: Harness>(harness: H) {
     let refused = history.count(backwards.clone(), 1).await;
     assert_eq!(code(refused), Code::InvalidSetting);
     assert_eq!(code(history.query(backwards).await), Code::InvalidSetting);
+    stage.passed()
 }
 
 /// Names with odd characters, names that run into each other, names that other attributes have.
-pub async fn names_are_compared_whole<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.engine().history.is_none() {
-        return;
-    }
+pub async fn names_are_compared_whole<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&HISTORY, &LOG]).await?;
     let odd = [
         "a",
         "ab",
@@ -398,14 +420,12 @@ pub async fn names_are_compared_whole<H: Harness>(harness: H) {
             }
         }
     }
+    stage.passed()
 }
 
 /// Thirty megabytes are not one page.
-pub async fn a_page_of_large_events_ends_early<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.engine().history.is_none() {
-        return;
-    }
+pub async fn a_page_of_large_events_ends_early<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&HISTORY]).await?;
     let text = format!("\"{}\"", "x".repeat(1_000_000));
     let mut published = Vec::new();
     for _ in 0..30 {
@@ -428,14 +448,12 @@ pub async fn a_page_of_large_events_ends_early<H: Harness>(harness: H) {
     published.reverse();
     assert_eq!(found, published);
     assert_eq!(count, 2, "pages of at most 16 MiB and one event");
+    stage.passed()
 }
 
 /// A few hundred random events, some removed again, and random queries over them.
-pub async fn random_queries_give_the_pages_of_a_scan<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if stage.engine().history.is_none() {
-        return;
-    }
+pub async fn random_queries_give_the_pages_of_a_scan<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Short, &[&HISTORY, &LOG]).await?;
     let seed = Random::seed_from_env().unwrap_or(2026);
     let mut random = Random::new(seed);
     let mut times = Vec::new();
@@ -458,7 +476,7 @@ pub async fn random_queries_give_the_pages_of_a_scan<H: Harness>(harness: H) {
             let maintenance = stage.engine().maintenance().unwrap();
             maintenance.prune(retention).await.unwrap();
         }
-        if random.one_in(4) && stage.survives_restart() {
+        if random.one_in(4) && stage.offers(&RESTART) {
             stage.restart().await;
         }
         let all = everything(&stage).await;
@@ -479,6 +497,7 @@ pub async fn random_queries_give_the_pages_of_a_scan<H: Harness>(harness: H) {
             assert_eq!(count, wanted, "seed {seed}, round {round}: {query:?}");
         }
     }
+    stage.passed()
 }
 
 fn random_event(random: &mut Random) -> Event {
@@ -518,11 +537,8 @@ fn random_query(random: &mut Random) -> HistoryQuery {
 }
 
 /// The four queries of the *workflow* specification, for one tenant among two with the same ids.
-pub async fn the_states_of_tasks_can_be_asked<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.engine().history.is_none() {
-        return;
-    }
+pub async fn the_states_of_tasks_can_be_asked<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&HISTORY]).await?;
     let life = |task: &'static str, end: &'static str| {
         [
             "Task Pending",
@@ -578,4 +594,5 @@ pub async fn the_states_of_tasks_can_be_asked<H: Harness>(harness: H) {
     let job = types(of("JOB", "job-456").order(Order::Oldest)).await;
     assert_eq!(job, ["Job Created", "Job Completed"]);
     assert_eq!(types(of("TASK", "req-2").limit(1)).await, ["Task Failed"]);
+    stage.passed()
 }

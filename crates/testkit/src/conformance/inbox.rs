@@ -4,12 +4,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    Clock, Code, Delivery, Event, EventId, EventState, Inbox, Recorded, Retention, Settlement,
-    Timestamp, Verdict,
+    Code, Delivery, Event, EventId, EventState, Inbox, Recorded, Retention, Settlement, Timestamp,
+    Verdict,
 };
 
+use super::needs::{
+    ATOMIC_FOLLOW_UPS, DEDUPLICATION, FENCING, INBOX, LOOKUP, MAINTENANCE, RESTART,
+};
 use super::stage::{LEASE, code, event, following, name, nothing, take, take_one};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -18,7 +21,7 @@ fn inbox<H: Harness>(stage: &Stage<H>) -> &dyn Inbox {
 }
 
 fn now<H: Harness>(stage: &Stage<H>) -> Timestamp {
-    Clock::now(&stage.clock)
+    stage.now()
 }
 
 /// Which of these a group has handled.
@@ -59,11 +62,8 @@ fn event_of(id: EventId, tenant: Option<&str>) -> Event {
 }
 
 /// What was acked with a record is known as handled, by that group alone, also after a restart.
-pub async fn an_ack_on_record_is_remembered<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if stage.engine().inbox.is_none() {
-        return;
-    }
+pub async fn an_ack_on_record_is_remembered<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Still, &[&INBOX]).await?;
     stage.declare("", &["*"]).await;
     stage.declare("billing", &["*"]).await;
     stage.publish_many("order.placed", 3).await;
@@ -78,20 +78,18 @@ pub async fn an_ack_on_record_is_remembered<H: Harness>(harness: H) {
     assert_eq!(handled(&stage, "billing", &all).await, [false; 3]);
     assert_eq!(handled(&stage, "nobody", &all).await, [false; 3]);
     assert!(handled(&stage, "", &[]).await.is_empty());
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         drop(consumer);
         stage.restart().await;
         assert_eq!(handled(&stage, "", &all).await, expected);
     }
+    stage.passed()
 }
 
 /// Nothing but an ack that was applied leaves a record: not a failure, a skip, a release, a death,
 /// nor an ack whose lease was lost.
-pub async fn nothing_but_an_ack_is_recorded<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.engine().inbox.is_none() {
-        return;
-    }
+pub async fn nothing_but_an_ack_is_recorded<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[&INBOX]).await?;
     stage.declare("", &["*"]).await;
     stage.publish_many("order.placed", 5).await;
     let mut consumer = stage.consumer("").await;
@@ -117,20 +115,18 @@ pub async fn nothing_but_an_ack_is_recorded<H: Harness>(harness: H) {
         stage.settle_with(settlement).await.unwrap();
     }
     stage.advance(LEASE + SECOND).await;
-    if stage.capabilities().fencing {
+    if stage.offers(&FENCING) {
         let late = stage.settle_with(on_record(&got[4])).await;
         assert_eq!(code(late), Code::LeaseLost);
     }
     let all: Vec<&Delivery> = got.iter().collect();
     assert_eq!(handled(&stage, "", &all).await, [false; 5]);
+    stage.passed()
 }
 
 /// An event that was handled before is acked; what follows from it does not follow twice.
-pub async fn what_was_handled_has_no_effect_again<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.engine().inbox.is_none() || stage.engine().maintenance.is_none() {
-        return;
-    }
+pub async fn what_was_handled_has_no_effect_again<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&INBOX, &MAINTENANCE]).await?;
     stage.declare("", &["order.*"]).await;
     let id = EventId::new();
     let follow_up = || Event::builder("mail.sent").payload("{}").build().unwrap();
@@ -151,7 +147,7 @@ pub async fn what_was_handled_has_no_effect_again<H: Harness>(harness: H) {
             .await;
         nothing(&mut consumer).await;
         consumer.close().await.unwrap();
-        if stage.has_log() {
+        if stage.offers(&LOOKUP) {
             let found = stage
                 .lookup()
                 .find(followed[followed.len() - 1])
@@ -162,14 +158,12 @@ pub async fn what_was_handled_has_no_effect_again<H: Harness>(harness: H) {
         }
         empty_the_log(&stage).await;
     }
+    stage.passed()
 }
 
 /// The same id in two tenants is two events.
-pub async fn tenants_do_not_share_records<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.engine().inbox.is_none() {
-        return;
-    }
+pub async fn tenants_do_not_share_records<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&INBOX]).await?;
     stage.declare("", &["*"]).await;
     let id = EventId::new();
     for tenant in [None, Some("a"), Some("b")] {
@@ -193,14 +187,12 @@ pub async fn tenants_do_not_share_records<H: Harness>(harness: H) {
         followed,
         "it was handled for the first time"
     );
+    stage.passed()
 }
 
 /// A group that is removed and made again has handled nothing.
-pub async fn a_group_made_anew_has_handled_nothing<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.engine().inbox.is_none() {
-        return;
-    }
+pub async fn a_group_made_anew_has_handled_nothing<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&INBOX]).await?;
     stage.declare("billing", &["*"]).await;
     stage.publish("order.placed").await;
     let mut consumer = stage.consumer("billing").await;
@@ -220,14 +212,12 @@ pub async fn a_group_made_anew_has_handled_nothing<H: Harness>(harness: H) {
     inbox(&stage).forget(past).await.unwrap();
     assert_eq!(handled(&stage, "billing", &[&again]).await, [true]);
     assert_eq!(inbox(&stage).forget(past).await.unwrap(), 0);
+    stage.passed()
 }
 
 /// Records older than a time are forgotten, younger ones stay.
-pub async fn old_records_are_forgotten<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.engine().inbox.is_none() {
-        return;
-    }
+pub async fn old_records_are_forgotten<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[&INBOX]).await?;
     stage.declare("", &["*"]).await;
     stage.publish_many("order.placed", 12).await;
     let mut consumer = stage.consumer("").await;
@@ -246,18 +236,17 @@ pub async fn old_records_are_forgotten<H: Harness>(harness: H) {
     expected[7..].fill(true);
     assert_eq!(handled(&stage, "", &all).await, expected);
     assert_eq!(inbox(&stage).forget(between).await.unwrap(), 0);
+    stage.passed()
 }
 
 /// A settlement that is refused because of its follow-ups leaves no record, and the lease is held.
-pub async fn a_refused_settlement_leaves_no_record<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let capabilities = stage.capabilities();
-    if stage.engine().inbox.is_none()
-        || !capabilities.atomic_follow_ups
-        || capabilities.deduplication == everbus_core::Deduplication::None
-    {
-        return;
-    }
+pub async fn a_refused_settlement_leaves_no_record<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(
+        harness,
+        Time::Still,
+        &[&INBOX, &ATOMIC_FOLLOW_UPS, &DEDUPLICATION],
+    )
+    .await?;
     stage.declare("", &["order.*"]).await;
     let taken = stage.publish("mail.sent").await;
     stage.publish("order.placed").await;
@@ -278,20 +267,18 @@ pub async fn a_refused_settlement_leaves_no_record<H: Harness>(harness: H) {
         .await;
     assert_eq!(code(refused), Code::IdReused);
     assert_eq!(handled(&stage, "", &[&delivery]).await, [false]);
-    if stage.has_log() {
+    if stage.offers(&LOOKUP) {
         assert!(stage.lookup().find(first_id).await.unwrap().is_empty());
     }
     ack_on_record(&stage, &delivery).await;
     assert_eq!(handled(&stage, "", &[&delivery]).await, [true]);
+    stage.passed()
 }
 
 /// After a crash an event is on record exactly if it was acked: what was not comes again, and is not
 /// taken for a duplicate.
-pub async fn a_record_and_its_ack_survive_together<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if stage.engine().inbox.is_none() || !stage.survives_restart() {
-        return;
-    }
+pub async fn a_record_and_its_ack_survive_together<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Still, &[&INBOX, &RESTART]).await?;
     stage.declare("", &["order.*"]).await;
     stage.publish_many("order.placed", 4).await;
     let mut consumer = stage.consumer("").await;
@@ -313,10 +300,11 @@ pub async fn a_record_and_its_ack_survive_together<H: Harness>(harness: H) {
             .settle_with(following(on_record(&again), vec![follow_up]))
             .await
             .unwrap();
-        if stage.has_log() {
+        if stage.offers(&LOOKUP) {
             let found = stage.lookup().find(followed).await.unwrap();
             assert_eq!(found.len(), 1, "its effect happened, once");
         }
     }
     nothing(&mut consumer).await;
+    stage.passed()
 }

@@ -4,13 +4,14 @@
 use std::time::Duration;
 
 use everbus_core::{
-    Clock, DeadLetterFilter, Event, EventState, LETTER_PURGED, Position, PurgeBasis, Redelivery,
+    DeadLetterFilter, Event, EventState, LETTER_PURGED, Position, PurgeBasis, Redelivery,
     Retention, StreamAge,
 };
 
+use super::needs::{DEAD_LETTERS, LOOKUP, MAINTENANCE, RESTART, SETTLED};
 use super::retention::foretold;
 use super::stage::{name, nothing, pattern, take_one};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 const SECOND: Duration = Duration::from_secs(1);
 const DAY: Duration = Duration::from_secs(24 * 3600);
@@ -29,14 +30,14 @@ pub(super) async fn skipped<H: Harness>(
 
 /// A dead letter goes so long after its death. Its event stays, and the group that never handled it has
 /// skipped it, with the reason on record; of one that was retried there is nothing to tell.
-pub async fn dead_letters_go_long_after_their_death<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(maintenance) = stage.engine().maintenance() else {
-        return;
-    };
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn dead_letters_go_long_after_their_death<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(
+        harness,
+        Time::Virtual,
+        &[&MAINTENANCE, &DEAD_LETTERS, &LOOKUP],
+    )
+    .await?;
+    let maintenance = stage.engine().maintenance().unwrap();
     stage
         .declare("g", &["alone", "retried", "shared", "again"])
         .await;
@@ -71,7 +72,8 @@ pub async fn dead_letters_go_long_after_their_death<H: Harness>(harness: H) {
         let recorded = skipped(&stage, event.position, "g").await;
         assert_eq!(recorded.as_deref(), reason);
     }
-    if let Ok(settled) = stage.engine().settled() {
+    if stage.offers(&SETTLED) {
+        let settled = stage.engine().settled().unwrap();
         let outcome = settled.settled(alone.position, SECOND).await.unwrap();
         assert!(outcome.dead_lettered.is_empty());
     }
@@ -101,20 +103,23 @@ pub async fn dead_letters_go_long_after_their_death<H: Harness>(harness: H) {
     }
     assert_eq!(skipped(&stage, alone.position, "g").await, None);
     assert!(maintenance.check().await.unwrap().is_ok());
+    stage.passed()
 }
 
 /// An event goes by the age of its stream or by its own word, and a dead letter holds it back for as
 /// long as it is kept and no longer: both may go in one run.
-pub async fn dead_letters_hold_their_events_no_longer<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if stage.engine().maintenance().is_err() || !stage.has_dead_letters() {
-        return;
-    }
+pub async fn dead_letters_hold_their_events_no_longer<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(
+        harness,
+        Time::Virtual,
+        &[&MAINTENANCE, &DEAD_LETTERS, &LOOKUP],
+    )
+    .await?;
     stage.declare("g", &["short", "ever", "ttl"]).await;
     stage.declare("h", &["short"]).await;
     let short = stage.dead_letter("g", "short").await;
     let ever = stage.dead_letter("g", "ever").await;
-    let ttl = Event::builder("ttl").occurred_at(stage.clock.now());
+    let ttl = Event::builder("ttl").occurred_at(stage.now());
     let ttl = stage.append(ttl.ttl(DAY).build().unwrap()).await;
     let mut consumer = stage.consumer("g").await;
     stage.kill(&take_one(&mut consumer).await).await;
@@ -140,7 +145,7 @@ pub async fn dead_letters_hold_their_events_no_longer<H: Harness>(harness: H) {
     }
     let none = foretold(maintenance, &retention).await;
     assert_eq!((none.removed, none.kept, none.dead_letters), (0, 0, 0));
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         stage.restart().await;
     }
     let reason = skipped(&stage, ever.position, "g").await;
@@ -151,11 +156,10 @@ pub async fn dead_letters_hold_their_events_no_longer<H: Harness>(harness: H) {
     // What is purged while somebody else needs the event is on record as well.
     let shared = stage.dead_letter("g", "short").await;
     stage.advance(SECOND).await;
-    let purge = stage.dead_letters().purge(
-        stage.clock.now(),
-        PurgeBasis::Died,
-        DeadLetterFilter::default(),
-    );
+    let purge =
+        stage
+            .dead_letters()
+            .purge(stage.now(), PurgeBasis::Died, DeadLetterFilter::default());
     let purged = purge.await.unwrap();
     assert_eq!((purged.dead_letters, purged.events), (1, 0));
     let reason = skipped(&stage, shared.position, "g").await;
@@ -165,4 +169,5 @@ pub async fn dead_letters_hold_their_events_no_longer<H: Harness>(harness: H) {
         .await;
     let maintenance = stage.engine().maintenance().unwrap();
     assert!(maintenance.check().await.unwrap().is_ok());
+    stage.passed()
 }

@@ -2,12 +2,16 @@
 //! [`Log`](everbus_core::Log) and [`DeadLetters`](everbus_core::DeadLetters) that every engine passes.
 //!
 //! An engine implements [`Harness`] and expands [`conformance_tests!`](crate::conformance_tests).
-//! Where engines may differ, a scenario asks their [`Capabilities`](everbus_core::Capabilities).
+//! A scenario says first how it uses [`Time`] and what it [needs]; its [`Outcome`] is compared with what
+//! is checked in for the engine, and `COMPAT.md` shows it.
 
 pub mod addressed;
 pub mod appending;
 pub mod audit;
+pub mod claims;
 pub mod clock;
+#[cfg(test)]
+mod compat;
 pub mod consuming;
 pub mod dead_letters;
 pub mod effects;
@@ -16,10 +20,14 @@ pub mod groups;
 pub mod history;
 pub mod inbox;
 pub mod lapsing;
+pub mod needs;
 pub mod notices;
 pub mod ordered;
+mod outcome;
 pub mod outcomes;
+pub mod pausing;
 pub mod payloads;
+pub mod positions;
 pub mod replay;
 pub mod restart;
 pub mod retention;
@@ -37,7 +45,31 @@ use std::sync::Arc;
 
 use everbus_core::{Clock, Engine};
 
-pub use stage::Stage;
+pub use outcome::{NotOffered, Outcome, Passed, run};
+pub use stage::{Stage, Time};
+
+/// The names of all scenarios, in the order of the suite.
+pub fn names() -> Vec<&'static str> {
+    let suite = [include_str!("suite.rs"), include_str!("history.rs")];
+    // The first argument of each `run`.
+    let runs = suite
+        .into_iter()
+        .flat_map(|text| text.split("conformance::run(").skip(1));
+    let mut names: Vec<&str> = runs.filter_map(|run| run.split('"').nth(1)).collect();
+    let mut order: Vec<&str> = Vec::new();
+    for name in &names {
+        let module = name.split("::").next().unwrap_or(name);
+        if !order.contains(&module) {
+            order.push(module);
+        }
+    }
+    names.sort_by_key(|name| {
+        order
+            .iter()
+            .position(|m| name.starts_with(&format!("{m}::")))
+    });
+    names
+}
 
 /// How the suite gets at an engine. One value is one storage, empty at first.
 pub trait Harness: Send + Sync {
@@ -58,8 +90,14 @@ pub trait Harness: Send + Sync {
         true
     }
 
-    /// Whether leases and delays follow the clock given to `open`. Otherwise the suite really waits.
+    /// Whether leases and delays follow the clock given to `open`. Otherwise the suite really waits,
+    /// and leaves out what needs a clock that can be moved.
     fn virtual_time(&self) -> bool {
         true
+    }
+
+    /// The name of its column in `docs/compat`, if that is not the name of the engine.
+    fn column(&self) -> Option<&'static str> {
+        None
     }
 }

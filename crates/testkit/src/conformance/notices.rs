@@ -8,8 +8,9 @@ use everbus_core::{
 };
 use serde_json::{Value, json};
 
+use super::needs::{DEAD_LETTERS, FENCING, LOG};
 use super::stage::{LEASE, code, handling, nothing, pattern, take, take_one};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 fn body(delivery: &Delivery) -> Value {
     assert_eq!(delivery.record.event.event_type(), DEAD_LETTER_EVENT);
@@ -28,8 +29,8 @@ async fn told<H: Harness>(stage: &Stage<H>) -> Vec<std::sync::Arc<Recorded>> {
 
 /// Groups that ask for it are told what died and why; the others, those that want everything too, are
 /// not. Nobody is told of an event of the system itself.
-pub async fn every_dead_letter_is_told_of<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn every_dead_letter_is_told_of<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("g", &["*"]).await;
     stage.declare("everything", &[">"]).await;
     stage.declare("alarm", &["system.>"]).await;
@@ -80,12 +81,13 @@ pub async fn every_dead_letter_is_told_of<H: Harness>(harness: H) {
     assert_eq!(delivery.record.position, own.position);
     stage.kill(&delivery).await;
     nothing(&mut alarm).await;
+    stage.passed()
 }
 
 /// Whatever makes a dead letter tells of it: a verdict without a failure of its own, and an event that
 /// nobody has a handler for.
-pub async fn every_way_to_die_is_told<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn every_way_to_die_is_told<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[]).await?;
     stage.declare("g", &["*"]).await;
     stage.declare("alarm", &["system.>"]).await;
     let mut alarm = stage.consumer("alarm").await;
@@ -102,11 +104,11 @@ pub async fn every_way_to_die_is_told<H: Harness>(harness: H) {
     assert_eq!(body(&first)["error"], "attempt 1 failed");
     stage.ack(&first).await;
     g.close().await.unwrap();
-    let only_a = handling(vec![pattern("a.*")]).no_handler_after(Duration::from_secs(60));
+    let only_a = handling(vec![pattern("a.*")]).no_handler_after(Duration::from_secs(10));
     let mut g = stage.consumer_with("g", only_a).await;
     let orphan = stage.publish("b.x").await;
     nothing(&mut g).await;
-    stage.advance(Duration::from_secs(61)).await;
+    stage.advance(Duration::from_secs(11)).await;
     // Somebody has to look for it to be noticed.
     let looked = tokio::time::timeout(Duration::from_millis(300), g.fetch(1)).await;
     assert!(looked.is_err(), "{looked:?}");
@@ -115,14 +117,12 @@ pub async fn every_way_to_die_is_told<H: Harness>(harness: H) {
     let error = second["error"].as_str().unwrap();
     assert!(error.contains("handler"), "{error}");
     nothing(&mut alarm).await;
+    stage.passed()
 }
 
 /// A dead letter that was retried and fails again is told of again, with all its attempts.
-pub async fn dying_again_is_told_again<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn dying_again_is_told_again<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS]).await?;
     stage.declare("g", &["*"]).await;
     stage.declare("alarm", &["system.>"]).await;
     let mut alarm = stage.consumer("alarm").await;
@@ -150,14 +150,12 @@ pub async fn dying_again_is_told_again<H: Harness>(harness: H) {
         g.close().await.unwrap();
     }
     nothing(&mut alarm).await;
+    stage.passed()
 }
 
 /// A settlement that is refused tells of nothing, also beside others that are not.
-pub async fn a_refused_settlement_tells_of_nothing<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_log() || !stage.capabilities().fencing {
-        return;
-    }
+pub async fn a_refused_settlement_tells_of_nothing<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[&LOG, &FENCING]).await?;
     stage.declare("g", &["*"]).await;
     stage.publish_many("a.x", 3).await;
     let mut g = stage.consumer("g").await;
@@ -181,14 +179,12 @@ pub async fn a_refused_settlement_tells_of_nothing<H: Harness>(harness: H) {
     assert_eq!(told.len(), 1);
     let body: Value = told[0].event.json().unwrap();
     assert_eq!(body["eventId"], again.record.event.id().to_string());
+    stage.passed()
 }
 
 /// However long the error, the notice is a small event; the dead letter has all of it.
-pub async fn a_long_error_is_cut_in_the_notice<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn a_long_error_is_cut_in_the_notice<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS]).await?;
     stage.declare("g", &["*"]).await;
     stage.declare("alarm", &["system.>"]).await;
     stage.publish("a.x").await;
@@ -196,7 +192,7 @@ pub async fn a_long_error_is_cut_in_the_notice<H: Harness>(harness: H) {
     let delivery = take_one(&mut g).await;
     // Every character is six in JSON.
     let text = "\u{1}".repeat(60_000);
-    let at = everbus_core::Clock::now(&stage.clock);
+    let at = stage.now();
     let failure = Some(Failure::new(1, at, FailureKind::Error, text.clone()));
     stage
         .settle(&delivery, Verdict::Dead { failure })
@@ -209,4 +205,5 @@ pub async fn a_long_error_is_cut_in_the_notice<H: Harness>(harness: H) {
     assert!(error.starts_with("\u{1}\u{1}") && error.ends_with("(cut)"));
     let size = notice.record.event.payload().len();
     assert!(size < 128 * 1024, "{size} bytes");
+    stage.passed()
 }

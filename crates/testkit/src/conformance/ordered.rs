@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use everbus_core::{Consumer, Delivery, Event, GroupSpec, Position, Verdict};
 
+use super::needs::DEAD_LETTERS;
 use super::stage::{DEADLINE, LEASE, handling, nothing, options, ordering, spec, take, take_one};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 use crate::model::Random;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -37,8 +38,8 @@ async fn take_sorted(consumer: &mut Box<dyn Consumer>, count: usize) -> Vec<Deli
 
 /// The next event of a key waits while an earlier one is in flight or waits for its retry; other
 /// keys go on; a dead letter blocks no longer.
-pub async fn the_same_key_is_strictly_sequential<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn the_same_key_is_strictly_sequential<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[]).await?;
     declare_ordered(&stage).await;
     let mut at = Vec::new();
     for (key, step) in [("a", 1), ("a", 2), ("b", 1), ("a", 3), ("", 1), ("", 2)] {
@@ -87,15 +88,13 @@ pub async fn the_same_key_is_strictly_sequential<H: Harness>(harness: H) {
     assert_eq!(third.record.position, at[3]);
     stage.ack(&third).await;
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// A retried dead letter goes before the later events of its key, whatever becomes of the one that is
 /// in flight meanwhile.
-pub async fn a_retried_dead_letter_goes_before_its_key<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn a_retried_dead_letter_goes_before_its_key<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS]).await?;
     declare_ordered(&stage).await;
     let mut at = Vec::new();
     for step in 0..3 {
@@ -138,11 +137,12 @@ pub async fn a_retried_dead_letter_goes_before_its_key<H: Harness>(harness: H) {
         nothing(&mut consumer).await;
         stage.ack(&next).await;
     }
+    stage.passed()
 }
 
 /// The entity is the key where none is given, and the order holds between competing consumers.
-pub async fn the_key_holds_between_consumers<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn the_key_holds_between_consumers<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[]).await?;
     declare_ordered(&stage).await;
     let about = |id: &str| {
         let builder = Event::builder("task.moved").entity("TASK", id);
@@ -166,15 +166,16 @@ pub async fn the_key_holds_between_consumers<H: Harness>(harness: H) {
     let next = take_one(&mut two).await;
     assert_eq!(next.record.position, second.position);
     stage.ack(&next).await;
+    stage.passed()
 }
 
 /// Under random verdicts and several consumers every key is still handled in order, and all of it.
-pub async fn random_work_keeps_every_key_in_order<H: Harness>(harness: H) {
+pub async fn random_work_keeps_every_key_in_order<H: Harness>(harness: H) -> Outcome {
     const KEYS: usize = 5;
     const STEPS: usize = 20;
     let seed = Random::seed_from_env().unwrap_or(11);
     let mut random = Random::new(seed);
-    let stage = Stage::open(harness).await;
+    let stage = Stage::open(harness, Time::Virtual, &[]).await?;
     declare_ordered(&stage).await;
     let mut batch = Vec::new();
     for step in 0..STEPS {
@@ -240,4 +241,5 @@ pub async fn random_work_keeps_every_key_in_order<H: Harness>(harness: H) {
         "seed {seed}: {handled} of {} handled",
         KEYS * STEPS
     );
+    stage.passed()
 }

@@ -7,8 +7,9 @@ use everbus_core::{
     Ran, Redelivery, Retention, Settlement, Verdict,
 };
 
+use super::needs::{DEAD_LETTERS, LOG, LOOKUP, MAINTENANCE, REDELIVER, RESTART};
 use super::stage::{name, take_one};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 /// The scenarios of this module, as tests; part of [`conformance_tests!`](crate::conformance_tests).
 #[macro_export]
@@ -18,31 +19,51 @@ macro_rules! outcome_tests {
         // conformance: contract/attempts-kept: an event that failed twice and then worked, or was skipped, keeps its failures with handler, duration and worker
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_event_that_failed_and_then_worked_keeps_its_failures() {
-            $crate::conformance::outcomes::an_event_that_failed_and_then_worked_keeps_its_failures($harness).await;
+            $crate::conformance::run(
+                "outcomes::an_event_that_failed_and_then_worked_keeps_its_failures",
+                $crate::conformance::outcomes::an_event_that_failed_and_then_worked_keeps_its_failures($harness),
+            )
+            .await;
         }
 
         // conformance: contract/attempts-nothing: an event that works at its first attempt leaves no record of its attempts
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_event_that_simply_works_leaves_nothing() {
-            $crate::conformance::outcomes::an_event_that_simply_works_leaves_nothing($harness).await;
+            $crate::conformance::run(
+                "outcomes::an_event_that_simply_works_leaves_nothing",
+                $crate::conformance::outcomes::an_event_that_simply_works_leaves_nothing($harness),
+            )
+            .await;
         }
 
         // conformance: contract/attempts-dead-letter: a dead letter that was retried and then worked keeps its failures and those of the retry
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_retried_dead_letter_keeps_the_failures_of_all_its_runs() {
-            $crate::conformance::outcomes::a_retried_dead_letter_keeps_the_failures_of_all_its_runs($harness).await;
+            $crate::conformance::run(
+                "outcomes::a_retried_dead_letter_keeps_the_failures_of_all_its_runs",
+                $crate::conformance::outcomes::a_retried_dead_letter_keeps_the_failures_of_all_its_runs($harness),
+            )
+            .await;
         }
 
         // conformance: contract/attempts-replay: a replayed event keeps the failures of every run
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_replayed_event_keeps_the_failures_of_every_run() {
-            $crate::conformance::outcomes::a_replayed_event_keeps_the_failures_of_every_run($harness).await;
+            $crate::conformance::run(
+                "outcomes::a_replayed_event_keeps_the_failures_of_every_run",
+                $crate::conformance::outcomes::a_replayed_event_keeps_the_failures_of_every_run($harness),
+            )
+            .await;
         }
 
         // conformance: contract/attempts-gone: what is kept of attempts goes with its event and with its group
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn what_is_kept_of_attempts_goes_with_its_event_and_group() {
-            $crate::conformance::outcomes::what_is_kept_of_attempts_goes_with_its_event_and_group($harness).await;
+            $crate::conformance::run(
+                "outcomes::what_is_kept_of_attempts_goes_with_its_event_and_group",
+                $crate::conformance::outcomes::what_is_kept_of_attempts_goes_with_its_event_and_group($harness),
+            )
+            .await;
         }
     };
 }
@@ -86,11 +107,10 @@ fn texts(state: &GroupState) -> Vec<&str> {
 
 /// An event that failed twice and then worked, or was skipped, keeps its failures with their handler,
 /// duration and worker, and when and where it ended; also after a restart.
-pub async fn an_event_that_failed_and_then_worked_keeps_its_failures<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if !stage.has_log() {
-        return;
-    }
+pub async fn an_event_that_failed_and_then_worked_keeps_its_failures<H: Harness>(
+    harness: H,
+) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Virtual, &[&LOG, &LOOKUP]).await?;
     stage.declare("billing", &["*"]).await;
     let skip = Verdict::Skip {
         reason: "enough".into(),
@@ -108,7 +128,7 @@ pub async fn an_event_that_failed_and_then_worked_keeps_its_failures<H: Harness>
         end(&stage, &delivery, verdict.clone()).await;
         consumer.close().await.unwrap();
         for restarted in [false, true] {
-            if restarted && stage.survives_restart() {
+            if restarted && stage.offers(&RESTART) {
                 stage.restart().await;
             }
             let state = state(&stage, published.position).await;
@@ -120,14 +140,12 @@ pub async fn an_event_that_failed_and_then_worked_keeps_its_failures<H: Harness>
             assert!(ended.at >= at, "{} is before {at}", ended.at);
         }
     }
+    stage.passed()
 }
 
 /// An event that works at its first attempt leaves nothing; nor does one that was given back first.
-pub async fn an_event_that_simply_works_leaves_nothing<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_log() {
-        return;
-    }
+pub async fn an_event_that_simply_works_leaves_nothing<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&LOG, &LOOKUP]).await?;
     stage.declare("billing", &["*"]).await;
     let mut consumer = stage.consumer("billing").await;
     for released in [false, true] {
@@ -146,14 +164,14 @@ pub async fn an_event_that_simply_works_leaves_nothing<H: Harness>(harness: H) {
         assert_eq!((state.state, state.attempts), (EventState::Done, 0));
         assert_eq!((state.failures.len(), state.ended), (0, None));
     }
+    stage.passed()
 }
 
 /// A dead letter that was retried and then worked keeps its failures, and those of the retry.
-pub async fn a_retried_dead_letter_keeps_the_failures_of_all_its_runs<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_log() || !stage.has_dead_letters() {
-        return;
-    }
+pub async fn a_retried_dead_letter_keeps_the_failures_of_all_its_runs<H: Harness>(
+    harness: H,
+) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&LOG, &LOOKUP, &DEAD_LETTERS]).await?;
     stage.declare("billing", &["a.*"]).await;
     for again in [0, 1] {
         let published = stage.publish("a.b").await;
@@ -181,14 +199,12 @@ pub async fn a_retried_dead_letter_keeps_the_failures_of_all_its_runs<H: Harness
         assert_eq!((state.failures, state.attempts), (expected, 3 + again));
         assert_eq!(state.ended.unwrap().ran.took, Some(TOOK));
     }
+    stage.passed()
 }
 
 /// A replayed event keeps the failures of every run.
-pub async fn a_replayed_event_keeps_the_failures_of_every_run<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_log() {
-        return;
-    }
+pub async fn a_replayed_event_keeps_the_failures_of_every_run<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&LOG, &LOOKUP, &REDELIVER]).await?;
     stage.declare("billing", &["*"]).await;
     let mut consumer = stage.consumer("billing").await;
     let published = stage.publish("a.b").await;
@@ -201,24 +217,20 @@ pub async fn a_replayed_event_keeps_the_failures_of_every_run<H: Harness>(harnes
         assert_eq!(state.attempts, 2 * run);
         if run == 1 {
             let positions = vec![published.position];
-            let Ok(engine) = stage.engine().redeliver() else {
-                return;
-            };
+            let engine = stage.engine().redeliver().unwrap();
             let answers = engine.redeliver(name("billing"), positions).await;
             assert_eq!(answers.unwrap(), [Redelivery::Queued]);
         }
     }
+    stage.passed()
 }
 
 /// What is kept goes with its event, and with its group.
-pub async fn what_is_kept_of_attempts_goes_with_its_event_and_group<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(maintenance) = stage.engine().maintenance() else {
-        return;
-    };
-    if !stage.has_log() {
-        return;
-    }
+pub async fn what_is_kept_of_attempts_goes_with_its_event_and_group<H: Harness>(
+    harness: H,
+) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&LOG, &LOOKUP, &MAINTENANCE]).await?;
+    let maintenance = stage.engine().maintenance().unwrap();
     stage.declare("billing", &["*"]).await;
     let mut consumer = stage.consumer("billing").await;
     let published = stage.publish("a.b").await;
@@ -246,4 +258,5 @@ pub async fn what_is_kept_of_attempts_goes_with_its_event_and_group<H: Harness>(
     assert!(stage.lookup().find(next.id).await.unwrap().is_empty());
     let report = maintenance.check().await.unwrap();
     assert!(report.is_ok(), "{report:?}");
+    stage.passed()
 }

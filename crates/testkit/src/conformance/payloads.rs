@@ -4,13 +4,14 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use everbus_core::{
-    Clock, Code, Deduplication, Event, EventId, EventKey, Orphan, Overflow, OverflowPart, Payloads,
-    Retention, StageInfo, StoredStage, Timestamp,
+    Code, Event, EventId, EventKey, Orphan, Overflow, OverflowPart, Payloads, Retention, StageInfo,
+    StoredStage, Timestamp,
 };
 use sha2::{Digest as _, Sha256};
 
+use super::needs::{DEDUPLICATION, LOOKUP, MAINTENANCE, ORPHANS, PAYLOADS, RESTART};
 use super::stage::{code, event, options, take_one};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -22,7 +23,7 @@ fn stored<H: Harness>(stage: &Stage<H>, name: &str, original: u64, content: &str
     StoredStage {
         info: StageInfo {
             stage: name.parse().unwrap(),
-            timestamp: stage.clock.now(),
+            timestamp: stage.now(),
             payload_size_original: original,
             payload_size_compressed: content.len() as u64,
             status_code: Some(502),
@@ -44,11 +45,9 @@ async fn empty_the_log<H: Harness>(stage: &Stage<H>) {
 }
 
 /// Stages are kept by event and stage with everything known about them, oldest first.
-pub async fn stages_are_kept_by_event_and_stage<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    let Some(store) = payloads(&stage) else {
-        return;
-    };
+pub async fn stages_are_kept_by_event_and_stage<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Virtual, &[&PAYLOADS]).await?;
+    let store = payloads(&stage).unwrap();
     let (one, other) = (event("a.x"), event("a.x"));
     stage.append(one.clone()).await;
     stage.append(other.clone()).await;
@@ -78,19 +77,18 @@ pub async fn stages_are_kept_by_event_and_stage<H: Harness>(harness: H) {
         assert!(store.stages((&one).into(), none).await.unwrap().is_empty());
         let others = store.stages((&other).into(), None).await.unwrap();
         assert_eq!(others, [plain.clone()]);
-        if !stage.survives_restart() {
-            return;
+        if !stage.offers(&RESTART) {
+            return stage.passed();
         }
         stage.restart().await;
     }
+    stage.passed()
 }
 
 /// A stage needs its event, and an id is that of one tenant.
-pub async fn a_stage_needs_its_event<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Some(store) = payloads(&stage) else {
-        return;
-    };
+pub async fn a_stage_needs_its_event<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&PAYLOADS]).await?;
+    let store = payloads(&stage).unwrap();
     let unknown = EventKey::from(EventId::new());
     let nowhere = store.store(unknown.clone(), stored(&stage, "error", 1, "x"));
     assert_eq!(code(nowhere.await), Code::NotFound);
@@ -110,14 +108,13 @@ pub async fn a_stage_needs_its_event<H: Harness>(harness: H) {
     store.store((&bolt).into(), content.clone()).await.unwrap();
     assert!(store.stages((&acme).into(), None).await.unwrap().is_empty());
     assert_eq!(store.stages((&bolt).into(), None).await.unwrap(), [content]);
+    stage.passed()
 }
 
 /// The largest stages come largest first, only those over the limit, at most so many.
-pub async fn the_largest_stages_come_first<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Some(store) = payloads(&stage) else {
-        return;
-    };
+pub async fn the_largest_stages_come_first<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&PAYLOADS]).await?;
+    let store = payloads(&stage).unwrap();
     let tenant = Event::builder("a.x").tenant("acme").build().unwrap();
     stage.append(tenant.clone()).await;
     let plain = event("a.x");
@@ -142,14 +139,13 @@ pub async fn the_largest_stages_come_first<H: Harness>(harness: H) {
     assert_eq!(found[1].0, EventKey::of(&tenant));
     assert_eq!(sizes(&store.largest(0, 2).await.unwrap()), [70_000, 60_000]);
     assert!(store.largest(70_000, 100).await.unwrap().is_empty());
+    stage.passed()
 }
 
 /// Stages go with their event, by retention and by a purge, and those of others stay.
-pub async fn stages_go_with_their_event<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let (Some(store), Ok(_)) = (payloads(&stage), stage.engine().maintenance()) else {
-        return;
-    };
+pub async fn stages_go_with_their_event<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&PAYLOADS, &MAINTENANCE]).await?;
+    let store = payloads(&stage).unwrap();
     stage.declare("g", &["a.dead"]).await;
     let dead = event("a.dead");
     let done = event("a.done");
@@ -173,21 +169,19 @@ pub async fn stages_go_with_their_event<H: Harness>(harness: H) {
     assert_eq!(store.stages((&dead).into(), None).await.unwrap().len(), 1);
     assert_eq!(store.largest(0, 10).await.unwrap().len(), 1);
     let letters = stage.dead_letters();
-    let now = stage.clock.now();
+    let now = stage.now();
     let purged = letters.purge(now, Default::default(), Default::default());
     assert_eq!(purged.await.unwrap().dead_letters, 1);
     assert!(store.largest(0, 10).await.unwrap().is_empty());
     // The id is free again; a new event has no stages of the old one.
     stage.append(dead.clone()).await;
     assert!(store.stages((&dead).into(), None).await.unwrap().is_empty());
+    stage.passed()
 }
 
 /// An event that is removed leaves a note of its object, in the same step; others leave none.
-pub async fn a_removed_event_leaves_a_note_of_its_object<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if stage.engine().orphans.is_none() || stage.engine().maintenance().is_err() {
-        return;
-    }
+pub async fn a_removed_event_leaves_a_note_of_its_object<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Virtual, &[&ORPHANS, &MAINTENANCE, &LOOKUP]).await?;
     let large = |key: &str| {
         let overflow = Overflow {
             bucket: "objects".into(),
@@ -214,9 +208,9 @@ pub async fn a_removed_event_leaves_a_note_of_its_object<H: Harness>(harness: H)
     let found = stage.lookup().find(events[0].id()).await.unwrap();
     assert_eq!(found[0].event, events[0], "the reference is kept as it is");
     stage.advance(SECOND).await;
-    let since = stage.clock.now();
+    let since = stage.now();
     empty_the_log(&stage).await;
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         stage.restart().await;
     }
     let orphan = |n: usize| Orphan {
@@ -245,6 +239,7 @@ pub async fn a_removed_event_leaves_a_note_of_its_object<H: Harness>(harness: H)
     assert_eq!((left.len(), &left[0]), (1, &again));
     store.forget(left).await.unwrap();
     assert!(store.list(None, 9).await.unwrap().is_empty());
+    stage.passed()
 }
 
 /// A reference to an object, as the bus makes it of a payload.
@@ -263,11 +258,8 @@ fn reference(key: &str, object: &[u8], payload: &[u8]) -> Overflow {
 
 /// The same id with the same payload is the same publish, whatever of it was moved into an object the
 /// first time and the second; with another payload it is refused.
-pub async fn a_repeated_publish_is_told_by_the_whole_payload<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if stage.capabilities().deduplication == Deduplication::None {
-        return;
-    }
+pub async fn a_repeated_publish_is_told_by_the_whole_payload<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Still, &[&DEDUPLICATION, &LOOKUP]).await?;
     let (payload, other) = (r#"{"n":1,"output":"abc"}"#, r#"{"n":1,"output":"abd"}"#);
     let forms = |id: EventId, payload: &'static str| {
         let event = Event::builder("a.x").id(id).payload(payload);
@@ -295,7 +287,7 @@ pub async fn a_repeated_publish_is_told_by_the_whole_payload<H: Harness>(harness
     for first in 0..3 {
         let id = EventId::new();
         let appended = stage.append(forms(id, payload)[first].clone()).await;
-        if stage.survives_restart() {
+        if stage.offers(&RESTART) {
             stage.restart().await;
         }
         for second in 0..3 {
@@ -308,14 +300,15 @@ pub async fn a_repeated_publish_is_told_by_the_whole_payload<H: Harness>(harness
         let found = stage.lookup().find(id).await.unwrap();
         assert_eq!(found[0].event, forms(id, payload)[first], "the first stays");
     }
+    stage.passed()
 }
 
 /// An object that is noted before it is put is struck off by the append of its event, and by nothing else.
-pub async fn the_append_of_an_event_strikes_off_the_note_of_its_object<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    let Some(orphans) = stage.engine().orphans.clone() else {
-        return;
-    };
+pub async fn the_append_of_an_event_strikes_off_the_note_of_its_object<H: Harness>(
+    harness: H,
+) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Virtual, &[&ORPHANS]).await?;
+    let orphans = stage.engine().orphans.clone().unwrap();
     let log = orphans.log_id().await.unwrap();
     let large = |key: &str| {
         let event = Event::builder("a.x").build().unwrap();
@@ -323,7 +316,7 @@ pub async fn the_append_of_an_event_strikes_off_the_note_of_its_object<H: Harnes
         event.with_overflow(payload, reference(key, b"x", b"x"))
     };
     let events = ["events/a", "events/b", "events/c"].map(large);
-    let since = stage.clock.now();
+    let since = stage.now();
     let note = |event: &Event| Orphan {
         bucket: "objects".into(),
         key: event.overflow().unwrap().key.clone(),
@@ -344,12 +337,12 @@ pub async fn the_append_of_an_event_strikes_off_the_note_of_its_object<H: Harnes
     let again = Event::builder("a.x").id(events[0].id()).build().unwrap();
     let again = again.with_overflow(Bytes::from_static(b"null"), elsewhere);
     assert!(stage.append(again).await.duplicate);
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         stage.restart().await;
     }
     let orphans = stage.engine().orphans.clone().unwrap();
     assert_eq!(orphans.list(None, 9).await.unwrap(), notes[1..]);
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         assert_eq!(orphans.log_id().await.unwrap(), log, "the log is the same");
     }
     stage.append(events[1].clone()).await;
@@ -359,4 +352,5 @@ pub async fn the_append_of_an_event_strikes_off_the_note_of_its_object<H: Harnes
     assert_ne!(renewed, log);
     assert_eq!(orphans.log_id().await.unwrap(), renewed);
     assert!(orphans.list(None, 9).await.unwrap().is_empty());
+    stage.passed()
 }

@@ -8,24 +8,27 @@ use everbus_core::{
 };
 use serde_json::json;
 
+use super::needs::{
+    CHECKPOINTS, DEAD_LETTERS, INBOX, LOG, LOOKUP, MAINTENANCE, REDELIVER, RESTART,
+};
 use super::stage::{
     LEASE, beyond, code, following, handling, name, nothing, options, ordering, pattern, positions,
     spec, take, take_one,
 };
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 use Redelivery::{Gone, Owed, Queued};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Hands events to a group once more; `None` where the engine cannot.
+/// Hands events to a group once more.
 async fn again<H: Harness>(
     stage: &Stage<H>,
     group: &str,
     positions: &[Position],
-) -> Option<Vec<Redelivery>> {
-    let redeliver = stage.engine().redeliver().ok()?;
+) -> Vec<Redelivery> {
+    let redeliver = stage.engine().redeliver().unwrap();
     let answers = redeliver.redeliver(name(group), positions.to_vec()).await;
-    Some(answers.unwrap())
+    answers.unwrap()
 }
 
 /// Publishes some events and lets a group handle them.
@@ -41,16 +44,14 @@ async fn handled<H: Harness>(stage: &Stage<H>, group: &str, event_type: &str) ->
 
 /// An event that a group is done with comes again, in order, with fresh attempts, and marked; the
 /// position of the group does not move, and other groups do not notice.
-pub async fn a_handled_event_comes_again_on_request<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn a_handled_event_comes_again_on_request<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&REDELIVER]).await?;
     stage.declare("billing", &["order.*"]).await;
     stage.declare("mail", &["order.*"]).await;
     let done = handled(&stage, "billing", "order.placed").await;
     handled_by(&stage, "mail", 4).await;
     let before = stage.group_info("billing").await.position;
-    let Some(answers) = again(&stage, "billing", &[done[2], done[0]]).await else {
-        return;
-    };
+    let answers = again(&stage, "billing", &[done[2], done[0]]).await;
     assert_eq!(answers, [Queued, Queued]);
     assert_eq!(stage.group_info("billing").await.position, before);
     assert_eq!(stage.group_info("billing").await.waiting, 2);
@@ -87,6 +88,7 @@ pub async fn a_handled_event_comes_again_on_request<H: Harness>(harness: H) {
     stage.publish("order.placed").await;
     let fresh = take_one(&mut billing).await;
     assert!(!fresh.retried);
+    stage.passed()
 }
 
 async fn handled_by<H: Harness>(stage: &Stage<H>, group: &str, count: usize) {
@@ -98,8 +100,8 @@ async fn handled_by<H: Harness>(stage: &Stage<H>, group: &str, count: usize) {
 }
 
 /// What the group is not done with stays as it is, and what is not there is gone.
-pub async fn what_is_owed_is_not_delivered_twice<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn what_is_owed_is_not_delivered_twice<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[&REDELIVER]).await?;
     stage.declare("billing", &["*"]).await;
     let many = stage.publish_many("order.placed", 6).await;
     let at: Vec<Position> = many.iter().map(|appended| appended.position).collect();
@@ -107,7 +109,7 @@ pub async fn what_is_owed_is_not_delivered_twice<H: Harness>(harness: H) {
     let mut consumer = stage.consumer_with("billing", few).await;
     let held = take(&mut consumer, 5).await;
     stage.ack(&held[0]).await;
-    stage.fail(&held[1], 60 * SECOND).await;
+    stage.fail(&held[1], 10 * SECOND).await;
     stage.kill(&held[2]).await;
     stage
         .settle(
@@ -123,16 +125,12 @@ pub async fn what_is_owed_is_not_delivered_twice<H: Harness>(harness: H) {
     let beyond = beyond(at[5], 1000);
     let asked = [at[0], at[1], at[2], at[3], at[4], at[5], beyond, at[0]];
     let before = stage.group_info("billing").await.waiting;
-    let Ok(redeliver) = stage.engine().redeliver() else {
-        return;
-    };
+    let redeliver = stage.engine().redeliver().unwrap();
     let foretold = redeliver.redeliverable(name("billing"), asked.to_vec());
     let foretold = foretold.await.unwrap();
     let after = stage.group_info("billing").await.waiting;
     assert_eq!(after, before, "it was only asked");
-    let Some(answers) = again(&stage, "billing", &asked).await else {
-        return;
-    };
+    let answers = again(&stage, "billing", &asked).await;
     assert_eq!(
         answers,
         [Queued, Owed, Owed, Queued, Owed, Owed, Gone, Owed]
@@ -141,7 +139,7 @@ pub async fn what_is_owed_is_not_delivered_twice<H: Harness>(harness: H) {
     assert_eq!(foretold[..7], answers[..7]);
     assert_eq!(foretold[7], Queued);
     stage.ack(&held[4]).await;
-    let answers = again(&stage, "billing", &[at[4], at[3]]).await.unwrap();
+    let answers = again(&stage, "billing", &[at[4], at[3]]).await;
     assert_eq!(answers, [Queued, Owed]);
 
     // Each comes once; the retry at its own time.
@@ -154,31 +152,33 @@ pub async fn what_is_owed_is_not_delivered_twice<H: Harness>(harness: H) {
         stage.ack(delivery).await;
     }
     nothing(&mut consumer).await;
-    stage.advance(61 * SECOND).await;
+    stage.advance(11 * SECOND).await;
     let retried = take_one(&mut consumer).await;
     assert_eq!((retried.record.position, retried.attempt), (at[1], 2));
     assert!(!retried.retried, "a retry of its own accord is no request");
     stage.ack(&retried).await;
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// A group that nobody declared cannot be given anything.
-pub async fn an_unknown_group_is_given_nothing<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn an_unknown_group_is_given_nothing<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&REDELIVER]).await?;
     let position = stage.publish("a").await.position;
-    let Ok(redeliver) = stage.engine().redeliver() else {
-        return;
-    };
+    let redeliver = stage.engine().redeliver().unwrap();
     for asked in [vec![], vec![position]] {
         let answer = redeliver.redeliver(name("nobody"), asked).await;
         assert_eq!(code(answer), Code::GroupNotFound);
     }
+    stage.passed()
 }
 
 /// A group without subscriptions gets what it is given and nothing else, and does not hold retention
 /// back with what it will never want.
-pub async fn a_group_without_subscriptions_gets_only_what_it_is_given<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn a_group_without_subscriptions_gets_only_what_it_is_given<H: Harness>(
+    harness: H,
+) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&REDELIVER]).await?;
     let first = stage.publish("order.placed").await.position;
     let second = stage.publish("user.created").await.position;
     let apart = GroupSpec {
@@ -186,12 +186,11 @@ pub async fn a_group_without_subscriptions_gets_only_what_it_is_given<H: Harness
         ..spec("apart", &[])
     };
     stage.broker().declare(apart).await.unwrap();
-    let Some(answers) = again(&stage, "apart", &[second]).await else {
-        return;
-    };
+    let answers = again(&stage, "apart", &[second]).await;
     assert_eq!(answers, [Queued]);
     let third = stage.publish("user.created").await.position;
-    if let Ok(maintenance) = stage.engine().maintenance() {
+    if stage.offers(&MAINTENANCE) {
+        let maintenance = stage.engine().maintenance().unwrap();
         // The replayed event is owed; the others are nobody's.
         let retention = Retention {
             max_len: Some(0),
@@ -199,7 +198,7 @@ pub async fn a_group_without_subscriptions_gets_only_what_it_is_given<H: Harness
         };
         let pruned = maintenance.prune(retention).await.unwrap();
         assert_eq!((pruned.removed, pruned.kept), (2, 1));
-        let answers = again(&stage, "apart", &[first, third]).await.unwrap();
+        let answers = again(&stage, "apart", &[first, third]).await;
         assert_eq!(answers, [Gone, Gone]);
     }
     let mut consumer = stage.consumer("apart").await;
@@ -208,16 +207,15 @@ pub async fn a_group_without_subscriptions_gets_only_what_it_is_given<H: Harness
     stage.ack(&came).await;
     stage.publish("user.created").await;
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// A failed replay is retried with its mark, dies like any other, and can be sent back.
-pub async fn a_replayed_event_fails_like_any_other<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn a_replayed_event_fails_like_any_other<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[&REDELIVER]).await?;
     stage.declare("billing", &["*"]).await;
     let done = handled(&stage, "billing", "order.placed").await;
-    let Some(answers) = again(&stage, "billing", &[done[1]]).await else {
-        return;
-    };
+    let answers = again(&stage, "billing", &[done[1]]).await;
     assert_eq!(answers, [Queued]);
     let mut consumer = stage.consumer("billing").await;
     let first = take_one(&mut consumer).await;
@@ -239,23 +237,24 @@ pub async fn a_replayed_event_fails_like_any_other<H: Harness>(harness: H) {
     stage
         .assert_state(done[1], "billing", EventState::Dlq)
         .await;
-    let answers = again(&stage, "billing", &[done[1]]).await.unwrap();
+    let answers = again(&stage, "billing", &[done[1]]).await;
     assert_eq!(
         answers,
         [Owed],
         "an open dead letter is retried, not replayed"
     );
-    if stage.has_dead_letters() {
+    if stage.offers(&DEAD_LETTERS) {
         let letters = stage.open_dead_letters().await;
         assert_eq!(letters.len(), 1);
         assert_eq!(letters[0].attempts, 2);
     }
+    stage.passed()
 }
 
 /// In an ordered group a replay waits for what is before it of its key and holds back what comes
 /// after.
-pub async fn a_replay_keeps_the_order_of_its_key<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn a_replay_keeps_the_order_of_its_key<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&REDELIVER]).await?;
     let ordered = GroupSpec {
         ordered: true,
         ..spec("ordered", &["*"])
@@ -272,9 +271,7 @@ pub async fn a_replay_keeps_the_order_of_its_key<H: Harness>(harness: H) {
         stage.ack(&delivery).await;
     }
     let asked = [at[3], at[0], at[2], at[1]];
-    let Some(answers) = again(&stage, "ordered", &asked).await else {
-        return;
-    };
+    let answers = again(&stage, "ordered", &asked).await;
     assert_eq!(answers, [Queued; 4]);
     let mut of_x = Vec::new();
     for _ in 0..at.len() {
@@ -286,19 +283,15 @@ pub async fn a_replay_keeps_the_order_of_its_key<H: Harness>(harness: H) {
     }
     assert_eq!(of_x, [at[0], at[2], at[3]]);
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// What waits to be delivered once more is there after a crash, still marked.
-pub async fn a_replay_survives_a_crash<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if !stage.survives_restart() {
-        return;
-    }
+pub async fn a_replay_survives_a_crash<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Short, &[&RESTART, &REDELIVER]).await?;
     stage.declare("billing", &["*"]).await;
     let done = handled(&stage, "billing", "order.placed").await;
-    let Some(answers) = again(&stage, "billing", &done[..2]).await else {
-        return;
-    };
+    let answers = again(&stage, "billing", &done[..2]).await;
     assert_eq!(answers, [Queued; 2]);
     let one = options().prefetch(1);
     let mut consumer = stage.consumer_with("billing", one).await;
@@ -315,14 +308,12 @@ pub async fn a_replay_survives_a_crash<H: Harness>(harness: H) {
         stage.ack(&delivery).await;
     }
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// An event that the group has on record as handled is acked again without its follow-ups.
-pub async fn the_inbox_absorbs_a_replay<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.engine().inbox.is_none() || !stage.has_log() {
-        return;
-    }
+pub async fn the_inbox_absorbs_a_replay<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&INBOX, &LOG, &REDELIVER, &LOOKUP]).await?;
     stage.declare("billing", &["order.*"]).await;
     let position = stage.publish("order.placed").await.position;
     let follow_up = |id| Event::builder("paid").id(id).payload("{}").build().unwrap();
@@ -336,18 +327,16 @@ pub async fn the_inbox_absorbs_a_replay<H: Harness>(harness: H) {
         stage.settle_with(settlement).await.unwrap();
         let found = stage.lookup().find(id).await.unwrap();
         assert_eq!(found.len(), usize::from(round == 0), "round {round}");
-        if round == 0 && again(&stage, "billing", &[position]).await.is_none() {
-            return;
+        if round == 0 {
+            again(&stage, "billing", &[position]).await;
         }
     }
+    stage.passed()
 }
 
 /// A checkpoint is what was saved last under its name; names are listed by prefix.
-pub async fn a_checkpoint_is_what_was_saved_last<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if stage.engine().checkpoints.is_none() {
-        return;
-    }
+pub async fn a_checkpoint_is_what_was_saved_last<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Short, &[&CHECKPOINTS]).await?;
     let save = async |stage: &Stage<H>, name: &str, state| {
         let checkpoints: &dyn Checkpoints = stage.engine().checkpoints().unwrap();
         checkpoints.save(name.to_owned(), state).await
@@ -368,7 +357,7 @@ pub async fn a_checkpoint_is_what_was_saved_last<H: Harness>(harness: H) {
         let refused = save(&stage, bad, json!(0)).await;
         assert_eq!(code(refused), Code::InvalidSetting, "{bad:?}");
     }
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         stage.crash().await;
     }
     let checkpoints = stage.engine().checkpoints().unwrap();
@@ -387,17 +376,16 @@ pub async fn a_checkpoint_is_what_was_saved_last<H: Harness>(harness: H) {
     assert!(checkpoints.remove("replay/b".into()).await.unwrap());
     assert!(!checkpoints.remove("replay/b".into()).await.unwrap());
     assert_eq!(names("replay/b").await, Vec::<String>::new());
+    stage.passed()
 }
 
 /// Events of a type that nobody in the group subscribes to can be delivered once more, too.
-pub async fn an_unwanted_event_can_be_given<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn an_unwanted_event_can_be_given<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&REDELIVER]).await?;
     stage.declare("billing", &["order.*"]).await;
     let other = stage.publish("user.created").await.position;
     let done = handled(&stage, "billing", "order.placed").await;
-    let Some(answers) = again(&stage, "billing", &[other, done[0]]).await else {
-        return;
-    };
+    let answers = again(&stage, "billing", &[other, done[0]]).await;
     assert_eq!(answers, [Queued, Queued]);
     let handles = handling(vec![pattern("user.*")]);
     let mut consumer = stage.consumer_with("billing", handles).await;
@@ -405,4 +393,5 @@ pub async fn an_unwanted_event_can_be_given<H: Harness>(harness: H) {
     assert_eq!(came.record.position, other);
     stage.ack(&came).await;
     nothing(&mut consumer).await;
+    stage.passed()
 }

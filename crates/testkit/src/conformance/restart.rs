@@ -4,16 +4,17 @@ use std::time::Duration;
 
 use everbus_core::{Code, Event, EventId, EventState, FailureKind};
 
+use super::needs::{DEAD_LETTERS, DEDUPLICATION, EXACT_ATTEMPTS, RESTART};
 use super::stage::{code, nothing, ordering, take, take_one};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-async fn settled_stay_settled_and_the_rest_comes_again<H: Harness>(harness: H, crash: bool) {
-    let mut stage = Stage::open(harness).await;
-    if !stage.survives_restart() {
-        return;
-    }
+async fn settled_stay_settled_and_the_rest_comes_again<H: Harness>(
+    harness: H,
+    crash: bool,
+) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Virtual, &[&RESTART]).await?;
     let subscriptions = stage.declare("", &["*"]).await;
     let published = stage.publish_many("a.b", 6).await;
     let mut consumer = stage.consumer("").await;
@@ -69,30 +70,28 @@ async fn settled_stay_settled_and_the_rest_comes_again<H: Harness>(harness: H, c
     assert_eq!(waited.failures[0].error, "attempt 1 failed");
     stage.ack(&waited).await;
     nothing(&mut consumer).await;
-    if stage.has_dead_letters() {
+    if stage.offers(&DEAD_LETTERS) {
         let dead = stage.open_dead_letters().await;
         assert_eq!(dead.len(), 1);
         assert_eq!(dead[0].event.position, published[2].position);
         assert_eq!((dead[0].attempts, dead[0].failures.len()), (1, 1));
     }
+    stage.passed()
 }
 
 /// After an orderly restart settled events stay settled, the rest comes again, delays are kept.
-pub async fn a_restart_keeps_everything<H: Harness>(harness: H) {
-    settled_stay_settled_and_the_rest_comes_again(harness, false).await;
+pub async fn a_restart_keeps_everything<H: Harness>(harness: H) -> Outcome {
+    settled_stay_settled_and_the_rest_comes_again(harness, false).await
 }
 
 /// After a crash settled events stay settled, the rest comes again, delays are kept.
-pub async fn a_crash_keeps_everything<H: Harness>(harness: H) {
-    settled_stay_settled_and_the_rest_comes_again(harness, true).await;
+pub async fn a_crash_keeps_everything<H: Harness>(harness: H) -> Outcome {
+    settled_stay_settled_and_the_rest_comes_again(harness, true).await
 }
 
 /// Ids are recognised and positions go on after a restart.
-pub async fn identity_and_positions_survive<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if !stage.survives_restart() {
-        return;
-    }
+pub async fn identity_and_positions_survive<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Still, &[&RESTART]).await?;
     let id = EventId::new();
     let body = |payload: &'static str| {
         Event::builder("a.b")
@@ -109,7 +108,7 @@ pub async fn identity_and_positions_survive<H: Harness>(harness: H) {
         } else {
             stage.restart().await;
         }
-        if stage.capabilities().deduplication != everbus_core::Deduplication::None {
+        if stage.offers(&DEDUPLICATION) {
             let again = stage.append(body("1")).await;
             assert_eq!((again.position, again.duplicate), (first.position, true));
             assert_eq!(again.received_at, first.received_at);
@@ -118,14 +117,12 @@ pub async fn identity_and_positions_survive<H: Harness>(harness: H) {
         let next = stage.publish("a.b").await;
         assert!(next.position > first.position && next.received_at >= first.received_at);
     }
+    stage.passed()
 }
 
 /// An event that is in flight at every crash has each of them counted and recorded.
-pub async fn every_crash_is_counted<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if !stage.survives_restart() || !stage.capabilities().exact_attempts {
-        return;
-    }
+pub async fn every_crash_is_counted<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Still, &[&RESTART, &EXACT_ATTEMPTS]).await?;
     stage.declare("", &["*"]).await;
     let appended = stage.publish("a.b").await;
     for attempt in 1..=4u32 {
@@ -144,16 +141,17 @@ pub async fn every_crash_is_counted<H: Harness>(harness: H) {
         drop(consumer);
         stage.crash().await;
     }
+    stage.passed()
 }
 
 /// Time that goes backwards between runs neither loses nor reorders anything.
-pub async fn a_clock_set_back_keeps_the_order<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
+pub async fn a_clock_set_back_keeps_the_order<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Virtual, &[]).await?;
     stage.declare("", &["*"]).await;
     let before = stage.publish("a.b").await;
     let earlier = before.received_at.minus(3600 * SECOND);
     stage.clock.set(earlier);
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         stage.restart().await;
     }
     let after = stage.publish("a.b").await;
@@ -167,4 +165,5 @@ pub async fn a_clock_set_back_keeps_the_order<H: Harness>(harness: H) {
     stage.ack(&got[0]).await;
     stage.ack(&got[1]).await;
     nothing(&mut consumer).await;
+    stage.passed()
 }

@@ -5,13 +5,14 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use everbus_core::{
-    AuditEntry, Clock, Cursor, Event, EventState, GroupName, Maintenance, Position, Pruned,
+    AuditEntry, Cursor, Event, EventState, GroupName, Maintenance, Position, Pruned,
     RETENTION_DUTY, Retention, Settlement, StreamAge, Verdict, letter_kept_for,
 };
 
 use super::lapsing::skipped;
+use super::needs::{AUDIT, DEAD_LETTERS, LOG, LOOKUP, MAINTENANCE, RESTART};
 use super::stage::{name, nothing, options, pattern, take, take_one};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 use crate::model::Random;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -39,11 +40,9 @@ pub(super) async fn foretold(maintenance: &dyn Maintenance, retention: &Retentio
 }
 
 /// Each stream has an age of its own; the first that matches counts.
-pub async fn streams_have_ages_of_their_own<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(maintenance) = stage.engine().maintenance() else {
-        return;
-    };
+pub async fn streams_have_ages_of_their_own<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE, &LOG]).await?;
+    let maintenance = stage.engine().maintenance().unwrap();
     let types = [
         "message.sent",
         "identity.made",
@@ -92,17 +91,15 @@ pub async fn streams_have_ages_of_their_own<H: Harness>(harness: H) {
     assert_eq!(foretold(maintenance, &mixed).await.removed, 20);
     assert_eq!(left(&stage).await, ["a.y"; 20]);
     assert!(maintenance.check().await.unwrap().is_ok());
+    stage.passed()
 }
 
 /// An event that says when it expires goes then, however long the others are kept, unless somebody
 /// still owes work on it.
-pub async fn events_go_when_they_expire<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if stage.engine().maintenance().is_err() {
-        return;
-    }
+pub async fn events_go_when_they_expire<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE, &LOG]).await?;
     let ttl = |event_type: &str, ttl| {
-        let now = stage.clock.now();
+        let now = stage.now();
         let event = Event::builder(event_type).occurred_at(now).ttl(ttl);
         event.build().unwrap()
     };
@@ -121,7 +118,7 @@ pub async fn events_go_when_they_expire<H: Harness>(harness: H) {
     stage.settle_with(settlement).await.unwrap();
     drop(consumer);
     stage.advance(2 * SECOND).await;
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         stage.restart().await;
     }
     let maintenance = stage.engine().maintenance().unwrap();
@@ -139,14 +136,13 @@ pub async fn events_go_when_they_expire<H: Harness>(harness: H) {
     assert_eq!(left(&stage).await, ["done", "cause"]);
     assert_eq!(maintenance.holdings().await.unwrap().expiring.count, 0);
     assert!(maintenance.check().await.unwrap().is_ok());
+    stage.passed()
 }
 
 /// Groups that lag, and groups that are declared while retention would take everything.
-pub async fn retention_waits_for_those_who_lag<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(maintenance) = stage.engine().maintenance() else {
-        return;
-    };
+pub async fn retention_waits_for_those_who_lag<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&MAINTENANCE]).await?;
+    let maintenance = stage.engine().maintenance().unwrap();
     let everything = Retention {
         max_len: Some(0),
         ..Retention::default()
@@ -192,27 +188,28 @@ pub async fn retention_waits_for_those_who_lag<H: Harness>(harness: H) {
     assert_eq!((pruned.removed, pruned.kept), (295, 0));
     nothing(&mut fast).await;
     assert!(maintenance.check().await.unwrap().is_ok());
+    stage.passed()
 }
 
 /// For random logs, groups and policies: exactly what is over the limits and needed by nobody goes.
 #[allow(clippy::print_stderr, reason = "a failure must be reproducible")]
-pub async fn exactly_what_nobody_needs_goes<H: Harness>(make: impl Fn() -> H) {
+pub async fn exactly_what_nobody_needs_goes<H: Harness>(make: impl Fn() -> H) -> Outcome {
     let seeds = match Random::seed_from_env() {
         Some(seed) => vec![seed],
         None => (0..12).collect(),
     };
+    let mut outcome = None;
     for seed in seeds {
         eprintln!("EVERBUS_SEED={seed}");
-        Box::pin(random_policy(make(), Random::new(seed))).await;
+        outcome = Some(Box::pin(random_policy(make(), Random::new(seed))).await?);
     }
+    Ok(outcome.expect("a seed"))
 }
 
-async fn random_policy<H: Harness>(harness: H, mut random: Random) {
+async fn random_policy<H: Harness>(harness: H, mut random: Random) -> Outcome {
     const TYPES: [&str; 4] = ["a.x", "a.y", "b.x", "c"];
-    let stage = Stage::open(harness).await;
-    let Ok(maintenance) = stage.engine().maintenance() else {
-        return;
-    };
+    let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE, &LOG, &LOOKUP]).await?;
+    let maintenance = stage.engine().maintenance().unwrap();
     let groups = ["g", "h"];
     for group in groups {
         stage.declare(group, &["*", "*.*"]).await;
@@ -220,7 +217,7 @@ async fn random_policy<H: Harness>(harness: H, mut random: Random) {
     for _ in 0..3 {
         for _ in 0..random.below(80) {
             let event_type = TYPES[random.below(4)];
-            let mut builder = Event::builder(event_type).occurred_at(stage.clock.now());
+            let mut builder = Event::builder(event_type).occurred_at(stage.now());
             if random.one_in(4) {
                 builder = builder.ttl(random.below(200) as u32 * SECOND + SECOND);
             }
@@ -251,6 +248,7 @@ async fn random_policy<H: Harness>(harness: H, mut random: Random) {
         };
         check_policy(&stage, maintenance, &retention).await;
     }
+    stage.passed()
 }
 
 /// A consumer takes some, acks most, and leaves the rest in every other state.
@@ -284,7 +282,7 @@ async fn check_policy<H: Harness>(
     maintenance: &dyn Maintenance,
     retention: &Retention,
 ) {
-    let now = stage.clock.now();
+    let now = stage.now();
     let read = || async {
         let everything = vec![pattern(">"), pattern("system.>")];
         let all = stage.log().read(Cursor::START, everything, 10_000).await;
@@ -295,7 +293,7 @@ async fn check_policy<H: Harness>(
         before.len().saturating_sub(usize::try_from(max).unwrap())
     });
     let lapsed: HashSet<(Position, GroupName)> = match retention.dead_letters {
-        Some(age) if stage.has_dead_letters() => {
+        Some(age) if stage.offers(&DEAD_LETTERS) => {
             let open = stage.open_dead_letters().await;
             let old = open.iter().filter(|letter| letter.died_at.plus(age) < now);
             old.map(|letter| (letter.event.position, letter.group.clone()))
@@ -347,18 +345,16 @@ async fn check_policy<H: Harness>(
 }
 
 /// Of those who ask at once one gets the duty, and the others wait for the next time.
-pub async fn a_duty_is_taken_once<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(maintenance) = stage.engine().maintenance() else {
-        return;
-    };
+pub async fn a_duty_is_taken_once<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE]).await?;
+    let maintenance = stage.engine().maintenance().unwrap();
     let take = |owner: &str| maintenance.take_duty(RETENTION_DUTY.into(), owner.into(), DAY);
     let (a, b) = tokio::join!(take("a"), take("b"));
     let (a, b) = (a.unwrap(), b.unwrap());
     assert!(a != b, "one of them: {a} {b}");
     let owner = if a { "a" } else { "b" };
     let last = maintenance.holdings().await.unwrap().last_run.unwrap();
-    assert_eq!((last.owner.as_str(), last.at), (owner, stage.clock.now()));
+    assert_eq!((last.owner.as_str(), last.at), (owner, stage.now()));
     stage.advance(DAY - SECOND).await;
     assert!(!take("c").await.unwrap());
     // Another duty is another's.
@@ -376,24 +372,23 @@ pub async fn a_duty_is_taken_once<H: Harness>(harness: H) {
     assert!(!take("d").await.unwrap());
     give("c").await.unwrap();
     assert!(take("d").await.unwrap());
+    stage.passed()
 }
 
 /// What there is, by type and kind.
-pub async fn holdings_say_what_there_is<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(maintenance) = stage.engine().maintenance() else {
-        return;
-    };
+pub async fn holdings_say_what_there_is<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE]).await?;
+    let maintenance = stage.engine().maintenance().unwrap();
     let empty = maintenance.holdings().await.unwrap();
     assert_eq!(empty, everbus_core::Holdings::default());
     let first = stage.publish("b").await;
     stage.advance(SECOND).await;
     stage.publish("a").await;
     stage.publish("b").await;
-    let expiring = Event::builder("b").occurred_at(stage.clock.now()).ttl(DAY);
+    let expiring = Event::builder("b").occurred_at(stage.now()).ttl(DAY);
     stage.append(expiring.build().unwrap()).await;
-    let died = stage.clock.now();
-    if stage.has_dead_letters() {
+    let died = stage.now();
+    if stage.offers(&DEAD_LETTERS) {
         stage.declare("g", &["dead"]).await;
         stage.dead_letter("g", "dead").await;
     }
@@ -406,20 +401,19 @@ pub async fn holdings_say_what_there_is<H: Harness>(harness: H) {
     assert_eq!(types[..2], [("a", 1), ("b", 3)]);
     assert_eq!(held.types[1].oldest, first.received_at);
     assert_eq!(held.expiring.count, 1);
-    assert_eq!(held.expiring.oldest, Some(stage.clock.now().plus(DAY)));
-    if stage.has_dead_letters() {
+    assert_eq!(held.expiring.oldest, Some(stage.now().plus(DAY)));
+    if stage.offers(&DEAD_LETTERS) {
         assert_eq!(held.dead_letters.count, 1);
         assert_eq!(held.dead_letters.oldest, Some(died));
     }
+    stage.passed()
 }
 
 /// Audit records go by their age, and the trail can still be verified.
-pub async fn audit_records_go_by_their_age<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let (Ok(maintenance), Ok(audit)) = (stage.engine().maintenance(), stage.engine().audit())
-    else {
-        return;
-    };
+pub async fn audit_records_go_by_their_age<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE, &AUDIT]).await?;
+    let maintenance = stage.engine().maintenance().unwrap();
+    let audit = stage.engine().audit().unwrap();
     for n in 0..6 {
         audit
             .record(AuditEntry::new("somebody", format!("did.{n}")))
@@ -438,4 +432,5 @@ pub async fn audit_records_go_by_their_age<H: Harness>(harness: H) {
     assert_eq!(foretold(maintenance, &keep(4)).await.audit, 0);
     assert_eq!(maintenance.holdings().await.unwrap().audit.count, 4);
     assert!(audit.verify(None).await.unwrap().is_ok());
+    stage.passed()
 }

@@ -3,15 +3,16 @@
 use std::time::Duration;
 
 use everbus_core::{
-    Appended, Clock, Code, Cursor, DeadLetter, DeadLetterFilter, DeadLetterTally, EDIT_OF, Event,
+    Appended, Code, Cursor, DeadLetter, DeadLetterFilter, DeadLetterTally, EDIT_OF, Event,
     EventState, Failure, FailureKind, GroupSpec, Position, Replaced, Verdict,
 };
 use serde_json::json;
 
+use super::needs::{DEAD_LETTERS, DEPTH, LOG, MAINTENANCE, RESTART, SETTLED};
 use super::stage::{
     DEADLINE, code, name, nothing, ordering, pattern, positions, spec, take, take_one,
 };
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -22,7 +23,7 @@ fn all() -> DeadLetterFilter {
 async fn kill_with<H: Harness>(stage: &Stage<H>, group: &str, error: &str, handler: &str) {
     let mut consumer = stage.consumer(group).await;
     let delivery = take_one(&mut consumer).await;
-    let failure = Failure::new(1, stage.clock.now(), FailureKind::Error, error);
+    let failure = Failure::new(1, stage.now(), FailureKind::Error, error);
     let failure = Some(failure.in_handler(handler));
     stage
         .settle(&delivery, Verdict::Dead { failure })
@@ -33,11 +34,8 @@ async fn kill_with<H: Harness>(stage: &Stage<H>, group: &str, error: &str, handl
 
 /// Dead letters are chosen by tenant, handler, text of the last error and time of death; list, count,
 /// tally and retry agree.
-pub async fn dead_letters_are_chosen_by_why_they_died<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn dead_letters_are_chosen_by_why_they_died<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     stage.declare("g", &["*"]).await;
     let cases = [
         (Some("acme"), "charge", "the bank's 100%_sure: \"no\""),
@@ -54,7 +52,7 @@ pub async fn dead_letters_are_chosen_by_why_they_died<H: Harness>(harness: H) {
         stage.append(event.build().unwrap()).await;
         stage.advance(SECOND).await;
         kill_with(&stage, "g", error, handler).await;
-        deaths.push(stage.clock.now());
+        deaths.push(stage.now());
     }
     let tenant = |name: &str| DeadLetterFilter {
         tenant: Some(name.into()),
@@ -112,14 +110,12 @@ pub async fn dead_letters_are_chosen_by_why_they_died<H: Harness>(harness: H) {
     assert_eq!(dead.retry(error("100%_")).await.unwrap(), 1);
     assert_eq!(dead.retry(tenant("umbrella")).await.unwrap(), 1);
     assert_eq!(dead.count(all()).await.unwrap(), 2);
+    stage.passed()
 }
 
 /// A tally counts what fails alike, the most frequent first.
-pub async fn a_tally_counts_what_fails_alike<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn a_tally_counts_what_fails_alike<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS]).await?;
     stage.declare("g", &["*"]).await;
     stage.declare("h", &["b.x"]).await;
     let long = format!("{}{}", "ä".repeat(200), "the rest");
@@ -154,14 +150,12 @@ pub async fn a_tally_counts_what_fails_alike<H: Harness>(harness: H) {
     assert_eq!(dead.tally(all(), 2).await.unwrap(), whole[..2]);
     assert_eq!(dead.tally(all(), 0).await.unwrap(), []);
     assert_eq!(dead.tally(all(), usize::MAX).await.unwrap(), whole);
+    stage.passed()
 }
 
 /// A few at a time, oldest first; what fails again in the meantime is left alone.
-pub async fn a_few_are_retried_oldest_first<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn a_few_are_retried_oldest_first<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     stage.declare("g", &["*"]).await;
     let published = stage.publish_many("a.x", 250).await;
     let mut consumer = stage.consumer("g").await;
@@ -172,7 +166,7 @@ pub async fn a_few_are_retried_oldest_first<H: Harness>(harness: H) {
     }
     let dead = stage.dead_letters();
     let until = DeadLetterFilter {
-        died_until: Some(stage.clock.now()),
+        died_until: Some(stage.now()),
         ..all()
     };
     stage.advance(SECOND).await;
@@ -199,14 +193,12 @@ pub async fn a_few_are_retried_oldest_first<H: Harness>(harness: H) {
     assert_eq!(next, 250);
     assert_eq!(dead.count(all()).await.unwrap(), 250, "all failed again");
     assert_eq!(dead.count(until).await.unwrap(), 0, "none is due once more");
+    stage.passed()
 }
 
 /// In an ordered group the events of a key come back in their order, however few at a time.
-pub async fn retried_events_of_a_key_keep_their_order<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn retried_events_of_a_key_keep_their_order<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS]).await?;
     let ordered = GroupSpec {
         ordered: true,
         ..spec("g", &["*"])
@@ -246,6 +238,7 @@ pub async fn retried_events_of_a_key_keep_their_order<H: Harness>(harness: H) {
         positions(&last),
         [published[4].position, published[5].position]
     );
+    stage.passed()
 }
 
 /// The open dead letter of an event in a group.
@@ -257,11 +250,8 @@ async fn letter<H: Harness>(stage: &Stage<H>, appended: &Appended, group: &str) 
 
 /// A corrected event goes to the group that failed and to no other, whether that is caught up, behind
 /// or only comes back after a restart. The original stays, and each names the other.
-pub async fn a_corrected_event_replaces_a_dead_letter<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn a_corrected_event_replaces_a_dead_letter<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     for group in ["failing", "fine", "away"] {
         stage.declare(group, &["*"]).await;
     }
@@ -314,7 +304,7 @@ pub async fn a_corrected_event_replaces_a_dead_letter<H: Harness>(harness: H) {
         by: corrected.id(),
     };
     assert_eq!(dead.replaced().await.unwrap(), [replaced]);
-    assert_eq!(kept.retried_at, Some(stage.clock.now()));
+    assert_eq!(kept.retried_at, Some(stage.now()));
     assert_eq!(kept.event.event, event, "unchanged");
     assert_eq!(kept.failures, broken.failures);
     assert!(stage.open_dead_letters().await.is_empty());
@@ -330,7 +320,7 @@ pub async fn a_corrected_event_replaces_a_dead_letter<H: Harness>(harness: H) {
         .assert_state(original.position, "failing", EventState::Done)
         .await;
     stage.ack(&again).await;
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         drop((fine, failing));
         stage.restart().await;
     }
@@ -345,24 +335,24 @@ pub async fn a_corrected_event_replaces_a_dead_letter<H: Harness>(harness: H) {
         nothing(&mut consumer).await;
     }
     for appended in [original, appended] {
-        if let Ok(settled) = stage.engine().settled() {
+        if stage.offers(&SETTLED) {
+            let settled = stage.engine().settled().unwrap();
             let outcome = settled.settled(appended.position, DEADLINE).await;
             assert!(outcome.unwrap().dead_lettered.is_empty());
         }
     }
-    if let Ok(maintenance) = stage.engine().maintenance() {
+    if stage.offers(&MAINTENANCE) {
+        let maintenance = stage.engine().maintenance().unwrap();
         let report = maintenance.check().await.unwrap();
         assert!(report.is_ok(), "{report:?}");
     }
+    stage.passed()
 }
 
 /// The failing group gets the corrected event once, also if nobody consumed it, if it is behind, and
 /// if its patterns have changed so that it would pass the event by.
-pub async fn a_correction_finds_its_group<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn a_correction_finds_its_group<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS]).await?;
     let subscriptions = stage.declare("g", &["a.*", "b.*"]).await;
     let a = subscriptions.iter().find(|s| s.pattern == pattern("a.*"));
     let original = stage.dead_letter("g", "a.x").await;
@@ -400,14 +390,12 @@ pub async fn a_correction_finds_its_group<H: Harness>(harness: H) {
     stage
         .assert_state(second.position, "g", EventState::Processing)
         .await;
+    stage.passed()
 }
 
 /// What may not take the place of a dead letter changes nothing.
-pub async fn what_cannot_replace_a_dead_letter_is_refused<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn what_cannot_replace_a_dead_letter_is_refused<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS, &LOG]).await?;
     stage.declare("g", &["*"]).await;
     stage.declare("other", &["*"]).await;
     let event = Event::builder("a.x").tenant("acme").build().unwrap();
@@ -449,7 +437,7 @@ pub async fn what_cannot_replace_a_dead_letter_is_refused<H: Harness>(harness: H
         (broken.key(), same, Code::IdReused),
     ];
     let head = || async {
-        match stage.has_log() {
+        match stage.offers(&LOG) {
             true => stage.log().head().await.unwrap(),
             false => Cursor::START,
         }
@@ -472,15 +460,13 @@ pub async fn what_cannot_replace_a_dead_letter_is_refused<H: Harness>(harness: H
     assert_eq!(dead.retry(all()).await.unwrap(), 0);
     assert_eq!(take(&mut g, 1).await.len(), 1);
     nothing(&mut g).await;
+    stage.passed()
 }
 
 /// In an ordered group a corrected event stands at the end of its key and lets nothing overtake it;
 /// a stream counts it once.
-pub async fn a_correction_keeps_the_order_of_its_key<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_dead_letters() {
-        return;
-    }
+pub async fn a_correction_keeps_the_order_of_its_key<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS]).await?;
     let ordered = GroupSpec {
         ordered: true,
         ..spec("g", &["*"])
@@ -504,7 +490,8 @@ pub async fn a_correction_keeps_the_order_of_its_key<H: Harness>(harness: H) {
     let corrected = dead.replace(broken.key(), corrected).await.unwrap();
     let last = publish().await;
     nothing(&mut g).await;
-    if let Ok(depth) = stage.engine().depth() {
+    if stage.offers(&DEPTH) {
+        let depth = stage.engine().depth().unwrap();
         let depth = depth.depth(pattern("a.x"), 100).await.unwrap();
         assert_eq!(depth, 3, "the most is owed by g; the other skips one");
     }
@@ -519,4 +506,5 @@ pub async fn a_correction_keeps_the_order_of_its_key<H: Harness>(harness: H) {
     let got = positions(&take(&mut other, 3).await);
     assert_eq!(got, [original.position, second.position, last.position]);
     nothing(&mut other).await;
+    stage.passed()
 }

@@ -5,8 +5,9 @@ use std::time::Duration;
 use everbus_core::{Code, GroupName, Position, SettledOutcome, Verdict};
 use tokio::task::JoinHandle;
 
+use super::needs::SETTLED;
 use super::stage::{DEADLINE, QUIET, beyond, code, name, take_one};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 fn wait_for<H: Harness>(
     stage: &Stage<H>,
@@ -22,11 +23,9 @@ async fn still_waiting(waiting: &mut JoinHandle<everbus_core::Result<SettledOutc
 }
 
 /// An event that no group wants is settled at once; one that does not exist is not found.
-pub async fn an_event_nobody_wants_is_settled<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(settled) = stage.engine().settled() else {
-        return;
-    };
+pub async fn an_event_nobody_wants_is_settled<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&SETTLED]).await?;
+    let settled = stage.engine().settled().unwrap();
     let alone = stage.publish("a.b").await;
     let outcome = stage
         .engine()
@@ -47,14 +46,12 @@ pub async fn an_event_nobody_wants_is_settled<H: Harness>(harness: H) {
     let nowhere = beyond(unmatched.position, 1000);
     let missing = settled.settled(nowhere, DEADLINE).await;
     assert_eq!(code(missing), Code::NotFound);
+    stage.passed()
 }
 
 /// A group declared after the event was published is not waited for.
-pub async fn a_later_group_is_not_waited_for<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.engine().settled.is_none() {
-        return;
-    }
+pub async fn a_later_group_is_not_waited_for<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&SETTLED]).await?;
     let appended = stage.publish("a.b").await;
     stage.declare("late", &["*"]).await;
     let outcome = stage
@@ -64,14 +61,12 @@ pub async fn a_later_group_is_not_waited_for<H: Harness>(harness: H) {
         .settled(appended.position, DEADLINE)
         .await;
     assert_eq!(outcome.unwrap(), SettledOutcome::default());
+    stage.passed()
 }
 
 /// It waits for every group that matches, and names those in which it became a dead letter.
-pub async fn settled_waits_for_every_group<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.engine().settled.is_none() {
-        return;
-    }
+pub async fn settled_waits_for_every_group<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&SETTLED]).await?;
     stage.declare("", &["*"]).await;
     stage.declare("billing", &["order.*"]).await;
     stage.declare("users", &["user.*"]).await;
@@ -96,14 +91,12 @@ pub async fn settled_waits_for_every_group<H: Harness>(harness: H) {
         .unwrap();
     let dead_lettered: Vec<GroupName> = vec![name("billing")];
     assert_eq!(outcome.unwrap(), SettledOutcome { dead_lettered });
+    stage.passed()
 }
 
 /// Skipping settles; so does removing the group that owed the work.
-pub async fn skipping_or_removing_the_group_settles<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.engine().settled.is_none() {
-        return;
-    }
+pub async fn skipping_or_removing_the_group_settles<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&SETTLED]).await?;
     stage.declare("skips", &["*"]).await;
     stage.declare("goes", &["*"]).await;
     let appended = stage.publish("a.b").await;
@@ -122,14 +115,12 @@ pub async fn skipping_or_removing_the_group_settles<H: Harness>(harness: H) {
         .unwrap()
         .unwrap();
     assert_eq!(outcome.unwrap(), SettledOutcome::default());
+    stage.passed()
 }
 
 /// A wait that is not fulfilled in time is an error of its own, and the event is still owed.
-pub async fn a_wait_that_is_too_long_times_out<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if stage.engine().settled.is_none() {
-        return;
-    }
+pub async fn a_wait_that_is_too_long_times_out<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&SETTLED]).await?;
     stage.declare("", &["*"]).await;
     let appended = stage.publish("a.b").await;
     let settled = stage.engine().settled().unwrap();
@@ -147,4 +138,5 @@ pub async fn a_wait_that_is_too_long_times_out<H: Harness>(harness: H) {
         .settled(appended.position, DEADLINE)
         .await;
     assert_eq!(outcome.unwrap(), SettledOutcome::default());
+    stage.passed()
 }

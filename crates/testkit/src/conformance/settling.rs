@@ -7,14 +7,17 @@ use everbus_core::{
     Code, Cursor, Deduplication, Event, EventState, FailureKind, Settlement, Verdict,
 };
 
+use super::needs::{
+    ATOMIC_FOLLOW_UPS, DEAD_LETTERS, EXACT_ATTEMPTS, FENCING, LOG, LOOKUP, NATIVE_DELAY,
+};
 use super::stage::{LEASE, code, event, following, nothing, take, take_one};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 const SECOND: Duration = Duration::from_secs(1);
 
 /// An acked event is done and never comes again; a skipped one too.
-pub async fn an_acked_event_is_done<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn an_acked_event_is_done<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[]).await?;
     stage.declare("", &["*"]).await;
     let a = stage.publish("a.b").await;
     let b = stage.publish("a.b").await;
@@ -36,11 +39,12 @@ pub async fn an_acked_event_is_done<H: Harness>(harness: H) {
     stage.assert_state(b.position, "", EventState::Done).await;
     stage.advance(LEASE * 3).await;
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// Acks may come in any order; an unfinished event in the middle is not passed over.
-pub async fn acks_out_of_order_pass_over_nothing<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn acks_out_of_order_pass_over_nothing<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[]).await?;
     stage.declare("", &["*"]).await;
     stage.publish_many("a.b", 20).await;
     let mut consumer = stage.consumer("").await;
@@ -63,11 +67,12 @@ pub async fn acks_out_of_order_pass_over_nothing<H: Harness>(harness: H) {
     );
     stage.ack(&again).await;
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// A failed event comes again when its delay is over, not before, with its failures in order.
-pub async fn a_failed_event_waits_out_its_delay<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn a_failed_event_waits_out_its_delay<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[&NATIVE_DELAY]).await?;
     stage.declare("", &["*"]).await;
     let failing = stage.publish("a.b").await;
     let mut consumer = stage.consumer("").await;
@@ -114,11 +119,12 @@ pub async fn a_failed_event_waits_out_its_delay<H: Harness>(harness: H) {
         .assert_state(failing.position, "", EventState::Done)
         .await;
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// Waiting events come when they are due, each at its own time.
-pub async fn waiting_events_come_each_at_its_time<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn waiting_events_come_each_at_its_time<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[&NATIVE_DELAY]).await?;
     stage.declare("", &["*"]).await;
     stage.publish_many("a.b", 3).await;
     let mut consumer = stage.consumer("").await;
@@ -133,11 +139,12 @@ pub async fn waiting_events_come_each_at_its_time<H: Harness>(harness: H) {
         assert_eq!(due.record.position, got[expected].record.position);
         stage.ack(&due).await;
     }
+    stage.passed()
 }
 
 /// A dead-lettered event is kept with everything needed to understand it, and comes no more.
-pub async fn a_dead_lettered_event_is_kept_with_its_history<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn a_dead_lettered_event_is_kept_with_its_history<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[]).await?;
     stage.declare("billing", &["*"]).await;
     let body = everbus_core::Event::builder("order.placed")
         .payload("{\"order\": 42}")
@@ -157,8 +164,8 @@ pub async fn a_dead_lettered_event_is_kept_with_its_history<H: Harness>(harness:
     stage.advance(LEASE * 2).await;
     nothing(&mut consumer).await;
     assert_eq!(stage.group_info("billing").await.dead_letters, 1);
-    if !stage.has_dead_letters() {
-        return;
+    if !stage.offers(&DEAD_LETTERS) {
+        return stage.passed();
     }
     let dead = stage.open_dead_letters().await;
     assert_eq!(dead.len(), 1);
@@ -174,11 +181,12 @@ pub async fn a_dead_lettered_event_is_kept_with_its_history<H: Harness>(harness:
     assert_eq!(dead.retried_at, None);
     let found = stage.dead_letters().get(appended.id).await.unwrap();
     assert_eq!(found.as_slice(), std::slice::from_ref(dead));
+    stage.passed()
 }
 
 /// A released event comes again without an attempt counted, and not before its time.
-pub async fn a_release_is_not_an_attempt<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn a_release_is_not_an_attempt<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[&EXACT_ATTEMPTS, &NATIVE_DELAY]).await?;
     stage.declare("", &["*"]).await;
     let appended = stage.publish("a.b").await;
     let mut consumer = stage.consumer("").await;
@@ -216,11 +224,12 @@ pub async fn a_release_is_not_an_attempt<H: Harness>(harness: H) {
     let delivery = take_one(&mut consumer).await;
     assert_eq!((delivery.attempt, delivery.failures.len()), (2, 1));
     stage.ack(&delivery).await;
+    stage.passed()
 }
 
 /// A lease that ends gives the event back, with the attempt counted and the crash recorded.
-pub async fn a_lease_that_ends_counts_as_a_crash<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn a_lease_that_ends_counts_as_a_crash<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[]).await?;
     stage.declare("", &["*"]).await;
     let appended = stage.publish("a.b").await;
     let mut asleep = stage.consumer("").await;
@@ -238,14 +247,12 @@ pub async fn a_lease_that_ends_counts_as_a_crash<H: Harness>(harness: H) {
     assert_eq!(again.failures[0].attempt, 1);
     assert_ne!(again.lease, lost.lease);
     stage.ack(&again).await;
+    stage.passed()
 }
 
 /// A worker that slept past its lease cannot settle or extend what another holds now.
-pub async fn a_late_settlement_is_refused<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.capabilities().fencing {
-        return;
-    }
+pub async fn a_late_settlement_is_refused<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[&FENCING]).await?;
     stage.declare("", &["*"]).await;
     let appended = stage.publish("a.b").await;
     let mut asleep = stage.consumer("").await;
@@ -275,14 +282,12 @@ pub async fn a_late_settlement_is_refused<H: Harness>(harness: H) {
         .assert_state(appended.position, "", EventState::Done)
         .await;
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// A lease that ended is lost even when nobody else took the event yet; the event is not.
-pub async fn a_settlement_after_the_lease_is_refused<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.capabilities().fencing {
-        return;
-    }
+pub async fn a_settlement_after_the_lease_is_refused<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[&FENCING]).await?;
     stage.declare("", &["*"]).await;
     stage.publish("a.b").await;
     let mut asleep = stage.consumer("").await;
@@ -297,14 +302,12 @@ pub async fn a_settlement_after_the_lease_is_refused<H: Harness>(harness: H) {
     let again = take_one(&mut consumer).await;
     assert_eq!(again.attempt, 2);
     stage.ack(&again).await;
+    stage.passed()
 }
 
 /// A second settlement of the same lease is refused and changes nothing; the answers are per item.
-pub async fn a_second_settlement_is_refused<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.capabilities().fencing {
-        return;
-    }
+pub async fn a_second_settlement_is_refused<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[&FENCING]).await?;
     stage.declare("", &["*"]).await;
     stage.publish_many("a.b", 3).await;
     let mut consumer = stage.consumer("").await;
@@ -329,21 +332,21 @@ pub async fn a_second_settlement_is_refused<H: Harness>(harness: H) {
     );
     stage.advance(LEASE * 2).await;
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// Extending keeps a delivery beyond its first lease, from now on.
-pub async fn an_extended_lease_is_kept<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn an_extended_lease_is_kept<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Short, &[]).await?;
     stage.declare("", &["*"]).await;
     stage.publish_many("a.b", 2).await;
     let mut slow = stage.consumer("").await;
     let held = take(&mut slow, 2).await;
     slow.close().await.unwrap();
     let mut consumer = stage.consumer("").await;
-    for _ in 0..3 {
+    for _ in 0..2 {
         stage.advance(LEASE - SECOND).await;
-        let extended = stage.broker().extend(vec![held[1].lease.clone()], LEASE);
-        extended.await.unwrap().remove(0).unwrap();
+        stage.extend(&held[1], LEASE).await.unwrap();
     }
     let other = take_one(&mut consumer).await;
     assert_eq!(
@@ -355,11 +358,12 @@ pub async fn an_extended_lease_is_kept<H: Harness>(harness: H) {
     stage.ack(&held[1]).await;
     stage.advance(LEASE * 2).await;
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// Follow-up events are there when the verdict is, and are delivered like any other.
-pub async fn follow_ups_are_appended_with_the_verdict<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn follow_ups_are_appended_with_the_verdict<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("", &["*"]).await;
     stage.publish("order.placed").await;
     let mut consumer = stage.consumer("").await;
@@ -380,15 +384,17 @@ pub async fn follow_ups_are_appended_with_the_verdict<H: Harness>(harness: H) {
         stage.ack(delivery).await;
     }
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// A settlement whose lease was lost appends nothing.
-pub async fn follow_ups_of_a_lost_lease_are_not_appended<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let capabilities = stage.capabilities();
-    if !capabilities.fencing || !capabilities.atomic_follow_ups || !stage.has_log() {
-        return;
-    }
+pub async fn follow_ups_of_a_lost_lease_are_not_appended<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(
+        harness,
+        Time::Short,
+        &[&FENCING, &ATOMIC_FOLLOW_UPS, &LOG, &LOOKUP],
+    )
+    .await?;
     stage.declare("", &["*"]).await;
     stage.publish("order.placed").await;
     let mut asleep = stage.consumer("").await;
@@ -407,12 +413,13 @@ pub async fn follow_ups_of_a_lost_lease_are_not_appended<H: Harness>(harness: H)
     assert!(stage.lookup().find(id).await.unwrap().is_empty());
     let head = stage.log().head().await.unwrap();
     assert_eq!(head, Cursor::from(lost.record.position));
+    stage.passed()
 }
 
 /// Follow-ups go with a retry, a dead letter and a skip as they go with an ack. If one of them is refused,
 /// nothing is applied, and the lease is still held.
-pub async fn follow_ups_go_with_a_failure<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn follow_ups_go_with_a_failure<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&ATOMIC_FOLLOW_UPS, &LOOKUP]).await?;
     stage.declare("", &["order.placed"]).await;
     stage.declare("told", &["order.failed"]).await;
     let mut consumer = stage.consumer("").await;
@@ -459,4 +466,5 @@ pub async fn follow_ups_go_with_a_failure<H: Harness>(harness: H) {
         stage.assert_state(appended.position, "", expected).await;
     }
     nothing(&mut told).await;
+    stage.passed()
 }

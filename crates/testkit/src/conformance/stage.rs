@@ -1,18 +1,21 @@
 //! What every scenario stands on: an opened engine, a clock that is moved by hand, and short ways
 //! to publish, take and settle.
 
+use std::collections::BTreeSet;
 use std::future::Future;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{
-    Appended, Broker, Capabilities, Code, ConsumeOptions, Consumer, DeadLetter, DeadLetterFilter,
-    DeadLetters, Delivery, Engine, Event, EventState, Failure, FailureKind, GroupInfo, GroupName,
-    GroupSpec, GroupState, Log, Lookup, ManualClock, PageRequest, Pattern, Position, Result,
-    Settlement, StartFrom, SubscriptionInfo, SubscriptionSpec, Timestamp, Verdict,
+    Appended, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, DeadLetter,
+    DeadLetterFilter, DeadLetters, Delivery, Engine, Event, EventState, Failure, FailureKind,
+    GroupInfo, GroupName, GroupSpec, GroupState, Log, Lookup, ManualClock, PageRequest, Pattern,
+    Position, Result, Settlement, StartFrom, SubscriptionInfo, SubscriptionSpec, SystemClock,
+    Timestamp, Verdict,
 };
 
-use super::Harness;
+use super::needs::{CLOCK, LOOKUP, Need, Offer};
+use super::{Harness, NotOffered, Outcome, Passed};
 
 /// How long to wait for what must happen, also on a machine that stalls.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
@@ -21,18 +24,36 @@ pub(crate) const QUIET: Duration = Duration::from_millis(150);
 /// The lease of [`Stage::consumer`].
 pub(crate) const LEASE: Duration = Duration::from_secs(5);
 
+/// How a scenario uses time. It is held to it on every engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Time {
+    /// It lets no time pass.
+    Still,
+    /// It lets some seconds pass, 20 at most, and waits for them where the clock cannot be moved.
+    Short,
+    /// It needs a clock that can be moved: days pass, times are compared exactly, or the clock leaps.
+    Virtual,
+}
+
+/// The time that a [`Time::Short`] scenario may let pass.
+pub(crate) const MOST: Duration = Duration::from_secs(20);
+
 /// An opened engine on a harness, with its clock.
 #[derive(Debug)]
 pub struct Stage<H: Harness> {
     harness: H,
     engine: Option<Engine>,
+    time: Time,
+    passed: Mutex<Duration>,
+    column: &'static str,
+    except: Mutex<BTreeSet<&'static str>>,
     /// The clock the engine goes by.
     pub clock: ManualClock,
 }
 
 impl<H: Harness> Stage<H> {
-    /// Opens the engine.
-    pub async fn open(harness: H) -> Self {
+    /// Opens the engine for a scenario that uses time like this and needs all of this.
+    pub async fn open(harness: H, time: Time, needs: &[&'static Need]) -> Result<Self, NotOffered> {
         let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
         let clock = if harness.virtual_time() {
             ManualClock::new(start)
@@ -40,11 +61,51 @@ impl<H: Harness> Stage<H> {
             ManualClock::default()
         };
         let engine = harness.open(Arc::new(clock.clone())).await;
-        Self {
+        let own = engine.broker.capabilities().engine;
+        let column = harness.column().unwrap_or(own);
+        let offer = Offer {
+            engine: &engine,
+            survives_restart: harness.survives_restart(),
+            virtual_time: harness.virtual_time(),
+        };
+        let clock_first = (time == Time::Virtual).then_some(&CLOCK);
+        let mut needs = clock_first.into_iter().chain(needs.iter().copied());
+        if let Some(need) = needs.find(|need| !need.is_met_by(&offer)) {
+            engine.broker.close().await.unwrap();
+            return Err(NotOffered { column, need });
+        }
+        Ok(Self {
             harness,
             engine: Some(engine),
+            time,
+            passed: Mutex::default(),
+            column,
+            except: Mutex::default(),
             clock,
+        })
+    }
+
+    /// Whether the engine offers what a part of the scenario needs. If not, the outcome says so.
+    pub fn offers(&self, need: &'static Need) -> bool {
+        let offered = need.is_met_by(&Offer {
+            engine: self.engine(),
+            survives_restart: self.harness.survives_restart(),
+            virtual_time: self.harness.virtual_time(),
+        });
+        if !offered {
+            let mut except = self.except.lock().unwrap_or_else(PoisonError::into_inner);
+            except.insert(need.reason);
         }
+        offered
+    }
+
+    /// The end of a scenario.
+    pub fn passed(&self) -> Outcome {
+        let except = self.except.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(Passed {
+            column: self.column,
+            except: except.clone(),
+        })
     }
 
     /// The engine.
@@ -57,12 +118,12 @@ impl<H: Harness> Stage<H> {
         &self.engine().broker
     }
 
-    /// The log. Scenarios that need one ask [`Stage::has_log`] first.
+    /// The log. Scenarios that use it need [`LOG`](super::needs::LOG).
     pub fn log(&self) -> &dyn Log {
         self.engine().log().unwrap()
     }
 
-    /// Finding events by id. Scenarios that need it ask [`Stage::has_lookup`] first.
+    /// Finding events by id. Scenarios that use it need [`LOOKUP`].
     pub fn lookup(&self) -> &dyn Lookup {
         self.engine().lookup().unwrap()
     }
@@ -72,29 +133,9 @@ impl<H: Harness> Stage<H> {
         self.engine().dead_letters().unwrap()
     }
 
-    /// Whether the log can be read without a group.
-    pub fn has_log(&self) -> bool {
-        self.engine().log.is_some()
-    }
-
-    /// Whether events can be found by id, with how they stand in each group.
-    pub fn has_lookup(&self) -> bool {
-        self.engine().lookup.is_some()
-    }
-
-    /// Whether dead letters can be queried.
-    pub fn has_dead_letters(&self) -> bool {
-        self.engine().dead_letters.is_some()
-    }
-
     /// What the engine offers.
     pub fn capabilities(&self) -> Capabilities {
         self.broker().capabilities()
-    }
-
-    /// Whether there is something after a restart.
-    pub fn survives_restart(&self) -> bool {
-        self.harness.survives_restart()
     }
 
     /// How the engine is got at.
@@ -117,14 +158,32 @@ impl<H: Harness> Stage<H> {
         self.engine = Some(self.harness.open(Arc::new(self.clock.clone())).await);
     }
 
-    /// Lets time pass.
+    /// Lets time pass, as much as the scenario declared.
     pub async fn advance(&self, by: Duration) {
+        {
+            let mut passed = self.passed.lock().unwrap_or_else(PoisonError::into_inner);
+            *passed += by;
+            let kept = match self.time {
+                Time::Still => false,
+                Time::Short => *passed <= MOST,
+                Time::Virtual => true,
+            };
+            assert!(kept, "declared {:?}, but {passed:?} pass", self.time);
+        }
         if self.harness.virtual_time() {
             self.clock.advance(by);
         } else {
             tokio::time::sleep(by).await;
-            self.clock
-                .set(everbus_core::Clock::now(&everbus_core::SystemClock));
+            self.clock.set(SystemClock.now());
+        }
+    }
+
+    /// The time now, as the engine sees it.
+    pub fn now(&self) -> Timestamp {
+        if self.harness.virtual_time() {
+            self.clock.now()
+        } else {
+            SystemClock.now()
         }
     }
 
@@ -181,6 +240,13 @@ impl<H: Harness> Stage<H> {
             .expect("one answer per settlement")
     }
 
+    /// Lengthens one lease.
+    pub async fn extend(&self, delivery: &Delivery, by: Duration) -> Result<()> {
+        let leases = vec![delivery.lease.clone()];
+        let answers = self.broker().extend(leases, by).await?;
+        answers.into_iter().next().expect("one answer per lease")
+    }
+
     /// Acks one delivery, which must succeed.
     pub async fn ack(&self, delivery: &Delivery) {
         self.settle(delivery, Verdict::Ack).await.unwrap();
@@ -204,7 +270,7 @@ impl<H: Harness> Stage<H> {
 
     /// A failure of this delivery's attempt, at this moment.
     pub fn failure(&self, delivery: &Delivery) -> Failure {
-        let now = everbus_core::Clock::now(&self.clock);
+        let now = self.now();
         let text = format!("attempt {} failed", delivery.attempt);
         Failure::new(delivery.attempt, now, FailureKind::Error, text).in_handler("the handler")
     }
@@ -222,7 +288,7 @@ impl<H: Harness> Stage<H> {
 
     /// How an event stands in a group; `None` where the engine cannot say.
     pub async fn group_state(&self, position: Position, group: &str) -> Option<GroupState> {
-        if !self.has_lookup() {
+        if !self.offers(&LOOKUP) {
             return None;
         }
         let states = self.lookup().states(position).await.unwrap();

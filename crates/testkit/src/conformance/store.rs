@@ -10,8 +10,11 @@ use everbus_core::{
     HistoryQuery, Position, Recorded, Retention, Shard, StageInfo, Store, StoredStage, Timestamp,
 };
 
+use super::needs::{
+    DEAD_LETTERS, HISTORY, INBOX, LOG, LOOKUP, MAINTENANCE, PAYLOADS, RESTART, STORE,
+};
 use super::stage::{code, event, name, pattern};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -22,62 +25,97 @@ macro_rules! store_tests {
         // conformance: contract/store-ingest: an event is ingested once, keeps the time at which its broker received it, and is found by id, in the log and in the history
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_event_is_ingested_once() {
-            $crate::conformance::store::an_event_is_ingested_once($harness).await;
+            $crate::conformance::run(
+                "store::an_event_is_ingested_once",
+                $crate::conformance::store::an_event_is_ingested_once($harness),
+            )
+            .await;
         }
 
         // conformance: contract/store-ingest-first: of two bodies under one id the store keeps the first, and this is no error
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_first_body_of_an_id_is_kept() {
-            $crate::conformance::store::the_first_body_of_an_id_is_kept($harness).await;
+            $crate::conformance::run(
+                "store::the_first_body_of_an_id_is_kept",
+                $crate::conformance::store::the_first_body_of_an_id_is_kept($harness),
+            )
+            .await;
         }
 
         // conformance: contract/store-times: times of receipt never fall in a store, whatever a broker says
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn times_never_fall_in_a_store() {
-            $crate::conformance::store::times_never_fall_in_a_store($harness).await;
+            $crate::conformance::run(
+                "store::times_never_fall_in_a_store",
+                $crate::conformance::store::times_never_fall_in_a_store($harness),
+            )
+            .await;
         }
 
         // conformance: contract/store-failures: failures that were recorded come back in order, each once, until the group is done with the event
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn recorded_failures_come_back_in_order() {
-            $crate::conformance::store::recorded_failures_come_back_in_order($harness).await;
+            $crate::conformance::run(
+                "store::recorded_failures_come_back_in_order",
+                $crate::conformance::store::recorded_failures_come_back_in_order($harness),
+            )
+            .await;
         }
 
         // conformance: contract/store-inbox: what was recorded as handled is seen by the inbox, for that group alone
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn what_was_recorded_as_handled_is_in_the_inbox() {
-            $crate::conformance::store::what_was_recorded_as_handled_is_in_the_inbox($harness)
-                .await;
+            $crate::conformance::run(
+                "store::what_was_recorded_as_handled_is_in_the_inbox",
+                $crate::conformance::store::what_was_recorded_as_handled_is_in_the_inbox($harness),
+            )
+            .await;
         }
 
         // conformance: contract/store-skip: a recorded skip says its reason, and the group is not behind
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_recorded_skip_says_why() {
-            $crate::conformance::store::a_recorded_skip_says_why($harness).await;
+            $crate::conformance::run(
+                "store::a_recorded_skip_says_why",
+                $crate::conformance::store::a_recorded_skip_says_why($harness),
+            )
+            .await;
         }
 
         // conformance: contract/store-bury: a dead letter that another process puts is listed, counted, marked as retried and opened again; told twice it is one
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_dead_letter_can_be_put() {
-            $crate::conformance::store::a_dead_letter_can_be_put($harness).await;
+            $crate::conformance::run(
+                "store::a_dead_letter_can_be_put",
+                $crate::conformance::store::a_dead_letter_can_be_put($harness),
+            )
+            .await;
         }
 
         // conformance: contract/store-no-pin: nothing that a store is told keeps an event from being removed, open dead letters apart
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn what_a_store_is_told_pins_nothing() {
-            $crate::conformance::store::what_a_store_is_told_pins_nothing($harness).await;
+            $crate::conformance::run(
+                "store::what_a_store_is_told_pins_nothing",
+                $crate::conformance::store::what_a_store_is_told_pins_nothing($harness),
+            )
+            .await;
         }
 
         // conformance: contract/store-early-stages: a payload stage that comes before its event waits for it
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_stage_waits_for_its_event() {
-            $crate::conformance::store::a_stage_waits_for_its_event($harness).await;
+            $crate::conformance::run(
+                "store::a_stage_waits_for_its_event",
+                $crate::conformance::store::a_stage_waits_for_its_event($harness),
+            )
+            .await;
         }
     };
 }
 
-fn store<H: Harness>(stage: &Stage<H>) -> Option<Arc<dyn Store>> {
-    stage.engine().store.clone()
+fn store<H: Harness>(stage: &Stage<H>) -> Arc<dyn Store> {
+    stage.engine().store().unwrap()
 }
 
 /// An event as a broker with several shards has it.
@@ -98,11 +136,9 @@ async fn all_events<H: Harness>(stage: &Stage<H>) -> Vec<Arc<Recorded>> {
 }
 
 /// Ingesting is harmless to repeat, also half of it, and what was ingested is like any other event.
-pub async fn an_event_is_ingested_once<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    let Some(store) = store(&stage) else {
-        return;
-    };
+pub async fn an_event_is_ingested_once<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Virtual, &[&STORE, &LOG, &LOOKUP, &HISTORY]).await?;
+    let store = store(&stage);
     let received_at = stage.clock.now();
     let make = |n: u32| {
         Event::builder("order.placed")
@@ -135,7 +171,7 @@ pub async fn an_event_is_ingested_once<H: Harness>(harness: H) {
         .await
         .unwrap();
     assert!(!all.contains(&other[0]));
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         drop(store);
         stage.crash().await;
     }
@@ -155,14 +191,13 @@ pub async fn an_event_is_ingested_once<H: Harness>(harness: H) {
     let published = stage.append(records[1].event.clone()).await;
     assert!(published.duplicate);
     assert_eq!(published.position, all[1]);
+    stage.passed()
 }
 
 /// A broker may add attributes on the way, and may not deduplicate. The store keeps what it has.
-pub async fn the_first_body_of_an_id_is_kept<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Some(store) = store(&stage) else {
-        return;
-    };
+pub async fn the_first_body_of_an_id_is_kept<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&STORE, &LOG]).await?;
+    let store = store(&stage);
     let first = event("a.b");
     let with = |key: &str| {
         Event::builder("a.b")
@@ -180,14 +215,13 @@ pub async fn the_first_body_of_an_id_is_kept<H: Harness>(harness: H) {
     let events = all_events(&stage).await;
     assert_eq!(events.len(), 1);
     assert_eq!(events[0].event, first);
+    stage.passed()
 }
 
 /// Shards are archived one after another, and clocks differ.
-pub async fn times_never_fall_in_a_store<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Some(store) = store(&stage) else {
-        return;
-    };
+pub async fn times_never_fall_in_a_store<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&STORE, &LOG]).await?;
+    let store = store(&stage);
     let early = moved(&stage, event("a.b"), 1);
     stage.advance(10 * SECOND).await;
     let (late, now) = (moved(&stage, event("a.b"), 2), stage.clock.now());
@@ -202,14 +236,13 @@ pub async fn times_never_fall_in_a_store<H: Harness>(harness: H) {
         .map(|r| r.received_at)
         .collect();
     assert_eq!(times, [now; 4]);
+    stage.passed()
 }
 
 /// Failures are numbered; the same number again takes the place of the first.
-pub async fn recorded_failures_come_back_in_order<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    let Some(mut told) = store(&stage) else {
-        return;
-    };
+pub async fn recorded_failures_come_back_in_order<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Virtual, &[&STORE, &LOOKUP]).await?;
+    let mut told = store(&stage);
     let (one, other) = (
         moved(&stage, event("a.b"), 1),
         moved(&stage, event("a.b"), 2),
@@ -224,10 +257,10 @@ pub async fn recorded_failures_come_back_in_order<H: Harness>(harness: H) {
             .await
             .unwrap();
     }
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         drop(told);
         stage.crash().await;
-        told = store(&stage).unwrap();
+        told = store(&stage);
     }
     let known = told.failures(name("g"), keys.clone()).await.unwrap();
     let both = vec![first.clone(), second.clone()];
@@ -255,14 +288,13 @@ pub async fn recorded_failures_come_back_in_order<H: Harness>(harness: H) {
         .unwrap();
     let known = told.failures(name("g"), keys).await.unwrap();
     assert_eq!(known, [vec![first], vec![]]);
+    stage.passed()
 }
 
 /// The inbox is asked before a handler runs and written to before the broker hears of the ack.
-pub async fn what_was_recorded_as_handled_is_in_the_inbox<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    let Some(told) = store(&stage) else {
-        return;
-    };
+pub async fn what_was_recorded_as_handled_is_in_the_inbox<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Still, &[&STORE, &LOG, &INBOX]).await?;
+    let told = store(&stage);
     let records: Vec<Arc<Recorded>> = (1..=3)
         .map(|place| moved(&stage, event("a.b"), place))
         .collect();
@@ -270,7 +302,7 @@ pub async fn what_was_recorded_as_handled_is_in_the_inbox<H: Harness>(harness: H
         let handled = vec![records[0].clone(), records[2].clone()];
         told.record_handled(name("g"), handled).await.unwrap();
     }
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         drop(told);
         stage.crash().await;
     }
@@ -284,14 +316,13 @@ pub async fn what_was_recorded_as_handled_is_in_the_inbox<H: Harness>(harness: H
         2,
         "they brought their events"
     );
+    stage.passed()
 }
 
 /// A skip is done, with its reason; told twice it is one.
-pub async fn a_recorded_skip_says_why<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Some(told) = store(&stage) else {
-        return;
-    };
+pub async fn a_recorded_skip_says_why<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&STORE, &LOOKUP]).await?;
+    let told = store(&stage);
     let record = moved(&stage, event("a.b"), 7);
     for _ in 0..2 {
         told.record_skip(name("g"), record.clone(), "stale".into())
@@ -308,14 +339,13 @@ pub async fn a_recorded_skip_says_why<H: Harness>(harness: H) {
             stage.group_info("g").await.behind == 0
         })
         .await;
+    stage.passed()
 }
 
 /// A dead letter from another process is one like any other, but nothing is appended to tell of it.
-pub async fn a_dead_letter_can_be_put<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    let Some(mut told) = store(&stage) else {
-        return;
-    };
+pub async fn a_dead_letter_can_be_put<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Virtual, &[&STORE, &LOG, &DEAD_LETTERS]).await?;
+    let mut told = store(&stage);
     let record = moved(&stage, event("order.placed"), 7);
     let start = stage.clock.now();
     told.record_failure(name("g"), record.clone(), failure(1, start))
@@ -328,10 +358,10 @@ pub async fn a_dead_letter_can_be_put<H: Harness>(harness: H) {
     for _ in 0..2 {
         told.bury(burial.clone()).await.unwrap();
     }
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         drop(told);
         stage.crash().await;
-        told = store(&stage).unwrap();
+        told = store(&stage);
         told.bury(burial.clone()).await.unwrap();
     }
     let open = stage.open_dead_letters().await;
@@ -391,14 +421,19 @@ pub async fn a_dead_letter_can_be_put<H: Harness>(harness: H) {
     unknown.group = name("nobody");
     told.mark_retried(vec![unknown], again).await.unwrap();
     assert_eq!(stage.open_dead_letters().await.len(), 1);
+    stage.passed()
 }
 
 /// Groups that are known from a store alone want nothing, so that retention takes what it may.
-pub async fn what_a_store_is_told_pins_nothing<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let (Some(told), Some(maintenance)) = (store(&stage), &stage.engine().maintenance) else {
-        return;
-    };
+pub async fn what_a_store_is_told_pins_nothing<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(
+        harness,
+        Time::Virtual,
+        &[&STORE, &DEAD_LETTERS, &MAINTENANCE],
+    )
+    .await?;
+    let told = store(&stage);
+    let maintenance = stage.engine().maintenance().unwrap();
     let records: Vec<Arc<Recorded>> = (1..=4)
         .map(|place| moved(&stage, event("a.b"), place))
         .collect();
@@ -427,14 +462,13 @@ pub async fn what_a_store_is_told_pins_nothing<H: Harness>(harness: H) {
     assert_eq!((pruned.removed, pruned.kept), (1, 0));
     let report = maintenance.check().await.unwrap();
     assert!(report.is_ok(), "{report:?}");
+    stage.passed()
 }
 
 /// A stage of an event that the archive has not brought yet is kept, and seen.
-pub async fn a_stage_waits_for_its_event<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    let (Some(mut told), true) = (store(&stage), stage.engine().payloads.is_some()) else {
-        return;
-    };
+pub async fn a_stage_waits_for_its_event<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Virtual, &[&STORE, &PAYLOADS]).await?;
+    let mut told = store(&stage);
     let event = Event::builder("a.b")
         .tenant("acme")
         .payload("{}")
@@ -464,10 +498,10 @@ pub async fn a_stage_waits_for_its_event<H: Harness>(harness: H) {
     assert_eq!(waiting, [first.clone()]);
     let elsewhere = payloads.stages(event.id().into(), None).await.unwrap();
     assert!(elsewhere.is_empty(), "of another tenant");
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         drop(told);
         stage.crash().await;
-        told = store(&stage).unwrap();
+        told = store(&stage);
     }
     told.ingest(vec![moved(&stage, event, 3)]).await.unwrap();
     stage.advance(SECOND).await;
@@ -479,4 +513,5 @@ pub async fn a_stage_waits_for_its_event<H: Harness>(harness: H) {
     let largest = payloads.largest(0, 10).await.unwrap();
     assert_eq!(largest.len(), 2);
     assert!(largest.iter().all(|(of, _)| *of == key));
+    stage.passed()
 }

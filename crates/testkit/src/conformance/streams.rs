@@ -4,17 +4,13 @@ use std::time::Duration;
 
 use everbus_core::{Consumer, EventState, GroupSpec, Position, Retention, SettledOutcome, Verdict};
 
+use super::needs::{DEPTH, MAINTENANCE, RESTART};
 use super::stage::{
     DEADLINE, event, name, nothing, options, pattern, positions, spec, take, take_one,
 };
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 const SECOND: Duration = Duration::from_secs(1);
-
-/// Whether the engine can count.
-fn counts<H: Harness>(stage: &Stage<H>) -> bool {
-    stage.engine().depth.is_some()
-}
 
 async fn depth<H: Harness>(stage: &Stage<H>, stream: &str) -> u64 {
     let counted = stage.engine().depth().unwrap();
@@ -34,11 +30,8 @@ async fn narrow<H: Harness>(stage: &Stage<H>, group: &str, prefetch: usize) -> B
 
 /// What counts is what a group still owes, in the group that owes most: not yet handed out, waiting
 /// for a retry, in flight; not what is handled, skipped or dead.
-pub async fn the_depth_is_what_the_slowest_group_owes<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !counts(&stage) {
-        return;
-    }
+pub async fn the_depth_is_what_the_slowest_group_owes<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEPTH]).await?;
     stage.publish_many("order.placed", 3).await;
     assert_eq!(depth(&stage, "order.placed").await, 0, "nobody wants any");
     stage.declare("users", &["user.*"]).await;
@@ -79,14 +72,12 @@ pub async fn the_depth_is_what_the_slowest_group_owes<H: Harness>(harness: H) {
     assert_eq!(depth(&stage, "order.placed").await, 7, "the other group");
     stage.broker().remove_group(name("placed")).await.unwrap();
     assert_eq!(depth(&stage, "order.placed").await, 4);
+    stage.passed()
 }
 
 /// The oldest that wait are skipped, and so they are settled; the newest stay, in their order.
-pub async fn the_oldest_make_room_for_the_newest<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if !counts(&stage) {
-        return;
-    }
+pub async fn the_oldest_make_room_for_the_newest<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Still, &[&DEPTH]).await?;
     stage.declare("", &["order.*"]).await;
     let published = stage.publish_many("order.placed", 10).await;
     assert_eq!(drop_oldest(&stage, "order.placed", 10).await, 0);
@@ -103,7 +94,7 @@ pub async fn the_oldest_make_room_for_the_newest<H: Harness>(harness: H) {
         let outcome = waiting.await.unwrap().unwrap();
         assert_eq!(outcome, SettledOutcome::default());
     }
-    if stage.survives_restart() {
+    if stage.offers(&RESTART) {
         stage.crash().await;
         assert_eq!(depth(&stage, "order.placed").await, 4);
     }
@@ -132,14 +123,12 @@ pub async fn the_oldest_make_room_for_the_newest<H: Harness>(harness: H) {
     let next = stage.publish("order.placed").await;
     assert_eq!(take_one(&mut consumer).await.record.position, next.position);
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// What is in flight is left alone, and counts among what is kept.
-pub async fn what_is_in_flight_is_not_dropped<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !counts(&stage) {
-        return;
-    }
+pub async fn what_is_in_flight_is_not_dropped<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEPTH]).await?;
     stage.declare("", &["*"]).await;
     let published = stage.publish_many("order.placed", 8).await;
     let mut consumer = narrow(&stage, "", 3).await;
@@ -166,14 +155,12 @@ pub async fn what_is_in_flight_is_not_dropped<H: Harness>(harness: H) {
     nothing(&mut consumer).await;
     let next = stage.publish("order.placed").await;
     assert_eq!(take_one(&mut consumer).await.record.position, next.position);
+    stage.passed()
 }
 
 /// Other streams are not touched, although their events lie between those that go.
-pub async fn other_streams_are_not_touched<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !counts(&stage) {
-        return;
-    }
+pub async fn other_streams_are_not_touched<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEPTH]).await?;
     stage.declare("", &["*"]).await;
     let mut kept = Vec::new();
     for _ in 0..5 {
@@ -193,15 +180,13 @@ pub async fn other_streams_are_not_touched<H: Harness>(harness: H) {
         stage.ack(delivery).await;
     }
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// Retries that wait are older than what was never begun, and go first; the groups are counted each
 /// for itself.
-pub async fn waiting_retries_go_in_every_group<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !counts(&stage) {
-        return;
-    }
+pub async fn waiting_retries_go_in_every_group<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&DEPTH]).await?;
     stage.declare("a", &["*"]).await;
     stage.declare("b", &["*"]).await;
     let published = stage.publish_many("order.placed", 6).await;
@@ -243,14 +228,12 @@ pub async fn waiting_retries_go_in_every_group<H: Harness>(harness: H) {
     stage.ack(&retried).await;
     stage.advance(60 * SECOND).await;
     nothing(&mut a).await;
+    stage.passed()
 }
 
 /// In an ordered group the next of a key may go when the one before it is dropped.
-pub async fn dropping_frees_the_key<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !counts(&stage) {
-        return;
-    }
+pub async fn dropping_frees_the_key<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEPTH]).await?;
     let ordered = GroupSpec {
         ordered: true,
         ..spec("", &["*"])
@@ -276,14 +259,12 @@ pub async fn dropping_frees_the_key<H: Harness>(harness: H) {
         stage.ack(&next).await;
     }
     nothing(&mut consumer).await;
+    stage.passed()
 }
 
 /// What was dropped is owed to nobody: retention may take it, and the group goes on.
-pub async fn retention_takes_what_was_dropped<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !counts(&stage) || stage.engine().maintenance.is_none() {
-        return;
-    }
+pub async fn retention_takes_what_was_dropped<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&DEPTH, &MAINTENANCE]).await?;
     stage.declare("", &["*"]).await;
     let keep = stage.publish("order.paid").await;
     let published = stage.publish_many("order.placed", 5).await;
@@ -307,14 +288,12 @@ pub async fn retention_takes_what_was_dropped<H: Harness>(harness: H) {
     nothing(&mut consumer).await;
     let report = maintenance.check().await.unwrap();
     assert!(report.is_ok(), "{report:?}");
+    stage.passed()
 }
 
 /// What a crashed process had in flight waits again, and may be dropped.
-pub async fn what_a_crash_left_may_be_dropped<H: Harness>(harness: H) {
-    let mut stage = Stage::open(harness).await;
-    if !counts(&stage) || !stage.survives_restart() {
-        return;
-    }
+pub async fn what_a_crash_left_may_be_dropped<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Still, &[&DEPTH, &RESTART]).await?;
     stage.declare("", &["*"]).await;
     stage.declare("else", &["mail.*"]).await;
     stage.publish_many("order.placed", 5).await;
@@ -342,4 +321,5 @@ pub async fn what_a_crash_left_may_be_dropped<H: Harness>(harness: H) {
     stage.ack(&last).await;
     nothing(&mut consumer).await;
     assert_eq!(depth(&stage, "order.placed").await, 0);
+    stage.passed()
 }

@@ -2,16 +2,17 @@
 
 use std::time::Duration;
 
-use everbus_core::{Clock, Cursor, Event, EventId, EventState, Retention, Stream, Streams};
+use everbus_core::{Clock as _, Cursor, Event, EventId, EventState, Retention, Stream, Streams};
 
+use super::needs::{DEAD_LETTERS, LOG, LOOKUP, MAINTENANCE};
 use super::stage::{nothing, options, take, take_one};
-use super::{Harness, Stage};
+use super::{Harness, Outcome, Stage, Time};
 
 const SECOND: Duration = Duration::from_secs(1);
 
 /// The numbers of a group are what they say.
-pub async fn the_numbers_of_a_group_are_right<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn the_numbers_of_a_group_are_right<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[]).await?;
     assert!(stage.broker().inspect().await.unwrap().is_empty());
     stage.declare("g", &["a.*", "b.*"]).await;
     let empty = stage.group_info("g").await;
@@ -42,7 +43,7 @@ pub async fn the_numbers_of_a_group_are_right<H: Harness>(harness: H) {
     consumer.close().await.unwrap();
     let info = stage.group_info("g").await;
     assert_eq!((info.in_flight, info.waiting, info.dead_letters), (3, 0, 0));
-    assert_eq!(info.active_at, stage.clock.now());
+    assert_eq!(info.active_at, stage.now());
     stage.ack(&got[0]).await;
     stage.fail(&got[1], 100 * SECOND).await;
     stage.kill(&got[2]).await;
@@ -53,12 +54,13 @@ pub async fn the_numbers_of_a_group_are_right<H: Harness>(harness: H) {
     assert_eq!(info.behind, 3);
     assert_eq!(info.oldest, Some(published[1].received_at));
     assert_eq!(info.behind_for, 5 * SECOND);
+    stage.passed()
 }
 
 /// A group that wants one type among many is behind by the events of that type alone, and its oldest is one
 /// of them; what is in flight, waiting and dead is told apart by type and by stream.
-pub async fn a_group_is_not_behind_by_what_it_does_not_want<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
+pub async fn a_group_is_not_behind_by_what_it_does_not_want<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[]).await?;
     stage.declare("g", &["wanted.*"]).await;
     stage.declare("other", &["noise.*", "wanted.b"]).await;
     for n in 0..20 {
@@ -115,14 +117,12 @@ pub async fn a_group_is_not_behind_by_what_it_does_not_want<H: Harness>(harness:
         .collect();
     assert_eq!(by_stream, [("A", 1, 0), ("B", 1, 1)]);
     consumer.close().await.unwrap();
+    stage.passed()
 }
 
 /// Every event has exactly one state in every group.
-pub async fn every_event_has_one_state_per_group<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    if !stage.has_log() {
-        return;
-    }
+pub async fn every_event_has_one_state_per_group<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Still, &[&LOG, &LOOKUP]).await?;
     stage.declare("g", &["a.*"]).await;
     stage.declare("h", &["*"]).await;
     for event_type in ["a.1", "a.2", "a.3", "a.4", "a.5", "b.1"] {
@@ -155,14 +155,13 @@ pub async fn every_event_has_one_state_per_group<H: Harness>(harness: H) {
             .assert_state(record.position, "h", EventState::Pending)
             .await;
     }
+    stage.passed()
 }
 
 /// Retention takes what everyone is done with, and nothing a group owes work on or a dead letter.
-pub async fn retention_takes_nothing_anyone_needs<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(maintenance) = stage.engine().maintenance() else {
-        return;
-    };
+pub async fn retention_takes_nothing_anyone_needs<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE, &LOOKUP]).await?;
+    let maintenance = stage.engine().maintenance().unwrap();
     stage.declare("g", &["*"]).await;
     let published = stage.publish_many("a.x", 6).await;
     let mut consumer = stage.consumer_with("g", options().prefetch(5)).await;
@@ -203,8 +202,8 @@ pub async fn retention_takes_nothing_anyone_needs<H: Harness>(harness: H) {
         (3, 1),
         "only the dead letter stays"
     );
-    if stage.has_dead_letters() {
-        let now = stage.clock.now();
+    if stage.offers(&DEAD_LETTERS) {
+        let now = stage.now();
         let purged = stage
             .dead_letters()
             .purge(now, Default::default(), Default::default());
@@ -223,14 +222,13 @@ pub async fn retention_takes_nothing_anyone_needs<H: Harness>(harness: H) {
     assert!(next.position > published[5].position);
     assert_eq!(take_one(&mut consumer).await.record.position, next.position);
     assert!(maintenance.check().await.unwrap().is_ok());
+    stage.passed()
 }
 
 /// Retention by age and by length takes the oldest, and a pruned id may be used again.
-pub async fn retention_by_age_and_by_length<H: Harness>(harness: H) {
-    let stage = Stage::open(harness).await;
-    let Ok(maintenance) = stage.engine().maintenance() else {
-        return;
-    };
+pub async fn retention_by_age_and_by_length<H: Harness>(harness: H) -> Outcome {
+    let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE]).await?;
+    let maintenance = stage.engine().maintenance().unwrap();
     let id = EventId::new();
     let body = |payload: &'static str| {
         Event::builder("a.x")
@@ -284,4 +282,5 @@ pub async fn retention_by_age_and_by_length<H: Harness>(harness: H) {
         .await
         .unwrap();
     assert_eq!(left.len(), 3);
+    stage.passed()
 }

@@ -10,8 +10,9 @@ use everbus_core::{
 
 use super::Random;
 use super::oracle::{Hold, LEASE, Oracle};
+use crate::conformance::needs::{EXACT_ATTEMPTS, FENCING, LOG, LOOKUP};
 use crate::conformance::stage::{event, options, pattern, spec};
-use crate::conformance::{Harness, Stage};
+use crate::conformance::{Harness, Stage, Time};
 
 pub(super) const ROOM: usize = 6;
 pub(super) const GROUPS: [(&str, &[&str]); 6] = [
@@ -83,7 +84,8 @@ impl Drop for Trace {
 
 impl<H: Harness> Plan<H> {
     async fn open(harness: H, seed: u64) -> Self {
-        let stage = Stage::open(harness).await;
+        let needs = [&LOG, &LOOKUP, &FENCING, &EXACT_ATTEMPTS];
+        let stage = Stage::open(harness, Time::Virtual, &needs).await.unwrap();
         let oracle = Oracle::new(stage.clock.now(), stage.harness().claims_ahead());
         Self {
             oracle,
@@ -481,7 +483,7 @@ impl<H: Harness> Plan<H> {
     }
 
     async fn end_process(&mut self) {
-        if !self.stage.survives_restart() {
+        if !self.stage.harness().survives_restart() {
             return;
         }
         let crash = self.random.one_in(2);
@@ -518,7 +520,7 @@ impl<H: Harness> Plan<H> {
             let before = self.oracle.now.minus(age);
             self.oracle.forget_dead(before, &letter_kept_for(age))
         });
-        if self.stage.has_dead_letters() {
+        if self.stage.engine().dead_letters.is_some() {
             assert_eq!(pruned.dead_letters, forgotten, "dead letters by their age");
         }
         let positions: Vec<u64> = self.oracle.log.keys().copied().collect();
