@@ -178,6 +178,11 @@ impl Writer {
             BATCH,
         )?;
         for row in ready {
+            if let Some(session) = self.handler_of(group, row.type_id)? {
+                // Its consumer is paused or has no room: it is not without a handler.
+                self.set_unhandled(session, group, row.seq, now)?;
+                continue;
+            }
             let mut failures = read_failures(row.failures.as_deref())?;
             let error = "no process has a handler for this event";
             failures.push(Failure::new(
@@ -221,6 +226,16 @@ impl Writer {
                 .collect()
             })
             .map_err(|e| from_sqlite("reading the waiting deliveries", e))
+    }
+
+    /// A consumer of the group in this process that has a handler for a type.
+    fn handler_of(&mut self, group: i64, type_id: i64) -> Result<Option<u64>> {
+        let name = self.state.type_names.get(&self.conn, type_id)?;
+        let mut sessions = self.sessions.iter_mut();
+        Ok(sessions.find_map(|(id, session)| {
+            let handles = session.group == group && session.handles(type_id, &name);
+            handles.then_some(*id)
+        }))
     }
 
     pub(crate) fn session_handles(&mut self, session: u64, type_id: i64) -> Result<bool> {

@@ -74,6 +74,7 @@ impl Writer {
     pub(crate) fn set_prefetch(&mut self, id: u64, prefetch: usize) -> Result<()> {
         if let Some(session) = self.sessions.get_mut(&id) {
             session.prefetch = prefetch;
+            session.look_for_unhandled = true;
         }
         if prefetch == 0 {
             self.take_back_unfetched(id)?;

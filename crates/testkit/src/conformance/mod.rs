@@ -50,7 +50,14 @@ pub use stage::{Stage, Time};
 
 /// The names of all scenarios, in the order of the suite.
 pub fn names() -> Vec<&'static str> {
-    let suite = [include_str!("suite.rs"), include_str!("history.rs")];
+    let suite = [
+        include_str!("suite.rs"),
+        include_str!("history.rs"),
+        include_str!("outcomes.rs"),
+        include_str!("ephemeral.rs"),
+        include_str!("store.rs"),
+        include_str!("addressed.rs"),
+    ];
     // The first argument of each `run`.
     let runs = suite
         .into_iter()
