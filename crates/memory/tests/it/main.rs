@@ -1,4 +1,8 @@
 //! The memory engine against the conformance suite and the model.
+#![allow(
+    clippy::unwrap_used,
+    reason = "this is test code: a surprise is a failed test"
+)]
 
 mod conformance;
 mod false_claims;

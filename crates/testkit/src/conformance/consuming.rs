@@ -23,12 +23,11 @@ pub async fn events_come_in_the_order_of_the_log<H: Harness>(harness: H) -> Outc
         published.push(stage.publish("order.paid").await);
     }
     assert!(
-        published
-            .windows(2)
-            .all(|w| !(w[0].position > w[1].position)
-                && w[0].position != w[1].position
-                && w[0].received_at <= w[1].received_at
-                && w[0].id != w[1].id),
+        published.windows(2).all(|w| matches!(
+            w[0].position.partial_cmp(&w[1].position),
+            None | Some(std::cmp::Ordering::Less)
+        ) && w[0].received_at <= w[1].received_at
+            && w[0].id != w[1].id),
         "positions and times of receipt rise"
     );
     let mut consumer = stage.consumer("").await;

@@ -495,7 +495,7 @@ pub async fn a_stage_waits_for_its_event<H: Harness>(harness: H) -> Outcome {
     let refused = payloads.store(key.clone(), first.clone()).await;
     assert_eq!(code(refused), everbus_core::Code::NotFound);
     let waiting = payloads.stages(key.clone(), None).await.unwrap();
-    assert_eq!(waiting, [first.clone()]);
+    assert_eq!(waiting, std::slice::from_ref(&first));
     let elsewhere = payloads.stages(event.id().into(), None).await.unwrap();
     assert!(elsewhere.is_empty(), "of another tenant");
     if stage.offers(&RESTART) {

@@ -23,7 +23,7 @@ impl<H: Harness> Plan<H> {
     /// Compares how one event stands in every group. A consumer that was dropped gives back what it
     /// had in its own time, so an engine gets a moment to agree.
     pub(super) async fn compare(&self, position: u64) {
-        if !self.stage.engine().lookup.is_some() {
+        if self.stage.engine().lookup.is_none() {
             return;
         }
         let began = tokio::time::Instant::now();
@@ -107,7 +107,7 @@ impl<H: Harness> Plan<H> {
             self.compare(*position).await;
             self.compare_handled(*position).await;
         }
-        if !self.stage.engine().dead_letters.is_some() {
+        if self.stage.engine().dead_letters.is_none() {
             return;
         }
         let page = PageRequest {

@@ -42,7 +42,7 @@ impl<H: Harness> Plan<H> {
     }
 
     pub(super) async fn retry_dead(&mut self) {
-        if !self.stage.engine().dead_letters.is_some() {
+        if self.stage.engine().dead_letters.is_none() {
             return;
         }
         let mut filter = DeadLetterFilter::default();
@@ -86,7 +86,7 @@ impl<H: Harness> Plan<H> {
 
     /// A corrected event takes the place of a dead letter, in the group that failed alone.
     pub(super) async fn replace_dead(&mut self) {
-        if !self.stage.engine().dead_letters.is_some() {
+        if self.stage.engine().dead_letters.is_none() {
             return;
         }
         let open = self.stage.open_dead_letters().await;
@@ -116,7 +116,7 @@ impl<H: Harness> Plan<H> {
     }
 
     pub(super) async fn purge(&mut self) {
-        if !self.stage.engine().dead_letters.is_some() {
+        if self.stage.engine().dead_letters.is_none() {
             return;
         }
         let times: Vec<_> = self

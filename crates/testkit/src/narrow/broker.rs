@@ -64,7 +64,7 @@ impl Shared {
     /// The shard of an event: by its key, so that order holds within a key and nowhere else.
     fn shard_of(&self, event: &Event) -> usize {
         let key = event.ordering_key();
-        let key = key.map_or_else(|| event.id().to_string(), |key| key.into_owned());
+        let key = key.map_or_else(|| event.id().to_string(), std::borrow::Cow::into_owned);
         let sum = key.bytes().fold(0_usize, |sum, byte| {
             sum.wrapping_mul(31).wrapping_add(usize::from(byte))
         });
