@@ -9,6 +9,7 @@
 mod checker;
 mod kills;
 mod memory;
+mod narrow;
 mod opening;
 mod power;
 mod relay;

@@ -1,0 +1,212 @@
+//! The runtime on an engine that offers nothing beyond the verbs, with a SQLite file beside it, through
+//! random faults: no event that was acknowledged is lost.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use everbus::{Bus, BusOptions, Code, HandlerError, Message, RetryPolicy, Router, to};
+use everbus_core::{Clock, DeadLetterFilter, Engine, Event, EventId, SystemClock};
+use everbus_testkit::narrow::{self, Faults};
+
+const SHARDS: usize = 3;
+const GROUPS: [&str; 2] = ["billing", "shipping"];
+const DEADLINE: Duration = Duration::from_secs(240);
+
+async fn composed(path: &std::path::Path, faults: Faults) -> Engine {
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock);
+    let broker = narrow::open(&clock, SHARDS, faults).unwrap();
+    let store = everbus_sqlite::open(path, everbus_sqlite::Options::default()).unwrap();
+    everbus::compose(broker, store, clock).await.unwrap()
+}
+
+/// Who handled which event how often.
+type Handled = Arc<Mutex<HashMap<(&'static str, EventId), u32>>>;
+
+/// Two groups: one works at its second attempt at every third event, the other never works for every tenth.
+fn router(handled: &Handled) -> Router {
+    let policy = RetryPolicy::new()
+        .max_retries(3)
+        .base_delay(Duration::from_millis(5))
+        .max_delay(Duration::from_millis(10));
+    let mut router = Router::new();
+    for group in GROUPS {
+        let handled = handled.clone();
+        let handler = move |message: Message| {
+            let handled = handled.clone();
+            async move {
+                let number: u64 = message.json()?;
+                let fails = match group {
+                    "billing" => number.is_multiple_of(3) && message.failures().is_empty(),
+                    _ => number.is_multiple_of(10),
+                };
+                if fails {
+                    return Err(HandlerError::new(format!(
+                        "event {number} fails in {group}"
+                    )));
+                }
+                let key = (group, message.event().id());
+                *handled.lock().unwrap().entry(key).or_default() += 1;
+                Ok::<(), HandlerError>(())
+            }
+        };
+        let route = to(handler).group(group).idempotent().retry(policy.clone());
+        router = router.on("order.placed", route);
+    }
+    router
+}
+
+/// Publishes until the bus acknowledges it, under the same id each time.
+async fn publish(bus: &Bus, number: u64) -> EventId {
+    let event = Event::builder("order.placed")
+        .json(&number)
+        .key(format!("customer-{}", number % 7))
+        .build()
+        .unwrap();
+    let give_up = Instant::now() + DEADLINE;
+    loop {
+        match bus.publish(event.clone()).await {
+            Ok(receipt) => return receipt.id(),
+            Err(error) if error.code() == Code::Unavailable && Instant::now() < give_up => {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            Err(error) => panic!("{error:?}"),
+        }
+    }
+}
+
+/// The events of a group that are neither handled nor dead letters.
+async fn missing(
+    bus: &Bus,
+    group: &'static str,
+    published: &[EventId],
+    handled: &Handled,
+) -> Vec<EventId> {
+    let letters = bus.engine().dead_letters().unwrap();
+    let mut dead = HashSet::new();
+    let mut page = everbus_core::PageRequest::default();
+    loop {
+        let filter = DeadLetterFilter {
+            group: Some(group.parse().unwrap()),
+            ..DeadLetterFilter::default()
+        };
+        let found = letters.list(filter, page.clone()).await.unwrap();
+        dead.extend(found.items.iter().map(|letter| letter.event.event.id()));
+        match found.next {
+            Some(next) => page.after = Some(next),
+            None => break,
+        }
+    }
+    let handled = handled.lock().unwrap();
+    let ended = |id: &EventId| dead.contains(id) || handled.contains_key(&(group, *id));
+    published.iter().copied().filter(|id| !ended(id)).collect()
+}
+
+// conformance: contract/narrow-never-lost: on an engine with every capability off and a store beside it, through 1,000 random faults, every acknowledged event is handled or a dead letter with its failures, and is in the archive
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_is_lost_through_a_thousand_faults() {
+    let seed = super::seed();
+    let dir = tempfile::tempdir().unwrap();
+    let faults = Faults::random(seed, 12);
+    let engine = loop {
+        // Also the first calls may fail.
+        let clock: Arc<dyn Clock> = Arc::new(SystemClock);
+        let broker = narrow::open(&clock, SHARDS, faults.clone()).unwrap();
+        let path = dir.path().join("store.db");
+        let store = everbus_sqlite::open(&path, everbus_sqlite::Options::default()).unwrap();
+        if let Ok(engine) = everbus::compose(broker, store, clock).await {
+            break engine;
+        }
+    };
+    let handled = Handled::default();
+    let bus = Bus::with_engine(engine, BusOptions::default()).unwrap();
+    let give_up = Instant::now() + DEADLINE;
+    while let Err(error) = bus.mount(router(&handled)).await {
+        assert!(Instant::now() < give_up, "{error:?}");
+    }
+    bus.start().await.unwrap();
+    let mut published = Vec::new();
+    while faults.tally().total() < 1000 {
+        assert!(
+            Instant::now() < give_up,
+            "{:?}, seed {seed}",
+            faults.tally()
+        );
+        for _ in 0..10 {
+            published.push(publish(&bus, published.len() as u64).await);
+        }
+    }
+    faults.stop();
+    for group in GROUPS {
+        loop {
+            let missing = missing(&bus, group, &published, &handled).await;
+            if missing.is_empty() {
+                break;
+            }
+            assert!(
+                Instant::now() < give_up,
+                "{} of {} events are lost in {group}, first {:?}; {:?}, seed {seed}",
+                missing.len(),
+                published.len(),
+                missing[0],
+                faults.tally()
+            );
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+    let lookup = bus.lookup().unwrap();
+    for id in &published {
+        while lookup.find(*id).await.unwrap().is_empty() {
+            assert!(
+                Instant::now() < give_up,
+                "{id} is not archived, seed {seed}"
+            );
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+    let tally = faults.tally();
+    assert!(tally.before > 0 && tally.after > 0, "{tally:?}");
+    assert!(tally.duplicates > 0 && tally.lost_shards > 0, "{tally:?}");
+    bus.shutdown().await.unwrap();
+}
+
+// conformance: contract/beside-dead-letter: beside a broker that keeps nothing, a dead letter has every failure with its text; sent back it reaches its group alone, and dies as the same dead letter
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dead_letter_has_its_failures_and_goes_back_to_its_group() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = composed(&dir.path().join("store.db"), Faults::none()).await;
+    let handled = Handled::default();
+    let bus = Bus::with_engine(engine, BusOptions::default()).unwrap();
+    bus.mount(router(&handled)).await.unwrap();
+    bus.start().await.unwrap();
+    // The tenth fails for good in one group, and works at its second attempt in the other.
+    let id = publish(&bus, 30).await;
+    let letters = bus.engine().dead_letters().unwrap();
+    let give_up = Instant::now() + DEADLINE;
+    let open = async |attempts: u32| loop {
+        let known = letters.get(id).await.unwrap();
+        let open = known.into_iter().find(|l| l.retried_at.is_none());
+        match open {
+            Some(letter) if letter.attempts == attempts => return letter,
+            other => assert!(Instant::now() < give_up, "{other:?}"),
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    };
+    let letter = open(4).await;
+    assert_eq!(letter.group.as_str(), "shipping");
+    assert_eq!(letter.failures.len(), 4);
+    assert!(
+        letter
+            .failures
+            .iter()
+            .all(|f| f.error.contains("fails in shipping"))
+    );
+    assert_eq!(letters.retry(DeadLetterFilter::default()).await.unwrap(), 1);
+    let again = open(8).await;
+    assert_eq!(again.key(), letter.key());
+    assert_eq!(again.first_seen_at, letter.first_seen_at);
+    assert_eq!(again.failures.len(), 8);
+    let by_billing = handled.lock().unwrap().clone();
+    assert_eq!(by_billing, HashMap::from([(("billing", id), 1)]));
+    bus.shutdown().await.unwrap();
+}
