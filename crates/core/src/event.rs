@@ -253,13 +253,6 @@ impl TraceContext {
 }
 
 impl Event {
-    /// The same event, for one group only.
-    #[must_use]
-    pub fn addressed(mut self, group: &GroupName) -> Self {
-        self.attributes.get_or_insert_default().address = Some(group.as_str().to_owned());
-        self
-    }
-
     /// Whether a group may have the event: it is for everybody, or addressed to this one.
     pub fn is_for(&self, group: &GroupName) -> bool {
         let address = self.attributes().and_then(|a| a.address.as_deref());

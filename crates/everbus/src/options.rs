@@ -272,6 +272,8 @@ pub(crate) fn check_concurrency(concurrency: usize) -> Result<()> {
 pub struct BusBuilder {
     pub(crate) options: BusOptions,
     engine: EngineOptions,
+    /// The store beside the broker.
+    store: Option<String>,
     /// Of the configuration file.
     pub(crate) url: Option<String>,
     /// The configuration file, to put on record that it changed.
@@ -444,6 +446,32 @@ impl BusBuilder {
         self
     }
 
+    /// Puts a store beside the broker, for an engine that moves events and cannot remember them: dead letters,
+    /// failure texts, inbox, history and payload stages are kept there, and every event is copied into it.
+    ///
+    /// ```
+    /// use everbus::Bus;
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> everbus::Result<()> {
+    /// # let dir = tempfile::tempdir().unwrap();
+    /// # let file = dir.path().join("events.db").display().to_string();
+    /// // Moved in memory, remembered in a file.
+    /// let bus = Bus::builder().store(file).open("memory:").await?;
+    /// bus.start().await?;
+    /// let receipt = bus.publish(("order.placed", 1)).await?;
+    /// let archived = async || bus.lookup()?.find(receipt.id()).await;
+    /// while archived().await?.is_empty() {
+    ///     tokio::task::yield_now().await;
+    /// }
+    /// # bus.shutdown().await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn store(mut self, url: impl Into<String>) -> Self {
+        self.store = Some(url.into());
+        self
+    }
+
     /// Opens the bus: `sqlite:FILE` or a bare path for a file, `memory:` for none.
     pub async fn open(self, url: impl AsRef<str>) -> Result<Bus> {
         self.options.validate()?;
@@ -451,7 +479,11 @@ impl BusBuilder {
             return Err(too_long("the busy timeout", timeout));
         }
         let clock = self.options.clock.clone();
-        let engine = engines::open(url.as_ref(), self.engine, clock).await?;
+        let mut engine = engines::open(url.as_ref(), self.engine.clone(), clock.clone()).await?;
+        if let Some(store) = &self.store {
+            let store = engines::open(store, self.engine, clock.clone()).await?;
+            engine = crate::beside::compose(engine, store, clock).await?;
+        }
         let bus = Bus::with_engine(engine, self.options)?;
         if let Some(config) = &self.config {
             note_config(bus.engine(), &bus.audit().operator(), config).await;

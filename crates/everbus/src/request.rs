@@ -128,7 +128,9 @@ fn check_engine(
         .hint("open the bus on that engine, or make the handler idempotent instead"));
     }
     if transaction.is_some() || settings.idempotent == Some(true) {
-        shared.engine.inbox()?;
+        let hint = "put a store beside the broker, with `Bus::builder().store(…)`; its inbox \
+                    remembers what was handled";
+        shared.engine.inbox().map_err(|error| error.hint(hint))?;
     }
     Ok(())
 }

@@ -167,7 +167,7 @@ impl DeadLetters for LettersBeside {
                 return Err(Error::new(Code::NotFound, "the dead letter is not open"));
             };
             everbus_core::dead_letters::check_replacement(&letter.event.event, &corrected)?;
-            let corrected = corrected.addressed(&key.group);
+            let corrected = corrected.addressed_to(&key.group);
             let mut answers = self.broker.append(vec![corrected]).await?;
             let appended = answers
                 .pop()

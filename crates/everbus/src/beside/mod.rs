@@ -54,7 +54,8 @@ pub async fn compose(broker: Engine, store: Engine, clock: Arc<dyn Clock>) -> Re
         broker: beside.clone(),
         dead_letters: Some(letters),
         settled: broker.settled,
-        redeliver: broker.redeliver,
+        // Readers go by the store's positions, which the broker does not know.
+        redeliver: None,
         depth: broker.depth,
         background: Some(beside),
         ..store

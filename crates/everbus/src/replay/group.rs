@@ -2,13 +2,17 @@
 
 use std::sync::Arc;
 
-use everbus_core::{Code, Error, GroupInfo, GroupName, Pattern, Recorded, Redelivery, Result};
+use everbus_core::{
+    Code, Error, EventId, GroupInfo, GroupName, Pattern, Recorded, Redelivery, Result,
+};
 
+use super::copies::copy_of;
 use super::corrections::Corrections;
 use super::preview::PreviewedGroup;
 use super::report::ReplayReport;
 use super::saved::Saved;
 use super::target::{Context, Target, positions, wanted};
+use super::whole::whole;
 
 /// Hands the events to a group once more.
 #[derive(Debug)]
@@ -18,6 +22,8 @@ pub struct LiveGroup {
     /// Whether the inbox may absorb something.
     absorbs: bool,
     corrections: Corrections,
+    /// What the ids of addressed copies are made from.
+    run: Option<EventId>,
 }
 
 impl LiveGroup {
@@ -27,6 +33,7 @@ impl LiveGroup {
             patterns: Vec::new(),
             absorbs: true,
             corrections: Corrections::default(),
+            run: None,
         }
     }
 
@@ -50,6 +57,28 @@ impl LiveGroup {
         Ok(info)
     }
 
+    /// Sends events to the group as copies that are addressed to it, where the engine cannot deliver the
+    /// events themselves once more. A run that goes on makes the same ids again.
+    async fn address(
+        &self,
+        context: &Context,
+        events: &[Arc<Recorded>],
+    ) -> Result<Vec<Redelivery>> {
+        let run = self.run.unwrap_or_default().to_string();
+        let mut copies = Vec::with_capacity(events.len());
+        for record in events {
+            let (original, group) = (&record.event, self.group.as_str());
+            let id = EventId::derived(original.id(), record.received_at, group, &run, 0);
+            let whole = whole(context.bus.shared(), record).await??;
+            copies.push(copy_of(&whole.event, id)?.addressed_to(&self.group));
+        }
+        let answers = context.bus.append_as_is(copies).await?;
+        let queued = answers
+            .into_iter()
+            .map(|answer| answer.map(|_| Redelivery::Queued));
+        queued.collect()
+    }
+
     /// Offers events to the group and counts what becomes of them; if not `really`, counts what would.
     /// Returns those that it takes, those that its inbox absorbs among them.
     async fn offer(
@@ -63,18 +92,19 @@ impl LiveGroup {
         let offered = wanted(events, &self.patterns, report);
         let group = Some(&self.group);
         let offered = self.corrections.sort(group, offered, &mut report.skips);
-        // Asked before: afterwards the group may have handled them again.
+        // Asked before: afterwards the group may have handled them again. No inbox knows a copy.
         let absorbed = match &engine.inbox {
-            Some(inbox) if self.absorbs => {
+            Some(inbox) if self.absorbs && engine.redeliver.is_some() => {
                 inbox.handled(self.group.clone(), offered.clone()).await?
             }
             _ => vec![false; offered.len()],
         };
         let (group, positions) = (self.group.clone(), positions(&offered));
-        let answers = if really {
-            engine.redeliver()?.redeliver(group, positions).await?
-        } else {
-            engine.redeliver()?.redeliverable(group, positions).await?
+        let answers = match &engine.redeliver {
+            Some(engine) if really => engine.redeliver(group, positions).await?,
+            Some(engine) => engine.redeliverable(group, positions).await?,
+            None if really => self.address(context, &offered).await?,
+            None => vec![Redelivery::Queued; offered.len()],
         };
         let mut taken = Vec::new();
         for ((record, answer), absorbed) in offered.into_iter().zip(answers).zip(absorbed) {
@@ -102,7 +132,8 @@ impl Target for LiveGroup {
         format!("the group {}", self.group)
     }
 
-    async fn prepare(&mut self, context: &Context, _: &Saved, _: bool) -> Result<()> {
+    async fn prepare(&mut self, context: &Context, saved: &Saved, _: bool) -> Result<()> {
+        self.run = Some(saved.run);
         self.get_ready(context).await.map(drop)
     }
 

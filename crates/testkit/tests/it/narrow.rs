@@ -210,3 +210,49 @@ async fn a_dead_letter_has_its_failures_and_goes_back_to_its_group() {
     assert_eq!(by_billing, HashMap::from([(("billing", id), 1)]));
     bus.shutdown().await.unwrap();
 }
+
+// conformance: contract/beside-replay: where the engine cannot deliver once more, a replay into a group sends copies that are addressed to it
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replay_into_a_group_reaches_that_group_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = composed(&dir.path().join("store.db"), Faults::none()).await;
+    let handled = Handled::default();
+    let bus = Bus::with_engine(engine, BusOptions::default()).unwrap();
+    bus.mount(router(&handled)).await.unwrap();
+    bus.start().await.unwrap();
+    let id = publish(&bus, 1).await;
+    let give_up = Instant::now() + DEADLINE;
+    let until = async |done: &dyn Fn(&HashMap<(&'static str, EventId), u32>) -> bool| {
+        while !done(&handled.lock().unwrap()) {
+            assert!(Instant::now() < give_up, "{:?}", handled.lock().unwrap());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    until(&|handled| handled.len() == 2).await;
+    while bus.lookup().unwrap().find(id).await.unwrap().is_empty() {
+        assert!(Instant::now() < give_up, "not archived");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let report = bus.replay().event(id).into_group("billing").await.unwrap();
+    assert_eq!(report.processed, 1);
+    until(&|handled| handled.len() == 3).await;
+    let counts = handled.lock().unwrap().clone();
+    let of = |group| counts.iter().filter(|((g, _), _)| *g == group).count();
+    assert_eq!((of("billing"), of("shipping")), (2, 1));
+    bus.shutdown().await.unwrap();
+}
+
+// conformance: contract/beside-refused: without any inbox an idempotent handler is refused when it is mounted, with a hint
+#[tokio::test]
+async fn an_idempotent_handler_without_an_inbox_is_refused() {
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock);
+    let engine = narrow::open(&clock, SHARDS, Faults::none()).unwrap();
+    let bus = Bus::with_engine(engine, BusOptions::default()).unwrap();
+    let refused = bus.mount(router(&Handled::default())).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unsupported);
+    assert!(
+        refused
+            .hint_text()
+            .is_some_and(|hint| hint.contains("store"))
+    );
+}
