@@ -21,7 +21,8 @@ async fn composed(path: &std::path::Path, faults: Faults) -> Engine {
 }
 
 /// Who handled which event how often.
-type Handled = Arc<Mutex<HashMap<(&'static str, EventId), u32>>>;
+type Handled = Arc<Mutex<Counts>>;
+type Counts = HashMap<(&'static str, EventId), u32>;
 
 /// Two groups: one works at its second attempt at every third event, the other never works for every tenth.
 fn router(handled: &Handled) -> Router {
@@ -50,7 +51,7 @@ fn router(handled: &Handled) -> Router {
                 Ok::<(), HandlerError>(())
             }
         };
-        let route = to(handler).group(group).idempotent().retry(policy.clone());
+        let route = to(handler).group(group).idempotent().retry(policy);
         router = router.on("order.placed", route);
     }
     router
@@ -222,7 +223,7 @@ async fn a_replay_into_a_group_reaches_that_group_alone() {
     bus.start().await.unwrap();
     let id = publish(&bus, 1).await;
     let give_up = Instant::now() + DEADLINE;
-    let until = async |done: &dyn Fn(&HashMap<(&'static str, EventId), u32>) -> bool| {
+    let until = async |done: &dyn Fn(&Counts) -> bool| {
         while !done(&handled.lock().unwrap()) {
             assert!(Instant::now() < give_up, "{:?}", handled.lock().unwrap());
             tokio::time::sleep(Duration::from_millis(10)).await;
