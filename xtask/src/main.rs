@@ -91,7 +91,7 @@ fn test(arguments: &[String]) -> Result<(), Failed> {
     let tests = Cargo::new(&tests).run_tests();
     let table = conformance::check(&root());
     let chaos = if campaign && tests.is_ok() {
-        chaos_for(60)
+        chaos_after_tests(60)
     } else {
         Ok(())
     };
@@ -158,6 +158,18 @@ fn chaos(arguments: &[String]) -> Result<(), Failed> {
         _ => return Err(Failed::usage("chaos takes --minutes N or --seconds N")),
     };
     chaos_for(seconds)
+}
+
+/// Runs the campaign with the program that the tests have just built: building it by itself would compile
+/// all dependencies a second time, with other features.
+fn chaos_after_tests(seconds: u64) -> Result<(), Failed> {
+    let program = std::env::current_exe().map(|xtask| xtask.with_file_name("everbus-chaos"));
+    match program {
+        Ok(program) if program.exists() => {
+            Cargo::program(&program, &["--seconds", &seconds.to_string()]).run()
+        }
+        _ => chaos_for(seconds),
+    }
 }
 
 fn chaos_for(seconds: u64) -> Result<(), Failed> {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 /// Why a task failed.
@@ -37,7 +38,7 @@ impl fmt::Display for Failed {
     }
 }
 
-/// One call of cargo.
+/// One call of cargo, or of a program that it built.
 pub(crate) struct Cargo {
     command: Command,
     shown: String,
@@ -52,6 +53,17 @@ impl Cargo {
         Self {
             command,
             shown: format!("cargo {}", arguments.join(" ")),
+        }
+    }
+
+    /// Another program, run and reported on in the same way.
+    pub(crate) fn program(program: &Path, arguments: &[&str]) -> Self {
+        let mut command = Command::new(program);
+        command.args(arguments).current_dir(crate::root());
+        let name = program.file_name().unwrap_or_default().to_string_lossy();
+        Self {
+            command,
+            shown: format!("{name} {}", arguments.join(" ")),
         }
     }
 
