@@ -186,8 +186,12 @@ impl Beside {
             let held = self.shared.lock().get(&lease).cloned();
             let next = match &held {
                 Some(held) => self.prepare(held, settlement).await,
-                // Not handed out by this process: the broker knows better.
-                None => Ok(Next::Tell(settlement.verdict)),
+                // Settled already, or never handed out here. The broker must not hear of an end that the
+                // store does not know.
+                None => Err(Error::new(
+                    Code::LeaseLost,
+                    format!("the lease on event {} had ended", lease.position()),
+                )),
             };
             answers.push(match (next, held) {
                 (Ok(Next::Tell(verdict)), _) => {

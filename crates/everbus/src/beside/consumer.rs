@@ -22,7 +22,17 @@ pub(super) struct ConsumerBeside {
     /// Fetched from the broker, while the store is asked about them.
     fetched: Vec<Delivery>,
     paused: bool,
-    keeper: JoinHandle<()>,
+    keeper: Keeper,
+}
+
+/// The task that extends leases. It ends with its consumer, also with one that is dropped: otherwise what
+/// waits would be kept from all others as long as the process lives.
+struct Keeper(JoinHandle<()>);
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
 }
 
 impl ConsumerBeside {
@@ -33,7 +43,7 @@ impl ConsumerBeside {
         lease: Duration,
     ) -> Self {
         let waiting = Arc::<Waiting>::default();
-        let keeper = tokio::spawn(keep(shared.clone(), waiting.clone(), lease));
+        let keeper = Keeper(tokio::spawn(keep(shared.clone(), waiting.clone(), lease)));
         Self {
             inner,
             group,
@@ -137,22 +147,28 @@ impl Consumer for ConsumerBeside {
         self.inner.resume(prefetch)
     }
 
-    fn close(mut self: Box<Self>) -> BoxFuture<'static, Result<()>> {
+    fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {
         Box::pin(async move {
-            self.keeper.abort();
-            let back = self.waiting.take_all().into_iter();
-            let back = back
-                .chain(std::mem::take(&mut self.fetched))
+            let Self {
+                inner,
+                shared,
+                waiting,
+                fetched,
+                keeper,
+                ..
+            } = *self;
+            drop(keeper);
+            let back = waiting.take_all().into_iter().chain(fetched);
+            let back: Vec<Settlement> = back
                 .map(|delivery| {
                     let after = Duration::ZERO;
                     Settlement::new(delivery.lease, Verdict::Release { after })
-                });
-            let back: Vec<Settlement> = back.collect();
+                })
+                .collect();
             if !back.is_empty() {
                 // The others may have them at once; if this fails, when their leases end.
-                let _ = self.shared.broker.settle(back).await;
+                let _ = shared.broker.settle(back).await;
             }
-            let Self { inner, .. } = *self;
             inner.close().await
         })
     }

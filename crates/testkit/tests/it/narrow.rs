@@ -6,7 +6,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use everbus::{Bus, BusOptions, Code, HandlerError, Message, RetryPolicy, Router, to};
-use everbus_core::{Clock, DeadLetterFilter, Engine, Event, EventId, SystemClock};
+use everbus_core::{
+    Clock, ConsumeOptions, DeadLetterFilter, Engine, Event, EventId, Failure, FailureKind,
+    GroupName, GroupSpec, Pattern, Settlement, SubscriptionSpec, SystemClock, Verdict,
+};
 use everbus_testkit::narrow::{self, Faults};
 
 const SHARDS: usize = 3;
@@ -256,4 +259,74 @@ async fn an_idempotent_handler_without_an_inbox_is_refused() {
             .hint_text()
             .is_some_and(|hint| hint.contains("store"))
     );
+}
+
+fn retry_in(after: Duration) -> Verdict {
+    let failure = Failure::new(1, SystemClock.now(), FailureKind::Error, "not yet");
+    Verdict::Retry { after, failure }
+}
+
+/// A group that wants everything, with one event published to it.
+async fn one_event(engine: &Engine) -> GroupName {
+    let name: GroupName = "g".parse().unwrap();
+    let mut spec = GroupSpec::new(name.clone());
+    spec.subscriptions.push(SubscriptionSpec {
+        name: "all".to_owned(),
+        pattern: Pattern::new("*").unwrap(),
+    });
+    engine.broker.declare(spec).await.unwrap();
+    let event = Event::builder("a.b").build().unwrap();
+    engine.broker.append(vec![event]).await.unwrap();
+    name
+}
+
+// conformance: contract/beside-verdict-once: a verdict on a delivery that was settled already does not reach the broker
+#[tokio::test]
+async fn a_second_verdict_on_one_delivery_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = composed(&dir.path().join("store.db"), Faults::none()).await;
+    let group = one_event(&engine).await;
+    let options = ConsumeOptions::new(vec![Pattern::new("*").unwrap()]);
+    let mut consumer = engine.broker.consume(group, options).await.unwrap();
+    let lease = consumer.fetch(1).await.unwrap().remove(0).lease;
+    let settle = async |verdict| {
+        let settlement = Settlement::new(lease.clone(), verdict);
+        engine
+            .broker
+            .settle(vec![settlement])
+            .await
+            .unwrap()
+            .remove(0)
+    };
+    settle(retry_in(Duration::from_secs(3600))).await.unwrap();
+    let late = settle(Verdict::Dead { failure: None }).await.unwrap_err();
+    assert_eq!(late.code(), Code::LeaseLost);
+    // The broker still has it: it is given back when its consumer leaves.
+    consumer.close().await.unwrap();
+    let info = engine.broker.inspect().await.unwrap();
+    let info = info.iter().find(|info| info.name.as_str() == "g").unwrap();
+    assert_eq!((info.waiting, info.dead_letters), (1, 0));
+}
+
+// conformance: contract/beside-dropped: what waits in a consumer that was dropped comes to another one when its lease ends
+#[tokio::test]
+async fn what_waits_in_a_dropped_consumer_comes_to_another() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = composed(&dir.path().join("store.db"), Faults::none()).await;
+    let group = one_event(&engine).await;
+    let options =
+        ConsumeOptions::new(vec![Pattern::new("*").unwrap()]).lease(Duration::from_millis(300));
+    let broker = &engine.broker;
+    let mut first = broker
+        .consume(group.clone(), options.clone())
+        .await
+        .unwrap();
+    let delivery = first.fetch(1).await.unwrap().remove(0);
+    let retry = Settlement::new(delivery.lease, retry_in(Duration::from_secs(3600)));
+    broker.settle(vec![retry]).await.unwrap().remove(0).unwrap();
+    drop(first);
+    let mut second = broker.consume(group, options).await.unwrap();
+    let again = tokio::time::timeout(Duration::from_secs(30), second.fetch(1)).await;
+    let again = again.expect("it is not kept for ever").unwrap().remove(0);
+    assert_eq!(again.failures.len(), 1);
 }
