@@ -22,6 +22,7 @@ pub(super) struct ConsumerBeside {
     /// Fetched from the broker, while the store is asked about them.
     fetched: Vec<Delivery>,
     paused: bool,
+    lease: Duration,
     keeper: Keeper,
 }
 
@@ -51,24 +52,30 @@ impl ConsumerBeside {
             waiting,
             fetched: Vec::new(),
             paused: false,
+            lease,
             keeper,
         }
     }
 }
 
 /// Adds the failures of earlier attempts. What the broker counted is only a hint where it counts
-/// deliveries.
+/// deliveries; where it counts attempts, a first one has no earlier failures and the store is not asked.
 async fn with_failures(
     shared: &Shared,
     group: &GroupName,
     mut batch: Vec<Delivery>,
 ) -> Result<Vec<Delivery>> {
-    let keys = batch.iter().map(|d| EventKey::of(&d.record.event));
-    let failures = shared.store.failures(group.clone(), keys.collect());
-    for (delivery, failures) in batch.iter_mut().zip(failures.await?) {
-        let begun = failures.last().map_or(0, |last| last.attempt);
-        delivery.attempt = delivery.attempt.max(begun + 1);
-        delivery.failures = failures;
+    let exact = shared.offers.exact_attempts;
+    let mut again: Vec<&mut Delivery> = batch.iter_mut().collect();
+    again.retain(|delivery| !exact || delivery.attempt > 1);
+    if !again.is_empty() {
+        let keys = again.iter().map(|d| EventKey::of(&d.record.event));
+        let failures = shared.store.failures(group.clone(), keys.collect());
+        for (delivery, failures) in again.into_iter().zip(failures.await?) {
+            let begun = failures.last().map_or(0, |last| last.attempt);
+            delivery.attempt = delivery.attempt.max(begun + 1);
+            delivery.failures = failures;
+        }
     }
     Ok(batch)
 }
@@ -111,7 +118,8 @@ impl Consumer for ConsumerBeside {
                     self.waiting.take_due(now, max.max(1))
                 };
                 if !due.is_empty() {
-                    self.shared.hold(&self.group, &self.waiting, &due);
+                    self.shared
+                        .hold(&self.group, &self.waiting, &due, self.lease);
                     return Ok(due);
                 }
                 let next = self.waiting.next_due();
@@ -128,7 +136,8 @@ impl Consumer for ConsumerBeside {
             // answer, it is asked again by the next call.
             let batch = with_failures(&self.shared, &self.group, self.fetched.clone()).await?;
             self.fetched.clear();
-            self.shared.hold(&self.group, &self.waiting, &batch);
+            self.shared
+                .hold(&self.group, &self.waiting, &batch, self.lease);
             Ok(batch)
         })
     }
