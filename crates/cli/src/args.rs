@@ -209,6 +209,16 @@ pub(crate) struct PublishArgs {
     )]
     pub(crate) payload: String,
 
+    /// The payload, instead of JSON: @FILE for what is in a file, @- for all of standard input, or the text
+    /// itself
+    #[arg(
+        long = "payload",
+        value_name = "@FILE",
+        conflicts_with = "payload",
+        allow_hyphen_values = true
+    )]
+    pub(crate) payload_from: Option<String>,
+
     /// An id of your own: publishing the same id again stores nothing
     #[arg(long, conflicts_with = "count")]
     pub(crate) id: Option<String>,
@@ -258,6 +268,14 @@ pub(crate) struct PublishArgs {
     /// work on it
     #[arg(long, value_name = "DURATION", value_parser = when::parse_length, allow_hyphen_values = true)]
     pub(crate) ttl: Option<Duration>,
+
+    /// Hand it to no group before this time: 2026-12-24T18:00:00Z
+    #[arg(long, value_name = "TIME", value_parser = when::parse_at, conflicts_with = "after")]
+    pub(crate) at: Option<everbus_core::Timestamp>,
+
+    /// Hand it to no group before this long from now: 30s, 2h, 7d
+    #[arg(long, value_name = "DURATION", value_parser = when::parse_length, allow_hyphen_values = true)]
+    pub(crate) after: Option<Duration>,
 
     /// For this group only; all others pass it by. `(unnamed)` is the unnamed group
     #[arg(long, value_name = "GROUP")]
@@ -345,6 +363,21 @@ pub(crate) struct GroupsArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum GroupsCommand {
+    /// Show one group: its subscriptions, and what is to do of each event type
+    Show {
+        /// The group; (unnamed) is the unnamed one
+        #[arg(value_parser = parse_group)]
+        name: GroupName,
+    },
+    /// Take a subscription away from a group: events it has not reached yet are passed by, and those that
+    /// wait for a handler are skipped. The handler that made it makes it again when it is mounted
+    Unsubscribe {
+        /// The group; (unnamed) is the unnamed one
+        #[arg(value_parser = parse_group)]
+        name: GroupName,
+        /// The pattern of the subscription, or its name, as `groups show` prints them
+        pattern: String,
+    },
     /// Delete a group with its position, what it owes and its dead letters
     Remove {
         /// The group; (unnamed) is the unnamed one

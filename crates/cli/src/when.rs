@@ -25,6 +25,14 @@ pub(crate) fn parse(text: &str) -> Result<Timestamp, String> {
     })
 }
 
+/// Reads a time that may be in the future, and so is no age.
+pub(crate) fn parse_at(text: &str) -> Result<Timestamp, String> {
+    if age(text).is_some() {
+        return Err(format!("{text:?} is a duration; --after takes those"));
+    }
+    parse(text)
+}
+
 /// Reads a time that is not in the future.
 pub(crate) fn parse_past(text: &str) -> Result<Timestamp, String> {
     let time = parse(text)?;

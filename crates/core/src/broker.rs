@@ -57,10 +57,13 @@ pub trait Broker: Send + Sync + 'static {
     }
 
     /// Creates a group if it does not exist and adds subscriptions to it; durable on return.
-    /// Declaring again is harmless and returns the same subscription ids.
+    /// Declaring again is harmless and returns the same subscription ids. Returns every subscription of the
+    /// group: those declared now in their order, then the others by name.
     fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>>;
 
-    /// Removes one subscription from its group. The group and what it owes stay.
+    /// Removes one subscription from its group. The group and what it owes stay, but for events that wait
+    /// because no process has a handler for them: those that the group no longer wants are skipped with the
+    /// reason [`UNSUBSCRIBED`](crate::UNSUBSCRIBED).
     fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>>;
 
     /// Deletes a group with its position, deliveries and dead letters.

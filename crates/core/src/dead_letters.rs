@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::broker::{Appended, BoxFuture};
 use crate::error::{Code, Error, Result};
-use crate::event::{Attributes, Event};
+use crate::event::{Attributes, Event, IDEMPOTENCY_KEY};
 use crate::failure::Failure;
 use crate::group::GroupName;
 use crate::id::EventId;
@@ -173,6 +173,7 @@ impl DeadLetter {
             .correlation_id(original.correlation_id())
             .causation_id(original.id().to_string())
             .meta(EDIT_OF, original.display_id())
+            .meta(IDEMPOTENCY_KEY, original.idempotency_key())
             .build()
     }
 

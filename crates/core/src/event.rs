@@ -115,6 +115,9 @@ pub struct Attributes {
     /// on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expires_at: Option<Timestamp>,
+    /// No group gets it before this time; it is in the log at once.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub not_before: Option<Timestamp>,
     /// The one group that the event is for, as stored: empty for the unnamed group. All others pass it by.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
@@ -138,6 +141,7 @@ impl Attributes {
         content_type: None,
         foreign_id: None,
         expires_at: None,
+        not_before: None,
         address: None,
         overflow: None,
     };
@@ -251,6 +255,9 @@ impl TraceContext {
             .then_some(trace)
     }
 }
+
+/// The metadata that names the key of [`Event::idempotency_key`].
+pub const IDEMPOTENCY_KEY: &str = "idempotency_key";
 
 impl Event {
     /// Whether a group may have the event; see [`GroupName::receives`].
@@ -444,6 +451,18 @@ impl Event {
     pub fn display_id(&self) -> Cow<'_, str> {
         match self.attributes().and_then(|a| a.foreign_id.as_deref()) {
             Some(id) => Cow::Borrowed(id),
+            None => Cow::Owned(self.id.to_string()),
+        }
+    }
+
+    /// The key under which an effect of this event is done once: the same in every attempt, for a correction
+    /// (`dlq edit`), and for a copy (`replay`), although those have ids of their own.
+    ///
+    /// It is the metadata [`IDEMPOTENCY_KEY`], which corrections and copies take over and a publisher may set,
+    /// or else the id.
+    pub fn idempotency_key(&self) -> Cow<'_, str> {
+        match self.metadata().get(IDEMPOTENCY_KEY) {
+            Some(key) => Cow::Borrowed(key),
             None => Cow::Owned(self.id.to_string()),
         }
     }

@@ -22,6 +22,9 @@ pub struct GroupName(Arc<str>);
 /// How the unnamed group is shown and may be written on a command line.
 pub const UNNAMED: &str = "(unnamed)";
 
+/// Why a group skipped an event that waited for a handler: its subscription was retracted.
+pub const UNSUBSCRIBED: &str = "unsubscribed: the group no longer wants it";
+
 /// The name of the group that copies every event into the store beside a broker.
 pub const ARCHIVE: &str = "everbus.archive";
 
@@ -189,7 +192,7 @@ pub struct GroupInfo {
     /// The patterns it wants.
     pub patterns: Vec<String>,
     /// Its subscriptions, by name. A handler that was given a name has it here as well.
-    pub subscriptions: Vec<SubscriptionSpec>,
+    pub subscriptions: Vec<SubscriptionInfo>,
     /// Everything up to here was handed out or skipped.
     pub position: Cursor,
     /// Events beyond the position that match.
@@ -198,6 +201,8 @@ pub struct GroupInfo {
     pub in_flight: u64,
     /// Failed events that wait for their next attempt, and released ones.
     pub waiting: u64,
+    /// How many of those wait because no process has a handler for them.
+    pub unhandled: u64,
     /// Open dead letters.
     pub dead_letters: u64,
     /// When the oldest event that is not settled was received.
@@ -228,6 +233,7 @@ impl GroupInfo {
             behind: 0,
             in_flight: 0,
             waiting: 0,
+            unhandled: 0,
             dead_letters: 0,
             oldest: None,
             behind_for: Duration::ZERO,

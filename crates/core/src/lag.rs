@@ -20,6 +20,8 @@ pub struct Lag {
     pub in_flight: u64,
     /// Failed events that wait for their next attempt, and released ones.
     pub waiting: u64,
+    /// How many of those wait because no process has a handler for them.
+    pub unhandled: u64,
     /// Open dead letters.
     pub dead_letters: u64,
     /// When the oldest event that is not settled was received.
@@ -53,6 +55,7 @@ impl Lag {
         self.behind += other.behind;
         self.in_flight += other.in_flight;
         self.waiting += other.waiting;
+        self.unhandled += other.unhandled;
         self.dead_letters += other.dead_letters;
         if let Some(oldest) = other.oldest {
             self.note_oldest(oldest);
@@ -100,6 +103,7 @@ impl GroupInfo {
             behind: self.behind,
             in_flight: self.in_flight,
             waiting: self.waiting,
+            unhandled: self.unhandled,
             dead_letters: self.dead_letters,
             oldest: self.oldest,
         }
@@ -141,6 +145,7 @@ impl GroupInfo {
         self.behind = sum.behind;
         self.in_flight = sum.in_flight;
         self.waiting = sum.waiting;
+        self.unhandled = sum.unhandled;
         self.dead_letters = sum.dead_letters;
         self.behind_for = sum.behind_for(now);
         self.oldest = sum.oldest;
@@ -152,7 +157,7 @@ impl GroupInfo {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::group::{GroupName, SubscriptionSpec};
+    use crate::{Cursor, EventId, GroupName, SubscriptionInfo};
 
     fn lag(behind: u64, dead_letters: u64, oldest: i64) -> Lag {
         Lag {
@@ -170,9 +175,13 @@ mod tests {
         let mut info = GroupInfo::new(GroupName::unnamed(), now);
         info.subscriptions = ["message.>", "agent.*", "media.seen"]
             .into_iter()
-            .map(|pattern| SubscriptionSpec {
+            .map(|pattern| SubscriptionInfo {
+                id: EventId::new(),
+                group: GroupName::unnamed(),
                 name: pattern.into(),
                 pattern: pattern.parse().unwrap(),
+                after: Cursor::START,
+                created_at: now,
             })
             .collect();
         let types = [

@@ -71,11 +71,13 @@ pub use dead_letters::{
 pub use effect::{Effect, EffectResult};
 pub use engine::{Background, Engine};
 pub use error::{Class, Code, Error, Result};
-pub use event::{Attributes, Entity, Event, Inherited, Overflow, OverflowPart, TraceContext};
+pub use event::{
+    Attributes, Entity, Event, IDEMPOTENCY_KEY, Inherited, Overflow, OverflowPart, TraceContext,
+};
 pub use failure::{Ended, Failure, FailureKind, Ran, given_up};
 pub use group::{
     ARCHIVE, GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, SubscriptionSpec,
-    other_lifetime,
+    UNSUBSCRIBED, other_lifetime,
 };
 pub use history::{History, HistoryPage, HistoryQuery, Order, PageCursor, check_range};
 pub use id::EventId;

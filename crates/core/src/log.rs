@@ -145,6 +145,9 @@ impl Serialize for Recorded {
             if let Some(at) = &a.expires_at {
                 map.serialize_entry("expires_at", at)?;
             }
+            if let Some(at) = &a.not_before {
+                map.serialize_entry("not_before", at)?;
+            }
             if let Some(address) = &a.address {
                 map.serialize_entry("address", address)?;
             }

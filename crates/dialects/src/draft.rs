@@ -92,6 +92,9 @@ impl Draft {
         if let Some(entity) = a.entity {
             builder = builder.entity(entity.kind, entity.id);
         }
+        if let Some(at) = a.not_before {
+            builder = builder.at(at);
+        }
         if let Some(group) = a.address {
             builder = builder.addressed_to(&group.parse::<GroupName>()?);
         }

@@ -56,6 +56,8 @@ pub fn dropped(event: &Event, dialect: Dialect) -> Result<Vec<String>> {
     }
     let expiry = had.expires_at.is_none() || had.expires_at == has.expires_at;
     check("expires_at", expiry);
+    let delay = had.not_before.is_none() || had.not_before == has.not_before;
+    check("not_before", delay);
     let address = had.address.is_none() || had.address == has.address;
     check("address", address);
     let kinds = (event.content_type(), has.content_type.as_deref());

@@ -63,6 +63,7 @@ pub(crate) fn read(fields: &Fields<'_>, beside: &Beside<'_>) -> Result<Draft> {
         None => None,
     };
     a.expires_at = time::read(fields, "expires_at")?;
+    a.not_before = time::read(fields, "not_before")?;
     a.metadata = object(fields, "metadata")?.unwrap_or_default();
     let reserved = |key: &&String| spelling::field(Dialect::Native, key).is_some();
     if let Some(key) = a.metadata.keys().find(reserved) {
@@ -98,6 +99,9 @@ pub(crate) fn write<'a>(event: &'a Event, fields: &mut Fields<'a>) {
     push_object(fields, "trace", a.trace.as_ref());
     if let Some(at) = a.expires_at {
         fields.push_text("expires_at", &at.to_string());
+    }
+    if let Some(at) = a.not_before {
+        fields.push_text("not_before", &at.to_string());
     }
     let own = |(key, _): &(&String, &String)| spelling::field(Dialect::Native, key).is_none();
     let metadata: serde_json::Map<_, _> = a

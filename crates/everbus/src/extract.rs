@@ -242,6 +242,14 @@ impl Context {
         self.0.group()
     }
 
+    /// The key to give to whoever does something outside, so that it is done once: a bank, a mail service.
+    /// It is the same in every attempt, for a corrected event (`dlq edit`) and for a replayed one, although
+    /// these have ids of their own; see [`Event::idempotency_key`](crate::Event::idempotency_key). A handler
+    /// that does two things adds what tells them apart.
+    pub fn idempotency_key(&self) -> String {
+        self.0.idempotency_key().into_owned()
+    }
+
     /// The correlation id: everything published here carries it.
     pub fn correlation_id(&self) -> String {
         self.0.correlation_id().into_owned()

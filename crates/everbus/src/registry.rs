@@ -1,11 +1,14 @@
 //! Which handlers there are, in which groups, and how they are subscribed.
 
+mod leftover;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use everbus_core::builder::validate_type;
 use everbus_core::{
-    Code, Error, EventId, GroupName, GroupSpec, Result, StartFrom, SubscriptionSpec,
+    Code, DEAD_LETTER_EVENT, Error, EventId, GroupName, GroupSpec, Result, StartFrom,
+    SubscriptionInfo, SubscriptionSpec,
 };
 use tokio::task::JoinHandle;
 
@@ -27,7 +30,11 @@ pub(crate) struct Registry {
     housekeeping: Vec<JoinHandle<()>>,
     /// The event types that handlers and schemas name.
     known: BTreeSet<String>,
+    /// All subscriptions of the groups, those of other processes and of earlier versions among them.
+    subscribed: Subscribed,
 }
+
+type Subscribed = BTreeMap<GroupName, Vec<SubscriptionInfo>>;
 
 /// A group and its handlers in this bus.
 #[derive(Default)]
@@ -46,8 +53,9 @@ impl Registry {
         resolved: Resolved,
     ) -> Result<Vec<SubscriptionId>> {
         let breakers = shared.circuits.owners();
+        let exact = resolved.exact.clone();
         let declared = self.declare(shared, resolved).await;
-        let (requests, schemas, known) =
+        let (requests, schemas, known, subscribed) =
             declared.inspect_err(|_| shared.circuits.keep_only(&breakers))?;
         shared.set_schemas(schemas);
         self.known = known;
@@ -55,6 +63,8 @@ impl Registry {
         for (request, id) in requests {
             self.register(shared, request, id);
         }
+        self.subscribed.extend(subscribed);
+        self.retract_leftovers(shared, &exact).await?;
         Ok(ids)
     }
 
@@ -64,15 +74,22 @@ impl Registry {
         &self,
         shared: &Arc<Shared>,
         resolved: Resolved,
-    ) -> Result<(Vec<(Request, SubscriptionId)>, Schemas, BTreeSet<String>)> {
+    ) -> Result<(
+        Vec<(Request, SubscriptionId)>,
+        Schemas,
+        BTreeSet<String>,
+        Subscribed,
+    )> {
         let (requests, schemas, known) = self.prepare(shared, resolved)?;
         check_groups(shared, &requests).await?;
         let mut declared = Vec::with_capacity(requests.len());
+        let mut subscribed = Subscribed::new();
         for request in requests {
-            let id = declare(shared, &request).await?;
+            let (id, all) = declare(shared, &request).await?;
+            subscribed.insert(request.group.clone(), all);
             declared.push((request, id));
         }
-        Ok((declared, schemas, known))
+        Ok((declared, schemas, known, subscribed))
     }
 
     /// Checks a router against the bus and against what is subscribed already; changes nothing but the
@@ -92,7 +109,7 @@ impl Registry {
         );
         let mut matched = known.clone();
         if !known.is_empty() {
-            matched.extend([OPENED, CLOSED].map(str::to_owned));
+            matched.extend([OPENED, CLOSED, DEAD_LETTER_EVENT].map(str::to_owned));
         }
         for (pattern, near) in resolved.unmatched(&matched) {
             tracing::warn!(
@@ -213,6 +230,9 @@ impl Registry {
             Err(error) if error.code() == Code::SubscriptionNotFound => {}
             retracted => retracted?,
         }
+        if let Some(all) = self.subscribed.get_mut(name) {
+            all.retain(|s| SubscriptionId::from(s.id) != id);
+        }
         let handler = group.handlers.remove(index);
         handler.remove();
         group.agreed.leave(&handler.name);
@@ -231,6 +251,7 @@ impl Registry {
             group.run(shared, name);
         }
         self.report_unused_consumers(shared);
+        self.report_leftovers(self.groups.keys());
         true
     }
 
@@ -340,7 +361,10 @@ async fn check_groups(shared: &Shared, requests: &[Request]) -> Result<()> {
 }
 
 /// Makes a subscription durable.
-async fn declare(shared: &Shared, request: &Request) -> Result<SubscriptionId> {
+async fn declare(
+    shared: &Shared,
+    request: &Request,
+) -> Result<(SubscriptionId, Vec<SubscriptionInfo>)> {
     let name = &request.name;
     shared.declare_streams().await?;
     let declared = shared
@@ -357,8 +381,8 @@ async fn declare(shared: &Shared, request: &Request) -> Result<SubscriptionId> {
             }],
         })
         .await?;
-    match declared.into_iter().find(|info| info.name == *name) {
-        Some(info) => Ok(SubscriptionId::from(info.id)),
+    match declared.iter().find(|info| info.name == *name) {
+        Some(info) => Ok((SubscriptionId::from(info.id), declared)),
         None => Err(Error::new(
             Code::Internal,
             format!("the engine did not confirm the subscription {name:?}"),

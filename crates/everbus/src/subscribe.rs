@@ -132,7 +132,7 @@ impl<'a> Subscribe<'a> {
         let mut route = Route::new(handler);
         route.settings = self.settings;
         let router = Router::new().on(self.pattern, route);
-        let mut ids = self.bus.mount(router).await?;
+        let mut ids = self.bus.mount_resolved(router.resolve()?).await?;
         ids.pop()
             .ok_or_else(|| Error::new(Code::Internal, "a subscription without an id"))
     }

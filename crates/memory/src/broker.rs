@@ -8,7 +8,7 @@ use everbus_core::{
     Appended, BoxFuture, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, Cursor,
     Depth, Durability, Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lag, Lease, Pattern,
     Position, Redeliver, Redelivery, Result, Settled, SettledOutcome, Settlement, SubscriptionInfo,
-    SubscriptionSpec, Timestamp,
+    Timestamp,
 };
 use tokio::sync::Notify;
 
@@ -147,6 +147,7 @@ fn describe(
             RowState::InFlight { .. } => lag.in_flight += 1,
             _ => lag.waiting += 1,
         }
+        lag.unhandled += u64::from(group.is_unhandled(row));
         lag.note_oldest(row.record.received_at);
     }
     let beyond = records.after(group.position);
@@ -158,11 +159,7 @@ fn describe(
     for (event_type, count) in dead_letters {
         types.entry(event_type).or_default().dead_letters = count;
     }
-    let subscriptions = group.subscriptions.iter().map(|s| SubscriptionSpec {
-        name: s.name.clone(),
-        pattern: s.pattern.clone(),
-    });
-    let mut subscriptions: Vec<SubscriptionSpec> = subscriptions.collect();
+    let mut subscriptions = group.subscriptions.clone();
     subscriptions.sort_by(|a, b| a.name.cmp(&b.name));
     let mut info = GroupInfo::new(group.name.clone(), group.active_at);
     info.ordered = group.ordered;
@@ -227,7 +224,7 @@ impl Broker for MemoryBroker {
     fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
             let mut state = self.0.open_state()?;
-            state.retract(subscription)?;
+            state.retract(subscription, self.0.now())?;
             state.wake_all_waiters();
             Ok(())
         })

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use everbus_core::{
     ConsumeOptions, Event, Failure, FailureKind, GroupName, Lease, Pattern, Progress, Recorded,
-    SubscriptionInfo, Timestamp,
+    SubscriptionInfo, Timestamp, UNSUBSCRIBED,
 };
 
 use crate::outcomes::Outcome;
@@ -241,6 +241,25 @@ impl Group {
         if let Some(row) = self.rows.get_mut(&position) {
             let since = *row.unhandled_since.get_or_insert(now);
             self.unhandled.insert((since, position));
+        }
+    }
+
+    /// Whether a row waits because no consumer has a handler for it.
+    pub(crate) fn is_unhandled(&self, row: &Row) -> bool {
+        let since = row.unhandled_since;
+        since.is_some_and(|since| self.unhandled.contains(&(since, row.record.seq())))
+    }
+
+    /// Skips what waits for want of a handler and matches no subscription any more: in an ordered group it
+    /// would hold up every later event of its key.
+    pub(crate) fn skip_unwanted(&mut self, now: Timestamp) {
+        let waiting: Vec<u64> = self.unhandled.iter().map(|(_, at)| *at).collect();
+        for position in waiting {
+            let row = self.rows.get(&position);
+            if row.is_some_and(|row| !self.wants(row.record.event.event_type())) {
+                self.end(position, false, None, now);
+                self.skipped.insert(position, UNSUBSCRIBED.into());
+            }
         }
     }
 

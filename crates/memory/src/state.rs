@@ -160,14 +160,21 @@ impl State {
             };
             declared.push(info);
         }
+        let is_new = |s: &&SubscriptionInfo| declared.iter().all(|info| info.name != s.name);
+        let mut others: Vec<_> = group.subscriptions.iter().filter(is_new).cloned().collect();
+        others.sort_by(|a, b| a.name.cmp(&b.name));
+        declared.append(&mut others);
+        // A subscription may have become narrower.
+        group.skip_unwanted(now);
         Ok(declared)
     }
 
-    pub(crate) fn retract(&mut self, id: EventId) -> Result<()> {
+    pub(crate) fn retract(&mut self, id: EventId, now: Timestamp) -> Result<()> {
         for group in self.groups.values_mut() {
             let before = group.subscriptions.len();
             group.subscriptions.retain(|s| s.id != id);
             if group.subscriptions.len() < before {
+                group.skip_unwanted(now);
                 return Ok(());
             }
         }

@@ -2,15 +2,16 @@
 
 use everbus_core::{
     Code, Cursor, Error, EventId, GroupName, GroupSpec, Pattern, Result, StartFrom,
-    SubscriptionInfo, SubscriptionSpec, Timestamp, other_lifetime,
+    SubscriptionInfo, SubscriptionSpec, Timestamp, UNSUBSCRIBED, other_lifetime,
 };
 use rusqlite::{Connection, OptionalExtension, params};
 
 use crate::append::position_before;
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
+use crate::inspect::subscriptions;
 use crate::rows::{seq_from, to_sql};
-use crate::state::micros;
+use crate::state::{UNHANDLED, micros};
 use crate::writer::Writer;
 
 /// Skips forgotten in one transaction: so few that a publish hardly waits.
@@ -91,13 +92,16 @@ impl Writer {
             }
             None => self.create_group(spec, owner)?,
         };
-        let result = spec
-            .subscriptions
-            .iter()
-            .map(|s| self.subscribe(group, &spec.name, s))
-            .collect();
+        let declared = spec.subscriptions.iter();
+        let declared = declared.map(|s| self.subscribe(group, &spec.name, s));
+        let mut all: Vec<SubscriptionInfo> = declared.collect::<Result<_>>()?;
+        let others = subscriptions(&self.conn, group, &spec.name)?.into_iter();
+        let others = others.filter(|other| spec.subscriptions.iter().all(|s| s.name != other.name));
+        all.extend(others);
         self.reread_groups()?;
-        result
+        // A subscription may have become narrower.
+        self.skip_unwanted(group)?;
+        Ok(all)
     }
 
     fn create_group(&mut self, spec: &GroupSpec, owner: Option<i64>) -> Result<i64> {
@@ -209,22 +213,50 @@ impl Writer {
         Ok(info(id, position, now))
     }
 
-    /// Removes a subscription; what the group owes already stays owed.
+    /// Removes a subscription. What the group owes already stays owed, unless it waits for a handler.
     pub(crate) fn retract(&mut self, subscription: &str) -> Result<()> {
-        let removed = self
+        let group: Option<i64> = self
             .conn
-            .prepare_cached("DELETE FROM subscriptions WHERE id = ?1")
-            .and_then(|mut s| s.execute([subscription]))
+            .prepare_cached("DELETE FROM subscriptions WHERE id = ?1 RETURNING group_id")
+            .and_then(|mut s| s.query_row([subscription], |r| r.get(0)).optional())
             .map_err(|e| from_sqlite("unsubscribing", e))?;
         self.watches.recheck_all();
-        if removed == 0 {
+        let Some(group) = group else {
             return Err(Error::new(
                 Code::SubscriptionNotFound,
                 format!("there is no subscription {subscription}"),
             )
             .hint("subscriptions are named by the id that subscribe returned"));
+        };
+        self.reread_groups()?;
+        self.skip_unwanted(group)
+    }
+
+    /// Skips what waits for want of a handler and matches no subscription of the group any more: in an
+    /// ordered group it would hold up every later event of its key.
+    fn skip_unwanted(&mut self, group: i64) -> Result<()> {
+        let waiting: Vec<(i64, i64)> = self
+            .conn
+            .prepare_cached("SELECT seq, type FROM deliveries WHERE group_id = ?1 AND state = ?2")
+            .and_then(|mut s| {
+                s.query_map((group, UNHANDLED), |r| Ok((r.get(0)?, r.get(1)?)))?
+                    .collect()
+            })
+            .map_err(|e| from_sqlite("reading what has no handler", e))?;
+        for (seq, type_id) in waiting {
+            let name = self.state.type_names.get(&self.conn, type_id)?;
+            if self.state.group_mut(group)?.wants(type_id, &name) {
+                continue;
+            }
+            let seq = seq_from(seq);
+            self.write_skip(group, seq, UNSUBSCRIBED)?;
+            if !self.row(group, seq)?.1.is_empty() {
+                self.keep_outcome(group, seq, None)?;
+            }
+            self.remove_row(group, seq)?;
+            self.watches.touch(seq);
         }
-        self.reread_groups()
+        Ok(())
     }
 
     /// Deletes a group and everything of it.

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use everbus_core::{
-    Cursor, GroupInfo, Lag, Pattern, Progress, Result, SubscriptionSpec, Timestamp,
+    Cursor, GroupInfo, GroupName, Lag, Pattern, Progress, Result, SubscriptionInfo, Timestamp,
 };
 use rusqlite::{Connection, OptionalExtension};
 
@@ -16,7 +16,7 @@ use crate::errors::from_sqlite;
 use crate::owner::is_dead;
 use crate::readers::Reader;
 use crate::rows::{seq_from, to_sql};
-use crate::state::{LEASED, patterns_of};
+use crate::state::{LEASED, UNHANDLED, patterns_of};
 
 struct Stored {
     id: i64,
@@ -223,7 +223,7 @@ fn info(
     info.ephemeral = group.lock.is_some();
     let patterns = group.patterns.iter().map(|p| p.as_str().to_owned());
     info.patterns = patterns.collect();
-    info.subscriptions = subscriptions(conn, group.id)?;
+    info.subscriptions = subscriptions(conn, group.id, &info.name)?;
     info.position = Cursor::seq(group.cursor);
     Ok(info.with_types(by_name, now))
 }
@@ -236,25 +236,28 @@ fn count_rows(
     oldest: &mut HashMap<i64, u64>,
 ) -> Result<()> {
     let doing = |e| from_sqlite("counting the deliveries", e);
-    let rows: Vec<(i64, bool, i64, i64)> = conn
+    let rows: Vec<(i64, i64, i64, i64)> = conn
         .prepare_cached(
-            "SELECT type, state = ?2, count(*), min(seq) FROM deliveries
+            "SELECT type, state, count(*), min(seq) FROM deliveries
              WHERE group_id = ?1 GROUP BY 1, 2",
         )
         .and_then(|mut s| {
-            s.query_map((group, LEASED), |r| {
+            s.query_map([group], |r| {
                 Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?))
             })?
             .collect()
         })
         .map_err(doing)?;
-    for (type_id, leased, count, first) in rows {
-        let lag = types.entry(type_id).or_default();
-        *(if leased {
-            &mut lag.in_flight
-        } else {
-            &mut lag.waiting
-        }) += seq_from(count);
+    for (type_id, state, count, first) in rows {
+        let (lag, count) = (types.entry(type_id).or_default(), seq_from(count));
+        match state {
+            LEASED => lag.in_flight += count,
+            UNHANDLED => {
+                lag.waiting += count;
+                lag.unhandled += count;
+            }
+            _ => lag.waiting += count,
+        }
         earlier(oldest, type_id, seq_from(first));
     }
     Ok(())
@@ -324,19 +327,34 @@ fn note_oldest(conn: &Connection, types: &mut Types, oldest: &HashMap<i64, u64>)
 }
 
 /// The subscriptions of a group, by name.
-fn subscriptions(conn: &Connection, group: i64) -> Result<Vec<SubscriptionSpec>> {
-    let stored: Vec<(String, String)> = conn
+pub(crate) fn subscriptions(
+    conn: &Connection,
+    group: i64,
+    name: &GroupName,
+) -> Result<Vec<SubscriptionInfo>> {
+    let stored: Vec<(String, String, String, i64, String)> = conn
         .prepare_cached(
-            "SELECT name, event_type FROM subscriptions WHERE group_id = ?1 ORDER BY name",
+            "SELECT id, name, event_type, after_seq, created_at FROM subscriptions
+             WHERE group_id = ?1 ORDER BY name",
         )
         .and_then(|mut s| {
-            s.query_map([group], |r| Ok((r.get(0)?, r.get(1)?)))?
-                .collect()
+            s.query_map([group], |r| {
+                Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?, r.get(4)?))
+            })?
+            .collect()
         })
         .map_err(|e| from_sqlite("reading the subscriptions", e))?;
-    let specs = stored.into_iter().map(|(name, pattern)| {
-        let pattern = Pattern::new(&pattern)?;
-        Ok(SubscriptionSpec { name, pattern })
-    });
-    specs.collect()
+    let infos = stored
+        .into_iter()
+        .map(|(id, own, pattern, after, created_at)| {
+            Ok(SubscriptionInfo {
+                id: id.parse()?,
+                group: name.clone(),
+                name: own,
+                pattern: Pattern::new(&pattern)?,
+                after: Cursor::seq(seq_from(after)),
+                created_at: created_at.parse()?,
+            })
+        });
+    infos.collect()
 }

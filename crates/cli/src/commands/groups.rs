@@ -1,8 +1,9 @@
-//! `everbus groups`: how far every group is, and the removal of one that nobody needs any more.
+//! `everbus groups`: how far every group is, what one is subscribed to, and what is no longer needed.
 
 use everbus::audit::{Action, Operator, audited};
 use everbus_core::{
-    Clock as _, Cursor, Engine, GroupInfo, GroupName, Shard, StreamLag, SystemClock,
+    Clock as _, Code, Cursor, Engine, Error, GroupInfo, GroupName, Shard, StreamLag,
+    SubscriptionInfo, SystemClock,
 };
 use serde_json::json;
 
@@ -18,6 +19,11 @@ pub(crate) async fn run(args: GroupsArgs, target: &Target, output: &mut Output) 
     let engine = target.open_existing().await?;
     let outcome = match args.command {
         None => list(&engine, args.streams, target, output).await,
+        Some(GroupsCommand::Show { name }) => show(&name, &engine, output).await,
+        Some(GroupsCommand::Unsubscribe { name, pattern }) => {
+            let retracted = unsubscribe(&name, &pattern, &engine, output);
+            target.patiently(retracted).await
+        }
         Some(GroupsCommand::Remove { name, yes }) => {
             let removed = remove(name, yes, &engine, target, output);
             target.patiently(removed).await
@@ -61,7 +67,118 @@ async fn list(engine: &Engine, by_stream: bool, target: &Target, output: &mut Ou
                 .for_each(|of| table.row(stream_row(of)));
         }
     }
+    table.print(output)?;
+    for group in groups.iter().filter(|group| group.unhandled > 0) {
+        let command = format!("groups show {}", shell_word(&group.name.to_string()));
+        output.line(format!(
+            "{}: {} without a handler in any process; {}",
+            escaped(&group.name.to_string()),
+            counted(group.unhandled, "event"),
+            Suggestion::new(target, &command)
+        ))?;
+    }
+    Ok(())
+}
+
+/// One group: its subscriptions, and what is to do of each event type.
+async fn show(name: &GroupName, engine: &Engine, output: &mut Output) -> Outcome {
+    let group = existing_group(name, engine).await?;
+    if output.is_json() {
+        let types: serde_json::Map<String, serde_json::Value> = group
+            .types
+            .iter()
+            .map(|(event_type, lag)| (event_type.to_string(), json!(lag)))
+            .collect();
+        return output.json(&json!({ "group": group, "types": types }));
+    }
+    let about = match (group.ordered, group.ephemeral) {
+        (true, _) => ", ordered by key",
+        (_, true) => ", ephemeral",
+        _ => "",
+    };
+    output.line(format!(
+        "{}{about}, at {}",
+        escaped(&name.to_string()),
+        position(&group.position)
+    ))?;
+    let mut table = Table::new(&["PATTERN", "NAME", "SINCE", "ID"]);
+    for subscription in &group.subscriptions {
+        table.row(vec![
+            escaped(subscription.pattern.as_str()).into_owned(),
+            escaped(&subscription.name).into_owned(),
+            when::ago(subscription.created_at),
+            subscription.id.to_string(),
+        ]);
+    }
+    table.print(output)?;
+    let busy: Vec<_> = group
+        .types
+        .iter()
+        .filter(|(_, lag)| lag.unsettled() + lag.dead_letters > 0)
+        .collect();
+    if busy.is_empty() {
+        return output.line("nothing to do");
+    }
+    let mut table = Table::new(&[
+        "TYPE",
+        "BEHIND",
+        "IN FLIGHT",
+        "WAITING",
+        "NO HANDLER",
+        "DEAD LETTERS",
+    ]);
+    for (event_type, lag) in busy {
+        table.row(vec![
+            escaped(event_type).into_owned(),
+            grouped(lag.behind),
+            grouped(lag.in_flight),
+            grouped(lag.waiting),
+            grouped(lag.unhandled),
+            grouped(lag.dead_letters),
+        ]);
+    }
     table.print(output)
+}
+
+async fn unsubscribe(
+    name: &GroupName,
+    pattern: &str,
+    engine: &Engine,
+    output: &mut Output,
+) -> Outcome {
+    let group = existing_group(name, engine).await?;
+    let is_meant = |s: &&SubscriptionInfo| s.pattern.as_str() == pattern || s.name == pattern;
+    let meant: Vec<&SubscriptionInfo> = group.subscriptions.iter().filter(is_meant).collect();
+    if meant.is_empty() {
+        let known: Vec<&str> = group.patterns.iter().map(String::as_str).collect();
+        let hint = match known.as_slice() {
+            [] => "it has no subscriptions".to_owned(),
+            known => format!("it is subscribed to {}", known.join(", ")),
+        };
+        let what = format!("the group {name} has no subscription {pattern:?}");
+        let error = Error::new(Code::SubscriptionNotFound, what).hint(hint);
+        return Err(error.into());
+    }
+    for subscription in &meant {
+        let action = Action::new("groups.unsubscribe")
+            .on("GROUP", name)
+            .detail("pattern", subscription.pattern.as_str().into());
+        let retracted = engine.broker.retract(subscription.id);
+        audited(engine, &Operator::current(), action, retracted).await?;
+    }
+    // What waited for a handler and is still wanted by another subscription goes on waiting.
+    let left = existing_group(name, engine).await?;
+    let skipped = group.unhandled.saturating_sub(left.unhandled);
+    if output.is_json() {
+        let names: Vec<&str> = meant.iter().map(|s| s.name.as_str()).collect();
+        return output.json(&json!({ "group": name, "unsubscribed": names, "skipped": skipped }));
+    }
+    output.line(format!(
+        "unsubscribed {} from {}; {} that waited for a handler skipped",
+        escaped(&name.to_string()),
+        escaped(pattern),
+        counted(skipped, "event")
+    ))
 }
 
 fn row(group: &GroupInfo) -> Vec<String> {

@@ -4,6 +4,7 @@
 //! at once and a fast one gets the speed of batches. At most a few thousand lines are in memory.
 
 use std::io::{BufRead, Read};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use everbus::{Bus, Receipt};
@@ -13,6 +14,7 @@ use serde::Serialize;
 use tokio::sync::mpsc;
 
 use crate::args::PublishArgs;
+use crate::files::io_error;
 use crate::interrupt::Interrupt;
 use crate::open::Target;
 use crate::output::{Output, counted, escaped};
@@ -25,8 +27,33 @@ const BATCH: usize = 1000;
 /// whole.
 const LONGEST_LINE: usize = 64 << 20;
 
+/// The payload that `--payload` names.
+fn payload_from(text: &str) -> Outcome<Vec<u8>> {
+    let Some(name) = text.strip_prefix('@') else {
+        return Ok(text.as_bytes().to_vec());
+    };
+    let mut payload = Vec::new();
+    let most = LONGEST_LINE as u64 + 1;
+    if name == "-" {
+        let read = std::io::stdin().take(most).read_to_end(&mut payload);
+        read.map_err(|e| Stop::Io(format!("cannot read standard input: {e}")))?;
+    } else {
+        let path = Path::new(name);
+        let file = std::fs::File::open(path).and_then(|f| f.take(most).read_to_end(&mut payload));
+        file.map_err(|e| io_error("cannot read", path, e))?;
+    }
+    if payload.len() > LONGEST_LINE {
+        let what = format!("{name} has more than {} MiB", LONGEST_LINE >> 20);
+        return Err(Stop::usage(
+            what,
+            Some("publish where it is, and not itself"),
+        ));
+    }
+    Ok(payload)
+}
+
 pub(crate) async fn run(args: PublishArgs, target: &Target, output: &mut Output) -> Outcome {
-    let lines = args.payload == "-";
+    let lines = args.payload == "-" && args.payload_from.is_none();
     if lines && (args.id.is_some() || args.count.is_some()) {
         return Err(Stop::usage(
             "--id and --count do not go with payloads from standard input",
@@ -38,7 +65,11 @@ pub(crate) async fn run(args: PublishArgs, target: &Target, output: &mut Output)
     let first = if lines {
         template.clone().build()?
     } else {
-        template.clone().payload(args.payload.clone()).build()?
+        let payload = match &args.payload_from {
+            Some(text) => payload_from(text)?,
+            None => args.payload.clone().into_bytes(),
+        };
+        template.clone().payload(payload).build()?
     };
     let interrupt = Interrupt::listen();
     let bus = tokio::select! {
@@ -106,6 +137,12 @@ fn template(args: &PublishArgs) -> EventBuilder {
     }
     if let Some(content_type) = &args.content_type {
         event = event.content_type(content_type);
+    }
+    if let Some(at) = args.at {
+        event = event.at(at);
+    }
+    if let Some(delay) = args.after {
+        event = event.after(delay);
     }
     if let Some(group) = &args.to {
         event = event.addressed_to(group);

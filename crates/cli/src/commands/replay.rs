@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::{ID_HINT, check_range, event_id, existing_group, replay_runs};
 use crate::interrupt::Interrupt;
 use crate::open::Target;
-use crate::output::{Output, Table, counted, escaped, grouped, shortened};
+use crate::output::{Output, Table, counted, escaped, grouped, shell_word, shortened};
 use crate::progress;
 use crate::stop::{Outcome, Stop};
 use crate::suggest::Suggestion;
@@ -78,7 +78,7 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "RUN")]
     name: Option<String>,
 
-    /// Publish copies of a range for everybody
+    /// Publish copies for everybody
     #[arg(long)]
     yes: bool,
 
@@ -150,6 +150,11 @@ async fn replay(
         }
         return print_preview(&preview, args.group.as_ref(), output);
     }
+    if args.group.is_none() && !args.yes {
+        let refusal = unconfirmed(args, selected, target).await?;
+        let stopped = interrupt.is_set();
+        return Err(if stopped { Stop::Interrupted } else { refusal });
+    }
     if let (Some(id), None, None) = (id, &args.group, &args.tenant) {
         let receipt = target.patiently(bus.replay_event(id)).await?;
         if output.is_json() {
@@ -158,11 +163,6 @@ async fn replay(
             }));
         }
         return output.line(receipt.id().to_string());
-    }
-    if args.group.is_none() && id.is_none() && !args.yes {
-        let refusal = unconfirmed(args, selected, target).await?;
-        let stopped = interrupt.is_set();
-        return Err(if stopped { Stop::Interrupted } else { refusal });
     }
     // A range can always be gone on with; a single event need not be.
     let name = match (&args.name, id) {
@@ -280,6 +280,13 @@ impl ReplayArgs {
     /// The command that goes on with this replay. Times are written out: two hours ago is another time
     /// by then.
     fn command(&self, target: &Target, name: &str) -> Suggestion {
+        if let Some(id) = &self.id {
+            return Suggestion::new(target, &format!("replay {}", shell_word(id)))
+                .option("--source", self.source.as_ref())
+                .option("--tenant", self.tenant.as_ref())
+                .option("--group", self.group.as_ref())
+                .flag("--yes", self.group.is_none());
+        }
         Suggestion::new(target, "replay")
             .option("--since", self.since)
             .option("--until", self.until)
@@ -300,14 +307,18 @@ async fn unconfirmed(args: &ReplayArgs, selected: Replay, target: &Target) -> Ou
     let run: Run<_> = selected.publish_copies();
     let preview = run.preview().await?;
     let groups: Vec<String> = preview.groups.iter().map(|g| g.group.to_string()).collect();
-    let whom = match groups.as_slice() {
-        [] => "no group wants them now".to_owned(),
-        some => format!("they reach {}", some.join(", ")),
+    let whom = match (groups.as_slice(), preview.events) {
+        ([], _) => "no group wants it now".to_owned(),
+        (some, 1) => format!("it reaches {}", some.join(", ")),
+        (some, _) => format!("they reach {}", some.join(", ")),
     };
-    let what = counted(preview.events, "event");
+    let what = match preview.events {
+        1 => "a copy of 1 event".to_owned(),
+        many => format!("copies of {}", counted(many, "event")),
+    };
     let name = args.name.clone().unwrap_or_else(made_up);
     Ok(Stop::usage(
-        format!("copies of {what} would be published for everybody; {whom}"),
+        format!("{what} would be published for everybody; {whom}"),
         Some(&format!(
             "if that is meant: {}; to replay for one group only, name it with --group",
             args.command(target, &name)

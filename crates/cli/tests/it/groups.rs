@@ -113,3 +113,47 @@ fn an_ephemeral_group_is_marked() {
     });
     assert!(shop.run(&["groups"]).ok().contains("no groups yet"));
 }
+
+// conformance: operations/handler-cli: groups says what waits without a handler, groups show what a group is subscribed to, groups unsubscribe takes a subscription away
+#[test]
+fn a_subscription_that_no_handler_takes_can_be_seen_and_taken_away() {
+    let shop = Shop::new();
+    let url = format!("sqlite:{}", shop.db().display());
+    on_runtime(async {
+        // The first version has both handlers, the second one of them.
+        for patterns in [&["r.a", "r.b"][..], &["r.a"]] {
+            let bus = Bus::open(&url).await.unwrap();
+            for pattern in patterns {
+                let subscribe = bus.subscribe(pattern).group("g");
+                subscribe.handler(|_| async { Ok(()) }).await.unwrap();
+            }
+            if patterns.len() == 1 {
+                bus.publish(("r.b", 1)).await.unwrap();
+                bus.start().await.unwrap();
+                while bus.groups().await.unwrap()[0].unhandled == 0 {
+                    tokio::task::yield_now().await;
+                }
+            }
+            bus.shutdown().await.unwrap();
+        }
+    });
+    let text = shop.run(&["groups"]).ok();
+    assert!(text.contains("g: 1 event without a handler"), "{text}");
+    let text = shop.run(&["groups", "show", "g"]).ok();
+    assert!(
+        text.contains("r.b") && text.contains("NO HANDLER"),
+        "{text}"
+    );
+    let wrong = shop.run(&["groups", "unsubscribe", "g", "r.c"]);
+    assert_eq!(wrong.code, 3, "{wrong:?}");
+    assert!(wrong.err.contains("subscribed to r.a, r.b"), "{wrong:?}");
+    let text = shop.run(&["groups", "unsubscribe", "g", "r.b"]).ok();
+    assert!(
+        text.contains("1 event that waited for a handler skipped"),
+        "{text}"
+    );
+    let group = shop.run(&["-o", "json", "groups", "show", "g"]).json();
+    assert_eq!(group["group"]["patterns"], serde_json::json!(["r.a"]));
+    assert_eq!(group["group"]["unhandled"], 0);
+    assert_eq!(shop.run(&["groups", "show", "nope"]).code, 3);
+}

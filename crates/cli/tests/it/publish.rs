@@ -343,3 +343,27 @@ fn an_interrupt_ends_the_wait_for_handlers() {
         "{out}"
     );
 }
+
+// conformance: operations/publish-payload-file: publish --payload @FILE publishes what is in a file
+#[test]
+fn a_payload_may_be_in_a_file() {
+    let shop = Shop::new();
+    std::fs::write(shop.path("order.json"), "{\"order\": 7}").unwrap();
+    let id = shop.run(&[
+        "-o",
+        "json",
+        "publish",
+        "order.placed",
+        "--payload",
+        "@order.json",
+    ]);
+    let id = id.json()["id"].as_str().unwrap().to_owned();
+    let event = shop.run(&["-o", "json", "get", &id]).json();
+    assert_eq!(event["event"]["payload"]["order"], 7);
+    let missing = shop.run(&["publish", "order.placed", "--payload", "@nope.json"]);
+    assert_eq!(missing.code, 3, "{missing:?}");
+    assert!(missing.err.contains("nope.json"), "{missing:?}");
+    std::fs::write(shop.path("bad.json"), "{").unwrap();
+    let bad = shop.run(&["publish", "order.placed", "--payload", "@bad.json"]);
+    assert_eq!(bad.code, 2, "{bad:?}");
+}

@@ -44,14 +44,25 @@ fn stored(shop: &Shop) -> Vec<Value> {
 }
 
 // conformance: issue-4/cli-replay-id: replay ID publishes a copy and prints its id; with --group only that group gets it again.
+// conformance: operations/replay-asks: a replay of one event for everybody asks as that of a range does
 #[test]
 fn one_event_is_replayed_for_everybody_or_for_a_group() {
     let (shop, ids) = busy(2);
-    let id = shop.run(&["replay", &ids[0]]).ok();
+    let asked = shop.run(&["replay", &ids[0]]).failed(2, "Usage");
+    assert!(
+        asked.contains("a copy of 1 event would be published"),
+        "{asked}"
+    );
+    assert!(
+        asked.contains(&format!("replay {} --yes", ids[0])),
+        "{asked}"
+    );
+    let id = shop.run(&["replay", &ids[0], "--yes"]).ok();
     let copy = shop.run(&["-o", "json", "get", id.trim()]).json();
     assert_eq!(copy["event"]["metadata"]["replay_of"], *ids[0]);
     assert_eq!(copy["event"]["payload"], 0);
-    let printed = shop.run(&["-o", "json", "replay", &ids[0]]).json();
+    let again = ["-o", "json", "replay", &ids[0], "--yes"];
+    let printed = shop.run(&again).json();
     assert_eq!(printed["replay_of"], *ids[0]);
     assert_eq!(printed["seq"], 5);
 

@@ -70,6 +70,7 @@ pub(super) fn validate_attributes(attributes: &Attributes) -> Result<()> {
         content_type,
         foreign_id,
         expires_at: _,
+        not_before: _,
         address,
         overflow,
     } = attributes;

@@ -181,6 +181,18 @@ impl EventBuilder {
         self
     }
 
+    /// Hands it to no group before this time. It is stored at once, and a time in the past is no delay.
+    /// In an ordered group the later events of its key wait with it.
+    pub fn at(mut self, at: Timestamp) -> Self {
+        self.attributes_mut().not_before = Some(at);
+        self
+    }
+
+    /// Hands it to no group before this long from now; see [`at`](Self::at).
+    pub fn after(self, delay: Duration) -> Self {
+        self.at(SystemClock.now().plus(delay))
+    }
+
     /// For how long after it happened it is wanted: as [`expires_at`](Self::expires_at), which it
     /// replaces.
     pub fn ttl(mut self, ttl: Duration) -> Self {

@@ -136,7 +136,7 @@ impl Beside {
                 Code::Unsupported,
                 "this broker has no transactions for effects",
             )
-            .hint("do the effect in the handler, with the event's id as its key"));
+            .hint("do the effect in the handler, with the context's idempotency key"));
         }
         let waits_here = matches!(&verdict, Verdict::Retry { after, .. } | Verdict::Release { after } if !self.can_delay(*after));
         let follow_ups = if self.shared.offers.atomic_follow_ups && !waits_here {
@@ -151,7 +151,13 @@ impl Beside {
             Verdict::Ack => {
                 // The failures of before must not count if the event ever comes again.
                 if inbox || !held.delivery.failures.is_empty() {
-                    store.record_handled(group, vec![record]).await?;
+                    let original = original_of(&*self.letters, &record, &held.group).await?;
+                    let both = match original.event.id() == record.event.id() {
+                        true => vec![record],
+                        // The broker may deliver the original once more.
+                        false => vec![record, original],
+                    };
+                    store.record_handled(group, both).await?;
                 }
                 Ok(Next::Tell(Verdict::Ack, follow_ups))
             }

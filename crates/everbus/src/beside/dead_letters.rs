@@ -11,7 +11,7 @@ use everbus_core::dead_letters::{check_replacement, not_open};
 use everbus_core::{
     Appended, Attributes, BoxFuture, Broker, Clock, Code, DeadLetter, DeadLetterFilter,
     DeadLetterKey, DeadLetterPage, DeadLetterTally, DeadLetters, Error, Event, EventId, GroupName,
-    PageRequest, PurgeBasis, Purged, Recorded, Replaced, Result, Store, Timestamp,
+    IDEMPOTENCY_KEY, PageRequest, PurgeBasis, Purged, Recorded, Replaced, Result, Store, Timestamp,
 };
 
 /// The metadata of an event that was sent back from the dead letters: the id of the one it stands for.
@@ -69,6 +69,7 @@ fn retry_of(letter: &DeadLetter) -> Result<Event> {
         .correlation_id(original.correlation_id())
         .causation_id(original.id().to_string())
         .meta(RETRY_OF, original.id().to_string())
+        .meta(IDEMPOTENCY_KEY, original.idempotency_key())
         .addressed_to(&letter.group)
         .build()
 }

@@ -1,5 +1,7 @@
 //! Handlers and their groups: subscribing, mounting routers, and taking both away again.
 
+use std::collections::BTreeSet;
+
 use everbus_core::{GroupInfo, GroupName, Result};
 use tokio::runtime::Handle;
 
@@ -22,9 +24,25 @@ impl Bus {
     ///
     /// A pattern that matches none of the event types that are known (from the handlers of this and of
     /// earlier routers, and from schemas) is logged as a warning: it is probably a typing error.
+    ///
+    /// What a group is still subscribed to and no handler of this bus takes, because a handler was removed or
+    /// its pattern narrowed, is logged as a warning when the bus starts, or here if it runs already; see
+    /// [`Router::exactly`].
     pub async fn mount(&self, router: Router) -> Result<Vec<SubscriptionId>> {
-        self.accepts()?;
         let resolved = router.resolve()?;
+        let subscriptions = resolved.subscriptions.iter();
+        let groups: BTreeSet<GroupName> = subscriptions.map(|s| s.group.clone()).collect();
+        let ids = self.mount_resolved(resolved).await?;
+        let registry = self.inner.registry.lock().await;
+        if registry.is_started() {
+            registry.report_leftovers(&groups);
+        }
+        Ok(ids)
+    }
+
+    /// The same, without a word about what else the groups are subscribed to: more handlers may follow.
+    pub(crate) async fn mount_resolved(&self, resolved: Resolved) -> Result<Vec<SubscriptionId>> {
+        self.accepts()?;
         let mut registry = self.inner.registry.lock().await;
         // Checked again under the lock: a shutdown may have come first.
         self.accepts()?;

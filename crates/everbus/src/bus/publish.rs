@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::sync::atomic::Ordering;
 
-use everbus_core::{Appended, Code, Error, Event, IntoEvent, Result};
+use everbus_core::{Appended, Code, Error, Event, IntoEvent, REPLAY_OF, Result};
 
 use super::{Bus, Shared};
 use crate::options::TRAVELS;
@@ -139,6 +139,7 @@ impl Shared {
     }
 
     fn check_within(&self, most: usize, event: &Event, rust_type: Option<&str>) -> Result<()> {
+        check_not_reserved(event)?;
         self.check_stream(event)?;
         let limit = self.options.max_payload.unwrap_or(most);
         let bytes = event.payload().len();
@@ -211,6 +212,23 @@ impl Shared {
         self.accepts()?;
         only_answer(self.append(vec![event]).await?).map(drop)
     }
+}
+
+/// Refuses the types of the bus itself: those who subscribe to `system.dead_letter` rely on it. A copy of such
+/// an event is the operator's wish.
+fn check_not_reserved(event: &Event) -> Result<()> {
+    let is_reserved = event.event_type().starts_with("system.");
+    if !is_reserved || event.metadata().contains_key(REPLAY_OF) {
+        return Ok(());
+    }
+    Err(Error::new(
+        Code::InvalidType,
+        format!(
+            "{:?} is a type of the bus itself: those that begin with system. are reserved",
+            event.event_type()
+        ),
+    )
+    .hint("choose a type of your own, such as ops.alert.raised"))
 }
 
 /// What the engine answered for the one event that it was given.

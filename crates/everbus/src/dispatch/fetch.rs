@@ -128,10 +128,26 @@ impl Runner {
             }
         });
         let mut work: Vec<Work> = work.collect();
+        self.put_off(&mut work);
         self.ask_inbox(&mut work).await;
         self.spawn_worker(self.queue.push(work.into_iter()));
         self.depth.set(self.queue.depth());
         Ok(Fetched::Events)
+    }
+
+    /// Gives back what was published for a later time, until then. That is no attempt.
+    fn put_off(&self, work: &mut Vec<Work>) {
+        let not_before = |work: &Work| work.delivery.record.event.attributes()?.not_before;
+        if work.iter().all(|work| not_before(work).is_none()) {
+            return;
+        }
+        let now = self.shared.options.clock.now();
+        let early = work.extract_if(.., |work| not_before(work).is_some_and(|at| at > now));
+        let early: Vec<Work> = early.collect();
+        for work in early {
+            let after = not_before(&work).map_or(Duration::ZERO, |at| at.since(now));
+            self.queue.give_back(std::iter::once(work), after);
+        }
     }
 
     /// Marks what the group has handled before. What the inbox gives no answer for is given back: it

@@ -289,7 +289,10 @@ impl Pipeline {
             return false;
         };
         let event = &delivery.record.event;
-        let age = self.shared.options.clock.now().since(event.occurred_at());
+        // One that was published for later does not age before its time.
+        let from = event.attributes().and_then(|a| a.not_before);
+        let from = from.map_or(event.occurred_at(), |at| at.max(event.occurred_at()));
+        let age = self.shared.options.clock.now().since(from);
         let asked_for = |mark| event.metadata().contains_key(mark);
         let wanted = delivery.retried || asked_for(REPLAY_OF) || asked_for(EDIT_OF);
         let stale = age > most && !wanted;

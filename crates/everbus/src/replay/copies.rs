@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use everbus_core::{Appended, Event, EventId, REPLAY_OF, Recorded, Result, Timestamp};
+use everbus_core::{
+    Appended, Event, EventId, IDEMPOTENCY_KEY, REPLAY_OF, Recorded, Result, Timestamp,
+};
 
 use super::corrections::{Corrections, is_copy};
 use super::preview::PreviewedGroup;
@@ -33,6 +35,8 @@ pub(super) fn copy_of(original: &Event, id: EventId) -> Result<Event> {
     attributes.correlation_id = Some(correlation.into_owned());
     let link = original.display_id().into_owned();
     attributes.metadata.insert(REPLAY_OF.to_owned(), link);
+    let key = original.idempotency_key().into_owned();
+    attributes.metadata.insert(IDEMPOTENCY_KEY.to_owned(), key);
     Event::builder(original.type_arc().clone())
         .id(id)
         .version(original.version())

@@ -88,10 +88,17 @@ pub(crate) async fn runs(bus: &Bus) -> Result<Vec<ReplayRun>> {
 pub(crate) async fn forget(bus: &Bus, name: &str) -> Result<bool> {
     bus.accepts()?;
     let shared = bus.shared();
-    let removed = shared
-        .engine
-        .checkpoints()?
-        .remove(format!("{PREFIX}{name}"));
+    let (checkpoints, key) = (shared.engine.checkpoints()?, format!("{PREFIX}{name}"));
+    // Nothing is done about a run that is not there, so nothing is recorded either.
+    if !checkpoints
+        .load(key.clone())
+        .await?
+        .iter()
+        .any(|it| it.name == key)
+    {
+        return Ok(false);
+    }
+    let removed = checkpoints.remove(key);
     let action = Action::new("replay.forget").detail("name", name.into());
     let operator = shared.audit().operator();
     audited(&shared.engine, &operator, action, removed).await

@@ -63,6 +63,7 @@ pub struct Router {
     states: States,
     upcasts: Upcasts,
     schemas: Vec<Declared>,
+    exact: bool,
 }
 
 #[derive(Clone)]
@@ -104,6 +105,29 @@ impl Router {
     /// Adds the routes of another router as they are.
     pub fn merge(self, router: Router) -> Self {
         self.nest("", router)
+    }
+
+    /// Says that this router is the whole of its groups: what they were subscribed to before, and is not
+    /// mounted by this bus, is retracted when the router is mounted. Subscriptions outlive the program; so
+    /// after a handler was removed, or its pattern narrowed, its group would still be sent the events of
+    /// before, and they would wait for a handler.
+    ///
+    /// It holds for all programs that share the groups: one that still has the handler gets no new events
+    /// for it. Events that wait for a handler are skipped, with the reason `unsubscribed`.
+    ///
+    /// ```
+    /// use everbus::{Bus, Router};
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> everbus::Result<()> {
+    /// let bus = Bus::open("memory:").await?;
+    /// let billing = Router::new().on("order.placed", || async {}).group("billing");
+    /// bus.mount(billing.exactly()).await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn exactly(mut self) -> Self {
+        self.exact = true;
+        self
     }
 
     /// A value that handlers take as [`State<S>`](crate::State): one for each type. A nested router's own

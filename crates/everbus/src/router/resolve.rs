@@ -17,6 +17,8 @@ use crate::upcast::Upcasts;
 pub(crate) struct Resolved {
     pub(crate) subscriptions: Vec<Subscription>,
     pub(crate) declared: Vec<Declared>,
+    /// The groups that have no other subscriptions than these.
+    pub(crate) exact: BTreeSet<GroupName>,
 }
 
 /// One subscription to be made.
@@ -34,6 +36,7 @@ impl Resolved {
         let mut resolved = Self {
             subscriptions: Vec::new(),
             declared: Vec::new(),
+            exact: BTreeSet::new(),
         };
         let (states, mut upcasts) = (States::default(), Upcasts::default());
         gather_upcasts(&router, &mut upcasts);
@@ -62,7 +65,9 @@ impl Resolved {
             mut states,
             upcasts: _,
             schemas,
+            exact,
         } = router;
+        let first = self.subscriptions.len();
         let settings = settings.over(outer);
         states.adopt(outer_states);
         let states = Arc::new(states);
@@ -86,6 +91,10 @@ impl Resolved {
                     });
                 }
             }
+        }
+        if exact {
+            let own = self.subscriptions[first..].iter();
+            self.exact.extend(own.map(|s| s.group.clone()));
         }
         Ok(())
     }

@@ -234,3 +234,16 @@ async fn a_publish_wakes_the_handler_while_the_clock_stands_still() {
     })
     .await;
 }
+
+// conformance: operations/system-reserved: types that begin with system. are the bus's own: a program cannot publish them
+#[tokio::test]
+async fn the_types_of_the_bus_itself_are_reserved() {
+    on_every_engine(|lab| async move {
+        let bus = lab.open().await;
+        let refused = bus.publish(("system.dead_letter", 1)).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidType);
+        assert!(refused.hint_text().is_some());
+        bus.publish(("systematic.error", 1)).await.unwrap();
+    })
+    .await;
+}

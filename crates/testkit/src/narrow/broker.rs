@@ -270,6 +270,7 @@ impl Broker for Narrow {
                             known.behind += info.behind;
                             known.in_flight += info.in_flight;
                             known.waiting += info.waiting;
+                            known.unhandled += info.unhandled;
                             known.oldest = [known.oldest, info.oldest].into_iter().flatten().min();
                             known.behind_for = known.behind_for.max(info.behind_for);
                             known.active_at = known.active_at.max(info.active_at);

@@ -186,6 +186,11 @@ async fn open_file(path: &Path, target: &Target) -> Outcome<Arc<dyn OutboxSource
                 format!("there is no table event_outbox in {}", path.display()),
             )
             .hint("`everbus outbox init` makes it, or the program that owns the database with Outbox::create_tables"),
+            Code::NoSuchFile => Error::new(
+                Code::NoSuchFile,
+                format!("there is no file {}", path.display()),
+            )
+            .hint("--outbox names the database of your program, the one with the table event_outbox"),
             Code::NotEverbus => Error::new(
                 Code::NotAFile,
                 format!("{} is not an SQLite database", path.display()),
