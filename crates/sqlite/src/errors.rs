@@ -53,6 +53,14 @@ pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
     Error::of_file(code, message).hint(hint).caused_by(error)
 }
 
+/// Whether another connection holds what was asked for.
+pub(crate) fn is_busy(error: &rusqlite::Error) -> bool {
+    matches!(
+        error.sqlite_error_code(),
+        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked)
+    )
+}
+
 /// Whether the engine must stop serving after this error.
 pub(crate) fn is_fatal(error: &Error) -> bool {
     error.class() == Class::Final && error.code() != Code::Shutdown

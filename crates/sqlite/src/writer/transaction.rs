@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 use super::{Writer, data_version};
 use crate::append::Appender;
 use crate::effect::failed_at_commit;
-use crate::errors::{from_sqlite, is_fatal};
+use crate::errors::{from_sqlite, is_busy, is_fatal};
 use crate::failpoint;
 use crate::queue::{Answer, Command, Reply};
 use crate::space::full;
@@ -386,11 +386,4 @@ fn is_constraint(error: &Error) -> bool {
     let cause = std::error::Error::source(error);
     let cause = cause.and_then(|e| e.downcast_ref::<rusqlite::Error>());
     cause.and_then(rusqlite::Error::sqlite_error_code) == Some(ErrorCode::ConstraintViolation)
-}
-
-fn is_busy(error: &rusqlite::Error) -> bool {
-    matches!(
-        error.sqlite_error_code(),
-        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked)
-    )
 }
