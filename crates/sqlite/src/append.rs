@@ -6,7 +6,7 @@ use everbus_core::{Appended, Code, Error, Event, EventKey, Position, Recorded, R
 use rusqlite::{CachedStatement, Connection, OptionalExtension, params};
 
 use crate::errors::from_sqlite;
-use crate::rows::{ends, read_record, seq_from, to_sql};
+use crate::rows::{ends, read_stored, seq_from, to_sql};
 use crate::state::{State, micros};
 
 const INSERT: &str =
@@ -164,8 +164,10 @@ impl<'c> Appender<'c> {
                 "an event could not be stored, yet its id is free",
             )
         })?;
-        let first = read_record(self.conn, row, &mut state.type_names)?;
-        if !first.event.same_body(event) {
+        let stored = read_stored(self.conn, row, &mut state.type_names)?;
+        let first = stored.record;
+        // What is damaged cannot be told from another event, and is no reason to stop publishing.
+        if stored.damage.is_some() || !first.event.same_body(event) {
             return Err(Error::new(
                 Code::IdReused,
                 format!(

@@ -13,7 +13,7 @@ use crate::append::position_before;
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::readers::Reader;
-use crate::rows::{RECORD, TypeNames, read_failures, read_record, seq_from, to_sql};
+use crate::rows::{RECORD, TypeNames, UNREADABLE, read_failures, read_stored, seq_from, to_sql};
 use crate::state::micros;
 use crate::writer::Writer;
 
@@ -283,10 +283,10 @@ fn last_received_by(conn: &Connection, at: Timestamp) -> Result<u64> {
 fn tally(conn: &Connection, condition: &Condition, limit: usize) -> Result<Vec<DeadLetterTally>> {
     let doing = |e| from_sqlite("counting dead letters", e);
     let sql = format!(
-        "SELECT g.name, t.name,
+        "SELECT g.name, coalesce(t.name, '{UNREADABLE}'),
                 substr(coalesce(json_extract(d.failures, '$[#-1].error'), ''), 1, {TALLY_ERROR_CHARS}) AS error,
                 count(*) AS n
-         FROM dead_letters d JOIN groups g ON g.id = d.group_id JOIN types t ON t.id = d.type
+         FROM dead_letters d JOIN groups g ON g.id = d.group_id LEFT JOIN types t ON t.id = d.type
          WHERE {} GROUP BY g.name, t.name, error ORDER BY n DESC, g.name, t.name, error LIMIT {limit}",
         condition.sql
     );
@@ -340,7 +340,8 @@ fn read_one(conn: &Connection, row: &Row<'_>, types: &mut TypeNames) -> Result<D
             .get::<_, Option<[u8; 16]>>(15)
             .map_err(doing)?
             .map(EventId::from_bytes),
-        event: read_record(conn, row, types)?,
+        // Damage is told by the failures.
+        event: read_stored(conn, row, types)?.record,
     })
 }
 

@@ -13,10 +13,10 @@ use crate::declare::resolve;
 use crate::deliver::CRASHED;
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
-use crate::feeder::read_matching;
+use crate::feeder::{Damaged, read_matching};
 use crate::outcomes;
 use crate::readers::Reader;
-use crate::rows::{RECORD, Seq as _, read_failures, read_record, record_at, seq_from, to_sql};
+use crate::rows::{LEFT_OUT, RECORD, Seq as _, read_failures, read_record, record_at, seq_from, to_sql};
 use crate::state::{LEASED, WAITING, patterns_of};
 use crate::store::kept_failures;
 
@@ -34,7 +34,7 @@ impl Log for SqliteEngine {
         let after = after.place(Shard::ONLY);
         self.handle.query(move |reader| {
             let head = head(reader)?;
-            let (found, searched) = read_matching(
+            let read = read_matching(
                 reader,
                 (after, head),
                 &patterns,
@@ -42,9 +42,12 @@ impl Log for SqliteEngine {
                 None,
                 (limit.max(1), 16 << 20),
             )?;
+            for Damaged { seq, damage, .. } in &read.damaged {
+                tracing::error!(target: "everbus::sqlite", position = seq, %damage, "{LEFT_OUT}");
+            }
             Ok((
-                found.into_iter().map(|(_, record)| record).collect(),
-                Cursor::seq(searched.max(after)),
+                read.found.into_iter().map(|(_, record)| record).collect(),
+                Cursor::seq(read.searched.max(after)),
             ))
         })
     }

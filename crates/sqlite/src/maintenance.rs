@@ -14,10 +14,15 @@ use tokio::sync::oneshot;
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::file::{locate, open_reader};
+use crate::rows::{RECORD, TypeNames, read_stored};
 use crate::schema::{Kind, VERSION, identify};
 
 /// Pages copied between two looks at the clock.
 const PAGES: i32 = 256;
+/// The finding about what SQLite itself makes of the file.
+const INTEGRITY: &str = "integrity";
+/// So many damaged events are named.
+const SHOWN: usize = 20;
 
 impl Maintenance for SqliteEngine {
     fn check(&self) -> BoxFuture<'_, Result<CheckReport>> {
@@ -255,6 +260,9 @@ fn check(path: &Path) -> Result<CheckReport> {
     if report.is_ok() {
         crate::audit::check(path, &mut report)?;
     }
+    if is_sound(&report) {
+        check_events(&conn, &mut report)?;
+    }
     if report.is_ok()
         && let Some(known) = crate::retention::clock::recorded(&conn)?
     {
@@ -266,6 +274,38 @@ fn check(path: &Path) -> Result<CheckReport> {
         .map_err(|e| from_sqlite("checking", e))?;
     report.add("write-ahead log", mode.eq_ignore_ascii_case("wal"), mode);
     Ok(report)
+}
+
+/// Whether SQLite can read all of the file.
+fn is_sound(report: &CheckReport) -> bool {
+    report.findings.iter().any(|f| f.check == INTEGRITY && f.ok)
+}
+
+/// Reads every event as a consumer would.
+fn check_events(conn: &Connection, report: &mut CheckReport) -> Result<()> {
+    let doing = |e| from_sqlite("checking", e);
+    let mut types = TypeNames::default();
+    let mut statement = conn
+        .prepare(&format!("SELECT {RECORD} FROM log ORDER BY log.seq"))
+        .map_err(doing)?;
+    let mut rows = statement.query([]).map_err(doing)?;
+    let (mut damaged, mut shown) = (0u64, Vec::new());
+    while let Some(row) = rows.next().map_err(doing)? {
+        let stored = read_stored(conn, row, &mut types)?;
+        if let Some(damage) = stored.damage {
+            damaged += 1;
+            if shown.len() < SHOWN {
+                let id = stored.record.event.display_id();
+                shown.push(format!("{} ({id}): {damage}", stored.record.position));
+            }
+        }
+    }
+    let detail = match damaged {
+        0 => "ok".into(),
+        _ => format!("{damaged} are damaged: {}", shown.join("; ")),
+    };
+    report.add("every event is as it was written", damaged == 0, detail);
+    Ok(())
 }
 
 /// The structure of the database and the rules of the tables.
@@ -288,7 +328,7 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
         .and_then(|mut s| s.query_map([], |r| r.get(0))?.collect())
         .map_err(doing)?;
     let sound = problems.len() == 1 && problems[0] == "ok";
-    report.add("integrity", sound, problems.join("; "));
+    report.add(INTEGRITY, sound, problems.join("; "));
     if !sound {
         return Ok(report);
     }

@@ -176,7 +176,7 @@ impl State {
             return Err(crate::schema::newer(version));
         }
         let newest: Option<(i64, i64)> = conn
-            .prepare_cached("SELECT seq, received_at FROM log ORDER BY seq DESC LIMIT 1")
+            .prepare_cached("SELECT seq, CAST(received_at AS INTEGER) FROM log ORDER BY seq DESC LIMIT 1")
             .and_then(|mut s| s.query_row([], |r| Ok((r.get(0)?, r.get(1)?))).optional())
             .map_err(doing)?;
         let pruned: Option<i64> = conn

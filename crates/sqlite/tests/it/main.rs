@@ -10,6 +10,7 @@
 mod audit;
 mod bench_shape;
 mod conformance;
+mod damage;
 mod dead_letter_events;
 mod disk;
 mod effects;
