@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use everbus_core::{Code, Error, Result};
 use rusqlite::{Connection, OpenFlags};
 
-use crate::errors::{from_sqlite, is_busy};
+use crate::errors::{from_sqlite, io_code, is_busy};
 use crate::{Durable, Options};
 
 /// File systems whose locks cannot be trusted, by the number `statfs` gives.
@@ -53,7 +53,7 @@ pub(crate) fn locate(path: &Path, create: bool) -> Result<PathBuf> {
         }
         Err(e) => {
             return Err(
-                Error::new(Code::ReadOnly, format!("{show} cannot be reached: {e}"))
+                Error::new(io_code(&e), format!("{show} cannot be reached: {e}"))
                     .hint("check that the directory exists and may be read")
                     .caused_by(e),
             );

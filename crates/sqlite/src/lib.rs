@@ -44,6 +44,7 @@ pub mod outbox;
 mod outcomes;
 mod owner;
 mod payloads;
+mod presence;
 mod queue;
 mod readers;
 mod recover;

@@ -1,6 +1,6 @@
 //! Reading the log without a group.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use everbus_core::{
     ADDRESSED, BoxFuture, Code, Cursor, Error, EventId, EventState, Failure, FailureKind,
@@ -71,6 +71,10 @@ impl Log for SqliteEngine {
                 }
                 if *head.borrow_and_update() > seq {
                     return Ok(());
+                }
+                let stalled = self.handle.stalled.lock();
+                if let Some(error) = &*stalled.unwrap_or_else(PoisonError::into_inner) {
+                    return Err(error.clone());
                 }
                 if head.changed().await.is_err() {
                     return Err(Error::shutdown());

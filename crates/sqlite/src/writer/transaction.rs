@@ -308,7 +308,7 @@ impl Writer {
             Command::Attach { session, .. } => {
                 Outcome::Unit(match self.attach(session) {
                     // The lock file cannot be made: this consumer's trouble, nobody else's.
-                    Err(e) if e.code() == Code::ReadOnly => Err(e),
+                    Err(e) if matches!(e.code(), Code::ReadOnly | Code::OutOfResources) => Err(e),
                     other => soft(other)?,
                 })
             }
@@ -356,6 +356,7 @@ impl Writer {
         self.run_prepared(COMMIT)
             .map_err(|e| from_sqlite("committing", e))?;
         failpoint::hit("after-commit");
+        self.presence.check()?;
         self.state.appended.clear();
         self.keep_changes();
         Ok(())

@@ -18,6 +18,7 @@ mod ephemeral;
 mod faults;
 mod files;
 mod golden;
+mod gone;
 mod history;
 mod locked;
 mod model;
