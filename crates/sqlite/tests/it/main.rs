@@ -12,6 +12,7 @@ mod bench_shape;
 mod conformance;
 mod damage;
 mod dead_letter_events;
+mod direct;
 mod disk;
 mod effects;
 mod ephemeral;
