@@ -71,9 +71,8 @@ pub fn main() -> ExitCode {
 
 /// The runtime panics where it needs a descriptor and none is left, so a few are tried before.
 fn enough_descriptors() -> std::io::Result<()> {
-    let opened: std::io::Result<Vec<_>> = (0..8)
-        .map(|_| std::fs::File::open("/dev/null"))
-        .collect();
+    let opened: std::io::Result<Vec<_>> =
+        (0..8).map(|_| std::fs::File::open("/dev/null")).collect();
     opened.map(drop)
 }
 

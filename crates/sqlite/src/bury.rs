@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use everbus_core::{
-    Code, Error, Failure, FailureKind, Recorded, Result, Timestamp, all_failures, dead_letter_notice, given_up,
+    Code, Error, Failure, FailureKind, Recorded, Result, Timestamp, all_failures,
+    dead_letter_notice, given_up,
 };
 use rusqlite::{OptionalExtension, params};
 

@@ -181,7 +181,7 @@ pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
     let mut conn = match open_writer(&path, &options) {
         // A disk that fails to read for a moment looks like damage: only what is still there is damage.
         Err(e) if e.code() == Code::Corrupt => {
-            tracing::warn!(target: "everbus::sqlite", error = %e, "opening the file once more");
+            tracing::info!(target: "everbus::sqlite", error = %e, "opening the file once more");
             open_writer(&path, &options)?
         }
         opened => opened?,
@@ -217,12 +217,14 @@ pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
         failed: failed.clone(),
         stalled: stalled.clone(),
     })?;
+    let file = path.clone();
     std::thread::Builder::new()
         .name("everbus-write".into())
         .spawn(move || {
             // Dropped when the writer ends, also by a panic, so that nobody waits for ever.
             let _end = EndSignal(end);
             writer.run();
+            crate::log_head::retire(&file);
         })
         .map_err(|e| Error::new(Code::Internal, format!("no thread for writing: {e}")))?;
     let wake = Arc::downgrade(&queue);

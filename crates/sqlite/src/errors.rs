@@ -6,7 +6,8 @@ use rusqlite::ErrorCode;
 /// `SQLITE_IOERR_SHMSIZE`.
 const IOERR_SHMSIZE: i32 = 10 | (19 << 8);
 
-const NO_RESOURCES: &str = "raise the limit of open files (ulimit -n) or of memory, or close what is not needed";
+const NO_RESOURCES: &str =
+    "raise the limit of open files (ulimit -n) or of memory, or close what is not needed";
 
 /// Which code an error of the operating system has, where a file or directory should be written.
 pub(crate) fn io_code(error: &std::io::Error) -> Code {

@@ -7,7 +7,7 @@ use everbus_core::{
     GroupName, GroupState, Log, Lookup, Pattern, Position, Progress, Recorded, Result, Shard,
     StartFrom, Timestamp,
 };
-use rusqlite::{OptionalExtension, params};
+use rusqlite::{Connection, OptionalExtension, params};
 
 use crate::declare::resolve;
 use crate::deliver::CRASHED;
@@ -16,7 +16,9 @@ use crate::errors::from_sqlite;
 use crate::feeder::{Damaged, read_matching};
 use crate::outcomes;
 use crate::readers::Reader;
-use crate::rows::{LEFT_OUT, RECORD, Seq as _, read_failures, read_record, record_at, seq_from, to_sql};
+use crate::rows::{
+    LEFT_OUT, RECORD, Seq as _, read_failures, read_record, record_at, seq_from, to_sql,
+};
 use crate::state::{LEASED, WAITING, patterns_of};
 use crate::store::kept_failures;
 
@@ -132,15 +134,17 @@ impl Lookup for SqliteEngine {
 
 /// The newest position ever given.
 pub(crate) fn head(reader: &Reader) -> Result<u64> {
-    reader
-        .conn
-        .prepare_cached(
-            "SELECT max(coalesce((SELECT max(seq) FROM log), 0),
+    head_of(&reader.conn)
+}
+
+pub(crate) fn head_of(conn: &Connection) -> Result<u64> {
+    conn.prepare_cached(
+        "SELECT max(coalesce((SELECT max(seq) FROM log), 0),
                         coalesce((SELECT value FROM meta WHERE key = 'head'), 0))",
-        )
-        .and_then(|mut s| s.query_row([], |r| r.get(0)))
-        .map(seq_from)
-        .map_err(|e| from_sqlite("reading the log", e))
+    )
+    .and_then(|mut s| s.query_row([], |r| r.get(0)))
+    .map(seq_from)
+    .map_err(|e| from_sqlite("reading the log", e))
 }
 
 /// state, due, attempt, failures

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use everbus_core::{
     BoxFuture, CheckReport, ClockDoubt, Code, Error, Holdings, Maintenance, Pruned, Result,
-    Retention,
+    Retention, Timestamp,
 };
 use rusqlite::backup::{Backup, StepResult};
 use rusqlite::{Connection, OpenFlags};
@@ -26,8 +26,8 @@ const SHOWN: usize = 20;
 
 impl Maintenance for SqliteEngine {
     fn check(&self) -> BoxFuture<'_, Result<CheckReport>> {
-        let path = self.handle.path.clone();
-        apart("everbus-check", move || check(&path))
+        let (path, now) = (self.handle.path.clone(), self.handle.clock.now());
+        apart("everbus-check", move || check(&path, now))
     }
 
     fn backup(
@@ -72,7 +72,16 @@ impl Maintenance for SqliteEngine {
     }
 
     fn trust_clock(&self) -> BoxFuture<'_, Result<()>> {
-        self.handle.job(crate::writer::Writer::trust_clock)
+        Box::pin(async move {
+            self.handle.job(crate::writer::Writer::trust_clock).await?;
+            // What an earlier clock, far ahead of this one, put into the future.
+            while self
+                .handle
+                .job(crate::writer::Writer::bring_back_times)
+                .await?
+            {}
+            Ok(())
+        })
     }
 
     fn return_duty(&self, duty: String, owner: String) -> BoxFuture<'_, Result<()>> {
@@ -254,7 +263,7 @@ pub(crate) fn apart<T: Send + 'static>(
     })
 }
 
-fn check(path: &Path) -> Result<CheckReport> {
+fn check(path: &Path, now: Timestamp) -> Result<CheckReport> {
     let conn = open_reader(path)?;
     let mut report = verify(&conn)?;
     if report.is_ok() {
@@ -262,6 +271,8 @@ fn check(path: &Path) -> Result<CheckReport> {
     }
     if is_sound(&report) {
         check_events(&conn, &mut report)?;
+        crate::log_head::check(path, &conn, &mut report)?;
+        crate::ahead::check(&conn, now, &mut report)?;
     }
     if report.is_ok()
         && let Some(known) = crate::retention::clock::recorded(&conn)?

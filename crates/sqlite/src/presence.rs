@@ -37,7 +37,11 @@ impl Presence {
     /// Refuses if one of the files is gone or another one has its name. Asked before a commit is answered.
     pub(crate) fn check(&mut self) -> Result<()> {
         self.looked = Instant::now();
-        match self.files.iter().find(|(path, was)| identity(path) != Some(*was)) {
+        match self
+            .files
+            .iter()
+            .find(|(path, was)| identity(path) != Some(*was))
+        {
             None => Ok(()),
             Some((path, _)) => Err(gone(path)),
         }

@@ -11,10 +11,14 @@ use everbus_core::{
 use rusqlite::types::{FromSql, ValueRef};
 use rusqlite::{Connection, OptionalExtension, Row};
 
+use crate::checksum::Columns;
 use crate::errors::from_sqlite;
 
 /// The columns that [`read_record`] expects, in its order.
-pub(crate) const RECORD: &str = "log.seq, log.id, log.type, log.version, log.occurred_at, log.received_at, log.attrs, log.payload";
+pub(crate) const RECORD: &str = "log.seq, log.id, log.type, log.version, log.occurred_at, log.received_at, log.attrs, log.payload, log.tenant, log.checksum";
+
+/// The first column after those of [`RECORD`].
+pub(crate) const AFTER_RECORD: usize = 10;
 
 /// The group that an event is addressed to, NULL for none. Most events have no attributes, and of the others
 /// hardly any needs to be parsed.
@@ -93,10 +97,11 @@ impl Stored {
             return Ok(self.record);
         };
         let position = self.record.position;
-        Err(
-            Error::of_file(Code::Corrupt, format!("event {position} is damaged: {damage}"))
-                .hint("`everbus check` lists all damaged events; restore a backup to have them back"),
+        Err(Error::of_file(
+            Code::Corrupt,
+            format!("event {position} is damaged: {damage}"),
         )
+        .hint("`everbus check` lists all damaged events; restore a backup to have them back"))
     }
 
     /// The event, for a reader that goes on past damage. What is left out is logged.
@@ -138,7 +143,9 @@ pub(crate) fn read_stored(
         damage.get_or_insert_with(|| format!("it names type {type_id}, which is missing"));
         UNREADABLE.into()
     });
-    let attrs = match row.get_ref(6).map_err(get)? {
+    let stored_attrs = row.get_ref(6).map_err(get)?;
+    let raw_attrs = stored_attrs.as_bytes_or_null().unwrap_or_default();
+    let attrs = match stored_attrs {
         ValueRef::Null => None,
         value => match read_attributes(value) {
             Ok(attributes) => Some(Box::new(attributes)),
@@ -159,21 +166,66 @@ pub(crate) fn read_stored(
             }
         }
     };
+    let version = column(row, 3, "version", damage);
+    let occurred_at = column(row, 4, "occurred_at", damage);
+    let received_at = column(row, 5, "received_at", damage);
+    let tenant = column(row, 8, "tenant", damage);
+    let checksum: Option<i32> = column(row, 9, "checksum", damage);
+    // A row of an older version has none.
+    if let (Some(expected), None) = (checksum, &damage) {
+        let columns = Columns {
+            seq: to_sql(position),
+            id: &id,
+            tenant,
+            event_type: &name,
+            version,
+            occurred_at,
+            received_at,
+            attrs: raw_attrs,
+            payload: &payload,
+        };
+        if columns.checksum() != expected {
+            *damage = Some("its checksum does not match what is stored".into());
+        }
+    }
     let event = Event::from_stored(
         EventId::from_bytes(id),
         name,
-        column(row, 3, "version", damage),
-        Timestamp::from_micros(column(row, 4, "occurred_at", damage)),
+        version,
+        Timestamp::from_micros(occurred_at),
         payload,
         attrs,
     );
-    let received_at = Timestamp::from_micros(column(row, 5, "received_at", damage));
+    let received_at = Timestamp::from_micros(received_at);
     let record = Recorded::new(event, Position::seq(position), received_at);
     Ok(Stored {
         type_id,
         record: Arc::new(record),
         damage: damage.take(),
     })
+}
+
+/// The checksum that an intact row of [`RECORD`] has with another time of receipt; none if it has none.
+pub(crate) fn restamp(
+    row: &Row<'_>,
+    event_type: &str,
+    received_at: i64,
+) -> rusqlite::Result<Option<i32>> {
+    if row.get_ref(9)? == ValueRef::Null {
+        return Ok(None);
+    }
+    let columns = Columns {
+        seq: row.get(0)?,
+        id: row.get_ref(1)?.as_bytes()?,
+        tenant: row.get(8)?,
+        event_type,
+        version: row.get(3)?,
+        occurred_at: row.get(4)?,
+        received_at,
+        attrs: row.get_ref(6)?.as_bytes_or_null()?,
+        payload: row.get_ref(7)?.as_bytes()?,
+    };
+    Ok(Some(columns.checksum()))
 }
 
 /// A column that should hold this; a default and a note if it does not.

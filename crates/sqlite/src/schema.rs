@@ -6,7 +6,7 @@ use rusqlite::Connection;
 use crate::errors::from_sqlite;
 
 /// The version of the tables this build reads and writes.
-pub const VERSION: i32 = 4;
+pub const VERSION: i32 = 5;
 
 /// `EVBS`: marks a SQLite file as ours.
 pub(crate) const APPLICATION_ID: i32 = 0x4556_4253;
@@ -18,6 +18,7 @@ const MIGRATIONS: &[&str] = &[
     // The tables of the outbox are also made in other people's databases, so they have a file of their own.
     concat!(include_str!("outbox.sql"), include_str!("schema_3.sql")),
     include_str!("schema_4.sql"),
+    include_str!("schema_5.sql"),
 ];
 
 /// The first SQLite that has the fix for lost commits after a WAL reset, and the older lines that
@@ -166,6 +167,7 @@ fn migrate_at_once(conn: &Connection) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rusqlite::hooks::{AuthAction, AuthContext, Authorization};
 
     // conformance: issue-2/sqlite-version: a SQLite with the WAL-reset bug is refused at open
     #[test]
@@ -188,6 +190,33 @@ mod tests {
         assert_eq!(identify(&conn).unwrap(), Kind::Empty);
         migrate(&conn).unwrap();
         migrate(&conn).unwrap();
+        assert_eq!(identify(&conn).unwrap(), Kind::Ours(VERSION));
+    }
+
+    // conformance: contract/new-file-race: a file that another process makes while it is looked at is empty or ours, never somebody else's
+    #[test]
+    fn a_file_is_identified_in_one_moment() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.db");
+        let mut conn = Connection::open(&path).unwrap();
+        conn.pragma_update(None, "journal_mode", "WAL").unwrap();
+        // The other process is done between the first look and the second.
+        let mut other = Some(path);
+        conn.authorizer(Some(move |context: AuthContext<'_>| {
+            let second = matches!(
+                context.action,
+                AuthAction::Pragma {
+                    pragma_name: "user_version",
+                    ..
+                }
+            );
+            if let Some(path) = other.take_if(|_| second) {
+                migrate(&Connection::open(path).unwrap()).unwrap();
+            }
+            Authorization::Allow
+        }))
+        .unwrap();
+        assert_eq!(identify(&conn).unwrap(), Kind::Empty);
         assert_eq!(identify(&conn).unwrap(), Kind::Ours(VERSION));
     }
 

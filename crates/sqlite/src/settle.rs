@@ -341,8 +341,12 @@ impl Writer {
     ) -> Result<()> {
         let type_id = self.type_of(seq)?;
         let key = if self.state.group_mut(group)?.ordered {
-            stored_at(&self.conn, seq, &mut self.state.type_names)?
-                .and_then(|s| s.record.event.ordering_key().map(std::borrow::Cow::into_owned))
+            stored_at(&self.conn, seq, &mut self.state.type_names)?.and_then(|s| {
+                s.record
+                    .event
+                    .ordering_key()
+                    .map(std::borrow::Cow::into_owned)
+            })
         } else {
             None
         };

@@ -24,6 +24,7 @@ use crate::feeder::Feeder;
 use crate::guard::Guard;
 use crate::history::Indexer;
 use crate::ids::IdMap;
+use crate::log_head::LogHead;
 use crate::owner::OwnerLock;
 use crate::presence::Presence;
 use crate::queue::{Command, Queue, Taken};
@@ -80,6 +81,7 @@ pub(crate) struct Writer {
     queue: Arc<Queue>,
     space: Space,
     presence: Presence,
+    log_head: LogHead,
     busy_timeout: Duration,
     head: watch::Sender<u64>,
     data_version: i64,
@@ -117,6 +119,7 @@ impl Writer {
         Ok(Self {
             space: Space::new(&start.path, start.options.disk_headroom),
             presence: Presence::of(&start.path),
+            log_head: LogHead::begin(&start.path, &start.conn, state.head),
             conn: start.conn,
             guard: start.guard,
             path: start.path,
@@ -345,6 +348,7 @@ impl Writer {
             newer
         });
         self.indexer.saw(head);
+        self.log_head.note(head);
     }
 
     /// Whether there is room for what can wait.

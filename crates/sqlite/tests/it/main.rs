@@ -9,6 +9,7 @@
 
 mod audit;
 mod bench_shape;
+mod checksums;
 mod conformance;
 mod damage;
 mod dead_letter_events;
