@@ -7,6 +7,7 @@
 )]
 
 mod checker;
+mod hostile;
 mod kills;
 mod memory;
 mod narrow;
