@@ -19,7 +19,7 @@ async fn nothing_is_acknowledged_into_a_file_that_is_gone() {
     type Harm = fn(&Path);
     let harms: [(&str, Harm); 5] = [
         ("the file is deleted", |path| {
-            std::fs::remove_file(path).unwrap()
+            std::fs::remove_file(path).unwrap();
         }),
         ("the file is moved", |path| {
             std::fs::rename(path, beside(path, ".old")).unwrap();
