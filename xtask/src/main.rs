@@ -32,7 +32,7 @@ cargo xtask <task>
   bench [arguments]            build in release mode and run `everbus bench` with the arguments
   instructions                 count what an event costs in the pipeline, with valgrind
   chaos --minutes N            kill a real process again and again and look for lost events
-        --seconds N
+        --seconds N            [--hostile-rounds K] how often hostile surroundings are tried
   ci                           format check, lints with warnings as errors, then test
 ";
 
@@ -152,12 +152,21 @@ fn chaos(arguments: &[String]) -> Result<(), Failed> {
         text.parse::<u64>()
             .map_err(|_| Failed::usage(format!("{text:?} is not a number")))
     };
-    let seconds = match arguments {
-        [unit, n] if unit == "--minutes" => number(n)?.saturating_mul(60),
-        [unit, n] if unit == "--seconds" => number(n)?,
-        _ => return Err(Failed::usage("chaos takes --minutes N or --seconds N")),
+    let usage = "chaos takes --minutes N or --seconds N, and then perhaps --hostile-rounds K";
+    let [unit, n, more @ ..] = arguments else {
+        return Err(Failed::usage(usage));
     };
-    chaos_for(seconds)
+    let seconds = match unit.as_str() {
+        "--minutes" => number(n)?.saturating_mul(60),
+        "--seconds" => number(n)?,
+        _ => return Err(Failed::usage(usage)),
+    };
+    match more {
+        [] => {}
+        [option, rounds] if option == "--hostile-rounds" => drop(number(rounds)?),
+        _ => return Err(Failed::usage(usage)),
+    }
+    chaos_for(seconds, more)
 }
 
 /// Runs the campaign with the program that the tests have just built: building it by itself would compile
@@ -168,11 +177,11 @@ fn chaos_after_tests(seconds: u64) -> Result<(), Failed> {
         Ok(program) if program.exists() => {
             Cargo::program(&program, &["--seconds", &seconds.to_string()]).run()
         }
-        _ => chaos_for(seconds),
+        _ => chaos_for(seconds, &[]),
     }
 }
 
-fn chaos_for(seconds: u64) -> Result<(), Failed> {
+fn chaos_for(seconds: u64, more: &[String]) -> Result<(), Failed> {
     let fixed = [
         "run",
         "--package",
@@ -182,7 +191,10 @@ fn chaos_for(seconds: u64) -> Result<(), Failed> {
         "--",
         "--seconds",
     ];
-    Cargo::new(&fixed).args(&[seconds.to_string()]).run()
+    Cargo::new(&fixed)
+        .args(&[seconds.to_string()])
+        .args(more)
+        .run()
 }
 
 fn ci(arguments: &[String]) -> Result<(), Failed> {

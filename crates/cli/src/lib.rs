@@ -46,10 +46,12 @@ pub fn main() -> ExitCode {
     start_logging(&args);
     let mut output = Output::new(args.output);
     let format = args.output;
-    let runtime = match tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()
-    {
+    let built = enough_descriptors().and_then(|()| {
+        tokio::runtime::Builder::new_multi_thread()
+            .enable_all()
+            .build()
+    });
+    let runtime = match built {
         Ok(runtime) => runtime,
         Err(error) => return Stop::from(error).report(format),
     };
@@ -65,6 +67,13 @@ pub fn main() -> ExitCode {
             stop.report(format)
         }
     }
+}
+
+/// The runtime panics where it needs a descriptor and none is left, so a few are tried before.
+fn enough_descriptors() -> std::io::Result<()> {
+    let opened: std::io::Result<Vec<_>> =
+        (0..8).map(|_| std::fs::File::open("/dev/null")).collect();
+    opened.map(drop)
 }
 
 /// Help and version are no errors; a wrong command line is one in the format that was asked for.

@@ -75,6 +75,7 @@ impl Stop {
                 | Code::Busy
                 | Code::DiskFull
                 | Code::ReadOnly
+                | Code::OutOfResources
                 | Code::NetworkFileSystem => 4,
                 _ => 1,
             },
@@ -192,10 +193,14 @@ impl From<Error> for Stop {
 
 impl From<io::Error> for Stop {
     fn from(error: io::Error) -> Self {
-        if error.kind() == io::ErrorKind::BrokenPipe {
-            Self::BrokenPipe
-        } else {
-            Self::Io(error.to_string())
+        // EMFILE and ENFILE have no kind of their own.
+        match (error.kind(), error.raw_os_error()) {
+            (io::ErrorKind::BrokenPipe, _) => Self::BrokenPipe,
+            (io::ErrorKind::OutOfMemory, _) | (_, Some(23 | 24)) => Self::Failed(
+                Error::new(Code::OutOfResources, error.to_string())
+                    .hint("raise the limit of open files, for example: ulimit -n 1024"),
+            ),
+            _ => Self::Io(error.to_string()),
         }
     }
 }

@@ -98,6 +98,10 @@ codes! {
     NotAFile = "NotAFile",
     /// The file does not exist and was not to be created.
     NoSuchFile = "NoSuchFile",
+    /// The file was deleted, moved or replaced while it was open; the engine has stopped.
+    FileGone = "FileGone",
+    /// The process has run out of memory, file descriptors or threads.
+    OutOfResources = "OutOfResources",
     /// What is stored is damaged.
     Corrupt = "Corrupt",
     /// The file or database belongs to another program.
@@ -169,11 +173,13 @@ impl Code {
             | Code::Busy
             | Code::DiskFull
             | Code::ReadOnly
+            | Code::OutOfResources
             | Code::Timeout
             | Code::Backpressure
             | Code::ObjectStore => Class::Passing,
             Code::Shutdown
             | Code::StorageFailed
+            | Code::FileGone
             | Code::Corrupt
             | Code::NotEverbus
             | Code::NewerSchema

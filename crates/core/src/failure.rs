@@ -32,12 +32,15 @@ pub enum FailureKind {
     Schema,
     /// Not an attempt: the circuit breaker was open.
     Rejected,
+    /// Not an attempt: what is stored of the event is damaged, so no handler got it.
+    Corrupt,
 }
 
 impl FailureKind {
-    /// Whether an attempt was made: a rejection by an open circuit breaker is none.
+    /// Whether an attempt was made: a rejection by an open circuit breaker is none, and neither is damage
+    /// that kept the event from every handler.
     pub const fn is_attempt(self) -> bool {
-        !matches!(self, Self::Rejected)
+        !matches!(self, Self::Rejected | Self::Corrupt)
     }
 
     /// The kind as it is written in JSON.
@@ -53,6 +56,7 @@ impl FailureKind {
             Self::Version => "version",
             Self::Schema => "schema",
             Self::Rejected => "rejected",
+            Self::Corrupt => "corrupt",
         }
     }
 }
@@ -261,6 +265,7 @@ mod tests {
             FailureKind::Version,
             FailureKind::Schema,
             FailureKind::Rejected,
+            FailureKind::Corrupt,
         ] {
             assert_eq!(
                 serde_json::to_string(&kind).unwrap(),

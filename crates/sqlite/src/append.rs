@@ -5,13 +5,14 @@ use std::sync::Arc;
 use everbus_core::{Appended, Code, Error, Event, EventKey, Position, Recorded, Result, Timestamp};
 use rusqlite::{CachedStatement, Connection, OptionalExtension, params};
 
+use crate::checksum::Columns;
 use crate::errors::from_sqlite;
-use crate::rows::{ends, read_record, seq_from, to_sql};
+use crate::rows::{ends, read_stored, seq_from, to_sql};
 use crate::state::{State, micros};
 
 const INSERT: &str =
-    "INSERT INTO log (seq, id, tenant, type, version, occurred_at, received_at, attrs, payload)
-     VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9) ON CONFLICT DO NOTHING";
+    "INSERT INTO log (seq, id, tenant, type, version, occurred_at, received_at, attrs, payload, checksum)
+     VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10) ON CONFLICT DO NOTHING";
 
 /// Appends events inside one transaction.
 pub(crate) struct Appender<'c> {
@@ -25,6 +26,7 @@ impl<'c> Appender<'c> {
         let insert = conn
             .prepare_cached(INSERT)
             .map_err(|e| from_sqlite("publishing", e))?;
+        crate::ahead::warn_once(state, micros(now));
         Ok(Self {
             conn,
             insert,
@@ -114,11 +116,23 @@ impl<'c> Appender<'c> {
             })?),
         };
         let position = state.head + 1;
+        let id = event.id();
+        let columns = Columns {
+            seq: to_sql(position),
+            id: id.as_bytes(),
+            tenant,
+            event_type: event.event_type(),
+            version: event.version(),
+            occurred_at: micros(event.occurred_at()),
+            received_at: self.received_at,
+            attrs: attrs.as_deref().map(str::as_bytes),
+            payload: event.payload(),
+        };
         let inserted = self
             .insert
             .execute(params![
                 to_sql(position),
-                event.id().as_bytes(),
+                id.as_bytes(),
                 tenant,
                 type_id,
                 event.version(),
@@ -126,6 +140,7 @@ impl<'c> Appender<'c> {
                 self.received_at,
                 attrs,
                 &event.payload()[..],
+                columns.checksum(),
             ])
             .map_err(doing)?;
         if inserted == 0 {
@@ -164,8 +179,10 @@ impl<'c> Appender<'c> {
                 "an event could not be stored, yet its id is free",
             )
         })?;
-        let first = read_record(self.conn, row, &mut state.type_names)?;
-        if !first.event.same_body(event) {
+        let stored = read_stored(self.conn, row, &mut state.type_names)?;
+        let first = stored.record;
+        // What is damaged cannot be told from another event, and is no reason to stop publishing.
+        if stored.damage.is_some() || !first.event.same_body(event) {
             return Err(Error::new(
                 Code::IdReused,
                 format!(
@@ -205,7 +222,7 @@ pub(crate) fn position_before(conn: &Connection, at: Timestamp) -> Result<u64> {
     let (mut low, mut high) = (to_sql(oldest), to_sql(newest));
     // Times never fall as positions rise, so halving the range finds the place.
     let mut statement = conn
-        .prepare_cached("SELECT seq, received_at FROM log WHERE seq >= ?1 ORDER BY seq LIMIT 1")
+        .prepare_cached("SELECT seq, CAST(received_at AS INTEGER) FROM log WHERE seq >= ?1 ORDER BY seq LIMIT 1")
         .map_err(doing)?;
     high += 1;
     while low < high {

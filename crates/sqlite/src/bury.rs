@@ -3,14 +3,16 @@
 use std::sync::Arc;
 
 use everbus_core::{
-    Code, Error, Failure, Recorded, Result, Timestamp, all_failures, dead_letter_notice, given_up,
+    Code, Error, Failure, FailureKind, Recorded, Result, Timestamp, all_failures,
+    dead_letter_notice, given_up,
 };
 use rusqlite::{OptionalExtension, params};
 
 use crate::append::Appender;
 use crate::errors::from_sqlite;
 use crate::failpoint;
-use crate::rows::{read_failures, record_at, to_sql};
+use crate::feeder::Damaged;
+use crate::rows::{read_failures, stored_at, to_sql};
 use crate::state::micros;
 use crate::writer::Writer;
 
@@ -44,6 +46,35 @@ impl Writer {
         Ok(())
     }
 
+    /// Makes a damaged event a dead letter of a group, with what is wrong with it; the row stays as it is. No
+    /// handler sees it, and the group goes on.
+    pub(crate) fn bury_damaged(
+        &mut self,
+        group: i64,
+        damaged: &Damaged,
+        attempt: u32,
+        mut failures: Vec<Failure>,
+    ) -> Result<()> {
+        let Damaged {
+            seq,
+            type_id,
+            damage,
+        } = damaged;
+        let now = self.clock.now();
+        let error = format!("what is stored of this event is damaged: {damage}");
+        tracing::error!(
+            target: "everbus::dispatch",
+            position = seq,
+            group = %self.state.group_mut(group)?.name,
+            dead_lettered = true,
+            error,
+            "an event is dead-lettered"
+        );
+        failures.push(Failure::new(attempt, now, FailureKind::Corrupt, error));
+        // One more than were made: a failure that was no attempt is taken off again.
+        self.write_dead_letter(group, *seq, *type_id, attempt + 1, &failures, now)
+    }
+
     /// Opens a dead letter, or opens it again, with all its attempts and failures. The first time stays.
     pub(crate) fn put_dead_letter(
         &mut self,
@@ -57,12 +88,13 @@ impl Writer {
         let handler = all.iter().rev().find_map(|f| f.handler.as_deref());
         let failures_json = serde_json::to_string(all)
             .map_err(|e| Error::new(Code::Internal, format!("failures cannot be stored: {e}")))?;
-        let record = record_at(&self.conn, seq, &mut self.state.type_names)?.ok_or_else(|| {
+        let stored = stored_at(&self.conn, seq, &mut self.state.type_names)?.ok_or_else(|| {
             Error::of_file(
                 Code::Corrupt,
                 format!("event {seq} was delivered but is not in the log"),
             )
         })?;
+        let record = stored.record;
         self.conn
             .prepare_cached(
                 "INSERT INTO dead_letters

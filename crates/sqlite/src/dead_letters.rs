@@ -13,7 +13,9 @@ use crate::append::position_before;
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::readers::Reader;
-use crate::rows::{RECORD, TypeNames, read_failures, read_record, seq_from, to_sql};
+use crate::rows::{
+    AFTER_RECORD, RECORD, TypeNames, UNREADABLE, read_failures, read_stored, seq_from, to_sql,
+};
 use crate::state::micros;
 use crate::writer::Writer;
 
@@ -283,10 +285,10 @@ fn last_received_by(conn: &Connection, at: Timestamp) -> Result<u64> {
 fn tally(conn: &Connection, condition: &Condition, limit: usize) -> Result<Vec<DeadLetterTally>> {
     let doing = |e| from_sqlite("counting dead letters", e);
     let sql = format!(
-        "SELECT g.name, t.name,
+        "SELECT g.name, coalesce(t.name, '{UNREADABLE}'),
                 substr(coalesce(json_extract(d.failures, '$[#-1].error'), ''), 1, {TALLY_ERROR_CHARS}) AS error,
                 count(*) AS n
-         FROM dead_letters d JOIN groups g ON g.id = d.group_id JOIN types t ON t.id = d.type
+         FROM dead_letters d JOIN groups g ON g.id = d.group_id LEFT JOIN types t ON t.id = d.type
          WHERE {} GROUP BY g.name, t.name, error ORDER BY n DESC, g.name, t.name, error LIMIT {limit}",
         condition.sql
     );
@@ -324,23 +326,24 @@ fn read_one(conn: &Connection, row: &Row<'_>, types: &mut TypeNames) -> Result<D
     let time = |index: usize| -> Result<Timestamp> {
         row.get(index).map(Timestamp::from_micros).map_err(doing)
     };
-    let failures: String = row.get(9).map_err(doing)?;
-    let name: String = row.get(14).map_err(doing)?;
-    let retried: Option<i64> = row.get(13).map_err(doing)?;
+    let failures: String = row.get(AFTER_RECORD + 1).map_err(doing)?;
+    let name: String = row.get(AFTER_RECORD + 6).map_err(doing)?;
+    let retried: Option<i64> = row.get(AFTER_RECORD + 5).map_err(doing)?;
     let group: GroupName = name.parse()?;
     Ok(DeadLetter {
         group,
-        handler: row.get(10).map_err(doing)?,
-        attempts: row.get(8).map_err(doing)?,
+        handler: row.get(AFTER_RECORD + 2).map_err(doing)?,
+        attempts: row.get(AFTER_RECORD).map_err(doing)?,
         failures: read_failures(Some(&failures))?,
-        first_seen_at: time(11)?,
-        died_at: time(12)?,
+        first_seen_at: time(AFTER_RECORD + 3)?,
+        died_at: time(AFTER_RECORD + 4)?,
         retried_at: retried.map(Timestamp::from_micros),
         replaced_by: row
-            .get::<_, Option<[u8; 16]>>(15)
+            .get::<_, Option<[u8; 16]>>(AFTER_RECORD + 7)
             .map_err(doing)?
             .map(EventId::from_bytes),
-        event: read_record(conn, row, types)?,
+        // Damage is told by the failures.
+        event: read_stored(conn, row, types)?.record,
     })
 }
 

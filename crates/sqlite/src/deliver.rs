@@ -5,7 +5,8 @@ use rusqlite::params;
 
 use crate::claims::{delivery_slot, new_token, size};
 use crate::errors::from_sqlite;
-use crate::rows::{read_failures, record_at, seq_from, to_sql};
+use crate::feeder::Damaged;
+use crate::rows::{read_failures, seq_from, stored_at, to_sql};
 use crate::session::Session;
 use crate::state::{Held, UNHANDLED, micros, next_due};
 use crate::writer::Writer;
@@ -112,7 +113,7 @@ impl Writer {
                 continue;
             }
             if self.session_handles(session, row.type_id)? {
-                deliveries.push(self.lease_row(session, group, &row, now, false, false)?);
+                deliveries.extend(self.lease_row(session, group, &row, now, false, false)?);
             } else {
                 self.set_unhandled(session, group, row.seq, now)?;
             }
@@ -159,7 +160,7 @@ impl Writer {
                 complete = false;
                 break;
             }
-            deliveries.push(self.lease_row(session, group, &row, now, false, false)?);
+            deliveries.extend(self.lease_row(session, group, &row, now, false, false)?);
         }
         if let Some(session) = self.sessions.get_mut(&session) {
             session.look_for_unhandled = !complete;
@@ -191,7 +192,8 @@ impl Writer {
                 FailureKind::NoHandler,
                 error,
             ));
-            if let Some(record) = record_at(&self.conn, row.seq, &mut self.state.type_names)? {
+            if let Some(stored) = stored_at(&self.conn, row.seq, &mut self.state.type_names)? {
+                let record = stored.record;
                 tracing::error!(
                     target: "everbus::dispatch",
                     event_id = %record.event.id(),
@@ -295,7 +297,8 @@ impl Writer {
             .map_err(|e| from_sqlite("setting an event aside", e))
     }
 
-    /// Leases a row: the attempt is counted here, before anything runs.
+    /// Leases a row: the attempt is counted here, before anything runs. A damaged event is dead-lettered
+    /// instead.
     pub(crate) fn lease_row(
         &mut self,
         session: u64,
@@ -304,7 +307,29 @@ impl Writer {
         now: i64,
         suspect: bool,
         alone: bool,
-    ) -> Result<Delivery> {
+    ) -> Result<Option<Delivery>> {
+        let stored =
+            stored_at(&self.conn, row.seq, &mut self.state.type_names)?.ok_or_else(|| {
+                Error::of_file(
+                    Code::Corrupt,
+                    format!("event {} is owed but not in the log", row.seq),
+                )
+            })?;
+        let record = stored.record;
+        if let Some(damage) = stored.damage {
+            let damaged = Damaged {
+                seq: row.seq,
+                type_id: stored.type_id,
+                damage,
+            };
+            let failures = read_failures(row.failures.as_deref())?;
+            self.bury_damaged(group, &damaged, row.attempt, failures)?;
+            self.remove_row(group, row.seq)?;
+            if self.isolating == Some((group, row.seq)) {
+                self.isolating = None;
+            }
+            return Ok(None);
+        }
         let lease = self
             .sessions
             .get(&session)
@@ -331,13 +356,6 @@ impl Writer {
                 ])
             })
             .map_err(|e| from_sqlite("claiming", e))?;
-        let record =
-            record_at(&self.conn, row.seq, &mut self.state.type_names)?.ok_or_else(|| {
-                Error::of_file(
-                    Code::Corrupt,
-                    format!("event {} is owed but not in the log", row.seq),
-                )
-            })?;
         let bytes = size(&record);
         let (was_dead, replayed) = self.earlier_runs(group, row.seq)?;
         let held = Held {
@@ -354,9 +372,8 @@ impl Writer {
         }
         let lease = Lease::new(record.position, [delivery_slot(group), token as u64]);
         let failures = read_failures(row.failures.as_deref())?;
-        Ok(Delivery::new(record, lease)
-            .after(attempt, failures)
-            .retried(was_dead || replayed))
+        let delivery = Delivery::new(record, lease).after(attempt, failures);
+        Ok(Some(delivery.retried(was_dead || replayed)))
     }
 
     /// Whether it was put back from the dead letters, and whether it is replayed.

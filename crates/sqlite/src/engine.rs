@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use everbus_core::{
@@ -36,6 +36,8 @@ pub(crate) struct Handle {
     pub(crate) audit: Arc<Keeper>,
     pub(crate) head: watch::Receiver<u64>,
     pub(crate) failed: Arc<OnceLock<Error>>,
+    /// Why the writer cannot look for new events, as long as it cannot.
+    pub(crate) stalled: Arc<Mutex<Option<Error>>>,
     pub(crate) path: PathBuf,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) durability: Durable,
@@ -176,12 +178,20 @@ pub(crate) struct SqliteEngine {
 pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
     crate::schema::check_library()?;
     let path = locate(path, options.create)?;
-    let mut conn = open_writer(&path, &options)?;
+    let mut conn = match open_writer(&path, &options) {
+        // A disk that fails to read for a moment looks like damage: only what is still there is damage.
+        Err(e) if e.code() == Code::Corrupt => {
+            tracing::info!(target: "everbus::sqlite", error = %e, "opening the file once more");
+            open_writer(&path, &options)?
+        }
+        opened => opened?,
+    };
     let guard = Guard::install(&mut conn)?;
     let queue = Arc::new(Queue::default());
     let (head, watched) = watch::channel(0);
     let (end, ended) = watch::channel(false);
     let failed = Arc::new(OnceLock::new());
+    let stalled = Arc::new(Mutex::default());
     let feeder = feeder::start(&path, &queue)?;
     let indexer = Indexer::start(&path, &queue, options.history)?;
     let readers = Arc::new(Readers::new(path.clone()));
@@ -205,13 +215,16 @@ pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
         ],
         head,
         failed: failed.clone(),
+        stalled: stalled.clone(),
     })?;
+    let file = path.clone();
     std::thread::Builder::new()
         .name("everbus-write".into())
         .spawn(move || {
             // Dropped when the writer ends, also by a panic, so that nobody waits for ever.
             let _end = EndSignal(end);
             writer.run();
+            crate::log_head::retire(&file);
         })
         .map_err(|e| Error::new(Code::Internal, format!("no thread for writing: {e}")))?;
     let wake = Arc::downgrade(&queue);
@@ -228,6 +241,7 @@ pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
         audit,
         head: watched,
         failed,
+        stalled,
         path,
         clock,
         durability,

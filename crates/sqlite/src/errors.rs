@@ -6,6 +6,35 @@ use rusqlite::ErrorCode;
 /// `SQLITE_IOERR_SHMSIZE`.
 const IOERR_SHMSIZE: i32 = 10 | (19 << 8);
 
+const NO_RESOURCES: &str =
+    "raise the limit of open files (ulimit -n) or of memory, or close what is not needed";
+
+/// Which code an error of the operating system has, where a file or directory should be written.
+pub(crate) fn io_code(error: &std::io::Error) -> Code {
+    if is_exhausted(error) {
+        return Code::OutOfResources;
+    }
+    match error.kind() {
+        std::io::ErrorKind::StorageFull => Code::DiskFull,
+        _ => Code::ReadOnly,
+    }
+}
+
+/// Whether descriptors or memory ran out.
+fn is_exhausted(error: &std::io::Error) -> bool {
+    use rustix::io::Errno;
+    let errno = Errno::from_io_error(error);
+    matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM))
+}
+
+/// Whether hardly a file can be opened now. SQLite says only that it could not open one, not why; it needs up
+/// to three.
+fn out_of_descriptors() -> bool {
+    let opened: std::io::Result<Vec<_>> =
+        (0..3).map(|_| std::fs::File::open("/dev/null")).collect();
+    opened.is_err_and(|e| is_exhausted(&e))
+}
+
 /// Turns an error of SQLite into ours. `doing` says what was under way.
 pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
     let code = error.sqlite_error_code();
@@ -31,6 +60,8 @@ pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
             Code::ReadOnly,
             "make the file and its directory writable for this user",
         ),
+        Some(ErrorCode::OutOfMemory) => (Code::OutOfResources, NO_RESOURCES),
+        Some(ErrorCode::CannotOpen) if out_of_descriptors() => (Code::OutOfResources, NO_RESOURCES),
         Some(ErrorCode::CannotOpen) => (
             Code::ReadOnly,
             "check that the directory exists, and that this user may write to it and to the file",
@@ -41,7 +72,9 @@ pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
         ),
         Some(ErrorCode::DatabaseCorrupt) => (
             Code::Corrupt,
-            "restore a backup with `everbus restore`; keep the damaged file for recovery",
+            // SQLite says the same if the disk could not read for a moment.
+            "run `everbus check`: if it finds nothing, the disk failed to read for a moment, so look at the \
+             system log and open the file again; otherwise keep the damaged file and restore a backup",
         ),
         Some(ErrorCode::SystemIoFailure) => (
             Code::StorageFailed,
@@ -53,7 +86,45 @@ pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
     Error::of_file(code, message).hint(hint).caused_by(error)
 }
 
+/// Whether another connection holds what was asked for.
+pub(crate) fn is_busy(error: &rusqlite::Error) -> bool {
+    matches!(
+        error.sqlite_error_code(),
+        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked)
+    )
+}
+
 /// Whether the engine must stop serving after this error.
 pub(crate) fn is_fatal(error: &Error) -> bool {
     error.class() == Class::Final && error.code() != Code::Shutdown
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sqlite(code: i32) -> rusqlite::Error {
+        rusqlite::Error::SqliteFailure(rusqlite::ffi::Error::new(code), None)
+    }
+
+    // conformance: contract/out-of-resources: a lack of memory or of descriptors is told as such, and is passing
+    #[test]
+    fn a_lack_of_memory_is_no_bug() {
+        let error = from_sqlite("reading", sqlite(7));
+        assert_eq!(error.code(), Code::OutOfResources);
+        assert_eq!(error.class(), Class::Passing);
+        for (number, code) in [
+            (24, Code::OutOfResources),
+            (23, Code::OutOfResources),
+            (12, Code::OutOfResources),
+            (28, Code::DiskFull),
+            (30, Code::ReadOnly),
+            (13, Code::ReadOnly),
+        ] {
+            let error = std::io::Error::from_raw_os_error(number);
+            assert_eq!(io_code(&error), code, "{error}");
+        }
+        // Descriptors are left here.
+        assert_eq!(from_sqlite("opening", sqlite(14)).code(), Code::ReadOnly);
+    }
 }

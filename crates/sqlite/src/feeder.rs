@@ -11,7 +11,7 @@ use crate::claims::Typed;
 use crate::errors::from_sqlite;
 use crate::queue::{Command, Queue};
 use crate::readers::Reader;
-use crate::rows::{RECORD, read_record, seq_from, to_sql};
+use crate::rows::{RECORD, Stored, UNREADABLE, read_stored, seq_from, to_sql};
 
 /// What to read for whom.
 pub(crate) struct Feed {
@@ -35,6 +35,27 @@ pub(crate) struct Fed {
     /// What was looked for.
     pub(crate) patterns: Vec<Pattern>,
     pub(crate) records: Result<Vec<Typed>>,
+    /// What of it cannot be handed out.
+    pub(crate) damaged: Vec<Damaged>,
+}
+
+/// An event whose row is damaged.
+#[derive(Clone)]
+pub(crate) struct Damaged {
+    pub(crate) seq: u64,
+    pub(crate) type_id: i64,
+    pub(crate) damage: String,
+}
+
+/// What a stretch of the log holds for a reader.
+#[derive(Default)]
+pub(crate) struct Matching {
+    /// The events, oldest first.
+    pub(crate) found: Vec<Typed>,
+    /// What matches, or may match, and is damaged.
+    pub(crate) damaged: Vec<Damaged>,
+    /// How far the log was searched.
+    pub(crate) searched: u64,
 }
 
 /// At most this many rows are searched before the writer hears of it.
@@ -94,9 +115,9 @@ fn serve(reader: &mut Reader, feed: Feed) -> Fed {
             (feed.limit, feed.bytes),
         )
     });
-    let (records, searched) = match result {
-        Ok((records, searched)) => (Ok(records), searched),
-        Err(e) => (Err(e), feed.after),
+    let (records, damaged, searched) = match result {
+        Ok(read) => (Ok(read.found), read.damaged, read.searched),
+        Err(e) => (Err(e), Vec::new(), feed.after),
     };
     Fed {
         session: feed.session,
@@ -104,11 +125,12 @@ fn serve(reader: &mut Reader, feed: Feed) -> Fed {
         searched,
         patterns: feed.patterns,
         records,
+        damaged,
     }
 }
 
-/// Events after a position that match, oldest first, and how far the log was searched. For a group, what
-/// is addressed to others is left out. Reading stops at so many events or bytes.
+/// Events after a position that match. For a group, what is addressed to others is left out. Reading stops at
+/// so many events or bytes.
 pub(crate) fn read_matching(
     reader: &mut Reader,
     (after, upto): (u64, u64),
@@ -116,7 +138,7 @@ pub(crate) fn read_matching(
     group: Option<&GroupName>,
     without_drops_of: Option<i64>,
     (limit, limit_in_bytes): (usize, u64),
-) -> Result<(Vec<Typed>, u64)> {
+) -> Result<Matching> {
     let doing = |e| from_sqlite("reading the log", e);
     let upto = upto.min(after.saturating_add(SEARCH));
     let filter = type_filter(reader, patterns)?;
@@ -140,32 +162,58 @@ pub(crate) fn read_matching(
             without_drops_of,
         ))
         .map_err(doing)?;
-    let mut found = Vec::new();
-    let mut bytes = 0;
-    let (mut searched, mut rows_read) = (upto, 0);
+    let mut read = Matching {
+        searched: upto,
+        ..Matching::default()
+    };
+    let (mut bytes, mut rows_read, mut last) = (0, 0, after);
     while let Some(row) = rows.next().map_err(doing)? {
         rows_read += 1;
         let seq = seq_from(row.get(0).map_err(doing)?);
+        if seq <= last || seq > upto {
+            // A reader that went on from here could read the same stretch for ever.
+            return Err(out_of_order(last, seq));
+        }
+        last = seq;
         if rows_read == limit {
             // The query ends here, whether or not this row matches.
-            searched = seq;
+            read.searched = seq;
         }
-        let type_id: i64 = row.get(2).map_err(doing)?;
-        let record = read_record(conn, row, types)?;
-        let matches = patterns
-            .iter()
-            .any(|p| p.matches(record.event.event_type()));
+        let Stored {
+            type_id,
+            record,
+            damage,
+        } = read_stored(conn, row, types)?;
+        let event_type = record.event.event_type();
+        // An event whose type is lost may have been wanted by anybody.
+        let matches = patterns.iter().any(|p| p.matches(event_type))
+            || (damage.is_some() && event_type == UNREADABLE);
         if !matches || group.is_some_and(|group| !record.event.is_for(group)) {
             continue;
         }
         bytes += record.event.payload().len() as u64;
-        found.push((type_id, record));
+        match damage {
+            None => read.found.push((type_id, record)),
+            Some(damage) => read.damaged.push(Damaged {
+                seq,
+                type_id,
+                damage,
+            }),
+        }
         if bytes > limit_in_bytes {
-            searched = seq;
+            read.searched = seq;
             break;
         }
     }
-    Ok((found, searched))
+    Ok(read)
+}
+
+fn out_of_order(after: u64, seq: u64) -> Error {
+    Error::of_file(
+        Code::Corrupt,
+        format!("the rows of the log are out of order: {seq} comes after {after}"),
+    )
+    .hint("restore a backup with `everbus restore`; keep the damaged file for recovery")
 }
 
 /// More matching types than this are not written into the query; the rows are looked at instead.
@@ -179,14 +227,15 @@ pub(crate) fn type_filter(reader: &Reader, patterns: &[Pattern]) -> Result<Strin
         .prepare_cached("SELECT id, name FROM types ORDER BY id")
         .map_err(doing)?;
     let mut rows = statement.query([]).map_err(doing)?;
-    let (mut wanted, mut others) = (Vec::new(), 0u32);
+    let (mut wanted, mut others, mut last) = (Vec::new(), 0u32, 0i64);
     while let Some(row) = rows.next().map_err(doing)? {
+        last = row.get(0).map_err(doing)?;
         let name = row.get_ref(1).map_err(doing)?.as_str().unwrap_or_default();
         if patterns.iter().any(|p| p.matches(name)) {
             if wanted.len() == LISTED_TYPES {
                 return Ok(String::new());
             }
-            wanted.push(row.get::<_, i64>(0).map_err(doing)?.to_string());
+            wanted.push(last.to_string());
         } else {
             others += 1;
         }
@@ -194,6 +243,10 @@ pub(crate) fn type_filter(reader: &Reader, patterns: &[Pattern]) -> Result<Strin
     if others == 0 {
         return Ok(String::new());
     }
-    // Numbers of ours, never text of a user's.
-    Ok(format!("AND log.type IN ({})", wanted.join(",")))
+    // Numbers of ours, never text of a user's. A number that no type can have is damage, which is not passed
+    // over in silence; text and NULL stand beyond all numbers.
+    Ok(format!(
+        "AND (log.type IN ({}) OR log.type NOT BETWEEN 1 AND {last})",
+        wanted.join(",")
+    ))
 }

@@ -1,12 +1,12 @@
 //! The file itself: where it may be, and how a connection to it is set up.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use everbus_core::{Code, Error, Result};
 use rusqlite::{Connection, OpenFlags};
 
-use crate::errors::from_sqlite;
+use crate::errors::{from_sqlite, io_code, is_busy};
 use crate::{Durable, Options};
 
 /// File systems whose locks cannot be trusted, by the number `statfs` gives.
@@ -53,7 +53,7 @@ pub(crate) fn locate(path: &Path, create: bool) -> Result<PathBuf> {
         }
         Err(e) => {
             return Err(
-                Error::new(Code::ReadOnly, format!("{show} cannot be reached: {e}"))
+                Error::new(io_code(&e), format!("{show} cannot be reached: {e}"))
                     .hint("check that the directory exists and may be read")
                     .caused_by(e),
             );
@@ -107,6 +107,8 @@ fn network_name(magic: u64) -> Option<&'static str> {
 
 /// How SQLite waits for another process before a statement of ours gives up.
 pub(crate) const STATEMENT_BUSY: Duration = Duration::from_millis(250);
+/// How long to wait before asking for a write-ahead log again.
+const SWITCH_PAUSE: Duration = Duration::from_millis(3);
 
 /// Opens the connection that writes, and proves that it is set up as asked.
 pub(crate) fn open_writer(path: &Path, options: &Options) -> Result<Connection> {
@@ -129,9 +131,7 @@ pub(crate) fn open_writer(path: &Path, options: &Options) -> Result<Connection> 
         )
         .hint("make the file and its directory writable for this user"));
     }
-    let mode: String = conn
-        .query_row("PRAGMA journal_mode = WAL", [], |row| row.get(0))
-        .map_err(|e| from_sqlite("switching to a write-ahead log", e))?;
+    let mode = switch_to_wal(&conn, options.busy_timeout)?;
     if !mode.eq_ignore_ascii_case("wal") {
         return Err(not_durable(format!("the journal mode stayed {mode}")));
     }
@@ -151,10 +151,26 @@ pub(crate) fn open_writer(path: &Path, options: &Options) -> Result<Connection> 
     pragma(&conn, "cache_size", "-8192")?;
     pragma(&conn, "temp_store", "MEMORY")?;
     crate::schema::migrate(&conn)?;
+    if kind == crate::schema::Kind::Empty {
+        // The tables are in the database itself from here on: without its write-ahead log it is not empty.
+        let _ = conn.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
+    }
     conn.busy_timeout(STATEMENT_BUSY)
         .map_err(|e| from_sqlite("opening the file", e))?;
     conn.set_prepared_statement_cache_capacity(128);
     Ok(conn)
+}
+
+/// Asks for a write-ahead log and returns the mode that is set. While other connections to a new file ask for
+/// it too, SQLite refuses at once instead of waiting, so the waiting is done here.
+fn switch_to_wal(conn: &Connection, patience: Duration) -> Result<String> {
+    let give_up = Instant::now() + patience;
+    loop {
+        match conn.query_row("PRAGMA journal_mode = WAL", [], |row| row.get(0)) {
+            Err(e) if is_busy(&e) && Instant::now() < give_up => std::thread::sleep(SWITCH_PAUSE),
+            mode => return mode.map_err(|e| from_sqlite("switching to a write-ahead log", e)),
+        }
+    }
 }
 
 /// Opens a connection that only reads.

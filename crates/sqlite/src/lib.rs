@@ -16,10 +16,12 @@
 //! common case handling an event costs no read and a fraction of a row. Several processes may open
 //! the same file; each notices what the others committed within 20 ms.
 
+mod ahead;
 mod append;
 mod audit;
 mod bury;
 mod checkpoints;
+mod checksum;
 mod claims;
 mod dead_letters;
 mod declare;
@@ -38,12 +40,14 @@ mod inbox;
 mod inspect;
 mod leases;
 mod log;
+mod log_head;
 mod maintenance;
 mod orphans;
 pub mod outbox;
 mod outcomes;
 mod owner;
 mod payloads;
+mod presence;
 mod queue;
 mod readers;
 mod recover;

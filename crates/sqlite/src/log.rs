@@ -1,22 +1,24 @@
 //! Reading the log without a group.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use everbus_core::{
     ADDRESSED, BoxFuture, Code, Cursor, Error, EventId, EventState, Failure, FailureKind,
     GroupName, GroupState, Log, Lookup, Pattern, Position, Progress, Recorded, Result, Shard,
     StartFrom, Timestamp,
 };
-use rusqlite::{OptionalExtension, params};
+use rusqlite::{Connection, OptionalExtension, params};
 
 use crate::declare::resolve;
 use crate::deliver::CRASHED;
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
-use crate::feeder::read_matching;
+use crate::feeder::{Damaged, read_matching};
 use crate::outcomes;
 use crate::readers::Reader;
-use crate::rows::{RECORD, Seq as _, read_failures, read_record, record_at, seq_from, to_sql};
+use crate::rows::{
+    LEFT_OUT, RECORD, Seq as _, read_failures, read_record, record_at, seq_from, to_sql,
+};
 use crate::state::{LEASED, WAITING, patterns_of};
 use crate::store::kept_failures;
 
@@ -34,7 +36,7 @@ impl Log for SqliteEngine {
         let after = after.place(Shard::ONLY);
         self.handle.query(move |reader| {
             let head = head(reader)?;
-            let (found, searched) = read_matching(
+            let read = read_matching(
                 reader,
                 (after, head),
                 &patterns,
@@ -42,9 +44,12 @@ impl Log for SqliteEngine {
                 None,
                 (limit.max(1), 16 << 20),
             )?;
+            for Damaged { seq, damage, .. } in &read.damaged {
+                tracing::error!(target: "everbus::sqlite", position = seq, %damage, "{LEFT_OUT}");
+            }
             Ok((
-                found.into_iter().map(|(_, record)| record).collect(),
-                Cursor::seq(searched.max(after)),
+                read.found.into_iter().map(|(_, record)| record).collect(),
+                Cursor::seq(read.searched.max(after)),
             ))
         })
     }
@@ -68,6 +73,10 @@ impl Log for SqliteEngine {
                 }
                 if *head.borrow_and_update() > seq {
                     return Ok(());
+                }
+                let stalled = self.handle.stalled.lock();
+                if let Some(error) = &*stalled.unwrap_or_else(PoisonError::into_inner) {
+                    return Err(error.clone());
                 }
                 if head.changed().await.is_err() {
                     return Err(Error::shutdown());
@@ -125,15 +134,17 @@ impl Lookup for SqliteEngine {
 
 /// The newest position ever given.
 pub(crate) fn head(reader: &Reader) -> Result<u64> {
-    reader
-        .conn
-        .prepare_cached(
-            "SELECT max(coalesce((SELECT max(seq) FROM log), 0),
+    head_of(&reader.conn)
+}
+
+pub(crate) fn head_of(conn: &Connection) -> Result<u64> {
+    conn.prepare_cached(
+        "SELECT max(coalesce((SELECT max(seq) FROM log), 0),
                         coalesce((SELECT value FROM meta WHERE key = 'head'), 0))",
-        )
-        .and_then(|mut s| s.query_row([], |r| r.get(0)))
-        .map(seq_from)
-        .map_err(|e| from_sqlite("reading the log", e))
+    )
+    .and_then(|mut s| s.query_row([], |r| r.get(0)))
+    .map(seq_from)
+    .map_err(|e| from_sqlite("reading the log", e))
 }
 
 /// state, due, attempt, failures

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use everbus_core::{
     BoxFuture, CheckReport, ClockDoubt, Code, Error, Holdings, Maintenance, Pruned, Result,
-    Retention,
+    Retention, Timestamp,
 };
 use rusqlite::backup::{Backup, StepResult};
 use rusqlite::{Connection, OpenFlags};
@@ -14,15 +14,20 @@ use tokio::sync::oneshot;
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::file::{locate, open_reader};
+use crate::rows::{RECORD, TypeNames, read_stored};
 use crate::schema::{Kind, VERSION, identify};
 
 /// Pages copied between two looks at the clock.
 const PAGES: i32 = 256;
+/// The finding about what SQLite itself makes of the file.
+const INTEGRITY: &str = "integrity";
+/// So many damaged events are named.
+const SHOWN: usize = 20;
 
 impl Maintenance for SqliteEngine {
     fn check(&self) -> BoxFuture<'_, Result<CheckReport>> {
-        let path = self.handle.path.clone();
-        apart("everbus-check", move || check(&path))
+        let (path, now) = (self.handle.path.clone(), self.handle.clock.now());
+        apart("everbus-check", move || check(&path, now))
     }
 
     fn backup(
@@ -67,7 +72,16 @@ impl Maintenance for SqliteEngine {
     }
 
     fn trust_clock(&self) -> BoxFuture<'_, Result<()>> {
-        self.handle.job(crate::writer::Writer::trust_clock)
+        Box::pin(async move {
+            self.handle.job(crate::writer::Writer::trust_clock).await?;
+            // What an earlier clock, far ahead of this one, put into the future.
+            while self
+                .handle
+                .job(crate::writer::Writer::bring_back_times)
+                .await?
+            {}
+            Ok(())
+        })
     }
 
     fn return_duty(&self, duty: String, owner: String) -> BoxFuture<'_, Result<()>> {
@@ -249,11 +263,16 @@ pub(crate) fn apart<T: Send + 'static>(
     })
 }
 
-fn check(path: &Path) -> Result<CheckReport> {
+fn check(path: &Path, now: Timestamp) -> Result<CheckReport> {
     let conn = open_reader(path)?;
     let mut report = verify(&conn)?;
     if report.is_ok() {
         crate::audit::check(path, &mut report)?;
+    }
+    if is_sound(&report) {
+        check_events(&conn, &mut report)?;
+        crate::log_head::check(path, &conn, &mut report)?;
+        crate::ahead::check(&conn, now, &mut report)?;
     }
     if report.is_ok()
         && let Some(known) = crate::retention::clock::recorded(&conn)?
@@ -266,6 +285,38 @@ fn check(path: &Path) -> Result<CheckReport> {
         .map_err(|e| from_sqlite("checking", e))?;
     report.add("write-ahead log", mode.eq_ignore_ascii_case("wal"), mode);
     Ok(report)
+}
+
+/// Whether SQLite can read all of the file.
+fn is_sound(report: &CheckReport) -> bool {
+    report.findings.iter().any(|f| f.check == INTEGRITY && f.ok)
+}
+
+/// Reads every event as a consumer would.
+fn check_events(conn: &Connection, report: &mut CheckReport) -> Result<()> {
+    let doing = |e| from_sqlite("checking", e);
+    let mut types = TypeNames::default();
+    let mut statement = conn
+        .prepare(&format!("SELECT {RECORD} FROM log ORDER BY log.seq"))
+        .map_err(doing)?;
+    let mut rows = statement.query([]).map_err(doing)?;
+    let (mut damaged, mut shown) = (0u64, Vec::new());
+    while let Some(row) = rows.next().map_err(doing)? {
+        let stored = read_stored(conn, row, &mut types)?;
+        if let Some(damage) = stored.damage {
+            damaged += 1;
+            if shown.len() < SHOWN {
+                let id = stored.record.event.display_id();
+                shown.push(format!("{} ({id}): {damage}", stored.record.position));
+            }
+        }
+    }
+    let detail = match damaged {
+        0 => "ok".into(),
+        _ => format!("{damaged} are damaged: {}", shown.join("; ")),
+    };
+    report.add("every event is as it was written", damaged == 0, detail);
+    Ok(())
 }
 
 /// The structure of the database and the rules of the tables.
@@ -288,7 +339,7 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
         .and_then(|mut s| s.query_map([], |r| r.get(0))?.collect())
         .map_err(doing)?;
     let sound = problems.len() == 1 && problems[0] == "ok";
-    report.add("integrity", sound, problems.join("; "));
+    report.add(INTEGRITY, sound, problems.join("; "));
     if !sound {
         return Ok(report);
     }

@@ -122,7 +122,7 @@ pub(crate) fn born(conn: &Connection, overflow: &Overflow) -> Result<()> {
 }
 
 /// Which log a file is.
-fn log_id(conn: &Connection) -> Result<LogId> {
+pub(crate) fn log_id(conn: &Connection) -> Result<LogId> {
     let id: Option<[u8; 16]> = conn
         .prepare_cached("SELECT value FROM meta WHERE key = 'log_id'")
         .and_then(|mut s| s.query_row([], |row| row.get(0)).optional())

@@ -6,7 +6,9 @@
 use std::fs::{File, OpenOptions, TryLockError};
 use std::path::{Path, PathBuf};
 
-use everbus_core::{Code, Error, Result};
+use everbus_core::{Error, Result};
+
+use crate::errors::io_code;
 
 /// A lock held for the life of an engine.
 pub(crate) struct OwnerLock {
@@ -36,7 +38,7 @@ impl OwnerLock {
                 _file: file,
             }),
             Err(e) => Err(Error::new(
-                Code::ReadOnly,
+                io_code(&e),
                 format!("the lock file {} cannot be made: {e}", path.display()),
             )
             .hint("the directory must be writable and its file system must support locks")

@@ -6,7 +6,7 @@ use rusqlite::{OptionalExtension, params};
 
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
-use crate::rows::{record_at, seq_from, to_sql};
+use crate::rows::{seq_from, stored_at, to_sql};
 use crate::state::{WAITING, micros};
 use crate::writer::Writer;
 
@@ -121,8 +121,12 @@ impl Writer {
 
     fn queue_again(&mut self, group: i64, seq: u64, type_id: i64) -> Result<()> {
         let key = if self.state.group_mut(group)?.ordered {
-            record_at(&self.conn, seq, &mut self.state.type_names)?
-                .and_then(|r| r.event.ordering_key().map(std::borrow::Cow::into_owned))
+            stored_at(&self.conn, seq, &mut self.state.type_names)?.and_then(|s| {
+                s.record
+                    .event
+                    .ordering_key()
+                    .map(std::borrow::Cow::into_owned)
+            })
         } else {
             None
         };

@@ -9,7 +9,7 @@ use rusqlite::{OptionalExtension, params};
 
 use crate::append::Appender;
 use crate::errors::from_sqlite;
-use crate::rows::{record_at, to_sql};
+use crate::rows::{stored_at, to_sql};
 use crate::state::micros;
 use crate::writer::Writer;
 
@@ -35,8 +35,8 @@ impl Writer {
                     .optional()
             })
             .map_err(doing)?;
-        let original = record_at(&self.conn, key.position.place(), &mut self.state.type_names)?;
-        let (Some(()), Some(original)) = (open, original) else {
+        let original = stored_at(&self.conn, key.position.place(), &mut self.state.type_names)?;
+        let (Some(()), Some(original)) = (open, original.map(|stored| stored.record)) else {
             return Ok(Err(not_open(key)));
         };
         if let Err(refused) = check_replacement(&original.event, &corrected) {

@@ -8,13 +8,17 @@ use everbus_core::{
     Appended, Attributes, Code, Error, Event, EventId, Failure, Lease, Position, Recorded, Result,
     Timestamp,
 };
-use rusqlite::types::ValueRef;
+use rusqlite::types::{FromSql, ValueRef};
 use rusqlite::{Connection, OptionalExtension, Row};
 
+use crate::checksum::Columns;
 use crate::errors::from_sqlite;
 
 /// The columns that [`read_record`] expects, in its order.
-pub(crate) const RECORD: &str = "log.seq, log.id, log.type, log.version, log.occurred_at, log.received_at, log.attrs, log.payload";
+pub(crate) const RECORD: &str = "log.seq, log.id, log.type, log.version, log.occurred_at, log.received_at, log.attrs, log.payload, log.tenant, log.checksum";
+
+/// The first column after those of [`RECORD`].
+pub(crate) const AFTER_RECORD: usize = 10;
 
 /// The group that an event is addressed to, NULL for none. Most events have no attributes, and of the others
 /// hardly any needs to be parsed.
@@ -42,66 +46,199 @@ pub(crate) const MAX_CACHED_TYPES: usize = 10_000;
 
 impl TypeNames {
     pub(crate) fn get(&mut self, conn: &Connection, id: i64) -> Result<Arc<str>> {
+        self.find(conn, id)?.ok_or_else(|| {
+            Error::of_file(
+                Code::Corrupt,
+                format!("the log names type {id}, which is missing"),
+            )
+        })
+    }
+
+    /// The name of a type, if there is one with this number.
+    pub(crate) fn find(&mut self, conn: &Connection, id: i64) -> Result<Option<Arc<str>>> {
         if let Some(name) = self.0.get(&id) {
-            return Ok(name.clone());
+            return Ok(Some(name.clone()));
         }
         let name: Option<String> = conn
             .prepare_cached("SELECT name FROM types WHERE id = ?1")
             .and_then(|mut s| s.query_row([id], |row| row.get(0)).optional())
             .map_err(|e| from_sqlite("reading a type", e))?;
-        let name: Arc<str> = name
-            .ok_or_else(|| {
-                Error::of_file(
-                    Code::Corrupt,
-                    format!("the log names type {id}, which is missing"),
-                )
-            })?
-            .into();
+        let Some(name) = name else { return Ok(None) };
+        let name: Arc<str> = name.into();
         if self.0.len() >= MAX_CACHED_TYPES {
             self.0.clear();
         }
         self.0.insert(id, name.clone());
-        Ok(name)
+        Ok(Some(name))
     }
 }
 
-/// Reads an event from a row of [`RECORD`].
+/// The type that an event has in a dead letter if its own cannot be read.
+pub(crate) const UNREADABLE: &str = "unreadable";
+/// So much of damaged attributes is kept in the record of a failure.
+const SHOWN_ATTRIBUTES: usize = 1000;
+
+/// What is logged of a damaged event that a reader goes past.
+pub(crate) const LEFT_OUT: &str = "a damaged event is left out; see `everbus check`";
+
+/// An event as a row of the log has it.
+pub(crate) struct Stored {
+    pub(crate) type_id: i64,
+    /// The event. If the row is damaged, what could be saved of it, the bytes of the payload first of all.
+    pub(crate) record: Arc<Recorded>,
+    /// What is wrong with the row. Such an event is handed to no handler.
+    pub(crate) damage: Option<String>,
+}
+
+impl Stored {
+    /// The event, if the row is as it was written.
+    pub(crate) fn intact(self) -> Result<Arc<Recorded>> {
+        let Some(damage) = self.damage else {
+            return Ok(self.record);
+        };
+        let position = self.record.position;
+        Err(Error::of_file(
+            Code::Corrupt,
+            format!("event {position} is damaged: {damage}"),
+        )
+        .hint("`everbus check` lists all damaged events; restore a backup to have them back"))
+    }
+
+    /// The event, for a reader that goes on past damage. What is left out is logged.
+    pub(crate) fn or_left_out(self) -> Option<Arc<Recorded>> {
+        if let Some(damage) = &self.damage {
+            tracing::error!(
+                target: "everbus::sqlite",
+                position = %self.record.position,
+                %damage,
+                "{LEFT_OUT}"
+            );
+            return None;
+        }
+        Some(self.record)
+    }
+}
+
+/// Reads an event from a row of [`RECORD`], which must be intact.
 pub(crate) fn read_record(
     conn: &Connection,
     row: &Row<'_>,
     types: &mut TypeNames,
 ) -> Result<Arc<Recorded>> {
+    read_stored(conn, row, types)?.intact()
+}
+
+/// Reads what a row of [`RECORD`] holds, also if some of it cannot be read.
+pub(crate) fn read_stored(
+    conn: &Connection,
+    row: &Row<'_>,
+    types: &mut TypeNames,
+) -> Result<Stored> {
     let get = |e| from_sqlite("reading the log", e);
+    let damage = &mut None;
     let position = seq_from(row.get(0).map_err(get)?);
-    let id: [u8; 16] = row.get(1).map_err(get)?;
-    let name = types.get(conn, row.get(2).map_err(get)?)?;
-    let attrs = match row.get_ref(6).map_err(get)? {
+    let id: [u8; 16] = column(row, 1, "id", damage);
+    let type_id: i64 = column(row, 2, "type", damage);
+    let name = types.find(conn, type_id)?.unwrap_or_else(|| {
+        damage.get_or_insert_with(|| format!("it names type {type_id}, which is missing"));
+        UNREADABLE.into()
+    });
+    let stored_attrs = row.get_ref(6).map_err(get)?;
+    let raw_attrs = stored_attrs.as_bytes_or_null().unwrap_or_default();
+    let attrs = match stored_attrs {
         ValueRef::Null => None,
-        value => {
-            let text = value.as_str().unwrap_or_default();
-            Some(Box::new(read_attributes(position, text)?))
+        value => match read_attributes(value) {
+            Ok(attributes) => Some(Box::new(attributes)),
+            Err(e) => {
+                damage.get_or_insert(e);
+                None
+            }
+        },
+    };
+    let payload = match row.get_ref(7).map_err(get)? {
+        ValueRef::Blob(bytes) | ValueRef::Text(bytes) => Bytes::copy_from_slice(bytes),
+        other => {
+            damage.get_or_insert_with(|| format!("its payload is {}", other.data_type()));
+            match other {
+                ValueRef::Integer(number) => number.to_string().into(),
+                ValueRef::Real(number) => number.to_string().into(),
+                _ => Bytes::new(),
+            }
         }
     };
-    let payload = row.get_ref(7).map_err(get)?.as_bytes().map_err(|e| {
-        Error::of_file(
-            Code::Corrupt,
-            format!("the payload of event {position} is damaged: {e}"),
-        )
-    })?;
+    let version = column(row, 3, "version", damage);
+    let occurred_at = column(row, 4, "occurred_at", damage);
+    let received_at = column(row, 5, "received_at", damage);
+    let tenant = column(row, 8, "tenant", damage);
+    let checksum: Option<i32> = column(row, 9, "checksum", damage);
+    // A row of an older version has none.
+    if let (Some(expected), None) = (checksum, &damage) {
+        let columns = Columns {
+            seq: to_sql(position),
+            id: &id,
+            tenant,
+            event_type: &name,
+            version,
+            occurred_at,
+            received_at,
+            attrs: raw_attrs,
+            payload: &payload,
+        };
+        if columns.checksum() != expected {
+            *damage = Some("its checksum does not match what is stored".into());
+        }
+    }
     let event = Event::from_stored(
         EventId::from_bytes(id),
         name,
-        row.get(3).map_err(get)?,
-        Timestamp::from_micros(row.get(4).map_err(get)?),
-        Bytes::copy_from_slice(payload),
+        version,
+        Timestamp::from_micros(occurred_at),
+        payload,
         attrs,
     );
-    let received_at = Timestamp::from_micros(row.get(5).map_err(get)?);
-    Ok(Arc::new(Recorded::new(
-        event,
-        Position::seq(position),
+    let received_at = Timestamp::from_micros(received_at);
+    let record = Recorded::new(event, Position::seq(position), received_at);
+    Ok(Stored {
+        type_id,
+        record: Arc::new(record),
+        damage: damage.take(),
+    })
+}
+
+/// The checksum that an intact row of [`RECORD`] has with another time of receipt; none if it has none.
+pub(crate) fn restamp(
+    row: &Row<'_>,
+    event_type: &str,
+    received_at: i64,
+) -> rusqlite::Result<Option<i32>> {
+    if row.get_ref(9)? == ValueRef::Null {
+        return Ok(None);
+    }
+    let columns = Columns {
+        seq: row.get(0)?,
+        id: row.get_ref(1)?.as_bytes()?,
+        tenant: row.get(8)?,
+        event_type,
+        version: row.get(3)?,
+        occurred_at: row.get(4)?,
         received_at,
-    )))
+        attrs: row.get_ref(6)?.as_bytes_or_null()?,
+        payload: row.get_ref(7)?.as_bytes()?,
+    };
+    Ok(Some(columns.checksum()))
+}
+
+/// A column that should hold this; a default and a note if it does not.
+fn column<T: FromSql + Default>(
+    row: &Row<'_>,
+    index: usize,
+    name: &str,
+    damage: &mut Option<String>,
+) -> T {
+    row.get(index).unwrap_or_else(|e| {
+        damage.get_or_insert_with(|| format!("its {name} cannot be read: {e}"));
+        T::default()
+    })
 }
 
 /// The number of an event in the file: it has a single log.
@@ -145,28 +282,39 @@ impl LeaseParts for Lease {
     }
 }
 
-fn read_attributes(position: u64, text: &str) -> Result<Attributes> {
-    serde_json::from_str(text).map_err(|e| {
-        Error::of_file(
-            Code::Corrupt,
-            format!("the attributes of event {position} are damaged: {e}"),
-        )
+fn read_attributes(value: ValueRef<'_>) -> Result<Attributes, String> {
+    let text = value.as_str().map_err(|e| e.to_string());
+    let read = text.and_then(|text| serde_json::from_str(text).map_err(|e| e.to_string()));
+    read.map_err(|e| {
+        let shown = String::from_utf8_lossy(value.as_bytes().unwrap_or_default());
+        let shown: String = shown.chars().take(SHOWN_ATTRIBUTES).collect();
+        format!("its attributes cannot be read: {e}; they are: {shown}")
     })
 }
 
-/// Reads one event by its place in the log.
+/// Reads one event by its place in the log, which must be intact.
 pub(crate) fn record_at(
     conn: &Connection,
     seq: u64,
     types: &mut TypeNames,
 ) -> Result<Option<Arc<Recorded>>> {
+    let stored = stored_at(conn, seq, types)?;
+    stored.map(Stored::intact).transpose()
+}
+
+/// Reads what the row of an event holds, also if some of it cannot be read.
+pub(crate) fn stored_at(
+    conn: &Connection,
+    seq: u64,
+    types: &mut TypeNames,
+) -> Result<Option<Stored>> {
     let doing = |e| from_sqlite("reading the log", e);
     let mut statement = conn
         .prepare_cached(&format!("SELECT {RECORD} FROM log WHERE seq = ?1"))
         .map_err(doing)?;
     let mut rows = statement.query([to_sql(seq)]).map_err(doing)?;
     match rows.next().map_err(doing)? {
-        Some(row) => read_record(conn, row, types).map(Some),
+        Some(row) => read_stored(conn, row, types).map(Some),
         None => Ok(None),
     }
 }

@@ -6,7 +6,7 @@ use rusqlite::Connection;
 use crate::errors::from_sqlite;
 
 /// The version of the tables this build reads and writes.
-pub const VERSION: i32 = 4;
+pub const VERSION: i32 = 5;
 
 /// `EVBS`: marks a SQLite file as ours.
 pub(crate) const APPLICATION_ID: i32 = 0x4556_4253;
@@ -18,6 +18,7 @@ const MIGRATIONS: &[&str] = &[
     // The tables of the outbox are also made in other people's databases, so they have a file of their own.
     concat!(include_str!("outbox.sql"), include_str!("schema_3.sql")),
     include_str!("schema_4.sql"),
+    include_str!("schema_5.sql"),
 ];
 
 /// The first SQLite that has the fix for lost commits after a WAL reset, and the older lines that
@@ -54,8 +55,20 @@ pub(crate) enum Kind {
     Ours(i32),
 }
 
-/// Looks at a file without changing it.
+/// Looks at a file without changing it, in one read transaction: another process may be making the tables
+/// just now, and would be seen half-way between two reads.
 pub(crate) fn identify(conn: &Connection) -> Result<Kind> {
+    if !conn.is_autocommit() {
+        return look(conn);
+    }
+    let doing = |e| from_sqlite("reading the file", e);
+    conn.execute_batch("BEGIN").map_err(doing)?;
+    let kind = look(conn);
+    let _ = conn.execute_batch("ROLLBACK");
+    kind
+}
+
+fn look(conn: &Connection) -> Result<Kind> {
     let get = |pragma: &str| -> Result<i32> {
         conn.query_row(&format!("PRAGMA {pragma}"), [], |row| row.get(0))
             .map_err(|e| from_sqlite("reading the file", e))
@@ -90,8 +103,7 @@ pub(crate) fn newer(version: i32) -> Error {
     .hint("use a newer version of Everbus; the file was not touched")
 }
 
-/// Brings the tables to [`VERSION`]. Each step is one transaction; the file is the old version or the
-/// new one, never between.
+/// Brings the tables to [`VERSION`] in one transaction: the file is as it was or new, never between.
 pub(crate) fn migrate(conn: &Connection) -> Result<()> {
     let doing = |e| from_sqlite("preparing the tables", e);
     if identify(conn)? == Kind::Ours(VERSION) {
@@ -103,7 +115,7 @@ pub(crate) fn migrate(conn: &Connection) -> Result<()> {
         .map_err(doing)?;
     conn.pragma_update(None, "foreign_keys", false)
         .map_err(doing)?;
-    let migrated = migrate_by_steps(conn);
+    let migrated = migrate_at_once(conn);
     conn.pragma_update(None, "foreign_keys", watched)
         .map_err(doing)?;
     migrated
@@ -123,40 +135,31 @@ fn name_taken(error: rusqlite::Error) -> Error {
     .caused_by(error)
 }
 
-fn migrate_by_steps(conn: &Connection) -> Result<()> {
+fn migrate_at_once(conn: &Connection) -> Result<()> {
     let doing = |e| from_sqlite("preparing the tables", e);
-    loop {
-        let from = match identify(conn)? {
+    conn.execute_batch("BEGIN IMMEDIATE").map_err(doing)?;
+    // Looked at again under the lock: another process may have been faster.
+    let moved = identify(conn).and_then(|kind| {
+        let from = match kind {
             Kind::Empty => 0,
             Kind::Ours(version) => version,
         };
-        let Some(step) = MIGRATIONS.get(usize::try_from(from).unwrap_or(usize::MAX)) else {
+        if from == VERSION {
             return Ok(());
-        };
-        conn.execute_batch("BEGIN IMMEDIATE").map_err(doing)?;
-        let moved = identify(conn).and_then(|kind| {
-            // Another process may have been faster.
-            if kind
-                != (if from == 0 {
-                    Kind::Empty
-                } else {
-                    Kind::Ours(from)
-                })
-            {
-                return Ok(());
-            }
+        }
+        let from = usize::try_from(from).unwrap_or(usize::MAX);
+        for step in MIGRATIONS.iter().skip(from) {
             conn.execute_batch(step).map_err(name_taken)?;
-            conn.pragma_update(None, "application_id", APPLICATION_ID)
-                .map_err(doing)?;
-            conn.pragma_update(None, "user_version", from + 1)
-                .map_err(doing)
-        });
-        match moved {
-            Ok(()) => conn.execute_batch("COMMIT").map_err(doing)?,
-            Err(e) => {
-                let _ = conn.execute_batch("ROLLBACK");
-                return Err(e);
-            }
+        }
+        conn.pragma_update(None, "application_id", APPLICATION_ID)
+            .and_then(|()| conn.pragma_update(None, "user_version", VERSION))
+            .map_err(doing)
+    });
+    match moved {
+        Ok(()) => conn.execute_batch("COMMIT").map_err(doing),
+        Err(e) => {
+            let _ = conn.execute_batch("ROLLBACK");
+            Err(e)
         }
     }
 }
@@ -164,6 +167,7 @@ fn migrate_by_steps(conn: &Connection) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rusqlite::hooks::{AuthAction, AuthContext, Authorization};
 
     // conformance: issue-2/sqlite-version: a SQLite with the WAL-reset bug is refused at open
     #[test]
@@ -186,6 +190,33 @@ mod tests {
         assert_eq!(identify(&conn).unwrap(), Kind::Empty);
         migrate(&conn).unwrap();
         migrate(&conn).unwrap();
+        assert_eq!(identify(&conn).unwrap(), Kind::Ours(VERSION));
+    }
+
+    // conformance: contract/new-file-race: a file that another process makes while it is looked at is empty or ours, never somebody else's
+    #[test]
+    fn a_file_is_identified_in_one_moment() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.db");
+        let mut conn = Connection::open(&path).unwrap();
+        conn.pragma_update(None, "journal_mode", "WAL").unwrap();
+        // The other process is done between the first look and the second.
+        let mut other = Some(path);
+        conn.authorizer(Some(move |context: AuthContext<'_>| {
+            let second = matches!(
+                context.action,
+                AuthAction::Pragma {
+                    pragma_name: "user_version",
+                    ..
+                }
+            );
+            if let Some(path) = other.take_if(|_| second) {
+                migrate(&Connection::open(path).unwrap()).unwrap();
+            }
+            Authorization::Allow
+        }))
+        .unwrap();
+        assert_eq!(identify(&conn).unwrap(), Kind::Empty);
         assert_eq!(identify(&conn).unwrap(), Kind::Ours(VERSION));
     }
 

@@ -8,7 +8,7 @@ use rusqlite::params;
 
 use crate::errors::from_sqlite;
 use crate::failpoint;
-use crate::rows::{LeaseParts as _, Seq as _, read_failures, record_at, to_sql, write_failures};
+use crate::rows::{LeaseParts as _, Seq as _, read_failures, stored_at, to_sql, write_failures};
 use crate::state::{WAITING, micros};
 use crate::writer::Writer;
 
@@ -271,7 +271,7 @@ impl Writer {
 
     pub(crate) fn type_of(&mut self, seq: u64) -> Result<i64> {
         self.conn
-            .prepare_cached("SELECT type FROM log WHERE seq = ?1")
+            .prepare_cached("SELECT CAST(type AS INTEGER) FROM log WHERE seq = ?1")
             .and_then(|mut s| s.query_row([to_sql(seq)], |r| r.get(0)))
             .map_err(|e| from_sqlite("reading the log", e))
     }
@@ -341,8 +341,12 @@ impl Writer {
     ) -> Result<()> {
         let type_id = self.type_of(seq)?;
         let key = if self.state.group_mut(group)?.ordered {
-            record_at(&self.conn, seq, &mut self.state.type_names)?
-                .and_then(|r| r.event.ordering_key().map(std::borrow::Cow::into_owned))
+            stored_at(&self.conn, seq, &mut self.state.type_names)?.and_then(|s| {
+                s.record
+                    .event
+                    .ordering_key()
+                    .map(std::borrow::Cow::into_owned)
+            })
         } else {
             None
         };

@@ -3,6 +3,7 @@
 //! The file is the truth: after a failed transaction, or when another process committed something,
 //! all of this is read again.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -127,6 +128,8 @@ pub(crate) struct Held {
 pub(crate) struct State {
     pub(crate) head: u64,
     pub(crate) last_received: i64,
+    /// Whether it was told that this is far in the future.
+    pub(crate) told_ahead: Cell<bool>,
     pub(crate) groups: IdMap<i64, Group>,
     pub(crate) claims: IdMap<i64, Claim>,
     pub(crate) held: HashMap<(i64, u64), Held>,
@@ -149,6 +152,7 @@ impl State {
         let mut state = Self {
             head: 0,
             last_received: i64::MIN,
+            told_ahead: Cell::new(false),
             groups: IdMap::default(),
             claims: IdMap::default(),
             held: HashMap::new(),
@@ -165,6 +169,15 @@ impl State {
         Ok(state)
     }
 
+    /// The time of receipt of the newest event.
+    pub(crate) fn newest_received(&self, conn: &Connection) -> Result<Option<i64>> {
+        conn.prepare_cached(
+            "SELECT CAST(received_at AS INTEGER) FROM log ORDER BY seq DESC LIMIT 1",
+        )
+        .and_then(|mut s| s.query_row([], |r| r.get(0)).optional())
+        .map_err(|e| from_sqlite("reading the state of the file", e))
+    }
+
     /// Reads again what another process may have changed. Leases that are no longer ours are dropped
     /// and returned as `(claims, deliveries)`.
     pub(crate) fn refresh(&mut self, conn: &Connection) -> Result<Lost> {
@@ -176,7 +189,9 @@ impl State {
             return Err(crate::schema::newer(version));
         }
         let newest: Option<(i64, i64)> = conn
-            .prepare_cached("SELECT seq, received_at FROM log ORDER BY seq DESC LIMIT 1")
+            .prepare_cached(
+                "SELECT seq, CAST(received_at AS INTEGER) FROM log ORDER BY seq DESC LIMIT 1",
+            )
             .and_then(|mut s| s.query_row([], |r| Ok((r.get(0)?, r.get(1)?))).optional())
             .map_err(doing)?;
         let pruned: Option<i64> = conn

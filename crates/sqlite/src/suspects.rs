@@ -9,7 +9,7 @@ use rusqlite::{OptionalExtension, params};
 
 use crate::deliver::{CRASHED, Ready};
 use crate::errors::from_sqlite;
-use crate::rows::{record_at, seq_from, to_sql, write_failures};
+use crate::rows::{Stored, seq_from, stored_at, to_sql, write_failures};
 use crate::state::{CRASHES_BEFORE_ISOLATION, next_suspect};
 use crate::writer::Writer;
 
@@ -83,7 +83,7 @@ impl Writer {
             return self.look_for_suspects(group);
         }
         let delivery = self.lease_row(session, group, &row, now, true, alone)?;
-        self.post(session, vec![delivery]);
+        self.post(session, delivery.into_iter().collect());
         self.look_for_suspects(group)
     }
 
@@ -206,12 +206,12 @@ impl Writer {
         now: i64,
     ) -> Result<()> {
         let ordered = self.state.group_mut(group)?.ordered;
-        let Some(record) = record_at(&self.conn, seq, &mut self.state.type_names)? else {
+        let Some(Stored {
+            type_id, record, ..
+        }) = stored_at(&self.conn, seq, &mut self.state.type_names)?
+        else {
             return Ok(());
         };
-        let type_id = self
-            .state
-            .intern_type(&self.conn, record.event.type_arc())?;
         let key = if ordered {
             record.event.ordering_key()
         } else {

@@ -16,6 +16,7 @@ mod events;
 mod files;
 mod get;
 mod groups;
+mod limits;
 mod objects;
 mod outbox;
 mod outbox_operators;

@@ -8,8 +8,9 @@ use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
-use everbus_core::{AuditHead, Clock as _, Code, Error, Result, SystemClock};
+use everbus_core::{AuditHead, Clock as _, Error, Result, SystemClock};
 
+use crate::errors::io_code;
 use crate::file::open_reader;
 
 /// What the file begins with.
@@ -113,12 +114,8 @@ impl HeadFile {
     }
 
     fn failed(&self, error: std::io::Error) -> Error {
-        let code = match error.kind() {
-            ErrorKind::StorageFull => Code::DiskFull,
-            _ => Code::ReadOnly,
-        };
         Error::new(
-            code,
+            io_code(&error),
             format!("{} cannot be written: {error}", self.path.display()),
         )
         .hint("the directory of the file must be writable; the records themselves are safe")

@@ -21,7 +21,7 @@ use crate::append::position_before;
 use crate::errors::from_sqlite;
 use crate::feeder::type_filter;
 use crate::readers::Reader;
-use crate::rows::{RECORD, TypeNames, ends, read_record, to_sql};
+use crate::rows::{RECORD, TypeNames, ends, read_stored, to_sql};
 
 /// Positions of the log that one step reads, and entries of the index it follows.
 const SCANNED: u64 = 50_000;
@@ -380,7 +380,9 @@ impl Found {
                 if items.len() == query.limit || *bytes > MAX_HISTORY_BYTES {
                     *more = true;
                 } else {
-                    let record = read_record(conn, row, types)?;
+                    let Some(record) = read_stored(conn, row, types)?.or_left_out() else {
+                        return Ok(());
+                    };
                     *bytes += record.event.payload().len();
                     items.push(record);
                 }
@@ -399,8 +401,12 @@ fn is_wanted(
 ) -> Result<bool> {
     let doing = |e| from_sqlite("reading the log", e);
     if let Some(pattern) = &query.types {
-        let id = row.get(2).map_err(doing)?;
-        if !Pattern::matches(pattern, &types.get(conn, id)?) {
+        // A type that cannot be read is none that was asked for.
+        let name = match row.get(2) {
+            Ok(id) => types.find(conn, id)?,
+            Err(_) => None,
+        };
+        if !name.is_some_and(|name| Pattern::matches(pattern, &name)) {
             return Ok(false);
         }
     }

@@ -1,5 +1,8 @@
 //! The end of the writer, in order or not.
 
+use std::sync::PoisonError;
+use std::time::Instant;
+
 use everbus_core::Error;
 
 use super::Writer;
@@ -10,7 +13,10 @@ impl Writer {
     pub(super) fn finish(&mut self, orderly: bool) {
         let ids: Vec<u64> = self.sessions.keys().copied().collect();
         let mailboxes: Vec<_> = self.sessions.values().map(|s| s.mailbox.clone()).collect();
-        if self.sync_all().and_then(|()| self.begin()).is_ok() {
+        // A file that others hold is not waited for in vain.
+        let nothing_to_write =
+            ids.is_empty() && self.owner_lock.is_none() && !self.has_unwritten_cursors();
+        if !nothing_to_write && self.sync_all().and_then(|()| self.begin()).is_ok() {
             let done = ids
                 .iter()
                 .try_for_each(|id| self.detach(*id))
@@ -44,5 +50,58 @@ impl Writer {
         self.feeder.close();
         self.indexer.close();
         self.owner_lock = None;
+    }
+
+    /// Takes note that a round failed. Those who wait for new events learn of it after the busy timeout, as
+    /// every other caller does.
+    pub(super) fn note_failure(&mut self, error: Error) {
+        let since = *self.failing_since.get_or_insert_with(Instant::now);
+        if since.elapsed() >= self.busy_timeout {
+            *self.stalled.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            self.head.send_modify(|_| {});
+        }
+    }
+
+    pub(super) fn note_success(&mut self) {
+        if self.failing_since.take().is_some() {
+            *self.stalled.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use everbus_core::{Code, Cursor, Error, Log as _};
+
+    use crate::Options;
+    use crate::engine::SqliteEngine;
+
+    // conformance: contract/stalled-reader: who waits for new events learns that the engine cannot look for them, and may wait again afterwards
+    #[tokio::test]
+    async fn waiting_for_new_events_ends_when_none_can_be_looked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let options = Options {
+            busy_timeout: Duration::ZERO,
+            ..Options::default()
+        };
+        let handle = crate::engine::start(&dir.path().join("a.db"), options).unwrap();
+        let engine = SqliteEngine { handle };
+        // The writer is held while it has failed, so that its next good round does not hide it.
+        let (go, wait) = std::sync::mpsc::channel::<()>();
+        let held = engine.handle.job(move |writer| {
+            writer.note_failure(Error::of_file(Code::Busy, "locked"));
+            Ok(wait.recv().is_ok())
+        });
+        let stalled = engine.wait_beyond(Cursor::START).await.unwrap_err();
+        assert_eq!(stalled.code(), Code::Busy);
+        drop(go);
+        held.await.unwrap();
+        engine.handle.job(|_| Ok(())).await.unwrap();
+        let event = everbus_core::Event::builder("a.b").build().unwrap();
+        let published = everbus_core::Broker::append(&engine, vec![event]);
+        assert!(published.await.unwrap()[0].is_ok());
+        engine.wait_beyond(Cursor::START).await.unwrap();
     }
 }

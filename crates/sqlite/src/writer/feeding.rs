@@ -83,6 +83,12 @@ impl Writer {
             };
             searched = last.seq();
         }
-        self.hand_out(fed.session, searched, records)
+        self.hand_out(fed.session, searched, records)?;
+        for damaged in fed.damaged.iter().filter(|d| d.seq <= searched) {
+            if !self.was_dropped(group_id, damaged.seq)? {
+                self.bury_damaged(group_id, damaged, 0, Vec::new())?;
+            }
+        }
+        Ok(())
     }
 }

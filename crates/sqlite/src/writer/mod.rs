@@ -11,7 +11,7 @@ mod transaction;
 mod undo;
 
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use everbus_core::{Clock, Code, Delivery, Error, Lease, Result};
@@ -24,7 +24,9 @@ use crate::feeder::Feeder;
 use crate::guard::Guard;
 use crate::history::Indexer;
 use crate::ids::IdMap;
+use crate::log_head::LogHead;
 use crate::owner::OwnerLock;
+use crate::presence::Presence;
 use crate::queue::{Command, Queue, Taken};
 use crate::readers::Readers;
 use crate::rows::{LeaseParts as _, Seq as _};
@@ -78,6 +80,8 @@ pub(crate) struct Writer {
     readers: Vec<Arc<Readers>>,
     queue: Arc<Queue>,
     space: Space,
+    presence: Presence,
+    log_head: LogHead,
     busy_timeout: Duration,
     head: watch::Sender<u64>,
     data_version: i64,
@@ -85,6 +89,9 @@ pub(crate) struct Writer {
     owner_died: bool,
     cursors_stored: Instant,
     failed: Arc<OnceLock<Error>>,
+    /// Since when looking for new events has failed, and what those who wait for them are told.
+    failing_since: Option<Instant>,
+    stalled: Arc<Mutex<Option<Error>>>,
     backlog: Vec<Command>,
 }
 
@@ -100,6 +107,7 @@ pub(crate) struct Start {
     pub(crate) readers: Vec<Arc<Readers>>,
     pub(crate) head: watch::Sender<u64>,
     pub(crate) failed: Arc<OnceLock<Error>>,
+    pub(crate) stalled: Arc<Mutex<Option<Error>>>,
 }
 
 impl Writer {
@@ -110,6 +118,8 @@ impl Writer {
         let _ = start.head.send_replace(state.head);
         Ok(Self {
             space: Space::new(&start.path, start.options.disk_headroom),
+            presence: Presence::of(&start.path),
+            log_head: LogHead::begin(&start.path, &start.conn, state.head),
             conn: start.conn,
             guard: start.guard,
             path: start.path,
@@ -138,6 +148,8 @@ impl Writer {
             owner_died: false,
             cursors_stored: Instant::now(),
             failed: start.failed,
+            failing_since: None,
+            stalled: start.stalled,
             backlog: Vec::new(),
         })
     }
@@ -204,8 +216,11 @@ impl Writer {
             match self.turn_patiently(batch) {
                 Err(error) if is_fatal(&error) => self.stop(&error),
                 // Something passing, such as a locked file: the next round tries again.
-                Err(error) => tracing::warn!(target: "everbus::sqlite", %error, "trying again"),
-                Ok(()) => {}
+                Err(error) => {
+                    tracing::warn!(target: "everbus::sqlite", %error, "trying again");
+                    self.note_failure(error);
+                }
+                Ok(()) => self.note_success(),
             }
         }
     }
@@ -273,6 +288,7 @@ impl Writer {
                 self.watches.recheck_all();
             }
             if !self.has_work() {
+                self.presence.check_idle()?;
                 self.answer_watches()?;
                 self.feed();
                 return Ok(());
@@ -332,6 +348,7 @@ impl Writer {
             newer
         });
         self.indexer.saw(head);
+        self.log_head.note(head);
     }
 
     /// Whether there is room for what can wait.
@@ -402,12 +419,12 @@ impl Writer {
             || self.owner_died
             || self.leases_to_extend(now)
             || self.deliveries_to_take(now)
-            || (self.cursors_stored.elapsed() >= CURSOR_DELAY
-                && self
-                    .state
-                    .groups
-                    .values()
-                    .any(|g| g.cursor != g.stored_cursor))
+            || (self.cursors_stored.elapsed() >= CURSOR_DELAY && self.has_unwritten_cursors())
+    }
+
+    fn has_unwritten_cursors(&self) -> bool {
+        let mut groups = self.state.groups.values();
+        groups.any(|g| g.cursor != g.stored_cursor)
     }
 
     /// Hands out whatever can be handed out.

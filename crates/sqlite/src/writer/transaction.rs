@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 use super::{Writer, data_version};
 use crate::append::Appender;
 use crate::effect::failed_at_commit;
-use crate::errors::{from_sqlite, is_fatal};
+use crate::errors::{from_sqlite, is_busy, is_fatal};
 use crate::failpoint;
 use crate::queue::{Answer, Command, Reply};
 use crate::space::full;
@@ -308,7 +308,7 @@ impl Writer {
             Command::Attach { session, .. } => {
                 Outcome::Unit(match self.attach(session) {
                     // The lock file cannot be made: this consumer's trouble, nobody else's.
-                    Err(e) if e.code() == Code::ReadOnly => Err(e),
+                    Err(e) if matches!(e.code(), Code::ReadOnly | Code::OutOfResources) => Err(e),
                     other => soft(other)?,
                 })
             }
@@ -356,6 +356,7 @@ impl Writer {
         self.run_prepared(COMMIT)
             .map_err(|e| from_sqlite("committing", e))?;
         failpoint::hit("after-commit");
+        self.presence.check()?;
         self.state.appended.clear();
         self.keep_changes();
         Ok(())
@@ -386,11 +387,4 @@ fn is_constraint(error: &Error) -> bool {
     let cause = std::error::Error::source(error);
     let cause = cause.and_then(|e| e.downcast_ref::<rusqlite::Error>());
     cause.and_then(rusqlite::Error::sqlite_error_code) == Some(ErrorCode::ConstraintViolation)
-}
-
-fn is_busy(error: &rusqlite::Error) -> bool {
-    matches!(
-        error.sqlite_error_code(),
-        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked)
-    )
 }

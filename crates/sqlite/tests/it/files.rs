@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::sync::Barrier;
 use std::time::Duration;
 
 use everbus_core::{Code, Error};
@@ -68,6 +69,40 @@ async fn closing_leaves_one_complete_file() {
         .map(|e| e.unwrap().file_name())
         .collect();
     assert_eq!(names, ["a.db"], "no write-ahead log, no lock is left");
+}
+
+// conformance: contract/new-file-race: many who open one new file at the same moment all get it, and each event is there
+#[test]
+fn many_may_open_a_new_file_at_once() {
+    const STARTERS: usize = 8;
+    let dir = tempfile::tempdir().unwrap();
+    for round in 0..25 {
+        let path = dir.path().join(format!("{round}.db"));
+        let together = Barrier::new(STARTERS);
+        std::thread::scope(|scope| {
+            for starter in 0..STARTERS {
+                let (path, together) = (&path, &together);
+                scope.spawn(move || {
+                    let runtime = tokio::runtime::Builder::new_current_thread()
+                        .enable_all()
+                        .build()
+                        .unwrap();
+                    together.wait();
+                    let engine = everbus_sqlite::open(path, Options::default())
+                        .unwrap_or_else(|e| panic!("starter {starter} of round {round}: {e}"));
+                    runtime.block_on(async {
+                        publish(&engine, "a.b").await;
+                        engine.broker.close().await.unwrap();
+                    });
+                });
+            }
+        });
+        let conn = Connection::open(&path).unwrap();
+        let stored: u32 = conn
+            .query_row("SELECT count(*) FROM log", [], |r| r.get(0))
+            .unwrap();
+        assert_eq!(stored as usize, STARTERS);
+    }
 }
 
 // conformance: issue-2/not-a-file: a directory where a file should be is NotAFile

@@ -171,3 +171,21 @@ async fn nothing_stays_in_flight_with_a_consumer_that_has_left() {
     })
     .await;
 }
+
+// conformance: contract/busy-close: an engine that has nothing to write closes at once, also while another program holds the file
+#[tokio::test]
+async fn closing_waits_for_nobody_if_there_is_nothing_to_write() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.db");
+    let options = Options {
+        // Far longer than a test lasts.
+        busy_timeout: Duration::from_secs(3600),
+        ..Options::default()
+    };
+    let engine = everbus_sqlite::open(&path, options).unwrap();
+    publish(&engine, "a.b").await;
+    let lock = Lock::take(&path);
+    let closed = tokio::time::timeout(crate::PATIENCE, engine.broker.close());
+    closed.await.expect("it closes").unwrap();
+    lock.release();
+}

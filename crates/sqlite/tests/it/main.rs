@@ -9,14 +9,18 @@
 
 mod audit;
 mod bench_shape;
+mod checksums;
 mod conformance;
+mod damage;
 mod dead_letter_events;
+mod direct;
 mod disk;
 mod effects;
 mod ephemeral;
 mod faults;
 mod files;
 mod golden;
+mod gone;
 mod history;
 mod locked;
 mod model;

@@ -125,7 +125,11 @@ async fn the_check_finds_broken_rules() {
         .collect();
     assert_eq!(
         broken,
-        ["every event has a type", "no claim lies beyond its group"]
+        [
+            "every event has a type",
+            "no claim lies beyond its group",
+            "every event is as it was written"
+        ]
     );
 }
 

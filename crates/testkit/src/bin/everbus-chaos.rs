@@ -14,6 +14,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use clap::{Args, Parser, Subcommand};
 use everbus_testkit::chaos::campaign::{Campaign, Until};
 use everbus_testkit::chaos::disk::Disk;
+use everbus_testkit::chaos::hostile::{self, Hostile};
 use everbus_testkit::chaos::power::{Losses, Power, Unsynced};
 use everbus_testkit::chaos::relay::{self, RelayCampaign};
 use everbus_testkit::chaos::retain::{self, Bug, Policy};
@@ -44,10 +45,16 @@ struct CampaignArgs {
     /// machine allows it; none with --kills.
     #[arg(long, value_name = "K")]
     power_losses: Option<u64>,
+    /// How often each kind of hostile surroundings is tried afterwards.
+    #[arg(long, value_name = "K", default_value_t = HOSTILE_ROUNDS)]
+    hostile_rounds: u64,
     /// Repeats the schedule of an earlier run.
     #[arg(long)]
     seed: Option<u64>,
 }
+
+/// A few seconds in all.
+const HOSTILE_ROUNDS: u64 = 3;
 
 #[derive(Subcommand)]
 enum Command {
@@ -74,6 +81,23 @@ enum Command {
         /// Repeats the schedule of an earlier run.
         #[arg(long)]
         seed: Option<u64>,
+    },
+    /// Hostile surroundings: new files that many open, flipped bits, files that go, bad rows, clocks that leap,
+    /// few file descriptors.
+    Hostile {
+        /// How often each is tried.
+        #[arg(long, default_value_t = HOSTILE_ROUNDS)]
+        rounds: u64,
+        /// Repeats the choices of an earlier run.
+        #[arg(long)]
+        seed: Option<u64>,
+    },
+    #[command(hide = true)]
+    Starter {
+        #[arg(long)]
+        db: PathBuf,
+        #[arg(long)]
+        publishes: u64,
     },
     #[command(hide = true)]
     RelayVictim {
@@ -172,6 +196,8 @@ fn main() -> ExitCode {
             ..victim::Orders::new(db, seed, publishes)
         })
         .map(|()| true),
+        Some(Command::Hostile { rounds, seed }) => hostile(rounds, seed_or_new(seed)),
+        Some(Command::Starter { db, publishes }) => hostile::start(&db, publishes).map(|()| true),
         Some(Command::Relay { kills, seed }) => relays(kills, seed_or_new(seed)),
         Some(Command::RelayVictim {
             outbox,
@@ -231,7 +257,8 @@ fn campaign(args: &CampaignArgs) -> Result<bool, Broken> {
         tally.add(power.run(losses)?);
         control = lost_as_it_must(&power, Unsynced::Commits)?;
     }
-    Ok(report(&tally, seed) && control)
+    let surroundings = hostile(args.hostile_rounds, seed)?;
+    Ok(report(&tally, seed) && control && surroundings)
 }
 
 fn power(losses: u64, control: Option<Unsynced>, seed: u64) -> Result<bool, Broken> {
@@ -247,6 +274,27 @@ fn power(losses: u64, control: Option<Unsynced>, seed: u64) -> Result<bool, Brok
         return lost_as_it_must(&power, unsynced);
     }
     Ok(report(&power.run(Losses::Count(losses))?, seed))
+}
+
+fn hostile(rounds: u64, seed: u64) -> Result<bool, Broken> {
+    println!("seed={seed}");
+    let directory = new_directory("everbus-hostile-")?;
+    let io = |error| Broken(format!("{}: {error}", directory.display()));
+    let hostile = Hostile {
+        program: this_program()?,
+        directory: directory.clone(),
+        seed,
+        rounds,
+    };
+    let found = hostile.run()?;
+    for problem in &found.problems {
+        println!("PROBLEM {problem}");
+    }
+    println!("{found} seed={seed}");
+    if found.problems.is_empty() {
+        std::fs::remove_dir_all(&directory).map_err(io)?;
+    }
+    Ok(found.problems.is_empty())
 }
 
 fn relays(kills: u64, seed: u64) -> Result<bool, Broken> {

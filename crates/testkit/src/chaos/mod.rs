@@ -20,6 +20,7 @@ pub mod checker;
 pub mod content;
 pub mod disk;
 pub mod hooks;
+pub mod hostile;
 pub mod leases;
 pub mod ledger;
 pub mod memory;

@@ -8,6 +8,7 @@
 
 mod beside;
 mod checker;
+mod hostile;
 mod kills;
 mod memory;
 mod narrow;

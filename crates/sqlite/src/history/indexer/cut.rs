@@ -107,10 +107,15 @@ impl Work {
             let Ok(named) = serde_json::from_str::<Named<'_>>(attrs) else {
                 continue;
             };
-            let type_id: i64 = row.get(1).map_err(doing)?;
+            let Ok(type_id) = row.get::<_, i64>(1) else {
+                continue;
+            };
             let event_type = match known {
                 Some((id, hash)) if id == type_id => hash,
-                _ => scope::name(&types.get(conn, type_id)?),
+                _ => match types.find(conn, type_id)? {
+                    Some(name) => scope::name(&name),
+                    None => continue,
+                },
             };
             known = Some((type_id, event_type));
             let hashes = Hashes {

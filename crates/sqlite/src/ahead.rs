@@ -1,0 +1,105 @@
+//! Times of receipt far in the future: the clock of an earlier publisher was ahead.
+//!
+//! Times never fall as positions rise, so every later event gets the time of that publisher until the clocks
+//! have caught up, and whatever goes by time is wrong until then. Which of two clocks is right cannot be known
+//! here, and a file that was idle for long looks like one whose clock leapt. So it is told, and the times are
+//! brought back when an operator says that the clock is right.
+
+use everbus_core::{CheckReport, Result, Timestamp};
+use rusqlite::{Connection, OptionalExtension as _};
+
+use crate::append::position_before;
+use crate::errors::from_sqlite;
+use crate::rows::{RECORD, ends, read_stored, restamp, to_sql};
+use crate::state::{State, micros};
+use crate::writer::Writer;
+
+/// Clocks of one machine differ by less than a day, in microseconds.
+const TOLERATED: i64 = 24 * 3600 * 1_000_000;
+/// So many times are brought back in one transaction.
+const STEP: i64 = 500;
+
+/// Says once that new events get a time that lies in the future.
+pub(crate) fn warn_once(state: &State, now: i64) {
+    if state.last_received.saturating_sub(TOLERATED) > now && !state.told_ahead.replace(true) {
+        tracing::warn!(
+            target: "everbus::sqlite",
+            newest = %Timestamp::from_micros(state.last_received),
+            now = %Timestamp::from_micros(now),
+            "the newest event was received in the future, and new ones get the same time; see `everbus check`"
+        );
+    }
+}
+
+/// The position up to which times are believable.
+fn believable(conn: &Connection, now: Timestamp) -> Result<u64> {
+    position_before(
+        conn,
+        Timestamp::from_micros(micros(now).saturating_add(TOLERATED)),
+    )
+}
+
+/// Tells of events from the future.
+pub(crate) fn check(conn: &Connection, now: Timestamp, report: &mut CheckReport) -> Result<()> {
+    let upto = believable(conn, now)?;
+    let detail = match ends(conn)? {
+        Some((_, newest)) if newest > upto => format!(
+            "events {} to {newest} were received more than a day after now, {now}: a clock was ahead, or this one \
+             is behind; if this one is right, `everbus retention run --trust-clock` brings their times back",
+            upto + 1
+        ),
+        _ => "ok".into(),
+    };
+    report.add("no event is from the future", detail == "ok", detail);
+    Ok(())
+}
+
+impl Writer {
+    /// Gives events from the future the time of now, oldest first, so that times never fall meanwhile. Says
+    /// whether there may be more.
+    pub(crate) fn bring_back_times(&mut self) -> Result<bool> {
+        let doing = |e| from_sqlite("bringing times back", e);
+        let now = self.clock.now();
+        let upto = believable(&self.conn, now)?;
+        let before: Option<i64> = self
+            .conn
+            .query_row(
+                "SELECT CAST(received_at AS INTEGER) FROM log WHERE seq = ?1",
+                [to_sql(upto)],
+                |r| r.get(0),
+            )
+            .optional()
+            .map_err(doing)?;
+        let at = micros(now).max(before.unwrap_or(i64::MIN));
+        let mut changes = Vec::new();
+        {
+            let sql =
+                format!("SELECT {RECORD} FROM log WHERE log.seq > ?1 ORDER BY log.seq LIMIT ?2");
+            let mut statement = self.conn.prepare(&sql).map_err(doing)?;
+            let mut rows = statement.query((to_sql(upto), STEP)).map_err(doing)?;
+            while let Some(row) = rows.next().map_err(doing)? {
+                let stored = read_stored(&self.conn, row, &mut self.state.type_names)?;
+                let seq = row.get::<_, i64>(0).map_err(doing)?;
+                // What is damaged stays so: its checksum is not made to fit.
+                let checksum: Option<i32> = match &stored.damage {
+                    None => restamp(row, stored.record.event.event_type(), at).map_err(doing)?,
+                    Some(_) => row.get(9).unwrap_or_default(),
+                };
+                changes.push((seq, checksum));
+            }
+        }
+        let mut update = self
+            .conn
+            .prepare_cached("UPDATE log SET received_at = ?2, checksum = ?3 WHERE seq = ?1")
+            .map_err(doing)?;
+        for (seq, checksum) in &changes {
+            update.execute((seq, at, checksum)).map_err(doing)?;
+        }
+        drop(update);
+        if let Some(newest) = self.state.newest_received(&self.conn)? {
+            self.state.last_received = newest;
+        }
+        self.state.told_ahead.set(false);
+        Ok(changes.len() as i64 == STEP)
+    }
+}

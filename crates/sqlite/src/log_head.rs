@@ -1,0 +1,120 @@
+//! How far the log had come, kept beside a database while it is in use: `FILE.log-head`.
+//!
+//! The newest events are in the write-ahead log only. If that is deleted, cut or altered after a crash, SQLite
+//! opens what is left without a word: what follows the damage was never there. So the highest position that
+//! was acknowledged is kept outside of both, and what falls short of it is told.
+//!
+//! The note costs no sync and is renewed about once a second, so it lags behind: a loss of the last moments
+//! before a crash is not noticed. After an orderly close everything is in the database, and the note goes.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use everbus_core::{CheckReport, LogId, Result};
+use rusqlite::Connection;
+
+use crate::orphans::log_id;
+use crate::rows::seq_from;
+
+/// The note is renewed at most so often.
+const RENEW: Duration = Duration::from_secs(1);
+/// What the note begins with.
+const TITLE: &str = "everbus log head 1";
+
+/// The note beside one database.
+pub(crate) struct LogHead {
+    path: PathBuf,
+    log: Option<LogId>,
+    noted: Option<(u64, Instant)>,
+}
+
+impl LogHead {
+    /// Looks at the note that is there. If the log is shorter than it says, the note is put aside for `check`.
+    pub(crate) fn begin(database: &Path, conn: &Connection, head: u64) -> Self {
+        let this = Self {
+            path: beside(database, ""),
+            log: log_id(conn).ok(),
+            noted: None,
+        };
+        if let Some(noted) = this.read(&this.path).filter(|noted| *noted > head) {
+            tracing::error!(
+                target: "everbus::sqlite",
+                noted,
+                head,
+                "acknowledged events are missing: the write-ahead log of the file was lost, cut or altered"
+            );
+            let _ = std::fs::rename(&this.path, beside(database, LOST));
+        }
+        this
+    }
+
+    /// Notes that the log has come this far, if it is time to.
+    pub(crate) fn note(&mut self, head: u64) {
+        if self
+            .noted
+            .is_some_and(|(noted, at)| noted == head || at.elapsed() < RENEW)
+        {
+            return;
+        }
+        self.noted = Some((head, Instant::now()));
+        let Some(log) = self.log else { return };
+        // In one write, short enough to be there as a whole or not at all for every reader that asks.
+        let text = format!("{TITLE}\nlog {log}\nhead {head}\n");
+        if let Err(error) = std::fs::write(&self.path, text) {
+            tracing::debug!(target: "everbus::sqlite", %error, "the head of the log could not be noted");
+        }
+    }
+
+    fn read(&self, path: &Path) -> Option<u64> {
+        read(path, self.log?)
+    }
+}
+
+/// Removes the note of a database that was closed by everybody: it is complete without a write-ahead log.
+pub(crate) fn retire(database: &Path) {
+    let mut wal = database.as_os_str().to_owned();
+    wal.push("-wal");
+    if !Path::new(&wal).exists() {
+        let _ = std::fs::remove_file(beside(database, ""));
+    }
+}
+
+const LOST: &str = ".lost";
+
+/// Compares the log with the note, and tells what was found missing before.
+pub(crate) fn check(database: &Path, conn: &Connection, report: &mut CheckReport) -> Result<()> {
+    let Ok(log) = log_id(conn) else { return Ok(()) };
+    let head = crate::log::head_of(conn)?;
+    let noted = read(&beside(database, ""), log).filter(|noted| *noted > head);
+    let lost = read(&beside(database, LOST), log);
+    let detail = match (noted, lost) {
+        (None, None) => "ok".into(),
+        (Some(noted), _) => format!(
+            "the log ends at {head}, and {noted} was acknowledged: its -wal was lost, cut or altered"
+        ),
+        (None, Some(lost)) => format!(
+            "when the file was opened it had lost what was acknowledged up to {lost}: its -wal was lost, cut or \
+             altered; delete {} once that is dealt with",
+            beside(database, LOST).display()
+        ),
+    };
+    report.add("what was acknowledged is there", detail == "ok", detail);
+    Ok(())
+}
+
+/// The position that a note of this log names.
+fn read(path: &Path, log: LogId) -> Option<u64> {
+    let text = std::fs::read_to_string(path).ok()?;
+    let mut lines = text.lines();
+    let title = lines.next()? == TITLE;
+    let same = lines.next()?.strip_prefix("log ")? == log.to_string();
+    let head = lines.next()?.strip_prefix("head ")?.parse().ok()?;
+    (title && same && text.ends_with('\n')).then_some(seq_from(head))
+}
+
+fn beside(database: &Path, suffix: &str) -> PathBuf {
+    let mut path = database.as_os_str().to_owned();
+    path.push(".log-head");
+    path.push(suffix);
+    path.into()
+}

@@ -1,0 +1,78 @@
+//! Whether the files that are open are still those that their names lead to.
+//!
+//! A file that was deleted or renamed can still be written to by the processes that have it open: SQLite goes
+//! on, commits succeed, and nobody who opens the file by its name finds what they wrote.
+
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use everbus_core::{Code, Error, Result};
+
+/// While nothing is committed, this is looked at so often.
+const IDLE_LOOK: Duration = Duration::from_secs(1);
+
+/// The database, its write-ahead log and the index of that log. They stay the same files for as long as a
+/// connection is open.
+pub(crate) struct Presence {
+    files: Vec<(PathBuf, (u64, u64))>,
+    looked: Instant,
+}
+
+impl Presence {
+    /// Remembers the files as they are, after a connection has opened them.
+    pub(crate) fn of(database: &Path) -> Self {
+        let named = ["", "-wal", "-shm"].map(|suffix| {
+            let mut path = database.as_os_str().to_owned();
+            path.push(suffix);
+            PathBuf::from(path)
+        });
+        let there = |path: PathBuf| identity(&path).map(|identity| (path, identity));
+        Self {
+            files: named.into_iter().filter_map(there).collect(),
+            looked: Instant::now(),
+        }
+    }
+
+    /// Refuses if one of the files is gone or another one has its name. Asked before a commit is answered.
+    pub(crate) fn check(&mut self) -> Result<()> {
+        self.looked = Instant::now();
+        match self
+            .files
+            .iter()
+            .find(|(path, was)| identity(path) != Some(*was))
+        {
+            None => Ok(()),
+            Some((path, _)) => Err(gone(path)),
+        }
+    }
+
+    /// As [`check`](Self::check), for a writer that has nothing to commit: once in a while.
+    pub(crate) fn check_idle(&mut self) -> Result<()> {
+        if self.looked.elapsed() < IDLE_LOOK {
+            return Ok(());
+        }
+        self.check()
+    }
+}
+
+/// The device and the number of a file. A file that cannot be looked at counts as gone.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let meta = std::fs::metadata(path).ok()?;
+    Some((meta.dev(), meta.ino()))
+}
+
+fn gone(path: &Path) -> Error {
+    Error::of_file(
+        Code::FileGone,
+        format!(
+            "{} was deleted, moved or replaced while it was open",
+            path.display()
+        ),
+    )
+    .hint(
+        "put the .db, -wal and -shm back under their names before any process closes them, or restore a \
+         backup; what was acknowledged since the last backup may be in the moved files",
+    )
+    .with_unknown_outcome()
+}
