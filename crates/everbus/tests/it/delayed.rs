@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use everbus::{Clock as _, Event};
 
-use crate::support::{eventually, is_done, on_every_engine, recorder};
+use crate::support::{eventually, fine, is_done, on_every_engine, recorder};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -13,7 +13,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 async fn an_event_for_later_is_handled_then() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
-        let (handler, mut seen) = recorder();
+        let (handler, mut seen) = recorder(fine);
         let subscribe = bus.subscribe("a.b").group("g");
         subscribe
             .max_staleness(HOUR / 2)
