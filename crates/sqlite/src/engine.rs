@@ -12,6 +12,7 @@ use everbus_core::{
 };
 use tokio::sync::{oneshot, watch};
 
+use crate::answers::Answers;
 use crate::audit::Keeper;
 use crate::effect::ENGINE;
 use crate::feeder;
@@ -36,6 +37,7 @@ pub(crate) struct Handle {
     pub(crate) audit: Arc<Keeper>,
     pub(crate) head: watch::Receiver<u64>,
     pub(crate) failed: Arc<OnceLock<Error>>,
+    answers: Arc<Answers>,
     pub(crate) path: PathBuf,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) durability: Durable,
@@ -182,6 +184,7 @@ pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
     let (head, watched) = watch::channel(0);
     let (end, ended) = watch::channel(false);
     let failed = Arc::new(OnceLock::new());
+    let answers = Arc::new(Answers::default());
     let feeder = feeder::start(&path, &queue)?;
     let indexer = Indexer::start(&path, &queue, options.history)?;
     let readers = Arc::new(Readers::new(path.clone()));
@@ -205,6 +208,7 @@ pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
         ],
         head,
         failed: failed.clone(),
+        answers: answers.clone(),
     })?;
     std::thread::Builder::new()
         .name("everbus-write".into())
@@ -228,6 +232,7 @@ pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
         audit,
         head: watched,
         failed,
+        answers,
         path,
         clock,
         durability,
@@ -291,6 +296,7 @@ impl Broker for SqliteEngine {
     }
 
     fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
+        let group = Box::new(group);
         self.ask(|reply| Command::Declare { group, reply })
     }
 
@@ -310,13 +316,27 @@ impl Broker for SqliteEngine {
         })
     }
 
-    fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
-        if batch.is_empty() {
-            return Box::pin(std::future::ready(Ok(Vec::new())));
+    fn append(&self, mut batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
+        if batch.len() <= 1 {
+            let Some(event) = batch.pop() else {
+                return Box::pin(std::future::ready(Ok(Vec::new())));
+            };
+            let (reply, answer) = oneshot::channel();
+            self.handle.queue.push(Command::AppendOne { event, reply });
+            return Box::pin(async {
+                let answer = receive(answer).await;
+                self.handle.answers.send();
+                Ok(vec![Ok(answer?)])
+            });
         }
-        self.ask(|reply| Command::Append {
+        let answer = self.ask(|reply| Command::Append {
             events: batch,
             reply,
+        });
+        Box::pin(async {
+            let answer = answer.await;
+            self.handle.answers.send();
+            answer
         })
     }
 
@@ -332,12 +352,12 @@ impl Broker for SqliteEngine {
         }
         let id = self.handle.sessions.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
-        let session = NewSession {
+        let session = Box::new(NewSession {
             id,
             group,
             options,
             mailbox: mailbox.clone(),
-        };
+        });
         let attached = self.ask(|reply| Command::Attach { session, reply });
         // Made before the answer: if the caller gives up waiting, dropping it detaches the session.
         let consumer = SqliteConsumer {

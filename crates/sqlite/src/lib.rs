@@ -16,6 +16,7 @@
 //! common case handling an event costs no read and a fraction of a row. Several processes may open
 //! the same file; each notices what the others committed within 20 ms.
 
+mod answers;
 mod append;
 mod audit;
 mod bury;
