@@ -106,7 +106,7 @@ impl Writer {
         &mut self,
         session_id: u64,
         searched: u64,
-        wanted: Vec<Typed>,
+        mut wanted: Vec<Typed>,
     ) -> Result<()> {
         let Some(session) = self.sessions.get_mut(&session_id) else {
             return Ok(());
@@ -117,9 +117,12 @@ impl Writer {
         if wanted.is_empty() {
             return Ok(());
         }
-        let (handled, unhandled): (Vec<Typed>, Vec<Typed>) = wanted
-            .into_iter()
-            .partition(|(type_id, record)| session.handles(*type_id, record.event.event_type()));
+        let unhandled: Vec<Typed> = wanted
+            .extract_if(.., |(type_id, record)| {
+                !session.handles(*type_id, record.event.event_type())
+            })
+            .collect();
+        let handled = wanted;
         let (lease, patience) = (session.lease, session.no_handler_after);
         if !unhandled.is_empty() {
             let due = micros(self.clock.now().plus(patience));

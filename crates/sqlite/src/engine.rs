@@ -12,6 +12,7 @@ use everbus_core::{
 };
 use tokio::sync::{oneshot, watch};
 
+use crate::answers::Answers;
 use crate::audit::Keeper;
 use crate::effect::ENGINE;
 use crate::feeder;
@@ -38,6 +39,7 @@ pub(crate) struct Handle {
     pub(crate) failed: Arc<OnceLock<Error>>,
     /// Why the writer cannot look for new events, as long as it cannot.
     pub(crate) stalled: Arc<Mutex<Option<Error>>>,
+    answers: Arc<Answers>,
     pub(crate) path: PathBuf,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) durability: Durable,
@@ -192,6 +194,7 @@ pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
     let (end, ended) = watch::channel(false);
     let failed = Arc::new(OnceLock::new());
     let stalled = Arc::new(Mutex::default());
+    let answers = Arc::new(Answers::default());
     let feeder = feeder::start(&path, &queue)?;
     let indexer = Indexer::start(&path, &queue, options.history)?;
     let readers = Arc::new(Readers::new(path.clone()));
@@ -216,6 +219,7 @@ pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
         head,
         failed: failed.clone(),
         stalled: stalled.clone(),
+        answers: answers.clone(),
     })?;
     let file = path.clone();
     std::thread::Builder::new()
@@ -242,6 +246,7 @@ pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
         head: watched,
         failed,
         stalled,
+        answers,
         path,
         clock,
         durability,
@@ -305,6 +310,7 @@ impl Broker for SqliteEngine {
     }
 
     fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
+        let group = Box::new(group);
         self.ask(|reply| Command::Declare { group, reply })
     }
 
@@ -324,13 +330,27 @@ impl Broker for SqliteEngine {
         })
     }
 
-    fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
-        if batch.is_empty() {
-            return Box::pin(std::future::ready(Ok(Vec::new())));
+    fn append(&self, mut batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
+        if batch.len() <= 1 {
+            let Some(event) = batch.pop() else {
+                return Box::pin(std::future::ready(Ok(Vec::new())));
+            };
+            let (reply, answer) = oneshot::channel();
+            self.handle.queue.push(Command::AppendOne { event, reply });
+            return Box::pin(async {
+                let answer = receive(answer).await;
+                self.handle.answers.send();
+                Ok(vec![Ok(answer?)])
+            });
         }
-        self.ask(|reply| Command::Append {
+        let answer = self.ask(|reply| Command::Append {
             events: batch,
             reply,
+        });
+        Box::pin(async {
+            let answer = answer.await;
+            self.handle.answers.send();
+            answer
         })
     }
 
@@ -346,12 +366,12 @@ impl Broker for SqliteEngine {
         }
         let id = self.handle.sessions.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
-        let session = NewSession {
+        let session = Box::new(NewSession {
             id,
             group,
             options,
             mailbox: mailbox.clone(),
-        };
+        });
         let attached = self.ask(|reply| Command::Attach { session, reply });
         // Made before the answer: if the caller gives up waiting, dropping it detaches the session.
         let consumer = SqliteConsumer {

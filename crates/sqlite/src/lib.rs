@@ -17,6 +17,7 @@
 //! the same file; each notices what the others committed within 20 ms.
 
 mod ahead;
+mod answers;
 mod append;
 mod audit;
 mod bury;

@@ -37,6 +37,11 @@ pub(crate) enum Command {
         events: Vec<Event>,
         reply: Reply<Vec<Result<Appended>>>,
     },
+    /// A publish of one event, as most are: without a list for it and one for its answer.
+    AppendOne {
+        event: Event,
+        reply: Reply<Appended>,
+    },
     Settle {
         settlements: Vec<Settlement>,
         reply: Reply<Vec<Result<()>>>,
@@ -47,7 +52,7 @@ pub(crate) enum Command {
         reply: Reply<Vec<Result<()>>>,
     },
     Declare {
-        group: GroupSpec,
+        group: Box<GroupSpec>,
         reply: Reply<Vec<SubscriptionInfo>>,
     },
     Retract {
@@ -59,7 +64,7 @@ pub(crate) enum Command {
         reply: Reply<()>,
     },
     Attach {
-        session: NewSession,
+        session: Box<NewSession>,
         reply: Reply<()>,
     },
     SetHandled {
@@ -92,6 +97,19 @@ impl Command {
         }
     }
 
+    /// Whether it publishes.
+    pub(crate) fn is_append(&self) -> bool {
+        matches!(self, Command::Append { .. } | Command::AppendOne { .. })
+    }
+
+    /// The event of a publish of one.
+    pub(crate) fn single(&self) -> Option<&Event> {
+        match self {
+            Command::AppendOne { event, .. } => Some(event),
+            _ => None,
+        }
+    }
+
     /// Whether it may wait while others have something to do.
     pub(crate) fn is_patient(&self) -> bool {
         matches!(
@@ -118,6 +136,7 @@ impl Command {
     pub(crate) fn fail(self, error: Error) {
         match self {
             Command::Append { reply, .. } => drop(reply.send(Err(error))),
+            Command::AppendOne { reply, .. } => drop(reply.send(Err(error))),
             Command::Settle { reply, .. } | Command::Extend { reply, .. } => {
                 drop(reply.send(Err(error)));
             }
@@ -200,6 +219,11 @@ impl Queue {
         inner.closed = true;
         drop(inner);
         self.wake.notify_one();
+    }
+
+    /// Whether nothing waits for the writer.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.lock().commands.is_empty()
     }
 
     /// Whether the end has been asked for.

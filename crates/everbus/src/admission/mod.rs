@@ -63,6 +63,11 @@ impl Admission {
         })
     }
 
+    /// Whether any publish may have to wait or be refused.
+    pub(crate) fn is_limited(&self) -> bool {
+        self.limited
+    }
+
     /// Waits until these events may be appended together, or says why they may not.
     ///
     /// A publish waits for its turn and for room together no longer than the longest `wait` of the

@@ -1,12 +1,15 @@
 //! Publishing: what is checked before an event is taken, and how it reaches the engine.
 
 use std::future::Future;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use everbus_core::{Appended, Code, Error, Event, IntoEvent, REPLAY_OF, Result};
 
 use super::{Bus, Shared};
+use crate::admission::Admitted;
 use crate::options::TRAVELS;
+use crate::overflow::Objects;
 use crate::receipt::Receipt;
 use crate::stats::Published;
 use crate::{ambient, guard};
@@ -107,11 +110,14 @@ impl Bus {
     pub(crate) async fn append_as_is(&self, events: Vec<Event>) -> Result<Vec<Result<Appended>>> {
         let shared = &self.inner.shared;
         shared.accepts()?;
-        // Held until the append is over.
-        let admitting = shared
-            .admission
-            .admit(shared.engine.depth.as_deref(), &events);
-        let admitted = shared.unless_ending(admitting).await?;
+        // Held until the append is over. Boxed where it is needed: most publishes are without limits, and their
+        // futures should be small.
+        let mut admitted = Admitted::default();
+        if shared.admission.is_limited() {
+            let depth = shared.engine.depth.as_deref();
+            let admitting = shared.unless_ending(shared.admission.admit(depth, &events));
+            admitted = Box::pin(admitting).await?;
+        }
         for (event_type, dropped) in admitted.dropped() {
             guard::log(|| {
                 shared.stats.publishing(event_type).dropped(*dropped);
@@ -119,7 +125,12 @@ impl Bus {
             });
         }
         // After every wait: an object is referred to soon after it was put there.
-        let events = shared.unless_ending(shared.offload(events)).await?;
+        let over = |objects: &Arc<Objects>| events.iter().any(|event| objects.is_over(event));
+        let events = if shared.objects.as_ref().is_some_and(over) {
+            Box::pin(shared.unless_ending(shared.offload(events))).await?
+        } else {
+            events
+        };
         shared.append(events).await
     }
 }

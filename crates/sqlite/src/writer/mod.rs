@@ -18,6 +18,7 @@ use everbus_core::{Clock, Code, Delivery, Error, Lease, Result};
 use rusqlite::Connection;
 use tokio::sync::watch;
 
+use crate::answers::{Answers, Published};
 use crate::errors::{from_sqlite, is_fatal};
 use crate::failpoint;
 use crate::feeder::Feeder;
@@ -93,6 +94,10 @@ pub(crate) struct Writer {
     failing_since: Option<Instant>,
     stalled: Arc<Mutex<Option<Error>>>,
     backlog: Vec<Command>,
+    /// Room for commands and for answers, to be used again.
+    spare: Vec<Command>,
+    published: Vec<Published>,
+    answers: Arc<Answers>,
 }
 
 /// What the writer needs to begin.
@@ -108,6 +113,7 @@ pub(crate) struct Start {
     pub(crate) head: watch::Sender<u64>,
     pub(crate) failed: Arc<OnceLock<Error>>,
     pub(crate) stalled: Arc<Mutex<Option<Error>>>,
+    pub(crate) answers: Arc<Answers>,
 }
 
 impl Writer {
@@ -151,6 +157,9 @@ impl Writer {
             failing_since: None,
             stalled: start.stalled,
             backlog: Vec::new(),
+            spare: Vec::new(),
+            published: Vec::new(),
+            answers: start.answers,
         })
     }
 
@@ -158,6 +167,7 @@ impl Writer {
     /// who waits, instead of silence.
     pub(crate) fn run(mut self) {
         let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.serve()));
+        self.answers.send();
         if served.is_err() {
             let error = Error::new(Code::StorageFailed, "the writer of the file panicked")
                 .hint("this is a bug in Everbus; please report it, and open the file again")
@@ -173,8 +183,10 @@ impl Writer {
     }
 
     fn serve(&mut self) {
-        let mut spare = Vec::new();
         loop {
+            if self.queue.is_empty() {
+                self.answers.send();
+            }
             let timeout = if self.backlog.is_empty() {
                 self.sleep()
             } else {
@@ -184,7 +196,7 @@ impl Writer {
                 commands,
                 closed,
                 orderly,
-            } = self.queue.take(std::mem::take(&mut spare), timeout);
+            } = self.queue.take(std::mem::take(&mut self.spare), timeout);
             let mut commands = commands;
             if let Some(error) = self.failed.get() {
                 let error = error.clone();
@@ -195,7 +207,7 @@ impl Writer {
                 if closed {
                     return;
                 }
-                spare = commands;
+                self.spare = commands;
                 continue;
             }
             let idle = commands.is_empty() && self.backlog.is_empty();
@@ -207,7 +219,6 @@ impl Writer {
                 std::mem::swap(&mut self.backlog, &mut commands);
             }
             self.backlog.append(&mut commands);
-            spare = commands;
             if !closed && !self.backlog.is_empty() && !self.rest().is_zero() {
                 continue;
             }
@@ -237,6 +248,10 @@ impl Writer {
                         .iter()
                         .map(|event| event.payload().len())
                         .sum::<usize>();
+                }
+                Command::AppendOne { event, .. } => {
+                    events += 1;
+                    bytes += event.payload().len();
                 }
                 Command::Settle { settlements, .. } => {
                     let effects = settlements.iter().filter(|s| s.effect.is_some()).count();
@@ -295,8 +310,7 @@ impl Writer {
             }
         }
         let mut appends = commands;
-        let apart = |c: &mut Command| !matches!(c, Command::Append { .. });
-        let mut others: Vec<Command> = appends.extract_if(.., apart).collect();
+        let mut others: Vec<Command> = appends.extract_if(.., |c| !c.is_append()).collect();
         let appends = self.refuse_if_full(appends);
         if let Err(error) = self.settle_apart(&mut others) {
             let refused = appends.into_iter().chain(others);

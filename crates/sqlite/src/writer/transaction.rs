@@ -2,25 +2,23 @@
 
 use std::time::{Duration, Instant};
 
-use everbus_core::{Appended, Code, Error, Event, Result, Settlement, SubscriptionInfo};
+use everbus_core::{Code, Error, Event, Result, Settlement, SubscriptionInfo};
 use rusqlite::ErrorCode;
 use tokio::sync::oneshot;
 
-use super::{Writer, data_version};
-use crate::append::Appender;
+use super::{MAX_EVENTS, Writer, data_version};
+use crate::answers::Published;
+use crate::append::{Appender, ROWS};
 use crate::effect::failed_at_commit;
 use crate::errors::{from_sqlite, is_busy, is_fatal};
 use crate::failpoint;
-use crate::queue::{Answer, Command, Reply};
+use crate::queue::{Answer, Command};
 use crate::space::full;
 
 /// With a text of their own: an effect that says `COMMIT` by mistake must not find these among the prepared
 /// statements, where the guard does not look again.
 const BEGIN: &str = "BEGIN IMMEDIATE /* of the writer */";
 const COMMIT: &str = "COMMIT /* of the writer */";
-
-/// A publisher that waits, and what it will be told if the transaction commits.
-type Published = (Reply<Vec<Result<Appended>>>, Result<Vec<Result<Appended>>>);
 
 /// What came of a command, told to its sender after the commit.
 enum Outcome {
@@ -73,6 +71,7 @@ impl Writer {
         let mut known = 0;
         let mut error = loop {
             let Err(error) = self.attempt(&mut appends, &mut others) else {
+                self.keep_room(appends);
                 return Ok(());
             };
             if self.offenders.len() == known {
@@ -101,6 +100,13 @@ impl Writer {
         }
         self.refuse(others, &error);
         Err(error)
+    }
+
+    /// Keeps the room that commands took for those to come, unless there were far too many.
+    fn keep_room(&mut self, commands: Vec<Command>) {
+        if commands.is_empty() && commands.capacity() <= MAX_EVENTS {
+            self.spare = commands;
+        }
     }
 
     /// Settles one by one, each in a transaction of its own: needed in a file with constraints that
@@ -182,10 +188,10 @@ impl Writer {
             return Err(error);
         }
         let offenders = self.offenders.len();
-        let mut published = Vec::with_capacity(appends.len());
+        let mut published = std::mem::take(&mut self.published);
         let result = match self.perform(others) {
             Ok(outcomes) => self
-                .append(std::mem::take(appends), &mut published)
+                .append(appends, &mut published)
                 .and_then(|()| self.pump_unless_lazy())
                 .and_then(|()| self.flush())
                 .and_then(|()| self.commit())
@@ -199,9 +205,8 @@ impl Writer {
         };
         match result {
             Ok(outcomes) => {
-                for (reply, result) in published {
-                    let _ = reply.send(result);
-                }
+                self.answers.put(&mut published);
+                self.published = published;
                 for (command, outcome) in others.drain(..).zip(outcomes) {
                     outcome.answer(command);
                 }
@@ -216,9 +221,8 @@ impl Writer {
                     _ if is_fatal(&error) => error.with_unknown_outcome(),
                     _ => error,
                 };
-                for (reply, _) in published {
-                    let _ = reply.send(Err(error.clone()));
-                }
+                published.drain(..).for_each(|p| p.fail(error.clone()));
+                self.published = published;
                 Err(error)
             }
         }
@@ -262,28 +266,59 @@ impl Writer {
         Ok(())
     }
 
-    fn append(&mut self, appends: Vec<Command>, published: &mut Vec<Published>) -> Result<()> {
+    fn append(&mut self, appends: &mut Vec<Command>, published: &mut Vec<Published>) -> Result<()> {
         if appends.is_empty() {
             return Ok(());
         }
         let now = self.clock.now();
-        let mut appender = Appender::new(&self.conn, &self.state, now);
-        let mut failure = None;
-        for command in appends {
-            let Command::Append { events, reply } = command else {
-                continue;
-            };
-            let result = match (&failure, &mut appender) {
-                (Some(error), _) => Err(Error::clone(error)),
-                (None, Err(error)) => Err(error.clone()),
-                (None, Ok(appender)) => appender.answered(&mut self.state, events),
-            };
-            if let Err(e) = &result
-                && !matches!(e.code(), Code::IdReused | Code::InvalidAttribute)
-            {
-                failure.get_or_insert_with(|| e.clone());
+        let mut appender = match Appender::new(&self.conn, &self.state, now) {
+            Ok(appender) => appender,
+            Err(error) => {
+                let refused = appends
+                    .drain(..)
+                    .filter_map(|c| Published::refused(c, &error));
+                published.extend(refused);
+                return Err(error);
             }
-            published.push((reply, result));
+        };
+        let mut failure = None;
+        let mut commands = appends.drain(..);
+        while !commands.as_slice().is_empty() {
+            // Publishers of single events share a statement.
+            let types = match commands.as_slice().first_chunk::<ROWS>() {
+                Some(rows) if failure.is_none() && rows.iter().all(|c| c.single().is_some()) => {
+                    let events = rows.iter().filter_map(Command::single);
+                    appender.write_rows(&mut self.state, events)
+                }
+                _ => Ok(None),
+            };
+            let types = types.unwrap_or_else(|error| {
+                failure = Some(error);
+                None
+            });
+            for (row, command) in commands.by_ref().take(ROWS).enumerate() {
+                let state = &mut self.state;
+                let done = match (command, &failure) {
+                    (command, Some(error)) => Published::refused(command, error),
+                    (Command::AppendOne { event, reply }, None) => {
+                        let result = match types {
+                            Some(types) => Ok(appender.written(state, event, types[row])),
+                            None => appender.single(state, event),
+                        };
+                        Some(Published::One(reply, result))
+                    }
+                    (Command::Append { events, reply }, None) => {
+                        let result = appender.answered(state, events);
+                        Some(Published::Batch(reply, result))
+                    }
+                    _ => None,
+                };
+                let error = done.as_ref().and_then(Published::error);
+                let lasting =
+                    |e: &&Error| !matches!(e.code(), Code::IdReused | Code::InvalidAttribute);
+                failure = failure.or_else(|| error.filter(lasting).cloned());
+                published.extend(done);
+            }
         }
         failure.map_or(Ok(()), Err)
     }
@@ -297,7 +332,7 @@ impl Writer {
 
     fn perform_one(&mut self, command: &mut Command) -> Result<Outcome> {
         Ok(match command {
-            Command::Append { .. } => Outcome::Nothing,
+            Command::Append { .. } | Command::AppendOne { .. } => Outcome::Nothing,
             Command::Settle { settlements, .. } => Outcome::Each(self.settle(settlements)?),
             Command::Extend { leases, by, .. } => Outcome::Each(self.extend(leases, *by)?),
             Command::Declare { group, .. } => Outcome::Declared(soft(self.declare(group))?),
