@@ -152,8 +152,10 @@ pub(crate) fn open_writer(path: &Path, options: &Options) -> Result<Connection> 
     pragma(&conn, "temp_store", "MEMORY")?;
     crate::schema::migrate(&conn)?;
     if kind == crate::schema::Kind::Empty {
-        // The tables are in the database itself from here on: without its write-ahead log it is not empty.
-        let _ = conn.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
+        // The tables are in the database itself from here on: without its write-ahead log it is not empty. If
+        // others are at the new file already, nobody is waited for.
+        let _ = conn.busy_timeout(Duration::ZERO);
+        let _ = conn.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()));
     }
     conn.busy_timeout(STATEMENT_BUSY)
         .map_err(|e| from_sqlite("opening the file", e))?;

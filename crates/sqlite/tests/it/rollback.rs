@@ -120,8 +120,7 @@ async fn a_retry_verdict_survives_a_full_disk() {
         let published = publish(&engine, "a.b").await;
         let delivery = fetch(&mut consumer, 1).await.remove(0);
         disk.fill(0);
-        // More than the room of the write-ahead log that was needed to make the tables.
-        let long = "y".repeat(600_000);
+        let long = "y".repeat(60_000);
         let refused = try_settle(&engine, &delivery, retry_at_once(&long)).await;
         assert_eq!(refused.unwrap_err().code(), Code::DiskFull);
         disk.free();
