@@ -1,14 +1,15 @@
 //! The verbs of a broker with a store beside it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{
-    Background, BoxFuture, Broker, BrokerLayer, Burial, Capabilities, Clock, Code, ConsumeOptions,
-    Consumer, DeadLetterFilter, DeadLetters, Delivery, Error, Event, Failure, GroupInfo, GroupName,
-    Lease, Result, Settlement, Store, Verdict, dead_letter_notice,
+    Background, BoxFuture, Broker, BrokerLayer, Burial, Clock, Code, ConsumeOptions, Consumer,
+    DeadLetterFilter, DeadLetters, Delivery, Error, Event, Failure, GroupInfo, GroupName,
+    GroupSpec, Lease, Result, Settlement, Store, SubscriptionInfo, Verdict, dead_letter_notice,
 };
+use tokio::sync::Notify;
 
 use super::archive;
 use super::consumer::ConsumerBeside;
@@ -20,6 +21,8 @@ pub(super) struct Shared {
     pub(super) broker: Arc<dyn Broker>,
     pub(super) store: Arc<dyn Store>,
     pub(super) clock: Arc<dyn Clock>,
+    /// The clock was set: what waits may be due.
+    pub(super) jumped: Arc<Notify>,
     held: Mutex<HashMap<Lease, Held>>,
 }
 
@@ -29,6 +32,8 @@ struct Held {
     group: GroupName,
     delivery: Delivery,
     waiting: Arc<Waiting>,
+    /// How long the consumer's leases last.
+    lease: Duration,
 }
 
 impl Shared {
@@ -37,13 +42,20 @@ impl Shared {
     }
 
     /// Takes note of deliveries that are handed out.
-    pub(super) fn hold(&self, group: &GroupName, waiting: &Arc<Waiting>, batch: &[Delivery]) {
+    pub(super) fn hold(
+        &self,
+        group: &GroupName,
+        waiting: &Arc<Waiting>,
+        lease: Duration,
+        batch: &[Delivery],
+    ) {
         let mut held = self.lock();
         for delivery in batch {
             let note = Held {
                 group: group.clone(),
                 delivery: delivery.clone(),
                 waiting: waiting.clone(),
+                lease,
             };
             held.insert(delivery.lease.clone(), note);
         }
@@ -56,6 +68,8 @@ pub(super) struct Beside {
     store_broker: Arc<dyn Broker>,
     letters: Arc<dyn DeadLetters>,
     native_delay: bool,
+    /// Groups for which nothing is kept, so that they have no dead letters.
+    ephemeral: Mutex<HashSet<GroupName>>,
 }
 
 /// What is left to tell the broker after the store knows.
@@ -75,10 +89,14 @@ impl Beside {
         clock: Arc<dyn Clock>,
     ) -> Self {
         let native_delay = broker.capabilities().native_delay;
+        let jumped = Arc::<Notify>::default();
+        let wake = jumped.clone();
+        clock.on_jump(Box::new(move || wake.notify_waiters()));
         let shared = Arc::new(Shared {
             broker,
             store,
             clock,
+            jumped,
             held: Mutex::default(),
         });
         Self {
@@ -86,7 +104,14 @@ impl Beside {
             store_broker,
             letters,
             native_delay,
+            ephemeral: Mutex::default(),
         }
+    }
+
+    fn ephemeral(&self) -> MutexGuard<'_, HashSet<GroupName>> {
+        self.ephemeral
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Appends events before the verdict that they belong to. Their ids are those that a repetition
@@ -136,6 +161,9 @@ impl Beside {
                 again.failures.push(failure.clone());
                 Ok(self.later(after, again, Verdict::Retry { after, failure }))
             }
+            Verdict::Dead { failure } if self.ephemeral().contains(&group) => {
+                Ok(Next::Tell(Verdict::Dead { failure }))
+            }
             Verdict::Dead { failure } => {
                 self.bury(held, failure).await?;
                 Ok(Next::Tell(Verdict::Ack))
@@ -166,15 +194,31 @@ impl Beside {
         let died_at = failures
             .last()
             .map_or_else(|| self.shared.clock.now(), |f| f.at);
-        let was_none = failures.last().is_some_and(|last| !last.kind.is_attempt());
-        let attempts = delivery.attempt.saturating_sub(u32::from(was_none));
         // An event that was sent back from the dead letters dies as the one it stands for.
         let record = original_of(&*self.letters, &delivery.record, group).await?;
-        let last = failures.last().cloned();
+        let attempts = delivery.attempt;
         let letter = Burial::new(record.clone(), group.clone(), attempts, failures, died_at);
         self.shared.store.bury(letter).await?;
-        let notice = dead_letter_notice(&record, group, attempts, last.as_ref(), died_at);
+        // The store has added up the attempts of all its deaths.
+        let known = self.letters.get(record.event.id()).await?;
+        let tenant = record.event.tenant();
+        let letter = known
+            .iter()
+            .find(|l| l.group == *group && l.event.event.tenant() == tenant)
+            .ok_or_else(|| Error::new(Code::Internal, "a dead letter was put and is not there"))?;
+        let last = letter.failures.last();
+        let notice = dead_letter_notice(&record, group, letter.attempts, last, died_at);
         self.append_first(notice.into_iter().collect()).await
+    }
+
+    /// Keeps an event here until it is due. Its lease is made to outlast the wait at once, so that it does
+    /// not depend on the next extension; where the broker cannot do that, its consumer extends it in time.
+    async fn wait(&self, held: &Held, after: Duration, again: Delivery) {
+        let lease = vec![again.lease.clone()];
+        let by = after.saturating_add(held.lease);
+        let _ = self.shared.broker.extend(lease, by).await;
+        self.shared.lock().remove(&again.lease);
+        held.waiting.add(self.shared.clock.now().plus(after), again);
     }
 
     async fn settle_all(&self, settlements: Vec<Settlement>) -> Result<Vec<Result<()>>> {
@@ -200,9 +244,7 @@ impl Beside {
                     Ok(())
                 }
                 (Ok(Next::Wait(after, delivery)), Some(held)) => {
-                    self.shared.lock().remove(&lease);
-                    let due = self.shared.clock.now().plus(after);
-                    held.waiting.add(due, *delivery);
+                    self.wait(&held, after, *delivery).await;
                     Ok(())
                 }
                 (Ok(Next::Wait(..)), None) => Ok(()),
@@ -213,7 +255,17 @@ impl Beside {
             return Ok(answers);
         }
         let leases: Vec<Lease> = tell.iter().map(|s| s.lease.clone()).collect();
-        let from_broker = self.shared.broker.settle(tell).await?;
+        let from_broker = match self.shared.broker.settle(tell).await {
+            Ok(from_broker) => from_broker,
+            Err(error) if told.len() == answers.len() => return Err(error),
+            Err(error) => {
+                // The others wait here already: they must not be sent again.
+                for index in told {
+                    answers[index] = Err(error.clone());
+                }
+                return Ok(answers);
+            }
+        };
         let mut held = self.shared.lock();
         for ((index, lease), answer) in told.into_iter().zip(leases).zip(from_broker) {
             let over = match &answer {
@@ -234,9 +286,29 @@ impl BrokerLayer for Beside {
         &*self.shared.broker
     }
 
-    /// What the broker offers, and what is done here in its place.
-    fn capabilities(&self) -> Capabilities {
-        self.shared.broker.capabilities().native_delay(true)
+    fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
+        Box::pin(async move {
+            let (name, ephemeral) = (group.name.clone(), group.ephemeral);
+            let declared = self.shared.broker.declare(group).await?;
+            if ephemeral {
+                self.ephemeral().insert(name);
+            }
+            Ok(declared)
+        })
+    }
+
+    /// Removes the group from the store, too: a group that is made anew under its name has handled nothing.
+    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            // The store first: a crash in between leaves a group that can be removed again.
+            match self.store_broker.remove_group(group.clone()).await {
+                Err(error) if error.code() != Code::GroupNotFound => return Err(error),
+                _ => {}
+            }
+            self.shared.broker.remove_group(group.clone()).await?;
+            self.ephemeral().remove(&group);
+            Ok(())
+        })
     }
 
     fn consume(
@@ -246,6 +318,8 @@ impl BrokerLayer for Beside {
     ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
         Box::pin(async move {
             let lease = options.lease;
+            // A dead letter that the broker makes by itself would be known to nobody.
+            let options = options.no_handler_after(Duration::MAX);
             let inner = self.shared.broker.consume(group.clone(), options).await?;
             let consumer = ConsumerBeside::new(inner, group, self.shared.clone(), lease);
             Ok(Box::new(consumer) as Box<dyn Consumer>)

@@ -8,9 +8,11 @@ use std::time::Duration;
 use everbus_core::{
     BoxFuture, Code, Consumer, Delivery, EventKey, GroupName, Pattern, Result, Settlement, Verdict,
 };
+use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 
 use super::broker::Shared;
+use super::dead_letters::RETRY_OF;
 use super::waiting::Waiting;
 use crate::guard;
 
@@ -22,17 +24,35 @@ pub(super) struct ConsumerBeside {
     /// Fetched from the broker, while the store is asked about them.
     fetched: Vec<Delivery>,
     paused: bool,
+    lease: Duration,
     keeper: Keeper,
 }
 
-/// The task that extends leases. It ends with its consumer, also with one that is dropped: otherwise what
-/// waits would be kept from all others as long as the process lives.
-struct Keeper(JoinHandle<()>);
+/// The task that extends leases. It ends with its consumer, also with one that is dropped; what waits is
+/// given back then, since otherwise it would be kept from all others until it is due.
+struct Keeper {
+    task: JoinHandle<()>,
+    shared: Arc<Shared>,
+    waiting: Arc<Waiting>,
+}
 
 impl Drop for Keeper {
     fn drop(&mut self) {
-        self.0.abort();
+        self.task.abort();
+        let back = given_back(self.waiting.take_all());
+        if let (false, Ok(runtime)) = (back.is_empty(), Handle::try_current()) {
+            let shared = self.shared.clone();
+            runtime.spawn(async move { shared.broker.settle(back).await });
+        }
     }
+}
+
+fn given_back(deliveries: impl IntoIterator<Item = Delivery>) -> Vec<Settlement> {
+    let after = Duration::ZERO;
+    deliveries
+        .into_iter()
+        .map(|delivery| Settlement::new(delivery.lease, Verdict::Release { after }))
+        .collect()
 }
 
 impl ConsumerBeside {
@@ -43,7 +63,11 @@ impl ConsumerBeside {
         lease: Duration,
     ) -> Self {
         let waiting = Arc::<Waiting>::default();
-        let keeper = Keeper(tokio::spawn(keep(shared.clone(), waiting.clone(), lease)));
+        let keeper = Keeper {
+            task: tokio::spawn(keep(shared.clone(), waiting.clone(), lease)),
+            shared: shared.clone(),
+            waiting: waiting.clone(),
+        };
         Self {
             inner,
             group,
@@ -51,6 +75,7 @@ impl ConsumerBeside {
             waiting,
             fetched: Vec::new(),
             paused: false,
+            lease,
             keeper,
         }
     }
@@ -69,11 +94,12 @@ async fn with_failures(
         let begun = failures.last().map_or(0, |last| last.attempt);
         delivery.attempt = delivery.attempt.max(begun + 1);
         delivery.failures = failures;
+        delivery.retried |= delivery.record.event.metadata().contains_key(RETRY_OF);
     }
     Ok(batch)
 }
 
-/// Extends the leases of what waits, three times per lease.
+/// Extends the leases of what waits, three times per lease: each outlasts the longest wait.
 async fn keep(shared: Arc<Shared>, waiting: Arc<Waiting>, lease: Duration) {
     loop {
         tokio::time::sleep(lease / 3).await;
@@ -81,7 +107,9 @@ async fn keep(shared: Arc<Shared>, waiting: Arc<Waiting>, lease: Duration) {
         if leases.is_empty() {
             continue;
         }
-        match shared.broker.extend(leases.clone(), lease).await {
+        let longest = waiting.longest(shared.clock.now());
+        let by = longest.saturating_add(lease);
+        match shared.broker.extend(leases.clone(), by).await {
             Ok(answers) => {
                 for (lease, answer) in leases.iter().zip(answers) {
                     if answer.is_err_and(|e| e.code() == Code::LeaseLost) {
@@ -104,6 +132,8 @@ impl Consumer for ConsumerBeside {
                 // Registered before the look, so that nothing between the two is missed.
                 let mut changed = pin!(self.waiting.changed.notified());
                 changed.as_mut().enable();
+                let mut jumped = pin!(self.shared.jumped.notified());
+                jumped.as_mut().enable();
                 let now = self.shared.clock.now();
                 let due = if self.paused {
                     Vec::new()
@@ -111,7 +141,8 @@ impl Consumer for ConsumerBeside {
                     self.waiting.take_due(now, max.max(1))
                 };
                 if !due.is_empty() {
-                    self.shared.hold(&self.group, &self.waiting, &due);
+                    self.shared
+                        .hold(&self.group, &self.waiting, self.lease, &due);
                     return Ok(due);
                 }
                 let next = self.waiting.next_due();
@@ -121,6 +152,7 @@ impl Consumer for ConsumerBeside {
                     biased;
                     batch = self.inner.fetch(max) => self.fetched = batch?,
                     () = changed => {}
+                    () = jumped => {}
                     () = tokio::time::sleep(nap), if next.is_some() && !self.paused => {}
                 }
             }
@@ -128,7 +160,8 @@ impl Consumer for ConsumerBeside {
             // answer, it is asked again by the next call.
             let batch = with_failures(&self.shared, &self.group, self.fetched.clone()).await?;
             self.fetched.clear();
-            self.shared.hold(&self.group, &self.waiting, &batch);
+            self.shared
+                .hold(&self.group, &self.waiting, self.lease, &batch);
             Ok(batch)
         })
     }
@@ -138,8 +171,15 @@ impl Consumer for ConsumerBeside {
     }
 
     fn pause(&mut self) -> BoxFuture<'_, Result<()>> {
-        self.paused = true;
-        self.inner.pause()
+        Box::pin(async move {
+            self.paused = true;
+            let back = given_back(std::mem::take(&mut self.fetched));
+            if !back.is_empty() {
+                // If this fails, the others have them when their leases end.
+                let _ = self.shared.broker.settle(back).await;
+            }
+            self.inner.pause().await
+        })
     }
 
     fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
@@ -157,14 +197,8 @@ impl Consumer for ConsumerBeside {
                 keeper,
                 ..
             } = *self;
+            let back = given_back(waiting.take_all().into_iter().chain(fetched));
             drop(keeper);
-            let back = waiting.take_all().into_iter().chain(fetched);
-            let back: Vec<Settlement> = back
-                .map(|delivery| {
-                    let after = Duration::ZERO;
-                    Settlement::new(delivery.lease, Verdict::Release { after })
-                })
-                .collect();
             if !back.is_empty() {
                 // The others may have them at once; if this fails, when their leases end.
                 let _ = shared.broker.settle(back).await;

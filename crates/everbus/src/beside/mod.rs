@@ -29,6 +29,7 @@ use everbus_core::{Clock, Code, DeadLetters, Engine, Error, Result};
 pub use archive::ARCHIVE;
 use broker::Beside;
 use dead_letters::LettersBeside;
+pub use dead_letters::RETRY_OF;
 
 /// Puts a store beside a broker. The store is any engine that remembers: SQLite, PostgreSQL.
 ///

@@ -45,16 +45,23 @@ impl Faults {
     /// About one call in `one_in` has each kind of fault.
     pub fn random(seed: u64, one_in: u64) -> Self {
         let faults = Self::default();
-        faults.with(|state| {
-            state.random = seed | 1;
+        faults.with(|state| state.random = seed);
+        faults.set(one_in);
+        faults
+    }
+
+    /// From now on about one call in `one_in` has each kind of fault: 1 is every call.
+    pub fn set(&self, one_in: u64) {
+        self.with(|state| {
+            // From zero, the sequence would never leave it.
+            state.random = state.random.max(1);
             state.one_in = one_in;
         });
-        faults
     }
 
     /// Ends all faults: what happens from now on goes well.
     pub fn stop(&self) {
-        self.with(|state| state.one_in = 0);
+        self.set(0);
     }
 
     /// What was done so far.
@@ -115,6 +122,6 @@ impl State {
 }
 
 fn away(verb: &str) -> Error {
-    let what = format!("{verb}: the narrow engine is away, on purpose");
+    let what = format!("{verb}: it is away, on purpose");
     Error::new(Code::Unavailable, what)
 }

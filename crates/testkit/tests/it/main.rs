@@ -6,6 +6,7 @@
     reason = "a surprise here is a failed test"
 )]
 
+mod beside;
 mod checker;
 mod kills;
 mod memory;
