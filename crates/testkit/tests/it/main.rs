@@ -8,6 +8,7 @@
 
 mod beside;
 mod checker;
+mod conformance;
 mod kills;
 mod memory;
 mod narrow;
