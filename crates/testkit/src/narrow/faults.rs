@@ -1,5 +1,6 @@
 //! Faults on demand: which call fails, and how.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use everbus_core::{Code, Error, Result};
@@ -34,6 +35,8 @@ struct State {
     /// One call in so many has each fault; none if it is zero.
     one_in: u64,
     tally: Tally,
+    /// How often each verb failed, and had done nothing.
+    failed: BTreeMap<String, u64>,
 }
 
 impl Faults {
@@ -69,6 +72,11 @@ impl Faults {
         self.with(|state| state.tally)
     }
 
+    /// How often a verb failed so far, and had done nothing.
+    pub fn failed(&self, verb: &str) -> u64 {
+        self.with(|state| state.failed.get(verb).copied().unwrap_or_default())
+    }
+
     fn with<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
         act(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -86,6 +94,7 @@ impl Faults {
     /// The server is away: nothing was done.
     pub(super) fn before(&self, verb: &str) -> Result<()> {
         if self.strikes(|tally| tally.before += 1) {
+            self.with(|state| *state.failed.entry(verb.to_owned()).or_default() += 1);
             return Err(away(verb));
         }
         Ok(())
