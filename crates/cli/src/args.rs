@@ -28,8 +28,9 @@ Every command needs to write to the file and its directory, those that only look
 keeps its -wal and -shm files there, and a program that opens the file recovers what a dead one \
 left.
 
-Environment: EVERBUS_DB and EVERBUS_BROKER choose the file or engine, EVERBUS_CONFIG the \
-configuration file that does if neither is set, EVERBUS_MAX_PAYLOAD the largest payload, \
+Environment: EVERBUS_DB and EVERBUS_BROKER choose the file or engine, EVERBUS_STORE the store \
+beside it, EVERBUS_CONFIG the \
+configuration file that does if none is set, EVERBUS_MAX_PAYLOAD the largest payload, \
 EVERBUS_LOG what is logged (for example EVERBUS_LOG=everbus=debug), EVERBUS_ACTOR who does it, \
 for the audit trail. A flag is stronger than any of them.";
 
@@ -63,8 +64,13 @@ pub(crate) struct Args {
     #[arg(long, global = true, value_name = "URL")]
     pub(crate) broker: Option<String>,
 
-    /// The configuration file, usually everbus.yaml. Its broker is used unless --db or --broker says
-    /// otherwise; what else it says holds [env: EVERBUS_CONFIG]
+    /// The store beside a broker that moves events and cannot keep them, as a URL: sqlite:FILE
+    /// [env: EVERBUS_STORE]
+    #[arg(long, global = true, value_name = "URL")]
+    pub(crate) store: Option<String>,
+
+    /// The configuration file, usually everbus.yaml. Its broker and the store beside it are used
+    /// unless --db or --broker says otherwise; what else it says holds [env: EVERBUS_CONFIG]
     #[arg(long, global = true, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
 

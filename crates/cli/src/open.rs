@@ -21,10 +21,15 @@ const DEFAULT_FILE: &str = "everbus.db";
 /// After this long a person is told what a command waits for.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// What `--db`, `--broker`, `--config` and the environment chose, and how it is opened.
+/// A command that reads from the store waits this long until the store has what the broker has.
+const CATCHING_UP: Duration = Duration::from_secs(2);
+
+/// What `--db`, `--broker`, `--store`, `--config` and the environment chose, and how it is opened.
 #[derive(Clone, Debug)]
 pub(crate) struct Target {
     place: Place,
+    /// The URL of the store beside it.
+    store: Option<String>,
     /// The configuration file that holds for it.
     config: Option<PathBuf>,
     /// Only if it was said.
@@ -52,13 +57,22 @@ impl Target {
             Some(path) => Some((path.clone(), Config::load(&path)?)),
             None => None,
         };
-        let place = Place::choose(args, config.as_ref())?;
+        let (place, from_config) = Place::choose(args, config.as_ref())?;
+        // The store of a configuration belongs to its broker: beside another one it would mix two logs.
+        let configured = config.as_ref().filter(|_| from_config);
+        let configured = configured.and_then(|(_, config)| config.store_url());
+        let store = args.store.clone().or(configured);
+        let store = store.or_else(|| {
+            let store = variable("EVERBUS_STORE").filter(|_| !from_config);
+            store.map(|url| url.to_string_lossy().into_owned())
+        });
         let config = config.map(|(path, _)| path);
         if let Place::File(path) = &place {
             refuse_directory_name(path, "--db")?;
         }
         Ok(Self {
             place,
+            store,
             config,
             max_payload: args.max_payload,
             busy_timeout: args.busy_timeout,
@@ -71,6 +85,7 @@ impl Target {
     pub(crate) fn file(path: &Path) -> Self {
         Self {
             place: Place::File(path.to_path_buf()),
+            store: None,
             config: None,
             max_payload: None,
             busy_timeout: everbus_sqlite::Options::default().busy_timeout,
@@ -80,13 +95,14 @@ impl Target {
 }
 
 impl Place {
-    /// The place, by the strongest of what names one.
-    fn choose(args: &Args, config: Option<&(PathBuf, Config)>) -> Outcome<Self> {
+    /// The place, by the strongest of what names one, and whether that is the configuration file.
+    fn choose(args: &Args, config: Option<&(PathBuf, Config)>) -> Outcome<(Self, bool)> {
+        let given = |place| Ok((place, false));
         if let Some(path) = &args.db {
-            return Ok(Self::File(path.clone()));
+            return given(Self::File(path.clone()));
         }
         if let Some(url) = &args.broker {
-            return Self::from_url(url);
+            return given(Self::from_url(url)?);
         }
         let configured = || match config {
             Some((path, config)) => Self::from_config(path, config),
@@ -95,16 +111,19 @@ impl Place {
         if args.config.is_some()
             && let Some(place) = configured()?
         {
-            return Ok(place);
+            return Ok((place, true));
         }
         match (variable("EVERBUS_DB"), variable("EVERBUS_BROKER")) {
             (Some(_), Some(_)) => Err(Stop::usage(
                 "EVERBUS_DB and EVERBUS_BROKER are both set",
                 Some("unset one, or name the file with --db"),
             )),
-            (Some(path), None) => Ok(Self::File(path.into())),
-            (None, Some(url)) => Self::from_url(&url.to_string_lossy()),
-            (None, None) => Ok(configured()?.unwrap_or_else(|| Self::File(DEFAULT_FILE.into()))),
+            (Some(path), None) => given(Self::File(path.into())),
+            (None, Some(url)) => given(Self::from_url(&url.to_string_lossy())?),
+            (None, None) => match configured()? {
+                Some(place) => Ok((place, true)),
+                None => given(Self::File(DEFAULT_FILE.into())),
+            },
         }
     }
 
@@ -147,6 +166,12 @@ impl Place {
 impl Target {
     /// The file, for commands that work on files.
     pub(crate) fn path(&self) -> Outcome<&Path> {
+        if self.store.is_some() {
+            return Err(Stop::usage(
+                "this works on one file, and a store beside the broker is named",
+                Some("name the file with --db and leave the store out"),
+            ));
+        }
         match &self.place {
             Place::File(path) => Ok(path),
             Place::Url(url) => Err(Stop::Failed(
@@ -172,8 +197,13 @@ impl Target {
             Place::Url(_) if config.is_some() => None,
             Place::Url(url) => Some(format!("--broker {}", shell_word(&redacted(url)))),
         };
-        let both: Vec<String> = config.into_iter().chain(place).collect();
-        both.join(" ")
+        let store = match (&self.store, &config) {
+            // The file names it, or the environment.
+            (None, _) | (Some(_), Some(_)) => None,
+            (Some(url), None) => Some(format!("--store {}", shell_word(&redacted(url)))),
+        };
+        let all: Vec<String> = config.into_iter().chain(place).chain(store).collect();
+        all.join(" ")
     }
 
     /// Opens what exists. A command that reads must not leave an empty file behind.
@@ -248,8 +278,8 @@ impl Target {
     }
 
     async fn open(&self, create: bool) -> Outcome<Engine> {
-        match &self.place {
-            Place::File(path) => {
+        match (&self.place, &self.store) {
+            (Place::File(path), None) => {
                 let path = path.clone();
                 let options = everbus_sqlite::Options {
                     create,
@@ -259,10 +289,23 @@ impl Target {
                 let opened = blocking(move || everbus_sqlite::open(&path, options));
                 Ok(self.patiently(opened).await?)
             }
-            Place::Url(url) => {
-                let builder = Bus::builder().create(create);
-                let bus = builder.busy_timeout(self.busy_timeout).open(url).await?;
-                Ok(bus.engine().clone())
+            (place, store) => {
+                let mut builder = Bus::builder()
+                    .create(create)
+                    .busy_timeout(self.busy_timeout);
+                if let Some(store) = store {
+                    builder = builder.store(store);
+                }
+                let url = match place {
+                    Place::File(path) => format!("sqlite:{}", path.to_string_lossy()),
+                    Place::Url(url) => url.clone(),
+                };
+                let bus = builder.open(url).await?;
+                let engine = bus.engine().clone();
+                if !create {
+                    catch_up(&engine).await?;
+                }
+                Ok(engine)
             }
         }
     }
@@ -291,6 +334,32 @@ impl Target {
         }
         work.await
     }
+}
+
+/// Copies into the store what the broker has and the store has not, and goes on with that while the command
+/// runs. What is still missing after a while is said.
+async fn catch_up(engine: &Engine) -> Outcome {
+    let Some(archive) = &engine.background else {
+        return Ok(());
+    };
+    tokio::spawn(archive.run());
+    let give_up = tokio::time::Instant::now() + CATCHING_UP;
+    while let Some(lag) = everbus::archive_lag(engine).await? {
+        let behind = lag.unsettled();
+        if behind == 0 {
+            break;
+        }
+        if tokio::time::Instant::now() > give_up {
+            let line = format!(
+                "note: the store has not got the last {} yet\n",
+                crate::output::counted(behind, "event")
+            );
+            let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    Ok(())
 }
 
 /// A variable of the environment that is set to something.

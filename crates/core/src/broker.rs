@@ -26,6 +26,7 @@ use crate::id::EventId;
 use crate::log::Recorded;
 use crate::pattern::Pattern;
 use crate::position::Position;
+use crate::stream::Streams;
 use crate::time::Timestamp;
 
 /// A boxed future, so that engines can be trait objects.
@@ -44,6 +45,16 @@ pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 pub trait Broker: Send + Sync + 'static {
     /// What this engine really offers.
     fn capabilities(&self) -> Capabilities;
+
+    /// Makes the streams exist as they are declared: with their limits, shards and copies, each with its
+    /// dialect on the wire. Durable on return; declaring again is harmless and takes over what changed.
+    /// The runtime calls it before anything else that a bus does.
+    ///
+    /// Left as it is by an engine with one log, where streams are a table above the log.
+    fn declare_streams(&self, streams: Streams) -> BoxFuture<'_, Result<()>> {
+        drop(streams);
+        Box::pin(std::future::ready(Ok(())))
+    }
 
     /// Creates a group if it does not exist and adds subscriptions to it; durable on return.
     /// Declaring again is harmless and returns the same subscription ids.

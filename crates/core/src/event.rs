@@ -253,10 +253,9 @@ impl TraceContext {
 }
 
 impl Event {
-    /// Whether a group may have the event: it is for everybody, or addressed to this one.
+    /// Whether a group may have the event; see [`GroupName::receives`].
     pub fn is_for(&self, group: &GroupName) -> bool {
-        let address = self.attributes().and_then(|a| a.address.as_deref());
-        address.is_none_or(|address| address == group.as_str())
+        group.receives(self.attributes().and_then(|a| a.address.as_deref()))
     }
 
     /// The event for one group only: all others pass it by.

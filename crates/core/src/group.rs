@@ -22,6 +22,9 @@ pub struct GroupName(Arc<str>);
 /// How the unnamed group is shown and may be written on a command line.
 pub const UNNAMED: &str = "(unnamed)";
 
+/// The name of the group that copies every event into the store beside a broker.
+pub const ARCHIVE: &str = "everbus.archive";
+
 impl GroupName {
     /// The unnamed group.
     pub fn unnamed() -> Self {
@@ -46,6 +49,12 @@ impl GroupName {
             return bad("the group name is not allowed");
         }
         Ok(Self(name.into()))
+    }
+
+    /// Whether the group may have an event with this address: the event is for all groups, it is addressed
+    /// to this one, or this is the [`ARCHIVE`], which copies every event.
+    pub fn receives(&self, address: Option<&str>) -> bool {
+        address.is_none_or(|address| address == self.as_str() || self.as_str() == ARCHIVE)
     }
 
     /// Whether this is the unnamed group.

@@ -94,6 +94,17 @@ impl StreamLag {
 }
 
 impl GroupInfo {
+    /// What is to do in all.
+    pub fn lag(&self) -> Lag {
+        Lag {
+            behind: self.behind,
+            in_flight: self.in_flight,
+            waiting: self.waiting,
+            dead_letters: self.dead_letters,
+            oldest: self.oldest,
+        }
+    }
+
     /// With [`streams`](Self::streams) by the routing table, for an engine that knows the lag by type: an
     /// entry for each stream that the group reads or has something to do in, in the order of the table.
     /// Events of a type that no stream covers any more are in the sums of the group alone.

@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::event::Event;
 use crate::group::{GroupInfo, GroupName, GroupSpec, SubscriptionInfo};
 use crate::id::EventId;
+use crate::stream::Streams;
 
 /// A [`Broker`] that is another one, except for what it says. Every verb is passed on unless it is
 /// written anew, also those that come later.
@@ -43,6 +44,11 @@ pub trait BrokerLayer: Send + Sync + 'static {
     /// As [`Broker::capabilities`].
     fn capabilities(&self) -> Capabilities {
         self.inner().capabilities()
+    }
+
+    /// As [`Broker::declare_streams`].
+    fn declare_streams(&self, streams: Streams) -> BoxFuture<'_, Result<()>> {
+        self.inner().declare_streams(streams)
     }
 
     /// As [`Broker::declare`].
@@ -98,6 +104,10 @@ pub trait BrokerLayer: Send + Sync + 'static {
 impl<L: BrokerLayer> Broker for L {
     fn capabilities(&self) -> Capabilities {
         BrokerLayer::capabilities(self)
+    }
+
+    fn declare_streams(&self, streams: Streams) -> BoxFuture<'_, Result<()>> {
+        BrokerLayer::declare_streams(self, streams)
     }
 
     fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {

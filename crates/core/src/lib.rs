@@ -74,7 +74,8 @@ pub use error::{Class, Code, Error, Result};
 pub use event::{Attributes, Entity, Event, Inherited, Overflow, OverflowPart, TraceContext};
 pub use failure::{Ended, Failure, FailureKind, Ran, given_up};
 pub use group::{
-    GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, SubscriptionSpec, other_lifetime,
+    ARCHIVE, GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, SubscriptionSpec,
+    other_lifetime,
 };
 pub use history::{History, HistoryPage, HistoryQuery, Order, PageCursor, check_range};
 pub use id::EventId;

@@ -16,6 +16,7 @@ use crate::dead_letters::{DeadLetterKey, MAX_FAILURES, all_failures};
 use crate::error::Result;
 use crate::failure::Failure;
 use crate::group::GroupName;
+use crate::id::EventId;
 use crate::log::Recorded;
 use crate::payloads::{EventKey, StoredStage};
 use crate::position::Position;
@@ -74,6 +75,15 @@ pub trait Store: Send + Sync + 'static {
     /// Their positions are the store's. One that is not open, or not there, stays as it is.
     fn mark_retried(&self, letters: Vec<DeadLetterKey>, at: Timestamp)
     -> BoxFuture<'_, Result<()>>;
+
+    /// Notes that a corrected event was sent in place of a dead letter: it is no longer open, and names that
+    /// event. The position is the store's. A letter that is not there stays away.
+    fn mark_replaced(
+        &self,
+        letter: DeadLetterKey,
+        by: EventId,
+        at: Timestamp,
+    ) -> BoxFuture<'_, Result<()>>;
 }
 
 /// A dead letter that a store is to keep.

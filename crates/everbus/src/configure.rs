@@ -48,7 +48,7 @@ impl BusBuilder {
         self
     }
 
-    /// Opens the bus on the engine that the configuration file names.
+    /// Opens the bus on the engine that the configuration file names, with the store that it names beside it.
     pub async fn open_configured(mut self) -> Result<Bus> {
         let Some(url) = self.url.take() else {
             return Err(Error::new(
@@ -57,6 +57,8 @@ impl BusBuilder {
             )
             .hint("add broker: with type and url to the file, or open the bus with a URL"));
         };
+        let store = self.config.as_ref().and_then(|config| config.store_url());
+        self.store = self.store.take().or(store);
         self.open(url).await
     }
 }

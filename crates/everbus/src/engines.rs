@@ -55,6 +55,22 @@ pub(crate) async fn open(
     }
 }
 
+/// Refuses a store that is the file of the broker: that file remembers already.
+pub(crate) fn check_apart(broker: &str, store: &str) -> Result<()> {
+    let (Target::Sqlite(broker), Target::Sqlite(store)) = (parse(broker)?, parse(store)?) else {
+        return Ok(());
+    };
+    let whole = |path: &PathBuf| path.canonicalize().or_else(|_| std::path::absolute(path));
+    match (whole(&broker), whole(&store)) {
+        (Ok(broker), Ok(store)) if broker == store => Err(Error::new(
+            Code::InvalidSetting,
+            format!("{} is the broker and the store beside it", broker.display()),
+        )
+        .hint("a file remembers its own events: leave the store out, or name another file")),
+        _ => Ok(()),
+    }
+}
+
 const HINT: &str = "use sqlite:FILE or a path for a file, memory: for none";
 
 fn parse(url: &str) -> Result<Target> {

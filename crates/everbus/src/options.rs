@@ -273,7 +273,7 @@ pub struct BusBuilder {
     pub(crate) options: BusOptions,
     engine: EngineOptions,
     /// The store beside the broker.
-    store: Option<String>,
+    pub(crate) store: Option<String>,
     /// Of the configuration file.
     pub(crate) url: Option<String>,
     /// The configuration file, to put on record that it changed.
@@ -481,6 +481,7 @@ impl BusBuilder {
         let clock = self.options.clock.clone();
         let mut engine = engines::open(url.as_ref(), self.engine.clone(), clock.clone()).await?;
         if let Some(store) = &self.store {
+            engines::check_apart(url.as_ref(), store)?;
             let store = engines::open(store, self.engine, clock.clone()).await?;
             engine = crate::beside::compose(engine, store, clock).await?;
         }

@@ -157,6 +157,7 @@ impl Registry {
         // Its schemas are not made those of the bus: what others publish is not its business.
         let (requests, _, _) = prepared.inspect_err(|_| shared.circuits.keep_only(&breakers))?;
         let ordered = requests.iter().any(|request| request.agreed.is_ordered());
+        shared.declare_streams().await?;
         shared
             .engine
             .broker
@@ -341,6 +342,7 @@ async fn check_groups(shared: &Shared, requests: &[Request]) -> Result<()> {
 /// Makes a subscription durable.
 async fn declare(shared: &Shared, request: &Request) -> Result<SubscriptionId> {
     let name = &request.name;
+    shared.declare_streams().await?;
     let declared = shared
         .engine
         .broker

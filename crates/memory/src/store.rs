@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use everbus_core::{
-    BoxFuture, Burial, DeadLetterKey, EARLY_STAGES, EventKey, Failure, GroupName, KeptFailures,
-    Position, Recorded, Result, Store, StoredStage, Timestamp,
+    BoxFuture, Burial, DeadLetterKey, EARLY_STAGES, EventId, EventKey, Failure, GroupName,
+    KeptFailures, Position, Recorded, Result, Store, StoredStage, Timestamp,
 };
 
 use crate::broker::Memory;
@@ -207,6 +207,26 @@ impl Store for Memory {
                 state.wake_waiters(position);
             }
             Ok(())
+        })
+    }
+
+    fn mark_replaced(
+        &self,
+        letter: DeadLetterKey,
+        by: EventId,
+        at: Timestamp,
+    ) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let position = letter.position.place();
+            {
+                let mut state = self.open_state()?;
+                if let Some(grave) = state.dead.get_mut(position, &letter.group)
+                    && grave.open
+                {
+                    grave.letter.replaced_by = Some(by);
+                }
+            }
+            self.mark_retried(vec![letter], at).await
         })
     }
 }

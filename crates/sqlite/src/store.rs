@@ -7,8 +7,8 @@
 use std::sync::Arc;
 
 use everbus_core::{
-    BoxFuture, Burial, DeadLetterKey, EARLY_STAGES, EarlierDeath, EventKey, Failure, GroupName,
-    KeptFailures, Position, Recorded, Result, Store, StoredStage, Timestamp,
+    BoxFuture, Burial, DeadLetterKey, EARLY_STAGES, EarlierDeath, EventId, EventKey, Failure,
+    GroupName, KeptFailures, Position, Recorded, Result, Store, StoredStage, Timestamp,
 };
 use rusqlite::{Connection, OptionalExtension, params};
 
@@ -127,7 +127,17 @@ impl Store for SqliteEngine {
         at: Timestamp,
     ) -> BoxFuture<'_, Result<()>> {
         self.handle
-            .job(move |writer| writer.mark_retried(&letters, at))
+            .job(move |writer| writer.mark_retried(&letters, None, at))
+    }
+
+    fn mark_replaced(
+        &self,
+        letter: DeadLetterKey,
+        by: EventId,
+        at: Timestamp,
+    ) -> BoxFuture<'_, Result<()>> {
+        self.handle
+            .job(move |writer| writer.mark_retried(&[letter], Some(by), at))
     }
 }
 
@@ -244,7 +254,12 @@ impl Writer {
             .map_err(|e| from_sqlite("writing a dead letter", e))
     }
 
-    fn mark_retried(&mut self, letters: &[DeadLetterKey], at: Timestamp) -> Result<()> {
+    fn mark_retried(
+        &mut self,
+        letters: &[DeadLetterKey],
+        by: Option<EventId>,
+        at: Timestamp,
+    ) -> Result<()> {
         let doing = |e| from_sqlite("noting a retry", e);
         for letter in letters {
             let seq = letter.position.place();
@@ -253,10 +268,13 @@ impl Writer {
             };
             self.conn
                 .prepare_cached(
-                    "UPDATE dead_letters SET retried_at = ?3
+                    "UPDATE dead_letters SET retried_at = ?3, replaced_by = coalesce(?4, replaced_by)
                      WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL",
                 )
-                .and_then(|mut s| s.execute((to_sql(seq), group, micros(at))))
+                .and_then(|mut s| {
+                    let by = by.as_ref().map(EventId::as_bytes);
+                    s.execute((to_sql(seq), group, micros(at), by))
+                })
                 .map_err(doing)?;
             self.watches.touch(seq);
         }

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use everbus_core::{DROPPED, Pattern, Progress, Result};
+use everbus_core::{DROPPED, GroupName, Pattern, Progress, Result};
 use rusqlite::{OptionalExtension, params};
 
 use crate::engine::SqliteEngine;
@@ -29,7 +29,7 @@ const PASSED: i64 = 500;
 /// How much of a stream one group owes.
 struct Tally {
     group: i64,
-    name: String,
+    name: GroupName,
     cursor: u64,
     /// The types of the stream that the group wants.
     wanted: HashSet<i64>,
@@ -131,7 +131,7 @@ impl Count {
                 .filter(|(_, name)| patterns.iter().any(|p| p.matches(name)));
             let mut tally = Tally {
                 group,
-                name,
+                name: name.parse()?,
                 cursor: seq_from(cursor),
                 wanted: wanted.map(|(id, _)| *id).collect(),
                 has_drops: last_skip.is_some_and(|seq| seq > cursor),
@@ -186,7 +186,7 @@ impl Count {
             let type_id: i64 = row.get(1).map_err(doing)?;
             let address: Option<String> = row.get(2).map_err(doing)?;
             for (tally, dropped) in self.tallies.iter_mut().zip(&dropped) {
-                let is_for = address.as_ref().is_none_or(|to| *to == tally.name);
+                let is_for = tally.name.receives(address.as_deref());
                 if is_for
                     && seq > tally.cursor
                     && tally.wanted.contains(&type_id)
@@ -415,7 +415,7 @@ impl Writer {
             let name = self.state.type_names.get(&self.conn, type_id)?;
             let seq = seq_from(seq);
             let group = self.state.group_mut(group_id)?;
-            let is_for = address.is_none_or(|to| to == group.name.as_str());
+            let is_for = group.name.receives(address.as_deref());
             if is_for && group.wants(type_id, &name) && !self.was_dropped(group_id, seq)? {
                 break;
             }

@@ -114,9 +114,7 @@ impl Writer {
             if foreign || group.declared_at >= position {
                 continue;
             }
-            let is_for = address
-                .as_deref()
-                .is_none_or(|to| to == group.name.as_str());
+            let is_for = group.name.receives(address.as_deref());
             let to_come = is_for && group.cursor < position && group.wants(type_id, &name);
             let group_name = group.name.clone();
             let to_come = to_come && !self.was_dropped(id, position)?;

@@ -41,6 +41,7 @@ pub(crate) async fn run(args: BackupArgs, target: &Target, output: &mut Output) 
                 .into());
         }
     }
+    target.path()?;
     let engine = target.open_existing().await?;
     let stage = with_suffix(&args.file, ".backing-up");
     let made = back_up(&args, &stage, &engine, target).await;

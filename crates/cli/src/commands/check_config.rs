@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use everbus::Config;
-use everbus::config::Problems;
+use everbus::config::{Broker, Problems};
 use serde_json::json;
 
 use super::check::CheckArgs;
@@ -39,12 +39,13 @@ fn good(path: &Path, config: &Config, output: &mut Output) -> Outcome {
     let warnings = warnings(config);
     let streams = config.limits.over(&config.streams)?;
     if output.is_json() {
-        let broker = config.broker.as_ref();
+        let engine = |e: &Broker| json!({ "type": e.kind.as_str(), "url": e.url.to_string() });
         let names: Vec<&str> = config.consumers.iter().map(|c| c.name.as_str()).collect();
         return output.json(&json!({
             "ok": true,
             "file": file,
-            "broker": broker.map(|b| json!({ "type": b.kind.as_str(), "url": b.url.to_string() })),
+            "broker": config.broker.as_ref().map(engine),
+            "store": config.store.as_ref().map(engine),
             "consumers": names,
             "streams": streams.iter().map(|s| shown(s, None)).collect::<Vec<_>>(),
             "problems": [],
@@ -52,10 +53,17 @@ fn good(path: &Path, config: &Config, output: &mut Output) -> Outcome {
         }));
     }
     let consumers = counted(config.consumers.len() as u64, "consumer");
-    output.line(match &config.broker {
-        Some(broker) => format!("broker {}, {consumers}", escaped(&broker.url.to_string())),
-        None => format!("no broker, {consumers}"),
-    })?;
+    let engine =
+        |role: &str, engine: &Broker| format!("{role} {}", escaped(&engine.url.to_string()));
+    let broker = config.broker.as_ref();
+    let broker = broker.map_or_else(|| "no broker".to_owned(), |b| engine("broker", b));
+    let store = config.store.as_ref().map(|s| engine("store", s));
+    let parts: Vec<String> = [broker]
+        .into_iter()
+        .chain(store)
+        .chain([consumers])
+        .collect();
+    output.line(parts.join(", "))?;
     print_routing(&streams, output)?;
     for warning in &warnings {
         output.line(format!("warning: {}", escaped(warning)))?;
@@ -65,12 +73,13 @@ fn good(path: &Path, config: &Config, output: &mut Output) -> Outcome {
 
 /// What is not wrong with the file, but will not work here.
 fn warnings(config: &Config) -> Vec<String> {
-    let broker = config.broker.iter().filter(|b| !b.kind.is_available());
-    broker
-        .map(|broker| {
+    let engines = config.broker.iter().chain(&config.store);
+    engines
+        .filter(|engine| !engine.kind.is_available())
+        .map(|engine| {
             format!(
                 "this build has no engine for {}: a bus cannot be opened with this file here",
-                broker.kind
+                engine.kind
             )
         })
         .collect()

@@ -25,6 +25,7 @@ mod publish;
 mod recovery;
 mod replay;
 mod retention;
+mod store;
 mod streams;
 mod support;
 mod tail;

@@ -44,6 +44,7 @@ impl Shop {
             .current_dir(self.directory.path())
             .env_remove("EVERBUS_DB")
             .env_remove("EVERBUS_BROKER")
+            .env_remove("EVERBUS_STORE")
             .env_remove("EVERBUS_CONFIG")
             .env_remove("EVERBUS_LOG")
             .env_remove("EVERBUS_ACTOR")

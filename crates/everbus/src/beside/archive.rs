@@ -4,14 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    Broker, Code, ConsumeOptions, GroupName, GroupSpec, Pattern, Result, Settlement, StartFrom,
-    Store, SubscriptionSpec, Verdict,
+    ARCHIVE, Broker, Code, ConsumeOptions, GroupName, GroupSpec, Pattern, Result, Settlement,
+    StartFrom, Store, SubscriptionSpec, Verdict,
 };
 
 use crate::guard;
-
-/// The name of the group that copies events into the store.
-pub const ARCHIVE: &str = "everbus.archive";
 
 /// Copied in one step.
 const BATCH: usize = 256;

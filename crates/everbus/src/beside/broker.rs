@@ -4,10 +4,12 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use everbus_core::dead_letters::MAX_PAGE;
 use everbus_core::{
-    Background, BoxFuture, Broker, BrokerLayer, Burial, Clock, Code, ConsumeOptions, Consumer,
-    DeadLetterFilter, DeadLetters, Delivery, Error, Event, Failure, GroupInfo, GroupName,
-    GroupSpec, Lease, Result, Settlement, Store, SubscriptionInfo, Verdict, dead_letter_notice,
+    Background, BoxFuture, Broker, BrokerLayer, Burial, Capabilities, Clock, Code, ConsumeOptions,
+    Consumer, DeadLetterFilter, DeadLetters, Delivery, Error, Event, Failure, GroupInfo, GroupName,
+    GroupSpec, Lease, Result, Settlement, Store, Streams, SubscriptionInfo, Timestamp, Verdict,
+    dead_letter_notice,
 };
 use tokio::sync::Notify;
 
@@ -21,6 +23,8 @@ pub(super) struct Shared {
     pub(super) broker: Arc<dyn Broker>,
     pub(super) store: Arc<dyn Store>,
     pub(super) clock: Arc<dyn Clock>,
+    /// What the broker offers.
+    pub(super) offers: Capabilities,
     /// The clock was set: what waits may be due.
     pub(super) jumped: Arc<Notify>,
     held: Mutex<HashMap<Lease, Held>>,
@@ -34,6 +38,8 @@ struct Held {
     waiting: Arc<Waiting>,
     /// How long the consumer's leases last.
     lease: Duration,
+    /// When the lease ends, as far as this process knows.
+    until: Timestamp,
 }
 
 impl Shared {
@@ -41,24 +47,38 @@ impl Shared {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes note of deliveries that are handed out.
+    /// Takes note of deliveries that are handed out under leases of this length, and forgets those whose
+    /// lease ended without a verdict.
     pub(super) fn hold(
         &self,
         group: &GroupName,
         waiting: &Arc<Waiting>,
-        lease: Duration,
         batch: &[Delivery],
+        lease: Duration,
     ) {
+        let now = self.clock.now();
         let mut held = self.lock();
+        if held.len() + batch.len() > held.capacity() {
+            held.retain(|_, held| held.until >= now);
+        }
         for delivery in batch {
             let note = Held {
                 group: group.clone(),
                 delivery: delivery.clone(),
                 waiting: waiting.clone(),
                 lease,
+                until: now.plus(lease),
             };
             held.insert(delivery.lease.clone(), note);
         }
+    }
+
+    /// The delivery that a lease is for. A broker without a fence would take a verdict for another
+    /// delivery of the event, so one that comes after the end of its lease is refused here.
+    fn held(&self, lease: &Lease) -> Option<Held> {
+        let held = self.lock().get(lease).cloned()?;
+        let is_over = !self.offers.fencing && held.until < self.clock.now();
+        (!is_over).then_some(held)
     }
 }
 
@@ -67,15 +87,14 @@ pub(super) struct Beside {
     /// The engine that the store belongs to: closed with the broker.
     store_broker: Arc<dyn Broker>,
     letters: Arc<dyn DeadLetters>,
-    native_delay: bool,
     /// Groups for which nothing is kept, so that they have no dead letters.
     ephemeral: Mutex<HashSet<GroupName>>,
 }
 
 /// What is left to tell the broker after the store knows.
 enum Next {
-    /// This verdict.
-    Tell(Verdict),
+    /// This verdict, and the events that belong to it.
+    Tell(Verdict, Vec<Event>),
     /// Nothing: the event waits here until it is due.
     Wait(Duration, Box<Delivery>),
 }
@@ -88,11 +107,11 @@ impl Beside {
         letters: Arc<dyn DeadLetters>,
         clock: Arc<dyn Clock>,
     ) -> Self {
-        let native_delay = broker.capabilities().native_delay;
         let jumped = Arc::<Notify>::default();
         let wake = jumped.clone();
         clock.on_jump(Box::new(move || wake.notify_waiters()));
         let shared = Arc::new(Shared {
+            offers: broker.capabilities(),
             broker,
             store,
             clock,
@@ -103,7 +122,6 @@ impl Beside {
             shared,
             store_broker,
             letters,
-            native_delay,
             ephemeral: Mutex::default(),
         }
     }
@@ -140,45 +158,64 @@ impl Beside {
             )
             .hint("do the effect in the handler, with the event's id as its key"));
         }
-        self.append_first(follow_ups).await?;
+        let waits_here = matches!(&verdict, Verdict::Retry { after, .. } | Verdict::Release { after } if !self.can_delay(*after));
+        let follow_ups = if self.shared.offers.atomic_follow_ups && !waits_here {
+            follow_ups
+        } else {
+            self.append_first(follow_ups).await?;
+            Vec::new()
+        };
         let store = &self.shared.store;
         let (group, record) = (held.group.clone(), held.delivery.record.clone());
         match verdict {
             Verdict::Ack => {
-                if inbox {
+                // The failures of before must not count if the event ever comes again.
+                if inbox || !held.delivery.failures.is_empty() {
                     store.record_handled(group, vec![record]).await?;
                 }
-                Ok(Next::Tell(Verdict::Ack))
+                Ok(Next::Tell(Verdict::Ack, follow_ups))
             }
             Verdict::Skip { reason } => {
                 store.record_skip(group, record, reason).await?;
-                Ok(Next::Tell(Verdict::Ack))
+                Ok(Next::Tell(Verdict::Ack, follow_ups))
             }
             Verdict::Retry { after, failure } => {
                 store.record_failure(group, record, failure.clone()).await?;
                 let mut again = held.delivery.clone();
                 again.attempt += 1;
                 again.failures.push(failure.clone());
-                Ok(self.later(after, again, Verdict::Retry { after, failure }))
+                let verdict = Verdict::Retry { after, failure };
+                Ok(self.later(after, again, verdict, follow_ups))
             }
             Verdict::Dead { failure } if self.ephemeral().contains(&group) => {
-                Ok(Next::Tell(Verdict::Dead { failure }))
+                Ok(Next::Tell(Verdict::Dead { failure }, follow_ups))
             }
             Verdict::Dead { failure } => {
                 self.bury(held, failure).await?;
-                Ok(Next::Tell(Verdict::Ack))
+                Ok(Next::Tell(Verdict::Ack, follow_ups))
             }
             Verdict::Release { after } => {
                 let again = held.delivery.clone();
-                Ok(self.later(after, again, Verdict::Release { after }))
+                Ok(self.later(after, again, Verdict::Release { after }, follow_ups))
             }
         }
     }
 
+    /// Whether the broker itself waits so long.
+    fn can_delay(&self, after: Duration) -> bool {
+        self.shared.offers.native_delay || after.is_zero()
+    }
+
     /// Leaves the wait to the broker if it can, and to this process otherwise.
-    fn later(&self, after: Duration, again: Delivery, verdict: Verdict) -> Next {
-        if self.native_delay || after.is_zero() {
-            Next::Tell(verdict)
+    fn later(
+        &self,
+        after: Duration,
+        again: Delivery,
+        verdict: Verdict,
+        events: Vec<Event>,
+    ) -> Next {
+        if self.can_delay(after) {
+            Next::Tell(verdict, events)
         } else {
             Next::Wait(after, Box::new(again))
         }
@@ -227,7 +264,7 @@ impl Beside {
         let mut tell = Vec::new();
         for (index, settlement) in settlements.into_iter().enumerate() {
             let lease = settlement.lease.clone();
-            let held = self.shared.lock().get(&lease).cloned();
+            let held = self.shared.held(&lease);
             let next = match &held {
                 Some(held) => self.prepare(held, settlement).await,
                 // Settled already, or never handed out here. The broker must not hear of an end that the
@@ -238,9 +275,11 @@ impl Beside {
                 )),
             };
             answers.push(match (next, held) {
-                (Ok(Next::Tell(verdict)), _) => {
+                (Ok(Next::Tell(verdict, follow_ups)), _) => {
                     told.push(index);
-                    tell.push(Settlement::new(lease, verdict));
+                    let mut settlement = Settlement::new(lease, verdict);
+                    settlement.follow_ups = follow_ups;
+                    tell.push(settlement);
                     Ok(())
                 }
                 (Ok(Next::Wait(after, delivery)), Some(held)) => {
@@ -286,6 +325,15 @@ impl BrokerLayer for Beside {
         &*self.shared.broker
     }
 
+    /// What the broker offers, not what is done here in its place. A dead letter is in the store before the
+    /// broker learns of it, and no effect runs in the transaction of an ack.
+    fn capabilities(&self) -> Capabilities {
+        let offers = self.shared.offers.clone();
+        let mut offers = offers.atomic_dead_letter(false);
+        offers.transaction = None;
+        offers
+    }
+
     fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
         Box::pin(async move {
             let (name, ephemeral) = (group.name.clone(), group.ephemeral);
@@ -308,6 +356,28 @@ impl BrokerLayer for Beside {
             self.shared.broker.remove_group(group.clone()).await?;
             self.ephemeral().remove(&group);
             Ok(())
+        })
+    }
+
+    fn declare_streams(&self, streams: Streams) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.shared.broker.declare_streams(streams).await?;
+            // The archive reads the new ones too.
+            archive::declare(&*self.shared.broker).await
+        })
+    }
+
+    fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        Box::pin(async move {
+            let until = self.shared.clock.now().plus(by);
+            let answers = self.shared.broker.extend(leases.clone(), by).await?;
+            let mut held = self.shared.lock();
+            for (lease, answer) in leases.iter().zip(&answers) {
+                if let (Ok(()), Some(held)) = (answer, held.get_mut(lease)) {
+                    held.until = until;
+                }
+            }
+            Ok(answers)
         })
     }
 
@@ -338,7 +408,11 @@ impl BrokerLayer for Beside {
                     group: Some(info.name.clone()),
                     ..DeadLetterFilter::default()
                 };
-                info.dead_letters = self.letters.count(filter).await?;
+                info.dead_letters = self.letters.count(filter.clone()).await?;
+                for tally in self.letters.tally(filter, MAX_PAGE).await? {
+                    let lag = info.types.entry(tally.event_type.into()).or_default();
+                    lag.dead_letters += tally.count;
+                }
             }
             Ok(groups)
         })

@@ -82,19 +82,26 @@ impl ConsumerBeside {
 }
 
 /// Adds the failures of earlier attempts. What the broker counted is only a hint where it counts
-/// deliveries.
+/// deliveries; where it counts attempts, a first one has no earlier failures and the store is not asked.
 async fn with_failures(
     shared: &Shared,
     group: &GroupName,
     mut batch: Vec<Delivery>,
 ) -> Result<Vec<Delivery>> {
-    let keys = batch.iter().map(|d| EventKey::of(&d.record.event));
-    let failures = shared.store.failures(group.clone(), keys.collect());
-    for (delivery, failures) in batch.iter_mut().zip(failures.await?) {
-        let begun = failures.last().map_or(0, |last| last.attempt);
-        delivery.attempt = delivery.attempt.max(begun + 1);
-        delivery.failures = failures;
+    let exact = shared.offers.exact_attempts;
+    for delivery in &mut batch {
         delivery.retried |= delivery.record.event.metadata().contains_key(RETRY_OF);
+    }
+    let mut again: Vec<&mut Delivery> = batch.iter_mut().collect();
+    again.retain(|delivery| !exact || delivery.attempt > 1);
+    if !again.is_empty() {
+        let keys = again.iter().map(|d| EventKey::of(&d.record.event));
+        let failures = shared.store.failures(group.clone(), keys.collect());
+        for (delivery, failures) in again.into_iter().zip(failures.await?) {
+            let begun = failures.last().map_or(0, |last| last.attempt);
+            delivery.attempt = delivery.attempt.max(begun + 1);
+            delivery.failures = failures;
+        }
     }
     Ok(batch)
 }
@@ -142,7 +149,7 @@ impl Consumer for ConsumerBeside {
                 };
                 if !due.is_empty() {
                     self.shared
-                        .hold(&self.group, &self.waiting, self.lease, &due);
+                        .hold(&self.group, &self.waiting, &due, self.lease);
                     return Ok(due);
                 }
                 let next = self.waiting.next_due();
@@ -161,7 +168,7 @@ impl Consumer for ConsumerBeside {
             let batch = with_failures(&self.shared, &self.group, self.fetched.clone()).await?;
             self.fetched.clear();
             self.shared
-                .hold(&self.group, &self.waiting, self.lease, &batch);
+                .hold(&self.group, &self.waiting, &batch, self.lease);
             Ok(batch)
         })
     }

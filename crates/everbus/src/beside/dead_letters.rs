@@ -4,8 +4,10 @@
 //! made from the death it follows, so that sending it twice is sending it once; the metadata [`RETRY_OF`]
 //! names the event it stands for, and if it dies, that one's dead letter is open again.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
+use everbus_core::dead_letters::{check_replacement, not_open};
 use everbus_core::{
     Appended, Attributes, BoxFuture, Broker, Clock, Code, DeadLetter, DeadLetterFilter,
     DeadLetterKey, DeadLetterPage, DeadLetterTally, DeadLetters, Error, Event, EventId, GroupInfo,
@@ -98,37 +100,60 @@ impl LettersBeside {
     /// Sends back up to `limit` dead letters, oldest event first. The broker has them before the store
     /// forgets that they are open: a crash in between sends the same events again, under the same ids.
     async fn send_back(&self, filter: DeadLetterFilter, limit: usize) -> Result<u64> {
-        let mut open = self.all(filter).await?;
+        // Newest first, as they are listed. Only their names are kept: there may be very many.
+        let mut open = Vec::new();
         let groups = self.broker.inspect().await?;
-        // What its group would pass by stays a dead letter.
-        open.retain(|letter| wants(&groups, &letter.group, &letter.event.event));
+        self.each(filter, |letter| {
+            // What its group would pass by stays a dead letter.
+            if wants(&groups, &letter.group, &letter.event.event) {
+                open.push((letter.event.event.id(), letter.key()));
+            }
+            ControlFlow::Continue(())
+        })
+        .await?;
         open.reverse();
         open.truncate(limit);
         let mut sent = 0;
         for some in open.chunks(STEP) {
-            let events: Result<Vec<Event>> = some.iter().map(retry_of).collect();
-            let answers = self.broker.append(events?).await?;
-            let mut retried = Vec::new();
-            for (letter, answer) in some.iter().zip(answers) {
-                answer?;
-                retried.push(letter.key());
+            let mut events = Vec::with_capacity(some.len());
+            let mut keys = Vec::with_capacity(some.len());
+            for (id, key) in some {
+                let letters = self.letters.get(*id).await?;
+                // It may have been sent back or purged meanwhile.
+                let open = letters
+                    .iter()
+                    .find(|l| l.key() == *key && l.retried_at.is_none());
+                if let Some(letter) = open {
+                    events.push(retry_of(letter)?);
+                    keys.push(key.clone());
+                }
             }
-            sent += retried.len() as u64;
-            self.store.mark_retried(retried, self.clock.now()).await?;
+            for answer in self.broker.append(events).await? {
+                answer?;
+            }
+            sent += keys.len() as u64;
+            self.store.mark_retried(keys, self.clock.now()).await?;
         }
         Ok(sent)
     }
 
-    /// Every open dead letter that matches, newest event first.
-    async fn all(&self, filter: DeadLetterFilter) -> Result<Vec<DeadLetter>> {
-        let mut found = Vec::new();
+    /// Goes through the open dead letters that match, newest event first, until `visit` breaks off.
+    async fn each(
+        &self,
+        filter: DeadLetterFilter,
+        mut visit: impl FnMut(DeadLetter) -> ControlFlow<()>,
+    ) -> Result<()> {
         let mut request = PageRequest::default();
         loop {
             let page = self.letters.list(filter.clone(), request.clone()).await?;
-            found.extend(page.items);
+            for letter in page.items {
+                if visit(letter).is_break() {
+                    return Ok(());
+                }
+            }
             match page.next {
                 Some(next) => request.after = Some(next),
-                None => return Ok(found),
+                None => return Ok(()),
             }
         }
     }
@@ -173,12 +198,17 @@ impl DeadLetters for LettersBeside {
                 group: Some(key.group.clone()),
                 ..DeadLetterFilter::default()
             };
-            let open = self.all(filter).await?;
-            let letter = open.iter().find(|letter| letter.key() == key);
-            let Some(letter) = letter else {
-                return Err(Error::new(Code::NotFound, "the dead letter is not open"));
-            };
-            everbus_core::dead_letters::check_replacement(&letter.event.event, &corrected)?;
+            let mut found = None;
+            self.each(filter, |letter| {
+                if letter.key() != key {
+                    return ControlFlow::Continue(());
+                }
+                found = Some(letter);
+                ControlFlow::Break(())
+            })
+            .await?;
+            let letter = found.ok_or_else(|| not_open(&key))?;
+            check_replacement(&letter.event.event, &corrected)?;
             if !wants(&self.broker.inspect().await?, &key.group, &corrected) {
                 return Err(Error::new(
                     Code::Unsupported,
@@ -190,11 +220,13 @@ impl DeadLetters for LettersBeside {
                 .hint("subscribe the group to its type; the dead letter stays until then"));
             }
             let corrected = corrected.addressed_to(&key.group);
+            let by = corrected.id();
             let mut answers = self.broker.append(vec![corrected]).await?;
             let appended = answers
                 .pop()
                 .unwrap_or_else(|| Err(Error::new(Code::Internal, "an append was not answered")))?;
-            self.store.mark_retried(vec![key], self.clock.now()).await?;
+            let now = self.clock.now();
+            self.store.mark_replaced(key, by, now).await?;
             Ok(appended)
         })
     }

@@ -11,6 +11,7 @@
 //! | dead letter with the ack | the dead letter is put into the store first, then the event is acked | `broker` |
 //! | follow-ups with the ack | appended first, with the ids that a repetition chooses again | `broker` |
 //! | redelivery | an event addressed to the group | `dead_letters`, [`crate::replay`] |
+//! | payload stages | kept in the store, where a stage may come before its event | `payloads` |
 //! | history, find by id | the *archive* group copies every event into the store | `archive` |
 //!
 //! What cannot be done this way (effects in the transaction of an ack, waiting until every group has
@@ -20,16 +21,18 @@ mod archive;
 mod broker;
 mod consumer;
 mod dead_letters;
+mod payloads;
 mod waiting;
 
 use std::sync::Arc;
 
-use everbus_core::{Clock, Code, DeadLetters, Engine, Error, Result};
+use everbus_core::{Clock, Code, DeadLetters, Engine, Error, GroupInfo, Lag, Payloads, Result};
 
-pub use archive::ARCHIVE;
 use broker::Beside;
 use dead_letters::LettersBeside;
 pub use dead_letters::RETRY_OF;
+pub use everbus_core::ARCHIVE;
+use payloads::PayloadsBeside;
 
 /// Puts a store beside a broker. The store is any engine that remembers: SQLite, PostgreSQL.
 ///
@@ -49,11 +52,16 @@ pub async fn compose(broker: Engine, store: Engine, clock: Arc<dyn Clock>) -> Re
         letters.clone(),
         clock.clone(),
     ));
+    let payloads = store.payloads.clone().map(|payloads| {
+        let store = written.clone();
+        Arc::new(PayloadsBeside { payloads, store }) as Arc<dyn Payloads>
+    });
     let letters: Arc<dyn DeadLetters> =
         Arc::new(LettersBeside::new(letters, written, broker.broker, clock));
     Ok(Engine {
         broker: beside.clone(),
         dead_letters: Some(letters),
+        payloads,
         settled: broker.settled,
         // Readers go by the store's positions, which the broker does not know.
         redeliver: None,
@@ -63,12 +71,22 @@ pub async fn compose(broker: Engine, store: Engine, clock: Arc<dyn Clock>) -> Re
     })
 }
 
+/// How much of what the broker has is still to be copied into the store beside it; `None` without a store.
+pub async fn archive_lag(engine: &Engine) -> Result<Option<Lag>> {
+    if engine.background.is_none() {
+        return Ok(None);
+    }
+    let groups = engine.broker.inspect().await?;
+    let archive = groups.iter().find(|group| group.name.as_str() == ARCHIVE);
+    Ok(archive.map(GroupInfo::lag))
+}
+
 fn no_store(store: &Engine, error: &Error) -> Error {
     let engine = store.broker.capabilities().engine;
     Error::new(
         Code::Unsupported,
         format!("the {engine} engine cannot be a store beside a broker"),
     )
-    .hint("name an engine that remembers: store: sqlite:events.db")
+    .hint("name an engine that remembers as the store, such as sqlite:history.db")
     .caused_by(error.clone())
 }

@@ -22,6 +22,7 @@ impl Bus {
         self.accepts()?;
         let _ = self.inner.runtime.set(Handle::current());
         let shared = &self.inner.shared;
+        shared.declare_streams().await?;
         if !registry.start(shared) {
             return Ok(());
         }

@@ -188,6 +188,7 @@ impl Shared {
 
     /// Appends events that have been accepted, and counts them.
     async fn append(&self, events: Vec<Event>) -> Result<Vec<Result<Appended>>> {
+        self.declare_streams().await?;
         // A recorder of metrics is other people's code, and the event is stored whatever it does.
         let counts = guard::contain(|| Published::new(&self.stats, &events));
         let appended = self.engine.broker.append(events).await;

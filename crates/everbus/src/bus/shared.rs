@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
 use everbus_core::{Class, Code, Engine, Error, GroupName, Recorded, Result};
-use tokio::sync::watch;
+use tokio::sync::{OnceCell, watch};
 
 use crate::admission::Admission;
 use crate::audit::AuditTrail;
@@ -30,6 +30,8 @@ pub(crate) struct Shared {
     /// Where the large parts of events go, where there is such a place.
     pub(crate) objects: Option<Arc<Objects>>,
     pub(super) admission: Admission,
+    /// Filled once the engine knows the streams.
+    streams_declared: OnceCell<()>,
     schemas: RwLock<Arc<Schemas>>,
     /// Whether there are any schemas, so that a publish without them asks nobody.
     pub(super) validates: AtomicBool,
@@ -61,6 +63,7 @@ impl Shared {
             stats: Stats::default(),
             circuits: Circuits::default(),
             watches: Watches::default(),
+            streams_declared: OnceCell::new(),
             schemas: RwLock::default(),
             validates: AtomicBool::new(false),
             closed: watch::Sender::new(false),
@@ -79,6 +82,20 @@ impl Shared {
             FAILED => Err(self.failure.get().cloned().unwrap_or_else(Error::shutdown)),
             _ => Err(Error::shutdown()),
         }
+    }
+
+    /// Makes sure that the engine knows the streams; they are declared once for each bus.
+    pub(crate) async fn declare_streams(&self) -> Result<()> {
+        if self.streams_declared.initialized() {
+            return Ok(());
+        }
+        let declare = || async {
+            let streams = self.options.streams.clone();
+            self.engine.broker.declare_streams(streams).await
+        };
+        // Boxed: only the first caller needs the room.
+        Box::pin(self.streams_declared.get_or_try_init(declare)).await?;
+        Ok(())
     }
 
     /// Remembers the first failure that the engine does not recover from; whether this is one.

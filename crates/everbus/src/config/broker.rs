@@ -1,4 +1,4 @@
-//! The section `broker`: which engine, and where it is.
+//! The sections `broker` and `store`: which engine, and where it is.
 
 use std::fmt;
 
@@ -8,13 +8,13 @@ use super::section::{Reader, Section, Text};
 
 pub(super) const KEYS: &[&str] = &["type", "url"];
 
-/// Which engine carries the events.
+/// Which engine carries the events, or remembers them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Broker {
-    /// `broker.type`, or what the scheme of the URL says.
+    /// The key `type`, or what the scheme of the URL says.
     pub kind: BrokerKind,
-    /// `broker.url` in the form that [`Bus::open`](crate::Bus::open) takes: with its scheme.
+    /// The key `url` in the form that [`Bus::open`](crate::Bus::open) takes: with its scheme.
     pub url: BrokerUrl,
 }
 
@@ -61,6 +61,11 @@ impl BrokerKind {
     /// Whether this build has the engine.
     pub fn is_available(self) -> bool {
         matches!(self, Self::Sqlite | Self::Memory)
+    }
+
+    /// Whether the engine can be a store beside a broker.
+    pub fn remembers(self) -> bool {
+        matches!(self, Self::Sqlite | Self::Memory | Self::Postgres)
     }
 
     fn schemes(self) -> &'static [&'static str] {
@@ -124,11 +129,24 @@ impl fmt::Debug for BrokerUrl {
     }
 }
 
-pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<Broker> {
+/// Reads the section `store`: an engine like that of `broker`, but one that remembers.
+pub(super) fn read_store(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<Broker> {
+    let store = read(reader, section, "store")?;
+    if !store.kind.remembers() {
+        let what = format!("a {} engine moves events and cannot keep them", store.kind);
+        let hint = "name one that can: sqlite:history.db, postgres://localhost/events";
+        reader.problems.add(section.place, what, hint);
+        return None;
+    }
+    Some(store)
+}
+
+/// Reads the section of an engine; `role` is what the engine is there for.
+pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -> Option<Broker> {
     let kind_field = section.get("type");
     let wrong_kind = kind_field.is_some();
     let kind = reader.choice(kind_field, KINDS);
-    let url = reader.text(section.get("url"), "the address of the broker");
+    let url = reader.text(section.get("url"), &format!("the address of the {role}"));
     let Some(url) = url else {
         // Memory has no address; for the others it is missing, unless it was there and wrong.
         match kind {
@@ -141,7 +159,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<Bro
             Some(kind) if section.get("url").is_none() => {
                 let what = format!("{} is missing", section.path_of("url"));
                 let hint = format!(
-                    "a {kind} broker needs its address, such as {}",
+                    "a {kind} {role} needs its address, such as {}",
                     kind.example()
                 );
                 reader.problems.add(section.place, what, hint);

@@ -66,6 +66,7 @@ const LARGEST_FILE: u64 = 1024 * 1024;
 
 const KEYS: &[&str] = &[
     "broker",
+    "store",
     "streams",
     "consumers",
     "backpressure",
@@ -77,6 +78,7 @@ const KEYS: &[&str] = &[
 const SECTIONS: &[(&str, &[&str])] = &[
     ("the top of the file", KEYS),
     ("broker", broker::KEYS),
+    ("store", broker::KEYS),
     ("streams", limits::KEYS),
     ("streams.declare.NAME", streams::DECLARE_KEYS),
     ("streams.overrides.NAME", limits::OVERRIDE_KEYS),
@@ -94,6 +96,8 @@ const SECTIONS: &[(&str, &[&str])] = &[
 pub struct Config {
     /// The engine, if the file names one.
     pub broker: Option<Broker>,
+    /// The store beside the broker, if the file names one.
+    pub store: Option<Broker>,
     /// The declared streams; one for everything if the file declares none.
     pub streams: Streams,
     /// How many events may wait in each stream, by canonical name.
@@ -153,6 +157,12 @@ impl Config {
     pub fn broker_url(&self) -> Option<String> {
         let broker = self.broker.as_ref()?;
         Some(broker.url.reveal().to_owned())
+    }
+
+    /// The URL that [`BusBuilder::store`](crate::BusBuilder::store) takes, with the secrets that are in it.
+    pub fn store_url(&self) -> Option<String> {
+        let store = self.store.as_ref()?;
+        Some(store.url.reveal().to_owned())
     }
 }
 
@@ -258,6 +268,7 @@ fn read_text(text: &str, mut problems: Problems, lookup: &Lookup<'_>) -> Result<
 
 fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
     let broker = reader.section(top.get("broker"), broker::KEYS);
+    let store = reader.section(top.get("store"), broker::KEYS);
     let about_streams = reader.section(top.get("streams"), limits::KEYS);
     let streams = about_streams
         .as_ref()
@@ -267,7 +278,8 @@ fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
     let overflow = reader.section(top.get("overflow"), overflow::KEYS);
     let retention = reader.section(top.get("retention"), retention::KEYS);
     Config {
-        broker: broker.and_then(|section| broker::read(reader, &section)),
+        broker: broker.and_then(|section| broker::read(reader, &section, "broker")),
+        store: store.and_then(|section| broker::read_store(reader, &section)),
         limits: about_streams
             .map(|section| limits::read(reader, &section, &streams))
             .unwrap_or_default(),

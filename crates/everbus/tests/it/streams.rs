@@ -1,8 +1,9 @@
 //! Declared streams: what none covers is refused, and everything that takes a stream goes by them.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use everbus::core::{Appended, BoxFuture, Broker, BrokerLayer, GroupSpec, SubscriptionInfo};
 use everbus::{
     Bus, Code, Event, HandlerError, OnFull, Recorded, Retention, RetryPolicy, Router, Stream,
     StreamLimit, Streams,
@@ -245,4 +246,79 @@ async fn a_replay_goes_by_declared_streams() {
         assert_eq!(replayed("AGENT").await.unwrap_err().code(), Code::NotFound);
     })
     .await;
+}
+
+/// Notes in which order the engine is asked to declare, append and consume.
+struct Diary {
+    inner: Arc<dyn Broker>,
+    asked: Arc<Mutex<Vec<String>>>,
+}
+
+impl Diary {
+    fn note(&self, what: impl Into<String>) {
+        self.asked.lock().unwrap().push(what.into());
+    }
+}
+
+impl BrokerLayer for Diary {
+    fn inner(&self) -> &dyn Broker {
+        &*self.inner
+    }
+
+    fn declare_streams(&self, streams: Streams) -> BoxFuture<'_, everbus::Result<()>> {
+        let names: Vec<&str> = streams.iter().map(|stream| &*stream.name).collect();
+        self.note(format!("streams {}", names.join(" ")));
+        self.inner.declare_streams(streams)
+    }
+
+    fn declare(&self, group: GroupSpec) -> BoxFuture<'_, everbus::Result<Vec<SubscriptionInfo>>> {
+        self.note("group");
+        self.inner.declare(group)
+    }
+
+    fn append(
+        &self,
+        batch: Vec<Event>,
+    ) -> BoxFuture<'_, everbus::Result<Vec<everbus::Result<Appended>>>> {
+        self.note("append");
+        self.inner.append(batch)
+    }
+}
+
+// conformance: contract/streams-declared: The engine is told of the streams once, before it is told of a group or gets an event.
+#[tokio::test]
+async fn an_engine_knows_the_streams_before_anything_else() {
+    for publish_first in [true, false] {
+        on_every_engine(|lab| async move {
+            let asked = Arc::default();
+            let engine = lab.open().await.engine().clone();
+            let diary = Diary {
+                inner: engine.broker.clone(),
+                asked: Arc::clone(&asked),
+            };
+            let engine = everbus::Engine {
+                broker: Arc::new(diary),
+                ..engine
+            };
+            let builder = lab.builder().streams(shop());
+            let bus = builder.with_engine(engine).unwrap();
+            if publish_first {
+                bus.publish(("user.created", 1)).await.unwrap();
+            }
+            let handler = || async { Ok::<(), HandlerError>(()) };
+            bus.mount(Router::new().on("order.placed", handler))
+                .await
+                .unwrap();
+            bus.start().await.unwrap();
+            bus.publish(("order.placed", 1)).await.unwrap();
+            let order: Vec<String> = asked.lock().unwrap().clone();
+            let expected: &[&str] = match publish_first {
+                true => &["streams ORDERS USERS SYSTEM", "append", "group", "append"],
+                false => &["streams ORDERS USERS SYSTEM", "group", "append"],
+            };
+            assert_eq!(order, expected);
+            bus.shutdown().await.unwrap();
+        })
+        .await;
+    }
 }

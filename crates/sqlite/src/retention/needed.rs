@@ -152,10 +152,7 @@ impl Owed {
                 .map_err(doing)?;
             let mut wanted: HashMap<i64, bool> = HashMap::new();
             for (seq, type_id, address) in events.iter().filter(|(seq, ..)| *seq >= from) {
-                if address
-                    .as_deref()
-                    .is_some_and(|to| to != group.name.as_str())
-                {
+                if !group.name.receives(address.as_deref()) {
                     continue;
                 }
                 let wants = match wanted.get(type_id) {

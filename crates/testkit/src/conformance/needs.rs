@@ -95,8 +95,8 @@ pub static OWED_IS_KEPT: Need = need(
     "its retention removes copies, and the broker keeps what groups owe",
     |o| !is_composed(o),
 );
-/// A dead letter names the event that replaced it.
-pub static REPLACED_BY: Need = need("it does not keep what replaced a dead letter", |o| {
+/// A payload stage is refused if its event is not there.
+pub static STAGES_LAST: Need = need("a payload stage may come before its event", |o| {
     !is_composed(o)
 });
 /// An event that no process has a handler for becomes a dead letter.

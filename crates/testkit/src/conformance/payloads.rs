@@ -9,7 +9,9 @@ use everbus_core::{
 };
 use sha2::{Digest as _, Sha256};
 
-use super::needs::{ATOMIC_BATCH, DEDUPLICATION, LOOKUP, MAINTENANCE, ORPHANS, PAYLOADS, RESTART};
+use super::needs::{
+    ATOMIC_BATCH, DEDUPLICATION, LOOKUP, MAINTENANCE, ORPHANS, PAYLOADS, RESTART, STAGES_LAST,
+};
 use super::stage::{code, event, options, take_one};
 use super::{Harness, Outcome, Stage, Time};
 
@@ -87,7 +89,7 @@ pub async fn stages_are_kept_by_event_and_stage<H: Harness>(harness: H) -> Outco
 
 /// A stage needs its event, and an id is that of one tenant.
 pub async fn a_stage_needs_its_event<H: Harness>(harness: H) -> Outcome {
-    let stage = Stage::open(harness, Time::Still, &[&PAYLOADS]).await?;
+    let stage = Stage::open(harness, Time::Still, &[&PAYLOADS, &STAGES_LAST]).await?;
     let store = payloads(&stage).unwrap();
     let unknown = EventKey::from(EventId::new());
     let nowhere = store.store(unknown.clone(), stored(&stage, "error", 1, "x"));

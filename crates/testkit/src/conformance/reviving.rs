@@ -9,8 +9,8 @@ use everbus_core::{
 use serde_json::json;
 
 use super::needs::{
-    DEAD_LETTERS, DEDUPLICATION, DEPTH, LOG, LOG_ORDER, MAINTENANCE, OWN_LOG, REDELIVER,
-    REPLACED_BY, RESTART, SENT_BACK, SETTLED,
+    DEAD_LETTERS, DEDUPLICATION, DEPTH, LOG, LOG_ORDER, MAINTENANCE, OWN_LOG, REDELIVER, RESTART,
+    SENT_BACK, SETTLED,
 };
 use super::stage::{
     DEADLINE, code, name, nothing, ordering, pattern, positions, spec, take, take_one,
@@ -294,14 +294,12 @@ pub async fn a_corrected_event_replaces_a_dead_letter<H: Harness>(harness: H) ->
     nothing(&mut failing).await;
     // Both are linked, and the original is as it was.
     let kept = letter(&stage, &original, "failing").await;
-    if stage.offers(&REPLACED_BY) {
-        assert_eq!(kept.replaced_by, Some(corrected.id()));
-        let replaced = Replaced {
-            key: broken.key(),
-            by: corrected.id(),
-        };
-        assert_eq!(dead.replaced().await.unwrap(), [replaced]);
-    }
+    assert_eq!(kept.replaced_by, Some(corrected.id()));
+    let replaced = Replaced {
+        key: broken.key(),
+        by: corrected.id(),
+    };
+    assert_eq!(dead.replaced().await.unwrap(), [replaced]);
     assert_eq!(kept.retried_at, Some(stage.now()));
     assert_eq!(kept.event.event, event, "unchanged");
     assert_eq!(kept.failures, broken.failures);

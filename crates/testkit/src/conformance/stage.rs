@@ -236,13 +236,10 @@ impl<H: Harness> Stage<H> {
 
     /// Publishes one event that may be refused.
     pub async fn try_append(&self, event: Event) -> Result<Appended> {
-        let everywhere = event.attributes().is_none_or(|a| a.address.is_none());
         let key = EventKey::of(&event);
         let answers = self.broker().append(vec![event]).await?;
         let appended = answers.into_iter().next().expect("one answer per event")?;
-        if everywhere {
-            self.copied(&key).await;
-        }
+        self.copied(&key).await;
         Ok(appended)
     }
 

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use everbus_core::{
-    BoxFuture, Burial, DeadLetterKey, Engine, EventKey, Failure, GroupName, Position, Recorded,
-    Result, Store, StoredStage, Timestamp,
+    BoxFuture, Burial, DeadLetterKey, Engine, EventId, EventKey, Failure, GroupName, Position,
+    Recorded, Result, Store, StoredStage, Timestamp,
 };
 
 use super::faults::Faults;
@@ -89,6 +89,16 @@ impl Store for FaultyStore {
 
     fn bury(&self, letter: Burial) -> BoxFuture<'_, Result<()>> {
         self.call("bury", async move { self.inner.bury(letter).await })
+    }
+
+    fn mark_replaced(
+        &self,
+        letter: DeadLetterKey,
+        by: EventId,
+        at: Timestamp,
+    ) -> BoxFuture<'_, Result<()>> {
+        let work = async move { self.inner.mark_replaced(letter, by, at).await };
+        self.call("mark_replaced", work)
     }
 
     fn mark_retried(

@@ -1,136 +1,191 @@
-//! A store beside a broker, call by call: what the broker learns, and when.
+//! A store beside a broker: what the store knows of events that the broker moves.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use everbus::Code;
+use everbus::{Bus, BusOptions, HandlerError, RetryPolicy, Router, archive_lag, to};
 use everbus_core::{
-    BoxFuture, Broker, BrokerLayer, Clock, ConsumeOptions, Consumer, Delivery, Engine, Event,
-    Failure, FailureKind, GroupName, GroupSpec, Pattern, Result, Settlement, SubscriptionSpec,
-    SystemClock, Verdict,
+    Clock, Code, ConsumeOptions, Consumer, Delivery, Engine, Event, EventKey, Failure, FailureKind,
+    GroupName, GroupSpec, ManualClock, Pattern, Settlement, SubscriptionSpec, SystemClock, Verdict,
 };
 use everbus_testkit::narrow::{self, Faults};
 
-fn everything() -> Vec<Pattern> {
-    vec![Pattern::new("*").unwrap()]
+const DEADLINE: Duration = Duration::from_secs(60);
+const LEASE: Duration = Duration::from_secs(30);
+
+async fn composed(path: &std::path::Path, clock: Arc<dyn Clock>) -> Engine {
+    let broker = narrow::open(&clock, 2, Faults::none()).unwrap();
+    let options = everbus_sqlite::Options {
+        clock: clock.clone(),
+        ..everbus_sqlite::Options::default()
+    };
+    let store = everbus_sqlite::open(path, options).unwrap();
+    everbus::compose(broker, store, clock).await.unwrap()
 }
 
-/// A narrow broker and a store whose faults are given, with a group that wants everything.
-async fn composed(
-    dir: &tempfile::TempDir,
-    store_faults: &Faults,
-    wrap: impl FnOnce(Arc<dyn Broker>) -> Arc<dyn Broker>,
-) -> (Engine, GroupName) {
-    let clock: Arc<dyn Clock> = Arc::new(SystemClock);
-    let mut broker = narrow::open(&clock, 3, Faults::none()).unwrap();
-    broker.broker = wrap(broker.broker);
-    let path = dir.path().join("store.db");
-    let store = everbus_sqlite::open(&path, everbus_sqlite::Options::default()).unwrap();
-    let store = narrow::with_faulty_store(store, store_faults.clone());
-    let engine = everbus::compose(broker, store, clock).await.unwrap();
-    let group: GroupName = "g".parse().unwrap();
-    let mut spec = GroupSpec::new(group.clone());
+/// A group that wants `a.b`, and its consumer.
+async fn consumer(engine: &Engine, group: &str) -> Box<dyn Consumer> {
+    let pattern = Pattern::new("a.b").unwrap();
+    let mut spec = GroupSpec::new(group.parse().unwrap());
     spec.subscriptions.push(SubscriptionSpec {
-        name: "all".to_owned(),
-        pattern: everything().remove(0),
+        name: "a.b".to_owned(),
+        pattern: pattern.clone(),
     });
     engine.broker.declare(spec).await.unwrap();
-    (engine, group)
+    let options = ConsumeOptions::new(vec![pattern]).lease(LEASE);
+    let group: GroupName = group.parse().unwrap();
+    engine.broker.consume(group, options).await.unwrap()
 }
 
-async fn take(consumer: &mut Box<dyn Consumer>) -> Delivery {
-    let fetched = tokio::time::timeout(Duration::from_secs(60), consumer.fetch(1)).await;
-    fetched.expect("it is still owed").unwrap().remove(0)
+fn event() -> Event {
+    Event::builder("a.b").json(&1).build().unwrap()
 }
 
-// conformance: contract/beside-store-first: whatever the verdict, the broker does not learn of it before the store has it: if the store is away the event is still owed
+async fn one(consumer: &mut Box<dyn Consumer>) -> Delivery {
+    let batch = tokio::time::timeout(DEADLINE, consumer.fetch(1)).await;
+    batch.unwrap().unwrap().remove(0)
+}
+
+async fn settle(engine: &Engine, delivery: &Delivery, verdict: Verdict) -> Result<(), Code> {
+    let settlement = Settlement::new(delivery.lease.clone(), verdict);
+    let answers = engine.broker.settle(vec![settlement]).await.unwrap();
+    answers.into_iter().next().unwrap().map_err(|e| e.code())
+}
+
+fn failure(attempt: u32) -> Failure {
+    let now = SystemClock.now();
+    Failure::new(attempt, now, FailureKind::Error, format!("no {attempt}"))
+}
+
+// conformance: contract/beside-archive: Every event reaches the store, also one that is for a single group; how many are missing can be asked.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_store_knows_before_the_broker_does() {
+async fn an_addressed_event_is_archived_too() {
     let dir = tempfile::tempdir().unwrap();
-    let faults = Faults::none();
-    let (engine, group) = composed(&dir, &faults, |broker| broker).await;
-    let failure = Failure::new(1, SystemClock.now(), FailureKind::Error, "no");
-    let after = Duration::ZERO;
-    let verdicts = [
-        Verdict::Ack,
-        Verdict::Skip {
-            reason: "stale".into(),
-        },
-        Verdict::Retry {
-            after,
-            failure: failure.clone(),
-        },
-        Verdict::Dead {
-            failure: Some(failure),
-        },
+    let engine = composed(&dir.path().join("store.db"), Arc::new(SystemClock)).await;
+    let bus = Bus::with_engine(engine, BusOptions::default()).unwrap();
+    let addressed = event().addressed_to(&"billing".parse().unwrap());
+    let ids = [
+        bus.publish(event()).await.unwrap().id(),
+        bus.publish(addressed).await.unwrap().id(),
     ];
-    let options = ConsumeOptions::new(everything()).lease(Duration::from_millis(200));
-    let settle = async |delivery: &Delivery, verdict: &Verdict| {
-        let mut settlement = Settlement::new(delivery.lease.clone(), verdict.clone());
-        settlement.inbox = *verdict == Verdict::Ack;
-        let mut answers = engine.broker.settle(vec![settlement]).await.unwrap();
-        answers.remove(0)
-    };
-    for verdict in verdicts {
-        let event = Event::builder("a.b").build().unwrap();
-        engine.broker.append(vec![event]).await.unwrap();
-        let consume = engine.broker.consume(group.clone(), options.clone());
-        let mut consumer = consume.await.unwrap();
-        let delivery = take(&mut consumer).await;
-        faults.set(1);
-        let refused = settle(&delivery, &verdict).await.unwrap_err();
-        assert_eq!(refused.code(), Code::Unavailable, "{verdict:?}");
-        faults.stop();
-        // The process ends here; another one gets the event.
-        drop(consumer);
-        let consume = engine.broker.consume(group.clone(), options.clone());
-        let mut consumer = consume.await.unwrap();
-        let again = take(&mut consumer).await;
-        assert_eq!(again.record.position, delivery.record.position);
-        settle(&again, &Verdict::Ack).await.unwrap();
+    let behind = archive_lag(bus.engine()).await.unwrap().unwrap();
+    assert_eq!(behind.unsettled(), 2);
+    bus.start().await.unwrap();
+    let give_up = Instant::now() + DEADLINE;
+    while archive_lag(bus.engine())
+        .await
+        .unwrap()
+        .unwrap()
+        .unsettled()
+        > 0
+    {
+        assert!(Instant::now() < give_up, "the archive does not catch up");
+        tokio::time::sleep(Duration::from_millis(5)).await;
     }
+    for id in ids {
+        assert_eq!(bus.lookup().unwrap().find(id).await.unwrap().len(), 1);
+    }
+    bus.shutdown().await.unwrap();
 }
 
-/// Counts how often a group is consumed.
-struct Counting {
-    inner: Arc<dyn Broker>,
-    consumed: Arc<AtomicUsize>,
-}
-
-impl BrokerLayer for Counting {
-    fn inner(&self) -> &dyn Broker {
-        &*self.inner
-    }
-
-    fn consume(
-        &self,
-        group: GroupName,
-        options: ConsumeOptions,
-    ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
-        self.consumed.fetch_add(1, Ordering::SeqCst);
-        self.inner.consume(group, options)
-    }
-}
-
-// conformance: contract/beside-pause: beside a broker, a consumer that pauses and resumes stays the same one in the broker
-#[tokio::test]
-async fn a_paused_consumer_stays_in_the_broker() {
+// conformance: contract/beside-stages: A payload stage is kept before the archive has its event, and is with the event afterwards.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_payload_stage_may_come_before_its_event() {
     let dir = tempfile::tempdir().unwrap();
-    let consumed = Arc::<AtomicUsize>::default();
-    let count = consumed.clone();
-    let wrap = |inner| Arc::new(Counting { inner, consumed }) as Arc<dyn Broker>;
-    let (engine, group) = composed(&dir, &Faults::none(), wrap).await;
-    let options = ConsumeOptions::new(everything());
-    let mut consumer = engine.broker.consume(group, options).await.unwrap();
-    for _ in 0..3 {
-        consumer.pause().await.unwrap();
-        consumer.resume(8).await.unwrap();
-        let event = Event::builder("a.b").build().unwrap();
-        engine.broker.append(vec![event]).await.unwrap();
-        let delivery = take(&mut consumer).await;
-        let ack = Settlement::new(delivery.lease, Verdict::Ack);
-        engine.broker.settle(vec![ack]).await.unwrap();
+    let engine = composed(&dir.path().join("store.db"), Arc::new(SystemClock)).await;
+    let bus = Bus::with_engine(engine, BusOptions::default()).unwrap();
+    let event = event();
+    let key = EventKey::of(&event);
+    bus.publish(event).await.unwrap();
+    bus.payloads()
+        .store(key.clone(), "webhook_raw", &7)
+        .await
+        .unwrap();
+    bus.start().await.unwrap();
+    let give_up = Instant::now() + DEADLINE;
+    let payloads = bus.engine().payloads().unwrap();
+    while payloads.stages(key.clone(), None).await.unwrap().is_empty() {
+        assert!(Instant::now() < give_up, "the stage did not come");
+        tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    assert_eq!(count.load(Ordering::SeqCst), 1);
+    bus.shutdown().await.unwrap();
+}
+
+// conformance: contract/beside-fence: Where the broker has no fence, a verdict that comes after the end of its lease is refused, and an extended lease has not ended.
+#[tokio::test]
+async fn a_verdict_after_the_end_of_its_lease_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let clock = Arc::new(ManualClock::new(SystemClock.now()));
+    let engine = composed(&dir.path().join("store.db"), clock.clone()).await;
+    assert!(!engine.broker.capabilities().fencing);
+    let mut consumer = consumer(&engine, "billing").await;
+    let events = vec![event(), event()];
+    engine.broker.append(events).await.unwrap();
+    let (late, extended) = (one(&mut consumer).await, one(&mut consumer).await);
+    clock.advance(LEASE / 2);
+    let leases = vec![extended.lease.clone()];
+    engine.broker.extend(leases, LEASE).await.unwrap();
+    clock.advance(LEASE / 2 + Duration::from_secs(1));
+    let refused = settle(&engine, &late, Verdict::Ack).await;
+    assert_eq!(refused, Err(Code::LeaseLost));
+    assert_eq!(settle(&engine, &extended, Verdict::Ack).await, Ok(()));
+}
+
+// conformance: contract/beside-runs: What failed before an event was handled is kept, and does not count when the event comes again.
+#[tokio::test]
+async fn failures_of_a_run_that_ended_do_not_count_in_the_next() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = composed(&dir.path().join("store.db"), Arc::new(SystemClock)).await;
+    let mut consumer = consumer(&engine, "billing").await;
+    engine.broker.append(vec![event()]).await.unwrap();
+    let first = one(&mut consumer).await;
+    let key = EventKey::of(&first.record.event);
+    let retry = Verdict::Retry {
+        after: Duration::from_millis(1),
+        failure: failure(1),
+    };
+    settle(&engine, &first, retry).await.unwrap();
+    let second = one(&mut consumer).await;
+    assert_eq!((second.attempt, second.failures.len()), (2, 1));
+    settle(&engine, &second, Verdict::Ack).await.unwrap();
+    let group: GroupName = "billing".parse().unwrap();
+    let store = engine.store().unwrap();
+    let failures = store.failures(group, vec![key]).await.unwrap();
+    assert_eq!(failures, [vec![]]);
+}
+
+// conformance: contract/beside-replaced: A dead letter that was corrected beside a broker names the event sent in its place.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_corrected_dead_letter_names_its_correction() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = composed(&dir.path().join("store.db"), Arc::new(SystemClock)).await;
+    let bus = Bus::with_engine(engine, BusOptions::default()).unwrap();
+    let fails = |number: everbus::Json<u64>| async move {
+        match number.0 {
+            1 => Err(HandlerError::new("one")),
+            _ => Ok(()),
+        }
+    };
+    let route = to(fails).group("billing").retry(RetryPolicy::never());
+    bus.mount(Router::new().on("a.b", route)).await.unwrap();
+    bus.start().await.unwrap();
+    let id = bus.publish(event()).await.unwrap().id();
+    let letters = bus.engine().dead_letters().unwrap();
+    let give_up = Instant::now() + DEADLINE;
+    let letter = loop {
+        if let Some(letter) = letters.get(id).await.unwrap().pop() {
+            break letter;
+        }
+        assert!(Instant::now() < give_up, "no dead letter");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    };
+    let corrected = letter.corrected("2").unwrap();
+    let by = corrected.id();
+    letters.replace(letter.key(), corrected).await.unwrap();
+    let letter = letters.get(id).await.unwrap().remove(0);
+    assert_eq!(letter.replaced_by, Some(by));
+    assert!(letter.retried_at.is_some());
+    let replaced = letters.replaced().await.unwrap();
+    assert_eq!(replaced.len(), 1);
+    bus.shutdown().await.unwrap();
 }

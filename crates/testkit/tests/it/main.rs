@@ -15,6 +15,7 @@ mod narrow;
 mod opening;
 mod power;
 mod relay;
+mod store_first;
 mod zombie;
 
 use std::path::Path;

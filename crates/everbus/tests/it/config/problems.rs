@@ -52,7 +52,7 @@ fn an_unknown_key_comes_with_the_nearest_known_one() {
         (
             "frobnicate: 3\n",
             "1:1: unknown key",
-            "the keys here are broker, streams",
+            "the keys here are broker, store, streams",
         ),
         (
             "consumers: {a: {stream: o.p, <<: {}}}",
