@@ -122,6 +122,8 @@ fn compat(arguments: &[String]) -> Result<(), Failed> {
         "everbus-memory",
         "--package",
         "everbus-sqlite",
+        "--package",
+        "everbus-testkit",
         "--all-features",
         "--test",
         "it",

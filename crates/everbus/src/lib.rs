@@ -131,7 +131,7 @@ mod watch;
 pub use admission::{Limits, PublishRate};
 pub use ambient::{correlation_id, with_correlation_id, with_trace};
 pub use audit::AuditTrail;
-pub use beside::{ARCHIVE, archive_lag, compose};
+pub use beside::{ARCHIVE, RETRY_OF, archive_lag, compose};
 pub use breaker::{BreakerInfo, BreakerPolicy, BreakerState, Criticality};
 pub use bus::Bus;
 pub use config::Config;

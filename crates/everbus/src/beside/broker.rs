@@ -1,6 +1,6 @@
 //! The verbs of a broker with a store beside it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -8,8 +8,10 @@ use everbus_core::dead_letters::MAX_PAGE;
 use everbus_core::{
     Background, BoxFuture, Broker, BrokerLayer, Burial, Capabilities, Clock, Code, ConsumeOptions,
     Consumer, DeadLetterFilter, DeadLetters, Delivery, Error, Event, Failure, GroupInfo, GroupName,
-    Lease, Result, Settlement, Store, Streams, Timestamp, Verdict, dead_letter_notice,
+    GroupSpec, Lease, Result, Settlement, Store, Streams, SubscriptionInfo, Timestamp, Verdict,
+    dead_letter_notice,
 };
+use tokio::sync::Notify;
 
 use super::archive;
 use super::consumer::ConsumerBeside;
@@ -23,6 +25,8 @@ pub(super) struct Shared {
     pub(super) clock: Arc<dyn Clock>,
     /// What the broker offers.
     pub(super) offers: Capabilities,
+    /// The clock was set: what waits may be due.
+    pub(super) jumped: Arc<Notify>,
     held: Mutex<HashMap<Lease, Held>>,
 }
 
@@ -32,6 +36,8 @@ struct Held {
     group: GroupName,
     delivery: Delivery,
     waiting: Arc<Waiting>,
+    /// How long the consumer's leases last.
+    lease: Duration,
     /// When the lease ends, as far as this process knows.
     until: Timestamp,
 }
@@ -60,6 +66,7 @@ impl Shared {
                 group: group.clone(),
                 delivery: delivery.clone(),
                 waiting: waiting.clone(),
+                lease,
                 until: now.plus(lease),
             };
             held.insert(delivery.lease.clone(), note);
@@ -80,6 +87,8 @@ pub(super) struct Beside {
     /// The engine that the store belongs to: closed with the broker.
     store_broker: Arc<dyn Broker>,
     letters: Arc<dyn DeadLetters>,
+    /// Groups for which nothing is kept, so that they have no dead letters.
+    ephemeral: Mutex<HashSet<GroupName>>,
 }
 
 /// What is left to tell the broker after the store knows.
@@ -98,18 +107,29 @@ impl Beside {
         letters: Arc<dyn DeadLetters>,
         clock: Arc<dyn Clock>,
     ) -> Self {
+        let jumped = Arc::<Notify>::default();
+        let wake = jumped.clone();
+        clock.on_jump(Box::new(move || wake.notify_waiters()));
         let shared = Arc::new(Shared {
             offers: broker.capabilities(),
             broker,
             store,
             clock,
+            jumped,
             held: Mutex::default(),
         });
         Self {
             shared,
             store_broker,
             letters,
+            ephemeral: Mutex::default(),
         }
+    }
+
+    fn ephemeral(&self) -> MutexGuard<'_, HashSet<GroupName>> {
+        self.ephemeral
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Appends events before the verdict that they belong to. Their ids are those that a repetition
@@ -173,6 +193,9 @@ impl Beside {
                 let verdict = Verdict::Retry { after, failure };
                 Ok(self.later(after, again, verdict, follow_ups))
             }
+            Verdict::Dead { failure } if self.ephemeral().contains(&group) => {
+                Ok(Next::Tell(Verdict::Dead { failure }, follow_ups))
+            }
             Verdict::Dead { failure } => {
                 self.bury(held, failure).await?;
                 Ok(Next::Tell(Verdict::Ack, follow_ups))
@@ -214,15 +237,31 @@ impl Beside {
         let died_at = failures
             .last()
             .map_or_else(|| self.shared.clock.now(), |f| f.at);
-        let was_none = failures.last().is_some_and(|last| !last.kind.is_attempt());
-        let attempts = delivery.attempt.saturating_sub(u32::from(was_none));
         // An event that was sent back from the dead letters dies as the one it stands for.
         let record = original_of(&*self.letters, &delivery.record, group).await?;
-        let last = failures.last().cloned();
+        let attempts = delivery.attempt;
         let letter = Burial::new(record.clone(), group.clone(), attempts, failures, died_at);
         self.shared.store.bury(letter).await?;
-        let notice = dead_letter_notice(&record, group, attempts, last.as_ref(), died_at);
+        // The store has added up the attempts of all its deaths.
+        let known = self.letters.get(record.event.id()).await?;
+        let tenant = record.event.tenant();
+        let letter = known
+            .iter()
+            .find(|l| l.group == *group && l.event.event.tenant() == tenant)
+            .ok_or_else(|| Error::new(Code::Internal, "a dead letter was put and is not there"))?;
+        let last = letter.failures.last();
+        let notice = dead_letter_notice(&record, group, letter.attempts, last, died_at);
         self.append_first(notice.into_iter().collect()).await
+    }
+
+    /// Keeps an event here until it is due. Its lease is made to outlast the wait at once, so that it does
+    /// not depend on the next extension; where the broker cannot do that, its consumer extends it in time.
+    async fn wait(&self, held: &Held, after: Duration, again: Delivery) {
+        let lease = vec![again.lease.clone()];
+        let by = after.saturating_add(held.lease);
+        let _ = self.shared.broker.extend(lease, by).await;
+        self.shared.lock().remove(&again.lease);
+        held.waiting.add(self.shared.clock.now().plus(after), again);
     }
 
     async fn settle_all(&self, settlements: Vec<Settlement>) -> Result<Vec<Result<()>>> {
@@ -250,9 +289,7 @@ impl Beside {
                     Ok(())
                 }
                 (Ok(Next::Wait(after, delivery)), Some(held)) => {
-                    self.shared.lock().remove(&lease);
-                    let due = self.shared.clock.now().plus(after);
-                    held.waiting.add(due, *delivery);
+                    self.wait(&held, after, *delivery).await;
                     Ok(())
                 }
                 (Ok(Next::Wait(..)), None) => Ok(()),
@@ -263,7 +300,17 @@ impl Beside {
             return Ok(answers);
         }
         let leases: Vec<Lease> = tell.iter().map(|s| s.lease.clone()).collect();
-        let from_broker = self.shared.broker.settle(tell).await?;
+        let from_broker = match self.shared.broker.settle(tell).await {
+            Ok(from_broker) => from_broker,
+            Err(error) if told.len() == answers.len() => return Err(error),
+            Err(error) => {
+                // The others wait here already: they must not be sent again.
+                for index in told {
+                    answers[index] = Err(error.clone());
+                }
+                return Ok(answers);
+            }
+        };
         let mut held = self.shared.lock();
         for ((index, lease), answer) in told.into_iter().zip(leases).zip(from_broker) {
             let over = match &answer {
@@ -284,13 +331,38 @@ impl BrokerLayer for Beside {
         &*self.shared.broker
     }
 
-    /// What the broker offers, and what is done here in its place. A dead letter is in the store before the
+    /// What the broker offers, not what is done here in its place. A dead letter is in the store before the
     /// broker learns of it, and no effect runs in the transaction of an ack.
     fn capabilities(&self) -> Capabilities {
         let offers = self.shared.offers.clone();
-        let mut offers = offers.native_delay(true).atomic_dead_letter(false);
+        let mut offers = offers.atomic_dead_letter(false);
         offers.transaction = None;
         offers
+    }
+
+    fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>> {
+        Box::pin(async move {
+            let (name, ephemeral) = (group.name.clone(), group.ephemeral);
+            let declared = self.shared.broker.declare(group).await?;
+            if ephemeral {
+                self.ephemeral().insert(name);
+            }
+            Ok(declared)
+        })
+    }
+
+    /// Removes the group from the store, too: a group that is made anew under its name has handled nothing.
+    fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            // The store first: a crash in between leaves a group that can be removed again.
+            match self.store_broker.remove_group(group.clone()).await {
+                Err(error) if error.code() != Code::GroupNotFound => return Err(error),
+                _ => {}
+            }
+            self.shared.broker.remove_group(group.clone()).await?;
+            self.ephemeral().remove(&group);
+            Ok(())
+        })
     }
 
     fn declare_streams(&self, streams: Streams) -> BoxFuture<'_, Result<()>> {
@@ -322,6 +394,8 @@ impl BrokerLayer for Beside {
     ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
         Box::pin(async move {
             let lease = options.lease;
+            // A dead letter that the broker makes by itself would be known to nobody.
+            let options = options.no_handler_after(Duration::MAX);
             let inner = self.shared.broker.consume(group.clone(), options).await?;
             let consumer = ConsumerBeside::new(inner, group, self.shared.clone(), lease);
             Ok(Box::new(consumer) as Box<dyn Consumer>)

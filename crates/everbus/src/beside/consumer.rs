@@ -8,9 +8,11 @@ use std::time::Duration;
 use everbus_core::{
     BoxFuture, Code, Consumer, Delivery, EventKey, GroupName, Pattern, Result, Settlement, Verdict,
 };
+use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 
 use super::broker::Shared;
+use super::dead_letters::RETRY_OF;
 use super::waiting::Waiting;
 use crate::guard;
 
@@ -26,14 +28,31 @@ pub(super) struct ConsumerBeside {
     keeper: Keeper,
 }
 
-/// The task that extends leases. It ends with its consumer, also with one that is dropped: otherwise what
-/// waits would be kept from all others as long as the process lives.
-struct Keeper(JoinHandle<()>);
+/// The task that extends leases. It ends with its consumer, also with one that is dropped; what waits is
+/// given back then, since otherwise it would be kept from all others until it is due.
+struct Keeper {
+    task: JoinHandle<()>,
+    shared: Arc<Shared>,
+    waiting: Arc<Waiting>,
+}
 
 impl Drop for Keeper {
     fn drop(&mut self) {
-        self.0.abort();
+        self.task.abort();
+        let back = given_back(self.waiting.take_all());
+        if let (false, Ok(runtime)) = (back.is_empty(), Handle::try_current()) {
+            let shared = self.shared.clone();
+            runtime.spawn(async move { shared.broker.settle(back).await });
+        }
     }
+}
+
+fn given_back(deliveries: impl IntoIterator<Item = Delivery>) -> Vec<Settlement> {
+    let after = Duration::ZERO;
+    deliveries
+        .into_iter()
+        .map(|delivery| Settlement::new(delivery.lease, Verdict::Release { after }))
+        .collect()
 }
 
 impl ConsumerBeside {
@@ -44,7 +63,11 @@ impl ConsumerBeside {
         lease: Duration,
     ) -> Self {
         let waiting = Arc::<Waiting>::default();
-        let keeper = Keeper(tokio::spawn(keep(shared.clone(), waiting.clone(), lease)));
+        let keeper = Keeper {
+            task: tokio::spawn(keep(shared.clone(), waiting.clone(), lease)),
+            shared: shared.clone(),
+            waiting: waiting.clone(),
+        };
         Self {
             inner,
             group,
@@ -66,6 +89,9 @@ async fn with_failures(
     mut batch: Vec<Delivery>,
 ) -> Result<Vec<Delivery>> {
     let exact = shared.offers.exact_attempts;
+    for delivery in &mut batch {
+        delivery.retried |= delivery.record.event.metadata().contains_key(RETRY_OF);
+    }
     let mut again: Vec<&mut Delivery> = batch.iter_mut().collect();
     again.retain(|delivery| !exact || delivery.attempt > 1);
     if !again.is_empty() {
@@ -80,7 +106,7 @@ async fn with_failures(
     Ok(batch)
 }
 
-/// Extends the leases of what waits, three times per lease.
+/// Extends the leases of what waits, three times per lease: each outlasts the longest wait.
 async fn keep(shared: Arc<Shared>, waiting: Arc<Waiting>, lease: Duration) {
     loop {
         tokio::time::sleep(lease / 3).await;
@@ -88,7 +114,9 @@ async fn keep(shared: Arc<Shared>, waiting: Arc<Waiting>, lease: Duration) {
         if leases.is_empty() {
             continue;
         }
-        match shared.broker.extend(leases.clone(), lease).await {
+        let longest = waiting.longest(shared.clock.now());
+        let by = longest.saturating_add(lease);
+        match shared.broker.extend(leases.clone(), by).await {
             Ok(answers) => {
                 for (lease, answer) in leases.iter().zip(answers) {
                     if answer.is_err_and(|e| e.code() == Code::LeaseLost) {
@@ -111,6 +139,8 @@ impl Consumer for ConsumerBeside {
                 // Registered before the look, so that nothing between the two is missed.
                 let mut changed = pin!(self.waiting.changed.notified());
                 changed.as_mut().enable();
+                let mut jumped = pin!(self.shared.jumped.notified());
+                jumped.as_mut().enable();
                 let now = self.shared.clock.now();
                 let due = if self.paused {
                     Vec::new()
@@ -129,6 +159,7 @@ impl Consumer for ConsumerBeside {
                     biased;
                     batch = self.inner.fetch(max) => self.fetched = batch?,
                     () = changed => {}
+                    () = jumped => {}
                     () = tokio::time::sleep(nap), if next.is_some() && !self.paused => {}
                 }
             }
@@ -147,8 +178,15 @@ impl Consumer for ConsumerBeside {
     }
 
     fn pause(&mut self) -> BoxFuture<'_, Result<()>> {
-        self.paused = true;
-        self.inner.pause()
+        Box::pin(async move {
+            self.paused = true;
+            let back = given_back(std::mem::take(&mut self.fetched));
+            if !back.is_empty() {
+                // If this fails, the others have them when their leases end.
+                let _ = self.shared.broker.settle(back).await;
+            }
+            self.inner.pause().await
+        })
     }
 
     fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
@@ -166,14 +204,8 @@ impl Consumer for ConsumerBeside {
                 keeper,
                 ..
             } = *self;
+            let back = given_back(waiting.take_all().into_iter().chain(fetched));
             drop(keeper);
-            let back = waiting.take_all().into_iter().chain(fetched);
-            let back: Vec<Settlement> = back
-                .map(|delivery| {
-                    let after = Duration::ZERO;
-                    Settlement::new(delivery.lease, Verdict::Release { after })
-                })
-                .collect();
             if !back.is_empty() {
                 // The others may have them at once; if this fails, when their leases end.
                 let _ = shared.broker.settle(back).await;

@@ -10,12 +10,13 @@ use std::sync::Arc;
 use everbus_core::dead_letters::{check_replacement, not_open};
 use everbus_core::{
     Appended, Attributes, BoxFuture, Broker, Clock, Code, DeadLetter, DeadLetterFilter,
-    DeadLetterKey, DeadLetterPage, DeadLetterTally, DeadLetters, Error, Event, EventId, GroupName,
-    IDEMPOTENCY_KEY, PageRequest, PurgeBasis, Purged, Recorded, Replaced, Result, Store, Timestamp,
+    DeadLetterKey, DeadLetterPage, DeadLetterTally, DeadLetters, Error, Event, EventId, GroupInfo,
+    GroupName, IDEMPOTENCY_KEY, PageRequest, Pattern, PurgeBasis, Purged, Recorded, Replaced,
+    Result, Store, Timestamp,
 };
 
 /// The metadata of an event that was sent back from the dead letters: the id of the one it stands for.
-pub(crate) const RETRY_OF: &str = "retry_of";
+pub const RETRY_OF: &str = "retry_of";
 
 /// Sent back in one step.
 const STEP: usize = 100;
@@ -74,6 +75,14 @@ fn retry_of(letter: &DeadLetter) -> Result<Event> {
         .build()
 }
 
+/// Whether a group is there and has a subscription that matches an event. Others pass the event by, also if
+/// it is addressed to them.
+fn wants(groups: &[GroupInfo], group: &GroupName, event: &Event) -> bool {
+    let patterns = groups.iter().filter(|info| info.name == *group);
+    let mut patterns = patterns.flat_map(|info| &info.patterns);
+    patterns.any(|text| Pattern::new(text).is_ok_and(|p| p.matches(event.event_type())))
+}
+
 impl LettersBeside {
     pub(super) fn new(
         letters: Arc<dyn DeadLetters>,
@@ -94,8 +103,12 @@ impl LettersBeside {
     async fn send_back(&self, filter: DeadLetterFilter, limit: usize) -> Result<u64> {
         // Newest first, as they are listed. Only their names are kept: there may be very many.
         let mut open = Vec::new();
+        let groups = self.broker.inspect().await?;
         self.each(filter, |letter| {
-            open.push((letter.event.event.id(), letter.key()));
+            // What its group would pass by stays a dead letter.
+            if wants(&groups, &letter.group, &letter.event.event) {
+                open.push((letter.event.event.id(), letter.key()));
+            }
             ControlFlow::Continue(())
         })
         .await?;
@@ -197,6 +210,16 @@ impl DeadLetters for LettersBeside {
             .await?;
             let letter = found.ok_or_else(|| not_open(&key))?;
             check_replacement(&letter.event.event, &corrected)?;
+            if !wants(&self.broker.inspect().await?, &key.group, &corrected) {
+                return Err(Error::new(
+                    Code::Unsupported,
+                    format!(
+                        "no subscription of {} matches the event any more",
+                        key.group
+                    ),
+                )
+                .hint("subscribe the group to its type; the dead letter stays until then"));
+            }
             let corrected = corrected.addressed_to(&key.group);
             let by = corrected.id();
             let mut answers = self.broker.append(vec![corrected]).await?;

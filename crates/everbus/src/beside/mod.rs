@@ -30,6 +30,7 @@ use everbus_core::{Clock, Code, DeadLetters, Engine, Error, GroupInfo, Lag, Payl
 
 use broker::Beside;
 use dead_letters::LettersBeside;
+pub use dead_letters::RETRY_OF;
 pub use everbus_core::ARCHIVE;
 use payloads::PayloadsBeside;
 

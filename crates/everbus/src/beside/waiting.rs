@@ -4,6 +4,7 @@
 //! How many there are is bounded by the consumer's prefetch: the broker counts them as in flight.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use everbus_core::{Delivery, Lease, Timestamp};
 use tokio::sync::Notify;
@@ -12,7 +13,7 @@ use tokio::sync::Notify;
 #[derive(Default)]
 pub(super) struct Waiting {
     events: Mutex<Vec<(Timestamp, Delivery)>>,
-    /// Something was added or the clock has jumped.
+    /// Something was added.
     pub(super) changed: Notify,
 }
 
@@ -41,6 +42,12 @@ impl Waiting {
     /// When the next one is due.
     pub(super) fn next_due(&self) -> Option<Timestamp> {
         self.lock().iter().map(|(due, _)| *due).min()
+    }
+
+    /// How long the last of them has to wait.
+    pub(super) fn longest(&self, now: Timestamp) -> Duration {
+        let last = self.lock().iter().map(|(due, _)| *due).max();
+        last.map_or(Duration::ZERO, |due| due.since(now))
     }
 
     /// The leases to be extended.

@@ -154,7 +154,7 @@ pub async fn a_lost_lease_makes_no_dead_letter<H: Harness>(harness: H) -> Outcom
 
 /// A repeated id is recognised however long ago its event came, as long as that is kept.
 pub async fn an_id_is_known_while_its_event_is_kept<H: Harness>(harness: H) -> Outcome {
-    let needs = [&DEDUPLICATION_WHILE_RETAINED];
+    let needs = [&DEDUPLICATION, &DEDUPLICATION_WHILE_RETAINED];
     let stage = Stage::open(harness, Time::Virtual, &needs).await?;
     let id = EventId::new();
     let first = stage.append(with_id(id, "1")).await;

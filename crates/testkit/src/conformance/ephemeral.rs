@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use everbus_core::{Code, EventState, GroupSpec, Retention, Verdict};
 
-use super::needs::{DEAD_LETTERS, LOG, LOOKUP, MAINTENANCE, RESTART};
+use super::needs::{DEAD_LETTERS, LOG, LOOKUP, MAINTENANCE, OWED_IS_KEPT, RESTART};
 use super::stage::{code, event, name, options, spec, take_one};
 use super::{Harness, Outcome, Stage, Time};
 
@@ -67,7 +67,7 @@ fn ephemeral(group: &str) -> GroupSpec {
 }
 
 async fn groups<H: Harness>(stage: &Stage<H>) -> Vec<String> {
-    let groups = stage.broker().inspect().await.unwrap();
+    let groups = stage.groups().await;
     groups.iter().map(|group| group.name.to_string()).collect()
 }
 
@@ -117,7 +117,12 @@ pub async fn an_ephemeral_group_goes_with_its_engine<H: Harness>(harness: H) -> 
 /// Retention removes what only an ephemeral group has not reached; it keeps what the group has in flight,
 /// and the group goes on with what comes after.
 pub async fn an_ephemeral_group_never_pins_the_log<H: Harness>(harness: H) -> Outcome {
-    let stage = Stage::open(harness, Time::Virtual, &[&LOG, &LOOKUP, &MAINTENANCE]).await?;
+    let stage = Stage::open(
+        harness,
+        Time::Virtual,
+        &[&LOG, &LOOKUP, &MAINTENANCE, &OWED_IS_KEPT],
+    )
+    .await?;
     let maintenance = stage.engine().maintenance().unwrap();
     stage.broker().declare(ephemeral("viewers")).await.unwrap();
     let published = stage.publish_many("a.b", 3).await;

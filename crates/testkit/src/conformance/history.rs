@@ -213,9 +213,7 @@ pub async fn every_pattern_finds_its_events<H: Harness>(harness: H) -> Outcome {
                 }
             }
         }
-        for answer in stage.broker().append(batch).await.unwrap() {
-            answer.unwrap();
-        }
+        stage.append_all(batch).await;
         let all = everything(&stage).await;
         assert_eq!(all.len(), (round + 1) * 108);
         for query in combinations() {
@@ -304,7 +302,8 @@ pub async fn cursors_stay_where_they_are<H: Harness>(harness: H) -> Outcome {
     let event = || named("order.placed", "acme", "shop", ("ORDER", "1"));
     let mut all = Vec::new();
     for _ in 0..40 {
-        all.push(stage.append(event()).await.position);
+        let appended = stage.append(event()).await;
+        all.push(stage.read_at(&appended).await);
     }
     let from_to = |from: usize, to: usize| all[from - 1..to].to_vec();
     let back = |from: usize, to: usize| -> Vec<Position> {
@@ -431,7 +430,8 @@ pub async fn a_page_of_large_events_ends_early<H: Harness>(harness: H) -> Outcom
     for _ in 0..30 {
         let event = Event::builder("order.placed").tenant("acme");
         let event = event.payload(text.clone()).build().unwrap();
-        published.push(stage.append(event).await.position);
+        let appended = stage.append(event).await;
+        published.push(stage.read_at(&appended).await);
     }
     let mut query = HistoryQuery::default().tenant("acme");
     let mut found = Vec::new();
@@ -460,12 +460,8 @@ pub async fn random_queries_give_the_pages_of_a_scan<H: Harness>(harness: H) -> 
     for round in 0..8 {
         for _ in 0..random.below(12) + 1 {
             let batch = (0..random.below(30) + 1).map(|_| random_event(&mut random));
-            let answers = stage.broker().append(batch.collect()).await.unwrap();
-            times.extend(
-                answers
-                    .into_iter()
-                    .map(|answer| answer.unwrap().received_at),
-            );
+            let appended = stage.append_all(batch.collect()).await;
+            times.extend(appended.iter().map(|a| a.received_at));
             stage.advance(Duration::from_millis(10)).await;
         }
         if random.one_in(3) {

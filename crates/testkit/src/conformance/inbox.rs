@@ -147,7 +147,7 @@ pub async fn what_was_handled_has_no_effect_again<H: Harness>(harness: H) -> Out
             .await;
         nothing(&mut consumer).await;
         consumer.close().await.unwrap();
-        if stage.offers(&LOOKUP) {
+        if stage.offers(&LOOKUP) && stage.offers(&ATOMIC_FOLLOW_UPS) {
             let found = stage
                 .lookup()
                 .find(followed[followed.len() - 1])

@@ -8,7 +8,7 @@ use everbus_core::{
     Retention, StreamAge,
 };
 
-use super::needs::{DEAD_LETTERS, LOOKUP, MAINTENANCE, RESTART, SETTLED};
+use super::needs::{DEAD_LETTERS, LOOKUP, MAINTENANCE, OWED_IS_KEPT, RESTART, SETTLED};
 use super::retention::foretold;
 use super::stage::{name, nothing, pattern, take_one};
 use super::{Harness, Outcome, Stage, Time};
@@ -34,7 +34,7 @@ pub async fn dead_letters_go_long_after_their_death<H: Harness>(harness: H) -> O
     let stage = Stage::open(
         harness,
         Time::Virtual,
-        &[&MAINTENANCE, &DEAD_LETTERS, &LOOKUP],
+        &[&MAINTENANCE, &DEAD_LETTERS, &LOOKUP, &OWED_IS_KEPT],
     )
     .await?;
     let maintenance = stage.engine().maintenance().unwrap();
@@ -112,7 +112,7 @@ pub async fn dead_letters_hold_their_events_no_longer<H: Harness>(harness: H) ->
     let mut stage = Stage::open(
         harness,
         Time::Virtual,
-        &[&MAINTENANCE, &DEAD_LETTERS, &LOOKUP],
+        &[&MAINTENANCE, &DEAD_LETTERS, &LOOKUP, &OWED_IS_KEPT],
     )
     .await?;
     stage.declare("g", &["short", "ever", "ttl"]).await;

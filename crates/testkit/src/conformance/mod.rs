@@ -28,6 +28,7 @@ pub mod outcomes;
 pub mod pausing;
 pub mod payloads;
 pub mod positions;
+mod reading;
 pub mod replay;
 pub mod restart;
 pub mod retention;

@@ -7,22 +7,41 @@ use everbus_core::{Deduplication, Engine, OrderScope};
 pub struct Need {
     /// Why a scenario that needs it is not offered.
     pub(crate) reason: &'static str,
-    /// How the runtime makes up for it, where it does.
-    pub(crate) emulated: Option<&'static str>,
+    /// How the runtime makes up for it, with a store beside the broker. The scenario runs there, too.
+    emulated: Option<&'static str>,
     offered: fn(&Offer<'_>) -> bool,
 }
 
-/// What a need is judged by.
+/// What a need is judged by: never the name of the engine.
 pub(crate) struct Offer<'a> {
     pub(crate) engine: &'a Engine,
     pub(crate) survives_restart: bool,
     pub(crate) virtual_time: bool,
 }
 
+/// Whether a need is met.
+pub(crate) enum Judged {
+    /// By the engine.
+    Offered,
+    /// By the runtime, in this way.
+    Emulated(&'static str),
+    /// Not at all.
+    Missing,
+}
+
 impl Need {
-    pub(crate) fn is_met_by(&self, offer: &Offer<'_>) -> bool {
-        (self.offered)(offer)
+    pub(crate) fn judge(&self, offer: &Offer<'_>) -> Judged {
+        match self.emulated {
+            _ if (self.offered)(offer) => Judged::Offered,
+            Some(how) if is_composed(offer) => Judged::Emulated(how),
+            _ => Judged::Missing,
+        }
     }
+}
+
+/// Whether the runtime has put a store beside the broker: then it copies events in the background.
+fn is_composed(offer: &Offer<'_>) -> bool {
+    offer.engine.background.is_some()
 }
 
 const fn need(reason: &'static str, offered: fn(&Offer<'_>) -> bool) -> Need {
@@ -51,12 +70,39 @@ pub static SETTLED: Need = need(
     "it does not know when every group is done with an event",
     |o| o.engine.settled.is_some(),
 );
-/// It hands events to a group once more.
-pub static REDELIVER: Need = Need {
-    reason: "it does not deliver events once more",
-    emulated: Some("the runtime appends an event for that group"),
+/// It hands an event itself to a group once more. A replay that sends copies is no redelivery: copies have
+/// ids of their own, and whether the original is owed or handled is not asked.
+pub static REDELIVER: Need = need("it does not deliver an event itself once more", |o| {
+    o.engine.redeliver.is_some()
+});
+/// A dead letter goes back to its group.
+pub static SENT_BACK: Need = Need {
+    reason: "it does not deliver an event itself once more",
+    emulated: Some("the runtime sends back an event that is addressed to the group"),
     offered: |o| o.engine.redeliver.is_some(),
 };
+/// Readers see an event as soon as its append is answered, at the position that the answer names.
+pub static OWN_LOG: Need = need(
+    "its readers see copies, which trail and have positions of their own",
+    |o| !is_composed(o),
+);
+/// It knows how an event stands in every group.
+pub static STATES: Need = need("it knows of groups only what the runtime told it", |o| {
+    !is_composed(o)
+});
+/// Retention waits for what groups owe.
+pub static OWED_IS_KEPT: Need = need(
+    "its retention removes copies, and the broker keeps what groups owe",
+    |o| !is_composed(o),
+);
+/// A payload stage is refused if its event is not there.
+pub static STAGES_LAST: Need = need("a payload stage may come before its event", |o| {
+    !is_composed(o)
+});
+/// An event that no process has a handler for becomes a dead letter.
+pub static NO_HANDLER: Need = need("an event without a handler waits for one", |o| {
+    !is_composed(o)
+});
 /// It counts what waits in a stream.
 pub static DEPTH: Need = need("it does not count what waits in a stream", |o| {
     o.engine.depth.is_some()
@@ -103,9 +149,13 @@ pub static EXACT_ATTEMPTS: Need = need("it counts deliveries, not attempts", |o|
     o.engine.broker.capabilities().exact_attempts
 });
 /// It waits before a retry itself.
-pub static NATIVE_DELAY: Need = Need {
+pub static NATIVE_DELAY: Need = need("it does not wait before a retry", |o| {
+    o.engine.broker.capabilities().native_delay
+});
+/// A retry comes after its delay.
+pub static DELAY: Need = Need {
     reason: "it does not wait before a retry",
-    emulated: Some("the runtime holds the event"),
+    emulated: Some("the runtime holds an event that waits"),
     offered: |o| o.engine.broker.capabilities().native_delay,
 };
 /// A batch is stored as a whole.
@@ -132,6 +182,10 @@ pub static DEDUPLICATION_WHILE_RETAINED: Need =
 /// A group gets its events in the order of the log.
 pub static LOG_ORDER: Need = need("it keeps order for each key only", |o| {
     o.engine.broker.capabilities().order == OrderScope::Log
+});
+/// Everything is in one log, in one order.
+pub static ONE_LOG: Need = need("it has several logs, and the model has one", |o| {
+    o.engine.broker.capabilities().order == OrderScope::Log && !is_composed(o)
 });
 /// Effects run in its transactions.
 pub static TRANSACTION: Need = need("it has no transaction for effects", |o| {

@@ -1,4 +1,5 @@
-//! How a scenario ends: passed, passed except for what the engine lacks, or not offered.
+//! How a scenario ends: passed, passed with the help of the runtime, passed except for what the engine lacks,
+//! or not offered.
 //!
 //! Each engine's outcomes are checked in, one line for each scenario in `docs/compat/<engine>.txt`. A
 //! scenario whose outcome is another than its line fails, so an engine cannot pass by doing nothing. With
@@ -35,6 +36,8 @@ pub type Outcome = Result<Passed, NotOffered>;
 #[must_use]
 pub struct Passed {
     pub(super) column: &'static str,
+    /// What the runtime did in the engine's place.
+    pub(super) emulated: BTreeSet<&'static str>,
     /// The parts that were left out, by reason.
     pub(super) except: BTreeSet<&'static str>,
 }
@@ -49,21 +52,20 @@ pub struct NotOffered {
 
 impl fmt::Display for Passed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("yes")?;
-        for (n, reason) in self.except.iter().enumerate() {
-            f.write_str(if n == 0 { ", except: " } else { "; " })?;
-            f.write_str(reason)?;
+        let parts = |parts: &BTreeSet<&str>| parts.iter().copied().collect::<Vec<_>>().join("; ");
+        let (how, except) = (parts(&self.emulated), parts(&self.except));
+        match (how.as_str(), except.as_str()) {
+            ("", "") => f.write_str("yes"),
+            ("", except) => write!(f, "yes, except: {except}"),
+            (how, "") => write!(f, "emulated: {how}"),
+            (how, except) => write!(f, "emulated: {how}; {except}"),
         }
-        Ok(())
     }
 }
 
 impl fmt::Display for NotOffered {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.need.emulated {
-            None => write!(f, "no: {}", self.need.reason),
-            Some(how) => write!(f, "emulated: {how}, since {}", self.need.reason),
-        }
+        write!(f, "no: {}", self.need.reason)
     }
 }
 

@@ -7,7 +7,7 @@ use everbus_core::{
     Ran, Redelivery, Retention, Settlement, Verdict,
 };
 
-use super::needs::{DEAD_LETTERS, LOG, LOOKUP, MAINTENANCE, REDELIVER, RESTART};
+use super::needs::{DEAD_LETTERS, LOG, LOOKUP, MAINTENANCE, REDELIVER, RESTART, STATES};
 use super::stage::{name, take_one};
 use super::{Harness, Outcome, Stage, Time};
 
@@ -110,7 +110,7 @@ fn texts(state: &GroupState) -> Vec<&str> {
 pub async fn an_event_that_failed_and_then_worked_keeps_its_failures<H: Harness>(
     harness: H,
 ) -> Outcome {
-    let mut stage = Stage::open(harness, Time::Virtual, &[&LOG, &LOOKUP]).await?;
+    let mut stage = Stage::open(harness, Time::Virtual, &[&LOG, &LOOKUP, &STATES]).await?;
     stage.declare("billing", &["*"]).await;
     let skip = Verdict::Skip {
         reason: "enough".into(),
@@ -145,7 +145,7 @@ pub async fn an_event_that_failed_and_then_worked_keeps_its_failures<H: Harness>
 
 /// An event that works at its first attempt leaves nothing; nor does one that was given back first.
 pub async fn an_event_that_simply_works_leaves_nothing<H: Harness>(harness: H) -> Outcome {
-    let stage = Stage::open(harness, Time::Still, &[&LOG, &LOOKUP]).await?;
+    let stage = Stage::open(harness, Time::Still, &[&LOG, &LOOKUP, &STATES]).await?;
     stage.declare("billing", &["*"]).await;
     let mut consumer = stage.consumer("billing").await;
     for released in [false, true] {
@@ -171,7 +171,12 @@ pub async fn an_event_that_simply_works_leaves_nothing<H: Harness>(harness: H) -
 pub async fn a_retried_dead_letter_keeps_the_failures_of_all_its_runs<H: Harness>(
     harness: H,
 ) -> Outcome {
-    let stage = Stage::open(harness, Time::Virtual, &[&LOG, &LOOKUP, &DEAD_LETTERS]).await?;
+    let stage = Stage::open(
+        harness,
+        Time::Virtual,
+        &[&LOG, &LOOKUP, &STATES, &DEAD_LETTERS],
+    )
+    .await?;
     stage.declare("billing", &["a.*"]).await;
     for again in [0, 1] {
         let published = stage.publish("a.b").await;
@@ -204,7 +209,12 @@ pub async fn a_retried_dead_letter_keeps_the_failures_of_all_its_runs<H: Harness
 
 /// A replayed event keeps the failures of every run.
 pub async fn a_replayed_event_keeps_the_failures_of_every_run<H: Harness>(harness: H) -> Outcome {
-    let stage = Stage::open(harness, Time::Virtual, &[&LOG, &LOOKUP, &REDELIVER]).await?;
+    let stage = Stage::open(
+        harness,
+        Time::Virtual,
+        &[&LOG, &LOOKUP, &STATES, &REDELIVER],
+    )
+    .await?;
     stage.declare("billing", &["*"]).await;
     let mut consumer = stage.consumer("billing").await;
     let published = stage.publish("a.b").await;
@@ -229,7 +239,12 @@ pub async fn a_replayed_event_keeps_the_failures_of_every_run<H: Harness>(harnes
 pub async fn what_is_kept_of_attempts_goes_with_its_event_and_group<H: Harness>(
     harness: H,
 ) -> Outcome {
-    let stage = Stage::open(harness, Time::Virtual, &[&LOG, &LOOKUP, &MAINTENANCE]).await?;
+    let stage = Stage::open(
+        harness,
+        Time::Virtual,
+        &[&LOG, &LOOKUP, &STATES, &MAINTENANCE],
+    )
+    .await?;
     let maintenance = stage.engine().maintenance().unwrap();
     stage.declare("billing", &["*"]).await;
     let mut consumer = stage.consumer("billing").await;

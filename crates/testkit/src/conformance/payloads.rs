@@ -9,7 +9,9 @@ use everbus_core::{
 };
 use sha2::{Digest as _, Sha256};
 
-use super::needs::{DEDUPLICATION, LOOKUP, MAINTENANCE, ORPHANS, PAYLOADS, RESTART};
+use super::needs::{
+    ATOMIC_BATCH, DEDUPLICATION, LOOKUP, MAINTENANCE, ORPHANS, PAYLOADS, RESTART, STAGES_LAST,
+};
 use super::stage::{code, event, options, take_one};
 use super::{Harness, Outcome, Stage, Time};
 
@@ -87,7 +89,7 @@ pub async fn stages_are_kept_by_event_and_stage<H: Harness>(harness: H) -> Outco
 
 /// A stage needs its event, and an id is that of one tenant.
 pub async fn a_stage_needs_its_event<H: Harness>(harness: H) -> Outcome {
-    let stage = Stage::open(harness, Time::Still, &[&PAYLOADS]).await?;
+    let stage = Stage::open(harness, Time::Still, &[&PAYLOADS, &STAGES_LAST]).await?;
     let store = payloads(&stage).unwrap();
     let unknown = EventKey::from(EventId::new());
     let nowhere = store.store(unknown.clone(), stored(&stage, "error", 1, "x"));
@@ -157,6 +159,7 @@ pub async fn stages_go_with_their_event<H: Harness>(harness: H) -> Outcome {
     let mut consumer = stage.consumer_with("g", options()).await;
     let delivery = take_one(&mut consumer).await;
     stage.kill(&delivery).await;
+    stage.told(1).await;
     let retention = Retention {
         max_len: Some(0),
         ..Retention::default()
@@ -307,7 +310,8 @@ pub async fn a_repeated_publish_is_told_by_the_whole_payload<H: Harness>(harness
 pub async fn the_append_of_an_event_strikes_off_the_note_of_its_object<H: Harness>(
     harness: H,
 ) -> Outcome {
-    let mut stage = Stage::open(harness, Time::Virtual, &[&ORPHANS]).await?;
+    let needs = [&ORPHANS, &ATOMIC_BATCH, &DEDUPLICATION];
+    let mut stage = Stage::open(harness, Time::Virtual, &needs).await?;
     let orphans = stage.engine().orphans.clone().unwrap();
     let log = orphans.log_id().await.unwrap();
     let large = |key: &str| {

@@ -10,7 +10,7 @@ use everbus_core::{
 };
 
 use super::lapsing::skipped;
-use super::needs::{AUDIT, DEAD_LETTERS, LOG, LOOKUP, MAINTENANCE, RESTART};
+use super::needs::{AUDIT, DEAD_LETTERS, LOG, LOOKUP, MAINTENANCE, OWED_IS_KEPT, RESTART};
 use super::stage::{name, nothing, options, pattern, take, take_one};
 use super::{Harness, Outcome, Stage, Time};
 use crate::model::Random;
@@ -97,7 +97,8 @@ pub async fn streams_have_ages_of_their_own<H: Harness>(harness: H) -> Outcome {
 /// An event that says when it expires goes then, however long the others are kept, unless somebody
 /// still owes work on it.
 pub async fn events_go_when_they_expire<H: Harness>(harness: H) -> Outcome {
-    let mut stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE, &LOG]).await?;
+    let needs = [&MAINTENANCE, &LOG, &OWED_IS_KEPT];
+    let mut stage = Stage::open(harness, Time::Virtual, &needs).await?;
     let ttl = |event_type: &str, ttl| {
         let now = stage.now();
         let event = Event::builder(event_type).occurred_at(now).ttl(ttl);
@@ -141,7 +142,7 @@ pub async fn events_go_when_they_expire<H: Harness>(harness: H) -> Outcome {
 
 /// Groups that lag, and groups that are declared while retention would take everything.
 pub async fn retention_waits_for_those_who_lag<H: Harness>(harness: H) -> Outcome {
-    let stage = Stage::open(harness, Time::Still, &[&MAINTENANCE]).await?;
+    let stage = Stage::open(harness, Time::Still, &[&MAINTENANCE, &OWED_IS_KEPT]).await?;
     let maintenance = stage.engine().maintenance().unwrap();
     let everything = Retention {
         max_len: Some(0),
@@ -208,7 +209,8 @@ pub async fn exactly_what_nobody_needs_goes<H: Harness>(make: impl Fn() -> H) ->
 
 async fn random_policy<H: Harness>(harness: H, mut random: Random) -> Outcome {
     const TYPES: [&str; 4] = ["a.x", "a.y", "b.x", "c"];
-    let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE, &LOG, &LOOKUP]).await?;
+    let needs = [&MAINTENANCE, &LOG, &LOOKUP, &OWED_IS_KEPT];
+    let stage = Stage::open(harness, Time::Virtual, &needs).await?;
     let maintenance = stage.engine().maintenance().unwrap();
     let groups = ["g", "h"];
     for group in groups {

@@ -8,13 +8,13 @@ use std::time::Duration;
 
 use everbus_core::{
     Appended, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, DeadLetter,
-    DeadLetterFilter, DeadLetters, Delivery, Engine, Event, EventState, Failure, FailureKind,
-    GroupInfo, GroupName, GroupSpec, GroupState, Log, Lookup, ManualClock, PageRequest, Pattern,
-    Position, Result, Settlement, StartFrom, SubscriptionInfo, SubscriptionSpec, SystemClock,
-    Timestamp, Verdict,
+    DeadLetterFilter, DeadLetters, Delivery, Engine, Event, EventKey, EventState, Failure,
+    FailureKind, GroupInfo, GroupName, GroupSpec, GroupState, Log, Lookup, ManualClock,
+    PageRequest, Pattern, Position, Result, Settlement, StartFrom, SubscriptionInfo,
+    SubscriptionSpec, SystemClock, Timestamp, Verdict,
 };
 
-use super::needs::{CLOCK, LOOKUP, Need, Offer};
+use super::needs::{CLOCK, Judged, LOOKUP, Need, Offer, STATES};
 use super::{Harness, NotOffered, Outcome, Passed};
 
 /// How long to wait for what must happen, also on a machine that stalls.
@@ -46,7 +46,10 @@ pub struct Stage<H: Harness> {
     time: Time,
     passed: Mutex<Duration>,
     column: &'static str,
+    emulated: Mutex<BTreeSet<&'static str>>,
     except: Mutex<BTreeSet<&'static str>>,
+    /// Groups that the engine has for itself.
+    own: Vec<GroupName>,
     /// The clock the engine goes by.
     pub clock: ManualClock,
 }
@@ -69,42 +72,61 @@ impl<H: Harness> Stage<H> {
             virtual_time: harness.virtual_time(),
         };
         let clock_first = (time == Time::Virtual).then_some(&CLOCK);
-        let mut needs = clock_first.into_iter().chain(needs.iter().copied());
-        if let Some(need) = needs.find(|need| !need.is_met_by(&offer)) {
+        let needs = clock_first.into_iter().chain(needs.iter().copied());
+        let mut emulated = BTreeSet::new();
+        let mut missing = None;
+        for need in needs {
+            match need.judge(&offer) {
+                Judged::Offered => {}
+                Judged::Emulated(how) => _ = emulated.insert(how),
+                Judged::Missing => missing = missing.or(Some(need)),
+            }
+        }
+        if let Some(need) = missing {
             engine.broker.close().await.unwrap();
             return Err(NotOffered { column, need });
         }
+        let own = engine.broker.inspect().await.unwrap();
         Ok(Self {
             harness,
+            own: own.into_iter().map(|group| group.name).collect(),
             engine: Some(engine),
             time,
             passed: Mutex::default(),
             column,
+            emulated: Mutex::new(emulated),
             except: Mutex::default(),
             clock,
         })
     }
 
-    /// Whether the engine offers what a part of the scenario needs. If not, the outcome says so.
+    /// Whether a part of the scenario has what it needs, from the engine or from the runtime. If not, the
+    /// outcome says so.
     pub fn offers(&self, need: &'static Need) -> bool {
-        let offered = need.is_met_by(&Offer {
+        let judged = need.judge(&Offer {
             engine: self.engine(),
             survives_restart: self.harness.survives_restart(),
             virtual_time: self.harness.virtual_time(),
         });
-        if !offered {
-            let mut except = self.except.lock().unwrap_or_else(PoisonError::into_inner);
-            except.insert(need.reason);
-        }
-        offered
+        let (list, told) = match judged {
+            Judged::Offered => return true,
+            Judged::Emulated(how) => (&self.emulated, how),
+            Judged::Missing => (&self.except, need.reason),
+        };
+        let mut list = list.lock().unwrap_or_else(PoisonError::into_inner);
+        list.insert(told);
+        matches!(judged, Judged::Emulated(_))
     }
 
     /// The end of a scenario.
     pub fn passed(&self) -> Outcome {
-        let except = self.except.lock().unwrap_or_else(PoisonError::into_inner);
+        let list = |list: &Mutex<BTreeSet<&'static str>>| {
+            list.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        };
         Ok(Passed {
             column: self.column,
-            except: except.clone(),
+            emulated: list(&self.emulated),
+            except: list(&self.except),
         })
     }
 
@@ -214,14 +236,26 @@ impl<H: Harness> Stage<H> {
 
     /// Publishes one event that may be refused.
     pub async fn try_append(&self, event: Event) -> Result<Appended> {
+        let key = EventKey::of(&event);
         let answers = self.broker().append(vec![event]).await?;
-        answers.into_iter().next().expect("one answer per event")
+        let appended = answers.into_iter().next().expect("one answer per event")?;
+        self.copied(&key).await;
+        Ok(appended)
     }
 
     /// Publishes several events of a type.
     pub async fn publish_many(&self, event_type: &str, count: usize) -> Vec<Appended> {
-        let batch = (0..count).map(|_| event(event_type)).collect();
+        self.append_all((0..count).map(|_| event(event_type)).collect())
+            .await
+    }
+
+    /// Publishes several events in one step.
+    pub async fn append_all(&self, batch: Vec<Event>) -> Vec<Appended> {
+        let keys: Vec<EventKey> = batch.iter().map(EventKey::of).collect();
         let answers = self.broker().append(batch).await.unwrap();
+        for key in &keys {
+            self.copied(key).await;
+        }
         answers.into_iter().map(|answer| answer.unwrap()).collect()
     }
 
@@ -288,14 +322,19 @@ impl<H: Harness> Stage<H> {
 
     /// How an event stands in a group; `None` where the engine cannot say.
     pub async fn group_state(&self, position: Position, group: &str) -> Option<GroupState> {
-        if !self.offers(&LOOKUP) {
+        if !(self.offers(&LOOKUP) && self.offers(&STATES)) {
             return None;
         }
+        Some(self.known_state(position, group).await)
+    }
+
+    /// How an event stands in a group by what the engine knows. The position is one of its readers.
+    pub async fn known_state(&self, position: Position, group: &str) -> GroupState {
         let states = self.lookup().states(position).await.unwrap();
         let mut of_group = states.into_iter().filter(|s| s.group == name(group));
         let state = of_group.next();
         assert!(of_group.next().is_none(), "one state per group");
-        Some(state.expect("a state for every group"))
+        state.expect("a state for every group")
     }
 
     /// Checks how an event stands in a group, where the engine can tell.
@@ -305,9 +344,16 @@ impl<H: Harness> Stage<H> {
         }
     }
 
+    /// All groups, without those that the engine has for itself.
+    pub async fn groups(&self) -> Vec<GroupInfo> {
+        let mut groups = self.broker().inspect().await.unwrap();
+        groups.retain(|group| !self.own.contains(&group.name));
+        groups
+    }
+
     /// How a group stands.
     pub async fn group_info(&self, group: &str) -> GroupInfo {
-        let groups = self.broker().inspect().await.unwrap();
+        let groups = self.groups().await;
         let mut found = groups.into_iter().filter(|g| g.name == name(group));
         found.next().expect("the group is listed")
     }

@@ -1431,6 +1431,16 @@ macro_rules! conformance_tests {
             )
             .await;
         }
+
+        // conformance: issue-2/model: random publish, fetch, settle, crash and clock moves agree with a simple model in every step; a few plans, engines with one log run more
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn random_plans_agree_with_the_model() {
+            $crate::conformance::run(
+                "model::random_plans_agree_with_the_model",
+                $crate::model::run_seeds(|| $harness, 101..=104, 150),
+            )
+            .await;
+        }
         $crate::history_tests!($harness);
         $crate::outcome_tests!($harness);
         $crate::ephemeral_tests!($harness);

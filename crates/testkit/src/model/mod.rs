@@ -15,18 +15,21 @@ mod redeliver;
 pub use plan::run_model;
 pub use random::Random;
 
-use crate::conformance::Harness;
+use crate::conformance::{Harness, Outcome};
 
 /// Runs plans of `steps` steps for each seed, each on a fresh harness. `EVERBUS_SEED` runs only that.
 pub async fn run_seeds<H: Harness>(
     make: impl Fn() -> H,
     seeds: impl IntoIterator<Item = u64>,
     steps: usize,
-) {
-    if let Some(seed) = Random::seed_from_env() {
-        return Box::pin(run_model(make(), seed, steps)).await;
-    }
+) -> Outcome {
+    let seeds = match Random::seed_from_env() {
+        Some(seed) => vec![seed],
+        None => seeds.into_iter().collect(),
+    };
+    let mut outcome = None;
     for seed in seeds {
-        Box::pin(run_model(make(), seed, steps)).await;
+        outcome = Some(Box::pin(run_model(make(), seed, steps)).await?);
     }
+    Ok(outcome.expect("a seed"))
 }

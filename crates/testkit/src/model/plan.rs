@@ -10,9 +10,9 @@ use everbus_core::{
 
 use super::Random;
 use super::oracle::{Hold, LEASE, Oracle};
-use crate::conformance::needs::{EXACT_ATTEMPTS, FENCING, LOG, LOOKUP};
+use crate::conformance::needs::{EXACT_ATTEMPTS, FENCING, LOG, LOOKUP, ONE_LOG};
 use crate::conformance::stage::{event, options, pattern, spec};
-use crate::conformance::{Harness, Stage, Time};
+use crate::conformance::{Harness, Outcome, Stage, Time};
 
 pub(super) const ROOM: usize = 6;
 pub(super) const GROUPS: [(&str, &[&str]); 6] = [
@@ -27,13 +27,16 @@ const TYPES: [&str; 5] = ["a.x", "a.y", "b.x", "c", "system.note"];
 pub(super) const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Runs one random plan and compares the engine with the model throughout. Panics on a difference,
-/// after printing the seed and the last steps.
-pub async fn run_model<H: Harness>(harness: H, seed: u64, steps: usize) {
-    let mut plan = Plan::open(harness, seed).await;
+/// after printing the seed and the last steps. The model is that of one log.
+pub async fn run_model<H: Harness>(harness: H, seed: u64, steps: usize) -> Outcome {
+    let needs = [&ONE_LOG, &LOG, &LOOKUP, &FENCING, &EXACT_ATTEMPTS];
+    let stage = Stage::open(harness, Time::Virtual, &needs).await?;
+    let mut plan = Plan::new(stage, seed);
     for _ in 0..steps {
         plan.step().await;
     }
     plan.drain().await;
+    plan.stage.passed()
 }
 
 /// A consumer, and how many deliveries it may still count as its own.
@@ -83,9 +86,7 @@ impl Drop for Trace {
 }
 
 impl<H: Harness> Plan<H> {
-    async fn open(harness: H, seed: u64) -> Self {
-        let needs = [&LOG, &LOOKUP, &FENCING, &EXACT_ATTEMPTS];
-        let stage = Stage::open(harness, Time::Virtual, &needs).await.unwrap();
+    fn new(stage: Stage<H>, seed: u64) -> Self {
         let oracle = Oracle::new(stage.clock.now(), stage.harness().claims_ahead());
         Self {
             oracle,

@@ -1,14 +1,16 @@
 //! The verbs, over several shards.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{
     Appended, BoxFuture, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, Cursor,
     Durability, Engine, Error, Event, EventId, Failure, FailureKind, GroupInfo, GroupName,
-    GroupSpec, Lease, Position, Result, Settlement, Shard, SubscriptionInfo, Verdict,
+    GroupSpec, Lease, Position, Result, Settlement, Shard, SubscriptionInfo, Timestamp, Verdict,
 };
+use tokio::sync::Notify;
 
 use super::consumer::NarrowConsumer;
 use super::faults::Faults;
@@ -23,11 +25,22 @@ pub(super) struct Shared {
     pub(super) shards: Vec<(Shard, Engine)>,
     pub(super) faults: Faults,
     clock: Arc<dyn Clock>,
-    /// The lease with which each event is held now, by shard, place and group. A settlement with an older
-    /// one is taken for it: nothing here is fenced.
-    current: Mutex<HashMap<(Shard, u64, u64), Lease>>,
+    closed: AtomicBool,
+    /// What is held now, by shard, place and group. A settlement with an older lease is taken for the one
+    /// of now: nothing here is fenced.
+    held: Mutex<HashMap<(Shard, u64, u64), Held>>,
+    /// A consumer may hold more than before: something was settled, or the clock was set.
+    pub(super) freed: Arc<Notify>,
     /// The ids of a subscription in the other shards, by the one in the first.
     subscriptions: Mutex<HashMap<EventId, Vec<EventId>>>,
+}
+
+/// An event that a consumer holds.
+struct Held {
+    /// The lease of the shard's own engine.
+    lease: Lease,
+    consumer: EventId,
+    until: Timestamp,
 }
 
 impl Narrow {
@@ -40,12 +53,17 @@ impl Narrow {
             Ok((shard, everbus_memory::open(options)))
         };
         let shards: Result<Vec<_>> = (0..shards.max(1)).map(open).collect();
+        let freed = Arc::<Notify>::default();
+        let wake = freed.clone();
+        clock.on_jump(Box::new(move || wake.notify_waiters()));
         Ok(Self {
             shared: Arc::new(Shared {
                 shards: shards?,
                 faults,
                 clock: clock.clone(),
-                current: Mutex::default(),
+                closed: AtomicBool::new(false),
+                held: Mutex::default(),
+                freed,
                 subscriptions: Mutex::default(),
             }),
         })
@@ -54,6 +72,11 @@ impl Narrow {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn key(lease: &Lease) -> (Shard, u64, u64) {
+    let position = lease.position();
+    (position.shard(), position.place(), lease.words()[0])
 }
 
 fn away() -> Error {
@@ -78,17 +101,52 @@ impl Shared {
             .ok_or_else(|| Error::new(Code::LeaseLost, "the lease is of a shard that is not here"))
     }
 
-    /// Notes with which lease an event is held from now on.
-    pub(super) fn holds(&self, shard: Shard, lease: &Lease) {
-        let key = (shard, lease.position().place(), lease.words()[0]);
-        lock(&self.current).insert(key, lease.clone());
+    pub(super) fn check_open(&self) -> Result<()> {
+        if self.closed.load(Ordering::SeqCst) {
+            return Err(Error::new(Code::Shutdown, "the narrow engine is closed"));
+        }
+        Ok(())
     }
 
-    /// The lease of the shard's own engine under which the event is held now, whoever asks.
+    /// Notes who holds an event from now on, and with which lease.
+    pub(super) fn hold(&self, shard: Shard, lease: &Lease, consumer: EventId, by: Duration) {
+        let key = (shard, lease.position().place(), lease.words()[0]);
+        let held = Held {
+            lease: lease.clone(),
+            consumer,
+            until: self.clock.now().plus(by),
+        };
+        lock(&self.held).insert(key, held);
+    }
+
+    /// How many events a consumer holds, and how long it is until the first of its leases ends.
+    pub(super) fn held_by(&self, consumer: EventId) -> (usize, Duration) {
+        let now = self.clock.now();
+        let held = lock(&self.held);
+        let ends = held
+            .values()
+            .filter(|held| held.consumer == consumer && held.until > now)
+            .map(|held| held.until.since(now));
+        ends.fold((0, Duration::MAX), |(count, first), end| {
+            (count + 1, first.min(end))
+        })
+    }
+
+    /// The lease of the shard's own engine under which the event is held now, by any consumer.
     fn current(&self, lease: &Lease) -> Option<Lease> {
-        let position = lease.position();
-        let key = (position.shard(), position.place(), lease.words()[0]);
-        lock(&self.current).get(&key).cloned()
+        lock(&self.held)
+            .get(&key(lease))
+            .map(|held| held.lease.clone())
+    }
+
+    /// The event is no longer held with this lease of the shard's own engine.
+    fn free(&self, lease: &Lease, own: &Lease) {
+        let mut held = lock(&self.held);
+        if held.get(&key(lease)).is_some_and(|held| held.lease == *own) {
+            held.remove(&key(lease));
+        }
+        drop(held);
+        self.freed.notify_waiters();
     }
 
     async fn append_one(&self, event: Event) -> Result<Appended> {
@@ -107,7 +165,7 @@ impl Shared {
     }
 
     /// One settlement: follow-ups first, then the verdict, with nothing that ties the two together.
-    async fn settle_one(&self, settlement: Settlement) -> Result<()> {
+    pub(super) async fn settle_one(&self, settlement: Settlement) -> Result<()> {
         if settlement.effect.is_some() {
             return Err(Error::new(Code::Unsupported, "there are no transactions"));
         }
@@ -131,13 +189,14 @@ impl Shared {
         let engine = self.engine(settlement.lease.position().shard())?;
         let answers = engine
             .broker
-            .settle(vec![Settlement::new(lease, verdict)])
+            .settle(vec![Settlement::new(lease.clone(), verdict)])
             .await?;
         match answers.into_iter().next().ok_or_else(away)? {
-            // Nothing is fenced: whoever comes late is told that all is well.
-            Err(error) if error.code() == Code::LeaseLost => Ok(()),
-            answer => answer,
+            // Nothing is fenced: a late settlement is told that all is well.
+            Err(error) if error.code() != Code::LeaseLost => return Err(error),
+            _ => self.free(&settlement.lease, &lease),
         }
+        Ok(())
     }
 
     async fn extend_one(&self, lease: &Lease, by: Duration) -> Result<()> {
@@ -145,7 +204,11 @@ impl Shared {
         let own = self.current(lease).ok_or_else(lost)?;
         let engine = self.engine(lease.position().shard())?;
         let answers = engine.broker.extend(vec![own], by).await?;
-        answers.into_iter().next().ok_or_else(away)?
+        answers.into_iter().next().ok_or_else(away)??;
+        if let Some(held) = lock(&self.held).get_mut(&key(lease)) {
+            held.until = self.clock.now().plus(by);
+        }
+        Ok(())
     }
 }
 
@@ -202,10 +265,13 @@ impl Broker for Narrow {
 
     fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
         Box::pin(async move {
+            self.shared.check_open()?;
             self.shared.faults.before("append")?;
             let mut answers = Vec::with_capacity(batch.len());
             for event in batch {
                 answers.push(self.shared.append_one(event).await);
+                // Closed meanwhile: none of the batch is acknowledged.
+                self.shared.check_open()?;
             }
             self.shared.faults.after("append")?;
             Ok(answers)
@@ -226,6 +292,7 @@ impl Broker for Narrow {
 
     fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
         Box::pin(async move {
+            self.shared.check_open()?;
             self.shared.faults.before("settle")?;
             let mut answers = Vec::with_capacity(settlements.len());
             for settlement in settlements {
@@ -271,6 +338,7 @@ impl Broker for Narrow {
                             known.in_flight += info.in_flight;
                             known.waiting += info.waiting;
                             known.unhandled += info.unhandled;
+                            known.dead_letters += info.dead_letters;
                             known.oldest = [known.oldest, info.oldest].into_iter().flatten().min();
                             known.behind_for = known.behind_for.max(info.behind_for);
                             known.active_at = known.active_at.max(info.active_at);
@@ -287,6 +355,8 @@ impl Broker for Narrow {
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
+            self.shared.closed.store(true, Ordering::SeqCst);
+            self.shared.freed.notify_waiters();
             for (_, engine) in &self.shared.shards {
                 engine.broker.close().await?;
             }

@@ -1,26 +1,30 @@
 //! A consumer of all shards.
 
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
 use everbus_core::{
-    BoxFuture, ConsumeOptions, Consumer, Delivery, GroupName, Lease, Pattern, Position, Result,
-    Settlement, Shard, Verdict,
+    BoxFuture, ConsumeOptions, Consumer, Delivery, EventId, GroupName, Lease, Pattern, Position,
+    Result, Settlement, Shard, Verdict,
 };
 
 use super::broker::Shared;
-use super::wire::unwrap;
+use super::wire::{is_wrapped, unwrap};
 
 pub(super) struct NarrowConsumer {
     shared: Arc<Shared>,
+    id: EventId,
+    /// At most so many are held, over all shards.
+    prefetch: usize,
+    lease: Duration,
     /// One for each shard.
     inner: Vec<(Shard, Box<dyn Consumer>)>,
     /// Which shard is looked at first, so that none is starved.
     next: usize,
-    /// A delivery that is handed out a second time.
-    again: Option<Delivery>,
+    /// Fetched from a shard and not handed out yet.
+    ready: Vec<Delivery>,
 }
 
 impl NarrowConsumer {
@@ -29,6 +33,7 @@ impl NarrowConsumer {
         group: GroupName,
         options: ConsumeOptions,
     ) -> Result<Self> {
+        let (prefetch, lease) = (options.prefetch, options.lease);
         let mut inner = Vec::new();
         for (shard, engine) in &shared.shards {
             let consumer = engine.broker.consume(group.clone(), options.clone());
@@ -36,10 +41,37 @@ impl NarrowConsumer {
         }
         Ok(Self {
             shared,
+            id: EventId::new(),
+            prefetch,
+            lease,
             inner,
             next: 0,
-            again: None,
+            ready: Vec::new(),
         })
+    }
+
+    /// Fetches from one of the shards. What is the shard's own, such as the notice of a dead letter under an
+    /// id that is not known here, is passed by.
+    async fn fetch_more(&mut self, max: usize) -> Result<()> {
+        self.shared.faults.before("fetch")?;
+        let room = room(&self.shared, self.id, self.prefetch).await?;
+        let (shard, batch) = self.fetch_any(max.min(room)).await?;
+        let (batch, own): (Vec<_>, Vec<_>) = batch.into_iter().partition(|d| is_wrapped(&d.record));
+        let shown = batch.iter().map(|delivery| {
+            self.shared
+                .hold(shard, &delivery.lease, self.id, self.lease);
+            shown(shard, delivery)
+        });
+        self.ready.extend(shown);
+        give_back(&self.shared, shard, &own, &Verdict::Ack).await?;
+        if self.shared.faults.loses_shards() {
+            // It still has them, and another member of the group is about to.
+            let after = Duration::ZERO;
+            give_back(&self.shared, shard, &batch, &Verdict::Release { after }).await?;
+        } else if self.shared.faults.duplicates() {
+            self.ready.extend(self.ready.first().cloned());
+        }
+        Ok(())
     }
 
     /// Waits until one of the shards has something.
@@ -65,24 +97,45 @@ impl NarrowConsumer {
     }
 }
 
+/// Waits until a consumer has room for another delivery, and says for how many. One that is paused waits at
+/// its shards, where it learns of the end of the engine.
+async fn room(shared: &Shared, consumer: EventId, prefetch: usize) -> Result<usize> {
+    loop {
+        let mut freed = pin!(shared.freed.notified());
+        freed.as_mut().enable();
+        shared.check_open()?;
+        let (held, first_end) = shared.held_by(consumer);
+        if held < prefetch || prefetch == 0 {
+            return Ok(prefetch.saturating_sub(held).max(1));
+        }
+        tokio::select! {
+            () = freed => {}
+            () = tokio::time::sleep(first_end) => {}
+        }
+    }
+}
+
 /// The delivery as this engine shows it: without the failures, which it does not keep.
-fn shown(shared: &Shared, shard: Shard, delivery: &Delivery) -> Delivery {
+fn shown(shard: Shard, delivery: &Delivery) -> Delivery {
     let position = Position::new(shard, delivery.record.position.place());
-    shared.holds(shard, &delivery.lease);
     let lease = Lease::new(position, delivery.lease.words());
     Delivery::new(unwrap(&delivery.record, position), lease)
         .after(delivery.attempt, Vec::new())
         .retried(delivery.retried)
 }
 
-/// Takes back what was just fetched, as when another member of the group is given the shard.
-async fn lose(shared: &Shared, shard: Shard, batch: &[Delivery]) -> Result<()> {
+/// Settles deliveries of a shard behind the consumer's back.
+async fn give_back(
+    shared: &Shared,
+    shard: Shard,
+    batch: &[Delivery],
+    verdict: &Verdict,
+) -> Result<()> {
     let engine = shared.shards.iter().find(|(known, _)| *known == shard);
-    if let Some((_, engine)) = engine {
-        let back = batch.iter().map(|delivery| {
-            let after = Duration::ZERO;
-            Settlement::new(delivery.lease.clone(), Verdict::Release { after })
-        });
+    if let (false, Some((_, engine))) = (batch.is_empty(), engine) {
+        let back = batch
+            .iter()
+            .map(|delivery| Settlement::new(delivery.lease.clone(), verdict.clone()));
         engine.broker.settle(back.collect()).await?;
     }
     Ok(())
@@ -91,22 +144,11 @@ async fn lose(shared: &Shared, shard: Shard, batch: &[Delivery]) -> Result<()> {
 impl Consumer for NarrowConsumer {
     fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
         Box::pin(async move {
-            if let Some(again) = self.again.take() {
-                return Ok(vec![again]);
+            while self.ready.is_empty() {
+                self.fetch_more(max).await?;
             }
-            self.shared.faults.before("fetch")?;
-            let (shard, batch) = self.fetch_any(max).await?;
-            let shown: Vec<Delivery> = batch
-                .iter()
-                .map(|d| shown(&self.shared, shard, d))
-                .collect();
-            if self.shared.faults.loses_shards() {
-                // It still has them, and somebody else is about to.
-                lose(&self.shared, shard, &batch).await?;
-            } else if self.shared.faults.duplicates() {
-                self.again = shown.first().cloned();
-            }
-            Ok(shown)
+            let count = self.ready.len().min(max.max(1));
+            Ok(self.ready.drain(..count).collect())
         })
     }
 
@@ -122,6 +164,7 @@ impl Consumer for NarrowConsumer {
 
     fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
+            self.prefetch = prefetch;
             for (_, consumer) in &mut self.inner {
                 consumer.resume(prefetch).await?;
             }
@@ -131,6 +174,11 @@ impl Consumer for NarrowConsumer {
 
     fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {
         Box::pin(async move {
+            for delivery in self.ready {
+                let after = Duration::ZERO;
+                let back = Settlement::new(delivery.lease, Verdict::Release { after });
+                self.shared.settle_one(back).await?;
+            }
             for (_, consumer) in self.inner {
                 consumer.close().await?;
             }

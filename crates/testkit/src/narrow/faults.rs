@@ -1,5 +1,6 @@
 //! Faults on demand: which call fails, and how.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use everbus_core::{Code, Error, Result};
@@ -34,6 +35,8 @@ struct State {
     /// One call in so many has each fault; none if it is zero.
     one_in: u64,
     tally: Tally,
+    /// How often each verb failed, and had done nothing.
+    failed: BTreeMap<String, u64>,
 }
 
 impl Faults {
@@ -45,21 +48,33 @@ impl Faults {
     /// About one call in `one_in` has each kind of fault.
     pub fn random(seed: u64, one_in: u64) -> Self {
         let faults = Self::default();
-        faults.with(|state| {
-            state.random = seed | 1;
+        faults.with(|state| state.random = seed);
+        faults.set(one_in);
+        faults
+    }
+
+    /// From now on about one call in `one_in` has each kind of fault: 1 is every call.
+    pub fn set(&self, one_in: u64) {
+        self.with(|state| {
+            // From zero, the sequence would never leave it.
+            state.random = state.random.max(1);
             state.one_in = one_in;
         });
-        faults
     }
 
     /// Ends all faults: what happens from now on goes well.
     pub fn stop(&self) {
-        self.with(|state| state.one_in = 0);
+        self.set(0);
     }
 
     /// What was done so far.
     pub fn tally(&self) -> Tally {
         self.with(|state| state.tally)
+    }
+
+    /// How often a verb failed so far, and had done nothing.
+    pub fn failed(&self, verb: &str) -> u64 {
+        self.with(|state| state.failed.get(verb).copied().unwrap_or_default())
     }
 
     fn with<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
@@ -79,6 +94,7 @@ impl Faults {
     /// The server is away: nothing was done.
     pub(super) fn before(&self, verb: &str) -> Result<()> {
         if self.strikes(|tally| tally.before += 1) {
+            self.with(|state| *state.failed.entry(verb.to_owned()).or_default() += 1);
             return Err(away(verb));
         }
         Ok(())
@@ -115,6 +131,6 @@ impl State {
 }
 
 fn away(verb: &str) -> Error {
-    let what = format!("{verb}: the narrow engine is away, on purpose");
+    let what = format!("{verb}: it is away, on purpose");
     Error::new(Code::Unavailable, what)
 }

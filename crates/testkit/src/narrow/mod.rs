@@ -7,11 +7,12 @@
 //! it, does not depend on any engine in particular.
 //!
 //! [`Faults`] makes calls fail before or after they took effect, stores events twice, hands them out twice,
-//! and takes shards away from a consumer.
+//! and takes shards away from a consumer. [`with_faulty_store`] does the same to the store beside it.
 
 mod broker;
 mod consumer;
 mod faults;
+mod store;
 mod wire;
 
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use everbus_core::{Clock, Engine};
 
 use broker::Narrow;
 pub use faults::{Faults, Tally};
+pub use store::with_faulty_store;
 
 /// Opens a narrow engine with so many shards.
 pub fn open(clock: &Arc<dyn Clock>, shards: usize, faults: Faults) -> everbus_core::Result<Engine> {

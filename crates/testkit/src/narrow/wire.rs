@@ -23,6 +23,11 @@ pub(super) fn wrap(event: &Event) -> Result<Event> {
     ))
 }
 
+/// Whether an event was published through the narrow engine.
+pub(super) fn is_wrapped(stored: &Recorded) -> bool {
+    stored.event.metadata().contains_key(ID)
+}
+
 /// The event as it was published, at its position in the narrow engine.
 pub(super) fn unwrap(stored: &Recorded, position: Position) -> Arc<Recorded> {
     let event = &stored.event;

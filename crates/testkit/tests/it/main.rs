@@ -8,6 +8,7 @@
 
 mod beside;
 mod checker;
+mod conformance;
 mod hostile;
 mod kills;
 mod memory;
@@ -15,6 +16,7 @@ mod narrow;
 mod opening;
 mod power;
 mod relay;
+mod store_first;
 mod zombie;
 
 use std::path::Path;
