@@ -21,6 +21,7 @@ const SECTIONS: &[(&str, &str)] = &[
     ("issue-3", "What handlers deliver"),
     ("issue-4", "What the memory delivers"),
     ("contract", "The contract between engines and runtime"),
+    ("operations", "Ordinary days of operation"),
     ("rules", "Delivery rules"),
     ("faults", "Ways to lose events"),
 ];

@@ -27,6 +27,8 @@ pub const DEAD_LETTER_EVENT: &str = "system.dead_letter";
 
 /// Why a group passes by the corrected event that [`DeadLetters::replace`] sent to another one.
 pub const ADDRESSED: &str = "it is addressed to another group";
+/// Why a group has nothing to do with an event that none of its subscriptions matches.
+pub const UNMATCHED: &str = "no subscription of the group matches it";
 
 /// Why a group is done with an event whose dead letter was [purged](DeadLetters::purge), and that
 /// somebody else needs.

@@ -65,7 +65,7 @@ pub use clock_record::{ClockDoubt, ClockRecord};
 pub use dead_letters::{
     ADDRESSED, DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
     DeadLetterTally, DeadLetters, EDIT_OF, LETTER_KEPT, LETTER_PURGED, MAX_FAILURES, PURGED_NAMED,
-    PageRequest, PurgeBasis, Purged, PurgedLetter, REPLAY_OF, Replaced, all_failures,
+    PageRequest, PurgeBasis, Purged, PurgedLetter, REPLAY_OF, Replaced, UNMATCHED, all_failures,
     dead_letter_notice, letter_kept_for,
 };
 pub use effect::{Effect, EffectResult};
@@ -99,7 +99,7 @@ pub use payloads::{EventKey, Payloads, Stage, StageInfo, StoredStage};
 pub use position::{Cursor, Position, Shard};
 pub use progress::Progress;
 pub use retry::RetryPolicy;
-pub use store::{Burial, EARLY_STAGES, EarlierDeath, KeptFailures, Store};
+pub use store::{Burial, EARLY_STAGES, EarlierDeath, KeptFailures, SentBack, Store};
 pub use stream::{OnFull, Stream, StreamLimit, Streams};
 pub use time::Timestamp;
 pub use typed::TypedEvent;

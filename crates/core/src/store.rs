@@ -72,18 +72,27 @@ pub trait Store: Send + Sync + 'static {
     fn bury(&self, letter: Burial) -> BoxFuture<'_, Result<()>>;
 
     /// Notes that dead letters were sent back to their group through the broker: they are no longer open.
-    /// Their positions are the store's. One that is not open, or not there, stays as it is.
-    fn mark_retried(&self, letters: Vec<DeadLetterKey>, at: Timestamp)
-    -> BoxFuture<'_, Result<()>>;
+    /// One that is not there, is not open, or has died again since, stays as it is.
+    fn mark_retried(&self, letters: Vec<SentBack>, at: Timestamp) -> BoxFuture<'_, Result<()>>;
 
-    /// Notes that a corrected event was sent in place of a dead letter: it is no longer open, and names that
-    /// event. The position is the store's. A letter that is not there stays away.
+    /// As [`mark_retried`](Self::mark_retried), for a dead letter in place of which a corrected event was
+    /// sent: it names that event.
     fn mark_replaced(
         &self,
-        letter: DeadLetterKey,
+        letter: SentBack,
         by: EventId,
         at: Timestamp,
     ) -> BoxFuture<'_, Result<()>>;
+}
+
+/// A dead letter that was sent back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SentBack {
+    /// The letter, by the store's own position.
+    pub letter: DeadLetterKey,
+    /// The death that it was sent back for. What was sent may have failed again already, and that death
+    /// must stay open.
+    pub died_at: Timestamp,
 }
 
 /// A dead letter that a store is to keep.
@@ -101,6 +110,9 @@ pub struct Burial {
     pub failures: Vec<Failure>,
     /// When it died.
     pub died_at: Timestamp,
+    /// It died as an event that was sent back from the dead letters, so this is another run, also if the
+    /// store does not know yet that it was sent back.
+    pub sent_back: bool,
 }
 
 impl Burial {
@@ -118,7 +130,15 @@ impl Burial {
             attempts,
             failures,
             died_at,
+            sent_back: false,
         }
+    }
+
+    /// Says that it had been sent back from the dead letters.
+    #[must_use]
+    pub fn of_sent_back(mut self) -> Self {
+        self.sent_back = true;
+        self
     }
 
     /// For stores: the attempts and failures of the dead letter after this death.
@@ -134,9 +154,14 @@ impl Burial {
         };
         if earlier.open || earlier.died_at == self.died_at {
             let known = earlier.failures.clone();
-            let new = failures.filter(|failure| !known.contains(failure));
-            let all = all_failures(earlier.failures, new);
-            return (earlier.attempts.max(attempts), all);
+            let new: Vec<Failure> = failures.filter(|f| !known.contains(f)).collect();
+            let more = new.iter().filter(|f| f.kind.is_attempt()).count();
+            let more = u32::try_from(more).unwrap_or(u32::MAX);
+            let attempts = match self.sent_back {
+                true => earlier.attempts.saturating_add(more),
+                false => earlier.attempts.max(attempts),
+            };
+            return (attempts, all_failures(earlier.failures, new));
         }
         let attempts = earlier.attempts.saturating_add(attempts);
         (attempts, all_failures(earlier.failures, failures))
@@ -238,6 +263,10 @@ mod tests {
         again.push(failure(3, 9));
         let (attempts, failures) = burial(3, again.clone(), 9).with_earlier(Some(earlier(true)));
         assert_eq!((attempts, failures), (3, again));
+        // Died again before the store knew that it was sent back.
+        let early = burial(1, vec![failure(1, 9)], 9).of_sent_back();
+        let (attempts, failures) = early.with_earlier(Some(earlier(true)));
+        assert_eq!((attempts, failures.len()), (3, 3));
         // Died again after a retry.
         let next = burial(1, vec![failure(1, 9)], 9);
         let (attempts, failures) = next.with_earlier(Some(earlier(false)));

@@ -1,7 +1,7 @@
 //! What surrounds a publish: the correlation id, the event being handled, the trace.
 //!
-//! It belongs to the current task and is inherited by everything published in it. A task that is
-//! spawned does not inherit it by itself; wrap what it runs in [`with_correlation_id`].
+//! It belongs to the current task and is inherited by everything published in it. A task or thread that is
+//! spawned does not inherit it by itself; take a [`Scope`] along.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -23,6 +23,59 @@ struct Ambient {
     handling: Option<Arc<Recorded>>,
     /// On whose behalf things are done to the bus.
     operator: Option<Arc<Operator>>,
+}
+
+/// What surrounds a publish here and now: the correlation id, the trace, the event being handled. It is
+/// lost in a task or thread that is spawned, unless it is taken along.
+///
+/// ```
+/// use everbus::{Scope, correlation_id, with_correlation_id};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() {
+/// with_correlation_id("request-7", async {
+///     let scope = Scope::current();
+///     let id = tokio::task::spawn_blocking(move || scope.enter(correlation_id));
+///     assert_eq!(id.await.unwrap().as_deref(), Some("request-7"));
+///     let task = Scope::current().wrap(async { correlation_id() });
+///     assert_eq!(tokio::spawn(task).await.unwrap().as_deref(), Some("request-7"));
+/// })
+/// .await;
+/// # }
+/// ```
+#[derive(Clone, Default)]
+pub struct Scope(Ambient);
+
+impl Scope {
+    /// What surrounds this task, or nothing.
+    pub fn current() -> Self {
+        Self(AMBIENT.try_with(Clone::clone).unwrap_or_default())
+    }
+
+    /// A scope with this correlation id and nothing else, for code that does not wait: a thread of your own, a
+    /// command.
+    pub fn with_correlation_id(id: impl Into<String>) -> Self {
+        let id: Arc<str> = id.into().into();
+        Self(Ambient {
+            correlation_id: Some(id),
+            ..Ambient::default()
+        })
+    }
+
+    /// Runs a function inside, for example an `enqueue` on a blocking thread.
+    pub fn enter<T>(self, run: impl FnOnce() -> T) -> T {
+        AMBIENT.sync_scope(self.0, run)
+    }
+
+    /// Runs a future inside, for example a task that is to be spawned.
+    pub fn wrap<F: Future>(self, future: F) -> impl Future<Output = F::Output> {
+        AMBIENT.scope(self.0, future)
+    }
+}
+
+impl std::fmt::Debug for Scope {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Scope").finish_non_exhaustive()
+    }
 }
 
 /// Runs a future in which everything that is published carries this correlation id, unless the event

@@ -48,10 +48,42 @@ pub(crate) fn traced<T>(run: impl FnOnce() -> T) -> Result<T, Panicked> {
 /// A location, and what is on the stack, in one text.
 pub(crate) fn placed(location: &str, trace: &Backtrace) -> String {
     if trace.status() == BacktraceStatus::Captured {
-        format!("at {location}\n{trace}")
+        format!("at {location}\n{}", own_frames(&trace.to_string()))
     } else {
         format!("at {location}")
     }
+}
+
+/// Beyond so many frames a recursion only repeats itself.
+const MOST_FRAMES: usize = 32;
+
+/// Of a backtrace, the frames of the user's code and of Everbus: those of the standard library, the runtime
+/// and other dependencies are the same for every handler.
+fn own_frames(trace: &str) -> String {
+    let mut kept = Vec::new();
+    let mut lines = trace.lines().peekable();
+    while let Some(symbol) = lines.next() {
+        let at = lines.next_if(|line| line.trim_start().starts_with("at "));
+        let is_foreign = at.is_none_or(|at| {
+            let path = at.replace('\\', "/");
+            path.contains("/rustc/")
+                || path.contains("/registry/src/")
+                || path.contains("/toolchains/")
+        });
+        if !is_foreign {
+            kept.extend([Some(symbol), at].into_iter().flatten());
+        }
+    }
+    if kept.is_empty() {
+        // Without line numbers nothing tells whose a frame is.
+        return trace
+            .lines()
+            .take(2 * MOST_FRAMES)
+            .collect::<Vec<_>>()
+            .join("\n");
+    }
+    kept.truncate(2 * MOST_FRAMES);
+    kept.join("\n")
 }
 
 /// Adds the hook. Whoever sets another one later replaces it; then only the places are missing.
@@ -126,6 +158,30 @@ mod tests {
     use std::pin::pin;
 
     use super::*;
+
+    // conformance: operations/backtrace-own: a backtrace keeps the frames of the user's code and of Everbus, and no others
+    #[test]
+    fn a_backtrace_keeps_own_frames() {
+        let trace = "\
+   0: std::backtrace::Backtrace::capture
+             at /rustc/5980/library/std/src/backtrace.rs:296:13
+   1: shop::charge
+             at ./src/charge.rs:7:5
+   2: <core::pin::Pin<P> as core::future::Future>::poll
+             at /rustc/5980/library/core/src/future.rs:124:9
+   3: tokio::runtime::task
+             at /home/me/.cargo/registry/src/index/tokio-1.0/src/task.rs:1:1
+   4: everbus::pipeline::run
+             at /home/me/everbus/crates/everbus/src/pipeline/mod.rs:9:9
+   5: __libc_start_main";
+        let kept = own_frames(trace);
+        let symbols: Vec<&str> = kept.lines().step_by(2).map(str::trim).collect();
+        assert_eq!(symbols, ["1: shop::charge", "4: everbus::pipeline::run"]);
+        assert_eq!(
+            own_frames("   0: stripped\n   1: too"),
+            "   0: stripped\n   1: too"
+        );
+    }
 
     struct Bomb;
 

@@ -129,7 +129,7 @@ mod upcast;
 mod watch;
 
 pub use admission::{Limits, PublishRate};
-pub use ambient::{correlation_id, with_correlation_id, with_trace};
+pub use ambient::{Scope, correlation_id, with_correlation_id, with_trace};
 pub use audit::AuditTrail;
 pub use beside::{ARCHIVE, RETRY_OF, archive_lag, compose};
 pub use breaker::{BreakerInfo, BreakerPolicy, BreakerState, Criticality};

@@ -7,7 +7,7 @@ use std::time::Duration;
 use everbus_core::{Code, Error, GroupName, Pattern, Result, RetryPolicy};
 
 use crate::agreed::{Agreed, Asked};
-use crate::breaker::{Breaker, BreakerPolicy};
+use crate::breaker::{Breaker, BreakerPolicy, Criticality};
 use crate::bus::Shared;
 use crate::circuits::Owner;
 use crate::handler::{Run, Traits};
@@ -69,6 +69,12 @@ impl Request {
             Some(json) => Some(Arc::new(Schema::new(name.as_str(), json)?)),
             None => None,
         };
+        let criticality = settings.criticality.unwrap_or_default();
+        if settings.drop_failed == Some(true) && criticality != Criticality::BestEffort {
+            let what = format!("{name} drops what fails and is {criticality}");
+            return Err(Error::new(Code::InvalidSetting, what)
+                .hint("only best-effort handlers may: .criticality(Criticality::BestEffort)"));
+        }
         let traits = Traits {
             states: subscription.states,
             upcasts: subscription.upcasts,
@@ -76,6 +82,7 @@ impl Request {
             max_staleness: settings.max_staleness,
             breaker: breaker(shared, &group, &settings)?,
             criticality: settings.criticality.unwrap_or_default(),
+            drop_failed: settings.drop_failed.unwrap_or(false),
             idempotent: transaction.is_some() || settings.idempotent.unwrap_or(false),
             audit: Some(shared.audit()),
         };
@@ -126,6 +133,13 @@ fn check_engine(
             ),
         )
         .hint("open the bus on that engine, or make the handler idempotent instead"));
+    }
+    let forgets = settings.ephemeral == Some(true);
+    if !forgets {
+        let hint =
+            "put a store beside the broker, with `Bus::builder().store(…)`; it keeps what failed";
+        let letters = shared.engine.dead_letters();
+        letters.map_err(|error| error.hint(hint)).map(drop)?;
     }
     if transaction.is_some() || settings.idempotent == Some(true) {
         let hint = "put a store beside the broker, with `Bus::builder().store(…)`; its inbox \

@@ -30,6 +30,7 @@ pub(crate) struct Settings {
     pub(crate) breaker: Option<Option<BreakerPolicy>>,
     pub(crate) dependency: Option<String>,
     pub(crate) criticality: Option<Criticality>,
+    pub(crate) drop_failed: Option<bool>,
     pub(crate) schema: Option<Value>,
     /// The outermost first.
     pub(crate) layers: Vec<AnyLayer>,
@@ -53,6 +54,7 @@ impl Settings {
             breaker: self.breaker.or(outer.breaker),
             dependency: self.dependency.or_else(|| outer.dependency.clone()),
             criticality: self.criticality.or(outer.criticality),
+            drop_failed: self.drop_failed.or(outer.drop_failed),
             schema: self.schema.or_else(|| outer.schema.clone()),
             layers: outer.layers.iter().cloned().chain(self.layers).collect(),
         }
@@ -183,6 +185,14 @@ macro_rules! setters {
         /// ones go to the dead letters for a later retry, best-effort ones are skipped.
         pub fn criticality(mut self, criticality: $crate::Criticality) -> Self {
             self.settings.criticality = Some(criticality);
+            self
+        }
+
+        /// What fails for good is skipped, with its last error as the recorded reason, instead of becoming a
+        /// dead letter: for handlers whose work nobody would do later, such as a cache or a gauge. Only with
+        /// [best-effort](crate::Criticality::BestEffort) criticality.
+        pub fn drop_failed(mut self) -> Self {
+            self.settings.drop_failed = Some(true);
             self
         }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use everbus_core::{
     ADDRESSED, Appended, ClockRecord, Code, Cursor, DutyRecord, Error, Event, EventId, EventState,
     FailureKind, GroupName, GroupSpec, GroupState, Lease, Pattern, Position, Recorded, Redelivery,
-    Result, SettledOutcome, Settlement, StartFrom, SubscriptionInfo, Timestamp, Verdict,
+    Result, SettledOutcome, Settlement, StartFrom, SubscriptionInfo, Timestamp, UNMATCHED, Verdict,
     dead_letter_notice,
 };
 use tokio::sync::Notify;
@@ -422,6 +422,9 @@ impl State {
             let skipped = group.skipped.get(&position);
             let skipped = skipped.filter(|_| state == EventState::Done);
             let elsewhere = state == EventState::Done && !record.event.is_for(&group.name);
+            let unmatched = state == EventState::Done
+                && !group.subscriptions.is_empty()
+                && !group.wants(record.event.event_type());
             let mut ended = None;
             if state == EventState::Done {
                 let dead = self.dead.get(position, &group.name);
@@ -442,6 +445,7 @@ impl State {
                     attempts = attempts.saturating_add(1);
                 }
             }
+            let is_untouched = failures.is_empty();
             Some(GroupState {
                 group: group.name.clone(),
                 state,
@@ -450,7 +454,11 @@ impl State {
                 due_at,
                 skipped: skipped
                     .map(ToString::to_string)
-                    .or_else(|| elsewhere.then(|| ADDRESSED.to_owned())),
+                    .or_else(|| elsewhere.then(|| ADDRESSED.to_owned()))
+                    .or_else(|| {
+                        let untouched = unmatched && is_untouched && ended.is_none();
+                        untouched.then(|| UNMATCHED.to_owned())
+                    }),
                 ended,
             })
         });

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use everbus_core::{
-    BoxFuture, Burial, DeadLetterKey, EARLY_STAGES, EventId, EventKey, Failure, GroupName,
-    KeptFailures, Position, Recorded, Result, Store, StoredStage, Timestamp,
+    BoxFuture, Burial, EARLY_STAGES, EventId, EventKey, Failure, GroupName, KeptFailures, Position,
+    Recorded, Result, SentBack, Store, StoredStage, Timestamp,
 };
 
 use crate::broker::Memory;
@@ -189,44 +189,35 @@ impl Store for Memory {
         })
     }
 
-    fn mark_retried(
-        &self,
-        letters: Vec<DeadLetterKey>,
-        at: Timestamp,
-    ) -> BoxFuture<'_, Result<()>> {
-        Box::pin(async move {
-            let mut state = self.open_state()?;
-            for letter in letters {
-                let position = letter.position.place();
-                if let Some(grave) = state.dead.get_mut(position, &letter.group)
-                    && grave.open
-                {
-                    grave.open = false;
-                    grave.letter.retried_at = Some(at);
-                }
-                state.wake_waiters(position);
-            }
-            Ok(())
-        })
+    fn mark_retried(&self, letters: Vec<SentBack>, at: Timestamp) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move { self.sent_back(letters, None, at) })
     }
 
     fn mark_replaced(
         &self,
-        letter: DeadLetterKey,
+        letter: SentBack,
         by: EventId,
         at: Timestamp,
     ) -> BoxFuture<'_, Result<()>> {
-        Box::pin(async move {
+        Box::pin(async move { self.sent_back(vec![letter], Some(by), at) })
+    }
+}
+
+impl Memory {
+    fn sent_back(&self, letters: Vec<SentBack>, by: Option<EventId>, at: Timestamp) -> Result<()> {
+        let mut state = self.open_state()?;
+        for SentBack { letter, died_at } in letters {
             let position = letter.position.place();
+            if let Some(grave) = state.dead.get_mut(position, &letter.group)
+                && grave.open
+                && grave.letter.died_at == died_at
             {
-                let mut state = self.open_state()?;
-                if let Some(grave) = state.dead.get_mut(position, &letter.group)
-                    && grave.open
-                {
-                    grave.letter.replaced_by = Some(by);
-                }
+                grave.open = false;
+                grave.letter.retried_at = Some(at);
+                grave.letter.replaced_by = by.or(grave.letter.replaced_by);
             }
-            self.mark_retried(vec![letter], at).await
-        })
+            state.wake_waiters(position);
+        }
+        Ok(())
     }
 }

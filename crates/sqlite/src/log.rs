@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError};
 use everbus_core::{
     ADDRESSED, BoxFuture, Code, Cursor, Error, EventId, EventState, Failure, FailureKind,
     GroupName, GroupState, Log, Lookup, Pattern, Position, Progress, Recorded, Result, Shard,
-    StartFrom, Timestamp,
+    StartFrom, Timestamp, UNMATCHED,
 };
 use rusqlite::{Connection, OptionalExtension, params};
 
@@ -252,24 +252,26 @@ fn state_in(
         }
     }
     let is_for = record.event.is_for(&state.group);
-    let wanted = || -> Result<bool> {
-        Ok(is_for
-            && patterns_of(&reader.conn, id)?
-                .iter()
-                .any(|p| p.matches(record.event.event_type())))
-    };
+    let patterns = patterns_of(&reader.conn, id)?;
+    let event_type = record.event.event_type();
+    let is_matched = patterns.iter().any(|p| p.matches(event_type));
     state.skipped = reader
         .conn
         .prepare_cached("SELECT reason FROM skips WHERE group_id = ?1 AND seq = ?2")
         .and_then(|mut s| s.query_row((id, seq), |r| r.get(0)).optional())
         .map_err(doing)?;
-    if record.seq() > cursor && state.skipped.is_none() && wanted()? {
+    if record.seq() > cursor && state.skipped.is_none() && is_for && is_matched {
         state.state = EventState::Pending;
         return Ok(state);
     }
     outcomes::read_into(&reader.conn, seq, id, &mut state)?;
     if !is_for && state.skipped.is_none() {
         state.skipped = Some(ADDRESSED.to_owned());
+    }
+    // A group without subscriptions is one of another broker, or was told of single events.
+    let untouched = state.failures.is_empty() && state.ended.is_none() && !patterns.is_empty();
+    if !is_matched && untouched && state.skipped.is_none() {
+        state.skipped = Some(UNMATCHED.to_owned());
     }
     // What a runtime told of an event that another broker moves.
     let kept = kept_failures(&reader.conn, id, record.seq())?;

@@ -7,8 +7,8 @@
 use std::sync::Arc;
 
 use everbus_core::{
-    BoxFuture, Burial, DeadLetterKey, EARLY_STAGES, EarlierDeath, EventId, EventKey, Failure,
-    GroupName, KeptFailures, Position, Recorded, Result, Store, StoredStage, Timestamp,
+    BoxFuture, Burial, EARLY_STAGES, EarlierDeath, EventId, EventKey, Failure, GroupName,
+    KeptFailures, Position, Recorded, Result, SentBack, Store, StoredStage, Timestamp,
 };
 use rusqlite::{Connection, OptionalExtension, params};
 
@@ -121,18 +121,14 @@ impl Store for SqliteEngine {
         })
     }
 
-    fn mark_retried(
-        &self,
-        letters: Vec<DeadLetterKey>,
-        at: Timestamp,
-    ) -> BoxFuture<'_, Result<()>> {
+    fn mark_retried(&self, letters: Vec<SentBack>, at: Timestamp) -> BoxFuture<'_, Result<()>> {
         self.handle
             .job(move |writer| writer.mark_retried(&letters, None, at))
     }
 
     fn mark_replaced(
         &self,
-        letter: DeadLetterKey,
+        letter: SentBack,
         by: EventId,
         at: Timestamp,
     ) -> BoxFuture<'_, Result<()>> {
@@ -256,12 +252,12 @@ impl Writer {
 
     fn mark_retried(
         &mut self,
-        letters: &[DeadLetterKey],
+        letters: &[SentBack],
         by: Option<EventId>,
         at: Timestamp,
     ) -> Result<()> {
         let doing = |e| from_sqlite("noting a retry", e);
-        for letter in letters {
+        for SentBack { letter, died_at } in letters {
             let seq = letter.position.place();
             let Some(group) = self.state.group_id(&letter.group) else {
                 continue;
@@ -269,11 +265,11 @@ impl Writer {
             self.conn
                 .prepare_cached(
                     "UPDATE dead_letters SET retried_at = ?3, replaced_by = coalesce(?4, replaced_by)
-                     WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL",
+                     WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL AND died_at = ?5",
                 )
                 .and_then(|mut s| {
                     let by = by.as_ref().map(EventId::as_bytes);
-                    s.execute((to_sql(seq), group, micros(at), by))
+                    s.execute((to_sql(seq), group, micros(at), by, micros(*died_at)))
                 })
                 .map_err(doing)?;
             self.watches.touch(seq);

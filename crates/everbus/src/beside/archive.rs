@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    ARCHIVE, Broker, Code, ConsumeOptions, GroupName, GroupSpec, Pattern, Result, Settlement,
-    StartFrom, Store, SubscriptionSpec, Verdict,
+    ARCHIVE, Broker, Class, Code, ConsumeOptions, Delivery, GroupName, GroupSpec, Pattern, Result,
+    Settlement, StartFrom, Store, SubscriptionSpec, Verdict,
 };
 
 use crate::guard;
@@ -64,12 +64,45 @@ async fn copy(broker: &dyn Broker, store: &dyn Store, pause: &mut Duration) -> R
     loop {
         let batch = consumer.fetch(BATCH).await?;
         let records = batch.iter().map(|delivery| delivery.record.clone());
-        store.ingest(records.collect()).await?;
-        let acks = batch
-            .into_iter()
-            .map(|delivery| Settlement::new(delivery.lease, Verdict::Ack));
+        let verdicts = match store.ingest(records.collect()).await {
+            Ok(_) => batch
+                .into_iter()
+                .map(|d| Settlement::new(d.lease, Verdict::Ack))
+                .collect(),
+            Err(error) if error.class().may_repeat() || error.class() == Class::Final => {
+                return Err(error);
+            }
+            // One that the store refuses must not keep the others out.
+            Err(_) => one_by_one(store, batch).await?,
+        };
         // An ack that was lost means another copy, which the store takes for the first one.
-        broker.settle(acks.collect()).await?;
+        broker.settle(verdicts).await?;
         *pause = FIRST_PAUSE;
     }
+}
+
+/// Copies events one by one. What the store refuses stays in the broker, and is tried again later.
+async fn one_by_one(store: &dyn Store, batch: Vec<Delivery>) -> Result<Vec<Settlement>> {
+    let mut verdicts = Vec::with_capacity(batch.len());
+    for delivery in batch {
+        let verdict = match store.ingest(vec![delivery.record.clone()]).await {
+            Ok(_) => Verdict::Ack,
+            Err(error) if error.class().may_repeat() || error.class() == Class::Final => {
+                return Err(error);
+            }
+            Err(error) => {
+                guard::log(|| {
+                    tracing::error!(
+                        target: "everbus::archive",
+                        event_id = %delivery.record.event.id(),
+                        %error,
+                        "the store refuses an event; it stays in the broker"
+                    );
+                });
+                Verdict::Release { after: LEASE }
+            }
+        };
+        verdicts.push(Settlement::new(delivery.lease, verdict));
+    }
+    Ok(verdicts)
 }

@@ -1,15 +1,16 @@
 //! The verbs of a broker with a store beside it.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use everbus_core::dead_letters::MAX_PAGE;
 use everbus_core::{
-    Background, BoxFuture, Broker, BrokerLayer, Burial, Capabilities, Clock, Code, ConsumeOptions,
-    Consumer, DeadLetterFilter, DeadLetters, Delivery, Error, Event, Failure, GroupInfo, GroupName,
-    GroupSpec, Lease, Result, Settlement, Store, Streams, SubscriptionInfo, Timestamp, Verdict,
-    dead_letter_notice,
+    ARCHIVE, Background, BoxFuture, Broker, BrokerLayer, Burial, Capabilities, Clock, Code,
+    ConsumeOptions, Consumer, DeadLetterFilter, DeadLetters, Delivery, Error, Event, EventKey,
+    Failure, GroupInfo, GroupName, GroupSpec, Lease, Result, Settlement, Store, Streams,
+    SubscriptionInfo, Timestamp, Verdict, dead_letter_notice,
 };
 use tokio::sync::Notify;
 
@@ -17,6 +18,7 @@ use super::archive;
 use super::consumer::ConsumerBeside;
 use super::dead_letters::original_of;
 use super::waiting::Waiting;
+use crate::guard;
 
 /// What the broker and its consumers share.
 pub(super) struct Shared {
@@ -40,6 +42,9 @@ struct Held {
     lease: Duration,
     /// When the lease ends, as far as this process knows.
     until: Timestamp,
+    /// The events that belong to the verdict are in the broker: a verdict that is told again does not append
+    /// them once more.
+    appended: Arc<AtomicBool>,
 }
 
 impl Shared {
@@ -47,16 +52,18 @@ impl Shared {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes note of deliveries that are handed out under leases of this length, and forgets those whose
-    /// lease ended without a verdict.
+    /// Takes note of deliveries that are handed out under leases that began at `since`, and forgets those
+    /// whose lease ended without a verdict.
     pub(super) fn hold(
         &self,
         group: &GroupName,
         waiting: &Arc<Waiting>,
         batch: &[Delivery],
+        since: Timestamp,
         lease: Duration,
     ) {
         let now = self.clock.now();
+        let until = since.plus(lease);
         let mut held = self.lock();
         if held.len() + batch.len() > held.capacity() {
             held.retain(|_, held| held.until >= now);
@@ -67,10 +74,28 @@ impl Shared {
                 delivery: delivery.clone(),
                 waiting: waiting.clone(),
                 lease,
-                until: now.plus(lease),
+                until,
+                appended: Arc::default(),
             };
             held.insert(delivery.lease.clone(), note);
         }
+    }
+
+    /// Deliveries of events of which no other delivery is held in the group, and the rest.
+    pub(super) fn apart(
+        &self,
+        group: &GroupName,
+        batch: Vec<Delivery>,
+    ) -> (Vec<Delivery>, Vec<Delivery>) {
+        let now = self.clock.now();
+        let held = self.lock();
+        let held = held.values();
+        let held = held.filter(|held| held.group == *group && held.until >= now);
+        let mut keys: HashSet<EventKey> = held
+            .map(|held| EventKey::of(&held.delivery.record.event))
+            .collect();
+        let mut is_first = |d: &Delivery| keys.insert(EventKey::of(&d.record.event));
+        batch.into_iter().partition(|delivery| is_first(delivery))
     }
 
     /// The delivery that a lease is for. A broker without a fence would take a verdict for another
@@ -139,7 +164,16 @@ impl Beside {
             return Ok(());
         }
         let answers = self.shared.broker.append(events).await?;
-        answers.into_iter().try_for_each(|answer| answer.map(drop))
+        answers.into_iter().try_for_each(|answer| match answer {
+            // An earlier run appended it, perhaps with another time in its body. The first one counts.
+            Err(error) if error.code() == Code::IdReused => {
+                guard::log(|| {
+                    tracing::warn!(target: "everbus::beside", %error, "an event that belongs to an outcome is there already with another body");
+                });
+                Ok(())
+            }
+            answer => answer.map(drop),
+        })
     }
 
     /// Makes everything durable that must be so before the broker learns of the verdict.
@@ -162,7 +196,10 @@ impl Beside {
         let follow_ups = if self.shared.offers.atomic_follow_ups && !waits_here {
             follow_ups
         } else {
-            self.append_first(follow_ups).await?;
+            if !held.appended.load(Ordering::Acquire) {
+                self.append_first(follow_ups).await?;
+                held.appended.store(true, Ordering::Release);
+            }
             Vec::new()
         };
         let store = &self.shared.store;
@@ -240,7 +277,10 @@ impl Beside {
         // An event that was sent back from the dead letters dies as the one it stands for.
         let record = original_of(&*self.letters, &delivery.record, group).await?;
         let attempts = delivery.attempt;
-        let letter = Burial::new(record.clone(), group.clone(), attempts, failures, died_at);
+        let mut letter = Burial::new(record.clone(), group.clone(), attempts, failures, died_at);
+        if record.event.id() != delivery.record.event.id() {
+            letter = letter.of_sent_back();
+        }
         self.shared.store.bury(letter).await?;
         // The store has added up the attempts of all its deaths.
         let known = self.letters.get(record.event.id()).await?;
@@ -255,13 +295,27 @@ impl Beside {
     }
 
     /// Keeps an event here until it is due. Its lease is made to outlast the wait at once, so that it does
-    /// not depend on the next extension; where the broker cannot do that, its consumer extends it in time.
-    async fn wait(&self, held: &Held, after: Duration, again: Delivery) {
-        let lease = vec![again.lease.clone()];
+    /// not depend on the next extension; where the broker does not answer, its consumer extends it in time.
+    async fn wait(&self, held: &Held, after: Duration, again: Delivery) -> Result<()> {
+        let lease = again.lease.clone();
         let by = after.saturating_add(held.lease);
-        let _ = self.shared.broker.extend(lease, by).await;
-        self.shared.lock().remove(&again.lease);
-        held.waiting.add(self.shared.clock.now().plus(after), again);
+        let extended = self.shared.broker.extend(vec![lease.clone()], by).await;
+        self.shared.lock().remove(&lease);
+        if let Ok(answers) = extended
+            && let Some(Err(lost)) = answers.into_iter().next()
+            && lost.code() == Code::LeaseLost
+        {
+            return Err(lost);
+        }
+        let due = self.shared.clock.now().plus(after);
+        if held.waiting.add(due, again) {
+            return Ok(());
+        }
+        // Its consumer is gone, and no other one looks there: another may have it early.
+        let after = Duration::ZERO;
+        let release = Settlement::new(lease, Verdict::Release { after });
+        let answers = self.shared.broker.settle(vec![release]).await?;
+        answers.into_iter().next().unwrap_or(Ok(()))
     }
 
     async fn settle_all(&self, settlements: Vec<Settlement>) -> Result<Vec<Result<()>>> {
@@ -289,8 +343,7 @@ impl Beside {
                     Ok(())
                 }
                 (Ok(Next::Wait(after, delivery)), Some(held)) => {
-                    self.wait(&held, after, *delivery).await;
-                    Ok(())
+                    self.wait(&held, after, *delivery).await
                 }
                 (Ok(Next::Wait(..)), None) => Ok(()),
                 (Err(error), _) => Err(error),
@@ -354,6 +407,11 @@ impl BrokerLayer for Beside {
     /// Removes the group from the store, too: a group that is made anew under its name has handled nothing.
     fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
+            if group.as_str() == ARCHIVE {
+                let what = "without the archive no event reaches the store";
+                let error = Error::new(Code::InvalidSetting, what);
+                return Err(error.hint("to do without a store, open the broker without one"));
+            }
             // The store first: a crash in between leaves a group that can be removed again.
             match self.store_broker.remove_group(group.clone()).await {
                 Err(error) if error.code() != Code::GroupNotFound => return Err(error),
@@ -361,6 +419,7 @@ impl BrokerLayer for Beside {
             }
             self.shared.broker.remove_group(group.clone()).await?;
             self.ephemeral().remove(&group);
+            self.shared.lock().retain(|_, held| held.group != group);
             Ok(())
         })
     }

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    BoxFuture, Code, Consumer, Delivery, EventKey, GroupName, Pattern, Result, Settlement, Verdict,
+    BoxFuture, Code, Consumer, Deduplication, Delivery, EventKey, Failure, FailureKind, GroupName,
+    Pattern, Result, Settlement, Timestamp, Verdict,
 };
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
@@ -23,6 +24,8 @@ pub(super) struct ConsumerBeside {
     waiting: Arc<Waiting>,
     /// Fetched from the broker, while the store is asked about them.
     fetched: Vec<Delivery>,
+    /// When that was: their leases began then.
+    fetched_at: Timestamp,
     paused: bool,
     lease: Duration,
     keeper: Keeper,
@@ -74,15 +77,81 @@ impl ConsumerBeside {
             shared,
             waiting,
             fetched: Vec::new(),
+            fetched_at: Timestamp::EPOCH,
             paused: false,
             lease,
             keeper,
         }
     }
+
+    /// Waits for deliveries and takes note of them; perhaps of none, if they all have to wait.
+    async fn next_batch(&mut self, max: usize) -> Result<Vec<Delivery>> {
+        // What the store gave no answer for until its lease was over belongs to others now.
+        if self.fetched_at.plus(self.lease) <= self.shared.clock.now() {
+            self.fetched.clear();
+        }
+        while self.fetched.is_empty() {
+            // Registered before the look, so that nothing between the two is missed.
+            let mut changed = pin!(self.waiting.changed.notified());
+            changed.as_mut().enable();
+            let mut jumped = pin!(self.shared.jumped.notified());
+            jumped.as_mut().enable();
+            let now = self.shared.clock.now();
+            let due = if self.paused {
+                Vec::new()
+            } else {
+                self.waiting.take_due(now, max.max(1))
+            };
+            if !due.is_empty() {
+                return Ok(self.hand_out(due, now));
+            }
+            let next = self.waiting.next_due();
+            let nap = next.map_or(Duration::MAX, |due| due.since(now));
+            // Dropping the fetch of the broker loses nothing.
+            tokio::select! {
+                biased;
+                batch = self.inner.fetch(max) => {
+                    self.fetched = batch?;
+                    self.fetched_at = self.shared.clock.now();
+                }
+                () = changed => {}
+                () = jumped => {}
+                () = tokio::time::sleep(nap), if next.is_some() && !self.paused => {}
+            }
+        }
+        // Handlers must not run without knowing how often they have failed: if the store does not
+        // answer, it is asked again by the next call.
+        let batch = with_failures(&self.shared, &self.group, self.fetched.clone()).await?;
+        self.fetched.clear();
+        Ok(self.hand_out(batch, self.fetched_at))
+    }
+
+    /// Takes note of deliveries. A second copy of an event that is being handled waits until that is settled:
+    /// the inbox knows the event only then.
+    fn hand_out(&self, batch: Vec<Delivery>, since: Timestamp) -> Vec<Delivery> {
+        let (batch, twins) = match self.shared.offers.deduplication {
+            Deduplication::WhileRetained => (batch, Vec::new()),
+            _ => self.shared.apart(&self.group, batch),
+        };
+        let due = self.shared.clock.now().plus(TWINS_WAIT);
+        for twin in twins {
+            self.waiting.add(due, twin);
+        }
+        self.shared
+            .hold(&self.group, &self.waiting, &batch, since, self.lease);
+        batch
+    }
 }
 
-/// Adds the failures of earlier attempts. What the broker counted is only a hint where it counts
-/// deliveries; where it counts attempts, a first one has no earlier failures and the store is not asked.
+/// After this long it is looked whether the first copy of an event is settled.
+const TWINS_WAIT: Duration = Duration::from_millis(50);
+
+/// An event that was delivered so many times without an outcome is taken for one that kills its process. A
+/// broker that counts deliveries also counts those that were given back, so that fewer prove nothing.
+const UNEXPLAINED: u32 = 20;
+
+/// Adds the failures of earlier attempts, and counts by them: a broker that counts deliveries is no help.
+/// Where it counts attempts, a first one has no earlier failures and the store is not asked.
 async fn with_failures(
     shared: &Shared,
     group: &GroupName,
@@ -94,13 +163,29 @@ async fn with_failures(
     }
     let mut again: Vec<&mut Delivery> = batch.iter_mut().collect();
     again.retain(|delivery| !exact || delivery.attempt > 1);
-    if !again.is_empty() {
-        let keys = again.iter().map(|d| EventKey::of(&d.record.event));
-        let failures = shared.store.failures(group.clone(), keys.collect());
-        for (delivery, failures) in again.into_iter().zip(failures.await?) {
-            let begun = failures.last().map_or(0, |last| last.attempt);
+    if again.is_empty() {
+        return Ok(batch);
+    }
+    let keys = again.iter().map(|d| EventKey::of(&d.record.event));
+    let failures = shared.store.failures(group.clone(), keys.collect());
+    for (delivery, kept) in again.into_iter().zip(failures.await?) {
+        let begun = kept.last().map_or(0, |last| last.attempt);
+        let crashes = std::mem::take(&mut delivery.failures);
+        delivery.failures = kept;
+        if exact {
+            // Only the broker knows of attempts that ended with their process.
+            let crashes = crashes.into_iter().filter(|f| f.kind == FailureKind::Crash);
+            delivery.failures.extend(crashes);
+            delivery.failures.sort_by_key(|failure| failure.attempt);
             delivery.attempt = delivery.attempt.max(begun + 1);
-            delivery.failures = failures;
+        } else if delivery.attempt > begun.saturating_add(UNEXPLAINED) {
+            let (count, now) = (delivery.attempt - 1, shared.clock.now());
+            let text = format!("delivered {count} times, {begun} of them with an outcome");
+            let mut crash = Failure::new(count, now, FailureKind::Crash, text);
+            crash.alone = true;
+            delivery.failures.push(crash);
+        } else {
+            delivery.attempt = begun + 1;
         }
     }
     Ok(batch)
@@ -135,41 +220,12 @@ async fn keep(shared: Arc<Shared>, waiting: Arc<Waiting>, lease: Duration) {
 impl Consumer for ConsumerBeside {
     fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
         Box::pin(async move {
-            while self.fetched.is_empty() {
-                // Registered before the look, so that nothing between the two is missed.
-                let mut changed = pin!(self.waiting.changed.notified());
-                changed.as_mut().enable();
-                let mut jumped = pin!(self.shared.jumped.notified());
-                jumped.as_mut().enable();
-                let now = self.shared.clock.now();
-                let due = if self.paused {
-                    Vec::new()
-                } else {
-                    self.waiting.take_due(now, max.max(1))
-                };
-                if !due.is_empty() {
-                    self.shared
-                        .hold(&self.group, &self.waiting, &due, self.lease);
-                    return Ok(due);
-                }
-                let next = self.waiting.next_due();
-                let nap = next.map_or(Duration::MAX, |due| due.since(now));
-                // Dropping the fetch of the broker loses nothing.
-                tokio::select! {
-                    biased;
-                    batch = self.inner.fetch(max) => self.fetched = batch?,
-                    () = changed => {}
-                    () = jumped => {}
-                    () = tokio::time::sleep(nap), if next.is_some() && !self.paused => {}
+            loop {
+                let batch = self.next_batch(max).await?;
+                if !batch.is_empty() {
+                    return Ok(batch);
                 }
             }
-            // Handlers must not run without knowing how often they have failed: if the store does not
-            // answer, it is asked again by the next call.
-            let batch = with_failures(&self.shared, &self.group, self.fetched.clone()).await?;
-            self.fetched.clear();
-            self.shared
-                .hold(&self.group, &self.waiting, &batch, self.lease);
-            Ok(batch)
         })
     }
 

@@ -12,7 +12,7 @@ use everbus_core::{
     Appended, Attributes, BoxFuture, Broker, Clock, Code, DeadLetter, DeadLetterFilter,
     DeadLetterKey, DeadLetterPage, DeadLetterTally, DeadLetters, Error, Event, EventId, GroupInfo,
     GroupName, IDEMPOTENCY_KEY, PageRequest, Pattern, PurgeBasis, Purged, Recorded, Replaced,
-    Result, Store, Timestamp,
+    Result, SentBack, Store, Timestamp,
 };
 
 /// The metadata of an event that was sent back from the dead letters: the id of the one it stands for.
@@ -66,13 +66,18 @@ fn retry_of(letter: &DeadLetter) -> Result<Event> {
             ..attributes.clone()
         });
     }
-    builder
+    let event = builder
         .correlation_id(original.correlation_id())
         .causation_id(original.id().to_string())
         .meta(RETRY_OF, original.id().to_string())
         .meta(IDEMPOTENCY_KEY, original.idempotency_key())
         .addressed_to(&letter.group)
-        .build()
+        .build()?;
+    // What is too large to travel stays where it is: the copy refers to it as its original does.
+    Ok(match original.overflow() {
+        Some(overflow) => event.with_overflow(original.payload().clone(), overflow.clone()),
+        None => event,
+    })
 }
 
 /// Whether a group is there and has a subscription that matches an event. Others pass the event by, also if
@@ -126,7 +131,10 @@ impl LettersBeside {
                     .find(|l| l.key() == *key && l.retried_at.is_none());
                 if let Some(letter) = open {
                     events.push(retry_of(letter)?);
-                    keys.push(key.clone());
+                    keys.push(SentBack {
+                        letter: key.clone(),
+                        died_at: letter.died_at,
+                    });
                 }
             }
             for answer in self.broker.append(events).await? {
@@ -227,7 +235,12 @@ impl DeadLetters for LettersBeside {
                 .pop()
                 .unwrap_or_else(|| Err(Error::new(Code::Internal, "an append was not answered")))?;
             let now = self.clock.now();
-            self.store.mark_replaced(key, by, now).await?;
+            let died_at = letter.died_at;
+            let letter = SentBack {
+                letter: key,
+                died_at,
+            };
+            self.store.mark_replaced(letter, by, now).await?;
             Ok(appended)
         })
     }

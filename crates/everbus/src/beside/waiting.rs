@@ -3,6 +3,7 @@
 //!
 //! How many there are is bounded by the consumer's prefetch: the broker counts them as in flight.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -13,6 +14,8 @@ use tokio::sync::Notify;
 #[derive(Default)]
 pub(super) struct Waiting {
     events: Mutex<Vec<(Timestamp, Delivery)>>,
+    /// The consumer is gone: what is added now would be not be found.
+    closed: AtomicBool,
     /// Something was added.
     pub(super) changed: Notify,
 }
@@ -22,10 +25,16 @@ impl Waiting {
         self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps a delivery until it is due.
-    pub(super) fn add(&self, due: Timestamp, delivery: Delivery) {
-        self.lock().push((due, delivery));
+    /// Keeps a delivery until it is due; false if the consumer is gone.
+    pub(super) fn add(&self, due: Timestamp, delivery: Delivery) -> bool {
+        let mut events = self.lock();
+        if self.closed.load(Ordering::Acquire) {
+            return false;
+        }
+        events.push((due, delivery));
+        drop(events);
         self.changed.notify_waiters();
+        true
     }
 
     /// Takes up to `max` deliveries whose time has come, the longest due first.
@@ -62,7 +71,9 @@ impl Waiting {
 
     /// Takes all of them: the consumer leaves.
     pub(super) fn take_all(&self) -> Vec<Delivery> {
-        let events = std::mem::take(&mut *self.lock());
+        let mut events = self.lock();
+        self.closed.store(true, Ordering::Release);
+        let events = std::mem::take(&mut *events);
         events.into_iter().map(|(_, delivery)| delivery).collect()
     }
 }

@@ -30,6 +30,8 @@ pub(crate) struct Traits {
     pub(crate) max_staleness: Option<Duration>,
     pub(crate) breaker: Option<Breaker>,
     pub(crate) criticality: Criticality,
+    /// What fails for good is skipped and no dead letter.
+    pub(crate) drop_failed: bool,
     /// What was handled is remembered in the inbox and not handled again.
     pub(crate) idempotent: bool,
     /// The audit trail of the bus it runs on.

@@ -254,7 +254,7 @@ struct Tally {
 impl Tally {
     fn tell(&self, outbox: &str) {
         if self.published > 0 {
-            tracing::info!(
+            tracing::debug!(
                 target: "everbus::outbox",
                 outbox,
                 published = self.published,

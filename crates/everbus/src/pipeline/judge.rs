@@ -162,6 +162,10 @@ impl Judge<'_> {
             Answer::RetryAfter(after) => policy_says().map(|_| after),
         };
         self.report(name, policy, self.attempt, delay, &text);
+        if delay.is_none() && handler.traits.drop_failed {
+            let reason = format!("dropped after {} attempts: {text}", self.attempt);
+            return skipped_as(reason, Skip::BestEffort);
+        }
         let mut failure = Failure::new(self.attempt, self.clock.now(), kind, text)
             .on_worker(self.took, self.worker);
         failure.handler = name.map(str::to_owned);

@@ -8,6 +8,7 @@ use everbus_core::{Code, EDIT_OF, EventId, GroupName, Position, REPLAY_OF, Recor
 
 use super::report::ReplaySkips;
 use super::target::Context;
+use crate::beside::RETRY_OF;
 
 /// What was corrected, as it is when the run begins.
 #[derive(Debug, Default)]
@@ -20,9 +21,10 @@ pub(super) struct Corrections {
     all_pass: bool,
 }
 
-/// Whether the event is a copy that a replay published for everybody.
+/// Whether the event is a copy, of a replay or of a retry through a broker.
 pub(super) fn is_copy(record: &Recorded) -> bool {
-    record.event.metadata().contains_key(REPLAY_OF)
+    let metadata = record.event.metadata();
+    metadata.contains_key(REPLAY_OF) || metadata.contains_key(RETRY_OF)
 }
 
 impl Corrections {

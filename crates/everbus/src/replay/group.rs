@@ -7,7 +7,7 @@ use everbus_core::{
 };
 
 use super::copies::copy_of;
-use super::corrections::Corrections;
+use super::corrections::{Corrections, is_copy};
 use super::preview::PreviewedGroup;
 use super::report::ReplayReport;
 use super::saved::Saved;
@@ -91,7 +91,13 @@ impl LiveGroup {
         let engine = &context.bus.shared().engine;
         let offered = wanted(events, &self.patterns, report);
         let group = Some(&self.group);
-        let offered = self.corrections.sort(group, offered, &mut report.skips);
+        let mut offered = self.corrections.sort(group, offered, &mut report.skips);
+        if engine.redeliver.is_none() && !context.single {
+            // Copies of earlier replays and retries are in the log as well; their originals are offered.
+            let all = offered.len();
+            offered.retain(|record| !is_copy(record));
+            report.skips.copies += (all - offered.len()) as u64;
+        }
         // Asked before: afterwards the group may have handled them again. No inbox knows a copy.
         let absorbed = match &engine.inbox {
             Some(inbox) if self.absorbs && engine.redeliver.is_some() => {

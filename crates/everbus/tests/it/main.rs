@@ -10,6 +10,7 @@ mod correlation;
 mod dead_letters;
 mod delayed;
 mod dispatch;
+mod dropping;
 mod duplicator;
 mod edges;
 mod ephemeral;

@@ -98,6 +98,10 @@ impl Access for File {
         self.path.display().to_string()
     }
 
+    fn file(&self) -> &Path {
+        &self.path
+    }
+
     fn clock(&self) -> &Arc<dyn Clock> {
         &self.options.clock
     }

@@ -1,5 +1,6 @@
 //! The outbox in the file of the engine: read on a connection of its own, written by the writer.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use everbus_core::{BoxFuture, Clock, OutboxSource, Result};
@@ -18,6 +19,10 @@ pub(crate) fn own_outbox(handle: Arc<Handle>) -> Arc<dyn OutboxSource> {
 impl Access for Own {
     fn name(&self) -> String {
         self.0.path.display().to_string()
+    }
+
+    fn file(&self) -> &Path {
+        &self.0.path
     }
 
     fn clock(&self) -> &Arc<dyn Clock> {

@@ -44,16 +44,25 @@ pub(super) fn holder(conn: &Connection, now: Timestamp) -> Result<Option<(String
     Ok(held.map(|(holder, token, _)| (holder, token)))
 }
 
-/// Takes or keeps the lease.
+/// A holder as it is stored, `everbus (process 7, 1f) [0198…]`, in its parts: who it is, and the lock by which
+/// others see that its process lives.
+pub(super) fn parts(holder: &str) -> (&str, Option<&str>) {
+    let parts = holder.strip_suffix(']').and_then(|it| it.rsplit_once(" ["));
+    parts.map_or((holder, None), |(who, lock)| (who, Some(lock)))
+}
+
+/// Takes or keeps the lease; also that of a holder whose process is gone.
 pub(super) fn acquire(
     conn: &Connection,
     me: &str,
+    gone: Option<&str>,
     now: Timestamp,
     until: Timestamp,
 ) -> Result<Option<RelayLease>> {
     let doing = |e| from_outbox("taking the lease of the outbox", e);
     if let Some((other, _)) = holder(conn, now)?
         && other != me
+        && Some(other.as_str()) != gone
     {
         return Ok(None);
     }
@@ -239,7 +248,7 @@ pub(super) fn status(conn: &Connection, now: Timestamp) -> Result<OutboxStatus> 
         sent: count("status = 'sent'")?,
         oldest_pending_at: oldest.and_then(|text| times::read(conn, &text).ok()),
         last_error,
-        relay: holder(conn, now)?.map(|(holder, _)| holder),
+        relay: holder(conn, now)?.map(|(holder, _)| parts(&holder).0.to_owned()),
     })
 }
 

@@ -4,9 +4,9 @@
 //! changes with every commit of somebody else: every 100 ms at rest, and soon after an enqueue in this
 //! process, which is a little before its commit.
 
-use std::sync::Arc;
-use std::sync::LazyLock;
+use std::path::Path;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, OnceLock};
 use std::time::Duration;
 
 use everbus_core::{
@@ -20,6 +20,7 @@ use tokio::time::Instant;
 use super::{dead, forget, rows};
 use crate::errors::from_sqlite;
 use crate::failpoint;
+use crate::owner::{OwnerLock, is_dead};
 use crate::retention::pace::Pace;
 
 /// Rows settled in one transaction: so few that whoever writes beside us hardly waits.
@@ -43,6 +44,9 @@ pub(super) fn enqueued() {
 /// How the outbox of a database is reached.
 pub(super) trait Access: Send + Sync + 'static {
     fn name(&self) -> String;
+
+    /// The file of the database.
+    fn file(&self) -> &Path;
 
     fn clock(&self) -> &Arc<dyn Clock>;
 
@@ -73,9 +77,29 @@ pub(super) struct Source<A> {
     /// The enqueues that were known then.
     known: AtomicU64,
     jumped: Arc<Notify>,
+    /// Held from the first lease on: others see by it that this process lives. `None` where no lock can be
+    /// made; then they wait until the lease ends.
+    alive: OnceLock<Option<OwnerLock>>,
+}
+
+/// Whether a holder names a lock that its process does not hold any more.
+fn is_gone(database: &Path, holder: &str) -> bool {
+    let (_, lock) = rows::parts(holder);
+    lock.is_some_and(|lock| is_dead(database, lock))
 }
 
 impl<A: Access> Source<A> {
+    /// The holder with the lock of this process.
+    fn alive(&self, holder: String) -> String {
+        let lock = self
+            .alive
+            .get_or_init(|| OwnerLock::take(self.access.file()).ok());
+        match lock {
+            Some(lock) => format!("{holder} [{}]", lock.name()),
+            None => holder,
+        }
+    }
+
     pub(super) fn new(access: A) -> Self {
         let jumped = Arc::new(Notify::new());
         let wake = Arc::downgrade(&jumped);
@@ -89,6 +113,7 @@ impl<A: Access> Source<A> {
             seen: Arc::new(AtomicI64::new(i64::MIN)),
             known: AtomicU64::new(ENQUEUED.load(Ordering::Acquire)),
             jumped,
+            alive: OnceLock::new(),
         }
     }
 
@@ -161,20 +186,23 @@ impl<A: Access> OutboxSource for Source<A> {
                 return Err(Error::new(Code::InvalidSetting, what)
                     .hint("a lease lasts up to a minute, and is renewed while the relay runs"));
             }
-            let now = self.access.clock().now();
-            // Looking needs no lock: whoever stands by disturbs nobody.
+            let (now, holder) = (self.access.clock().now(), self.alive(holder));
+            // Looking takes no lock of the database: a relay that stands by disturbs no other.
             let held = self
                 .access
                 .read(move |conn| rows::holder(conn, now))
                 .await?;
-            if held.is_some_and(|(other, _)| other != holder) {
+            let other = held.map(|(other, _)| other).filter(|it| *it != holder);
+            if let Some(other) = &other
+                && !is_gone(self.access.file(), other)
+            {
                 return Ok(None);
             }
             let clock = self.access.clock().clone();
             self.access
                 .write(move |conn| {
                     let now = clock.now();
-                    rows::acquire(conn, &holder, now, now.plus(lease))
+                    rows::acquire(conn, &holder, other.as_deref(), now, now.plus(lease))
                 })
                 .await
         })

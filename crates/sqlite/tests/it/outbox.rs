@@ -777,3 +777,18 @@ async fn a_batch_is_bounded_by_its_bytes() {
     assert_eq!(claimed.rows.len(), 3);
     assert!(claimed.more);
 }
+
+// conformance: operations/relay-dead-holder: the lease of a relay whose process is gone is taken over at once; that of one that lives is not
+#[tokio::test]
+async fn the_lease_of_a_dead_relay_is_not_waited_for() {
+    let shop = Shop::new();
+    let (dead, next) = (shop.source(), shop.source());
+    let first = dead.acquire("one".into(), LEASE).await.unwrap().unwrap();
+    assert!(next.acquire("two".into(), LEASE).await.unwrap().is_none());
+    // Its process ends without a word: the operating system frees its lock.
+    drop(dead);
+    let second = next.acquire("two".into(), LEASE).await.unwrap().unwrap();
+    assert!(second.token > first.token);
+    let late = shop.source();
+    assert!(late.acquire("three".into(), LEASE).await.unwrap().is_none());
+}

@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use everbus_core::{
-    Burial, Clock, Cursor, DeadLetterFilter, Event, EventKey, EventState, Failure, FailureKind,
-    HistoryQuery, Position, Recorded, Retention, Shard, StageInfo, Store, StoredStage, Timestamp,
+    Burial, Clock, Cursor, DeadLetter, DeadLetterFilter, Event, EventKey, EventState, Failure,
+    FailureKind, HistoryQuery, Position, Recorded, Retention, SentBack, Shard, StageInfo, Store,
+    StoredStage, Timestamp,
 };
 
 use super::needs::{
@@ -399,7 +400,7 @@ pub async fn a_dead_letter_can_be_put<H: Harness>(harness: H) -> Outcome {
     stage.advance(SECOND).await;
     let retried_at = stage.clock.now();
     for _ in 0..2 {
-        told.mark_retried(vec![letter.key()], retried_at)
+        told.mark_retried(vec![sent_back(letter)], retried_at)
             .await
             .unwrap();
         stage.advance(SECOND).await;
@@ -420,12 +421,24 @@ pub async fn a_dead_letter_can_be_put<H: Harness>(harness: H) -> Outcome {
     assert_eq!(open[0].attempts, 3);
     assert_eq!(open[0].failures, [failures, more].concat());
     assert_eq!((open[0].first_seen_at, open[0].died_at), (died_at, again));
-    // What is not there is not marked.
-    let mut unknown = open[0].key();
-    unknown.group = name("nobody");
-    told.mark_retried(vec![unknown], again).await.unwrap();
-    assert_eq!(stage.open_dead_letters().await.len(), 1);
+    // What is not there is not marked, and what died again since it was sent back stays open.
+    let mut unknown = sent_back(&open[0]);
+    unknown.letter.group = name("other");
+    let before = sent_back(letter);
+    told.mark_retried(vec![unknown, before.clone()], again)
+        .await
+        .unwrap();
+    let by = everbus_core::EventId::new();
+    told.mark_replaced(before, by, again).await.unwrap();
+    assert_eq!(stage.open_dead_letters().await, open);
     stage.passed()
+}
+
+fn sent_back(letter: &DeadLetter) -> SentBack {
+    SentBack {
+        letter: letter.key(),
+        died_at: letter.died_at,
+    }
 }
 
 /// Groups that are known from a store alone want nothing, so that retention takes what it may.
@@ -461,7 +474,9 @@ pub async fn what_a_store_is_told_pins_nothing<H: Harness>(harness: H) -> Outcom
     let pruned = maintenance.prune(retention.clone()).await.unwrap();
     assert_eq!((pruned.removed, pruned.kept), (3, 1));
     let left = stage.open_dead_letters().await;
-    told.mark_retried(vec![left[0].key()], now).await.unwrap();
+    told.mark_retried(vec![sent_back(&left[0])], now)
+        .await
+        .unwrap();
     let pruned = maintenance.prune(retention).await.unwrap();
     assert_eq!((pruned.removed, pruned.kept), (1, 0));
     let report = maintenance.check().await.unwrap();

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use everbus_core::{
-    BoxFuture, Burial, DeadLetterKey, Engine, EventId, EventKey, Failure, GroupName, Position,
-    Recorded, Result, Store, StoredStage, Timestamp,
+    BoxFuture, Burial, Engine, EventId, EventKey, Failure, GroupName, Position, Recorded, Result,
+    SentBack, Store, StoredStage, Timestamp,
 };
 
 use super::faults::Faults;
@@ -93,7 +93,7 @@ impl Store for FaultyStore {
 
     fn mark_replaced(
         &self,
-        letter: DeadLetterKey,
+        letter: SentBack,
         by: EventId,
         at: Timestamp,
     ) -> BoxFuture<'_, Result<()>> {
@@ -101,11 +101,7 @@ impl Store for FaultyStore {
         self.call("mark_replaced", work)
     }
 
-    fn mark_retried(
-        &self,
-        letters: Vec<DeadLetterKey>,
-        at: Timestamp,
-    ) -> BoxFuture<'_, Result<()>> {
+    fn mark_retried(&self, letters: Vec<SentBack>, at: Timestamp) -> BoxFuture<'_, Result<()>> {
         let work = async move { self.inner.mark_retried(letters, at).await };
         self.call("mark_retried", work)
     }

@@ -189,3 +189,113 @@ async fn a_corrected_dead_letter_names_its_correction() {
     assert_eq!(replaced.len(), 1);
     bus.shutdown().await.unwrap();
 }
+
+// conformance: contract/beside-twins: A second copy of an event waits while the first is being handled, so that the inbox can absorb it.
+#[tokio::test]
+async fn a_second_copy_waits_for_the_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = composed(&dir.path().join("store.db"), Arc::new(SystemClock)).await;
+    let mut consumer = consumer(&engine, "billing").await;
+    // The broker recognises no ids: a publish that is repeated is stored twice.
+    let event = event();
+    for _ in 0..2 {
+        engine.broker.append(vec![event.clone()]).await.unwrap();
+    }
+    let first = consumer.fetch(10).await.unwrap();
+    assert_eq!(first.len(), 1);
+    let early = tokio::time::timeout(Duration::from_millis(300), consumer.fetch(10)).await;
+    assert!(early.is_err(), "{early:?}");
+    let mut ack = Settlement::new(first[0].lease.clone(), Verdict::Ack);
+    ack.inbox = true;
+    engine.broker.settle(vec![ack]).await.unwrap();
+    let second = one(&mut consumer).await;
+    let inbox = engine.inbox().unwrap();
+    let group: GroupName = "billing".parse().unwrap();
+    let handled = inbox.handled(group, vec![second.record]).await.unwrap();
+    assert_eq!(handled, [true]);
+}
+
+// conformance: contract/beside-crash-loop: Beside a broker that counts deliveries, those that were given back are no attempts, and an event that is delivered again and again without an outcome is given up.
+#[tokio::test]
+async fn deliveries_without_an_outcome_are_bounded() {
+    let dir = tempfile::tempdir().unwrap();
+    let clock = Arc::new(ManualClock::new(SystemClock.now()));
+    let engine = composed(&dir.path().join("store.db"), clock.clone()).await;
+    let mut consumer = consumer(&engine, "billing").await;
+    engine.broker.append(vec![event()]).await.unwrap();
+    for _ in 0..5 {
+        let delivery = one(&mut consumer).await;
+        assert_eq!((delivery.attempt, delivery.failures.len()), (1, 0));
+        let after = Duration::ZERO;
+        settle(&engine, &delivery, Verdict::Release { after })
+            .await
+            .unwrap();
+    }
+    let last = loop {
+        let delivery = one(&mut consumer).await;
+        if !delivery.failures.is_empty() {
+            break delivery;
+        }
+        assert_eq!(delivery.attempt, 1);
+        // Its process dies with it.
+        clock.advance(LEASE + Duration::from_secs(1));
+    };
+    let crash = &last.failures[0];
+    assert!(crash.alone && crash.kind == FailureKind::Crash, "{crash:?}");
+    assert!(last.attempt > 20, "{}", last.attempt);
+}
+
+// conformance: contract/beside-follow-ups-once: While the store does not answer, a verdict that is told again does not append its events once more.
+#[tokio::test]
+async fn follow_ups_are_appended_once_while_the_store_is_away() {
+    let dir = tempfile::tempdir().unwrap();
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock);
+    let broker = narrow::open(&clock, 2, Faults::none()).unwrap();
+    let path = dir.path().join("store.db");
+    let store = everbus_sqlite::open(&path, everbus_sqlite::Options::default()).unwrap();
+    let faults = Faults::none();
+    let store = narrow::with_faulty_store(store, faults.clone());
+    let engine = everbus::compose(broker, store, clock).await.unwrap();
+    let mut consumer = consumer(&engine, "billing").await;
+    engine.broker.append(vec![event()]).await.unwrap();
+    let delivery = one(&mut consumer).await;
+    let follow_up = event();
+    let verdict = || {
+        let mut ack = Settlement::new(delivery.lease.clone(), Verdict::Ack);
+        ack.inbox = true;
+        ack.follow_ups = vec![follow_up.clone()];
+        ack
+    };
+    faults.set(1);
+    for _ in 0..3 {
+        let answers = engine.broker.settle(vec![verdict()]).await.unwrap();
+        assert!(answers[0].is_err());
+    }
+    faults.stop();
+    let answers = engine.broker.settle(vec![verdict()]).await.unwrap();
+    assert!(answers[0].is_ok(), "{answers:?}");
+    let delivered = one(&mut consumer).await;
+    assert_eq!(delivered.record.event.id(), follow_up.id());
+    settle(&engine, &delivered, Verdict::Ack).await.unwrap();
+    let more = tokio::time::timeout(Duration::from_millis(300), consumer.fetch(10)).await;
+    assert!(more.is_err(), "{more:?}");
+}
+
+// conformance: contract/beside-closed: What fails after its consumer was closed goes to another consumer and waits for none.
+#[tokio::test]
+async fn a_failure_after_the_close_is_not_parked() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = composed(&dir.path().join("store.db"), Arc::new(SystemClock)).await;
+    let mut first = consumer(&engine, "billing").await;
+    engine.broker.append(vec![event()]).await.unwrap();
+    let delivery = one(&mut first).await;
+    first.close().await.unwrap();
+    let retry = Verdict::Retry {
+        after: Duration::from_secs(3600),
+        failure: failure(1),
+    };
+    settle(&engine, &delivery, retry).await.unwrap();
+    let mut second = consumer(&engine, "billing").await;
+    let again = one(&mut second).await;
+    assert_eq!((again.attempt, again.failures.len()), (2, 1));
+}
