@@ -110,26 +110,40 @@ pub(crate) const STATEMENT_BUSY: Duration = Duration::from_millis(250);
 /// How long to wait before asking for a write-ahead log again.
 const SWITCH_PAUSE: Duration = Duration::from_millis(3);
 
+fn read_only(path: &Path) -> Error {
+    let what = format!("{} may only be read", path.display());
+    Error::new(Code::ReadOnly, what).hint("make the file and its directory writable for this user")
+}
+
 /// Opens the connection that writes, and proves that it is set up as asked.
 pub(crate) fn open_writer(path: &Path, options: &Options) -> Result<Connection> {
     let mut flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
     if options.create {
         flags |= OpenFlags::SQLITE_OPEN_CREATE;
     }
+    // Before SQLite looks at it: a connection that may only read would leave -wal and -shm files of this user
+    // beside it, and keep its owner out.
+    if path.exists() && rustix::fs::access(path, rustix::fs::Access::WRITE_OK).is_err() {
+        return Err(read_only(path));
+    }
     let conn = open(path, flags)?;
     conn.busy_timeout(options.busy_timeout)
         .map_err(|e| from_sqlite("opening the file", e))?;
     let kind = crate::schema::identify(&conn)?;
+    if kind == crate::schema::Kind::Empty && !options.create {
+        let what = format!(
+            "{} is empty: no events were ever stored in it",
+            path.display()
+        );
+        return Err(Error::of_file(Code::NotEverbus, what)
+            .hint("check the path, or publish something to it"));
+    }
     if kind == crate::schema::Kind::Empty {
         // Must come before the first table.
         pragma(&conn, "auto_vacuum", "INCREMENTAL")?;
     }
     if conn.is_readonly("main").unwrap_or(false) {
-        return Err(Error::new(
-            Code::ReadOnly,
-            format!("{} may only be read", path.display()),
-        )
-        .hint("make the file and its directory writable for this user"));
+        return Err(read_only(path));
     }
     let mode = switch_to_wal(&conn, options.busy_timeout)?;
     if !mode.eq_ignore_ascii_case("wal") {

@@ -1,7 +1,11 @@
 //! Whether the files that are open are still those that their names lead to.
 //!
 //! A file that was deleted or renamed can still be written to by the processes that have it open: SQLite goes
-//! on, commits succeed, and nobody who opens the file by its name finds what they wrote.
+//! on, commits succeed, and a process that opens the file by its name finds nothing of what they wrote.
+//!
+//! A name that changes changes the time of its directory. So one look at the directory is enough for a commit,
+//! unless that time is another one; and once a second the files are looked at in any case, since two changes
+//! within one tick of the file system's clock have the same time.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -9,13 +13,16 @@ use std::time::{Duration, Instant};
 
 use everbus_core::{Code, Error, Result};
 
-/// While nothing is committed, this is looked at so often.
-const IDLE_LOOK: Duration = Duration::from_secs(1);
+/// The files themselves are looked at so often at least.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// The database, its write-ahead log and the index of that log. They stay the same files for as long as a
 /// connection is open.
 pub(crate) struct Presence {
     files: Vec<(PathBuf, (u64, u64))>,
+    directory: PathBuf,
+    /// When a name in the directory had last changed, as of the last look at the files.
+    changed: Option<(i64, i64)>,
     looked: Instant,
 }
 
@@ -30,13 +37,23 @@ impl Presence {
         let there = |path: PathBuf| identity(&path).map(|identity| (path, identity));
         Self {
             files: named.into_iter().filter_map(there).collect(),
+            directory: database
+                .parent()
+                .map_or_else(PathBuf::new, Path::to_path_buf),
+            changed: None,
             looked: Instant::now(),
         }
     }
 
     /// Refuses if one of the files is gone or another one has its name. Asked before a commit is answered.
     pub(crate) fn check(&mut self) -> Result<()> {
-        self.looked = Instant::now();
+        // Before the files: a change in between is noticed by the next look.
+        let changed = std::fs::metadata(&self.directory).ok();
+        let changed = changed.map(|meta| (meta.mtime(), meta.mtime_nsec()));
+        if changed.is_some() && changed == self.changed && self.looked.elapsed() < LOOK {
+            return Ok(());
+        }
+        (self.changed, self.looked) = (changed, Instant::now());
         match self
             .files
             .iter()
@@ -49,7 +66,7 @@ impl Presence {
 
     /// As [`check`](Self::check), for a writer that has nothing to commit: once in a while.
     pub(crate) fn check_idle(&mut self) -> Result<()> {
-        if self.looked.elapsed() < IDLE_LOOK {
+        if self.looked.elapsed() < LOOK {
             return Ok(());
         }
         self.check()

@@ -219,3 +219,53 @@ fn a_backup_that_is_none_changes_nothing() {
     assert!(left.is_empty(), "{left:?}");
     assert!(!exists(&shop.path("missing.db")));
 }
+
+// conformance: operations/look-empty: a command that only looks makes no database of an empty file
+#[test]
+fn a_look_at_an_empty_file_leaves_it_empty() {
+    let shop = Shop::new();
+    std::fs::write(shop.db(), "").unwrap();
+    let ran = shop.run(&["groups"]);
+    assert_eq!(ran.code, 2, "{ran:?}");
+    assert!(ran.err.contains("is empty"), "{ran:?}");
+    assert_eq!(std::fs::metadata(shop.db()).unwrap().len(), 0);
+    shop.run(&["publish", "a.b"]).ok();
+}
+
+// conformance: operations/look-refused: a look that permissions refuse leaves nothing beside the file
+#[test]
+fn a_look_that_permissions_refuse_touches_nothing() {
+    use std::os::unix::fs::PermissionsExt as _;
+    use std::os::unix::process::CommandExt as _;
+    const NOBODY: u32 = 65534;
+    let shop = Shop::new();
+    shop.run(&["publish", "a.b"]).ok();
+    let mode = |name: &str, mode| {
+        let path = shop.path(name);
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    };
+    let names = || {
+        let entries = std::fs::read_dir(shop.path(".")).unwrap();
+        let mut names: Vec<_> = entries.map(|e| e.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    // A copy that another user may run, wherever the program was built.
+    std::fs::copy(env!("CARGO_BIN_EXE_everbus"), shop.path("everbus")).unwrap();
+    mode("everbus", 0o755);
+    mode("everbus.db", 0o444);
+    mode(".", 0o777);
+    let before = names();
+    let mut look = std::process::Command::new(shop.path("everbus"));
+    look.current_dir(shop.path("."))
+        .args(["--db", "everbus.db", "groups"]);
+    // Root may write everything, so that another user looks then.
+    if rustix::process::getuid().is_root() {
+        look.uid(NOBODY).gid(NOBODY);
+    }
+    let looked = look.output().unwrap();
+    assert_eq!(looked.status.code(), Some(4), "{looked:?}");
+    assert_eq!(names(), before);
+    mode("everbus.db", 0o644);
+    shop.run(&["groups"]).ok();
+}
