@@ -145,6 +145,9 @@ pub(super) fn print_event(record: &Recorded, output: &mut Output) -> Outcome {
                 field(name, value)?;
             }
         }
+        if let Some(at) = a.not_before {
+            field("not before", &when::shown(at))?;
+        }
         let address = a.address.as_deref().map(str::parse::<GroupName>);
         if let Some(Ok(group)) = address {
             field("only for", &group.to_string())?;

@@ -367,3 +367,26 @@ fn a_payload_may_be_in_a_file() {
     let bad = shop.run(&["publish", "order.placed", "--payload", "@bad.json"]);
     assert_eq!(bad.code, 2, "{bad:?}");
 }
+
+// conformance: operations/publish-later: publish --at and --after store the event at once and say for when it is
+#[test]
+fn an_event_may_be_published_for_later() {
+    let shop = Shop::new();
+    let at = [
+        "-o",
+        "json",
+        "publish",
+        "a.b",
+        "--at",
+        "2126-01-01T00:00:00Z",
+    ];
+    let id = shop.run(&at).json()["id"].as_str().unwrap().to_owned();
+    let event = shop.run(&["-o", "json", "get", &id]).json();
+    assert_eq!(event["event"]["not_before"], "2126-01-01T00:00:00.000000Z");
+    let text = shop.run(&["get", &id]).ok();
+    assert!(text.contains("not before   2126-01-01"), "{text}");
+    shop.run(&["publish", "a.b", "--after", "2h"]).ok();
+    let wrong = shop.run(&["publish", "a.b", "--at", "2h"]);
+    assert_eq!(wrong.code, 2, "{wrong:?}");
+    assert!(wrong.err.contains("--after"), "{wrong:?}");
+}
