@@ -7,6 +7,8 @@
 //! The note costs no sync and is renewed about once a second, so it lags behind: a loss of the last moments
 //! before a crash is not noticed. After an orderly close everything is in the database, and the note goes.
 
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -58,9 +60,16 @@ impl LogHead {
         }
         self.noted = Some((head, Instant::now()));
         let Some(log) = self.log else { return };
-        // In one write, short enough to be there as a whole or not at all for every reader that asks.
-        let text = format!("{TITLE}\nlog {log}\nhead {head}\n");
-        if let Err(error) = std::fs::write(&self.path, text) {
+        // In one write, short enough to be there as a whole or not at all for every reader that asks. It always
+        // has the same length and is written over the last one: a file that is cut and written anew makes some
+        // file systems flush it at once, and the next commit wait for that.
+        let text = format!("{TITLE}\nlog {log}\nhead {head:020}\n");
+        let file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&self.path);
+        if let Err(error) = file.and_then(|file| file.write_all_at(text.as_bytes(), 0)) {
             tracing::debug!(target: "everbus::sqlite", %error, "the head of the log could not be noted");
         }
     }
