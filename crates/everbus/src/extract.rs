@@ -242,7 +242,7 @@ impl Context {
         self.0.group()
     }
 
-    /// The key to give to whoever does something outside, so that it is done once: a bank, a mail service.
+    /// The key for an effect in another system (a bank, a mail service), so that it is done once there.
     /// It is the same in every attempt, for a corrected event (`dlq edit`) and for a replayed one, although
     /// these have ids of their own; see [`Event::idempotency_key`](crate::Event::idempotency_key). A handler
     /// that does two things adds what tells them apart.

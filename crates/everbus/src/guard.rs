@@ -170,9 +170,9 @@ mod tests {
    2: <core::pin::Pin<P> as core::future::Future>::poll
              at /rustc/5980/library/core/src/future.rs:124:9
    3: tokio::runtime::task
-             at /home/me/.cargo/registry/src/index/tokio-1.0/src/task.rs:1:1
+             at /cargo/registry/src/index/tokio-1.0/src/task.rs:1:1
    4: everbus::pipeline::run
-             at /home/me/everbus/crates/everbus/src/pipeline/mod.rs:9:9
+             at /code/everbus/crates/everbus/src/pipeline/mod.rs:9:9
    5: __libc_start_main";
         let kept = own_frames(trace);
         let symbols: Vec<&str> = kept.lines().step_by(2).map(str::trim).collect();

@@ -189,7 +189,7 @@ macro_rules! setters {
         }
 
         /// What fails for good is skipped, with its last error as the recorded reason, instead of becoming a
-        /// dead letter: for handlers whose work nobody would do later, such as a cache or a gauge. Only with
+        /// dead letter: for work that is not worth doing later, such as a cache or a gauge. Only with
         /// [best-effort](crate::Criticality::BestEffort) criticality.
         pub fn drop_failed(mut self) -> Self {
             self.settings.drop_failed = Some(true);

@@ -166,8 +166,8 @@ pub(crate) fn open_writer(path: &Path, options: &Options) -> Result<Connection> 
     pragma(&conn, "temp_store", "MEMORY")?;
     crate::schema::migrate(&conn)?;
     if kind == crate::schema::Kind::Empty {
-        // The tables are in the database itself from here on: without its write-ahead log it is not empty. If
-        // others are at the new file already, nobody is waited for.
+        // Moves the tables into the database itself: without its write-ahead log the file is not empty then. If
+        // another process uses the new file already, this is left to a later checkpoint.
         let _ = conn.busy_timeout(Duration::ZERO);
         let _ = conn.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()));
     }

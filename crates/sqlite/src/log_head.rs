@@ -79,7 +79,7 @@ impl LogHead {
     }
 }
 
-/// Removes the note of a database that was closed by everybody: it is complete without a write-ahead log.
+/// Removes the note of a database that no process has open: the file is complete without a write-ahead log.
 pub(crate) fn retire(database: &Path) {
     let mut wal = database.as_os_str().to_owned();
     wal.push("-wal");

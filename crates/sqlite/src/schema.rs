@@ -193,7 +193,7 @@ mod tests {
         assert_eq!(identify(&conn).unwrap(), Kind::Ours(VERSION));
     }
 
-    // conformance: contract/new-file-race: a file that another process makes while it is looked at is empty or ours, never somebody else's
+    // conformance: contract/new-file-race: a file that another process makes while it is looked at is empty or an Everbus file, never one of another program
     #[test]
     fn a_file_is_identified_in_one_moment() {
         let dir = tempfile::tempdir().unwrap();

@@ -453,7 +453,7 @@ impl BrokerLayer for Beside {
     ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
         Box::pin(async move {
             let lease = options.lease;
-            // A dead letter that the broker makes by itself would be known to nobody.
+            // A dead letter that the broker makes by itself would be missing in the store.
             let options = options.no_handler_after(Duration::MAX);
             let inner = self.shared.broker.consume(group.clone(), options).await?;
             let consumer = ConsumerBeside::new(inner, group, self.shared.clone(), lease);

@@ -46,7 +46,7 @@ async fn dead_letters(engine: &Engine) -> Vec<DeadLetter> {
     page.await.unwrap().items
 }
 
-/// A group gets every event but one, which is its dead letter; nobody else gets that one either.
+/// A group gets every event but one, which is its dead letter; no other group gets that one either.
 async fn one_is_damaged(engine: &Engine, events: &[Event], damaged: u64, what: &str) {
     declare(engine, "", "*").await;
     let mut consumer = consume(engine, "").await;
@@ -88,7 +88,7 @@ async fn one_is_damaged(engine: &Engine, events: &[Event], damaged: u64, what: &
     }
 }
 
-// conformance: contract/checksum: a flipped bit in a payload is found by check and by whoever reads the event, and is never delivered
+// conformance: contract/checksum: a flipped bit in a payload is found by check and by every read of the event, and is never delivered
 #[tokio::test]
 async fn a_flipped_bit_is_never_delivered() {
     let dir = tempfile::tempdir().unwrap();
@@ -242,7 +242,7 @@ async fn times_from_the_future_are_told_and_brought_back() {
         found.contains("events 601 to 1800 were received"),
         "{found}"
     );
-    // A file that nobody used for a year is as it should be.
+    // A file that was not used for a year is as it should be.
     right.advance(year);
     let since = |at: Timestamp| HistoryQuery::default().since(at).limit(5000);
     let history = engine.history().unwrap();
