@@ -32,22 +32,23 @@ pub(crate) struct LogHead {
 
 impl LogHead {
     /// Looks at the note that is there. If the log is shorter than it says, the note is put aside for `check`.
-    pub(crate) fn begin(database: &Path, conn: &Connection, head: u64) -> Self {
-        let this = Self {
-            path: beside(database, ""),
-            log: log_id(conn).ok(),
-            noted: None,
-        };
-        if let Some(noted) = this.read(&this.path).filter(|noted| *noted > head) {
+    pub(crate) fn begin(database: &Path, conn: &Connection) -> Self {
+        let path = beside(database, "");
+        let log = log_id(conn).ok();
+        if let Some((noted, head)) = log.and_then(|log| missing(&path, log, conn).ok().flatten()) {
             tracing::error!(
                 target: "everbus::sqlite",
                 noted,
                 head,
                 "acknowledged events are missing: the write-ahead log of the file was lost, cut or altered"
             );
-            let _ = std::fs::rename(&this.path, beside(database, LOST));
+            let _ = std::fs::rename(&path, beside(database, LOST));
         }
-        this
+        Self {
+            path,
+            log,
+            noted: None,
+        }
     }
 
     /// Notes that the log has come this far, if it is time to.
@@ -73,10 +74,18 @@ impl LogHead {
             tracing::debug!(target: "everbus::sqlite", %error, "the head of the log could not be noted");
         }
     }
+}
 
-    fn read(&self, path: &Path) -> Option<u64> {
-        read(path, self.log?)
-    }
+/// The position that the note names and the head of the log, if the log ends before that position.
+///
+/// The note is read before the log: another process commits first and notes afterwards, so a log that is read
+/// later holds everything that the note names.
+fn missing(path: &Path, log: LogId, conn: &Connection) -> Result<Option<(u64, u64)>> {
+    let Some(noted) = read(path, log) else {
+        return Ok(None);
+    };
+    let head = crate::log::head_of(conn)?;
+    Ok((noted > head).then_some((noted, head)))
 }
 
 /// Removes the note of a database that no process has open: the file is complete without a write-ahead log.
@@ -93,12 +102,11 @@ const LOST: &str = ".lost";
 /// Compares the log with the note, and tells what was found missing before.
 pub(crate) fn check(database: &Path, conn: &Connection, report: &mut CheckReport) -> Result<()> {
     let Ok(log) = log_id(conn) else { return Ok(()) };
-    let head = crate::log::head_of(conn)?;
-    let noted = read(&beside(database, ""), log).filter(|noted| *noted > head);
+    let short = missing(&beside(database, ""), log, conn)?;
     let lost = read(&beside(database, LOST), log);
-    let detail = match (noted, lost) {
+    let detail = match (short, lost) {
         (None, None) => "ok".into(),
-        (Some(noted), _) => format!(
+        (Some((noted, head)), _) => format!(
             "the log ends at {head}, and {noted} was acknowledged: its -wal was lost, cut or altered"
         ),
         (None, Some(lost)) => format!(

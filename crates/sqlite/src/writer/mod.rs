@@ -125,7 +125,7 @@ impl Writer {
         Ok(Self {
             space: Space::new(&start.path, start.options.disk_headroom),
             presence: Presence::of(&start.path),
-            log_head: LogHead::begin(&start.path, &start.conn, state.head),
+            log_head: LogHead::begin(&start.path, &start.conn),
             conn: start.conn,
             guard: start.guard,
             path: start.path,
