@@ -1,12 +1,14 @@
 //! The span around a handler, so that its log lines say which event they belong to.
 
-use everbus_core::{Delivery, GroupName};
+use everbus_core::{GroupName, Recorded};
 use tracing::Span;
 
 /// The span of one delivery. Its level is that of errors, so that it is there whatever level the lines
 /// inside it have; without a subscriber it costs a look at a flag.
-pub(crate) fn span(group: &GroupName, delivery: &Delivery) -> Span {
-    let event = &delivery.record.event;
+///
+/// The ids stand in the span only: the lines inside it do not repeat them.
+pub(crate) fn span(group: &GroupName, record: &Recorded, attempt: u32) -> Span {
+    let event = &record.event;
     let trace = event.attributes().and_then(|a| a.trace.as_ref());
     let span = tracing::error_span!(
         target: "everbus::handle",
@@ -18,7 +20,7 @@ pub(crate) fn span(group: &GroupName, delivery: &Delivery) -> Span {
         %group,
         correlation_id = %event.correlation_id(),
         trace_id = trace.and_then(everbus_core::TraceContext::trace_id),
-        attempt = delivery.attempt,
+        attempt,
         source = event.attributes().and_then(|a| a.source.as_deref()),
     );
     #[cfg(feature = "otel")]

@@ -125,7 +125,10 @@ fn stretches(conn: &Connection, cuts: &[u64]) -> Result<Vec<Types>> {
         return Ok(stretches);
     };
     let mut statement = conn
-        .prepare_cached("SELECT seq, type, received_at FROM log WHERE seq > ?1 ORDER BY seq")
+        .prepare_cached(
+            "SELECT seq, CAST(type AS INTEGER), CAST(received_at AS INTEGER) FROM log
+             WHERE seq > ?1 ORDER BY seq",
+        )
         .map_err(doing)?;
     let mut rows = statement.query([to_sql(*first)]).map_err(doing)?;
     let mut stretch = 0;
@@ -152,7 +155,7 @@ fn leave_out_dropped(conn: &Connection, group: &Stored, types: &mut Types) -> Re
     let doing = |e| from_sqlite("reading the skips", e);
     let dropped: HashMap<i64, u64> = conn
         .prepare_cached(
-            "SELECT log.type, count(*) FROM skips JOIN log ON log.seq = skips.seq
+            "SELECT CAST(log.type AS INTEGER), count(*) FROM skips JOIN log ON log.seq = skips.seq
              WHERE skips.group_id = ?1 AND skips.seq > ?2 GROUP BY log.type",
         )
         .and_then(|mut s| {
@@ -174,7 +177,7 @@ fn leave_out_dropped(conn: &Connection, group: &Stored, types: &mut Types) -> Re
         }
         let first: Option<i64> = conn
             .prepare_cached(
-                "SELECT received_at FROM log WHERE seq > ?2 AND type = ?3
+                "SELECT CAST(received_at AS INTEGER) FROM log WHERE seq > ?2 AND type = ?3
                    AND NOT EXISTS (SELECT 1 FROM skips WHERE group_id = ?1 AND skips.seq = log.seq)
                  ORDER BY seq LIMIT 1",
             )
@@ -281,7 +284,9 @@ fn count_claims(
         })
         .map_err(doing)?;
     let mut types_between = conn
-        .prepare_cached("SELECT seq, type FROM log WHERE seq BETWEEN ?1 AND ?2 ORDER BY seq")
+        .prepare_cached(
+            "SELECT seq, CAST(type AS INTEGER) FROM log WHERE seq BETWEEN ?1 AND ?2 ORDER BY seq",
+        )
         .map_err(doing)?;
     for (lo, hi, owner, done) in claims {
         let (lo, hi) = (seq_from(lo), seq_from(hi));
@@ -314,7 +319,7 @@ fn earlier(oldest: &mut HashMap<i64, u64>, type_id: i64, seq: u64) {
 fn note_oldest(conn: &Connection, types: &mut Types, oldest: &HashMap<i64, u64>) -> Result<()> {
     let doing = |e| from_sqlite("reading a group", e);
     let mut statement = conn
-        .prepare_cached("SELECT received_at FROM log WHERE seq = ?1")
+        .prepare_cached("SELECT CAST(received_at AS INTEGER) FROM log WHERE seq = ?1")
         .map_err(doing)?;
     for (type_id, seq) in oldest {
         let found = statement.query_row([to_sql(*seq)], |r| r.get(0));

@@ -81,7 +81,7 @@ impl Writer {
     fn standing(&self, group: i64, seq: u64) -> Result<Option<(i64, bool)>> {
         self.conn
             .prepare_cached(
-                "SELECT type,
+                "SELECT CAST(type AS INTEGER),
                    EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?1 AND seq = ?2)
                    OR EXISTS (SELECT 1 FROM dead_letters
                      WHERE seq = ?2 AND group_id = ?1 AND retried_at IS NULL)

@@ -174,7 +174,7 @@ impl Count {
         let mut statement = reader
             .conn
             .prepare_cached(&format!(
-                "SELECT seq, type, {ADDRESS} FROM log WHERE seq > ?1 AND seq <= ?2 ORDER BY seq"
+                "SELECT seq, CAST(type AS INTEGER), {ADDRESS} FROM log WHERE seq > ?1 AND seq <= ?2 ORDER BY seq"
             ))
             .map_err(doing)?;
         let mut rows = statement
@@ -243,7 +243,9 @@ impl Tally {
             .map_err(doing)?;
         let mut types_between = reader
             .conn
-            .prepare_cached("SELECT seq, type FROM log WHERE seq BETWEEN ?1 AND ?2")
+            .prepare_cached(
+                "SELECT seq, CAST(type AS INTEGER) FROM log WHERE seq BETWEEN ?1 AND ?2",
+            )
             .map_err(doing)?;
         for (lo, hi, owner, done) in claims {
             let (lo, hi) = (seq_from(lo), seq_from(hi));
@@ -402,7 +404,7 @@ impl Writer {
         let next: Vec<(i64, i64, Option<String>)> = self
             .conn
             .prepare_cached(&format!(
-                "SELECT seq, type, {ADDRESS} FROM log WHERE seq > ?1 ORDER BY seq LIMIT ?2"
+                "SELECT seq, CAST(type AS INTEGER), {ADDRESS} FROM log WHERE seq > ?1 ORDER BY seq LIMIT ?2"
             ))
             .and_then(|mut s| {
                 s.query_map((to_sql(cursor), PASSED), |r| {
@@ -412,7 +414,9 @@ impl Writer {
             })
             .map_err(doing)?;
         for (seq, type_id, address) in next {
-            let name = self.state.type_names.get(&self.conn, type_id)?;
+            let Some(name) = self.state.type_names.find(&self.conn, type_id)? else {
+                break;
+            };
             let seq = seq_from(seq);
             let group = self.state.group_mut(group_id)?;
             let is_for = group.name.receives(address.as_deref());

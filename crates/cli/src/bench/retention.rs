@@ -23,6 +23,8 @@ const WINDOW: Duration = Duration::from_millis(250);
 const BETWEEN: Duration = Duration::from_millis(20);
 /// What the publisher does before the first window.
 const WARM_UP: Duration = Duration::from_secs(1);
+/// So many windows are enough to see what giving space back costs; a file in use gives it back slowly.
+const SHRINKING: u32 = 20;
 const BARE: f64 = 100_000.0;
 const ATTRIBUTED: f64 = 10_000.0;
 
@@ -170,6 +172,7 @@ async fn one(bench: &Bench, path: &Path, events: u64, attributed: bool) -> Outco
     tokio::time::sleep(if bench.quick { WARM_UP / 10 } else { WARM_UP }).await;
     let (mut removed, mut took, mut freed) = (0, Duration::ZERO, 0);
     let mut longest = (Duration::ZERO, Duration::ZERO);
+    let mut shrinking_windows = 0;
     loop {
         pacer.count_as(Some(Kind::Quiet));
         tokio::time::sleep(WINDOW).await;
@@ -182,7 +185,8 @@ async fn one(bench: &Bench, path: &Path, events: u64, attributed: bool) -> Outco
         freed += window.done.freed_bytes;
         longest.0 = longest.0.max(window.done.longest_step);
         longest.1 = longest.1.max(window.done.longest_hold);
-        if window.complete {
+        shrinking_windows += u32::from(window.done.freed_bytes > 0);
+        if window.complete || shrinking_windows == SHRINKING {
             break;
         }
         tokio::time::sleep(BETWEEN).await;

@@ -23,7 +23,6 @@ const LONGEST_WAIT: Duration = Duration::from_secs(24 * 3600);
 
 /// An attempt to be judged.
 pub(super) struct Judge<'a> {
-    pub(super) group: &'a GroupName,
     pub(super) clock: &'a dyn Clock,
     pub(super) record: &'a Recorded,
     pub(super) attempt: u32,
@@ -120,18 +119,20 @@ impl Case {
         error: HandlerError,
     ) -> (Verdict, Counted) {
         let judge = Judge {
-            group,
             clock: &*options.clock,
             record: &self.record,
             attempt: self.attempt,
             worker: &options.worker_name,
             took: self.took,
         };
-        let judged = if probing && judge.waits(handler, &error) {
-            judge.probe_failed(handler, &error)
-        } else {
-            judge.failed(handler, Some(&handler.name), error)
-        };
+        // The handler and its span have ended: what is logged here has a span of its own.
+        let judged = crate::trace::span(group, &self.record, self.attempt).in_scope(|| {
+            if probing && judge.waits(handler, &error) {
+                judge.probe_failed(handler, &error)
+            } else {
+                judge.failed(handler, Some(&handler.name), error)
+            }
+        });
         (judged.verdict, judged.counted)
     }
 }
@@ -198,13 +199,9 @@ impl Judge<'_> {
     pub(super) fn probe_failed(&self, handler: &Registered, error: &HandlerError) -> Judged {
         let open_for = handler.traits.breaker.as_ref().map(Breaker::open_for);
         let after = open_for.unwrap_or_default() + AFTER_PROBE;
-        let event = &self.record.event;
         guard::log(|| {
             tracing::warn!(
                 target: "everbus::dispatch",
-                event_id = %event.id(),
-                event_type = event.event_type(),
-                group = %self.group,
                 handler = handler.name,
                 attempt = self.attempt,
                 delay_ms = millis(after),
@@ -261,14 +258,10 @@ impl Judge<'_> {
         delay: Option<Duration>,
         error: &str,
     ) {
-        let (event, group) = (&self.record.event, self.group);
         let max_attempts = policy.max_attempts();
         guard::log(|| match delay {
             Some(delay) => tracing::warn!(
                 target: "everbus::dispatch",
-                event_id = %event.id(),
-                event_type = event.event_type(),
-                %group,
                 handler,
                 attempt,
                 max_attempts,
@@ -279,9 +272,6 @@ impl Judge<'_> {
             ),
             None => tracing::error!(
                 target: "everbus::dispatch",
-                event_id = %event.id(),
-                event_type = event.event_type(),
-                %group,
                 handler,
                 attempt,
                 max_attempts,

@@ -152,6 +152,19 @@ impl From<Judged> for Done {
     }
 }
 
+fn found_in_inbox() -> Judged {
+    guard::log(|| {
+        tracing::info!(
+            target: "everbus::dispatch",
+            "already handled by this group; not handled again"
+        );
+    });
+    Judged {
+        verdict: Verdict::Ack,
+        counted: Counted::AlreadyHandled,
+    }
+}
+
 impl Pipeline {
     /// Takes one delivery through all layers. Whatever panics on the way is a failure of the attempt.
     /// `spare` is a message that is done with: the next one takes its place in memory.
@@ -162,21 +175,22 @@ impl Pipeline {
         already_handled: bool,
         spare: &mut Option<Message>,
     ) -> Finished {
-        let span = crate::trace::span(&self.group, &delivery);
+        let span = crate::trace::span(&self.group, &delivery.record, delivery.attempt);
         let result = {
             let run = pin!(self.run(&delivery, &route, already_handled, spare));
             let run = guard::contained(run);
             if span.is_disabled() {
                 run.await
             } else {
-                run.instrument(span).await
+                run.instrument(span.clone()).await
             }
         };
         let ran = result.unwrap_or_else(|said| match most_patient(&route.handlers) {
-            Some(handler) => self
-                .judge(&delivery)
-                .failed(handler, None, HandlerError::panicked(said.into()))
-                .into(),
+            Some(handler) => span.in_scope(|| {
+                let judge = self.judge(&delivery);
+                let error = HandlerError::panicked(said.into());
+                judge.failed(handler, None, error).into()
+            }),
             None => Judged::released(Duration::ZERO).into(),
         });
         let last = (delivery.retried || !delivery.failures.is_empty())
@@ -203,7 +217,6 @@ impl Pipeline {
 
     fn judge<'a>(&'a self, delivery: &'a Delivery) -> Judge<'a> {
         Judge {
-            group: &self.group,
             clock: &*self.shared.options.clock,
             record: &delivery.record,
             attempt: delivery.attempt,
@@ -220,7 +233,7 @@ impl Pipeline {
         already_handled: bool,
     ) -> Result<Option<Passes>, Box<Judged>> {
         if already_handled {
-            return Err(self.found_in_inbox(delivery).into());
+            return Err(found_in_inbox().into());
         }
         if let Some(crash) = delivery.failures.last()
             && crash.kind == FailureKind::Crash
@@ -233,23 +246,6 @@ impl Pipeline {
             return Ok(None);
         }
         self.admit(delivery, route).map(Some)
-    }
-
-    fn found_in_inbox(&self, delivery: &Delivery) -> Judged {
-        let event = &delivery.record.event;
-        guard::log(|| {
-            tracing::info!(
-                target: "everbus::dispatch",
-                event_id = %event.id(),
-                event_type = event.event_type(),
-                group = %self.group,
-                "already handled by this group; not handled again"
-            );
-        });
-        Judged {
-            verdict: Verdict::Ack,
-            counted: Counted::AlreadyHandled,
-        }
     }
 
     /// Staleness, then the breaker, for every handler before the first one runs: an event whose third
@@ -300,9 +296,6 @@ impl Pipeline {
             guard::log(|| {
                 tracing::warn!(
                     target: "everbus::dispatch",
-                    event_id = %event.id(),
-                    event_type = event.event_type(),
-                    group = %self.group,
                     handler = handler.name,
                     event_age_ms = millis(age),
                     max_staleness_ms = millis(most),
@@ -321,7 +314,6 @@ impl Pipeline {
         handler: &Registered,
         retry_in: Duration,
     ) -> Result<Pass, Box<Judged>> {
-        let event = &delivery.record.event;
         let dependency = handler.traits.breaker.as_ref().map_or("", |b| b.name());
         let criticality = handler.traits.criticality;
         guard::log(|| {
@@ -329,9 +321,6 @@ impl Pipeline {
                 target: "everbus::dispatch",
                 resilience_event = "circuit_breaker_rejected",
                 dependency,
-                event_id = %event.id(),
-                event_type = event.event_type(),
-                group = %self.group,
                 handler = handler.name,
                 %criticality,
                 "the circuit breaker is open; the event cannot be processed"

@@ -32,8 +32,10 @@ pub(crate) struct Line {
 }
 
 impl Line {
+    /// A field of the line, or of the span around it.
     pub(crate) fn field(&self, name: &str) -> Option<&str> {
-        self.fields.get(name).map(String::as_str)
+        let own = self.fields.get(name).map(String::as_str);
+        own.or_else(|| self.around(name))
     }
 
     pub(crate) fn around(&self, name: &str) -> Option<&str> {
@@ -104,11 +106,21 @@ impl Subscriber for Entries {
             let spans = self.0.spans.lock().unwrap();
             spans.get(&id).map(|(fields, _)| fields.0.clone())
         });
+        let span = span.unwrap_or_default();
+        for name in ["event_id", "event_type", "correlation_id"] {
+            let twice = fields.0.contains_key(name) && span.contains_key(name);
+            let target = event.metadata().target();
+            assert!(
+                !twice,
+                "{target}: {name} is in the span and in the line: {:?}",
+                fields.0
+            );
+        }
         self.0.lines.lock().unwrap().push(Line {
             level: *event.metadata().level(),
             target: event.metadata().target(),
             fields: fields.0,
-            span: span.unwrap_or_default(),
+            span,
         });
     }
 
@@ -168,12 +180,19 @@ pub(crate) fn lines(wanted: impl Fn(&Line) -> bool) -> Vec<Line> {
 #[expect(clippy::needless_pass_by_value, reason = "an id is passed as it is")]
 pub(crate) fn lines_about(event_id: impl ToString) -> Vec<Line> {
     let event_id = event_id.to_string();
-    lines(|line| line.field("event_id") == Some(&event_id))
+    lines(|line| line.target.starts_with("everbus::") && line.field("event_id") == Some(&event_id))
 }
 
 fn entries_of(event_id: &str) -> Vec<Entry> {
     let entries = lines_about(event_id).into_iter();
-    entries.map(|line| (line.level, line.fields)).collect()
+    entries
+        .map(|line| {
+            (
+                line.level,
+                line.span.into_iter().chain(line.fields).collect(),
+            )
+        })
+        .collect()
 }
 
 // conformance: embedded/log-failed-attempts: each failed attempt, the final one included, emits a structured log entry.

@@ -35,7 +35,7 @@ impl Writer {
 /// What a look at this moment finds; nothing is changed.
 pub(crate) fn look(conn: &Connection, now: Timestamp) -> Result<ClockRecord> {
     let newest: Option<i64> = conn
-        .prepare_cached("SELECT received_at FROM log ORDER BY seq DESC LIMIT 1")
+        .prepare_cached("SELECT CAST(received_at AS INTEGER) FROM log ORDER BY seq DESC LIMIT 1")
         .and_then(|mut s| s.query_row([], |r| r.get(0)).optional())
         .map_err(|e| from_sqlite("reading the newest event", e))?;
     let newest = newest.map(Timestamp::from_micros);

@@ -8,7 +8,7 @@ use super::{clock, last_duty};
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::readers::Reader;
-use crate::rows::{seq_from, to_sql};
+use crate::rows::{UNREADABLE, seq_from, to_sql};
 
 /// Rows of the log counted in one snapshot.
 const LOOK: u64 = 50_000;
@@ -38,8 +38,9 @@ impl SqliteEngine {
             .query(move |reader| {
                 let mut types = Vec::with_capacity(count.types.len());
                 for (id, (events, oldest)) in count.types {
+                    let name = reader.types.find(&reader.conn, id)?;
                     types.push(TypeHoldings {
-                        event_type: reader.types.get(&reader.conn, id)?.to_string(),
+                        event_type: name.as_deref().unwrap_or(UNREADABLE).to_owned(),
                         events,
                         oldest: Timestamp::from_micros(oldest),
                     });
@@ -77,7 +78,7 @@ impl Count {
             .conn
             .prepare_cached(
                 "SELECT type, count(*), min(received_at), max(seq), sum(count(*)) OVER () FROM
-                   (SELECT seq, type, received_at FROM log WHERE seq > ?1 ORDER BY seq LIMIT ?2)
+                   (SELECT seq, CAST(type AS INTEGER) AS type, CAST(received_at AS INTEGER) AS received_at FROM log WHERE seq > ?1 ORDER BY seq LIMIT ?2)
                  GROUP BY type",
             )
             .map_err(doing)?;

@@ -129,7 +129,7 @@ impl Owed {
         };
         let events: Vec<(i64, i64, Option<String>)> = conn
             .prepare_cached(&format!(
-                "SELECT seq, type, {ADDRESS} FROM log WHERE seq BETWEEN ?1 AND ?2 ORDER BY seq"
+                "SELECT seq, CAST(type AS INTEGER), {ADDRESS} FROM log WHERE seq BETWEEN ?1 AND ?2 ORDER BY seq"
             ))
             .and_then(|mut s| {
                 s.query_map((to_sql(lo.max(slowest + 1)), to_sql(hi)), |r| {
@@ -158,8 +158,10 @@ impl Owed {
                 let wants = match wanted.get(type_id) {
                     Some(known) => *known,
                     None => {
-                        let name = names.get(conn, *type_id)?;
-                        let wants = group.patterns.iter().any(|p| p.matches(&name));
+                        // Every group that comes to a damaged event dead-letters it.
+                        let name = names.find(conn, *type_id)?;
+                        let wants =
+                            name.is_none_or(|name| group.patterns.iter().any(|p| p.matches(&name)));
                         wanted.insert(*type_id, wants);
                         wants
                     }

@@ -162,6 +162,16 @@ pub(crate) struct Done {
     pub(crate) removed: u64,
 }
 
+/// What one step of giving space back did.
+pub(crate) struct Shrunk {
+    /// Pages that the file system has again.
+    pub(crate) given: u64,
+    /// Pages that are still free.
+    pub(crate) left: u64,
+    /// Whether others write to the file.
+    pub(crate) in_use: bool,
+}
+
 impl Writer {
     /// Removes dead letters that are as they were chosen. Of an open one the group has skipped the
     /// event, for this reason.
@@ -265,8 +275,8 @@ impl Writer {
         Ok((gone, false))
     }
 
-    /// Gives some pages that are free back to the file system: how many, and how many are left.
-    pub(crate) fn shrink(&mut self, pages: u64, slice: &Slice) -> Result<(u64, u64)> {
+    /// Gives some pages that are free back to the file system.
+    pub(crate) fn shrink(&mut self, pages: u64, slice: &Slice) -> Result<Shrunk> {
         let doing = |e| from_sqlite("giving space back", e);
         let before = self.pragma("page_count")?;
         // A number of ours; a pragma takes no parameters.
@@ -279,8 +289,11 @@ impl Writer {
         while rows.next().map_err(doing)?.is_some() && !slice.is_over() {}
         drop(rows);
         drop(statement);
-        let given = before.saturating_sub(self.pragma("page_count")?);
-        Ok((given, self.pragma("freelist_count")?))
+        Ok(Shrunk {
+            given: before.saturating_sub(self.pragma("page_count")?),
+            left: self.pragma("freelist_count")?,
+            in_use: self.is_in_use(),
+        })
     }
 
     /// Notes when things were removed last. It is a write, and what is written is synced with everything

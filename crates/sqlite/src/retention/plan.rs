@@ -24,7 +24,8 @@ pub(crate) const QUANTUM: u64 = 32;
 const PAGE: u64 = 4096;
 const STAGE: u64 = 3;
 
-const COLUMNS: &str = "seq, type, length(payload) + coalesce(length(attrs), 0),
+const COLUMNS: &str =
+    "seq, CAST(type AS INTEGER), coalesce(length(payload), 0) + coalesce(length(attrs), 0),
    attrs IS NOT NULL AND instr(attrs, '\"overflow\"')";
 
 /// A stretch of the log in which every event may go.

@@ -178,12 +178,17 @@ impl Writer {
                 hold.note(since.elapsed());
             }
         }
-        let others = self.patience.others_at;
-        if patient && others.is_some_and(|at| at.elapsed() < ACTIVE) {
+        if patient && self.is_in_use() {
             let rest = began.elapsed().min(LONGEST_REST);
             self.patience.rest_until = Some(Instant::now() + rest);
         }
         done
+    }
+
+    /// Whether other work was done within the last second.
+    pub(crate) fn is_in_use(&self) -> bool {
+        let others = self.patience.others_at;
+        others.is_some_and(|at| at.elapsed() < ACTIVE)
     }
 
     /// From here on every commit is synced.

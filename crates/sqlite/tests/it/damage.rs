@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
-use everbus_core::{Code, Cursor, DeadLetterFilter, Engine, FailureKind, PageRequest, Verdict};
+use everbus_core::{
+    Code, Cursor, DeadLetterFilter, Engine, FailureKind, PageRequest, Retention, Verdict,
+};
 use rusqlite::Connection;
 
 use crate::{consume, declare, eventually, fetch, open, publish, settle};
@@ -80,6 +82,18 @@ async fn a_row_that_cannot_be_read_becomes_a_dead_letter_and_the_group_goes_on()
             wrong.contains("every event is as it was written: 1 are damaged: 5 ("),
             "{wrong}"
         );
+
+        // What waits can be counted, and what retention would remove.
+        declare(&engine, "late", "*").await;
+        let groups = engine.broker.inspect().await.unwrap();
+        assert_eq!(groups.len(), 3, "{damage}");
+        let maintenance = engine.maintenance().unwrap();
+        let everything = Retention {
+            max_len: Some(0),
+            ..Retention::default()
+        };
+        maintenance.preview(everything).await.unwrap();
+        maintenance.holdings().await.unwrap();
 
         // Who reads the log goes past it.
         let log = engine.log().unwrap();
