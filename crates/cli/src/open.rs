@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use everbus::audit::{Operator, config_used};
+use everbus::audit::Operator;
+use everbus::config::config_used;
 use everbus::config::redacted;
 use everbus::overflow::{Objects, Overflow};
 use everbus::{Bus, Config};

@@ -9,8 +9,6 @@ use std::sync::Arc;
 use everbus_core::builder::MAX_ATTRIBUTE_BYTES;
 use everbus_core::{Code, Error, Event, Inherited, Recorded, Result, TraceContext};
 
-use crate::audit::Operator;
-
 tokio::task_local! {
     static AMBIENT: Ambient;
 }
@@ -23,6 +21,51 @@ struct Ambient {
     handling: Option<Arc<Recorded>>,
     /// On whose behalf things are done to the bus.
     operator: Option<Arc<Operator>>,
+}
+
+/// On whose behalf something is done to a bus, and why.
+///
+/// ```
+/// use everbus::audit::{Operator, with_operator};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> everbus::Result<()> {
+/// # let bus = everbus::Bus::open("memory:").await?;
+/// let alice = Operator::new("alice").reason("the mail server is back");
+/// with_operator(alice, bus.dead_letters().retry_all(Default::default())).await?;
+/// let page = bus.audit().query(Default::default()).await?;
+/// assert_eq!(page.items[0].entry.action, "dlq.retry.done");
+/// assert_eq!(page.items[1].entry.actor, "alice");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Operator {
+    /// Who: a person, a service, a command.
+    pub actor: String,
+    /// Why, in their own words.
+    pub reason: Option<String>,
+}
+
+impl Operator {
+    /// Somebody, without a reason.
+    pub fn new(actor: impl Into<String>) -> Self {
+        Self {
+            actor: actor.into(),
+            reason: None,
+        }
+    }
+
+    /// Whoever acts here and now: the operator of [`with_operator`] around this task, or `bus`.
+    pub fn current() -> Self {
+        operator().unwrap_or_else(|| Self::new("bus"))
+    }
+
+    /// Why.
+    #[must_use]
+    pub fn reason(mut self, reason: impl Into<String>) -> Self {
+        self.reason = Some(reason.into());
+        self
+    }
 }
 
 /// What surrounds a publish here and now: the correlation id, the trace, the event being handled. It is

@@ -13,55 +13,10 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::ambient;
-use crate::config::Config;
+pub use crate::ambient::Operator;
 
 /// An error of an operation is recorded up to this length.
 const LONGEST_ERROR: usize = 1000;
-
-/// On whose behalf something is done to a bus, and why.
-///
-/// ```
-/// use everbus::audit::{Operator, with_operator};
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> everbus::Result<()> {
-/// # let bus = everbus::Bus::open("memory:").await?;
-/// let alice = Operator::new("alice").reason("the mail server is back");
-/// with_operator(alice, bus.dead_letters().retry_all(Default::default())).await?;
-/// let page = bus.audit().query(Default::default()).await?;
-/// assert_eq!(page.items[0].entry.action, "dlq.retry.done");
-/// assert_eq!(page.items[1].entry.actor, "alice");
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Operator {
-    /// Who: a person, a service, a command.
-    pub actor: String,
-    /// Why, in their own words.
-    pub reason: Option<String>,
-}
-
-impl Operator {
-    /// Somebody, without a reason.
-    pub fn new(actor: impl Into<String>) -> Self {
-        Self {
-            actor: actor.into(),
-            reason: None,
-        }
-    }
-
-    /// Whoever acts here and now: the operator of [`with_operator`] around this task, or `bus`.
-    pub fn current() -> Self {
-        ambient::operator().unwrap_or_else(|| Self::new("bus"))
-    }
-
-    /// Why.
-    #[must_use]
-    pub fn reason(mut self, reason: impl Into<String>) -> Self {
-        self.reason = Some(reason.into());
-        self
-    }
-}
 
 /// Runs a future in which everything that is done to a bus is recorded as done by this operator.
 pub fn with_operator<F: Future>(operator: Operator, future: F) -> impl Future<Output = F::Output> {
@@ -213,7 +168,7 @@ pub async fn audited<T: Serialize>(
 }
 
 /// Adds what surrounds this task: the correlation id and the trace.
-fn surrounded(mut entry: AuditEntry) -> AuditEntry {
+pub(crate) fn surrounded(mut entry: AuditEntry) -> AuditEntry {
     if entry.correlation_id.is_none() {
         entry.correlation_id = ambient::correlation_id();
     }
@@ -306,61 +261,6 @@ impl AuditTrail {
 impl std::fmt::Debug for AuditTrail {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("AuditTrail").finish_non_exhaustive()
-    }
-}
-
-const CONFIG_CHANGED: &str = "config.changed";
-
-/// Records that a bus is run with another configuration than the last time, if it is: which sections
-/// changed, and hashes of the old and the new. No value of the file is recorded, and none that may be a
-/// secret is part of a hash.
-pub async fn config_used(engine: &Engine, operator: &Operator, config: &Config) -> Result<()> {
-    let Some(audit) = engine.audit.as_deref() else {
-        return Ok(());
-    };
-    let print = &config.fingerprint;
-    let Some(file) = print.file.as_deref() else {
-        return Ok(());
-    };
-    let entry = AuditEntry::new(operator.actor.clone(), CONFIG_CHANGED).entity("CONFIG", file);
-    let last = AuditQuery {
-        action: Some(entry.action.clone()),
-        entity: entry.entity.clone(),
-        limit: 1,
-        ..AuditQuery::default()
-    };
-    let last = match audit.query(last).await {
-        Err(error) if error.code() == Code::Unsupported => return Ok(()),
-        page => page?.items.pop(),
-    };
-    let before = last.map(|record| record.entry.details).unwrap_or_default();
-    let hash = print.hash();
-    if before["hash"] == hash.as_str() {
-        return Ok(());
-    }
-    let known = before["sections"].as_object().cloned().unwrap_or_default();
-    let sections = json!(print.sections);
-    let now = sections.as_object().cloned().unwrap_or_default();
-    let names: std::collections::BTreeSet<&String> = known.keys().chain(now.keys()).collect();
-    let changed: Vec<_> = names
-        .into_iter()
-        .filter(|name| known.get(*name) != now.get(*name))
-        .collect();
-    let mut details = json!({ "hash": hash, "changed": changed, "sections": sections });
-    if !before["hash"].is_null() {
-        details["previous"] = before["hash"].clone();
-    }
-    if let Some(reason) = &operator.reason {
-        details["reason"] = reason.as_str().into();
-    }
-    audit.record(surrounded(entry.details(details))).await?;
-    Ok(())
-}
-
-/// As [`config_used`], where a bus must open all the same.
-pub(crate) async fn note_config(engine: &Engine, operator: &Operator, config: &Config) {
-    if let Err(error) = config_used(engine, operator, config).await {
-        tracing::warn!(target: "everbus::audit", %error, "a change of the configuration could not be recorded");
     }
 }
 

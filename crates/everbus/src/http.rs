@@ -92,7 +92,7 @@ mod tests {
     use tower::{ServiceBuilder, ServiceExt, service_fn};
 
     use super::*;
-    use crate::bus::Bus;
+    use crate::runtime::bus::Bus;
 
     const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 

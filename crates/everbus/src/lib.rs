@@ -81,82 +81,64 @@
 //! is on.
 
 mod admission;
-mod agreed;
 mod ambient;
 pub mod asyncapi;
 pub mod audit;
-mod beside;
 mod breaker;
-mod bus;
-mod circuits;
+mod compose;
 pub mod config;
-mod configure;
 mod dead_letters;
-mod dispatch;
-mod engines;
-mod extract;
+mod environment;
 mod guard;
 mod handler;
 #[cfg(feature = "http")]
 pub mod http;
-mod lag;
-mod layers;
-mod message;
-mod options;
+mod open;
 #[cfg(feature = "otel")]
 mod otel;
 pub mod outbox;
-mod outcome;
 pub mod overflow;
 pub mod payloads;
-mod pipeline;
-mod receipt;
-mod registry;
 pub mod replay;
-mod request;
-mod retention;
-mod router;
+mod runtime;
 mod schema;
-mod settings;
-mod shutdown;
 pub mod sqlite;
 mod stats;
 pub mod streams;
-mod subscribe;
 pub mod testing;
-mod trace;
-mod upcast;
-mod watch;
+mod url;
 
 pub use admission::{Limits, PublishRate};
 pub use ambient::{Scope, correlation_id, with_correlation_id, with_trace};
 pub use audit::AuditTrail;
-pub use beside::{ARCHIVE, RETRY_OF, archive_lag, compose};
 pub use breaker::{BreakerInfo, BreakerPolicy, BreakerState, Criticality};
-pub use bus::Bus;
+pub use compose::{ARCHIVE, RETRY_OF, archive_lag, compose};
 pub use config::Config;
 pub use dead_letters::{DeadLetterPreview, DeadLetterQueue, RetryPace, RetryProgress};
-pub use engines::Durable;
-pub use extract::{
+pub use environment::watch::{Activity, LeaseExtension, LeaseExtensions, RunningActivity};
+pub use handler::SubscriptionId;
+pub use handler::extract::{
     Context, Envelope, FromMessage, Json, Meta, Needs, Payload, PayloadNeed, State, StateNeed,
 };
+pub use handler::layers::HandlerService;
+pub use handler::message::Message;
+pub use handler::outcome::{Emitted, IntoOutcome, Outcome, Returns};
+pub use handler::upcast::Upcasts;
 pub use handler::{
     BoxError, Handler, HandlerError, HandlerOutcome, HandlerResult, handled, permanent,
     retry_after, skip,
 };
-pub use layers::HandlerService;
-pub use message::Message;
-pub use options::{BusBuilder, BusOptions};
-pub use outcome::{Emitted, IntoOutcome, Outcome, Returns};
-pub use receipt::{Receipt, Settled};
+pub use open::builder::BusBuilder;
+pub use open::engines::Durable;
 pub use replay::{Replay, ReplayPreview, ReplayReport};
-pub use router::{IntoRoute, Route, Router, to};
+pub use runtime::bus::Bus;
+pub use runtime::options::BusOptions;
+pub use runtime::receipt::{Receipt, Settled};
+pub use runtime::router::{IntoRoute, Route, Router, to};
+pub use runtime::shutdown::Shutdown;
+pub use runtime::subscription::subscribe::Subscribe;
 pub use schema::{Schema, Schemas};
-pub use shutdown::Shutdown;
 pub use stats::{BusStats, GroupStats, Outcomes, Quantiles, Skipped, TypeStats};
-pub use subscribe::{Subscribe, SubscriptionId};
-pub use upcast::Upcasts;
-pub use watch::{Activity, LeaseExtension, LeaseExtensions, RunningActivity};
 
 pub use everbus_core as core;
 pub use everbus_core::{
@@ -182,6 +164,6 @@ pub mod __private {
     pub use serde::Serialize;
     pub use serde_json::Value;
 
-    pub use crate::outcome::{emit, emits};
+    pub use crate::handler::outcome::{emit, emits};
     pub use crate::schema::probe::{KnownSchema, NoSchema, SchemaOf};
 }

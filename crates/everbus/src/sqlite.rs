@@ -9,8 +9,8 @@ use std::ops::Deref;
 use everbus_core::{Code, Effect, Error, Event};
 use rusqlite::Connection;
 
+use crate::handler::outcome::{IntoOutcome, Outcome, Returns};
 use crate::handler::{BoxError, HandlerError, HandlerOutcome};
-use crate::outcome::{IntoOutcome, Outcome, Returns};
 
 /// The name of the engine.
 pub(crate) const ENGINE: &str = "sqlite";

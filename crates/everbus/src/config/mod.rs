@@ -39,7 +39,11 @@ mod redact;
 mod retention;
 mod section;
 mod streams;
+mod used;
 mod yaml;
+
+pub use used::config_used;
+pub(crate) use used::note_config;
 
 use std::fs::File;
 use std::io::Read as _;

@@ -9,8 +9,8 @@ use std::time::Duration;
 use everbus_core::{Code, Event, FailureKind, IntoEvent};
 
 use crate::ambient;
+use crate::environment::watch::Activity;
 use crate::guard::{self, Panicked};
-use crate::watch::Activity;
 
 /// An error of any type, as tower and others pass it on.
 pub type BoxError = Box<dyn StdError + Send + Sync>;

@@ -4,19 +4,26 @@
 //! and what it returns says what is to happen ([`IntoOutcome`]).
 
 mod error;
+pub(crate) mod extract;
+pub(crate) mod layers;
+pub(crate) mod message;
+pub(crate) mod outcome;
 mod registered;
+mod subscription_id;
+pub(crate) mod upcast;
 
 use std::future::Future;
 
 use everbus_core::BoxFuture;
 
-use crate::extract::{FromMessage, Needs};
-use crate::message::Message;
-use crate::outcome::{IntoOutcome, Outcome, Returns};
+use crate::handler::extract::{FromMessage, Needs};
+use crate::handler::message::Message;
+use crate::handler::outcome::{IntoOutcome, Outcome, Returns};
 
 pub(crate) use error::{Answer, MOST_EVENTS, unpublished};
 pub use error::{BoxError, HandlerError, HandlerResult, handled, permanent, retry_after, skip};
 pub(crate) use registered::{Registered, Run, Traits};
+pub use subscription_id::SubscriptionId;
 
 /// What a run of a handler comes to.
 pub type HandlerOutcome = Result<Outcome, HandlerError>;

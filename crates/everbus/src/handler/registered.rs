@@ -6,15 +6,15 @@ use std::time::Duration;
 
 use everbus_core::{BoxFuture, Pattern, RetryPolicy};
 
+use super::SubscriptionId;
 use super::{HandlerError, HandlerOutcome};
 use crate::audit::AuditTrail;
 use crate::breaker::{Breaker, Criticality};
-use crate::extract::States;
 use crate::guard;
-use crate::message::Message;
+use crate::handler::extract::States;
+use crate::handler::message::Message;
+use crate::handler::upcast::Upcasts;
 use crate::schema::Schema;
-use crate::subscribe::SubscriptionId;
-use crate::upcast::Upcasts;
 
 /// The user's function, with the layers around it.
 pub(crate) type Run = Box<dyn Fn(Message) -> BoxFuture<'static, HandlerOutcome> + Send + Sync>;

@@ -17,7 +17,7 @@ use tokio::time::Instant;
 use super::blame::{Blame, blame};
 use super::stats::Counters;
 use super::wishes::{Wish, Wishes};
-use crate::bus::Bus;
+use crate::runtime::bus::Bus;
 
 /// So many other rows are tried at most to find out whether a row or the broker is to blame.
 const PROBES: usize = 32;

@@ -15,7 +15,7 @@ use super::pass::Passed;
 use super::publish::LastSent;
 use super::stats::{Counters, RelayStats};
 use super::sweep::Sweeper;
-use crate::bus::Bus;
+use crate::runtime::bus::Bus;
 
 /// So many rows at a time when there is no hurry.
 const BATCH: usize = 100;

@@ -12,7 +12,7 @@ use everbus_core::{
 };
 
 use super::stats::Counters;
-use crate::bus::Bus;
+use crate::runtime::bus::Bus;
 
 /// What the dead letters say about a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -69,7 +69,6 @@ pub use places::Flaw;
 pub use survey::{Survey, Tally};
 pub use transfer::{Place, Transferred};
 
-use crate::bus::Shared;
 use fields::Split;
 use store::Store;
 
@@ -277,12 +276,12 @@ pub async fn whole(objects: Option<&Objects>, record: &Arc<Recorded>) -> Result<
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
 /// Deletes what no event refers to any more, at the start and once a day.
-pub(crate) async fn collect_daily(shared: Arc<Shared>, objects: Arc<Objects>) {
+pub(crate) async fn collect_daily(engine: Engine, objects: Arc<Objects>) {
     let mut day = tokio::time::interval(DAY);
     day.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         day.tick().await;
-        match objects.collect(&shared.engine, &Collect::default()).await {
+        match objects.collect(&engine, &Collect::default()).await {
             Ok(collected) if collected == Collected::default() => {}
             Ok(collected) => tracing::info!(
                 target: "everbus::overflow",

@@ -89,7 +89,7 @@ impl Store {
         if url.is_empty() || url.contains('\0') {
             return bad("the URL of the object store is empty or has a NUL in it".into());
         }
-        match crate::engines::split_scheme(url) {
+        match crate::url::split_scheme(url) {
             None => Ok(Self::directory(url.to_owned(), url.into())),
             Some(("file", rest)) => {
                 let path = rest.strip_prefix("//").filter(|path| path.starts_with('/'));

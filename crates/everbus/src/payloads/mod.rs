@@ -44,7 +44,7 @@ use serde::{Serialize, Serializer};
 pub use everbus_core::payloads::LARGE_PAYLOAD;
 pub use everbus_core::{EventKey, Stage, StageInfo};
 
-use crate::bus::Shared;
+use crate::environment::Environment;
 
 /// No stage is larger than this before compression, and none is decompressed further.
 pub const LARGEST_STAGE: usize = 64 * 1024 * 1024;
@@ -54,12 +54,12 @@ pub const LARGEST_LISTED: usize = 100;
 /// The payload stages of a bus; see [`Bus::payloads`](crate::Bus::payloads).
 #[derive(Clone)]
 pub struct PayloadStages {
-    shared: Arc<Shared>,
+    environment: Arc<Environment>,
 }
 
 impl PayloadStages {
-    pub(crate) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared }
+    pub(crate) fn new(environment: Arc<Environment>) -> Self {
+        Self { environment }
     }
 
     /// Stores a value as JSON under the name of a stage, beside the stages the event has already,
@@ -73,7 +73,7 @@ impl PayloadStages {
         stage: &str,
         value: &T,
     ) -> StoreStage {
-        StoreStage::of(Some(self.shared.clone()), event.into(), stage, value)
+        StoreStage::of(Some(self.environment.clone()), event.into(), stage, value)
     }
 
     /// Stores bytes as they are: the body of a request that need not be JSON.
@@ -84,7 +84,7 @@ impl PayloadStages {
         content: impl Into<Bytes>,
     ) -> StoreStage {
         StoreStage::new(
-            Some(self.shared.clone()),
+            Some(self.environment.clone()),
             event.into(),
             stage,
             Ok(content.into()),
@@ -107,14 +107,23 @@ impl PayloadStages {
     }
 
     async fn read(&self, event: EventKey, stage: Option<Stage>) -> Result<Vec<StageContent>> {
-        let stored = self.shared.engine.payloads()?.stages(event, stage).await?;
+        let stored = self
+            .environment
+            .engine
+            .payloads()?
+            .stages(event, stage)
+            .await?;
         unpacked(stored).await
     }
 
     /// The largest stages of all events, largest first: those of more than `over` bytes before
     /// compression ([`LARGE_PAYLOAD`]), at most `limit` ([`LARGEST_LISTED`]).
     pub async fn largest(&self, over: u64, limit: usize) -> Result<Vec<(EventKey, StageInfo)>> {
-        self.shared.engine.payloads()?.largest(over, limit).await
+        self.environment
+            .engine
+            .payloads()?
+            .largest(over, limit)
+            .await
     }
 
     /// The stages of an event as rows of the *omni* specification: its column names, the content as
@@ -126,7 +135,7 @@ impl PayloadStages {
     ) -> Result<Vec<ExportedStage>> {
         let event = event.into();
         let stage = stage.map(Stage::new).transpose()?;
-        let store = self.shared.engine.payloads()?;
+        let store = self.environment.engine.payloads()?;
         let stored = store.stages(event.clone(), stage).await?;
         Ok(exported(event.id, stored))
     }
@@ -170,7 +179,7 @@ pub fn exported(event: EventId, stored: Vec<StoredStage>) -> Vec<ExportedStage> 
 #[must_use = "nothing is stored until it is awaited"]
 pub struct StoreStage {
     /// None in a direct call of a test: everything is checked and nothing is stored.
-    shared: Option<Arc<Shared>>,
+    environment: Option<Arc<Environment>>,
     event: EventKey,
     stage: Result<Stage>,
     content: Result<Bytes>,
@@ -180,13 +189,13 @@ pub struct StoreStage {
 
 impl StoreStage {
     fn new(
-        shared: Option<Arc<Shared>>,
+        environment: Option<Arc<Environment>>,
         event: EventKey,
         stage: &str,
         content: Result<Bytes>,
     ) -> Self {
         Self {
-            shared,
+            environment,
             event,
             stage: Stage::new(stage),
             content,
@@ -196,7 +205,7 @@ impl StoreStage {
     }
 
     pub(crate) fn of<T: Serialize + ?Sized>(
-        shared: Option<Arc<Shared>>,
+        environment: Option<Arc<Environment>>,
         event: EventKey,
         stage: &str,
         value: &T,
@@ -208,7 +217,7 @@ impl StoreStage {
             )
             .hint("maps need string keys and numbers must be finite")
         });
-        Self::new(shared, event, stage, content.map(Bytes::from))
+        Self::new(environment, event, stage, content.map(Bytes::from))
     }
 
     /// The HTTP status that belongs to it.
@@ -235,11 +244,11 @@ impl StoreStage {
             )
             .hint("store large data elsewhere and keep in the stage where it is"));
         }
-        let Some(shared) = self.shared else {
+        let Some(environment) = self.environment else {
             return Ok(());
         };
-        let timestamp = shared.options.clock.now();
-        let store = shared.engine.payloads()?;
+        let timestamp = environment.clock.now();
+        let store = environment.engine.payloads()?;
         let (status_code, error_details) = (self.status_code, self.error_details);
         let pack = move || pack(stage, timestamp, &content, status_code, error_details);
         let stored = off_the_executor(pack).await??;

@@ -8,7 +8,7 @@ use everbus_core::{Code, EDIT_OF, EventId, GroupName, Position, REPLAY_OF, Recor
 
 use super::report::ReplaySkips;
 use super::target::Context;
-use crate::beside::RETRY_OF;
+use crate::compose::RETRY_OF;
 
 /// What was corrected, as it is when the run begins.
 #[derive(Debug, Default)]

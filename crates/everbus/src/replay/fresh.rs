@@ -13,8 +13,8 @@ use super::preview::PreviewedGroup;
 use super::report::{ReplayFailure, ReplayReport};
 use super::saved::Saved;
 use super::target::{Context, Target, positions, wanted};
-use crate::bus::Bus;
-use crate::router::{Resolved, Router};
+use crate::runtime::bus::Bus;
+use crate::runtime::router::{Resolved, Router};
 
 /// So many events may wait for the handlers; then the reading waits, too.
 const ROOM: u64 = 5_000;

@@ -30,9 +30,9 @@ use everbus_core::{
 };
 
 use crate::audit::audited;
-use crate::bus::{Bus, only_answer};
-use crate::receipt::Receipt;
-use crate::router::Router;
+use crate::runtime::bus::{Bus, only_answer};
+use crate::runtime::receipt::Receipt;
+use crate::runtime::router::Router;
 
 pub use copies::Copies;
 pub use fresh::FreshGroup;
@@ -42,7 +42,6 @@ use pace::Stop;
 pub use preview::{PreviewedGroup, ReplayPreview};
 pub use report::{ReplayFailure, ReplayProgress, ReplayReport, ReplaySkips};
 pub use runs::ReplayRun;
-pub(crate) use runs::{forget, runs};
 use selection::{Named, Selection};
 use target::{Context, Target};
 
@@ -96,6 +95,35 @@ pub struct Replay {
     kept_failures: usize,
     /// The first thing that was said wrong.
     mistake: Option<Error>,
+}
+
+impl Bus {
+    /// Begins a replay: what was published is run again, into a group, into handlers or a function of
+    /// its own, or as copies for everybody.
+    pub fn replay(&self) -> Replay {
+        Replay::new(self.clone())
+    }
+
+    /// The replays that have a name and are not complete, by name: those under way, and those that were
+    /// stopped or killed and wait for somebody to go on with them.
+    pub async fn replays(&self) -> Result<Vec<ReplayRun>> {
+        runs::runs(self).await
+    }
+
+    /// Forgets how far a replay of this name has come, so that nobody can go on with it; whether there was
+    /// one. What it did stays done; a fresh group that it left is removed with
+    /// [`remove_group`](Self::remove_group). A run that is under way goes on and saves itself again.
+    pub async fn forget_replay(&self, name: impl AsRef<str>) -> Result<bool> {
+        runs::forget(self, name.as_ref()).await
+    }
+
+    /// Publishes a copy of an event for everybody: under a new id, with the metadata `replay_of` naming
+    /// the original, its `occurred_at` and everything else. `NotFound` if there is no such event. Where
+    /// several tenants use the id, `InvalidSetting`: name one with
+    /// `replay().event(id).tenant(…).publish_copies()`.
+    pub async fn replay_event(&self, id: EventId) -> Result<Receipt> {
+        replay_event(self, id).await
+    }
 }
 
 impl Replay {
@@ -382,7 +410,7 @@ impl<T> fmt::Debug for Run<T> {
 }
 
 /// Publishes a copy of one event.
-pub(crate) async fn replay_event(bus: &Bus, id: EventId) -> Result<Receipt> {
+async fn replay_event(bus: &Bus, id: EventId) -> Result<Receipt> {
     bus.accepts()?;
     let selection = Selection {
         event: Some(id),

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::saved::{PREFIX, Saved};
 use crate::audit::{Action, audited};
-use crate::bus::Bus;
+use crate::runtime::bus::Bus;
 
 /// Even the slowest run saves its checkpoint more often than this.
 const IDLE: Duration = Duration::from_secs(3600);

@@ -10,7 +10,7 @@ use super::pace::Stop;
 use super::preview::PreviewedGroup;
 use super::report::ReplayReport;
 use super::saved::Saved;
-use crate::bus::Bus;
+use crate::runtime::bus::Bus;
 
 /// What a target is given to work with.
 pub struct Context {

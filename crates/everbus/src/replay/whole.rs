@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use everbus_core::{Code, Recorded, Result};
 
-use crate::bus::Shared;
+use crate::runtime::bus::Shared;
 
 /// The event with everything that belongs to it. This is the one place where what was stored beside an
 /// event is brought back for functions and copies, one event at a time; handlers get theirs in the

@@ -11,9 +11,9 @@ use super::duplicator::Duplicator;
 use super::idle::Gates;
 use super::journal::Journal;
 use super::tap::tapped;
-use crate::bus::Bus;
-use crate::options::BusBuilder;
-use crate::router::Router;
+use crate::open::builder::BusBuilder;
+use crate::runtime::bus::Bus;
+use crate::runtime::router::Router;
 
 /// A [`TestBus`] in the making.
 ///

@@ -12,10 +12,10 @@ use super::control::Control;
 use super::idle::{Gates, Look};
 use super::journal::Journal;
 use super::report::{Fate, Report};
-use crate::bus::Bus;
-use crate::receipt::Receipt;
-use crate::router::Router;
-use crate::shutdown::Shutdown;
+use crate::runtime::bus::Bus;
+use crate::runtime::receipt::Receipt;
+use crate::runtime::router::Router;
+use crate::runtime::shutdown::Shutdown;
 
 /// More moves of the clock than this, without an event that comes to an end, are a retry without one.
 const MOST_MOVES: usize = 1000;

@@ -11,11 +11,11 @@ use serde::de::DeserializeOwned;
 use tokio::time::Instant;
 
 use crate::ambient;
-use crate::extract::States;
+use crate::handler::extract::States;
+use crate::handler::message::Message;
+use crate::handler::upcast::Upcasts;
 use crate::handler::{Handler, HandlerOutcome, Registered, Traits};
-use crate::message::Message;
-use crate::router::Route;
-use crate::upcast::Upcasts;
+use crate::runtime::router::Route;
 
 /// What logs and [`Message::handler_name`] call a handler that is called so.
 const NAME: &str = "(called directly)";

@@ -9,10 +9,10 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use super::lock;
+use crate::handler::layers::HandlerService;
+use crate::handler::message::Message;
+use crate::handler::outcome::Outcome;
 use crate::handler::{BoxError, HandlerError};
-use crate::layers::HandlerService;
-use crate::message::Message;
-use crate::outcome::Outcome;
 
 /// What is counted and what is to fail. Clones are the same.
 #[derive(Clone, Default)]

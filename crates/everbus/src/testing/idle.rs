@@ -12,8 +12,8 @@ use everbus_core::{
 
 use super::bus::TestBus;
 use crate::breaker::{BreakerInfo, BreakerState};
-use crate::bus::Bus;
-use crate::router::Resolved;
+use crate::runtime::bus::Bus;
+use crate::runtime::router::Resolved;
 
 /// Read from the log at once.
 const PAGE: usize = 1000;

@@ -255,7 +255,7 @@ async fn a_changed_configuration_is_on_record_without_secrets() {
     let used = async |text: &str| {
         let config = Config::parse(text, "everbus.yaml").unwrap();
         let operator = Operator::new("alice");
-        everbus::audit::config_used(bus.engine(), &operator, &config)
+        everbus::config::config_used(bus.engine(), &operator, &config)
             .await
             .unwrap();
     };

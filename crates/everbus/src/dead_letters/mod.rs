@@ -1,0 +1,243 @@
+//! The dead letters as a user of the bus sees them. Needs the engine only, not a started bus.
+
+mod slowly;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use everbus_core::{
+    Code, DeadLetter, DeadLetterFilter, DeadLetterPage, DeadLetterTally, DeadLetters, Error, Event,
+    EventId, PageRequest, PurgeBasis, Purged, Result, Timestamp,
+};
+
+pub use slowly::{RetryPace, RetryProgress};
+
+use crate::audit::{Action, audited};
+
+use crate::runtime::bus::{Bus, Shared};
+use crate::runtime::receipt::Receipt;
+
+/// A preview names at most this many ways to fail.
+const TALLIES: usize = 100;
+
+/// What a bulk retry would send back.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct DeadLetterPreview {
+    /// How many open dead letters pass the filter.
+    pub total: u64,
+    /// How many of them there are of each group, type and error; the 100 most frequent.
+    pub tallies: Vec<DeadLetterTally>,
+}
+
+/// Lists, retries, corrects and purges the events that groups gave up on.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> everbus::Result<()> {
+/// let bus = everbus::Bus::open("memory:").await?;
+/// for letter in bus.dead_letters().list().await? {
+///     println!("{} {}: {}", letter.group, letter.event.event.event_type(), letter.last_error());
+///     bus.dead_letters().retry(letter.event.event.id()).await?;
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct DeadLetterQueue {
+    shared: Arc<Shared>,
+}
+
+impl Bus {
+    /// The dead letters. They need no started bus.
+    pub fn dead_letters(&self) -> DeadLetterQueue {
+        DeadLetterQueue::new(self.shared().clone())
+    }
+}
+
+impl DeadLetterQueue {
+    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared }
+    }
+
+    fn letters(&self) -> Result<&dyn DeadLetters> {
+        self.shared.engine.dead_letters()
+    }
+
+    /// The 100 newest open dead letters, newest event first.
+    pub async fn list(&self) -> Result<Vec<DeadLetter>> {
+        let page = self
+            .list_page(DeadLetterFilter::default(), PageRequest::default())
+            .await?;
+        Ok(page.items)
+    }
+
+    /// One page of the open dead letters that pass the filter, newest event first. Its `next` is the
+    /// `after` of the following page.
+    pub async fn list_page(
+        &self,
+        filter: DeadLetterFilter,
+        page: PageRequest,
+    ) -> Result<DeadLetterPage> {
+        page.validate()?;
+        self.letters()?.list(filter, page).await
+    }
+
+    /// How many open dead letters pass the filter.
+    pub async fn count(&self, filter: DeadLetterFilter) -> Result<u64> {
+        self.letters()?.count(filter).await
+    }
+
+    /// Everything known about the dead letters of an event: one per group that gave up on it,
+    /// retried ones included. Empty if there are none.
+    pub async fn get(&self, id: EventId) -> Result<Vec<DeadLetter>> {
+        self.letters()?.get(id).await
+    }
+
+    /// Sends an event back to the groups that gave up on it, with a fresh set of attempts, and
+    /// returns how many groups that is. `NotFound` if it has no open dead letter.
+    pub async fn retry(&self, id: EventId) -> Result<u64> {
+        let filter = DeadLetterFilter {
+            id: Some(id),
+            ..DeadLetterFilter::default()
+        };
+        match self.retry_all(filter).await? {
+            0 => Err(Error::new(
+                Code::NotFound,
+                format!("the event {id} has no open dead letter"),
+            )
+            .hint("list shows the open ones; a retried one is open again only if it fails again")),
+            sent => Ok(sent),
+        }
+    }
+
+    /// Sends back every open dead letter that passes the filter, oldest event first, and returns how
+    /// many. [`preview`](Self::preview) says what that would be.
+    pub async fn retry_all(&self, filter: DeadLetterFilter) -> Result<u64> {
+        let retried = self.letters()?.retry(filter.clone());
+        let mut action = Action::new("dlq.retry");
+        if let Some(id) = filter.id {
+            action = action.on("EVENT", &id);
+        }
+        self.audited(action.filter(&filter), retried).await
+    }
+
+    /// Puts on record what is done to the dead letters.
+    async fn audited<T: serde::Serialize>(
+        &self,
+        action: Action,
+        work: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let operator = self.shared.audit().operator();
+        audited(&self.shared.engine, &operator, action, work).await
+    }
+
+    /// Sends back the open dead letters that pass the filter, oldest event first and at a pace (a number
+    /// per second, or a [`RetryPace`]), so that what they failed for is not overrun. Returns how many
+    /// went.
+    ///
+    /// It is those that are dead at the start: what fails again meanwhile is left alone. Each step tells
+    /// `progress`. Dropping the future stops it between two steps; what went is not taken back, and a
+    /// new call goes on with the rest. It ends with [`Code::Shutdown`] if the bus is shut down.
+    pub async fn retry_slowly(
+        &self,
+        filter: DeadLetterFilter,
+        pace: impl Into<RetryPace>,
+        progress: impl FnMut(RetryProgress) + Send,
+    ) -> Result<u64> {
+        let (now, pace) = (self.shared.options.clock.now(), pace.into());
+        let action = Action::new("dlq.retry")
+            .filter(&filter)
+            .detail("per_second", pace.rate().into());
+        let slowly = slowly::retry_slowly(self.letters()?, filter, pace, now, progress);
+        let slowly = self.shared.unless_ending(slowly);
+        self.audited(action, slowly).await
+    }
+
+    /// What [`retry_all`](Self::retry_all) or [`retry_slowly`](Self::retry_slowly) would send back.
+    pub async fn preview(&self, filter: DeadLetterFilter) -> Result<DeadLetterPreview> {
+        let letters = self.letters()?;
+        let tallies = letters.tally(filter.clone(), TALLIES).await?;
+        let total = letters.count(filter).await?;
+        Ok(DeadLetterPreview { total, tallies })
+    }
+
+    /// Sends an event with a corrected payload in place of a dead letter, to the group that gave up on
+    /// it and to no other. It is a new event at the end of the log that names the original (metadata
+    /// `edit_of`); the dead letter is kept, no longer open, and names it ([`DeadLetter::replaced_by`]).
+    ///
+    /// The payload is checked as that of a publish is: its size, and its schema where there is one.
+    /// `NotFound` if the dead letter is not open any more.
+    pub async fn edit(&self, letter: &DeadLetter, payload: impl Into<Bytes>) -> Result<Receipt> {
+        let corrected = self.corrected(letter, payload)?;
+        self.replace(letter, corrected).await
+    }
+
+    /// What [`edit`](Self::edit) would send: checked, and not sent.
+    pub fn corrected(&self, letter: &DeadLetter, payload: impl Into<Bytes>) -> Result<Event> {
+        let corrected = letter.corrected(payload)?;
+        self.shared.check_event(&corrected, None)?;
+        Ok(corrected)
+    }
+
+    /// Sends this event in place of a dead letter, as [`edit`](Self::edit) does. It must have the type
+    /// and the tenant of the original, and an id of its own.
+    pub async fn replace(&self, letter: &DeadLetter, corrected: Event) -> Result<Receipt> {
+        self.shared.accepts()?;
+        self.shared.check_event(&corrected, None)?;
+        let action = Action::new("dlq.edit")
+            .on("EVENT", &letter.event.event.id())
+            .detail("group", letter.group.to_string().into())
+            .detail("replaced_by", corrected.id().to_string().into());
+        let letters = self.letters()?;
+        let mut receipt = None;
+        let work = async {
+            // What is too large for the log is in its object first, as with a publish.
+            let mut moved = self.shared.offload(vec![corrected]).await?;
+            let corrected = moved.pop().ok_or_else(no_answer)?;
+            let replaced = letters.replace(letter.key(), corrected);
+            let appended = self.shared.unless_ending(replaced).await?;
+            receipt = Some(Receipt::new(appended, self.shared.clone()));
+            Ok(())
+        };
+        self.audited(action, work).await?;
+        receipt.ok_or_else(no_answer)
+    }
+
+    /// Deletes the dead letters of events that were received `days` days ago or earlier, and returns
+    /// how many.
+    pub async fn purge_older_than_days(&self, days: u32) -> Result<u64> {
+        let age = Duration::from_secs(u64::from(days) * 24 * 3600);
+        let cutoff = self.shared.options.clock.now().minus(age);
+        self.purge(cutoff, PurgeBasis::Created, DeadLetterFilter::default())
+            .await
+            .map(|purged| purged.dead_letters)
+    }
+
+    /// Deletes the dead letters that pass the filter, up to and including `cutoff`, and their events
+    /// where no other group needs them.
+    pub async fn purge(
+        &self,
+        cutoff: Timestamp,
+        basis: PurgeBasis,
+        filter: DeadLetterFilter,
+    ) -> Result<Purged> {
+        let action = Action::new("dlq.purge")
+            .filter(&filter)
+            .detail("cutoff", cutoff.to_string().into())
+            .detail("by", format!("{basis:?}").to_lowercase().into());
+        let purged = self.letters()?.purge(cutoff, basis, filter);
+        self.audited(action, purged).await
+    }
+}
+
+impl std::fmt::Debug for DeadLetterQueue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DeadLetterQueue").finish_non_exhaustive()
+    }
+}
+
+fn no_answer() -> Error {
+    Error::new(Code::Internal, "the engine did not answer")
+}

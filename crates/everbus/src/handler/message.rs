@@ -1,0 +1,299 @@
+//! What a handler is given: the event, and where this delivery of it stands.
+
+use std::ops::Deref;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use everbus_core::{
+    Code, Delivery, Error, Event, Failure, GroupName, IntoEvent, Lease, Position, Recorded,
+    Timestamp,
+};
+use serde::Serialize;
+use tokio::time::Instant;
+
+use crate::ambient;
+use crate::environment::Environment;
+use crate::environment::LONGEST;
+use crate::environment::watch::{Activity, DeliveryWatch};
+use crate::handler::Registered;
+use crate::payloads::StoreStage;
+
+/// One delivery of an event to a handler. It derefs to the [`Event`]; clones are the same delivery.
+///
+/// ```
+/// use everbus::{HandlerResult, Message};
+///
+/// async fn greet(m: Message) -> HandlerResult {
+///     let name: String = m.json()?; // of the event
+///     if m.attempt() > 1 {
+///         eprintln!("{name}, once more; last time: {}", m.failures()[0].error);
+///     }
+///     Ok(())
+/// }
+/// ```
+#[derive(Clone)]
+pub struct Message {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    /// None in a direct call of a test.
+    environment: Option<Arc<Environment>>,
+    record: Arc<Recorded>,
+    group: GroupName,
+    handler: Arc<Registered>,
+    failures: Vec<Failure>,
+    attempt: u32,
+    deadline: Mutex<Instant>,
+    /// None once the attempt has ended.
+    follow_ups: Mutex<Option<Vec<Event>>>,
+    lease: Lease,
+    /// From the first time the handler asks about its lease or reports progress.
+    watch: OnceLock<Arc<DeliveryWatch>>,
+}
+
+impl Message {
+    pub(crate) fn new(
+        environment: Option<&Arc<Environment>>,
+        delivery: &Delivery,
+        group: &GroupName,
+        handler: &Arc<Registered>,
+        started: Instant,
+    ) -> Self {
+        Self {
+            inner: Arc::new(Inner {
+                environment: environment.cloned(),
+                record: delivery.record.clone(),
+                group: group.clone(),
+                handler: handler.clone(),
+                // Almost every delivery has none, and then this allocates nothing.
+                failures: delivery.failures.clone(),
+                attempt: delivery.attempt,
+                deadline: Mutex::new(started + handler.timeout),
+                follow_ups: Mutex::new(Some(Vec::new())),
+                lease: delivery.lease.clone(),
+                watch: OnceLock::new(),
+            }),
+        }
+    }
+
+    /// As [`new`](Self::new), in the memory of an earlier message that nobody holds any more. If its
+    /// handler has kept it, it stays as it is.
+    pub(crate) fn reusing(
+        earlier: Option<Self>,
+        environment: &Arc<Environment>,
+        delivery: &Delivery,
+        group: &GroupName,
+        handler: &Arc<Registered>,
+        started: Instant,
+    ) -> Self {
+        let Some(mut message) = earlier else {
+            return Self::new(Some(environment), delivery, group, handler, started);
+        };
+        let Some(inner) = Arc::get_mut(&mut message.inner) else {
+            return Self::new(Some(environment), delivery, group, handler, started);
+        };
+        // Every field by name, so that none is left as it was by mistake.
+        let Inner {
+            environment: of_bus,
+            record,
+            group: of_group,
+            handler: by,
+            failures,
+            attempt,
+            deadline,
+            follow_ups,
+            lease,
+            watch,
+        } = inner;
+        // Counters that all workers share: left alone where the message has the right one already.
+        if !of_bus
+            .as_ref()
+            .is_some_and(|bus| Arc::ptr_eq(bus, environment))
+        {
+            *of_bus = Some(environment.clone());
+        }
+        if of_group != group {
+            *of_group = group.clone();
+        }
+        if !Arc::ptr_eq(by, handler) {
+            *by = handler.clone();
+        }
+        *record = delivery.record.clone();
+        if !(failures.is_empty() && delivery.failures.is_empty()) {
+            failures.clone_from(&delivery.failures);
+        }
+        *attempt = delivery.attempt;
+        *unlocked(deadline) = started + handler.timeout;
+        *unlocked(follow_ups) = Some(Vec::new());
+        lease.clone_from(&delivery.lease);
+        drop(watch.take());
+        message
+    }
+
+    /// The event, as it was published.
+    pub fn event(&self) -> &Event {
+        &self.inner.record.event
+    }
+
+    /// Which attempt this is, from 1. It was counted before the handler was called.
+    pub fn attempt(&self) -> u32 {
+        self.inner.attempt
+    }
+
+    /// After how many attempts this handler's policy gives up.
+    pub fn max_attempts(&self) -> u32 {
+        self.inner.handler.retry.max_attempts()
+    }
+
+    /// The group on whose behalf the handler runs.
+    pub fn group(&self) -> &GroupName {
+        &self.inner.group
+    }
+
+    /// The name of the handler.
+    pub fn handler_name(&self) -> &str {
+        &self.inner.handler.name
+    }
+
+    /// Where the event is: its shard and its place there.
+    pub fn position(&self) -> Position {
+        self.inner.record.position
+    }
+
+    /// The place of the event in its shard; on an engine with a single log that is all of its position.
+    pub fn seq(&self) -> u64 {
+        self.inner.record.position.place()
+    }
+
+    /// When the bus received the event.
+    pub fn received_at(&self) -> Timestamp {
+        self.inner.record.received_at
+    }
+
+    /// The failed attempts so far, in order.
+    pub fn failures(&self) -> &[Failure] {
+        &self.inner.failures
+    }
+
+    /// When this attempt ends with a timeout.
+    pub fn deadline(&self) -> Instant {
+        *lock(&self.inner.deadline)
+    }
+
+    /// Gives this attempt until `by` from now, instead of the time it had: for work that turns out to
+    /// take longer. The lease is kept meanwhile.
+    pub fn extend(&self, by: Duration) {
+        *lock(&self.inner.deadline) = Instant::now() + by.min(LONGEST);
+    }
+
+    /// Adds an event that is published in the same step as the ack of this one, if this attempt
+    /// succeeds, and not at all otherwise. After the attempt has ended it is refused.
+    pub fn publish(&self, event: impl IntoEvent) -> Result<(), Error> {
+        // What surrounds it here may be gone when the attempt ends.
+        let event = ambient::inherit(event.into_event()?, None)?;
+        let mut follow_ups = lock(&self.inner.follow_ups);
+        let Some(follow_ups) = follow_ups.as_mut() else {
+            return Err(Error::new(
+                Code::LeaseLost,
+                "the attempt has ended; nothing can be published with its ack any more",
+            )
+            .hint("publish it through the bus"));
+        };
+        if follow_ups.len() >= MOST_FOLLOW_UPS {
+            let what = format!("one handler publishes more than {MOST_FOLLOW_UPS} events at once");
+            return Err(Error::new(Code::InvalidSetting, what)
+                .hint("publish them through the bus, in batches"));
+        }
+        follow_ups.push(event);
+        Ok(())
+    }
+
+    /// Stores a stage of this event for debugging; see
+    /// [`Context::store_payload`](crate::Context::store_payload).
+    pub fn store_payload<T: Serialize + ?Sized>(&self, stage: &str, value: &T) -> StoreStage {
+        StoreStage::of(
+            self.inner.environment.clone(),
+            self.event().into(),
+            stage,
+            value,
+        )
+    }
+
+    pub(crate) fn record(&self) -> &Arc<Recorded> {
+        &self.inner.record
+    }
+
+    pub(crate) fn handler(&self) -> &Registered {
+        &self.inner.handler
+    }
+
+    pub(crate) fn environment(&self) -> Option<&Arc<Environment>> {
+        self.inner.environment.as_ref()
+    }
+
+    /// What the handler may learn about its delivery, and what it reports.
+    pub(crate) fn watch(&self) -> &Arc<DeliveryWatch> {
+        self.inner.watch.get_or_init(|| {
+            let watch = Arc::new(DeliveryWatch::new(
+                self.event().id(),
+                self.group().clone(),
+                self.handler_name().to_owned(),
+                self.attempt(),
+                self.inner.lease.clone(),
+            ));
+            if let Some(environment) = self.environment() {
+                environment.watches.add(&watch);
+            }
+            watch
+        })
+    }
+
+    /// What the handler last reported.
+    pub(crate) fn activity(&self) -> Option<Activity> {
+        self.inner.watch.get()?.activity()
+    }
+
+    /// The time of the bus.
+    pub(crate) fn now(&self) -> Timestamp {
+        self.environment()
+            .map_or(self.received_at(), |environment| environment.clock.now())
+    }
+
+    /// What the attempt staged. It has ended with this.
+    pub(crate) fn take_follow_ups(&self) -> Vec<Event> {
+        if let (Some(watch), Some(environment)) = (self.inner.watch.get(), self.environment()) {
+            environment.watches.remove(watch);
+        }
+        lock(&self.inner.follow_ups).take().unwrap_or_default()
+    }
+}
+
+/// A settlement holds all of them in memory.
+const MOST_FOLLOW_UPS: usize = 10_000;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn unlocked<T>(mutex: &mut Mutex<T>) -> &mut T {
+    mutex.get_mut().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Deref for Message {
+    type Target = Event;
+
+    fn deref(&self) -> &Event {
+        self.event()
+    }
+}
+
+impl std::fmt::Debug for Message {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Message")
+            .field("event", self.event())
+            .field("group", self.group())
+            .field("attempt", &self.attempt())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,144 @@
+//! From a URL to an engine: the only place that knows which engines there are.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{Clock, Code, Engine, Error, Result};
+pub use everbus_sqlite::Durable;
+
+use crate::url::split_scheme;
+
+/// The settings that only some engines have.
+#[derive(Clone, Debug)]
+pub(crate) struct EngineOptions {
+    pub(crate) durability: Durable,
+    pub(crate) create: bool,
+    /// The engine's own unless set.
+    pub(crate) busy_timeout: Option<Duration>,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            durability: Durable::default(),
+            create: true,
+            busy_timeout: None,
+        }
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Target {
+    Memory,
+    Sqlite(PathBuf),
+}
+
+pub(crate) async fn open(
+    url: &str,
+    options: EngineOptions,
+    clock: Arc<dyn Clock>,
+) -> Result<Engine> {
+    match parse(url)? {
+        Target::Memory => Ok(everbus_memory::open(everbus_memory::Options { clock })),
+        Target::Sqlite(path) => {
+            let defaults = everbus_sqlite::Options::default();
+            let options = everbus_sqlite::Options {
+                clock,
+                durability: options.durability,
+                create: options.create,
+                busy_timeout: options.busy_timeout.unwrap_or(defaults.busy_timeout),
+                ..defaults
+            };
+            tokio::task::spawn_blocking(move || everbus_sqlite::open(&path, options))
+                .await
+                .map_err(|e| Error::new(Code::Internal, "opening the file failed").caused_by(e))?
+        }
+    }
+}
+
+/// Refuses a store that is the file of the broker: that file remembers already.
+pub(crate) fn check_apart(broker: &str, store: &str) -> Result<()> {
+    let (Target::Sqlite(broker), Target::Sqlite(store)) = (parse(broker)?, parse(store)?) else {
+        return Ok(());
+    };
+    let whole = |path: &PathBuf| path.canonicalize().or_else(|_| std::path::absolute(path));
+    match (whole(&broker), whole(&store)) {
+        (Ok(broker), Ok(store)) if broker == store => Err(Error::new(
+            Code::InvalidSetting,
+            format!("{} is the broker and the store beside it", broker.display()),
+        )
+        .hint("a file remembers its own events: leave the store out, or name another file")),
+        _ => Ok(()),
+    }
+}
+
+const HINT: &str = "use sqlite:FILE or a path for a file, memory: for none";
+
+fn parse(url: &str) -> Result<Target> {
+    let bad = |what: String| Err(Error::new(Code::InvalidUrl, what).hint(HINT));
+    if url.is_empty() {
+        return bad("the URL is empty".into());
+    }
+    let Some((scheme, rest)) = split_scheme(url) else {
+        return Ok(Target::Sqlite(url.into()));
+    };
+    match scheme {
+        "memory" if matches!(rest, "" | "//") => Ok(Target::Memory),
+        "memory" => bad(format!(
+            "memory: takes nothing after the colon, got {rest:?}"
+        )),
+        "sqlite" => {
+            let path = rest.strip_prefix("//").unwrap_or(rest);
+            if path.is_empty() {
+                return bad("sqlite: needs the name of a file".into());
+            }
+            if path == ":memory:" {
+                return bad("an SQLite database in memory survives nothing".into());
+            }
+            if path.contains('?') {
+                return bad(format!("settings after ? are not read: {url:?}"));
+            }
+            Ok(Target::Sqlite(path.into()))
+        }
+        _ => bad(format!("this build has no engine for {scheme:?}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_and_paths_are_understood() {
+        for (url, path) in [
+            ("sqlite:shop.db", "shop.db"),
+            ("sqlite://shop.db", "shop.db"),
+            ("sqlite:///var/lib/shop.db", "/var/lib/shop.db"),
+            ("sqlite:/var/lib/shop.db", "/var/lib/shop.db"),
+            ("shop.db", "shop.db"),
+            ("./a:b.db", "./a:b.db"),
+            ("C:\\shop.db", "C:\\shop.db"),
+        ] {
+            assert_eq!(parse(url).unwrap(), Target::Sqlite(path.into()), "{url}");
+        }
+        assert_eq!(parse("memory:").unwrap(), Target::Memory);
+    }
+
+    #[test]
+    fn what_names_no_engine_is_refused_with_a_hint() {
+        for url in [
+            "",
+            "sqlite:",
+            "sqlite::memory:",
+            ":memory:",
+            "memory:x",
+            "kafka://host:9092",
+            "sqlite:a.db?mode=ro",
+        ] {
+            let e = parse(url).unwrap_err();
+            assert_eq!(e.code(), Code::InvalidUrl, "{url}");
+            assert!(e.hint_text().is_some());
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! What was published and what became of it: the log, the history, payloads, the audit trail. None of it needs
+//! a started bus.
+
+use std::sync::Arc;
+
+use everbus_core::{History, Log, Lookup, Maintenance, Recorded, Result};
+
+use super::Bus;
+use crate::audit::AuditTrail;
+use crate::overflow::{Collect, Collected};
+use crate::payloads::PayloadStages;
+
+impl Bus {
+    /// The log itself, for reading and tailing events; `Unsupported` where the engine cannot.
+    pub fn log(&self) -> Result<&dyn Log> {
+        self.inner.shared.engine.log()
+    }
+
+    /// Finds events by id, and says how every group stands with one; `Unsupported` where the engine
+    /// cannot.
+    pub fn lookup(&self) -> Result<&dyn Lookup> {
+        self.inner.shared.engine.lookup()
+    }
+
+    /// What happened: events by tenant, app, entity, type and time; `Unsupported` where the engine cannot
+    /// be asked.
+    ///
+    /// ```
+    /// use everbus::{Bus, Event, HistoryQuery};
+    /// # #[tokio::main]
+    /// # async fn main() -> everbus::Result<()> {
+    /// let bus = Bus::open("memory:").await?;
+    /// let event = Event::builder("order.placed").tenant("acme").entity("ORDER", "123").build()?;
+    /// bus.publish(event).await?;
+    ///
+    /// let query = HistoryQuery::default().tenant("acme").entity("ORDER", "123").limit(20);
+    /// let page = bus.history()?.query(query).await?;
+    /// assert_eq!(page.items[0].event.event_type(), "order.placed");
+    /// assert!(page.next.is_none());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn history(&self) -> Result<&dyn History> {
+        self.inner.shared.engine.history()
+    }
+
+    /// The payload stages: what events looked like on their way. They need no started bus.
+    pub fn payloads(&self) -> PayloadStages {
+        PayloadStages::new(self.inner.shared.environment.clone())
+    }
+
+    /// The record with its event as it was published. What [`log`](Self::log) and dead letters give may
+    /// have a part of its payload in an object store; a record that is whole is returned as it is.
+    ///
+    /// `ObjectStoreError` if the object is missing, cannot be reached, or is not what was put there.
+    pub async fn whole(&self, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
+        self.inner.shared.whole(record).await
+    }
+
+    /// Deletes the objects that no event refers to any more; a started bus does so by itself once a
+    /// day. Nothing is deleted where nothing is moved to an object store.
+    pub async fn collect_objects(&self, options: &Collect) -> Result<Collected> {
+        match &self.inner.shared.objects {
+            Some(objects) => objects.collect(self.engine(), options).await,
+            None => Ok(Collected::default()),
+        }
+    }
+
+    /// The audit trail: who did what. It needs no started bus.
+    pub fn audit(&self) -> AuditTrail {
+        self.inner.shared.audit()
+    }
+
+    /// The upkeep of the engine's file; `Unsupported` where it has none.
+    pub fn maintenance(&self) -> Result<&dyn Maintenance> {
+        self.inner.shared.engine.maintenance()
+    }
+}

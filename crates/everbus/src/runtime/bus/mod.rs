@@ -1,0 +1,134 @@
+//! The bus: what users hold on to.
+//!
+//! Here is how it is opened and what it says of itself. What it does is in a file per idea: `publish`,
+//! `handlers`, `memory` (what was published and what became of it) and `life` (from start to shutdown);
+//! `shared` is what its background tasks hold.
+
+mod handlers;
+mod life;
+mod memory;
+mod publish;
+mod shared;
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
+
+use everbus_core::{Capabilities, Clock, Engine, Error, GroupName, Result, Streams};
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+
+use self::life::Ending;
+pub(crate) use self::publish::only_answer;
+pub(crate) use self::shared::Shared;
+use crate::breaker::BreakerInfo;
+use crate::environment::watch::RunningActivity;
+use crate::runtime::options::BusOptions;
+use crate::runtime::subscription::registry::Registry;
+use crate::stats::BusStats;
+
+/// A bus on an open engine. Clones are the same bus.
+///
+/// Needs a tokio runtime with its timer enabled, as `#[tokio::main]` gives. Dropping the last clone
+/// without [`shutdown`](Self::shutdown) blocks nothing and loses nothing: running handlers get the
+/// shutdown timeout in the background as long as the runtime lives, and what they did not finish is
+/// delivered again. A handler that holds a clone of the bus keeps it alive until it is shut down.
+#[derive(Clone)]
+pub struct Bus {
+    inner: Arc<Inner>,
+}
+
+/// What the clones of a bus share.
+struct Inner {
+    shared: Arc<Shared>,
+    registry: tokio::sync::Mutex<Registry>,
+    runtime: OnceLock<Handle>,
+    ending: std::sync::Mutex<Option<watch::Receiver<Ending>>>,
+}
+
+impl Bus {
+    /// A bus on an engine that is open already.
+    pub fn with_engine(engine: Engine, options: BusOptions) -> Result<Bus> {
+        Ok(Bus {
+            inner: Arc::new(Inner {
+                shared: Arc::new(Shared::new(engine, options)?),
+                registry: tokio::sync::Mutex::default(),
+                runtime: OnceLock::new(),
+                ending: std::sync::Mutex::default(),
+            }),
+        })
+    }
+
+    /// Counts and latencies since this bus was opened: per event type, per group, and its breakers.
+    pub fn stats(&self) -> BusStats {
+        let shared = &self.inner.shared;
+        shared.stats.snapshot(shared.circuits.infos())
+    }
+
+    /// How the circuit breakers of this bus stand.
+    pub fn breakers(&self) -> Vec<BreakerInfo> {
+        self.inner.shared.circuits.infos()
+    }
+
+    /// What the engine really offers.
+    pub fn capabilities(&self) -> Capabilities {
+        self.inner.shared.engine.broker.capabilities()
+    }
+
+    /// Which event types are in which stream, with the limits in force.
+    pub fn streams(&self) -> &Streams {
+        &self.inner.shared.options.streams
+    }
+
+    /// The engine.
+    pub fn engine(&self) -> &Engine {
+        &self.inner.shared.engine
+    }
+
+    /// The failure after which this bus stopped working, if there was one: a disk that failed, a file
+    /// that is damaged or was upgraded by a newer version. Publishes return it too. Open the bus again
+    /// to go on. A group may also stop by itself: see [`stopped_groups`](Self::stopped_groups).
+    pub fn failure(&self) -> Option<Error> {
+        self.inner.shared.failure.get().cloned()
+    }
+
+    /// The groups with handlers here that handle nothing any more, and why: somebody else removed
+    /// the group, or the engine failed. Other groups and publishes go on after a removal. To have a
+    /// removed group again, unsubscribe its handlers and subscribe them anew.
+    pub fn stopped_groups(&self) -> Vec<(GroupName, Error)> {
+        let stopped = self.inner.shared.stopped_groups();
+        let pairs = stopped.iter();
+        pairs.map(|(g, e)| (g.clone(), e.clone())).collect()
+    }
+
+    /// How many outcomes came too late: the lease was over and the event had gone to somebody else.
+    /// More than a few mean that this process is stopped or starved for longer than its leases last.
+    pub fn lost_leases(&self) -> u64 {
+        self.inner.shared.lost_leases.load(Ordering::Relaxed)
+    }
+
+    /// What running handlers of this process last reported with
+    /// [`Context::progress`](crate::Context::progress).
+    pub fn activities(&self) -> Vec<RunningActivity> {
+        self.inner.shared.environment.watches.activities()
+    }
+
+    pub(crate) fn accepts(&self) -> Result<()> {
+        self.inner.shared.accepts()
+    }
+
+    pub(crate) fn clock(&self) -> &Arc<dyn Clock> {
+        &self.inner.shared.options.clock
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.inner.shared
+    }
+}
+
+impl std::fmt::Debug for Bus {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Bus")
+            .field("engine", &self.inner.shared.engine)
+            .finish_non_exhaustive()
+    }
+}

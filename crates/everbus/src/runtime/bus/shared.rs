@@ -1,0 +1,173 @@
+//! What the background tasks and receipts of a bus need: the engine, the settings, and whether the bus still
+//! takes work.
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+
+use everbus_core::{Class, Code, Engine, Error, GroupName, Recorded, Result};
+use tokio::sync::{OnceCell, watch};
+
+use crate::admission::Admission;
+use crate::audit::AuditTrail;
+use crate::environment::Environment;
+use crate::guard;
+use crate::overflow::{self, Objects};
+use crate::runtime::circuits::Circuits;
+use crate::runtime::options::BusOptions;
+use crate::schema::Schemas;
+use crate::stats::Stats;
+
+/// What the background tasks and receipts need. It does not keep the bus alive.
+pub(crate) struct Shared {
+    pub(crate) engine: Engine,
+    pub(crate) options: BusOptions,
+    pub(crate) stats: Stats,
+    pub(crate) circuits: Circuits,
+    /// What deliveries reach of the bus.
+    pub(crate) environment: Arc<Environment>,
+    /// Where the large parts of events go, where there is such a place.
+    pub(crate) objects: Option<Arc<Objects>>,
+    pub(super) admission: Admission,
+    /// Filled once the engine knows the streams.
+    streams_declared: OnceCell<()>,
+    schemas: RwLock<Arc<Schemas>>,
+    /// Whether there are any schemas, so that a publish without them asks nobody.
+    pub(super) validates: AtomicBool,
+    /// Becomes true just before the engine is closed.
+    pub(crate) closed: watch::Sender<bool>,
+    state: AtomicU8,
+    pub(super) failure: OnceLock<Error>,
+    stopped_groups: Mutex<BTreeMap<GroupName, Error>>,
+    pub(super) lost_leases: AtomicU64,
+}
+
+const OPEN: u8 = 0;
+const FAILED: u8 = 1;
+const CLOSED: u8 = 2;
+
+impl Shared {
+    pub(super) fn new(engine: Engine, options: BusOptions) -> Result<Self> {
+        options.validate()?;
+        let mut options = options;
+        options.streams = options.limits.over(&options.streams)?;
+        let (limits, streams) = (options.limits.clone(), options.streams.clone());
+        Ok(Self {
+            admission: Admission::new(limits, options.publish_rate, streams)?,
+            objects: Objects::open(&engine, &options.overflow)?,
+            environment: Arc::new(Environment::new(engine.clone(), options.clock.clone())),
+            engine,
+            options,
+            stats: Stats::default(),
+            circuits: Circuits::default(),
+            streams_declared: OnceCell::new(),
+            schemas: RwLock::default(),
+            validates: AtomicBool::new(false),
+            closed: watch::Sender::new(false),
+            state: AtomicU8::new(OPEN),
+            failure: OnceLock::new(),
+            stopped_groups: Mutex::default(),
+            lost_leases: AtomicU64::new(0),
+        })
+    }
+
+    /// Whether publishes and subscriptions are taken.
+    pub(crate) fn accepts(&self) -> Result<()> {
+        match self.state.load(Ordering::Acquire) {
+            OPEN => Ok(()),
+            FAILED => Err(self.failure.get().cloned().unwrap_or_else(Error::shutdown)),
+            _ => Err(Error::shutdown()),
+        }
+    }
+
+    /// Makes sure that the engine knows the streams; they are declared once for each bus.
+    pub(crate) async fn declare_streams(&self) -> Result<()> {
+        if self.streams_declared.initialized() {
+            return Ok(());
+        }
+        let declare = || async {
+            let streams = self.options.streams.clone();
+            self.engine.broker.declare_streams(streams).await
+        };
+        // Boxed: only the first caller needs the room.
+        Box::pin(self.streams_declared.get_or_try_init(declare)).await?;
+        Ok(())
+    }
+
+    /// Remembers the first failure that the engine does not recover from; whether this is one.
+    pub(crate) fn fail_if_fatal(&self, error: &Error) -> bool {
+        let fatal = error.class() == Class::Final && error.code() != Code::Shutdown;
+        if fatal && self.failure.set(error.clone()).is_ok() {
+            let _ = self
+                .state
+                .compare_exchange(OPEN, FAILED, Ordering::AcqRel, Ordering::Acquire);
+            guard::log(|| {
+                tracing::error!(target: "everbus::bus", %error, "the engine failed; the bus takes no more publishes");
+            });
+        }
+        fatal
+    }
+
+    /// A group that had stopped, perhaps, runs again or is no longer ours.
+    pub(crate) fn group_not_stopped(&self, group: &GroupName) {
+        self.stopped_groups().remove(group);
+    }
+
+    /// A group has stopped by itself.
+    pub(crate) fn group_stopped(&self, group: &GroupName, error: &Error) {
+        self.stopped_groups().insert(group.clone(), error.clone());
+    }
+
+    pub(super) fn stopped_groups(&self) -> MutexGuard<'_, BTreeMap<GroupName, Error>> {
+        self.stopped_groups
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks the engine for a change, until the shutdown begins: an engine that is slow to answer
+    /// must not hold that up.
+    pub(crate) async fn unless_ending<T>(
+        &self,
+        change: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let changed = tokio::select! {
+            biased;
+            changed = change => changed,
+            () = self.environment.shutdown_begun() => Err(Error::shutdown()),
+        };
+        changed.inspect_err(|error| {
+            self.fail_if_fatal(error);
+        })
+    }
+
+    pub(crate) fn count_lost_lease(&self) {
+        self.lost_leases.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn schemas(&self) -> Arc<Schemas> {
+        let schemas = self.schemas.read().unwrap_or_else(PoisonError::into_inner);
+        schemas.clone()
+    }
+
+    pub(crate) fn set_schemas(&self, schemas: Schemas) {
+        let any = !schemas.is_empty();
+        *self.schemas.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(schemas);
+        self.validates.store(any, Ordering::Release);
+    }
+
+    /// The record with its event as it was published.
+    pub(crate) async fn whole(&self, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
+        overflow::whole(self.objects.as_deref(), record).await
+    }
+
+    /// The audit trail, and who acts on this bus.
+    pub(crate) fn audit(&self) -> AuditTrail {
+        AuditTrail::new(self.engine.clone(), self.options.source.clone())
+    }
+
+    pub(super) fn refuse_new_work(&self) {
+        self.state.store(CLOSED, Ordering::Release);
+        self.environment.begin_shutdown();
+    }
+}

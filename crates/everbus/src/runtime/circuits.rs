@@ -1,0 +1,239 @@
+//! The circuit breakers of a bus, and what is told when one opens or closes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use everbus_core::{Clock, Code, Error, Event, GroupName, Result};
+use serde_json::json;
+use tokio::sync::Notify;
+
+use crate::breaker::{Breaker, BreakerInfo, BreakerPolicy, Change, Criticality};
+use crate::guard;
+use crate::handler::Registered;
+use crate::runtime::bus::Shared;
+
+/// Published when a breaker opens.
+pub(crate) const OPENED: &str = "system.circuit_opened";
+/// Published when it closes again.
+pub(crate) const CLOSED: &str = "system.circuit_closed";
+/// How often an alert is tried to be published.
+const TRIES: u32 = 5;
+
+/// Whose breaker it is.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Owner {
+    Group(GroupName),
+    Dependency(String),
+}
+
+impl Owner {
+    fn name(&self) -> String {
+        match self {
+            Self::Group(group) => group.to_string(),
+            Self::Dependency(name) => name.clone(),
+        }
+    }
+}
+
+/// The breakers, by whose they are, and the groups to be woken when one changes.
+#[derive(Default)]
+pub(crate) struct Circuits {
+    breakers: Mutex<BTreeMap<Owner, Circuit>>,
+    listeners: Mutex<Vec<Weak<Notify>>>,
+}
+
+/// A breaker, and what everybody who shares it said.
+struct Circuit {
+    breaker: Breaker,
+    policy: BreakerPolicy,
+    /// The highest of its handlers.
+    criticality: Criticality,
+}
+
+impl Circuits {
+    /// The breaker of a group or dependency, made when it is first asked for. Everybody who shares one
+    /// must want the same policy.
+    pub(crate) fn get(
+        &self,
+        owner: &Owner,
+        policy: BreakerPolicy,
+        criticality: Criticality,
+        clock: &Arc<dyn Clock>,
+    ) -> Result<Breaker> {
+        let mut breakers = lock(&self.breakers);
+        match breakers.get_mut(owner) {
+            Some(circuit) if circuit.policy == policy => {
+                if rank(criticality) > rank(circuit.criticality) {
+                    circuit.criticality = criticality;
+                }
+                Ok(circuit.breaker.clone())
+            }
+            Some(_) => Err(Error::new(
+                Code::GroupConflict,
+                format!(
+                    "the circuit breaker of {:?} was asked for with two different policies",
+                    owner.name()
+                ),
+            )
+            .hint("handlers that share a group or a dependency share its breaker: say it once")),
+            None => {
+                let breaker = Breaker::new(&owner.name(), policy, clock.clone());
+                let circuit = Circuit {
+                    breaker: breaker.clone(),
+                    policy,
+                    criticality,
+                };
+                breakers.insert(owner.clone(), circuit);
+                Ok(breaker)
+            }
+        }
+    }
+
+    /// Whose breakers there are.
+    pub(crate) fn owners(&self) -> BTreeSet<Owner> {
+        lock(&self.breakers).keys().cloned().collect()
+    }
+
+    /// Forgets all but these: what was asked for came to nothing.
+    pub(crate) fn keep_only(&self, owners: &BTreeSet<Owner>) {
+        lock(&self.breakers).retain(|owner, _| owners.contains(owner));
+    }
+
+    /// Forgets the breaker of a group that is gone.
+    pub(crate) fn forget(&self, group: &GroupName) {
+        lock(&self.breakers).remove(&Owner::Group(group.clone()));
+    }
+
+    /// Notifies whenever a breaker changes.
+    pub(crate) fn tell(&self, listener: &Arc<Notify>) {
+        let mut listeners = lock(&self.listeners);
+        listeners.retain(|known| known.strong_count() > 0);
+        listeners.push(Arc::downgrade(listener));
+    }
+
+    pub(crate) fn infos(&self) -> Vec<BreakerInfo> {
+        let breakers = lock(&self.breakers);
+        breakers
+            .values()
+            .map(|circuit| circuit.breaker.info())
+            .collect()
+    }
+
+    fn criticality(&self, breaker: &Breaker) -> Option<Criticality> {
+        let breakers = lock(&self.breakers);
+        let mut circuits = breakers.values();
+        let found = circuits.find(|circuit| circuit.breaker.is(breaker))?;
+        Some(found.criticality)
+    }
+
+    fn wake(&self) {
+        let listeners = lock(&self.listeners);
+        for listener in listeners.iter().filter_map(Weak::upgrade) {
+            listener.notify_one();
+        }
+    }
+}
+
+/// How much is at stake.
+fn rank(criticality: Criticality) -> u8 {
+    match criticality {
+        Criticality::Critical => 2,
+        Criticality::Standard => 1,
+        Criticality::BestEffort => 0,
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Shared {
+    /// Tells the groups, the log and whoever listens to system events that a breaker has changed.
+    pub(crate) fn circuit_changed(
+        self: &Arc<Self>,
+        group: &GroupName,
+        handler: &Registered,
+        change: Change,
+    ) {
+        self.circuits.wake();
+        let dependency = handler.traits.breaker.as_ref().map_or("", |b| b.name());
+        if let Some(breaker) = &handler.traits.breaker {
+            self.stats.breaker(dependency).set(breaker.state());
+        }
+        // Whoever shares the breaker waits too: the most critical of them decides how loud it is.
+        let shared_by = handler.traits.breaker.as_ref();
+        let criticality = shared_by
+            .and_then(|breaker| self.circuits.criticality(breaker))
+            .unwrap_or(handler.traits.criticality);
+        let severity = match criticality {
+            Criticality::Critical => "critical",
+            Criticality::Standard => "warning",
+            Criticality::BestEffort => "info",
+        };
+        let built = match change {
+            Change::Opened { again: true, .. } => {
+                guard::log(|| {
+                    tracing::warn!(target: "everbus::breaker", resilience_event = "circuit_breaker_probe_failed", dependency, %group, "the probe failed; the circuit breaker stays open");
+                });
+                return;
+            }
+            Change::Opened {
+                until, failures, ..
+            } => {
+                guard::log(|| match criticality {
+                    Criticality::Critical => {
+                        tracing::error!(target: "everbus::breaker", resilience_event = "circuit_breaker_opened", dependency, %group, failures, %until, severity, "the circuit breaker opened");
+                    }
+                    _ => {
+                        tracing::warn!(target: "everbus::breaker", resilience_event = "circuit_breaker_opened", dependency, %group, failures, %until, severity, "the circuit breaker opened");
+                    }
+                });
+                Event::builder(OPENED).json(&json!({
+                    "dependency": dependency,
+                    "group": group,
+                    "criticality": criticality.as_str(),
+                    "severity": severity,
+                    "failures": failures,
+                    "until": until.to_string(),
+                }))
+            }
+            Change::Closed => {
+                guard::log(|| {
+                    tracing::info!(target: "everbus::breaker", resilience_event = "circuit_breaker_closed", dependency, %group, "the circuit breaker closed");
+                });
+                Event::builder(CLOSED).json(&json!({
+                    "dependency": dependency,
+                    "group": group,
+                    "criticality": criticality.as_str(),
+                    "severity": "info",
+                }))
+            }
+        };
+        match built.build() {
+            Ok(event) => drop(tokio::spawn(alert(self.clone(), event))),
+            Err(error) => {
+                guard::log(|| tracing::error!(target: "everbus::breaker", %error, "no alert"));
+            }
+        }
+    }
+}
+
+/// Publishes an alert; an engine that is busy is asked again.
+async fn alert(shared: Arc<Shared>, event: Event) {
+    let mut pause = Duration::from_millis(20);
+    for attempt in 1..=TRIES {
+        let Err(error) = shared.append_one(event.clone()).await else {
+            return;
+        };
+        let last = attempt == TRIES || !error.class().may_repeat();
+        guard::log(|| {
+            tracing::warn!(target: "everbus::breaker", %error, last, "an alert could not be published");
+        });
+        if last {
+            return;
+        }
+        tokio::time::sleep(pause).await;
+        pause *= 4;
+    }
+}

@@ -1,0 +1,164 @@
+//! Dispatch: from the engine's deliveries to handlers, and back with what became of them.
+//!
+//! Each group has a [`Runner`] with its own tasks, so that a group that is slow or failing does not
+//! hold back another:
+//!
+//! ```text
+//!            fetch             pop                settlements
+//!  consumer ───────▶ [Queue] ───────▶ workers ─────────────────▶ [Queue] ───────▶ settler
+//!                       └───────────── leases held ─────────────────┘ ───────▶ lease keeper
+//! ```
+//!
+//! One lock per event: a worker hands in its settlement and takes its next delivery in one step.
+
+mod fetch;
+mod keep;
+mod outage;
+mod plan;
+mod queue;
+mod settle;
+mod work;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use everbus_core::GroupName;
+use tokio::sync::{Notify, watch};
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::Instant;
+
+use crate::runtime::bus::Shared;
+use crate::runtime::pipeline::Pipeline;
+use crate::stats::QueueDepth;
+
+pub(crate) use plan::{Plan, Route};
+use queue::Queue;
+
+/// How long, after the time for handlers is over, a shutdown goes on making outcomes durable and
+/// closing the engine. [`Bus::shutdown_within`](crate::Bus::shutdown_within) documents the number.
+pub(crate) const GRACE: Duration = Duration::from_secs(5);
+
+/// What the end of a group left behind.
+#[derive(Default)]
+pub(crate) struct Leftovers {
+    /// Handlers that were still running.
+    pub(crate) abandoned: usize,
+    /// Handlers that had finished and whose outcome is not known to be durable.
+    pub(crate) unsettled: usize,
+}
+
+/// The dispatch of one group.
+pub(crate) struct Runner {
+    shared: Arc<Shared>,
+    group: GroupName,
+    pipeline: Pipeline,
+    plan: Mutex<Arc<Plan>>,
+    /// The fetch loop looks at the plan and the breakers again.
+    changed: Arc<Notify>,
+    /// How long the leases of the open consumer last. It changes only when everything that the
+    /// consumer before handed out is in the queue, so that the keeper sees it.
+    lease: watch::Sender<Duration>,
+    /// When everything held was last extended with success.
+    kept_at: Mutex<Option<Instant>>,
+    queue: Queue,
+    depth: QueueDepth,
+    workers: Mutex<JoinSet<()>>,
+    tasks: Mutex<Tasks>,
+}
+
+#[derive(Default)]
+struct Tasks {
+    fetch: Option<JoinHandle<()>>,
+    settle: Option<JoinHandle<()>>,
+    keep: Option<JoinHandle<()>>,
+}
+
+impl Runner {
+    pub(crate) fn start(shared: Arc<Shared>, group: GroupName, plan: Plan) -> Arc<Self> {
+        shared.group_not_stopped(&group);
+        let changed = Arc::new(Notify::new());
+        let depth = shared.stats.queue(&group);
+        shared.circuits.tell(&changed);
+        let runner = Arc::new(Self {
+            pipeline: Pipeline {
+                shared: shared.clone(),
+                group: group.clone(),
+            },
+            shared,
+            group,
+            queue: Queue::new(plan.concurrency),
+            depth,
+            lease: watch::Sender::new(plan.lease),
+            kept_at: Mutex::default(),
+            plan: Mutex::new(Arc::new(plan)),
+            changed,
+            workers: Mutex::default(),
+            tasks: Mutex::default(),
+        });
+        *lock(&runner.tasks) = Tasks {
+            fetch: Some(tokio::spawn(runner.clone().fetch_loop())),
+            settle: Some(tokio::spawn(runner.clone().settle_loop())),
+            keep: Some(tokio::spawn(runner.clone().keep_leases())),
+        };
+        runner
+    }
+
+    /// Replaces what the group is to do. What is queued is not disturbed.
+    pub(crate) fn change(self: &Arc<Self>, plan: Plan) {
+        self.spawn_worker(self.queue.set_concurrency(plan.concurrency));
+        *lock(&self.plan) = Arc::new(plan);
+        self.changed.notify_one();
+    }
+
+    /// Whether it has stopped by itself, because the engine failed or the group was removed.
+    pub(crate) fn has_stopped(&self) -> bool {
+        self.queue.is_stopping()
+    }
+
+    /// Ends the group in the background.
+    pub(crate) fn retire(self: Arc<Self>) {
+        let deadline = Instant::now() + self.shared.options.shutdown_timeout;
+        tokio::spawn(self.stop(deadline));
+    }
+
+    fn plan(&self) -> Arc<Plan> {
+        lock(&self.plan).clone()
+    }
+
+    /// Ends the group: gives back what has not begun, waits for what runs until the deadline, and
+    /// makes every outcome durable if it can within the [`GRACE`] after that.
+    pub(crate) async fn stop(self: Arc<Self>, deadline: Instant) -> Leftovers {
+        let tasks = std::mem::take(&mut *lock(&self.tasks));
+        self.queue.stop();
+        self.changed.notify_one();
+        let mut workers = std::mem::take(&mut *lock(&self.workers));
+        let all = async { while workers.join_next().await.is_some() {} };
+        let in_time = tokio::time::timeout_at(deadline, all).await.is_ok();
+        let abandoned = if in_time { 0 } else { self.queue.abandon() };
+        workers.abort_all();
+        workers.detach_all();
+        let end = deadline + GRACE;
+        if let Some(fetch) = tasks.fetch {
+            // It may still have deliveries to give back.
+            let _ = tokio::time::timeout_at(end, fetch).await;
+        }
+        self.queue.finish(end);
+        if let Some(mut settle) = tasks.settle
+            && tokio::time::timeout_at(end, &mut settle).await.is_err()
+        {
+            settle.abort();
+            let _ = settle.await;
+        }
+        if let Some(keep) = tasks.keep {
+            keep.abort();
+        }
+        Leftovers {
+            abandoned,
+            unsettled: self.queue.unsettled(),
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

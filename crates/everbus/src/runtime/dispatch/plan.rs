@@ -1,0 +1,278 @@
+//! What a group is to do at the moment, and which handlers a type goes to.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{ConsumeOptions, Event, GroupName, OnFull, Pattern, Result};
+
+use crate::breaker::{Breaker, BreakerState, Criticality};
+use crate::handler::Registered;
+use crate::runtime::bus::Shared;
+use crate::runtime::options::BusOptions;
+use crate::schema::Schemas;
+use crate::stats::Meter;
+use crate::streams;
+
+/// A lease outlives the longest handler by this much.
+const LEASE_MARGIN: Duration = Duration::from_secs(10);
+/// A log with more types than this is matched anew now and then, so that the table stays small.
+const MOST_ROUTES: usize = 10_000;
+
+/// The handlers of a group and how they are fed.
+pub(crate) struct Plan {
+    pub(super) handlers: Vec<Arc<Registered>>,
+    pub(super) concurrency: usize,
+    pub(super) prefetch: usize,
+    pub(super) lease: Duration,
+    no_handler_after: Duration,
+    /// While one of these is open the group fetches nothing.
+    pub(super) gates: Vec<Breaker>,
+}
+
+/// How the group may fetch, as the breakers of its critical handlers stand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Gate {
+    Free,
+    /// One event at a time, to find out.
+    Probe,
+    Shut,
+}
+
+impl Plan {
+    pub(crate) fn new(
+        handlers: &[Arc<Registered>],
+        concurrency: usize,
+        options: &BusOptions,
+    ) -> Self {
+        let longest = handlers.iter().map(|handler| handler.timeout).max();
+        Self {
+            handlers: handlers.to_vec(),
+            concurrency,
+            prefetch: prefetch(handlers, concurrency, options),
+            lease: longest.unwrap_or(options.timeout) + LEASE_MARGIN,
+            no_handler_after: options.no_handler_after,
+            gates: critical_breakers(handlers),
+        }
+    }
+
+    pub(super) fn gate(&self) -> Gate {
+        let mut gate = Gate::Free;
+        for breaker in &self.gates {
+            match breaker.state() {
+                BreakerState::Closed => {}
+                // Somebody finds out already, perhaps in another group.
+                BreakerState::HalfOpen if breaker.is_probing() => return Gate::Shut,
+                BreakerState::HalfOpen => gate = Gate::Probe,
+                BreakerState::Open { .. } => return Gate::Shut,
+            }
+        }
+        gate
+    }
+
+    pub(super) fn patterns(&self) -> Vec<Pattern> {
+        self.handlers.iter().map(|h| h.pattern.clone()).collect()
+    }
+
+    pub(super) fn consume_options(&self, gate: Gate) -> ConsumeOptions {
+        ConsumeOptions::new(self.patterns())
+            .prefetch(self.prefetch_at(gate))
+            .lease(self.lease)
+            .no_handler_after(self.no_handler_after)
+    }
+
+    /// How many events may be held: one alone while a breaker tries whether its dependency is back.
+    pub(super) fn prefetch_at(&self, gate: Gate) -> usize {
+        match gate {
+            Gate::Free => self.prefetch,
+            Gate::Probe => 1,
+            Gate::Shut => 0,
+        }
+    }
+
+    /// Whether a consumer opened for the other plan only needs to be told its patterns.
+    pub(super) fn consumes_like(&self, other: &Plan) -> bool {
+        self.lease == other.lease && self.no_handler_after == other.no_handler_after
+    }
+}
+
+/// What is prefetched cannot be dropped any more, so of a stream that drops its oldest no more than half
+/// its length is held.
+fn prefetch(handlers: &[Arc<Registered>], concurrency: usize, options: &BusOptions) -> usize {
+    let asked = options.prefetch_for(concurrency);
+    let limits = &options.limits;
+    let limits: Vec<_> = if options.streams.is_declared() {
+        let reads = |types: &Pattern| handlers.iter().any(|h| h.pattern.overlap(types).is_some());
+        let read = options.streams.iter().filter(|s| reads(s.types()));
+        read.filter_map(|stream| stream.limit.as_ref()).collect()
+    } else {
+        let matched = |stream: &str| handlers.iter().any(|h| h.pattern.matches(stream));
+        let named = limits.by_stream.iter();
+        let named = named.filter(|(stream, _)| matched(stream));
+        named
+            .map(|(_, limit)| limit)
+            .chain(&limits.default)
+            .collect()
+    };
+    let dropping = limits
+        .iter()
+        .filter(|limit| limit.on_full == OnFull::DropOldest);
+    let shortest = dropping.map(|limit| limit.max_len).min();
+    shortest.map_or(asked, |length| {
+        let half = usize::try_from(length / 2).unwrap_or(usize::MAX);
+        asked.min(half.max(1))
+    })
+}
+
+/// How old an event of this type may be: what is said of the type, or else of its declared stream.
+fn max_staleness(options: &BusOptions, event_type: &str) -> Option<Duration> {
+    let ages = &options.max_staleness;
+    if ages.is_empty() {
+        return None;
+    }
+    let of_stream = || {
+        let streams = Some(&options.streams).filter(|streams| streams.is_declared())?;
+        ages.get(&streams::canonical(&streams.of(event_type)?.name))
+    };
+    let own = ages.get(&streams::canonical(event_type));
+    own.or_else(of_stream).copied()
+}
+
+fn critical_breakers(handlers: &[Arc<Registered>]) -> Vec<Breaker> {
+    let mut breakers: Vec<Breaker> = Vec::new();
+    for traits in handlers.iter().map(|handler| &handler.traits) {
+        if traits.criticality == Criticality::Critical
+            && let Some(breaker) = &traits.breaker
+            && !breakers.iter().any(|known| known.is(breaker))
+        {
+            breakers.push(breaker.clone());
+        }
+    }
+    breakers
+}
+
+/// Where the events of one type go in a group.
+pub(crate) struct Route {
+    /// In subscription order.
+    pub(crate) handlers: Vec<Arc<Registered>>,
+    pub(crate) meter: Arc<Meter>,
+    /// The inbox is asked before and told after.
+    pub(crate) idempotent: bool,
+    /// Some handler has a breaker or a limit on the age of events.
+    pub(crate) guarded: bool,
+    /// Older events of this type are skipped, unless the handler says otherwise.
+    pub(crate) max_staleness: Option<Duration>,
+    /// There are schemas for this type.
+    schemas: Option<Arc<Schemas>>,
+}
+
+impl Route {
+    pub(crate) fn new(
+        handlers: Vec<Arc<Registered>>,
+        meter: Arc<Meter>,
+        schemas: Option<Arc<Schemas>>,
+        max_staleness: Option<Duration>,
+    ) -> Self {
+        let traits = || handlers.iter().map(|handler| &handler.traits);
+        Self {
+            meter,
+            idempotent: traits().any(|traits| traits.idempotent),
+            guarded: max_staleness.is_some()
+                || traits().any(|t| t.breaker.is_some() || t.max_staleness.is_some()),
+            max_staleness,
+            schemas,
+            handlers,
+        }
+    }
+
+    /// Whether the payload is what its schemas say.
+    pub(crate) fn check(&self, event: &Event, handler: &Registered) -> Result<()> {
+        if let Some(schemas) = &self.schemas {
+            schemas.check_consumed(event)?;
+        }
+        match &handler.traits.schema {
+            Some(schema) => schema.check(event.payload()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Remembers the route of each type, so that a pattern is matched once per type.
+pub(super) struct Routes {
+    plan: Arc<Plan>,
+    schemas: Arc<Schemas>,
+    by_type: HashMap<Arc<str>, Arc<Route>>,
+    last: Option<(Arc<str>, Arc<Route>)>,
+}
+
+impl Routes {
+    pub(super) fn new(plan: Arc<Plan>, schemas: Arc<Schemas>) -> Self {
+        Self {
+            plan,
+            schemas,
+            by_type: HashMap::new(),
+            last: None,
+        }
+    }
+
+    /// Forgets everything if the plan or the schemas are others.
+    pub(super) fn follow(&mut self, plan: Arc<Plan>, schemas: Arc<Schemas>) {
+        if !Arc::ptr_eq(&self.plan, &plan) || !Arc::ptr_eq(&self.schemas, &schemas) {
+            *self = Self::new(plan, schemas);
+        }
+    }
+
+    pub(super) fn find(
+        &mut self,
+        shared: &Shared,
+        group: &GroupName,
+        event_type: &Arc<str>,
+    ) -> Arc<Route> {
+        // Events of one type often come in a row.
+        if let Some((last, route)) = &self.last
+            && (Arc::ptr_eq(last, event_type) || last == event_type)
+        {
+            return route.clone();
+        }
+        let route = match self.by_type.get(event_type) {
+            Some(route) => route.clone(),
+            None => {
+                let matching = self.plan.handlers.iter();
+                let handlers = matching
+                    .filter(|handler| handler.pattern.matches(event_type))
+                    .cloned()
+                    .collect();
+                let meter = shared.stats.meter(group, event_type);
+                let knows = self.schemas.knows(event_type);
+                let schemas = knows.then(|| self.schemas.clone());
+                let oldest = max_staleness(&shared.options, event_type);
+                let route = Arc::new(Route::new(handlers, meter, schemas, oldest));
+                if self.by_type.len() >= MOST_ROUTES {
+                    self.by_type.clear();
+                }
+                self.by_type.insert(event_type.clone(), route.clone());
+                route
+            }
+        };
+        self.last = Some((event_type.clone(), route.clone()));
+        route
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::bus::Bus;
+
+    #[tokio::test]
+    async fn the_table_of_types_stays_bounded() {
+        let bus = Bus::open("memory:").await.unwrap();
+        let plan = Arc::new(Plan::new(&[], 1, &BusOptions::default()));
+        let mut routes = Routes::new(plan, bus.shared().schemas());
+        for n in 0..3 * MOST_ROUTES {
+            let event_type = format!("type.{n}").into();
+            routes.find(bus.shared(), &GroupName::unnamed(), &event_type);
+            assert!(routes.by_type.len() <= MOST_ROUTES);
+        }
+    }
+}

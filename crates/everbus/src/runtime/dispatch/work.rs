@@ -1,0 +1,195 @@
+//! The workers: each takes one delivery at a time, so a slow handler holds back nothing but itself.
+
+use std::pin::pin;
+use std::sync::Arc;
+
+use super::queue::{NewSeat, Next, Work};
+use super::{Runner, lock};
+use crate::guard;
+
+/// After this many deliveries in a row a worker lets other tasks of its thread run.
+const BEFORE_YIELDING: u32 = 32;
+
+impl Runner {
+    /// Spawns the worker that is asked for. Workers come as they are needed and stay.
+    pub(super) fn spawn_worker(self: &Arc<Self>, seat: Option<NewSeat>) {
+        if seat.is_some() {
+            let seat = Seat {
+                runner: self.clone(),
+                number: seat,
+            };
+            self.reap_workers();
+            lock(&self.workers).spawn(seat.work());
+        }
+    }
+
+    /// Forgets the workers that have ended, so that they take no memory.
+    fn reap_workers(&self) {
+        let mut workers = lock(&self.workers);
+        while workers.try_join_next().is_some() {}
+    }
+}
+
+/// A worker's place; it is given back however the worker ends.
+struct Seat {
+    runner: Arc<Runner>,
+    /// None once it has been given back.
+    number: Option<usize>,
+}
+
+/// Why a worker ends.
+enum End {
+    /// There are too many, or the group stops; the seat has been given back.
+    Surplus,
+    Stopped,
+}
+
+impl Seat {
+    async fn work(mut self) {
+        let Some(number) = self.number else { return };
+        loop {
+            let end = {
+                let turns = pin!(self.take_turns(number));
+                guard::contained(turns).await
+            };
+            match end {
+                Ok(End::Surplus) => {
+                    self.number = None;
+                    self.runner.reap_workers();
+                    return;
+                }
+                Ok(End::Stopped) => return,
+                // The worker goes on, or what is queued would wait for ever. The event it had in hand
+                // comes again when its lease ends.
+                Err(error) => {
+                    let group = &self.runner.group;
+                    guard::log(|| {
+                        tracing::error!(target: "everbus::dispatch", %group, error, "a worker panicked");
+                    });
+                    tokio::task::yield_now().await;
+                }
+            }
+        }
+    }
+
+    /// Takes one delivery after another.
+    async fn take_turns(&self, number: usize) -> End {
+        let runner = &self.runner;
+        let mut finished = None;
+        let mut spare = None;
+        let mut in_a_row = 0;
+        let mut roused = true;
+        loop {
+            let next = (runner.queue).next(number, roused, finished.take());
+            roused = false;
+            let work = match next {
+                Next::Run(work, spawn) => {
+                    runner.spawn_worker(spawn);
+                    work
+                }
+                Next::Wait => {
+                    in_a_row = 0;
+                    // It holds an event and a handler; who waits holds nothing.
+                    spare = None;
+                    if !runner.queue.woken().await {
+                        return End::Stopped;
+                    }
+                    roused = true;
+                    continue;
+                }
+                Next::End => return End::Surplus,
+            };
+            let pipeline = &runner.pipeline;
+            let Work {
+                delivery,
+                route,
+                already_handled,
+            } = work;
+            let delivered = pipeline.deliver(delivery, route, already_handled, &mut spare);
+            finished = Some(delivered.await);
+            in_a_row += 1;
+            if in_a_row == BEFORE_YIELDING {
+                in_a_row = 0;
+                // Not kept in hand meanwhile: the group's position waits for the oldest outcome.
+                runner.queue.hand_in(number, finished.take());
+                tokio::task::yield_now().await;
+            }
+        }
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        if let Some(number) = self.number {
+            self.runner.queue.leave(number);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use everbus_core::{Delivery, Event, GroupName, Lease, Position, Recorded, Timestamp};
+
+    use super::super::queue::Work;
+    use super::super::{Plan, Route, Runner, lock};
+    use crate::handler::outcome::Outcome;
+    use crate::handler::{Registered, Traits};
+    use crate::runtime::bus::Bus;
+    use crate::runtime::options::BusOptions;
+
+    #[tokio::test]
+    async fn workers_that_are_too_many_are_forgotten_when_they_end() {
+        const MANY: usize = 64;
+        let bus = Bus::open("memory:").await.unwrap();
+        let plan = |concurrency| Plan::new(&[], concurrency, &BusOptions::default());
+        let runner = Runner::start(bus.shared().clone(), GroupName::unnamed(), plan(MANY));
+        // Each runs until all of them do.
+        let all = Arc::new(tokio::sync::Barrier::new(MANY));
+        let handler = Arc::new(Registered::new(
+            everbus_core::EventId::new().into(),
+            "h".into(),
+            "a".parse().unwrap(),
+            everbus_core::RetryPolicy::never(),
+            Duration::from_secs(30),
+            Traits::default(),
+            Box::new(move |_| {
+                let all = all.clone();
+                Box::pin(async move {
+                    all.wait().await;
+                    Ok(Outcome::default())
+                })
+            }),
+        ));
+        let meter = bus.shared().stats.meter(&GroupName::unnamed(), &"a".into());
+        let route = Arc::new(Route::new(vec![handler], meter, None, None));
+        let work = (0..MANY as u64).map(|n| {
+            let event = Event::builder("a").build().unwrap();
+            let record = Recorded::new(event, Position::seq(n), Timestamp::EPOCH);
+            let lease = Lease::new(record.position, [0, n]);
+            Work {
+                delivery: Delivery::new(Arc::new(record), lease),
+                route: route.clone(),
+                already_handled: false,
+            }
+        });
+        runner.spawn_worker(runner.queue.push(work));
+        let until = async |condition: &dyn Fn() -> bool| {
+            while !condition() {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        let workers = || lock(&runner.workers).len();
+        let settled = async {
+            until(&|| workers() == MANY).await;
+            until(&|| runner.queue.held().is_empty()).await;
+            runner.change(plan(1));
+            // One that stays, and the last to end.
+            until(&|| workers() <= 2).await;
+        };
+        let settled = tokio::time::timeout(Duration::from_secs(30), settled).await;
+        assert!(settled.is_ok(), "{} workers are remembered", workers());
+    }
+}

@@ -1,0 +1,19 @@
+//! The runtime: what happens to an event between `publish` and the settlement of its last delivery.
+//!
+//! - `bus`: the handle that programs hold; publishing, starting, shutting down.
+//! - `router` and `subscription`: which handlers there are, and what was asked for them.
+//! - `dispatch`: fetches deliveries of a group, hands them to workers, extends leases, settles outcomes.
+//! - `pipeline`: takes one delivery through the layers around its handlers, and judges the outcome.
+
+pub(crate) mod bus;
+mod circuits;
+mod dispatch;
+mod lag;
+pub(crate) mod options;
+mod pipeline;
+pub(crate) mod receipt;
+mod retention;
+pub(crate) mod router;
+pub(crate) mod shutdown;
+pub(crate) mod subscription;
+mod trace;

@@ -1,0 +1,102 @@
+//! One call of one handler: its timeout, and the panics that stay inside.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use everbus_core::BoxFuture;
+use tokio::time::Instant;
+
+use crate::ambient;
+use crate::guard;
+use crate::handler::message::Message;
+use crate::handler::{HandlerError, HandlerOutcome, Registered};
+
+/// How far the first step of a handler got.
+pub(super) enum Begun {
+    Ended(HandlerOutcome),
+    Running(Unpanicked),
+}
+
+/// Calls one handler and takes its first step. What it publishes inherits from the event. A handler that
+/// ends with this never touches the timer.
+pub(super) fn begin(handler: &Registered, message: &Message, cx: &mut Context<'_>) -> Begun {
+    ambient::handling_now(message.record().clone(), || {
+        let mut run = match guard::traced(|| handler.call(message.clone())) {
+            Ok(future) => Unpanicked(Some(future)),
+            Err(panic) => return Begun::Ended(Err(HandlerError::panicked(panic))),
+        };
+        match Pin::new(&mut run).poll(cx) {
+            Poll::Ready(result) => Begun::Ended(result),
+            Poll::Pending => Begun::Running(run),
+        }
+    })
+}
+
+/// Waits for a handler that has begun, under its timeout.
+pub(super) fn finish<'a>(
+    run: Unpanicked,
+    handler: &'a Registered,
+    message: &'a Message,
+) -> BoxFuture<'a, HandlerOutcome> {
+    let record = message.record().clone();
+    Box::pin(ambient::handling(
+        record,
+        until_deadline(run, handler, message),
+    ))
+}
+
+/// The handler may move its deadline while it runs.
+async fn until_deadline(
+    mut run: Unpanicked,
+    handler: &Registered,
+    message: &Message,
+) -> HandlerOutcome {
+    let began = Instant::now();
+    loop {
+        let deadline = message.deadline();
+        if let Ok(result) = tokio::time::timeout_at(deadline, &mut run).await {
+            return result;
+        }
+        if message.deadline() <= deadline {
+            let extended = deadline.saturating_duration_since(began) > handler.timeout;
+            let allowed = if extended {
+                began.elapsed()
+            } else {
+                handler.timeout
+            };
+            return Err(HandlerError::timed_out(
+                allowed,
+                message.activity().as_ref(),
+            ));
+        }
+    }
+}
+
+/// A handler's future whose panics, in `poll` and in `drop`, stay inside.
+pub(super) struct Unpanicked(Option<BoxFuture<'static, HandlerOutcome>>);
+
+impl Future for Unpanicked {
+    type Output = HandlerOutcome;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<HandlerOutcome> {
+        let Some(future) = &mut self.0 else {
+            return Poll::Pending;
+        };
+        match guard::traced(|| future.as_mut().poll(cx)) {
+            Ok(poll) => poll,
+            Err(panic) => Poll::Ready(Err(HandlerError::panicked(panic))),
+        }
+    }
+}
+
+impl Drop for Unpanicked {
+    fn drop(&mut self) {
+        let future = self.0.take();
+        if let Err(said) = guard::contain(|| drop(future)) {
+            guard::log(|| {
+                tracing::error!(target: "everbus::dispatch", error = said, "a handler panicked while it was dropped");
+            });
+        }
+    }
+}

@@ -1,0 +1,631 @@
+//! What happens to one delivery between the queue and its settlement.
+//!
+//! The order of the layers is fixed here and nowhere else:
+//!
+//! ```text
+//! trace + log + metrics → inbox → staleness → circuit breaker → overflow → timeout → user layers → handler → settle
+//! ```
+//!
+//! [`deliver`] goes through it once per delivery. The inbox is asked when deliveries are fetched, for a
+//! whole batch at once; its answer comes with the delivery. Metrics are counted when the outcome is
+//! durable.
+
+mod attempt;
+mod follow_ups;
+mod judge;
+
+use std::future::poll_fn;
+use std::pin::pin;
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
+use std::time::Duration;
+
+use everbus_core::{
+    Code, Delivery, EDIT_OF, Effect, Error, Event, FailureKind, GroupName, REPLAY_OF,
+    Ran as LastRun, Settlement, Verdict,
+};
+use smallvec::SmallVec;
+use tokio::time::Instant;
+use tracing::Instrument;
+
+use crate::breaker::{BreakerState, Criticality, Ticket};
+use crate::guard;
+use crate::handler::message::Message;
+use crate::handler::outcome::Outcome;
+use crate::handler::{HandlerError, Registered};
+use crate::runtime::bus::Shared;
+use crate::runtime::dispatch::Route;
+use crate::stats::Skip;
+
+use attempt::Begun;
+pub(crate) use follow_ups::FailedAttempt;
+pub(crate) use judge::{Case, Deferred, InEffect};
+use judge::{Culprit, Judge};
+
+/// What the pipeline works with, the same for all deliveries of a group.
+pub(crate) struct Pipeline {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) group: GroupName,
+}
+
+/// What became of a delivery: what is to be made durable, and what is counted once it is.
+pub(crate) struct Finished {
+    pub(crate) settlement: Settlement,
+    pub(crate) counted: Counted,
+    pub(crate) received_at: everbus_core::Timestamp,
+    pub(crate) route: Arc<Route>,
+    /// Who decides if the engine refuses what the handler came up with.
+    pub(crate) case: Option<Box<Case>>,
+}
+
+impl Finished {
+    /// The same once more.
+    pub(crate) fn again(&self) -> Finished {
+        Finished {
+            settlement: self.settlement.clone(),
+            counted: self.counted,
+            received_at: self.received_at,
+            route: self.route.clone(),
+            case: self.case.clone(),
+        }
+    }
+}
+
+/// How a delivery is counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Counted {
+    Handled {
+        took: Duration,
+    },
+    AlreadyHandled,
+    Skipped(Skip),
+    Failed {
+        retried: bool,
+    },
+    /// Failed as the probe of a breaker, and given back.
+    ProbeFailed,
+    /// Dead-lettered without an attempt, by an open breaker.
+    Rejected,
+    /// Given back.
+    Nothing,
+}
+
+/// A verdict and how it is counted.
+struct Judged {
+    verdict: Verdict,
+    counted: Counted,
+}
+
+impl Judged {
+    fn released(after: Duration) -> Self {
+        Self {
+            verdict: Verdict::Release { after },
+            counted: Counted::Nothing,
+        }
+    }
+}
+
+/// What became of a delivery. Nearly all are handled with nothing to publish: that is kept small, since
+/// it passes through every layer.
+enum Ran {
+    Handled { took: Duration },
+    Otherwise(Box<Done>),
+}
+
+impl From<Done> for Ran {
+    fn from(done: Done) -> Self {
+        Self::Otherwise(Box::new(done))
+    }
+}
+
+impl From<Judged> for Ran {
+    fn from(judged: Judged) -> Self {
+        Done::from(judged).into()
+    }
+}
+
+/// A delivery that went through, with what the handlers came up with.
+struct Done {
+    judged: Judged,
+    /// How long the handlers ran.
+    took: Option<Duration>,
+    events: Vec<Event>,
+    effect: Option<Effect>,
+    /// The handler whose events or effect these are, or the last of them.
+    author: Option<Arc<Registered>>,
+    /// Of the handlers whose effects these are.
+    deferred: Vec<Deferred>,
+    culprit: Option<Culprit>,
+}
+
+impl From<Judged> for Done {
+    fn from(judged: Judged) -> Self {
+        Self {
+            judged,
+            took: None,
+            events: Vec::new(),
+            effect: None,
+            author: None,
+            deferred: Vec::new(),
+            culprit: None,
+        }
+    }
+}
+
+fn found_in_inbox() -> Judged {
+    guard::log(|| {
+        tracing::info!(
+            target: "everbus::dispatch",
+            "already handled by this group; not handled again"
+        );
+    });
+    Judged {
+        verdict: Verdict::Ack,
+        counted: Counted::AlreadyHandled,
+    }
+}
+
+impl Pipeline {
+    /// Takes one delivery through all layers. Whatever panics on the way is a failure of the attempt.
+    /// `spare` is a message that is done with: the next one takes its place in memory.
+    pub(crate) async fn deliver(
+        &self,
+        delivery: Delivery,
+        route: Arc<Route>,
+        already_handled: bool,
+        spare: &mut Option<Message>,
+    ) -> Finished {
+        let span = crate::runtime::trace::span(&self.group, &delivery.record, delivery.attempt);
+        let result = {
+            let run = pin!(self.run(&delivery, &route, already_handled, spare));
+            let run = guard::contained(run);
+            if span.is_disabled() {
+                run.await
+            } else {
+                run.instrument(span.clone()).await
+            }
+        };
+        let ran = result.unwrap_or_else(|said| match most_patient(&route.handlers) {
+            Some(handler) => span.in_scope(|| {
+                let judge = self.judge(&delivery);
+                let error = HandlerError::panicked(said.into());
+                judge.failed(handler, None, error).into()
+            }),
+            None => Judged::released(Duration::ZERO).into(),
+        });
+        let last = (delivery.retried || !delivery.failures.is_empty())
+            .then(|| &*self.shared.options.worker_name);
+        match ran {
+            Ran::Handled { took } => {
+                let mut settlement = Settlement::new(delivery.lease, Verdict::Ack);
+                settlement.inbox = route.idempotent;
+                settlement.ran = last.map(|worker| Box::new(LastRun::new(Some(took), worker)));
+                Finished {
+                    settlement,
+                    counted: Counted::Handled { took },
+                    received_at: delivery.record.received_at,
+                    route,
+                    case: None,
+                }
+            }
+            Ran::Otherwise(done) => {
+                let ran = last.map(|worker| Box::new(LastRun::new(done.took, worker)));
+                finish(delivery, route, *done, ran)
+            }
+        }
+    }
+
+    fn judge<'a>(&'a self, delivery: &'a Delivery) -> Judge<'a> {
+        Judge {
+            clock: &*self.shared.options.clock,
+            record: &delivery.record,
+            attempt: delivery.attempt,
+            worker: &self.shared.options.worker_name,
+            took: None,
+        }
+    }
+
+    /// What the layers before the handlers say: which handlers may run, or that the delivery ends here.
+    fn enter(
+        &self,
+        delivery: &Delivery,
+        route: &Route,
+        already_handled: bool,
+    ) -> Result<Option<Passes>, Box<Judged>> {
+        if already_handled {
+            return Err(found_in_inbox().into());
+        }
+        if let Some(crash) = delivery.failures.last()
+            && crash.kind == FailureKind::Crash
+            && let Some(handler) = most_patient(&route.handlers)
+            && let Some(judged) = self.judge(delivery).after_crash(handler, crash)
+        {
+            return Err(judged.into());
+        }
+        if !route.guarded {
+            return Ok(None);
+        }
+        self.admit(delivery, route).map(Some)
+    }
+
+    /// Staleness, then the breaker, for every handler before the first one runs: an event whose third
+    /// handler may not run must not have run the first two.
+    fn admit(&self, delivery: &Delivery, route: &Route) -> Result<Passes, Box<Judged>> {
+        let mut passes = Passes::new();
+        for handler in &route.handlers {
+            if handler.is_removed() {
+                passes.push(Pass::Run(None));
+                continue;
+            }
+            let stale = self.is_stale(delivery, handler, route);
+            passes.push(match &handler.traits.breaker {
+                _ if stale => Pass::Skip("stale", Skip::Stale),
+                None => Pass::Run(None),
+                Some(breaker) => match breaker.try_begin() {
+                    Ok(ticket) => {
+                        if ticket.is_probe() {
+                            let gauge = self.shared.stats.breaker(breaker.name());
+                            gauge.set(BreakerState::HalfOpen);
+                        }
+                        Pass::Run(Some(ticket))
+                    }
+                    Err(rejected) => {
+                        route.meter.rejected();
+                        self.rejected(delivery, handler, rejected.retry_in)?
+                    }
+                },
+            });
+        }
+        Ok(passes)
+    }
+
+    fn is_stale(&self, delivery: &Delivery, handler: &Registered, route: &Route) -> bool {
+        let most = handler.traits.max_staleness.or(route.max_staleness);
+        let Some(most) = most.filter(|most| !most.is_zero()) else {
+            return false;
+        };
+        let event = &delivery.record.event;
+        // One that was published for later does not age before its time.
+        let from = event.attributes().and_then(|a| a.not_before);
+        let from = from.map_or(event.occurred_at(), |at| at.max(event.occurred_at()));
+        let age = self.shared.options.clock.now().since(from);
+        let asked_for = |mark| event.metadata().contains_key(mark);
+        let wanted = delivery.retried || asked_for(REPLAY_OF) || asked_for(EDIT_OF);
+        let stale = age > most && !wanted;
+        if stale {
+            guard::log(|| {
+                tracing::warn!(
+                    target: "everbus::dispatch",
+                    handler = handler.name,
+                    event_age_ms = millis(age),
+                    max_staleness_ms = millis(most),
+                    reason = "stale",
+                    "skipping a stale event"
+                );
+            });
+        }
+        stale
+    }
+
+    /// The breaker is open; the criticality decides. No attempt is made and none is counted.
+    fn rejected(
+        &self,
+        delivery: &Delivery,
+        handler: &Registered,
+        retry_in: Duration,
+    ) -> Result<Pass, Box<Judged>> {
+        let dependency = handler.traits.breaker.as_ref().map_or("", |b| b.name());
+        let criticality = handler.traits.criticality;
+        guard::log(|| {
+            tracing::warn!(
+                target: "everbus::dispatch",
+                resilience_event = "circuit_breaker_rejected",
+                dependency,
+                handler = handler.name,
+                %criticality,
+                "the circuit breaker is open; the event cannot be processed"
+            );
+        });
+        match criticality {
+            Criticality::BestEffort => Ok(Pass::Skip(
+                "the circuit breaker was open (best effort)",
+                Skip::BestEffort,
+            )),
+            Criticality::Standard => Err(self.judge(delivery).rejected(handler, dependency).into()),
+            Criticality::Critical => Err(Judged::released(retry_in).into()),
+        }
+    }
+
+    /// Everything between the span and the settlement.
+    ///
+    /// The handlers run one after another. The first failure ends the attempt, and the policy of the
+    /// handler that failed decides. A handler that skips does not keep the others from running; the
+    /// event counts as skipped if no handler handled it.
+    ///
+    /// One function, since a future is copied into each one that awaits it.
+    async fn run(
+        &self,
+        delivery: &Delivery,
+        route: &Route,
+        already_handled: bool,
+        spare: &mut Option<Message>,
+    ) -> Ran {
+        let mut passes = match self.enter(delivery, route, already_handled) {
+            Ok(passes) => passes,
+            Err(judged) => return (*judged).into(),
+        };
+        let whole;
+        let delivery = if delivery.record.event.overflow().is_none() {
+            delivery
+        } else {
+            match Box::pin(self.whole(delivery)).await {
+                Ok(delivery) => {
+                    whole = delivery;
+                    &whole
+                }
+                Err(error) => return self.unreadable(delivery, route, &error).into(),
+            }
+        };
+        let mut outcome = Outcome::default();
+        let mut author = None;
+        let mut deferred = Vec::new();
+        let mut culprit: Option<Culprit> = None;
+        let mut handled = false;
+        let mut skipped = None;
+        let started = Instant::now();
+        for (index, handler) in route.handlers.iter().enumerate() {
+            if handler.is_removed() {
+                continue;
+            }
+            let ticket = match &mut passes {
+                None => None,
+                Some(passes) => match passes.get_mut(index) {
+                    Some(Pass::Run(ticket)) => ticket.take(),
+                    _ => continue,
+                },
+            };
+            let began = if index == 0 { started } else { Instant::now() };
+            let (shared, group) = (&self.shared, &self.group);
+            let message = Message::reusing(
+                spare.take(),
+                &shared.environment,
+                delivery,
+                group,
+                handler,
+                began,
+            );
+            let result = match route.check(&delivery.record.event, handler) {
+                Ok(()) => {
+                    // Most handlers are ready at once.
+                    let begun = poll_fn(|cx| Poll::Ready(attempt::begin(handler, &message, cx)));
+                    match begun.await {
+                        Begun::Ended(result) => result,
+                        Begun::Running(run) => attempt::finish(run, handler, &message).await,
+                    }
+                }
+                Err(error) => Err(error.into()),
+            };
+            let staged = message.take_follow_ups();
+            let result = match result {
+                Ok(outcome) if staged.is_empty() && outcome.is_plain() => Ok(outcome),
+                Ok(outcome) => {
+                    match follow_ups::complete(&self.shared, &message, staged, outcome) {
+                        Ok(outcome) => follow_ups::offload(&self.shared, outcome).await,
+                        Err(error) => Err(error),
+                    }
+                }
+                Err(error) => Err(error),
+            };
+            *spare = Some(message);
+            let probing = ticket.as_ref().is_some_and(Ticket::is_probe);
+            if let Some(ticket) = ticket {
+                match &result {
+                    // Whether it succeeded is known when its effect has been done.
+                    Ok(part) if part.effect.is_some() => {
+                        let handler = handler.clone();
+                        deferred.push(Deferred { handler, ticket });
+                    }
+                    _ => self.tell_breaker(handler, ticket, &result),
+                }
+            }
+            match result {
+                Ok(mut part) => {
+                    handled = true;
+                    let effect = part.effect.take();
+                    part.effect = effect.map(|effect| {
+                        let culprit = culprit.get_or_insert_default();
+                        culprit.watch(handler, effect)
+                    });
+                    if !part.events.is_empty() || part.effect.is_some() {
+                        author = Some(handler.clone());
+                        outcome.join(part);
+                    }
+                }
+                Err(error) if probing && self.judge(delivery).waits(handler, &error) => {
+                    return self.judge(delivery).probe_failed(handler, &error).into();
+                }
+                Err(mut error) => {
+                    let failed = FailedAttempt {
+                        record: &delivery.record,
+                        group: &self.group,
+                        handler: &handler.name,
+                        attempt: delivery.attempt,
+                        retried: delivery.retried,
+                    };
+                    let events = failed.take_events(&self.shared, &mut error);
+                    let judge = self.judge(delivery).ran_for(started.elapsed());
+                    let judged = judge.failed(handler, Some(&handler.name), error);
+                    let Verdict::Skip { reason } = judged.verdict else {
+                        let done = Done {
+                            events,
+                            ..Done::from(judged)
+                        };
+                        return done.into();
+                    };
+                    skipped = skipped.or(Some(reason));
+                    if !events.is_empty() {
+                        author = Some(handler.clone());
+                        outcome.events.extend(events);
+                    }
+                }
+            }
+        }
+        let took = started.elapsed();
+        if handled && author.is_none() {
+            return Ran::Handled { took };
+        }
+        let judged = match skipped {
+            _ if handled => Judged {
+                verdict: Verdict::Ack,
+                counted: Counted::Handled { took },
+            },
+            Some(reason) => skipped_as(reason, Skip::Handler),
+            // Nobody ran: it was skipped, if there was somebody to skip it. Otherwise every handler it
+            // was queued for has been unsubscribed since.
+            None => match passes.iter().flatten().find_map(Pass::skipped) {
+                Some((reason, skip)) => skipped_as(reason, skip),
+                None => Judged::released(Duration::ZERO),
+            },
+        };
+        Done {
+            judged,
+            took: Some(took),
+            events: outcome.events,
+            effect: outcome.effect,
+            author,
+            deferred,
+            culprit,
+        }
+        .into()
+    }
+
+    /// The delivery with its event as it was published. A store that does not answer is no reason to
+    /// wait longer than a handler may.
+    async fn whole(&self, delivery: &Delivery) -> Result<Delivery, Error> {
+        let limit = self.shared.options.timeout;
+        let whole = tokio::time::timeout(limit, self.shared.whole(&delivery.record)).await;
+        let record = whole.unwrap_or_else(|_| {
+            Err(Error::new(
+                Code::ObjectStore,
+                format!("the object store did not answer within {limit:?}"),
+            ))
+        })?;
+        let mut whole = delivery.clone();
+        whole.record = record;
+        Ok(whole)
+    }
+
+    /// The large part of the event cannot be had: a failure like any other.
+    fn unreadable(&self, delivery: &Delivery, route: &Route, error: &Error) -> Judged {
+        match most_patient(&route.handlers) {
+            Some(handler) => {
+                let error = HandlerError::unreadable(error);
+                self.judge(delivery).failed(handler, None, error)
+            }
+            None => Judged::released(Duration::ZERO),
+        }
+    }
+
+    /// Every failed attempt counts once. What never reached the dependency says nothing about it: an
+    /// event that cannot be read, and a handler that leaves the event alone.
+    fn tell_breaker(
+        &self,
+        handler: &Registered,
+        ticket: Ticket,
+        result: &Result<Outcome, HandlerError>,
+    ) {
+        let change = match result {
+            Ok(_) => ticket.succeeded(),
+            Err(error) if error.is_about_the_event() => ticket.abandon(),
+            Err(_) => ticket.failed(),
+        };
+        if let Some(change) = change {
+            self.shared.circuit_changed(&self.group, handler, change);
+        }
+    }
+}
+
+/// What is to be settled of a delivery that was not simply handled.
+fn finish(
+    delivery: Delivery,
+    route: Arc<Route>,
+    done: Done,
+    ran: Option<Box<LastRun>>,
+) -> Finished {
+    let acked = done.judged.verdict == Verdict::Ack;
+    let took = done.took;
+    let mut settlement = Settlement::new(delivery.lease, done.judged.verdict);
+    settlement.follow_ups = done.events;
+    settlement.ran = ran;
+    if acked {
+        settlement.inbox = route.idempotent && done.judged.counted != Counted::AlreadyHandled;
+        settlement.effect = done.effect;
+    }
+    let in_effect = settlement.effect.take().map(|effect| {
+        let in_effect = InEffect::default();
+        settlement.effect = Some(in_effect.watch(effect));
+        in_effect
+    });
+    let case = done.author.map(|handler| {
+        Box::new(Case {
+            handler,
+            record: delivery.record.clone(),
+            attempt: delivery.attempt,
+            retried: delivery.retried,
+            took,
+            deferred: Arc::new(Mutex::new(done.deferred)),
+            culprit: done.culprit,
+            in_effect,
+        })
+    });
+    Finished {
+        settlement,
+        counted: done.judged.counted,
+        received_at: delivery.record.received_at,
+        route,
+        case,
+    }
+}
+
+/// One for each handler. Most events have one or two.
+type Passes = SmallVec<[Pass; 2]>;
+
+/// Whether a handler is run.
+enum Pass {
+    Run(Option<Ticket>),
+    Skip(&'static str, Skip),
+}
+
+impl Pass {
+    fn skipped(&self) -> Option<(&'static str, Skip)> {
+        match self {
+            Self::Run(_) => None,
+            Self::Skip(reason, skip) => Some((reason, *skip)),
+        }
+    }
+}
+
+fn skipped_as(reason: impl Into<String>, skip: Skip) -> Judged {
+    Judged {
+        verdict: Verdict::Skip {
+            reason: reason.into(),
+        },
+        counted: Counted::Skipped(skip),
+    }
+}
+
+/// The handler that would try most often.
+fn most_patient(handlers: &[Arc<Registered>]) -> Option<&Registered> {
+    handlers
+        .iter()
+        .filter(|handler| !handler.is_removed())
+        .max_by_key(|handler| handler.retry.max_attempts())
+        .map(|handler| &**handler)
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests;

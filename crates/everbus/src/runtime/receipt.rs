@@ -1,0 +1,93 @@
+//! The answer to a publish.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{Appended, Error, EventId, GroupName, Position, Result, Timestamp};
+
+use crate::runtime::bus::Shared;
+
+/// How long [`Receipt::settled`] waits.
+pub(crate) const SETTLED_WAIT: Duration = Duration::from_secs(30);
+
+/// Proof that an event is stored, as durably as the engine's
+/// [`Capabilities`](everbus_core::Capabilities) say.
+#[derive(Clone)]
+pub struct Receipt {
+    appended: Appended,
+    shared: Arc<Shared>,
+}
+
+impl Receipt {
+    pub(crate) fn new(appended: Appended, shared: Arc<Shared>) -> Self {
+        Self { appended, shared }
+    }
+
+    /// The id of the event.
+    pub fn id(&self) -> EventId {
+        self.appended.id
+    }
+
+    /// Where it is: its shard and its place there.
+    pub fn position(&self) -> Position {
+        self.appended.position
+    }
+
+    /// Its place in its shard; on an engine with a single log that is all of its position.
+    pub fn seq(&self) -> u64 {
+        self.appended.position.place()
+    }
+
+    /// When the bus received it; for a duplicate, when it received the first one.
+    pub fn received_at(&self) -> Timestamp {
+        self.appended.received_at
+    }
+
+    /// Whether the same event had been published before; nothing was stored this time.
+    pub fn is_duplicate(&self) -> bool {
+        self.appended.duplicate
+    }
+
+    /// Waits up to 30 seconds until every group that wanted the event when it was published has
+    /// handled, skipped or dead-lettered it. An event that no group wants is settled at once.
+    ///
+    /// Ends with `Timeout` if it takes longer (the event is safe and still being worked on), with
+    /// `EventBusShutdownError` if the bus is shut down meanwhile, and with `Unsupported` where the
+    /// engine cannot know.
+    pub async fn settled(&self) -> Result<Settled> {
+        self.settled_within(SETTLED_WAIT).await
+    }
+
+    /// As [`settled`](Self::settled), with a time to wait of one's own.
+    pub async fn settled_within(&self, wait: Duration) -> Result<Settled> {
+        let engine = self.shared.engine.settled()?;
+        let mut closed = self.shared.closed.subscribe();
+        tokio::select! {
+            biased;
+            outcome = engine.settled(self.appended.position, wait) => Ok(Settled {
+                dead_lettered: outcome?.dead_lettered,
+            }),
+            _ = closed.wait_for(|closed| *closed) => Err(Error::shutdown()),
+        }
+    }
+}
+
+impl fmt::Debug for Receipt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Receipt")
+            .field("id", &self.id())
+            .field("position", &self.position())
+            .field("received_at", &self.received_at())
+            .field("is_duplicate", &self.is_duplicate())
+            .finish()
+    }
+}
+
+/// How an event ended in all groups together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Settled {
+    /// The groups in which it became a dead letter; empty if all handled or skipped it.
+    pub dead_lettered: Vec<GroupName>,
+}

@@ -1,0 +1,84 @@
+//! A handler with settings of its own, before it is known on which bus it will run.
+
+use std::sync::Arc;
+
+use everbus_core::BoxFuture;
+
+use crate::handler::extract::Needs;
+use crate::handler::message::Message;
+use crate::handler::outcome::Returns;
+use crate::handler::{Handler, HandlerOutcome};
+use crate::runtime::subscription::settings::{Settings, setters};
+
+/// A handler with settings of its own; made by [`to`].
+#[derive(Clone)]
+#[must_use = "a route takes effect in a router"]
+pub struct Route {
+    pub(crate) run: Arc<dyn Fn(Message) -> BoxFuture<'static, HandlerOutcome> + Send + Sync>,
+    pub(crate) needs: Needs,
+    pub(crate) returns: Returns,
+    pub(crate) settings: Settings,
+}
+
+/// Begins a route to a handler: `on("user.*", to(greet).timeout(…))`.
+pub fn to<Args, H: Handler<Args>>(handler: H) -> Route {
+    Route::new(handler)
+}
+
+impl Route {
+    pub(crate) fn new<Args, H: Handler<Args>>(handler: H) -> Self {
+        Self {
+            run: Arc::new(move |message| handler.call(message)),
+            needs: H::needs(),
+            returns: H::returns(),
+            settings: Settings::default(),
+        }
+    }
+
+    setters!();
+
+    /// The name of the subscription in its group: what makes it the same one after a restart, and
+    /// what logs and dead letters call the handler. Unless set it is the pattern, with `#2`, `#3`
+    /// added where the group has the pattern already.
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.settings.name = Some(name.into());
+        self
+    }
+}
+
+impl std::fmt::Debug for Route {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Route")
+            .field("name", &self.settings.name)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What [`Router::on`](crate::Router::on) takes: a handler, or a [`Route`] to one.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a handler",
+    label = "neither an async function of extractors nor a route made by `to`",
+    note = "a handler is an async function of up to eight extractors (Payload<T>, Json<T>, Envelope, State<S>, Context, Meta, Message, Option<…>, serde_json::Value)",
+    note = "it returns (), an event, several events, or a Result of those with any error type",
+    note = "a closure that ends in Ok(()) does not say its error type: end it with everbus::handled()"
+)]
+pub trait IntoRoute<Args> {
+    /// The route.
+    fn into_route(self) -> Route;
+}
+
+impl<Args, H: Handler<Args>> IntoRoute<(Args,)> for H {
+    fn into_route(self) -> Route {
+        Route::new(self)
+    }
+}
+
+/// Marks a route that is one already.
+#[derive(Debug)]
+pub struct Ready;
+
+impl IntoRoute<Ready> for Route {
+    fn into_route(self) -> Route {
+        self
+    }
+}

@@ -1,0 +1,417 @@
+//! Which handlers there are, in which groups, and how they are subscribed.
+
+mod leftover;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use everbus_core::builder::validate_type;
+use everbus_core::{
+    Code, DEAD_LETTER_EVENT, Error, EventId, GroupName, GroupSpec, Result, StartFrom,
+    SubscriptionInfo, SubscriptionSpec,
+};
+use tokio::task::JoinHandle;
+
+use crate::handler::Registered;
+use crate::handler::SubscriptionId;
+use crate::runtime::bus::Shared;
+use crate::runtime::circuits::{CLOSED, OPENED};
+use crate::runtime::dispatch::{Plan, Runner};
+use crate::runtime::router::{Resolved, Subscription};
+use crate::runtime::subscription::agreed::Agreed;
+use crate::runtime::subscription::request::Request;
+use crate::schema::Schemas;
+
+/// The groups this bus has handlers in. Guarded by one lock: subscribing is rare.
+#[derive(Default)]
+pub(crate) struct Registry {
+    groups: BTreeMap<GroupName, Group>,
+    started: bool,
+    housekeeping: Vec<JoinHandle<()>>,
+    /// The event types that handlers and schemas name.
+    known: BTreeSet<String>,
+    /// All subscriptions of the groups, those of other processes and of earlier versions among them.
+    subscribed: Subscribed,
+}
+
+type Subscribed = BTreeMap<GroupName, Vec<SubscriptionInfo>>;
+
+/// A group and its handlers in this bus.
+#[derive(Default)]
+struct Group {
+    agreed: Agreed,
+    /// In the order they were subscribed, which is the order they run in.
+    handlers: Vec<Arc<Registered>>,
+    runner: Option<Arc<Runner>>,
+}
+
+impl Registry {
+    /// Subscribes everything a router says, after all of it was found to be right.
+    pub(crate) async fn mount(
+        &mut self,
+        shared: &Arc<Shared>,
+        resolved: Resolved,
+    ) -> Result<Vec<SubscriptionId>> {
+        let breakers = shared.circuits.owners();
+        let exact = resolved.exact.clone();
+        let declared = self.declare(shared, resolved).await;
+        let (requests, schemas, known, subscribed) =
+            declared.inspect_err(|_| shared.circuits.keep_only(&breakers))?;
+        shared.set_schemas(schemas);
+        self.known = known;
+        let ids = requests.iter().map(|(_, id)| *id).collect();
+        for (request, id) in requests {
+            self.register(shared, request, id);
+        }
+        self.subscribed.extend(subscribed);
+        self.retract_leftovers(shared, &exact).await?;
+        Ok(ids)
+    }
+
+    /// Makes everything durable before the first handler is registered: a mount that failed half way
+    /// can be repeated, and no handler is there twice.
+    async fn declare(
+        &self,
+        shared: &Arc<Shared>,
+        resolved: Resolved,
+    ) -> Result<(
+        Vec<(Request, SubscriptionId)>,
+        Schemas,
+        BTreeSet<String>,
+        Subscribed,
+    )> {
+        let (requests, schemas, known) = self.prepare(shared, resolved)?;
+        check_groups(shared, &requests).await?;
+        let mut declared = Vec::with_capacity(requests.len());
+        let mut subscribed = Subscribed::new();
+        for request in requests {
+            let (id, all) = declare(shared, &request).await?;
+            subscribed.insert(request.group.clone(), all);
+            declared.push((request, id));
+        }
+        Ok((declared, schemas, known, subscribed))
+    }
+
+    /// Checks a router against the bus and against what is subscribed already; changes nothing but the
+    /// breakers, which the caller takes back.
+    fn prepare(
+        &self,
+        shared: &Arc<Shared>,
+        resolved: Resolved,
+    ) -> Result<(Vec<Request>, Schemas, BTreeSet<String>)> {
+        let schemas = schemas_with(&shared.schemas(), &resolved)?;
+        let mut known = self.known.clone();
+        known.extend(resolved.known_types());
+        known.extend(
+            schemas
+                .iter()
+                .map(|(event_type, _, _)| event_type.to_owned()),
+        );
+        let mut matched = known.clone();
+        if !known.is_empty() {
+            matched.extend([OPENED, CLOSED, DEAD_LETTER_EVENT].map(str::to_owned));
+        }
+        for (pattern, near) in resolved.unmatched(&matched) {
+            tracing::warn!(
+                target: "everbus::router",
+                pattern,
+                did_you_mean = near,
+                "the pattern matches no event type that is known here"
+            );
+        }
+        check_streams(shared, &resolved)?;
+        let mut groups: BTreeMap<GroupName, Agreed> = BTreeMap::new();
+        let mut requests = Vec::with_capacity(resolved.subscriptions.len());
+        for subscription in resolved.subscriptions {
+            let group = subscription.group.clone();
+            let agreed = groups.entry(group).or_insert_with_key(|name| {
+                let existing = self.groups.get(name);
+                existing.map_or_else(Agreed::default, |group| group.agreed.clone())
+            });
+            requests.push(Request::new(shared, subscription, agreed)?);
+        }
+        Ok((requests, schemas, known))
+    }
+
+    fn register(&mut self, shared: &Arc<Shared>, request: Request, id: SubscriptionId) {
+        let group = self.groups.entry(request.group.clone()).or_default();
+        group.agreed = request.agreed;
+        group.handlers.push(Arc::new(Registered::new(
+            id,
+            request.name,
+            request.pattern,
+            request.retry,
+            request.timeout,
+            request.traits,
+            request.run,
+        )));
+        if self.started {
+            group.run(shared, &request.group);
+        }
+    }
+
+    /// Makes the handlers of a router those of one group, which gets no subscriptions in the engine and
+    /// so only what it is given. They run at once.
+    pub(crate) async fn mount_apart(
+        &mut self,
+        shared: &Arc<Shared>,
+        mut resolved: Resolved,
+        name: &GroupName,
+    ) -> Result<()> {
+        if self.groups.contains_key(name) {
+            return Err(Error::new(
+                Code::GroupConflict,
+                format!("the group {name} has handlers in this bus already"),
+            ));
+        }
+        for subscription in &mut resolved.subscriptions {
+            subscription.group = name.clone();
+            subscription.settings.group = Some(name.to_string());
+            subscription.settings.start_from = None;
+        }
+        let breakers = shared.circuits.owners();
+        let prepared = self.prepare(shared, resolved);
+        // Its schemas are not made those of the bus: what others publish is not its business.
+        let (requests, _, _) = prepared.inspect_err(|_| shared.circuits.keep_only(&breakers))?;
+        let ordered = requests.iter().any(|request| request.agreed.is_ordered());
+        shared.declare_streams().await?;
+        shared
+            .engine
+            .broker
+            .declare(GroupSpec {
+                name: name.clone(),
+                start_from: StartFrom::New,
+                ordered,
+                ephemeral: false,
+                subscriptions: Vec::new(),
+            })
+            .await?;
+        for request in requests {
+            self.register(shared, request, SubscriptionId::from(EventId::new()));
+        }
+        if let Some(group) = self.groups.get_mut(name) {
+            group.run(shared, name);
+        }
+        Ok(())
+    }
+
+    /// Forgets the handlers of a group that were mounted apart; what ran them is to be stopped.
+    pub(crate) fn dismount(&mut self, shared: &Shared, name: &GroupName) -> Option<Arc<Runner>> {
+        let group = self.groups.remove(name)?;
+        group.handlers.iter().for_each(|handler| handler.remove());
+        shared.circuits.forget(name);
+        shared.group_not_stopped(name);
+        group.runner
+    }
+
+    /// The handlers of a group in this bus.
+    pub(crate) fn handlers(&self, name: &GroupName) -> &[Arc<Registered>] {
+        self.groups.get(name).map_or(&[], |group| &group.handlers)
+    }
+
+    pub(crate) async fn unsubscribe(
+        &mut self,
+        shared: &Arc<Shared>,
+        id: SubscriptionId,
+    ) -> Result<()> {
+        let found = self.groups.iter_mut().find_map(|(name, group)| {
+            let index = group.handlers.iter().position(|h| h.id == id)?;
+            Some((name, group, index))
+        });
+        let Some((name, group, index)) = found else {
+            return Err(Error::new(
+                Code::SubscriptionNotFound,
+                format!("this bus has no subscription {id}"),
+            )
+            .hint("unsubscribe takes the id that subscribe returned, once"));
+        };
+        match shared.engine.broker.retract(id.into()).await {
+            // Another process was first; the handler goes all the same.
+            Err(error) if error.code() == Code::SubscriptionNotFound => {}
+            retracted => retracted?,
+        }
+        if let Some(all) = self.subscribed.get_mut(name) {
+            all.retain(|s| SubscriptionId::from(s.id) != id);
+        }
+        let handler = group.handlers.remove(index);
+        handler.remove();
+        group.agreed.leave(&handler.name);
+        if self.started {
+            group.run(shared, name);
+        }
+        Ok(())
+    }
+
+    /// Starts every group; whether this was the first time.
+    pub(crate) fn start(&mut self, shared: &Arc<Shared>) -> bool {
+        if std::mem::replace(&mut self.started, true) {
+            return false;
+        }
+        for (name, group) in &mut self.groups {
+            group.run(shared, name);
+        }
+        self.report_unused_consumers(shared);
+        self.report_leftovers(self.groups.keys());
+        true
+    }
+
+    /// A consumer of the configuration file that is no handler here may be another process's, or a
+    /// typing error.
+    fn report_unused_consumers(&self, shared: &Shared) {
+        let subscriptions = self.groups.iter().flat_map(|(name, group)| {
+            let handlers = group.handlers.iter();
+            handlers.map(move |handler| (name, &handler.pattern))
+        });
+        for unused in shared.options.unused_consumers(subscriptions) {
+            tracing::warn!(
+                target: "everbus::config",
+                consumer = unused.name,
+                group = %unused.group,
+                stream = %unused.pattern,
+                "the configuration names a consumer that has no handler here"
+            );
+        }
+    }
+
+    pub(crate) fn is_started(&self) -> bool {
+        self.started
+    }
+
+    /// Keeps a background task that ends with the bus.
+    pub(crate) fn keep(&mut self, task: JoinHandle<()>) {
+        self.housekeeping.push(task);
+    }
+
+    pub(crate) fn stop_housekeeping(&mut self) {
+        self.housekeeping.drain(..).for_each(|task| task.abort());
+    }
+
+    pub(crate) fn take_runners(&mut self) -> Vec<Arc<Runner>> {
+        self.groups
+            .values_mut()
+            .filter_map(|group| group.runner.take())
+            .collect()
+    }
+
+    /// Refuses if the group has handlers here; otherwise nothing is remembered of it.
+    pub(crate) fn forget_group(&mut self, name: &GroupName) -> Result<()> {
+        match self.groups.get(name) {
+            Some(group) if !group.handlers.is_empty() => Err(Error::new(
+                Code::GroupConflict,
+                format!("the group {name} still has handlers in this bus"),
+            )
+            .hint("unsubscribe them first")),
+            _ => {
+                if let Some(runner) = self.groups.remove(name).and_then(|group| group.runner) {
+                    runner.retire();
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Group {
+    /// Tells the runner what to do now, and starts one if there is none.
+    fn run(&mut self, shared: &Arc<Shared>, name: &GroupName) {
+        let concurrency = self.agreed.concurrency();
+        let plan = Plan::new(&self.handlers, concurrency, &shared.options);
+        if let Some(stopped) = self.runner.take_if(|runner| runner.has_stopped()) {
+            stopped.retire();
+        }
+        match &self.runner {
+            Some(runner) => runner.change(plan),
+            None if self.handlers.is_empty() => shared.group_not_stopped(name),
+            None => self.runner = Some(Runner::start(shared.clone(), name.clone(), plan)),
+        }
+    }
+}
+
+/// Whether the declared streams serve every subscription and take every event that a handler says it
+/// returns.
+fn check_streams(shared: &Shared, resolved: &Resolved) -> Result<()> {
+    let streams = &shared.options.streams;
+    for subscription in &resolved.subscriptions {
+        streams.reaches(&subscription.pattern)?;
+        for emitted in &subscription.route.returns.emits {
+            streams.route(emitted.event_type)?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether the groups that the engine has already are of the kind that is asked for. A single
+/// subscription finds that out when it is declared.
+async fn check_groups(shared: &Shared, requests: &[Request]) -> Result<()> {
+    if requests.len() < 2 {
+        return Ok(());
+    }
+    let groups = shared.engine.broker.inspect().await?;
+    for request in requests {
+        let ordered = request.agreed.is_ordered();
+        let existing = groups.iter().find(|group| group.name == request.group);
+        if existing.is_some_and(|group| group.ordered != ordered) {
+            let not = if ordered { "not " } else { "" };
+            let what = format!("the group {} exists and is {not}ordered", request.group);
+            return Err(Error::new(Code::GroupConflict, what)
+                .hint("use another group name, or remove the group first"));
+        }
+    }
+    Ok(())
+}
+
+/// Makes a subscription durable.
+async fn declare(
+    shared: &Shared,
+    request: &Request,
+) -> Result<(SubscriptionId, Vec<SubscriptionInfo>)> {
+    let name = &request.name;
+    shared.declare_streams().await?;
+    let declared = shared
+        .engine
+        .broker
+        .declare(GroupSpec {
+            name: request.group.clone(),
+            start_from: request.agreed.start_from(&request.group),
+            ordered: request.agreed.is_ordered(),
+            ephemeral: request.agreed.is_ephemeral(),
+            subscriptions: vec![SubscriptionSpec {
+                name: name.clone(),
+                pattern: request.pattern.clone(),
+            }],
+        })
+        .await?;
+    match declared.iter().find(|info| info.name == *name) {
+        Some(info) => Ok((SubscriptionId::from(info.id), declared)),
+        None => Err(Error::new(
+            Code::Internal,
+            format!("the engine did not confirm the subscription {name:?}"),
+        )),
+    }
+}
+
+/// The schemas that are known and those the router brings.
+fn schemas_with(known: &Schemas, resolved: &Resolved) -> Result<Schemas> {
+    let mut schemas = known.clone();
+    for declared in &resolved.declared {
+        validate_type(&declared.event_type)?;
+        if let Some(schema) = &declared.schema {
+            let (event_type, version) = (&declared.event_type, declared.version);
+            schemas.insert(event_type, version, schema, declared.rust_type)?;
+        }
+    }
+    for Subscription { route, .. } in &resolved.subscriptions {
+        for need in &route.needs.payloads {
+            if let Some(schema) = &need.schema {
+                schemas.insert(need.event_type, need.version, schema, Some(need.rust_type))?;
+            }
+        }
+        for emitted in &route.returns.emits {
+            if let Some(schema) = &emitted.schema {
+                let (event_type, version) = (emitted.event_type, emitted.version);
+                schemas.insert(event_type, version, schema, Some(emitted.rust_type))?;
+            }
+        }
+    }
+    Ok(schemas)
+}

@@ -1,0 +1,226 @@
+//! The settings of a subscription, wherever they are said: at the handler, at its router, in the
+//! configuration file.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{RetryPolicy, StartFrom};
+use serde_json::Value;
+
+use crate::breaker::{BreakerPolicy, Criticality};
+use crate::handler::layers::AnyLayer;
+
+type RetryChange = Arc<dyn Fn(RetryPolicy) -> RetryPolicy + Send + Sync>;
+
+/// What was said; what was not is left to whoever comes next.
+#[derive(Clone, Default)]
+pub(crate) struct Settings {
+    pub(crate) group: Option<String>,
+    pub(crate) ephemeral: Option<bool>,
+    pub(crate) name: Option<String>,
+    pub(crate) start_from: Option<StartFrom>,
+    pub(crate) ordered: Option<bool>,
+    pub(crate) concurrency: Option<usize>,
+    /// Applied to the policy of the bus, the outermost first.
+    pub(crate) retry: Vec<RetryChange>,
+    pub(crate) timeout: Option<Duration>,
+    pub(crate) idempotent: Option<bool>,
+    /// Zero: never skip.
+    pub(crate) max_staleness: Option<Duration>,
+    pub(crate) breaker: Option<Option<BreakerPolicy>>,
+    pub(crate) dependency: Option<String>,
+    pub(crate) criticality: Option<Criticality>,
+    pub(crate) drop_failed: Option<bool>,
+    pub(crate) schema: Option<Value>,
+    /// The outermost first.
+    pub(crate) layers: Vec<AnyLayer>,
+}
+
+impl Settings {
+    /// What is said here, and for the rest what is said there.
+    #[must_use]
+    pub(crate) fn over(self, outer: &Settings) -> Settings {
+        Settings {
+            group: self.group.or_else(|| outer.group.clone()),
+            ephemeral: self.ephemeral.or(outer.ephemeral),
+            name: self.name.or_else(|| outer.name.clone()),
+            start_from: self.start_from.or(outer.start_from),
+            ordered: self.ordered.or(outer.ordered),
+            concurrency: self.concurrency.or(outer.concurrency),
+            retry: outer.retry.iter().cloned().chain(self.retry).collect(),
+            timeout: self.timeout.or(outer.timeout),
+            idempotent: self.idempotent.or(outer.idempotent),
+            max_staleness: self.max_staleness.or(outer.max_staleness),
+            breaker: self.breaker.or(outer.breaker),
+            dependency: self.dependency.or_else(|| outer.dependency.clone()),
+            criticality: self.criticality.or(outer.criticality),
+            drop_failed: self.drop_failed.or(outer.drop_failed),
+            schema: self.schema.or_else(|| outer.schema.clone()),
+            layers: outer.layers.iter().cloned().chain(self.layers).collect(),
+        }
+    }
+
+    /// The breaker that was asked for; naming a dependency or a criticality asks for the default one.
+    pub(crate) fn breaker_policy(&self) -> Option<BreakerPolicy> {
+        let implied = self.dependency.is_some() || self.criticality.is_some();
+        match &self.breaker {
+            Some(said) => *said,
+            None => implied.then(BreakerPolicy::default),
+        }
+    }
+
+    pub(crate) fn retry_policy(&self, defaults: RetryPolicy) -> RetryPolicy {
+        self.retry
+            .iter()
+            .fold(defaults, |policy, change| change(policy))
+    }
+}
+
+/// The setters that subscriptions, handlers and routers share.
+macro_rules! setters {
+    () => {
+        /// The group the handler works for. Each group has its own position, attempts and dead letters;
+        /// handlers that share a group and match the same event run one after another and fail together.
+        /// Without this it is the unnamed group, which begins at the first event of the log.
+        pub fn group(mut self, name: impl Into<String>) -> Self {
+            self.settings.group = Some(name.into());
+            self
+        }
+
+        /// The group goes with this bus: when the bus is shut down, or its process is gone. It begins
+        /// with what is published from now on and never keeps the log from being pruned; what it gives up
+        /// is skipped, it has no dead letters. Without a [`group`](Self::group) each handler gets a group
+        /// of its own, named `ephemeral-…`; a group of that name must not exist already.
+        pub fn ephemeral(mut self) -> Self {
+            self.settings.ephemeral = Some(true);
+            self
+        }
+
+        /// The group by the names of the *omni* specification: `durable` is the group, `queue` if there is
+        /// no durable; with neither the group is [ephemeral](Self::ephemeral).
+        pub fn durable_or_queue(mut self, durable: Option<&str>, queue: Option<&str>) -> Self {
+            let group = durable.or(queue);
+            self.settings.ephemeral = Some(group.is_none());
+            self.settings.group = group.map(str::to_owned);
+            self
+        }
+
+        /// Where the group begins if it does not exist yet; after what is in the log now unless said
+        /// otherwise. The unnamed group always begins at the first event.
+        pub fn start_from(mut self, start_from: everbus_core::StartFrom) -> Self {
+            self.settings.start_from = Some(start_from);
+            self
+        }
+
+        /// The retry policy, in place of that of the bus.
+        pub fn retry(mut self, policy: everbus_core::RetryPolicy) -> Self {
+            self.settings.retry = vec![std::sync::Arc::new(move |_| policy)];
+            self
+        }
+
+        /// Changes parts of the retry policy and keeps the rest of what the bus says.
+        pub fn retry_with(
+            mut self,
+            change: impl Fn(everbus_core::RetryPolicy) -> everbus_core::RetryPolicy
+            + Send
+            + Sync
+            + 'static,
+        ) -> Self {
+            self.settings.retry.push(std::sync::Arc::new(change));
+            self
+        }
+
+        /// How long one attempt may take. A handler that takes longer is dropped where it waits, and the
+        /// attempt has failed.
+        pub fn timeout(mut self, timeout: std::time::Duration) -> Self {
+            self.settings.timeout = Some(timeout);
+            self
+        }
+
+        /// How many events of the group are handled at once in this process (16). Subscriptions of one
+        /// group must not ask for different numbers.
+        pub fn concurrency(mut self, handlers: usize) -> Self {
+            self.settings.concurrency = Some(handlers);
+            self
+        }
+
+        /// The group handles events with the same key strictly one after another, also while one of them
+        /// waits for a retry; events with different keys run at the same time.
+        pub fn ordered(mut self) -> Self {
+            self.settings.ordered = Some(true);
+            self
+        }
+
+        /// Remembers in the inbox what the group has handled, in the same step as the ack, and does not
+        /// handle it again. It holds for all handlers of the group that take the same event. Handlers
+        /// that return a transaction always do.
+        pub fn idempotent(mut self) -> Self {
+            self.settings.idempotent = Some(true);
+            self
+        }
+
+        /// Skips events that happened longer ago than this (recorded with the reason `stale`). Zero: never
+        /// skip. Replayed events are not skipped.
+        pub fn max_staleness(mut self, age: std::time::Duration) -> Self {
+            self.settings.max_staleness = Some(age);
+            self
+        }
+
+        /// A circuit breaker: after so many failures the group stops for a while instead of failing on.
+        /// Groups have none unless they ask. It is the group's own, or that of the
+        /// [dependency](Self::depends_on).
+        pub fn breaker(mut self, policy: $crate::BreakerPolicy) -> Self {
+            self.settings.breaker = Some(Some(policy));
+            self
+        }
+
+        /// Names what the handler depends on: all handlers that name it, in all groups of the bus, share
+        /// one circuit breaker.
+        pub fn depends_on(mut self, dependency: impl Into<String>) -> Self {
+            self.settings.dependency = Some(dependency.into());
+            self
+        }
+
+        /// What happens to events while the breaker is open: critical ones wait (the default), standard
+        /// ones go to the dead letters for a later retry, best-effort ones are skipped.
+        pub fn criticality(mut self, criticality: $crate::Criticality) -> Self {
+            self.settings.criticality = Some(criticality);
+            self
+        }
+
+        /// What fails for good is skipped, with its last error as the recorded reason, instead of becoming a
+        /// dead letter: for work that is not worth doing later, such as a cache or a gauge. Only with
+        /// [best-effort](crate::Criticality::BestEffort) criticality.
+        pub fn drop_failed(mut self) -> Self {
+            self.settings.drop_failed = Some(true);
+            self
+        }
+
+        /// Checks every payload against this JSON Schema before the handler runs; one that does not match
+        /// goes to the dead letters at once.
+        pub fn validated(mut self, schema: serde_json::Value) -> Self {
+            self.settings.schema = Some(schema);
+            self
+        }
+
+        /// Wraps the handler in a tower layer, inside its timeout. Of several, the first is the outermost.
+        pub fn layer<L>(mut self, layer: L) -> Self
+        where
+            L: tower_layer::Layer<$crate::HandlerService> + Send + Sync + 'static,
+            L::Service: tower_service::Service<$crate::Message, Response = $crate::Outcome>
+                + Clone
+                + Send
+                + Sync
+                + 'static,
+            <L::Service as tower_service::Service<$crate::Message>>::Error: Into<$crate::BoxError>,
+            <L::Service as tower_service::Service<$crate::Message>>::Future: Send,
+        {
+            self.settings
+                .layers
+                .push($crate::handler::layers::AnyLayer::new(layer));
+            self
+        }
+    };
+}
+
+pub(crate) use setters;

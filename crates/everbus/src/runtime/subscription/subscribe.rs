@@ -1,0 +1,105 @@
+//! The subscription builder.
+
+use std::future::Future;
+
+use everbus_core::{Code, Error, Result};
+
+use crate::handler::SubscriptionId;
+use crate::handler::message::Message;
+use crate::handler::{Handler, HandlerResult};
+use crate::runtime::bus::Bus;
+use crate::runtime::router::{Route, Router};
+use crate::runtime::subscription::settings::{Settings, setters};
+
+/// A subscription in the making. Mistakes are reported by [`handler`](Self::handler), which makes it
+/// take effect.
+///
+/// ```
+/// use std::time::Duration;
+/// use everbus::{Bus, Message, StartFrom};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> everbus::Result<()> {
+/// # let bus = Bus::open("memory:").await?;
+/// let id = bus
+///     .subscribe("order.*")
+///     .group("billing")
+///     .start_from(StartFrom::First)
+///     .retry_with(|defaults| defaults.max_retries(10))
+///     .timeout(Duration::from_secs(5))
+///     .concurrency(8)
+///     .name("charge")
+///     .handler(|m: Message| async move {
+///         let order: serde_json::Value = m.json()?;
+///         println!("{order}");
+///         Ok(())
+///     })
+///     .await?;
+/// bus.unsubscribe(id).await?;
+/// # Ok(())
+/// # }
+/// ```
+#[must_use = "a subscription takes effect when it is given a handler"]
+pub struct Subscribe<'a> {
+    bus: &'a Bus,
+    pattern: String,
+    settings: Settings,
+}
+
+impl<'a> Subscribe<'a> {
+    pub(crate) fn new(bus: &'a Bus, pattern: &str) -> Self {
+        Self {
+            bus,
+            pattern: pattern.to_owned(),
+            settings: Settings::default(),
+        }
+    }
+
+    setters!();
+
+    /// The name of the subscription in its group: what makes it the same one after a restart, and
+    /// what logs and dead letters call the handler. Unless set it is the pattern, with `#2`, `#3`
+    /// added where the group has the pattern already.
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.settings.name = Some(name.into());
+        self
+    }
+
+    /// Makes the subscription durable and registers its handler. The handler runs once the bus is
+    /// [started](Bus::start); what is published after this returns reaches it.
+    ///
+    /// This takes a function or closure of a [`Message`]; [`to`](Self::to) takes any handler. Handlers
+    /// may be called more than once for the same event: after a failure, and after a crash that came
+    /// before the outcome was durable. They must not block the thread; use
+    /// `tokio::task::spawn_blocking` for that.
+    pub async fn handler<F, Fut>(self, handler: F) -> Result<SubscriptionId>
+    where
+        F: Fn(Message) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = HandlerResult> + Send + 'static,
+    {
+        self.to(handler).await
+    }
+
+    /// As [`handler`](Self::handler), for every kind of [`Handler`]: async functions and closures with
+    /// extractors.
+    ///
+    /// ```
+    /// use everbus::{Bus, Context, Json};
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> everbus::Result<()> {
+    /// # let bus = Bus::open("memory:").await?;
+    /// async fn greet(Json(name): Json<String>, context: Context) {
+    ///     println!("{name}, attempt {}", context.attempt());
+    /// }
+    /// bus.subscribe("user.created").to(greet).await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub async fn to<Args, H: Handler<Args>>(self, handler: H) -> Result<SubscriptionId> {
+        let mut route = Route::new(handler);
+        route.settings = self.settings;
+        let router = Router::new().on(self.pattern, route);
+        let mut ids = self.bus.mount_resolved(router.resolve()?).await?;
+        ids.pop()
+            .ok_or_else(|| Error::new(Code::Internal, "a subscription without an id"))
+    }
+}
