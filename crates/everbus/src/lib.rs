@@ -86,6 +86,7 @@ pub mod asyncapi;
 pub mod audit;
 mod breaker;
 mod compose;
+#[cfg(feature = "config")]
 pub mod config;
 mod dead_letters;
 mod environment;
@@ -96,12 +97,18 @@ pub mod http;
 mod open;
 #[cfg(feature = "otel")]
 mod otel;
+#[cfg(feature = "sqlite")]
 pub mod outbox;
+#[cfg(feature = "overflow")]
+pub mod overflow;
+#[cfg(not(feature = "overflow"))]
+#[path = "overflow/absent.rs"]
 pub mod overflow;
 pub mod payloads;
 pub mod replay;
 mod runtime;
 mod schema;
+#[cfg(feature = "sqlite")]
 pub mod sqlite;
 mod stats;
 pub mod streams;
@@ -113,6 +120,7 @@ pub use ambient::{Scope, correlation_id, with_correlation_id, with_trace};
 pub use audit::AuditTrail;
 pub use breaker::{BreakerInfo, BreakerPolicy, BreakerState, Criticality};
 pub use compose::{ARCHIVE, RETRY_OF, archive_lag, compose};
+#[cfg(feature = "config")]
 pub use config::Config;
 pub use dead_letters::{DeadLetterPreview, DeadLetterQueue, RetryPace, RetryProgress};
 pub use environment::watch::{Activity, LeaseExtension, LeaseExtensions, RunningActivity};
@@ -129,6 +137,7 @@ pub use handler::{
     retry_after, skip,
 };
 pub use open::builder::BusBuilder;
+#[cfg(feature = "sqlite")]
 pub use open::engines::Durable;
 pub use replay::{Replay, ReplayPreview, ReplayReport};
 pub use runtime::bus::Bus;
@@ -152,8 +161,10 @@ pub use everbus_core::{
     StreamLag, StreamLimit, Streams, SystemClock, Timestamp, TraceContext, TypedEvent,
 };
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
+#[cfg(feature = "sqlite")]
 pub use rusqlite;
 /// The crate whose `JsonSchema` gives events their schemas.
+#[cfg(feature = "schema")]
 pub use schemars;
 // The derive macro; it shares its name with the struct.
 pub use everbus_macros::Event;

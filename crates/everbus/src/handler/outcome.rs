@@ -33,6 +33,7 @@ impl Outcome {
     }
 
     /// Of one engine's transaction.
+    #[cfg(feature = "sqlite")]
     pub(crate) fn of_effect(effect: Effect) -> Self {
         Self {
             events: Vec::new(),

@@ -6,9 +6,12 @@ use std::time::Duration;
 use everbus_core::{Clock, Engine, Result, Retention, RetryPolicy, StreamLimit, Streams};
 
 use crate::admission::PublishRate;
+#[cfg(feature = "config")]
 use crate::config::{Config, note_config};
 use crate::environment::LONGEST;
-use crate::open::engines::{self, Durable, EngineOptions};
+#[cfg(feature = "sqlite")]
+use crate::open::engines::Durable;
+use crate::open::engines::{self, EngineOptions};
 use crate::overflow::Overflow;
 use crate::runtime::bus::Bus;
 use crate::runtime::options::{BusOptions, too_long};
@@ -37,8 +40,10 @@ pub struct BusBuilder {
     /// The store beside the broker.
     pub(crate) store: Option<String>,
     /// Of the configuration file.
+    #[cfg(feature = "config")]
     pub(crate) url: Option<String>,
     /// The configuration file, to put on record that it changed.
+    #[cfg(feature = "config")]
     pub(crate) config: Option<Box<Config>>,
 }
 
@@ -190,6 +195,7 @@ impl BusBuilder {
     }
 
     /// How durable an acknowledged publish is, where the engine has a choice (`Full`).
+    #[cfg(feature = "sqlite")]
     pub fn durability(mut self, durability: Durable) -> Self {
         self.engine.durability = durability;
         self
@@ -248,6 +254,7 @@ impl BusBuilder {
             engine = crate::compose::compose(engine, store, clock).await?;
         }
         let bus = Bus::with_engine(engine, self.options)?;
+        #[cfg(feature = "config")]
         if let Some(config) = &self.config {
             note_config(bus.engine(), &bus.audit().operator(), config).await;
         }

@@ -5,7 +5,7 @@ use everbus_core::{Code, Error, Result};
 use crate::config::{Breaker, Config, Consumer};
 use crate::open::builder::BusBuilder;
 use crate::runtime::bus::Bus;
-use crate::runtime::options::{BusOptions, ConsumerOverride};
+use crate::runtime::options::ConsumerOverride;
 use crate::runtime::subscription::settings::Settings;
 
 impl BusBuilder {
@@ -98,19 +98,5 @@ fn consumer(consumer: &Consumer) -> ConsumerOverride {
         pattern: consumer.pattern.clone(),
         whole_stream: false,
         settings,
-    }
-}
-
-impl BusOptions {
-    /// The consumers of the file that none of these subscriptions is.
-    pub(crate) fn unused_consumers<'a>(
-        &self,
-        subscriptions: impl Iterator<Item = (&'a everbus_core::GroupName, &'a everbus_core::Pattern)>,
-    ) -> Vec<&ConsumerOverride> {
-        let mut unused: Vec<_> = self.consumers.iter().collect();
-        for (group, pattern) in subscriptions {
-            unused.retain(|consumer| !consumer.concerns(group, pattern));
-        }
-        unused
     }
 }

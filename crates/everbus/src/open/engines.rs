@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{Clock, Code, Engine, Error, Result};
+#[cfg(feature = "sqlite")]
 pub use everbus_sqlite::Durable;
 
 use crate::url::split_scheme;
@@ -12,6 +13,7 @@ use crate::url::split_scheme;
 /// The settings that only some engines have.
 #[derive(Clone, Debug)]
 pub(crate) struct EngineOptions {
+    #[cfg(feature = "sqlite")]
     pub(crate) durability: Durable,
     pub(crate) create: bool,
     /// The engine's own unless set.
@@ -21,6 +23,7 @@ pub(crate) struct EngineOptions {
 impl Default for EngineOptions {
     fn default() -> Self {
         Self {
+            #[cfg(feature = "sqlite")]
             durability: Durable::default(),
             create: true,
             busy_timeout: None,
@@ -41,20 +44,41 @@ pub(crate) async fn open(
 ) -> Result<Engine> {
     match parse(url)? {
         Target::Memory => Ok(everbus_memory::open(everbus_memory::Options { clock })),
-        Target::Sqlite(path) => {
-            let defaults = everbus_sqlite::Options::default();
-            let options = everbus_sqlite::Options {
-                clock,
-                durability: options.durability,
-                create: options.create,
-                busy_timeout: options.busy_timeout.unwrap_or(defaults.busy_timeout),
-                ..defaults
-            };
-            tokio::task::spawn_blocking(move || everbus_sqlite::open(&path, options))
-                .await
-                .map_err(|e| Error::new(Code::Internal, "opening the file failed").caused_by(e))?
+        #[cfg(feature = "sqlite")]
+        Target::Sqlite(path) => open_sqlite(path, options, clock).await,
+        #[cfg(not(feature = "sqlite"))]
+        Target::Sqlite(_) => {
+            drop(options);
+            Err(not_built("sqlite"))
         }
     }
+}
+
+#[cfg(feature = "sqlite")]
+async fn open_sqlite(
+    path: PathBuf,
+    options: EngineOptions,
+    clock: Arc<dyn Clock>,
+) -> Result<Engine> {
+    let defaults = everbus_sqlite::Options::default();
+    let options = everbus_sqlite::Options {
+        clock,
+        durability: options.durability,
+        create: options.create,
+        busy_timeout: options.busy_timeout.unwrap_or(defaults.busy_timeout),
+        ..defaults
+    };
+    tokio::task::spawn_blocking(move || everbus_sqlite::open(&path, options))
+        .await
+        .map_err(|e| Error::new(Code::Internal, "opening the file failed").caused_by(e))?
+}
+
+/// The error for a URL whose engine is not part of this build.
+#[cfg(not(feature = "sqlite"))]
+fn not_built(feature: &str) -> Error {
+    let what = format!("this build has no {feature} engine");
+    let hint = format!("build with the feature `{feature}` of the crate everbus");
+    Error::new(Code::Unsupported, what).hint(hint)
 }
 
 /// Refuses a store that is the file of the broker: that file remembers already.

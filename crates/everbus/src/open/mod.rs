@@ -1,6 +1,7 @@
 //! Opening a bus: its builder, the configuration file, and the engine that a URL names.
 
 pub(crate) mod builder;
+#[cfg(feature = "config")]
 mod configure;
 pub(crate) mod engines;
 

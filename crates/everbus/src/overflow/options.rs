@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use everbus_core::{Code, Error, Result};
 
+#[cfg(feature = "overflow")]
 use super::store::Store;
 use crate::streams;
 
@@ -128,10 +129,16 @@ impl Overflow {
                 "it is between {SMALLEST_THRESHOLD} and {LARGEST_OBJECT}; {LARGEST_EVENT} is the default"
             )));
         }
-        let mut urls = self.url.iter().chain(&self.also_read);
-        urls.try_for_each(|url| Store::parse(url).map(drop))
+        #[cfg(feature = "overflow")]
+        for url in self.url.iter().chain(&self.also_read) {
+            Store::parse(url)?;
+        }
+        Ok(())
     }
+}
 
+#[cfg(feature = "overflow")]
+impl Overflow {
     /// The threshold of an event type.
     pub(super) fn threshold_of(&self, event_type: &str) -> usize {
         if self.streams.is_empty() {

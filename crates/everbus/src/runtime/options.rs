@@ -195,6 +195,20 @@ impl BusOptions {
     }
 }
 
+impl BusOptions {
+    /// The consumers of the file that none of these subscriptions is.
+    pub(crate) fn unused_consumers<'a>(
+        &self,
+        subscriptions: impl Iterator<Item = (&'a GroupName, &'a Pattern)>,
+    ) -> Vec<&ConsumerOverride> {
+        let mut unused: Vec<_> = self.consumers.iter().collect();
+        for (group, pattern) in subscriptions {
+            unused.retain(|consumer| !consumer.concerns(group, pattern));
+        }
+        unused
+    }
+}
+
 /// The name of a worker that was given none: the host and the number of the process.
 fn worker_name() -> Arc<str> {
     let host = rustix::system::uname();

@@ -4,9 +4,15 @@
 //! Everything is compiled when it is registered: a schema that is none is an error before any event
 //! moves, and a check is a look-up and a walk over the payload.
 
+#[cfg(feature = "schema")]
 mod effort;
 pub(crate) mod probe;
+#[cfg(feature = "schema")]
 mod single;
+#[cfg(not(feature = "schema"))]
+#[path = "absent.rs"]
+mod single;
+#[cfg(feature = "schema")]
 mod violation;
 
 use std::any::type_name;
@@ -75,6 +81,10 @@ impl Schemas {
     }
 
     /// Adds all schemas of another set, under the same rules.
+    #[cfg_attr(
+        not(feature = "schema"),
+        expect(unreachable_code, reason = "a build without schemas has none to add")
+    )]
     pub fn merge(&mut self, other: &Schemas) -> Result<()> {
         for (event_type, theirs) in &other.by_type {
             for entry in theirs {

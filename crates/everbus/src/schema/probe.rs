@@ -6,8 +6,8 @@
 
 use std::marker::PhantomData;
 
-use schemars::JsonSchema;
-use schemars::generate::SchemaSettings;
+#[cfg(feature = "schema")]
+use schemars::{JsonSchema, generate::SchemaSettings};
 use serde_json::Value;
 
 /// Stands for the type that is asked about.
@@ -25,6 +25,7 @@ pub trait KnownSchema {
     fn json_schema(&self) -> Option<Value>;
 }
 
+#[cfg(feature = "schema")]
 impl<T: JsonSchema> KnownSchema for SchemaOf<T> {
     fn json_schema(&self) -> Option<Value> {
         let generator = SchemaSettings::draft07().into_generator();

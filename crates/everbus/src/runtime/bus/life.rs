@@ -8,6 +8,7 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use super::{Bus, Inner};
+#[cfg(feature = "overflow")]
 use crate::overflow;
 use crate::runtime::lag;
 use crate::runtime::retention;
@@ -28,6 +29,7 @@ impl Bus {
         if !registry.start(shared) {
             return Ok(());
         }
+        #[cfg(feature = "overflow")]
         if let Some(objects) = shared.objects.clone() {
             let collecting = overflow::collect_daily(shared.engine.clone(), objects);
             registry.keep(tokio::spawn(collecting));

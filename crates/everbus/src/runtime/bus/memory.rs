@@ -7,6 +7,7 @@ use everbus_core::{History, Log, Lookup, Maintenance, Recorded, Result};
 
 use super::Bus;
 use crate::audit::AuditTrail;
+#[cfg(feature = "overflow")]
 use crate::overflow::{Collect, Collected};
 use crate::payloads::PayloadStages;
 
@@ -59,6 +60,7 @@ impl Bus {
 
     /// Deletes the objects that no event refers to any more; a started bus does so by itself once a
     /// day. Nothing is deleted where nothing is moved to an object store.
+    #[cfg(feature = "overflow")]
     pub async fn collect_objects(&self, options: &Collect) -> Result<Collected> {
         match &self.inner.shared.objects {
             Some(objects) => objects.collect(self.engine(), options).await,

@@ -13,7 +13,7 @@ mod shared;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
-use everbus_core::{Capabilities, Clock, Engine, Error, GroupName, Result, Streams};
+use everbus_core::{Capabilities, Engine, Error, GroupName, Result, Streams};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
@@ -116,7 +116,8 @@ impl Bus {
         self.inner.shared.accepts()
     }
 
-    pub(crate) fn clock(&self) -> &Arc<dyn Clock> {
+    #[cfg(feature = "sqlite")]
+    pub(crate) fn clock(&self) -> &Arc<dyn everbus_core::Clock> {
         &self.inner.shared.options.clock
     }
 

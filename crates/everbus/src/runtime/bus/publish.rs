@@ -100,6 +100,7 @@ impl Bus {
     }
 
     /// Whether an event that comes out of an outbox would be published.
+    #[cfg(feature = "sqlite")]
     pub(crate) fn check_relayed(&self, event: &Event) -> Result<()> {
         let shared = &self.inner.shared;
         shared.accepts()?;

@@ -1,0 +1,60 @@
+//! Overflow in a build without the feature `overflow`: no event is split, and one that was split elsewhere is
+//! refused.
+
+#[path = "options.rs"]
+mod options;
+
+use std::sync::Arc;
+
+use everbus_core::{Code, Engine, Error, Event, Recorded, Result};
+
+pub use options::{LARGEST_EVENT, Overflow, THRESHOLD};
+
+const HINT: &str = "build with the feature `overflow` of the crate everbus";
+
+/// There are none.
+#[derive(Debug)]
+pub(crate) enum Objects {}
+
+impl Objects {
+    pub(crate) fn open(_: &Engine, options: &Overflow) -> Result<Option<Arc<Self>>> {
+        options.validate()?;
+        if options.url.is_some() {
+            let what = "large parts of events cannot go to an object store in this build";
+            return Err(Error::new(Code::Unsupported, what).hint(HINT));
+        }
+        Ok(None)
+    }
+
+    pub(crate) fn moves(&self) -> bool {
+        match *self {}
+    }
+
+    pub(crate) fn limit(&self) -> usize {
+        match *self {}
+    }
+
+    pub(crate) fn is_over(&self, _: &Event) -> bool {
+        match *self {}
+    }
+
+    pub(crate) async fn offload(&self, _: Event) -> Result<Event> {
+        match *self {}
+    }
+}
+
+/// The record itself. `Unsupported` if a part of its payload is in an object store.
+pub(crate) async fn whole(_: Option<&Objects>, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
+    match record.event.overflow() {
+        None => Ok(record.clone()),
+        Some(reference) => {
+            let what = format!(
+                "the payload of {} is in the object {:?} of {:?}, and this build reads no objects",
+                record.event.display_id(),
+                reference.key,
+                reference.bucket
+            );
+            Err(Error::new(Code::Unsupported, what).hint(HINT))
+        }
+    }
+}
