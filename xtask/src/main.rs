@@ -1,4 +1,4 @@
-//! Tasks of the workspace: `cargo xtask test | conformance | compat | bench | instructions | chaos | ci`.
+//! Tasks of the workspace: `cargo xtask test | conformance | compat | bench | instructions | chaos | rooms | ci`.
 //!
 //! Only the standard library, so that it builds in seconds on a fresh machine.
 
@@ -10,6 +10,7 @@
 
 mod conformance;
 mod instructions;
+mod rooms;
 mod run;
 mod tools;
 
@@ -33,6 +34,7 @@ cargo xtask <task>
   instructions                 count what an event costs in the pipeline, with valgrind
   chaos --minutes N            kill a real process again and again and look for lost events
         --seconds N            [--hostile-rounds K] how often hostile surroundings are tried
+  rooms                        say whether the folders of a crate use each other in a circle
   ci                           format check, lints with warnings as errors, then test
 ";
 
@@ -49,6 +51,7 @@ fn main() -> ExitCode {
         "bench" => bench(rest),
         "instructions" => instructions::count(&root()),
         "chaos" => chaos(rest),
+        "rooms" => rooms::check(&root()),
         "ci" => ci(rest),
         "help" | "-h" | "--help" => {
             print!("{USAGE}");
@@ -211,5 +214,16 @@ fn ci(arguments: &[String]) -> Result<(), Failed> {
         "warnings",
     ];
     Cargo::new(&lint).run()?;
+    rooms::check(&root())?;
+    let smallest = [
+        "clippy",
+        "--package",
+        "everbus",
+        "--no-default-features",
+        "--",
+        "--deny",
+        "warnings",
+    ];
+    Cargo::new(&smallest).run()?;
     test(arguments)
 }
