@@ -8,31 +8,10 @@ pub fn nearest<'a>(
     let most = (written.chars().count() / 3).max(1);
     candidates
         .into_iter()
-        .map(|candidate| (distance(written, candidate), candidate))
+        .map(|candidate| (strsim::osa_distance(written, candidate), candidate))
         .filter(|(distance, _)| *distance <= most)
         .min_by_key(|(distance, _)| *distance)
         .map(|(_, candidate)| candidate)
-}
-
-/// How many characters must be put in, left out, replaced or swapped.
-fn distance(a: &str, b: &str) -> usize {
-    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
-    let mut before: Vec<usize> = Vec::new();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, from) in a.iter().enumerate() {
-        let mut next = vec![i + 1];
-        for (j, to) in b.iter().enumerate() {
-            let mut cost = (row[j] + usize::from(from != to))
-                .min(row[j + 1] + 1)
-                .min(next[j] + 1);
-            if i > 0 && j > 0 && *from == b[j - 1] && a[i - 1] == *to {
-                cost = cost.min(before[j - 1] + 1);
-            }
-            next.push(cost);
-        }
-        before = std::mem::replace(&mut row, next);
-    }
-    row.last().copied().unwrap_or_default()
 }
 
 #[cfg(test)]

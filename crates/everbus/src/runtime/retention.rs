@@ -1,7 +1,6 @@
 //! Retention runs by itself, once a day: of the buses that share a store, one does it for all that say
 //! the same.
 
-use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -102,6 +101,5 @@ fn owner(shared: &Shared) -> String {
 
 /// Between one and five minutes, so that processes that start together do not all come at once.
 fn some_minutes() -> Duration {
-    let random = RandomState::new().hash_one(std::process::id());
-    Duration::from_secs(60 + random % 240)
+    Duration::from_secs(fastrand::u64(60..300))
 }

@@ -156,7 +156,7 @@ impl Judge<'_> {
     ) -> Judged {
         let policy = &handler.retry;
         let (text, kind, answer, place) = error.into_parts();
-        let policy_says = || policy.after_failure(self.attempt, random());
+        let policy_says = || policy.after_failure(self.attempt, fastrand::f64());
         let delay = match answer {
             Answer::Skip => return skipped_as(text, Skip::Handler),
             Answer::GiveUp => None,
@@ -282,11 +282,4 @@ impl Judge<'_> {
             ),
         });
     }
-}
-
-/// Between 0 and 1, for the jitter of a retry.
-fn random() -> f64 {
-    // The lower 48 bits of a version 4 UUID are random.
-    let bits = uuid::Uuid::new_v4().as_u128() & 0xffff_ffff_ffff;
-    bits as f64 / (1u64 << 48) as f64
 }
