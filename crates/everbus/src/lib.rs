@@ -130,6 +130,7 @@ pub use handler::extract::{
 };
 pub use handler::layers::HandlerService;
 pub use handler::message::Message;
+pub use handler::middleware;
 pub use handler::outcome::{Emitted, IntoOutcome, Outcome, Returns};
 pub use handler::upcast::Upcasts;
 pub use handler::{

@@ -16,7 +16,7 @@ pub use slowly::{RetryPace, RetryProgress};
 use crate::audit::{Action, audited};
 
 use crate::runtime::bus::{Bus, Shared};
-use crate::runtime::receipt::Receipt;
+use crate::runtime::receipt::{About, Receipt};
 
 /// A preview names at most this many ways to fail.
 const TALLIES: usize = 100;
@@ -196,9 +196,10 @@ impl DeadLetterQueue {
             // What is too large for the log is in its object first, as with a publish.
             let mut moved = self.shared.offload(vec![corrected]).await?;
             let corrected = moved.pop().ok_or_else(no_answer)?;
+            let about = About::of(&corrected);
             let replaced = letters.replace(letter.key(), corrected);
             let appended = self.shared.unless_ending(replaced).await?;
-            receipt = Some(Receipt::new(appended, self.shared.clone()));
+            receipt = Some(Receipt::new(appended, about, self.shared.clone()));
             Ok(())
         };
         self.audited(action, work).await?;

@@ -81,6 +81,6 @@ where
     })
 }
 
-fn from_layer(outcome: Result<Outcome, BoxError>) -> HandlerOutcome {
+pub(super) fn from_layer(outcome: Result<Outcome, BoxError>) -> HandlerOutcome {
     outcome.map_err(|error| HandlerError::from_box(&*error))
 }

@@ -7,6 +7,7 @@ mod error;
 pub(crate) mod extract;
 pub(crate) mod layers;
 pub(crate) mod message;
+pub mod middleware;
 pub(crate) mod outcome;
 mod registered;
 mod subscription_id;

@@ -31,7 +31,7 @@ use everbus_core::{
 
 use crate::audit::audited;
 use crate::runtime::bus::{Bus, only_answer};
-use crate::runtime::receipt::Receipt;
+use crate::runtime::receipt::{About, Receipt};
 use crate::runtime::router::Router;
 
 pub use copies::Copies;
@@ -420,6 +420,7 @@ async fn replay_event(bus: &Bus, id: EventId) -> Result<Receipt> {
     let original = source::only(&shared.engine, &selection, id).await?;
     let original = whole::whole(shared, &original).await??;
     let copy = copies::copy_of(&original.event, EventId::new())?;
+    let about = About::of(&copy);
     let published = async {
         let appended = only_answer(bus.append_as_is(vec![copy]).await?)?;
         Ok(Published {
@@ -430,7 +431,7 @@ async fn replay_event(bus: &Bus, id: EventId) -> Result<Receipt> {
     let action = run::action(&selection, "copies", None);
     let operator = shared.audit().operator();
     let published = audited(&shared.engine, &operator, action, published).await?;
-    Ok(Receipt::new(published.appended, shared.clone()))
+    Ok(Receipt::new(published.appended, about, shared.clone()))
 }
 
 /// What is recorded of a copy.

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Appended, Error, EventId, GroupName, Position, Result, Timestamp};
+use everbus_core::{Appended, Error, Event, EventId, GroupName, Position, Result, Timestamp};
 
 use crate::runtime::bus::Shared;
 
@@ -16,17 +16,56 @@ pub(crate) const SETTLED_WAIT: Duration = Duration::from_secs(30);
 #[derive(Clone)]
 pub struct Receipt {
     appended: Appended,
+    about: About,
     shared: Arc<Shared>,
 }
 
+/// What a receipt says of the event besides where it is.
+#[derive(Clone)]
+pub(crate) struct About {
+    event_type: Arc<str>,
+    occurred_at: Timestamp,
+    source: Option<Box<str>>,
+}
+
+impl About {
+    pub(crate) fn of(event: &Event) -> Self {
+        let source = event.attributes().and_then(|a| a.source.as_deref());
+        Self {
+            event_type: event.type_arc().clone(),
+            occurred_at: event.occurred_at(),
+            source: source.map(Box::from),
+        }
+    }
+}
+
 impl Receipt {
-    pub(crate) fn new(appended: Appended, shared: Arc<Shared>) -> Self {
-        Self { appended, shared }
+    pub(crate) fn new(appended: Appended, about: About, shared: Arc<Shared>) -> Self {
+        Self {
+            appended,
+            about,
+            shared,
+        }
     }
 
     /// The id of the event.
     pub fn id(&self) -> EventId {
         self.appended.id
+    }
+
+    /// The type of the event.
+    pub fn event_type(&self) -> &str {
+        &self.about.event_type
+    }
+
+    /// When the event happened, as its publisher said.
+    pub fn occurred_at(&self) -> Timestamp {
+        self.about.occurred_at
+    }
+
+    /// The service that published the event: the source of the event, or that of the bus.
+    pub fn source(&self) -> Option<&str> {
+        self.about.source.as_deref()
     }
 
     /// Where it is: its shard and its place there.
@@ -77,6 +116,7 @@ impl fmt::Debug for Receipt {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Receipt")
             .field("id", &self.id())
+            .field("event_type", &self.event_type())
             .field("position", &self.position())
             .field("received_at", &self.received_at())
             .field("is_duplicate", &self.is_duplicate())

@@ -21,6 +21,7 @@ mod handlers;
 mod layers;
 mod leftovers;
 mod logs;
+mod middleware;
 mod outage;
 mod outbox;
 mod outbox_blame;

@@ -247,3 +247,22 @@ async fn the_types_of_the_bus_itself_are_reserved() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn a_receipt_says_what_was_published() {
+    on_every_engine(|lab| async move {
+        let bus = lab.open_with(lab.builder().source("shop")).await;
+        let event = Event::builder("order.placed").json(&1).build().unwrap();
+        let happened = event.occurred_at();
+        let receipt = bus.publish(event).await.unwrap();
+        assert_eq!(receipt.event_type(), "order.placed");
+        assert_eq!(receipt.occurred_at(), happened);
+        assert_eq!(receipt.source(), Some("shop"), "that of the bus");
+        let own = Event::builder("order.paid").source("till").build().unwrap();
+        let receipts = bus.publish_batch([own]).await.unwrap();
+        assert_eq!(receipts[0].source(), Some("till"));
+        assert_eq!(receipts[0].event_type(), "order.paid");
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+}

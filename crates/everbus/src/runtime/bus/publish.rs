@@ -12,7 +12,7 @@ use crate::ambient;
 use crate::guard;
 use crate::overflow::Objects;
 use crate::runtime::options::TRAVELS;
-use crate::runtime::receipt::Receipt;
+use crate::runtime::receipt::{About, Receipt};
 use crate::stats::Published;
 
 impl Bus {
@@ -46,8 +46,8 @@ impl Bus {
     ) -> impl Future<Output = Result<Receipt>> + Send + use<'_, E> {
         let event = self.accept(event);
         async move {
-            let appended = only_answer(self.append(vec![event?]).await?)?;
-            Ok(Receipt::new(appended, self.inner.shared.clone()))
+            let mut receipts = self.append(vec![event?]).await?;
+            receipts.pop().unwrap_or_else(|| Err(no_answer()))
         }
     }
 
@@ -67,15 +67,7 @@ impl Bus {
             if events.is_empty() {
                 return Ok(Vec::new());
             }
-            let expected = events.len();
-            let answers = self.append(events).await?;
-            if answers.len() != expected {
-                return Err(no_answer());
-            }
-            answers
-                .into_iter()
-                .map(|answer| Ok(Receipt::new(answer?, self.inner.shared.clone())))
-                .collect()
+            self.append(events).await?.into_iter().collect()
         }
     }
 
@@ -88,7 +80,7 @@ impl Bus {
         Ok(event)
     }
 
-    async fn append(&self, events: Vec<Event>) -> Result<Vec<Result<Appended>>> {
+    async fn append(&self, events: Vec<Event>) -> Result<Vec<Result<Receipt>>> {
         // Checked before anything else: the future may have been kept over a shutdown.
         self.accepts()?;
         let source = self.inner.shared.options.source.as_ref();
@@ -96,7 +88,16 @@ impl Bus {
             .into_iter()
             .map(|event| ambient::inherit(event, source))
             .collect::<Result<Vec<_>>>()?;
-        self.append_as_is(events).await
+        let about: Vec<About> = events.iter().map(About::of).collect();
+        let answers = self.append_as_is(events).await?;
+        if answers.len() != about.len() {
+            return Err(no_answer());
+        }
+        let receipts = answers
+            .into_iter()
+            .zip(about)
+            .map(|(answer, about)| Ok(Receipt::new(answer?, about, self.inner.shared.clone())));
+        Ok(receipts.collect())
     }
 
     /// Whether an event that comes out of an outbox would be published.
