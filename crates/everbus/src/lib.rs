@@ -152,6 +152,7 @@ pub use receipt::{Receipt, Settled};
 pub use replay::{Replay, ReplayPreview, ReplayReport};
 pub use router::{IntoRoute, Route, Router, to};
 pub use schema::{Schema, Schemas};
+pub use settings::Decode;
 pub use shutdown::Shutdown;
 pub use stats::{BusStats, GroupStats, Outcomes, Quantiles, Skipped, TypeStats};
 pub use subscribe::{Subscribe, SubscriptionId};
