@@ -170,6 +170,8 @@ pub use everbus_core::{
     PurgedLetter, Recorded, Result, Retention, RetryPolicy, Shard, StartFrom, Stream, StreamAge,
     StreamLag, StreamLimit, Streams, SystemClock, Timestamp, TraceContext, TypedEvent,
 };
+pub use everbus_dialects as dialects;
+pub use everbus_dialects::Dialect;
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;
 /// The crate whose `JsonSchema` gives events their schemas.
