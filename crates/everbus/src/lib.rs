@@ -152,6 +152,7 @@ pub use receipt::{Receipt, Settled};
 pub use replay::{Replay, ReplayPreview, ReplayReport};
 pub use router::{IntoRoute, Route, Router, to};
 pub use schema::{Schema, Schemas};
+pub use settings::Decode;
 pub use shutdown::Shutdown;
 pub use stats::{BusStats, GroupStats, Outcomes, Quantiles, Skipped, TypeStats};
 pub use subscribe::{Subscribe, SubscriptionId};
@@ -169,6 +170,8 @@ pub use everbus_core::{
     PurgedLetter, Recorded, Result, Retention, RetryPolicy, Shard, StartFrom, Stream, StreamAge,
     StreamLag, StreamLimit, Streams, SystemClock, Timestamp, TraceContext, TypedEvent,
 };
+pub use everbus_dialects as dialects;
+pub use everbus_dialects::Dialect;
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 pub use rusqlite;
 /// The crate whose `JsonSchema` gives events their schemas.

@@ -12,6 +12,30 @@ use crate::layers::AnyLayer;
 
 type RetryChange = Arc<dyn Fn(RetryPolicy) -> RetryPolicy + Send + Sync>;
 
+/// What becomes of an event that its handler cannot read: a payload that is not what the handler takes,
+/// a version that no upcast leads from, a payload that does not meet the schema.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Decode {
+    /// It goes to the dead letters at once, after one attempt: reading the same bytes again gives the same
+    /// error.
+    #[default]
+    DeadLetter,
+    /// It is tried again by the retry policy. For deployments in which another process may be able to read
+    /// it, for example while a new version is being rolled out.
+    Retry,
+}
+
+impl Decode {
+    /// The name, as it is written in configuration.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::DeadLetter => "dead_letter",
+            Self::Retry => "retry",
+        }
+    }
+}
+
 /// What was said; what was not is left to whoever comes next.
 #[derive(Clone, Default)]
 pub(crate) struct Settings {
@@ -30,6 +54,7 @@ pub(crate) struct Settings {
     pub(crate) breaker: Option<Option<BreakerPolicy>>,
     pub(crate) dependency: Option<String>,
     pub(crate) criticality: Option<Criticality>,
+    pub(crate) decode: Option<Decode>,
     pub(crate) drop_failed: Option<bool>,
     pub(crate) schema: Option<Value>,
     /// The outermost first.
@@ -54,6 +79,7 @@ impl Settings {
             breaker: self.breaker.or(outer.breaker),
             dependency: self.dependency.or_else(|| outer.dependency.clone()),
             criticality: self.criticality.or(outer.criticality),
+            decode: self.decode.or(outer.decode),
             drop_failed: self.drop_failed.or(outer.drop_failed),
             schema: self.schema.or_else(|| outer.schema.clone()),
             layers: outer.layers.iter().cloned().chain(self.layers).collect(),
@@ -188,6 +214,22 @@ macro_rules! setters {
             self
         }
 
+        /// What becomes of an event that cannot be read: by default it goes to the dead letters at once,
+        /// with [`Decode::Retry`](crate::Decode::Retry) it is tried again by the retry policy.
+        ///
+        /// ```
+        /// use everbus::{Decode, Json, Router, to};
+        ///
+        /// async fn ship(Json(order): Json<u64>) {
+        ///     println!("{order}");
+        /// }
+        /// let router = Router::new().on("order.placed", to(ship).decode(Decode::Retry));
+        /// ```
+        pub fn decode(mut self, decode: $crate::Decode) -> Self {
+            self.settings.decode = Some(decode);
+            self
+        }
+
         /// What fails for good is skipped, with its last error as the recorded reason, instead of becoming a
         /// dead letter: for work that is not worth doing later, such as a cache or a gauge. Only with
         /// [best-effort](crate::Criticality::BestEffort) criticality.
@@ -197,7 +239,7 @@ macro_rules! setters {
         }
 
         /// Checks every payload against this JSON Schema before the handler runs; one that does not match
-        /// goes to the dead letters at once.
+        /// goes to the dead letters at once, unless [`decode`](Self::decode) says otherwise.
         pub fn validated(mut self, schema: serde_json::Value) -> Self {
             self.settings.schema = Some(schema);
             self

@@ -6,7 +6,7 @@ use rusqlite::Connection;
 use crate::errors::from_sqlite;
 
 /// The version of the tables this build reads and writes.
-pub const VERSION: i32 = 5;
+pub const VERSION: i32 = 6;
 
 /// `EVBS`: marks a SQLite file as ours.
 pub(crate) const APPLICATION_ID: i32 = 0x4556_4253;
@@ -19,6 +19,7 @@ const MIGRATIONS: &[&str] = &[
     concat!(include_str!("outbox.sql"), include_str!("schema_3.sql")),
     include_str!("schema_4.sql"),
     include_str!("schema_5.sql"),
+    include_str!("schema_6.sql"),
 ];
 
 /// The first SQLite that has the fix for lost commits after a WAL reset, and the older lines that

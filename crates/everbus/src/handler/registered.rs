@@ -13,6 +13,7 @@ use crate::extract::States;
 use crate::guard;
 use crate::message::Message;
 use crate::schema::Schema;
+use crate::settings::Decode;
 use crate::subscribe::SubscriptionId;
 use crate::upcast::Upcasts;
 
@@ -30,6 +31,8 @@ pub(crate) struct Traits {
     pub(crate) max_staleness: Option<Duration>,
     pub(crate) breaker: Option<Breaker>,
     pub(crate) criticality: Criticality,
+    /// What becomes of an event that cannot be read.
+    pub(crate) decode: Decode,
     /// What fails for good is skipped and no dead letter.
     pub(crate) drop_failed: bool,
     /// What was handled is remembered in the inbox and not handled again.

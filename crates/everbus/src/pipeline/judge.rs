@@ -12,6 +12,7 @@ use crate::breaker::{Breaker, Ticket};
 use crate::guard;
 use crate::handler::{Answer, HandlerError, Registered};
 use crate::options::BusOptions;
+use crate::settings::Decode;
 use crate::stats::Skip;
 
 /// An event that was the probe is due again this much after the breaker may be tried.
@@ -159,7 +160,8 @@ impl Judge<'_> {
         let delay = match answer {
             Answer::Skip => return skipped_as(text, Skip::Handler),
             Answer::GiveUp => None,
-            Answer::Retry => policy_says(),
+            Answer::Decode if handler.traits.decode == Decode::DeadLetter => None,
+            Answer::Decode | Answer::Retry => policy_says(),
             Answer::RetryAfter(after) => policy_says().map(|_| after),
         };
         self.report(name, policy, self.attempt, delay, &text);

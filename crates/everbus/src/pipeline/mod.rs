@@ -35,6 +35,7 @@ use crate::guard;
 use crate::handler::{HandlerError, Registered};
 use crate::message::Message;
 use crate::outcome::Outcome;
+use crate::overflow;
 use crate::stats::Skip;
 
 use attempt::Begun;
@@ -355,7 +356,7 @@ impl Pipeline {
             Err(judged) => return (*judged).into(),
         };
         let whole;
-        let delivery = if delivery.record.event.overflow().is_none() {
+        let delivery = if !overflow::is_apart(&delivery.record.event) {
             delivery
         } else {
             match Box::pin(self.whole(delivery)).await {

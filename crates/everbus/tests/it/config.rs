@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use everbus::config::{Breaker, BrokerKind, Problems};
 use everbus::{
-    BreakerPolicy, Code, Config, Criticality, Error, OnFull, PublishRate, RetryPolicy, StartFrom,
-    StreamLimit,
+    BreakerPolicy, Code, Config, Criticality, Decode, Error, OnFull, PublishRate, RetryPolicy,
+    StartFrom, StreamLimit,
 };
 
 /// The block of the specification's section Configuration, byte for byte.
@@ -298,6 +298,20 @@ fn a_consumer_has_a_breaker_and_is_critical_unless_it_says_otherwise() {
         let consumer = of(&format!(", criticality: {word}"));
         assert_eq!(consumer.criticality, Some(criticality));
     }
+}
+
+// conformance: contract/decode-config: decode of a consumer is dead_letter or retry, with either hyphen
+#[test]
+fn what_becomes_of_an_event_that_cannot_be_read_is_a_setting() {
+    let of = |settings: &str| {
+        let text = format!("consumers: {{a: {{stream: o.p{settings}}}}}");
+        parse(&text).unwrap().consumers.remove(0).decode
+    };
+    assert_eq!(of(""), None);
+    assert_eq!(Decode::default(), Decode::DeadLetter);
+    assert_eq!(of(", decode: retry"), Some(Decode::Retry));
+    assert_eq!(of(", decode: dead_letter"), Some(Decode::DeadLetter));
+    assert_eq!(of(", decode: dead-letter"), Some(Decode::DeadLetter));
 }
 
 // conformance: issue-3/config-extensions: the keys beyond the specification are read with their defaults

@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use everbus::{
-    BreakerPolicy, BreakerState, Bus, Clock, Code, Config, FailureKind, HandlerError, Message,
-    Router, to,
+    BreakerPolicy, BreakerState, Bus, Clock, Code, Config, EventState, FailureKind, HandlerError,
+    Json, Message, Router, to,
 };
 use serde_json::json;
 
-use crate::support::{Lab, eventually, on_every_engine};
+use crate::support::{Lab, eventually, on_every_engine, state_in, wait_for_retry};
 
 const FILE: &str = "
 streams:
@@ -162,4 +162,28 @@ async fn the_program_may_say_what_the_file_leaves_out() {
         "one failure opens mail's own breaker, not the default one"
     );
     bus.shutdown().await.unwrap();
+}
+
+// conformance: contract/decode-config: the file says decode: retry for the handlers of its consumer.
+#[tokio::test]
+async fn the_file_says_what_becomes_of_an_event_that_cannot_be_read() {
+    on_every_engine(|lab| async move {
+        let file = "consumers: {mail: {stream: 'a:b', decode: retry}, other: {stream: 'a:b'}}";
+        let config = Config::parse(file, "everbus.yaml").unwrap();
+        let bus = lab.open_with(lab.builder().config(&config)).await;
+        let router = Router::new()
+            .on("a.b", to(|_: Json<u8>| async {}).group("mail"))
+            .on("a.b", to(|_: Json<u8>| async {}).group("other"));
+        bus.mount(router).await.unwrap();
+        bus.start().await.unwrap();
+        let receipt = bus.publish(("a.b", "text")).await.unwrap();
+        wait_for_retry(&bus, receipt.seq(), "mail", 1).await;
+        eventually("the other group has given it up", || async {
+            let state = state_in(&bus, receipt.seq(), "other").await;
+            state.is_some_and(|state| state.state == EventState::Dlq)
+        })
+        .await;
+        bus.shutdown().await.unwrap();
+    })
+    .await;
 }

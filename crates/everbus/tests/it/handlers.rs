@@ -11,15 +11,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use everbus::{
-    Bus, Clock, Context, Envelope, Event, FailureKind, FromMessage, HandlerError, Json, Message,
-    Meta, Payload, RetryPolicy, Router, State, Timestamp, TypedEvent, handled as done, permanent,
-    to,
+    Bus, Clock, Context, Decode, Envelope, Event, FailureKind, FromMessage, HandlerError, Json,
+    Message, Meta, Payload, RetryPolicy, Router, State, Timestamp, TypedEvent, handled as done,
+    permanent, to,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
-use crate::support::{given_up, handled, on_every_engine, recorder, wait_for_retry};
+use crate::support::{
+    given_up, handled, on_every_engine, recorder, run_out_of_retries, wait_for_retry,
+};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Event)]
 #[event(type = "orders.order.placed", version = 2)]
@@ -238,10 +240,10 @@ async fn the_version_before_reaches_the_handler_through_an_upcast() {
     .await;
 }
 
-// conformance: issue-3/handler-decode: a payload that does not fit the parameter is a failure of kind decode that is retried by the policy.
-// conformance: framework/framework-malformed: a malformed event fails fast, before the handler's own code.
+// conformance: issue-3/handler-decode: a payload that does not fit the parameter is a failure of kind decode, and the event a dead letter at once.
+// conformance: framework/framework-malformed: a malformed event fails fast: one attempt, before the handler's own code, although the policy has more.
 #[tokio::test]
-async fn a_payload_that_does_not_fit_is_a_failed_attempt() {
+async fn a_payload_that_does_not_fit_is_a_dead_letter_at_once() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
         let runs = Runs::default();
@@ -268,14 +270,58 @@ async fn a_payload_that_does_not_fit_is_a_failed_attempt() {
         let wrong = Event::builder(OrderPlaced::TYPE)
             .version(2)
             .json("no order");
-        let wrong = bus.publish(wrong).await.unwrap();
-        let number = bus.publish(("number", "seven")).await.unwrap();
-        let maybe = bus.publish(("maybe", "seven")).await.unwrap();
-        for receipt in [wrong, number, maybe] {
-            let state = wait_for_retry(&bus, receipt.seq(), "", 1).await;
-            assert_eq!(state.failures[0].kind, FailureKind::Decode);
+        let wrong = given_up(&bus, wrong).await;
+        let number = given_up(&bus, ("number", "seven")).await;
+        let maybe = given_up(&bus, ("maybe", "seven")).await;
+        for letter in [wrong, number, maybe] {
+            assert_eq!(letter.attempts, 1, "the policy has three more");
+            assert_eq!(letter.failures[0].kind, FailureKind::Decode);
         }
         assert_eq!(runs.get(), 0, "the handlers did not run");
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+}
+
+// conformance: contract/decode-retry: with decode: retry an event that cannot be read, of an unknown version or against its schema is retried by the policy.
+#[tokio::test]
+async fn what_cannot_be_read_is_retried_if_that_is_asked_for() {
+    on_every_engine(|lab| async move {
+        let bus = lab.open().await;
+        let patient = Router::new()
+            .on(OrderPlaced::TYPE, |_: Payload<OrderPlaced>| async {})
+            .on("number", |_: Json<u8>| async {})
+            .on(
+                "checked",
+                to(|| async {}).validated(json!({"type": "number"})),
+            )
+            // What a route says is stronger than what its router says.
+            .on(
+                "hasty",
+                to(|_: Json<u8>| async {}).decode(Decode::DeadLetter),
+            )
+            .decode(Decode::Retry);
+        bus.mount(patient).await.unwrap();
+        bus.start().await.unwrap();
+        let new = Event::builder(OrderPlaced::TYPE).version(9).json(&7);
+        for (event, kind) in [
+            (new, FailureKind::Version),
+            (Event::builder("number").json("seven"), FailureKind::Decode),
+            (Event::builder("checked").json("seven"), FailureKind::Schema),
+        ] {
+            let receipt = bus.publish(event).await.unwrap();
+            let state = wait_for_retry(&bus, receipt.seq(), "", 1).await;
+            assert_eq!(state.failures[0].kind, kind);
+            run_out_of_retries(&lab, &bus, &receipt, "").await;
+            let letter = bus
+                .dead_letters()
+                .get(receipt.id())
+                .await
+                .unwrap()
+                .remove(0);
+            assert_eq!(letter.attempts, 4, "the policy of the bus");
+        }
+        assert_eq!(given_up(&bus, ("hasty", "seven")).await.attempts, 1);
         bus.shutdown().await.unwrap();
     })
     .await;

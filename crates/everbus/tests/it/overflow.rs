@@ -1,6 +1,7 @@
 //! Overflow: large events are split, and everybody who reads sees them whole.
 
 mod collected;
+mod foreign;
 mod ordering;
 mod places;
 mod s3;

@@ -4,11 +4,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus::{Code, Cursor, Event, EventId, HandlerError, Message};
+use everbus::dialects::encode;
+use everbus::{Clock, Code, Cursor, Dialect, Event, EventId, HandlerError, Message};
 use serde_json::json;
 use tokio::sync::Semaphore;
 
-use crate::support::{fine, on_every_engine, recorder};
+use crate::support::{fine, on_every_engine, published, recorder};
 
 // conformance: embedded/publish-id: publish() persists the event and returns its id.
 #[tokio::test]
@@ -244,6 +245,44 @@ async fn the_types_of_the_bus_itself_are_reserved() {
         assert_eq!(refused.code(), Code::InvalidType);
         assert!(refused.hint_text().is_some());
         bus.publish(("systematic.error", 1)).await.unwrap();
+    })
+    .await;
+}
+
+// conformance: contract/dialect-bus: a document of any dialect is published as it is, alone or in a batch, and its mistakes are errors of the publish
+#[tokio::test]
+async fn documents_of_a_dialect_are_published_as_they_are() {
+    on_every_engine(|lab| async move {
+        let bus = lab.open().await;
+        let omni = |n: u32| {
+            format!(
+                r#"{{"type":"message.received","payload":{{"n":{n}}},"id":"m-{n}","timestamp":"2026-01-03T15:22:19.640Z","source":"whatsapp"}}"#
+            )
+        };
+        let (one, two, three) = (omni(1), omni(2), omni(3));
+        let publish = |text: &str| {
+            let document = text.as_bytes().to_vec();
+            let bus = bus.clone();
+            async move { bus.publish(Dialect::Omni.document(&document)).await }
+        };
+        let receipt = publish(&one).await.unwrap();
+        assert!(publish(&one).await.unwrap().is_duplicate());
+        let batch = [&two, &three].map(|text| Dialect::Omni.document(text.as_bytes()));
+        bus.publish_batch(batch).await.unwrap();
+        let stored = published(&bus, "message.*").await;
+        assert_eq!(stored.len(), 3);
+        assert_eq!(stored[0].event.id(), receipt.id());
+        assert_eq!(stored[0].received_at, lab.clock.now(), "added on the way in");
+        for (record, text) in stored.iter().zip([&one, &two, &three]) {
+            let again = encode(&record.event, Dialect::Omni).unwrap();
+            let again: serde_json::Value = serde_json::from_slice(&again).unwrap();
+            let wanted: serde_json::Value = serde_json::from_str(text).unwrap();
+            assert_eq!(again, wanted);
+        }
+        let bad = publish("{\"type\":\"a.b\"}").await.unwrap_err();
+        assert_eq!(bad.code(), Code::InvalidAttribute);
+        assert!(bad.message().contains("field \"source\""), "{bad}");
+        bus.shutdown().await.unwrap();
     })
     .await;
 }

@@ -105,6 +105,7 @@ async fn the_view_tells_the_whole_story() {
     kill(&engine, "billing", vec![first.clone(), second.clone()]).await;
     let row = rows(&path).remove(0);
     assert_eq!(text(&row, "event_id"), event.id().to_string());
+    assert_eq!(text(&row, "uuid"), event.id().to_string());
     assert_eq!(text(&row, "event_type"), "order.placed");
     assert_eq!(text(&row, "error"), "still 'down'");
     assert_eq!(text(&row, "stack"), "at src/lib.rs:1:2\n  0: main");
@@ -212,8 +213,7 @@ async fn any_payload_makes_a_valid_envelope() {
     for (n, (event, payload, hex)) in cases.iter().enumerate() {
         engine.broker.append(vec![event.clone()]).await.unwrap();
         kill(&engine, "g", vec![crate::failure("x")]).await;
-        let of_event =
-            |row: &BTreeMap<String, Value>| text(row, "event_id") == event.id().to_string();
+        let of_event = |row: &BTreeMap<String, Value>| text(row, "uuid") == event.id().to_string();
         let row = rows(&path).into_iter().find(of_event).unwrap();
         let shown = text(&row, "payload");
         let shown: serde_json::Value =
@@ -224,7 +224,8 @@ async fn any_payload_makes_a_valid_envelope() {
             *hex,
             "{n}"
         );
-        assert_eq!(shown["event_id"], event.id().to_string());
+        assert_eq!(shown["event_id"], *event.display_id());
+        assert_eq!(text(&row, "event_id"), event.display_id());
         let at: everbus_core::Timestamp = shown["occurred_at"].as_str().unwrap().parse().unwrap();
         assert_eq!(at, event.occurred_at(), "{n}");
         let foreign = event.attributes().and_then(|a| a.foreign_id.clone());
@@ -313,6 +314,30 @@ async fn a_replaced_dead_letter_is_linked_in_the_view() {
             _ => assert_eq!((state.state, skipped), (EventState::Done, Some(ADDRESSED))),
         }
     }
+}
+
+// conformance: outbox/4-event-id: a dead letter of a file of version 5 shows the id that the publisher gave, and the UUID beside it
+#[tokio::test]
+async fn an_older_dead_letter_gets_the_id_that_the_publisher_gave() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.db");
+    std::fs::copy(
+        concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/v5.db"),
+        &path,
+    )
+    .unwrap();
+    // As a build of that version wrote it for an event of a publisher with ids of its own.
+    let conn = Connection::open(&path).unwrap();
+    conn.execute_batch(
+        "UPDATE log SET attrs = json_set(attrs, '$.foreign_id', 'order-1'), checksum = NULL
+         WHERE seq = (SELECT seq FROM dead_letters)",
+    )
+    .unwrap();
+    drop(conn);
+    open(&path).broker.close().await.unwrap();
+    let row = rows(&path).remove(0);
+    assert_eq!(text(&row, "event_id"), "order-1");
+    assert_eq!(text(&row, "uuid"), "01900000-0000-7000-8000-000000000002");
 }
 
 // conformance: issue-4/dlq-view-migrated: dead letters of files of earlier versions are in the view

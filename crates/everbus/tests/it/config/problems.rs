@@ -160,6 +160,7 @@ fn numbers_with_the_wrong_unit_type_or_range_are_refused() {
         ("ordered", "yes", "true or false"),
         ("ordered", "'true'", "true or false"),
         ("idempotent", "1", "true or false"),
+        ("decode", "again", "one of dead_letter"),
         ("start_from", "yesterday", "new, first, last, or a time"),
         ("criticality", "3", "one of critical"),
         ("criticality", "[critical]", "is a list"),

@@ -185,6 +185,22 @@ async fn a_bus_whose_breaker_is_open_is_idle_until_the_clock_is_moved() {
     .await;
 }
 
+// conformance: issue-3/breaker-quiet: a test does not wait for the alert of a best-effort breaker, which never comes.
+#[tokio::test]
+async fn a_bus_whose_best_effort_breaker_opens_is_idle() {
+    everywhere(|builder| async move {
+        let policy = BreakerPolicy::default().fail_max(1);
+        let route = to(use_it).breaker(policy);
+        let route = route.criticality(everbus::Criticality::BestEffort);
+        let router = Router::new().on("a", route);
+        let router = router.with_state(Dependency::default());
+        let bus = builder.build(router).await.unwrap();
+        bus.publish(("a", 1)).await.unwrap();
+        assert!(bus.published_events("system.>").is_empty());
+    })
+    .await;
+}
+
 // conformance: issue-3/test-bus-breaker: an open breaker is no work that is due; moving the clock lets its probe through
 #[tokio::test]
 async fn a_dependency_that_stays_down_keeps_critical_events_waiting() {
