@@ -93,6 +93,7 @@ proptest! {
         accepted_or_not_json(&bytes, dialect)?;
     }
 
+    // conformance: issue-4/dialect-no-panic: what is accepted comes back
     #[test]
     fn arbitrary_fields(
         fields in vec((select(NAMES), any_json()), 0..10),
@@ -102,6 +103,7 @@ proptest! {
         accepted_comes_back(text(&fields, false).as_bytes(), dialect)?;
     }
 
+    // conformance: issue-4/dialect-no-panic: what is accepted comes back
     #[test]
     fn valid_documents_with_one_field_replaced(
         (dialect, mut document) in documents(),
@@ -113,11 +115,13 @@ proptest! {
         accepted_comes_back(text(&document, true).as_bytes(), dialect)?;
     }
 
+    // conformance: issue-4/dialect-no-panic: what is accepted comes back
     #[test]
     fn valid_documents_of_another_dialect((_, document) in documents(), dialect in select(Dialect::ALL)) {
         accepted_comes_back(text(&document, false).as_bytes(), dialect)?;
     }
 
+    // conformance: issue-4/dialect-no-panic: what is accepted comes back
     #[test]
     fn valid_documents_with_one_byte_changed_or_cut_off(
         (dialect, document) in documents(),

@@ -76,6 +76,7 @@ async fn deliver(
     finished.settlement.verdict
 }
 
+// conformance: fault-12/crash: a process that dies during the last attempt leaves a dead letter.
 // conformance: rule-3/crash-loop: an event that was alone in flight at every crash is dead-lettered once its attempts are used up, without running again.
 #[tokio::test]
 async fn an_event_that_keeps_crashing_its_process_is_given_up() {

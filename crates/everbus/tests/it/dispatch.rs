@@ -8,7 +8,8 @@ use everbus::{FailureKind, HandlerError, Message, RetryPolicy, StartFrom};
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::support::{
-    PATIENCE, broken, eventually, fine, is_done, on_every_engine, recorder, wait_for_retry,
+    Kind, Lab, PATIENCE, broken, eventually, fine, is_done, on_every_engine, recorder,
+    wait_for_retry,
 };
 
 // conformance: embedded/sequential: handlers that match the same event run one after another, in subscription order.
@@ -146,6 +147,31 @@ async fn the_timeout_of_a_subscription_wins_over_that_of_the_bus() {
         bus.shutdown().await.unwrap();
     })
     .await;
+}
+
+// conformance: embedded/subscribe-timeout: without a setting a handler has 30 s.
+// conformance: rule-8/timeout: without a setting a handler has 30 s.
+#[tokio::test(start_paused = true)]
+async fn a_handler_has_thirty_seconds_unless_told_otherwise() {
+    // An engine without threads of its own: the time of tokio moves only while everything waits.
+    let lab = Lab::new(Kind::Memory);
+    let bus = lab.open_impatient().await;
+    bus.subscribe("a")
+        .handler(|_| std::future::pending())
+        .await
+        .unwrap();
+    bus.start().await.unwrap();
+    let receipt = bus.publish(("a", 1)).await.unwrap();
+    let letters = async || bus.dead_letters().get(receipt.id()).await.unwrap();
+    eventually("the handler is cut off", || async {
+        !letters().await.is_empty()
+    })
+    .await;
+    let failure = &letters().await[0].failures[0];
+    assert_eq!(failure.kind, FailureKind::Timeout);
+    let took = failure.took.unwrap();
+    assert!((30_000..30_010).contains(&took.as_millis()), "{took:?}");
+    bus.shutdown().await.unwrap();
 }
 
 // conformance: rule-5/no-blocking: a failing event does not block others.

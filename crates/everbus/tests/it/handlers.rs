@@ -49,6 +49,7 @@ impl Runs {
     }
 }
 
+// conformance: embedded/metadata: a handler is given the metadata as it was published.
 // conformance: issue-3/handler-extractors: a handler takes Payload, Json, serde_json::Value, Envelope, Meta, State, Context and the message, up to eight at once.
 // conformance: framework/framework-injection: services and configuration are injected into handlers.
 #[tokio::test]

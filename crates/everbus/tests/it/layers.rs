@@ -13,7 +13,7 @@ use everbus::{
 };
 use tower::limit::ConcurrencyLimitLayer;
 use tower::timeout::TimeoutLayer;
-use tower_layer::Layer;
+use tower_layer::{Layer, layer_fn};
 use tower_service::Service;
 
 use crate::support::{
@@ -92,7 +92,7 @@ pub(crate) fn layer<F, Fut>(run: F) -> impl Layer<HandlerService, Service = Cust
 where
     F: Fn(Message, HandlerService) -> Fut + Clone,
 {
-    tower_layer::layer_fn(move |inner| Custom {
+    layer_fn(move |inner| Custom {
         run: run.clone(),
         inner,
     })
@@ -305,6 +305,24 @@ async fn the_concurrency_limit_of_tower_holds_over_all_events() {
     .await;
 }
 
+/// A layer that panics when it is asked whether it is ready.
+#[derive(Clone)]
+struct Unready(HandlerService);
+
+impl Service<Message> for Unready {
+    type Response = Outcome;
+    type Error = BoxError;
+    type Future = BoxFuture<'static, Result<Outcome, BoxError>>;
+
+    fn poll_ready(&mut self, _: &mut Poller<'_>) -> Poll<Result<(), BoxError>> {
+        panic!("before the call of a layer");
+    }
+
+    fn call(&mut self, message: Message) -> Self::Future {
+        self.0.call(message)
+    }
+}
+
 // conformance: issue-3/layers-panic: a panic in a layer is a failed attempt like any other, wherever in the layer it is.
 // conformance: fault-4/layer-panic: a panic in a layer does not fall through to the ack.
 #[tokio::test]
@@ -320,12 +338,14 @@ async fn a_panic_in_a_layer_is_a_failed_attempt() {
             outcome
         });
         let router = Router::new()
+            .on("ready", to(|| async {}).layer(layer_fn(Unready)))
             .on("call", to(|| async {}).layer(at_once))
             .on("after", to(|| async { ("b", 1) }).layer(after))
             .concurrency(1);
         bus.mount(router).await.unwrap();
         bus.start().await.unwrap();
         for (event_type, said) in [
+            ("ready", "before the call of a layer"),
             ("call", "in the call of a layer"),
             ("after", "after the handler"),
             ("call", "in the call of a layer"),

@@ -9,7 +9,7 @@ use everbus::{Bus, Code, EventId, Message, Receipt};
 use tokio::sync::{Notify, Semaphore};
 
 use crate::support::{
-    PATIENCE, eventually, fine, on_every_durable_engine, on_every_engine, recorder,
+    Kind, Lab, PATIENCE, eventually, fine, on_every_durable_engine, on_every_engine, recorder,
 };
 
 /// Subscribes a handler that says when it has begun and then waits at the gate.
@@ -117,6 +117,23 @@ async fn handlers_that_do_not_finish_in_time_are_abandoned() {
         assert_eq!(bus.shutdown().await.unwrap().abandoned, 2);
     })
     .await;
+}
+
+// conformance: embedded/shutdown-timeout: without a setting the wait ends after 30 s.
+#[tokio::test(start_paused = true)]
+async fn shutdown_waits_thirty_seconds_unless_told_otherwise() {
+    // An engine without threads of its own: the time of tokio moves only while everything waits.
+    let lab = Lab::new(Kind::Memory);
+    let patient = lab.builder().timeout(Duration::from_secs(3600));
+    let bus = lab.open_with(patient).await;
+    let (begun, _gate) = gated(&bus, 1).await;
+    bus.start().await.unwrap();
+    bus.publish(("a", 1)).await.unwrap();
+    begun.notified().await;
+    let asked = tokio::time::Instant::now();
+    assert_eq!(bus.shutdown().await.unwrap().abandoned, 1);
+    let waited = asked.elapsed();
+    assert!((30_000..30_010).contains(&waited.as_millis()), "{waited:?}");
 }
 
 // conformance: issue-2/abandoned-redelivered: an abandoned event is delivered again with its attempt counted; one that had not begun is not counted.

@@ -153,7 +153,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: fault-12/lease-end: a lease that ends gives the event back with the attempt counted and a crash recorded
+        // conformance: rule-3/lease-end: a lease that ends gives the event back with the attempt counted and a crash recorded
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_lease_that_ends_counts_as_a_crash() {
             $crate::conformance::run(
@@ -353,6 +353,7 @@ macro_rules! conformance_tests {
         }
 
         // conformance: embedded/payload: payloads of 1 MB and odd ones come out byte for byte as they went in
+        // conformance: embedded/metadata: metadata comes out as it went in, in a delivery and by the event's id
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn odd_payloads_come_out_as_they_went_in() {
             $crate::conformance::run(
@@ -487,6 +488,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
+        // conformance: rule-9/no-handler: a type that no process has a handler for is dead-lettered after a configurable time, never acked by falling through
         // conformance: fault-4/no-handler: an event no process handles becomes a dead letter after a configurable time, never an ack
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_event_nobody_handles_is_dead_lettered_in_the_end() {
@@ -997,7 +999,6 @@ macro_rules! conformance_tests {
         }
 
         // conformance: issue-3/inbox-group: a group that is removed and made again has handled nothing
-        // conformance: outbox/3-key: the primary key is (event_id, consumer_name)
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_group_made_anew_has_handled_nothing() {
             $crate::conformance::run(

@@ -172,7 +172,7 @@ fn a_consumer_checks_every_event() {
     assert_eq!(error.code(), Code::SchemaViolation);
 }
 
-// conformance: framework/structure-schema: events are typed and checked on publish and on consume; malformed ones fail fast.
+// conformance: issue-3/typed-schema: what a type serialises fits the schema of the type.
 #[test]
 fn what_a_type_serialises_fits_its_own_schema() {
     let schemas = registered();

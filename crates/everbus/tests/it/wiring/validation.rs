@@ -32,7 +32,8 @@ fn careless(lab: &Lab, bus: &Bus) -> Bus {
 }
 
 // conformance: issue-3/validation-publish: a payload that violates the schema of its type is refused on publish, with the place; nothing is stored.
-// conformance: framework/framework-validation: events are validated on publish and on consume.
+// conformance: framework/framework-validation: events are validated on publish.
+// conformance: framework/structure-schema: the schema comes from the type; a publish is checked against it.
 #[tokio::test]
 async fn a_payload_against_its_schema_is_not_published() {
     on_every_engine(|lab| async move {
@@ -65,6 +66,8 @@ async fn a_payload_against_its_schema_is_not_published() {
     .await;
 }
 
+// conformance: framework/framework-validation: events are validated on consume.
+// conformance: framework/structure-schema: the schema comes from the type; an event is checked against it before it is handled.
 // conformance: issue-3/validation-consume: a payload that was published elsewhere against its schema is dead-lettered at once, with the place; the handler does not run.
 #[tokio::test]
 async fn a_payload_against_its_schema_is_not_handled() {
