@@ -170,7 +170,7 @@ mod tests {
     use super::*;
     use rusqlite::hooks::{AuthAction, AuthContext, Authorization};
 
-    // conformance: issue-2/sqlite-version: a SQLite with the WAL-reset bug is refused at open
+    // conformance: bus/sqlite-version: a SQLite with the WAL-reset bug is refused at open
     #[test]
     fn libraries_with_the_wal_reset_bug_are_refused() {
         for bad in [3_040_001, 3_044_005, 3_050_006, 3_051_002] {
@@ -221,7 +221,7 @@ mod tests {
         assert_eq!(identify(&conn).unwrap(), Kind::Ours(VERSION));
     }
 
-    // conformance: issue-3/inbox-group-numbers: the number of a removed group is never given again, also in a file of version 1
+    // conformance: handlers/inbox-group-numbers: the number of a removed group is never given again, also in a file of version 1
     #[test]
     fn the_numbers_of_groups_go_on_after_a_migration() {
         for kept in [0, 1] {
@@ -260,7 +260,7 @@ mod tests {
         }
     }
 
-    // conformance: issue-4/migration-names: a table of the user's in the way of a migration is named, and nothing is changed
+    // conformance: memory/migration-names: a table of the user's in the way of a migration is named, and nothing is changed
     #[test]
     fn a_table_in_the_way_is_named() {
         let conn = Connection::open_in_memory().unwrap();

@@ -113,7 +113,7 @@ fn refused(text: &str, start: &str, contains: &str) {
 }
 
 // conformance: framework/config-file: the specification's configuration file loads as written, every value of it
-// conformance: issue-3/config-spec-file: the specification's file loads as written
+// conformance: handlers/config-spec-file: the specification's file loads as written
 #[test]
 fn the_file_of_the_specification_loads_as_written() {
     let config = specification();
@@ -319,7 +319,7 @@ fn what_becomes_of_an_event_that_cannot_be_read_is_a_setting() {
     assert_eq!(of(", decode: dead-letter"), Some(Decode::DeadLetter));
 }
 
-// conformance: issue-3/config-extensions: the keys beyond the specification are read with their defaults
+// conformance: handlers/config-extensions: the keys beyond the specification are read with their defaults
 #[test]
 fn the_keys_beyond_the_specification_are_read() {
     let config = parse(
@@ -378,7 +378,7 @@ backpressure:
     );
 }
 
-// conformance: issue-3/config-book: the example of the book loads
+// conformance: handlers/config-book: the example of the book loads
 #[test]
 fn the_example_of_the_book_loads() {
     let examples: Vec<&str> = BOOK
@@ -395,7 +395,7 @@ fn the_example_of_the_book_loads() {
     }
 }
 
-// conformance: issue-3/config-book: the book names every key
+// conformance: handlers/config-book: the book names every key
 #[test]
 fn the_book_names_every_key() {
     // An unknown key in each section makes the reader list what it knows.

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use everbus::{
-    BreakerPolicy, BreakerState, Bus, Clock, Code, Config, Event, EventState, FailureKind, HandlerError,
-    Json, Message, Router, to,
+    BreakerPolicy, BreakerState, Bus, Clock, Code, Config, Event, EventState, FailureKind,
+    HandlerError, Json, Message, Router, to,
 };
 use serde_json::json;
 
@@ -100,7 +100,7 @@ async fn the_settings_of_a_consumer_hold_for_its_handlers() {
     .await;
 }
 
-// conformance: issue-3/config-spec-file: what the specification's file says of its consumers and of staleness holds for them.
+// conformance: handlers/config-spec-file: what the specification's file says of its consumers and of staleness holds for them.
 #[tokio::test]
 async fn the_file_of_the_specification_holds_for_its_consumers() {
     on_every_engine(|lab| async move {

@@ -237,7 +237,7 @@ async fn a_group_that_fails_or_hangs_does_not_hold_back_another() {
     .await;
 }
 
-// conformance: issue-2/prefetch: memory is bounded whatever the backlog; at most the prefetch is held.
+// conformance: bus/prefetch: memory is bounded whatever the backlog; at most the prefetch is held.
 #[tokio::test]
 async fn no_more_than_the_prefetch_is_in_flight() {
     on_every_engine(|lab| async move {
@@ -284,7 +284,7 @@ async fn no_more_than_the_prefetch_is_in_flight() {
     .await;
 }
 
-// conformance: issue-2/concurrency: no more handlers of a group run at once than its concurrency, and a slow one holds back nothing but itself.
+// conformance: bus/concurrency: no more handlers of a group run at once than its concurrency, and a slow one holds back nothing but itself.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_slow_handler_holds_back_nothing_but_itself() {
     on_every_engine(|lab| async move {
@@ -368,7 +368,7 @@ async fn lowering_the_concurrency_of_a_running_group_takes_effect() {
     .await;
 }
 
-// conformance: issue-2/ordered: in an ordered group, events with the same key are handled one after another, also over a retry.
+// conformance: bus/ordered: in an ordered group, events with the same key are handled one after another, also over a retry.
 #[tokio::test]
 async fn in_an_ordered_group_a_failed_event_holds_back_its_key_only() {
     on_every_engine(|lab| async move {
@@ -405,7 +405,7 @@ async fn in_an_ordered_group_a_failed_event_holds_back_its_key_only() {
     .await;
 }
 
-// conformance: issue-2/start-from: the unnamed group sees everything from the start of the log, a named group starts where it says.
+// conformance: bus/start-from: the unnamed group sees everything from the start of the log, a named group starts where it says.
 #[tokio::test]
 async fn groups_begin_where_they_say() {
     on_every_engine(|lab| async move {

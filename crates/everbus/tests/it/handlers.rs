@@ -50,7 +50,7 @@ impl Runs {
 }
 
 // conformance: embedded/metadata: a handler is given the metadata as it was published.
-// conformance: issue-3/handler-extractors: a handler takes Payload, Json, serde_json::Value, Envelope, Meta, State, Context and the message, up to eight at once.
+// conformance: handlers/handler-extractors: a handler takes Payload, Json, serde_json::Value, Envelope, Meta, State, Context and the message, up to eight at once.
 // conformance: framework/framework-injection: services and configuration are injected into handlers.
 #[tokio::test]
 async fn a_handler_is_given_what_its_parameters_name() {
@@ -105,7 +105,7 @@ async fn a_handler_is_given_what_its_parameters_name() {
     .await;
 }
 
-// conformance: issue-3/handler-functions: functions and closures of none to eight parameters are handlers.
+// conformance: handlers/handler-functions: functions and closures of none to eight parameters are handlers.
 #[tokio::test]
 async fn functions_and_closures_of_any_number_of_parameters_are_handlers() {
     type R = State<Runs>;
@@ -163,7 +163,7 @@ async fn functions_and_closures_of_any_number_of_parameters_are_handlers() {
     .await;
 }
 
-// conformance: issue-3/version-unknown: an event of an unknown version is dead-lettered at once with a clear reason, and the handler does not run.
+// conformance: handlers/version-unknown: an event of an unknown version is dead-lettered at once with a clear reason, and the handler does not run.
 // conformance: fault-4/unknown-version: an event of a version that nothing reads does not fall through to the ack.
 #[tokio::test]
 async fn an_unknown_version_is_a_dead_letter_at_once() {
@@ -211,7 +211,7 @@ async fn an_unknown_version_is_a_dead_letter_at_once() {
     .await;
 }
 
-// conformance: issue-3/version-upcast: a handler accepts the version before through the router's upcast.
+// conformance: handlers/version-upcast: a handler accepts the version before through the router's upcast.
 // conformance: framework/versioning-previous: a consumer of the bus handles the current version and the one before.
 #[tokio::test]
 async fn the_version_before_reaches_the_handler_through_an_upcast() {
@@ -241,7 +241,7 @@ async fn the_version_before_reaches_the_handler_through_an_upcast() {
     .await;
 }
 
-// conformance: issue-3/handler-decode: a payload that does not fit the parameter is a failure of kind decode, and the event a dead letter at once.
+// conformance: handlers/handler-decode: a payload that does not fit the parameter is a failure of kind decode, and the event a dead letter at once.
 // conformance: framework/framework-malformed: a malformed event fails fast: one attempt, before the handler's own code, although the policy has more.
 #[tokio::test]
 async fn a_payload_that_does_not_fit_is_a_dead_letter_at_once() {
@@ -328,7 +328,7 @@ async fn what_cannot_be_read_is_retried_if_that_is_asked_for() {
     .await;
 }
 
-// conformance: issue-3/handler-option: Option<Payload<T>> is None for other event types, and still a failure for one that cannot be read.
+// conformance: handlers/handler-option: Option<Payload<T>> is None for other event types, and still a failure for one that cannot be read.
 #[tokio::test]
 async fn an_optional_payload_is_there_if_its_type_came() {
     #[derive(Debug, PartialEq, Serialize, Deserialize, Event)]
@@ -365,7 +365,7 @@ async fn an_optional_payload_is_there_if_its_type_came() {
     .await;
 }
 
-// conformance: issue-3/handler-other-type: an event of another type is never parsed as the type that the handler takes.
+// conformance: handlers/handler-other-type: an event of another type is never parsed as the type that the handler takes.
 #[tokio::test]
 async fn another_type_is_never_parsed() {
     on_every_engine(|lab| async move {
@@ -385,7 +385,7 @@ async fn another_type_is_never_parsed() {
     .await;
 }
 
-// conformance: issue-3/handler-context: Context tells the attempt, what went wrong before, and how many attempts there are.
+// conformance: handlers/handler-context: Context tells the attempt, what went wrong before, and how many attempts there are.
 #[tokio::test]
 async fn the_context_tells_which_attempt_this_is() {
     on_every_engine(|lab| async move {
@@ -426,7 +426,7 @@ async fn on_the_timer() -> Bus {
     builder.open("memory:").await.unwrap()
 }
 
-// conformance: issue-3/handler-deadline: Context tells when the attempt ends.
+// conformance: handlers/handler-deadline: Context tells when the attempt ends.
 #[tokio::test(start_paused = true)]
 async fn the_context_tells_how_long_the_attempt_may_take() {
     let bus = on_the_timer().await;
@@ -447,7 +447,7 @@ async fn the_context_tells_how_long_the_attempt_may_take() {
     handled(&bus, ("a", 1)).await;
 }
 
-// conformance: issue-3/handler-extend: a handler that extends its attempt is not cut at its timeout, and keeps its lease meanwhile.
+// conformance: handlers/handler-extend: a handler that extends its attempt is not cut at its timeout, and keeps its lease meanwhile.
 #[tokio::test(start_paused = true)]
 async fn an_extended_attempt_outlives_its_timeout_and_its_lease() {
     let bus = on_the_timer().await;
@@ -475,7 +475,7 @@ async fn an_extended_attempt_outlives_its_timeout_and_its_lease() {
     assert_eq!(letter.failures[0].kind, FailureKind::Timeout);
 }
 
-// conformance: issue-3/handler-own-extractor: a parameter type of one's own is taken from the message, and what it cannot find is a failure with its answer.
+// conformance: handlers/handler-own-extractor: a parameter type of one's own is taken from the message, and what it cannot find is a failure with its answer.
 #[tokio::test]
 async fn a_parameter_type_of_ones_own_is_an_extractor() {
     struct Tenant(String);
@@ -508,7 +508,7 @@ async fn a_parameter_type_of_ones_own_is_an_extractor() {
     .await;
 }
 
-// conformance: issue-3/handler-panic: a panic in an extractor is a failed attempt like any other.
+// conformance: handlers/handler-panic: a panic in an extractor is a failed attempt like any other.
 // conformance: fault-4/extractor-panic: a panic in an extractor does not fall through to the ack.
 #[tokio::test]
 async fn a_panic_in_an_extractor_is_a_failed_attempt() {

@@ -101,7 +101,7 @@ fn order() -> EventBuilder {
 }
 
 // conformance: outbox/5-replay-groups: replaying by SQL sends an event back to the groups that failed, and to no others
-// conformance: issue-4/outbox-replay: a row whose event has an open dead letter is relayed as a retry of it, past deduplication
+// conformance: memory/outbox-replay: a row whose event has an open dead letter is relayed as a retry of it, past deduplication
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_sql_of_the_specification_replays_to_the_groups_that_failed() {
     let stage = Stage::new().await;
@@ -235,7 +235,7 @@ fn written_long_ago(db: &Connection) {
     .unwrap();
 }
 
-// conformance: issue-4/outbox-died-unmarked: an event that died before its row was marked is not delivered again; a row that was written after the death is a retry
+// conformance: memory/outbox-died-unmarked: an event that died before its row was marked is not delivered again; a row that was written after the death is a retry
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_event_that_died_before_its_row_was_marked_is_no_retry() {
     let stage = Stage::new().await;
@@ -276,7 +276,7 @@ async fn an_event_that_died_before_its_row_was_marked_is_no_retry() {
     assert_eq!(stage.handled(), [("audit", 1), ("mail", 1), ("stock", 1)]);
 }
 
-// conformance: issue-4/outbox-granted-unmarked: a retry that was sent back and not marked is not sent back again
+// conformance: memory/outbox-granted-unmarked: a retry that was sent back and not marked is not sent back again
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_wish_is_granted_once_even_if_its_row_was_not_marked() {
     for dies_again in [true, false] {
@@ -329,7 +329,7 @@ async fn a_row_that_comes_while_a_relay_is_at_work_is_a_wish_whatever_its_clock_
     assert_eq!(stage.handled(), [("audit", 1), ("mail", 1), ("stock", 1)]);
 }
 
-// conformance: issue-4/outbox-replay-tenant: a row is a retry of the dead letters of its own tenant only
+// conformance: memory/outbox-replay-tenant: a row is a retry of the dead letters of its own tenant only
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_row_without_a_tenant_retries_no_tenants_dead_letters() {
     let stage = Stage::new().await;

@@ -33,7 +33,7 @@ async fn publish_returns_the_id_and_the_place_in_the_log() {
     .await;
 }
 
-// conformance: issue-2/duplicate-publish: the same event published twice returns the first receipt and stores nothing; the same id with another body is IdReused.
+// conformance: bus/duplicate-publish: the same event published twice returns the first receipt and stores nothing; the same id with another body is IdReused.
 #[tokio::test]
 async fn the_same_event_twice_is_stored_once_and_another_body_is_refused() {
     on_every_engine(|lab| async move {
@@ -74,7 +74,7 @@ async fn a_payload_that_is_not_json_is_refused() {
     .await;
 }
 
-// conformance: issue-2/bad-input: illegal types and payloads over the limit give a specific error with a hint and store nothing.
+// conformance: bus/bad-input: illegal types and payloads over the limit give a specific error with a hint and store nothing.
 #[tokio::test]
 async fn illegal_types_and_large_payloads_are_refused_with_a_hint() {
     on_every_engine(|lab| async move {
@@ -95,7 +95,7 @@ async fn illegal_types_and_large_payloads_are_refused_with_a_hint() {
     .await;
 }
 
-// conformance: issue-2/publish-batch: publish_batch stores all events or none.
+// conformance: bus/publish-batch: publish_batch stores all events or none.
 #[tokio::test]
 async fn a_batch_is_stored_as_a_whole_or_not_at_all() {
     on_every_engine(|lab| async move {
@@ -173,7 +173,7 @@ async fn settled_waits_until_every_group_has_handled_the_event() {
     .await;
 }
 
-// conformance: issue-2/settled: settled says in which groups the event was dead-lettered.
+// conformance: bus/settled: settled says in which groups the event was dead-lettered.
 #[tokio::test]
 async fn settled_names_the_groups_that_gave_up() {
     on_every_engine(|lab| async move {
@@ -215,7 +215,7 @@ async fn an_event_nobody_wants_is_settled_at_once() {
     .await;
 }
 
-// conformance: issue-2/wake: a publish wakes its handlers without polling.
+// conformance: bus/wake: a publish wakes its handlers without polling.
 #[tokio::test]
 async fn a_publish_wakes_the_handler_while_the_clock_stands_still() {
     on_every_engine(|lab| async move {

@@ -266,7 +266,7 @@ async fn an_error_is_a_failure_with_its_causes() {
     .await;
 }
 
-// conformance: issue-2/permanent: a permanent error goes straight to the dead letters.
+// conformance: bus/permanent: a permanent error goes straight to the dead letters.
 #[tokio::test]
 async fn a_permanent_error_is_not_retried() {
     on_every_engine(|lab| async move {

@@ -128,7 +128,7 @@ async fn a_stream_is_full_by_all_its_types_together() {
     .await;
 }
 
-// conformance: issue-3/backpressure-wait: on the engines: a publish into a full stream fails with Backpressure once its wait is over, and goes through if a group makes room before
+// conformance: handlers/backpressure-wait: on the engines: a publish into a full stream fails with Backpressure once its wait is over, and goes through if a group makes room before
 #[tokio::test]
 async fn a_publish_waits_for_room_in_a_full_stream() {
     on_every_engine(|lab| async move {

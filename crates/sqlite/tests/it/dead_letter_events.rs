@@ -75,7 +75,7 @@ fn at(clock: &ManualClock) -> Options {
     }
 }
 
-// conformance: issue-4/dlq-view: dead_letter_events has first and last seen, attempts, every error, the stack, group, handler, the original envelope and retried_at
+// conformance: memory/dlq-view: dead_letter_events has first and last seen, attempts, every error, the stack, group, handler, the original envelope and retried_at
 // conformance: outbox/4-table: dead_letter_events has event_id, event_type, payload, error, first_seen_at, last_seen_at, attempts
 // conformance: outbox/4-attempts: a record that fails again is updated and its attempts add up
 // conformance: framework/dlq-fields: attempts, error, failed_at, original event and original stream
@@ -151,7 +151,7 @@ async fn the_view_tells_the_whole_story() {
     assert_eq!(text(row, "last_seen_at"), millis(clock.now()));
 }
 
-// conformance: issue-4/dlq-view-payloads: payloads that are no JSON, no text, or belong to foreign ids are shown as they are
+// conformance: memory/dlq-view-payloads: payloads that are no JSON, no text, or belong to foreign ids are shown as they are
 #[tokio::test]
 async fn any_payload_makes_a_valid_envelope() {
     let dir = tempfile::tempdir().unwrap();
@@ -233,7 +233,7 @@ async fn any_payload_makes_a_valid_envelope() {
     }
 }
 
-// conformance: issue-4/dlq-view-fast: a filter on event_id reads that event alone
+// conformance: memory/dlq-view-fast: a filter on event_id reads that event alone
 #[tokio::test]
 async fn a_filter_on_the_event_uses_the_index() {
     let dir = tempfile::tempdir().unwrap();
@@ -281,8 +281,8 @@ async fn a_filter_on_the_event_uses_the_index() {
     assert!(few * 50 < many, "{few} steps for one, {many} for all");
 }
 
-// conformance: issue-4/dlq-edit-view: the view links a dead letter to the event that replaced it
-// conformance: issue-4/dlq-edit-skips: the other groups pass a corrected event by, and nothing is written for them
+// conformance: memory/dlq-edit-view: the view links a dead letter to the event that replaced it
+// conformance: memory/dlq-edit-skips: the other groups pass a corrected event by, and nothing is written for them
 #[tokio::test]
 async fn a_replaced_dead_letter_is_linked_in_the_view() {
     let dir = tempfile::tempdir().unwrap();
@@ -340,7 +340,7 @@ async fn an_older_dead_letter_gets_the_id_that_the_publisher_gave() {
     assert_eq!(text(&row, "uuid"), "01900000-0000-7000-8000-000000000002");
 }
 
-// conformance: issue-4/dlq-view-migrated: dead letters of files of earlier versions are in the view
+// conformance: memory/dlq-view-migrated: dead letters of files of earlier versions are in the view
 #[tokio::test]
 async fn dead_letters_of_older_files_are_in_the_view() {
     for version in 1..=everbus_sqlite::SCHEMA_VERSION {

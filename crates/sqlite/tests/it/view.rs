@@ -241,7 +241,7 @@ async fn every_event_is_shown_exactly_once() {
     .await;
 }
 
-// conformance: issue-2/spec-sql: the sqlite3 shell answers the specification's columns from events and subscriptions
+// conformance: bus/spec-sql: the sqlite3 shell answers the specification's columns from events and subscriptions
 // conformance: embedded/subscriptions-table: subscriptions has id, event_type, created_at
 // conformance: embedded/payload-json: the payload is JSON text in the view
 #[tokio::test]
