@@ -42,7 +42,7 @@ fn lines<'a>(output: &'a str, about: &str) -> Vec<&'a str> {
     all.filter(|line| line.starts_with(about)).collect()
 }
 
-// conformance: issue-3/example-orders: an example shows the order → notification flow, with retries and a breaker that opens, probes and closes
+// conformance: handlers/example-orders: an example shows the order → notification flow, with retries and a breaker that opens, probes and closes
 #[test]
 fn orders_survive_an_outage_through_retries_and_a_breaker() {
     let output = run(env!("CARGO_BIN_EXE_orders"));
@@ -83,7 +83,7 @@ fn orders_survive_an_outage_through_retries_and_a_breaker() {
     assert_eq!(lines(&output, "4 orders"), [summary], "{output}");
 }
 
-// conformance: issue-3/example-exactly-once: an example books payments once through a crash between effect and ack and through duplicates
+// conformance: handlers/example-exactly-once: an example books payments once through a crash between effect and ack and through duplicates
 #[test]
 fn payments_are_booked_once_through_a_crash_and_duplicates() {
     let output = run(env!("CARGO_BIN_EXE_exactly-once"));
@@ -108,7 +108,7 @@ fn payments_are_booked_once_through_a_crash_and_duplicates() {
     assert!(output.contains("6 events say that something was booked"));
 }
 
-// conformance: issue-3/example-middleware: an example puts a tower layer of its own and one of the tower crate around handlers
+// conformance: handlers/example-middleware: an example puts a tower layer of its own and one of the tower crate around handlers
 #[test]
 fn layers_see_every_run_of_every_handler_and_hold_it_back() {
     let output = run(env!("CARGO_BIN_EXE_middleware"));
@@ -132,7 +132,7 @@ fn layers_see_every_run_of_every_handler_and_hold_it_back() {
     assert!(most == [at_once(1)] || most == [at_once(2)], "{output}");
 }
 
-// conformance: issue-3/example-versioning: an example upcasts an old version and retries an unknown one after a deployment
+// conformance: handlers/example-versioning: an example upcasts an old version and retries an unknown one after a deployment
 #[test]
 fn an_unknown_version_waits_in_the_dead_letters_for_its_handler() {
     let output = run(env!("CARGO_BIN_EXE_versioning"));
@@ -156,7 +156,7 @@ fn an_unknown_version_waits_in_the_dead_letters_for_its_handler() {
     assert!(output.contains("0 dead letters are left"), "{output}");
 }
 
-// conformance: issue-4/example-outbox: an order service that crashes between the two writes loses nothing
+// conformance: memory/example-outbox: an order service that crashes between the two writes loses nothing
 #[test]
 fn orders_and_their_events_survive_crashes_together() {
     let output = run(env!("CARGO_BIN_EXE_outbox-sqlite"));
@@ -196,7 +196,7 @@ fn orders_and_their_events_survive_crashes_together() {
     assert_eq!(lines(&output, "4 events"), ["4 events sent, 0 failed"]);
 }
 
-// conformance: issue-3/book-tested: every chapter of the book is listed in its summary, and its Rust snippets run as tests
+// conformance: handlers/book-tested: every chapter of the book is listed in its summary, and its Rust snippets run as tests
 #[test]
 fn every_chapter_is_in_the_summary_and_its_snippets_are_run() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -13,13 +13,13 @@ use crate::run::Failed;
 const TABLE: &str = "docs/conformance.md";
 const SECTIONS: &[(&str, &str)] = &[
     ("embedded", "The embedded specification"),
-    ("issue-2", "What the embedded bus delivers beyond it"),
+    ("bus", "What the embedded bus delivers beyond it"),
     ("framework", "The framework specification"),
     ("outbox", "The outbox specification"),
     ("omni", "The omni specification"),
     ("workflow", "The workflow specification"),
-    ("issue-3", "What handlers deliver"),
-    ("issue-4", "What the memory delivers"),
+    ("handlers", "What handlers deliver"),
+    ("memory", "What the memory delivers"),
     ("contract", "The contract between engines and runtime"),
     ("operations", "Ordinary days of operation"),
     ("rules", "Delivery rules"),

@@ -4,14 +4,15 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
+use everbus::Dialect;
 use everbus_core::{Entity, GroupName, Pattern, StartFrom};
 
 use crate::commands::audit::AuditCommand;
 use crate::commands::dlq::DlqCommand;
 use crate::commands::payloads::{PayloadsCommand, StageArgs};
 use crate::values::{
-    parse_bytes, parse_count, parse_entity, parse_group, parse_own_group, parse_pair,
-    parse_pattern, parse_rate,
+    parse_bytes, parse_count, parse_dialect, parse_entity, parse_group, parse_own_group,
+    parse_pair, parse_pattern, parse_rate,
 };
 use crate::when;
 
@@ -194,20 +195,32 @@ pub(crate) enum Command {
 With - as the payload, each line of standard input is one payload; empty lines are skipped. What \
 commits is printed as it commits. A line that is not a valid payload ends the command with its \
 line number and exit code 2; every line before it has been published, no line after it. Ctrl-C \
-lets what is under way commit and prints it; what was printed is stored, and nothing else is.")]
+lets what is under way commit and prints it; what was printed is stored, and nothing else is.
+
+With --dialect what is given is not a payload but a whole document, which says type, id and all else \
+itself: everbus publish --dialect omni --payload @event.json, or --dialect cloudevents - for one \
+document per line. An outbox envelope has no type of its own, so the type stands before it.")]
 pub(crate) struct PublishArgs {
     /// The type of the event, for example order.placed
-    #[arg(value_name = "TYPE")]
-    pub(crate) event_type: String,
+    #[arg(value_name = "TYPE", required_unless_present = "dialect")]
+    pub(crate) event_type: Option<String>,
 
-    /// The payload as JSON, or - for one payload per line of standard input
+    /// The payload as JSON, or - for one payload per line of standard input [default: null]
+    #[arg(value_name = "JSON|-", allow_negative_numbers = true)]
+    pub(crate) payload: Option<String>,
+
+    /// Publish whole documents of this dialect: native, cloudevents, omni, workflow, outbox or framework.
+    /// The log adds when they were received
     #[arg(
-        value_name = "JSON|-",
-        default_value = "null",
-        hide_default_value = true,
-        allow_negative_numbers = true
+        long,
+        value_name = "DIALECT",
+        value_parser = parse_dialect,
+        conflicts_with_all = [
+            "id", "key", "tenant", "app", "entity", "correlation_id", "meta", "version",
+            "content_type", "ttl", "at", "after", "to", "count",
+        ]
     )]
-    pub(crate) payload: String,
+    pub(crate) dialect: Option<Dialect>,
 
     /// The payload, instead of JSON: @FILE for what is in a file, @- for all of standard input, or the text
     /// itself
@@ -335,6 +348,11 @@ pub(crate) struct TailArgs {
     /// Stop at the end instead of waiting for more
     #[arg(long)]
     pub(crate) no_follow: bool,
+
+    /// Print each event as a document of this dialect, one per line: native, cloudevents, omni, workflow,
+    /// outbox or framework
+    #[arg(long, value_name = "DIALECT", value_parser = parse_dialect)]
+    pub(crate) dialect: Option<Dialect>,
 }
 
 #[derive(Debug, clap::Args)]
@@ -345,6 +363,11 @@ pub(crate) struct GetArgs {
     /// The source the event was published with, if its id is not a UUID
     #[arg(long)]
     pub(crate) source: Option<String>,
+
+    /// Print the event alone, as a document of this dialect: native, cloudevents, omni, workflow, outbox or
+    /// framework
+    #[arg(long, value_name = "DIALECT", value_parser = parse_dialect)]
+    pub(crate) dialect: Option<Dialect>,
 
     #[command(flatten)]
     pub(crate) stages: StageArgs,

@@ -229,7 +229,7 @@ pub(crate) fn shell_word(text: &str) -> String {
 mod tests {
     use super::*;
 
-    // conformance: issue-2/cli-escapes: escape sequences, control and bidirectional characters are shown, not sent
+    // conformance: bus/cli-escapes: escape sequences, control and bidirectional characters are shown, not sent
     #[test]
     fn what_a_terminal_would_act_on_is_escaped() {
         assert_eq!(escaped("plain — ä"), "plain — ä");

@@ -209,7 +209,7 @@ impl From<io::Error> for Stop {
 mod tests {
     use super::*;
 
-    // conformance: issue-2/cli-exit-codes: every error code has the exit code its documentation says
+    // conformance: bus/cli-exit-codes: every error code has the exit code its documentation says
     #[test]
     fn codes_map_to_the_documented_exit_codes() {
         let exit = |code| Stop::from(Error::new(code, "x")).exit_code();

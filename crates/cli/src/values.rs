@@ -1,5 +1,6 @@
 //! The values of options and arguments, as text becomes them. Times are in `when`.
 
+use everbus::Dialect;
 use everbus_core::{
     AuditHead, DeadLetterKey, Entity, Error, GroupName, PageCursor, Pattern, Shard,
 };
@@ -97,6 +98,10 @@ pub(crate) fn parse_bytes(text: &str) -> Result<usize, String> {
 
 pub(crate) fn parse_pattern(text: &str) -> Result<Pattern, String> {
     Pattern::new(text).map_err(|error| with_hint(&error))
+}
+
+pub(crate) fn parse_dialect(text: &str) -> Result<Dialect, String> {
+    text.parse().map_err(|error| with_hint(&error))
 }
 
 pub(crate) fn parse_group(text: &str) -> Result<GroupName, String> {

@@ -110,7 +110,7 @@ mod tests {
         known.insert(record).doubt.clone()
     }
 
-    // conformance: issue-4/retention-clock-doubt: a clock that leaps by more than three days is in doubt until it has gone evenly for a day
+    // conformance: memory/retention-clock-doubt: a clock that leaps by more than three days is in doubt until it has gone evenly for a day
     #[test]
     fn a_leap_is_doubted_for_a_day_of_running() {
         let known = &mut None;
@@ -137,7 +137,7 @@ mod tests {
         assert_eq!(look(known, 1000 + 16 * 12), None);
     }
 
-    // conformance: issue-4/retention-clock-again: a clock in doubt that leaps again has to prove itself anew
+    // conformance: memory/retention-clock-again: a clock in doubt that leaps again has to prove itself anew
     #[test]
     fn a_second_leap_begins_the_day_anew() {
         let known = &mut None;
@@ -151,7 +151,7 @@ mod tests {
         assert!(look(known, 2001).is_some());
     }
 
-    // conformance: issue-4/retention-clock-back: a clock that is put right again is believed at once
+    // conformance: memory/retention-clock-back: a clock that is put right again is believed at once
     #[test]
     fn a_clock_that_is_put_back_is_believed() {
         let known = &mut None;

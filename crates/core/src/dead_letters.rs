@@ -463,7 +463,7 @@ fn cannot(what: &str) -> Error {
 mod tests {
     use super::*;
 
-    // conformance: issue-4/retention-letter-reason: the reason says for how long the dead letter was kept
+    // conformance: memory/retention-letter-reason: the reason says for how long the dead letter was kept
     #[test]
     fn the_reason_names_the_age() {
         for (micros, text) in [

@@ -379,7 +379,7 @@ mod tests {
         );
     }
 
-    // conformance: issue-2/error-pages: every code has a page
+    // conformance: bus/error-pages: every code has a page
     #[test]
     fn every_code_has_a_page_and_no_two_share_a_name() {
         let pages = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/errors");

@@ -345,7 +345,7 @@ impl Fnv {
 mod tests {
     use super::*;
 
-    // conformance: issue-4/bad-cursor: a malformed cursor, or one of another query, is a clear error
+    // conformance: memory/bad-cursor: a malformed cursor, or one of another query, is a clear error
     #[test]
     fn a_cursor_goes_with_its_query_only() {
         let query = HistoryQuery::default().tenant("a").limit(5);
@@ -384,7 +384,7 @@ mod tests {
         }
     }
 
-    // conformance: issue-4/bad-range: a range that ends before it starts is a clear error
+    // conformance: memory/bad-range: a range that ends before it starts is a clear error
     #[test]
     fn a_range_that_ends_before_it_starts_is_refused() {
         let (early, late) = (Timestamp::EPOCH, Timestamp::from_micros(1));

@@ -213,7 +213,7 @@ mod tests {
         serde_json::to_value(&r).unwrap()
     }
 
-    // conformance: embedded/metadata: metadata comes back unchanged
+    // conformance: embedded/metadata: the JSON of a recorded event has its metadata
     #[test]
     fn the_envelope_carries_the_payload_as_it_is() {
         let event = Event::builder("t")

@@ -373,7 +373,7 @@ mod tests {
         assert!(omni.validate().is_ok());
     }
 
-    // conformance: issue-4/retention-default: history keeps events, stages go after 14 days, dead letters 30 days after death
+    // conformance: memory/retention-default: history keeps events, stages go after 14 days, dead letters 30 days after death
     #[test]
     fn the_standard_keeps_events() {
         let standard = Retention::standard();

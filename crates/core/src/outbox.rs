@@ -274,7 +274,7 @@ pub trait OutboxSource: Send + Sync + 'static {
 mod tests {
     use super::*;
 
-    // conformance: issue-4/outbox-attempts: a rejected row waits 1, 2, 4 and 8 seconds; the fifth rejection is the last
+    // conformance: memory/outbox-attempts: a rejected row waits 1, 2, 4 and 8 seconds; the fifth rejection is the last
     #[test]
     fn a_rejected_row_waits_by_rule_8_and_is_given_up_after_five_attempts() {
         let waits: Vec<Option<u64>> = (1..=6)

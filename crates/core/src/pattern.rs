@@ -315,7 +315,7 @@ mod tests {
         }
     }
 
-    // conformance: issue-2/pattern-rest: > and ** match one or more segments
+    // conformance: bus/pattern-rest: > and ** match one or more segments
     #[test]
     fn a_star_is_one_segment_and_a_tail_is_one_or_more() {
         assert!(!p("user.*").matches("user.name.changed"));
@@ -327,7 +327,7 @@ mod tests {
         assert!(p("*.*").matches("a.b") && !p("*.*").matches("a"));
     }
 
-    // conformance: issue-2/system: a lone star leaves out system events
+    // conformance: bus/system: a lone star leaves out system events
     #[test]
     fn everything_leaves_out_the_systems_own_events() {
         for all in ["*", ">", "**"] {

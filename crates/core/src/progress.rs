@@ -324,7 +324,7 @@ mod tests {
     }
 
     proptest! {
-        // conformance: issue-2/progress: it agrees with a plain set, and the floor never passes a gap
+        // conformance: bus/progress: it agrees with a plain set, and the floor never passes a gap
         #[test]
         fn it_agrees_with_a_plain_set(
             floor in 0u64..50,

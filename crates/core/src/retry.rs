@@ -185,7 +185,7 @@ mod tests {
         assert_eq!(p.max_retries(100).delay_before(7), Duration::from_secs(30));
     }
 
-    // conformance: issue-2/absurd-durations: a policy that makes no sense is refused
+    // conformance: bus/absurd-durations: a policy that makes no sense is refused
     #[test]
     fn nonsense_is_refused_with_a_hint() {
         let p = RetryPolicy::default();

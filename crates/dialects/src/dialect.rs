@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use everbus_core::suggest::nearest;
 use everbus_core::{Code, Error};
 
 /// How an event is written down.
@@ -70,8 +71,12 @@ impl FromStr for Dialect {
         let found = Self::ALL.iter().find(|dialect| dialect.as_str() == name);
         found.copied().ok_or_else(|| {
             let names: Vec<&str> = Self::ALL.iter().map(|d| d.as_str()).collect();
-            Error::new(Code::InvalidSetting, format!("{name:?} is not a dialect"))
-                .hint(format!("one of {}", names.join(", ")))
+            let one_of = format!("one of {}", names.join(", "));
+            let near = nearest(&name.to_lowercase(), names);
+            let hint = near.map_or(one_of.clone(), |near| {
+                format!("did you mean {near:?}? It is {one_of}")
+            });
+            Error::new(Code::InvalidSetting, format!("{name:?} is not a dialect")).hint(hint)
         })
     }
 }
@@ -90,5 +95,8 @@ mod tests {
             assert_eq!(e.code(), Code::InvalidSetting);
             assert!(e.hint_text().unwrap().contains("framework"), "{e:?}");
         }
+        let e = "CloudEvent".parse::<Dialect>().unwrap_err();
+        let hint = e.hint_text().unwrap();
+        assert!(hint.starts_with("did you mean \"cloudevents\"?"), "{hint}");
     }
 }

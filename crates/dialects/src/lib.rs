@@ -27,6 +27,7 @@
 mod body;
 pub mod cloudevents;
 mod dialect;
+mod document;
 mod draft;
 mod dropped;
 mod fields;
@@ -42,6 +43,7 @@ pub mod workflow;
 use everbus_core::{Code, Error, Event, Result, Timestamp};
 
 pub use crate::dialect::Dialect;
+pub use crate::document::{Document, encode_stored};
 pub use crate::dropped::dropped;
 
 use crate::body::Body;

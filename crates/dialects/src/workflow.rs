@@ -6,6 +6,7 @@
 //! is refused.
 
 mod keys;
+mod moved;
 mod properties;
 mod query;
 
@@ -17,6 +18,7 @@ use crate::fields::{Fields, compact};
 use crate::{Beside, only_version_1};
 
 pub use self::keys::{KEY_NAMES, Keys};
+pub use self::moved::{MOVED, completed, moved};
 pub(crate) use self::properties::with_reference;
 pub use self::properties::{Overflow, Properties, seconds};
 pub use self::query::TableQuery;
@@ -81,6 +83,9 @@ pub(crate) fn read(fields: &Fields<'_>, beside: &Beside<'_>) -> Result<Draft> {
             return Err(fields.bad(TTL, what));
         };
         a.expires_at = Some(Timestamp::from_micros(at));
+    }
+    if fields.get("properties").is_some_and(moved::says_so) {
+        a.metadata.insert(MOVED.to_owned(), moved::BY.to_owned());
     }
     a.tenant = Some(tenant);
     check_keys(fields, &draft, millis, id)?;

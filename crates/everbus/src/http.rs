@@ -123,7 +123,7 @@ mod tests {
         (event.correlation_id().into_owned(), trace, shown)
     }
 
-    // conformance: issue-3/correlation-http: the X-Request-ID of a request is the correlation id of what it publishes, and comes back with the response.
+    // conformance: handlers/correlation-http: the X-Request-ID of a request is the correlation id of what it publishes, and comes back with the response.
     #[tokio::test]
     async fn what_a_request_publishes_carries_its_ids() {
         let (correlation, trace, shown) = published(Some("request-7")).await;

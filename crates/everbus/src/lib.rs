@@ -124,7 +124,6 @@ pub use compose::{ARCHIVE, RETRY_OF, archive_lag, compose};
 pub use config::Config;
 pub use dead_letters::{DeadLetterPreview, DeadLetterQueue, RetryPace, RetryProgress};
 pub use environment::watch::{Activity, LeaseExtension, LeaseExtensions, RunningActivity};
-pub use handler::SubscriptionId;
 pub use handler::extract::{
     Context, Envelope, FromMessage, Json, Meta, Needs, Payload, PayloadNeed, State, StateNeed,
 };
@@ -137,6 +136,7 @@ pub use handler::{
     BoxError, Handler, HandlerError, HandlerOutcome, HandlerResult, handled, permanent,
     retry_after, skip,
 };
+pub use handler::{Decode, SubscriptionId};
 pub use open::builder::BusBuilder;
 #[cfg(feature = "sqlite")]
 pub use open::engines::Durable;
@@ -161,6 +161,8 @@ pub use everbus_core::{
     PurgedLetter, Recorded, Result, Retention, RetryPolicy, Shard, StartFrom, Stream, StreamAge,
     StreamLag, StreamLimit, Streams, SystemClock, Timestamp, TraceContext, TypedEvent,
 };
+pub use everbus_dialects as dialects;
+pub use everbus_dialects::Dialect;
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 #[cfg(feature = "sqlite")]
 pub use rusqlite;

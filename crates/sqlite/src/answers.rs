@@ -140,7 +140,7 @@ mod tests {
         SqliteEngine { handle }
     }
 
-    // conformance: issue-2/duplicate-publish: among publishers whose events are written together, each is told what became of its own
+    // conformance: bus/duplicate-publish: among publishers whose events are written together, each is told what became of its own
     #[tokio::test]
     async fn publishers_in_one_transaction_get_their_own_answers() {
         let dir = tempfile::tempdir().unwrap();
@@ -195,7 +195,7 @@ mod tests {
         engine.handle.queue.close(true);
     }
 
-    // conformance: issue-2/answers: no publisher waits for another one that does not look at its answer
+    // conformance: bus/answers: no publisher waits for another one that does not look at its answer
     #[tokio::test]
     async fn no_publisher_waits_for_another() {
         let dir = tempfile::tempdir().unwrap();

@@ -114,7 +114,7 @@ impl Writer {
                     failures_json,
                     handler,
                     micros(died_at),
-                    record.event.id().to_string(),
+                    record.event.display_id(),
                     !is_text(record.event.payload()),
                 ])
             })

@@ -220,7 +220,7 @@ fn not_durable(what: String) -> Error {
 mod tests {
     use super::*;
 
-    // conformance: issue-2/network-file-system: file systems whose locks cannot be trusted are refused
+    // conformance: bus/network-file-system: file systems whose locks cannot be trusted are refused
     #[test]
     fn network_file_systems_are_known_by_their_number() {
         assert_eq!(network_name(0x6969), Some("NFS"));

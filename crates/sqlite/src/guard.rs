@@ -197,7 +197,7 @@ mod tests {
         assert_eq!(stored, known);
     }
 
-    // conformance: issue-3/exactly-once-guard: an effect cannot end the transaction, change the connection or touch Everbus's own tables
+    // conformance: handlers/exactly-once-guard: an effect cannot end the transaction, change the connection or touch Everbus's own tables
     #[test]
     fn what_would_break_out_or_touch_our_tables_is_refused() {
         let (conn, guard) = guarded();

@@ -105,6 +105,7 @@ fn settings(consumer: &everbus::config::Consumer) -> BTreeMap<String, Value> {
         ("concurrency", consumer.concurrency.map(Value::from)),
         ("ordered", consumer.ordered.map(Value::from)),
         ("idempotent", consumer.idempotent.map(Value::from)),
+        ("decode", consumer.decode.map(|d| json!(d.as_str()))),
     ];
     let said = said.into_iter();
     said.filter_map(|(key, value)| Some((key.to_owned(), value?)))

@@ -2,17 +2,23 @@
 
 use std::sync::Arc;
 
-use everbus_core::{Engine, Entity, HistoryPage, HistoryQuery, PageCursor, Pattern, Recorded};
-use serde_json::json;
+use everbus::{Dialect, overflow};
+use everbus_core::{
+    Engine, Entity, HistoryPage, HistoryQuery, PageCursor, Pattern, Recorded, Timestamp,
+};
+use serde::Serialize;
 
 use super::check_range;
+use super::documents::Documents;
 use super::get::{Whole, shown_whole};
 use crate::open::{Target, close};
 use crate::output::{Output, Table, escaped, payload_text, shortened};
 use crate::page::PageArgs;
 use crate::stop::Outcome;
 use crate::suggest::Suggestion;
-use crate::values::{entity_text, parse_entity, parse_history_cursor, parse_pattern};
+use crate::values::{
+    entity_text, parse_dialect, parse_entity, parse_history_cursor, parse_pattern,
+};
 use crate::when;
 
 /// So many bytes of large payloads are fetched for one page.
@@ -54,6 +60,11 @@ pub(crate) struct EventsArgs {
     /// Say which indexes were used
     #[arg(long)]
     explain: bool,
+
+    /// Print each event as a document of this dialect, one per line: native, cloudevents, omni, workflow,
+    /// outbox or framework
+    #[arg(long, value_name = "DIALECT", value_parser = parse_dialect)]
+    dialect: Option<Dialect>,
 }
 
 pub(crate) async fn run(args: &EventsArgs, target: &Target, output: &mut Output) -> Outcome {
@@ -89,18 +100,12 @@ async fn show(
     output: &mut Output,
 ) -> Outcome {
     let page = engine.history()?.query(query).await?;
+    if let Some(dialect) = args.dialect {
+        return show_documents(args, dialect, &page, engine, target, output).await;
+    }
     if output.is_json() {
         let events = whole(&page.items, engine, target).await?;
-        let mut json = json!({ "events": events, "next": page.next });
-        for (name, time) in [("since", args.page.since), ("until", args.page.until)] {
-            if let Some(time) = time {
-                json[name] = json!(time);
-            }
-        }
-        if args.explain {
-            json["plan"] = json!(page.plan);
-        }
-        return output.json(&json);
+        return output.json(&Printed::new(args, &page, events));
     }
     if page.items.is_empty() {
         output.line("no events")?;
@@ -116,22 +121,79 @@ async fn show(
     Ok(())
 }
 
+/// A page for a program.
+#[derive(Serialize)]
+struct Printed<'a, E> {
+    events: Vec<E>,
+    next: Option<&'a PageCursor>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    since: Option<Timestamp>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    until: Option<Timestamp>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    plan: Option<&'a str>,
+}
+
+impl<'a, E> Printed<'a, E> {
+    fn new(args: &EventsArgs, page: &'a HistoryPage, events: Vec<E>) -> Self {
+        Self {
+            events,
+            next: page.next.as_ref(),
+            since: args.page.since,
+            until: args.page.until,
+            plan: args.explain.then_some(page.plan.as_str()),
+        }
+    }
+}
+
+/// The page in a dialect: a document per line, and what is not a document on standard error.
+async fn show_documents(
+    args: &EventsArgs,
+    dialect: Dialect,
+    page: &HistoryPage,
+    engine: &Engine,
+    target: &Target,
+    output: &mut Output,
+) -> Outcome {
+    let mut documents = Documents::new(dialect);
+    let events = whole(&page.items, engine, target).await?;
+    if output.is_json() {
+        let written = events.iter().filter_map(|event| documents.written(event));
+        let written: Vec<_> = written.collect();
+        output.json(&Printed::new(args, page, written))?;
+    } else {
+        for event in &events {
+            documents.print(event, output)?;
+        }
+        if args.explain {
+            tracing::warn!("plan: {}", page.plan);
+        }
+        if let Some(next) = &page.next {
+            tracing::warn!("more: {}", next_page(args, next, target));
+        }
+    }
+    documents.finish()
+}
+
 /// The events as they were published, as far as a page may grow.
 async fn whole(items: &[Arc<Recorded>], engine: &Engine, target: &Target) -> Outcome<Vec<Whole>> {
     let objects = target.objects(engine)?;
     let (mut whole, mut left) = (Vec::with_capacity(items.len()), MOST_FETCHED);
     for record in items {
         let size = record.event.overflow().map_or(0, |overflow| overflow.size);
-        whole.push(match left.checked_sub(size) {
-            Some(rest) => {
-                left = rest;
-                shown_whole(objects.as_deref(), record).await
-            }
-            None => Whole {
+        if overflow::is_apart(&record.event) && (left == 0 || size > left) {
+            whole.push(Whole {
                 record: record.clone(),
                 error: Some("left out of a long page; see everbus get".to_owned()),
-            },
-        });
+            });
+            continue;
+        }
+        let shown = shown_whole(objects.as_deref(), record).await;
+        // The size of what another sender put into an object is known only now.
+        let before = record.event.payload().len();
+        let grown = shown.record.event.payload().len().saturating_sub(before);
+        left = left.saturating_sub(grown as u64);
+        whole.push(shown);
     }
     Ok(whole)
 }
@@ -188,4 +250,5 @@ fn next_page(args: &EventsArgs, next: &PageCursor, target: &Target) -> Suggestio
         .repeated(command)
         .option("--cursor", Some(next))
         .flag("--explain", args.explain)
+        .option("--dialect", args.dialect)
 }

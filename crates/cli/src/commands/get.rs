@@ -7,6 +7,7 @@ use everbus::overflow::{self, Objects};
 use everbus_core::{Engine, GroupName, GroupState, Overflow, Recorded};
 use serde::Serialize;
 
+use super::documents::Documents;
 use super::payloads::Shown;
 use super::{ID_HINT, event_id};
 use crate::args::GetArgs;
@@ -53,13 +54,18 @@ async fn show(
         ));
     }
     let mut complete = true;
+    let mut documents = args.dialect.map(Documents::new);
     for record in &records {
         if args.stages.export {
             args.stages.print_export(record, engine, output).await?;
             continue;
         }
-        let groups = lookup.states(record.position).await?;
         let whole = shown_whole(objects, record).await;
+        if let Some(documents) = &mut documents {
+            documents.print_or_fail(&whole, output)?;
+            continue;
+        }
+        let groups = lookup.states(record.position).await?;
         complete &= whole.error.is_none();
         if output.is_json() {
             output.json(&Found {
@@ -74,6 +80,9 @@ async fn show(
             print_groups(&groups, output)?;
             args.stages.print(record, engine, output).await?;
         }
+    }
+    if let Some(documents) = &documents {
+        documents.finish()?;
     }
     if complete {
         return Ok(());

@@ -9,6 +9,7 @@ mod check_config;
 mod check_objects;
 mod demo;
 pub(crate) mod dlq;
+mod documents;
 pub(crate) mod events;
 mod get;
 mod groups;

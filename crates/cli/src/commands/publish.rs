@@ -3,18 +3,20 @@
 //! Events go to the bus in batches of whatever is there, so a slow producer sees each event commit
 //! at once and a fast one gets the speed of batches. At most a few thousand lines are in memory.
 
+mod form;
+
 use std::io::{BufRead, Read};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use everbus::{Bus, Receipt};
-use everbus_core::{Code, Error, Event, EventBuilder};
+use everbus_core::{Code, Error, Event};
 use indicatif::ProgressBar;
 use serde::Serialize;
 use tokio::sync::mpsc;
 
+use form::{Form, given, payload_from};
+
 use crate::args::PublishArgs;
-use crate::files::io_error;
 use crate::interrupt::Interrupt;
 use crate::open::Target;
 use crate::output::{Output, counted, escaped};
@@ -27,49 +29,25 @@ const BATCH: usize = 1000;
 /// whole.
 const LONGEST_LINE: usize = 64 << 20;
 
-/// The payload that `--payload` names.
-fn payload_from(text: &str) -> Outcome<Vec<u8>> {
-    let Some(name) = text.strip_prefix('@') else {
-        return Ok(text.as_bytes().to_vec());
-    };
-    let mut payload = Vec::new();
-    let most = LONGEST_LINE as u64 + 1;
-    if name == "-" {
-        let read = std::io::stdin().take(most).read_to_end(&mut payload);
-        read.map_err(|e| Stop::Io(format!("cannot read standard input: {e}")))?;
-    } else {
-        let path = Path::new(name);
-        let file = std::fs::File::open(path).and_then(|f| f.take(most).read_to_end(&mut payload));
-        file.map_err(|e| io_error("cannot read", path, e))?;
-    }
-    if payload.len() > LONGEST_LINE {
-        let what = format!("{name} has more than {} MiB", LONGEST_LINE >> 20);
-        return Err(Stop::usage(
-            what,
-            Some("publish where it is, and not itself"),
-        ));
-    }
-    Ok(payload)
-}
-
 pub(crate) async fn run(args: PublishArgs, target: &Target, output: &mut Output) -> Outcome {
-    let lines = args.payload == "-" && args.payload_from.is_none();
+    let (form, payload) = given(&args)?;
+    let lines = payload == "-" && args.payload_from.is_none();
     if lines && (args.id.is_some() || args.count.is_some()) {
         return Err(Stop::usage(
             "--id and --count do not go with payloads from standard input",
             Some("each line is one event with an id of its own"),
         ));
     }
-    let template = template(&args);
     // What is wrong with the command line is said before a file is created.
     let first = if lines {
-        template.clone().build()?
+        form.check()?;
+        None
     } else {
         let payload = match &args.payload_from {
             Some(text) => payload_from(text)?,
-            None => args.payload.clone().into_bytes(),
+            None => payload.as_bytes().to_vec(),
         };
-        template.clone().payload(payload).build()?
+        Some(form.event(payload)?)
     };
     let interrupt = Interrupt::listen();
     let bus = tokio::select! {
@@ -88,16 +66,18 @@ pub(crate) async fn run(args: PublishArgs, target: &Target, output: &mut Output)
         single: !lines && args.count.is_none(),
     };
     let outcome = {
-        if lines {
-            publisher.bar = progress::bar("publishing", None);
-            publisher.lines(&template, output).await
-        } else if let Some(count) = args.count {
-            if count > 1 {
-                publisher.bar = progress::bar("publishing", Some(count));
+        match (first, args.count) {
+            (None, _) => {
+                publisher.bar = progress::bar("publishing", None);
+                publisher.lines(&form, output).await
             }
-            publisher.copies(&first, count, output).await
-        } else {
-            publisher.batch(vec![(0, first)], output).await
+            (Some(first), Some(count)) => {
+                if count > 1 {
+                    publisher.bar = progress::bar("publishing", Some(count));
+                }
+                publisher.copies(&first, count, output).await
+            }
+            (Some(first), None) => publisher.batch(vec![(0, first)], output).await,
         }
     };
     publisher.bar.finish_and_clear();
@@ -110,50 +90,6 @@ pub(crate) async fn run(args: PublishArgs, target: &Target, output: &mut Output)
         return Err(Stop::Unsatisfied);
     }
     Ok(())
-}
-
-fn template(args: &PublishArgs) -> EventBuilder {
-    let mut event = Event::builder(args.event_type.as_str()).version(args.version);
-    if let Some(source) = &args.source {
-        event = event.source(source);
-    }
-    if let Some(id) = &args.id {
-        event = event.foreign_id(id);
-    }
-    if let Some(key) = &args.key {
-        event = event.key(key);
-    }
-    if let Some(tenant) = &args.tenant {
-        event = event.tenant(tenant);
-    }
-    if let Some(app) = &args.app {
-        event = event.app(app);
-    }
-    if let Some(entity) = &args.entity {
-        event = event.entity(&entity.kind, &entity.id);
-    }
-    if let Some(id) = &args.correlation_id {
-        event = event.correlation_id(id);
-    }
-    if let Some(content_type) = &args.content_type {
-        event = event.content_type(content_type);
-    }
-    if let Some(at) = args.at {
-        event = event.at(at);
-    }
-    if let Some(delay) = args.after {
-        event = event.after(delay);
-    }
-    if let Some(group) = &args.to {
-        event = event.addressed_to(group);
-    }
-    if let Some(ttl) = args.ttl {
-        event = event.ttl(ttl);
-    }
-    for (key, value) in &args.meta {
-        event = event.meta(key, value);
-    }
-    event
 }
 
 /// What is printed for each event.
@@ -197,7 +133,7 @@ impl Publisher<'_> {
         Ok(())
     }
 
-    async fn lines(&mut self, template: &EventBuilder, output: &mut Output) -> Outcome {
+    async fn lines(&mut self, form: &Form<'_>, output: &mut Output) -> Outcome {
         let mut lines = read_lines(self.target.max_payload().unwrap_or(0).max(LONGEST_LINE));
         let mut waiting: Vec<Line> = Vec::new();
         loop {
@@ -214,7 +150,7 @@ impl Publisher<'_> {
             let mut batch = Vec::with_capacity(n);
             let mut bad = None;
             for (number, line) in waiting.drain(..n) {
-                match line.and_then(|bytes| Ok(template.clone().payload(bytes).build()?)) {
+                match line.and_then(|bytes| Ok(form.event(bytes)?)) {
                     Ok(event) => batch.push((number, event)),
                     Err(stop) => {
                         bad = Some(at_line(number, stop));

@@ -1,6 +1,7 @@
 //! `everbus tail`: shows events as they come. Without a group it only looks; with one it consumes,
 //! and what was printed counts as handled.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use everbus_core::{
     Settlement, StartFrom, SubscriptionSpec, Verdict,
 };
 
+use super::documents::Documents;
 use super::get::{Whole, shown_whole};
 use crate::args::TailArgs;
 use crate::interrupt::Interrupt;
@@ -39,13 +41,19 @@ pub(crate) async fn run(args: TailArgs, target: &Target, output: &mut Output) ->
                 args: &args,
                 engine: &engine,
                 objects: objects.as_deref(),
+                documents: args.dialect.map(|d| RefCell::new(Documents::new(d))),
                 interrupt: &interrupt,
                 target,
             };
-            match &args.group {
+            let outcome = match &args.group {
                 None => tail.look(output).await,
                 Some(group) => tail.run(group, output).await,
-            }
+            };
+            let written = tail
+                .documents
+                .as_ref()
+                .map_or(Ok(()), |d| d.borrow().finish());
+            outcome.and(written)
         }
         Err(stop) => Err(stop),
     };
@@ -89,6 +97,7 @@ struct Tail<'a> {
     args: &'a TailArgs,
     engine: &'a Engine,
     objects: Option<&'a Objects>,
+    documents: Option<RefCell<Documents>>,
     interrupt: &'a Interrupt,
     target: &'a Target,
 }
@@ -207,7 +216,15 @@ impl Tail<'_> {
     }
 
     async fn print(&self, record: &Arc<Recorded>, output: &mut Output) -> Outcome {
-        print(&shown_whole(self.objects, record).await, output)
+        let whole = shown_whole(self.objects, record).await;
+        match &self.documents {
+            // What a group would count as handled must be printed.
+            Some(documents) if self.args.group.is_some() => {
+                documents.borrow_mut().print_or_fail(&whole, output)
+            }
+            Some(documents) => documents.borrow_mut().print(&whole, output),
+            None => print(&whole, output),
+        }
     }
 
     /// Waits until the reader of a pipe has taken what was written.

@@ -21,7 +21,7 @@ fn document(shop: &Shop, args: &[&str]) -> Value {
     serde_json::from_str(&ran.out).unwrap()
 }
 
-// conformance: issue-3/asyncapi-command: `everbus asyncapi` describes the streams, consumers, groups and types of a configuration and its file.
+// conformance: handlers/asyncapi-command: `everbus asyncapi` describes the streams, consumers, groups and types of a configuration and its file.
 #[test]
 fn a_configuration_and_its_file_are_described_together() {
     let shop = Shop::new();

@@ -17,7 +17,7 @@ fn actions(shop: &Shop) -> Vec<String> {
     actions.collect()
 }
 
-// conformance: issue-4/cli-audit: audit record, list, head and verify, as a table and as JSON
+// conformance: memory/cli-audit: audit record, list, head and verify, as a table and as JSON
 // conformance: framework/audit-what: state changes, user actions, decisions and security-relevant operations can be put on record
 #[test]
 fn entries_are_recorded_listed_and_verified() {
@@ -155,7 +155,7 @@ fn the_next_page_is_named_by_a_command_that_works() {
     assert!(page.lines().last().unwrap().starts_with("  1"), "{page}");
 }
 
-// conformance: issue-4/cli-audit-verify: audit verify names the first bad row and ends with exit code 1
+// conformance: memory/cli-audit-verify: audit verify names the first bad row and ends with exit code 1
 #[test]
 fn a_trail_that_was_changed_fails() {
     let shop = Shop::new();
@@ -219,7 +219,7 @@ fn a_trail_that_was_changed_fails() {
         .ok();
 }
 
-// conformance: issue-4/audit-operators: operator actions put themselves on record before they act and after, with actor, reason and counts
+// conformance: memory/audit-operators: operator actions put themselves on record before they act and after, with actor, reason and counts
 #[test]
 fn what_operators_do_is_on_record() {
     let shop = Shop::new();
@@ -288,7 +288,7 @@ fn what_operators_do_is_on_record() {
     shop.run(&["audit", "verify", "--strict"]).ok();
 }
 
-// conformance: issue-4/cli-audit-restore: a restore is on record in the old and the new file, and names the head of the old trail
+// conformance: memory/cli-audit-restore: a restore is on record in the old and the new file, and names the head of the old trail
 #[test]
 fn a_restore_is_on_record_in_both_files() {
     let shop = Shop::new();
@@ -325,7 +325,7 @@ fn a_restore_is_on_record_in_both_files() {
         .ok();
 }
 
-// conformance: issue-4/cli-audit-config: a publish with another configuration than the last time puts that on record
+// conformance: memory/cli-audit-config: a publish with another configuration than the last time puts that on record
 #[test]
 fn a_changed_configuration_is_on_record() {
     let shop = Shop::new();

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::support::{Shop, exists};
 
-// conformance: issue-2/cli-no-arguments: without arguments a newcomer is told what to type next
+// conformance: bus/cli-no-arguments: without arguments a newcomer is told what to type next
 #[test]
 fn without_arguments_a_newcomer_is_told_what_to_type() {
     let shop = Shop::new();
@@ -14,7 +14,7 @@ fn without_arguments_a_newcomer_is_told_what_to_type() {
     assert!(!exists(&shop.db()), "saying hello creates nothing");
 }
 
-// conformance: issue-4/cli-help: the help of a command shows its own options first, those of every command apart, and lines that fill the width
+// conformance: memory/cli-help: the help of a command shows its own options first, those of every command apart, and lines that fill the width
 #[test]
 fn the_help_of_a_command_begins_with_its_own_options() {
     let shop = Shop::new();
@@ -45,7 +45,7 @@ fn the_help_of_a_command_begins_with_its_own_options() {
     }
 }
 
-// conformance: issue-2/cli-exit-codes: the exit codes are in the help
+// conformance: bus/cli-exit-codes: the exit codes are in the help
 #[test]
 fn the_help_documents_the_exit_codes() {
     let text = Shop::new().run(&["--help"]).ok();
@@ -83,7 +83,7 @@ fn what_cannot_be_understood_is_usage_and_creates_nothing() {
     assert!(!exists(&shop.db()));
 }
 
-// conformance: issue-2/cli-json: errors are JSON on standard error with -o json
+// conformance: bus/cli-json: errors are JSON on standard error with -o json
 #[test]
 fn errors_are_json_when_json_was_asked_for() {
     let shop = Shop::new();
@@ -118,7 +118,7 @@ fn what_is_wrong_with_a_value_comes_with_its_hint() {
     assert!(help.contains("--wait=5"), "{help}");
 }
 
-// conformance: issue-2/cli-no-creation: commands that read do not create a missing file
+// conformance: bus/cli-no-creation: commands that read do not create a missing file
 #[test]
 fn commands_that_read_do_not_create_a_missing_file() {
     let shop = Shop::new();
@@ -158,7 +158,7 @@ fn a_flag_beats_the_environment_and_the_environment_the_default() {
     assert_eq!(both.output().unwrap().status.code(), Some(2));
 }
 
-// conformance: issue-2/open-url: sqlite: names a file, and what is not known is refused
+// conformance: bus/open-url: sqlite: names a file, and what is not known is refused
 #[test]
 fn a_broker_is_named_by_a_url() {
     let shop = Shop::new();
@@ -171,7 +171,7 @@ fn a_broker_is_named_by_a_url() {
     }
 }
 
-// conformance: issue-2/not-a-file: a directory where a file should be is refused with its own error
+// conformance: bus/not-a-file: a directory where a file should be is refused with its own error
 #[test]
 fn a_directory_where_a_file_should_be_is_refused() {
     let shop = Shop::new();
@@ -186,7 +186,7 @@ fn a_directory_where_a_file_should_be_is_refused() {
     assert!(!exists(&shop.path("new")));
 }
 
-// conformance: issue-2/cli-completions: completions prints a script for each shell
+// conformance: bus/cli-completions: completions prints a script for each shell
 #[test]
 fn completions_are_printed_for_every_shell() {
     let shop = Shop::new();

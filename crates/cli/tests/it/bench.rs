@@ -2,7 +2,7 @@
 
 use crate::support::Shop;
 
-// conformance: issue-2/cli-bench: bench -o json prints one object per scenario, the raw figure beside ours
+// conformance: bus/cli-bench: bench -o json prints one object per scenario, the raw figure beside ours
 #[test]
 fn every_scenario_runs_and_prints_its_figure() {
     let shop = Shop::new();
@@ -54,7 +54,7 @@ fn every_scenario_runs_and_prints_its_figure() {
     assert_eq!(left, 0, "the bench cleans up after itself");
 }
 
-// conformance: issue-4/outbox-bench: an enqueue beside the insert by hand, relays into memory and into a file
+// conformance: memory/outbox-bench: an enqueue beside the insert by hand, relays into memory and into a file
 #[test]
 fn the_outbox_is_measured_beside_what_somebody_would_write_by_hand() {
     let shop = Shop::new();

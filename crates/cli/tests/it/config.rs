@@ -18,7 +18,7 @@ fn write(shop: &Shop, name: &str, text: &str) {
     std::fs::write(shop.path(name), text).unwrap();
 }
 
-// conformance: issue-3/config-check: check --config reports every problem with its line and an exit code
+// conformance: handlers/config-check: check --config reports every problem with its line and an exit code
 #[test]
 fn every_problem_of_a_configuration_is_reported_with_its_line() {
     let shop = Shop::new();
@@ -52,7 +52,7 @@ fn every_problem_of_a_configuration_is_reported_with_its_line() {
     assert!(!exists(&shop.db()), "a check creates nothing");
 }
 
-// conformance: issue-3/config-check: a missing, empty or binary file is a problem too
+// conformance: handlers/config-check: a missing, empty or binary file is a problem too
 #[test]
 fn what_is_no_configuration_does_not_pass() {
     let shop = Shop::new();
@@ -75,7 +75,7 @@ fn what_is_no_configuration_does_not_pass() {
     }
 }
 
-// conformance: issue-3/config-check: a good file passes; an engine that this build lacks is a warning
+// conformance: handlers/config-check: a good file passes; an engine that this build lacks is a warning
 #[test]
 fn a_good_configuration_passes_and_a_missing_engine_is_a_warning() {
     let shop = Shop::new();
@@ -125,7 +125,7 @@ fn a_good_configuration_passes_and_a_missing_engine_is_a_warning() {
     assert_eq!(both.code, 2, "{both:?}");
 }
 
-// conformance: issue-3/config-broker: --config and EVERBUS_CONFIG choose the engine unless something else does
+// conformance: handlers/config-broker: --config and EVERBUS_CONFIG choose the engine unless something else does
 #[test]
 fn the_broker_of_the_configuration_is_used_unless_another_is_named() {
     let shop = Shop::new();
@@ -162,7 +162,7 @@ fn the_broker_of_the_configuration_is_used_unless_another_is_named() {
     assert!(used("everbus.db") && !used("a.db"));
 }
 
-// conformance: issue-3/config-broker: a broker that this build has no engine for, or a file that is wrong, is a clear error
+// conformance: handlers/config-broker: a broker that this build has no engine for, or a file that is wrong, is a clear error
 #[test]
 fn a_configuration_that_cannot_be_used_is_a_clear_error() {
     let shop = Shop::new();
@@ -224,7 +224,7 @@ fn the_help_names_the_option_and_its_variable() {
     );
 }
 
-// conformance: issue-3/config-publish: publishing from the command line keeps to the limits of the file
+// conformance: handlers/config-publish: publishing from the command line keeps to the limits of the file
 #[test]
 fn what_is_published_keeps_to_the_limits_of_the_file() {
     let shop = Shop::new();

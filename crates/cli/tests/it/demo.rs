@@ -2,7 +2,7 @@
 
 use crate::support::Shop;
 
-// conformance: issue-2/cli-demo: the demo publishes, fails, retries and dead-letters, and what it suggests works
+// conformance: bus/cli-demo: the demo publishes, fails, retries and dead-letters, and what it suggests works
 #[test]
 fn the_demo_shows_everything_and_what_it_suggests_works() {
     let shop = Shop::new();

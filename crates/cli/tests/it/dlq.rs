@@ -4,8 +4,8 @@ use serde_json::{Value, json};
 
 use crate::support::Shop;
 
-// conformance: issue-2/cli-dlq: dead letters are listed newest first, shown, and paged
-// conformance: issue-2/dlq-keyset: the cursor of a page leads to the next one
+// conformance: bus/cli-dlq: dead letters are listed newest first, shown, and paged
+// conformance: bus/dlq-keyset: the cursor of a page leads to the next one
 #[test]
 fn dead_letters_are_listed_newest_first_and_paged() {
     let shop = Shop::new();
@@ -86,7 +86,7 @@ fn the_filters_of_the_list_are_honoured() {
     }
 }
 
-// conformance: issue-2/cli-dlq: a filter by a group that does not exist is an error, not an empty answer
+// conformance: bus/cli-dlq: a filter by a group that does not exist is an error, not an empty answer
 #[test]
 fn a_filter_that_can_match_nothing_is_an_error() {
     let shop = Shop::new();
@@ -154,7 +154,7 @@ fn what_is_not_among_the_dead_letters_is_said_with_the_reason() {
     assert_eq!(trail.len(), 2, "only what was done is on record: {trail:?}");
 }
 
-// conformance: issue-2/cli-dlq: a dead letter shows payload, attempts and every error, escaped
+// conformance: bus/cli-dlq: a dead letter shows payload, attempts and every error, escaped
 #[test]
 fn a_dead_letter_shows_everything_needed_to_understand_it() {
     let shop = Shop::new();
@@ -173,7 +173,7 @@ fn a_dead_letter_shows_everything_needed_to_understand_it() {
     assert!(!shop.run(&["dlq", "list"]).ok().contains('\u{1b}'));
 }
 
-// conformance: issue-2/cli-dlq: retry sends one, many or all back to the group that failed
+// conformance: bus/cli-dlq: retry sends one, many or all back to the group that failed
 #[test]
 fn a_retried_dead_letter_goes_back_to_its_group() {
     let shop = Shop::new();
@@ -205,7 +205,7 @@ fn a_retried_dead_letter_goes_back_to_its_group() {
     assert_eq!(handled.len(), 4, "all came back to the group");
 }
 
-// conformance: issue-2/cli-dlq: purge deletes what is old enough, by creation or by death
+// conformance: bus/cli-dlq: purge deletes what is old enough, by creation or by death
 #[test]
 fn purge_deletes_what_is_old_enough() {
     let shop = Shop::new();

@@ -32,7 +32,7 @@ fn mixed(shop: &Shop) {
     });
 }
 
-// conformance: issue-4/cli-dlq-filter: dead letters are listed, retried and purged by tenant, handler and error
+// conformance: memory/cli-dlq-filter: dead letters are listed, retried and purged by tenant, handler and error
 #[test]
 fn dead_letters_are_chosen_by_tenant_handler_and_error() {
     let shop = Shop::new();
@@ -104,7 +104,7 @@ fn dead_letters_are_chosen_by_tenant_handler_and_error() {
     assert_eq!(count(&[]), 5);
 }
 
-// conformance: issue-4/cli-dlq-dry-run: --dry-run says how many, of which groups and types, and why they failed
+// conformance: memory/cli-dlq-dry-run: --dry-run says how many, of which groups and types, and why they failed
 #[test]
 fn a_dry_run_says_what_would_go() {
     let shop = Shop::new();
@@ -156,7 +156,7 @@ fn a_dry_run_says_what_would_go() {
     );
 }
 
-// conformance: issue-4/cli-dlq-rate: --rate sends back so many per second, --limit so many in all, oldest first
+// conformance: memory/cli-dlq-rate: --rate sends back so many per second, --limit so many in all, oldest first
 // conformance: framework/dlq-replay-limit: the number to replay is an option
 #[test]
 fn a_bulk_retry_has_a_rate_and_a_limit() {

@@ -39,7 +39,7 @@ fn buried(shop: &Shop, groups: &[&str], tenants: &[Option<&str>], payload: &str)
     })
 }
 
-// conformance: issue-4/cli-dlq-edit: a corrected payload is sent to the group that failed; the original is kept, both linked
+// conformance: memory/cli-dlq-edit: a corrected payload is sent to the group that failed; the original is kept, both linked
 #[test]
 fn a_dead_letter_is_sent_back_with_another_payload() {
     let shop = Shop::new();
@@ -107,7 +107,7 @@ fn a_dead_letter_is_sent_back_with_another_payload() {
     assert!(said.contains("sent back to payment already"), "{said}");
 }
 
-// conformance: issue-4/cli-dlq-edit-from: the payload comes from the command line, standard input or a file
+// conformance: memory/cli-dlq-edit-from: the payload comes from the command line, standard input or a file
 #[test]
 fn the_payload_comes_from_standard_input_or_a_file() {
     let shop = Shop::new();
@@ -128,7 +128,7 @@ fn the_payload_comes_from_standard_input_or_a_file() {
     large.failed(2, "PayloadTooLarge");
 }
 
-// conformance: issue-4/cli-dlq-edit-bad: what cannot be sent is refused with a reason, and the dead letter stays open
+// conformance: memory/cli-dlq-edit-bad: what cannot be sent is refused with a reason, and the dead letter stays open
 #[test]
 fn what_cannot_be_sent_is_refused() {
     let shop = Shop::new();
@@ -206,7 +206,7 @@ fn editor(shop: &Shop, name: &str, script: &str) -> String {
     format!("sh {}", path.display())
 }
 
-// conformance: issue-4/cli-dlq-editor: without --payload the payload is edited with EDITOR, without a shell
+// conformance: memory/cli-dlq-editor: without --payload the payload is edited with EDITOR, without a shell
 #[test]
 fn a_payload_is_edited_in_the_editor() {
     let shop = Shop::new();

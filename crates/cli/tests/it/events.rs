@@ -31,7 +31,7 @@ fn json(shop: &Shop, arguments: &[&str]) -> Value {
         .json()
 }
 
-// conformance: issue-4/cli-events: `everbus events` finds by tenant, app, entity, type and time, in both orders
+// conformance: memory/cli-events: `everbus events` finds by tenant, app, entity, type and time, in both orders
 #[test]
 fn events_are_found_by_every_filter() {
     let shop = filled();
@@ -82,7 +82,7 @@ fn events_are_found_by_every_filter() {
     assert_eq!(event["payload"]["n"], 4);
 }
 
-// conformance: issue-4/cli-events-pages: the text is a table whose last line is the command for the next page
+// conformance: memory/cli-events-pages: the text is a table whose last line is the command for the next page
 #[test]
 fn the_table_ends_with_the_command_for_the_next_page() {
     let shop = filled();
@@ -119,7 +119,7 @@ fn the_table_ends_with_the_command_for_the_next_page() {
     assert_eq!(shop.run(&["events", "--app", "none"]).ok(), "no events\n");
 }
 
-// conformance: issue-4/cli-events-json: the cursor and the resolved times of a page lead to the next
+// conformance: memory/cli-events-json: the cursor and the resolved times of a page lead to the next
 #[test]
 fn json_pages_lead_from_one_to_the_next() {
     let shop = filled();
@@ -136,7 +136,7 @@ fn json_pages_lead_from_one_to_the_next() {
     assert_eq!(second["next"], Value::Null);
 }
 
-// conformance: issue-4/cli-events-bad-input: malformed cursors, ranges, limits and entities are clear errors
+// conformance: memory/cli-events-bad-input: malformed cursors, ranges, limits and entities are clear errors
 #[test]
 fn wrong_input_is_a_clear_error() {
     let shop = filled();

@@ -4,8 +4,8 @@ use std::io::{BufRead as _, BufReader};
 
 use crate::support::{Shop, exists};
 
-// conformance: issue-2/check: the integrity of a file is checked on command
-// conformance: issue-2/cli-check: a good file passes, and what the engine promises is printed
+// conformance: bus/check: the integrity of a file is checked on command
+// conformance: bus/cli-check: a good file passes, and what the engine promises is printed
 #[test]
 fn a_good_file_passes_the_check() {
     let shop = Shop::new();
@@ -17,8 +17,8 @@ fn a_good_file_passes_the_check() {
     assert!(shop.run(&["check"]).ok().contains("as it should be"));
 }
 
-// conformance: issue-2/cli-check: a damaged file fails the check
-// conformance: issue-2/corrupt: a damaged file is reported as such
+// conformance: bus/cli-check: a damaged file fails the check
+// conformance: bus/corrupt: a damaged file is reported as such
 #[test]
 fn a_damaged_file_does_not_pass() {
     let shop = Shop::new();
@@ -47,7 +47,7 @@ fn findings_of_a_damaged_file(shop: &Shop, db: &str) {
     assert!(findings.iter().any(|f| f["ok"] == false), "{report}");
 }
 
-// conformance: issue-2/cli-check: damage that the engine cannot even open is a finding too
+// conformance: bus/cli-check: damage that the engine cannot even open is a finding too
 #[test]
 fn a_file_too_damaged_to_open_is_still_reported_on() {
     let shop = Shop::new();
@@ -82,8 +82,8 @@ fn a_file_of_something_else_is_refused_and_untouched() {
     assert_eq!(std::fs::read(shop.db()).unwrap(), before);
 }
 
-// conformance: issue-2/cli-backup: a backup holds everything, and a restore brings it into place
-// conformance: issue-2/restore: a restore brings a backup into place
+// conformance: bus/cli-backup: a backup holds everything, and a restore brings it into place
+// conformance: bus/restore: a restore brings a backup into place
 #[test]
 fn a_backup_is_restored_into_a_new_file() {
     let shop = Shop::new();
@@ -99,8 +99,8 @@ fn a_backup_is_restored_into_a_new_file() {
     shop.run(&["--db", "new.db", "check"]).ok();
 }
 
-// conformance: issue-2/restore: a restore never overwrites a file unasked
-// conformance: issue-2/cli-backup: neither overwrites a file unasked, and a forced restore keeps the old one
+// conformance: bus/restore: a restore never overwrites a file unasked
+// conformance: bus/cli-backup: neither overwrites a file unasked, and a forced restore keeps the old one
 #[test]
 fn nothing_is_overwritten_unasked() {
     let shop = Shop::new();
@@ -153,7 +153,7 @@ fn a_file_is_not_restored_onto_itself() {
     assert_eq!(lines.len(), 1);
 }
 
-// conformance: issue-2/locked: a command says that it waits for a locked file, and gives up when told to
+// conformance: bus/locked: a command says that it waits for a locked file, and gives up when told to
 #[test]
 fn a_command_says_that_it_waits_for_a_locked_file() {
     let shop = Shop::new();

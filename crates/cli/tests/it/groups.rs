@@ -4,7 +4,7 @@ use everbus::{Bus, Message};
 
 use crate::support::{Shop, on_runtime};
 
-// conformance: issue-2/cli-groups: position, backlog, waiting and dead letters of every group are shown
+// conformance: bus/cli-groups: position, backlog, waiting and dead letters of every group are shown
 #[test]
 fn every_group_is_shown_with_what_it_owes() {
     let shop = Shop::new();
@@ -70,7 +70,7 @@ fn the_lag_of_each_stream_is_shown() {
     assert!(shop.run(&["groups", "--streams"]).ok().contains("  events"));
 }
 
-// conformance: issue-2/cli-groups: a group is removed only when that is confirmed
+// conformance: bus/cli-groups: a group is removed only when that is confirmed
 #[test]
 fn a_group_is_removed_only_when_that_is_confirmed() {
     let shop = Shop::new();

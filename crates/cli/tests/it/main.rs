@@ -9,6 +9,7 @@ mod basics;
 mod bench;
 mod config;
 mod demo;
+mod dialects;
 mod dlq;
 mod dlq_bulk;
 mod dlq_edit;

@@ -46,8 +46,8 @@ fn age(directory: &Path) {
     }
 }
 
-// conformance: issue-4/backup-objects: a backup holds the objects that its events refer to, and can be read by itself
-// conformance: issue-4/restore-objects: a restore brings the objects back to where they belong
+// conformance: memory/backup-objects: a backup holds the objects that its events refer to, and can be read by itself
+// conformance: memory/restore-objects: a restore brings the objects back to where they belong
 #[test]
 fn a_backup_holds_the_objects_and_a_restore_brings_them_back() {
     let shop = Shop::new();
@@ -87,7 +87,7 @@ fn a_backup_holds_the_objects_and_a_restore_brings_them_back() {
     assert!(!shop.path("other.db").exists());
 }
 
-// conformance: issue-4/restore-keeps-objects: a file that is replaced by a restore is kept with all its objects, which nobody collects
+// conformance: memory/restore-keeps-objects: a file that is replaced by a restore is kept with all its objects, which nobody collects
 #[test]
 fn a_replaced_file_keeps_its_objects() {
     let shop = Shop::new();
@@ -111,7 +111,7 @@ fn a_replaced_file_keeps_its_objects() {
     assert!(is_whole(&shop, &["--db", kept], &after, "y"));
 }
 
-// conformance: issue-4/backup-no-objects: --no-objects leaves the objects out and says so
+// conformance: memory/backup-no-objects: --no-objects leaves the objects out and says so
 #[test]
 fn a_backup_without_objects_says_so() {
     let shop = Shop::new();
@@ -140,7 +140,7 @@ fn a_backup_without_objects_says_so() {
     assert!(is_whole(&shop, &[], &id, "x"));
 }
 
-// conformance: issue-4/backup-verified: an object that is missing or has another length is named, and the exit code is 1
+// conformance: memory/backup-verified: an object that is missing or has another length is named, and the exit code is 1
 #[test]
 fn a_backup_names_the_objects_that_are_damaged() {
     let shop = Shop::new();
@@ -161,7 +161,7 @@ fn a_backup_names_the_objects_that_are_damaged() {
     assert!(is_whole(&shop, &["--db", "copy.db"], &ids[2], "z"));
 }
 
-// conformance: issue-4/restore-place: objects are restored to where the configuration says, and nothing that is there is overwritten
+// conformance: memory/restore-place: objects are restored to where the configuration says, and nothing that is there is overwritten
 #[test]
 fn objects_go_where_the_configuration_says_and_overwrite_nothing() {
     let shop = Shop::new();
@@ -202,7 +202,7 @@ fn objects_go_where_the_configuration_says_and_overwrite_nothing() {
     assert_eq!(shown["log"], shown["owner"], "{shown}");
 }
 
-// conformance: issue-4/objects-command: objects of another log are shown by whose they are, and removed only on command
+// conformance: memory/objects-command: objects of another log are shown by whose they are, and removed only on command
 #[test]
 fn objects_of_another_log_are_removed_only_on_command() {
     let shop = Shop::new();
@@ -243,7 +243,7 @@ fn objects_of_another_log_are_removed_only_on_command() {
     assert!(trail.to_string().contains("objects.remove"), "{trail}");
 }
 
-// conformance: issue-4/check-objects: check names every object that is missing or damaged, with --deep also by its content; exit code 1
+// conformance: memory/check-objects: check names every object that is missing or damaged, with --deep also by its content; exit code 1
 #[test]
 fn a_check_finds_objects_that_are_missing_or_damaged() {
     let shop = Shop::new();
@@ -303,7 +303,7 @@ fn a_check_finds_objects_that_are_missing_or_damaged() {
     assert_eq!(both.code, 2, "{both:?}");
 }
 
-// conformance: issue-4/check-objects-place: check and backup find objects in the places that the configuration lists, and say which place is not read
+// conformance: memory/check-objects-place: check and backup find objects in the places that the configuration lists, and say which place is not read
 #[test]
 fn a_check_looks_where_the_configuration_says() {
     let shop = Shop::new();
@@ -342,7 +342,7 @@ fn a_check_looks_where_the_configuration_says() {
     assert_eq!(objects(&shop.path("copy.db.objects")).len(), 2);
 }
 
-// conformance: issue-4/backup-while-pruning: events that are removed while a backup is made do not leave it without their objects
+// conformance: memory/backup-while-pruning: events that are removed while a backup is made do not leave it without their objects
 #[test]
 fn events_that_are_removed_during_a_backup_have_their_objects_in_it() {
     const EVENTS: usize = 500;
@@ -448,7 +448,7 @@ fn get_measured(shop: &Shop, options: &[&str], size: usize) -> usize {
     most
 }
 
-// conformance: issue-4/overflow-memory: an event of 60 MiB is in memory once while it is published and while it is read
+// conformance: memory/overflow-memory: an event of 60 MiB is in memory once while it is published and while it is read
 #[cfg(target_os = "linux")]
 #[test]
 fn a_large_event_is_in_memory_once() {

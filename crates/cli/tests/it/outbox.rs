@@ -93,7 +93,7 @@ impl Orders {
     }
 }
 
-// conformance: issue-4/cli-outbox-relay: `everbus outbox relay` is a process of its own; Ctrl-C stops it cleanly
+// conformance: memory/cli-outbox-relay: `everbus outbox relay` is a process of its own; Ctrl-C stops it cleanly
 #[test]
 fn a_relay_runs_as_a_process_and_stops_on_ctrl_c() {
     let mut orders = Orders::new();
@@ -123,8 +123,8 @@ fn a_relay_runs_as_a_process_and_stops_on_ctrl_c() {
     );
 }
 
-// conformance: issue-4/cli-outbox-status: `everbus outbox status` shows the backlog and its age, what failed, and who relays
-// conformance: issue-4/cli-outbox-failed: failed rows are listed and retried from the command line
+// conformance: memory/cli-outbox-status: `everbus outbox status` shows the backlog and its age, what failed, and who relays
+// conformance: memory/cli-outbox-failed: failed rows are listed and retried from the command line
 #[test]
 fn the_backlog_and_what_failed_are_shown_and_retried() {
     let mut orders = Orders::new();
@@ -182,7 +182,7 @@ fn the_backlog_and_what_failed_are_shown_and_retried() {
     assert_eq!((orders.count("sent"), orders.count("failed")), (5, 0));
 }
 
-// conformance: issue-4/outbox-own-cli: without --outbox the outbox is that of the file itself
+// conformance: memory/outbox-own-cli: without --outbox the outbox is that of the file itself
 #[test]
 fn the_file_of_the_bus_has_an_outbox_too() {
     let shop = Shop::new();
@@ -220,7 +220,7 @@ fn the_file_of_the_bus_has_an_outbox_too() {
     assert_eq!(events.len(), 3);
 }
 
-// conformance: issue-4/cli-outbox-audit: a retry in a database of one's own is recorded in the file of the bus; if there is none, the output says so
+// conformance: memory/cli-outbox-audit: a retry in a database of one's own is recorded in the file of the bus; if there is none, the output says so
 #[test]
 fn a_retry_elsewhere_is_in_the_audit_trail_of_the_bus() {
     let orders = Orders::new();
@@ -291,7 +291,7 @@ fn what_is_no_outbox_is_said_so() {
     }
 }
 
-// conformance: issue-4/outbox-killed: a relay that is killed in the middle loses nothing; another takes over, what comes twice is absorbed
+// conformance: memory/outbox-killed: a relay that is killed in the middle loses nothing; another takes over, what comes twice is absorbed
 #[test]
 fn relays_that_are_killed_lose_nothing() {
     let mut orders = Orders::new();
@@ -317,7 +317,7 @@ fn relays_that_are_killed_lose_nothing() {
     orders.assert_complete(rounds * each);
 }
 
-// conformance: issue-4/outbox-processes: several relay processes share an outbox; one works, another takes over when it is stopped
+// conformance: memory/outbox-processes: several relay processes share an outbox; one works, another takes over when it is stopped
 #[test]
 fn several_processes_share_an_outbox() {
     let mut orders = Orders::new();

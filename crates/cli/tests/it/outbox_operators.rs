@@ -15,7 +15,7 @@ fn with_dead_row(shop: &Shop) -> Connection {
     db
 }
 
-// conformance: issue-4/cli-dlq-outbox: `dlq` says how many dead letters the outbox has, and where they are shown and retried
+// conformance: memory/cli-dlq-outbox: `dlq` says how many dead letters the outbox has, and where they are shown and retried
 #[test]
 fn the_dead_letters_point_to_those_of_the_outbox() {
     let shop = Shop::new();
@@ -70,7 +70,7 @@ fn the_dead_letters_point_to_those_of_the_outbox() {
     assert!(!said.contains("outbox"), "{said}");
 }
 
-// conformance: issue-4/outbox-failed-until-retried: after `dlq retry` the outbox shows nothing failed any more
+// conformance: memory/outbox-failed-until-retried: after `dlq retry` the outbox shows nothing failed any more
 #[test]
 fn a_retried_dead_letter_is_no_failure_of_the_outbox_any_more() {
     let shop = Shop::new();
@@ -88,7 +88,7 @@ fn a_retried_dead_letter_is_no_failure_of_the_outbox_any_more() {
     assert_eq!(status.get("last_error"), None);
 }
 
-// conformance: issue-4/cli-outbox-init: `everbus outbox init` makes the tables for a service in any language, or prints their SQL
+// conformance: memory/cli-outbox-init: `everbus outbox init` makes the tables for a service in any language, or prints their SQL
 #[test]
 fn an_outbox_is_made_for_a_service_in_any_language() {
     let shop = Shop::new();
@@ -149,7 +149,7 @@ fn an_outbox_is_made_for_a_service_in_any_language() {
     init("none/shop.db").failed(3, "NoSuchFile");
 }
 
-// conformance: issue-4/cli-outbox-keep: the relay removes old rows from a database of one's own, after the ages of --keep and --keep-failed
+// conformance: memory/cli-outbox-keep: the relay removes old rows from a database of one's own, after the ages of --keep and --keep-failed
 #[test]
 fn a_relay_keeps_an_outbox_small() {
     let shop = Shop::new();

@@ -15,7 +15,7 @@ fn large(n: usize) -> String {
     format!(r#"{{"n":{n},"output":"{}"}}"#, "x".repeat(300_000))
 }
 
-// conformance: issue-4/overflow-cli: get, tail, events and dlq show print events whole; one whose object is missing is shown with a warning
+// conformance: memory/overflow-cli: get, tail, events and dlq show print events whole; one whose object is missing is shown with a warning
 #[test]
 fn large_events_are_shown_whole() {
     let shop = Shop::new();
@@ -70,7 +70,7 @@ fn large_events_are_shown_whole() {
     assert!(history["events"][0]["payload_error"].is_string());
 }
 
-// conformance: issue-4/overflow-another-file: --db beside --config takes another file, and leaves what else the configuration says
+// conformance: memory/overflow-another-file: --db beside --config takes another file, and leaves what else the configuration says
 #[test]
 fn another_file_keeps_the_place_of_the_configuration() {
     let shop = Shop::new();

@@ -32,7 +32,7 @@ fn staged(shop: &Shop) -> String {
     })
 }
 
-// conformance: issue-4/cli-payloads: get --payloads shows the stages of an event, one or all, as text and JSON, and exports them
+// conformance: memory/cli-payloads: get --payloads shows the stages of an event, one or all, as text and JSON, and exports them
 #[test]
 fn the_stages_of_an_event_are_shown() {
     let shop = Shop::new();
@@ -82,7 +82,7 @@ fn the_stages_of_an_event_are_shown() {
     assert_eq!(shop.run(&["get", &id, "--payloads", "--stage", ""]).code, 2);
 }
 
-// conformance: issue-4/cli-payloads-largest: the largest stages are listed, over 50,000 bytes unless said otherwise
+// conformance: memory/cli-payloads-largest: the largest stages are listed, over 50,000 bytes unless said otherwise
 #[test]
 fn the_largest_stages_are_listed() {
     let shop = Shop::new();

@@ -7,8 +7,8 @@ use serde_json::{Value, json};
 
 use crate::support::{Shop, exists, signal, wait_until};
 
-// conformance: issue-2/cli-publish: an event is stored with its attributes, id and sequence are printed
-// conformance: issue-2/cli-get: an event is shown with everything it was published with
+// conformance: bus/cli-publish: an event is stored with its attributes, id and sequence are printed
+// conformance: bus/cli-get: an event is shown with everything it was published with
 #[test]
 fn an_event_is_stored_with_everything_it_was_given() {
     let shop = Shop::new();
@@ -122,7 +122,7 @@ fn an_event_that_is_not_there_is_not_found() {
     shop.run(&["get", "no-such-id"]).failed(3, "NotFound");
 }
 
-// conformance: issue-2/cli-publish-stdin: each line is an event, printed in order; empty lines are skipped
+// conformance: bus/cli-publish-stdin: each line is an event, printed in order; empty lines are skipped
 #[test]
 fn each_line_of_standard_input_is_an_event() {
     let shop = Shop::new();
@@ -144,7 +144,7 @@ fn each_line_of_standard_input_is_an_event() {
     );
 }
 
-// conformance: issue-2/cli-publish-stdin: each event is printed as it commits, not at the end
+// conformance: bus/cli-publish-stdin: each event is printed as it commits, not at the end
 #[test]
 fn a_line_is_answered_while_the_input_is_still_open() {
     let shop = Shop::new();
@@ -177,7 +177,7 @@ fn a_bad_line_is_named_and_everything_before_it_is_published() {
     assert_eq!(stored.len(), 2);
 }
 
-// conformance: issue-2/payload-too-large: a payload over the limit is refused, with its line
+// conformance: bus/payload-too-large: a payload over the limit is refused, with its line
 #[test]
 fn a_line_over_the_limit_is_refused_by_its_number() {
     let shop = Shop::new();
@@ -245,7 +245,7 @@ fn no_lines_are_no_events() {
     assert!(ran.ok().contains("published 0 events"));
 }
 
-// conformance: issue-2/cli-publish-count: --count publishes that many, --rate spreads them
+// conformance: bus/cli-publish-count: --count publishes that many, --rate spreads them
 #[test]
 fn a_count_publishes_that_many_events_with_ids_of_their_own() {
     let shop = Shop::new();
@@ -297,7 +297,7 @@ fn an_interrupt_ends_it_cleanly_and_keeps_what_was_printed() {
     assert_eq!(stored.len(), 1);
 }
 
-// conformance: issue-2/cli-publish-count: an interrupt lets what is under way commit; what was printed is what is stored
+// conformance: bus/cli-publish-count: an interrupt lets what is under way commit; what was printed is what is stored
 #[test]
 fn an_interrupt_lets_what_is_under_way_commit_and_prints_it() {
     let shop = Shop::new();

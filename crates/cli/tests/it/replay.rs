@@ -43,7 +43,7 @@ fn stored(shop: &Shop) -> Vec<Value> {
     shop.run(&["-o", "json", "tail", "--no-follow"]).lines()
 }
 
-// conformance: issue-4/cli-replay-id: replay ID publishes a copy and prints its id; with --group only that group gets it again.
+// conformance: memory/cli-replay-id: replay ID publishes a copy and prints its id; with --group only that group gets it again.
 // conformance: operations/replay-asks: a replay of one event for everybody asks as that of a range does
 #[test]
 fn one_event_is_replayed_for_everybody_or_for_a_group() {
@@ -84,8 +84,8 @@ fn one_event_is_replayed_for_everybody_or_for_a_group() {
     assert_eq!(stored(&shop).len(), 5);
 }
 
-// conformance: issue-4/cli-replay-range: a range is replayed for a group, or with --yes for everybody; without it the command says what would happen.
-// conformance: issue-4/cli-replay-dry-run: --dry-run shows how many events of which types would reach which groups, and changes nothing.
+// conformance: memory/cli-replay-range: a range is replayed for a group, or with --yes for everybody; without it the command says what would happen.
+// conformance: memory/cli-replay-dry-run: --dry-run shows how many events of which types would reach which groups, and changes nothing.
 #[test]
 fn a_range_for_everybody_needs_a_yes() {
     let (shop, _) = busy(3);
@@ -145,7 +145,7 @@ fn a_range_for_everybody_needs_a_yes() {
     assert!(events[4]["metadata"]["replay_of"].is_string());
 }
 
-// conformance: issue-4/cli-replay-bad-input: a range that ends before it starts, an unknown group or stream, both an id and a range, nothing selected: clear errors.
+// conformance: memory/cli-replay-bad-input: a range that ends before it starts, an unknown group or stream, both an id and a range, nothing selected: clear errors.
 #[test]
 fn what_makes_no_sense_is_refused_with_a_hint() {
     let (shop, ids) = busy(1);
@@ -190,7 +190,7 @@ fn what_makes_no_sense_is_refused_with_a_hint() {
     assert_eq!(stored(&shop).len(), 2);
 }
 
-// conformance: issue-4/cli-replay-resume: Ctrl-C ends a replay in good order and prints the command that goes on with it.
+// conformance: memory/cli-replay-resume: Ctrl-C ends a replay in good order and prints the command that goes on with it.
 #[test]
 fn an_interrupted_replay_says_how_to_go_on() {
     let (shop, _) = busy(60);
@@ -227,7 +227,7 @@ fn an_interrupted_replay_says_how_to_go_on() {
     assert_eq!(stored(&shop).len(), 122, "each copied once");
 }
 
-// conformance: issue-4/cli-replay-list: a replay says its name at the start; one that was killed is listed with the command that goes on with it, and can be forgotten.
+// conformance: memory/cli-replay-list: a replay says its name at the start; one that was killed is listed with the command that goes on with it, and can be forgotten.
 #[test]
 fn a_replay_that_was_killed_is_found_again() {
     let (shop, _) = busy(60);

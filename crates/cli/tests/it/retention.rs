@@ -10,8 +10,8 @@ fn held<'v>(shown: &'v Value, kind: &str) -> &'v Value {
     all.iter().find(|line| line["kind"] == kind).unwrap()
 }
 
-// conformance: issue-4/retention-hold: a run says how long one transaction held the writer at most
-// conformance: issue-4/cli-retention: retention run --dry-run says what would go, run removes it, in text and JSON
+// conformance: memory/retention-hold: a run says how long one transaction held the writer at most
+// conformance: memory/cli-retention: retention run --dry-run says what would go, run removes it, in text and JSON
 #[test]
 fn a_dry_run_says_what_a_run_then_does() {
     let shop = Shop::new();
@@ -52,7 +52,7 @@ fn a_dry_run_says_what_a_run_then_does() {
     assert!(hold.as_u64().unwrap() > 0 && hold.as_u64() >= step.as_u64());
 }
 
-// conformance: issue-4/retention-letter-reason: `get` shows why a group is done with an event whose dead letter is gone
+// conformance: memory/retention-letter-reason: `get` shows why a group is done with an event whose dead letter is gone
 #[test]
 fn an_event_whose_dead_letter_is_gone_tells_why() {
     let shop = Shop::new();
@@ -69,7 +69,7 @@ fn an_event_whose_dead_letter_is_gone_tells_why() {
     assert!(text.contains(&line), "{text}");
 }
 
-// conformance: issue-4/cli-retention: what a group still owes is not removed by hand either
+// conformance: memory/cli-retention: what a group still owes is not removed by hand either
 #[test]
 fn a_run_by_hand_spares_what_is_owed() {
     let shop = Shop::new();
@@ -89,7 +89,7 @@ fn a_run_by_hand_spares_what_is_owed() {
     assert_eq!(listed["dead_letters"].as_array().unwrap().len(), 3);
 }
 
-// conformance: issue-4/cli-retention: retention show tells the ages in force, what there is and what goes next
+// conformance: memory/cli-retention: retention show tells the ages in force, what there is and what goes next
 #[test]
 fn show_tells_the_ages_and_what_there_is() {
     let shop = Shop::new();
@@ -143,7 +143,7 @@ fn show_tells_the_ages_and_what_there_is() {
     }
 }
 
-// conformance: issue-4/retention-clock-trust: a run by hand refuses a clock that leapt, until somebody vouches for it
+// conformance: memory/retention-clock-trust: a run by hand refuses a clock that leapt, until somebody vouches for it
 #[test]
 fn a_run_by_hand_asks_whether_the_clock_is_right() {
     let shop = Shop::new();
@@ -194,7 +194,7 @@ fn a_run_by_hand_asks_whether_the_clock_is_right() {
     shop.run(&run).ok();
 }
 
-// conformance: issue-4/cli-ttl: publish --ttl says for how long an event is wanted
+// conformance: memory/cli-ttl: publish --ttl says for how long an event is wanted
 #[test]
 fn an_event_with_a_ttl_goes_when_it_expires() {
     let shop = Shop::new();
@@ -219,7 +219,7 @@ fn an_event_with_a_ttl_goes_when_it_expires() {
     assert_eq!(removed(), 0, "the other one has no end");
 }
 
-// conformance: issue-4/cli-retention: wrong ages are refused before anything is opened
+// conformance: memory/cli-retention: wrong ages are refused before anything is opened
 #[test]
 fn wrong_ages_are_refused() {
     let shop = Shop::new();

@@ -19,7 +19,7 @@ fn shop_with(types: &[&str]) -> Shop {
     shop
 }
 
-// conformance: issue-2/cli-tail: events are shown from where it is told, by pattern, up to a limit
+// conformance: bus/cli-tail: events are shown from where it is told, by pattern, up to a limit
 #[test]
 fn events_are_shown_from_where_it_is_told() {
     let shop = shop_with(&["order.placed", "user.created", "order.paid"]);
@@ -48,7 +48,7 @@ fn events_are_shown_from_where_it_is_told() {
     );
 }
 
-// conformance: issue-2/cli-escapes: escape sequences in payloads, types and metadata do not reach the terminal
+// conformance: bus/cli-escapes: escape sequences in payloads, types and metadata do not reach the terminal
 #[test]
 fn escape_sequences_in_event_data_are_shown_escaped() {
     let shop = Shop::new();
@@ -83,8 +83,8 @@ fn escape_sequences_in_event_data_are_shown_escaped() {
     }
 }
 
-// conformance: issue-2/cli-tail: it follows what another process publishes
-// conformance: issue-2/cross-process-wake: events published by another process are noticed
+// conformance: bus/cli-tail: it follows what another process publishes
+// conformance: bus/cross-process-wake: events published by another process are noticed
 #[test]
 fn it_follows_until_it_is_told_to_stop() {
     let shop = shop_with(&["a.old"]);
@@ -145,7 +145,7 @@ fn a_reader_that_goes_away_while_there_is_nothing_new_ends_it_too() {
     }
 }
 
-// conformance: issue-2/cli-tail: with a group, what the reader of a pipe never took is not handled
+// conformance: bus/cli-tail: with a group, what the reader of a pipe never took is not handled
 #[test]
 fn what_a_reader_that_left_never_took_is_not_handled() {
     let shop = Shop::new();
@@ -194,7 +194,7 @@ fn nothing_is_handled_while_nobody_reads() {
     assert_eq!(open.iter().sum::<u64>(), 2, "{left}");
 }
 
-// conformance: issue-2/cli-tail: it never consumes the unnamed group, whose events belong to programs that name none
+// conformance: bus/cli-tail: it never consumes the unnamed group, whose events belong to programs that name none
 #[test]
 fn the_unnamed_group_is_not_consumed() {
     let shop = shop_with(&["a.b"]);
@@ -230,7 +230,7 @@ fn a_start_that_makes_no_sense_is_refused() {
     assert_eq!(since.lines().len(), 1);
 }
 
-// conformance: issue-2/cli-tail: with a group, what was shown is handled and not shown again
+// conformance: bus/cli-tail: with a group, what was shown is handled and not shown again
 #[test]
 fn a_group_consumes_what_it_shows() {
     let shop = shop_with(&["order.placed", "user.created", "order.paid"]);
@@ -264,7 +264,7 @@ fn a_group_of_somebody_else_is_not_widened() {
     assert_eq!(groups[0]["patterns"], serde_json::json!(["order.*"]));
 }
 
-// conformance: issue-2/several-processes: two processes consume one file, a third publishes; each event is handled once
+// conformance: bus/several-processes: two processes consume one file, a third publishes; each event is handled once
 // conformance: embedded/non-goal-processes: several processes publish and consume one file
 #[test]
 fn two_tails_of_one_group_share_the_events() {

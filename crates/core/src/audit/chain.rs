@@ -204,7 +204,7 @@ mod tests {
         }
     }
 
-    // conformance: issue-4/audit-encoding: the hash covers every field and the hash before it, and no two records share an encoding
+    // conformance: memory/audit-encoding: the hash covers every field and the hash before it, and no two records share an encoding
     #[test]
     fn the_hash_covers_every_field_and_the_one_before() {
         let base = content();

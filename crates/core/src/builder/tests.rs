@@ -7,7 +7,7 @@ fn code(builder: EventBuilder) -> Code {
     builder.build().unwrap_err().code()
 }
 
-// conformance: issue-4/ttl: an event may say for how long after it happened it is wanted
+// conformance: memory/ttl: an event may say for how long after it happened it is wanted
 #[test]
 fn a_time_to_live_counts_from_when_it_happened() {
     let at: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
@@ -20,7 +20,7 @@ fn a_time_to_live_counts_from_when_it_happened() {
     }
 }
 
-// conformance: issue-2/odd-types: spaces and undotted names are legal
+// conformance: bus/odd-types: spaces and undotted names are legal
 #[test]
 fn odd_but_legal_types_are_taken() {
     for name in [
@@ -35,7 +35,7 @@ fn odd_but_legal_types_are_taken() {
     assert!(Event::builder("ä".repeat(255)).build().is_ok());
 }
 
-// conformance: issue-2/builder-validates: illegal types are refused with a hint
+// conformance: bus/builder-validates: illegal types are refused with a hint
 #[test]
 fn illegal_types_are_refused_with_a_hint() {
     for name in [

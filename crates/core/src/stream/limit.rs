@@ -144,7 +144,7 @@ pub fn check_wait(what: &str, wait: Duration) -> Result<()> {
 mod tests {
     use super::*;
 
-    // conformance: issue-3/backpressure-modes: on_full is wait, reject or drop_oldest; wait 5 s by default
+    // conformance: handlers/backpressure-modes: on_full is wait, reject or drop_oldest; wait 5 s by default
     #[test]
     fn what_to_do_when_full_is_read_and_written_in_the_words_of_the_configuration() {
         for (mode, text) in [

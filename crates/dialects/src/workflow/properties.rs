@@ -77,7 +77,7 @@ impl Properties {
 }
 
 /// The name of the field that says where the large fields went.
-const REFERENCE: &str = "_s3Overflow";
+pub(super) const REFERENCE: &str = "_s3Overflow";
 
 /// The properties of an event whose large fields are in an object: without those fields, and with
 /// `_s3Overflow`. None if the payload is no JSON object.
@@ -106,7 +106,7 @@ pub(crate) fn with_reference(event: &Event, reference: &Reference) -> Option<Str
 }
 
 /// The members of a JSON object in their order, repeated ones too.
-struct Members<'a>(Vec<(String, &'a RawValue)>);
+pub(super) struct Members<'a>(pub(super) Vec<(String, &'a RawValue)>);
 
 impl<'de> Deserialize<'de> for Members<'de> {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {

@@ -58,7 +58,7 @@ pub(crate) const STRING: &str = r#"{
     "data" : "I'm just a string"
 }"#;
 
-// conformance: issue-4/dialect-cloudevents: CloudEvents 1.0 in JSON, the examples of the standard
+// conformance: memory/dialect-cloudevents: CloudEvents 1.0 in JSON, the examples of the standard
 #[test]
 fn the_examples_of_the_standard_are_read_and_written() {
     for (document, payload) in [

@@ -88,7 +88,7 @@ fn found(name: &str, dialect: Dialect) -> &'static str {
     }
 }
 
-// conformance: issue-4/dialect-dropped: what native → dialect cannot carry is tabled, and the table is true
+// conformance: memory/dialect-dropped: what native → dialect cannot carry is tabled, and the table is true
 #[test]
 fn the_table_of_the_book_is_true() {
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/book/dialects.md");

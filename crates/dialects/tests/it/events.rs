@@ -119,7 +119,7 @@ fn is_free(event: &Event) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    // conformance: issue-4/dialect-native-whole: the native document carries everything
+    // conformance: memory/dialect-native-whole: the native document carries everything
     #[test]
     fn native_documents_carry_everything(event in events().prop_filter("reserved", is_free)) {
         let document = encode(&event, Dialect::Native).unwrap();
@@ -127,7 +127,7 @@ proptest! {
         prop_assert!(dropped(&event, Dialect::Native).unwrap().is_empty());
     }
 
-    // conformance: issue-4/dialect-encode-checked: what is written can be read, what cannot be said is refused
+    // conformance: memory/dialect-encode-checked: what is written can be read, what cannot be said is refused
     #[test]
     fn what_is_written_can_be_read(event in events(), dialect in select(Dialect::ALL)) {
         let document = match encode(&event, dialect) {

@@ -19,7 +19,7 @@ const SAMPLE: &str = r#"{
 }"#;
 
 // conformance: framework/structure-fields: event_id, event_type, event_version, timestamp, source, correlation_id, trace_id, payload
-// conformance: issue-4/dialect-framework: the envelope is read and written with its names
+// conformance: memory/dialect-framework: the envelope is read and written with its names
 #[test]
 fn the_envelope_of_the_document_is_read_and_written() {
     let event = round(SAMPLE, Dialect::Framework);
@@ -65,7 +65,7 @@ fn a_native_event_is_written_with_exactly_these_fields() {
     assert_eq!(value(&document)["trace_id"], json!(null));
 }
 
-// conformance: issue-4/dialect-foreign-ids: an id that is no UUID becomes a UUIDv5 of source and id, and is shown again
+// conformance: memory/dialect-foreign-ids: an id that is no UUID becomes a UUIDv5 of source and id, and is shown again
 #[test]
 fn a_foreign_id_becomes_a_uuid_of_source_and_id_and_is_shown_again() {
     let event = decode(SAMPLE.as_bytes(), Dialect::Framework).unwrap();
@@ -96,7 +96,7 @@ fn the_case_of_a_uuid_comes_back() {
 }
 
 // conformance: framework/structure-version: event_version is 1 by default
-// conformance: issue-4/dialect-defaults: defaults apply when reading and are not written into a document that had none
+// conformance: memory/dialect-defaults: defaults apply when reading and are not written into a document that had none
 #[test]
 fn without_a_version_it_is_1_and_the_document_stays_without() {
     let document = with(SAMPLE, "event_version", None);
@@ -127,7 +127,7 @@ fn a_trace_id_that_is_none_of_opentelemetry_is_kept_as_metadata() {
     assert!(event.attributes().unwrap().trace.is_some());
 }
 
-// conformance: issue-4/dialect-bad-input: every mistake is an error with a code that names the field
+// conformance: memory/dialect-bad-input: every mistake is an error with a code that names the field
 #[test]
 fn mistakes_are_refused_by_the_name_of_their_field() {
     let cases = [

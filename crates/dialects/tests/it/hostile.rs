@@ -87,12 +87,13 @@ fn accepted_comes_back(document: &[u8], dialect: Dialect) -> Result<(), TestCase
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(3000))]
 
-    // conformance: issue-4/dialect-no-panic: whatever the input is, it is read or refused
+    // conformance: memory/dialect-no-panic: whatever the input is, it is read or refused
     #[test]
     fn arbitrary_bytes(bytes in vec(any::<u8>(), 0..64), dialect in select(Dialect::ALL)) {
         accepted_or_not_json(&bytes, dialect)?;
     }
 
+    // conformance: memory/dialect-no-panic: what is accepted comes back
     #[test]
     fn arbitrary_fields(
         fields in vec((select(NAMES), any_json()), 0..10),
@@ -102,6 +103,7 @@ proptest! {
         accepted_comes_back(text(&fields, false).as_bytes(), dialect)?;
     }
 
+    // conformance: memory/dialect-no-panic: what is accepted comes back
     #[test]
     fn valid_documents_with_one_field_replaced(
         (dialect, mut document) in documents(),
@@ -113,11 +115,13 @@ proptest! {
         accepted_comes_back(text(&document, true).as_bytes(), dialect)?;
     }
 
+    // conformance: memory/dialect-no-panic: what is accepted comes back
     #[test]
     fn valid_documents_of_another_dialect((_, document) in documents(), dialect in select(Dialect::ALL)) {
         accepted_comes_back(text(&document, false).as_bytes(), dialect)?;
     }
 
+    // conformance: memory/dialect-no-panic: what is accepted comes back
     #[test]
     fn valid_documents_with_one_byte_changed_or_cut_off(
         (dialect, document) in documents(),
@@ -153,7 +157,7 @@ fn accepted_or_not_json(bytes: &[u8], dialect: Dialect) -> Result<(), TestCaseEr
     Ok(())
 }
 
-// conformance: issue-4/dialect-deep: nesting does not exhaust the stack
+// conformance: memory/dialect-deep: nesting does not exhaust the stack
 #[test]
 fn deep_nesting_is_carried_or_refused_but_does_not_overflow() {
     let deep = format!("{}{}", "[".repeat(200_000), "]".repeat(200_000));

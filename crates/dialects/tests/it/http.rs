@@ -30,7 +30,7 @@ fn attributes(id: &str) -> Vec<(&'static str, String)> {
     ]
 }
 
-// conformance: issue-4/dialect-cloudevents-http: binary mode, the examples of the standard
+// conformance: memory/dialect-cloudevents-http: binary mode, the examples of the standard
 #[test]
 fn the_examples_of_the_standard_in_binary_mode() {
     for (document, id, content_type, body) in [

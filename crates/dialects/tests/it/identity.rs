@@ -16,7 +16,7 @@ fn read(document: &str, dialect: Dialect) -> Event {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    // conformance: issue-4/dialect-identity: dialect → native → dialect is the identity for every valid document
+    // conformance: memory/dialect-identity: dialect → native → dialect is the identity for every valid document
     #[test]
     fn every_valid_document_comes_back((dialect, document) in documents(), spaced: bool) {
         let text = text(&document, spaced);
@@ -28,7 +28,7 @@ proptest! {
         prop_assert!(event.same_body(&second) && event.id() == second.id());
     }
 
-    // conformance: issue-4/dialect-detour: what was kept survives the native document in between
+    // conformance: memory/dialect-detour: what was kept survives the native document in between
     #[test]
     fn the_native_document_carries_what_was_kept((dialect, document) in documents()) {
         let text = text(&document, false);
@@ -42,7 +42,7 @@ proptest! {
         prop_assert_eq!(carried.id(), event.id());
     }
 
-    // conformance: issue-4/dialect-payload-bytes: the payload is kept as it was written
+    // conformance: memory/dialect-payload-bytes: the payload is kept as it was written
     #[test]
     fn payloads_keep_their_bytes((dialect, document) in documents()) {
         let event = read(&text(&document, true), dialect);

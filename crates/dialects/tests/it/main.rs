@@ -15,6 +15,7 @@ mod native;
 mod omni;
 mod outbox;
 mod spelling;
+mod stored;
 mod support;
 mod workflow;
 mod workflow_queries;

@@ -23,7 +23,7 @@ fn full() -> Event {
         .unwrap()
 }
 
-// conformance: issue-4/dialect-native: the native document has the names that the command line prints
+// conformance: memory/dialect-native: the native document has the names that the command line prints
 #[test]
 fn the_document_is_what_the_command_line_prints() {
     let event = full();

@@ -24,7 +24,7 @@ const SAMPLE: &str = r#"{
 }"#;
 
 // conformance: omni/dialect-envelope: type, payload, id, timestamp, source, traceId
-// conformance: issue-4/dialect-omni: the envelope is read and written with its names
+// conformance: memory/dialect-omni: the envelope is read and written with its names
 #[test]
 fn the_envelope_of_the_document_is_read_and_written() {
     let event = round(SAMPLE, Dialect::Omni);
@@ -88,7 +88,7 @@ fn replay_of_is_the_metadata_by_which_a_replay_is_known() {
     assert_eq!(document["replayOf"], original);
 }
 
-// conformance: issue-4/dialect-unknown-fields: fields that nobody knows are kept
+// conformance: memory/dialect-unknown-fields: fields that nobody knows are kept
 #[test]
 fn fields_that_nobody_knows_are_kept_in_the_metadata() {
     let document = with(SAMPLE, "sequence", Some("42"));

@@ -45,7 +45,7 @@ fn row(event_type: &str) -> Beside<'_> {
 // conformance: outbox/1-payloads: TelemetryWindowClosed, StatisticCalculated, SettlementCalculated
 // conformance: outbox/1-envelope: event_id, occurred_at, correlation_id, tenant_id, station_id, schema_version, payload
 // conformance: outbox/1-document: the envelope as a document with these names
-// conformance: issue-4/dialect-outbox: golden documents for the three payloads
+// conformance: memory/dialect-outbox: golden documents for the three payloads
 #[test]
 fn the_three_payloads_are_read_and_written() {
     for (event_type, document, version) in [

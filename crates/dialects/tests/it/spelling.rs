@@ -23,7 +23,7 @@ fn copy(event: &Event) -> EventBuilder {
     copy
 }
 
-// conformance: issue-4/dialect-stale-spelling: a spelling that no longer means what the event says is not used
+// conformance: memory/dialect-stale-spelling: a spelling that no longer means what the event says is not used
 #[test]
 fn a_copy_with_another_time_is_not_written_with_the_old_one() {
     let event = decode(DOCUMENT.as_bytes(), Dialect::Framework).unwrap();

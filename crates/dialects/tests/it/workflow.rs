@@ -58,7 +58,7 @@ fn native() -> everbus_core::EventBuilder {
 
 // conformance: workflow/dialect-keys: PK, SK and GSI1 to GSI7 are computed by the sender as specified
 // conformance: workflow/dialect-structure: the structure of an event, from the example of the document
-// conformance: issue-4/dialect-workflow: golden test from the document's own example
+// conformance: memory/dialect-workflow: golden test from the document's own example
 #[test]
 fn a_native_event_becomes_the_example_of_the_document() {
     let document = encode(&native().build().unwrap(), Dialect::Workflow).unwrap();

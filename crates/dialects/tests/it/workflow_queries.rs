@@ -44,7 +44,7 @@ fn by(index: u8, partition: &str, sort: Option<&str>) -> Result<HistoryQuery, ev
 // conformance: workflow/query-history: the document's query of a task's history
 // conformance: workflow/query-job: the document's query of a job's events
 // conformance: workflow/query-by-type: the document's query of all tasks by state
-// conformance: issue-4/history-begins-with: begins_with where the specification uses it
+// conformance: memory/history-begins-with: begins_with where the specification uses it
 #[test]
 fn the_queries_of_the_document_are_understood() {
     let single = read(json!({

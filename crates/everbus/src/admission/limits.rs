@@ -122,7 +122,7 @@ mod tests {
 
     use super::*;
 
-    // conformance: issue-3/backpressure-settings: a limit that makes no sense is refused
+    // conformance: handlers/backpressure-settings: a limit that makes no sense is refused
     #[test]
     fn nonsense_is_refused_with_a_hint() {
         let limit = StreamLimit::new(10);
@@ -151,7 +151,7 @@ mod tests {
     }
 
     // conformance: framework/backpressure-maxlen: a default cap and overrides by stream
-    // conformance: issue-3/backpressure-system: the system's own events are never limited
+    // conformance: handlers/backpressure-system: the system's own events are never limited
     #[test]
     fn a_stream_has_its_own_limit_or_the_default_one_and_the_system_has_none() {
         let (own, other) = (StreamLimit::new(10), StreamLimit::new(100));

@@ -244,7 +244,7 @@ mod tests {
         );
     }
 
-    // conformance: issue-3/backpressure-rate-fair: publishers over the rate take turns in the order they came
+    // conformance: handlers/backpressure-rate-fair: publishers over the rate take turns in the order they came
     #[tokio::test(start_paused = true)]
     async fn publishers_take_turns_and_none_is_overtaken() {
         let turns = turns(10.0, 10);
@@ -265,7 +265,7 @@ mod tests {
         assert_eq!(*order.lock().unwrap(), expected);
     }
 
-    // conformance: issue-3/backpressure-rate-wait: over the rate for longer than 5 s is Backpressure
+    // conformance: handlers/backpressure-rate-wait: over the rate for longer than 5 s is Backpressure
     #[tokio::test(start_paused = true)]
     async fn a_turn_that_does_not_come_within_the_wait_is_backpressure() {
         let turns = turns(1.0, 1);

@@ -82,7 +82,7 @@ fn settings_that_make_no_sense_are_refused_at_the_start() {
     assert_eq!(e.code(), Code::InvalidSetting);
 }
 
-// conformance: issue-3/backpressure-wait: a publish into a full stream waits 5 s, then fails with Backpressure
+// conformance: handlers/backpressure-wait: a publish into a full stream waits 5 s, then fails with Backpressure
 #[tokio::test(start_paused = true)]
 async fn a_publish_into_a_full_stream_waits_five_seconds_and_then_fails() {
     let p = limited(StreamLimit::new(10));
@@ -97,7 +97,7 @@ async fn a_publish_into_a_full_stream_waits_five_seconds_and_then_fails() {
     assert_eq!(p.owed(), 10, "nothing was stored");
 }
 
-// conformance: issue-3/backpressure-wait: the wait ends when there is room
+// conformance: handlers/backpressure-wait: the wait ends when there is room
 #[tokio::test(start_paused = true)]
 async fn the_wait_ends_soon_after_a_group_made_room() {
     let p = limited(StreamLimit::new(10).wait(60 * S));
@@ -119,7 +119,7 @@ async fn the_wait_ends_soon_after_a_group_made_room() {
     assert!(asked <= 21 * 20 + 10, "asked {asked} times in 21 s");
 }
 
-// conformance: issue-3/backpressure-reject: on_full reject fails at once
+// conformance: handlers/backpressure-reject: on_full reject fails at once
 #[tokio::test(start_paused = true)]
 async fn a_full_stream_that_rejects_does_so_at_once_and_only_while_it_is_full() {
     let p = limited(StreamLimit::new(3).on_full(OnFull::Reject));
@@ -170,7 +170,7 @@ async fn a_stream_that_rejects_waits_for_the_count_of_another_but_not_for_ever()
     }
 }
 
-// conformance: issue-3/backpressure-drop-oldest: on_full drop_oldest makes room and admits
+// conformance: handlers/backpressure-drop-oldest: on_full drop_oldest makes room and admits
 #[tokio::test(start_paused = true)]
 async fn a_full_stream_that_drops_its_oldest_keeps_what_fits_beside_the_new() {
     let p = limited(StreamLimit::new(10).on_full(OnFull::DropOldest));
@@ -211,7 +211,7 @@ async fn publishers_that_come_while_room_is_made_share_it() {
     assert_eq!(*p.engine.kept.lock().unwrap(), [36]);
 }
 
-// conformance: issue-3/backpressure-batch: a batch larger than the limit is refused at once
+// conformance: handlers/backpressure-batch: a batch larger than the limit is refused at once
 #[tokio::test(start_paused = true)]
 async fn a_batch_that_can_never_fit_is_refused_at_once() {
     for on_full in [OnFull::Wait, OnFull::Reject, OnFull::DropOldest] {
@@ -225,7 +225,7 @@ async fn a_batch_that_can_never_fit_is_refused_at_once() {
     }
 }
 
-// conformance: issue-3/backpressure-system: alerts get out of a bus whose streams are full
+// conformance: handlers/backpressure-system: alerts get out of a bus whose streams are full
 #[tokio::test(start_paused = true)]
 async fn the_systems_own_events_are_never_held_back() {
     let limits = Limits::new().default_limit(StreamLimit::new(1));
@@ -302,7 +302,7 @@ async fn a_slow_count_holds_up_one_publisher_and_is_not_repeated_soon() {
     assert_eq!(p.engine.counts(), 1);
 }
 
-// conformance: issue-3/backpressure-concurrent: concurrent publishers do not exceed the limit together
+// conformance: handlers/backpressure-concurrent: concurrent publishers do not exceed the limit together
 #[tokio::test(start_paused = true)]
 async fn concurrent_publishers_do_not_exceed_the_limit_together() {
     let p = limited(StreamLimit::new(100).on_full(OnFull::Reject));
@@ -432,7 +432,7 @@ async fn the_wait_for_a_turn_and_for_room_is_one_wait() {
     assert_eq!(start.elapsed(), 5 * S, "2 s for the turn, 3 s for room");
 }
 
-// conformance: issue-3/backpressure-bounded: the memory for streams is bounded
+// conformance: handlers/backpressure-bounded: the memory for streams is bounded
 #[tokio::test(start_paused = true)]
 async fn however_many_types_there_are_few_are_remembered() {
     let limit = StreamLimit::new(2).on_full(OnFull::Reject);
@@ -455,7 +455,7 @@ async fn however_many_types_there_are_few_are_remembered() {
     assert_eq!(tracked(), 1);
 }
 
-// conformance: issue-3/backpressure-unsupported: a limit the engine cannot keep is reported, not ignored
+// conformance: handlers/backpressure-unsupported: a limit the engine cannot keep is reported, not ignored
 #[tokio::test(start_paused = true)]
 async fn an_engine_that_cannot_count_or_drop_says_so_at_the_first_publish() {
     let p = limited(StreamLimit::new(1).on_full(OnFull::DropOldest));

@@ -212,7 +212,7 @@ mod tests {
         assert!(policy.validate().is_ok());
     }
 
-    // conformance: issue-3/breaker-settings: a breaker policy that makes no sense is refused
+    // conformance: handlers/breaker-settings: a breaker policy that makes no sense is refused
     #[test]
     fn nonsense_is_refused_with_a_hint() {
         let p = BreakerPolicy::new();

@@ -98,7 +98,7 @@ fn a_success_between_failures_starts_the_row_again() {
     assert!(r.fail().is_some(), "the fifth in a row");
 }
 
-// conformance: issue-3/breaker-rate: a group with few errors among many attempts stays closed
+// conformance: handlers/breaker-rate: a group with few errors among many attempts stays closed
 #[test]
 fn one_failure_in_a_thousand_never_opens_it() {
     let r = standard();
@@ -110,7 +110,7 @@ fn one_failure_in_a_thousand_never_opens_it() {
     assert_eq!((info.attempts, info.failures), (100_000, 100));
 }
 
-// conformance: issue-3/breaker-rate: a dependency that fails half of the time opens it
+// conformance: handlers/breaker-rate: a dependency that fails half of the time opens it
 #[test]
 fn a_dependency_that_fails_half_of_the_time_opens_it() {
     let r = standard();
@@ -134,7 +134,7 @@ fn the_rate_is_met_exactly_at_its_boundary() {
     }
 }
 
-// conformance: issue-3/breaker-window: failures older than the rolling window do not count
+// conformance: handlers/breaker-window: failures older than the rolling window do not count
 #[test]
 fn failures_spread_wider_than_the_window_never_open_it() {
     let r = standard();
@@ -212,7 +212,7 @@ fn while_the_probe_runs_others_are_rejected_and_told_to_come_back() {
     assert_eq!(short.breaker.try_begin().unwrap_err().retry_in, S / 100);
 }
 
-// conformance: issue-3/breaker-late: an attempt that began before the opening changes nothing after it
+// conformance: handlers/breaker-late: an attempt that began before the opening changes nothing after it
 #[test]
 fn outcomes_of_attempts_that_began_before_the_opening_change_nothing() {
     let r = standard();
@@ -235,7 +235,7 @@ fn outcomes_of_attempts_that_began_before_the_opening_change_nothing() {
     assert_eq!((info.attempts, info.failures), (0, 0), "nor after closing");
 }
 
-// conformance: issue-3/breaker-probe-dropped: a probe that is cancelled or panics makes room for the next
+// conformance: handlers/breaker-probe-dropped: a probe that is cancelled or panics makes room for the next
 #[test]
 fn a_probe_that_is_dropped_makes_room_for_the_next() {
     let r = standard();
@@ -323,7 +323,7 @@ fn a_breaker_is_shown_with_what_a_dashboard_needs() {
     assert_eq!(format!("{:?}", r.breaker), "Breaker(mailer half_open)");
 }
 
-// conformance: issue-3/breaker-one-probe: exactly one half-open probe, whoever asks
+// conformance: handlers/breaker-one-probe: exactly one half-open probe, whoever asks
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn of_64_concurrent_tasks_exactly_one_is_the_probe() {
     for _ in 0..50 {
@@ -439,7 +439,7 @@ async fn waiting_does_not_spin() {
     assert!(asked <= 22, "once per open_for, not {asked} times");
 }
 
-// conformance: issue-3/breaker-changes-once: each opening and closing is told to exactly one caller
+// conformance: handlers/breaker-changes-once: each opening and closing is told to exactly one caller
 #[test]
 fn under_many_threads_there_is_one_probe_and_each_change_is_told_once() {
     let r = rig(BreakerPolicy::new().fail_max(3).open_for(S / 1000));

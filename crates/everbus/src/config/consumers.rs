@@ -8,6 +8,7 @@ use everbus_core::{Code, GroupName, Pattern, RetryPolicy, StartFrom, Streams};
 use super::problems::quoted;
 use super::section::{Field, Reader, Section};
 use crate::breaker::{BreakerPolicy, Criticality};
+use crate::handler::Decode;
 use crate::streams::canonical;
 
 pub(super) const KEYS: &[&str] = &[
@@ -20,6 +21,7 @@ pub(super) const KEYS: &[&str] = &[
     "concurrency",
     "ordered",
     "idempotent",
+    "decode",
     "start_from",
 ];
 pub(super) const BREAKER_KEYS: &[&str] = &[
@@ -70,6 +72,8 @@ pub struct Consumer {
     pub ordered: Option<bool>,
     /// Whether events that were handled before are recognised and skipped.
     pub idempotent: Option<bool>,
+    /// What becomes of an event that cannot be read.
+    pub decode: Option<Decode>,
     /// Where a new group begins.
     pub start_from: Option<StartFrom>,
 }
@@ -79,6 +83,12 @@ const CRITICALITIES: &[(&str, Criticality)] = &[
     ("standard", Criticality::Standard),
     ("best_effort", Criticality::BestEffort),
     ("best-effort", Criticality::BestEffort),
+];
+
+const DECODES: &[(&str, Decode)] = &[
+    ("dead_letter", Decode::DeadLetter),
+    ("dead-letter", Decode::DeadLetter),
+    ("retry", Decode::Retry),
 ];
 
 /// What the file says of a consumer's circuit breaker.
@@ -177,6 +187,7 @@ fn consumer(
     let concurrency = reader.whole(concurrency, 1..=MOST_AT_ONCE, "handlers");
     let ordered = reader.boolean(section.get("ordered"));
     let idempotent = reader.boolean(section.get("idempotent"));
+    let decode = reader.choice(section.get("decode"), DECODES);
     let start_from = start_from(reader, section);
     let (stream, pattern) = stream?;
     Some(Consumer {
@@ -192,6 +203,7 @@ fn consumer(
         concurrency: concurrency.and_then(|n| usize::try_from(n).ok()),
         ordered,
         idempotent,
+        decode,
         start_from,
     })
 }

@@ -84,7 +84,7 @@ fn known(unit: &str) -> Option<&'static str> {
 mod tests {
     use super::*;
 
-    // conformance: issue-3/config-units: bare numbers are seconds, units are ms, s, m and h
+    // conformance: handlers/config-units: bare numbers are seconds, units are ms, s, m and h
     #[test]
     fn durations_have_units_and_bare_numbers_are_seconds() {
         for (text, millis) in [
@@ -105,7 +105,7 @@ mod tests {
         }
     }
 
-    // conformance: issue-4/config-retention: ages are also written in days
+    // conformance: memory/config-retention: ages are also written in days
     #[test]
     fn ages_may_be_days() {
         let day = Duration::from_secs(24 * 3600);
@@ -125,7 +125,7 @@ mod tests {
         }
     }
 
-    // conformance: issue-3/config-units: a wrong unit is refused with the units that are known
+    // conformance: handlers/config-units: a wrong unit is refused with the units that are known
     #[test]
     fn what_is_no_duration_is_refused_with_the_units() {
         for (text, what) in [

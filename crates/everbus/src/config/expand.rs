@@ -121,7 +121,7 @@ mod tests {
         expand(text, &lookup).unwrap().text
     }
 
-    // conformance: issue-3/config-variables: ${VAR} and ${VAR:-default} are expanded, $$ is a dollar sign
+    // conformance: handlers/config-variables: ${VAR} and ${VAR:-default} are expanded, $$ is a dollar sign
     #[test]
     fn variables_are_replaced_and_dollars_can_be_escaped() {
         assert_eq!(expanded("redis://${HOST}:6379"), "redis://db:6379");

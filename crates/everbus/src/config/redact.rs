@@ -35,7 +35,7 @@ pub fn redacted(text: &str) -> String {
 mod tests {
     use super::*;
 
-    // conformance: issue-3/config-secrets: passwords are hidden wherever an address is shown
+    // conformance: handlers/config-secrets: passwords are hidden wherever an address is shown
     #[test]
     fn no_password_is_left_in_an_address() {
         for (address, shown) in [

@@ -31,7 +31,7 @@ pub type HandlerResult = Result<(), HandlerError>;
 /// use everbus::{HandlerError, HandlerResult, Message};
 ///
 /// async fn charge(m: Message) -> HandlerResult {
-///     let amount: i64 = m.json()?; // does not parse: recorded as such, retried
+///     let amount: i64 = m.json()?; // does not parse: dead letter at once, unless `decode` says retry
 ///     if amount < 0 {
 ///         return Err(HandlerError::permanent("a negative amount")); // dead letter at once
 ///     }
@@ -62,6 +62,8 @@ pub(crate) const MOST_EVENTS: usize = 1024;
 pub(crate) enum Answer {
     Retry,
     RetryAfter(Duration),
+    /// The event cannot be read: what the handler's [`Decode`](crate::Decode) setting says.
+    Decode,
     GiveUp,
     Skip,
 }
@@ -175,7 +177,8 @@ impl HandlerError {
         }
     }
 
-    /// The event could not be read, through no fault of the handler.
+    /// The large part of the event could not be fetched. The object store may answer later, so this is
+    /// retried whatever the handler's [`Decode`](crate::Decode) setting says.
     pub(crate) fn unreadable(error: &everbus_core::Error) -> Self {
         Self::build(error, FailureKind::Decode, Answer::Retry)
     }
@@ -225,12 +228,12 @@ impl HandlerError {
         let code = error
             .downcast_ref::<everbus_core::Error>()
             .map(everbus_core::Error::code);
-        // What is wrong with the event is worth telling apart from the handler's own errors, and a
-        // retry changes neither its version nor its payload.
+        // What is wrong with the event is worth telling apart from the handler's own errors: a retry
+        // changes neither its version nor its payload.
         let (kind, answer) = match code {
-            Some(Code::InvalidPayload) => (FailureKind::Decode, Answer::Retry),
-            Some(Code::UnknownVersion) => (FailureKind::Version, Answer::GiveUp),
-            Some(Code::SchemaViolation) => (FailureKind::Schema, Answer::GiveUp),
+            Some(Code::InvalidPayload) => (FailureKind::Decode, Answer::Decode),
+            Some(Code::UnknownVersion) => (FailureKind::Version, Answer::Decode),
+            Some(Code::SchemaViolation) => (FailureKind::Schema, Answer::Decode),
             _ => (FailureKind::Error, Answer::Retry),
         };
         Self::build(error, kind, answer)

@@ -3,6 +3,7 @@
 //! A function is a handler if each of its parameters can be taken from a delivery ([`FromMessage`])
 //! and what it returns says what is to happen ([`IntoOutcome`]).
 
+mod decode;
 mod error;
 pub(crate) mod extract;
 pub(crate) mod layers;
@@ -21,6 +22,7 @@ use crate::handler::extract::{FromMessage, Needs};
 use crate::handler::message::Message;
 use crate::handler::outcome::{IntoOutcome, Outcome, Returns};
 
+pub use decode::Decode;
 pub(crate) use error::{Answer, MOST_EVENTS, unpublished};
 pub use error::{BoxError, HandlerError, HandlerResult, handled, permanent, retry_after, skip};
 pub(crate) use registered::{Registered, Run, Traits};

@@ -7,7 +7,7 @@ use std::time::Duration;
 use everbus_core::{BoxFuture, Pattern, RetryPolicy};
 
 use super::SubscriptionId;
-use super::{HandlerError, HandlerOutcome};
+use super::{Decode, HandlerError, HandlerOutcome};
 use crate::audit::AuditTrail;
 use crate::breaker::{Breaker, Criticality};
 use crate::guard;
@@ -30,6 +30,8 @@ pub(crate) struct Traits {
     pub(crate) max_staleness: Option<Duration>,
     pub(crate) breaker: Option<Breaker>,
     pub(crate) criticality: Criticality,
+    /// What becomes of an event that cannot be read.
+    pub(crate) decode: Decode,
     /// What fails for good is skipped and no dead letter.
     pub(crate) drop_failed: bool,
     /// What was handled is remembered in the inbox and not handled again.

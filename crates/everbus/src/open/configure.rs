@@ -81,6 +81,7 @@ fn consumer(consumer: &Consumer) -> ConsumerOverride {
         idempotent: consumer.idempotent,
         start_from: consumer.start_from,
         criticality: consumer.criticality,
+        decode: consumer.decode,
         dependency: consumer.dependency.clone(),
         breaker: match consumer.circuit_breaker {
             Breaker::Unsaid => None,

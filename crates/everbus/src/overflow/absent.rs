@@ -58,3 +58,8 @@ pub(crate) async fn whole(_: Option<&Objects>, record: &Arc<Recorded>) -> Result
         }
     }
 }
+
+/// Whether a part of the payload is in an object.
+pub(crate) fn is_apart(event: &Event) -> bool {
+    event.overflow().is_some()
+}

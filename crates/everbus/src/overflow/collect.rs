@@ -14,7 +14,7 @@ use everbus_core::{Clock as _, Engine, EventId, Orphan, Orphans, Result, SystemC
 use serde::Serialize;
 
 use super::owner::Owners;
-use super::{Objects, key};
+use super::{Objects, foreign, key};
 
 /// How many notes are read at once.
 const PAGE: usize = 500;
@@ -223,8 +223,10 @@ impl Run<'_> {
 /// Whether an event of any tenant refers to the object.
 pub(super) async fn is_referred_to(engine: &Engine, id: EventId, key: &str) -> Result<bool> {
     let events = engine.lookup()?.find(id).await?;
-    let mut references = events.iter().filter_map(|record| record.event.overflow());
-    Ok(references.any(|reference| reference.key == key))
+    Ok(events.iter().any(|record| match record.event.overflow() {
+        Some(reference) => reference.key == key,
+        None => foreign::refers_to(&record.event, key),
+    }))
 }
 
 /// Whether an event of the log refers to an object.

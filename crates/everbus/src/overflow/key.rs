@@ -118,7 +118,7 @@ mod tests {
     }
 
     // conformance: workflow/overflow-key: the object is events/{request id}/{event id}-payload.json
-    // conformance: issue-4/overflow-key: keys are made by us; a path, a dot, a NUL or a percent sign in an entity id cannot leave its folder, and different ids have different folders
+    // conformance: memory/overflow-key: keys are made by us; a path, a dot, a NUL or a percent sign in an entity id cannot leave its folder, and different ids have different folders
     #[test]
     fn nothing_in_an_entity_id_leaves_its_folder() {
         for (id, wanted) in [

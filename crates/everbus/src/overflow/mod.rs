@@ -16,6 +16,9 @@
 //! so a crash leaves at most an object without an event, which is on the list of notes and deleted later.
 //! What this log neither refers to nor has noted is another's, and is left alone.
 //!
+//! An event of another sender that says `_s3Overflow` in its properties (the *workflow* dialect) is made whole
+//! in the same way, from the places that the configuration names.
+//!
 //! A bus on a file keeps its objects in a directory beside it, `shop.db.objects` for `shop.db`; another
 //! place is a setting:
 //!
@@ -44,6 +47,7 @@ mod collect;
 mod directory;
 mod errors;
 mod fields;
+mod foreign;
 mod key;
 mod options;
 mod owner;
@@ -231,13 +235,15 @@ impl Objects {
     /// `ObjectStoreError` if the object is missing, in a place that is not read, cannot be reached, or is not
     /// what was put there.
     pub async fn whole(&self, event: &Event) -> Result<Event> {
-        match event.overflow() {
-            None => Ok(event.clone()),
-            Some(reference) => {
-                let payload = Box::pin(whole::payload(self, event, reference)).await?;
-                Ok(event.clone().made_whole(payload))
-            }
-        }
+        let payload = match event.overflow() {
+            Some(reference) => Some(Box::pin(whole::payload(self, event, reference)).await?),
+            None if is_apart(event) => Box::pin(foreign::payload(Some(self), event)).await?,
+            None => None,
+        };
+        Ok(match payload {
+            Some(payload) => event.clone().made_whole(payload),
+            None => event.clone(),
+        })
     }
 }
 
@@ -253,24 +259,37 @@ impl std::fmt::Debug for Objects {
 /// The record with its event as it was published, from wherever its large part is. For programs that
 /// work with an engine and no bus; a bus has [`Bus::whole`](crate::Bus::whole).
 pub async fn whole(objects: Option<&Objects>, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
-    let Some(reference) = record.event.overflow() else {
+    let event = &record.event;
+    if !is_apart(event) {
         return Ok(record.clone());
+    }
+    let whole = match (objects, event.overflow()) {
+        (Some(objects), _) => objects.whole(event).await?,
+        (None, Some(reference)) => {
+            return Err(Error::new(
+                Code::ObjectStore,
+                format!(
+                    "the payload of {} is in the object {:?} of {:?}, and no object store is configured",
+                    event.display_id(),
+                    reference.key,
+                    reference.bucket
+                ),
+            )
+            .hint("name it: overflow.url in the configuration, or BusBuilder::overflow"));
+        }
+        (None, None) => {
+            // An error, unless the payload was corrected since.
+            foreign::payload(None, event).await?;
+            return Ok(record.clone());
+        }
     };
-    let Some(objects) = objects else {
-        return Err(Error::new(
-            Code::ObjectStore,
-            format!(
-                "the payload of {} is in the object {:?} of {:?}, and no object store is configured",
-                record.event.display_id(),
-                reference.key,
-                reference.bucket
-            ),
-        )
-        .hint("name it: overflow.url in the configuration, or BusBuilder::overflow"));
-    };
-    let whole = objects.whole(&record.event).await?;
     let whole = Recorded::new(whole, record.position, record.received_at);
     Ok(Arc::new(whole))
+}
+
+/// Whether a part of the payload may be in an object: ours, or one of another sender.
+pub fn is_apart(event: &Event) -> bool {
+    event.overflow().is_some() || foreign::is_foreign(event)
 }
 
 const DAY: Duration = Duration::from_secs(24 * 3600);

@@ -394,7 +394,7 @@ fn as_base64<S: Serializer>(bytes: &Bytes, serializer: S) -> Result<S::Ok, S::Er
 mod tests {
     use super::*;
 
-    // conformance: issue-4/stages-bomb: stages that are large together are decompressed one by one
+    // conformance: memory/stages-bomb: stages that are large together are decompressed one by one
     #[tokio::test]
     async fn only_so_much_is_decompressed_at_once() {
         let each = LARGEST_STAGE / 2 - 10;

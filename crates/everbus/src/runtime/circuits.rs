@@ -120,6 +120,13 @@ impl Circuits {
             .collect()
     }
 
+    /// The breakers that publish alerts: not those of best-effort handlers alone.
+    pub(crate) fn alerting(&self) -> Vec<BreakerInfo> {
+        let breakers = lock(&self.breakers);
+        let alerting = breakers.values().filter(|c| alerts(c.criticality));
+        alerting.map(|circuit| circuit.breaker.info()).collect()
+    }
+
     fn criticality(&self, breaker: &Breaker) -> Option<Criticality> {
         let breakers = lock(&self.breakers);
         let mut circuits = breakers.values();
@@ -142,6 +149,12 @@ fn rank(criticality: Criticality) -> u8 {
         Criticality::Standard => 1,
         Criticality::BestEffort => 0,
     }
+}
+
+/// Whether an event tells of a breaker that opens or closes. What best-effort handlers skip meanwhile is
+/// not worth an alert.
+fn alerts(criticality: Criticality) -> bool {
+    criticality != Criticality::BestEffort
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -210,6 +223,9 @@ impl Shared {
                 }))
             }
         };
+        if !alerts(criticality) {
+            return;
+        }
         match built.build() {
             Ok(event) => drop(tokio::spawn(alert(self.clone(), event))),
             Err(error) => {

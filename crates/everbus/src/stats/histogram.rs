@@ -168,7 +168,7 @@ mod tests {
         );
     }
 
-    // conformance: issue-3/stats-quantiles: within 4 % of the sorted list, from 1 µs to a day
+    // conformance: handlers/stats-quantiles: within 4 % of the sorted list, from 1 µs to a day
     #[test]
     fn a_quantile_is_within_four_per_cent_of_the_sorted_list() {
         for seed in 1..=200 {
@@ -255,7 +255,7 @@ mod tests {
         }
     }
 
-    // conformance: issue-3/stats-lose-nothing: what threads record at the same time is all counted
+    // conformance: handlers/stats-lose-nothing: what threads record at the same time is all counted
     #[test]
     fn threads_that_record_at_once_lose_nothing() {
         const EACH: u64 = 200_000;

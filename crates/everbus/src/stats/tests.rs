@@ -20,7 +20,7 @@ fn event_type(name: &str) -> Arc<str> {
     name.into()
 }
 
-// conformance: issue-3/metrics-names: every name of the facade with its labels and kind
+// conformance: handlers/metrics-names: every name of the facade with its labels and kind
 #[test]
 fn every_series_has_its_name_its_labels_and_its_value() {
     let recorder = Captured::default();
@@ -143,7 +143,7 @@ fn the_gauges_of_the_lag_go_by_declared_stream_or_by_type_and_back_to_zero() {
     });
 }
 
-// conformance: issue-3/metrics-breaker-state: 0 closed, 1 half-open, 2 open
+// conformance: handlers/metrics-breaker-state: 0 closed, 1 half-open, 2 open
 #[test]
 fn the_gauge_of_a_breaker_says_closed_half_open_or_open() {
     let recorder = Captured::default();
@@ -193,7 +193,7 @@ fn every_series_is_described_once_with_its_unit() {
     }
 }
 
-// conformance: issue-3/metrics-stream-label: the stream label has the form domain:event-type
+// conformance: handlers/metrics-stream-label: the stream label has the form domain:event-type
 #[test]
 fn the_stream_label_is_domain_and_event_type_and_the_unnamed_group_has_a_name() {
     let recorder = Captured::default();
@@ -220,7 +220,7 @@ fn the_stream_label_is_domain_and_event_type_and_the_unnamed_group_has_a_name() 
     }
 }
 
-// conformance: issue-3/stats-bounded: types and groups beyond the limit are counted together
+// conformance: handlers/stats-bounded: types and groups beyond the limit are counted together
 #[test]
 fn types_and_groups_beyond_the_limit_are_counted_as_other() {
     let recorder = Captured::default();
@@ -281,7 +281,7 @@ fn a_thousand_pairs_of_type_and_group_are_told_apart() {
     assert!(Arc::ptr_eq(&again, &meters[0]));
 }
 
-// conformance: issue-3/stats-report: counts by type and by group
+// conformance: handlers/stats-report: counts by type and by group
 #[test]
 fn the_report_sums_a_type_over_groups_and_a_group_over_types() {
     let stats = Stats::default();
@@ -319,7 +319,7 @@ fn the_report_sums_a_type_over_groups_and_a_group_over_types() {
     assert_eq!((of_y.dead_lettered, of_y.skipped.stale), (1, 1));
 }
 
-// conformance: issue-3/stats-per-type: count, p50, p95 and p99 of each type, in milliseconds
+// conformance: handlers/stats-per-type: count, p50, p95 and p99 of each type, in milliseconds
 #[test]
 fn a_type_has_its_count_and_quantiles_in_milliseconds() {
     let stats = Stats::default();
@@ -388,7 +388,7 @@ fn the_depth_of_a_group_is_that_of_its_queues_until_they_end() {
     });
 }
 
-// conformance: issue-3/metrics-published: what was stored counts; duplicates and refusals do not
+// conformance: handlers/metrics-published: what was stored counts; duplicates and refusals do not
 #[test]
 fn a_batch_counts_what_was_stored_under_its_type() {
     let stats = Stats::default();
@@ -419,7 +419,7 @@ fn a_batch_counts_what_was_stored_under_its_type() {
     assert_eq!((published("a"), published("b"), published("c")), (3, 1, 0));
 }
 
-// conformance: issue-3/metrics-no-recorder: without a recorder the own numbers are counted
+// conformance: handlers/metrics-no-recorder: without a recorder the own numbers are counted
 #[test]
 fn without_a_recorder_only_the_own_numbers_are_counted() {
     let stats = Stats::default();

@@ -169,8 +169,8 @@ impl TestBus {
         if counted < outcomes {
             return Some("outcomes are still to be counted");
         }
-        let changes: u64 = stats
-            .breakers
+        let breakers = self.bus().alerting_breakers();
+        let changes: u64 = breakers
             .iter()
             .map(|breaker| {
                 let not_closed = u64::from(breaker.state != BreakerState::Closed);

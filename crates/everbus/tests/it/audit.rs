@@ -58,7 +58,7 @@ async fn an_entry_carries_the_request_around_it() {
     .await;
 }
 
-// conformance: issue-4/audit-handlers: a handler writes to the trail with the correlation id, trace and tenant of its event
+// conformance: memory/audit-handlers: a handler writes to the trail with the correlation id, trace and tenant of its event
 #[tokio::test]
 async fn a_handler_writes_to_the_trail() {
     async fn refund(context: Context) -> Result<(), HandlerError> {
@@ -91,7 +91,7 @@ async fn a_handler_writes_to_the_trail() {
     assert!(error.contains("no bus with an audit trail"), "{error}");
 }
 
-// conformance: issue-4/audit-library: dead-letter retry and purge and the removal of a group through the bus put themselves on record
+// conformance: memory/audit-library: dead-letter retry and purge and the removal of a group through the bus put themselves on record
 #[tokio::test]
 async fn what_is_done_through_the_bus_is_on_record() {
     on_every_engine(|lab| async move {
@@ -167,7 +167,7 @@ async fn what_is_done_through_the_bus_is_on_record() {
     .await;
 }
 
-// conformance: issue-4/audit-before: an action is on record before it is done; without the record it is not done; a failure is on record too
+// conformance: memory/audit-before: an action is on record before it is done; without the record it is not done; a failure is on record too
 #[tokio::test]
 async fn an_action_is_on_record_before_it_is_done() {
     on_every_engine(|lab| async move {
@@ -208,7 +208,7 @@ async fn an_action_is_on_record_before_it_is_done() {
     .await;
 }
 
-// conformance: issue-4/audit-config: a bus opened with another configuration file than the last time puts that on record, without secrets
+// conformance: memory/audit-config: a bus opened with another configuration file than the last time puts that on record, without secrets
 #[tokio::test]
 async fn a_changed_configuration_is_on_record_without_secrets() {
     on_every_durable_engine(|lab| async move {

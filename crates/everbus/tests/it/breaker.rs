@@ -93,8 +93,8 @@ pub(super) async fn alerts(bus: &Bus, event_type: &str, expected: usize) -> Vec<
 // conformance: framework/breaker-opens: the breaker of a consumer opens after 5 failures.
 // conformance: framework/breaker-half-open: after 30 s one attempt is let through; it decides.
 // conformance: framework/criticality-critical: a critical event waits for the breaker to close and is processed then; alert at once.
-// conformance: issue-3/breaker-critical: critical stops fetching: nothing is held, no attempt is burnt.
-// conformance: issue-3/breaker-events: system.circuit_opened and system.circuit_closed are published.
+// conformance: handlers/breaker-critical: critical stops fetching: nothing is held, no attempt is burnt.
+// conformance: handlers/breaker-events: system.circuit_opened and system.circuit_closed are published.
 #[tokio::test]
 async fn critical_events_wait_for_the_breaker_without_an_attempt() {
     const EVENTS: u32 = 20;
@@ -251,7 +251,7 @@ async fn what_the_breaker_does_is_logged_with_its_dependency() {
     .await;
 }
 
-// conformance: issue-3/breaker-dependency: a named dependency has one breaker for all groups that depend on it.
+// conformance: handlers/breaker-dependency: a named dependency has one breaker for all groups that depend on it.
 #[tokio::test]
 async fn groups_that_share_a_dependency_share_its_breaker() {
     on_every_engine(|lab| async move {
@@ -290,7 +290,7 @@ fn closed_now(bus: &Bus) -> bool {
     the_breaker(bus).state == BreakerState::Closed
 }
 
-// conformance: issue-3/breaker-dependency: a dependency may have the name of a group; each has its own breaker.
+// conformance: handlers/breaker-dependency: a dependency may have the name of a group; each has its own breaker.
 #[tokio::test]
 async fn a_dependency_that_is_called_like_a_group_has_its_own_breaker() {
     on_every_engine(|lab| async move {
@@ -330,7 +330,7 @@ async fn a_dependency_that_is_called_like_a_group_has_its_own_breaker() {
     .await;
 }
 
-// conformance: issue-3/breaker-counts: every failed attempt counts once, whatever failed; an event that cannot be read and a skip say nothing about the dependency.
+// conformance: handlers/breaker-counts: every failed attempt counts once, whatever failed; an event that cannot be read and a skip say nothing about the dependency.
 #[tokio::test]
 async fn what_says_nothing_about_the_dependency_does_not_open_the_breaker() {
     on_every_engine(|lab| async move {
@@ -376,7 +376,7 @@ async fn what_says_nothing_about_the_dependency_does_not_open_the_breaker() {
     .await;
 }
 
-// conformance: issue-3/breaker-counts: an effect that fails in its transaction is a failed attempt too.
+// conformance: handlers/breaker-counts: an effect that fails in its transaction is a failed attempt too.
 #[tokio::test]
 async fn a_transaction_that_fails_counts_for_the_breaker() {
     let lab = Lab::new(Kind::Sqlite);
@@ -424,7 +424,7 @@ async fn a_transaction_that_fails_counts_for_the_breaker() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-3/breaker-probe-unread: a probe that says nothing leaves the probe to the next event.
+// conformance: handlers/breaker-probe-unread: a probe that says nothing leaves the probe to the next event.
 #[tokio::test]
 async fn an_unreadable_event_does_not_use_up_the_probe() {
     on_every_engine(|lab| async move {
@@ -449,7 +449,7 @@ async fn an_unreadable_event_does_not_use_up_the_probe() {
     .await;
 }
 
-// conformance: issue-3/breaker-unsubscribe: a group goes on when the handler whose breaker is open is unsubscribed.
+// conformance: handlers/breaker-unsubscribe: a group goes on when the handler whose breaker is open is unsubscribed.
 #[tokio::test]
 async fn a_group_goes_on_without_the_handler_whose_breaker_is_open() {
     on_every_engine(|lab| async move {
@@ -472,7 +472,7 @@ async fn a_group_goes_on_without_the_handler_whose_breaker_is_open() {
     .await;
 }
 
-// conformance: issue-3/breaker-shutdown: a shutdown while the breaker is open ends at once, and what waited is still owed.
+// conformance: handlers/breaker-shutdown: a shutdown while the breaker is open ends at once, and what waited is still owed.
 #[tokio::test]
 async fn a_shutdown_while_the_breaker_is_open_neither_hangs_nor_loses() {
     on_every_durable_engine(|lab| async move {

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use everbus::config::{Breaker, BrokerKind, Problems};
 use everbus::{
-    BreakerPolicy, Code, Config, Criticality, Error, OnFull, PublishRate, RetryPolicy, StartFrom,
-    StreamLimit,
+    BreakerPolicy, Code, Config, Criticality, Decode, Error, OnFull, PublishRate, RetryPolicy,
+    StartFrom, StreamLimit,
 };
 
 /// The block of the specification's section Configuration, byte for byte.
@@ -69,6 +69,11 @@ fn variables(name: &str) -> Option<String> {
     }
 }
 
+/// The specification's file, read.
+pub(crate) fn specification() -> Config {
+    parse(SPECIFICATION).unwrap()
+}
+
 fn parse(text: &str) -> Result<Config, Error> {
     Config::parse_with(text, "everbus.yaml", variables)
 }
@@ -108,10 +113,10 @@ fn refused(text: &str, start: &str, contains: &str) {
 }
 
 // conformance: framework/config-file: the specification's configuration file loads as written, every value of it
-// conformance: issue-3/config-spec-file: the specification's file works as written
+// conformance: handlers/config-spec-file: the specification's file loads as written
 #[test]
 fn the_file_of_the_specification_loads_as_written() {
-    let config = parse(SPECIFICATION).unwrap();
+    let config = specification();
 
     let broker = config.broker.as_ref().unwrap();
     assert_eq!(broker.kind, BrokerKind::Redis);
@@ -300,7 +305,21 @@ fn a_consumer_has_a_breaker_and_is_critical_unless_it_says_otherwise() {
     }
 }
 
-// conformance: issue-3/config-extensions: the keys beyond the specification are read with their defaults
+// conformance: contract/decode-config: decode of a consumer is dead_letter or retry, with either hyphen
+#[test]
+fn what_becomes_of_an_event_that_cannot_be_read_is_a_setting() {
+    let of = |settings: &str| {
+        let text = format!("consumers: {{a: {{stream: o.p{settings}}}}}");
+        parse(&text).unwrap().consumers.remove(0).decode
+    };
+    assert_eq!(of(""), None);
+    assert_eq!(Decode::default(), Decode::DeadLetter);
+    assert_eq!(of(", decode: retry"), Some(Decode::Retry));
+    assert_eq!(of(", decode: dead_letter"), Some(Decode::DeadLetter));
+    assert_eq!(of(", decode: dead-letter"), Some(Decode::DeadLetter));
+}
+
+// conformance: handlers/config-extensions: the keys beyond the specification are read with their defaults
 #[test]
 fn the_keys_beyond_the_specification_are_read() {
     let config = parse(
@@ -359,7 +378,7 @@ backpressure:
     );
 }
 
-// conformance: issue-3/config-book: the example of the book loads
+// conformance: handlers/config-book: the example of the book loads
 #[test]
 fn the_example_of_the_book_loads() {
     let examples: Vec<&str> = BOOK
@@ -376,7 +395,7 @@ fn the_example_of_the_book_loads() {
     }
 }
 
-// conformance: issue-3/config-book: the book names every key
+// conformance: handlers/config-book: the book names every key
 #[test]
 fn the_book_names_every_key() {
     // An unknown key in each section makes the reader list what it knows.

@@ -5,12 +5,15 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use everbus::{
-    BreakerPolicy, BreakerState, Bus, Clock, Code, Config, FailureKind, HandlerError, Message,
-    Router, to,
+    BreakerPolicy, BreakerState, Bus, Clock, Code, Config, Event, EventState, FailureKind,
+    HandlerError, Json, Message, Router, to,
 };
 use serde_json::json;
 
-use crate::support::{Lab, eventually, on_every_engine};
+use crate::support::{
+    Lab, broken, eventually, fine, given_up, handled, on_every_engine, recorder, state_in,
+    wait_for_retry,
+};
 
 const FILE: &str = "
 streams:
@@ -97,6 +100,68 @@ async fn the_settings_of_a_consumer_hold_for_its_handlers() {
     .await;
 }
 
+// conformance: handlers/config-spec-file: what the specification's file says of its consumers and of staleness holds for them.
+#[tokio::test]
+async fn the_file_of_the_specification_holds_for_its_consumers() {
+    on_every_engine(|lab| async move {
+        let config = crate::config::specification();
+        let engine = lab.open().await.engine().clone();
+        let bus = lab.builder().config(&config).with_engine(engine).unwrap();
+        let (notify, mut notified) = recorder(broken);
+        let (signal, mut signalled) = recorder(fine);
+        let mail = "notification-service";
+        let router = Router::new()
+            .on("orders.order.placed", to(notify).group(mail))
+            .on("signals.price.update", to(signal).group("signal-processor"));
+        bus.mount(router).await.unwrap();
+        bus.start().await.unwrap();
+        let aged = |event_type: &str, age: u64| {
+            let at = lab.clock.now().minus(Duration::from_millis(age));
+            Event::builder(event_type).occurred_at(at).json(&1)
+        };
+
+        // Three attempts, after 1 s and 2 s; an order is never too old.
+        let old = aged("orders.order.placed", 1_000_000_000);
+        let first = bus.publish(old).await.unwrap();
+        for (failed, wait) in [(1, 1), (2, 2)] {
+            assert_eq!(notified.next().await.max_attempts(), 3);
+            let state = wait_for_retry(&bus, first.seq(), mail, failed).await;
+            let due = state.due_at.unwrap();
+            let at = state.failures[failed - 1].at;
+            assert_eq!(due.since(at), Duration::from_secs(wait));
+            lab.clock.set(due);
+        }
+        assert_eq!(first.settled().await.unwrap().dead_lettered.len(), 1);
+        // The fifth failure opens the breaker for 30 s; a standard event goes to the dead letters.
+        let second = bus.publish(("orders.order.placed", 2)).await.unwrap();
+        let state = wait_for_retry(&bus, second.seq(), mail, 1).await;
+        let is_open = || {
+            let breakers = bus.breakers();
+            let of_mail = breakers.iter().find(|breaker| breaker.name == mail);
+            match of_mail.unwrap().state {
+                BreakerState::Open { until } => Some(until),
+                _ => None,
+            }
+        };
+        assert_eq!(is_open(), None, "four failures");
+        lab.clock.set(state.due_at.unwrap());
+        wait_for_retry(&bus, second.seq(), mail, 2).await;
+        let open_for = is_open().unwrap().since(lab.clock.now());
+        assert_eq!(open_for, Duration::from_secs(30));
+        let third = given_up(&bus, ("orders.order.placed", 3)).await;
+        assert_eq!(third.failures[0].kind, FailureKind::Rejected);
+
+        // A price is skipped once it is older than 5 s, and handled in at most 5 s.
+        handled(&bus, aged("signals.price.update", 5001)).await;
+        assert!(signalled.is_empty(), "it was stale");
+        handled(&bus, aged("signals.price.update", 5000)).await;
+        let left = signalled.next().await.deadline() - tokio::time::Instant::now();
+        assert!(left <= Duration::from_secs(5), "{left:?}");
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+}
+
 // conformance: framework/config-applied: the file's caps and staleness hold for its streams.
 #[tokio::test]
 async fn caps_and_staleness_of_the_file_hold_for_its_streams() {
@@ -162,4 +227,28 @@ async fn the_program_may_say_what_the_file_leaves_out() {
         "one failure opens mail's own breaker, not the default one"
     );
     bus.shutdown().await.unwrap();
+}
+
+// conformance: contract/decode-config: the file says decode: retry for the handlers of its consumer.
+#[tokio::test]
+async fn the_file_says_what_becomes_of_an_event_that_cannot_be_read() {
+    on_every_engine(|lab| async move {
+        let file = "consumers: {mail: {stream: 'a:b', decode: retry}, other: {stream: 'a:b'}}";
+        let config = Config::parse(file, "everbus.yaml").unwrap();
+        let bus = lab.open_with(lab.builder().config(&config)).await;
+        let router = Router::new()
+            .on("a.b", to(|_: Json<u8>| async {}).group("mail"))
+            .on("a.b", to(|_: Json<u8>| async {}).group("other"));
+        bus.mount(router).await.unwrap();
+        bus.start().await.unwrap();
+        let receipt = bus.publish(("a.b", "text")).await.unwrap();
+        wait_for_retry(&bus, receipt.seq(), "mail", 1).await;
+        eventually("the other group has given it up", || async {
+            let state = state_in(&bus, receipt.seq(), "other").await;
+            state.is_some_and(|state| state.state == EventState::Dlq)
+        })
+        .await;
+        bus.shutdown().await.unwrap();
+    })
+    .await;
 }

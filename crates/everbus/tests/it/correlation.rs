@@ -38,7 +38,7 @@ fn trace_of(event: &Event) -> Option<&TraceContext> {
 // conformance: outbox/6-default: without a correlation id in the context it defaults to the event_id.
 // conformance: outbox/1-correlation: correlation_id defaults to event_id if not provided.
 // conformance: outbox/6-context: a correlation id in the context is stored in the envelope.
-// conformance: issue-3/correlation-ambient: with_correlation_id sets the ambient correlation id; the innermost holds, and an event's own goes before it.
+// conformance: handlers/correlation-ambient: with_correlation_id sets the ambient correlation id; the innermost holds, and an event's own goes before it.
 #[tokio::test]
 async fn an_event_takes_the_correlation_id_that_surrounds_its_publish() {
     on_every_engine(|lab| async move {
@@ -77,7 +77,7 @@ async fn an_event_takes_the_correlation_id_that_surrounds_its_publish() {
     .await;
 }
 
-// conformance: issue-3/correlation-ambient: an id that no event may have is refused by the publish.
+// conformance: handlers/correlation-ambient: an id that no event may have is refused by the publish.
 #[tokio::test]
 async fn a_correlation_id_that_cannot_be_stored_is_refused() {
     let lab = Lab::new(Kind::Memory);
@@ -91,7 +91,7 @@ async fn a_correlation_id_that_cannot_be_stored_is_refused() {
     assert!(published(&bus, "a").await.is_empty());
 }
 
-// conformance: issue-3/correlation-inherited: everything published inside a handler inherits the correlation id and the trace of its event, and names it as its cause, however it is published.
+// conformance: handlers/correlation-inherited: everything published inside a handler inherits the correlation id and the trace of its event, and names it as its cause, however it is published.
 // conformance: framework/structure-correlation: correlation_id links related events across services.
 #[tokio::test]
 async fn what_a_handler_publishes_belongs_to_its_event() {
@@ -144,7 +144,7 @@ async fn what_a_handler_publishes_belongs_to_its_event() {
     .await;
 }
 
-// conformance: issue-3/correlation-inherited: the events of a transaction too.
+// conformance: handlers/correlation-inherited: the events of a transaction too.
 #[tokio::test]
 async fn what_a_transaction_publishes_belongs_to_its_event() {
     let lab = Lab::new(Kind::Sqlite);
@@ -165,7 +165,7 @@ async fn what_a_transaction_publishes_belongs_to_its_event() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-3/correlation-chain: along a chain of events the correlation id stays and each names the one before it as its cause.
+// conformance: handlers/correlation-chain: along a chain of events the correlation id stays and each names the one before it as its cause.
 #[tokio::test]
 async fn a_chain_of_events_is_correlated_from_end_to_end() {
     on_every_engine(|lab| async move {
@@ -194,7 +194,7 @@ async fn a_chain_of_events_is_correlated_from_end_to_end() {
     .await;
 }
 
-// conformance: issue-3/trace-context: the W3C trace context is in the envelope as it was given, and comes from the surroundings if the event has none.
+// conformance: handlers/trace-context: the W3C trace context is in the envelope as it was given, and comes from the surroundings if the event has none.
 // conformance: framework/structure-trace: trace_id links the event to the trace that produced it; null if tracing is disabled.
 #[tokio::test]
 async fn an_event_carries_the_trace_that_surrounds_its_publish() {
@@ -245,7 +245,7 @@ async fn events_name_the_service_they_come_from() {
     .await;
 }
 
-// conformance: issue-3/log-context: log lines inside a handler carry event id, type, group, correlation and trace ids without the handler doing anything.
+// conformance: handlers/log-context: log lines inside a handler carry event id, type, group, correlation and trace ids without the handler doing anything.
 // conformance: framework/framework-observability: the logging context of every consumed event is bound: event_id, correlation_id, event_type, source.
 // conformance: framework/structure-rebind: on the consumer side the trace context is bound to the log.
 #[tokio::test]

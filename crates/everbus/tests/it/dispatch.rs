@@ -8,7 +8,8 @@ use everbus::{FailureKind, HandlerError, Message, RetryPolicy, StartFrom};
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::support::{
-    PATIENCE, broken, eventually, fine, is_done, on_every_engine, recorder, wait_for_retry,
+    Kind, Lab, PATIENCE, broken, eventually, fine, is_done, on_every_engine, recorder,
+    wait_for_retry,
 };
 
 // conformance: embedded/sequential: handlers that match the same event run one after another, in subscription order.
@@ -148,6 +149,31 @@ async fn the_timeout_of_a_subscription_wins_over_that_of_the_bus() {
     .await;
 }
 
+// conformance: embedded/subscribe-timeout: without a setting a handler has 30 s.
+// conformance: rule-8/timeout: without a setting a handler has 30 s.
+#[tokio::test(start_paused = true)]
+async fn a_handler_has_thirty_seconds_unless_told_otherwise() {
+    // An engine without threads of its own: the time of tokio moves only while everything waits.
+    let lab = Lab::new(Kind::Memory);
+    let bus = lab.open_impatient().await;
+    bus.subscribe("a")
+        .handler(|_| std::future::pending())
+        .await
+        .unwrap();
+    bus.start().await.unwrap();
+    let receipt = bus.publish(("a", 1)).await.unwrap();
+    let letters = async || bus.dead_letters().get(receipt.id()).await.unwrap();
+    eventually("the handler is cut off", || async {
+        !letters().await.is_empty()
+    })
+    .await;
+    let failure = &letters().await[0].failures[0];
+    assert_eq!(failure.kind, FailureKind::Timeout);
+    let took = failure.took.unwrap();
+    assert!((30_000..30_010).contains(&took.as_millis()), "{took:?}");
+    bus.shutdown().await.unwrap();
+}
+
 // conformance: rule-5/no-blocking: a failing event does not block others.
 #[tokio::test]
 async fn an_event_that_waits_for_a_retry_does_not_hold_back_others() {
@@ -211,7 +237,7 @@ async fn a_group_that_fails_or_hangs_does_not_hold_back_another() {
     .await;
 }
 
-// conformance: issue-2/prefetch: memory is bounded whatever the backlog; at most the prefetch is held.
+// conformance: bus/prefetch: memory is bounded whatever the backlog; at most the prefetch is held.
 #[tokio::test]
 async fn no_more_than_the_prefetch_is_in_flight() {
     on_every_engine(|lab| async move {
@@ -258,7 +284,7 @@ async fn no_more_than_the_prefetch_is_in_flight() {
     .await;
 }
 
-// conformance: issue-2/concurrency: no more handlers of a group run at once than its concurrency, and a slow one holds back nothing but itself.
+// conformance: bus/concurrency: no more handlers of a group run at once than its concurrency, and a slow one holds back nothing but itself.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_slow_handler_holds_back_nothing_but_itself() {
     on_every_engine(|lab| async move {
@@ -342,7 +368,7 @@ async fn lowering_the_concurrency_of_a_running_group_takes_effect() {
     .await;
 }
 
-// conformance: issue-2/ordered: in an ordered group, events with the same key are handled one after another, also over a retry.
+// conformance: bus/ordered: in an ordered group, events with the same key are handled one after another, also over a retry.
 #[tokio::test]
 async fn in_an_ordered_group_a_failed_event_holds_back_its_key_only() {
     on_every_engine(|lab| async move {
@@ -379,7 +405,7 @@ async fn in_an_ordered_group_a_failed_event_holds_back_its_key_only() {
     .await;
 }
 
-// conformance: issue-2/start-from: the unnamed group sees everything from the start of the log, a named group starts where it says.
+// conformance: bus/start-from: the unnamed group sees everything from the start of the log, a named group starts where it says.
 #[tokio::test]
 async fn groups_begin_where_they_say() {
     on_every_engine(|lab| async move {

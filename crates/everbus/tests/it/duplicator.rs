@@ -67,7 +67,7 @@ async fn everywhere<Fut: Future<Output = ()>>(test: impl Fn(TestBusBuilder) -> F
     test(TestBus::builder().duplicate_deliveries().with_real(url)).await;
 }
 
-// conformance: issue-3/duplicator: a Duplicator delivers everything twice; a plain handler shows two effects, an idempotent one shows one
+// conformance: handlers/duplicator: a Duplicator delivers everything twice; a plain handler shows two effects, an idempotent one shows one
 #[tokio::test]
 async fn a_plain_handler_runs_twice_and_an_idempotent_one_once() {
     everywhere(|builder| async move {
@@ -114,7 +114,7 @@ async fn book(Payload(deposit): Payload<Deposit>) -> sqlite::InTransaction {
     })
 }
 
-// conformance: issue-3/duplicator: everything is delivered twice: a plain handler shows two effects, an idempotent or exactly-once one shows one
+// conformance: handlers/duplicator: everything is delivered twice: a plain handler shows two effects, an idempotent or exactly-once one shows one
 #[tokio::test]
 async fn an_exactly_once_effect_happens_once() {
     let dir = tempfile::tempdir().unwrap();
@@ -186,7 +186,7 @@ async fn record_last(
 }
 
 // conformance: fault-8: an idempotency record that is written before the effect is found out
-// conformance: issue-3/duplicator: everything is delivered twice: a plain handler shows two effects, an idempotent or exactly-once one shows one
+// conformance: handlers/duplicator: everything is delivered twice: a plain handler shows two effects, an idempotent or exactly-once one shows one
 #[tokio::test]
 async fn a_handler_that_writes_its_record_before_the_effect_is_found_out() {
     for (name, handler, mails) in [
@@ -263,7 +263,7 @@ async fn an_inbox_that_records_before_the_effect_is_found_out() {
     }
 }
 
-// conformance: issue-3/duplicator: everything is delivered twice: a plain handler shows two effects, an idempotent or exactly-once one shows one
+// conformance: handlers/duplicator: everything is delivered twice: a plain handler shows two effects, an idempotent or exactly-once one shows one
 #[tokio::test]
 async fn what_comes_of_the_second_delivery_changes_nothing() {
     everywhere(|builder| async move {
@@ -292,7 +292,7 @@ async fn what_comes_of_the_second_delivery_changes_nothing() {
     .await;
 }
 
-// conformance: issue-3/duplicator: everything is delivered twice: a plain handler shows two effects, an idempotent or exactly-once one shows one
+// conformance: handlers/duplicator: everything is delivered twice: a plain handler shows two effects, an idempotent or exactly-once one shows one
 #[tokio::test]
 async fn failed_attempts_are_not_repeated_and_skipped_events_are() {
     let attempts = Arc::new(Mutex::new(Vec::new()));
@@ -360,7 +360,7 @@ async fn at_once(consumer: &mut Box<dyn Consumer>) -> Option<Vec<Delivery>> {
         .map(|batch| batch.unwrap())
 }
 
-// conformance: issue-3/duplicator: everything is delivered twice: a plain handler shows two effects, an idempotent or exactly-once one shows one
+// conformance: handlers/duplicator: everything is delivered twice: a plain handler shows two effects, an idempotent or exactly-once one shows one
 #[tokio::test]
 async fn a_settled_delivery_comes_once_more_to_the_same_consumer() {
     let (engine, mut consumer) = two_events().await;
@@ -411,7 +411,7 @@ async fn a_settled_delivery_comes_once_more_to_the_same_consumer() {
     assert_eq!(in_flight(&engine).await, 0);
 }
 
-// conformance: issue-3/duplicator: everything is delivered twice: a plain handler shows two effects, an idempotent or exactly-once one shows one
+// conformance: handlers/duplicator: everything is delivered twice: a plain handler shows two effects, an idempotent or exactly-once one shows one
 #[tokio::test]
 async fn a_fetch_that_waits_gets_the_copy() {
     let (engine, mut consumer) = two_events().await;
@@ -423,7 +423,7 @@ async fn a_fetch_that_waits_gets_the_copy() {
     assert_eq!(copies[0].record, firsts[1].record);
 }
 
-// conformance: issue-3/duplicator: everything is delivered twice: a plain handler shows two effects, an idempotent or exactly-once one shows one
+// conformance: handlers/duplicator: everything is delivered twice: a plain handler shows two effects, an idempotent or exactly-once one shows one
 #[tokio::test]
 async fn whoever_waits_for_an_event_waits_for_its_second_delivery() {
     let (engine, mut consumer) = two_events().await;

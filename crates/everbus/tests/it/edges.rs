@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::support::{Kind, Lab, eventually, on_every_engine, published, wait_for_retry};
 
-// conformance: issue-3/stale-retried: a dead letter that somebody retries is handled, however old it is.
+// conformance: handlers/stale-retried: a dead letter that somebody retries is handled, however old it is.
 #[tokio::test]
 async fn a_retried_dead_letter_is_not_skipped_as_stale() {
     on_every_engine(|lab| async move {
@@ -84,7 +84,7 @@ async fn with_a_hanging_probe(lab: &Lab, bus: &Bus) {
     eventually("the probe is under way", probing).await;
 }
 
-// conformance: issue-3/breaker-shared-probe: while one group makes the probe of a shared dependency, the others fetch nothing.
+// conformance: handlers/breaker-shared-probe: while one group makes the probe of a shared dependency, the others stop fetching: of 100 events at most two were fetched and rejected.
 #[tokio::test]
 async fn a_group_does_not_fetch_while_another_group_probes() {
     on_every_engine(|lab| async move {
@@ -116,7 +116,7 @@ async fn a_group_does_not_fetch_while_another_group_probes() {
     .await;
 }
 
-// conformance: issue-3/breaker-effects: of several handlers with effects, the one whose effect failed is blamed, by its breaker and in the dead letter.
+// conformance: handlers/breaker-effects: of several handlers with effects, the one whose effect failed is blamed, by its breaker and in the dead letter.
 #[tokio::test]
 async fn the_handler_whose_effect_failed_is_blamed() {
     let lab = Lab::new(Kind::Sqlite);
@@ -184,7 +184,7 @@ async fn a_slow_consumer_does_not_keep_a_stream_from_dropping_its_oldest() {
     .await;
 }
 
-// conformance: issue-3/breaker-severity: the alert of a shared breaker is as loud as the most critical handler that shares it asks for.
+// conformance: handlers/breaker-severity: the alert of a shared breaker is as loud as the most critical handler that shares it asks for.
 #[tokio::test]
 async fn the_alert_is_critical_if_a_critical_group_stops() {
     on_every_engine(|lab| async move {

@@ -44,7 +44,7 @@ async fn on_record(bus: &Bus, group: &str, receipt: &Receipt) -> bool {
     answers.await.unwrap()[0]
 }
 
-// conformance: issue-3/idempotent: an idempotent handler skips what its group has handled; others handle it again.
+// conformance: handlers/idempotent: an idempotent handler skips what its group has handled; others handle it again.
 // conformance: outbox/3-skip: if (event_id, consumer_name) exists the handler is skipped.
 // conformance: framework/guarantee-check: event_id is checked against the processed events; if already processed it is acknowledged and skipped.
 #[tokio::test]
@@ -84,7 +84,7 @@ async fn what_was_handled_is_not_handled_again() {
     .await;
 }
 
-// conformance: issue-3/idempotent-restart: what was handled before a restart is not handled after it.
+// conformance: handlers/idempotent-restart: what was handled before a restart is not handled after it.
 #[tokio::test]
 async fn what_was_handled_before_a_restart_is_not_handled_again() {
     on_every_durable_engine(|lab| async move {
@@ -112,7 +112,7 @@ async fn what_was_handled_before_a_restart_is_not_handled_again() {
     .await;
 }
 
-// conformance: issue-3/idempotent-failures: neither a failure nor a skip is remembered as handled.
+// conformance: handlers/idempotent-failures: neither a failure nor a skip is remembered as handled.
 // conformance: outbox/3-after: the record is inserted after successful handling only.
 // conformance: fault-8/failure: an attempt that failed leaves no record, so the next one is not discarded as a duplicate.
 #[tokio::test]
@@ -157,7 +157,7 @@ async fn only_what_was_handled_is_remembered() {
     .await;
 }
 
-// conformance: issue-3/idempotent-key: the record is per group and per tenant.
+// conformance: handlers/idempotent-key: the record is per group and per tenant.
 #[tokio::test]
 async fn groups_and_tenants_have_records_of_their_own() {
     on_every_engine(|lab| async move {
@@ -191,7 +191,7 @@ async fn groups_and_tenants_have_records_of_their_own() {
     .await;
 }
 
-// conformance: issue-3/idempotent-follow-ups: what was handled before emits nothing again.
+// conformance: handlers/idempotent-follow-ups: what was handled before emits nothing again.
 #[tokio::test]
 async fn an_event_that_was_handled_emits_nothing_again() {
     on_every_engine(|lab| async move {
@@ -286,7 +286,7 @@ impl Inbox for Silent {
     }
 }
 
-// conformance: issue-3/idempotent-no-answer: events whose inbox gives no answer are given back without an attempt; those that need none go on.
+// conformance: handlers/idempotent-no-answer: events whose inbox gives no answer are given back without an attempt; those that need none go on.
 #[tokio::test]
 async fn without_an_answer_of_the_inbox_nothing_is_handled_or_failed() {
     on_every_engine(|lab: Lab| async move {

@@ -44,7 +44,7 @@ async fn a_shutdown_waits_for_outcomes_the_engine_is_too_busy_for() {
     assert_eq!(faults.taken.load(Ordering::SeqCst), 1);
 }
 
-// conformance: issue-2/busy-fetch: an engine that is busy is asked again, and dispatch goes on.
+// conformance: bus/busy-fetch: an engine that is busy is asked again, and dispatch goes on.
 #[tokio::test]
 async fn fetching_goes_on_after_the_engine_was_busy() {
     let (bus, faults, _) = faulty().await;
@@ -63,7 +63,7 @@ async fn fetching_goes_on_after_the_engine_was_busy() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-2/storage-failed: once storage has failed, the bus says so and takes no more publishes.
+// conformance: bus/storage-failed: once storage has failed, the bus says so and takes no more publishes.
 #[tokio::test]
 async fn after_storage_failed_publishes_are_refused_with_the_reason() {
     let (bus, faults, _) = faulty().await;
@@ -79,7 +79,7 @@ async fn after_storage_failed_publishes_are_refused_with_the_reason() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-2/storage-failed: a publish that meets a failure the engine does not recover from ends the bus with that reason.
+// conformance: bus/storage-failed: a publish that meets a failure the engine does not recover from ends the bus with that reason.
 #[tokio::test]
 async fn a_publish_that_meets_a_fatal_failure_ends_the_bus() {
     for code in [Code::StorageFailed, Code::NewerSchema, Code::Corrupt] {

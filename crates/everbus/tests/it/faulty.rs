@@ -262,7 +262,7 @@ pub(crate) async fn faulty() -> (Bus, Faulty, ManualClock) {
     (bus, faulty, clock)
 }
 
-// conformance: issue-4/broker-layer: a broker around another passes on every verb that it does not change, and the engine keeps its abilities
+// conformance: memory/broker-layer: a broker around another passes on every verb that it does not change, and the engine keeps its abilities
 #[tokio::test]
 async fn a_layer_passes_on_what_it_does_not_change() {
     let (bus, _, _) = faulty().await;

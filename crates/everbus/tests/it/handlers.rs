@@ -11,15 +11,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use everbus::{
-    Bus, Clock, Context, Envelope, Event, FailureKind, FromMessage, HandlerError, Json, Message,
-    Meta, Payload, RetryPolicy, Router, State, Timestamp, TypedEvent, handled as done, permanent,
-    to,
+    Bus, Clock, Context, Decode, Envelope, Event, FailureKind, FromMessage, HandlerError, Json,
+    Message, Meta, Payload, RetryPolicy, Router, State, Timestamp, TypedEvent, handled as done,
+    permanent, to,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
-use crate::support::{given_up, handled, on_every_engine, recorder, wait_for_retry};
+use crate::support::{
+    given_up, handled, on_every_engine, recorder, run_out_of_retries, wait_for_retry,
+};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Event)]
 #[event(type = "orders.order.placed", version = 2)]
@@ -47,7 +49,8 @@ impl Runs {
     }
 }
 
-// conformance: issue-3/handler-extractors: a handler takes Payload, Json, serde_json::Value, Envelope, Meta, State, Context and the message, up to eight at once.
+// conformance: embedded/metadata: a handler is given the metadata as it was published.
+// conformance: handlers/handler-extractors: a handler takes Payload, Json, serde_json::Value, Envelope, Meta, State, Context and the message, up to eight at once.
 // conformance: framework/framework-injection: services and configuration are injected into handlers.
 #[tokio::test]
 async fn a_handler_is_given_what_its_parameters_name() {
@@ -102,7 +105,7 @@ async fn a_handler_is_given_what_its_parameters_name() {
     .await;
 }
 
-// conformance: issue-3/handler-functions: functions and closures of none to eight parameters are handlers.
+// conformance: handlers/handler-functions: functions and closures of none to eight parameters are handlers.
 #[tokio::test]
 async fn functions_and_closures_of_any_number_of_parameters_are_handlers() {
     type R = State<Runs>;
@@ -160,7 +163,7 @@ async fn functions_and_closures_of_any_number_of_parameters_are_handlers() {
     .await;
 }
 
-// conformance: issue-3/version-unknown: an event of an unknown version is dead-lettered at once with a clear reason, and the handler does not run.
+// conformance: handlers/version-unknown: an event of an unknown version is dead-lettered at once with a clear reason, and the handler does not run.
 // conformance: fault-4/unknown-version: an event of a version that nothing reads does not fall through to the ack.
 #[tokio::test]
 async fn an_unknown_version_is_a_dead_letter_at_once() {
@@ -208,7 +211,7 @@ async fn an_unknown_version_is_a_dead_letter_at_once() {
     .await;
 }
 
-// conformance: issue-3/version-upcast: a handler accepts the version before through the router's upcast.
+// conformance: handlers/version-upcast: a handler accepts the version before through the router's upcast.
 // conformance: framework/versioning-previous: a consumer of the bus handles the current version and the one before.
 #[tokio::test]
 async fn the_version_before_reaches_the_handler_through_an_upcast() {
@@ -238,10 +241,10 @@ async fn the_version_before_reaches_the_handler_through_an_upcast() {
     .await;
 }
 
-// conformance: issue-3/handler-decode: a payload that does not fit the parameter is a failure of kind decode that is retried by the policy.
-// conformance: framework/framework-malformed: a malformed event fails fast, before the handler's own code.
+// conformance: handlers/handler-decode: a payload that does not fit the parameter is a failure of kind decode, and the event a dead letter at once.
+// conformance: framework/framework-malformed: a malformed event fails fast: one attempt, before the handler's own code, although the policy has more.
 #[tokio::test]
-async fn a_payload_that_does_not_fit_is_a_failed_attempt() {
+async fn a_payload_that_does_not_fit_is_a_dead_letter_at_once() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
         let runs = Runs::default();
@@ -268,12 +271,12 @@ async fn a_payload_that_does_not_fit_is_a_failed_attempt() {
         let wrong = Event::builder(OrderPlaced::TYPE)
             .version(2)
             .json("no order");
-        let wrong = bus.publish(wrong).await.unwrap();
-        let number = bus.publish(("number", "seven")).await.unwrap();
-        let maybe = bus.publish(("maybe", "seven")).await.unwrap();
-        for receipt in [wrong, number, maybe] {
-            let state = wait_for_retry(&bus, receipt.seq(), "", 1).await;
-            assert_eq!(state.failures[0].kind, FailureKind::Decode);
+        let wrong = given_up(&bus, wrong).await;
+        let number = given_up(&bus, ("number", "seven")).await;
+        let maybe = given_up(&bus, ("maybe", "seven")).await;
+        for letter in [wrong, number, maybe] {
+            assert_eq!(letter.attempts, 1, "the policy has three more");
+            assert_eq!(letter.failures[0].kind, FailureKind::Decode);
         }
         assert_eq!(runs.get(), 0, "the handlers did not run");
         bus.shutdown().await.unwrap();
@@ -281,7 +284,51 @@ async fn a_payload_that_does_not_fit_is_a_failed_attempt() {
     .await;
 }
 
-// conformance: issue-3/handler-option: Option<Payload<T>> is None for other event types, and still a failure for one that cannot be read.
+// conformance: contract/decode-retry: with decode: retry an event that cannot be read, of an unknown version or against its schema is retried by the policy.
+#[tokio::test]
+async fn what_cannot_be_read_is_retried_if_that_is_asked_for() {
+    on_every_engine(|lab| async move {
+        let bus = lab.open().await;
+        let patient = Router::new()
+            .on(OrderPlaced::TYPE, |_: Payload<OrderPlaced>| async {})
+            .on("number", |_: Json<u8>| async {})
+            .on(
+                "checked",
+                to(|| async {}).validated(json!({"type": "number"})),
+            )
+            // What a route says is stronger than what its router says.
+            .on(
+                "hasty",
+                to(|_: Json<u8>| async {}).decode(Decode::DeadLetter),
+            )
+            .decode(Decode::Retry);
+        bus.mount(patient).await.unwrap();
+        bus.start().await.unwrap();
+        let new = Event::builder(OrderPlaced::TYPE).version(9).json(&7);
+        for (event, kind) in [
+            (new, FailureKind::Version),
+            (Event::builder("number").json("seven"), FailureKind::Decode),
+            (Event::builder("checked").json("seven"), FailureKind::Schema),
+        ] {
+            let receipt = bus.publish(event).await.unwrap();
+            let state = wait_for_retry(&bus, receipt.seq(), "", 1).await;
+            assert_eq!(state.failures[0].kind, kind);
+            run_out_of_retries(&lab, &bus, &receipt, "").await;
+            let letter = bus
+                .dead_letters()
+                .get(receipt.id())
+                .await
+                .unwrap()
+                .remove(0);
+            assert_eq!(letter.attempts, 4, "the policy of the bus");
+        }
+        assert_eq!(given_up(&bus, ("hasty", "seven")).await.attempts, 1);
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+}
+
+// conformance: handlers/handler-option: Option<Payload<T>> is None for other event types, and still a failure for one that cannot be read.
 #[tokio::test]
 async fn an_optional_payload_is_there_if_its_type_came() {
     #[derive(Debug, PartialEq, Serialize, Deserialize, Event)]
@@ -318,7 +365,7 @@ async fn an_optional_payload_is_there_if_its_type_came() {
     .await;
 }
 
-// conformance: issue-3/handler-other-type: an event of another type is never parsed as the type that the handler takes.
+// conformance: handlers/handler-other-type: an event of another type is never parsed as the type that the handler takes.
 #[tokio::test]
 async fn another_type_is_never_parsed() {
     on_every_engine(|lab| async move {
@@ -338,7 +385,7 @@ async fn another_type_is_never_parsed() {
     .await;
 }
 
-// conformance: issue-3/handler-context: Context tells the attempt, what went wrong before, and how many attempts there are.
+// conformance: handlers/handler-context: Context tells the attempt, what went wrong before, and how many attempts there are.
 #[tokio::test]
 async fn the_context_tells_which_attempt_this_is() {
     on_every_engine(|lab| async move {
@@ -379,7 +426,7 @@ async fn on_the_timer() -> Bus {
     builder.open("memory:").await.unwrap()
 }
 
-// conformance: issue-3/handler-deadline: Context tells when the attempt ends.
+// conformance: handlers/handler-deadline: Context tells when the attempt ends.
 #[tokio::test(start_paused = true)]
 async fn the_context_tells_how_long_the_attempt_may_take() {
     let bus = on_the_timer().await;
@@ -400,7 +447,7 @@ async fn the_context_tells_how_long_the_attempt_may_take() {
     handled(&bus, ("a", 1)).await;
 }
 
-// conformance: issue-3/handler-extend: a handler that extends its attempt is not cut at its timeout, and keeps its lease meanwhile.
+// conformance: handlers/handler-extend: a handler that extends its attempt is not cut at its timeout, and keeps its lease meanwhile.
 #[tokio::test(start_paused = true)]
 async fn an_extended_attempt_outlives_its_timeout_and_its_lease() {
     let bus = on_the_timer().await;
@@ -428,7 +475,7 @@ async fn an_extended_attempt_outlives_its_timeout_and_its_lease() {
     assert_eq!(letter.failures[0].kind, FailureKind::Timeout);
 }
 
-// conformance: issue-3/handler-own-extractor: a parameter type of one's own is taken from the message, and what it cannot find is a failure with its answer.
+// conformance: handlers/handler-own-extractor: a parameter type of one's own is taken from the message, and what it cannot find is a failure with its answer.
 #[tokio::test]
 async fn a_parameter_type_of_ones_own_is_an_extractor() {
     struct Tenant(String);
@@ -461,7 +508,7 @@ async fn a_parameter_type_of_ones_own_is_an_extractor() {
     .await;
 }
 
-// conformance: issue-3/handler-panic: a panic in an extractor is a failed attempt like any other.
+// conformance: handlers/handler-panic: a panic in an extractor is a failed attempt like any other.
 // conformance: fault-4/extractor-panic: a panic in an extractor does not fall through to the ack.
 #[tokio::test]
 async fn a_panic_in_an_extractor_is_a_failed_attempt() {

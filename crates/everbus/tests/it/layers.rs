@@ -13,7 +13,7 @@ use everbus::{
 };
 use tower::limit::ConcurrencyLimitLayer;
 use tower::timeout::TimeoutLayer;
-use tower_layer::Layer;
+use tower_layer::{Layer, layer_fn};
 use tower_service::Service;
 
 use crate::support::{
@@ -92,7 +92,7 @@ pub(crate) fn layer<F, Fut>(run: F) -> impl Layer<HandlerService, Service = Cust
 where
     F: Fn(Message, HandlerService) -> Fut + Clone,
 {
-    tower_layer::layer_fn(move |inner| Custom {
+    layer_fn(move |inner| Custom {
         run: run.clone(),
         inner,
     })
@@ -122,7 +122,7 @@ where
     }
 }
 
-// conformance: issue-3/layers-order: of several layers the first is the outermost; those of an outer router go around those of an inner one, those of the route are the innermost.
+// conformance: handlers/layers-order: of several layers the first is the outermost; those of an outer router go around those of an inner one, those of the route are the innermost.
 // conformance: framework/framework-middleware: cross-cutting concerns are applied to all consumers in one place.
 #[tokio::test]
 async fn layers_run_from_the_outermost_in_and_back_out() {
@@ -165,7 +165,7 @@ async fn layers_run_from_the_outermost_in_and_back_out() {
     .await;
 }
 
-// conformance: issue-3/layers-answers: what a handler answers with its error survives a layer that only knows errors.
+// conformance: handlers/layers-answers: what a handler answers with its error survives a layer that only knows errors.
 #[tokio::test]
 async fn the_answer_of_a_handler_survives_a_layer() {
     #[derive(Debug)]
@@ -224,7 +224,7 @@ async fn the_answer_of_a_handler_survives_a_layer() {
     .await;
 }
 
-// conformance: issue-3/layers-answers: a layer may answer itself, and may add events to the ack.
+// conformance: handlers/layers-answers: a layer may answer itself, and may add events to the ack.
 #[tokio::test]
 async fn a_layer_may_answer_instead_of_the_handler_and_add_events() {
     on_every_engine(|lab| async move {
@@ -251,7 +251,7 @@ async fn a_layer_may_answer_instead_of_the_handler_and_add_events() {
     .await;
 }
 
-// conformance: issue-3/layers-tower: tower's own timeout composes: what it cuts is a failed attempt.
+// conformance: handlers/layers-tower: tower's own timeout composes: what it cuts is a failed attempt.
 #[tokio::test]
 async fn the_timeout_of_tower_cuts_a_handler() {
     on_every_engine(|lab| async move {
@@ -273,7 +273,7 @@ async fn the_timeout_of_tower_cuts_a_handler() {
     .await;
 }
 
-// conformance: issue-3/layers-tower: tower's own concurrency limit composes and holds over all events of its handler.
+// conformance: handlers/layers-tower: tower's own concurrency limit composes and holds over all events of its handler.
 #[tokio::test]
 async fn the_concurrency_limit_of_tower_holds_over_all_events() {
     const LIMIT: usize = 2;
@@ -305,7 +305,25 @@ async fn the_concurrency_limit_of_tower_holds_over_all_events() {
     .await;
 }
 
-// conformance: issue-3/layers-panic: a panic in a layer is a failed attempt like any other, wherever in the layer it is.
+/// A layer that panics when it is asked whether it is ready.
+#[derive(Clone)]
+struct Unready(HandlerService);
+
+impl Service<Message> for Unready {
+    type Response = Outcome;
+    type Error = BoxError;
+    type Future = BoxFuture<'static, Result<Outcome, BoxError>>;
+
+    fn poll_ready(&mut self, _: &mut Poller<'_>) -> Poll<Result<(), BoxError>> {
+        panic!("before the call of a layer");
+    }
+
+    fn call(&mut self, message: Message) -> Self::Future {
+        self.0.call(message)
+    }
+}
+
+// conformance: handlers/layers-panic: a panic in a layer is a failed attempt like any other, wherever in the layer it is.
 // conformance: fault-4/layer-panic: a panic in a layer does not fall through to the ack.
 #[tokio::test]
 async fn a_panic_in_a_layer_is_a_failed_attempt() {
@@ -320,12 +338,14 @@ async fn a_panic_in_a_layer_is_a_failed_attempt() {
             outcome
         });
         let router = Router::new()
+            .on("ready", to(|| async {}).layer(layer_fn(Unready)))
             .on("call", to(|| async {}).layer(at_once))
             .on("after", to(|| async { ("b", 1) }).layer(after))
             .concurrency(1);
         bus.mount(router).await.unwrap();
         bus.start().await.unwrap();
         for (event_type, said) in [
+            ("ready", "before the call of a layer"),
             ("call", "in the call of a layer"),
             ("after", "after the handler"),
             ("call", "in the call of a layer"),
@@ -340,7 +360,7 @@ async fn a_panic_in_a_layer_is_a_failed_attempt() {
     .await;
 }
 
-// conformance: issue-3/layers-attempt: a layer runs once for each attempt and is told which it is.
+// conformance: handlers/layers-attempt: a layer runs once for each attempt and is told which it is.
 #[tokio::test]
 async fn a_layer_runs_for_every_attempt() {
     on_every_engine(|lab| async move {

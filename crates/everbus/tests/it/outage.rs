@@ -21,7 +21,7 @@ async fn is_open_and_settled(bus: &Bus) {
     .await;
 }
 
-// conformance: issue-3/critical-outage: failed probes of a critical group use up no attempts; nothing is dead-lettered for an outage, and everything is handled after it.
+// conformance: handlers/critical-outage: failed probes of a critical group use up no attempts; nothing is dead-lettered for an outage, and everything is handled after it.
 #[tokio::test]
 async fn an_outage_of_many_probes_dead_letters_nothing() {
     on_every_engine(|lab| async move {
@@ -79,7 +79,7 @@ async fn an_outage_of_many_probes_dead_letters_nothing() {
     .await;
 }
 
-// conformance: issue-3/critical-bound: a bad event does not keep the breaker of a critical group open for ever: a day after its publish its probes are attempts.
+// conformance: handlers/critical-bound: a bad event does not keep the breaker of a critical group open for ever: a day after its publish its probes are attempts.
 #[tokio::test]
 async fn a_bad_event_ends_in_the_dead_letters_after_a_day() {
     on_every_engine(|lab| async move {

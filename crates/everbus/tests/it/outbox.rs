@@ -134,7 +134,7 @@ pub(crate) async fn drain(relay: &Relay, clock: &ManualClock) {
 }
 
 // conformance: outbox/2-dispatch: pending rows are published, then marked sent
-// conformance: issue-4/outbox-relay: a relay takes an outbox into any broker, nothing is lost, nothing comes twice, each event whole
+// conformance: memory/outbox-relay: a relay takes an outbox into any broker, nothing is lost, nothing comes twice, each event whole
 // conformance: framework/outbox-relay: the relay publishes what is unpublished and marks it, in batches of 100
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn everything_arrives_once_in_order_and_whole() {
@@ -176,7 +176,7 @@ async fn everything_arrives_once_in_order_and_whole() {
     .await;
 }
 
-// conformance: issue-4/outbox-own-file: the file of Everbus has an outbox of its own, and its effects may write to it
+// conformance: memory/outbox-own-file: the file of Everbus has an outbox of its own, and its effects may write to it
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_effect_enqueues_in_the_transaction_of_its_ack() {
     use everbus::{HandlerError, Message, sqlite, to};
@@ -259,7 +259,7 @@ async fn what_surrounds_an_enqueue_goes_with_the_event() {
 
 // conformance: outbox/4-not-blocking: failures do not block subsequent events
 // conformance: framework/outbox-attempts: a row that cannot be published counts its attempts and keeps the last error; after five it is left alone
-// conformance: issue-4/outbox-rejected: a rejected row backs off by rule 8, five attempts, then failed, a dead letter and system.dead_letter
+// conformance: memory/outbox-rejected: a rejected row backs off by rule 8, five attempts, then failed, a dead letter and system.dead_letter
 #[tokio::test]
 async fn a_row_that_is_rejected_five_times_is_a_dead_letter_and_blocks_only_its_key() {
     on_every_engine(|lab| async move {
@@ -317,7 +317,7 @@ async fn a_row_that_is_rejected_five_times_is_a_dead_letter_and_blocks_only_its_
     .await;
 }
 
-// conformance: issue-4/outbox-refused-batch: a batch that is refused as a whole is taken apart; an id that was used for another event is a rejection
+// conformance: memory/outbox-refused-batch: a batch that is refused as a whole is taken apart; an id that was used for another event is a rejection
 #[tokio::test]
 async fn one_bad_event_does_not_take_its_batch_with_it() {
     on_every_engine(|lab| async move {
@@ -365,7 +365,7 @@ async fn one_bad_event_does_not_take_its_batch_with_it() {
     .await;
 }
 
-// conformance: issue-4/outbox-broker-down: a broker that is down for an hour costs no attempt and loses nothing; the rest follows when it is back
+// conformance: memory/outbox-broker-down: a broker that is down for an hour costs no attempt and loses nothing; the rest follows when it is back
 #[tokio::test(start_paused = true)]
 async fn a_broker_that_is_down_for_an_hour_is_waited_for() {
     let (bus, broker, clock) = faulty().await;
@@ -458,7 +458,7 @@ async fn an_outage_while_giving_a_row_up_gives_nothing_up() {
     assert_eq!(stored(&bus, DEAD_LETTER_EVENT).await.len(), 1);
 }
 
-// conformance: issue-4/outbox-full-stream: a full stream holds back its own events, not those of others
+// conformance: memory/outbox-full-stream: a full stream holds back its own events, not those of others
 #[tokio::test(start_paused = true)]
 async fn a_full_stream_holds_back_its_own_events_only() {
     let lab = Lab::new(Kind::Memory);
@@ -495,7 +495,7 @@ async fn a_full_stream_holds_back_its_own_events_only() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-4/outbox-several: several relays at once do no double work, and another goes on when one stops
+// conformance: memory/outbox-several: several relays at once do no double work, and another goes on when one stops
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn several_relays_share_an_outbox_without_double_work() {
     let lab = Lab::new(Kind::Memory);
@@ -531,7 +531,7 @@ async fn several_relays_share_an_outbox_without_double_work() {
     assert_eq!(numbers(&bus).await.len(), expected);
 }
 
-// conformance: issue-4/outbox-repeat: what was published and not marked is published again, and its id absorbs it
+// conformance: memory/outbox-repeat: what was published and not marked is published again, and its id absorbs it
 #[tokio::test]
 async fn what_was_not_marked_is_published_again_and_absorbed() {
     on_every_engine(|lab| async move {
@@ -556,7 +556,7 @@ async fn what_was_not_marked_is_published_again_and_absorbed() {
     .await;
 }
 
-// conformance: issue-4/outbox-stop: a relay in the background is woken by an enqueue and stops after what is under way
+// conformance: memory/outbox-stop: a relay in the background is woken by an enqueue and stops after what is under way
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_relay_in_the_background_follows_and_stops() {
     let lab = Lab::new(Kind::Memory);
@@ -591,7 +591,7 @@ async fn a_relay_in_the_background_follows_and_stops() {
     eventually("a dropped one stops", || async { shop.text(holder) == "0" }).await;
 }
 
-// conformance: issue-4/outbox-batches: a relay takes 100 rows at a time, more when it is behind
+// conformance: memory/outbox-batches: a relay takes 100 rows at a time, more when it is behind
 #[tokio::test]
 async fn batches_grow_while_there_is_more() {
     let (bus, broker, clock) = faulty().await;

@@ -39,7 +39,7 @@ fn row(shop: &Shop, what: &str, n: u64) -> String {
     ))
 }
 
-// conformance: issue-4/outbox-single-refusals: where a broker refuses single events of a batch, what follows under the same key waits
+// conformance: memory/outbox-single-refusals: where a broker refuses single events of a batch, what follows under the same key waits
 #[tokio::test]
 async fn what_follows_a_single_refused_event_under_its_key_waits() {
     let (bus, broker, clock) = picky().await;
@@ -74,7 +74,7 @@ async fn what_follows_a_single_refused_event_under_its_key_waits() {
     assert_eq!(numbers(&bus).await[3..], [2, 3, 6]);
 }
 
-// conformance: issue-4/outbox-any-answers: a row whose stream is full holds its key while others are tried
+// conformance: memory/outbox-any-answers: a row whose stream is full holds its key while others are tried
 #[tokio::test]
 async fn what_follows_a_full_stream_under_its_key_is_not_tried() {
     let (bus, broker, clock) = faulty().await;
@@ -121,7 +121,7 @@ impl Random {
     }
 }
 
-// conformance: issue-4/outbox-any-answers: the order of a key holds whatever a broker answers, event by event or as a whole
+// conformance: memory/outbox-any-answers: the order of a key holds whatever a broker answers, event by event or as a whole
 #[tokio::test]
 async fn order_holds_whatever_the_answers_are() {
     let mut random = Random::seeded();
@@ -200,7 +200,7 @@ async fn order_holds_whatever_the_answers_are() {
 /// Which of the rows never go through.
 type Poisoned = fn(u64) -> bool;
 
-// conformance: issue-4/outbox-unclear: an error that says not whose fault it is counts as an attempt once another row has gone through
+// conformance: memory/outbox-unclear: an error that says not whose fault it is counts as an attempt once another row has gone through
 #[tokio::test]
 async fn a_row_that_always_stumbles_does_not_stop_the_outbox() {
     // At the beginning, in the middle and at the end; more than are tried to find out.
@@ -237,7 +237,7 @@ async fn a_row_that_always_stumbles_does_not_stop_the_outbox() {
     }
 }
 
-// conformance: issue-4/outbox-unclear-outage: if nothing goes through, an unclear error is an outage, costs no attempt and is not tried with every row
+// conformance: memory/outbox-unclear-outage: if nothing goes through, an unclear error is an outage, costs no attempt and is not tried with every row
 #[tokio::test]
 async fn a_broker_that_only_stumbles_is_an_outage() {
     for (atomic, code) in [
@@ -332,7 +332,7 @@ async fn a_death_that_cannot_be_told_holds_nobody_up() {
     assert_eq!(shop.text("SELECT count(*) FROM dead_letter_events"), "1");
 }
 
-// conformance: issue-4/outbox-changed-row: a row that is changed while its event is on the way waits on; the changed event is rejected, since its id was used
+// conformance: memory/outbox-changed-row: a row that is changed while its event is on the way waits on; the changed event is rejected, since its id was used
 #[tokio::test]
 async fn a_row_that_is_changed_while_it_is_sent_is_not_marked() {
     let (bus, broker, clock) = faulty().await;

@@ -10,7 +10,7 @@ use crate::support::{Kind, Lab, on_every_engine};
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
-// conformance: issue-4/outbox-keep: a relay removes rows 7 days after they were sent and failed ones 30 days after death from a database of one's own, or as it is told
+// conformance: memory/outbox-keep: a relay removes rows 7 days after they were sent and failed ones 30 days after death from a database of one's own, or as it is told
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_relay_removes_what_is_over() {
     on_every_engine(|lab| async move {
@@ -60,7 +60,7 @@ async fn a_relay_removes_what_is_over() {
     .await;
 }
 
-// conformance: issue-4/outbox-forgets-once: a relay of the outbox in the bus's own file leaves its rows to retention
+// conformance: memory/outbox-forgets-once: a relay of the outbox in the bus's own file leaves its rows to retention
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_relay_of_the_own_file_removes_nothing() {
     let lab = Lab::new(Kind::Sqlite);

@@ -12,7 +12,7 @@ use crate::outbox::{Shop, text};
 use crate::support::{Kind, Lab};
 
 /// The example of the specification, as it stands there.
-fn replay(id: EventId) -> String {
+fn replay(id: impl std::fmt::Display) -> String {
     "INSERT INTO event_outbox (id, event_id, event_type, payload, status, attempts)
 SELECT event_id || '-replay', event_id, event_type, payload, 'pending', 0
 FROM dead_letter_events
@@ -101,7 +101,7 @@ fn order() -> EventBuilder {
 }
 
 // conformance: outbox/5-replay-groups: replaying by SQL sends an event back to the groups that failed, and to no others
-// conformance: issue-4/outbox-replay: a row whose event has an open dead letter is relayed as a retry of it, past deduplication
+// conformance: memory/outbox-replay: a row whose event has an open dead letter is relayed as a retry of it, past deduplication
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_sql_of_the_specification_replays_to_the_groups_that_failed() {
     let stage = Stage::new().await;
@@ -139,6 +139,38 @@ async fn the_sql_of_the_specification_replays_to_the_groups_that_failed() {
     relay.run_once().await.unwrap();
     assert_eq!(stage.handled(), [("audit", 1), ("mail", 1), ("stock", 1)]);
     stage.bus.shutdown().await.unwrap();
+}
+
+// conformance: outbox/5-replay-own-ids: the SQL of the specification works with the id that the publisher gave
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_sql_of_the_specification_works_with_the_ids_of_the_publisher() {
+    // Once without a source and once with one: it is part of the UUID, and the envelope does not say it.
+    for source in [None, Some("shop")] {
+        let stage = Stage::new().await;
+        let mut order = order();
+        if let Some(source) = source {
+            order = order.source(source);
+        }
+        let order = order.foreign_id("order-1").build().unwrap();
+        let id = Outbox::new().enqueue(&stage.db, order).unwrap();
+        stage.relay(id).await;
+        let shown = "SELECT DISTINCT event_id || ' ' || uuid FROM dead_letter_events";
+        assert_eq!(text(&stage.db, shown), format!("order-1 {id}"));
+        stage.broken.store(false, Ordering::SeqCst);
+        stage.db.execute_batch(&replay("order-1")).unwrap();
+        assert_eq!(
+            text(
+                &stage.db,
+                "SELECT event_id FROM event_outbox WHERE id = 'order-1-replay'"
+            ),
+            "order-1"
+        );
+        let stats = stage.relay(id).await;
+        assert_eq!((stats.sent, stats.retried), (1, 1), "{source:?}");
+        assert_eq!(stage.handled(), [("audit", 1), ("mail", 1), ("stock", 1)]);
+        assert!(stage.bus.dead_letters().list().await.unwrap().is_empty());
+        stage.bus.shutdown().await.unwrap();
+    }
 }
 
 // conformance: outbox/4-upsert: a dead letter that fails again is the same record with more attempts
@@ -203,7 +235,7 @@ fn written_long_ago(db: &Connection) {
     .unwrap();
 }
 
-// conformance: issue-4/outbox-died-unmarked: an event that died before its row was marked is not delivered again; a row that was written after the death is a retry
+// conformance: memory/outbox-died-unmarked: an event that died before its row was marked is not delivered again; a row that was written after the death is a retry
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_event_that_died_before_its_row_was_marked_is_no_retry() {
     let stage = Stage::new().await;
@@ -244,7 +276,7 @@ async fn an_event_that_died_before_its_row_was_marked_is_no_retry() {
     assert_eq!(stage.handled(), [("audit", 1), ("mail", 1), ("stock", 1)]);
 }
 
-// conformance: issue-4/outbox-granted-unmarked: a retry that was sent back and not marked is not sent back again
+// conformance: memory/outbox-granted-unmarked: a retry that was sent back and not marked is not sent back again
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_wish_is_granted_once_even_if_its_row_was_not_marked() {
     for dies_again in [true, false] {
@@ -297,7 +329,7 @@ async fn a_row_that_comes_while_a_relay_is_at_work_is_a_wish_whatever_its_clock_
     assert_eq!(stage.handled(), [("audit", 1), ("mail", 1), ("stock", 1)]);
 }
 
-// conformance: issue-4/outbox-replay-tenant: a row is a retry of the dead letters of its own tenant only
+// conformance: memory/outbox-replay-tenant: a row is a retry of the dead letters of its own tenant only
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_row_without_a_tenant_retries_no_tenants_dead_letters() {
     let stage = Stage::new().await;

@@ -1,6 +1,7 @@
 //! Overflow: large events are split, and everybody who reads sees them whole.
 
 mod collected;
+mod foreign;
 mod ordering;
 mod places;
 mod s3;
@@ -170,7 +171,7 @@ impl Random {
     }
 }
 
-// conformance: issue-4/overflow-bytes: readers get the payload as it was published, byte for byte (property test)
+// conformance: memory/overflow-bytes: readers get the payload as it was published, byte for byte (property test)
 #[tokio::test]
 async fn whatever_the_payload_it_comes_back_byte_for_byte() {
     let shelf = Shelf::new(Lab::new(Kind::Memory));
@@ -221,7 +222,7 @@ async fn whatever_the_payload_it_comes_back_byte_for_byte() {
     );
 }
 
-// conformance: issue-4/overflow-threshold: an event over the threshold is moved, one of exactly that size is not; 204,800 bytes unless set
+// conformance: memory/overflow-threshold: an event over the threshold is moved, one of exactly that size is not; 204,800 bytes unless set
 // conformance: workflow/overflow-threshold: events over 200 KB have their large fields in the object store
 #[tokio::test]
 async fn exactly_the_threshold_travels_and_one_byte_more_does_not() {
@@ -250,7 +251,7 @@ async fn exactly_the_threshold_travels_and_one_byte_more_does_not() {
     .await;
 }
 
-// conformance: issue-4/overflow-moves: the large fields move, or the whole payload if that is not enough or there are none; the event carries the reference
+// conformance: memory/overflow-moves: the large fields move, or the whole payload if that is not enough or there are none; the event carries the reference
 #[tokio::test]
 async fn fields_move_first_and_then_everything() {
     on_every_engine(|lab| async move {
@@ -308,7 +309,7 @@ async fn fields_move_first_and_then_everything() {
     .await;
 }
 
-// conformance: issue-4/overflow-readers: handlers get the event whole; what they publish is moved before the ack
+// conformance: memory/overflow-readers: handlers get the event whole; what they publish is moved before the ack
 #[tokio::test]
 async fn handlers_see_events_whole_and_what_they_publish_is_moved() {
     on_every_engine(|lab| async move {
@@ -340,7 +341,7 @@ async fn handlers_see_events_whole_and_what_they_publish_is_moved() {
     .await;
 }
 
-// conformance: issue-4/overflow-missing: an object that is missing or whose length or content differs is a failure of its event: recorded, dead-lettered, retried; others go on
+// conformance: memory/overflow-missing: an object that is missing or whose length or content differs is a failure of its event: recorded, dead-lettered, retried; others go on
 #[tokio::test]
 async fn a_bad_object_is_a_failure_of_its_event_alone() {
     on_every_engine(|lab| async move {
@@ -403,7 +404,7 @@ async fn a_bad_object_is_a_failure_of_its_event_alone() {
     .await;
 }
 
-// conformance: issue-4/overflow-limit: an event with overflow has up to 64 MiB; one byte more is refused
+// conformance: memory/overflow-limit: an event with overflow has up to 64 MiB; one byte more is refused
 #[tokio::test]
 async fn sixty_four_mebibytes_go_through_and_one_byte_more_does_not() {
     on_every_engine(|lab| async move {
@@ -426,7 +427,7 @@ async fn sixty_four_mebibytes_go_through_and_one_byte_more_does_not() {
     .await;
 }
 
-// conformance: issue-4/overflow-off: a bus on nothing but memory moves nothing unless told to, and then its limit is 1 MiB
+// conformance: memory/overflow-off: a bus on nothing but memory moves nothing unless told to, and then its limit is 1 MiB
 #[tokio::test]
 async fn without_a_place_nothing_is_moved() {
     let lab = Lab::new(Kind::Memory);
@@ -473,7 +474,7 @@ async fn without_a_place_nothing_is_moved() {
     small.shutdown().await.unwrap();
 }
 
-// conformance: issue-4/overflow-bad-place: a place that cannot be used is a clear error, and nothing is published
+// conformance: memory/overflow-bad-place: a place that cannot be used is a clear error, and nothing is published
 #[tokio::test]
 async fn a_place_that_cannot_be_used_is_a_clear_error() {
     on_every_engine(|lab| async move {
@@ -530,7 +531,7 @@ async fn a_place_that_cannot_be_used_is_a_clear_error() {
     }
 }
 
-// conformance: issue-4/overflow-path: a path in an entity id stays inside the store
+// conformance: memory/overflow-path: a path in an entity id stays inside the store
 #[tokio::test]
 async fn a_path_in_an_entity_id_stays_inside() {
     let shelf = Shelf::new(Lab::new(Kind::Sqlite));
@@ -561,7 +562,7 @@ async fn a_path_in_an_entity_id_stays_inside() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-4/overflow-config: everbus.yaml says where objects go and when events are split
+// conformance: memory/overflow-config: everbus.yaml says where objects go and when events are split
 #[tokio::test]
 async fn the_configuration_file_sets_it() {
     let directory = tempfile::tempdir().unwrap();
@@ -622,7 +623,7 @@ overflow:
     }
 }
 
-// conformance: issue-4/overflow-replay: a replay gets events whole; one whose object is missing is an error of that event alone
+// conformance: memory/overflow-replay: a replay gets events whole; one whose object is missing is an error of that event alone
 #[tokio::test]
 async fn a_replay_gets_events_whole() {
     on_every_engine(|lab| async move {

@@ -14,7 +14,7 @@ impl Drop for Bomb {
     }
 }
 
-// conformance: issue-2/panic-is-failure: a panic is a failure whatever it throws, and what is queued behind it is handled.
+// conformance: bus/panic-is-failure: a panic is a failure whatever it throws, and what is queued behind it is handled.
 #[tokio::test]
 async fn a_panic_whose_payload_panics_costs_one_attempt_and_no_worker() {
     on_every_engine(|lab| async move {
@@ -43,7 +43,7 @@ async fn a_panic_whose_payload_panics_costs_one_attempt_and_no_worker() {
     .await;
 }
 
-// conformance: issue-2/panic-is-failure: a logger that panics changes nothing of what becomes of an event.
+// conformance: bus/panic-is-failure: a logger that panics changes nothing of what becomes of an event.
 #[tokio::test]
 async fn a_logger_that_panics_costs_nothing() {
     on_every_engine(|lab| async move {

@@ -67,8 +67,8 @@ async fn a_stage_comes_back_as_it_was_stored() {
     .await;
 }
 
-// conformance: issue-4/stages-names: stages of one's own have names too; what is no name is refused
-// conformance: issue-4/stages-bad-input: an unknown event, a bad name and a stage over 64 MiB are clear errors
+// conformance: memory/stages-names: stages of one's own have names too; what is no name is refused
+// conformance: memory/stages-bad-input: an unknown event, a bad name and a stage over 64 MiB are clear errors
 #[tokio::test]
 async fn what_cannot_be_stored_is_refused() {
     on_every_engine(|lab| async move {
@@ -131,7 +131,7 @@ fn stored(name: &str, claimed: u64, compressed: Bytes) -> StoredStage {
     }
 }
 
-// conformance: issue-4/stages-bomb: a gzip bomb or a damaged stage is an error of that stage alone, decompression is bounded
+// conformance: memory/stages-bomb: a gzip bomb or a damaged stage is an error of that stage alone, decompression is bounded
 #[tokio::test]
 async fn a_gzip_bomb_is_an_error_of_its_stage_alone() {
     on_every_engine(|lab| async move {
@@ -267,7 +267,7 @@ async fn the_largest_are_listed() {
     .await;
 }
 
-// conformance: issue-4/stages-handler: a handler stores stages of its event, and they stay if the attempt fails
+// conformance: memory/stages-handler: a handler stores stages of its event, and they stay if the attempt fails
 #[tokio::test]
 async fn a_handler_stores_stages_of_its_event() {
     on_every_engine(|lab| async move {

@@ -34,7 +34,7 @@ fn old(lab: &Lab) -> everbus::EventBuilder {
     Event::builder("a").occurred_at(lab.clock.now().minus(1000 * SECOND))
 }
 
-// conformance: issue-3/order-trace-inbox: what the inbox finds is logged inside the span and counted.
+// conformance: handlers/order-trace-inbox: what the inbox finds is logged inside the span and counted.
 #[tokio::test]
 async fn the_span_is_around_the_inbox() {
     on_every_engine(|lab| async move {
@@ -56,7 +56,7 @@ async fn the_span_is_around_the_inbox() {
     .await;
 }
 
-// conformance: issue-3/order-inbox-staleness: an event that is stale and was handled before is known to the inbox, not stale.
+// conformance: handlers/order-inbox-staleness: an event that is stale and was handled before is known to the inbox, not stale.
 #[tokio::test]
 async fn the_inbox_is_asked_before_the_age() {
     on_every_engine(|lab| async move {
@@ -78,7 +78,7 @@ async fn the_inbox_is_asked_before_the_age() {
     .await;
 }
 
-// conformance: issue-3/order-staleness-breaker: a stale event is skipped as stale while the breaker is open, and does not take the probe.
+// conformance: handlers/order-staleness-breaker: a stale event is skipped as stale while the breaker is open, and does not take the probe.
 #[tokio::test]
 async fn the_age_is_asked_before_the_breaker() {
     on_every_engine(|lab| async move {
@@ -122,7 +122,7 @@ async fn the_age_is_asked_before_the_breaker() {
     .await;
 }
 
-// conformance: issue-3/order-breaker-timeout: the breaker is around the timeout: an attempt that is cut is a failure it sees; what it rejects starts none.
+// conformance: handlers/order-breaker-timeout: the breaker is around the timeout: an attempt that is cut is a failure it sees; what it rejects starts none.
 #[tokio::test]
 async fn the_breaker_is_around_the_timeout() {
     on_every_engine(|lab| async move {
@@ -155,7 +155,7 @@ async fn the_breaker_is_around_the_timeout() {
     .await;
 }
 
-// conformance: issue-3/order-timeout-layers: the timeout is around the user's layers: one that hangs is cut.
+// conformance: handlers/order-timeout-layers: the timeout is around the user's layers: one that hangs is cut.
 #[tokio::test]
 async fn the_timeout_is_around_the_layers() {
     on_every_engine(|lab| async move {
@@ -177,7 +177,7 @@ async fn the_timeout_is_around_the_layers() {
     .await;
 }
 
-// conformance: issue-3/order-breaker-layers: a layer that fails is a failure that the breaker sees; it runs neither for what is rejected nor for what is skipped or known.
+// conformance: handlers/order-breaker-layers: a layer that fails is a failure that the breaker sees; it runs neither for what is rejected nor for what is skipped or known.
 #[tokio::test]
 async fn the_layers_are_inside_breaker_staleness_and_inbox() {
     on_every_engine(|lab| async move {
@@ -224,7 +224,7 @@ async fn the_layers_are_inside_breaker_staleness_and_inbox() {
     .await;
 }
 
-// conformance: issue-3/order-layers-handler: the layers are around the handler and its extractors: they see what goes in, and what comes out, also a payload that cannot be read.
+// conformance: handlers/order-layers-handler: the layers are around the handler and its extractors: they see what goes in, and what comes out, also a payload that cannot be read.
 #[tokio::test]
 async fn the_layers_are_around_the_handler() {
     on_every_engine(|lab| async move {
@@ -249,7 +249,7 @@ async fn the_layers_are_around_the_handler() {
     .await;
 }
 
-// conformance: issue-3/order-trace-layers: log lines of a layer, a handler and of a failed attempt are inside the span.
+// conformance: handlers/order-trace-layers: log lines of a layer, a handler and of a failed attempt are inside the span.
 #[tokio::test]
 async fn the_span_is_around_layers_handler_and_judgement() {
     on_every_engine(|lab| async move {
@@ -316,7 +316,7 @@ fn gated() -> (
     (handler, begun, gate)
 }
 
-// conformance: issue-3/order-handler-settle: nothing is settled, published, recorded or counted before the handler has ended.
+// conformance: handlers/order-handler-settle: nothing is settled, published, recorded or counted before the handler has ended.
 // conformance: framework/guarantee-ack-after: the consumer acknowledges after processing.
 #[tokio::test]
 async fn the_handler_comes_before_the_settlement() {

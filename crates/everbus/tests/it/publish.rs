@@ -4,11 +4,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus::{Code, Cursor, Event, EventId, HandlerError, Message};
+use everbus::dialects::encode;
+use everbus::{Clock, Code, Cursor, Dialect, Event, EventId, HandlerError, Message};
 use serde_json::json;
 use tokio::sync::Semaphore;
 
-use crate::support::{fine, on_every_engine, recorder};
+use crate::support::{fine, on_every_engine, published, recorder};
 
 // conformance: embedded/publish-id: publish() persists the event and returns its id.
 #[tokio::test]
@@ -32,7 +33,7 @@ async fn publish_returns_the_id_and_the_place_in_the_log() {
     .await;
 }
 
-// conformance: issue-2/duplicate-publish: the same event published twice returns the first receipt and stores nothing; the same id with another body is IdReused.
+// conformance: bus/duplicate-publish: the same event published twice returns the first receipt and stores nothing; the same id with another body is IdReused.
 #[tokio::test]
 async fn the_same_event_twice_is_stored_once_and_another_body_is_refused() {
     on_every_engine(|lab| async move {
@@ -73,7 +74,7 @@ async fn a_payload_that_is_not_json_is_refused() {
     .await;
 }
 
-// conformance: issue-2/bad-input: illegal types and payloads over the limit give a specific error with a hint and store nothing.
+// conformance: bus/bad-input: illegal types and payloads over the limit give a specific error with a hint and store nothing.
 #[tokio::test]
 async fn illegal_types_and_large_payloads_are_refused_with_a_hint() {
     on_every_engine(|lab| async move {
@@ -94,7 +95,7 @@ async fn illegal_types_and_large_payloads_are_refused_with_a_hint() {
     .await;
 }
 
-// conformance: issue-2/publish-batch: publish_batch stores all events or none.
+// conformance: bus/publish-batch: publish_batch stores all events or none.
 #[tokio::test]
 async fn a_batch_is_stored_as_a_whole_or_not_at_all() {
     on_every_engine(|lab| async move {
@@ -172,7 +173,7 @@ async fn settled_waits_until_every_group_has_handled_the_event() {
     .await;
 }
 
-// conformance: issue-2/settled: settled says in which groups the event was dead-lettered.
+// conformance: bus/settled: settled says in which groups the event was dead-lettered.
 #[tokio::test]
 async fn settled_names_the_groups_that_gave_up() {
     on_every_engine(|lab| async move {
@@ -214,7 +215,7 @@ async fn an_event_nobody_wants_is_settled_at_once() {
     .await;
 }
 
-// conformance: issue-2/wake: a publish wakes its handlers without polling.
+// conformance: bus/wake: a publish wakes its handlers without polling.
 #[tokio::test]
 async fn a_publish_wakes_the_handler_while_the_clock_stands_still() {
     on_every_engine(|lab| async move {
@@ -262,6 +263,44 @@ async fn a_receipt_says_what_was_published() {
         let receipts = bus.publish_batch([own]).await.unwrap();
         assert_eq!(receipts[0].source(), Some("till"));
         assert_eq!(receipts[0].event_type(), "order.paid");
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+}
+
+// conformance: contract/dialect-bus: a document of any dialect is published as it is, alone or in a batch, and its mistakes are errors of the publish
+#[tokio::test]
+async fn documents_of_a_dialect_are_published_as_they_are() {
+    on_every_engine(|lab| async move {
+        let bus = lab.open().await;
+        let omni = |n: u32| {
+            format!(
+                r#"{{"type":"message.received","payload":{{"n":{n}}},"id":"m-{n}","timestamp":"2026-01-03T15:22:19.640Z","source":"whatsapp"}}"#
+            )
+        };
+        let (one, two, three) = (omni(1), omni(2), omni(3));
+        let publish = |text: &str| {
+            let document = text.as_bytes().to_vec();
+            let bus = bus.clone();
+            async move { bus.publish(Dialect::Omni.document(&document)).await }
+        };
+        let receipt = publish(&one).await.unwrap();
+        assert!(publish(&one).await.unwrap().is_duplicate());
+        let batch = [&two, &three].map(|text| Dialect::Omni.document(text.as_bytes()));
+        bus.publish_batch(batch).await.unwrap();
+        let stored = published(&bus, "message.*").await;
+        assert_eq!(stored.len(), 3);
+        assert_eq!(stored[0].event.id(), receipt.id());
+        assert_eq!(stored[0].received_at, lab.clock.now(), "added on the way in");
+        for (record, text) in stored.iter().zip([&one, &two, &three]) {
+            let again = encode(&record.event, Dialect::Omni).unwrap();
+            let again: serde_json::Value = serde_json::from_slice(&again).unwrap();
+            let wanted: serde_json::Value = serde_json::from_str(text).unwrap();
+            assert_eq!(again, wanted);
+        }
+        let bad = publish("{\"type\":\"a.b\"}").await.unwrap_err();
+        assert_eq!(bad.code(), Code::InvalidAttribute);
+        assert!(bad.message().contains("field \"source\""), "{bad}");
         bus.shutdown().await.unwrap();
     })
     .await;

@@ -6,7 +6,7 @@ use everbus::{Code, Cursor, Retention};
 
 use crate::support::{eventually, on_every_engine};
 
-// conformance: issue-2/retention: the log is pruned by length, and what a group still owes work on stays.
+// conformance: bus/retention: the log is pruned by length, and what a group still owes work on stays.
 #[tokio::test]
 async fn a_started_bus_prunes_what_nobody_needs_any_more() {
     on_every_engine(|lab| async move {
@@ -58,7 +58,7 @@ async fn a_started_bus_prunes_what_nobody_needs_any_more() {
     .await;
 }
 
-// conformance: issue-3/inbox-retention: the inbox forgets after its own time, which is at least as long as events are kept.
+// conformance: handlers/inbox-retention: the inbox forgets after its own time, which is at least as long as events are kept.
 #[tokio::test]
 async fn the_inbox_forgets_what_was_handled_long_ago() {
     const DAY: Duration = Duration::from_secs(24 * 3600);
@@ -116,7 +116,7 @@ async fn the_inbox_forgets_what_was_handled_long_ago() {
     .await;
 }
 
-// conformance: issue-4/retention-by-itself: the job runs by itself, with the standard unless told otherwise
+// conformance: memory/retention-by-itself: the job runs by itself, with the standard unless told otherwise
 // conformance: omni/daily-job: old payloads and dead letters go by a job that runs daily
 #[tokio::test]
 async fn the_standard_is_on_by_default_and_can_be_switched_off() {
@@ -182,8 +182,8 @@ async fn the_standard_is_on_by_default_and_can_be_switched_off() {
     .await;
 }
 
-// conformance: issue-4/retention-clock-waits: while the clock is in doubt retention does not run by itself, and says so
-// conformance: issue-4/retention-clock-grace: after a day of running it does
+// conformance: memory/retention-clock-waits: while the clock is in doubt retention does not run by itself, and says so
+// conformance: memory/retention-clock-grace: after a day of running it does
 #[tokio::test]
 async fn a_clock_that_leaps_takes_no_dead_letters() {
     const DAY: Duration = Duration::from_secs(24 * 3600);
@@ -247,7 +247,7 @@ async fn a_clock_that_leaps_takes_no_dead_letters() {
     .await;
 }
 
-// conformance: issue-3/inbox-retention: the inbox remembers at least as long as the longest stream
+// conformance: handlers/inbox-retention: the inbox remembers at least as long as the longest stream
 #[tokio::test]
 async fn the_inbox_remembers_as_long_as_the_longest_stream() {
     const DAY: Duration = Duration::from_secs(24 * 3600);

@@ -40,6 +40,7 @@ async fn a_failed_event_waits_base_delay_then_doubles() {
     .await;
 }
 
+// conformance: embedded/handler-error: a handler that fails is retried by its policy and then dead-lettered.
 // conformance: embedded/dlq-after-max-retries: after maxRetries + 1 attempts the event is in the dead letters with every error in order, the original event and the time of the final failure.
 #[tokio::test]
 async fn after_four_attempts_the_event_is_a_dead_letter_with_every_error_in_order() {
@@ -70,6 +71,53 @@ async fn after_four_attempts_the_event_is_a_dead_letter_with_every_error_in_orde
         assert_eq!(letter.died_at, letter.failures[3].at);
         assert!(letter.died_at >= letter.event.received_at.plus(SECOND * 7));
         bus.shutdown().await.unwrap();
+    })
+    .await;
+}
+
+// conformance: fault-12/last-lease: an event whose lease ends during its last attempt becomes a dead letter with every attempt, at once or after one more run.
+#[tokio::test]
+async fn a_lease_that_ends_during_the_last_attempt_leads_to_a_dead_letter() {
+    on_every_engine(|lab| async move {
+        let policy = RetryPolicy::default().max_retries(1);
+        let bus = lab.open_with(lab.builder().retry(policy)).await;
+        let (note, mut seen) = recorder(fine);
+        let note = std::sync::Arc::new(note);
+        bus.subscribe("a")
+            .handler(move |m: Message| {
+                let note = note.clone();
+                async move {
+                    let attempt = m.attempt();
+                    note(m).await?;
+                    if attempt <= 2 {
+                        std::future::pending::<()>().await;
+                    }
+                    Err(HandlerError::new("failed at last"))
+                }
+            })
+            .await
+            .unwrap();
+        bus.start().await.unwrap();
+        let receipt = bus.publish(("a", "original")).await.unwrap();
+        for attempt in 1..=2 {
+            assert_eq!(seen.next().await.attempt(), attempt);
+            // As if this process had been stopped for an hour.
+            lab.clock.advance(SECOND * 3600);
+        }
+        let settled = receipt.settled().await.unwrap();
+        assert_eq!(settled.dead_lettered.len(), 1);
+        let letter = &bus.dead_letters().get(receipt.id()).await.unwrap()[0];
+        let failures = letter.failures.iter().map(|f| (f.attempt, f.kind));
+        let mut expected = vec![(1, FailureKind::Crash), (2, FailureKind::Crash)];
+        // An engine that cannot tell that the event was alone in flight runs it once more.
+        if letter.failures.len() == 3 {
+            assert_eq!(seen.next().await.attempt(), 3);
+            expected.push((3, FailureKind::Error));
+        }
+        assert_eq!(failures.collect::<Vec<_>>(), expected);
+        assert_eq!(letter.event.event.payload().as_ref(), b"\"original\"");
+        assert!(seen.is_empty());
+        bus.shutdown_within(Duration::ZERO).await.unwrap();
     })
     .await;
 }
@@ -192,6 +240,7 @@ async fn a_panic_is_a_failure_with_its_message() {
     the_failure_of(|_| panic!("boom {}", 7), FailureKind::Panic, "boom 7").await;
 }
 
+// conformance: rule-9/decode: a payload that does not parse is recorded and dead-lettered, never acked by falling through.
 // conformance: fault-4/fall-through: a payload that does not parse is a failure like any other, never acked by falling through.
 #[tokio::test]
 async fn a_payload_that_does_not_parse_is_a_failure() {
@@ -217,7 +266,7 @@ async fn an_error_is_a_failure_with_its_causes() {
     .await;
 }
 
-// conformance: issue-2/permanent: a permanent error goes straight to the dead letters.
+// conformance: bus/permanent: a permanent error goes straight to the dead letters.
 #[tokio::test]
 async fn a_permanent_error_is_not_retried() {
     on_every_engine(|lab| async move {

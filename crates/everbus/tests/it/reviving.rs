@@ -24,7 +24,7 @@ async fn place(bus: &Bus) -> String {
     letter.failures[0].backtrace.clone().expect("a place")
 }
 
-// conformance: issue-4/dlq-backtrace: a failure is kept with where it happened
+// conformance: memory/dlq-backtrace: a failure is kept with where it happened
 #[tokio::test]
 async fn a_failure_says_where_it_happened() {
     async fn panics(_: Message) -> HandlerResult {
@@ -142,7 +142,7 @@ impl Bank {
     }
 }
 
-// conformance: issue-4/dlq-retry-rate: a bulk retry keeps to its rate and the order of keys, and says how far it is
+// conformance: memory/dlq-retry-rate: a bulk retry keeps to its rate and the order of keys, and says how far it is
 #[tokio::test(start_paused = true)]
 async fn a_slow_retry_keeps_its_pace_and_the_order() {
     let bank = Bank::default();
@@ -173,7 +173,7 @@ async fn a_slow_retry_keeps_its_pace_and_the_order() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-4/dlq-retry-rate: what fails again during a slow retry is left alone, and dropping it stops it cleanly
+// conformance: memory/dlq-retry-rate: what fails again during a slow retry is left alone, and dropping it stops it cleanly
 #[tokio::test(start_paused = true)]
 async fn a_slow_retry_ends_and_can_be_stopped() {
     let bank = Bank::default();
@@ -214,7 +214,7 @@ async fn a_slow_retry_ends_and_can_be_stopped() {
     assert_eq!(closed.code(), Code::Shutdown);
 }
 
-// conformance: issue-4/dlq-preview: a bulk retry can be previewed: how many, of which groups, types and errors
+// conformance: memory/dlq-preview: a bulk retry can be previewed: how many, of which groups, types and errors
 #[tokio::test]
 async fn a_preview_says_what_a_bulk_retry_would_send() {
     on_every_engine(|lab| async move {
@@ -249,7 +249,7 @@ struct OrderPlaced {
     amount: u32,
 }
 
-// conformance: issue-4/dlq-edit-checked: a corrected payload is checked as a publish is; the handler gets it, however old it is
+// conformance: memory/dlq-edit-checked: a corrected payload is checked as a publish is; the handler gets it, however old it is
 #[tokio::test]
 async fn an_edited_event_is_checked_and_handled() {
     on_every_engine(|lab| async move {

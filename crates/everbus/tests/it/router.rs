@@ -31,8 +31,8 @@ fn teller() -> (
     (tell, receiver)
 }
 
-// conformance: issue-3/router-nest: on, nest and merge: the patterns of a nested router begin after its prefix.
-// conformance: issue-3/router-group: a router's group holds for its routes unless a route or an inner router names another.
+// conformance: handlers/router-nest: on, nest and merge: the patterns of a nested router begin after its prefix.
+// conformance: handlers/router-group: a router's group holds for its routes unless a route or an inner router names another.
 // conformance: framework/framework-groups: each consuming service has its consumer group.
 #[tokio::test]
 async fn nested_routers_add_their_prefix_and_take_over_the_group() {
@@ -72,7 +72,7 @@ async fn nested_routers_add_their_prefix_and_take_over_the_group() {
     .await;
 }
 
-// conformance: issue-3/router-settings: a setting at the route goes before that of its router, before that of the router around it, before that of the bus.
+// conformance: handlers/router-settings: a setting at the route goes before that of its router, before that of the router around it, before that of the bus.
 #[tokio::test(start_paused = true)]
 async fn the_innermost_setting_holds() {
     crate::logs::listen();
@@ -111,7 +111,7 @@ async fn the_innermost_setting_holds() {
     }
 }
 
-// conformance: issue-3/router-settings: retry_with changes parts of what the outer router says and keeps the rest.
+// conformance: handlers/router-settings: retry_with changes parts of what the outer router says and keeps the rest.
 #[tokio::test]
 async fn a_part_of_a_retry_policy_is_changed_and_the_rest_inherited() {
     on_every_engine(|lab| async move {
@@ -139,7 +139,7 @@ async fn a_part_of_a_retry_policy_is_changed_and_the_rest_inherited() {
     .await;
 }
 
-// conformance: issue-3/router-state: state is shared by all routes; a nested router's own goes before that of the router around it.
+// conformance: handlers/router-state: state is shared by all routes; a nested router's own goes before that of the router around it.
 #[tokio::test]
 async fn states_are_shared_and_the_nearest_is_taken() {
     #[derive(Clone)]
@@ -176,7 +176,7 @@ async fn states_are_shared_and_the_nearest_is_taken() {
     .await;
 }
 
-// conformance: issue-3/router-names: a route is called as it is told, otherwise after its pattern with a number where the group has that already.
+// conformance: handlers/router-names: a route is called as it is told, otherwise after its pattern with a number where the group has that already.
 #[tokio::test]
 async fn routes_have_names_of_their_own_or_those_of_their_patterns() {
     on_every_engine(|lab| async move {
@@ -217,7 +217,7 @@ async fn routes_have_names_of_their_own_or_those_of_their_patterns() {
     .await;
 }
 
-// conformance: issue-3/router-mount-later: a router that is mounted on a started bus takes effect at once.
+// conformance: handlers/router-mount-later: a router that is mounted on a started bus takes effect at once.
 #[tokio::test]
 async fn a_router_may_be_mounted_while_the_bus_runs() {
     on_every_engine(|lab| async move {
@@ -240,7 +240,7 @@ fn typos(domain: &str) -> Vec<Line> {
     })
 }
 
-// conformance: issue-3/router-typo: a pattern that matches no known type is warned about at start, with the nearest type.
+// conformance: handlers/router-typo: a pattern that matches no known type is warned about at start, with the nearest type.
 #[tokio::test]
 async fn a_typing_error_in_an_event_name_is_found_at_start() {
     #[derive(Serialize, Deserialize, Event)]
@@ -289,7 +289,7 @@ async fn a_typing_error_in_an_event_name_is_found_at_start() {
     assert_eq!(last.field("did_you_mean"), Some("typo.order.placed"));
 }
 
-// conformance: issue-3/router-typo: types that are only declared, by event or schema, are known; without any known type nothing is warned about.
+// conformance: handlers/router-typo: types that are only declared, by event or schema, are known; without any known type nothing is warned about.
 #[tokio::test]
 async fn only_what_is_known_can_be_mistyped() {
     #[derive(Serialize, Deserialize, Event)]
@@ -313,7 +313,7 @@ async fn only_what_is_known_can_be_mistyped() {
     assert_eq!(warned[0].field("pattern"), Some("declared.by.nobody"));
 }
 
-// conformance: issue-3/router-one-group: handlers that share a group and match the same event run one after another and fail together.
+// conformance: handlers/router-one-group: handlers that share a group and match the same event run one after another and fail together.
 #[tokio::test]
 async fn what_a_group_s_handlers_emit_is_published_only_if_all_succeed() {
     on_every_engine(|lab| async move {

@@ -9,7 +9,7 @@ use everbus::{Bus, Code, EventId, Message, Receipt};
 use tokio::sync::{Notify, Semaphore};
 
 use crate::support::{
-    PATIENCE, eventually, fine, on_every_durable_engine, on_every_engine, recorder,
+    Kind, Lab, PATIENCE, eventually, fine, on_every_durable_engine, on_every_engine, recorder,
 };
 
 /// Subscribes a handler that says when it has begun and then waits at the gate.
@@ -119,7 +119,24 @@ async fn handlers_that_do_not_finish_in_time_are_abandoned() {
     .await;
 }
 
-// conformance: issue-2/abandoned-redelivered: an abandoned event is delivered again with its attempt counted; one that had not begun is not counted.
+// conformance: embedded/shutdown-timeout: without a setting the wait ends after 30 s.
+#[tokio::test(start_paused = true)]
+async fn shutdown_waits_thirty_seconds_unless_told_otherwise() {
+    // An engine without threads of its own: the time of tokio moves only while everything waits.
+    let lab = Lab::new(Kind::Memory);
+    let patient = lab.builder().timeout(Duration::from_secs(3600));
+    let bus = lab.open_with(patient).await;
+    let (begun, _gate) = gated(&bus, 1).await;
+    bus.start().await.unwrap();
+    bus.publish(("a", 1)).await.unwrap();
+    begun.notified().await;
+    let asked = tokio::time::Instant::now();
+    assert_eq!(bus.shutdown().await.unwrap().abandoned, 1);
+    let waited = asked.elapsed();
+    assert!((30_000..30_010).contains(&waited.as_millis()), "{waited:?}");
+}
+
+// conformance: bus/abandoned-redelivered: an abandoned event is delivered again with its attempt counted; one that had not begun is not counted.
 #[tokio::test]
 async fn what_shutdown_left_is_delivered_after_a_restart() {
     on_every_durable_engine(|lab| async move {
@@ -155,7 +172,7 @@ async fn what_shutdown_left_is_delivered_after_a_restart() {
     .await;
 }
 
-// conformance: issue-2/double-shutdown: shutting down twice, also at the same time, is harmless.
+// conformance: bus/double-shutdown: shutting down twice, also at the same time, is harmless.
 #[tokio::test]
 async fn shutting_down_twice_gives_the_same_report() {
     on_every_engine(|lab| async move {
@@ -222,7 +239,7 @@ async fn waiting_for_an_event_to_settle_ends_with_the_bus() {
     .await;
 }
 
-// conformance: issue-2/shutdown-acks: nothing acked is forgotten by a shutdown; what was handled is not delivered again.
+// conformance: bus/shutdown-acks: nothing acked is forgotten by a shutdown; what was handled is not delivered again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn shutdown_under_load_loses_nothing_and_repeats_nothing_that_finished() {
     on_every_durable_engine(|lab| async move {
@@ -290,7 +307,7 @@ async fn shutdown_under_load_loses_nothing_and_repeats_nothing_that_finished() {
     .await;
 }
 
-// conformance: issue-2/drop: dropping the bus without shutdown blocks nothing and forgets nothing acked.
+// conformance: bus/drop: dropping the bus without shutdown blocks nothing and forgets nothing acked.
 #[tokio::test]
 async fn dropping_the_bus_is_harmless() {
     on_every_engine(|lab| async move {

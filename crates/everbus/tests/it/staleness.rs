@@ -19,7 +19,7 @@ fn aged(lab: &Lab, event_type: &str, age: Duration) -> EventBuilder {
     Event::builder(event_type).occurred_at(lab.clock.now().minus(age))
 }
 
-// conformance: issue-3/staleness-skip: a stale event is acked, counted with the reason stale, and logged.
+// conformance: handlers/staleness-skip: a stale event is acked, counted with the reason stale, and logged.
 // conformance: framework/backpressure-stale: an event older than max_staleness is not processed but acknowledged; it is logged with event_age_ms and max_staleness_ms and counted with reason stale.
 #[tokio::test]
 async fn an_event_older_than_its_handler_allows_is_skipped() {
@@ -67,7 +67,7 @@ async fn an_event_older_than_its_handler_allows_is_skipped() {
     .await;
 }
 
-// conformance: issue-3/staleness-skip: the reason is recorded.
+// conformance: handlers/staleness-skip: the reason is recorded.
 #[tokio::test]
 async fn the_reason_of_a_stale_event_is_recorded() {
     on_every_durable_engine(|lab| async move {
@@ -82,7 +82,7 @@ async fn the_reason_of_a_stale_event_is_recorded() {
     .await;
 }
 
-// conformance: issue-3/staleness-zero: 0 never skips.
+// conformance: handlers/staleness-zero: 0 never skips.
 // conformance: framework/backpressure-stale-zero: a threshold of 0 means never skip, regardless of age.
 #[tokio::test]
 async fn zero_never_skips() {
@@ -101,7 +101,7 @@ async fn zero_never_skips() {
     .await;
 }
 
-// conformance: issue-3/staleness-stream: max_staleness is per stream, named in either spelling, for every group.
+// conformance: handlers/staleness-stream: max_staleness is per stream, named in either spelling, for every group.
 // conformance: framework/backpressure-stale-streams: staleness thresholds are configured per stream.
 #[tokio::test]
 async fn a_stream_has_its_limit_in_either_spelling() {
@@ -150,7 +150,7 @@ async fn a_stream_has_its_limit_in_either_spelling() {
     .await;
 }
 
-// conformance: issue-3/staleness-handler: what a handler says goes before what is said of its stream; another handler of the group is not concerned.
+// conformance: handlers/staleness-handler: what a handler says goes before what is said of its stream; another handler of the group is not concerned.
 #[tokio::test]
 async fn a_handler_of_its_own_mind_is_not_skipped() {
     on_every_engine(|lab| async move {
@@ -184,7 +184,7 @@ async fn a_handler_of_its_own_mind_is_not_skipped() {
     .await;
 }
 
-// conformance: issue-3/staleness-replay: an event that carries replay_of is exempt.
+// conformance: handlers/staleness-replay: an event that carries replay_of is exempt.
 #[tokio::test]
 async fn a_replayed_event_is_never_stale() {
     on_every_engine(|lab| async move {
@@ -206,7 +206,7 @@ async fn a_replayed_event_is_never_stale() {
     .await;
 }
 
-// conformance: issue-3/staleness-retry: an event that grew stale while it waited for its retry is skipped then.
+// conformance: handlers/staleness-retry: an event that grew stale while it waited for its retry is skipped then.
 #[tokio::test]
 async fn an_event_may_grow_stale_while_it_waits() {
     on_every_engine(|lab| async move {

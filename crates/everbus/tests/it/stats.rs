@@ -31,7 +31,7 @@ fn counts(outcomes: &Outcomes) -> [u64; 7] {
     ]
 }
 
-// conformance: issue-3/stats-run: counts per type and per group after a known run: published, handled, failed, retried, skipped, dead-lettered.
+// conformance: handlers/stats-run: counts per type and per group after a known run: published, handled, failed, retried, skipped, dead-lettered.
 #[tokio::test]
 async fn every_outcome_is_counted_once_by_type_and_by_group() {
     on_every_engine(|lab| async move {
@@ -83,7 +83,7 @@ async fn every_outcome_is_counted_once_by_type_and_by_group() {
     .await;
 }
 
-// conformance: issue-3/stats-run: inbox hits, rejections, and skips by their reason.
+// conformance: handlers/stats-run: inbox hits, rejections, and skips by their reason.
 #[tokio::test]
 async fn what_never_reached_a_handler_is_counted_by_its_reason() {
     on_every_engine(|lab| async move {
@@ -134,7 +134,7 @@ async fn what_never_reached_a_handler_is_counted_by_its_reason() {
     .await;
 }
 
-// conformance: issue-3/stats-published: events that handlers emit are counted as published, however they emit them.
+// conformance: handlers/stats-published: events that handlers emit are counted as published, however they emit them.
 #[tokio::test]
 async fn what_handlers_emit_is_counted_as_published() {
     let lab = Lab::new(Kind::Sqlite);
@@ -160,7 +160,7 @@ async fn what_handlers_emit_is_counted_as_published() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-3/stats-latency: latency is from publish to handled, with p50, p95 and p99 per type and group.
+// conformance: handlers/stats-latency: latency is from publish to handled, with p50, p95 and p99 per type and group.
 #[tokio::test]
 async fn latencies_have_their_quantiles() {
     on_every_engine(|lab| async move {
@@ -198,7 +198,7 @@ async fn latencies_have_their_quantiles() {
     .await;
 }
 
-// conformance: issue-3/stats-durable: an outcome is counted when it is durable: a retry of the settlement counts once.
+// conformance: handlers/stats-durable: an outcome is counted when it is durable: a retry of the settlement counts once.
 #[tokio::test]
 async fn an_outcome_is_counted_when_it_is_durable() {
     let (bus, faults, _) = crate::faulty::faulty().await;
@@ -213,7 +213,7 @@ async fn an_outcome_is_counted_when_it_is_durable() {
     assert_eq!(stats.types["b"].published, 1);
 }
 
-// conformance: issue-3/stats-breaker: the state of a breaker is shown.
+// conformance: handlers/stats-breaker: the state of a breaker is shown.
 #[tokio::test]
 async fn breakers_are_shown_with_their_state() {
     let lab = Lab::new(Kind::Memory);

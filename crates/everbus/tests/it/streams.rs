@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use everbus::core::{Appended, BoxFuture, Broker, BrokerLayer, GroupSpec, SubscriptionInfo};
 use everbus::{
-    Bus, Code, Event, HandlerError, OnFull, Recorded, Retention, RetryPolicy, Router, Stream,
-    StreamLimit, Streams,
+    Bus, Code, Event, HandlerError, Message, OnFull, Recorded, Retention, RetryPolicy, Router,
+    Stream, StreamLimit, Streams,
 };
+use tokio::sync::Semaphore;
 
-use crate::support::{eventually, on_every_engine};
+use crate::support::{PATIENCE, eventually, on_every_engine};
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
@@ -123,6 +124,46 @@ async fn a_stream_is_full_by_all_its_types_together() {
             bus.publish(("user.created", n)).await.unwrap();
         }
         assert_eq!(stored(&bus).await.len(), 13);
+    })
+    .await;
+}
+
+// conformance: handlers/backpressure-wait: on the engines: a publish into a full stream fails with Backpressure once its wait is over, and goes through if a group makes room before
+#[tokio::test]
+async fn a_publish_waits_for_room_in_a_full_stream() {
+    on_every_engine(|lab| async move {
+        let engine = lab.open().await.engine().clone();
+        // Two buses on one engine, which differ in how long they wait.
+        let waits_for = |wait| {
+            let limit = StreamLimit::new(2).wait(wait);
+            let builder = lab.builder().streams(shop()).stream_limit("ORDERS", limit);
+            builder.with_engine(engine.clone()).unwrap()
+        };
+        let (patient, hasty) = (waits_for(PATIENCE), waits_for(Duration::from_millis(20)));
+        let gate = Arc::new(Semaphore::new(0));
+        let inside = gate.clone();
+        let handler = move |_: Message| {
+            let gate = inside.clone();
+            async move { gate.acquire().await.unwrap().forget() }
+        };
+        let router = Router::new().on("order.>", handler);
+        patient.mount(router).await.unwrap();
+        patient.start().await.unwrap();
+        for n in 0..2 {
+            hasty.publish(("order.placed", n)).await.unwrap();
+        }
+        let error = hasty.publish(("order.placed", 2)).await.unwrap_err();
+        assert_eq!(error.code(), Code::Backpressure, "{error}");
+        assert_eq!(stored(&patient).await.len(), 2);
+
+        let waiting = tokio::spawn({
+            let bus = patient.clone();
+            async move { bus.publish(("order.placed", 3)).await }
+        });
+        gate.add_permits(3);
+        waiting.await.unwrap().unwrap();
+        assert_eq!(stored(&patient).await.len(), 3);
+        patient.shutdown().await.unwrap();
     })
     .await;
 }

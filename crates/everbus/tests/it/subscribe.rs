@@ -97,7 +97,7 @@ async fn an_unsubscribed_handler_is_not_called_any_more() {
     .await;
 }
 
-// conformance: issue-2/unsubscribe-mid-flight: a handler run that has begun finishes although its subscription is removed; what was queued behind it is given back.
+// conformance: bus/unsubscribe-mid-flight: a handler run that has begun finishes although its subscription is removed; what was queued behind it is given back.
 #[tokio::test]
 async fn unsubscribing_lets_a_running_handler_finish_and_starts_no_other() {
     on_every_engine(|lab| async move {
@@ -225,7 +225,7 @@ async fn conflicting_settings_within_a_group_name_both_sides() {
     .await;
 }
 
-// conformance: issue-2/bad-settings: absurd durations and settings give a specific error with a hint.
+// conformance: bus/bad-settings: absurd durations and settings give a specific error with a hint.
 #[tokio::test]
 async fn settings_that_make_no_sense_are_refused_with_a_hint() {
     on_every_engine(|lab| async move {

@@ -124,7 +124,7 @@ async fn an_order_event_flows_from_publish_to_its_handler() {
     bus.assert_no_dead_letters().await;
 }
 
-// conformance: issue-3/test-bus-with-real: the same test runs in memory and against a real engine
+// conformance: handlers/test-bus-with-real: the same test runs in memory and against a real engine
 #[tokio::test]
 async fn the_same_test_runs_on_a_real_engine_with_the_same_clock() {
     everywhere(|builder| async move {
@@ -164,7 +164,7 @@ async fn what_a_real_engine_held_before_is_not_reported() {
     }
 }
 
-// conformance: issue-3/test-bus-virtual-time: retries wait in virtual time; moving the clock makes each attempt at its time
+// conformance: handlers/test-bus-virtual-time: retries wait in virtual time; moving the clock makes each attempt at its time
 #[tokio::test]
 async fn each_retry_is_made_at_its_own_virtual_time() {
     everywhere(|builder| async move {
@@ -196,7 +196,7 @@ async fn each_retry_is_made_at_its_own_virtual_time() {
     .await;
 }
 
-// conformance: issue-3/test-bus-report: a publish reports what became of the event in every group that wants it
+// conformance: handlers/test-bus-report: a publish reports what became of the event in every group that wants it
 #[tokio::test]
 async fn a_publish_reports_what_became_of_the_event_in_each_group() {
     everywhere(|builder| async move {
@@ -240,7 +240,7 @@ async fn a_publish_reports_what_became_of_the_event_in_each_group() {
     .await;
 }
 
-// conformance: issue-3/test-bus-report: a publish reports what became of the event in every group that wants it
+// conformance: handlers/test-bus-report: a publish reports what became of the event in every group that wants it
 #[tokio::test]
 async fn the_report_of_a_repeated_publish_is_that_of_the_first() {
     let notifications = Notifications::default();
@@ -251,7 +251,7 @@ async fn the_report_of_a_repeated_publish_is_that_of_the_first() {
     assert_eq!(notifications.sent().len(), 1);
 }
 
-// conformance: issue-3/test-bus-run-to-end: the clock runs through all waiting retries until nothing waits
+// conformance: handlers/test-bus-run-to-end: the clock runs through all waiting retries until nothing waits
 #[tokio::test]
 async fn running_to_the_end_leaves_nothing_waiting() {
     everywhere(|builder| async move {
@@ -296,7 +296,7 @@ async fn a_retry_without_end_ends_the_test() {
     assert!(error.message().contains("1000 moves"), "{error}");
 }
 
-// conformance: issue-3/test-bus-fail-next: the next n calls of any handler, or of one handler, fail instead of running
+// conformance: handlers/test-bus-fail-next: the next n calls of any handler, or of one handler, fail instead of running
 #[tokio::test]
 async fn the_next_calls_fail_and_the_handler_does_not_run() {
     let notifications = Notifications::default();
@@ -317,7 +317,7 @@ async fn the_next_calls_fail_and_the_handler_does_not_run() {
     assert_eq!(bus.calls("handle_order_placed"), 3);
 }
 
-// conformance: issue-3/test-bus-fail-next: the next n calls of any handler, or of one handler, fail instead of running
+// conformance: handlers/test-bus-fail-next: the next n calls of any handler, or of one handler, fail instead of running
 #[tokio::test]
 async fn failures_can_be_kept_to_one_handler() {
     let router = Router::new()
@@ -342,7 +342,7 @@ async fn a_misspelt_handler_is_found() {
     assert_eq!(bus.calls("secnd"), 0);
 }
 
-// conformance: issue-3/test-bus-settings: the settings of the bus, its configuration file included, hold in the test
+// conformance: handlers/test-bus-settings: the settings of the bus, its configuration file included, hold in the test
 #[tokio::test]
 async fn the_bus_is_set_up_as_the_program_sets_it_up() {
     let config = everbus::Config::parse(

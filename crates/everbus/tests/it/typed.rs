@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use crate::support::{fine, on_every_engine, recorder, wait_for_retry};
+use crate::support::{fine, given_up, on_every_engine, recorder};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Event)]
 #[event(type = "orders.order.placed", version = 2)]
@@ -29,7 +29,7 @@ fn order() -> OrderPlaced {
     }
 }
 
-// conformance: issue-3/typed-publish: publish takes the value itself.
+// conformance: handlers/typed-publish: publish takes the value itself.
 #[tokio::test]
 async fn a_value_or_a_reference_is_published_and_read_back_by_the_handler() {
     on_every_engine(|lab| async move {
@@ -47,7 +47,7 @@ async fn a_value_or_a_reference_is_published_and_read_back_by_the_handler() {
     .await;
 }
 
-// conformance: issue-3/typed-publish: type, version, key, tenant and entity come from the attribute.
+// conformance: handlers/typed-publish: type, version, key, tenant and entity come from the attribute.
 #[test]
 fn the_attribute_says_what_the_envelope_holds() {
     assert_eq!(OrderPlaced::TYPE, "orders.order.placed");
@@ -63,7 +63,7 @@ fn the_attribute_says_what_the_envelope_holds() {
     assert_eq!(payload, json!({ "order_id": 42, "shop": "north" }));
 }
 
-// conformance: issue-3/typed-return: a handler returns a value whose type derives Event, and it is published.
+// conformance: handlers/typed-return: a handler returns a value whose type derives Event, and it is published.
 #[test]
 fn a_value_is_what_a_handler_may_return() {
     let outcome = order().into_outcome().unwrap();
@@ -93,7 +93,7 @@ fn without_more_than_a_type_the_version_is_1_and_there_are_no_attributes() {
     assert_eq!((event.version(), event.attributes()), (1, None));
 }
 
-// conformance: issue-3/typed-any-type: the derive works on any serde type.
+// conformance: handlers/typed-any-type: the derive works on any serde type.
 #[test]
 fn every_shape_of_type_can_be_an_event() {
     #[derive(Debug, PartialEq, Serialize, Deserialize, Event)]
@@ -190,7 +190,7 @@ fn the_derive_needs_no_imports() {
     assert_eq!(event.ordering_key().unwrap(), "7");
 }
 
-// conformance: issue-3/typed-read: another type or version is refused with both named.
+// conformance: handlers/typed-read: another type or version is refused with both named.
 #[test]
 fn another_type_or_version_is_refused_even_if_the_payload_fits() {
     let refusal = |event_type: &str, version| {
@@ -212,7 +212,7 @@ fn another_type_or_version_is_refused_even_if_the_payload_fits() {
     assert!(text.ends_with(&format!("{is}{end}")), "{text}");
 }
 
-// conformance: issue-3/typed-read: a payload that does not fit is refused.
+// conformance: handlers/typed-read: a payload that does not fit is refused.
 #[test]
 fn a_payload_that_does_not_fit_is_refused() {
     let event = Event::builder(OrderPlaced::TYPE)
@@ -237,9 +237,9 @@ async fn a_handler_that_is_given_another_version_fails_with_a_decode_error() {
             .unwrap();
         bus.start().await.unwrap();
         let old = Event::builder(OrderPlaced::TYPE).json(&order());
-        let receipt = bus.publish(old).await.unwrap();
-        let state = wait_for_retry(&bus, receipt.seq(), "g", 1).await;
-        assert_eq!(state.failures[0].kind, FailureKind::Decode);
+        let letter = given_up(&bus, old).await;
+        assert_eq!(letter.failures[0].kind, FailureKind::Decode);
+        assert_eq!(letter.attempts, 1);
     })
     .await;
 }

@@ -47,7 +47,7 @@ async fn refused(wrong: Router) -> Error {
     error
 }
 
-// conformance: issue-3/wiring-state: a handler that takes a state that nobody gives is refused when it is mounted.
+// conformance: handlers/wiring-state: a handler that takes a state that nobody gives is refused when it is mounted.
 #[tokio::test]
 async fn a_state_that_nobody_gives_is_refused() {
     let router = Router::new()
@@ -64,7 +64,7 @@ async fn a_state_that_nobody_gives_is_refused() {
     assert_eq!(refused(router).await.code(), Code::InvalidSetting);
 }
 
-// conformance: issue-3/wiring-payload: a Payload type that the pattern never matches, and two required payload types at once, are refused when they are mounted.
+// conformance: handlers/wiring-payload: a Payload type that the pattern never matches, and two required payload types at once, are refused when they are mounted.
 #[tokio::test]
 async fn a_payload_that_can_never_come_is_refused() {
     let router = Router::new().on("users.*", |_: Payload<Placed>| async {});
@@ -84,7 +84,7 @@ async fn a_payload_that_can_never_come_is_refused() {
     assert!(error.hint_text().unwrap().contains("Option<Payload"));
 }
 
-// conformance: issue-3/wiring-name-twice: a handler registered twice under one name is refused.
+// conformance: handlers/wiring-name-twice: a handler registered twice under one name is refused.
 #[tokio::test]
 async fn a_name_that_is_used_twice_in_a_group_is_refused() {
     let twice = Router::new()
@@ -109,7 +109,7 @@ async fn a_name_that_is_used_twice_in_a_group_is_refused() {
     bus.mount(other).await.unwrap();
 }
 
-// conformance: issue-3/wiring-group-conflict: a group with conflicting settings is refused.
+// conformance: handlers/wiring-group-conflict: a group with conflicting settings is refused.
 #[tokio::test]
 async fn settings_that_contradict_each_other_in_a_group_are_refused() {
     let pairs = [
@@ -138,8 +138,8 @@ async fn settings_that_contradict_each_other_in_a_group_are_refused() {
     }
 }
 
-// conformance: issue-3/wiring-retry: a retry policy with zero or overflowing delays is refused.
-// conformance: issue-3/wiring-settings: settings that make no sense by themselves are refused.
+// conformance: handlers/wiring-retry: a retry policy with zero or overflowing delays is refused.
+// conformance: handlers/wiring-settings: settings that make no sense by themselves are refused.
 #[tokio::test]
 async fn settings_that_make_no_sense_are_refused() {
     let policy = RetryPolicy::default();
@@ -172,7 +172,7 @@ async fn settings_that_make_no_sense_are_refused() {
     assert_eq!(error.code(), Code::InvalidPattern);
 }
 
-// conformance: issue-3/wiring-schema: a schema that is no schema is refused, wherever it is given.
+// conformance: handlers/wiring-schema: a schema that is no schema is refused, wherever it is given.
 #[tokio::test]
 async fn a_schema_that_is_none_is_refused() {
     let none = json!({ "type": "no such type" });
@@ -191,7 +191,7 @@ async fn a_schema_that_is_none_is_refused() {
     }
 }
 
-// conformance: issue-3/wiring-upcast: an upcast cycle is refused, also one that two routers make together.
+// conformance: handlers/wiring-upcast: an upcast cycle is refused, also one that two routers make together.
 #[tokio::test]
 async fn upcasts_that_lead_in_a_circle_are_refused() {
     let step = |from, to| Router::new().upcast_json("a", from, to, Ok);
@@ -200,7 +200,7 @@ async fn upcasts_that_lead_in_a_circle_are_refused() {
     assert!(error.message().contains("1 → 2 → 1"), "{error}");
 }
 
-// conformance: issue-3/exactly-once-unsupported: a handler that works in a transaction of another engine is refused with Unsupported.
+// conformance: handlers/exactly-once-unsupported: a handler that works in a transaction of another engine is refused with Unsupported.
 #[tokio::test]
 async fn a_transaction_of_another_engine_is_refused() {
     let books = || async { sqlite::in_transaction(|_| ()) };
@@ -213,7 +213,7 @@ async fn a_transaction_of_another_engine_is_refused() {
     assert_eq!(error.code(), Code::Unsupported);
 }
 
-// conformance: issue-3/idempotent-unsupported: an idempotent handler is refused where the engine has no inbox.
+// conformance: handlers/idempotent-unsupported: an idempotent handler is refused where the engine has no inbox.
 #[tokio::test]
 async fn an_idempotent_handler_needs_an_inbox() {
     let memory = Bus::open("memory:").await.unwrap();
@@ -227,7 +227,7 @@ async fn an_idempotent_handler_needs_an_inbox() {
     bus.subscribe("a").to(any).await.unwrap();
 }
 
-// conformance: issue-3/mount-whole: a mount is all or nothing, also where the file has the group with another order.
+// conformance: handlers/mount-whole: a mount is all or nothing, also where the file has the group with another order.
 #[tokio::test]
 async fn a_group_of_another_kind_in_the_file_refuses_the_whole_router() {
     on_every_engine(|lab| async move {
@@ -250,7 +250,7 @@ async fn a_group_of_another_kind_in_the_file_refuses_the_whole_router() {
     .await;
 }
 
-// conformance: issue-3/mount-again: a mount that the engine failed half way can be repeated, and no handler is there twice.
+// conformance: handlers/mount-again: a mount that the engine failed half way can be repeated, and no handler is there twice.
 #[tokio::test]
 async fn a_mount_that_failed_half_way_can_be_repeated() {
     let (bus, faults, _) = faulty().await;
@@ -272,7 +272,7 @@ async fn a_mount_that_failed_half_way_can_be_repeated() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-3/mount-shutdown: after a shutdown nothing is mounted.
+// conformance: handlers/mount-shutdown: after a shutdown nothing is mounted.
 #[tokio::test]
 async fn a_bus_that_was_shut_down_mounts_nothing() {
     let lab = Lab::new(Kind::Memory);
@@ -282,7 +282,7 @@ async fn a_bus_that_was_shut_down_mounts_nothing() {
     assert_eq!(error.code(), Code::Shutdown);
 }
 
-// conformance: issue-3/wiring-breaker-policy: handlers that share a dependency may say its policy once, or the same.
+// conformance: handlers/wiring-breaker-policy: handlers that share a dependency may say its policy once, or the same.
 #[tokio::test]
 async fn a_shared_breaker_is_asked_for_with_one_policy() {
     let lab = Lab::new(Kind::Memory);

@@ -4,8 +4,8 @@
 //! After a deliberate change, `TRYBUILD=overwrite cargo test -p everbus-macros` writes the snapshots
 //! anew; read them before keeping them.
 
-// conformance: issue-3/handler-compile-errors: a function that is no handler is a compile error that says why and what to do.
-// conformance: issue-3/typed-compile-errors: a wrong attribute is a compile error at the place of the mistake that says what to do.
+// conformance: handlers/handler-compile-errors: a function that is no handler is a compile error that says why and what to do.
+// conformance: handlers/typed-compile-errors: a wrong attribute is a compile error at the place of the mistake that says what to do.
 #[test]
 fn mistakes_are_pointed_at_with_advice() {
     trybuild::TestCases::new().compile_fail("tests/it/compile_errors/*.rs");

@@ -22,5 +22,5 @@ impl Harness for InMemory {
     }
 }
 
-// conformance: issue-2/memory-engine: the memory engine passes the suite every engine passes
+// conformance: bus/memory-engine: the memory engine passes the suite every engine passes
 everbus_testkit::conformance_tests!(InMemory);

@@ -78,7 +78,7 @@ mod tests {
         })
     }
 
-    // conformance: issue-4/history-planner: the planner picks the index for each of the eight patterns, and combines indexes for the others
+    // conformance: memory/history-planner: the planner picks the index for each of the eight patterns, and combines indexes for the others
     #[test]
     fn every_combination_of_names_has_its_plan() {
         for (given, plan, lists) in [

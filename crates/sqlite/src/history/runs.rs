@@ -328,7 +328,7 @@ fn forget_gone(conn: &Connection) -> Result<()> {
 mod tests {
     use super::*;
 
-    // conformance: issue-4/history-swept: a run that was partly swept away is never put in use
+    // conformance: memory/history-swept: a run that was partly swept away is never put in use
     #[test]
     fn a_run_that_another_process_began_to_sweep_is_not_finished() {
         let conn = Connection::open_in_memory().unwrap();

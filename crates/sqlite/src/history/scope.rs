@@ -172,7 +172,7 @@ mod tests {
         }
     }
 
-    // conformance: issue-4/history-bare: an event without tenant, app or entity has no entries in the indexes
+    // conformance: memory/history-bare: an event without tenant, app or entity has no entries in the indexes
     #[test]
     fn an_event_has_an_entry_for_each_combination_it_has_the_names_of() {
         let count = |hashes: Hashes| hashes.scopes().collect::<HashSet<_>>().len();

@@ -14,7 +14,7 @@ fn plan(conn: &Connection, sql: &str) -> String {
     lines.join("; ")
 }
 
-// conformance: issue-4/history-plans: finding a block, the next ones and an event are searches, never scans or sorts
+// conformance: memory/history-plans: finding a block, the next ones and an event are searches, never scans or sorts
 #[test]
 fn every_statement_searches() {
     let conn = Connection::open_in_memory().unwrap();
@@ -39,7 +39,7 @@ fn every_statement_searches() {
     }
 }
 
-// conformance: issue-4/history-range-cost: the ends of the log and the place of a time are found by searches, so that since and until cost the same in a large file
+// conformance: memory/history-range-cost: the ends of the log and the place of a time are found by searches, so that since and until cost the same in a large file
 #[test]
 fn the_ends_of_the_log_are_not_found_by_reading_it() {
     let conn = Connection::open_in_memory().unwrap();

@@ -327,7 +327,7 @@ mod tests {
         ]
     }
 
-    // conformance: issue-4/outbox-envelope: the column payload holds the envelope of the specification, the very document of the dialect
+    // conformance: memory/outbox-envelope: the column payload holds the envelope of the specification, the very document of the dialect
     #[test]
     fn the_envelope_is_the_document_of_the_dialect() {
         for event in samples() {
@@ -359,7 +359,7 @@ mod tests {
         );
     }
 
-    // conformance: issue-4/outbox-nothing-lost: nothing of an event is lost in the outbox, whatever its payload is
+    // conformance: memory/outbox-nothing-lost: nothing of an event is lost in the outbox, whatever its payload is
     #[test]
     fn every_event_comes_back_as_it_was() {
         let odd = [

@@ -110,11 +110,27 @@ struct Signs<'a> {
     occurred_at: Option<&'a RawValue>,
     #[serde(borrow, default, deserialize_with = "present")]
     correlation_id: Option<&'a RawValue>,
+    #[serde(borrow, default, deserialize_with = "present")]
+    everbus_id: Option<&'a RawValue>,
 }
 
 /// Whatever stands there, `null` too.
 fn present<'de, D: Deserializer<'de>>(from: D) -> Result<Option<&'de RawValue>, D::Error> {
     <&RawValue>::deserialize(from).map(Some)
+}
+
+/// The event under the UUID that the view `dead_letter_events` showed for it: its foreign id alone does not
+/// say it, since the source belongs to it.
+fn known_as(event: &Event, id: EventId) -> Result<Event> {
+    let mut attributes = event.attributes().cloned().unwrap_or_default();
+    attributes.metadata.remove("outbox:everbus_id");
+    Event::builder(event.type_arc().clone())
+        .id(id)
+        .version(event.version())
+        .occurred_at(event.occurred_at())
+        .payload(event.payload().clone())
+        .attributes(attributes)
+        .build()
 }
 
 impl Found {
@@ -129,10 +145,16 @@ impl Found {
                 payload: Some(_),
                 occurred_at: Some(_),
                 correlation_id,
+                everbus_id,
             }) => {
                 let said = correlation_id.map(RawValue::get);
                 let given = said.is_some_and(|json| !matches!(json, "\"\"" | "null"));
-                self.enveloped(payload, given)
+                let event = self.enveloped(payload, given)?;
+                let id = everbus_id.and_then(|json| serde_json::from_str(json.get()).ok());
+                match id {
+                    Some(id) => known_as(&event, id),
+                    None => Ok(event),
+                }
             }
             Ok(_) => self.raw(conn, payload),
             // It is no JSON, or says one of these twice.

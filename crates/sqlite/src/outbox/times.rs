@@ -50,7 +50,7 @@ pub(super) fn latest(conn: &Connection, text: &str) -> Option<Timestamp> {
 mod tests {
     use super::*;
 
-    // conformance: issue-4/outbox-times: created_at is read in every form that SQLite's own functions write
+    // conformance: memory/outbox-times: created_at is read in every form that SQLite's own functions write
     #[test]
     fn every_form_of_sqlite_is_read() {
         let conn = Connection::open_in_memory().unwrap();

@@ -111,7 +111,7 @@ impl Pace {
 mod tests {
     use super::*;
 
-    // conformance: issue-4/retention-small-steps: a step is sized by what the last one took, towards a fraction of a millisecond
+    // conformance: memory/retention-small-steps: a step is sized by what the last one took, towards a fraction of a millisecond
     #[test]
     fn a_slow_step_makes_the_next_one_smaller() {
         let mut pace = Pace::default();
@@ -133,7 +133,7 @@ mod tests {
         assert_eq!(pace.budget(), 2 * LEAST, "a rest says nothing");
     }
 
-    // conformance: issue-4/retention-small-steps: one thing of any weight makes no step larger than itself
+    // conformance: memory/retention-small-steps: one thing of any weight makes no step larger than itself
     #[test]
     fn at_least_one_goes_and_no_more_than_fit() {
         let pace = Pace {

@@ -114,7 +114,7 @@ fn most(steps: &[Pruned], what: fn(&Pruned) -> u64) -> u64 {
     each.max().unwrap_or(0)
 }
 
-// conformance: issue-4/retention-slice: a step ends with what it is at when its time is over, and the next one goes on; nothing is left out
+// conformance: memory/retention-slice: a step ends with what it is at when its time is over, and the next one goes on; nothing is left out
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_step_ends_when_its_time_is_over() {
     let lab = Lab::new();
@@ -176,7 +176,7 @@ async fn a_step_ends_when_its_time_is_over() {
     lab.engine.handle.queue.close(true);
 }
 
-// conformance: issue-4/retention-slice: events that would go together are cut as well, between two stretches
+// conformance: memory/retention-slice: events that would go together are cut as well, between two stretches
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn stretches_of_events_are_cut() {
     let lab = Lab::new();
@@ -208,7 +208,7 @@ async fn stretches_of_events_are_cut() {
     lab.engine.handle.queue.close(true);
 }
 
-// conformance: issue-4/retention-small-steps: whatever an event weighs, with its stages, it makes no piece larger than itself
+// conformance: memory/retention-small-steps: whatever an event weighs, with its stages, it makes no piece larger than itself
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_heavy_is_planned_apart() {
     let lab = Lab::new();

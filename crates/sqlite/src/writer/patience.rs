@@ -239,7 +239,7 @@ mod tests {
     const FULL: i64 = 2;
     const NORMAL: i64 = 1;
 
-    // conformance: issue-4/retention-lazy: only lazy work is not synced; whatever comes after it is
+    // conformance: memory/retention-lazy: only lazy work is not synced; whatever comes after it is
     #[tokio::test]
     async fn only_what_is_lazy_is_not_synced() {
         let dir = tempfile::tempdir().unwrap();
@@ -272,7 +272,7 @@ mod tests {
         handle.queue.close(true);
     }
 
-    // conformance: issue-4/retention-lazy: a bus that does without syncs by its setting stays as it is
+    // conformance: memory/retention-lazy: a bus that does without syncs by its setting stays as it is
     #[tokio::test]
     async fn the_durability_that_was_asked_for_stays() {
         let dir = tempfile::tempdir().unwrap();
@@ -288,7 +288,7 @@ mod tests {
         handle.queue.close(true);
     }
 
-    // conformance: issue-4/retention-hold: how long patient work keeps the writer is measured, its commit included
+    // conformance: memory/retention-hold: how long patient work keeps the writer is measured, its commit included
     #[tokio::test]
     async fn the_longest_hold_is_measured() {
         let dir = tempfile::tempdir().unwrap();
@@ -316,7 +316,7 @@ mod tests {
         handle.queue.close(true);
     }
 
-    // conformance: issue-4/retention-rests: patient work leaves the writer alone for as long as it held it, while others are there
+    // conformance: memory/retention-rests: patient work leaves the writer alone for as long as it held it, while others are there
     #[tokio::test]
     async fn patient_work_rests_while_others_are_there() {
         let dir = tempfile::tempdir().unwrap();

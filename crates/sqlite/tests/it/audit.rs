@@ -148,7 +148,7 @@ async fn assert_broken(path: &Path, seq: Option<u64>, what: &str) {
     }
 }
 
-// conformance: issue-4/audit-edit: verify names the first bad row after an edit of any column of any row, also with the triggers dropped and made again
+// conformance: memory/audit-edit: verify names the first bad row after an edit of any column of any row, also with the triggers dropped and made again
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_edit_of_any_column_is_found() {
     let mut trails = Trails::new().await;
@@ -188,7 +188,7 @@ async fn an_edit_of_any_column_is_found() {
     }
 }
 
-// conformance: issue-4/audit-deletion: verify names the first missing row after a deletion at the beginning, in the middle or at the end
+// conformance: memory/audit-deletion: verify names the first missing row after a deletion at the beginning, in the middle or at the end
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_deletion_anywhere_is_found() {
     let mut trails = Trails::new().await;
@@ -221,7 +221,7 @@ async fn a_deletion_anywhere_is_found() {
     }
 }
 
-// conformance: issue-4/audit-insertion: verify names the first bad row after an insertion or an exchange
+// conformance: memory/audit-insertion: verify names the first bad row after an insertion or an exchange
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_insertion_and_an_exchange_are_found() {
     let mut trails = Trails::new().await;
@@ -336,7 +336,7 @@ fn rehash(conn: &Connection, from: u64) {
     }
 }
 
-// conformance: issue-4/audit-rehash: an edit after which all hashes were made anew contradicts the head kept outside
+// conformance: memory/audit-rehash: an edit after which all hashes were made anew contradicts the head kept outside
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_chain_that_was_made_anew_contradicts_the_head_outside() {
     let mut trails = Trails::new().await;
@@ -364,7 +364,7 @@ async fn a_chain_that_was_made_anew_contradicts_the_head_outside() {
     assert!(verdict.is_ok() && verdict.notes.len() == 1, "{verdict:?}");
 }
 
-// conformance: issue-4/audit-anchor: an anchor that was replaced, moved or removed is found
+// conformance: memory/audit-anchor: an anchor that was replaced, moved or removed is found
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_forged_anchor_is_found() {
     let mut trails = Trails::new().await;
@@ -394,7 +394,7 @@ async fn a_forged_anchor_is_found() {
     }
 }
 
-// conformance: issue-4/audit-old-copy: an old copy of the file in the place of the new one is found, also after it has gone on
+// conformance: memory/audit-old-copy: an old copy of the file in the place of the new one is found, also after it has gone on
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_old_copy_of_the_file_is_found() {
     let mut trails = Trails::new().await;
@@ -421,7 +421,7 @@ async fn an_old_copy_of_the_file_is_found() {
     assert_broken(&path, Some(45), "an old copy that has overtaken the head").await;
 }
 
-// conformance: issue-4/audit-triggers: the table refuses updates, deletes and inserts elsewhere than at the end
+// conformance: memory/audit-triggers: the table refuses updates, deletes and inserts elsewhere than at the end
 // conformance: framework/audit-append-only: audit records are never updated and never deleted
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_triggers_refuse_what_is_not_an_append() {
@@ -468,7 +468,7 @@ async fn the_triggers_refuse_what_is_not_an_append() {
     }
 }
 
-// conformance: issue-4/audit-trigger-gone: a trigger that is gone, was changed or was added is found
+// conformance: memory/audit-trigger-gone: a trigger that is gone, was changed or was added is found
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_trigger_that_is_not_as_it_was_is_found() {
     let mut trails = Trails::new().await;
@@ -513,7 +513,7 @@ async fn a_trigger_that_is_not_as_it_was_is_found() {
     assert!(broken.problem.contains("audit_log"), "{broken:?}");
 }
 
-// conformance: issue-4/audit-head-missing: a head outside that is gone, unreadable or began late is said, and no failure by itself
+// conformance: memory/audit-head-missing: a head outside that is gone, unreadable or began late is said, and no failure by itself
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_head_that_is_not_there_is_said() {
     let mut trails = Trails::new().await;
@@ -547,7 +547,7 @@ async fn a_head_that_is_not_there_is_said() {
     );
 }
 
-// conformance: issue-4/audit-head-behind: a crash between the commit and the head outside is accepted and mended
+// conformance: memory/audit-head-behind: a crash between the commit and the head outside is accepted and mended
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_head_that_a_crash_left_behind_is_mended() {
     let mut trails = Trails::new().await;
@@ -572,7 +572,7 @@ async fn a_head_that_a_crash_left_behind_is_mended() {
     assert_eq!(verify(&path).await.mended, None);
 }
 
-// conformance: issue-4/audit-retention-crash: a crash between the word given outside and the removal is no forgery
+// conformance: memory/audit-retention-crash: a crash between the word given outside and the removal is no forgery
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn retention_that_crashed_before_it_removed_anything_is_no_forgery() {
     let mut trails = Trails::new().await;
@@ -604,7 +604,7 @@ async fn record_some(engine: &Engine, who: &str, count: u64) {
     }
 }
 
-// conformance: issue-4/audit-shared: several processes write one trail, and an older head never replaces a newer one
+// conformance: memory/audit-shared: several processes write one trail, and an older head never replaces a newer one
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn engines_that_share_a_file_share_its_trail() {
     let dir = tempfile::tempdir().unwrap();
@@ -663,7 +663,7 @@ fn fill(path: &Path, count: u64) {
     transaction.commit().unwrap();
 }
 
-// conformance: issue-4/audit-retention-live: retention and verification of a long trail go on beside each other and beside new records
+// conformance: memory/audit-retention-live: retention and verification of a long trail go on beside each other and beside new records
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_long_trail_is_verified_while_it_is_shortened() {
     let dir = tempfile::tempdir().unwrap();
@@ -690,7 +690,7 @@ async fn a_long_trail_is_verified_while_it_is_shortened() {
     assert_eq!((verdict.verified, verdict.first), (551, Some(5500)));
 }
 
-// conformance: issue-4/audit-restore: the trail of a restored backup verifies, and the head of the file it replaced is put aside
+// conformance: memory/audit-restore: the trail of a restored backup verifies, and the head of the file it replaced is put aside
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_trail_of_a_restored_backup_verifies() {
     let mut trails = Trails::new().await;
@@ -734,7 +734,7 @@ async fn the_trail_of_a_restored_backup_verifies() {
     }
 }
 
-// conformance: issue-4/audit-check: a check of the file verifies the trail too
+// conformance: memory/audit-check: a check of the file verifies the trail too
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_check_of_the_file_verifies_the_trail() {
     let mut trails = Trails::new().await;
@@ -758,7 +758,7 @@ async fn a_check_of_the_file_verifies_the_trail() {
     assert!(bad[0].detail.contains("record 7"));
 }
 
-// conformance: issue-4/audit-tampered-read: a trail that was tampered with can still be read
+// conformance: memory/audit-tampered-read: a trail that was tampered with can still be read
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_trail_that_was_tampered_with_can_still_be_read() {
     let mut trails = Trails::new().await;
@@ -778,7 +778,7 @@ async fn a_trail_that_was_tampered_with_can_still_be_read() {
     assert_eq!(audit.record(entry(41)).await.unwrap(), 41, "and goes on");
 }
 
-// conformance: issue-4/audit-refused: a trail whose tables refuse a record fails whoever records, and no publish beside it
+// conformance: memory/audit-refused: a trail whose tables refuse a record fails whoever records, and no publish beside it
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_trail_that_refuses_records_does_no_harm_to_others() {
     let mut trails = Trails::new().await;

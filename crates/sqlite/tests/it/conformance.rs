@@ -31,5 +31,5 @@ impl Harness for File {
     }
 }
 
-// conformance: issue-2/conformance-suite: the SQLite engine passes the suite every engine passes
+// conformance: bus/conformance-suite: the SQLite engine passes the suite every engine passes
 everbus_testkit::conformance_tests!(File::new());

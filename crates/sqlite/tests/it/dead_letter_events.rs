@@ -75,7 +75,7 @@ fn at(clock: &ManualClock) -> Options {
     }
 }
 
-// conformance: issue-4/dlq-view: dead_letter_events has first and last seen, attempts, every error, the stack, group, handler, the original envelope and retried_at
+// conformance: memory/dlq-view: dead_letter_events has first and last seen, attempts, every error, the stack, group, handler, the original envelope and retried_at
 // conformance: outbox/4-table: dead_letter_events has event_id, event_type, payload, error, first_seen_at, last_seen_at, attempts
 // conformance: outbox/4-attempts: a record that fails again is updated and its attempts add up
 // conformance: framework/dlq-fields: attempts, error, failed_at, original event and original stream
@@ -105,6 +105,7 @@ async fn the_view_tells_the_whole_story() {
     kill(&engine, "billing", vec![first.clone(), second.clone()]).await;
     let row = rows(&path).remove(0);
     assert_eq!(text(&row, "event_id"), event.id().to_string());
+    assert_eq!(text(&row, "uuid"), event.id().to_string());
     assert_eq!(text(&row, "event_type"), "order.placed");
     assert_eq!(text(&row, "error"), "still 'down'");
     assert_eq!(text(&row, "stack"), "at src/lib.rs:1:2\n  0: main");
@@ -150,7 +151,7 @@ async fn the_view_tells_the_whole_story() {
     assert_eq!(text(row, "last_seen_at"), millis(clock.now()));
 }
 
-// conformance: issue-4/dlq-view-payloads: payloads that are no JSON, no text, or belong to foreign ids are shown as they are
+// conformance: memory/dlq-view-payloads: payloads that are no JSON, no text, or belong to foreign ids are shown as they are
 #[tokio::test]
 async fn any_payload_makes_a_valid_envelope() {
     let dir = tempfile::tempdir().unwrap();
@@ -212,8 +213,7 @@ async fn any_payload_makes_a_valid_envelope() {
     for (n, (event, payload, hex)) in cases.iter().enumerate() {
         engine.broker.append(vec![event.clone()]).await.unwrap();
         kill(&engine, "g", vec![crate::failure("x")]).await;
-        let of_event =
-            |row: &BTreeMap<String, Value>| text(row, "event_id") == event.id().to_string();
+        let of_event = |row: &BTreeMap<String, Value>| text(row, "uuid") == event.id().to_string();
         let row = rows(&path).into_iter().find(of_event).unwrap();
         let shown = text(&row, "payload");
         let shown: serde_json::Value =
@@ -224,7 +224,8 @@ async fn any_payload_makes_a_valid_envelope() {
             *hex,
             "{n}"
         );
-        assert_eq!(shown["event_id"], event.id().to_string());
+        assert_eq!(shown["event_id"], *event.display_id());
+        assert_eq!(text(&row, "event_id"), event.display_id());
         let at: everbus_core::Timestamp = shown["occurred_at"].as_str().unwrap().parse().unwrap();
         assert_eq!(at, event.occurred_at(), "{n}");
         let foreign = event.attributes().and_then(|a| a.foreign_id.clone());
@@ -232,7 +233,7 @@ async fn any_payload_makes_a_valid_envelope() {
     }
 }
 
-// conformance: issue-4/dlq-view-fast: a filter on event_id reads that event alone
+// conformance: memory/dlq-view-fast: a filter on event_id reads that event alone
 #[tokio::test]
 async fn a_filter_on_the_event_uses_the_index() {
     let dir = tempfile::tempdir().unwrap();
@@ -280,8 +281,8 @@ async fn a_filter_on_the_event_uses_the_index() {
     assert!(few * 50 < many, "{few} steps for one, {many} for all");
 }
 
-// conformance: issue-4/dlq-edit-view: the view links a dead letter to the event that replaced it
-// conformance: issue-4/dlq-edit-skips: the other groups pass a corrected event by, and nothing is written for them
+// conformance: memory/dlq-edit-view: the view links a dead letter to the event that replaced it
+// conformance: memory/dlq-edit-skips: the other groups pass a corrected event by, and nothing is written for them
 #[tokio::test]
 async fn a_replaced_dead_letter_is_linked_in_the_view() {
     let dir = tempfile::tempdir().unwrap();
@@ -315,7 +316,31 @@ async fn a_replaced_dead_letter_is_linked_in_the_view() {
     }
 }
 
-// conformance: issue-4/dlq-view-migrated: dead letters of files of earlier versions are in the view
+// conformance: outbox/4-event-id: a dead letter of a file of version 5 shows the id that the publisher gave, and the UUID beside it
+#[tokio::test]
+async fn an_older_dead_letter_gets_the_id_that_the_publisher_gave() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.db");
+    std::fs::copy(
+        concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/v5.db"),
+        &path,
+    )
+    .unwrap();
+    // As a build of that version wrote it for an event of a publisher with ids of its own.
+    let conn = Connection::open(&path).unwrap();
+    conn.execute_batch(
+        "UPDATE log SET attrs = json_set(attrs, '$.foreign_id', 'order-1'), checksum = NULL
+         WHERE seq = (SELECT seq FROM dead_letters)",
+    )
+    .unwrap();
+    drop(conn);
+    open(&path).broker.close().await.unwrap();
+    let row = rows(&path).remove(0);
+    assert_eq!(text(&row, "event_id"), "order-1");
+    assert_eq!(text(&row, "uuid"), "01900000-0000-7000-8000-000000000002");
+}
+
+// conformance: memory/dlq-view-migrated: dead letters of files of earlier versions are in the view
 #[tokio::test]
 async fn dead_letters_of_older_files_are_in_the_view() {
     for version in 1..=everbus_sqlite::SCHEMA_VERSION {

@@ -59,7 +59,7 @@ fn event(bytes: usize) -> Event {
         .unwrap()
 }
 
-// conformance: issue-2/full-disk: on a full disk publishes are refused while acks and dead letters succeed
+// conformance: bus/full-disk: on a full disk publishes are refused while acks and dead letters succeed
 #[tokio::test]
 async fn on_a_full_disk_publishes_are_refused_first() {
     let dir = tempfile::tempdir().unwrap();
@@ -152,7 +152,7 @@ async fn a_disk_filled_by_others_loses_nothing_and_recovers() {
     );
 }
 
-// conformance: issue-2/full-disk: on a disk that stays full, verdicts go on, since the write-ahead log is used again
+// conformance: bus/full-disk: on a disk that stays full, verdicts go on, since the write-ahead log is used again
 #[tokio::test]
 async fn on_a_disk_that_stays_full_verdicts_go_on() {
     let dir = tempfile::tempdir().unwrap();

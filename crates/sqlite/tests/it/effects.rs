@@ -84,7 +84,7 @@ async fn assert_sound(engine: &Engine) {
     assert!(report.is_ok(), "{report:?}");
 }
 
-// conformance: issue-3/exactly-once: on SQLite an effect runs on the writer inside the settle's transaction, and is in the file exactly once
+// conformance: handlers/exactly-once: on SQLite an effect runs on the writer inside the settle's transaction, and is in the file exactly once
 // conformance: outbox/3-table: processed_events has event_id, consumer_name and the time
 #[tokio::test]
 async fn an_effect_is_in_the_file_once() {
@@ -123,7 +123,7 @@ async fn an_effect_is_in_the_file_once() {
     assert!(row.2.ends_with('Z'));
 }
 
-// conformance: issue-3/exactly-once-undone: what a failed effect wrote is not in the file, and the event is tried again
+// conformance: handlers/exactly-once-undone: what a failed effect wrote is not in the file, and the event is tried again
 #[tokio::test]
 async fn what_a_failed_effect_wrote_is_gone() {
     let dir = tempfile::tempdir().unwrap();
@@ -156,7 +156,7 @@ async fn what_a_failed_effect_wrote_is_gone() {
     assert_sound(&engine).await;
 }
 
-// conformance: issue-3/exactly-once-bounds: an effect that tries to commit, to change a table of Everbus or to set a pragma fails, and the file is intact
+// conformance: handlers/exactly-once-bounds: an effect that tries to commit, to change a table of Everbus or to set a pragma fails, and the file is intact
 #[tokio::test]
 async fn an_effect_cannot_leave_its_bounds() {
     let dir = tempfile::tempdir().unwrap();
@@ -203,7 +203,7 @@ async fn an_effect_cannot_leave_its_bounds() {
     assert_sound(&engine).await;
 }
 
-// conformance: issue-3/exactly-once-neighbours: an effect that rolls the transaction back takes neither other settlements nor publishes with it
+// conformance: handlers/exactly-once-neighbours: an effect that rolls the transaction back takes neither other settlements nor publishes with it
 #[tokio::test]
 async fn an_effect_that_rolls_everything_back_is_left_out() {
     let dir = tempfile::tempdir().unwrap();
@@ -270,7 +270,7 @@ async fn an_effect_that_rolls_everything_back_is_left_out() {
     assert_sound(&engine).await;
 }
 
-// conformance: issue-3/exactly-once-deferred: a constraint that fails at the commit fails the effect that broke it, and nobody else
+// conformance: handlers/exactly-once-deferred: a constraint that fails at the commit fails the effect that broke it, and nobody else
 #[tokio::test]
 async fn a_deferred_constraint_fails_only_its_effect() {
     let dir = tempfile::tempdir().unwrap();
@@ -316,7 +316,7 @@ async fn a_deferred_constraint_fails_only_its_effect() {
     assert_sound(&engine).await;
 }
 
-// conformance: issue-3/exactly-once-again: an effect whose transaction was rolled back runs again with the next one, and counts once
+// conformance: handlers/exactly-once-again: an effect whose transaction was rolled back runs again with the next one, and counts once
 #[tokio::test]
 async fn an_effect_of_a_rolled_back_transaction_runs_again() {
     let dir = tempfile::tempdir().unwrap();
@@ -436,7 +436,7 @@ async fn a_killed_settlement_is_there_as_a_whole_or_not_at_all() {
     );
 }
 
-// conformance: issue-3/exactly-once-own-tables: tables of the user's in the file disturb neither opening, check, backup nor restore
+// conformance: handlers/exactly-once-own-tables: tables of the user's in the file disturb neither opening, check, backup nor restore
 #[tokio::test]
 async fn tables_of_the_users_are_carried_along() {
     let dir = tempfile::tempdir().unwrap();

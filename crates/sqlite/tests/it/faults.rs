@@ -89,7 +89,7 @@ async fn a_rolled_back_transaction_acknowledges_nobody() {
     assert_eq!(next.position.place(), 2, "and none of them is in the log");
 }
 
-// conformance: issue-2/retries-keep-due-time: a retry that waits is due at the same moment after a restart
+// conformance: bus/retries-keep-due-time: a retry that waits is due at the same moment after a restart
 #[tokio::test]
 async fn waiting_retries_keep_their_due_times_across_a_restart() {
     let dir = tempfile::tempdir().unwrap();

@@ -105,7 +105,7 @@ fn many_may_open_a_new_file_at_once() {
     }
 }
 
-// conformance: issue-2/not-a-file: a directory where a file should be is NotAFile
+// conformance: bus/not-a-file: a directory where a file should be is NotAFile
 #[test]
 fn a_directory_is_not_a_file() {
     let dir = tempfile::tempdir().unwrap();
@@ -130,7 +130,7 @@ fn a_missing_file_is_not_created_unasked() {
     assert!(!path.exists());
 }
 
-// conformance: issue-2/corrupt: a damaged file is CorruptFile and is not touched
+// conformance: bus/corrupt: a damaged file is CorruptFile and is not touched
 #[tokio::test]
 async fn damaged_files_are_named_as_such() {
     let dir = tempfile::tempdir().unwrap();
@@ -162,7 +162,7 @@ async fn damaged_files_are_named_as_such() {
     }
 }
 
-// conformance: issue-2/newer-schema-refused: a file from a newer version is NewerSchema and keeps every byte
+// conformance: bus/newer-schema-refused: a file from a newer version is NewerSchema and keeps every byte
 #[tokio::test]
 async fn a_newer_file_is_refused_and_not_touched() {
     let dir = tempfile::tempdir().unwrap();
@@ -216,7 +216,7 @@ fn a_database_of_another_program_is_left_alone() {
     assert_eq!(std::fs::read(&path).unwrap(), before);
 }
 
-// conformance: issue-2/read-only: a file or directory that may not be written is ReadOnly
+// conformance: bus/read-only: a file or directory that may not be written is ReadOnly
 #[test]
 fn what_may_not_be_written_is_read_only() {
     // Root may write everything; a file system mounted read-only stops it too.
@@ -233,7 +233,7 @@ fn what_may_not_be_written_is_read_only() {
     assert_eq!(refused(&path).code(), Code::ReadOnly);
 }
 
-// conformance: issue-2/locked: a file held by another program is FileBusy after a bounded wait
+// conformance: bus/locked: a file held by another program is FileBusy after a bounded wait
 // conformance: embedded/sqlite-lock: a lock is waited for with backoff before it is an error
 #[tokio::test]
 async fn a_locked_file_is_waited_for_and_then_busy() {
@@ -271,7 +271,7 @@ async fn a_locked_file_is_waited_for_and_then_busy() {
     assert_eq!(error.code(), Code::Busy);
 }
 
-// conformance: issue-2/full-sync-verified: FULL is the default and what is set is what capabilities say
+// conformance: bus/full-sync-verified: FULL is the default and what is set is what capabilities say
 // conformance: fault-1/synchronous: the writing connection really runs with synchronous FULL; NORMAL is a choice that says so
 #[tokio::test]
 async fn full_durability_is_the_default_and_normal_says_so() {

@@ -8,7 +8,7 @@ use crate::{consume, declare, failure, fetch, open, publish, settle};
 
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden");
 
-// conformance: issue-2/golden-files: the golden file of every schema version opens, migrates and answers
+// conformance: bus/golden-files: the golden file of every schema version opens, migrates and answers
 #[tokio::test]
 async fn every_golden_file_still_answers() {
     let mut versions = 0;
@@ -73,7 +73,7 @@ fn schema(path: &std::path::Path) -> BTreeSet<(String, String, String, Option<St
     rows.unwrap().collect::<Result<_, _>>().unwrap()
 }
 
-// conformance: issue-2/migrated-schema: a file of an older version has, once opened, the schema of a new one
+// conformance: bus/migrated-schema: a file of an older version has, once opened, the schema of a new one
 #[tokio::test]
 async fn a_migrated_file_has_the_schema_of_a_new_one() {
     let dir = tempfile::tempdir().unwrap();

@@ -149,7 +149,7 @@ async fn answers_right(engine: &Engine, kept: impl Fn(u64) -> bool, upto: usize)
     }
 }
 
-// conformance: issue-4/history-merge: runs are merged level by level, and answer the same before and after
+// conformance: memory/history-merge: runs are merged level by level, and answer the same before and after
 #[tokio::test]
 async fn runs_are_cut_merged_and_swept() {
     let dir = tempfile::tempdir().unwrap();
@@ -181,7 +181,7 @@ async fn runs_are_cut_merged_and_swept() {
     assert!(events >= 592, "{events}");
 }
 
-// conformance: issue-4/history-trailing: queries add what the index does not have yet
+// conformance: memory/history-trailing: queries add what the index does not have yet
 #[tokio::test]
 async fn the_tail_is_found_without_an_index() {
     let dir = tempfile::tempdir().unwrap();
@@ -196,7 +196,7 @@ async fn the_tail_is_found_without_an_index() {
     answers_right(&engine, |_| true, 5000).await;
 }
 
-// conformance: issue-4/history-bare-cost: events without names write nothing into the indexes
+// conformance: memory/history-bare-cost: events without names write nothing into the indexes
 #[tokio::test]
 async fn bare_events_write_no_blocks() {
     let dir = tempfile::tempdir().unwrap();
@@ -209,7 +209,7 @@ async fn bare_events_write_no_blocks() {
     assert_eq!(number(&path, "SELECT count(*) FROM history_blocks"), 0);
 }
 
-// conformance: issue-4/history-pruned: entries of removed events are skipped, runs whose events are gone are dropped, half-empty ones written again
+// conformance: memory/history-pruned: entries of removed events are skipped, runs whose events are gone are dropped, half-empty ones written again
 #[tokio::test]
 async fn runs_follow_what_retention_removes() {
     let dir = tempfile::tempdir().unwrap();
@@ -249,7 +249,7 @@ async fn runs_follow_what_retention_removes() {
     answers_right(&engine, |position| position > 500, 600).await;
 }
 
-// conformance: issue-4/history-processes: several processes on one file share the work and see the same history
+// conformance: memory/history-processes: several processes on one file share the work and see the same history
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn two_engines_share_one_index() {
     let dir = tempfile::tempdir().unwrap();
@@ -272,7 +272,7 @@ async fn two_engines_share_one_index() {
     answers_right(&second, |_| true, 500).await;
 }
 
-// conformance: issue-4/history-crash: what a crash leaves of a run is never seen, and swept away
+// conformance: memory/history-crash: what a crash leaves of a run is never seen, and swept away
 #[tokio::test]
 async fn half_written_runs_are_swept_away() {
     let dir = tempfile::tempdir().unwrap();
@@ -308,7 +308,7 @@ async fn half_written_runs_are_swept_away() {
     answers_right(&engine, |_| true, 140).await;
 }
 
-// conformance: issue-4/history-migrated: a file of an older version is indexed in the background
+// conformance: memory/history-migrated: a file of an older version is indexed in the background
 #[tokio::test]
 async fn an_old_file_gets_its_index() {
     let dir = tempfile::tempdir().unwrap();
@@ -344,7 +344,7 @@ async fn an_old_file_gets_its_index() {
     }
 }
 
-// conformance: issue-4/history-gaps: cursors hold while runs are merged and events removed in the middle
+// conformance: memory/history-gaps: cursors hold while runs are merged and events removed in the middle
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn pages_hold_while_runs_merge_under_them() {
     let seed = Random::seed_from_env().unwrap_or(5);

@@ -2,7 +2,7 @@
 
 use crate::conformance::File;
 
-// conformance: issue-2/model: random publish, fetch, settle, crash and clock moves agree with a simple model in every step
+// conformance: bus/model: random publish, fetch, settle, crash and clock moves agree with a simple model in every step
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn random_plans_agree_with_the_model() {
     let outcome = everbus_testkit::model::run_seeds(File::new, 1..=40, 250).await;

@@ -267,8 +267,8 @@ fn the_same_event_waits_once_and_another_body_is_refused() {
     );
 }
 
-// conformance: issue-4/outbox-raw: an object with event_id, occurred_at and payload is an envelope, any other JSON is the payload itself
-// conformance: issue-4/outbox-foreign-ids: an event_id that is no UUID is mapped, and shown again
+// conformance: memory/outbox-raw: an object with event_id, occurred_at and payload is an envelope, any other JSON is the payload itself
+// conformance: memory/outbox-foreign-ids: an event_id that is no UUID is mapped, and shown again
 #[tokio::test]
 async fn rows_of_other_programs_are_read_as_they_mean_it() {
     let shop = Shop::new();
@@ -321,7 +321,7 @@ async fn rows_of_other_programs_are_read_as_they_mean_it() {
     assert_eq!(&events[4].payload()[..], b"null");
 }
 
-// conformance: issue-4/outbox-bad-row: a row whose payload does not parse is that row's trouble: it has an error, the others go on
+// conformance: memory/outbox-bad-row: a row whose payload does not parse is that row's trouble: it has an error, the others go on
 #[tokio::test]
 async fn a_row_that_cannot_be_read_stops_nobody() {
     let shop = Shop::new();
@@ -384,7 +384,7 @@ async fn a_row_that_cannot_be_read_stops_nobody() {
     );
 }
 
-// conformance: issue-4/outbox-key-order: a rejected row holds back later rows of its key and no others
+// conformance: memory/outbox-key-order: a rejected row holds back later rows of its key and no others
 #[tokio::test]
 async fn a_row_that_waits_holds_back_its_key_only() {
     let shop = Shop::new();
@@ -419,7 +419,7 @@ async fn a_row_that_waits_holds_back_its_key_only() {
     assert!(page.more);
 }
 
-// conformance: issue-4/outbox-clock-back: a clock that jumps back stalls neither rows that wait nor the lease
+// conformance: memory/outbox-clock-back: a clock that jumps back stalls neither rows that wait nor the lease
 #[tokio::test]
 async fn a_clock_that_jumps_back_stalls_nothing() {
     let shop = Shop::new();
@@ -463,7 +463,7 @@ async fn a_clock_that_jumps_back_stalls_nothing() {
     assert_ne!(lease(&source, "four").await.token, third.token);
 }
 
-// conformance: issue-4/outbox-lease: one relay holds the lease, others stand by; whoever lost it changes nothing
+// conformance: memory/outbox-lease: one relay holds the lease, others stand by; whoever lost it changes nothing
 #[tokio::test]
 async fn a_relay_that_lost_its_lease_changes_nothing() {
     let shop = Shop::new();
@@ -611,7 +611,7 @@ async fn die(engine: &Engine, groups: &[&str]) {
 }
 
 // conformance: outbox/4-marks-failed: when a handler fails for good, the outbox record is marked as failed
-// conformance: issue-4/outbox-dead-letter-fails: a dead letter that appears later in the same database sets failed
+// conformance: memory/outbox-dead-letter-fails: a dead letter that appears later in the same database sets failed
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dead_letter_in_the_same_file_shows_in_the_outbox() {
     let dir = tempfile::tempdir().unwrap();
@@ -724,7 +724,7 @@ async fn sent_rows_are_forgotten_by_their_age_and_no_others() {
     assert!(plan.contains("event_outbox_sent"), "{plan}");
 }
 
-// conformance: issue-4/outbox-wake: an enqueue in this process wakes the relay, a commit of another is noticed by polling
+// conformance: memory/outbox-wake: an enqueue in this process wakes the relay, a commit of another is noticed by polling
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_wait_ends_with_a_commit_here_or_elsewhere() {
     for mode in ["DELETE", "WAL"] {

@@ -94,7 +94,7 @@ async fn give_up(source: &Arc<dyn OutboxSource>, lease: &RelayLease, error: &str
     source.settle(lease.clone(), outcomes).await.unwrap();
 }
 
-// conformance: issue-4/outbox-failed-until-retried: a row that shows a dead letter is sent again once no dead letter of its event is open, retried, replaced or purged
+// conformance: memory/outbox-failed-until-retried: a row that shows a dead letter is sent again once no dead letter of its event is open, retried, replaced or purged
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_row_shows_a_dead_letter_for_as_long_as_one_is_open() {
     let own = Own::new(&["a", "b"]).await;
@@ -165,7 +165,7 @@ async fn a_row_shows_a_dead_letter_for_as_long_as_one_is_open() {
     own.engine.broker.close().await.unwrap();
 }
 
-// conformance: issue-4/outbox-given-up-stays: a row that the relay gave up stays failed, whatever becomes of dead letters of its event
+// conformance: memory/outbox-given-up-stays: a row that the relay gave up stays failed, whatever becomes of dead letters of its event
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_row_that_the_relay_gave_up_is_not_sent_by_a_retry_elsewhere() {
     let own = Own::new(&["a"]).await;
@@ -185,7 +185,7 @@ async fn a_row_that_the_relay_gave_up_is_not_sent_by_a_retry_elsewhere() {
     own.engine.broker.close().await.unwrap();
 }
 
-// conformance: issue-4/outbox-every-error: a dead letter of the outbox has every rejection with attempt, time and error, also those before a retry
+// conformance: memory/outbox-every-error: a dead letter of the outbox has every rejection with attempt, time and error, also those before a retry
 #[tokio::test]
 async fn every_rejection_is_on_record() {
     let own = Own::new(&[]).await;
@@ -267,7 +267,7 @@ async fn every_rejection_is_on_record() {
     own.engine.broker.close().await.unwrap();
 }
 
-// conformance: issue-4/outbox-dead-letter-found: a dead letter of the outbox is found by the text in event_id and by the id of its event, whatever its tenant, until it is retried
+// conformance: memory/outbox-dead-letter-found: a dead letter of the outbox is found by the text in event_id and by the id of its event, whatever its tenant, until it is retried
 #[tokio::test]
 async fn a_dead_letter_of_the_outbox_is_found() {
     let shop = Shop::new();
@@ -298,7 +298,7 @@ async fn a_dead_letter_of_the_outbox_is_found() {
     assert_eq!(source.dead_letters().await.unwrap(), 1);
 }
 
-// conformance: issue-4/outbox-forgets: an outbox in a database of one's own forgets rows that were sent long ago, and dead letters with their rows, in small steps; what waits stays
+// conformance: memory/outbox-forgets: an outbox in a database of one's own forgets rows that were sent long ago, and dead letters with their rows, in small steps; what waits stays
 #[tokio::test]
 async fn a_database_of_ones_own_forgets_what_is_over() {
     let shop = Shop::new();
@@ -386,7 +386,7 @@ async fn a_database_of_ones_own_forgets_what_is_over() {
     assert_eq!(statuses(), "sent2,sent3");
 }
 
-// conformance: issue-4/outbox-forgets-once: what the file of Everbus keeps is up to its retention alone, however its outbox was opened
+// conformance: memory/outbox-forgets-once: what the file of Everbus keeps is up to its retention alone, however its outbox was opened
 #[tokio::test]
 async fn the_file_of_everbus_is_left_to_its_retention() {
     let own = Own::new(&[]).await;
@@ -402,8 +402,8 @@ async fn the_file_of_everbus_is_left_to_its_retention() {
     own.engine.broker.close().await.unwrap();
 }
 
-// conformance: issue-4/retention-outbox-dead-letters: dead letters of the outbox go 30 days after death, open or retried, and the rows that were given up with them
-// conformance: issue-4/retention-outbox-freed: a row that showed a dead letter goes once the dead letter has gone
+// conformance: memory/retention-outbox-dead-letters: dead letters of the outbox go 30 days after death, open or retried, and the rows that were given up with them
+// conformance: memory/retention-outbox-freed: a row that showed a dead letter goes once the dead letter has gone
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn retention_takes_dead_letters_of_the_outbox() {
     let own = Own::new(&["a"]).await;
@@ -456,7 +456,7 @@ async fn retention_takes_dead_letters_of_the_outbox() {
     own.engine.broker.close().await.unwrap();
 }
 
-// conformance: issue-4/outbox-init: the tables of an outbox are made in a database that is named, all or none; what is there stays
+// conformance: memory/outbox-init: the tables of an outbox are made in a database that is named, all or none; what is there stays
 #[tokio::test]
 async fn an_outbox_is_made_in_a_database_that_is_named() {
     let dir = tempfile::tempdir().unwrap();

@@ -9,7 +9,7 @@ use rusqlite::Connection;
 use crate::outbox::{Shop, event, lease, ready, text};
 use crate::{consume, declare, failure, fetch, open, settle};
 
-// conformance: issue-4/outbox-dead-letter-tenants: rows with one event id and different tenants each have their own dead letter, and a retry finds the right one
+// conformance: memory/outbox-dead-letter-tenants: rows with one event id and different tenants each have their own dead letter, and a retry finds the right one
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dead_letters_of_one_id_are_kept_apart_by_tenant() {
     let shop = Shop::new();
@@ -97,7 +97,7 @@ async fn a_row_that_could_not_be_read_closes_its_dead_letter_when_it_was_correct
     assert_eq!(shop.text(open), "0");
 }
 
-// conformance: issue-4/outbox-dead-letter-fails-tenant: a dead letter shows in the outbox row of its own tenant only
+// conformance: memory/outbox-dead-letter-fails-tenant: a dead letter shows in the outbox row of its own tenant only
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dead_letter_shows_in_the_row_of_its_tenant() {
     let dir = tempfile::tempdir().unwrap();
@@ -154,7 +154,7 @@ async fn a_dead_letter_shows_in_the_row_of_its_tenant() {
     engine.broker.close().await.unwrap();
 }
 
-// conformance: issue-4/outbox-settles-what-was-claimed: a row that was changed after it was claimed is left as it is, whatever became of what it was
+// conformance: memory/outbox-settles-what-was-claimed: a row that was changed after it was claimed is left as it is, whatever became of what it was
 #[tokio::test]
 async fn only_what_was_claimed_is_settled() {
     let changes = [
@@ -207,7 +207,7 @@ async fn only_what_was_claimed_is_settled() {
     }
 }
 
-// conformance: issue-4/outbox-wanted: a row knows when it was last wanted: when it was written, or made to wait again by whatever means
+// conformance: memory/outbox-wanted: a row knows when it was last wanted: when it was written, or made to wait again by whatever means
 #[tokio::test]
 async fn a_row_knows_when_it_was_last_wanted() {
     let shop = Shop::new();

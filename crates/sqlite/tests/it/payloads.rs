@@ -7,7 +7,7 @@ use rusqlite::Connection;
 
 // conformance: omni/payload-table: event_payloads has the columns and indexes of the specification
 // conformance: omni/payload-cascade: payloads are deleted with their event
-// conformance: issue-4/stages-bytes: stages are stored as bytes, not as base64 text
+// conformance: memory/stages-bytes: stages are stored as bytes, not as base64 text
 #[tokio::test]
 async fn the_table_is_that_of_the_specification() {
     let dir = tempfile::tempdir().unwrap();

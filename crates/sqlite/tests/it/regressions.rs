@@ -64,7 +64,7 @@ async fn a_group_that_wants_thousands_of_types_gets_them_all() {
     assert_eq!(seen, wanted, "each once, in order");
 }
 
-// conformance: issue-2/widening: a pattern added while the group's backlog is being read applies from where the group stands
+// conformance: bus/widening: a pattern added while the group's backlog is being read applies from where the group stands
 // conformance: fault-5/widening: what was read with the old patterns does not carry the group past what it now wants
 #[tokio::test]
 async fn a_pattern_added_while_the_backlog_is_read_gets_what_it_is_owed() {
@@ -100,7 +100,7 @@ async fn a_pattern_added_while_the_backlog_is_read_gets_what_it_is_owed() {
     }
 }
 
-// conformance: issue-2/several-processes: a consumer of a group that another process removed never gets events of the next group
+// conformance: bus/several-processes: a consumer of a group that another process removed never gets events of the next group
 #[tokio::test]
 async fn a_consumer_of_a_removed_group_gets_nothing_of_the_group_declared_next() {
     let dir = tempfile::tempdir().unwrap();
@@ -144,7 +144,7 @@ fn make_suspect(path: &std::path::Path, position: Position) {
     .unwrap();
 }
 
-// conformance: issue-2/several-processes: a process that waits to run a suspect alone goes on when another has run it
+// conformance: bus/several-processes: a process that waits to run a suspect alone goes on when another has run it
 #[tokio::test]
 async fn a_process_that_keeps_a_suspect_apart_goes_on_when_another_takes_it() {
     let dir = tempfile::tempdir().unwrap();
@@ -240,7 +240,7 @@ async fn refused_soon<T>(what: &str, answer: impl Future<Output = everbus_core::
     assert!(answer.is_err(), "{what} cannot succeed");
 }
 
-// conformance: issue-2/storage-failed: a writer that panicked leaves nobody waiting
+// conformance: bus/storage-failed: a writer that panicked leaves nobody waiting
 #[tokio::test]
 async fn nobody_waits_for_a_writer_that_panicked() {
     let dir = tempfile::tempdir().unwrap();
@@ -273,7 +273,7 @@ async fn nobody_waits_for_a_writer_that_panicked() {
     assert!(closing.is_ok(), "closing does not hang");
 }
 
-// conformance: issue-2/dlq-filters: a retry takes each dead letter once, also when it dies again meanwhile
+// conformance: bus/dlq-filters: a retry takes each dead letter once, also when it dies again meanwhile
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_retry_of_many_dead_letters_takes_each_once_although_they_die_again() {
     const DEAD: u64 = 1100;
@@ -316,7 +316,7 @@ async fn a_retry_of_many_dead_letters_takes_each_once_although_they_die_again() 
     assert_eq!(deaths.load(Ordering::SeqCst), 2 * DEAD, "none a third time");
 }
 
-// conformance: issue-2/no-handler-here: consumers of one process with different handlers each get what they handle
+// conformance: bus/no-handler-here: consumers of one process with different handlers each get what they handle
 #[tokio::test]
 async fn consumers_of_one_process_with_different_handlers_each_get_theirs() {
     let dir = tempfile::tempdir().unwrap();
@@ -337,7 +337,7 @@ async fn consumers_of_one_process_with_different_handlers_each_get_theirs() {
     assert_eq!(ack_all(&engine, &mut of_y, 1).await, [y.position.place()]);
 }
 
-// conformance: issue-2/backup: a backup does not begin anew because of what is published meanwhile
+// conformance: bus/backup: a backup does not begin anew because of what is published meanwhile
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_backup_gets_on_while_publishes_go_on() {
     let dir = tempfile::tempdir().unwrap();
@@ -374,7 +374,7 @@ async fn a_backup_gets_on_while_publishes_go_on() {
     assert!(copied.reaches(&Cursor::seq(60)), "{copied}");
 }
 
-// conformance: issue-2/retention-length: what retention removed is given back to the file system
+// conformance: bus/retention-length: what retention removed is given back to the file system
 #[tokio::test]
 async fn retention_gives_the_room_back() {
     let dir = tempfile::tempdir().unwrap();

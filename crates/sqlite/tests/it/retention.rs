@@ -53,8 +53,8 @@ fn add_stage(conn: &Connection, seq: u64, at: i64) {
     .unwrap();
 }
 
-// conformance: issue-4/retention-whole: payload stages, expiry, skips and retried dead letters go with the event
-// conformance: issue-4/retention-orphans: the transaction that removes an event marks its object as an orphan, and never before
+// conformance: memory/retention-whole: payload stages, expiry, skips and retried dead letters go with the event
+// conformance: memory/retention-orphans: the transaction that removes an event marks its object as an orphan, and never before
 #[tokio::test]
 async fn whatever_is_about_an_event_goes_with_it() {
     let dir = tempfile::tempdir().unwrap();
@@ -132,7 +132,7 @@ async fn whatever_is_about_an_event_goes_with_it() {
     assert_sound(&engine).await;
 }
 
-// conformance: issue-4/retention-payloads: payload stages go after 14 days, by their own time
+// conformance: memory/retention-payloads: payload stages go after 14 days, by their own time
 // conformance: omni/payload-retention: the daily job removes payloads older than 14 days
 // conformance: omni/dead-letter-age: the payloads of a dead letter stay as long as it does
 #[tokio::test]
@@ -186,7 +186,7 @@ async fn payload_stages_go_by_their_age_and_those_of_dead_letters_with_these() {
     assert_sound(&engine).await;
 }
 
-// conformance: issue-4/retention-outbox: rows of the outbox go once they were sent long ago, pending and failed ones stay
+// conformance: memory/retention-outbox: rows of the outbox go once they were sent long ago, pending and failed ones stay
 #[tokio::test]
 async fn sent_rows_of_the_outbox_go() {
     let dir = tempfile::tempdir().unwrap();
@@ -218,8 +218,8 @@ async fn sent_rows_of_the_outbox_go() {
     assert_eq!(count(&conn, "event_outbox"), 225);
 }
 
-// conformance: issue-4/retention-small-steps: a run is many small transactions, and publishers get their turns between them
-// conformance: issue-4/retention-space: what was freed is given back to the file system, and said
+// conformance: memory/retention-small-steps: a run is many small transactions, and publishers get their turns between them
+// conformance: memory/retention-space: what was freed is given back to the file system, and said
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_run_goes_in_small_steps_with_others_in_between() {
     let dir = tempfile::tempdir().unwrap();
@@ -410,7 +410,7 @@ async fn a_group_that_is_declared_in_the_middle_of_a_run_gets_what_is_left() {
     assert_eq!(first.record.position.place(), 3000 - left + 1);
 }
 
-// conformance: issue-4/retention-cut-short: a run that is dropped anywhere leaves a sound file, and the next one ends the work
+// conformance: memory/retention-cut-short: a run that is dropped anywhere leaves a sound file, and the next one ends the work
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_run_that_is_cut_short_is_ended_by_the_next() {
     let dir = tempfile::tempdir().unwrap();
@@ -449,7 +449,7 @@ async fn a_run_that_is_cut_short_is_ended_by_the_next() {
 }
 
 // conformance: rule-7/expired: a follow-up that expires at once is kept until its groups are done
-// conformance: issue-4/ttl: a batch that is refused leaves no expiry behind
+// conformance: memory/ttl: a batch that is refused leaves no expiry behind
 #[tokio::test]
 async fn a_refused_batch_leaves_no_expiry_behind() {
     let dir = tempfile::tempdir().unwrap();
@@ -487,7 +487,7 @@ async fn a_refused_batch_leaves_no_expiry_behind() {
     assert_sound(&engine).await;
 }
 
-// conformance: issue-4/remove-group-skips: a group with many skips is removed in small steps
+// conformance: memory/remove-group-skips: a group with many skips is removed in small steps
 #[tokio::test]
 async fn a_group_with_many_skips_is_removed_in_steps() {
     let dir = tempfile::tempdir().unwrap();

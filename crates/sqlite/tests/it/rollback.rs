@@ -105,7 +105,7 @@ async fn an_event_whose_verdict_was_rolled_back_outlives_an_orderly_end() {
     assert_eq!(again.attempt, 2);
 }
 
-// conformance: issue-2/full-disk: a verdict that finds the disk full can be given again once there is room
+// conformance: bus/full-disk: a verdict that finds the disk full can be given again once there is room
 #[tokio::test]
 async fn a_retry_verdict_survives_a_full_disk() {
     for give_again in [true, false] {
@@ -191,7 +191,7 @@ async fn an_ack_that_was_rolled_back_after_a_retry_can_be_given_again() {
 }
 
 // conformance: fault-5/full-disk: a group does not pass events that were read for it in a transaction that found the disk full
-// conformance: issue-2/full-disk: while publishes find the disk full, groups get what was stored before
+// conformance: bus/full-disk: while publishes find the disk full, groups get what was stored before
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_backlog_is_handed_out_whole_while_publishes_find_the_disk_full() {
     const BACKLOG: usize = 20;
@@ -267,7 +267,7 @@ async fn with_a_registration_rolled_back(path: &Path) -> Engine {
     engine
 }
 
-// conformance: issue-2/several-processes: a process whose registration was rolled back registers again, and its work is inherited when it dies
+// conformance: bus/several-processes: a process whose registration was rolled back registers again, and its work is inherited when it dies
 #[tokio::test]
 async fn a_process_whose_registration_was_rolled_back_is_inherited_from() {
     let dir = tempfile::tempdir().unwrap();
@@ -287,7 +287,7 @@ async fn a_process_whose_registration_was_rolled_back_is_inherited_from() {
     );
 }
 
-// conformance: issue-2/several-processes: two processes never hold work under one name
+// conformance: bus/several-processes: two processes never hold work under one name
 #[tokio::test]
 async fn a_process_whose_registration_was_rolled_back_does_not_end_the_work_of_another() {
     let dir = tempfile::tempdir().unwrap();

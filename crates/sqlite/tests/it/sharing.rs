@@ -10,7 +10,7 @@ use everbus_sqlite::Options;
 
 use crate::{PATIENCE, clock, consume, declare, eventually, failure, fetch, open, publish, settle};
 
-// conformance: issue-2/cross-process-wake: events of another process are noticed without a hint
+// conformance: bus/cross-process-wake: events of another process are noticed without a hint
 #[tokio::test]
 async fn what_another_process_publishes_is_noticed() {
     let dir = tempfile::tempdir().unwrap();
@@ -33,7 +33,7 @@ async fn what_another_process_publishes_is_noticed() {
     }
 }
 
-// conformance: issue-2/several-processes: several engines publish and consume one file; each event is handled once per group
+// conformance: bus/several-processes: several engines publish and consume one file; each event is handled once per group
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn competing_processes_share_a_group_without_overlap() {
     let dir = tempfile::tempdir().unwrap();
@@ -90,7 +90,7 @@ async fn competing_processes_share_a_group_without_overlap() {
     );
 }
 
-// conformance: issue-2/recovery-spares-the-living: work of a process that lives is not taken
+// conformance: bus/recovery-spares-the-living: work of a process that lives is not taken
 // conformance: rule-3/living: only what a dead owner had is inherited
 #[tokio::test]
 async fn recovery_takes_from_the_dead_and_never_from_the_living() {

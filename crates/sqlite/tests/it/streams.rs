@@ -57,7 +57,7 @@ async fn assert_sound(engine: &Engine) {
     assert!(report.is_ok(), "{report:?}");
 }
 
-// conformance: issue-3/drop-oldest-recorded: every event that was dropped is on record with the reason, and done in the view
+// conformance: handlers/drop-oldest-recorded: every event that was dropped is on record with the reason, and done in the view
 #[tokio::test]
 async fn every_drop_is_on_record_and_shown_as_done() {
     let dir = tempfile::tempdir().unwrap();
@@ -97,7 +97,7 @@ async fn every_drop_is_on_record_and_shown_as_done() {
     assert_sound(&engine).await;
 }
 
-// conformance: issue-3/depth-processes: depth and drops are right between processes that share a file
+// conformance: handlers/depth-processes: depth and drops are right between processes that share a file
 #[tokio::test]
 async fn what_one_process_drops_another_does_not_hand_out() {
     let dir = tempfile::tempdir().unwrap();
@@ -131,7 +131,7 @@ async fn what_one_process_drops_another_does_not_hand_out() {
     assert_eq!(skipped(&path), (3..=7).collect());
 }
 
-// conformance: issue-3/drop-oldest-once: while several processes publish, handle and drop, each event is handled or dropped, never both and never neither
+// conformance: handlers/drop-oldest-once: while several processes publish, handle and drop, each event is handled or dropped, never both and never neither
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn under_load_each_event_is_handled_or_dropped() {
     let dir = tempfile::tempdir().unwrap();
@@ -202,7 +202,7 @@ async fn under_load_each_event_is_handled_or_dropped() {
     assert_sound(&engine).await;
 }
 
-// conformance: issue-3/drop-oldest-idle: a group that nobody consumes is moved past what was dropped, and retention takes it
+// conformance: handlers/drop-oldest-idle: a group that nobody consumes is moved past what was dropped, and retention takes it
 #[tokio::test]
 async fn an_idle_group_does_not_pin_what_was_dropped() {
     let dir = tempfile::tempdir().unwrap();
@@ -234,7 +234,7 @@ async fn an_idle_group_does_not_pin_what_was_dropped() {
     assert_sound(&engine).await;
 }
 
-// conformance: issue-3/drop-oldest-rollback: a drop that was rolled back leaves everything owed
+// conformance: handlers/drop-oldest-rollback: a drop that was rolled back leaves everything owed
 #[tokio::test]
 async fn a_drop_that_was_rolled_back_never_happened() {
     let dir = tempfile::tempdir().unwrap();
@@ -259,7 +259,7 @@ async fn a_drop_that_was_rolled_back_never_happened() {
     assert_eq!(got[0].record.position.place(), 1);
 }
 
-// conformance: issue-2/checker-dropped: the checker finds a dropped event skipped with its reason, in that one place
+// conformance: bus/checker-dropped: the checker finds a dropped event skipped with its reason, in that one place
 #[tokio::test]
 async fn the_checker_finds_a_dropped_event_in_one_place() {
     let dir = tempfile::tempdir().unwrap();

@@ -100,7 +100,7 @@ async fn a_pattern_taken_away_while_the_group_is_fed_delivers_nothing_twice() {
     }
 }
 
-// conformance: issue-2/no-handler-here: among many events without a handler, one that has one is found
+// conformance: bus/no-handler-here: among many events without a handler, one that has one is found
 #[tokio::test]
 async fn a_handler_is_found_for_an_event_behind_thousands_without_one() {
     let dir = tempfile::tempdir().unwrap();

@@ -8,7 +8,7 @@ use rusqlite::Connection;
 
 use crate::{clock, consume, declare, failure, fetch, open, publish, settle};
 
-// conformance: issue-2/backup: a backup taken while publishes go on holds everything acknowledged before it began
+// conformance: bus/backup: a backup taken while publishes go on holds everything acknowledged before it began
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_backup_under_load_is_complete_and_stands_alone() {
     let dir = tempfile::tempdir().unwrap();
@@ -61,7 +61,7 @@ async fn a_backup_under_load_is_complete_and_stands_alone() {
     );
 }
 
-// conformance: issue-2/restore: a restore refuses to overwrite, refuses a file in use and refuses a damaged backup
+// conformance: bus/restore: a restore refuses to overwrite, refuses a file in use and refuses a damaged backup
 #[tokio::test]
 async fn a_restore_replaces_only_when_told_and_never_what_is_in_use() {
     let dir = tempfile::tempdir().unwrap();
@@ -104,7 +104,7 @@ async fn a_restore_replaces_only_when_told_and_never_what_is_in_use() {
     );
 }
 
-// conformance: issue-2/check: the check says what is wrong with the tables
+// conformance: bus/check: the check says what is wrong with the tables
 #[tokio::test]
 async fn the_check_finds_broken_rules() {
     let dir = tempfile::tempdir().unwrap();
@@ -133,8 +133,8 @@ async fn the_check_finds_broken_rules() {
     );
 }
 
-// conformance: issue-2/retention-age: what is older than the limit goes, except what is owed or dead
-// conformance: issue-2/retention-length: the newest stay, and everything that is owed
+// conformance: bus/retention-age: what is older than the limit goes, except what is owed or dead
+// conformance: bus/retention-length: the newest stay, and everything that is owed
 // conformance: rule-7/retention: retention never removes what a group owes work on
 // conformance: fault-9/retention: pruning spares waiting, leased, unclaimed and dead-lettered events
 #[tokio::test]

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use everbus_core::{DeadLetterFilter, Verdict};
+use everbus_core::{DeadLetterFilter, Settlement, Verdict};
 use rusqlite::Connection;
 
 use crate::{consume, declare, failure, fetch, open, publish, settle};
@@ -41,6 +41,18 @@ async fn the_view_follows_an_event_through_its_life() {
         row(&path, &id),
         shown("pending", 0, None),
         "nobody has subscribed"
+    );
+    let conn = Connection::open(&path).unwrap();
+    let columns: String = conn
+        .query_row(
+            "SELECT group_concat(name, ' ') FROM pragma_table_info('events')",
+            [],
+            |r| r.get(0),
+        )
+        .unwrap();
+    assert_eq!(
+        columns,
+        "id type payload status retry_count last_error metadata created_at updated_at"
     );
     declare(&engine, "", "*").await;
     assert_eq!(row(&path, &id), shown("pending", 0, None));
@@ -229,7 +241,7 @@ async fn every_event_is_shown_exactly_once() {
     .await;
 }
 
-// conformance: issue-2/spec-sql: the sqlite3 shell answers the specification's columns from events and subscriptions
+// conformance: bus/spec-sql: the sqlite3 shell answers the specification's columns from events and subscriptions
 // conformance: embedded/subscriptions-table: subscriptions has id, event_type, created_at
 // conformance: embedded/payload-json: the payload is JSON text in the view
 #[tokio::test]
@@ -277,8 +289,45 @@ async fn the_shell_answers_as_the_specification_says() {
     );
 }
 
+// conformance: outbox/3-key: one record for each event and consumer; the file refuses a second
+#[tokio::test]
+async fn an_event_is_on_record_once_for_each_consumer() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.db");
+    let engine = open(&path);
+    for group in ["mail", "stock"] {
+        declare(&engine, group, "*").await;
+    }
+    let id = publish(&engine, "a.b").await.id.to_string();
+    for group in ["mail", "stock"] {
+        let mut consumer = consume(&engine, group).await;
+        let delivery = fetch(&mut consumer, 1).await.remove(0);
+        let mut settlement = Settlement::new(delivery.lease, Verdict::Ack);
+        settlement.inbox = true;
+        let answers = engine.broker.settle(vec![settlement]).await.unwrap();
+        assert!(answers[0].is_ok(), "{answers:?}");
+    }
+    let conn = Connection::open(&path).unwrap();
+    let records = || -> Vec<(String, String)> {
+        let mut all = conn
+            .prepare("SELECT event_id, consumer_name FROM processed_events ORDER BY consumer_name")
+            .unwrap();
+        let rows = all.query_map([], |r| Ok((r.get(0)?, r.get(1)?))).unwrap();
+        rows.map(Result::unwrap).collect()
+    };
+    let both = ["mail", "stock"].map(|group| (id.clone(), group.to_owned()));
+    assert_eq!(records(), both);
+    let again = conn.execute(
+        "INSERT INTO inbox SELECT group_id, id, tenant, at + 1 FROM inbox LIMIT 1",
+        [],
+    );
+    let code = again.unwrap_err().sqlite_error_code();
+    assert_eq!(code, Some(rusqlite::ErrorCode::ConstraintViolation));
+    assert_eq!(records(), both);
+}
+
 // conformance: embedded/status-fast: a filter on status reads only what has that status, whatever the size of the log
-// conformance: embedded/type-fast: a filter on type compares interned numbers
+// conformance: embedded/type-fast: a filter on type and status reads only what has that status
 #[tokio::test]
 async fn a_filter_on_status_does_not_read_the_whole_log() {
     let dir = tempfile::tempdir().unwrap();
@@ -323,8 +372,12 @@ async fn a_filter_on_status_does_not_read_the_whole_log() {
         dlq * 20 < done,
         "{dlq} steps for one dead letter, {done} for all that is done"
     );
-    let (rows, _) = steps("SELECT id FROM events WHERE type = 'a.b' AND status = 'dlq'");
+    let (rows, both) = steps("SELECT id FROM events WHERE type = 'a.b' AND status = 'dlq'");
     assert_eq!(rows, 1);
+    assert!(
+        both * 20 < done,
+        "{both} steps for one dead letter of a type, {done} for all that is done"
+    );
     assert_eq!(last.position.place(), 3001);
 }
 

@@ -18,7 +18,7 @@ use crate::model::Random;
 #[macro_export]
 macro_rules! history_tests {
     ($harness:expr) => {
-        // conformance: issue-4/history-patterns: events are found by tenant; entity; app; app+entity; type+tenant; type+tenant+entity; type+tenant+app; all four; in both directions
+        // conformance: memory/history-patterns: events are found by tenant; entity; app; app+entity; type+tenant; type+tenant+entity; type+tenant+app; all four; in both directions
         // conformance: workflow/access-patterns: the eight access patterns of the table of keys
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn every_pattern_finds_its_events() {
@@ -29,7 +29,7 @@ macro_rules! history_tests {
             .await;
         }
 
-        // conformance: issue-4/history-range: since and until are inclusive, by the time of receipt
+        // conformance: memory/history-range: since and until are inclusive, by the time of receipt
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn since_and_until_are_inclusive() {
             $crate::conformance::run(
@@ -39,7 +39,7 @@ macro_rules! history_tests {
             .await;
         }
 
-        // conformance: issue-4/history-cursors: cursors stay stable while events are appended and removed
+        // conformance: memory/history-cursors: cursors stay stable while events are appended and removed
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn cursors_stay_where_they_are() {
             $crate::conformance::run(
@@ -49,7 +49,7 @@ macro_rules! history_tests {
             .await;
         }
 
-        // conformance: issue-4/history-bad-queries: queries that make no sense are clear errors
+        // conformance: memory/history-bad-queries: queries that make no sense are clear errors
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn queries_that_make_no_sense_are_refused() {
             $crate::conformance::run(
@@ -59,7 +59,7 @@ macro_rules! history_tests {
             .await;
         }
 
-        // conformance: issue-4/history-names: names are compared whole, whatever characters they have
+        // conformance: memory/history-names: names are compared whole, whatever characters they have
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn names_are_compared_whole() {
             $crate::conformance::run(
@@ -69,7 +69,7 @@ macro_rules! history_tests {
             .await;
         }
 
-        // conformance: issue-4/history-large: a page of large events ends early and goes on in the next
+        // conformance: memory/history-large: a page of large events ends early and goes on in the next
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_page_of_large_events_ends_early() {
             $crate::conformance::run(
@@ -79,7 +79,7 @@ macro_rules! history_tests {
             .await;
         }
 
-        // conformance: issue-4/history-random: random events and queries give the pages of a plain scan
+        // conformance: memory/history-random: random events and queries give the pages of a plain scan
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn random_queries_give_the_pages_of_a_scan() {
             $crate::conformance::run(

@@ -9,7 +9,7 @@
 #[macro_export]
 macro_rules! conformance_tests {
     ($harness:expr) => {
-        // conformance: issue-2/order: order holds within the log for one consumer of a group
+        // conformance: bus/order: order holds within the log for one consumer of a group
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn events_come_in_the_order_of_the_log() {
             $crate::conformance::run(
@@ -18,7 +18,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/wake-up: a publish wakes waiting consumers without polling
+        // conformance: bus/wake-up: a publish wakes waiting consumers without polling
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_waiting_fetch_is_woken_by_an_append() {
             $crate::conformance::run(
@@ -27,7 +27,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/competing: consumers of one group compete; no event is delivered twice and all are handled
+        // conformance: bus/competing: consumers of one group compete; no event is delivered twice and all are handled
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn competing_consumers_share_and_never_double() {
             $crate::conformance::run(
@@ -45,7 +45,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/prefetch: a consumer never holds more unsettled deliveries than its prefetch
+        // conformance: bus/prefetch: a consumer never holds more unsettled deliveries than its prefetch
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_prefetch_bound_is_respected() {
             $crate::conformance::run(
@@ -81,7 +81,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/unknown-group: consuming a group nobody declared is an error
+        // conformance: bus/unknown-group: consuming a group nobody declared is an error
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_unknown_group_cannot_be_consumed() {
             $crate::conformance::run(
@@ -144,7 +144,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/release: a released delivery comes again without an attempt counted
+        // conformance: bus/release: a released delivery comes again without an attempt counted
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_release_is_not_an_attempt() {
             $crate::conformance::run(
@@ -153,7 +153,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: fault-12/lease-end: a lease that ends gives the event back with the attempt counted and a crash recorded
+        // conformance: rule-3/lease-end: a lease that ends gives the event back with the attempt counted and a crash recorded
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_lease_that_ends_counts_as_a_crash() {
             $crate::conformance::run(
@@ -198,7 +198,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/follow-ups: follow-up events are appended in one step with the verdict
+        // conformance: bus/follow-ups: follow-up events are appended in one step with the verdict
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn follow_ups_are_appended_with_the_verdict() {
             $crate::conformance::run(
@@ -262,7 +262,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/settled-none: an event no group wants is settled at once
+        // conformance: bus/settled-none: an event no group wants is settled at once
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_event_nobody_wants_is_settled() {
             $crate::conformance::run(
@@ -271,7 +271,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/settled-later: settled covers the groups declared when the event was published
+        // conformance: bus/settled-later: settled covers the groups declared when the event was published
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_later_group_is_not_waited_for() {
             $crate::conformance::run(
@@ -289,7 +289,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/settled-skip: skipping settles, and so does removing the group
+        // conformance: bus/settled-skip: skipping settles, and so does removing the group
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn skipping_or_removing_the_group_settles() {
             $crate::conformance::run(
@@ -298,7 +298,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/settled-timeout: a wait for settlement takes a timeout
+        // conformance: bus/settled-timeout: a wait for settlement takes a timeout
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_wait_that_is_too_long_times_out() {
             $crate::conformance::run(
@@ -307,7 +307,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/dedup: the same event twice returns the first receipt and stores nothing
+        // conformance: bus/dedup: the same event twice returns the first receipt and stores nothing
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_same_event_twice_is_stored_once() {
             $crate::conformance::run(
@@ -316,7 +316,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/id-reused: the same id with another body is IdReused
+        // conformance: bus/id-reused: the same id with another body is IdReused
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_same_id_with_another_body_is_refused() {
             $crate::conformance::run(
@@ -325,7 +325,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/dedup-batch: a batch may repeat an event
+        // conformance: bus/dedup-batch: a batch may repeat an event
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_batch_may_repeat_an_event() {
             $crate::conformance::run(
@@ -343,7 +343,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/tenant-ids: ids are unique per tenant
+        // conformance: bus/tenant-ids: ids are unique per tenant
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn ids_are_unique_per_tenant() {
             $crate::conformance::run(
@@ -353,6 +353,7 @@ macro_rules! conformance_tests {
         }
 
         // conformance: embedded/payload: payloads of 1 MB and odd ones come out byte for byte as they went in
+        // conformance: embedded/metadata: metadata comes out as it went in, in a delivery and by the event's id
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn odd_payloads_come_out_as_they_went_in() {
             $crate::conformance::run(
@@ -361,7 +362,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/odd-types: types with spaces, without dots, of 255 characters are carried
+        // conformance: bus/odd-types: types with spaces, without dots, of 255 characters are carried
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn odd_types_are_carried() {
             $crate::conformance::run(
@@ -370,7 +371,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/log: the log can be read, searched and waited on without a group
+        // conformance: bus/log: the log can be read, searched and waited on without a group
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_log_can_be_read_without_a_group() {
             $crate::conformance::run(
@@ -388,7 +389,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/start-new: a group that starts at new gets what is published from then on
+        // conformance: bus/start-new: a group that starts at new gets what is published from then on
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn start_from_new() {
             $crate::conformance::run(
@@ -397,7 +398,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/start-first: a group that starts at first gets everything there is
+        // conformance: bus/start-first: a group that starts at first gets everything there is
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn start_from_first() {
             $crate::conformance::run(
@@ -406,7 +407,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/start-last: a group that starts at last begins with the newest matching event
+        // conformance: bus/start-last: a group that starts at last begins with the newest matching event
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn start_from_last() {
             $crate::conformance::run(
@@ -415,7 +416,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/start-time: a group that starts at a time begins with the first event received then or later
+        // conformance: bus/start-time: a group that starts at a time begins with the first event received then or later
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn start_from_a_time() {
             $crate::conformance::run(
@@ -424,7 +425,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/durable-group: an existing group keeps its position and subscription ids
+        // conformance: bus/durable-group: an existing group keeps its position and subscription ids
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_existing_group_keeps_its_position() {
             $crate::conformance::run(
@@ -442,7 +443,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/widening: a new pattern applies from the group's position on
+        // conformance: bus/widening: a new pattern applies from the group's position on
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn widening_is_not_retroactive() {
             $crate::conformance::run(
@@ -451,7 +452,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/system: the system's own events are left out of the star
+        // conformance: bus/system: the system's own events are left out of the star
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn system_events_are_left_out_of_the_star() {
             $crate::conformance::run(
@@ -469,7 +470,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/remove-group: a removed group takes its position, deliveries and dead letters with it
+        // conformance: bus/remove-group: a removed group takes its position, deliveries and dead letters with it
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_removed_group_leaves_nothing_behind() {
             $crate::conformance::run(
@@ -478,7 +479,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/no-handler-here: an event whose handler is not registered here is left to other processes
+        // conformance: bus/no-handler-here: an event whose handler is not registered here is left to other processes
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_event_without_a_handler_is_left_to_others() {
             $crate::conformance::run(
@@ -487,6 +488,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
+        // conformance: rule-9/no-handler: a type that no process has a handler for is dead-lettered after a configurable time, never acked by falling through
         // conformance: fault-4/no-handler: an event no process handles becomes a dead letter after a configurable time, never an ack
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_event_nobody_handles_is_dead_lettered_in_the_end() {
@@ -514,7 +516,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/restart-identity: ids are recognised and positions go on after a restart
+        // conformance: bus/restart-identity: ids are recognised and positions go on after a restart
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn identity_and_positions_survive() {
             $crate::conformance::run(
@@ -532,7 +534,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/clock-back: a clock that is set back neither loses nor reorders events
+        // conformance: bus/clock-back: a clock that is set back neither loses nor reorders events
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_clock_set_back_keeps_the_order() {
             $crate::conformance::run(
@@ -550,7 +552,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/dlq-filters: dead letters are filtered by type, group, event and time
+        // conformance: bus/dlq-filters: dead letters are filtered by type, group, event and time
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn filters_select() {
             $crate::conformance::run(
@@ -568,7 +570,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/dlq-again: a retried dead letter that fails again is the same row, attempts add up
+        // conformance: bus/dlq-again: a retried dead letter that fails again is the same row, attempts add up
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_retried_dead_letter_that_fails_again_is_the_same() {
             $crate::conformance::run(
@@ -577,7 +579,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/dlq-retry-many: many dead letters are retried by filter at once
+        // conformance: bus/dlq-retry-many: many dead letters are retried by filter at once
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn many_are_retried_at_once() {
             $crate::conformance::run(
@@ -595,7 +597,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/dlq-purge-died: purge may go by the time of death
+        // conformance: bus/dlq-purge-died: purge may go by the time of death
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn purging_by_time_of_death() {
             $crate::conformance::run(
@@ -613,7 +615,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/stages-kept: stages are kept by event and stage with sizes, status, details and flags, oldest first
+        // conformance: memory/stages-kept: stages are kept by event and stage with sizes, status, details and flags, oldest first
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn stages_are_kept_by_event_and_stage() {
             $crate::conformance::run(
@@ -622,7 +624,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/stages-need-event: a stage needs its event, and an id is that of one tenant
+        // conformance: memory/stages-need-event: a stage needs its event, and an id is that of one tenant
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_stage_needs_its_event() {
             $crate::conformance::run(
@@ -631,7 +633,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/stages-largest: the largest stages come largest first, only those over the limit
+        // conformance: memory/stages-largest: the largest stages come largest first, only those over the limit
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_largest_stages_come_first() {
             $crate::conformance::run(
@@ -640,7 +642,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/stages-deleted: stages are deleted with their event
+        // conformance: memory/stages-deleted: stages are deleted with their event
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn stages_go_with_their_event() {
             $crate::conformance::run(
@@ -649,7 +651,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/overflow-noted: an event that is removed leaves a note of its object in the same step
+        // conformance: memory/overflow-noted: an event that is removed leaves a note of its object in the same step
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_removed_event_leaves_a_note_of_its_object() {
             $crate::conformance::run(
@@ -658,7 +660,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/overflow-same-payload: the same id with the same payload is silent success under any threshold, with another payload IdReused
+        // conformance: memory/overflow-same-payload: the same id with the same payload is silent success under any threshold, with another payload IdReused
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_repeated_publish_is_told_by_the_whole_payload() {
             $crate::conformance::run(
@@ -667,7 +669,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/overflow-note-first: an object is noted before it is put; the append of its event strikes the note off in the same step
+        // conformance: memory/overflow-note-first: an object is noted before it is put; the append of its event strikes the note off in the same step
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_append_of_an_event_strikes_off_the_note_of_its_object() {
             $crate::conformance::run(
@@ -676,7 +678,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/dlq-notice: an event system.dead_letter is published for each dead letter
+        // conformance: memory/dlq-notice: an event system.dead_letter is published for each dead letter
         // conformance: omni/dlq-alert: system.dead_letter {eventId, eventType, error} is published, never for a system.* event
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn every_dead_letter_is_told_of() {
@@ -686,7 +688,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/dlq-notice-ways: whatever makes a dead letter, the event that tells of it is in the same step
+        // conformance: memory/dlq-notice-ways: whatever makes a dead letter, the event that tells of it is in the same step
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn every_way_to_die_is_told() {
             $crate::conformance::run(
@@ -695,7 +697,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/dlq-notice-again: a dead letter that was retried and fails again is told of again
+        // conformance: memory/dlq-notice-again: a dead letter that was retried and fails again is told of again
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn dying_again_is_told_again() {
             $crate::conformance::run(
@@ -704,7 +706,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/dlq-notice-atomic: a settlement that is refused tells of nothing
+        // conformance: memory/dlq-notice-atomic: a settlement that is refused tells of nothing
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_refused_settlement_tells_of_nothing() {
             $crate::conformance::run(
@@ -713,7 +715,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/dlq-notice-size: a long error is cut in the notice and kept in the dead letter
+        // conformance: memory/dlq-notice-size: a long error is cut in the notice and kept in the dead letter
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_long_error_is_cut_in_the_notice() {
             $crate::conformance::run(
@@ -722,7 +724,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/dlq-filter: dead letters are chosen by tenant, handler, error and time of death
+        // conformance: memory/dlq-filter: dead letters are chosen by tenant, handler, error and time of death
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn dead_letters_are_chosen_by_why_they_died() {
             $crate::conformance::run(
@@ -731,7 +733,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/dlq-tally: what fails alike is counted by group, type and error
+        // conformance: memory/dlq-tally: what fails alike is counted by group, type and error
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_tally_counts_what_fails_alike() {
             $crate::conformance::run(
@@ -740,7 +742,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/dlq-retry-some: dead letters are retried a few at a time, oldest first
+        // conformance: memory/dlq-retry-some: dead letters are retried a few at a time, oldest first
         // conformance: framework/dlq-replay-count: so many dead letters are replayed and no more
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_few_are_retried_oldest_first() {
@@ -750,7 +752,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/dlq-retry-order: the order of a key is kept when dead letters are retried
+        // conformance: memory/dlq-retry-order: the order of a key is kept when dead letters are retried
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn retried_events_of_a_key_keep_their_order() {
             $crate::conformance::run(
@@ -759,7 +761,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/dlq-edit: a corrected event replaces a dead letter in the group that failed; the original is kept, both are linked
+        // conformance: memory/dlq-edit: a corrected event replaces a dead letter in the group that failed; the original is kept, both are linked
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_corrected_event_replaces_a_dead_letter() {
             $crate::conformance::run(
@@ -768,7 +770,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/dlq-edit-reaches: the failing group gets the corrected event once, whatever it wants by now
+        // conformance: memory/dlq-edit-reaches: the failing group gets the corrected event once, whatever it wants by now
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_correction_finds_its_group() {
             $crate::conformance::run(
@@ -777,7 +779,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/dlq-edit-refused: a correction that is none changes nothing
+        // conformance: memory/dlq-edit-refused: a correction that is none changes nothing
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn what_cannot_replace_a_dead_letter_is_refused() {
             $crate::conformance::run(
@@ -786,7 +788,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/dlq-edit-order: a corrected event stands at the end of its key
+        // conformance: memory/dlq-edit-order: a corrected event stands at the end of its key
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_correction_keeps_the_order_of_its_key() {
             $crate::conformance::run(
@@ -795,7 +797,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/inspect: position, lag, in flight, waiting and dead letters of a group are right
+        // conformance: bus/inspect: position, lag, in flight, waiting and dead letters of a group are right
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_numbers_of_a_group_are_right() {
             $crate::conformance::run(
@@ -832,7 +834,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-2/retention: retention by age and length takes the oldest
+        // conformance: bus/retention: retention by age and length takes the oldest
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn retention_by_age_and_by_length() {
             $crate::conformance::run(
@@ -841,7 +843,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/retention-streams: each stream has an age of its own, the first that matches counts
+        // conformance: memory/retention-streams: each stream has an age of its own, the first that matches counts
         // conformance: omni/stream-retention: events go after the ages of the stream table, 30/90/7/7/30/7 days
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn streams_have_ages_of_their_own() {
@@ -851,7 +853,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/ttl: an event that says when it expires goes then, follow-ups too, unless a group owes work on it
+        // conformance: memory/ttl: an event that says when it expires goes then, follow-ups too, unless a group owes work on it
         // conformance: workflow/ttl: TTL on the ttl attribute
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn events_go_when_they_expire() {
@@ -861,8 +863,8 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/retention-dead-letters: dead letters go 30 days after death, or never; their events stay
-        // conformance: issue-4/retention-letter-reason: a group whose dead letter went by its age has skipped the event with a reason, until it gets it once more
+        // conformance: memory/retention-dead-letters: dead letters go 30 days after death, or never; their events stay
+        // conformance: memory/retention-letter-reason: a group whose dead letter went by its age has skipped the event with a reason, until it gets it once more
         // conformance: omni/dead-letter-age: dead letter payloads are kept 30 days
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn dead_letters_go_long_after_their_death() {
@@ -872,8 +874,8 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/retention-dead-letters: an event that its dead letter held back goes in the same run as that, by the age of its stream or its ttl
-        // conformance: issue-4/retention-letter-reason: a dead letter that is purged while others need its event leaves a reason
+        // conformance: memory/retention-dead-letters: an event that its dead letter held back goes in the same run as that, by the age of its stream or its ttl
+        // conformance: memory/retention-letter-reason: a dead letter that is purged while others need its event leaves a reason
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn dead_letters_hold_their_events_no_longer() {
             $crate::conformance::run(
@@ -893,7 +895,7 @@ macro_rules! conformance_tests {
         }
 
         // conformance: rule-7/exactly: for random logs and policies exactly what is over the limits and needed by nobody goes
-        // conformance: issue-4/retention-preview: a preview foretells what a run does and changes nothing
+        // conformance: memory/retention-preview: a preview foretells what a run does and changes nothing
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn exactly_what_nobody_needs_goes() {
             $crate::conformance::run(
@@ -902,7 +904,7 @@ macro_rules! conformance_tests {
             ).await;
         }
 
-        // conformance: issue-4/retention-lease: of several processes one takes on the daily run
+        // conformance: memory/retention-lease: of several processes one takes on the daily run
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_duty_is_taken_once() {
             $crate::conformance::run(
@@ -911,7 +913,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/retention-clock-doubt: a clock that leaps by more than three days is in doubt until it has gone evenly for a day
+        // conformance: memory/retention-clock-doubt: a clock that leaps by more than three days is in doubt until it has gone evenly for a day
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_clock_that_leaps_is_doubted() {
             $crate::conformance::run(
@@ -920,8 +922,8 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/retention-clock-back: a clock that is put right is believed at once
-        // conformance: issue-4/retention-clock-trust: an operator may say that the clock is right
+        // conformance: memory/retention-clock-back: a clock that is put right is believed at once
+        // conformance: memory/retention-clock-trust: an operator may say that the clock is right
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_clock_put_right_is_believed() {
             $crate::conformance::run(
@@ -930,7 +932,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/retention-clock-doubt: the first look is compared with the newest event
+        // conformance: memory/retention-clock-doubt: the first look is compared with the newest event
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_first_look_goes_by_the_log() {
             $crate::conformance::run(
@@ -939,7 +941,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/retention-audit: audit records go by an age of their own, never by default, and the trail stays whole
+        // conformance: memory/retention-audit: audit records go by an age of their own, never by default, and the trail stays whole
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn audit_records_go_by_their_age() {
             $crate::conformance::run(
@@ -948,7 +950,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/retention-show: what there is, by type and kind
+        // conformance: memory/retention-show: what there is, by type and kind
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn holdings_say_what_there_is() {
             $crate::conformance::run(
@@ -957,7 +959,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/inbox-record: an ack may write the event into the inbox of its group, and the record outlives a restart
+        // conformance: handlers/inbox-record: an ack may write the event into the inbox of its group, and the record outlives a restart
         // conformance: outbox/3-check: before handling, a consumer can ask whether (event_id, consumer_name) exists
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_ack_on_record_is_remembered() {
@@ -967,7 +969,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/inbox-only-ack: a record is written only with an ack that is applied, never with a failure, skip, release or death
+        // conformance: handlers/inbox-only-ack: a record is written only with an ack that is applied, never with a failure, skip, release or death
         // conformance: fault-8/only-ack: the record is not written before the effect, only with the ack
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn nothing_but_an_ack_is_recorded() {
@@ -977,7 +979,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/inbox-duplicate: an event that is on record is acked, and its follow-ups do not happen again
+        // conformance: handlers/inbox-duplicate: an event that is on record is acked, and its follow-ups do not happen again
         // conformance: outbox/3-insert: after successful handling the record is inserted, once
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn what_was_handled_has_no_effect_again() {
@@ -987,7 +989,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/inbox-tenant: the same id in two tenants is two events
+        // conformance: handlers/inbox-tenant: the same id in two tenants is two events
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn tenants_do_not_share_records() {
             $crate::conformance::run(
@@ -996,8 +998,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/inbox-group: a group that is removed and made again has handled nothing
-        // conformance: outbox/3-key: the primary key is (event_id, consumer_name)
+        // conformance: handlers/inbox-group: a group that is removed and made again has handled nothing
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_group_made_anew_has_handled_nothing() {
             $crate::conformance::run(
@@ -1006,7 +1007,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/inbox-forget: records older than a given time are forgotten in small steps
+        // conformance: handlers/inbox-forget: records older than a given time are forgotten in small steps
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn old_records_are_forgotten() {
             $crate::conformance::run(
@@ -1015,7 +1016,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/inbox-refused: a settlement that is refused leaves no record
+        // conformance: handlers/inbox-refused: a settlement that is refused leaves no record
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_refused_settlement_leaves_no_record() {
             $crate::conformance::run(
@@ -1024,7 +1025,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/inbox-crash: after a crash an event is on record exactly if it was acked
+        // conformance: handlers/inbox-crash: after a crash an event is on record exactly if it was acked
         // conformance: fault-8: an event in flight at a crash is not taken for a duplicate
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_record_and_its_ack_survive_together() {
@@ -1034,7 +1035,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/exactly-once-engine: an effect that the engine cannot run is refused, nothing is applied, the lease is kept
+        // conformance: handlers/exactly-once-engine: an effect that the engine cannot run is refused, nothing is applied, the lease is kept
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_effect_of_another_engine_is_refused() {
             $crate::conformance::run(
@@ -1043,7 +1044,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/exactly-once-together: effect, inbox record, follow-up events and ack commit together
+        // conformance: handlers/exactly-once-together: effect, inbox record, follow-up events and ack commit together
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_effect_comes_with_its_ack() {
             $crate::conformance::run(
@@ -1052,7 +1053,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/exactly-once-ack: an effect runs only with an ack
+        // conformance: handlers/exactly-once-ack: an effect runs only with an ack
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_effect_runs_only_with_an_ack() {
             $crate::conformance::run(
@@ -1061,7 +1062,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/exactly-once-failure: if the effect fails or panics nothing of its settlement happens, the event is tried again, others are not touched
+        // conformance: handlers/exactly-once-failure: if the effect fails or panics nothing of its settlement happens, the event is tried again, others are not touched
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_effect_that_fails_undoes_its_settlement() {
             $crate::conformance::run(
@@ -1070,7 +1071,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/exactly-once-duplicate: an event that was handled is acked without its effect
+        // conformance: handlers/exactly-once-duplicate: an event that was handled is acked without its effect
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_duplicate_is_acked_without_its_effect() {
             $crate::conformance::run(
@@ -1079,7 +1080,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/exactly-once-follow-ups: a follow-up that is refused undoes the effect
+        // conformance: handlers/exactly-once-follow-ups: a follow-up that is refused undoes the effect
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_refused_follow_up_undoes_the_effect() {
             $crate::conformance::run(
@@ -1088,7 +1089,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/depth: the depth of a stream is what the group that owes most of it still owes, counted up to a limit
+        // conformance: handlers/depth: the depth of a stream is what the group that owes most of it still owes, counted up to a limit
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_depth_is_what_the_slowest_group_owes() {
             $crate::conformance::run(
@@ -1097,7 +1098,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/drop-oldest: the oldest events of a full stream are skipped with a reason in every group, and are settled by that
+        // conformance: handlers/drop-oldest: the oldest events of a full stream are skipped with a reason in every group, and are settled by that
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_oldest_make_room_for_the_newest() {
             $crate::conformance::run(
@@ -1106,7 +1107,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/drop-oldest-in-flight: what is in flight is never dropped
+        // conformance: handlers/drop-oldest-in-flight: what is in flight is never dropped
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn what_is_in_flight_is_not_dropped() {
             $crate::conformance::run(
@@ -1115,7 +1116,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/drop-oldest-streams: events of other streams are not touched
+        // conformance: handlers/drop-oldest-streams: events of other streams are not touched
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn other_streams_are_not_touched() {
             $crate::conformance::run(
@@ -1124,7 +1125,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/drop-oldest-groups: retries that wait go too, each group counted for itself
+        // conformance: handlers/drop-oldest-groups: retries that wait go too, each group counted for itself
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn waiting_retries_go_in_every_group() {
             $crate::conformance::run(
@@ -1133,7 +1134,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/drop-oldest-key: in an ordered group the next of a key may go when the one before it is dropped
+        // conformance: handlers/drop-oldest-key: in an ordered group the next of a key may go when the one before it is dropped
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn dropping_frees_the_key() {
             $crate::conformance::run(
@@ -1151,7 +1152,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-3/drop-oldest-crash: what a crash left waiting may be dropped
+        // conformance: handlers/drop-oldest-crash: what a crash left waiting may be dropped
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn what_a_crash_left_may_be_dropped() {
             $crate::conformance::run(
@@ -1160,7 +1161,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/redeliver: an event that a group is done with is delivered once more, in order, with fresh attempts; the group's position does not move
+        // conformance: memory/redeliver: an event that a group is done with is delivered once more, in order, with fresh attempts; the group's position does not move
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_handled_event_comes_again_on_request() {
             $crate::conformance::run(
@@ -1169,7 +1170,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/redeliver-owed: what a group still owes is not delivered twice, and what left the log is reported as gone
+        // conformance: memory/redeliver-owed: what a group still owes is not delivered twice, and what left the log is reported as gone
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn what_is_owed_is_not_delivered_twice() {
             $crate::conformance::run(
@@ -1178,7 +1179,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/redeliver-unknown-group: a group that does not exist is given nothing, with an error
+        // conformance: memory/redeliver-unknown-group: a group that does not exist is given nothing, with an error
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_unknown_group_is_given_nothing() {
             $crate::conformance::run(
@@ -1187,7 +1188,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/redeliver-isolated: a group without subscriptions gets what it is given, no live events, and holds retention back with nothing else
+        // conformance: memory/redeliver-isolated: a group without subscriptions gets what it is given, no live events, and holds retention back with nothing else
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_group_without_subscriptions_gets_only_what_it_is_given() {
             $crate::conformance::run(
@@ -1196,7 +1197,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/redeliver-failure: a replayed delivery is retried and dead-lettered like any other, and stays marked
+        // conformance: memory/redeliver-failure: a replayed delivery is retried and dead-lettered like any other, and stays marked
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_replayed_event_fails_like_any_other() {
             $crate::conformance::run(
@@ -1205,7 +1206,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/redeliver-order: in an ordered group a replay keeps the order of its key
+        // conformance: memory/redeliver-order: in an ordered group a replay keeps the order of its key
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_replay_keeps_the_order_of_its_key() {
             $crate::conformance::run(
@@ -1214,7 +1215,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/redeliver-crash: what waits to be delivered once more survives a crash, still marked
+        // conformance: memory/redeliver-crash: what waits to be delivered once more survives a crash, still marked
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_replay_survives_a_crash() {
             $crate::conformance::run(
@@ -1223,7 +1224,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/redeliver-inbox: the inbox absorbs the replay of what the group has on record as handled
+        // conformance: memory/redeliver-inbox: the inbox absorbs the replay of what the group has on record as handled
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_inbox_absorbs_a_replay() {
             $crate::conformance::run(
@@ -1232,7 +1233,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/redeliver-unwanted: events that no subscription of the group matches can be delivered, too
+        // conformance: memory/redeliver-unwanted: events that no subscription of the group matches can be delivered, too
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn an_unwanted_event_can_be_given() {
             $crate::conformance::run(
@@ -1241,7 +1242,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/checkpoints: a checkpoint is what was saved last under its name, and survives a crash
+        // conformance: memory/checkpoints: a checkpoint is what was saved last under its name, and survives a crash
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_checkpoint_is_what_was_saved_last() {
             $crate::conformance::run(
@@ -1250,7 +1251,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/audit-record: an audit record comes back whole: who, what, entity, when, correlation and trace ids; numbers have no gaps
+        // conformance: memory/audit-record: an audit record comes back whole: who, what, entity, when, correlation and trace ids; numbers have no gaps
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_record_is_kept_whole() {
             $crate::conformance::run(
@@ -1259,7 +1260,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/audit-bad-input: an audit entry without actor or action, or with too long a text, is refused and takes no number
+        // conformance: memory/audit-bad-input: an audit entry without actor or action, or with too long a text, is refused and takes no number
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn entries_without_sense_are_refused() {
             $crate::conformance::run(
@@ -1268,7 +1269,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/audit-query: the trail is asked by actor, action, entity and time, in both orders, page by page
+        // conformance: memory/audit-query: the trail is asked by actor, action, entity and time, in both orders, page by page
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_trail_can_be_asked() {
             $crate::conformance::run(
@@ -1277,7 +1278,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/audit-retention: retention removes from the beginning of the trail and leaves an anchor from which it is verified
+        // conformance: memory/audit-retention: retention removes from the beginning of the trail and leaves an anchor from which it is verified
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn forgetting_leaves_a_chain() {
             $crate::conformance::run(
@@ -1286,7 +1287,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/audit-known-head: the trail is verified against a head that somebody kept elsewhere
+        // conformance: memory/audit-known-head: the trail is verified against a head that somebody kept elsewhere
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_head_kept_elsewhere_is_compared() {
             $crate::conformance::run(
@@ -1295,7 +1296,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/audit-clock: a clock that jumps back does not make the times of the trail fall
+        // conformance: memory/audit-clock: a clock that jumps back does not make the times of the trail fall
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn times_in_the_trail_never_fall() {
             $crate::conformance::run(
@@ -1304,7 +1305,7 @@ macro_rules! conformance_tests {
  ).await;
         }
 
-        // conformance: issue-4/audit-concurrent: records written at once each get a number, and none is missing
+        // conformance: memory/audit-concurrent: records written at once each get a number, and none is missing
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn records_written_at_once_are_all_there() {
             $crate::conformance::run(
@@ -1432,7 +1433,7 @@ macro_rules! conformance_tests {
             .await;
         }
 
-        // conformance: issue-2/model: random publish, fetch, settle, crash and clock moves agree with a simple model in every step; a few plans, engines with one log run more
+        // conformance: bus/model: random publish, fetch, settle, crash and clock moves agree with a simple model in every step; a few plans, engines with one log run more
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn random_plans_agree_with_the_model() {
             $crate::conformance::run(

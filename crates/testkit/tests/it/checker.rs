@@ -73,7 +73,7 @@ fn assert_fault(report: &Report, what: &str) {
     );
 }
 
-// conformance: issue-2/checker: the checker finds nothing in a sound file and every loss planted in it
+// conformance: bus/checker: the checker finds nothing in a sound file and every loss planted in it
 #[test]
 fn an_acknowledged_event_that_is_gone_is_lost() {
     // One that is handled everywhere, so that nothing else refers to it.
@@ -86,7 +86,7 @@ fn an_acknowledged_event_that_is_gone_is_lost() {
     assert_lost(&report, "is not in the log");
 }
 
-// conformance: issue-2/checker: an altered payload is a loss
+// conformance: bus/checker: an altered payload is a loss
 #[test]
 fn a_payload_that_differs_by_one_byte_is_lost() {
     let report = after(
@@ -98,7 +98,7 @@ fn a_payload_that_differs_by_one_byte_is_lost() {
     assert_lost(&report, "is not what was published");
 }
 
-// conformance: issue-2/checker: an event that counts as handled without a handler is a loss
+// conformance: bus/checker: an event that counts as handled without a handler is a loss
 // conformance: fault-3: a dead letter that is dropped while its source is acked is found
 #[test]
 fn an_event_that_is_done_and_no_handler_finished_is_lost() {
@@ -110,7 +110,7 @@ fn an_event_that_is_done_and_no_handler_finished_is_lost() {
     assert_lost(&report, "no handler finished it");
 }
 
-// conformance: issue-4/dlq-notice-checked: the checker finds a dead letter that nothing tells of, and a notice of none
+// conformance: memory/dlq-notice-checked: the checker finds a dead letter that nothing tells of, and a notice of none
 #[test]
 fn a_dead_letter_and_its_notice_belong_together() {
     let which = "type = (SELECT id FROM types WHERE name = 'system.dead_letter')";
@@ -130,7 +130,7 @@ fn a_dead_letter_and_its_notice_belong_together() {
     assert_fault(&report, "tells of no dead letter");
 }
 
-// conformance: issue-2/checker: a skip without a recorded reason is a loss
+// conformance: bus/checker: a skip without a recorded reason is a loss
 #[test]
 fn a_skip_must_be_on_record_with_its_reason() {
     let which = "(group_id, seq) IN (SELECT group_id, seq FROM skips LIMIT 1)";
@@ -143,7 +143,7 @@ fn a_skip_must_be_on_record_with_its_reason() {
     assert_lost(&report, "was skipped with the reason");
 }
 
-// conformance: issue-2/checker: a dead letter carries every error, attempts, times, group and handler
+// conformance: bus/checker: a dead letter carries every error, attempts, times, group and handler
 #[test]
 fn a_dead_letter_must_tell_its_whole_story() {
     let plant = |name: &str, change: &str| {
@@ -183,7 +183,7 @@ fn a_dead_letter_must_tell_its_whole_story() {
     );
 }
 
-// conformance: issue-2/checker: an event is in exactly one place for each group
+// conformance: bus/checker: an event is in exactly one place for each group
 // conformance: fault-5: a position that passed an unfinished event would show as handled by nobody
 #[test]
 fn an_event_in_two_places_or_still_owed_is_a_fault() {
@@ -202,7 +202,7 @@ fn an_event_in_two_places_or_still_owed_is_a_fault() {
     assert_fault(&report, "is Waiting after everything was drained");
 }
 
-// conformance: issue-2/checker: duplicates are bounded by what was in flight when a process was torn away
+// conformance: bus/checker: duplicates are bounded by what was in flight when a process was torn away
 #[test]
 fn duplicates_that_no_kill_explains_are_a_fault() {
     let mut ledger = Ledger::default();

@@ -10,9 +10,9 @@ use everbus_testkit::chaos::rounds::Arena;
 use everbus_testkit::chaos::tally::Tally;
 
 // conformance: embedded/never-lost: every event is handled or in the dead letters with its full context
-// conformance: issue-2/kill-campaign: processes killed at random, at named places and stopped past their leases lose nothing
+// conformance: bus/kill-campaign: processes killed at random, at named places and stopped past their leases lose nothing
 // conformance: embedded/recovery: what was in flight in a process that died is handled by the next
-// conformance: issue-4/chaos-mixed: relays and processes that split large events are killed among the others
+// conformance: memory/chaos-mixed: relays and processes that split large events are killed among the others
 #[test]
 fn a_process_that_is_killed_again_and_again_loses_nothing() {
     let directory = tempfile::tempdir().unwrap();
@@ -38,7 +38,7 @@ fn a_process_that_is_killed_again_and_again_loses_nothing() {
     panic!("20 campaigns, and not every kind of kill was among them: {tally}");
 }
 
-// conformance: issue-2/kill-campaign: the control: a consumer that acks before it handles is found out
+// conformance: bus/kill-campaign: the control: a consumer that acks before it handles is found out
 // conformance: rule-1: an ack that comes before the event is handled loses it, and is found
 #[test]
 fn a_consumer_that_acks_too_early_is_found_out() {

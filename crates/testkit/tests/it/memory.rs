@@ -56,7 +56,7 @@ fn find(arena: &mut Arena, what: &str, mut round: impl FnMut(&mut Arena, usize))
     panic!("100 rounds with a planted bug, and it was not found: {report:?}");
 }
 
-// conformance: issue-4/chaos-relay: a relay that is killed or stopped past its lease loses, doubles and reorders nothing, from both kinds of outbox
+// conformance: memory/chaos-relay: a relay that is killed or stopped past its lease loses, doubles and reorders nothing, from both kinds of outbox
 #[test]
 fn relays_that_are_killed_lose_nothing() {
     let (_directory, mut arena) = arena();
@@ -66,7 +66,7 @@ fn relays_that_are_killed_lose_nothing() {
     assert_eq!(arena.tally.relayed, committed, "all of it has arrived");
 }
 
-// conformance: issue-4/chaos-overflow: no event refers to an object that is missing or differs, wherever between object and commit the process dies
+// conformance: memory/chaos-overflow: no event refers to an object that is missing or differs, wherever between object and commit the process dies
 // conformance: fault-11: killed between object and commit, a process leaves at most an object without an event, which the collector removes
 #[test]
 fn processes_that_are_killed_between_object_and_event_leave_no_reference_without_object() {
@@ -75,7 +75,7 @@ fn processes_that_are_killed_between_object_and_event_leave_no_reference_without
     survive(&mut arena, 14, |arena| arena.overflow().unwrap(), split);
 }
 
-// conformance: issue-4/chaos-retention: a retention job that is killed removes nothing that a group owes work on, and leaves no reference without its object
+// conformance: memory/chaos-retention: a retention job that is killed removes nothing that a group owes work on, and leaves no reference without its object
 #[test]
 fn retention_jobs_that_are_killed_remove_nothing_that_is_owed() {
     for policy in [Policy::Age, Policy::Length] {
@@ -86,7 +86,7 @@ fn retention_jobs_that_are_killed_remove_nothing_that_is_owed() {
     }
 }
 
-// conformance: issue-4/chaos-controls: a relay that marks rows before it publishes them is found out
+// conformance: memory/chaos-controls: a relay that marks rows before it publishes them is found out
 #[test]
 fn a_relay_that_marks_too_early_is_found_out() {
     let (_directory, mut arena) = arena();
@@ -104,7 +104,7 @@ fn a_relay_that_marks_too_early_is_found_out() {
     });
 }
 
-// conformance: issue-4/chaos-controls: an object that is written after its event is found out
+// conformance: memory/chaos-controls: an object that is written after its event is found out
 #[test]
 fn an_object_that_comes_too_late_is_found_out() {
     let (_directory, mut arena) = arena();
@@ -139,7 +139,7 @@ fn with_bug(arena: &mut Arena, bug: Bug) {
     arena.end(job).unwrap();
 }
 
-// conformance: issue-4/chaos-controls: a collector that deletes objects whose events are there is found out
+// conformance: memory/chaos-controls: a collector that deletes objects whose events are there is found out
 #[test]
 fn a_collector_that_deletes_what_is_needed_is_found_out() {
     let (_directory, new) = arena();
@@ -149,7 +149,7 @@ fn a_collector_that_deletes_what_is_needed_is_found_out() {
     });
 }
 
-// conformance: issue-4/chaos-controls: retention that takes what is in flight is found out
+// conformance: memory/chaos-controls: retention that takes what is in flight is found out
 #[test]
 fn retention_that_ignores_claims_is_found_out() {
     let (_directory, new) = arena();

@@ -15,7 +15,7 @@ fn event() -> Event {
     Event::builder("opening.made").build().unwrap()
 }
 
-// conformance: issue-2/several-processes: a process that opens a busy file may publish at once
+// conformance: bus/several-processes: a process that opens a busy file may publish at once
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_file_that_is_being_written_is_opened_as_it_is() {
     let directory = tempfile::tempdir().unwrap();

@@ -5,7 +5,7 @@ use std::io::Write as _;
 use everbus_testkit::chaos::disk::Disk;
 use everbus_testkit::chaos::power::{Losses, Power, Unsynced};
 
-// conformance: issue-2/power-loss: what was acknowledged before the power went is there when it is back, and with NORMAL it is not (the control)
+// conformance: bus/power-loss: what was acknowledged before the power went is there when it is back, and with NORMAL it is not (the control)
 // conformance: fault-1: a commit that is not synced is not taken for durable
 #[test]
 fn power_loss_takes_nothing_acknowledged_unless_syncs_are_off() {
@@ -28,7 +28,7 @@ fn power_loss_takes_nothing_acknowledged_unless_syncs_are_off() {
     );
 }
 
-// conformance: issue-4/overflow-power-loss: after a power loss every event that is there has its object, byte for byte; if objects are not synced it has not (the control)
+// conformance: memory/overflow-power-loss: after a power loss every event that is there has its object, byte for byte; if objects are not synced it has not (the control)
 // conformance: fault-11/object-synced: an object that is not synced is not taken for durable
 #[test]
 fn power_loss_takes_no_object_of_an_event_unless_objects_are_not_synced() {

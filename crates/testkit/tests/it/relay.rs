@@ -2,7 +2,7 @@
 
 use everbus_testkit::chaos::relay::RelayCampaign;
 
-// conformance: issue-4/outbox-chaos: the crash harness kills the relay, at random and at named places: nothing is lost, doubled or out of order
+// conformance: memory/outbox-chaos: the crash harness kills the relay, at random and at named places: nothing is lost, doubled or out of order
 #[test]
 fn a_relay_that_is_killed_again_and_again_loses_nothing() {
     let directory = tempfile::tempdir().unwrap();

@@ -69,6 +69,11 @@ impl Bus {
         self.inner.shared.circuits.infos()
     }
 
+    /// The circuit breakers that publish an event when they open or close.
+    pub(crate) fn alerting_breakers(&self) -> Vec<BreakerInfo> {
+        self.inner.shared.circuits.alerting()
+    }
+
     /// What the engine really offers.
     pub fn capabilities(&self) -> Capabilities {
         self.inner.shared.engine.broker.capabilities()

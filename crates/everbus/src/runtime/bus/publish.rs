@@ -18,7 +18,8 @@ use crate::stats::Published;
 impl Bus {
     /// Publishes an event and returns when it is durable.
     ///
-    /// Takes an [`Event`], a builder, or a pair of type and serialisable value. An event whose id was
+    /// Takes an [`Event`], a builder, a pair of type and serialisable value, or a
+    /// [document](crate::Dialect::document) of a dialect. An event whose id was
     /// published before with the same body returns the first receipt and stores nothing.
     ///
     /// An error says by its [`class`](Error::class) what to do next. `Passing`: nothing was stored, and the

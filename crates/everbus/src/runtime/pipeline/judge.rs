@@ -10,7 +10,7 @@ use everbus_core::{
 use super::{Counted, Judged, millis, skipped_as};
 use crate::breaker::{Breaker, Ticket};
 use crate::guard;
-use crate::handler::{Answer, HandlerError, Registered};
+use crate::handler::{Answer, Decode, HandlerError, Registered};
 use crate::runtime::options::BusOptions;
 use crate::stats::Skip;
 
@@ -160,7 +160,8 @@ impl Judge<'_> {
         let delay = match answer {
             Answer::Skip => return skipped_as(text, Skip::Handler),
             Answer::GiveUp => None,
-            Answer::Retry => policy_says(),
+            Answer::Decode if handler.traits.decode == Decode::DeadLetter => None,
+            Answer::Decode | Answer::Retry => policy_says(),
             Answer::RetryAfter(after) => policy_says().map(|_| after),
         };
         self.report(name, policy, self.attempt, delay, &text);

@@ -33,6 +33,7 @@ use crate::guard;
 use crate::handler::message::Message;
 use crate::handler::outcome::Outcome;
 use crate::handler::{HandlerError, Registered};
+use crate::overflow;
 use crate::runtime::bus::Shared;
 use crate::runtime::dispatch::Route;
 use crate::stats::Skip;
@@ -355,7 +356,7 @@ impl Pipeline {
             Err(judged) => return (*judged).into(),
         };
         let whole;
-        let delivery = if delivery.record.event.overflow().is_none() {
+        let delivery = if !overflow::is_apart(&delivery.record.event) {
             delivery
         } else {
             match Box::pin(self.whole(delivery)).await {

@@ -76,6 +76,7 @@ async fn deliver(
     finished.settlement.verdict
 }
 
+// conformance: fault-12/crash: a process that dies during the last attempt leaves a dead letter.
 // conformance: rule-3/crash-loop: an event that was alone in flight at every crash is dead-lettered once its attempts are used up, without running again.
 #[tokio::test]
 async fn an_event_that_keeps_crashing_its_process_is_given_up() {
@@ -85,7 +86,7 @@ async fn an_event_that_keeps_crashing_its_process_is_given_up() {
     assert_eq!(verdict_after(4).await, Verdict::Dead { failure: None });
 }
 
-// conformance: issue-3/idempotent-crash: an event that was handled is never dead-lettered for the crashes of later deliveries.
+// conformance: handlers/idempotent-crash: an event that was handled is never dead-lettered for the crashes of later deliveries.
 #[tokio::test]
 async fn an_event_that_was_handled_is_not_given_up_for_its_crashes() {
     let handlers = [handler(RetryPolicy::default(), || Ok(()))];

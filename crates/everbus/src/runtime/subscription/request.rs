@@ -82,6 +82,7 @@ impl Request {
             max_staleness: settings.max_staleness,
             breaker: breaker(shared, &group, &settings)?,
             criticality: settings.criticality.unwrap_or_default(),
+            decode: settings.decode.unwrap_or_default(),
             drop_failed: settings.drop_failed.unwrap_or(false),
             idempotent: transaction.is_some() || settings.idempotent.unwrap_or(false),
             audit: Some(shared.audit()),

@@ -8,6 +8,7 @@ use everbus_core::{RetryPolicy, StartFrom};
 use serde_json::Value;
 
 use crate::breaker::{BreakerPolicy, Criticality};
+use crate::handler::Decode;
 use crate::handler::layers::AnyLayer;
 
 type RetryChange = Arc<dyn Fn(RetryPolicy) -> RetryPolicy + Send + Sync>;
@@ -30,6 +31,7 @@ pub(crate) struct Settings {
     pub(crate) breaker: Option<Option<BreakerPolicy>>,
     pub(crate) dependency: Option<String>,
     pub(crate) criticality: Option<Criticality>,
+    pub(crate) decode: Option<Decode>,
     pub(crate) drop_failed: Option<bool>,
     pub(crate) schema: Option<Value>,
     /// The outermost first.
@@ -54,6 +56,7 @@ impl Settings {
             breaker: self.breaker.or(outer.breaker),
             dependency: self.dependency.or_else(|| outer.dependency.clone()),
             criticality: self.criticality.or(outer.criticality),
+            decode: self.decode.or(outer.decode),
             drop_failed: self.drop_failed.or(outer.drop_failed),
             schema: self.schema.or_else(|| outer.schema.clone()),
             layers: outer.layers.iter().cloned().chain(self.layers).collect(),
@@ -188,6 +191,22 @@ macro_rules! setters {
             self
         }
 
+        /// What becomes of an event that cannot be read: by default it goes to the dead letters at once,
+        /// with [`Decode::Retry`](crate::Decode::Retry) it is tried again by the retry policy.
+        ///
+        /// ```
+        /// use everbus::{Decode, Json, Router, to};
+        ///
+        /// async fn ship(Json(order): Json<u64>) {
+        ///     println!("{order}");
+        /// }
+        /// let router = Router::new().on("order.placed", to(ship).decode(Decode::Retry));
+        /// ```
+        pub fn decode(mut self, decode: $crate::Decode) -> Self {
+            self.settings.decode = Some(decode);
+            self
+        }
+
         /// What fails for good is skipped, with its last error as the recorded reason, instead of becoming a
         /// dead letter: for work that is not worth doing later, such as a cache or a gauge. Only with
         /// [best-effort](crate::Criticality::BestEffort) criticality.
@@ -197,7 +216,7 @@ macro_rules! setters {
         }
 
         /// Checks every payload against this JSON Schema before the handler runs; one that does not match
-        /// goes to the dead letters at once.
+        /// goes to the dead letters at once, unless [`decode`](Self::decode) says otherwise.
         pub fn validated(mut self, schema: serde_json::Value) -> Self {
             self.settings.schema = Some(schema);
             self

@@ -4,8 +4,10 @@ use everbus::{BreakerPolicy, Bus, Criticality, FailureKind, Router, to};
 
 use super::{Dependency, OPEN_FOR, alerts, call, closed, opened};
 use crate::handlers::answers::skip_reason;
+use crate::logs::lines_about;
 use crate::support::{
     Lab, counted, eventually, given_up, handled, is_done, on_every_durable_engine, on_every_engine,
+    published,
 };
 
 /// A group of this criticality whose breaker has just been opened by one failure.
@@ -27,7 +29,7 @@ async fn open(lab: &Lab, criticality: Criticality) -> (Bus, Dependency) {
 }
 
 // conformance: framework/criticality-standard: a standard event goes to the dead letters for later replay; alert on warning level.
-// conformance: issue-3/breaker-standard: the dead letter says that the breaker was open; the handler does not run.
+// conformance: handlers/breaker-standard: the dead letter says that the breaker was open; the handler does not run.
 #[tokio::test]
 async fn a_standard_event_is_dead_lettered_for_later() {
     on_every_engine(|lab| async move {
@@ -64,7 +66,7 @@ async fn a_standard_event_is_dead_lettered_for_later() {
 }
 
 // conformance: framework/criticality-best-effort: a best-effort event is acknowledged without being processed, and the skip is logged.
-// conformance: issue-3/breaker-best-effort: it is counted as skipped.
+// conformance: handlers/breaker-best-effort: it is counted as skipped.
 #[tokio::test]
 async fn a_best_effort_event_is_skipped_and_counted() {
     on_every_engine(|lab| async move {
@@ -76,8 +78,12 @@ async fn a_best_effort_event_is_skipped_and_counted() {
         let of_g = &stats.groups[&"g".parse().unwrap()];
         assert_eq!((of_g.skipped.best_effort, of_g.skipped.total()), (1, 1));
         assert_eq!((of_g.handled, of_g.dead_lettered), (0, 0));
-        let alert = &alerts(&bus, "system.circuit_opened", 1).await[0];
-        assert_eq!(alert["severity"], "info", "nobody is to be alarmed");
+        let logged = lines_about(receipt.id());
+        assert_eq!(logged.len(), 1, "{logged:?}");
+        let said = |name| logged[0].field(name);
+        assert_eq!(said("resilience_event"), Some("circuit_breaker_rejected"));
+        assert_eq!(said("dependency"), Some("mail"));
+        assert_eq!(said("criticality"), Some("best_effort"));
 
         dependency.works(true);
         lab.clock.advance(OPEN_FOR);
@@ -89,7 +95,35 @@ async fn a_best_effort_event_is_skipped_and_counted() {
     .await;
 }
 
-// conformance: issue-3/breaker-best-effort: the reason is recorded.
+// conformance: framework/criticality-best-effort: a breaker that only best-effort handlers use raises no alert.
+// conformance: handlers/breaker-events: neither event is published if all handlers are best-effort.
+// conformance: handlers/breaker-quiet: the breaker of best-effort handlers alone publishes neither event.
+#[tokio::test]
+async fn a_best_effort_breaker_publishes_nothing() {
+    on_every_engine(|lab| async move {
+        let (bus, dependency) = open(&lab, Criticality::BestEffort).await;
+        dependency.works(true);
+        lab.clock.advance(OPEN_FOR);
+        handled(&bus, ("a", 1)).await;
+        closed(&bus).await;
+        // Alerts are published in the background, in order. When that of a later opening is there, those
+        // of the first breaker would be there too.
+        let later = to(|| async { Err::<(), _>("down") })
+            .breaker(BreakerPolicy::default().fail_max(1))
+            .criticality(Criticality::Standard);
+        bus.mount(Router::new().on("b", later).group("later"))
+            .await
+            .unwrap();
+        bus.publish(("b", 1)).await.unwrap();
+        let opened = alerts(&bus, "system.circuit_opened", 1).await;
+        assert_eq!(opened[0]["group"], "later");
+        assert!(published(&bus, "system.circuit_closed").await.is_empty());
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+}
+
+// conformance: handlers/breaker-best-effort: the reason is recorded.
 #[tokio::test]
 async fn the_reason_of_a_best_effort_skip_is_recorded() {
     on_every_durable_engine(|lab| async move {
@@ -102,7 +136,7 @@ async fn the_reason_of_a_best_effort_skip_is_recorded() {
     .await;
 }
 
-// conformance: issue-3/breaker-several: an event whose second handler may not run has not run the first one.
+// conformance: handlers/breaker-several: an event whose second handler may not run has not run the first one.
 #[tokio::test]
 async fn no_handler_of_an_event_runs_unless_all_may() {
     on_every_engine(|lab| async move {

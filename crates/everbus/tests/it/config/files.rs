@@ -5,7 +5,7 @@ use everbus::{Code, Config};
 
 use super::{SPECIFICATION, parse, problems, refused};
 
-// conformance: issue-3/config-not-a-file: a file that is missing, empty, binary, too large or not YAML is refused before any event moves
+// conformance: handlers/config-not-a-file: a file that is missing, empty, binary, too large or not YAML is refused before any event moves
 #[test]
 fn what_is_no_configuration_file_is_refused() {
     for (text, said) in [
@@ -84,7 +84,7 @@ fn what_is_no_configuration_file_is_refused() {
     );
 }
 
-// conformance: issue-3/config-aliases: aliases may repeat a value, and cannot blow up or nest without end
+// conformance: handlers/config-aliases: aliases may repeat a value, and cannot blow up or nest without end
 #[test]
 fn aliases_repeat_values_and_cannot_blow_up() {
     let config = parse(
@@ -124,7 +124,7 @@ impl Random {
     }
 }
 
-// conformance: issue-3/config-fuzz: whatever a file contains, reading it ends in a configuration or in InvalidConfig
+// conformance: handlers/config-fuzz: whatever a file contains, reading it ends in a configuration or in InvalidConfig
 #[test]
 fn whatever_a_file_contains_it_is_read_or_refused() {
     let seed = std::env::var("EVERBUS_TEST_SEED")

@@ -5,7 +5,7 @@ use everbus::config::Breaker;
 
 use super::{parse, problems, refused};
 
-// conformance: issue-3/config-unknown-key: an unknown key is an error with file, line and the nearest known key
+// conformance: handlers/config-unknown-key: an unknown key is an error with file, line and the nearest known key
 #[test]
 fn an_unknown_key_comes_with_the_nearest_known_one() {
     for (text, start, meant) in [
@@ -70,7 +70,7 @@ fn an_unknown_key_comes_with_the_nearest_known_one() {
     }
 }
 
-// conformance: issue-3/config-all-problems: all problems of a file are reported at once, in the order of its lines
+// conformance: handlers/config-all-problems: all problems of a file are reported at once, in the order of its lines
 #[test]
 fn all_problems_of_a_file_are_reported_at_once() {
     let text = "
@@ -124,7 +124,7 @@ backpressure:
     assert_eq!(lines.count(), 11);
 }
 
-// conformance: issue-3/config-all-problems: the list is bounded
+// conformance: handlers/config-all-problems: the list is bounded
 #[test]
 fn the_list_of_problems_is_bounded() {
     let many: String = (0..3000).map(|n| format!("zz{n}: 1\n")).collect();
@@ -133,7 +133,7 @@ fn the_list_of_problems_is_bounded() {
     assert!(error.message().ends_with("and 2980 more"), "{error}");
 }
 
-// conformance: issue-3/config-units: *_ms keys are milliseconds and nothing else; a wrong unit names the right ones
+// conformance: handlers/config-units: *_ms keys are milliseconds and nothing else; a wrong unit names the right ones
 #[test]
 fn numbers_with_the_wrong_unit_type_or_range_are_refused() {
     let consumer =
@@ -160,6 +160,7 @@ fn numbers_with_the_wrong_unit_type_or_range_are_refused() {
         ("ordered", "yes", "true or false"),
         ("ordered", "'true'", "true or false"),
         ("idempotent", "1", "true or false"),
+        ("decode", "again", "one of dead_letter"),
         ("start_from", "yesterday", "new, first, last, or a time"),
         ("criticality", "3", "one of critical"),
         ("criticality", "[critical]", "is a list"),
@@ -253,7 +254,7 @@ fn numbers_with_the_wrong_unit_type_or_range_are_refused() {
     }
 }
 
-// conformance: issue-3/config-group-conflict: consumers of one group that contradict each other, or are the same, are refused
+// conformance: handlers/config-group-conflict: consumers of one group that contradict each other, or are the same, are refused
 #[test]
 fn consumers_that_share_a_group_must_agree() {
     let two = |one: &str, two: &str| {

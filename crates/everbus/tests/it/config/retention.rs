@@ -15,7 +15,7 @@ fn stream(types: &str, max_age: Option<Duration>) -> StreamAge {
     }
 }
 
-// conformance: issue-4/config-retention: the file says what is kept for how long, by stream or by a preset
+// conformance: memory/config-retention: the file says what is kept for how long, by stream or by a preset
 #[test]
 fn the_file_says_what_is_kept() {
     assert_eq!(parse("broker: {url: 'memory:'}").unwrap().retention, None);
@@ -58,7 +58,7 @@ fn the_file_says_what_is_kept() {
     assert_eq!(both.payloads, None);
 }
 
-// conformance: issue-4/config-retention: what is wrong is refused where it stands
+// conformance: memory/config-retention: what is wrong is refused where it stands
 #[test]
 fn what_is_no_age_is_refused() {
     for (text, what) in [

@@ -147,3 +147,29 @@ retention: {streams: {'order.>': 1d}}
         "{all:#?}"
     );
 }
+
+// conformance: framework/backpressure-sizing: the book has the figures by kind of stream, and its example sets them
+#[test]
+fn the_book_says_how_long_streams_should_be() {
+    let page = include_str!("../../../../../docs/book/failure.md");
+    let (_, section) = page
+        .split_once("### How long a stream should be")
+        .expect("the section is in the book");
+    for row in [
+        "| high-frequency: price ticks, telemetry | 10,000 to 50,000 |",
+        "| standard: orders, notifications | 100,000 |",
+        "| audit, compliance | none |",
+    ] {
+        assert!(section.contains(row), "{row}");
+    }
+    let (_, example) = section.split_once("```yaml\n").expect("an example");
+    let (example, _) = example.split_once("```").expect("its end");
+    let limits = parse(example).unwrap().limits;
+    assert_eq!(limits.default, Some(StreamLimit::new(100_000)));
+    let dropping = |length| StreamLimit::new(length).on_full(OnFull::DropOldest);
+    assert_eq!(limits.by_stream["signals.price.update"], dropping(10_000));
+    assert_eq!(
+        limits.by_stream["telemetry.window.closed"],
+        dropping(50_000)
+    );
+}

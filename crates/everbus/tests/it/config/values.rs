@@ -7,7 +7,7 @@ use everbus::config::{BrokerKind, Problems};
 
 use super::{SPECIFICATION, parse, refused};
 
-// conformance: issue-3/config-variables: ${VAR} and ${VAR:-default} are expanded in values; one that is not set is named with its line
+// conformance: handlers/config-variables: ${VAR} and ${VAR:-default} are expanded in values; one that is not set is named with its line
 #[test]
 fn variables_become_values_and_nothing_else() {
     let text = "
@@ -53,7 +53,7 @@ consumers:
     );
 }
 
-// conformance: issue-3/config-secrets: neither a password nor what a variable holds is ever shown
+// conformance: handlers/config-secrets: neither a password nor what a variable holds is ever shown
 #[test]
 fn secrets_are_shown_nowhere() {
     let texts = [
@@ -95,7 +95,7 @@ fn secrets_are_shown_nowhere() {
     assert!(shown.contains("redis://***@cache:6379/0"), "{shown}");
 }
 
-// conformance: issue-3/config-broker-url: type and url become the URL that opens the bus, and must agree
+// conformance: handlers/config-broker-url: type and url become the URL that opens the bus, and must agree
 #[test]
 fn the_type_and_the_url_of_the_broker_agree() {
     for (broker, kind, url) in [

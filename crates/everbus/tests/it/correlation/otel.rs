@@ -37,7 +37,7 @@ async fn open(lab: &Lab) -> Bus {
         .await
 }
 
-// conformance: issue-3/otel-spans: a published event carries the trace of the span around it; the consumer's span is in the same trace and linked to the producer's.
+// conformance: handlers/otel-spans: a published event carries the trace of the span around it; the consumer's span is in the same trace and linked to the producer's.
 // conformance: framework/structure-otel: with OpenTelemetry enabled the trace of the publisher is in the envelope, and consumer processing belongs to it.
 #[tokio::test]
 async fn the_handler_s_span_belongs_to_the_trace_of_the_publisher() {
@@ -79,7 +79,7 @@ async fn the_handler_s_span_belongs_to_the_trace_of_the_publisher() {
     assert_eq!(links, [parent.span_id()]);
 }
 
-// conformance: issue-3/otel-spans: the trace context of an event from elsewhere is taken up, its state included; without one the handler begins a trace.
+// conformance: handlers/otel-spans: the trace context of an event from elsewhere is taken up, its state included; without one the handler begins a trace.
 #[tokio::test]
 async fn a_trace_from_elsewhere_is_taken_up() {
     let lab = Lab::new(Kind::Memory);

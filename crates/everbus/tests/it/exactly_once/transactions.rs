@@ -43,7 +43,7 @@ async fn open(router: Router) -> (Lab, Bus) {
     (lab, bus)
 }
 
-// conformance: issue-3/exactly-once-handler: a handler that returns in_transaction has its effect, inbox record, follow-up events and ack committed together.
+// conformance: handlers/exactly-once-handler: a handler that returns in_transaction has its effect, inbox record, follow-up events and ack committed together.
 // conformance: framework/guarantee-exactly-once: processing, the record of event_id and the acknowledgement are one transaction.
 #[tokio::test]
 async fn effect_record_follow_up_and_ack_are_there_together() {
@@ -77,7 +77,7 @@ async fn effect_record_follow_up_and_ack_are_there_together() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-3/exactly-once-handler: an event that was handled before is acked without its effect.
+// conformance: handlers/exactly-once-handler: an event that was handled before is acked without its effect.
 #[tokio::test]
 async fn an_effect_happens_once_however_often_its_event_comes() {
     let calls = Arc::new(AtomicUsize::new(0));
@@ -102,7 +102,7 @@ async fn an_effect_happens_once_however_often_its_event_comes() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-3/exactly-once-error: an effect that fails leaves nothing; its event is retried by the policy and dead-lettered with the error.
+// conformance: handlers/exactly-once-error: an effect that fails leaves nothing; its event is retried by the policy and dead-lettered with the error.
 #[tokio::test]
 async fn an_effect_that_fails_leaves_nothing_and_is_tried_again() {
     let books = |Json(n): Json<i64>, context: Context| async move {
@@ -137,7 +137,7 @@ async fn an_effect_that_fails_leaves_nothing_and_is_tried_again() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-3/exactly-once-answers: permanent, retry_after, skip and a panic in an effect mean what they mean in a handler.
+// conformance: handlers/exactly-once-answers: permanent, retry_after, skip and a panic in an effect mean what they mean in a handler.
 #[tokio::test]
 async fn an_effect_may_answer_like_a_handler() {
     let books = |Json(kind): Json<String>| async move {
@@ -172,7 +172,7 @@ async fn an_effect_may_answer_like_a_handler() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-3/exactly-once-panic: a panic in an effect is a failed attempt; nothing of it is done and the engine goes on.
+// conformance: handlers/exactly-once-panic: a panic in an effect is a failed attempt; nothing of it is done and the engine goes on.
 // conformance: fault-4/effect-panic: a panic in an effect does not fall through to the ack.
 #[tokio::test]
 async fn a_panic_in_an_effect_is_a_failed_attempt() {
@@ -198,7 +198,7 @@ async fn a_panic_in_an_effect_is_a_failed_attempt() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-3/exactly-once-several: effects of handlers that share a group and an event are done together or not at all.
+// conformance: handlers/exactly-once-several: effects of handlers that share a group and an event are done together or not at all.
 #[tokio::test]
 async fn effects_of_one_event_are_done_together() {
     let first = |Json(n): Json<i64>| async move { sqlite::in_transaction(move |tx| book(tx, n)) };
@@ -225,7 +225,7 @@ async fn effects_of_one_event_are_done_together() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-3/exactly-once-async-first: what the handler does before it returns the transaction may be slow; other events are published and handled meanwhile.
+// conformance: handlers/exactly-once-async-first: what the handler does before it returns the transaction may be slow; other events are published and handled meanwhile.
 #[tokio::test]
 async fn slow_work_before_the_transaction_holds_nobody_up() {
     let (begun, gate) = (

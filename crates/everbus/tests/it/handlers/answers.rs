@@ -20,7 +20,7 @@ use crate::support::{
 #[event(type = "note.made")]
 struct Note(u32);
 
-// conformance: issue-3/return-events: a handler returns nothing, an event, a builder, a pair, or a Vec, array or Option of those, alone or in a Result; they are published.
+// conformance: handlers/return-events: a handler returns nothing, an event, a builder, a pair, or a Vec, array or Option of those, alone or in a Result; they are published.
 #[tokio::test]
 async fn what_a_handler_returns_is_published() {
     on_every_engine(|lab| async move {
@@ -106,7 +106,7 @@ impl StdError for NoDelivery {
     }
 }
 
-// conformance: issue-3/errors-any-type: any error type is retryable by default, and what it says is kept with its causes.
+// conformance: handlers/errors-any-type: any error type is retryable by default, and what it says is kept with its causes.
 // conformance: framework/guarantee-redelivery: failed processing results in redelivery.
 #[tokio::test]
 async fn an_error_of_any_type_is_retried_by_the_policy() {
@@ -154,7 +154,7 @@ async fn an_error_of_any_type_is_retried_by_the_policy() {
     .await;
 }
 
-// conformance: issue-3/answer-permanent: permanent(e) sends the event to the dead letters at once.
+// conformance: handlers/answer-permanent: permanent(e) sends the event to the dead letters at once.
 #[tokio::test]
 async fn a_permanent_error_is_a_dead_letter_at_once() {
     on_every_engine(|lab| async move {
@@ -201,7 +201,7 @@ async fn a_dead_letter_is_settled_until_it_is_durable() {
     }
 }
 
-// conformance: issue-3/answer-retry-after: retry_after(e, d) waits that long instead of what the policy says, and is an attempt like any other.
+// conformance: handlers/answer-retry-after: retry_after(e, d) waits that long instead of what the policy says, and is an attempt like any other.
 #[tokio::test]
 async fn retry_after_waits_as_long_as_it_says_and_counts() {
     on_every_engine(|lab| async move {
@@ -224,7 +224,7 @@ async fn retry_after_waits_as_long_as_it_says_and_counts() {
     .await;
 }
 
-// conformance: issue-3/answer-skip: skip(reason) ends the event for the group with the reason recorded; it is no failure.
+// conformance: handlers/answer-skip: skip(reason) ends the event for the group with the reason recorded; it is no failure.
 #[tokio::test]
 async fn a_skipped_event_is_done_and_no_failure() {
     on_every_engine(|lab| async move {
@@ -254,7 +254,7 @@ async fn a_skipped_event_is_done_and_no_failure() {
     .await;
 }
 
-// conformance: issue-3/answer-skip: the reason is kept where the events are.
+// conformance: handlers/answer-skip: the reason is kept where the events are.
 #[tokio::test]
 async fn the_reason_of_a_skip_is_recorded() {
     on_every_durable_engine(|lab| async move {

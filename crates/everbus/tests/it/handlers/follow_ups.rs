@@ -16,8 +16,8 @@ use crate::support::{
     Kind, Lab, given_up, handled, is_done, on_every_engine, published, wait_for_retry,
 };
 
-// conformance: issue-3/follow-ups-order: events of Context::publish come before those that are returned.
-// conformance: issue-3/follow-ups-ack: follow-ups appear only with the ack: while the handler runs and after it failed there are none.
+// conformance: handlers/follow-ups-order: events of Context::publish come before those that are returned.
+// conformance: handlers/follow-ups-ack: follow-ups appear only with the ack: while the handler runs and after it failed there are none.
 #[tokio::test]
 async fn nothing_is_published_unless_the_attempt_succeeds() {
     on_every_engine(|lab| async move {
@@ -52,7 +52,7 @@ async fn nothing_is_published_unless_the_attempt_succeeds() {
     .await;
 }
 
-// conformance: issue-3/follow-ups-atomic: ack and follow-ups are one step: whoever looks sees both or neither.
+// conformance: handlers/follow-ups-atomic: ack and follow-ups are one step: whoever looks sees both or neither.
 #[tokio::test]
 async fn an_ack_is_never_seen_without_its_follow_up() {
     const EVENTS: i64 = 200;
@@ -96,7 +96,7 @@ async fn an_ack_is_never_seen_without_its_follow_up() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-3/follow-ups-once: an outcome that the engine is asked for again publishes its events once.
+// conformance: handlers/follow-ups-once: an outcome that the engine is asked for again publishes its events once.
 #[tokio::test]
 async fn a_settlement_that_is_repeated_publishes_once() {
     let (bus, faults, _) = faulty().await;
@@ -109,7 +109,7 @@ async fn a_settlement_that_is_repeated_publishes_once() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-3/follow-ups-ids: ids of follow-ups are made from cause, group, handler and index, so that a second run repeats them; an id that the handler brings is kept.
+// conformance: handlers/follow-ups-ids: ids of follow-ups are made from cause, group, handler and index, so that a second run repeats them; an id that the handler brings is kept.
 #[tokio::test]
 async fn follow_ups_have_ids_that_a_second_run_repeats() {
     const OWN: EventId = EventId::from_bytes([7; 16]);
@@ -154,7 +154,7 @@ async fn follow_ups_have_ids_that_a_second_run_repeats() {
     .await;
 }
 
-// conformance: issue-3/follow-ups-refused: a follow-up that the engine refuses makes a dead letter of its cause instead of a loop.
+// conformance: handlers/follow-ups-refused: a follow-up that the engine refuses makes a dead letter of its cause instead of a loop.
 #[tokio::test]
 async fn a_follow_up_under_a_used_id_ends_its_cause() {
     const ID: EventId = EventId::from_bytes([9; 16]);
@@ -186,7 +186,7 @@ async fn a_follow_up_under_a_used_id_ends_its_cause() {
     .await;
 }
 
-// conformance: issue-3/follow-ups-checked: what a handler emits is checked like what is published: size and schema.
+// conformance: handlers/follow-ups-checked: what a handler emits is checked like what is published: size and schema.
 #[tokio::test]
 async fn a_follow_up_that_may_not_be_published_ends_its_cause() {
     on_every_engine(|lab| async move {
@@ -219,7 +219,7 @@ async fn a_follow_up_that_may_not_be_published_ends_its_cause() {
     .await;
 }
 
-// conformance: issue-3/follow-ups-checked: the events of a transaction are checked too, and nothing of it is done.
+// conformance: handlers/follow-ups-checked: the events of a transaction are checked too, and nothing of it is done.
 #[tokio::test]
 async fn an_event_of_a_transaction_that_may_not_be_published_undoes_it() {
     let lab = Lab::new(Kind::Sqlite);
@@ -254,7 +254,7 @@ async fn an_event_of_a_transaction_that_may_not_be_published_undoes_it() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-3/follow-ups-ack: an event that is staged after the attempt has ended is refused, not lost.
+// conformance: handlers/follow-ups-ack: an event that is staged after the attempt has ended is refused, not lost.
 #[tokio::test]
 async fn nothing_can_be_staged_after_the_attempt_has_ended() {
     on_every_engine(|lab| async move {
@@ -285,7 +285,7 @@ async fn nothing_can_be_staged_after_the_attempt_has_ended() {
     .await;
 }
 
-// conformance: issue-3/follow-ups-bounded: what one attempt emits is bounded.
+// conformance: handlers/follow-ups-bounded: what one attempt emits is bounded.
 #[tokio::test]
 async fn one_attempt_cannot_stage_events_without_end() {
     let lab = Lab::new(Kind::Memory);

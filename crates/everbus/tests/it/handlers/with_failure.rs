@@ -77,6 +77,7 @@ async fn each_failed_attempt_publishes_its_events() {
 }
 
 // conformance: contract/failure-events: a settlement that is sent again publishes its events once
+// conformance: handlers/stats-published: events of a failure are counted as published, once
 #[tokio::test]
 async fn a_failure_that_is_settled_again_publishes_once() {
     for after in [false, true] {

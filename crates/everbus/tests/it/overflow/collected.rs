@@ -35,7 +35,7 @@ fn large(id: EventId, tenant: &str, text: &str) -> Event {
     event.json(&text.repeat(3000)).build().unwrap()
 }
 
-// conformance: issue-4/overflow-collected: an object is collected only after its event is gone, and then it is
+// conformance: memory/overflow-collected: an object is collected only after its event is gone, and then it is
 // conformance: fault-11/collected: an object is not collected before the transaction that removes its event
 #[tokio::test]
 async fn an_object_goes_after_its_event() {
@@ -86,7 +86,7 @@ async fn an_object_goes_after_its_event() {
     .await;
 }
 
-// conformance: issue-4/overflow-shared: an event of another tenant with the same id has an object of its own, or keeps the one it shares
+// conformance: memory/overflow-shared: an event of another tenant with the same id has an object of its own, or keeps the one it shares
 #[tokio::test]
 async fn tenants_with_the_same_ids_do_not_take_each_others_objects() {
     on_every_engine(|lab| async move {
@@ -126,7 +126,7 @@ async fn tenants_with_the_same_ids_do_not_take_each_others_objects() {
     .await;
 }
 
-// conformance: issue-4/overflow-repeated: a repeated publish stores nothing anew and uses no object that may be on its way out
+// conformance: memory/overflow-repeated: a repeated publish stores nothing anew and uses no object that may be on its way out
 #[tokio::test]
 async fn a_repeated_publish_gives_the_first_receipt() {
     on_every_engine(|lab| async move {
@@ -182,7 +182,7 @@ async fn left_behind(bus: &Bus, shelf: &Shelf, hours: u64) -> PathBuf {
     path
 }
 
-// conformance: issue-4/overflow-same-payload: after the threshold was changed the same publish is still the same, and another body still refused
+// conformance: memory/overflow-same-payload: after the threshold was changed the same publish is still the same, and another body still refused
 #[tokio::test]
 async fn a_repeated_publish_is_the_same_under_any_threshold() {
     on_every_engine(|lab| async move {
@@ -209,7 +209,7 @@ async fn a_repeated_publish_is_the_same_under_any_threshold() {
     .await;
 }
 
-// conformance: issue-4/overflow-strays: an object whose publish never committed is deleted after a day; what another put is not
+// conformance: memory/overflow-strays: an object whose publish never committed is deleted after a day; what another put is not
 #[tokio::test]
 async fn an_object_whose_publish_never_committed_is_deleted_after_a_day() {
     on_every_engine(|lab| async move {
@@ -245,7 +245,7 @@ async fn an_object_whose_publish_never_committed_is_deleted_after_a_day() {
     .await;
 }
 
-// conformance: issue-4/overflow-note-first: every object is noted before it is put, and the note is gone when the event is there
+// conformance: memory/overflow-note-first: every object is noted before it is put, and the note is gone when the event is there
 #[tokio::test]
 async fn a_publish_that_fails_leaves_a_note_of_its_object() {
     on_every_engine(|lab| async move {
@@ -320,7 +320,7 @@ async fn publish(bus: &Bus, text: &str) -> EventId {
     bus.publish(("a", text.repeat(3000))).await.unwrap().id()
 }
 
-// conformance: issue-4/overflow-other-log: objects of another log in the same place are left alone, whatever the two have in common
+// conformance: memory/overflow-other-log: objects of another log in the same place are left alone, whatever the two have in common
 #[tokio::test]
 async fn a_new_log_leaves_the_objects_of_the_one_before_it() {
     let shop = Beside::new();
@@ -361,7 +361,7 @@ async fn a_new_log_leaves_the_objects_of_the_one_before_it() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-4/overflow-older-copy: where an older copy of the file was put into place, the objects of the newer state are never collected
+// conformance: memory/overflow-older-copy: where an older copy of the file was put into place, the objects of the newer state are never collected
 #[tokio::test]
 async fn an_older_copy_deletes_nothing_of_the_newer_state() {
     let shop = Beside::new();
@@ -396,7 +396,7 @@ async fn an_older_copy_deletes_nothing_of_the_newer_state() {
     newer.shutdown().await.unwrap();
 }
 
-// conformance: issue-4/overflow-copy-is-another: a backup that is used beside the file it was made of deletes none of its objects
+// conformance: memory/overflow-copy-is-another: a backup that is used beside the file it was made of deletes none of its objects
 #[tokio::test]
 async fn a_backup_in_use_leaves_the_objects_of_its_original() {
     let shop = Beside::new();
@@ -416,7 +416,7 @@ async fn a_backup_in_use_leaves_the_objects_of_its_original() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: issue-4/overflow-moved: after a bus was given another place, what is under the same key there is somebody else's
+// conformance: memory/overflow-moved: after a bus was given another place, what is under the same key there is somebody else's
 #[tokio::test]
 async fn an_object_in_another_place_is_not_taken_for_the_one_that_was_left_behind() {
     let shelf = || Shelf::new(Lab::new(Kind::Sqlite));

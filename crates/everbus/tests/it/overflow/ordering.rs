@@ -106,7 +106,7 @@ async fn watching(shelf: &Shelf, fail: bool) -> (Bus, Arc<AtomicUsize>) {
 }
 
 // conformance: fault-11/object-first: the object is there before the event is appended, by publish, by batch and by a handler's ack
-// conformance: issue-4/overflow-durable: the object is durable before the event commits
+// conformance: memory/overflow-durable: the object is durable before the event commits
 #[tokio::test]
 async fn the_object_is_there_before_the_event() {
     let shelf = Shelf::new(Lab::new(Kind::Memory));

@@ -20,7 +20,7 @@ async fn read(bus: &Bus, id: EventId) -> everbus::Result<String> {
     Ok(whole.event.json::<String>().unwrap())
 }
 
-// conformance: issue-4/overflow-also-read: after the place was changed, objects are read from the places that are listed, and what is elsewhere is said to be
+// conformance: memory/overflow-also-read: after the place was changed, objects are read from the places that are listed, and what is elsewhere is said to be
 #[tokio::test]
 async fn older_objects_are_read_from_the_places_that_are_listed() {
     on_every_engine(|lab| async move {
@@ -79,7 +79,7 @@ async fn reopened(shelf: &Shelf, bus: Bus, overflow: Overflow) -> Bus {
     builder.with_engine(bus.engine().clone()).unwrap()
 }
 
-// conformance: issue-4/overflow-beside-read: objects beside the file are read also when new ones go elsewhere, and objects that were moved with their file are found under its new name
+// conformance: memory/overflow-beside-read: objects beside the file are read also when new ones go elsewhere, and objects that were moved with their file are found under its new name
 #[tokio::test]
 async fn objects_beside_the_file_are_read_whatever_is_configured() {
     let directory = tempfile::tempdir().unwrap();
@@ -113,7 +113,7 @@ async fn objects_beside_the_file_are_read_whatever_is_configured() {
     }
 }
 
-// conformance: issue-4/overflow-also-kept: the collector deletes nothing in a place that is only read
+// conformance: memory/overflow-also-kept: the collector deletes nothing in a place that is only read
 #[tokio::test]
 async fn nothing_is_deleted_in_a_place_that_is_only_read() {
     on_every_engine(|lab| async move {
@@ -146,7 +146,7 @@ async fn nothing_is_deleted_in_a_place_that_is_only_read() {
     .await;
 }
 
-// conformance: issue-4/overflow-inspect: an object is looked at without being read, and deeply if asked for
+// conformance: memory/overflow-inspect: an object is looked at without being read, and deeply if asked for
 #[tokio::test]
 async fn an_object_is_inspected() {
     let shelf = Shelf::new(Lab::new(Kind::Memory));
@@ -178,7 +178,7 @@ async fn an_object_is_inspected() {
     }
 }
 
-// conformance: issue-4/overflow-mark-swept: what an interrupted put of the mark of a place left is swept up, and nothing else beside the objects
+// conformance: memory/overflow-mark-swept: what an interrupted put of the mark of a place left is swept up, and nothing else beside the objects
 #[tokio::test]
 async fn an_unfinished_mark_is_swept_up() {
     let shelf = Shelf::new(Lab::new(Kind::Memory));

@@ -93,7 +93,7 @@ fn make_bucket(port: u16) {
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
 }
 
-// conformance: issue-4/overflow-s3: objects go to S3 by URL and come back from there
+// conformance: memory/overflow-s3: objects go to S3 by URL and come back from there
 #[test]
 fn objects_go_to_s3_and_come_back() {
     let Some(server) = moto() else { return };

@@ -8,7 +8,7 @@ use super::{SECOND, each_second, of_type};
 use crate::support::{fine, given_up, handled, on_every_engine, published, recorder};
 
 // conformance: omni/replay-event: replayEvent publishes the event again under a new id with replayOf naming the original; everything else is as it was.
-// conformance: issue-4/replay-id: replay of an id publishes a copy with a new id and replay_of.
+// conformance: memory/replay-id: replay of an id publishes a copy with a new id and replay_of.
 #[tokio::test]
 async fn a_copy_differs_in_its_id_and_says_what_it_copies() {
     on_every_engine(|lab| async move {
@@ -66,7 +66,7 @@ async fn a_copy_differs_in_its_id_and_says_what_it_copies() {
 }
 
 // conformance: omni/replay-event-missing: replayEvent of an unknown id is an error that says so.
-// conformance: issue-4/replay-id-tenants: an id that several tenants use is replayed for the tenant that is named.
+// conformance: memory/replay-id-tenants: an id that several tenants use is replayed for the tenant that is named.
 #[tokio::test]
 async fn an_id_must_name_one_event() {
     on_every_engine(|lab| async move {
@@ -94,8 +94,8 @@ async fn an_id_must_name_one_event() {
     .await;
 }
 
-// conformance: issue-4/replay-everybody: replay is for everybody or for a named group; copies reach every group that wants them.
-// conformance: issue-4/replay-staleness: replays keep occurred_at, carry replay_of and are exempt from staleness.
+// conformance: memory/replay-everybody: replay is for everybody or for a named group; copies reach every group that wants them.
+// conformance: memory/replay-staleness: replays keep occurred_at, carry replay_of and are exempt from staleness.
 #[tokio::test]
 async fn copies_reach_everybody_however_old_they_are() {
     on_every_engine(|lab| async move {
@@ -173,7 +173,7 @@ async fn a_dead_letter_can_go_back_to_its_stream() {
     .await;
 }
 
-// conformance: issue-4/replay-audit: a replay is on record before it is done, with who asked for it, and with what came of it; a preview and a function that reads are not.
+// conformance: memory/replay-audit: a replay is on record before it is done, with who asked for it, and with what came of it; a preview and a function that reads are not.
 #[tokio::test]
 async fn a_replay_is_on_record() {
     on_every_engine(|lab| async move {

@@ -18,8 +18,8 @@ async fn info(bus: &Bus, group: &str) -> Option<GroupInfo> {
         .find(|info| info.name.to_string() == group)
 }
 
-// conformance: issue-4/replay-group: into a given group, which handles the events again; other groups do not notice and its position does not move.
-// conformance: issue-4/replay-group-stale: replays into a group are exempt from staleness.
+// conformance: memory/replay-group: into a given group, which handles the events again; other groups do not notice and its position does not move.
+// conformance: memory/replay-group-stale: replays into a group are exempt from staleness.
 #[tokio::test]
 async fn a_group_handles_events_again_and_stays_where_it_is() {
     on_every_engine(|lab| async move {
@@ -68,7 +68,7 @@ async fn a_group_handles_events_again_and_stays_where_it_is() {
     .await;
 }
 
-// conformance: issue-4/replay-owed: what the group still owes, and what its inbox absorbs, is counted as skipped.
+// conformance: memory/replay-owed: what the group still owes, and what its inbox absorbs, is counted as skipped.
 #[tokio::test]
 async fn what_is_owed_or_absorbed_is_skipped() {
     on_every_engine(|lab| async move {
@@ -113,7 +113,7 @@ async fn what_is_owed_or_absorbed_is_skipped() {
     .await;
 }
 
-// conformance: issue-4/replay-fresh: into a fresh isolated group with handlers of its own, through the pipeline with its retries; it gets no live events and is removed when everything is settled.
+// conformance: memory/replay-fresh: into a fresh isolated group with handlers of its own, through the pipeline with its retries; it gets no live events and is removed when everything is settled.
 #[tokio::test]
 async fn handlers_of_its_own_see_the_past_and_nothing_else() {
     on_every_engine(|lab| async move {
@@ -174,7 +174,7 @@ async fn handlers_of_its_own_see_the_past_and_nothing_else() {
     .await;
 }
 
-// conformance: issue-4/replay-fresh-dead: dead letters of a fresh group are kept, and the report names them and the group.
+// conformance: memory/replay-fresh-dead: dead letters of a fresh group are kept, and the report names them and the group.
 #[tokio::test]
 async fn dead_letters_of_a_fresh_group_are_kept() {
     on_every_engine(|lab| async move {
@@ -216,7 +216,7 @@ async fn dead_letters_of_a_fresh_group_are_kept() {
     .await;
 }
 
-// conformance: issue-4/replay-fresh-dropped: a replay that is dropped leaves no handlers and no group behind.
+// conformance: memory/replay-fresh-dropped: a replay that is dropped leaves no handlers and no group behind.
 #[tokio::test]
 async fn a_dropped_replay_takes_its_group_along() {
     on_every_engine(|lab| async move {

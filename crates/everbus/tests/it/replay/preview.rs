@@ -14,7 +14,7 @@ use crate::support::{
     eventually, fine, handled, on_every_engine, published, recorder, wait_for_retry,
 };
 
-// conformance: issue-4/replay-preview: a preview says how many events, which groups and handlers would run and how many the inbox would absorb, and changes nothing.
+// conformance: memory/replay-preview: a preview says how many events, which groups and handlers would run and how many the inbox would absorb, and changes nothing.
 #[tokio::test]
 async fn a_preview_tells_who_would_get_what() {
     on_every_engine(|lab| async move {
@@ -160,8 +160,8 @@ fn skips(set: impl FnOnce(&mut ReplaySkips)) -> ReplaySkips {
     skips
 }
 
-// conformance: issue-4/replay-preview-exact: a preview counts as the run does, event for event: waiting, in flight, dead, absorbed, copied, corrected and unmatched.
-// conformance: issue-4/replay-corrections: a corrected event is replayed for the group it was sent to, in place of its original; copies of a range leave out both, and count them.
+// conformance: memory/replay-preview-exact: a preview counts as the run does, event for event: waiting, in flight, dead, absorbed, copied, corrected and unmatched.
+// conformance: memory/replay-corrections: a corrected event is replayed for the group it was sent to, in place of its original; copies of a range leave out both, and count them.
 #[tokio::test]
 async fn a_preview_counts_what_the_run_does() {
     on_every_engine(|lab| async move {

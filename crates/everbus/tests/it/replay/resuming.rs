@@ -36,7 +36,7 @@ fn until(
     }
 }
 
-// conformance: issue-4/replay-resume: a run that has a name goes on where it was stopped, with its counts, and forgets its checkpoint at the end.
+// conformance: memory/replay-resume: a run that has a name goes on where it was stopped, with its counts, and forgets its checkpoint at the end.
 #[tokio::test]
 async fn a_run_goes_on_where_it_was_stopped() {
     on_every_engine(|lab| async move {
@@ -91,7 +91,7 @@ async fn a_run_goes_on_where_it_was_stopped() {
     .await;
 }
 
-// conformance: issue-4/replay-resume-other: another selection or target under the name of a run that is under way is an error.
+// conformance: memory/replay-resume-other: another selection or target under the name of a run that is under way is an error.
 #[tokio::test]
 async fn a_name_stands_for_one_selection() {
     on_every_engine(|lab| async move {
@@ -126,8 +126,8 @@ async fn a_name_stands_for_one_selection() {
     .await;
 }
 
-// conformance: issue-4/replay-copies-once: copies of a run that goes on after a crash are not published twice.
-// conformance: issue-4/replay-cancelled: a run that is dropped leaves its checkpoint and can be resumed, also by another process.
+// conformance: memory/replay-copies-once: copies of a run that goes on after a crash are not published twice.
+// conformance: memory/replay-cancelled: a run that is dropped leaves its checkpoint and can be resumed, also by another process.
 #[tokio::test]
 async fn a_run_that_was_cut_off_publishes_nothing_twice() {
     on_every_durable_engine(|lab| async move {
@@ -223,7 +223,7 @@ async fn a_fresh_group_goes_on_too() {
     .await;
 }
 
-// conformance: issue-4/replay-list: replays that are not complete are listed with what, where to and how far, as idle after an hour, and can be forgotten.
+// conformance: memory/replay-list: replays that are not complete are listed with what, where to and how far, as idle after an hour, and can be forgotten.
 #[tokio::test]
 async fn a_run_that_is_not_complete_is_listed_until_it_is_forgotten() {
     on_every_engine(|lab| async move {

@@ -10,8 +10,8 @@ use super::{Given, SECOND, each_second, micros_after, of_type};
 use crate::support::{Kind, Lab, on_every_engine};
 
 // conformance: omni/replay-range: replay takes startTime and an optional endTime; both are inclusive.
-// conformance: issue-4/replay-time: by time range, by the time of receipt, both bounds inclusive.
-// conformance: issue-4/replay-closure: into a function, in the order of the log.
+// conformance: memory/replay-time: by time range, by the time of receipt, both bounds inclusive.
+// conformance: memory/replay-closure: into a function, in the order of the log.
 #[tokio::test]
 async fn a_range_has_both_its_ends() {
     on_every_engine(|lab| async move {
@@ -61,7 +61,7 @@ async fn a_range_has_both_its_ends() {
 }
 
 // conformance: omni/replay-stream: replay takes a stream.
-// conformance: issue-4/replay-select: by stream, pattern, tenant, app and entity.
+// conformance: memory/replay-select: by stream, pattern, tenant, app and entity.
 #[tokio::test]
 async fn a_selection_is_what_all_its_words_say() {
     on_every_engine(|lab| async move {
@@ -118,7 +118,7 @@ async fn a_selection_is_what_all_its_words_say() {
 // conformance: omni/replay-result: the result is processed, skipped and errors.
 // conformance: omni/replay-errors: an error of the handler is counted and does not stop the replay.
 // conformance: omni/replay-handler: the handler gets the events one after another.
-// conformance: issue-4/replay-report: it returns how many were processed, skipped and failed.
+// conformance: memory/replay-report: it returns how many were processed, skipped and failed.
 #[tokio::test]
 async fn errors_and_panics_are_counted_and_stop_nothing() {
     on_every_engine(|lab| async move {
@@ -188,7 +188,7 @@ async fn so_many_calls_run_at_once_and_no_more() {
     assert_eq!(highest.load(Ordering::SeqCst), 4);
 }
 
-// conformance: issue-4/replay-rate: a rate limits the events per second.
+// conformance: memory/replay-rate: a rate limits the events per second.
 #[tokio::test(start_paused = true)]
 async fn a_rate_spreads_the_events_over_time() {
     let bus = Lab::new(Kind::Memory).open().await;
@@ -204,7 +204,7 @@ async fn a_rate_spreads_the_events_over_time() {
     assert!(took >= 2 * SECOND && took <= 3 * SECOND, "{took:?}");
 }
 
-// conformance: issue-4/replay-bad-input: a range that ends before it starts, a bad pattern, a rate of nothing, both an event and a range: clear errors, and nothing happens.
+// conformance: memory/replay-bad-input: a range that ends before it starts, a bad pattern, a rate of nothing, both an event and a range: clear errors, and nothing happens.
 #[tokio::test]
 async fn what_makes_no_sense_is_refused() {
     on_every_engine(|lab| async move {

@@ -33,7 +33,7 @@ async fn bus_with(orders: usize) -> TestBus {
     bus
 }
 
-// conformance: issue-3/test-bus-assert-published: assert_published::<T>() gives the one event of a type, or says what was published instead
+// conformance: handlers/test-bus-assert-published: assert_published::<T>() gives the one event of a type, or says what was published instead
 #[tokio::test]
 async fn the_one_event_of_a_type_is_given_back() {
     everywhere(|builder| async move {
@@ -61,7 +61,7 @@ async fn the_one_event_of_a_type_is_given_back() {
     .await;
 }
 
-// conformance: issue-3/test-bus-assert-published: assert_published::<T>() gives the one event of a type, or says what was published instead
+// conformance: handlers/test-bus-assert-published: assert_published::<T>() gives the one event of a type, or says what was published instead
 #[tokio::test]
 async fn a_failed_assertion_lists_what_was_published_instead() {
     let bus = bus_with(0).await;
@@ -83,7 +83,7 @@ async fn a_failed_assertion_lists_what_was_published_instead() {
     );
 }
 
-// conformance: issue-3/test-bus-assert-published: assert_published::<T>() gives the one event of a type, or says what was published instead
+// conformance: handlers/test-bus-assert-published: assert_published::<T>() gives the one event of a type, or says what was published instead
 #[tokio::test]
 async fn the_one_event_for_which_a_condition_holds_is_given_back() {
     let bus = bus_with(3).await;
@@ -140,7 +140,7 @@ async fn an_event_that_cannot_be_read_is_an_error_of_the_test() {
     assert!(text.contains("cannot be read"), "{text}");
 }
 
-// conformance: issue-3/test-bus-assert-handled: assertions about handling and dead letters say group, attempts and errors
+// conformance: handlers/test-bus-assert-handled: assertions about handling and dead letters say group, attempts and errors
 #[tokio::test]
 async fn an_event_that_was_not_handled_is_described() {
     let bus = bus_with(0).await;
@@ -172,7 +172,7 @@ async fn an_event_that_was_not_handled_is_described() {
     );
 }
 
-// conformance: issue-3/test-bus-assert-handled: assertions about handling and dead letters say group, attempts and errors
+// conformance: handlers/test-bus-assert-handled: assertions about handling and dead letters say group, attempts and errors
 #[tokio::test]
 async fn dead_letters_fail_the_assertion_that_there_are_none() {
     let router = Router::new().on(
@@ -191,7 +191,7 @@ async fn dead_letters_fail_the_assertion_that_there_are_none() {
     assert!(text.contains(&format!("asserts.rs:{line}")), "{text}");
 }
 
-// conformance: issue-3/test-bus-assert-published: assert_published::<T>() gives the one event of a type, or says what was published instead
+// conformance: handlers/test-bus-assert-published: assert_published::<T>() gives the one event of a type, or says what was published instead
 #[tokio::test]
 async fn what_was_published_without_waiting_is_there_at_once() {
     everywhere(|builder| async move {

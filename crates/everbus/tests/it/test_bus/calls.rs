@@ -22,7 +22,7 @@ async fn order_placed_sends_a_notification() {
 }
 
 // conformance: framework/testing-unit: handler functions are called directly, without a broker
-// conformance: issue-3/test-bus-direct-call: a handler is called with its extractors, without engine and pipeline
+// conformance: handlers/test-bus-direct-call: a handler is called with its extractors, without engine and pipeline
 #[tokio::test]
 async fn a_handler_takes_its_parameters_from_the_event_it_is_called_with() {
     let notifications = Notifications::default();
@@ -42,7 +42,7 @@ async fn a_handler_takes_its_parameters_from_the_event_it_is_called_with() {
     assert_eq!(event.correlation_id(), "corr-1");
 }
 
-// conformance: issue-3/test-bus-direct-call: a handler is called with its extractors, without engine and pipeline
+// conformance: handlers/test-bus-direct-call: a handler is called with its extractors, without engine and pipeline
 #[tokio::test]
 async fn every_extractor_works_in_a_direct_call() {
     async fn look(
@@ -74,7 +74,7 @@ async fn every_extractor_works_in_a_direct_call() {
     assert_eq!(types, ["staged", "staged.too"]);
 }
 
-// conformance: issue-3/test-bus-direct-call: a handler is called with its extractors, without engine and pipeline
+// conformance: handlers/test-bus-direct-call: a handler is called with its extractors, without engine and pipeline
 #[tokio::test]
 async fn a_direct_call_says_what_cannot_be_taken_from_the_event() {
     let no_state = call(handle_order_placed).with(order()).await.unwrap_err();

@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 
 use super::{SECOND, everywhere, relay};
 
-// conformance: issue-3/test-bus-idle: publish waits until everything due is handled, by all groups and with all follow-ups
+// conformance: handlers/test-bus-idle: publish waits until everything due is handled, by all groups and with all follow-ups
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn a_publish_returns_only_when_everything_it_caused_is_handled() {
     everywhere(|builder| async move {
@@ -44,7 +44,7 @@ async fn a_publish_returns_only_when_everything_it_caused_is_handled() {
     .await;
 }
 
-// conformance: issue-3/test-bus-idle: publish waits until everything due is handled, by all groups and with all follow-ups
+// conformance: handlers/test-bus-idle: publish waits until everything due is handled, by all groups and with all follow-ups
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn what_was_published_before_is_waited_for_too() {
     everywhere(|builder| async move {
@@ -68,7 +68,7 @@ async fn what_was_published_before_is_waited_for_too() {
     .await;
 }
 
-// conformance: issue-3/test-bus-idle: publish waits until everything due is handled, by all groups and with all follow-ups
+// conformance: handlers/test-bus-idle: publish waits until everything due is handled, by all groups and with all follow-ups
 #[tokio::test]
 async fn a_handler_that_takes_its_time_is_waited_for() {
     let (began, finish) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
@@ -93,7 +93,7 @@ async fn a_handler_that_takes_its_time_is_waited_for() {
     publish.await.unwrap().assert_handled();
 }
 
-// conformance: issue-3/test-bus-idle: publish waits until everything due is handled, by all groups and with all follow-ups
+// conformance: handlers/test-bus-idle: publish waits until everything due is handled, by all groups and with all follow-ups
 #[tokio::test]
 async fn a_handler_that_never_ends_is_named() {
     let router = Router::new().on("a.b", to(std::future::pending::<()>).group("stuck"));
@@ -108,7 +108,7 @@ async fn a_handler_that_never_ends_is_named() {
     );
 }
 
-// conformance: issue-3/test-bus-virtual-time: time is virtual; each retry is made at its own time
+// conformance: handlers/test-bus-virtual-time: time is virtual; each retry is made at its own time
 #[tokio::test(start_paused = true)]
 async fn with_tokios_time_stopped_no_test_waits_for_a_handlers_timeout() {
     let handler = to(std::future::pending::<()>)
@@ -149,7 +149,7 @@ fn with_breaker(dependency: &Dependency) -> Router {
         .with_state(dependency.clone())
 }
 
-// conformance: issue-3/test-bus-breaker: an open breaker is no work that is due; moving the clock lets its probe through
+// conformance: handlers/test-bus-breaker: an open breaker is no work that is due; moving the clock lets its probe through
 #[tokio::test]
 async fn a_bus_whose_breaker_is_open_is_idle_until_the_clock_is_moved() {
     everywhere(|builder| async move {
@@ -185,7 +185,23 @@ async fn a_bus_whose_breaker_is_open_is_idle_until_the_clock_is_moved() {
     .await;
 }
 
-// conformance: issue-3/test-bus-breaker: an open breaker is no work that is due; moving the clock lets its probe through
+// conformance: handlers/breaker-quiet: a test does not wait for the alert of a best-effort breaker, which never comes.
+#[tokio::test]
+async fn a_bus_whose_best_effort_breaker_opens_is_idle() {
+    everywhere(|builder| async move {
+        let policy = BreakerPolicy::default().fail_max(1);
+        let route = to(use_it).breaker(policy);
+        let route = route.criticality(everbus::Criticality::BestEffort);
+        let router = Router::new().on("a", route);
+        let router = router.with_state(Dependency::default());
+        let bus = builder.build(router).await.unwrap();
+        bus.publish(("a", 1)).await.unwrap();
+        assert!(bus.published_events("system.>").is_empty());
+    })
+    .await;
+}
+
+// conformance: handlers/test-bus-breaker: an open breaker is no work that is due; moving the clock lets its probe through
 #[tokio::test]
 async fn a_dependency_that_stays_down_keeps_critical_events_waiting() {
     everywhere(|builder| async move {
@@ -206,7 +222,7 @@ async fn a_dependency_that_stays_down_keeps_critical_events_waiting() {
     .await;
 }
 
-// conformance: issue-3/test-bus-breaker: an open breaker is no work that is due; moving the clock lets its probe through
+// conformance: handlers/test-bus-breaker: an open breaker is no work that is due; moving the clock lets its probe through
 #[tokio::test]
 async fn one_open_breaker_does_not_hide_the_work_of_another_group() {
     everywhere(|builder| async move {
@@ -239,7 +255,7 @@ async fn one_open_breaker_does_not_hide_the_work_of_another_group() {
     .await;
 }
 
-// conformance: issue-3/test-bus-idle: publish waits until everything due is handled, by all groups and with all follow-ups
+// conformance: handlers/test-bus-idle: publish waits until everything due is handled, by all groups and with all follow-ups
 #[tokio::test]
 async fn events_behind_a_waiting_one_of_the_same_key_are_not_due() {
     everywhere(|builder| async move {
@@ -263,7 +279,7 @@ async fn events_behind_a_waiting_one_of_the_same_key_are_not_due() {
     .await;
 }
 
-// conformance: issue-3/test-bus-idle: publish waits until everything due is handled, by all groups and with all follow-ups
+// conformance: handlers/test-bus-idle: publish waits until everything due is handled, by all groups and with all follow-ups
 #[tokio::test]
 async fn a_dead_letter_that_is_sent_back_is_work_again() {
     everywhere(|builder| async move {

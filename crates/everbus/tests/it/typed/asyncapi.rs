@@ -96,7 +96,7 @@ fn shop() -> Document {
     document
 }
 
-// conformance: issue-3/asyncapi-document: an AsyncAPI 3 document of all channels, messages and schemas.
+// conformance: handlers/asyncapi-document: an AsyncAPI 3 document of all channels, messages and schemas.
 #[test]
 fn the_document_is_what_it_was() {
     let json = shop().to_json().unwrap();
@@ -112,7 +112,7 @@ fn the_document_is_what_it_was() {
     );
 }
 
-// conformance: issue-3/asyncapi-valid: the document keeps the rules of the AsyncAPI specification.
+// conformance: handlers/asyncapi-valid: the document keeps the rules of the AsyncAPI specification.
 #[test]
 fn the_document_keeps_the_rules_of_asyncapi_3() {
     assert_eq!(broken_rules(&shop().to_json().unwrap()), [""; 0]);
@@ -161,7 +161,7 @@ fn first(map: &mut Value) -> &mut Value {
     map.as_object_mut().unwrap().values_mut().next().unwrap()
 }
 
-// conformance: issue-3/asyncapi-versions: every version of an event is a message of its own, with its schema.
+// conformance: handlers/asyncapi-versions: every version of an event is a message of its own, with its schema.
 #[test]
 fn every_version_is_a_message_of_its_channel() {
     let json = shop().to_json().unwrap();
@@ -188,7 +188,7 @@ fn within(document: &Value, pointer: &str) -> Schema {
     Schema::new(pointer, &root).unwrap()
 }
 
-// conformance: issue-3/asyncapi-versions: every version of an event is a message of its own, with its schema.
+// conformance: handlers/asyncapi-versions: every version of an event is a message of its own, with its schema.
 #[test]
 fn a_schema_in_the_document_asks_for_the_same_as_by_itself() {
     let json = shop().to_json().unwrap();
@@ -243,7 +243,7 @@ fn the_headers_describe_the_envelope_as_it_is() {
     assert!(headers.check(envelope.to_string().as_bytes()).is_err());
 }
 
-// conformance: issue-3/asyncapi-operations: every handler is an operation that receives, with its settings; what it emits is one that sends.
+// conformance: handlers/asyncapi-operations: every handler is an operation that receives, with its settings; what it emits is one that sends.
 #[test]
 fn a_handler_is_an_operation_with_its_settings() {
     let json = shop().to_json().unwrap();
@@ -271,7 +271,7 @@ fn a_handler_is_an_operation_with_its_settings() {
     assert_eq!(sends["channel"]["$ref"], "#/channels/mail.receipt.sent");
 }
 
-// conformance: issue-3/asyncapi-operations: every handler is an operation that receives, with its settings; what it emits is one that sends.
+// conformance: handlers/asyncapi-operations: every handler is an operation that receives, with its settings; what it emits is one that sends.
 #[test]
 fn a_handler_of_one_version_takes_only_that_message() {
     let mut document = known(&["t"]);
@@ -293,7 +293,7 @@ fn a_handler_of_one_version_takes_only_that_message() {
     assert_eq!(broken_rules(&json), [""; 0]);
 }
 
-// conformance: issue-3/asyncapi-patterns: a pattern is an operation on every channel it matches, or on one of its own.
+// conformance: handlers/asyncapi-patterns: a pattern is an operation on every channel it matches, or on one of its own.
 #[test]
 fn a_pattern_receives_from_every_channel_it_matches() {
     let mut document = known(&["orders.a", "orders.b.c", "users.a", "system.dead_letter"]);
@@ -312,7 +312,7 @@ fn a_pattern_receives_from_every_channel_it_matches() {
     assert_eq!(broken_rules(&json), [""; 0]);
 }
 
-// conformance: issue-3/asyncapi-patterns: a pattern is an operation on every channel it matches, or on one of its own.
+// conformance: handlers/asyncapi-patterns: a pattern is an operation on every channel it matches, or on one of its own.
 #[test]
 fn a_pattern_that_matches_nothing_known_is_a_channel_with_parameters() {
     for (pattern, address) in [
@@ -346,7 +346,7 @@ fn a_pattern_that_is_none_is_refused() {
     assert_eq!(error.code(), Code::InvalidPattern);
 }
 
-// conformance: issue-3/asyncapi-names: odd event types get keys that every tool takes; no two share one.
+// conformance: handlers/asyncapi-names: odd event types get keys that every tool takes; no two share one.
 #[test]
 fn odd_types_get_plain_keys_and_keep_their_address() {
     let odd = [
@@ -409,7 +409,7 @@ fn embedded(schema: Value) -> Value {
     json["components"]["schemas"]["t.v1"].clone()
 }
 
-// conformance: issue-3/asyncapi-schemas: the references of a schema lead to their targets in the document, data is left alone.
+// conformance: handlers/asyncapi-schemas: the references of a schema lead to their targets in the document, data is left alone.
 #[test]
 fn references_are_led_into_the_document_and_data_is_left_alone() {
     let data = json!({ "$ref": "#/nowhere" });
@@ -433,7 +433,7 @@ fn references_are_led_into_the_document_and_data_is_left_alone() {
     assert!(schema.get("$id").is_none());
 }
 
-// conformance: issue-3/asyncapi-schemas: the references of a schema lead to their targets in the document, data is left alone.
+// conformance: handlers/asyncapi-schemas: the references of a schema lead to their targets in the document, data is left alone.
 #[test]
 fn a_schema_that_draft_7_would_misread_keeps_its_draft() {
     let draft = |schema: Value| {

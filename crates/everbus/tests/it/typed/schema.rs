@@ -67,7 +67,7 @@ fn compiled(schema: &Value) -> Schema {
     Schema::new("a test", schema).unwrap()
 }
 
-// conformance: issue-3/typed-schema: the schema describes what the type reads, with its serde names.
+// conformance: handlers/typed-schema: the schema describes what the type reads, with its serde names.
 #[test]
 fn the_schema_comes_from_the_type() {
     let schema = OrderPlaced::schema().unwrap();
@@ -76,7 +76,7 @@ fn the_schema_comes_from_the_type() {
     assert_eq!(schema["properties"]["orderId"]["type"], "integer");
 }
 
-// conformance: issue-3/typed-schema: a type without JsonSchema is an event all the same.
+// conformance: handlers/typed-schema: a type without JsonSchema is an event all the same.
 #[test]
 fn a_type_without_a_schema_has_none_and_is_not_checked() {
     #[derive(Serialize, Event)]
@@ -92,7 +92,7 @@ fn a_type_without_a_schema_has_none_and_is_not_checked() {
     schemas.check_consumed(&anything).unwrap();
 }
 
-// conformance: issue-3/typed-schema: a generic type has a schema where that can be known.
+// conformance: handlers/typed-schema: a generic type has a schema where that can be known.
 #[test]
 fn a_generic_type_has_a_schema_if_its_bounds_say_so() {
     #[derive(Serialize, JsonSchema, Event)]
@@ -122,7 +122,7 @@ fn a_generic_type_has_a_schema_if_its_bounds_say_so() {
     assert!(Borrowed::schema().is_some());
 }
 
-// conformance: issue-3/schema-exempt: a value just serialised from the type of the schema is not checked.
+// conformance: handlers/schema-exempt: a value just serialised from the type of the schema is not checked.
 #[test]
 fn a_value_knows_the_type_it_is_serialised_from() {
     let name = std::any::type_name::<OrderPlaced>();
@@ -147,8 +147,8 @@ impl TypedEvent for Refused {
     }
 }
 
-// conformance: issue-3/schema-publish: what is published under a type with a schema is checked.
-// conformance: issue-3/schema-exempt: a value just serialised from the type of the schema is not checked.
+// conformance: handlers/schema-publish: what is published under a type with a schema is checked.
+// conformance: handlers/schema-exempt: a value just serialised from the type of the schema is not checked.
 #[test]
 fn a_publish_is_checked_unless_the_payload_comes_from_the_very_type_of_the_schema() {
     let mut schemas = Schemas::new();
@@ -162,7 +162,7 @@ fn a_publish_is_checked_unless_the_payload_comes_from_the_very_type_of_the_schem
     }
 }
 
-// conformance: issue-3/schema-consume: what is consumed is checked, whoever published it.
+// conformance: handlers/schema-consume: what is consumed is checked, whoever published it.
 #[test]
 fn a_consumer_checks_every_event() {
     let mut schemas = Schemas::new();
@@ -172,7 +172,7 @@ fn a_consumer_checks_every_event() {
     assert_eq!(error.code(), Code::SchemaViolation);
 }
 
-// conformance: framework/structure-schema: events are typed and checked on publish and on consume; malformed ones fail fast.
+// conformance: handlers/typed-schema: what a type serialises fits the schema of the type.
 #[test]
 fn what_a_type_serialises_fits_its_own_schema() {
     let schemas = registered();
@@ -184,7 +184,7 @@ fn what_a_type_serialises_fits_its_own_schema() {
     schemas.check_consumed(&event(&short)).unwrap();
 }
 
-// conformance: issue-3/schema-where: a violation says where in the document and what is asked for.
+// conformance: handlers/schema-where: a violation says where in the document and what is asked for.
 #[test]
 fn a_violation_says_where_and_what() {
     let error = refusal(&json!({
@@ -210,7 +210,7 @@ fn a_violation_says_where_and_what() {
     );
 }
 
-// conformance: issue-3/schema-where: a violation says where in the document and what is asked for.
+// conformance: handlers/schema-where: a violation says where in the document and what is asked for.
 #[test]
 fn a_violation_inside_an_optional_field_or_an_enum_is_found_where_it_is() {
     let with = |ship_to: Value, payment: Value| {
@@ -236,7 +236,7 @@ fn a_violation_inside_an_optional_field_or_an_enum_is_found_where_it_is() {
     assert!(text.contains("at /payment: "), "{text}");
 }
 
-// conformance: issue-3/schema-no-secrets: a violation shows no values of the payload and is bounded.
+// conformance: handlers/schema-no-secrets: a violation shows no values of the payload and is bounded.
 #[test]
 fn a_violation_shows_no_values_and_stays_short() {
     let schema = compiled(&json!({
@@ -268,7 +268,7 @@ fn a_violation_shows_no_values_and_stays_short() {
     assert!(text.ends_with("; and more"), "{text}");
 }
 
-// conformance: issue-3/schema-bounded: saying why a payload does not fit takes bounded work.
+// conformance: handlers/schema-bounded: saying why a payload does not fit takes bounded work.
 #[test]
 fn the_reasons_of_a_deep_tree_of_choices_are_not_looked_for() {
     #[derive(Serialize, JsonSchema)]
@@ -314,7 +314,7 @@ fn the_reasons_of_a_deep_tree_of_choices_are_not_looked_for() {
     assert!(text.contains(&"/next".repeat(30)), "{text}");
 }
 
-// conformance: issue-3/schema-not-json: a payload that is not JSON violates every schema.
+// conformance: handlers/schema-not-json: a payload that is not JSON violates every schema.
 #[test]
 fn a_payload_that_is_not_json_or_nested_without_end_is_a_violation() {
     let anything = compiled(&json!(true));
@@ -332,7 +332,7 @@ fn a_payload_that_is_not_json_or_nested_without_end_is_a_violation() {
     assert_eq!(error.unwrap_err().code(), Code::SchemaViolation);
 }
 
-// conformance: issue-3/schema-invalid: a schema that is no schema is an error at start that names the place.
+// conformance: handlers/schema-invalid: a schema that is no schema is an error at start that names the place.
 #[test]
 fn what_is_no_schema_is_refused_with_the_place() {
     let refused = |schema: Value| {
@@ -358,7 +358,7 @@ fn what_is_no_schema_is_refused_with_the_place() {
     assert!(text.contains("/$defs/missing"), "{text}");
 }
 
-// conformance: issue-3/schema-invalid: a schema that is no schema is an error at start that names the place.
+// conformance: handlers/schema-invalid: a schema that is no schema is an error at start that names the place.
 #[test]
 fn a_schema_needs_a_legal_type_and_version() {
     let mut schemas = Schemas::new();
@@ -369,7 +369,7 @@ fn a_schema_needs_a_legal_type_and_version() {
     assert_eq!(code(refused), Code::InvalidSchema);
 }
 
-// conformance: issue-3/schema-offline: references to the outside are refused and never fetched.
+// conformance: handlers/schema-offline: references to the outside are refused and never fetched.
 #[test]
 fn nothing_is_fetched() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -388,7 +388,7 @@ fn nothing_is_fetched() {
     assert!(listener.accept().is_err(), "somebody came to fetch");
 }
 
-// conformance: issue-3/schema-forms: boolean schemas, references inside and every draft are understood.
+// conformance: handlers/schema-forms: boolean schemas, references inside and every draft are understood.
 #[test]
 fn boolean_schemas_allow_everything_or_nothing() {
     assert!(compiled(&json!(true)).check(b"1").is_ok());
@@ -396,7 +396,7 @@ fn boolean_schemas_allow_everything_or_nothing() {
     assert!(compiled(&json!(false)).check(b"1").is_err());
 }
 
-// conformance: issue-3/schema-forms: boolean schemas, references inside and every draft are understood.
+// conformance: handlers/schema-forms: boolean schemas, references inside and every draft are understood.
 #[test]
 fn references_inside_a_schema_are_followed_even_in_a_circle() {
     let tree = compiled(&json!({
@@ -414,7 +414,7 @@ fn references_inside_a_schema_are_followed_even_in_a_circle() {
     assert!(compiled(&json!({ "$ref": "#" })).check(b"1").is_ok());
 }
 
-// conformance: issue-3/schema-forms: boolean schemas, references inside and every draft are understood.
+// conformance: handlers/schema-forms: boolean schemas, references inside and every draft are understood.
 #[test]
 fn the_draft_is_the_one_the_schema_names() {
     // In draft 4 this is a switch of `minimum`; later it is a limit of its own.
@@ -430,7 +430,7 @@ fn the_draft_is_the_one_the_schema_names() {
     assert!(tuple.check(br#"["x"]"#).is_err());
 }
 
-// conformance: issue-3/schema-formats: a format is checked where the draft says so, never on the text of a Rust type.
+// conformance: handlers/schema-formats: a format is checked where the draft says so, never on the text of a Rust type.
 #[test]
 fn formats_are_checked_as_the_draft_says_and_never_for_rust_types() {
     #[derive(Serialize)]
@@ -464,7 +464,7 @@ fn formats_are_checked_as_the_draft_says_and_never_for_rust_types() {
     assert!(schemas.check_consumed(&soon).is_ok());
 }
 
-// conformance: issue-3/schema-conflict: another schema for the same type and version is refused; the same again is harmless.
+// conformance: handlers/schema-conflict: another schema for the same type and version is refused; the same again is harmless.
 #[test]
 fn a_second_schema_must_be_the_same() {
     let mut schemas = registered();

@@ -89,7 +89,7 @@ fn the_version_before_is_brought_up() {
     assert_eq!((&*read.first, &*read.last), ("Ada", "Lovelace"));
 }
 
-// conformance: issue-3/upcast-chain: steps are followed one after another.
+// conformance: handlers/upcast-chain: steps are followed one after another.
 #[test]
 fn an_older_version_passes_through_every_step_between() {
     let known = upcasts(|u| {
@@ -105,7 +105,7 @@ fn an_older_version_passes_through_every_step_between() {
     assert_eq!(known.versions_read_as("other", 7), [7]);
 }
 
-// conformance: issue-3/upcast-json: a step over plain JSON stands in one chain with typed ones.
+// conformance: handlers/upcast-json: a step over plain JSON stands in one chain with typed ones.
 #[test]
 fn typed_steps_and_json_steps_mix() {
     let json_first = upcasts(|u| {
@@ -139,7 +139,7 @@ fn typed_steps_and_json_steps_mix() {
     assert_eq!(read.full, "Ada Lovelace");
 }
 
-// conformance: issue-3/upcast-chain: steps are followed one after another.
+// conformance: handlers/upcast-chain: steps are followed one after another.
 #[test]
 fn another_rust_type_of_the_same_version_reads_what_a_step_made() {
     #[derive(Serialize, Deserialize, Event)]
@@ -154,7 +154,7 @@ fn another_rust_type_of_the_same_version_reads_what_a_step_made() {
     assert_eq!(read.last, "Lovelace");
 }
 
-// conformance: issue-3/upcast-unknown: a version that nothing reads is refused with a clear reason, never mis-parsed.
+// conformance: handlers/upcast-unknown: a version that nothing reads is refused with a clear reason, never mis-parsed.
 #[test]
 fn an_unknown_version_is_refused_even_if_the_payload_would_fit() {
     let known = upcasts(|u| {
@@ -184,7 +184,7 @@ fn an_unknown_version_is_refused_even_if_the_payload_would_fit() {
     refused(&past, 1);
 }
 
-// conformance: issue-3/upcast-unknown: a version that nothing reads is refused with a clear reason, never mis-parsed.
+// conformance: handlers/upcast-unknown: a version that nothing reads is refused with a clear reason, never mis-parsed.
 #[test]
 fn another_event_type_is_not_a_question_of_versions() {
     let other = Event::builder("users.user.deleted").json(&json!({ "name": "x" }));
@@ -196,7 +196,7 @@ fn another_event_type_is_not_a_question_of_versions() {
     assert!(error.to_string().contains("users.user.deleted"), "{error}");
 }
 
-// conformance: issue-3/upcast-refuse: an old payload that does not parse, or that its step refuses, is an invalid payload.
+// conformance: handlers/upcast-refuse: an old payload that does not parse, or that its step refuses, is an invalid payload.
 #[test]
 fn an_old_payload_that_cannot_be_brought_up_is_refused_with_the_step() {
     let known = upcasts(|u| {
@@ -234,7 +234,7 @@ fn same(old: Value) -> Result<Value, String> {
     Ok(old)
 }
 
-// conformance: issue-3/upcast-conflict: steps that contradict each other are an error at start.
+// conformance: handlers/upcast-conflict: steps that contradict each other are an error at start.
 #[test]
 fn two_steps_from_one_version_conflict() {
     let text = conflict(|u| {
@@ -252,7 +252,7 @@ fn two_steps_from_one_version_conflict() {
     assert!(text.contains("begin at version 1"), "{text}");
 }
 
-// conformance: issue-3/upcast-cycle: an upcast cycle is an error at start.
+// conformance: handlers/upcast-cycle: an upcast cycle is an error at start.
 #[test]
 fn a_circle_of_steps_is_shown() {
     let text = conflict(|u| {
@@ -275,7 +275,7 @@ fn a_circle_of_steps_is_shown() {
     assert!(text.contains("in a circle: 2 → 3 → 2"), "{text}");
 }
 
-// conformance: issue-3/upcast-conflict: steps that contradict each other are an error at start.
+// conformance: handlers/upcast-conflict: steps that contradict each other are an error at start.
 #[test]
 fn a_step_must_rise_and_stay_within_its_type() {
     let text = conflict(|u| {
@@ -298,7 +298,7 @@ fn a_step_must_rise_and_stay_within_its_type() {
     assert!(text.contains(Renamed::TYPE), "{text}");
 }
 
-// conformance: issue-3/upcast-conflict: steps that contradict each other are an error at start.
+// conformance: handlers/upcast-conflict: steps that contradict each other are an error at start.
 #[test]
 fn steps_of_several_types_do_not_mix() {
     let both = upcasts(|u| {

@@ -31,8 +31,9 @@ fn careless(lab: &Lab, bus: &Bus) -> Bus {
     lab.builder().with_engine(bus.engine().clone()).unwrap()
 }
 
-// conformance: issue-3/validation-publish: a payload that violates the schema of its type is refused on publish, with the place; nothing is stored.
-// conformance: framework/framework-validation: events are validated on publish and on consume.
+// conformance: handlers/validation-publish: a payload that violates the schema of its type is refused on publish, with the place; nothing is stored.
+// conformance: framework/framework-validation: events are validated on publish.
+// conformance: framework/structure-schema: the schema comes from the type; a publish is checked against it.
 #[tokio::test]
 async fn a_payload_against_its_schema_is_not_published() {
     on_every_engine(|lab| async move {
@@ -65,7 +66,9 @@ async fn a_payload_against_its_schema_is_not_published() {
     .await;
 }
 
-// conformance: issue-3/validation-consume: a payload that was published elsewhere against its schema is dead-lettered at once, with the place; the handler does not run.
+// conformance: framework/framework-validation: events are validated on consume.
+// conformance: framework/structure-schema: the schema comes from the type; an event is checked against it before it is handled.
+// conformance: handlers/validation-consume: a payload that was published elsewhere against its schema is dead-lettered at once, with the place; the handler does not run.
 #[tokio::test]
 async fn a_payload_against_its_schema_is_not_handled() {
     on_every_engine(|lab| async move {
@@ -90,7 +93,7 @@ async fn a_payload_against_its_schema_is_not_handled() {
     .await;
 }
 
-// conformance: issue-3/validation-later: a schema that is registered while the bus runs holds from then on, also for what other routers subscribed.
+// conformance: handlers/validation-later: a schema that is registered while the bus runs holds from then on, also for what other routers subscribed.
 #[tokio::test]
 async fn a_schema_that_comes_later_holds_for_running_groups() {
     on_every_engine(|lab| async move {
@@ -132,7 +135,7 @@ impl everbus::IntoEvent for Odd {
     }
 }
 
-// conformance: issue-3/validation-exempt: a value that was just serialised from the very type of the schema is not checked on publish; anything else is.
+// conformance: handlers/validation-exempt: a value that was just serialised from the very type of the schema is not checked on publish; anything else is.
 #[tokio::test]
 async fn the_type_of_the_schema_is_exempt_on_publish() {
     let lab = Lab::new(Kind::Memory);
@@ -143,7 +146,7 @@ async fn the_type_of_the_schema_is_exempt_on_publish() {
     assert_eq!(error.code(), Code::SchemaViolation);
 }
 
-// conformance: issue-3/validation-subscription: validated(schema) checks what a subscription handles; another subscription does not care.
+// conformance: handlers/validation-subscription: validated(schema) checks what a subscription handles; another subscription does not care.
 // conformance: omni/subscribe-validated: a validated subscription checks every payload against its schema before the handler runs.
 #[tokio::test]
 async fn a_validated_subscription_checks_for_itself() {

@@ -86,7 +86,7 @@ mod tests {
         }
     }
 
-    // conformance: issue-4/history-merge-cost: an entry is written once for each level, and there are few runs, however long the log
+    // conformance: memory/history-merge-cost: an entry is written once for each level, and there are few runs, however long the log
     #[test]
     fn neither_the_writing_nor_the_runs_grow_with_the_log() {
         for (fan, cuts, levels) in [(3, 729, 6), (8, 4096, 4), (8, 30_000, 5), (16, 4096, 3)] {

@@ -1,0 +1,113 @@
+//! Documents of other senders whose large fields are in an object: the properties say `_s3Overflow` instead.
+//! Which objects may be fetched is not decided here.
+
+use everbus_core::{Code, Error, Event, Result};
+use serde::Deserialize;
+
+use super::properties::{Members, Overflow, REFERENCE};
+
+/// The metadata entry of an event that came with `_s3Overflow` in its properties, so that nothing has to
+/// search the payloads of all the others.
+pub const MOVED: &str = "s3_overflow";
+/// What stands there.
+pub(super) const BY: &str = "workflow";
+
+/// A bucket or directory has no longer name, and S3 takes no longer key.
+const LONGEST_BUCKET: usize = 4096;
+const LONGEST_KEY: usize = 1024;
+
+/// Whether the properties of a document say where its large fields are.
+pub(super) fn says_so(properties: &str) -> bool {
+    properties.contains(REFERENCE)
+        && serde_json::from_str::<Members<'_>>(properties)
+            .is_ok_and(|members| members.0.iter().any(|(name, _)| name == REFERENCE))
+}
+
+/// Where the large fields of an event are that came with `_s3Overflow` in its properties. None if it did not,
+/// or if its payload was corrected since.
+pub fn moved(event: &Event) -> Result<Option<Overflow>> {
+    #[derive(Deserialize)]
+    struct Reference {
+        #[serde(rename = "_s3Overflow")]
+        place: Option<Overflow>,
+    }
+    if !event.metadata().contains_key(MOVED) {
+        return Ok(None);
+    }
+    let bad = |why: &dyn std::fmt::Display| {
+        let id = event.display_id();
+        let what = format!("{REFERENCE} of {id:?} does not say where the large fields are: {why}");
+        Error::new(Code::InvalidPayload, what)
+            .hint("it is {\"bucket\": …, \"key\": \"events/…/…-payload.json\"}")
+    };
+    let reference: Reference = serde_json::from_slice(event.payload()).map_err(|e| bad(&e))?;
+    match reference.place {
+        Some(place) if place.bucket.len() > LONGEST_BUCKET || place.key.len() > LONGEST_KEY => {
+            Err(bad(&"its names are too long"))
+        }
+        place => Ok(place),
+    }
+}
+
+/// The properties with the fields of the object in place of `_s3Overflow`.
+pub fn completed(properties: &[u8], object: &[u8]) -> Result<Vec<u8>> {
+    let read = |what: &str, json| {
+        serde_json::from_slice::<Members<'_>>(json).map_err(|e| {
+            let what = format!("{what} cannot be read: {e}");
+            Error::new(Code::InvalidPayload, what).hint("it is a JSON object")
+        })
+    };
+    let rest = read("what is left of the payload", properties)?;
+    let object = read("the object", object)?;
+    let kept = |name: &str| name != REFERENCE && object.0.iter().all(|(other, _)| other != name);
+    let rest = rest.0.iter().filter(|(name, _)| kept(name));
+    let mut whole = Vec::with_capacity(properties.len() + 64);
+    for (name, value) in rest.chain(&object.0) {
+        whole.push(if whole.is_empty() { b'{' } else { b',' });
+        whole.extend_from_slice(
+            serde_json::Value::from(name.as_str())
+                .to_string()
+                .as_bytes(),
+        );
+        whole.push(b':');
+        whole.extend_from_slice(value.get().as_bytes());
+    }
+    whole.extend_from_slice(if whole.is_empty() { &b"{}"[..] } else { b"}" });
+    Ok(whole)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_fields_of_the_object_take_the_place_of_the_reference() {
+        let whole = |properties: &str, object: &str| {
+            let whole = completed(properties.as_bytes(), object.as_bytes()).unwrap();
+            String::from_utf8(whole).unwrap()
+        };
+        let rest = r#"{"requestId":"r","_s3Overflow":{"bucket":"b","key":"k"},"n":1.50}"#;
+        assert_eq!(
+            whole(rest, r#"{"outputs":[1.0, 2],"input":null}"#),
+            r#"{"requestId":"r","n":1.50,"outputs":[1.0, 2],"input":null}"#
+        );
+        // A field that stands in both is the one that moved.
+        assert_eq!(
+            whole(r#"{"input":null}"#, r#"{"input":7}"#),
+            r#"{"input":7}"#
+        );
+        assert_eq!(whole(r#"{"_s3Overflow":1}"#, "{}"), "{}");
+        for bad in ["", "[1]", "null", "\"x\"", "{\"a\":}"] {
+            let error = completed(rest.as_bytes(), bad.as_bytes()).unwrap_err();
+            assert_eq!(error.code(), Code::InvalidPayload, "{bad}");
+        }
+    }
+
+    #[test]
+    fn only_a_member_of_the_properties_is_a_reference() {
+        assert!(says_so(r#"{"a":1,"_s3Overflow":{}}"#));
+        for none in [r#"{"a":"_s3Overflow"}"#, r#"{"a":{"_s3Overflow":1}}"#, "[]"] {
+            assert!(!says_so(none), "{none}");
+        }
+    }
+}
