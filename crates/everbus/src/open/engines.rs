@@ -48,7 +48,7 @@ pub(crate) async fn open(
         Target::Sqlite(path) => open_sqlite(path, options, clock).await,
         #[cfg(not(feature = "sqlite"))]
         Target::Sqlite(_) => {
-            drop(options);
+            let _ = options;
             Err(not_built("sqlite"))
         }
     }
