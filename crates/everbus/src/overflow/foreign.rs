@@ -3,8 +3,8 @@
 //! objects are.
 //!
 //! The reference comes from outside. It is followed only into the places that the configuration names, and
-//! there only into the folder of objects: whoever may publish must not be able to read other files or
-//! have other servers asked.
+//! there only into the folder of objects. Otherwise a publisher could read other files of this machine, or
+//! have this machine ask other servers.
 
 use bytes::Bytes;
 use everbus_core::{Code, Error, Event, Result};
