@@ -53,7 +53,7 @@ impl Stop {
             Self::Usage { .. } => 2,
             Self::Interrupted => 130,
             Self::Failed(error) => match error.code() {
-                Code::InvalidPayload
+                Code::InvalidPayloadError
                 | Code::PayloadTooLarge
                 | Code::InvalidType
                 | Code::InvalidId
@@ -213,7 +213,7 @@ mod tests {
     #[test]
     fn codes_map_to_the_documented_exit_codes() {
         let exit = |code| Stop::from(Error::new(code, "x")).exit_code();
-        assert_eq!(exit(Code::InvalidPayload), 2);
+        assert_eq!(exit(Code::InvalidPayloadError), 2);
         assert_eq!(exit(Code::InvalidUrl), 2);
         assert_eq!(exit(Code::InvalidConfig), 2);
         assert_eq!(exit(Code::NoSuchFile), 3);

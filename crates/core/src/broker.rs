@@ -102,7 +102,7 @@ pub trait Consumer: Send {
     /// Waits for deliveries and returns between 1 and `max` of them, oldest first.
     ///
     /// Dropping the future loses nothing: what was claimed meanwhile comes with the next call.
-    /// After the engine is closed it returns [`Code::Shutdown`](crate::Code::Shutdown).
+    /// After the engine is closed it returns [`Code::EventBusShutdownError`](crate::Code::EventBusShutdownError).
     fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>>;
 
     /// Replaces the patterns this process has handlers for. The consumer stays in its group.

@@ -143,15 +143,21 @@ pub struct DeadLetter {
     /// The corrected event that was sent in its place, if one was.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replaced_by: Option<EventId>,
-    /// The event itself, unchanged.
-    pub event: Arc<Recorded>,
+    /// The event itself, unchanged, with its position.
+    #[serde(rename = "event")]
+    pub record: Arc<Recorded>,
 }
 
 impl DeadLetter {
+    /// The event itself, unchanged.
+    pub fn event(&self) -> &Event {
+        &self.record.event
+    }
+
     /// What names it.
     pub fn key(&self) -> DeadLetterKey {
         DeadLetterKey {
-            position: self.event.position,
+            position: self.record.position,
             group: self.group.clone(),
         }
     }
@@ -159,7 +165,7 @@ impl DeadLetter {
     /// The event with another payload: under a new id, linked to the original by the metadata
     /// [`EDIT_OF`] and as its cause, everything else as it was.
     pub fn corrected(&self, payload: impl Into<Bytes>) -> Result<Event> {
-        let original = &self.event.event;
+        let original = &self.record.event;
         let mut builder = Event::builder(original.type_arc().clone())
             .version(original.version())
             .occurred_at(original.occurred_at())

@@ -7,7 +7,7 @@ use std::fmt;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 macro_rules! codes {
-    ($($(#[$doc:meta])* $name:ident = $text:literal,)*) => {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
         /// What went wrong, in a form that never changes between versions.
         ///
         /// Each code has a page under `docs/errors/`.
@@ -24,7 +24,7 @@ macro_rules! codes {
             /// The code as text, for logs and for machines.
             pub const fn as_str(self) -> &'static str {
                 match self {
-                    $(Code::$name => $text,)*
+                    $(Code::$name => stringify!($name),)*
                 }
             }
         }
@@ -33,93 +33,93 @@ macro_rules! codes {
 
 codes! {
     /// The bus was shut down; it takes no more publishes or subscriptions.
-    Shutdown = "EventBusShutdownError",
+    EventBusShutdownError,
     /// The payload is not what its content type says (by default: not JSON).
-    InvalidPayload = "InvalidPayloadError",
+    InvalidPayloadError,
     /// The payload is larger than the bus allows.
-    PayloadTooLarge = "PayloadTooLarge",
+    PayloadTooLarge,
     /// The event type is empty, too long, or has a character it may not have.
-    InvalidType = "InvalidType",
+    InvalidType,
     /// The text is not an event id.
-    InvalidId = "InvalidId",
+    InvalidId,
     /// An attribute of the event is malformed or too long.
-    InvalidAttribute = "InvalidAttribute",
+    InvalidAttribute,
     /// The pattern is not one.
-    InvalidPattern = "InvalidPattern",
+    InvalidPattern,
     /// The cursor is not one, or belongs to another query.
-    InvalidCursor = "InvalidCursor",
+    InvalidCursor,
     /// A setting is out of range or cannot be read.
-    InvalidSetting = "InvalidSetting",
+    InvalidSetting,
     /// The URL names no engine this build has, or cannot be read.
-    InvalidUrl = "InvalidUrl",
+    InvalidUrl,
     /// An event with this id but another body was published before.
-    IdReused = "IdReused",
+    IdReused,
     /// A group was declared again with settings that contradict the first ones.
-    GroupConflict = "GroupConflict",
+    GroupConflict,
     /// There is no such group.
-    GroupNotFound = "GroupNotFound",
+    GroupNotFound,
     /// There is no such subscription.
-    SubscriptionNotFound = "SubscriptionNotFound",
+    SubscriptionNotFound,
     /// There is no such event or dead letter.
-    NotFound = "NotFound",
+    NotFound,
     /// The lease had ended or belongs to somebody else now; the settlement was not applied.
-    LeaseLost = "LeaseLost",
+    LeaseLost,
     /// The wait ended before what was waited for happened.
-    Timeout = "Timeout",
+    Timeout,
     /// The engine cannot do this.
-    Unsupported = "Unsupported",
+    Unsupported,
     /// The clock has leapt ahead, and by it things would be removed that cannot be brought back.
-    ClockInDoubt = "ClockInDoubt",
+    ClockInDoubt,
     /// The payload does not match the schema registered for its type.
-    SchemaViolation = "ValidationError",
+    ValidationError,
     /// What was given as a JSON Schema is none.
-    InvalidSchema = "InvalidSchema",
+    InvalidSchema,
     /// The event has a version that nothing here can read.
-    UnknownVersion = "UnknownVersion",
+    UnknownVersion,
     /// The functions from one version of an event to the next contradict each other.
-    UpcastConflict = "UpcastConflict",
+    UpcastConflict,
     /// No declared stream covers the event type, or no stream has this name.
-    NoStream = "NoStream",
+    NoStream,
     /// The stream is full, or the publisher is over its rate, for longer than a publish waits.
-    Backpressure = "Backpressure",
+    Backpressure,
     /// What a handler wanted done in the transaction of its ack failed; nothing of it was done.
-    EffectFailed = "EffectFailed",
+    EffectFailed,
     /// The configuration file cannot be used.
-    InvalidConfig = "InvalidConfig",
+    InvalidConfig,
     /// The server cannot be reached, or does not answer.
-    Unavailable = "Unavailable",
+    Unavailable,
     /// What the engine works on is held by something else for longer than the bus waits.
-    Busy = "Busy",
+    Busy,
     /// The disk is full, or nearly: publishes are refused so that acks still fit.
-    DiskFull = "DiskFull",
+    DiskFull,
     /// The file or its directory cannot be written.
-    ReadOnly = "ReadOnly",
+    ReadOnly,
     /// The path names a directory or something else that is not a regular file.
-    NotAFile = "NotAFile",
+    NotAFile,
     /// The file does not exist and was not to be created.
-    NoSuchFile = "NoSuchFile",
+    NoSuchFile,
     /// The file was deleted, moved or replaced while it was open; the engine has stopped.
-    FileGone = "FileGone",
+    FileGone,
     /// The process has run out of memory, file descriptors or threads.
-    OutOfResources = "OutOfResources",
+    OutOfResources,
     /// What is stored is damaged.
-    Corrupt = "Corrupt",
+    Corrupt,
     /// The file or database belongs to another program.
-    NotEverbus = "NotEverbus",
+    NotEverbus,
     /// What is stored was written by a newer version of Everbus.
-    NewerSchema = "NewerSchema",
+    NewerSchema,
     /// The file is on a network file system, where its locks cannot be trusted.
-    NetworkFileSystem = "NetworkFileSystem",
+    NetworkFileSystem,
     /// The SQLite library is too old to be safe.
-    SqliteTooOld = "SqliteTooOld",
+    SqliteTooOld,
     /// The durability that was asked for could not be set.
-    NotDurable = "NotDurable",
+    NotDurable,
     /// The object store cannot be reached, or an object in it is missing or not what was put there.
-    ObjectStore = "ObjectStoreError",
+    ObjectStoreError,
     /// Storage failed; the outcome of what was under way is unknown and the engine has stopped.
-    StorageFailed = "StorageFailed",
+    StorageFailed,
     /// Something that cannot happen did.
-    Internal = "Internal",
+    Internal,
 }
 
 impl fmt::Display for Code {
@@ -144,7 +144,7 @@ impl Code {
     /// Every code is listed, so that a new one does not compile before it has a class.
     const fn class(self) -> Class {
         match self {
-            Code::InvalidPayload
+            Code::InvalidPayloadError
             | Code::PayloadTooLarge
             | Code::InvalidType
             | Code::InvalidId
@@ -156,7 +156,7 @@ impl Code {
             | Code::InvalidUrl
             | Code::InvalidConfig
             | Code::InvalidSchema
-            | Code::SchemaViolation
+            | Code::ValidationError
             | Code::UnknownVersion
             | Code::UpcastConflict
             | Code::Unsupported
@@ -176,8 +176,8 @@ impl Code {
             | Code::OutOfResources
             | Code::Timeout
             | Code::Backpressure
-            | Code::ObjectStore => Class::Passing,
-            Code::Shutdown
+            | Code::ObjectStoreError => Class::Passing,
+            Code::EventBusShutdownError
             | Code::StorageFailed
             | Code::FileGone
             | Code::Corrupt
@@ -259,7 +259,7 @@ impl Error {
 
     /// The error every operation gives after shutdown.
     pub fn shutdown() -> Self {
-        Self::new(Code::Shutdown, "the bus has been shut down")
+        Self::new(Code::EventBusShutdownError, "the bus has been shut down")
             .hint("publish and subscribe before calling shutdown, or open the bus again")
     }
 
@@ -370,8 +370,11 @@ mod tests {
 
     #[test]
     fn the_names_of_the_specification_are_codes_and_in_the_message() {
-        assert_eq!(Code::Shutdown.as_str(), "EventBusShutdownError");
-        assert_eq!(Code::InvalidPayload.as_str(), "InvalidPayloadError");
+        assert_eq!(
+            Code::EventBusShutdownError.as_str(),
+            "EventBusShutdownError"
+        );
+        assert_eq!(Code::InvalidPayloadError.as_str(), "InvalidPayloadError");
         assert!(
             Error::shutdown()
                 .to_string()
@@ -403,14 +406,14 @@ mod tests {
     #[test]
     fn the_class_comes_from_the_code_and_from_whether_the_outcome_is_known() {
         for (code, known, unknown) in [
-            (Code::InvalidPayload, Class::Caller, Class::Unknown),
+            (Code::InvalidPayloadError, Class::Caller, Class::Unknown),
             (Code::IdReused, Class::Conflict, Class::Unknown),
             (Code::LeaseLost, Class::Conflict, Class::Unknown),
             (Code::Unavailable, Class::Passing, Class::Unknown),
             (Code::Busy, Class::Passing, Class::Unknown),
             (Code::DiskFull, Class::Passing, Class::Unknown),
             (Code::StorageFailed, Class::Final, Class::Final),
-            (Code::Shutdown, Class::Final, Class::Final),
+            (Code::EventBusShutdownError, Class::Final, Class::Final),
         ] {
             let error = Error::new(code, "x");
             assert_eq!(error.class(), known, "{code}");

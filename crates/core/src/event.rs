@@ -393,7 +393,7 @@ impl Event {
     pub fn json<'a, T: Deserialize<'a>>(&'a self) -> Result<T> {
         serde_json::from_slice(&self.payload).map_err(|e| {
             Error::new(
-                Code::InvalidPayload,
+                Code::InvalidPayloadError,
                 format!(
                     "the payload of {} {} cannot be read: {e}",
                     self.event_type, self.id

@@ -72,7 +72,7 @@ impl Event {
     /// Reads the payload into the Rust type of this event type and version.
     ///
     /// An event of another type or version is never parsed, even if its payload would fit: it is
-    /// [`Code::InvalidPayload`], as is a payload that does not fit.
+    /// [`Code::InvalidPayloadError`], as is a payload that does not fit.
     pub fn typed<'a, T: TypedEvent + Deserialize<'a>>(&'a self) -> Result<T> {
         if self.event_type() != T::TYPE {
             return Err(self.not_readable_as::<T>("read it as the type that it is"));
@@ -94,6 +94,6 @@ impl Event {
             T::TYPE,
             T::VERSION
         );
-        Error::new(Code::InvalidPayload, what).hint(hint)
+        Error::new(Code::InvalidPayloadError, what).hint(hint)
     }
 }

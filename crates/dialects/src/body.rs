@@ -191,19 +191,19 @@ pub(crate) fn read(fields: &Fields<'_>, content_type: Option<&str>) -> Result<Bo
             let text = string(fields, name, json)?;
             let bytes = encoding.decode(text.as_bytes());
             let bytes =
-                bytes.map_err(|e| fields.error(Code::InvalidPayload, name, &e.to_string()))?;
+                bytes.map_err(|e| fields.error(Code::InvalidPayloadError, name, &e.to_string()))?;
             (bytes.into(), Form::Bytes)
         }
         (None, None, None) if place.bytes.is_none() => return Err(fields.missing(place.value)),
         (None, None, None) => return Ok(Body::absent(dialect, content_type)),
         _ => {
             let what = "the payload stands in the document twice, in two forms";
-            return Err(fields.error(Code::InvalidPayload, place.value, what));
+            return Err(fields.error(Code::InvalidPayloadError, place.value, what));
         }
     };
     if place.object && !payload.starts_with(b"{") {
         let what = "an object is expected here";
-        return Err(fields.error(Code::InvalidPayload, place.value, what));
+        return Err(fields.error(Code::InvalidPayloadError, place.value, what));
     }
     Ok(Body::new(dialect, content_type, payload, form))
 }
@@ -275,7 +275,7 @@ fn content_type(event: &Event) -> Option<&str> {
 
 fn string(fields: &Fields<'_>, name: &str, json: &str) -> Result<String> {
     serde_json::from_str(json)
-        .map_err(|_| fields.error(Code::InvalidPayload, name, "a text is expected here"))
+        .map_err(|_| fields.error(Code::InvalidPayloadError, name, "a text is expected here"))
 }
 
 fn not_whole(event: &Event, dialect: Dialect) -> Error {

@@ -34,7 +34,8 @@ impl<'a> Fields<'a> {
     pub(crate) fn parse(document: &'a [u8], dialect: Dialect) -> Result<Self> {
         let broken = |e: &dyn fmt::Display| {
             let what = format!("the {dialect} document cannot be read: {e}");
-            Error::new(Code::InvalidPayload, what).hint("a document is one JSON object in UTF-8")
+            Error::new(Code::InvalidPayloadError, what)
+                .hint("a document is one JSON object in UTF-8")
         };
         let text = std::str::from_utf8(document).map_err(|e| broken(&e))?;
         let mut json = serde_json::Deserializer::from_str(text);
@@ -285,7 +286,7 @@ mod tests {
     #[test]
     fn a_field_that_stands_twice_is_refused_by_name() {
         let e = Fields::parse(br#"{"id":"a","\u0069d":"b"}"#, Dialect::Omni).unwrap_err();
-        assert_eq!(e.code(), Code::InvalidPayload);
+        assert_eq!(e.code(), Code::InvalidPayloadError);
         assert!(e.message().contains("\"id\" stands there twice"), "{e}");
     }
 

@@ -45,7 +45,7 @@ impl Graveyard {
                 died_at: now,
                 retried_at: None,
                 replaced_by: None,
-                event: row.record,
+                record: row.record,
             },
             open: true,
         });
@@ -85,7 +85,7 @@ impl Graveyard {
             died_at: burial.died_at,
             retried_at: None,
             replaced_by: self.graves.get(&key).and_then(|g| g.letter.replaced_by),
-            event: record,
+            record: record,
         };
         self.graves.insert(key, Grave { letter, open: true });
     }
@@ -108,7 +108,7 @@ impl Graveyard {
         let open = graves.filter(|g| g.open && g.letter.group == *group);
         let mut counts = BTreeMap::new();
         for grave in open {
-            let event_type = grave.letter.event.event.type_arc().clone();
+            let event_type = grave.letter.record.event.type_arc().clone();
             *counts.entry(event_type).or_default() += 1;
         }
         counts
@@ -176,7 +176,7 @@ fn passes(letter: &DeadLetter, filter: &DeadLetterFilter) -> bool {
         handler,
         error,
     } = filter;
-    let record = &letter.event;
+    let record = &letter.record;
     pattern
         .as_ref()
         .is_none_or(|p| p.matches(record.event.event_type()))
@@ -225,7 +225,7 @@ impl Memory {
             let Some(group) = number.and_then(|number| state.groups.get_mut(number)) else {
                 continue;
             };
-            group.add_waiting(grave.letter.event.clone(), now);
+            group.add_waiting(grave.letter.record.clone(), now);
             grave.open = false;
             grave.letter.retried_at = Some(now);
             retried += 1;
@@ -243,7 +243,7 @@ impl Memory {
         let Some(grave) = grave.filter(|grave| grave.open) else {
             return Err(not_open(key));
         };
-        check_replacement(&grave.letter.event.event, &corrected)?;
+        check_replacement(&grave.letter.record.event, &corrected)?;
         let corrected = corrected.addressed_to(&key.group);
         let (id, event_type) = (corrected.id(), corrected.type_arc().clone());
         if state.records.find(id, corrected.tenant()).is_some() {
@@ -279,7 +279,11 @@ impl Memory {
         let mut counts: BTreeMap<(GroupName, &str, &str), u64> = BTreeMap::new();
         for letter in state.dead.open(filter, None) {
             let error = DeadLetterTally::beginning(letter.last_error());
-            let key = (letter.group.clone(), letter.event.event.event_type(), error);
+            let key = (
+                letter.group.clone(),
+                letter.record.event.event_type(),
+                error,
+            );
             *counts.entry(key).or_default() += 1;
         }
         let tallies = counts
@@ -307,26 +311,26 @@ impl Memory {
         let mut purged = Purged::default();
         let old = state.dead.open(filter, None).filter(|letter| {
             let time = match basis {
-                PurgeBasis::Created => letter.event.received_at,
+                PurgeBasis::Created => letter.record.received_at,
                 PurgeBasis::Died => letter.died_at,
             };
             time <= cutoff
         });
         let old: Vec<DeadLetter> = old.cloned().collect();
         for letter in old {
-            let position = letter.event.seq();
+            let position = letter.record.seq();
             state
                 .dead
                 .graves
                 .remove(&(Reverse(position), letter.group.clone()));
-            let with_event = !state.is_needed(&letter.event);
+            let with_event = !state.is_needed(&letter.record);
             if with_event {
                 state.remove(position, self.now());
             } else {
                 state.skip(position, &letter.group, LETTER_PURGED);
             }
             state.wake_waiters(position);
-            purged.add(letter.event.event.id(), letter.group, with_event);
+            purged.add(letter.record.event.id(), letter.group, with_event);
         }
         Ok(purged)
     }
@@ -353,7 +357,7 @@ impl DeadLetters for Memory {
         Box::pin(async move {
             let state = self.open_state()?;
             let graves = state.dead.graves.values();
-            let of_event = graves.filter(|grave| grave.letter.event.event.id() == id);
+            let of_event = graves.filter(|grave| grave.letter.record.event.id() == id);
             Ok(of_event.map(|grave| grave.letter.clone()).collect())
         })
     }

@@ -317,7 +317,7 @@ impl State {
         let letter = self.dead.bury(group, row, now);
         let failure = letter.failures.last();
         let notice =
-            dead_letter_notice(&letter.event, &letter.group, letter.attempts, failure, now);
+            dead_letter_notice(&letter.record, &letter.group, letter.attempts, failure, now);
         if let Some(notice) = notice {
             // Told before, in the same moment, with another text: once is enough.
             let _ = self.append(vec![notice], now);

@@ -343,7 +343,7 @@ fn read_one(conn: &Connection, row: &Row<'_>, types: &mut TypeNames) -> Result<D
             .map_err(doing)?
             .map(EventId::from_bytes),
         // Damage is told by the failures.
-        event: read_stored(conn, row, types)?.record,
+        record: read_stored(conn, row, types)?.record,
     })
 }
 

@@ -412,7 +412,7 @@ impl Broker for SqliteEngine {
         Box::pin(async move {
             let _ = ended.wait_for(|ended| *ended).await;
             match self.handle.failed.get() {
-                Some(error) if error.code() != Code::Shutdown => Err(error.clone()),
+                Some(error) if error.code() != Code::EventBusShutdownError => Err(error.clone()),
                 _ => Ok(()),
             }
         })

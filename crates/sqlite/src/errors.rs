@@ -96,7 +96,7 @@ pub(crate) fn is_busy(error: &rusqlite::Error) -> bool {
 
 /// Whether the engine must stop serving after this error.
 pub(crate) fn is_fatal(error: &Error) -> bool {
-    error.class() == Class::Final && error.code() != Code::Shutdown
+    error.class() == Class::Final && error.code() != Code::EventBusShutdownError
 }
 
 #[cfg(test)]

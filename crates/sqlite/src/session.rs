@@ -263,7 +263,7 @@ impl Consumer for SqliteConsumer {
         Box::pin(async move {
             match answer.await {
                 // An engine that has stopped holds nothing for anybody.
-                Ok(Err(e)) if e.code() == everbus_core::Code::Shutdown => Ok(()),
+                Ok(Err(e)) if e.code() == everbus_core::Code::EventBusShutdownError => Ok(()),
                 Ok(result) => result,
                 Err(_) => Ok(()),
             }

@@ -49,7 +49,7 @@ pub(super) fn validate_json(payload: &[u8]) -> Result<()> {
         .map(drop)
         .map_err(|e| {
             Error::new(
-                Code::InvalidPayload,
+                Code::InvalidPayloadError,
                 format!("the payload is not JSON: {e}"),
             )
             .hint("quote strings, or set a content type for payloads that are not JSON")

@@ -77,7 +77,7 @@ impl EventBuilder {
     pub fn json<T: Serialize + ?Sized>(mut self, value: &T) -> Self {
         self.payload = serde_json::to_vec(value).map(Bytes::from).map_err(|e| {
             Error::new(
-                Code::InvalidPayload,
+                Code::InvalidPayloadError,
                 format!("the payload is not JSON-serialisable: {e}"),
             )
             .hint("maps need string keys and numbers must be finite")

@@ -37,7 +37,7 @@ pub fn moved(event: &Event) -> Result<Option<Overflow>> {
     let bad = |why: &dyn std::fmt::Display| {
         let id = event.display_id();
         let what = format!("{REFERENCE} of {id:?} does not say where the large fields are: {why}");
-        Error::new(Code::InvalidPayload, what)
+        Error::new(Code::InvalidPayloadError, what)
             .hint("it is {\"bucket\": …, \"key\": \"events/…/…-payload.json\"}")
     };
     let reference: Reference = serde_json::from_slice(event.payload()).map_err(|e| bad(&e))?;
@@ -54,7 +54,7 @@ pub fn completed(properties: &[u8], object: &[u8]) -> Result<Vec<u8>> {
     let read = |what: &str, json| {
         serde_json::from_slice::<Members<'_>>(json).map_err(|e| {
             let what = format!("{what} cannot be read: {e}");
-            Error::new(Code::InvalidPayload, what).hint("it is a JSON object")
+            Error::new(Code::InvalidPayloadError, what).hint("it is a JSON object")
         })
     };
     let rest = read("what is left of the payload", properties)?;
@@ -99,7 +99,7 @@ mod tests {
         assert_eq!(whole(r#"{"_s3Overflow":1}"#, "{}"), "{}");
         for bad in ["", "[1]", "null", "\"x\"", "{\"a\":}"] {
             let error = completed(rest.as_bytes(), bad.as_bytes()).unwrap_err();
-            assert_eq!(error.code(), Code::InvalidPayload, "{bad}");
+            assert_eq!(error.code(), Code::InvalidPayloadError, "{bad}");
         }
     }
 

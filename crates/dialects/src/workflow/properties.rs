@@ -62,7 +62,8 @@ impl Properties {
             Some(seconds) => from_seconds(seconds).map(Some).ok_or_else(|| {
                 let id = event.display_id();
                 let what = format!("{name} of {id:?} is not a time in seconds: {seconds}");
-                Error::new(Code::InvalidPayload, what).hint("milliseconds must be divided by 1000")
+                Error::new(Code::InvalidPayloadError, what)
+                    .hint("milliseconds must be divided by 1000")
             }),
         };
         let activity = written

@@ -256,17 +256,17 @@ fn mistakes_are_refused_by_the_name_of_their_field() {
         refused(&with(OBJECT, field, json), CE, code, &place);
     }
     let both = with(OBJECT, "data_base64", Some("\"AA==\""));
-    refused(&both, CE, Code::InvalidPayload, "\"data\"");
+    refused(&both, CE, Code::InvalidPayloadError, "\"data\"");
     for bad in ["\"AAH/gA\"", "\"AAH/gB==\"", "\"-_==\"", "7", "\"AA ==\""] {
         let document = with(BINARY, "data_base64", Some(bad));
-        refused(&document, CE, Code::InvalidPayload, "\"data_base64\"");
+        refused(&document, CE, Code::InvalidPayloadError, "\"data_base64\"");
     }
     let number = with(XML, "data", Some("7"));
-    refused(&number, CE, Code::InvalidPayload, "\"data\"");
+    refused(&number, CE, Code::InvalidPayloadError, "\"data\"");
     let not_json = with(
         &with(OBJECT, "data", None),
         "data_base64",
         Some("\"AAH/gA==\""),
     );
-    refused(&not_json, CE, Code::InvalidPayload, "not JSON");
+    refused(&not_json, CE, Code::InvalidPayloadError, "not JSON");
 }

@@ -148,8 +148,8 @@ fn mistakes_are_refused_by_the_name_of_their_field() {
         ("correlation_id", None, Code::InvalidAttribute),
         ("trace_id", Some("{}"), Code::InvalidAttribute),
         ("payload", None, Code::InvalidAttribute),
-        ("payload", Some("[1]"), Code::InvalidPayload),
-        ("payload", Some("null"), Code::InvalidPayload),
+        ("payload", Some("[1]"), Code::InvalidPayloadError),
+        ("payload", Some("null"), Code::InvalidPayloadError),
     ];
     for (field, json, code) in cases {
         let place = format!("field {field:?}");
@@ -158,9 +158,9 @@ fn mistakes_are_refused_by_the_name_of_their_field() {
     let bad_type = with(SAMPLE, "event_type", Some("\"orders.*\""));
     refused(&bad_type, Dialect::Framework, Code::InvalidType, "orders.*");
     for broken in ["", "[]", "{", "7", "{\"a\":1}x", "\u{feff}{}"] {
-        let code = Code::InvalidPayload;
+        let code = Code::InvalidPayloadError;
         refused(broken, Dialect::Framework, code, "line 1 column");
     }
     let e = decode(b"{\"event_id\":\"\xff\"}", Dialect::Framework).unwrap_err();
-    assert_eq!(e.code(), Code::InvalidPayload);
+    assert_eq!(e.code(), Code::InvalidPayloadError);
 }

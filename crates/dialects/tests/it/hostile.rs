@@ -66,7 +66,7 @@ fn accepted_comes_back(document: &[u8], dialect: Dialect) -> Result<(), TestCase
         }
         Err(e) => {
             let codes = [
-                Code::InvalidPayload,
+                Code::InvalidPayloadError,
                 Code::InvalidAttribute,
                 Code::InvalidType,
                 Code::InvalidId,
@@ -188,6 +188,6 @@ fn very_many_fields_are_refused_early() {
     let many: Vec<String> = (0..10_000).map(|n| format!("\"f{n}\":1")).collect();
     let document = format!("{{{}}}", many.join(","));
     let e = decode(document.as_bytes(), Dialect::Omni).unwrap_err();
-    assert_eq!(e.code(), Code::InvalidPayload);
+    assert_eq!(e.code(), Code::InvalidPayloadError);
     assert!(e.message().contains("more than 4096 fields"), "{e}");
 }

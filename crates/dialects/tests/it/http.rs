@@ -214,7 +214,7 @@ fn mistakes_are_refused() {
     broken.extend(headers(&[("content-type", "application/json")]));
     assert_eq!(
         from_http(&broken, b"{").unwrap_err().code(),
-        Code::InvalidPayload
+        Code::InvalidPayloadError
     );
 }
 

@@ -152,7 +152,7 @@ fn mistakes_are_refused_by_the_name_of_their_field() {
             Some(r#"{"native:x":"1"}"#),
             Code::InvalidAttribute,
         ),
-        ("payload_hex", Some("\"ff\""), Code::InvalidPayload),
+        ("payload_hex", Some("\"ff\""), Code::InvalidPayloadError),
     ] {
         let place = if field == "payload_hex" {
             "payload"
@@ -163,7 +163,12 @@ fn mistakes_are_refused_by_the_name_of_their_field() {
         refused(&with(&document, field, json), Dialect::Native, code, &place);
     }
     let odd = r#"{"id":"1","type":"t","content_type":"a/b","payload_hex":"FF"}"#;
-    refused(odd, Dialect::Native, Code::InvalidPayload, "payload_hex");
+    refused(
+        odd,
+        Dialect::Native,
+        Code::InvalidPayloadError,
+        "payload_hex",
+    );
     refused(
         r#"{"id":"1","type":"a>"}"#,
         Dialect::Native,

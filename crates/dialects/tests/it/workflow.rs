@@ -269,7 +269,7 @@ fn the_timestamp_is_in_milliseconds_and_times_in_the_properties_in_seconds() {
     for wrong in ["1707300645000", "-1", "1e300"] {
         let payload = format!("{{\"effectiveUntil\":{wrong}}}");
         let e = Properties::of(&native().payload(payload).build().unwrap()).unwrap_err();
-        assert_eq!(e.code(), Code::InvalidPayload, "{wrong}");
+        assert_eq!(e.code(), Code::InvalidPayloadError, "{wrong}");
     }
 }
 
@@ -361,7 +361,7 @@ fn mistakes_are_refused_by_the_name_of_their_field() {
     refused(
         &list,
         Dialect::Workflow,
-        Code::InvalidPayload,
+        Code::InvalidPayloadError,
         "\"properties\"",
     );
     let no_id = with(SAMPLE, "SK", Some("\"TIMESTAMP#1767453739640#EVENT#\""));

@@ -42,7 +42,7 @@ pub(super) async fn run(broker: Arc<dyn Broker>, store: Arc<dyn Store>) {
     let mut pause = FIRST_PAUSE;
     loop {
         match copy(&*broker, &*store, &mut pause).await {
-            Err(error) if error.code() == Code::Shutdown => return,
+            Err(error) if error.code() == Code::EventBusShutdownError => return,
             Err(error) => {
                 guard::log(|| {
                     tracing::warn!(target: "everbus::archive", %error, "events could not be copied into the store; trying again");

@@ -287,7 +287,7 @@ impl Beside {
         let tenant = record.event.tenant();
         let letter = known
             .iter()
-            .find(|l| l.group == *group && l.event.event.tenant() == tenant)
+            .find(|l| l.group == *group && l.record.event.tenant() == tenant)
             .ok_or_else(|| Error::new(Code::Internal, "a dead letter was put and is not there"))?;
         let last = letter.failures.last();
         let notice = dead_letter_notice(&record, group, letter.attempts, last, died_at);

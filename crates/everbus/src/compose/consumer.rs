@@ -209,7 +209,7 @@ async fn keep(shared: Arc<Shared>, waiting: Arc<Waiting>, lease: Duration) {
                     }
                 }
             }
-            Err(error) if error.code() == Code::Shutdown => return,
+            Err(error) if error.code() == Code::EventBusShutdownError => return,
             Err(error) => guard::log(|| {
                 tracing::warn!(target: "everbus::beside", %error, "leases of waiting events could not be extended");
             }),

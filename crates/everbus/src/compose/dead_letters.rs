@@ -39,14 +39,14 @@ pub(super) async fn original_of(
         return Ok(record.clone());
     };
     let known = letters.get(id).await?.into_iter().find(|letter| {
-        letter.group == *group && letter.event.event.tenant() == record.event.tenant()
+        letter.group == *group && letter.record.event.tenant() == record.event.tenant()
     });
-    Ok(known.map_or_else(|| record.clone(), |letter| letter.event))
+    Ok(known.map_or_else(|| record.clone(), |letter| letter.record))
 }
 
 /// The event that goes back to the group in place of a dead letter.
 fn retry_of(letter: &DeadLetter) -> Result<Event> {
-    let original = &letter.event.event;
+    let original = &letter.record.event;
     let id = EventId::derived(
         original.id(),
         letter.died_at,
@@ -111,8 +111,8 @@ impl LettersBeside {
         let groups = self.broker.inspect().await?;
         self.each(filter, |letter| {
             // What its group would pass by stays a dead letter.
-            if wants(&groups, &letter.group, &letter.event.event) {
-                open.push((letter.event.event.id(), letter.key()));
+            if wants(&groups, &letter.group, &letter.record.event) {
+                open.push((letter.record.event.id(), letter.key()));
             }
             ControlFlow::Continue(())
         })
@@ -217,7 +217,7 @@ impl DeadLetters for LettersBeside {
             })
             .await?;
             let letter = found.ok_or_else(|| not_open(&key))?;
-            check_replacement(&letter.event.event, &corrected)?;
+            check_replacement(&letter.record.event, &corrected)?;
             if !wants(&self.broker.inspect().await?, &key.group, &corrected) {
                 return Err(Error::new(
                     Code::Unsupported,

@@ -38,8 +38,8 @@ pub struct DeadLetterPreview {
 /// # async fn main() -> everbus::Result<()> {
 /// let bus = everbus::Bus::open("memory:").await?;
 /// for letter in bus.dead_letters().list().await? {
-///     println!("{} {}: {}", letter.group, letter.event.event.event_type(), letter.last_error());
-///     bus.dead_letters().retry(letter.event.event.id()).await?;
+///     println!("{} {}: {}", letter.group, letter.record.event.event_type(), letter.last_error());
+///     bus.dead_letters().retry(letter.record.event.id()).await?;
 /// }
 /// # Ok(())
 /// # }
@@ -139,7 +139,7 @@ impl DeadLetterQueue {
     ///
     /// It is those that are dead at the start: what fails again meanwhile is left alone. Each step tells
     /// `progress`. Dropping the future stops it between two steps; what went is not taken back, and a
-    /// new call goes on with the rest. It ends with [`Code::Shutdown`] if the bus is shut down.
+    /// new call goes on with the rest. It ends with [`Code::EventBusShutdownError`] if the bus is shut down.
     pub async fn retry_slowly(
         &self,
         filter: DeadLetterFilter,
@@ -187,7 +187,7 @@ impl DeadLetterQueue {
         self.shared.accepts()?;
         self.shared.check_event(&corrected, None)?;
         let action = Action::new("dlq.edit")
-            .on("EVENT", &letter.event.event.id())
+            .on("EVENT", &letter.record.event.id())
             .detail("group", letter.group.to_string().into())
             .detail("replaced_by", corrected.id().to_string().into());
         let letters = self.letters()?;

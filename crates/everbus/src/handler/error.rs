@@ -231,9 +231,9 @@ impl HandlerError {
         // What is wrong with the event is worth telling apart from the handler's own errors: a retry
         // changes neither its version nor its payload.
         let (kind, answer) = match code {
-            Some(Code::InvalidPayload) => (FailureKind::Decode, Answer::Decode),
+            Some(Code::InvalidPayloadError) => (FailureKind::Decode, Answer::Decode),
             Some(Code::UnknownVersion) => (FailureKind::Version, Answer::Decode),
-            Some(Code::SchemaViolation) => (FailureKind::Schema, Answer::Decode),
+            Some(Code::ValidationError) => (FailureKind::Schema, Answer::Decode),
             _ => (FailureKind::Error, Answer::Retry),
         };
         Self::build(error, kind, answer)

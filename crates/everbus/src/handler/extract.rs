@@ -338,7 +338,7 @@ impl Context {
     /// each extension of the lease, and part of the error if the attempt times out.
     pub fn progress<T: Serialize + ?Sized>(&self, activity: &T) -> Result<(), Error> {
         let value = serde_json::to_value(activity).map_err(|error| {
-            Error::new(Code::InvalidPayload, "the progress is no JSON").caused_by(error)
+            Error::new(Code::InvalidPayloadError, "the progress is no JSON").caused_by(error)
         })?;
         let bytes = value.to_string().len();
         if bytes > MOST_PROGRESS {

@@ -81,7 +81,7 @@ impl Upcasts {
         }))
     }
 
-    /// Adds a step that may refuse: the event is then [`Code::InvalidPayload`].
+    /// Adds a step that may refuse: the event is then [`Code::InvalidPayloadError`].
     pub fn try_add<Old, New, E, F>(&mut self, step: F) -> &mut Self
     where
         Old: TypedEvent + DeserializeOwned + 'static,
@@ -155,7 +155,7 @@ impl Upcasts {
     /// - The current version is parsed directly.
     /// - A version that no steps lead from is [`Code::UnknownVersion`].
     /// - Another event type, a payload that does not parse, and a step that refuses are
-    ///   [`Code::InvalidPayload`].
+    ///   [`Code::InvalidPayloadError`].
     pub fn read<T: TypedEvent + DeserializeOwned + 'static>(&self, event: &Event) -> Result<T> {
         if event.version() == T::VERSION || event.event_type() != T::TYPE {
             return event.typed();
@@ -319,5 +319,5 @@ fn unreadable(event: &Event, why: &str) -> Error {
         event.display_id(),
         event.version(),
     );
-    Error::new(Code::InvalidPayload, what)
+    Error::new(Code::InvalidPayloadError, what)
 }

@@ -282,7 +282,7 @@ impl Relay {
     async fn endure(&self, until: Until, error: Error, pause: &mut Duration) -> Result<()> {
         Counters::add(&self.counters.outages, 1);
         self.counters.went_wrong(&error);
-        let over = error.code() == Code::Shutdown || self.bus.failure().is_some();
+        let over = error.code() == Code::EventBusShutdownError || self.bus.failure().is_some();
         if over || until == Until::Idle {
             return Err(error);
         }

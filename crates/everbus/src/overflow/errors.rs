@@ -33,7 +33,7 @@ fn new_error(
             .caused_by(cause)
             .hint("make room where the objects are; nothing was published");
     }
-    Error::new(Code::ObjectStore, what)
+    Error::new(Code::ObjectStoreError, what)
         .caused_by(cause)
         .hint("see that the object store can be reached, read and written")
 }

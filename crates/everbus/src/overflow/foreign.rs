@@ -100,7 +100,7 @@ fn flawed(event: &Event, place: &Place, flaw: &Flaw) -> Error {
 
 fn about(event: &Event, place: &Place, what: &str, hint: &str) -> Error {
     Error::new(
-        Code::ObjectStore,
+        Code::ObjectStoreError,
         format!(
             "the large fields of {} are in the object {:?} of {:?}: {what}",
             event.display_id(),
@@ -113,7 +113,7 @@ fn about(event: &Event, place: &Place, what: &str, hint: &str) -> Error {
 
 /// What is wrong with the reference is told as what is wrong with an object: readers handle both alike.
 fn as_store_error(error: &Error) -> Error {
-    let named = Error::new(Code::ObjectStore, error.message());
+    let named = Error::new(Code::ObjectStoreError, error.message());
     match error.hint_text() {
         Some(hint) => named.hint(hint),
         None => named,

@@ -212,7 +212,7 @@ impl Objects {
             }
         }
         let what = format!("no free key for the object of {}", event.display_id());
-        Err(Error::new(Code::ObjectStore, what))
+        Err(Error::new(Code::ObjectStoreError, what))
     }
 
     /// Notes an object that is about to be put, durably.
@@ -267,7 +267,7 @@ pub async fn whole(objects: Option<&Objects>, record: &Arc<Recorded>) -> Result<
         (Some(objects), _) => objects.whole(event).await?,
         (None, Some(reference)) => {
             return Err(Error::new(
-                Code::ObjectStore,
+                Code::ObjectStoreError,
                 format!(
                     "the payload of {} is in the object {:?} of {:?}, and no object store is configured",
                     event.display_id(),
@@ -310,7 +310,7 @@ pub(crate) async fn collect_daily(engine: Engine, objects: Arc<Objects>) {
                 kept = collected.kept,
                 "deleted objects without events"
             ),
-            Err(error) if error.code() == Code::Shutdown => return,
+            Err(error) if error.code() == Code::EventBusShutdownError => return,
             Err(error) => {
                 tracing::warn!(target: "everbus::overflow", %error, "could not delete objects without events");
             }

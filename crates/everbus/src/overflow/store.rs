@@ -390,7 +390,7 @@ pub(super) async fn hash_of(found: GetResult) -> Result<String> {
 pub(super) fn path(key: &str) -> Result<Path> {
     Path::parse(key).map_err(|e| {
         Error::new(
-            Code::ObjectStore,
+            Code::ObjectStoreError,
             format!("{key:?} is not the key of an object"),
         )
         .caused_by(e)

@@ -151,7 +151,7 @@ impl Place {
 
     fn taken(&self, key: &str) -> Error {
         let what = format!("something else is in {:?} as {key:?}", self.name());
-        Error::new(Code::ObjectStore, what)
+        Error::new(Code::ObjectStoreError, what)
             .hint("nothing is overwritten; move what is there away, then try again")
     }
 

@@ -52,7 +52,7 @@ async fn read(found: GetResult, mut filling: Filling) -> Result<Filling> {
 
 fn about(event: &Event, reference: &Reference, what: &str, hint: &str) -> Error {
     Error::new(
-        Code::ObjectStore,
+        Code::ObjectStoreError,
         format!(
             "the payload of {} is in the object {:?} of {:?}: {what}",
             event.display_id(),

@@ -212,7 +212,7 @@ impl StoreStage {
     ) -> Self {
         let content = serde_json::to_vec(value).map_err(|e| {
             Error::new(
-                Code::InvalidPayload,
+                Code::InvalidPayloadError,
                 format!("the stage {stage:?} is not JSON-serialisable: {e}"),
             )
             .hint("maps need string keys and numbers must be finite")
@@ -331,7 +331,7 @@ impl StageContent {
         serde_json::from_slice(&self.bytes()?).map_err(|e| {
             let stage = &self.info.stage;
             let what = format!("the stage {stage} cannot be read: {e}");
-            Error::new(Code::InvalidPayload, what)
+            Error::new(Code::InvalidPayloadError, what)
         })
     }
 }

@@ -238,7 +238,7 @@ impl FreshGroup {
         report.failures = letters
             .iter()
             .rev()
-            .map(|letter| ReplayFailure::new(&letter.event, letter.last_error()))
+            .map(|letter| ReplayFailure::new(&letter.record, letter.last_error()))
             .collect();
         Ok(())
     }

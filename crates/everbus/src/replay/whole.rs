@@ -16,7 +16,7 @@ pub(super) async fn whole(
     record: &Arc<Recorded>,
 ) -> Result<Result<Arc<Recorded>>> {
     match shared.whole(record).await {
-        Err(error) if error.code() != Code::ObjectStore => Err(error),
+        Err(error) if error.code() != Code::ObjectStoreError => Err(error),
         whole => Ok(whole),
     }
 }

@@ -32,7 +32,7 @@ pub(crate) async fn show(shared: Arc<Shared>) {
         let start = Instant::now();
         match look(&shared).await {
             Ok(_) => {}
-            Err(error) if error.code() == Code::Shutdown => return,
+            Err(error) if error.code() == Code::EventBusShutdownError => return,
             // The next look may succeed; whoever works with the engine meets the error as well.
             Err(error) => {
                 tracing::debug!(target: "everbus::bus", %error, "the lag of the groups is not known");

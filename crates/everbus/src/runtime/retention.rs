@@ -37,7 +37,7 @@ pub(crate) async fn prune_daily(shared: Arc<Shared>, retention: Retention) {
                 freed_bytes = pruned.freed_bytes,
                 "retention ran"
             ),
-            Err(error) if error.code() == Code::Shutdown => return,
+            Err(error) if error.code() == Code::EventBusShutdownError => return,
             Err(error) if error.code() == Code::Unsupported => {
                 tracing::debug!(target: "everbus::retention", %error, "this engine keeps everything");
                 return;

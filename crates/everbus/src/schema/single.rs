@@ -23,7 +23,7 @@ use super::violation::{self, printable};
 /// }))?;
 /// assert!(schema.check(br#"{ "total": 5 }"#).is_ok());
 /// let error = schema.check(br#"{ "total": -5 }"#).unwrap_err();
-/// assert_eq!(error.code(), Code::SchemaViolation);
+/// assert_eq!(error.code(), Code::ValidationError);
 /// assert!(error.message().contains("at /total: "));
 /// # Ok::<(), everbus::Error>(())
 /// ```
@@ -78,12 +78,12 @@ impl Schema {
         &self.0.json
     }
 
-    /// Checks a payload. A violation is [`Code::SchemaViolation`]; the message says where in the
+    /// Checks a payload. A violation is [`Code::ValidationError`]; the message says where in the
     /// document and what is asked for there. It shows names but no values of the payload.
     pub fn check(&self, payload: &[u8]) -> Result<()> {
         let document: Value = serde_json::from_slice(payload).map_err(|e| {
             let what = format!("the payload of {} is not JSON: {e}", self.name());
-            Error::new(Code::SchemaViolation, what)
+            Error::new(Code::ValidationError, what)
         })?;
         let validator = &self.0.validator;
         // The plain answer is much cheaper than the reasons, which hardly ever matter.
@@ -97,7 +97,7 @@ impl Schema {
             _ => violation::list(validator, &document),
         };
         let what = format!("the payload does not match {}: {reasons}", self.name());
-        Err(Error::new(Code::SchemaViolation, what)
+        Err(Error::new(Code::ValidationError, what)
             .hint("mend the payload, or give what has changed a new version"))
     }
 }

@@ -197,7 +197,7 @@ async fn an_action_is_on_record_before_it_is_done() {
         bus.shutdown().await.unwrap();
         let work = async { panic!("without a record nothing is done") };
         let refused = audited::<()>(&engine, &operator, "x", work).await;
-        assert_eq!(refused.unwrap_err().code(), Code::Shutdown);
+        assert_eq!(refused.unwrap_err().code(), Code::EventBusShutdownError);
         let without = Engine {
             audit: None,
             ..engine

@@ -87,7 +87,7 @@ async fn dead_letters_are_listed_newest_first_in_pages() {
 fn ids(letters: &[everbus::DeadLetter]) -> Vec<EventId> {
     letters
         .iter()
-        .map(|letter| letter.event.event.id())
+        .map(|letter| letter.record.event.id())
         .collect()
 }
 

@@ -236,7 +236,7 @@ async fn a_shutdown_has_one_end_whatever_the_engine_does() {
     assert_eq!((report.abandoned, report.unsettled), (1, 2));
     assert!(!report.closed);
     let refused = subscribing.await.unwrap().unwrap_err();
-    assert_eq!(refused.code(), Code::Shutdown);
+    assert_eq!(refused.code(), Code::EventBusShutdownError);
 }
 
 #[tokio::test(start_paused = true)]

@@ -417,7 +417,7 @@ async fn an_outage_after_the_effect_is_no_attempt() {
 
 #[tokio::test]
 async fn a_bus_that_is_no_more_ends_the_relay_and_loses_nothing() {
-    for code in [Code::StorageFailed, Code::Shutdown] {
+    for code in [Code::StorageFailed, Code::EventBusShutdownError] {
         let (bus, broker, clock) = faulty().await;
         let mut shop = Shop::new();
         shop.fill(5);

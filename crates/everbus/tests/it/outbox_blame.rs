@@ -57,7 +57,7 @@ async fn what_follows_a_single_refused_event_under_its_key_waits() {
     let refuse = Arc::new(AtomicBool::new(true));
     let refuses = refuse.clone();
     broker.judge(refusing(move |n| {
-        (n == 2 && refuses.load(Ordering::SeqCst)).then_some(Code::SchemaViolation)
+        (n == 2 && refuses.load(Ordering::SeqCst)).then_some(Code::ValidationError)
     }));
     let relay = Relay::new(&bus, shop.source(&clock));
     relay.run_once().await.unwrap();
@@ -154,14 +154,14 @@ async fn order_holds_whatever_the_answers_are() {
             }
             let judged = numbers.iter().map(|n| {
                 if bad.contains(n) {
-                    return Some([Code::Internal, Code::InvalidPayload][(n % 2) as usize]);
+                    return Some([Code::Internal, Code::InvalidPayloadError][(n % 2) as usize]);
                 }
                 let failed = failures.entry(*n).or_default();
                 if *n == u64::MAX || *failed >= 3 || chance.below(20) > 0 {
                     return None;
                 }
                 *failed += 1;
-                let codes = [Code::Internal, Code::SchemaViolation, Code::Timeout];
+                let codes = [Code::Internal, Code::ValidationError, Code::Timeout];
                 Some(codes[chance.below(3) as usize])
             });
             judged.collect()

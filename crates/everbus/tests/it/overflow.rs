@@ -391,8 +391,8 @@ async fn a_bad_object_is_a_failure_of_its_event_alone() {
             let failure = letter.failures.last().unwrap();
             assert_eq!(failure.kind, FailureKind::Decode);
             assert!(failure.error.contains(said), "{}", failure.error);
-            let error = bus.whole(&letter.event).await.unwrap_err();
-            assert_eq!(error.code(), Code::ObjectStore);
+            let error = bus.whole(&letter.record).await.unwrap_err();
+            assert_eq!(error.code(), Code::ObjectStoreError);
         }
         // Brought back, it is handled.
         std::fs::create_dir_all(paths[0].parent().unwrap()).unwrap();
@@ -482,7 +482,7 @@ async fn a_place_that_cannot_be_used_is_a_clear_error() {
         let bus = shelf.open().await;
         std::fs::write(shelf.objects(), "a file").unwrap();
         let error = bus.publish(("a", "x".repeat(5000))).await.unwrap_err();
-        assert_eq!(error.code(), Code::ObjectStore, "{error}");
+        assert_eq!(error.code(), Code::ObjectStoreError, "{error}");
         assert!(!error.outcome_unknown());
         assert!(published(&bus, "*").await.is_empty());
         bus.publish(("a", "small ones go on")).await.unwrap();

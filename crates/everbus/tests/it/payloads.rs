@@ -56,7 +56,7 @@ async fn a_stage_comes_back_as_it_was_stored() {
         assert_eq!(&all[2].bytes().unwrap()[..], b"\xff\x00raw");
         assert_eq!(
             all[2].json::<Value>().unwrap_err().code(),
-            Code::InvalidPayload
+            Code::InvalidPayloadError
         );
 
         let one = stages.get_stage(id, "agent_response").await.unwrap();
@@ -97,7 +97,7 @@ async fn what_cannot_be_stored_is_refused() {
         let map = std::collections::HashMap::from([(vec![1u8], 1)]);
         assert_eq!(
             code(stages.store(&event, "error", &map).await),
-            Code::InvalidPayload
+            Code::InvalidPayloadError
         );
         let huge = Bytes::from(vec![b'x'; 64 * 1024 * 1024 + 1]);
         let refused = stages.store_raw(&event, "error", huge).await;

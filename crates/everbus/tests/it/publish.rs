@@ -68,7 +68,7 @@ async fn a_payload_that_is_not_json_is_refused() {
         );
         let text = Event::builder("a").payload("not json");
         let error = bus.publish(text).await.unwrap_err();
-        assert_eq!(error.code(), Code::InvalidPayload);
+        assert_eq!(error.code(), Code::InvalidPayloadError);
         assert_eq!(bus.log().unwrap().head().await.unwrap(), Cursor::START);
     })
     .await;

@@ -211,7 +211,7 @@ async fn a_slow_retry_ends_and_can_be_stopped() {
     assert_eq!(refused.code(), Code::InvalidSetting);
     bus.shutdown().await.unwrap();
     let closed = queue.retry_slowly(all(), 1, |_| {}).await.unwrap_err();
-    assert_eq!(closed.code(), Code::Shutdown);
+    assert_eq!(closed.code(), Code::EventBusShutdownError);
 }
 
 // conformance: memory/dlq-preview: a bulk retry can be previewed: how many, of which groups, types and errors
@@ -287,9 +287,9 @@ async fn an_edited_event_is_checked_and_handled() {
         lab.clock.advance(3600 * SECOND);
         let queue = bus.dead_letters();
         for (payload, code) in [
-            ("{\"amount\":", Code::InvalidPayload),
-            (r#"{"amount":"ten"}"#, Code::SchemaViolation),
-            ("[]", Code::SchemaViolation),
+            ("{\"amount\":", Code::InvalidPayloadError),
+            (r#"{"amount":"ten"}"#, Code::ValidationError),
+            ("[]", Code::ValidationError),
         ] {
             let refused = queue.edit(&letter, payload).await.unwrap_err();
             assert_eq!(refused.code(), code, "{payload}");
@@ -303,7 +303,7 @@ async fn an_edited_event_is_checked_and_handled() {
         assert!(sent.settled().await.unwrap().dead_lettered.is_empty());
         assert_eq!(*amounts.lock().unwrap(), [10], "although it is an hour old");
         assert!(others.is_empty(), "the others had no trouble with it");
-        let kept = queue.get(letter.event.event.id()).await.unwrap();
+        let kept = queue.get(letter.record.event.id()).await.unwrap();
         assert_eq!(kept[0].replaced_by, Some(sent.id()));
         let again = queue.edit(&letter, r#"{"amount":10}"#).await.unwrap_err();
         assert_eq!(again.code(), Code::NotFound);
@@ -311,7 +311,7 @@ async fn an_edited_event_is_checked_and_handled() {
         assert!(none.is_empty());
         bus.shutdown().await.unwrap();
         let closed = queue.edit(&letter, r#"{"amount":10}"#).await.unwrap_err();
-        assert_eq!(closed.code(), Code::Shutdown);
+        assert_eq!(closed.code(), Code::EventBusShutdownError);
     })
     .await;
 }

@@ -56,7 +56,7 @@ async fn after_shutdown_publishes_and_subscriptions_are_refused() {
             bus.start().await.unwrap_err(),
         ];
         for error in errors {
-            assert_eq!(error.code(), Code::Shutdown);
+            assert_eq!(error.code(), Code::EventBusShutdownError);
             assert!(
                 error.to_string().starts_with("EventBusShutdownError"),
                 "{error}"
@@ -95,7 +95,7 @@ async fn shutdown_waits_for_running_handlers() {
         assert_eq!(report.abandoned, 0);
         // Whoever waited saw it settled, or the end of the bus if that came first.
         if let Err(error) = settled.await.unwrap() {
-            assert_eq!(error.code(), Code::Shutdown);
+            assert_eq!(error.code(), Code::EventBusShutdownError);
         }
     })
     .await;
@@ -234,7 +234,7 @@ async fn waiting_for_an_event_to_settle_ends_with_the_bus() {
         tokio::task::yield_now().await;
         bus.shutdown_within(Duration::ZERO).await.unwrap();
         let error = waiting.await.unwrap().unwrap_err();
-        assert_eq!(error.code(), Code::Shutdown);
+        assert_eq!(error.code(), Code::EventBusShutdownError);
     })
     .await;
 }
@@ -274,7 +274,7 @@ async fn shutdown_under_load_loses_nothing_and_repeats_nothing_that_finished() {
                             match bus.publish(("load", publisher)).await {
                                 Ok(receipt) => acknowledged.push(receipt.id()),
                                 Err(error) => {
-                                    assert_eq!(error.code(), Code::Shutdown);
+                                    assert_eq!(error.code(), Code::EventBusShutdownError);
                                     return acknowledged;
                                 }
                             }

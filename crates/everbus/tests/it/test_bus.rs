@@ -190,7 +190,7 @@ async fn each_retry_is_made_at_its_own_virtual_time() {
         assert_eq!(bus.now(), began.plus(Duration::from_millis(3_600_999)));
         let letters = bus.dead_letters().await.unwrap();
         assert_eq!(letters.len(), 1);
-        assert_eq!(letters[0].event.event.id(), report.id());
+        assert_eq!(letters[0].record.event.id(), report.id());
         assert_eq!((letters[0].attempts, letters[0].died_at), (4, waits[3]));
     })
     .await;

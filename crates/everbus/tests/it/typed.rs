@@ -200,7 +200,7 @@ fn another_type_or_version_is_refused_even_if_the_payload_fits() {
     let other_type = refusal("orders.order.paid", 2);
     let other_version = refusal("orders.order.placed", 1);
     for error in [&other_type, &other_version] {
-        assert_eq!(error.code(), Code::InvalidPayload);
+        assert_eq!(error.code(), Code::InvalidPayloadError);
         assert!(error.hint_text().is_some());
     }
     let end = r#" and cannot be read as "orders.order.placed" version 2"#;
@@ -219,7 +219,7 @@ fn a_payload_that_does_not_fit_is_refused() {
         .version(2)
         .json(&json!({ "order_id": "x" }));
     let error = event.build().unwrap().typed::<OrderPlaced>().unwrap_err();
-    assert_eq!(error.code(), Code::InvalidPayload);
+    assert_eq!(error.code(), Code::InvalidPayloadError);
 }
 
 #[tokio::test]

@@ -279,7 +279,7 @@ async fn a_bus_that_was_shut_down_mounts_nothing() {
     let bus = lab.open().await;
     bus.shutdown().await.unwrap();
     let error = bus.mount(Router::new().on("a", any)).await.unwrap_err();
-    assert_eq!(error.code(), Code::Shutdown);
+    assert_eq!(error.code(), Code::EventBusShutdownError);
 }
 
 // conformance: handlers/wiring-breaker-policy: handlers that share a dependency may say its policy once, or the same.

@@ -44,7 +44,7 @@ impl Audit for SqliteEngine {
             let (seq, kept) = recorded.await?;
             match kept.await {
                 Ok(()) => {}
-                Err(error) if error.code() == Code::Shutdown => {}
+                Err(error) if error.code() == Code::EventBusShutdownError => {}
                 Err(error) => {
                     tracing::warn!(target: "everbus::audit", %error, "the head of the audit trail could not be kept outside the file");
                 }

@@ -194,7 +194,7 @@ struct Envelope<'a> {
 pub(super) fn read(event_type: &str, payload: &str, attributes: &str) -> Result<Event> {
     let bad = |column: &str, e: &dyn std::fmt::Display| {
         Error::new(
-            Code::InvalidPayload,
+            Code::InvalidPayloadError,
             format!("the column {column} cannot be read: {e}"),
         )
         .hint("it was changed after it was written; correct it, or write the event anew")
@@ -413,6 +413,6 @@ mod tests {
                 .contains("[1, 9]")
         );
         let error = read("orders.order.placed", "{\"event_id\":", &written.attributes).unwrap_err();
-        assert_eq!(error.code(), Code::InvalidPayload);
+        assert_eq!(error.code(), Code::InvalidPayloadError);
     }
 }

@@ -83,7 +83,7 @@ fn text(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<String>> {
 
 fn unreadable(what: &dyn std::fmt::Display) -> Error {
     Error::new(
-        Code::InvalidPayload,
+        Code::InvalidPayloadError,
         format!("the column payload cannot be read: {what}"),
     )
     .hint("it holds JSON: the envelope of the event, or its payload")

@@ -61,7 +61,7 @@ async fn one_is_damaged(engine: &Engine, events: &[Event], damaged: u64, what: &
     })
     .await;
     let dead = dead_letters(engine).await.remove(0);
-    assert_eq!(dead.event.position.place(), damaged, "{what}");
+    assert_eq!(dead.record.position.place(), damaged, "{what}");
     assert_eq!(dead.failures[0].kind, FailureKind::Corrupt, "{what}");
     let wrong = wrong(engine).await;
     assert!(

@@ -372,7 +372,7 @@ async fn a_row_that_cannot_be_read_stops_nobody() {
         assert!(
             matches!(
                 error.code(),
-                Code::InvalidPayload | Code::InvalidAttribute | Code::InvalidType
+                Code::InvalidPayloadError | Code::InvalidAttribute | Code::InvalidType
             ),
             "{error}"
         );
@@ -380,7 +380,7 @@ async fn a_row_that_cannot_be_read_stops_nobody() {
     assert_eq!(rows[8].event.as_ref().unwrap().id(), good);
     assert_eq!(
         rows[9].event.as_ref().unwrap_err().code(),
-        Code::InvalidPayload
+        Code::InvalidPayloadError
     );
 }
 

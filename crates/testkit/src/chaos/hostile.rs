@@ -373,7 +373,7 @@ async fn consumes(engine: &Engine, events: u64, damaged: &HashSet<u64>, what: &s
                 .last()
                 .is_some_and(|f| f.kind == FailureKind::Corrupt)
         };
-        let buried: HashSet<u64> = letters.iter().map(|l| l.event.position.place()).collect();
+        let buried: HashSet<u64> = letters.iter().map(|l| l.record.position.place()).collect();
         if buried == *damaged && letters.iter().all(corrupt) {
             return Ok(());
         }

@@ -153,7 +153,7 @@ async fn work(orders: &Orders) -> Result<(), Error> {
             Err(error) => Err(error),
         };
         match collected {
-            Err(error) if error.code() != Code::Shutdown => {
+            Err(error) if error.code() != Code::EventBusShutdownError => {
                 tell(&format!("E retention: {error}\n"));
             }
             _ => {}

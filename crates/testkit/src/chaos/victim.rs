@@ -253,7 +253,7 @@ async fn publish_one(bus: &Bus, batch: &[EventId], mortal: bool) -> bool {
             tell(&lines);
             true
         }
-        Err(error) if error.code() == Code::Shutdown => false,
+        Err(error) if error.code() == Code::EventBusShutdownError => false,
         Err(error) => {
             tell(&format!("E {error}\n"));
             error.class().may_repeat()
@@ -266,7 +266,7 @@ async fn keep_stages(bus: &Bus, batch: &[EventId]) {
     for id in batch.iter().filter(|id| id.as_bytes()[3] % 4 == 0) {
         let stored = bus.payloads().store(*id, "webhook_raw", "a stage").await;
         match stored {
-            Err(error) if !matches!(error.code(), Code::NotFound | Code::Shutdown) => {
+            Err(error) if !matches!(error.code(), Code::NotFound | Code::EventBusShutdownError) => {
                 tell(&format!("E storing a stage: {error}\n"));
             }
             // An event that is gone already takes no stage.

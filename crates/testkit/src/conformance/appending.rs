@@ -333,7 +333,7 @@ pub async fn closing_under_load_forgets_nothing_acknowledged<H: Harness>(harness
                         published.fetch_add(1, Ordering::SeqCst);
                     }
                     Err(error) => {
-                        assert_eq!(error.code(), Code::Shutdown);
+                        assert_eq!(error.code(), Code::EventBusShutdownError);
                         assert!(closing.load(Ordering::SeqCst), "refused before the close");
                         return acknowledged;
                     }

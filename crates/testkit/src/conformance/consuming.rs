@@ -309,32 +309,35 @@ pub async fn after_close_everything_is_refused<H: Harness>(harness: H) -> Outcom
         .await
         .unwrap()
         .unwrap();
-    assert_eq!(code(ended), Code::Shutdown);
+    assert_eq!(code(ended), Code::EventBusShutdownError);
     stage.broker().close().await.unwrap();
     let broker = stage.broker();
     assert_eq!(
         code(broker.append(vec![event("a.b")]).await),
-        Code::Shutdown
+        Code::EventBusShutdownError
     );
     assert_eq!(
         code(broker.declare(super::stage::spec("x", &["*"])).await),
-        Code::Shutdown
+        Code::EventBusShutdownError
     );
     let consumed = broker.consume(name(""), options()).await;
-    assert_eq!(consumed.map(drop).unwrap_err().code(), Code::Shutdown);
+    assert_eq!(
+        consumed.map(drop).unwrap_err().code(),
+        Code::EventBusShutdownError
+    );
     let late = vec![Settlement::new(delivery.lease, Verdict::Ack)];
-    assert_eq!(code(broker.settle(late).await), Code::Shutdown);
-    assert_eq!(code(broker.inspect().await), Code::Shutdown);
+    assert_eq!(code(broker.settle(late).await), Code::EventBusShutdownError);
+    assert_eq!(code(broker.inspect().await), Code::EventBusShutdownError);
     if stage.offers(&LOG) && stage.offers(&LOOKUP) {
-        assert_eq!(code(stage.log().head().await), Code::Shutdown);
+        assert_eq!(code(stage.log().head().await), Code::EventBusShutdownError);
         assert_eq!(
             code(stage.lookup().states(appended.position).await),
-            Code::Shutdown
+            Code::EventBusShutdownError
         );
     }
     if stage.offers(&DEAD_LETTERS) {
         let counted = stage.dead_letters().count(Default::default()).await;
-        assert_eq!(code(counted), Code::Shutdown);
+        assert_eq!(code(counted), Code::EventBusShutdownError);
     }
     stage.passed()
 }

@@ -256,7 +256,7 @@ pub async fn a_retried_dead_letter_that_fails_again_is_the_same<H: Harness>(harn
         let open = stage.open_dead_letters().await;
         assert_eq!(open.len(), 1, "one row per event and group");
         let again = &open[0];
-        stage.assert_same(&again.event, appended.id, appended.position);
+        stage.assert_same(&again.record, appended.id, appended.position);
         assert_eq!(again.attempts, 2 + round, "attempts add up");
         let failures: Vec<u32> = again.failures.iter().map(|f| f.attempt).collect();
         let expected: Vec<u32> = [1, 2].into_iter().chain((0..round).map(|_| 1)).collect();
@@ -341,7 +341,7 @@ pub async fn purging_is_inclusive<H: Harness>(harness: H) -> Outcome {
     assert!(dead.get(published[0].id).await.unwrap().is_empty());
     let left = stage.open_dead_letters().await;
     let third = stage.read_at(&published[2]).await;
-    assert!(left.iter().all(|d| d.event.position >= third));
+    assert!(left.iter().all(|d| d.record.position >= third));
     let mut consumer = stage.consumer("mail").await;
     nothing(&mut consumer).await;
     stage.passed()
@@ -380,7 +380,7 @@ pub async fn purging_by_time_of_death<H: Harness>(harness: H) -> Outcome {
     let left = stage.open_dead_letters().await;
     assert_eq!(left.len(), 1);
     let kept = &got[1].record;
-    stage.assert_same(&left[0].event, kept.event.id(), kept.position);
+    stage.assert_same(&left[0].record, kept.event.id(), kept.position);
     assert_eq!(left[0].died_at, at(2));
     stage.passed()
 }

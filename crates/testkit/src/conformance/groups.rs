@@ -389,7 +389,7 @@ pub async fn an_event_nobody_handles_is_dead_lettered_in_the_end<H: Harness>(
         assert!(rounds < 100, "waited in vain for the dead letter");
     }
     let dead = stage.open_dead_letters().await.remove(0);
-    assert_eq!(dead.event.position, orphan.position);
+    assert_eq!(dead.record.position, orphan.position);
     let last = dead.failures.last().unwrap();
     assert_eq!(last.kind, FailureKind::NoHandler);
     stage

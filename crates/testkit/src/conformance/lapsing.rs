@@ -82,7 +82,7 @@ pub async fn dead_letters_go_long_after_their_death<H: Harness>(harness: H) -> O
         .await;
     let open = stage.open_dead_letters().await;
     assert_eq!(open.len(), 1);
-    assert_eq!(open[0].event.event.id(), young.id);
+    assert_eq!(open[0].record.event.id(), young.id);
     let kept = stage.dead_letters().get(again.id).await.unwrap();
     assert_eq!(kept.len(), 1, "its retry is under way");
     // Never is never.

@@ -133,6 +133,6 @@ pub async fn a_paused_consumer_can_end<H: Harness>(harness: H) -> Outcome {
     tokio::time::sleep(Duration::from_millis(20)).await;
     stage.broker().close().await.unwrap();
     let ended = tokio::time::timeout(DEADLINE, waiting).await;
-    assert_eq!(code(ended.unwrap().unwrap()), Code::Shutdown);
+    assert_eq!(code(ended.unwrap().unwrap()), Code::EventBusShutdownError);
     stage.passed()
 }

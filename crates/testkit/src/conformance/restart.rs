@@ -73,7 +73,7 @@ async fn settled_stay_settled_and_the_rest_comes_again<H: Harness>(
     if stage.offers(&DEAD_LETTERS) {
         let dead = stage.open_dead_letters().await;
         assert_eq!(dead.len(), 1);
-        assert_eq!(dead[0].event.position, published[2].position);
+        assert_eq!(dead[0].record.position, published[2].position);
         assert_eq!((dead[0].attempts, dead[0].failures.len()), (1, 1));
     }
     stage.passed()

@@ -298,7 +298,7 @@ async fn check_policy<H: Harness>(
         Some(age) if stage.offers(&DEAD_LETTERS) => {
             let open = stage.open_dead_letters().await;
             let old = open.iter().filter(|letter| letter.died_at.plus(age) < now);
-            old.map(|letter| (letter.event.position, letter.group.clone()))
+            old.map(|letter| (letter.record.position, letter.group.clone()))
                 .collect()
         }
         _ => HashSet::new(),

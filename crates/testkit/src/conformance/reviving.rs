@@ -301,7 +301,7 @@ pub async fn a_corrected_event_replaces_a_dead_letter<H: Harness>(harness: H) ->
     };
     assert_eq!(dead.replaced().await.unwrap(), [replaced]);
     assert_eq!(kept.retried_at, Some(stage.now()));
-    assert_eq!(kept.event.event, event, "unchanged");
+    assert_eq!(kept.record.event, event, "unchanged");
     assert_eq!(kept.failures, broken.failures);
     assert!(stage.open_dead_letters().await.is_empty());
     for group in ["fine", "away", "elsewhere"] {
@@ -365,9 +365,9 @@ pub async fn a_correction_finds_its_group<H: Harness>(harness: H) -> Outcome {
     stage.ack(&got[0]).await;
     stage.kill(&got[1]).await;
     let broken = letter(&stage, &first, "g").await;
-    stage.assert_same(&broken.event, first.id, first.position);
+    stage.assert_same(&broken.record, first.id, first.position);
     assert_eq!(broken.attempts, 1);
-    let edited = broken.event.event.metadata()[EDIT_OF].clone();
+    let edited = broken.record.event.metadata()[EDIT_OF].clone();
     assert_eq!(edited, original.id.to_string());
     g.close().await.unwrap();
     stage.broker().retract(a.unwrap().id).await.unwrap();
@@ -423,7 +423,7 @@ pub async fn what_cannot_replace_a_dead_letter_is_refused<H: Harness>(harness: H
     beyond.position = super::stage::beyond(beyond.position, 1000);
     let reused = Event::builder("a.x").tenant("acme").id(original.id);
     let reused = reused.payload("[1]").build().unwrap();
-    let same = broken.event.event.clone();
+    let same = broken.record.event.clone();
     let cases = [
         (elsewhere, fine.clone(), Code::NotFound),
         (nowhere, fine.clone(), Code::NotFound),

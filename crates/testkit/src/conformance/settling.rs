@@ -170,8 +170,8 @@ pub async fn a_dead_lettered_event_is_kept_with_its_history<H: Harness>(harness:
     let dead = stage.open_dead_letters().await;
     assert_eq!(dead.len(), 1);
     let dead = &dead[0];
-    assert_eq!(dead.event.event, body);
-    stage.assert_same(&dead.event, appended.id, appended.position);
+    assert_eq!(dead.record.event, body);
+    stage.assert_same(&dead.record, appended.id, appended.position);
     assert_eq!(dead.group.as_str(), "billing");
     assert_eq!(dead.handler.as_deref(), Some("the handler"));
     assert_eq!(dead.attempts, 2);

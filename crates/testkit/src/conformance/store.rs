@@ -370,13 +370,13 @@ pub async fn a_dead_letter_can_be_put<H: Harness>(harness: H) -> Outcome {
     let open = stage.open_dead_letters().await;
     assert_eq!(open.len(), 1, "{open:?}");
     let letter = &open[0];
-    assert_eq!(letter.event.event, record.event);
+    assert_eq!(letter.record.event, record.event);
     assert_eq!((letter.attempts, &letter.failures), (2, &failures));
     assert_eq!((letter.first_seen_at, letter.died_at), (died_at, died_at));
     assert_eq!(letter.handler.as_deref(), Some("theirs"));
     let count = stage.dead_letters().count(DeadLetterFilter::default());
     assert_eq!(count.await.unwrap(), 1);
-    let place = letter.event.position;
+    let place = letter.record.position;
     if stage.offers(&OWN_LOG) {
         assert_eq!(stage.group_info("g").await.dead_letters, 1);
         stage.assert_state(place, "g", EventState::Dlq).await;

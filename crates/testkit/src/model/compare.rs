@@ -128,7 +128,7 @@ impl<H: Harness> Plan<H> {
         let keys: Vec<(u64, &str)> = expected.iter().map(|(p, g, _)| (*p, g.as_str())).collect();
         let got: Vec<(u64, &str)> = list
             .iter()
-            .map(|d| (d.event.position.place(), d.group.as_str()))
+            .map(|d| (d.record.position.place(), d.group.as_str()))
             .collect();
         assert_eq!(got, keys, "the open dead letters");
         for (letter, (position, group, death)) in list.iter().zip(expected) {
@@ -141,7 +141,7 @@ impl<H: Harness> Plan<H> {
             assert_eq!(letter.first_seen_at, death.first_seen_at, "{context}");
             assert_eq!(letter.died_at, death.died_at, "{context}");
             assert_eq!(
-                letter.event.event, self.oracle.log[&position].event,
+                letter.record.event, self.oracle.log[&position].event,
                 "{context}"
             );
         }

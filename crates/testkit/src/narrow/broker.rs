@@ -103,7 +103,10 @@ impl Shared {
 
     pub(super) fn check_open(&self) -> Result<()> {
         if self.closed.load(Ordering::SeqCst) {
-            return Err(Error::new(Code::Shutdown, "the narrow engine is closed"));
+            return Err(Error::new(
+                Code::EventBusShutdownError,
+                "the narrow engine is closed",
+            ));
         }
         Ok(())
     }

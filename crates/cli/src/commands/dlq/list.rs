@@ -59,7 +59,7 @@ pub(super) async fn list(
     }
     let mut table = Table::new(&["ID", "TYPE", "GROUP", "ATTEMPTS", "DIED", "LAST ERROR"]);
     for letter in &page.items {
-        let event = &letter.event.event;
+        let event = &letter.record.event;
         table.row(vec![
             escaped(&event.display_id()).into_owned(),
             shortened(&escaped(event.event_type()), 40).into_owned(),
@@ -125,8 +125,8 @@ pub(super) async fn show(
     let objects = target.objects(engine)?;
     let mut shown = Vec::with_capacity(found.len());
     for mut letter in found {
-        let whole = shown_whole(objects.as_deref(), &letter.event).await;
-        letter.event = whole.record;
+        let whole = shown_whole(objects.as_deref(), &letter.record).await;
+        letter.record = whole.record;
         shown.push(Shown {
             letter,
             payload_error: whole.error,
@@ -158,7 +158,7 @@ struct Shown {
 }
 
 fn print_letter(letter: &DeadLetter, output: &mut Output) -> Outcome {
-    print_event(&letter.event, output)?;
+    print_event(&letter.record, output)?;
     output.line(format!(
         "group        {}",
         escaped(&letter.group.to_string())

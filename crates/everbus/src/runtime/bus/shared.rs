@@ -97,7 +97,7 @@ impl Shared {
 
     /// Remembers the first failure that the engine does not recover from; whether this is one.
     pub(crate) fn fail_if_fatal(&self, error: &Error) -> bool {
-        let fatal = error.class() == Class::Final && error.code() != Code::Shutdown;
+        let fatal = error.class() == Class::Final && error.code() != Code::EventBusShutdownError;
         if fatal && self.failure.set(error.clone()).is_ok() {
             let _ = self
                 .state

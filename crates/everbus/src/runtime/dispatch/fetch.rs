@@ -244,7 +244,7 @@ impl Runner {
     /// Whether fetching goes on after this error.
     fn survives(&self, error: &Error) -> bool {
         let group = &self.group;
-        if error.code() == Code::Shutdown {
+        if error.code() == Code::EventBusShutdownError {
             return false;
         }
         if self.shared.fail_if_fatal(error) {
@@ -270,7 +270,7 @@ impl Runner {
 async fn close(consuming: Option<Consuming>) {
     if let Some(Consuming { consumer, .. }) = consuming
         && let Err(error) = consumer.close().await
-        && error.code() != Code::Shutdown
+        && error.code() != Code::EventBusShutdownError
     {
         guard::log(|| {
             tracing::warn!(target: "everbus::dispatch", %error, "a consumer did not close cleanly");

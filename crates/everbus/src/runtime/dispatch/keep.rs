@@ -34,7 +34,7 @@ impl Runner {
             let lease = *length.borrow_and_update();
             match self.extend_held(lease).await {
                 Ok(()) => outage.is_over(),
-                Err(error) if error.code() == Code::Shutdown => return,
+                Err(error) if error.code() == Code::EventBusShutdownError => return,
                 Err(error) if error.class().may_repeat() => {
                     pause = Some(outage.goes_on(&error));
                     let over = |since| self.leases_are_over(since);

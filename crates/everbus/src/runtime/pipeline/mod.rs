@@ -507,7 +507,7 @@ impl Pipeline {
         let whole = tokio::time::timeout(limit, self.shared.whole(&delivery.record)).await;
         let record = whole.unwrap_or_else(|_| {
             Err(Error::new(
-                Code::ObjectStore,
+                Code::ObjectStoreError,
                 format!("the object store did not answer within {limit:?}"),
             ))
         })?;

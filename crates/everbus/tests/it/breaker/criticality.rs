@@ -53,10 +53,10 @@ async fn a_standard_event_is_dead_lettered_for_later() {
         dependency.works(true);
         lab.clock.advance(OPEN_FOR);
         closed(&bus).await;
-        let id = letter.event.event.id();
+        let id = letter.record.event.id();
         assert_eq!(bus.dead_letters().retry(id).await.unwrap(), 1);
         eventually("it is handled after all", || async {
-            is_done(&bus, letter.event.position.place(), "g").await
+            is_done(&bus, letter.record.position.place(), "g").await
         })
         .await;
         assert_eq!(dependency.attempts_for(7).len(), 1);
@@ -165,10 +165,10 @@ async fn no_handler_of_an_event_runs_unless_all_may() {
         dependency.works(true);
         lab.clock.advance(OPEN_FOR);
         closed(&bus).await;
-        let id = letter.event.event.id();
+        let id = letter.record.event.id();
         bus.dead_letters().retry(id).await.unwrap();
         eventually("both have run", || async {
-            is_done(&bus, letter.event.position.place(), "g").await
+            is_done(&bus, letter.record.position.place(), "g").await
         })
         .await;
         assert_eq!(first.attempts_for(1).len(), 1);

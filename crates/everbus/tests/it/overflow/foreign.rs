@@ -116,13 +116,13 @@ async fn a_missing_object_of_another_sender_is_a_dead_letter() {
         assert!(letter.last_error().contains("it is missing"), "{letter:?}");
         assert!(letter.last_error().contains(KEY), "{letter:?}");
         assert_eq!(
-            bus.whole(&letter.event).await.unwrap_err().code(),
-            Code::ObjectStore
+            bus.whole(&letter.record).await.unwrap_err().code(),
+            Code::ObjectStoreError
         );
         assert!(seen.is_empty(), "the handler did not run");
         put(&shelf, KEY, r#"{"outputs":7}"#);
         bus.dead_letters()
-            .retry(letter.event.event.id())
+            .retry(letter.record.event.id())
             .await
             .unwrap();
         let payload: Value = seen.next().await.json().unwrap();
@@ -208,7 +208,7 @@ async fn without_an_object_store_a_reference_is_an_error() {
     let receipt = bus.publish(Dialect::Workflow.document(&document)).await;
     let record = stored(&bus, receipt.unwrap().id()).await;
     let error = bus.whole(&record).await.unwrap_err();
-    assert_eq!(error.code(), Code::ObjectStore);
+    assert_eq!(error.code(), Code::ObjectStoreError);
     assert!(
         error.message().contains("no object store is configured"),
         "{error}"

@@ -34,7 +34,7 @@ async fn older_objects_are_read_from_the_places_that_are_listed() {
 
         let bus = reopened(&shelf, bus, moved.clone()).await;
         let error = read(&bus, id).await.unwrap_err();
-        assert_eq!(error.code(), Code::ObjectStore);
+        assert_eq!(error.code(), Code::ObjectStoreError);
         let said =
             format!("it is in another place ({old}), which this configuration does not read");
         assert!(error.message().contains(&said), "{error}");

@@ -203,7 +203,7 @@ async fn travels(directory: &tempfile::TempDir, reference: &everbus_core::Overfl
     );
     other.size += 1;
     let error = bring(&s3, &there, &other).await.unwrap_err();
-    assert_eq!(error.code(), everbus::Code::ObjectStore, "{error}");
+    assert_eq!(error.code(), everbus::Code::ObjectStoreError, "{error}");
     other.key.push('x');
     std::fs::copy(&copy, backup.join(&other.key)).unwrap();
     let damaged = bring(&s3, &there, &other).await.unwrap();

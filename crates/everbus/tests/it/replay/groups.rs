@@ -204,7 +204,7 @@ async fn dead_letters_of_a_fresh_group_are_kept() {
         let letters = bus.dead_letters().list().await.unwrap();
         assert_eq!(letters.len(), 1);
         assert_eq!(letters[0].group, group);
-        assert_eq!(report.failures[0].id, letters[0].event.event.id());
+        assert_eq!(report.failures[0].id, letters[0].record.event.id());
 
         // A second run of the name would mix with it.
         let error = replay().into_fresh_group(router()).await.unwrap_err();

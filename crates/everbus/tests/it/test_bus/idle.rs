@@ -346,7 +346,10 @@ async fn a_bus_that_was_shut_down_is_not_waited_for() {
         .await
         .unwrap();
     bus.bus().shutdown().await.unwrap();
-    assert_eq!(bus.settle().await.unwrap_err().code(), Code::Shutdown);
+    assert_eq!(
+        bus.settle().await.unwrap_err().code(),
+        Code::EventBusShutdownError
+    );
     let refused = bus.publish(("a", json!(1))).await.unwrap_err();
-    assert_eq!(refused.code(), Code::Shutdown);
+    assert_eq!(refused.code(), Code::EventBusShutdownError);
 }

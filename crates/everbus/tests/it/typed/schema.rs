@@ -158,7 +158,7 @@ fn a_publish_is_checked_unless_the_payload_comes_from_the_very_type_of_the_schem
     assert!(schemas.check_published(&event, refused).is_ok());
     for other in [None, Some(std::any::type_name::<OrderPlaced>())] {
         let error = schemas.check_published(&event, other).unwrap_err();
-        assert_eq!(error.code(), Code::SchemaViolation, "{other:?}");
+        assert_eq!(error.code(), Code::ValidationError, "{other:?}");
     }
 }
 
@@ -169,7 +169,7 @@ fn a_consumer_checks_every_event() {
     schemas.register::<Refused>().unwrap();
     let event = Event::builder("refused").build().unwrap();
     let error = schemas.check_consumed(&event).unwrap_err();
-    assert_eq!(error.code(), Code::SchemaViolation);
+    assert_eq!(error.code(), Code::ValidationError);
 }
 
 // conformance: handlers/typed-schema: what a type serialises fits the schema of the type.
@@ -192,7 +192,7 @@ fn a_violation_says_where_and_what() {
         "payment": { "kind": "card", "last4": "1234" },
         "notes": ["fine", 7],
     }));
-    assert_eq!(error.code(), Code::SchemaViolation);
+    assert_eq!(error.code(), Code::ValidationError);
     assert!(error.hint_text().is_some());
     let text = error.to_string();
     assert!(text.starts_with("ValidationError: "), "{text}");
@@ -321,7 +321,7 @@ fn a_payload_that_is_not_json_or_nested_without_end_is_a_violation() {
     let deep = "[".repeat(100_000);
     for payload in [&b""[..], b"{", b"\xff\xfe", b"{} x", deep.as_bytes()] {
         let error = anything.check(payload).unwrap_err();
-        assert_eq!(error.code(), Code::SchemaViolation);
+        assert_eq!(error.code(), Code::ValidationError);
         assert!(error.message().contains("is not JSON"), "{error}");
     }
     let binary = Event::builder(OrderPlaced::TYPE)
@@ -329,7 +329,7 @@ fn a_payload_that_is_not_json_or_nested_without_end_is_a_violation() {
         .payload(vec![0xff])
         .content_type("application/octet-stream");
     let error = registered().check_consumed(&binary.build().unwrap());
-    assert_eq!(error.unwrap_err().code(), Code::SchemaViolation);
+    assert_eq!(error.unwrap_err().code(), Code::ValidationError);
 }
 
 // conformance: handlers/schema-invalid: a schema that is no schema is an error at start that names the place.

@@ -192,7 +192,7 @@ fn another_event_type_is_not_a_question_of_versions() {
         u.add(split);
     });
     let error = known.read::<V2>(&other.build().unwrap()).unwrap_err();
-    assert_eq!(error.code(), Code::InvalidPayload);
+    assert_eq!(error.code(), Code::InvalidPayloadError);
     assert!(error.to_string().contains("users.user.deleted"), "{error}");
 }
 
@@ -213,7 +213,7 @@ fn an_old_payload_that_cannot_be_brought_up_is_refused_with_the_step() {
         (json!({ "name": 7 }), "expected a string"),
     ] {
         let error = known.read::<V3>(&event(1, &payload)).unwrap_err();
-        assert_eq!(error.code(), Code::InvalidPayload);
+        assert_eq!(error.code(), Code::InvalidPayloadError);
         let text = error.to_string();
         assert!(text.contains("from version 1 to 2 failed"), "{text}");
         assert!(text.contains(why), "{text}");

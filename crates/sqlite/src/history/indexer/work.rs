@@ -74,7 +74,7 @@ impl Work {
             self.shared.woken.store(false, Ordering::Relaxed);
             let next = match self.work() {
                 Ok(next) => next,
-                Err(error) if error.code() == Code::Shutdown => return,
+                Err(error) if error.code() == Code::EventBusShutdownError => return,
                 Err(error) => {
                     warn(&error);
                     Next::Wait(PAUSE)
