@@ -101,7 +101,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let receipt = bus.publish(v3).await?;
     receipt.settled().await?;
     for letter in bus.dead_letters().list().await? {
-        let id = letter.record.event.id().to_string();
+        let id = letter.event().id().to_string();
         println!(
             "  dead letter of {}: {}",
             letter.group,

@@ -108,7 +108,7 @@ impl Graveyard {
         let open = graves.filter(|g| g.open && g.letter.group == *group);
         let mut counts = BTreeMap::new();
         for grave in open {
-            let event_type = grave.letter.record.event.type_arc().clone();
+            let event_type = grave.letter.event().type_arc().clone();
             *counts.entry(event_type).or_default() += 1;
         }
         counts
@@ -279,11 +279,7 @@ impl Memory {
         let mut counts: BTreeMap<(GroupName, &str, &str), u64> = BTreeMap::new();
         for letter in state.dead.open(filter, None) {
             let error = DeadLetterTally::beginning(letter.last_error());
-            let key = (
-                letter.group.clone(),
-                letter.record.event.event_type(),
-                error,
-            );
+            let key = (letter.group.clone(), letter.event().event_type(), error);
             *counts.entry(key).or_default() += 1;
         }
         let tallies = counts
@@ -330,7 +326,7 @@ impl Memory {
                 state.skip(position, &letter.group, LETTER_PURGED);
             }
             state.wake_waiters(position);
-            purged.add(letter.record.event.id(), letter.group, with_event);
+            purged.add(letter.event().id(), letter.group, with_event);
         }
         Ok(purged)
     }
@@ -357,7 +353,7 @@ impl DeadLetters for Memory {
         Box::pin(async move {
             let state = self.open_state()?;
             let graves = state.dead.graves.values();
-            let of_event = graves.filter(|grave| grave.letter.record.event.id() == id);
+            let of_event = graves.filter(|grave| grave.letter.event().id() == id);
             Ok(of_event.map(|grave| grave.letter.clone()).collect())
         })
     }

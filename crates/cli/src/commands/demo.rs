@@ -295,7 +295,7 @@ async fn summarise(bus: &Bus, output: &mut Output) -> Outcome {
         counted(dead.len() as u64, "dead letter")
     ))?;
     match dead.first() {
-        Some(letter) => what_next(letter.record.event.id(), output),
+        Some(letter) => what_next(letter.event().id(), output),
         None => Ok(()),
     }
 }

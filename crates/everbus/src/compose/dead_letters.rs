@@ -38,15 +38,16 @@ pub(super) async fn original_of(
     let Some(id) = original.and_then(|id| id.parse::<EventId>().ok()) else {
         return Ok(record.clone());
     };
-    let known = letters.get(id).await?.into_iter().find(|letter| {
-        letter.group == *group && letter.record.event.tenant() == record.event.tenant()
-    });
+    let known =
+        letters.get(id).await?.into_iter().find(|letter| {
+            letter.group == *group && letter.event().tenant() == record.event.tenant()
+        });
     Ok(known.map_or_else(|| record.clone(), |letter| letter.record))
 }
 
 /// The event that goes back to the group in place of a dead letter.
 fn retry_of(letter: &DeadLetter) -> Result<Event> {
-    let original = &letter.record.event;
+    let original = letter.event();
     let id = EventId::derived(
         original.id(),
         letter.died_at,
@@ -111,8 +112,8 @@ impl LettersBeside {
         let groups = self.broker.inspect().await?;
         self.each(filter, |letter| {
             // What its group would pass by stays a dead letter.
-            if wants(&groups, &letter.group, &letter.record.event) {
-                open.push((letter.record.event.id(), letter.key()));
+            if wants(&groups, &letter.group, letter.event()) {
+                open.push((letter.event().id(), letter.key()));
             }
             ControlFlow::Continue(())
         })
@@ -217,7 +218,7 @@ impl DeadLetters for LettersBeside {
             })
             .await?;
             let letter = found.ok_or_else(|| not_open(&key))?;
-            check_replacement(&letter.record.event, &corrected)?;
+            check_replacement(letter.event(), &corrected)?;
             if !wants(&self.broker.inspect().await?, &key.group, &corrected) {
                 return Err(Error::new(
                     Code::Unsupported,

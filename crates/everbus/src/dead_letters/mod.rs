@@ -38,8 +38,8 @@ pub struct DeadLetterPreview {
 /// # async fn main() -> everbus::Result<()> {
 /// let bus = everbus::Bus::open("memory:").await?;
 /// for letter in bus.dead_letters().list().await? {
-///     println!("{} {}: {}", letter.group, letter.record.event.event_type(), letter.last_error());
-///     bus.dead_letters().retry(letter.record.event.id()).await?;
+///     println!("{} {}: {}", letter.group, letter.event().event_type(), letter.last_error());
+///     bus.dead_letters().retry(letter.event().id()).await?;
 /// }
 /// # Ok(())
 /// # }
@@ -187,7 +187,7 @@ impl DeadLetterQueue {
         self.shared.accepts()?;
         self.shared.check_event(&corrected, None)?;
         let action = Action::new("dlq.edit")
-            .on("EVENT", &letter.record.event.id())
+            .on("EVENT", &letter.event().id())
             .detail("group", letter.group.to_string().into())
             .detail("replaced_by", corrected.id().to_string().into());
         let letters = self.letters()?;

@@ -83,7 +83,7 @@ impl<'a> Wishes<'a> {
             return Ok(Wish::None);
         };
         let mut found = letters.get(event.id()).await?;
-        found.retain(|letter| letter.record.event.tenant() == event.tenant());
+        found.retain(|letter| letter.event().tenant() == event.tenant());
         // Without a time it is taken for a wish: once too often is better than never.
         let wanted = row.wanted_at.filter(|_| row.row <= self.known);
         let is_wish = |letter: &DeadLetter| {
@@ -106,7 +106,7 @@ impl<'a> Wishes<'a> {
         if found.iter().any(|letter| was_granted(letter, wanted)) {
             return Ok(Wish::Granted);
         }
-        let died = |letter: &DeadLetter| same(&letter.record.event, event);
+        let died = |letter: &DeadLetter| same(letter.event(), event);
         Ok(if found.iter().any(died) {
             Wish::Died
         } else {

@@ -175,7 +175,7 @@ impl TestBus {
             };
             let mut text = String::new();
             for letter in letters.iter().take(MOST_LISTED) {
-                let (event, group) = (&letter.record.event, &letter.group);
+                let (event, group) = (letter.event(), &letter.group);
                 let (name, error) = (event.event_type(), letter.last_error());
                 let _ = write!(
                     text,

@@ -85,10 +85,7 @@ async fn dead_letters_are_listed_newest_first_in_pages() {
 }
 
 fn ids(letters: &[everbus::DeadLetter]) -> Vec<EventId> {
-    letters
-        .iter()
-        .map(|letter| letter.record.event.id())
-        .collect()
+    letters.iter().map(|letter| letter.event().id()).collect()
 }
 
 fn bus_ids(receipts: &[Receipt]) -> Vec<EventId> {

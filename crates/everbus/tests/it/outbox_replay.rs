@@ -346,7 +346,7 @@ async fn a_row_without_a_tenant_retries_no_tenants_dead_letters() {
     let open = stage.bus.dead_letters().list().await.unwrap();
     assert_eq!(open.len(), 2);
     for letter in open {
-        assert_eq!(letter.record.event.tenant(), Some("acme"));
+        assert_eq!(letter.event().tenant(), Some("acme"));
     }
 }
 

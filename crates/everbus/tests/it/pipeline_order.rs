@@ -277,7 +277,7 @@ async fn the_span_is_around_layers_handler_and_judgement() {
         bus.mount(Router::new().on("a", route)).await.unwrap();
         bus.start().await.unwrap();
         let letter = given_up(&bus, Event::builder("a").correlation_id("request-3")).await;
-        let id = letter.record.event.id().to_string();
+        let id = letter.event().id().to_string();
         let of_test = lines(|line| line.field("mark") == Some(&mark));
         let places: Vec<_> = of_test
             .iter()

@@ -85,7 +85,7 @@ async fn the_idempotency_key_survives_retries_edits_and_replays() {
             .unwrap();
         bus.start().await.unwrap();
         let letter = given_up(&bus, ("a.b", 1)).await;
-        let id = letter.record.event.id();
+        let id = letter.event().id();
         let letters = bus.engine().dead_letters().unwrap();
         assert_eq!(bus.dead_letters().retry(id).await.unwrap(), 1);
         eventually("it is dead again", || async {

@@ -66,8 +66,8 @@ async fn after_four_attempts_the_event_is_a_dead_letter_with_every_error_in_orde
         assert_eq!(letter.attempts, 4);
         assert_eq!(letter.handler.as_deref(), Some("fragile"));
         assert!(letter.group.is_unnamed());
-        assert_eq!(letter.record.event.id(), receipt.id());
-        assert_eq!(letter.record.event.payload().as_ref(), b"\"original\"");
+        assert_eq!(letter.event().id(), receipt.id());
+        assert_eq!(letter.event().payload().as_ref(), b"\"original\"");
         assert_eq!(letter.died_at, letter.failures[3].at);
         assert!(letter.died_at >= letter.record.received_at.plus(SECOND * 7));
         bus.shutdown().await.unwrap();
@@ -115,7 +115,7 @@ async fn a_lease_that_ends_during_the_last_attempt_leads_to_a_dead_letter() {
             expected.push((3, FailureKind::Error));
         }
         assert_eq!(failures.collect::<Vec<_>>(), expected);
-        assert_eq!(letter.record.event.payload().as_ref(), b"\"original\"");
+        assert_eq!(letter.event().payload().as_ref(), b"\"original\"");
         assert!(seen.is_empty());
         bus.shutdown_within(Duration::ZERO).await.unwrap();
     })

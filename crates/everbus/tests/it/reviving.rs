@@ -303,7 +303,7 @@ async fn an_edited_event_is_checked_and_handled() {
         assert!(sent.settled().await.unwrap().dead_lettered.is_empty());
         assert_eq!(*amounts.lock().unwrap(), [10], "although it is an hour old");
         assert!(others.is_empty(), "the others had no trouble with it");
-        let kept = queue.get(letter.record.event.id()).await.unwrap();
+        let kept = queue.get(letter.event().id()).await.unwrap();
         assert_eq!(kept[0].replaced_by, Some(sent.id()));
         let again = queue.edit(&letter, r#"{"amount":10}"#).await.unwrap_err();
         assert_eq!(again.code(), Code::NotFound);

@@ -72,11 +72,7 @@ async fn a_row_that_cannot_be_read_becomes_a_dead_letter_and_the_group_goes_on()
         assert_eq!(dead.len(), 2, "{damage}");
         for letter in dead {
             assert_eq!(letter.record.position.place(), 5);
-            assert_eq!(
-                &letter.record.event.payload()[..],
-                br#"{"n":1}"#,
-                "{damage}"
-            );
+            assert_eq!(&letter.event().payload()[..], br#"{"n":1}"#, "{damage}");
             assert_eq!(letter.attempts, 0, "no handler ran");
             assert_eq!(letter.failures.len(), 1);
             assert_eq!(letter.failures[0].kind, FailureKind::Corrupt);

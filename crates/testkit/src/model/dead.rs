@@ -64,7 +64,7 @@ impl<H: Harness> Plan<H> {
         let retried = dead.retry_some(filter.clone(), limit).await.unwrap();
         let matching = before.iter().filter(|letter| {
             filter.group.as_ref().is_none_or(|g| *g == letter.group)
-                && filter.id.is_none_or(|id| id == letter.record.event.id())
+                && filter.id.is_none_or(|id| id == letter.event().id())
         });
         let matching: Vec<DeadLetterKey> = matching.map(DeadLetter::key).collect();
         let after = self.stage.open_dead_letters().await;
@@ -104,11 +104,11 @@ impl<H: Harness> Plan<H> {
         let group = key.group.as_str();
         self.oracle
             .replaced(group, key.position.place(), &corrected, appended);
-        let kept = dead.get(letter.record.event.id()).await.unwrap();
+        let kept = dead.get(letter.event().id()).await.unwrap();
         let kept = kept.iter().find(|l| l.group == key.group).unwrap();
         assert_eq!(kept.replaced_by, Some(corrected.id()), "linked to the new");
         assert!(kept.retried_at.is_some());
-        let original = letter.record.event.id().to_string();
+        let original = letter.event().id().to_string();
         assert_eq!(corrected.metadata()[EDIT_OF], original, "linked to the old");
         self.oracle.note_claimable();
         self.compare(appended.position.place()).await;

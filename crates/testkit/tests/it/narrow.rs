@@ -121,7 +121,7 @@ async fn missing(
                 failures.iter().all(|f| f.error.contains(&own)),
                 "{letter:?}"
             );
-            dead.insert(letter.record.event.id());
+            dead.insert(letter.event().id());
         }
         match found.next {
             Some(next) => page.after = Some(next),

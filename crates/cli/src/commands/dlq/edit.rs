@@ -47,7 +47,7 @@ async fn find(args: &DlqEditArgs, engine: &Engine) -> Outcome<DeadLetter> {
     open.retain(|letter| {
         letter.retried_at.is_none()
             && args.group.as_ref().is_none_or(|g| *g == letter.group)
-            && (args.tenant.is_none() || args.tenant.as_deref() == letter.record.event.tenant())
+            && (args.tenant.is_none() || args.tenant.as_deref() == letter.event().tenant())
     });
     let tenants: BTreeSet<&str> = open.iter().map(tenant).collect();
     if tenants.len() > 1 {
@@ -71,7 +71,7 @@ async fn find(args: &DlqEditArgs, engine: &Engine) -> Outcome<DeadLetter> {
 }
 
 fn tenant(letter: &DeadLetter) -> &str {
-    letter.record.event.tenant().unwrap_or("(no tenant)")
+    letter.event().tenant().unwrap_or("(no tenant)")
 }
 
 async fn edit(
@@ -84,7 +84,7 @@ async fn edit(
     let bus = target.bus_on(engine.clone()).await?;
     letter.record = bus.whole(&letter.record).await?;
     let letter = &letter;
-    let original = &letter.record.event;
+    let original = letter.event();
     let (payload, kept) = match &args.payload {
         Some(given) => (until_interrupted(read(given, target)).await?, None),
         None => match in_editor(args, original).await? {
@@ -177,7 +177,7 @@ fn report<'a>(
     sent: Option<&Receipt>,
     dry_run: bool,
 ) -> Report<'a> {
-    let original = &letter.record.event;
+    let original = letter.event();
     Report {
         id: original.id(),
         group: &letter.group,

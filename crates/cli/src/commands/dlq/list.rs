@@ -59,7 +59,7 @@ pub(super) async fn list(
     }
     let mut table = Table::new(&["ID", "TYPE", "GROUP", "ATTEMPTS", "DIED", "LAST ERROR"]);
     for letter in &page.items {
-        let event = &letter.record.event;
+        let event = letter.event();
         table.row(vec![
             escaped(&event.display_id()).into_owned(),
             shortened(&escaped(event.event_type()), 40).into_owned(),

@@ -53,7 +53,7 @@ async fn a_standard_event_is_dead_lettered_for_later() {
         dependency.works(true);
         lab.clock.advance(OPEN_FOR);
         closed(&bus).await;
-        let id = letter.record.event.id();
+        let id = letter.event().id();
         assert_eq!(bus.dead_letters().retry(id).await.unwrap(), 1);
         eventually("it is handled after all", || async {
             is_done(&bus, letter.record.position.place(), "g").await
@@ -165,7 +165,7 @@ async fn no_handler_of_an_event_runs_unless_all_may() {
         dependency.works(true);
         lab.clock.advance(OPEN_FOR);
         closed(&bus).await;
-        let id = letter.record.event.id();
+        let id = letter.event().id();
         bus.dead_letters().retry(id).await.unwrap();
         eventually("both have run", || async {
             is_done(&bus, letter.record.position.place(), "g").await

@@ -49,7 +49,7 @@ async fn each_failed_attempt_publishes_its_events() {
         assert_eq!(numbers(&bus, "media.failed").await, [1, 10, 2, 20, 3, 30]);
         let told = published(&bus, "media.failed").await;
         for record in &told {
-            let cause = letter.record.event.id().to_string();
+            let cause = letter.event().id().to_string();
             assert_eq!(record.event.correlation_id(), cause);
             let attributes = record.event.attributes().unwrap();
             assert_eq!(attributes.causation_id.as_deref(), Some(&*cause));
@@ -59,10 +59,7 @@ async fn each_failed_attempt_publishes_its_events() {
         assert_eq!(ids.len(), 6);
 
         // After a retry by hand the attempts are counted afresh, and tell of themselves again.
-        bus.dead_letters()
-            .retry(letter.record.event.id())
-            .await
-            .unwrap();
+        bus.dead_letters().retry(letter.event().id()).await.unwrap();
         eventually("it has died again", || async {
             numbers(&bus, "media.failed").await.len() == 12
         })

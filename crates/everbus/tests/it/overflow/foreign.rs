@@ -121,10 +121,7 @@ async fn a_missing_object_of_another_sender_is_a_dead_letter() {
         );
         assert!(seen.is_empty(), "the handler did not run");
         put(&shelf, KEY, r#"{"outputs":7}"#);
-        bus.dead_letters()
-            .retry(letter.record.event.id())
-            .await
-            .unwrap();
+        bus.dead_letters().retry(letter.event().id()).await.unwrap();
         let payload: Value = seen.next().await.json().unwrap();
         assert_eq!(payload["outputs"], 7);
         bus.shutdown().await.unwrap();

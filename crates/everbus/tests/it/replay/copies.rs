@@ -162,7 +162,7 @@ async fn a_dead_letter_can_go_back_to_its_stream() {
         let letter = given_up(&bus, ("a", 1)).await;
         billed.next().await;
         mailed.next().await;
-        let copy = bus.replay_event(letter.record.event.id()).await.unwrap();
+        let copy = bus.replay_event(letter.event().id()).await.unwrap();
         let settled = copy.settled().await.unwrap();
         assert!(settled.dead_lettered.is_empty());
         assert_eq!(billed.next().await.event().id(), copy.id());
