@@ -166,11 +166,8 @@ impl Judge<'_> {
             let reason = format!("dropped after {} attempts: {text}", self.attempt);
             return skipped_as(reason, Skip::BestEffort);
         }
-        // The clock is other people's code, and a failure that is not recorded keeps its place until its lease
-        // ends.
-        let at = guard::contain(|| self.clock.now()).unwrap_or(self.record.received_at);
-        let mut failure =
-            Failure::new(self.attempt, at, kind, text).on_worker(self.took, self.worker);
+        let mut failure = Failure::new(self.attempt, self.clock.now(), kind, text)
+            .on_worker(self.took, self.worker);
         failure.handler = name.map(str::to_owned);
         if let Some(place) = place {
             failure = failure.with_backtrace(place);

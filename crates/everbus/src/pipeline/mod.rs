@@ -21,7 +21,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Delivery, EDIT_OF, Effect, Error, Event, FailureKind, GroupName, REPLAY_OF,
+    Code, Delivery, EDIT_OF, Effect, Error, Event, FailureKind, GroupName, ManualClock, REPLAY_OF,
     Ran as LastRun, Settlement, Verdict,
 };
 use smallvec::SmallVec;
@@ -173,10 +173,17 @@ impl Pipeline {
             }
         };
         let ran = result.unwrap_or_else(|said| match most_patient(&route.handlers) {
-            Some(handler) => self
-                .judge(&delivery)
-                .failed(handler, None, HandlerError::panicked(said.into()))
-                .into(),
+            Some(handler) => {
+                // The clock may be what panics. What is not settled keeps its place until its lease ends.
+                let now = guard::contain(|| self.shared.options.clock.now());
+                let judge = Judge {
+                    clock: &ManualClock::new(now.unwrap_or(delivery.record.received_at)),
+                    ..self.judge(&delivery)
+                };
+                judge
+                    .failed(handler, None, HandlerError::panicked(said.into()))
+                    .into()
+            }
             None => Judged::released(Duration::ZERO).into(),
         });
         let last = (delivery.retried || !delivery.failures.is_empty())
