@@ -126,6 +126,13 @@ pub trait Consumer: Send {
 pub struct ConsumeOptions {
     /// At most this many deliveries are claimed and not settled by this consumer.
     pub prefetch: usize,
+    /// How many deliveries this consumer runs at once. An engine whose attempts are exact hands out about
+    /// so many unsettled ones at a time, and more only while they are settled quickly ([`Window`]): the
+    /// rest of what it claimed has not begun, and is no attempt after a crash. `None`: whatever is
+    /// claimed may begin.
+    ///
+    /// [`Window`]: crate::Window
+    pub concurrency: Option<usize>,
     /// How long a lease lasts unless it is extended.
     pub lease: Duration,
     /// What this process has handlers for. Events of the group that match none of these are left
@@ -139,6 +146,7 @@ impl Default for ConsumeOptions {
     fn default() -> Self {
         Self {
             prefetch: 1024,
+            concurrency: None,
             lease: Duration::from_secs(40),
             handled: Vec::new(),
             no_handler_after: Duration::from_secs(24 * 3600),
@@ -159,6 +167,13 @@ impl ConsumeOptions {
     #[must_use]
     pub fn prefetch(mut self, prefetch: usize) -> Self {
         self.prefetch = prefetch;
+        self
+    }
+
+    /// How many deliveries are run at once.
+    #[must_use]
+    pub fn concurrency(mut self, concurrency: usize) -> Self {
+        self.concurrency = Some(concurrency);
         self
     }
 

@@ -11,7 +11,7 @@
 //!    [`DeadLetters`], [`Inbox`], [`Maintenance`], and
 //!    its memory: [`History`], [`Payloads`], [`Audit`], [`Checkpoints`], [`OutboxSource`],
 //!    [`Orphans`].
-//! 5. [`RetryPolicy`], [`Clock`], [`Progress`]: the small pure parts every engine shares.
+//! 5. [`RetryPolicy`], [`Clock`], [`Progress`], [`Window`]: the small pure parts every engine shares.
 //!
 //! Everything that can go wrong is an [`Error`] with a stable [`Code`] and a hint.
 
@@ -48,6 +48,7 @@ pub mod stream;
 pub mod suggest;
 pub mod time;
 pub mod typed;
+pub mod window;
 
 pub use abilities::{DROPPED, Depth, Lookup, Redeliver, Redelivery, Settled, SettledOutcome};
 pub use audit::{
@@ -103,3 +104,4 @@ pub use store::{Burial, EARLY_STAGES, EarlierDeath, KeptFailures, SentBack, Stor
 pub use stream::{OnFull, Stream, StreamLimit, Streams};
 pub use time::Timestamp;
 pub use typed::TypedEvent;
+pub use window::Window;

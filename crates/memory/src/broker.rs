@@ -13,7 +13,8 @@ use everbus_core::{
 use tokio::sync::Notify;
 
 use crate::consumer::MemoryConsumer;
-use crate::group::{Group, Handled, RowState};
+use crate::group::{Group, RowState};
+use crate::member::Member;
 use crate::records::Records;
 use crate::state::State;
 
@@ -89,14 +90,7 @@ impl Memory {
         let group = state.group_number(name)?;
         let id = state.number();
         if let Some(group) = state.groups.get_mut(&group) {
-            let patterns = options.handled.clone();
-            group.consumers.insert(
-                id,
-                Handled {
-                    patterns,
-                    in_flight: 0,
-                },
-            );
+            group.consumers.insert(id, Member::new(&options));
             group.handlers_changed();
         }
         drop(state);

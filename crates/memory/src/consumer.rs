@@ -99,7 +99,7 @@ impl Consumer for MemoryConsumer {
         let mut state = self.memory.lock();
         if let Some(group) = state.groups.get_mut(&self.group) {
             if let Some(consumer) = group.consumers.get_mut(&self.id) {
-                consumer.patterns = handled;
+                consumer.set_patterns(handled);
             }
             group.handlers_changed();
         }

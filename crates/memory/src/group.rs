@@ -7,12 +7,13 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use everbus_core::{
-    ConsumeOptions, Event, Failure, FailureKind, GroupName, Lease, Pattern, Progress, Recorded,
+    ConsumeOptions, Event, Failure, FailureKind, GroupName, Lease, Progress, Recorded,
     SubscriptionInfo, Timestamp, UNSUBSCRIBED,
 };
 
+use crate::member::Member;
 use crate::outcomes::Outcome;
-use crate::records::{LeaseParts as _, Records, Seq as _, any_matches};
+use crate::records::{LeaseParts as _, Records, Seq as _};
 
 #[derive(Debug)]
 pub(crate) struct Group {
@@ -35,7 +36,7 @@ pub(crate) struct Group {
     pub(crate) outcomes: BTreeMap<u64, Outcome>,
     /// What was dropped before the group reached it.
     pub(crate) dropped: BTreeSet<u64>,
-    pub(crate) consumers: HashMap<u64, Handled>,
+    pub(crate) consumers: HashMap<u64, Member>,
     /// Waiting rows that may be handed out now.
     ready: BTreeSet<u64>,
     /// Waiting rows that no consumer has a handler for, by when that was first seen.
@@ -46,13 +47,6 @@ pub(crate) struct Group {
     leases: BTreeSet<(Timestamp, u64)>,
     /// In an ordered group: the rows of each key.
     keys: HashMap<Arc<str>, BTreeSet<u64>>,
-}
-
-/// A consumer as its group sees it.
-#[derive(Debug)]
-pub(crate) struct Handled {
-    pub(crate) patterns: Vec<Pattern>,
-    pub(crate) in_flight: usize,
 }
 
 /// An event that was handed out or set aside, and is not settled.
@@ -155,8 +149,8 @@ impl Group {
         self.wake_due(now);
         let free = self
             .consumers
-            .get(&consumer)
-            .map_or(0, |c| options.prefetch.saturating_sub(c.in_flight));
+            .get_mut(&consumer)
+            .map_or(0, |c| c.free(options.prefetch));
         let max = max.min(free);
         let until = now.plus(options.lease);
         let mut taken = Vec::new();
@@ -282,12 +276,12 @@ impl Group {
 
     fn handles(&self, consumer: u64, event_type: &str) -> bool {
         let consumer = self.consumers.get(&consumer);
-        consumer.is_some_and(|c| any_matches(&c.patterns, event_type))
+        consumer.is_some_and(|c| c.handles(event_type))
     }
 
     fn is_handled(&self, event_type: &str) -> bool {
         let mut consumers = self.consumers.values();
-        consumers.any(|c| any_matches(&c.patterns, event_type))
+        consumers.any(|c| c.handles(event_type))
     }
 
     /// Notes why the group is done with an event that has no row; one that it has yet to reach is passed
@@ -356,7 +350,7 @@ impl Group {
             self.leases.insert((until, position));
         }
         if let Some(consumer) = self.consumers.get_mut(&consumer) {
-            consumer.in_flight += 1;
+            consumer.took();
         }
     }
 
@@ -436,7 +430,7 @@ impl Group {
         {
             self.leases.remove(&(until, position));
             if let Some(consumer) = self.consumers.get_mut(&consumer) {
-                consumer.in_flight -= 1;
+                consumer.gave();
             }
         }
     }

@@ -25,6 +25,7 @@ mod history;
 mod inbox;
 mod log;
 mod maintenance;
+mod member;
 mod orphans;
 mod outcomes;
 mod payloads;

@@ -297,6 +297,10 @@ impl State {
             Verdict::Dead { failure } => {
                 let name = group.name.clone();
                 if let Some(mut row) = group.finish(position) {
+                    if failure.is_none() && !row.failures.is_empty() {
+                        // Given up for what is on record: this delivery was no attempt.
+                        row.attempts = row.attempts.saturating_sub(1);
+                    }
                     row.failures.extend(failure);
                     self.bury(name, row, now);
                 }

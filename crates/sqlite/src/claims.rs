@@ -12,6 +12,7 @@ use everbus_core::{Delivery, Lease, Progress, Recorded, Result};
 use rusqlite::params;
 
 use crate::errors::from_sqlite;
+use crate::reserve::Outgoing;
 use crate::rows::{Seq as _, to_sql};
 use crate::state::{BEHIND_KEY, Claim, Held, LEASED, UNHANDLED, WAITING, micros};
 use crate::writer::Writer;
@@ -163,13 +164,20 @@ impl Writer {
             next = record.seq() + 1;
         }
         let done = (progress.highest() >= lo).then(|| progress.bitmap(lo, hi));
+        // What is reserved already comes first.
+        let open = match self.reserved(session) {
+            0 => self.places(session).min(events.len()),
+            _ => 0,
+        };
+        let last_open = open.checked_sub(1).and_then(|last| events.get(last));
+        let started = last_open.map_or(lo - 1, |(_, record)| record.seq());
         let token = new_token();
         let until = micros(self.clock.now().plus(lease));
         let id = self
             .conn
             .prepare_cached(
-                "INSERT INTO claims (group_id, lo, hi, owner, token, until, attempt, done)
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, 1, ?7)",
+                "INSERT INTO claims (group_id, lo, hi, owner, token, until, attempt, done, started)
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, 1, ?7, ?8)",
             )
             .and_then(|mut s| {
                 s.insert(params![
@@ -179,7 +187,8 @@ impl Writer {
                     self.state.owner,
                     token,
                     until,
-                    done
+                    done,
+                    to_sql(started)
                 ])
             })
             .map_err(|e| from_sqlite("claiming", e))?;
@@ -212,22 +221,33 @@ impl Writer {
             token,
             until,
             extended,
+            started,
             progress,
             bytes_each,
             keys,
         };
         self.state.claims.insert(id, claim);
-        self.outgoing.push((session, until, deliveries));
+        self.outgoing.push(Outgoing {
+            session,
+            until,
+            deliveries,
+            open,
+        });
         Ok(())
     }
 
+    /// Leases events that are far apart, as far as they may begin; the others wait in their rows.
     fn lease_one_by_one(
         &mut self,
         session: u64,
         group: i64,
-        events: Vec<Typed>,
+        mut events: Vec<Typed>,
         lease: Duration,
     ) -> Result<()> {
+        let places = self.places(session).min(events.len());
+        for event in events.split_off(places) {
+            self.park(group, &event, WAITING, micros(self.clock.now()))?;
+        }
         let now = self.clock.now();
         let until = micros(now.plus(lease));
         let mut insert = self
@@ -270,7 +290,13 @@ impl Writer {
             deliveries.push(Delivery::new(record, lease));
         }
         drop(insert);
-        self.outgoing.push((session, until, deliveries));
+        let open = deliveries.len();
+        self.outgoing.push(Outgoing {
+            session,
+            until,
+            deliveries,
+            open,
+        });
         Ok(())
     }
 
@@ -338,7 +364,7 @@ impl Writer {
         }
     }
 
-    /// Writes the bitmaps of claims that changed; a finished claim goes.
+    /// Writes of claims that changed what is done and what may have begun; a finished claim goes.
     pub(crate) fn flush_claims(&mut self) -> Result<()> {
         let doing = |e| from_sqlite("settling", e);
         let mut touched = std::mem::take(&mut self.touched);
@@ -357,8 +383,12 @@ impl Writer {
             } else {
                 let done = claim.progress.bitmap(claim.lo, claim.hi);
                 self.conn
-                    .prepare_cached("UPDATE claims SET done = ?3 WHERE id = ?1 AND token = ?2")
-                    .and_then(|mut s| s.execute(params![id, claim.token, done]))
+                    .prepare_cached(
+                        "UPDATE claims SET done = ?3, started = ?4 WHERE id = ?1 AND token = ?2",
+                    )
+                    .and_then(|mut s| {
+                        s.execute(params![id, claim.token, done, to_sql(claim.started)])
+                    })
                     .map_err(doing)?;
             }
         }

@@ -6,8 +6,8 @@ use rusqlite::params;
 use crate::claims::{delivery_slot, new_token, size};
 use crate::errors::from_sqlite;
 use crate::feeder::Damaged;
+use crate::reserve::Outgoing;
 use crate::rows::{read_failures, seq_from, stored_at, to_sql};
-use crate::session::Session;
 use crate::state::{Held, UNHANDLED, micros, next_due};
 use crate::writer::Writer;
 
@@ -33,7 +33,7 @@ impl Writer {
         if let Some(key) = self.isolating {
             return !self.state.held.contains_key(&key) && self.state.in_flight() == 0;
         }
-        self.sessions.values().any(|session| {
+        self.sessions.iter().any(|(id, session)| {
             let Some(group) = self.state.groups.get(&session.group) else {
                 return false;
             };
@@ -42,6 +42,7 @@ impl Writer {
                     || session.look_for_unhandled
                     || (group.next_suspect.is_some_and(|due| due <= now)
                         && self.may_take_suspect(session.group)))
+                && self.places(*id) > 0
         })
     }
 
@@ -56,8 +57,8 @@ impl Writer {
             let Some(session) = self.sessions.get(&id) else {
                 continue;
             };
-            let (group, room) = (session.group, session.room());
-            if room == 0 {
+            let group = session.group;
+            if self.room_for_rows(id) == 0 {
                 continue;
             }
             let Some(known) = self.state.groups.get(&group) else {
@@ -87,11 +88,7 @@ impl Writer {
     }
 
     fn take_due(&mut self, session: u64, group: i64, now: i64) -> Result<()> {
-        let room = self
-            .sessions
-            .get(&session)
-            .map_or(0, Session::room)
-            .min(BATCH);
+        let room = self.room_for_rows(session).min(BATCH);
         let ready = self.ready(
             "SELECT seq, type, attempt, failures FROM deliveries
              WHERE group_id = ?1 AND state = 0 AND suspect = 0 AND due <= ?2
@@ -124,7 +121,7 @@ impl Writer {
 
     /// Looks through what no process had a handler for: this one may have one now.
     fn take_unhandled(&mut self, session: u64, group: i64, now: i64) -> Result<()> {
-        let room = self.sessions.get(&session).map_or(0, Session::room);
+        let room = self.room_for_rows(session);
         let types: Vec<i64> = self
             .conn
             .prepare_cached(
@@ -396,7 +393,13 @@ impl Writer {
                 .map(|s| s.lease)
                 .unwrap_or_default();
             let until = micros(self.clock.now().plus(lease));
-            self.outgoing.push((session, until, deliveries));
+            let open = deliveries.len();
+            self.outgoing.push(Outgoing {
+                session,
+                until,
+                deliveries,
+                open,
+            });
         }
     }
 }

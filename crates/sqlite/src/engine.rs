@@ -19,9 +19,10 @@ use crate::feeder;
 use crate::file::{locate, open_writer};
 use crate::guard::Guard;
 use crate::history::Indexer;
+use crate::mailbox::Mailbox;
 use crate::queue::{Answer, Command, Haste, Queue, Reply};
 use crate::readers::{Reader, Readers};
-use crate::session::{Mailbox, NewSession, SqliteConsumer};
+use crate::session::{NewSession, SqliteConsumer};
 use crate::writer::{Start, Writer};
 use crate::{Durable, Options};
 

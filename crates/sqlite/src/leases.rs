@@ -48,7 +48,7 @@ impl Writer {
         if self.state.foreign_until.is_some_and(|until| until <= now) {
             let theirs = (self.state.owner, now);
             self.crash_rows("owner <> ?5 AND until <= ?6", theirs, EXPIRED, false)?;
-            self.crash_claims("owner NOT IN (0, ?3) AND until <= ?4", theirs)?;
+            self.crash_claims("owner NOT IN (0, ?1) AND until <= ?2", theirs)?;
             self.state.find_foreign_leases(&self.conn)?;
             self.after_crashes()?;
         }
@@ -185,10 +185,16 @@ impl Writer {
         let doing = |e| from_sqlite("reading the leases again", e);
         let claims = self
             .conn
-            .prepare_cached("SELECT id, token, until, done FROM claims WHERE owner = ?1")
+            .prepare_cached("SELECT id, token, until, started, done FROM claims WHERE owner = ?1")
             .and_then(|mut s| {
                 s.query_map([owner], |r| {
-                    Ok((r.get(0)?, (r.get(1)?, r.get(2)?, r.get(3)?)))
+                    let claim = ClaimInFile {
+                        token: r.get(1)?,
+                        until: r.get(2)?,
+                        started: r.get::<_, Option<i64>>(3)?.map(seq_from),
+                        done: r.get(4)?,
+                    };
+                    Ok((r.get(0)?, claim))
                 })?
                 .collect()
             })
@@ -212,14 +218,11 @@ impl Writer {
     /// knows is taken out of the mailboxes, where it would stand in the way.
     pub(crate) fn restore_leases(&mut self, old: State, file: &LeasesInFile) {
         for (id, mut claim) in old.claims {
-            match file
-                .claims
-                .get(&id)
-                .filter(|(token, _, _)| *token == claim.token)
-            {
-                Some((_, until, done)) => {
-                    claim.until = *until;
-                    let done = done.as_deref().unwrap_or_default();
+            match file.claims.get(&id).filter(|c| c.token == claim.token) {
+                Some(stored) => {
+                    claim.until = stored.until;
+                    claim.started = stored.started.unwrap_or(claim.hi);
+                    let done = stored.done.as_deref().unwrap_or_default();
                     claim.progress = Progress::from_bitmap(claim.lo, claim.hi, done);
                     self.state.claims.insert(id, claim);
                 }
@@ -268,8 +271,15 @@ impl Writer {
     }
 }
 
-/// Our leases as the file has them: claims with token, end and bitmap; rows with token and end.
+/// Our leases as the file has them: claims, and rows with token and end.
 pub(crate) struct LeasesInFile {
-    claims: HashMap<i64, (i64, i64, Option<Vec<u8>>)>,
+    claims: HashMap<i64, ClaimInFile>,
     rows: HashMap<(i64, u64), (i64, i64)>,
+}
+
+struct ClaimInFile {
+    token: i64,
+    until: i64,
+    started: Option<u64>,
+    done: Option<Vec<u8>>,
 }

@@ -149,7 +149,7 @@ pub(crate) fn head_of(conn: &Connection) -> Result<u64> {
 
 /// state, due, attempt, failures
 type Row = (i64, i64, u32, Option<String>);
-/// lo, hi, owner, attempt, crashed_at, done
+/// lo, hi, owner, attempt (0 if it is only reserved), crashed_at, done
 type Claimed = (i64, i64, i64, u32, Option<i64>, Option<Vec<u8>>);
 
 fn state_in(
@@ -218,7 +218,7 @@ fn state_in(
     let claim: Option<Claimed> = reader
         .conn
         .prepare_cached(
-            "SELECT lo, hi, owner, attempt, crashed_at, done FROM claims
+            "SELECT lo, hi, owner, iif(?2 > started, 0, attempt), crashed_at, done FROM claims
              WHERE group_id = ?1 AND lo <= ?2 AND hi >= ?2",
         )
         .and_then(|mut s| {

@@ -166,6 +166,7 @@ impl Writer {
     fn inherit(&mut self, owner: i64) -> Result<()> {
         let now = micros(self.clock.now());
         self.remove_ephemeral(owner)?;
+        self.give_back_reserved("owner = ?1 AND ?2 = ?2", (owner, now))?;
         let claimed = self.claimed_by(owner)?;
         let leased: i64 = self
             .conn
@@ -191,7 +192,7 @@ impl Writer {
                 .and_then(|mut s| s.execute([owner]))
                 .map_err(|e| from_sqlite("recovering", e))?;
         } else {
-            self.crash_claims("owner = ?3 AND ?4 = ?4", (owner, now))?;
+            self.crash_claims("owner = ?1 AND ?2 = ?2", (owner, now))?;
         }
         self.strike_owner(owner)
     }
@@ -222,6 +223,7 @@ impl Writer {
                 token: r.get(3)?,
                 until: r.get(4)?,
                 extended: HashMap::new(),
+                started: hi,
                 progress: Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default()),
                 bytes_each: 0,
                 keys: Vec::new(),
@@ -264,14 +266,16 @@ impl Writer {
             .map_err(|e| from_sqlite("recovering", e))
     }
 
-    /// Claims that match become nobody's; their old token is worth nothing from here on.
+    /// Claims that match become nobody's; their old token is worth nothing from here on. What was only
+    /// reserved in them goes back.
     pub(crate) fn crash_claims(&mut self, which: &str, values: (i64, i64)) -> Result<()> {
+        self.give_back_reserved(which, values)?;
         let now = micros(self.clock.now());
         self.conn
             .prepare_cached(&format!(
-                "UPDATE claims SET owner = 0, token = ?1, crashed_at = ?2 WHERE {which}"
+                "UPDATE claims SET owner = 0, token = ?3, crashed_at = ?4 WHERE {which}"
             ))
-            .and_then(|mut s| s.execute(params![new_token(), now, values.0, values.1]))
+            .and_then(|mut s| s.execute(params![values.0, values.1, new_token(), now]))
             .map(drop)
             .map_err(|e| from_sqlite("recovering", e))
     }
@@ -312,7 +316,7 @@ impl Writer {
         }
         self.crash_rows("owner = ?5 AND ?6 = ?6", (owner, now), ABANDONED, false)?;
         // Should there be a claim that memory does not know, it is inherited, not forgotten.
-        self.crash_claims("owner = ?3 AND ?4 = ?4", (owner, now))?;
+        self.crash_claims("owner = ?1 AND ?2 = ?2", (owner, now))?;
         self.after_crashes()?;
         self.strike_owner(owner)
     }

@@ -1,116 +1,22 @@
-//! A consumer's side of a group: deliveries wait here until they are fetched.
+//! A consumer of a group, as its user holds it and as the writer knows it.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use everbus_core::{BoxFuture, ConsumeOptions, Consumer, Delivery, Error, Pattern, Result};
-use tokio::sync::{Notify, oneshot};
+use everbus_core::{BoxFuture, ConsumeOptions, Consumer, Delivery, Pattern, Result, Window};
+use tokio::sync::oneshot;
 
 use crate::engine::Handle;
 use crate::ids::IdMap;
+use crate::mailbox::Mailbox;
 use crate::queue::Command;
-use crate::rows::{MAX_CACHED_TYPES, Seq as _};
+use crate::rows::MAX_CACHED_TYPES;
 use crate::state::micros;
 
 /// The payloads a consumer has in flight take at most about this many bytes, or this many for each
 /// event it asked for, whichever is more. One event is always let through.
 const BYTES_IN_FLIGHT: u64 = 16 << 20;
 const BYTES_PER_EVENT: u64 = 4096;
-
-/// What the writer and the consumer share.
-#[derive(Default)]
-pub(crate) struct Mailbox {
-    inner: Mutex<Inner>,
-    arrived: Notify,
-}
-
-#[derive(Default)]
-struct Inner {
-    /// Each with the end of its lease.
-    deliveries: VecDeque<(i64, Delivery)>,
-    ended: Option<Error>,
-}
-
-impl Mailbox {
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Adds deliveries whose leases end at a time.
-    pub(crate) fn put(&self, until: i64, deliveries: Vec<Delivery>) {
-        self.lock()
-            .deliveries
-            .extend(deliveries.into_iter().map(|d| (until, d)));
-        self.arrived.notify_one();
-    }
-
-    /// Takes note that leases were extended.
-    pub(crate) fn renew(&self, until: i64, mut which: impl FnMut(&Delivery) -> bool) {
-        for (end, _) in self.lock().deliveries.iter_mut().filter(|(_, d)| which(d)) {
-            *end = until;
-        }
-        self.arrived.notify_one();
-    }
-
-    /// Takes back what was not fetched.
-    pub(crate) fn recall(&self, mut which: impl FnMut(&Delivery) -> bool) -> Vec<(i64, Delivery)> {
-        let mut inner = self.lock();
-        let (back, stay): (VecDeque<_>, VecDeque<_>) =
-            inner.deliveries.drain(..).partition(|(_, d)| which(d));
-        inner.deliveries = stay;
-        // What is behind a lease that was over may be fetched now.
-        self.arrived.notify_one();
-        Vec::from(back)
-    }
-
-    /// Puts back what was recalled.
-    pub(crate) fn put_back(&self, deliveries: Vec<(i64, Delivery)>) {
-        let mut inner = self.lock();
-        for delivery in deliveries.into_iter().rev() {
-            inner.deliveries.push_front(delivery);
-        }
-        self.arrived.notify_one();
-    }
-
-    /// Whether something of this claim or delivery still waits to be fetched.
-    pub(crate) fn holds(&self, mut which: impl FnMut(&Delivery) -> bool) -> bool {
-        self.lock().deliveries.iter().any(|(_, d)| which(d))
-    }
-
-    /// The positions of what still waits to be fetched.
-    pub(crate) fn positions(&self, mut which: impl FnMut(&Delivery) -> bool) -> Vec<u64> {
-        let inner = self.lock();
-        inner
-            .deliveries
-            .iter()
-            .filter(|(_, d)| which(d))
-            .map(|(_, d)| d.lease.seq())
-            .collect()
-    }
-
-    /// Ends the mailbox: fetches fail from now on.
-    pub(crate) fn end(&self, error: Error) {
-        self.lock().ended.get_or_insert(error);
-        self.arrived.notify_one();
-    }
-
-    /// What can be fetched. A delivery whose lease is over stays until the writer has dealt with it:
-    /// whoever got it could not settle it.
-    fn take(&self, max: usize, now: i64) -> Option<Result<Vec<Delivery>>> {
-        let mut inner = self.lock();
-        if let Some(error) = &inner.ended {
-            return Some(Err(error.clone()));
-        }
-        let held = inner
-            .deliveries
-            .iter()
-            .take(max.max(1))
-            .take_while(|(until, _)| *until > now);
-        let count = held.count();
-        (count > 0).then(|| Ok(inner.deliveries.drain(..count).map(|(_, d)| d).collect()))
-    }
-}
 
 /// A consumer that the writer has yet to learn about.
 pub(crate) struct NewSession {
@@ -133,6 +39,12 @@ pub(crate) struct Session {
     pub(crate) in_flight: usize,
     /// The payloads of those, in bytes.
     bytes_in_flight: u64,
+    /// How many of those may have begun.
+    pub(crate) window: Window,
+    /// Settled since the window was told.
+    settled: usize,
+    /// Whether what is reserved or what waits in rows gets the odd place, if both want it.
+    pub(crate) reserved_next: bool,
     /// Whether the feeder is reading for it.
     pub(crate) feeding: bool,
     /// When the feeder may be asked again, if the last reading failed.
@@ -153,6 +65,9 @@ impl Session {
             handles: IdMap::default(),
             in_flight: 0,
             bytes_in_flight: 0,
+            window: Window::new(new.options.concurrency),
+            settled: 0,
+            reserved_next: true,
             feeding: false,
             feed_after: None,
             look_for_unhandled: true,
@@ -180,6 +95,20 @@ impl Session {
     pub(crate) fn took(&mut self, count: usize, bytes: u64) {
         self.in_flight += count;
         self.bytes_in_flight += bytes;
+    }
+
+    /// Takes note of an event that was settled.
+    pub(crate) fn settled(&mut self, bytes: u64) {
+        self.gave(1, bytes);
+        self.settled += 1;
+    }
+
+    /// Tells the window what was settled in this transaction.
+    pub(crate) fn tell_window(&mut self, now: Instant, step: Duration) {
+        if self.settled > 0 {
+            self.window.settled(self.settled, now, step);
+            self.settled = 0;
+        }
     }
 
     /// Takes note of events that are no longer in flight.
@@ -227,7 +156,7 @@ impl Consumer for SqliteConsumer {
         Box::pin(async move {
             loop {
                 // Registered before looking, so that nothing arrives unnoticed between.
-                let arrived = self.mailbox.arrived.notified();
+                let arrived = self.mailbox.arrived();
                 if let Some(result) = self.mailbox.take(max, micros(self.handle.clock.now())) {
                     return result;
                 }

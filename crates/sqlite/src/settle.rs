@@ -211,7 +211,11 @@ impl Writer {
             }
             Verdict::Dead { failure } => {
                 let died_at = failure.as_ref().map_or(now, |f| f.at);
-                let (attempt, mut failures) = self.row(group, seq)?;
+                let (mut attempt, mut failures) = self.row(group, seq)?;
+                if failure.is_none() && !failures.is_empty() {
+                    // Given up for what is on record: this delivery was no attempt.
+                    attempt = attempt.saturating_sub(1);
+                }
                 failures.extend(failure.iter().cloned());
                 let type_id = self.type_of(seq)?;
                 self.write_dead_letter(group, seq, type_id, attempt, &failures, died_at)?;
@@ -254,7 +258,7 @@ impl Writer {
 
     fn settled_in(&mut self, session: u64, bytes: u64) {
         if let Some(session) = self.sessions.get_mut(&session) {
-            session.gave(1, bytes);
+            session.settled(bytes);
         }
     }
 

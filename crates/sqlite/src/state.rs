@@ -71,6 +71,8 @@ pub(crate) struct Claim {
     pub(crate) until: i64,
     /// Single events whose lease was extended, and until when. The file has the latest of all.
     pub(crate) extended: HashMap<u64, i64>,
+    /// What is up to here may have begun; the rest is reserved.
+    pub(crate) started: u64,
     pub(crate) progress: Progress,
     /// The payload of one of its events, on average, in bytes.
     pub(crate) bytes_each: u64,

@@ -270,13 +270,15 @@ impl Beside {
             group, delivery, ..
         } = held;
         let mut failures = delivery.failures.clone();
+        // Given up for what is on record: this delivery was no attempt.
+        let was_none = failure.is_none() && !failures.is_empty();
+        let attempts = delivery.attempt.saturating_sub(u32::from(was_none));
         failures.extend(failure);
         let died_at = failures
             .last()
             .map_or_else(|| self.shared.clock.now(), |f| f.at);
         // An event that was sent back from the dead letters dies as the one it stands for.
         let record = original_of(&*self.letters, &delivery.record, group).await?;
-        let attempts = delivery.attempt;
         let mut letter = Burial::new(record.clone(), group.clone(), attempts, failures, died_at);
         if record.event.id() != delivery.record.event.id() {
             letter = letter.of_sent_back();
@@ -454,7 +456,11 @@ impl BrokerLayer for Beside {
         Box::pin(async move {
             let lease = options.lease;
             // A dead letter that the broker makes by itself would be missing in the store.
-            let options = options.no_handler_after(Duration::MAX);
+            let mut options = options.no_handler_after(Duration::MAX);
+            if !self.shared.offers.native_delay {
+                // What waits here is unsettled, and must not take the places of what could run.
+                options.concurrency = None;
+            }
             let inner = self.shared.broker.consume(group.clone(), options).await?;
             let consumer = ConsumerBeside::new(inner, group, self.shared.clone(), lease);
             Ok(Box::new(consumer) as Box<dyn Consumer>)

@@ -18,6 +18,7 @@ mod exactly_once;
 mod faults;
 mod faulty;
 mod handlers;
+mod killed;
 mod layers;
 mod leftovers;
 mod logs;

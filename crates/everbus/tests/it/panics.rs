@@ -108,7 +108,7 @@ async fn a_handler_that_panics_when_it_is_dropped_harms_nobody() {
     .await;
 }
 
-// A failure that cannot even be recorded: the event stays owed, and the worker goes on.
+// A clock that panics: the failure is recorded all the same, the event stays owed, and the worker goes on.
 #[tokio::test]
 async fn a_worker_that_panics_goes_on_with_what_is_queued() {
     #[derive(Debug)]

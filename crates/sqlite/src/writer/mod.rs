@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use everbus_core::{Clock, Code, Delivery, Error, Lease, Result};
+use everbus_core::{Clock, Code, Error, Lease, Result};
 use rusqlite::Connection;
 use tokio::sync::watch;
 
@@ -30,6 +30,7 @@ use crate::owner::OwnerLock;
 use crate::presence::Presence;
 use crate::queue::{Command, Queue, Taken};
 use crate::readers::Readers;
+use crate::reserve::Outgoing;
 use crate::rows::{LeaseParts as _, Seq as _};
 use crate::session::Session;
 use crate::space::Space;
@@ -61,8 +62,10 @@ pub(crate) struct Writer {
     pub(crate) watches: Watches,
     /// Claims whose bitmap changed in this transaction.
     pub(crate) touched: Vec<i64>,
-    /// Deliveries to hand over once the transaction is durable, with the end of their leases.
-    pub(crate) outgoing: Vec<(u64, i64, Vec<Delivery>)>,
+    /// Deliveries to hand over once the transaction is durable.
+    pub(crate) outgoing: Vec<Outgoing>,
+    /// How long a transaction takes, about.
+    pub(crate) step: Duration,
     /// While this is set, only the named suspect may be handed out.
     pub(crate) isolating: Option<(i64, u64)>,
     /// For the inbox, from plain acks of the settlements under way.
@@ -136,6 +139,7 @@ impl Writer {
             watches: Watches::default(),
             touched: Vec::new(),
             outgoing: Vec::new(),
+            step: Duration::ZERO,
             isolating: None,
             noted: Vec::new(),
             offenders: Vec::new(),
@@ -279,9 +283,9 @@ impl Writer {
             return Some(POLL);
         }
         let now = micros(self.clock.now());
-        let due = self.sessions.values().filter_map(|session| {
+        let due = self.sessions.iter().filter_map(|(id, session)| {
             let group = self.state.groups.get(&session.group)?;
-            group.next_due.filter(|_| session.room() > 0)
+            group.next_due.filter(|_| self.room_for_rows(*id) > 0)
         });
         let next = due.min().map_or(POLL, |due| {
             Duration::from_micros(u64::try_from(due.saturating_sub(now)).unwrap_or(0))
@@ -317,9 +321,11 @@ impl Writer {
             refused.for_each(|command| command.fail(error.clone()));
             return Err(error);
         }
+        let began = Instant::now();
         match self.transaction(appends, others) {
             Ok(()) => {
                 self.hand_over();
+                self.step = (self.step * 3 + began.elapsed()) / 4;
                 self.dismiss_orphans();
                 self.answer_watches()?;
                 self.feed();
@@ -376,9 +382,13 @@ impl Writer {
     }
 
     fn hand_over(&mut self) {
-        for (session, until, deliveries) in self.outgoing.drain(..) {
-            if let Some(session) = self.sessions.get(&session) {
-                session.mailbox.put(until, deliveries);
+        for session in self.sessions.values() {
+            session.mailbox.finish_opening();
+        }
+        for outgoing in self.outgoing.drain(..) {
+            if let Some(session) = self.sessions.get(&outgoing.session) {
+                let Outgoing { until, open, .. } = outgoing;
+                session.mailbox.put(until, outgoing.deliveries, open);
             }
         }
         failpoint::hit("after-hand-over");
@@ -433,6 +443,7 @@ impl Writer {
             || self.owner_died
             || self.leases_to_extend(now)
             || self.deliveries_to_take(now)
+            || self.reserved_may_begin()
             || (self.cursors_stored.elapsed() >= CURSOR_DELAY && self.has_unwritten_cursors())
     }
 
@@ -452,14 +463,15 @@ impl Writer {
             self.inherit_from_dead()?;
         }
         self.extend_waiting(now)?;
+        self.share_places(now);
         self.take_deliveries(now)?;
         self.claim_appended()?;
         // In ordered groups what was just appended waits in rows.
         if self.deliveries_to_take(now) {
-            self.take_deliveries(now)
-        } else {
-            Ok(())
+            self.take_deliveries(now)?;
         }
+        self.open_reserved();
+        Ok(())
     }
 
     /// Takes in what other processes changed.

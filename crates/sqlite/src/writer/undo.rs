@@ -11,11 +11,9 @@ use rusqlite::{OptionalExtension, params};
 
 use super::Writer;
 use crate::errors::from_sqlite;
-use crate::session::{Mailbox, Session};
+use crate::mailbox::{Mailbox, Recalled};
+use crate::session::Session;
 use crate::state::{Claim, Held, State};
-
-/// What was taken out of a mailbox, with the ends of the leases.
-type Recalled = (Arc<Mailbox>, Vec<(i64, Delivery)>);
 
 /// What the transaction under way took out.
 #[derive(Default)]
@@ -24,7 +22,7 @@ pub(crate) struct Undo {
     held: Vec<((i64, u64), Held)>,
     sessions: Vec<(u64, Session)>,
     attached: Vec<u64>,
-    recalled: Vec<Recalled>,
+    recalled: Vec<(Arc<Mailbox>, Recalled)>,
 }
 
 impl Writer {
@@ -66,14 +64,12 @@ impl Writer {
             return Vec::new();
         };
         let recalled = mailbox.recall(&mut which);
-        let mut deliveries: Vec<Delivery> = recalled.iter().map(|(_, d)| d.clone()).collect();
+        let mut deliveries: Vec<Delivery> = recalled.deliveries().cloned().collect();
         if !recalled.is_empty() {
             self.undo.recalled.push((mailbox, recalled));
         }
-        for (to, _, outgoing) in &mut self.outgoing {
-            if *to == session {
-                deliveries.extend(outgoing.extract_if(.., |d| which(d)));
-            }
+        for outgoing in self.outgoing.iter_mut().filter(|o| o.session == session) {
+            deliveries.extend(outgoing.recall(&mut which));
         }
         deliveries
     }
@@ -98,6 +94,9 @@ impl Writer {
             self.sessions.remove(&id);
         }
         self.sessions.extend(undo.sessions);
+        self.sessions
+            .values()
+            .for_each(|session| session.mailbox.cancel_opening());
         for (mailbox, deliveries) in undo.recalled.into_iter().rev() {
             mailbox.put_back(deliveries);
         }

@@ -7,6 +7,7 @@
     reason = "a test fails by panicking, and says what it skips"
 )]
 
+mod attempts;
 mod audit;
 mod bench_shape;
 mod checksums;

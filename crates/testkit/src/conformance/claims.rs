@@ -8,7 +8,7 @@ use super::needs::{
     ATOMIC_DEAD_LETTER, ATOMIC_FOLLOW_UPS, DEAD_LETTERS, DEDUPLICATION,
     DEDUPLICATION_WHILE_RETAINED, EXACT_ATTEMPTS, FENCING, NATIVE_DELAY,
 };
-use super::stage::{LEASE, code, event, following, nothing, take, take_one};
+use super::stage::{LEASE, code, event, following, nothing, options, take, take_one};
 use super::{Harness, Outcome, Stage, Time};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -75,6 +75,33 @@ pub async fn attempts_are_exact<H: Harness>(harness: H) -> Outcome {
             Verdict::Ack
         };
         stage.settle(&delivery, verdict).await.unwrap();
+    }
+    nothing(&mut consumer).await;
+    stage.passed()
+}
+
+/// A consumer that runs one at a time is handed one at a time. What was claimed with it and never handed out
+/// is no attempt, whether the lease ends or the process.
+pub async fn what_has_not_begun_is_no_attempt<H: Harness>(harness: H) -> Outcome {
+    let mut stage = Stage::open(harness, Time::Short, &[&EXACT_ATTEMPTS]).await?;
+    stage.declare("g", &["*"]).await;
+    stage.publish_many("a.x", 20).await;
+    let one_at_a_time = || options().concurrency(1);
+    let mut consumer = stage.consumer_with("g", one_at_a_time()).await;
+    let first = take_one(&mut consumer).await;
+    nothing(&mut consumer).await;
+    stage.advance(LEASE + SECOND).await;
+    drop(consumer);
+    if stage.harness().survives_restart() {
+        stage.crash().await;
+    }
+    let mut consumer = stage.consumer_with("g", one_at_a_time()).await;
+    for _ in 0..20 {
+        let delivery = take_one(&mut consumer).await;
+        let begun = delivery.record.position == first.record.position;
+        assert_eq!(delivery.attempt, 1 + u32::from(begun));
+        assert_eq!(delivery.failures.len(), usize::from(begun));
+        stage.ack(&delivery).await;
     }
     nothing(&mut consumer).await;
     stage.passed()

@@ -1373,6 +1373,16 @@ macro_rules! conformance_tests {
             .await;
         }
 
+        // conformance: contract/claim-not-begun: what was claimed and never handed out is no attempt, and a consumer is handed about as much as it runs at once
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn what_has_not_begun_is_no_attempt() {
+            $crate::conformance::run(
+                "claims::what_has_not_begun_is_no_attempt",
+                $crate::conformance::claims::what_has_not_begun_is_no_attempt($harness),
+            )
+            .await;
+        }
+
         // conformance: contract/claim-native-delay: an engine that says it waits before a retry holds the event itself
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_delay_is_the_engines_own() {

@@ -385,6 +385,9 @@ impl Oracle {
             Verdict::Dead { failure } => {
                 let desk = self.groups.get_mut(group).unwrap();
                 let mut work = desk.owed.remove(&position).unwrap();
+                // Given up for what is on record: this delivery was no attempt.
+                let was_none = failure.is_none() && !work.failures.is_empty();
+                work.attempts -= u32::from(was_none);
                 work.failures.extend(failure.clone());
                 let death = desk.dead.entry(position).or_insert(Death {
                     open: true,

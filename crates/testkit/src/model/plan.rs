@@ -15,6 +15,8 @@ use crate::conformance::stage::{event, options, pattern, spec};
 use crate::conformance::{Harness, Outcome, Stage, Time};
 
 pub(super) const ROOM: usize = 6;
+/// How many events some consumers run at once.
+const FEW: usize = 2;
 pub(super) const GROUPS: [(&str, &[&str]); 6] = [
     ("", &["*"]),
     ("some", &["a.*", "c"]),
@@ -43,6 +45,8 @@ pub async fn run_model<H: Harness>(harness: H, seed: u64, steps: usize) -> Outco
 pub(super) struct Seat {
     pub(super) number: usize,
     pub(super) consumer: Box<dyn Consumer>,
+    /// So many it surely may hold at a time.
+    places: usize,
 }
 
 /// A delivery that was fetched; its lease may be over by now.
@@ -239,14 +243,17 @@ impl<H: Harness> Plan<H> {
     }
 
     pub(super) async fn attend(&mut self, group: &'static str, prefetch: usize) {
-        let options = options().prefetch(prefetch).lease(LEASE);
+        let mut options = options().prefetch(prefetch).lease(LEASE);
+        options.concurrency = self.random.one_in(2).then_some(FEW);
+        let places = options.concurrency.unwrap_or(prefetch);
         let consumer = self.stage.consumer_with(group, options).await;
         self.next_seat += 1;
         let number = self.next_seat;
-        self.seats
-            .entry(group)
-            .or_default()
-            .push(Seat { number, consumer });
+        self.seats.entry(group).or_default().push(Seat {
+            number,
+            consumer,
+            places,
+        });
         self.oracle.attended(group, true);
     }
 
@@ -269,9 +276,11 @@ impl<H: Harness> Plan<H> {
             .any(|d| d.owed.values().any(|w| w.inherited));
         let must = desk.must_deliver(now)
             && !(self.oracle.ahead && (inherited || self.oracle.may_isolate()));
-        let room = self.seats[group]
+        let (full, free): (Vec<&Seat>, Vec<&Seat>) = self.seats[group]
             .iter()
-            .any(|seat| self.load(seat.number) < ROOM);
+            .partition(|seat| self.load(seat.number) >= seat.places);
+        // One that runs as many as it can may have more reserved.
+        let room = !free.is_empty() && full.iter().all(|seat| seat.places == ROOM);
         self.note(&format!(
             "fetch {max} from {group:?}, must {must}, room {room}"
         ));

@@ -31,9 +31,11 @@ impl NarrowConsumer {
     pub(super) async fn open(
         shared: Arc<Shared>,
         group: GroupName,
-        options: ConsumeOptions,
+        mut options: ConsumeOptions,
     ) -> Result<Self> {
         let (prefetch, lease) = (options.prefetch, options.lease);
+        // It counts deliveries, not attempts.
+        options.concurrency = None;
         let mut inner = Vec::new();
         for (shard, engine) in &shared.shards {
             let consumer = engine.broker.consume(group.clone(), options.clone());

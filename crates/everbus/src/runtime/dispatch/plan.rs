@@ -77,6 +77,7 @@ impl Plan {
     pub(super) fn consume_options(&self, gate: Gate) -> ConsumeOptions {
         ConsumeOptions::new(self.patterns())
             .prefetch(self.prefetch_at(gate))
+            .concurrency(self.concurrency)
             .lease(self.lease)
             .no_handler_after(self.no_handler_after)
     }
@@ -92,7 +93,9 @@ impl Plan {
 
     /// Whether a consumer opened for the other plan only needs to be told its patterns.
     pub(super) fn consumes_like(&self, other: &Plan) -> bool {
-        self.lease == other.lease && self.no_handler_after == other.no_handler_after
+        self.lease == other.lease
+            && self.no_handler_after == other.no_handler_after
+            && self.concurrency == other.concurrency
     }
 }
 

@@ -21,7 +21,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Delivery, EDIT_OF, Effect, Error, Event, FailureKind, GroupName, REPLAY_OF,
+    Code, Delivery, EDIT_OF, Effect, Error, Event, FailureKind, GroupName, ManualClock, REPLAY_OF,
     Ran as LastRun, Settlement, Verdict,
 };
 use smallvec::SmallVec;
@@ -188,7 +188,12 @@ impl Pipeline {
         };
         let ran = result.unwrap_or_else(|said| match most_patient(&route.handlers) {
             Some(handler) => span.in_scope(|| {
-                let judge = self.judge(&delivery);
+                // The clock may be what panics. What is not settled keeps its place until its lease ends.
+                let now = guard::contain(|| self.shared.options.clock.now());
+                let judge = Judge {
+                    clock: &ManualClock::new(now.unwrap_or(delivery.record.received_at)),
+                    ..self.judge(&delivery)
+                };
                 let error = HandlerError::panicked(said.into());
                 judge.failed(handler, None, error).into()
             }),

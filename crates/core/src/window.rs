@@ -1,0 +1,128 @@
+//! How many deliveries of a consumer may have begun.
+//!
+//! An engine claims more than a consumer can run at once. What of it may have begun has to be durable
+//! before it is handed out, since after a crash exactly that counts as an attempt. The window keeps it
+//! small: what can run at once, and beyond that no more than quick handlers need in order not to wait
+//! for the engine.
+
+use std::time::{Duration, Instant};
+
+/// So many steps' worth of events are handed out beyond what can run: an outcome waits for the step
+/// under way and then for its own, and handlers are not all equally quick.
+const LEAD: f64 = 4.0;
+
+/// If fewer than this many events are settled in a step, waiting for the step is nothing beside the time
+/// that the handlers take.
+const NEGLIGIBLE: f64 = 0.02;
+
+/// Limits how many deliveries of a consumer may have begun and not be settled.
+///
+/// ```
+/// use std::time::{Duration, Instant};
+/// use everbus_core::Window;
+///
+/// let (step, start) = (Duration::from_millis(1), Instant::now());
+/// let mut window = Window::new(Some(1));
+/// window.settled(1, start + Duration::from_secs(1), step);
+/// window.settled(1, start + Duration::from_secs(2), step);
+/// assert_eq!(window.size(), 1, "a second each: nothing is handed out that cannot run");
+/// ```
+#[derive(Clone, Debug)]
+pub struct Window {
+    concurrency: Option<usize>,
+    /// How many more than can run at once.
+    ahead: usize,
+    settled_at: Option<Instant>,
+}
+
+impl Window {
+    /// For a consumer that runs so many at once; `None`: it may begin whatever it has claimed.
+    pub const fn new(concurrency: Option<usize>) -> Self {
+        Self {
+            concurrency,
+            ahead: 0,
+            settled_at: None,
+        }
+    }
+
+    /// How many deliveries may have begun and not be settled.
+    pub fn size(&self) -> usize {
+        match self.concurrency {
+            None => usize::MAX,
+            Some(concurrency) => concurrency.max(1).saturating_add(self.ahead),
+        }
+    }
+
+    /// Takes note that some deliveries were settled, and how long a step of the engine takes: the time
+    /// from an outcome to the next delivery in its place.
+    pub fn settled(&mut self, count: usize, now: Instant, step: Duration) {
+        let before = self.settled_at.replace(now);
+        let took = before.map_or(Duration::MAX, |at| now.saturating_duration_since(at));
+        let step = step.max(Duration::from_micros(1));
+        let in_a_step = count as f64 * step.as_secs_f64() / took.max(step).as_secs_f64();
+        let ahead = if in_a_step < NEGLIGIBLE {
+            0
+        } else {
+            (LEAD * in_a_step).ceil() as usize
+        };
+        // One slow event among quick ones does not end it.
+        self.ahead = ahead.max(self.ahead / 2);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STEP: Duration = Duration::from_millis(1);
+
+    /// Settles so many at a time, so many times, this long apart.
+    fn settle(window: &mut Window, at: &mut Instant, count: usize, times: usize, apart: Duration) {
+        for _ in 0..times {
+            *at += apart;
+            window.settled(count, *at, STEP);
+        }
+    }
+
+    #[test]
+    fn slow_handlers_get_what_can_run_and_no_more() {
+        let (mut window, mut at) = (Window::new(Some(3)), Instant::now());
+        assert_eq!(window.size(), 3);
+        settle(&mut window, &mut at, 1, 5, 200 * STEP);
+        assert_eq!(window.size(), 3);
+    }
+
+    #[test]
+    fn quick_handlers_never_wait_for_the_engine_for_long() {
+        let (mut window, mut at) = (Window::new(Some(1)), Instant::now());
+        let mut steps = 0;
+        // In each step as many are settled as were handed out.
+        while window.size() < 1000 {
+            let all = window.size();
+            settle(&mut window, &mut at, all, 1, STEP);
+            steps += 1;
+        }
+        assert!(steps <= 6, "{steps} steps");
+        // Handlers that take ten steps have the next one at hand.
+        let (mut window, mut at) = (Window::new(Some(1)), Instant::now());
+        settle(&mut window, &mut at, 1, 5, 10 * STEP);
+        assert_eq!(window.size(), 2);
+    }
+
+    #[test]
+    fn handlers_that_become_slow_are_not_handed_more_for_long() {
+        let (mut window, mut at) = (Window::new(Some(1)), Instant::now());
+        settle(&mut window, &mut at, 250, 5, STEP);
+        assert_eq!(window.size(), 1001);
+        settle(&mut window, &mut at, 1, 10, 1000 * STEP);
+        assert_eq!(window.size(), 1);
+    }
+
+    #[test]
+    fn without_a_concurrency_everything_may_begin() {
+        let mut window = Window::new(None);
+        window.settled(1, Instant::now(), Duration::ZERO);
+        assert_eq!(window.size(), usize::MAX);
+        assert_eq!(Window::new(Some(0)).size(), 1, "never nothing at all");
+    }
+}
