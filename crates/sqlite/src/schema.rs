@@ -6,20 +6,22 @@ use rusqlite::Connection;
 use crate::errors::from_sqlite;
 
 /// The version of the tables this build reads and writes.
-pub const VERSION: i32 = 6;
+pub const VERSION: i32 = 7;
+
+/// The oldest version that this build reads. Development builds before it wrote others.
+const OLDEST: i32 = 7;
 
 /// `EVBS`: marks a SQLite file as ours.
 pub(crate) const APPLICATION_ID: i32 = 0x4556_4253;
 
-/// What leads from version n to n + 1; the first leads from an empty file to version 1.
+/// What leads from one version to the next; the first leads from an empty file to version [`OLDEST`].
 const MIGRATIONS: &[&str] = &[
-    include_str!("schema.sql"),
-    include_str!("schema_2.sql"),
     // The tables of the outbox are also made in other people's databases, so they have a file of their own.
-    concat!(include_str!("outbox.sql"), include_str!("schema_3.sql")),
-    include_str!("schema_4.sql"),
-    include_str!("schema_5.sql"),
-    include_str!("schema_6.sql"),
+    concat!(
+        include_str!("outbox.sql"),
+        include_str!("schema.sql"),
+        include_str!("views.sql")
+    ),
 ];
 
 /// The first SQLite that has the fix for lost commits after a WAL reset, and the older lines that
@@ -76,10 +78,10 @@ fn look(conn: &Connection) -> Result<Kind> {
     };
     let (application, version) = (get("application_id")?, get("user_version")?);
     if application == APPLICATION_ID {
-        return if version > VERSION {
-            Err(newer(version))
-        } else {
-            Ok(Kind::Ours(version))
+        return match version {
+            _ if version > VERSION => Err(newer(version)),
+            _ if version < OLDEST => Err(older(version)),
+            _ => Ok(Kind::Ours(version)),
         };
     }
     let tables: i64 = conn
@@ -104,36 +106,23 @@ pub(crate) fn newer(version: i32) -> Error {
     .hint("use a newer version of Everbus; the file was not touched")
 }
 
+/// The error for a file that a development build made.
+fn older(version: i32) -> Error {
+    Error::new(
+        Code::Unsupported,
+        format!(
+            "the file has schema version {version} of a development build; this build reads {OLDEST} and later"
+        ),
+    )
+    .hint("begin a new file, or use the build that made this one; the file was not touched")
+}
+
 /// Brings the tables to [`VERSION`] in one transaction: the file is as it was or new, never between.
 pub(crate) fn migrate(conn: &Connection) -> Result<()> {
-    let doing = |e| from_sqlite("preparing the tables", e);
     if identify(conn)? == Kind::Ours(VERSION) {
         return Ok(());
     }
-    // A table that others refer to can only be made anew while nobody watches over the references.
-    let watched: bool = conn
-        .query_row("PRAGMA foreign_keys", [], |row| row.get(0))
-        .map_err(doing)?;
-    conn.pragma_update(None, "foreign_keys", false)
-        .map_err(doing)?;
-    let migrated = migrate_at_once(conn);
-    conn.pragma_update(None, "foreign_keys", watched)
-        .map_err(doing)?;
-    migrated
-}
-
-/// A table of the user's may stand where a newer version needs one of its own.
-fn name_taken(error: rusqlite::Error) -> Error {
-    let text = error.to_string();
-    if !text.contains("already exists") {
-        return from_sqlite("preparing the tables", error);
-    }
-    Error::new(
-        Code::Unsupported,
-        format!("this version needs a name that something of yours in the file has: {text}"),
-    )
-    .hint("rename yours: ALTER TABLE … RENAME TO …; the file was not changed")
-    .caused_by(error)
+    migrate_at_once(conn)
 }
 
 fn migrate_at_once(conn: &Connection) -> Result<()> {
@@ -141,16 +130,14 @@ fn migrate_at_once(conn: &Connection) -> Result<()> {
     conn.execute_batch("BEGIN IMMEDIATE").map_err(doing)?;
     // Looked at again under the lock: another process may have been faster.
     let moved = identify(conn).and_then(|kind| {
-        let from = match kind {
+        let done = match kind {
             Kind::Empty => 0,
-            Kind::Ours(version) => version,
+            Kind::Ours(VERSION) => return Ok(()),
+            Kind::Ours(version) => version - OLDEST + 1,
         };
-        if from == VERSION {
-            return Ok(());
-        }
-        let from = usize::try_from(from).unwrap_or(usize::MAX);
-        for step in MIGRATIONS.iter().skip(from) {
-            conn.execute_batch(step).map_err(name_taken)?;
+        let done = usize::try_from(done).unwrap_or(usize::MAX);
+        for step in MIGRATIONS.iter().skip(done) {
+            conn.execute_batch(step).map_err(doing)?;
         }
         conn.pragma_update(None, "application_id", APPLICATION_ID)
             .and_then(|()| conn.pragma_update(None, "user_version", VERSION))
@@ -221,65 +208,6 @@ mod tests {
         assert_eq!(identify(&conn).unwrap(), Kind::Ours(VERSION));
     }
 
-    // conformance: handlers/inbox-group-numbers: the number of a removed group is never given again, also in a file of version 1
-    #[test]
-    fn the_numbers_of_groups_go_on_after_a_migration() {
-        for kept in [0, 1] {
-            let conn = Connection::open_in_memory().unwrap();
-            conn.execute_batch(MIGRATIONS[0]).unwrap();
-            conn.pragma_update(None, "application_id", APPLICATION_ID)
-                .unwrap();
-            conn.pragma_update(None, "user_version", 1).unwrap();
-            let add = |name: &str| -> i64 {
-                conn.execute(
-                    "INSERT INTO groups (name, ordered, cursor, declared_at, created_at, active_at)
-                     VALUES (?1, 0, 0, 0, 0, 0)",
-                    [name],
-                )
-                .unwrap();
-                conn.last_insert_rowid()
-            };
-            let numbers = ["a", "b", "c"].map(add);
-            conn.execute("INSERT INTO skips VALUES (?1, 1, 'kept', 1)", [numbers[0]])
-                .unwrap();
-            if kept == 0 {
-                conn.execute("DELETE FROM skips", []).unwrap();
-            }
-            conn.execute("DELETE FROM groups WHERE id > ?1", [kept])
-                .unwrap();
-            migrate(&conn).unwrap();
-            assert!(add("d") > numbers[2], "with {kept} kept");
-            let broken: i64 = conn
-                .query_row("SELECT count(*) FROM pragma_foreign_key_check", [], |r| {
-                    r.get(0)
-                })
-                .unwrap();
-            assert_eq!(broken, 0);
-            let orphan = conn.execute("INSERT INTO skips VALUES (99, 1, 'x', 1)", []);
-            assert!(orphan.is_err(), "references are watched over again");
-        }
-    }
-
-    // conformance: memory/migration-names: a table of the user's in the way of a migration is named, and nothing is changed
-    #[test]
-    fn a_table_in_the_way_is_named() {
-        let conn = Connection::open_in_memory().unwrap();
-        conn.execute_batch(MIGRATIONS[0]).unwrap();
-        conn.execute_batch(MIGRATIONS[1]).unwrap();
-        conn.pragma_update(None, "application_id", APPLICATION_ID)
-            .unwrap();
-        conn.pragma_update(None, "user_version", 2).unwrap();
-        conn.execute_batch("CREATE TABLE audit_log (mine)").unwrap();
-        let error = migrate(&conn).unwrap_err();
-        assert_eq!(error.code(), Code::Unsupported);
-        assert!(error.to_string().contains("audit_log"), "{error}");
-        assert_eq!(identify(&conn).unwrap(), Kind::Ours(2));
-        conn.execute_batch("ALTER TABLE audit_log RENAME TO mine")
-            .unwrap();
-        migrate(&conn).unwrap();
-        assert_eq!(identify(&conn).unwrap(), Kind::Ours(VERSION));
-    }
-
     #[test]
     fn newer_and_foreign_files_are_refused() {
         let conn = Connection::open_in_memory().unwrap();
@@ -287,6 +215,10 @@ mod tests {
         conn.pragma_update(None, "user_version", VERSION + 1)
             .unwrap();
         assert_eq!(identify(&conn).unwrap_err().code(), Code::NewerSchema);
+        conn.pragma_update(None, "user_version", OLDEST - 1)
+            .unwrap();
+        let older = identify(&conn).unwrap_err();
+        assert!(older.message().contains("development build"), "{older}");
         let foreign = Connection::open_in_memory().unwrap();
         foreign.execute_batch("CREATE TABLE theirs (x)").unwrap();
         assert_eq!(migrate(&foreign).unwrap_err().code(), Code::NotEverbus);

@@ -7,12 +7,14 @@ use everbus_core::{DeadLetterFilter, EventId, GroupName, PageRequest, Settlement
 use crate::{consume, declare, failure, fetch, open, publish, settle};
 
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden");
+/// The first version that is read.
+const OLDEST: i32 = 7;
 
 // conformance: bus/golden-files: the golden file of every schema version opens, migrates and answers
 #[tokio::test]
 async fn every_golden_file_still_answers() {
     let mut versions = 0;
-    for version in 1..=everbus_sqlite::SCHEMA_VERSION {
+    for version in OLDEST..=everbus_sqlite::SCHEMA_VERSION {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("golden.db");
         std::fs::copy(format!("{GOLDEN}/v{version}.db"), &path)
@@ -26,7 +28,7 @@ async fn every_golden_file_still_answers() {
         assert_eq!(found[0].event.metadata()["k"], "v");
         let inbox = engine.inbox().unwrap();
         let handled = inbox.handled(GroupName::unnamed(), found).await.unwrap();
-        assert_eq!(handled, [version >= 2], "version 1 had no inbox");
+        assert_eq!(handled, [true]);
         let dead = engine
             .dead_letters()
             .unwrap()
@@ -45,8 +47,8 @@ async fn every_golden_file_still_answers() {
             "one was never begun, one waits for its second attempt"
         );
         let next = publish(&engine, "after.migration").await;
-        // Since version 3 an event tells of the dead letter.
-        assert_eq!(next.position.place(), if version < 3 { 5 } else { 6 });
+        // The fifth event tells of the dead letter.
+        assert_eq!(next.position.place(), 6);
         versions += 1;
     }
     assert!(versions > 0);
@@ -81,7 +83,7 @@ async fn a_migrated_file_has_the_schema_of_a_new_one() {
     open(&fresh).broker.close().await.unwrap();
     let expected = schema(&fresh);
     assert!(expected.iter().any(|(_, name, _, _)| name == "inbox"));
-    for version in 1..=everbus_sqlite::SCHEMA_VERSION {
+    for version in OLDEST..=everbus_sqlite::SCHEMA_VERSION {
         let path = dir.path().join(format!("v{version}.db"));
         std::fs::copy(format!("{GOLDEN}/v{version}.db"), &path).unwrap();
         open(&path).broker.close().await.unwrap();

@@ -1,39 +1,4 @@
--- From schema version 1 to 2: the inbox, and events that a group skips before it reaches them.
---
--- A row in skips beyond the cursor of its group: dropped from a full stream; the group passes it by.
-
--- The columns of the specification's table are shown by another view below.
-DROP VIEW events;
-
--- Early files of version 1 gave the number of a removed group to the next one. No number may come
--- again: leases and the inbox go by it.
-CREATE TABLE groups_2 (
-  id          INTEGER PRIMARY KEY AUTOINCREMENT,
-  name        TEXT    NOT NULL UNIQUE,        -- '' is the unnamed group
-  ordered     INTEGER NOT NULL,
-  cursor      INTEGER NOT NULL,               -- everything up to here was handed out or skipped
-  declared_at INTEGER NOT NULL,               -- the head of the log when the group was declared
-  created_at  INTEGER NOT NULL,
-  active_at   INTEGER NOT NULL
-);
-INSERT INTO groups_2 SELECT * FROM groups;
-INSERT INTO sqlite_sequence (name, seq)
-  SELECT 'groups_2', seq FROM sqlite_sequence WHERE name = 'groups'
-    AND NOT EXISTS (SELECT 1 FROM groups);
-UPDATE sqlite_sequence SET seq = max(seq, coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'groups'), 0))
-  WHERE name = 'groups_2';
-DROP TABLE groups;
-ALTER TABLE groups_2 RENAME TO groups;
-
--- What each group has handled. Rows of removed groups are swept up later, in small steps; the number
--- of a group is never given again, so that they cannot be taken for another's.
-CREATE TABLE inbox (
-  group_id INTEGER NOT NULL,                  -- groups.id
-  id       BLOB    NOT NULL,                  -- the sixteen bytes of the UUID
-  tenant   INTEGER NOT NULL,                  -- tenants.id, 0 for none
-  at       INTEGER NOT NULL,                  -- microseconds
-  PRIMARY KEY (group_id, id, tenant)
-) WITHOUT ROWID;
+-- What people and the specifications read.
 
 -- The inbox with the columns of the specification.
 CREATE VIEW processed_events (event_id, consumer_name, processed_at) AS
@@ -83,9 +48,12 @@ WITH
         AND NOT EXISTS (SELECT 1 FROM dead_letters d WHERE d.seq = l.seq AND d.group_id = (SELECT id FROM unnamed) AND d.retried_at IS NULL)
         AND NOT EXISTS (SELECT 1 FROM deliveries d WHERE d.group_id = (SELECT id FROM unnamed) AND d.seq = l.seq)
     UNION ALL
-    SELECT s.seq, 'done', 0, NULL, NULL FROM unnamed u JOIN skips s ON s.group_id = u.id AND s.seq > u.cursor
+    SELECT s.seq, 'done', 0, NULL, s.at FROM unnamed u JOIN skips s ON s.group_id = u.id AND s.seq > u.cursor
     UNION ALL
-    SELECT l.seq, 'done', 0, NULL, NULL FROM log l
+    SELECT l.seq, 'done', coalesce(json_array_length(o.failures), 0), o.failures, coalesce(o.ended_at, s.at)
+      FROM log l
+      LEFT JOIN outcomes o ON o.seq = l.seq AND o.group_id = (SELECT id FROM unnamed)
+      LEFT JOIN skips s ON s.group_id = (SELECT id FROM unnamed) AND s.seq = l.seq
       WHERE l.seq <= (SELECT cursor FROM unnamed)
         AND l.seq NOT IN (SELECT seq FROM undone)
         AND NOT EXISTS (SELECT 1 FROM dead_letters d WHERE d.seq = l.seq AND d.group_id = (SELECT id FROM unnamed) AND d.retried_at IS NULL)
@@ -106,3 +74,56 @@ SELECT
 FROM standing s
 JOIN log l ON l.seq = s.seq
 JOIN types t ON t.id = l.type;
+
+-- The table of the outbox specification, over all groups. Filters on event_id use an index.
+CREATE VIEW dead_letter_events
+  (id, event_id, uuid, event_type, payload, error, stack, errors, attempts, consumer_name, handler,
+   first_seen_at, last_seen_at, created_at, retried_at, replaced_by, foreign_id) AS
+SELECT
+  d.seq || '/' || g.name,
+  d.event_id,
+  lower(substr(hex(l.id), 1, 8) || '-' || substr(hex(l.id), 9, 4) || '-' || substr(hex(l.id), 13, 4)
+    || '-' || substr(hex(l.id), 17, 4) || '-' || substr(hex(l.id), 21)),
+  t.name,
+  -- The envelope of the specification. A payload that is no JSON is a text, or hexadecimal beside it. The
+  -- UUID of a foreign id depends on the source, which the envelope does not say, so it stands beside it.
+  '{"event_id":' || json_quote(d.event_id) || ',"occurred_at":"'
+    || strftime('%Y-%m-%dT%H:%M:%S', (l.occurred_at - ((l.occurred_at % 1000000 + 1000000) % 1000000)) / 1000000, 'unixepoch')
+    || rtrim(rtrim(printf('.%06d', (l.occurred_at % 1000000 + 1000000) % 1000000), '0'), '.')
+    || 'Z","correlation_id":' || json_quote(coalesce(l.attrs ->> '$.correlation_id', d.event_id))
+    || ',"tenant_id":' || json_quote(coalesce(l.attrs ->> '$.tenant', ''))
+    || ',"station_id":' || json_quote(coalesce(l.attrs ->> '$.metadata.station_id', ''))
+    || ',"schema_version":' || l.version
+    || ',"payload":' || CASE
+         WHEN d.binary THEN 'null,"payload_hex":"' || lower(hex(l.payload)) || '"'
+         WHEN json_valid(CAST(l.payload AS TEXT)) THEN CAST(l.payload AS TEXT)
+         ELSE json_quote(CAST(l.payload AS TEXT))
+       END
+    || iif(l.attrs ->> '$.foreign_id' IS NULL, '',
+         ',"everbus_id":"' || lower(substr(hex(l.id), 1, 8) || '-' || substr(hex(l.id), 9, 4) || '-'
+         || substr(hex(l.id), 13, 4) || '-' || substr(hex(l.id), 17, 4) || '-' || substr(hex(l.id), 21)) || '"')
+    || '}',
+  coalesce(json_extract(d.failures, '$[#-1].error'), ''),
+  json_extract(d.failures, '$[#-1].backtrace'),
+  d.failures,
+  d.attempts,
+  g.name,
+  d.handler,
+  strftime('%Y-%m-%dT%H:%M:%fZ', d.first_seen_at / 1000000.0, 'unixepoch'),
+  strftime('%Y-%m-%dT%H:%M:%fZ', d.died_at / 1000000.0, 'unixepoch'),
+  strftime('%Y-%m-%dT%H:%M:%fZ', l.received_at / 1000000.0, 'unixepoch'),
+  strftime('%Y-%m-%dT%H:%M:%fZ', d.retried_at / 1000000.0, 'unixepoch'),
+  iif(d.replaced_by IS NULL, NULL,
+    lower(substr(hex(d.replaced_by), 1, 8) || '-' || substr(hex(d.replaced_by), 9, 4) || '-'
+      || substr(hex(d.replaced_by), 13, 4) || '-' || substr(hex(d.replaced_by), 17, 4) || '-'
+      || substr(hex(d.replaced_by), 21))),
+  l.attrs ->> '$.foreign_id'
+FROM dead_letters d
+JOIN groups g ON g.id = d.group_id
+JOIN log l ON l.seq = d.seq
+JOIN types t ON t.id = l.type
+UNION ALL
+SELECT 'outbox/' || event, event_id, substr(event, 1, 36), event_type, payload, error, NULL,
+  failures, attempts, 'outbox', NULL, first_seen_at, last_seen_at,
+  first_seen_at, retried_at, NULL, NULL
+FROM outbox_dead_letters;
