@@ -157,10 +157,7 @@ async fn an_event_that_kills_its_process_is_given_up_and_each_run_counted() {
         handled.extend(process.handled.lock().unwrap().clone());
         let letters = process.bus.dead_letters().list().await.unwrap();
         assert_eq!(letters.len(), 1);
-        assert_eq!(
-            letters[0].event.event.payload(),
-            POISON.to_string().as_bytes()
-        );
+        assert_eq!(letters[0].event().payload(), POISON.to_string().as_bytes());
         assert_eq!(letters[0].attempts, runs.load(Ordering::SeqCst));
         assert!(letters[0].attempts >= 3, "its policy allows as many");
         let mut others: Vec<u64> = handled.iter().map(|(number, _)| *number).collect();
