@@ -221,6 +221,7 @@ async fn an_event_nobody_wants_is_settled_at_once() {
 }
 
 // conformance: bus/wake: a publish wakes its handlers without polling.
+// conformance: embedded/publish: what is published is handed to its handler.
 #[tokio::test]
 async fn a_publish_wakes_the_handler_while_the_clock_stands_still() {
     on_every_engine(|lab| async move {

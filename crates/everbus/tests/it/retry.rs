@@ -46,7 +46,7 @@ async fn a_failed_event_waits_base_delay_then_doubles() {
 // conformance: embedded/dlq-after-max-retries: after maxRetries + 1 attempts the event is in the dead letters with every error in order, the original event and the time of the final failure.
 // conformance: framework/dlq-exhausted: after its last attempt an event is in the dead letters.
 // conformance: framework/resilience-final-log: after its last attempt an event is in the dead letters.
-// conformance: omni/subscribe-exhausted: after maxRetries the event goes to the dead letters and is not delivered again.
+// conformance: omni/subscribe-exhausted: after maxRetries the event goes to the dead letters.
 #[tokio::test]
 async fn after_four_attempts_the_event_is_a_dead_letter_with_every_error_in_order() {
     on_every_engine(|lab| async move {

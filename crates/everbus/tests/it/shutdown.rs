@@ -174,6 +174,7 @@ async fn what_shutdown_left_is_delivered_after_a_restart() {
 }
 
 // conformance: bus/double-shutdown: shutting down twice, also at the same time, is harmless.
+// conformance: embedded/shutdown-closes: a second shutdown is harmless.
 #[tokio::test]
 async fn shutting_down_twice_gives_the_same_report() {
     on_every_engine(|lab| async move {
