@@ -25,12 +25,13 @@ cargo xtask <task>
   test [--no-chaos]            install what the tests need (as root, with apt-get; otherwise say
                                what is missing and stop), then run all of them, check the
                                conformance table and run the kill campaign for 60 seconds
-  conformance [--check]        write docs/conformance.md from the tags on the tests;
-                               --check only says whether it is complete and up to date
+  conformance [--check]        write docs/conformance.md from docs/requirements and the tags on the tests;
+                               --check only says whether it is in order and up to date
   compat                       run the conformance suite on every engine, write its outcomes to
                                docs/compat and COMPAT.md, and say how long each engine took;
                                every run of the tests compares them
-  bench [arguments]            build in release mode and run `everbus bench` with the arguments
+  bench [--record] [arguments] build in release mode and run `everbus bench` with the arguments;
+                               --record writes the results to docs/requirements/benches.txt
   instructions                 count what an event costs in the pipeline, with valgrind
   chaos --minutes N            kill a real process again and again and look for lost events
         --seconds N            [--hostile-rounds K] how often hostile surroundings are tried
@@ -139,6 +140,38 @@ fn compat(arguments: &[String]) -> Result<(), Failed> {
 }
 
 fn bench(arguments: &[String]) -> Result<(), Failed> {
+    if let Some((first, rest)) = arguments.split_first()
+        && first == "--record"
+    {
+        return record(rest);
+    }
+    everbus_bench(arguments).run()
+}
+
+/// Runs the benchmarks and keeps what came out as the last results, with the commit they are of.
+fn record(arguments: &[String]) -> Result<(), Failed> {
+    if arguments.iter().any(|a| a == "--quick" || a == "--events") {
+        return Err(Failed::usage("a run of another size is not recorded"));
+    }
+    let path = root().join(conformance::RESULTS);
+    let stored = std::fs::read_to_string(&path).unwrap_or_default();
+    let mut results = conformance::Results::parse(&stored).map_err(Failed::new)?;
+    let commit = run::output("git", &["rev-parse", "--short", "HEAD"])?;
+    let changed = run::output("git", &["status", "--porcelain"])?;
+    let commit = match changed.trim() {
+        "" => commit.trim().to_owned(),
+        _ => format!("{} with changes", commit.trim()),
+    };
+    let json = ["-o".to_owned(), "json".to_owned()];
+    let printed = everbus_bench(&json).args(arguments).output()?;
+    let recorded = results.record(&printed, &commit).map_err(Failed::new)?;
+    std::fs::write(&path, results.render())
+        .map_err(|e| Failed::new(format!("cannot write {}: {e}", path.display())))?;
+    println!("{printed}recorded: {}", recorded.join(", "));
+    conformance::write(&root())
+}
+
+fn everbus_bench(arguments: &[String]) -> Cargo {
     let fixed = [
         "run",
         "--release",
@@ -149,7 +182,7 @@ fn bench(arguments: &[String]) -> Result<(), Failed> {
         "--",
         "bench",
     ];
-    Cargo::new(&fixed).args(arguments).run()
+    Cargo::new(&fixed).args(arguments)
 }
 
 fn chaos(arguments: &[String]) -> Result<(), Failed> {

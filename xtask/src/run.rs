@@ -95,6 +95,19 @@ impl Cargo {
         }
     }
 
+    /// Runs it, shows what it says on standard error, and returns what it printed.
+    pub(crate) fn output(mut self) -> Result<String, Failed> {
+        println!("> {}", self.shown);
+        let cannot = |e| Failed::new(format!("cannot run {}: {e}", self.shown));
+        let ran = self.command.stderr(Stdio::inherit()).output();
+        let ran = ran.map_err(cannot)?;
+        if !ran.status.success() {
+            let text = format!("{} failed ({})", self.shown, ran.status);
+            return Err(Failed::new(text));
+        }
+        Ok(String::from_utf8_lossy(&ran.stdout).into_owned())
+    }
+
     /// Runs tests, shows their output as it comes, and adds up the results of all test binaries.
     pub(crate) fn run_tests(mut self) -> Result<Summary, Failed> {
         println!("> {}", self.shown);
@@ -120,6 +133,11 @@ impl Cargo {
             Err(Failed::new(format!("{summary}; {} failed", self.shown)))
         }
     }
+}
+
+/// What another program prints, run from the root of the workspace.
+pub(crate) fn output(program: &str, arguments: &[&str]) -> Result<String, Failed> {
+    Cargo::program(Path::new(program), arguments).output()
 }
 
 /// The results of all test binaries together.

@@ -117,6 +117,8 @@ mod tests {
     use super::*;
 
     // conformance: embedded/id-uuid: every event has a UUID, version 7 by default
+    // conformance: outbox/1-event-id: every event has an id of its own
+    // conformance: framework/structure-id: every event has an id of its own
     #[test]
     fn new_ids_are_version_7_and_sort_by_creation() {
         let ids: Vec<EventId> = (0..100).map(|_| EventId::new()).collect();

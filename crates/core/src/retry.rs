@@ -172,6 +172,7 @@ mod tests {
     // conformance: embedded/retry-defaults: 3 retries, 1 s, at most 30 s, times 2
     // conformance: embedded/backoff-schedule: attempt n waits min(base * multiplier^(n-2), longest)
     // conformance: rule-8: the schedule and its defaults
+    // conformance: omni/subscribe-retry-defaults: 3 retries, 1000 ms before the first
     #[test]
     fn the_default_waits_are_those_of_the_specification() {
         let p = RetryPolicy::default();

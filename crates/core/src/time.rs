@@ -104,6 +104,7 @@ mod tests {
     use super::*;
 
     // conformance: outbox/1-occurred-at: times are RFC 3339 in UTC
+    // conformance: framework/structure-timestamp: times are RFC 3339 in UTC
     #[test]
     fn text_form_round_trips_and_sorts_like_the_number() {
         let a = Timestamp::from_micros(1_700_000_000_000_000);

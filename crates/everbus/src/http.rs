@@ -124,6 +124,7 @@ mod tests {
     }
 
     // conformance: handlers/correlation-http: the X-Request-ID of a request is the correlation id of what it publishes, and comes back with the response.
+    // conformance: framework/structure-correlation: the X-Request-ID of a request is the correlation id of what it publishes, and comes back with the response.
     #[tokio::test]
     async fn what_a_request_publishes_carries_its_ids() {
         let (correlation, trace, shown) = published(Some("request-7")).await;

@@ -220,6 +220,7 @@ fn a_trail_that_was_changed_fails() {
 }
 
 // conformance: memory/audit-operators: operator actions put themselves on record before they act and after, with actor, reason and counts
+// conformance: framework/audit-what: operator actions put themselves on record before they act and after, with actor, reason and counts
 #[test]
 fn what_operators_do_is_on_record() {
     let shop = Shop::new();

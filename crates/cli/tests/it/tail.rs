@@ -266,6 +266,9 @@ fn a_group_of_somebody_else_is_not_widened() {
 
 // conformance: bus/several-processes: two processes consume one file, a third publishes; each event is handled once
 // conformance: embedded/non-goal-processes: several processes publish and consume one file
+// conformance: framework/framework-groups: several processes publish and consume one file
+// conformance: framework/backpressure-scaling: several processes publish and consume one file
+// conformance: omni/subscribe-queue: several processes publish and consume one file
 #[test]
 fn two_tails_of_one_group_share_the_events() {
     let shop = shop_with(&["a.first"]);

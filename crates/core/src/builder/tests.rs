@@ -55,6 +55,8 @@ fn illegal_types_are_refused_with_a_hint() {
 }
 
 // conformance: embedded/payload-json: the payload is kept as the bytes given and must be JSON
+// conformance: outbox/1-payload: the payload is kept as the bytes given and must be JSON
+// conformance: framework/structure-payload: the payload is kept as the bytes given and must be JSON
 #[test]
 fn payload_bytes_are_kept_and_must_be_json_unless_said_otherwise() {
     let spaced = Event::builder("t")

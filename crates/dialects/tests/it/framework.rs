@@ -105,6 +105,7 @@ fn without_a_version_it_is_1_and_the_document_stays_without() {
     assert_eq!(round(&document, Dialect::Framework).version(), 7);
 }
 
+// conformance: framework/structure-timestamp: a time without an offset is UTC
 #[test]
 fn times_without_an_offset_are_utc_as_python_writes_them() {
     let at = "2026-03-01T12:00:00.123456";

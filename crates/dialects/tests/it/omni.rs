@@ -60,6 +60,7 @@ fn times_are_written_as_to_iso_string_does() {
     }
 }
 
+// conformance: omni/dialect-optional: traceId is optional, source is always there
 #[test]
 fn an_event_without_trace_has_no_trace_id_and_always_a_source() {
     let event = Event::builder("a.b").app("shop").build().unwrap();

@@ -120,6 +120,7 @@ async fn the_wait_ends_soon_after_a_group_made_room() {
 }
 
 // conformance: handlers/backpressure-reject: on_full reject fails at once
+// conformance: framework/backpressure-acceptable: on_full reject fails at once
 #[tokio::test(start_paused = true)]
 async fn a_full_stream_that_rejects_does_so_at_once_and_only_while_it_is_full() {
     let p = limited(StreamLimit::new(3).on_full(OnFull::Reject));
@@ -171,6 +172,8 @@ async fn a_stream_that_rejects_waits_for_the_count_of_another_but_not_for_ever()
 }
 
 // conformance: handlers/backpressure-drop-oldest: on_full drop_oldest makes room and admits
+// conformance: framework/backpressure-drop: on_full drop_oldest makes room and admits
+// conformance: framework/backpressure-acceptable: on_full drop_oldest makes room and admits
 #[tokio::test(start_paused = true)]
 async fn a_full_stream_that_drops_its_oldest_keeps_what_fits_beside_the_new() {
     let p = limited(StreamLimit::new(10).on_full(OnFull::DropOldest));
@@ -433,6 +436,7 @@ async fn the_wait_for_a_turn_and_for_room_is_one_wait() {
 }
 
 // conformance: handlers/backpressure-bounded: the memory for streams is bounded
+// conformance: framework/backpressure-acceptable: the memory for streams is bounded
 #[tokio::test(start_paused = true)]
 async fn however_many_types_there_are_few_are_remembered() {
     let limit = StreamLimit::new(2).on_full(OnFull::Reject);

@@ -160,6 +160,7 @@ fn old_successes_leave_the_rate_too() {
 }
 
 // conformance: framework/breaker-half-open: after open_for one probe; its success closes it
+// conformance: embedded/half-open-probe: after open_for one probe; its success closes it
 #[test]
 fn a_probe_that_succeeds_closes_it_and_clears_the_window() {
     let r = standard();
@@ -176,6 +177,7 @@ fn a_probe_that_succeeds_closes_it_and_clears_the_window() {
 }
 
 // conformance: framework/breaker-half-open: the probe's failure opens it again
+// conformance: embedded/half-open-probe: the probe's failure opens it again
 #[test]
 fn a_probe_that_fails_opens_it_again_for_as_long() {
     let r = standard();
@@ -324,6 +326,7 @@ fn a_breaker_is_shown_with_what_a_dashboard_needs() {
 }
 
 // conformance: handlers/breaker-one-probe: exactly one half-open probe, whoever asks
+// conformance: embedded/half-open-probe: exactly one half-open probe, whoever asks
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn of_64_concurrent_tasks_exactly_one_is_the_probe() {
     for _ in 0..50 {

@@ -21,6 +21,7 @@ fn event_type(name: &str) -> Arc<str> {
 }
 
 // conformance: handlers/metrics-names: every name of the facade with its labels and kind
+// conformance: framework/framework-observability: every name of the facade with its labels and kind
 #[test]
 fn every_series_has_its_name_its_labels_and_its_value() {
     let recorder = Captured::default();
@@ -320,6 +321,7 @@ fn the_report_sums_a_type_over_groups_and_a_group_over_types() {
 }
 
 // conformance: handlers/stats-per-type: count, p50, p95 and p99 of each type, in milliseconds
+// conformance: omni/metrics-latency: count, p50, p95 and p99 of each type, in milliseconds
 #[test]
 fn a_type_has_its_count_and_quantiles_in_milliseconds() {
     let stats = Stats::default();

@@ -38,6 +38,7 @@ async fn open(lab: &Lab) -> Bus {
 }
 
 // conformance: framework/config-applied: the file's retry, timeout, breaker and criticality hold for the handlers of its consumer, over what the program says.
+// conformance: handlers/config-spec-file: the file's retry, timeout, breaker and criticality hold for the handlers of its consumer, over what the program says.
 #[tokio::test]
 async fn the_settings_of_a_consumer_hold_for_its_handlers() {
     on_every_engine(|lab| async move {
@@ -163,6 +164,7 @@ async fn the_file_of_the_specification_holds_for_its_consumers() {
 }
 
 // conformance: framework/config-applied: the file's caps and staleness hold for its streams.
+// conformance: handlers/config-spec-file: the file's caps and staleness hold for its streams.
 #[tokio::test]
 async fn caps_and_staleness_of_the_file_hold_for_its_streams() {
     on_every_engine(|lab| async move {

@@ -218,6 +218,7 @@ async fn an_event_carries_the_trace_that_surrounds_its_publish() {
 }
 
 // conformance: framework/structure-source: source is the service that generated the event, also of what handlers emit.
+// conformance: omni/publish-enrich: source is the service that generated the event, also of what handlers emit.
 #[tokio::test]
 async fn events_name_the_service_they_come_from() {
     on_every_engine(|lab| async move {

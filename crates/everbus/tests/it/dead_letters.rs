@@ -93,6 +93,8 @@ fn bus_ids(receipts: &[Receipt]) -> Vec<EventId> {
 }
 
 // conformance: embedded/dlq-retry: retry() sends a single dead event back with a full reset, to the group that failed only.
+// conformance: bus/dlq-retry-own-group: retry() sends a single dead event back with a full reset, to the group that failed only.
+// conformance: omni/dlq-retry: retry() sends a single dead event back with a full reset, to the group that failed only.
 #[tokio::test]
 async fn a_retried_dead_letter_begins_anew_in_the_group_that_failed() {
     on_every_engine(|lab| async move {

@@ -201,6 +201,7 @@ async fn an_event_that_waits_for_a_retry_does_not_hold_back_others() {
 }
 
 // conformance: rule-2/independent-groups: a group that fails or hangs does not hold back another.
+// conformance: embedded/non-goal-groups: a group that fails or hangs does not hold back another.
 #[tokio::test]
 async fn a_group_that_fails_or_hangs_does_not_hold_back_another() {
     on_every_engine(|lab| async move {
@@ -406,6 +407,7 @@ async fn in_an_ordered_group_a_failed_event_holds_back_its_key_only() {
 }
 
 // conformance: bus/start-from: the unnamed group sees everything from the start of the log, a named group starts where it says.
+// conformance: omni/subscribe-start: startFrom is new, first, last or a time.
 #[tokio::test]
 async fn groups_begin_where_they_say() {
     on_every_engine(|lab| async move {

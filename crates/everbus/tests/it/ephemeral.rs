@@ -54,6 +54,7 @@ async fn every_ephemeral_handler_sees_every_event_from_now_on() {
 }
 
 // conformance: contract/ephemeral-omni: durable is the group, queue if there is no durable, with neither the group is ephemeral
+// conformance: omni/subscribe-durable: durable is the group, queue if there is no durable, with neither the group is ephemeral
 #[tokio::test]
 async fn durable_is_the_group_then_queue_and_neither_is_ephemeral() {
     on_every_engine(|lab| async move {

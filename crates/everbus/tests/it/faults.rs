@@ -305,6 +305,7 @@ async fn an_outcome_that_comes_after_its_lease_is_refused() {
 }
 
 // conformance: rule-4/extend: leases are extended while the handler runs, so a long handler keeps its event.
+// conformance: omni/subscribe-ack-wait: a handler that runs for long keeps its event
 #[tokio::test(start_paused = true)]
 async fn a_long_handler_keeps_its_event() {
     let (bus, faults, clock) = faulty().await;

@@ -52,6 +52,7 @@ impl Runs {
 // conformance: embedded/metadata: a handler is given the metadata as it was published.
 // conformance: handlers/handler-extractors: a handler takes Payload, Json, serde_json::Value, Envelope, Meta, State, Context and the message, up to eight at once.
 // conformance: framework/framework-injection: services and configuration are injected into handlers.
+// conformance: omni/core-metadata: a handler is given the event with its envelope
 #[tokio::test]
 async fn a_handler_is_given_what_its_parameters_name() {
     #[expect(clippy::too_many_arguments, reason = "as many as there may be")]
@@ -106,6 +107,7 @@ async fn a_handler_is_given_what_its_parameters_name() {
 }
 
 // conformance: handlers/handler-functions: functions and closures of none to eight parameters are handlers.
+// conformance: framework/framework-async: asynchronous functions and closures are handlers.
 #[tokio::test]
 async fn functions_and_closures_of_any_number_of_parameters_are_handlers() {
     type R = State<Runs>;
@@ -165,6 +167,8 @@ async fn functions_and_closures_of_any_number_of_parameters_are_handlers() {
 
 // conformance: handlers/version-unknown: an event of an unknown version is dead-lettered at once with a clear reason, and the handler does not run.
 // conformance: fault-4/unknown-version: an event of a version that nothing reads does not fall through to the ack.
+// conformance: framework/framework-malformed: an event of a version that nothing reads does not fall through to the ack.
+// conformance: framework/retry-selective: an event of a version that nothing reads does not fall through to the ack.
 #[tokio::test]
 async fn an_unknown_version_is_a_dead_letter_at_once() {
     on_every_engine(|lab| async move {

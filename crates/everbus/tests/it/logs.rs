@@ -196,6 +196,7 @@ fn entries_of(event_id: &str) -> Vec<Entry> {
 }
 
 // conformance: embedded/log-failed-attempts: each failed attempt, the final one included, emits a structured log entry.
+// conformance: framework/resilience-final-log: each failed attempt, the final one included, emits a structured log entry.
 #[tokio::test]
 async fn every_failed_attempt_is_logged_with_its_fields_the_last_included() {
     on_every_engine(|lab| async move {

@@ -496,6 +496,7 @@ async fn a_full_stream_holds_back_its_own_events_only() {
 }
 
 // conformance: memory/outbox-several: several relays at once do no double work, and another goes on when one stops
+// conformance: framework/outbox-skip-locked: several relays at once do no double work, and another goes on when one stops
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn several_relays_share_an_outbox_without_double_work() {
     let lab = Lab::new(Kind::Memory);

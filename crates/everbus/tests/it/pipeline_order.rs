@@ -123,6 +123,7 @@ async fn the_age_is_asked_before_the_breaker() {
 }
 
 // conformance: handlers/order-breaker-timeout: the breaker is around the timeout: an attempt that is cut is a failure it sees; what it rejects starts none.
+// conformance: framework/resilience-stack: the breaker is around the timeout: an attempt that is cut is a failure it sees; what it rejects starts none.
 #[tokio::test]
 async fn the_breaker_is_around_the_timeout() {
     on_every_engine(|lab| async move {
@@ -156,6 +157,8 @@ async fn the_breaker_is_around_the_timeout() {
 }
 
 // conformance: handlers/order-timeout-layers: the timeout is around the user's layers: one that hangs is cut.
+// conformance: framework/resilience-stack: the timeout is around the user's layers: one that hangs is cut.
+// conformance: framework/timeout: the timeout is around the user's layers: one that hangs is cut.
 #[tokio::test]
 async fn the_timeout_is_around_the_layers() {
     on_every_engine(|lab| async move {
@@ -318,6 +321,8 @@ fn gated() -> (
 
 // conformance: handlers/order-handler-settle: nothing is settled, published, recorded or counted before the handler has ended.
 // conformance: framework/guarantee-ack-after: the consumer acknowledges after processing.
+// conformance: framework/resilience-stack: the consumer acknowledges after processing.
+// conformance: omni/subscribe-ack: the consumer acknowledges after processing.
 #[tokio::test]
 async fn the_handler_comes_before_the_settlement() {
     on_every_engine(|lab| async move {

@@ -12,6 +12,10 @@ use tokio::sync::Semaphore;
 use crate::support::{fine, on_every_engine, published, recorder};
 
 // conformance: embedded/publish-id: publish() persists the event and returns its id.
+// conformance: bus/receipt: publish returns id and sequence of what is stored.
+// conformance: framework/structure-id: an event without an id is given one, by which it is found.
+// conformance: omni/publish-metadata: publish returns the id and the sequence of the event.
+// conformance: omni/publish-enrich: an event without an id is given one.
 #[tokio::test]
 async fn publish_returns_the_id_and_the_place_in_the_log() {
     on_every_engine(|lab| async move {
@@ -96,6 +100,7 @@ async fn illegal_types_and_large_payloads_are_refused_with_a_hint() {
 }
 
 // conformance: bus/publish-batch: publish_batch stores all events or none.
+// conformance: omni/publish-batch: publish_batch stores all events or none.
 #[tokio::test]
 async fn a_batch_is_stored_as_a_whole_or_not_at_all() {
     on_every_engine(|lab| async move {
@@ -216,6 +221,7 @@ async fn an_event_nobody_wants_is_settled_at_once() {
 }
 
 // conformance: bus/wake: a publish wakes its handlers without polling.
+// conformance: embedded/publish: what is published is handed to its handler.
 #[tokio::test]
 async fn a_publish_wakes_the_handler_while_the_clock_stands_still() {
     on_every_engine(|lab| async move {
@@ -249,6 +255,7 @@ async fn the_types_of_the_bus_itself_are_reserved() {
     .await;
 }
 
+// conformance: omni/publish-metadata: a receipt has type, timestamp and source of the event.
 #[tokio::test]
 async fn a_receipt_says_what_was_published() {
     on_every_engine(|lab| async move {

@@ -11,6 +11,8 @@ use crate::support::{
 const SECOND: Duration = Duration::from_secs(1);
 
 // conformance: embedded/retry-schedule: attempt 1 is immediate, then the waits are 1 s, 2 s and 4 s by default.
+// conformance: rule-8: attempt 1 is immediate, then the waits are 1 s, 2 s and 4 s by default.
+// conformance: omni/subscribe-ack: a failed event is delivered again after a delay.
 #[tokio::test]
 async fn a_failed_event_waits_base_delay_then_doubles() {
     on_every_engine(|lab| async move {
@@ -42,6 +44,9 @@ async fn a_failed_event_waits_base_delay_then_doubles() {
 
 // conformance: embedded/handler-error: a handler that fails is retried by its policy and then dead-lettered.
 // conformance: embedded/dlq-after-max-retries: after maxRetries + 1 attempts the event is in the dead letters with every error in order, the original event and the time of the final failure.
+// conformance: framework/dlq-exhausted: after its last attempt an event is in the dead letters.
+// conformance: framework/resilience-final-log: after its last attempt an event is in the dead letters.
+// conformance: omni/subscribe-exhausted: after maxRetries the event goes to the dead letters.
 #[tokio::test]
 async fn after_four_attempts_the_event_is_a_dead_letter_with_every_error_in_order() {
     on_every_engine(|lab| async move {
@@ -147,6 +152,7 @@ async fn an_event_that_succeeds_on_its_second_attempt_is_done() {
 }
 
 // conformance: embedded/retry-override: the retry policy of a subscription merges over that of the bus.
+// conformance: omni/handler-retry: a subscription has a retry policy of its own.
 #[tokio::test]
 async fn a_subscription_changes_parts_of_the_policy_and_keeps_the_rest() {
     on_every_engine(|lab| async move {
@@ -235,6 +241,7 @@ async fn a_panic_before_or_after_an_await_is_a_failure() {
 }
 
 // conformance: rule-9/panic: a panic is a failure like any other, recorded and never acked by falling through.
+// conformance: bus/panic-is-failure: a panic is a failure like any other, recorded and never acked by falling through.
 #[tokio::test]
 async fn a_panic_is_a_failure_with_its_message() {
     the_failure_of(|_| panic!("boom {}", 7), FailureKind::Panic, "boom 7").await;

@@ -137,6 +137,7 @@ async fn shutdown_waits_thirty_seconds_unless_told_otherwise() {
 }
 
 // conformance: bus/abandoned-redelivered: an abandoned event is delivered again with its attempt counted; one that had not begun is not counted.
+// conformance: embedded/shutdown-abandoned: an abandoned event is delivered again with its attempt counted; one that had not begun is not counted.
 #[tokio::test]
 async fn what_shutdown_left_is_delivered_after_a_restart() {
     on_every_durable_engine(|lab| async move {
@@ -173,6 +174,7 @@ async fn what_shutdown_left_is_delivered_after_a_restart() {
 }
 
 // conformance: bus/double-shutdown: shutting down twice, also at the same time, is harmless.
+// conformance: embedded/shutdown-closes: a second shutdown is harmless.
 #[tokio::test]
 async fn shutting_down_twice_gives_the_same_report() {
     on_every_engine(|lab| async move {

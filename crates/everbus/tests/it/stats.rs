@@ -32,6 +32,8 @@ fn counts(outcomes: &Outcomes) -> [u64; 7] {
 }
 
 // conformance: handlers/stats-run: counts per type and per group after a known run: published, handled, failed, retried, skipped, dead-lettered.
+// conformance: framework/framework-observability: counts per type and per group after a known run: published, handled, failed, retried, skipped, dead-lettered.
+// conformance: omni/metrics-counts: counts per type and per group after a known run: published, handled, failed, retried, skipped, dead-lettered.
 #[tokio::test]
 async fn every_outcome_is_counted_once_by_type_and_by_group() {
     on_every_engine(|lab| async move {
@@ -161,6 +163,8 @@ async fn what_handlers_emit_is_counted_as_published() {
 }
 
 // conformance: handlers/stats-latency: latency is from publish to handled, with p50, p95 and p99 per type and group.
+// conformance: framework/framework-observability: latency is from publish to handled, with p50, p95 and p99 per type and group.
+// conformance: omni/metrics-latency: latency is from publish to handled, with p50, p95 and p99 per type and group.
 #[tokio::test]
 async fn latencies_have_their_quantiles() {
     on_every_engine(|lab| async move {

@@ -33,6 +33,7 @@ async fn stored(bus: &Bus) -> Vec<String> {
 }
 
 // conformance: contract/streams-publish: a type that no declared stream covers is refused at publish, and nothing is stored
+// conformance: omni/streams-system: a type that no declared stream covers is refused at publish, and nothing is stored
 #[tokio::test]
 async fn a_type_that_no_stream_covers_is_refused_at_publish() {
     on_every_engine(|lab| async move {
@@ -129,6 +130,7 @@ async fn a_stream_is_full_by_all_its_types_together() {
 }
 
 // conformance: handlers/backpressure-wait: on the engines: a publish into a full stream fails with Backpressure once its wait is over, and goes through if a group makes room before
+// conformance: framework/backpressure-acceptable: on the engines: a publish into a full stream fails with Backpressure once its wait is over, and goes through if a group makes room before
 #[tokio::test]
 async fn a_publish_waits_for_room_in_a_full_stream() {
     on_every_engine(|lab| async move {

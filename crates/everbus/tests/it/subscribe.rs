@@ -15,6 +15,7 @@ async fn ok(_: Message) -> HandlerResult {
 }
 
 // conformance: embedded/subscribe-filter: subscribe() registers a handler for the types its pattern matches and returns a subscription id.
+// conformance: omni/subscribe-pattern: subscribe() registers a handler for the types its pattern matches and returns a subscription id.
 #[tokio::test]
 async fn a_handler_gets_what_its_pattern_matches_and_nothing_else() {
     on_every_engine(|lab| async move {
@@ -62,6 +63,7 @@ async fn a_handler_gets_what_its_pattern_matches_and_nothing_else() {
 }
 
 // conformance: embedded/unsubscribe: unsubscribe() removes the handler by its subscription id.
+// conformance: omni/subscribe-handle: unsubscribe() removes the handler by its subscription id.
 #[tokio::test]
 async fn an_unsubscribed_handler_is_not_called_any_more() {
     on_every_engine(|lab| async move {

@@ -125,6 +125,7 @@ async fn an_order_event_flows_from_publish_to_its_handler() {
 }
 
 // conformance: handlers/test-bus-with-real: the same test runs in memory and against a real engine
+// conformance: framework/framework-one-api: the same test runs in memory and against a real engine
 #[tokio::test]
 async fn the_same_test_runs_on_a_real_engine_with_the_same_clock() {
     everywhere(|builder| async move {

@@ -79,6 +79,7 @@ mod tests {
     }
 
     // conformance: memory/history-planner: the planner picks the index for each of the eight patterns, and combines indexes for the others
+    // conformance: embedded/type-fast: a type in a tenant is asked for by its index
     #[test]
     fn every_combination_of_names_has_its_plan() {
         for (given, plan, lists) in [

@@ -80,6 +80,7 @@ fn at(clock: &ManualClock) -> Options {
 // conformance: outbox/4-attempts: a record that fails again is updated and its attempts add up
 // conformance: framework/dlq-fields: attempts, error, failed_at, original event and original stream
 // conformance: omni/dlq-table: a dead letter has eventId, eventType, the event, error, stack, createdAt, and retriedAt once retried
+// conformance: omni/dlq-retry: a retried dead letter is marked with retried_at
 #[tokio::test]
 async fn the_view_tells_the_whole_story() {
     let dir = tempfile::tempdir().unwrap();

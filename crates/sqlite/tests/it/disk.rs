@@ -60,6 +60,8 @@ fn event(bytes: usize) -> Event {
 }
 
 // conformance: bus/full-disk: on a full disk publishes are refused while acks and dead letters succeed
+// conformance: framework/backpressure-unbounded: on a full disk publishes are refused while acks and dead letters succeed
+// needs: a file system that it may mount
 #[tokio::test]
 async fn on_a_full_disk_publishes_are_refused_first() {
     let dir = tempfile::tempdir().unwrap();
@@ -153,6 +155,7 @@ async fn a_disk_filled_by_others_loses_nothing_and_recovers() {
 }
 
 // conformance: bus/full-disk: on a disk that stays full, verdicts go on, since the write-ahead log is used again
+// needs: a file system that it may mount
 #[tokio::test]
 async fn on_a_disk_that_stays_full_verdicts_go_on() {
     let dir = tempfile::tempdir().unwrap();

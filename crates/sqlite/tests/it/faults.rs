@@ -19,6 +19,7 @@ fn sabotage(conn: &Connection, table: &str) {
 
 // conformance: fault-3/dead-letter: if the dead letter cannot be written, the event is not settled
 // conformance: rule-6/one-step: dead-lettering and ack are one step
+// conformance: framework/dlq-exhausted: dead-lettering and ack are one step
 #[tokio::test]
 async fn a_dead_letter_that_cannot_be_written_leaves_the_event_owed() {
     let dir = tempfile::tempdir().unwrap();

@@ -464,6 +464,7 @@ async fn a_clock_that_jumps_back_stalls_nothing() {
 }
 
 // conformance: memory/outbox-lease: one relay holds the lease, others stand by; whoever lost it changes nothing
+// conformance: framework/outbox-skip-locked: one relay holds the lease, others stand by; whoever lost it changes nothing
 #[tokio::test]
 async fn a_relay_that_lost_its_lease_changes_nothing() {
     let shop = Shop::new();

@@ -106,6 +106,7 @@ async fn an_event_whose_verdict_was_rolled_back_outlives_an_orderly_end() {
 }
 
 // conformance: bus/full-disk: a verdict that finds the disk full can be given again once there is room
+// needs: a file system that it may mount
 #[tokio::test]
 async fn a_retry_verdict_survives_a_full_disk() {
     for give_again in [true, false] {
@@ -192,6 +193,7 @@ async fn an_ack_that_was_rolled_back_after_a_retry_can_be_given_again() {
 
 // conformance: fault-5/full-disk: a group does not pass events that were read for it in a transaction that found the disk full
 // conformance: bus/full-disk: while publishes find the disk full, groups get what was stored before
+// needs: a file system that it may mount
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_backlog_is_handed_out_whole_while_publishes_find_the_disk_full() {
     const BACKLOG: usize = 20;

@@ -34,6 +34,9 @@ async fn what_another_process_publishes_is_noticed() {
 }
 
 // conformance: bus/several-processes: several engines publish and consume one file; each event is handled once per group
+// conformance: framework/framework-groups: several engines publish and consume one file; each event is handled once per group
+// conformance: framework/backpressure-scaling: several engines publish and consume one file; each event is handled once per group
+// conformance: omni/subscribe-queue: several engines publish and consume one file; each event is handled once per group
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn competing_processes_share_a_group_without_overlap() {
     let dir = tempfile::tempdir().unwrap();

@@ -244,6 +244,8 @@ async fn every_event_is_shown_exactly_once() {
 // conformance: bus/spec-sql: the sqlite3 shell answers the specification's columns from events and subscriptions
 // conformance: embedded/subscriptions-table: subscriptions has id, event_type, created_at
 // conformance: embedded/payload-json: the payload is JSON text in the view
+// conformance: embedded/event-fields: the sqlite3 shell answers the specification's columns
+// conformance: embedded/events-view: the sqlite3 shell answers the specification's columns
 #[tokio::test]
 async fn the_shell_answers_as_the_specification_says() {
     let dir = tempfile::tempdir().unwrap();
@@ -290,6 +292,7 @@ async fn the_shell_answers_as_the_specification_says() {
 }
 
 // conformance: outbox/3-key: one record for each event and consumer; the file refuses a second
+// conformance: framework/guarantee-key: one record for each event and consumer; the file refuses a second
 #[tokio::test]
 async fn an_event_is_on_record_once_for_each_consumer() {
     let dir = tempfile::tempdir().unwrap();

@@ -28,6 +28,7 @@ macro_rules! conformance_tests {
         }
 
         // conformance: bus/competing: consumers of one group compete; no event is delivered twice and all are handled
+        // conformance: omni/why-parallel: consumers of one group share its events and handle them in parallel
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn competing_consumers_share_and_never_double() {
             $crate::conformance::run(
@@ -37,6 +38,7 @@ macro_rules! conformance_tests {
         }
 
         // conformance: rule-2/groups: each group has its own position, attempts and dead letters
+        // conformance: embedded/non-goal-groups: each group has its own position, attempts and dead letters
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn groups_are_independent() {
             $crate::conformance::run(
@@ -372,6 +374,7 @@ macro_rules! conformance_tests {
         }
 
         // conformance: bus/log: the log can be read, searched and waited on without a group
+        // conformance: omni/why-persisted: events stay in the log and can be read again
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_log_can_be_read_without_a_group() {
             $crate::conformance::run(
@@ -526,6 +529,7 @@ macro_rules! conformance_tests {
         }
 
         // conformance: rule-3/attempts: attempts are durable before the handler runs
+        // conformance: bus/attempts-durable: attempts are durable before the handler runs
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn every_crash_is_counted() {
             $crate::conformance::run(
@@ -562,6 +566,8 @@ macro_rules! conformance_tests {
         }
 
         // conformance: embedded/dlq-retry: a retried dead letter is reset in full and goes only to the group that failed
+        // conformance: bus/dlq-retry-own-group: a retried dead letter is reset in full and goes only to the group that failed
+        // conformance: omni/dlq-retry: a retried dead letter is reset in full and goes only to the group that failed
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_retry_goes_to_the_group_that_failed() {
             $crate::conformance::run(
@@ -598,6 +604,7 @@ macro_rules! conformance_tests {
         }
 
         // conformance: bus/dlq-purge-died: purge may go by the time of death
+        // conformance: embedded/dlq-at: purge may go by the time of death
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn purging_by_time_of_death() {
             $crate::conformance::run(
@@ -990,6 +997,7 @@ macro_rules! conformance_tests {
         }
 
         // conformance: handlers/inbox-tenant: the same id in two tenants is two events
+        // conformance: outbox/3-key: the same id in two tenants is two events
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn tenants_do_not_share_records() {
             $crate::conformance::run(
@@ -1099,6 +1107,7 @@ macro_rules! conformance_tests {
         }
 
         // conformance: handlers/drop-oldest: the oldest events of a full stream are skipped with a reason in every group, and are settled by that
+        // conformance: framework/backpressure-drop: the oldest events of a full stream are skipped with a reason in every group, and are settled by that
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn the_oldest_make_room_for_the_newest() {
             $crate::conformance::run(
@@ -1252,6 +1261,7 @@ macro_rules! conformance_tests {
         }
 
         // conformance: memory/audit-record: an audit record comes back whole: who, what, entity, when, correlation and trace ids; numbers have no gaps
+        // conformance: framework/audit-what: an audit record comes back whole: who, what, entity, when, correlation and trace ids; numbers have no gaps
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn a_record_is_kept_whole() {
             $crate::conformance::run(
@@ -1279,6 +1289,7 @@ macro_rules! conformance_tests {
         }
 
         // conformance: memory/audit-retention: retention removes from the beginning of the trail and leaves an anchor from which it is verified
+        // conformance: framework/audit-append-only: retention removes from the beginning of the trail and leaves an anchor from which it is verified
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn forgetting_leaves_a_chain() {
             $crate::conformance::run(

@@ -13,6 +13,7 @@ use everbus_testkit::chaos::tally::Tally;
 // conformance: bus/kill-campaign: processes killed at random, at named places and stopped past their leases lose nothing
 // conformance: embedded/recovery: what was in flight in a process that died is handled by the next
 // conformance: memory/chaos-mixed: relays and processes that split large events are killed among the others
+// conformance: framework/guarantee-at-least-once: what was in flight in a process that died is handled by the next
 #[test]
 fn a_process_that_is_killed_again_and_again_loses_nothing() {
     let directory = tempfile::tempdir().unwrap();
@@ -62,6 +63,7 @@ fn a_consumer_that_acks_too_early_is_found_out() {
 
 // conformance: fault-2: what is acknowledged is committed, wherever around the commit the process dies
 // conformance: fault-3: a dead letter and its ack are one step, also when the process dies between
+// conformance: rule-6: a dead letter and its ack are one step, also when the process dies between
 #[test]
 fn a_process_that_dies_around_its_commits_loses_nothing() {
     let directory = tempfile::tempdir().unwrap();

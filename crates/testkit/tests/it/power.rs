@@ -7,6 +7,7 @@ use everbus_testkit::chaos::power::{Losses, Power, Unsynced};
 
 // conformance: bus/power-loss: what was acknowledged before the power went is there when it is back, and with NORMAL it is not (the control)
 // conformance: fault-1: a commit that is not synced is not taken for durable
+// needs: a file system that it may mount
 #[test]
 fn power_loss_takes_nothing_acknowledged_unless_syncs_are_off() {
     if let Some(what) = Disk::missing() {
@@ -30,6 +31,7 @@ fn power_loss_takes_nothing_acknowledged_unless_syncs_are_off() {
 
 // conformance: memory/overflow-power-loss: after a power loss every event that is there has its object, byte for byte; if objects are not synced it has not (the control)
 // conformance: fault-11/object-synced: an object that is not synced is not taken for durable
+// needs: a file system that it may mount
 #[test]
 fn power_loss_takes_no_object_of_an_event_unless_objects_are_not_synced() {
     if let Some(what) = Disk::missing() {

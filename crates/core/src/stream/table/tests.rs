@@ -32,6 +32,8 @@ fn without_a_declaration_one_stream_has_everything() {
 }
 
 // conformance: contract/streams-omni: the omni preset has the six streams of the table with their ages, and SYSTEM
+// conformance: omni/stream-ages: the omni preset has the six streams of the table with their ages, and SYSTEM
+// conformance: omni/streams-system: the omni preset has the six streams of the table with their ages, and SYSTEM
 #[test]
 fn the_omni_table_is_the_one_of_the_specification() {
     let streams = Streams::omni();
@@ -53,6 +55,7 @@ fn the_omni_table_is_the_one_of_the_specification() {
 }
 
 // conformance: contract/streams-uncovered: a type that no stream covers is refused with the streams and the nearest one
+// conformance: omni/streams-system: a type that no stream covers is refused with the streams and the nearest one
 #[test]
 fn what_no_stream_covers_is_refused_with_the_nearest_stream() {
     let streams = Streams::omni();

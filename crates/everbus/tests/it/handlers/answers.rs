@@ -21,6 +21,7 @@ use crate::support::{
 struct Note(u32);
 
 // conformance: handlers/return-events: a handler returns nothing, an event, a builder, a pair, or a Vec, array or Option of those, alone or in a Result; they are published.
+// conformance: omni/handler-emits: a handler returns nothing, an event, a builder, a pair, or a Vec, array or Option of those, alone or in a Result; they are published.
 #[tokio::test]
 async fn what_a_handler_returns_is_published() {
     on_every_engine(|lab| async move {
@@ -108,6 +109,7 @@ impl StdError for NoDelivery {
 
 // conformance: handlers/errors-any-type: any error type is retryable by default, and what it says is kept with its causes.
 // conformance: framework/guarantee-redelivery: failed processing results in redelivery.
+// conformance: framework/retry-selective: failed processing results in redelivery.
 #[tokio::test]
 async fn an_error_of_any_type_is_retried_by_the_policy() {
     on_every_engine(|lab| async move {
@@ -155,6 +157,7 @@ async fn an_error_of_any_type_is_retried_by_the_policy() {
 }
 
 // conformance: handlers/answer-permanent: permanent(e) sends the event to the dead letters at once.
+// conformance: framework/retry-selective: permanent(e) sends the event to the dead letters at once.
 #[tokio::test]
 async fn a_permanent_error_is_a_dead_letter_at_once() {
     on_every_engine(|lab| async move {

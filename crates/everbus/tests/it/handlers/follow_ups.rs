@@ -311,6 +311,7 @@ async fn one_attempt_cannot_stage_events_without_end() {
 }
 
 // conformance: fault-10/between-handler-and-settle: an outcome that a shutdown cut off before it was durable is not lost: the event comes again, and nothing of it was published.
+// conformance: framework/guarantee-at-least-once: an outcome that a shutdown cut off before it was durable is not lost: the event comes again, and nothing of it was published.
 #[tokio::test(start_paused = true)]
 async fn an_outcome_cut_off_by_a_shutdown_comes_again() {
     let (bus, faults, clock) = faulty().await;

@@ -29,6 +29,7 @@ async fn numbers(bus: &everbus::Bus, event_type: &str) -> Vec<u64> {
 }
 
 // conformance: contract/failure-events: events of a failure are published with the retry and with the dead letter, one set for each attempt, under ids that a repetition chooses again
+// conformance: omni/handler-failure-event: a handler tells of its failure by an event and is retried all the same.
 #[tokio::test]
 async fn each_failed_attempt_publishes_its_events() {
     on_every_engine(|lab| async move {

@@ -94,6 +94,7 @@ fn make_bucket(port: u16) {
 }
 
 // conformance: memory/overflow-s3: objects go to S3 by URL and come back from there
+// needs: moto_server
 #[test]
 fn objects_go_to_s3_and_come_back() {
     let Some(server) = moto() else { return };

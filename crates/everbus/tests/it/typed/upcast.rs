@@ -155,6 +155,7 @@ fn another_rust_type_of_the_same_version_reads_what_a_step_made() {
 }
 
 // conformance: handlers/upcast-unknown: a version that nothing reads is refused with a clear reason, never mis-parsed.
+// conformance: framework/versioning-breaking: a version that nothing reads is refused with a clear reason, never mis-parsed.
 #[test]
 fn an_unknown_version_is_refused_even_if_the_payload_would_fit() {
     let known = upcasts(|u| {

@@ -69,6 +69,7 @@ async fn a_payload_against_its_schema_is_not_published() {
 // conformance: framework/framework-validation: events are validated on consume.
 // conformance: framework/structure-schema: the schema comes from the type; an event is checked against it before it is handled.
 // conformance: handlers/validation-consume: a payload that was published elsewhere against its schema is dead-lettered at once, with the place; the handler does not run.
+// conformance: framework/framework-malformed: a payload against its schema is dead-lettered at once; the handler does not run.
 #[tokio::test]
 async fn a_payload_against_its_schema_is_not_handled() {
     on_every_engine(|lab| async move {
