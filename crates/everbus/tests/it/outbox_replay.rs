@@ -141,6 +141,7 @@ async fn the_sql_of_the_specification_replays_to_the_groups_that_failed() {
     stage.bus.shutdown().await.unwrap();
 }
 
+// conformance: outbox/4-event-id: event_id is the id that the publisher gave, with the UUID in a column of its own
 // conformance: outbox/5-replay-own-ids: the SQL of the specification works with the id that the publisher gave
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_sql_of_the_specification_works_with_the_ids_of_the_publisher() {
