@@ -1,11 +1,12 @@
 //! Time as a dependency, so that tests can move it.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::time::Timestamp;
+use parking_lot::Mutex;
 
 /// Where the current time comes from.
 ///
@@ -64,7 +65,7 @@ impl ManualClock {
     /// Sets the time, backwards too.
     pub fn set(&self, now: Timestamp) {
         self.micros.store(now.as_micros(), Ordering::SeqCst);
-        let wakers = self.wakers.lock().unwrap_or_else(PoisonError::into_inner);
+        let wakers = self.wakers.lock();
         wakers.iter().for_each(|wake| wake());
     }
 }
@@ -88,10 +89,7 @@ impl Clock for ManualClock {
     }
 
     fn on_jump(&self, wake: Box<dyn Fn() + Send + Sync>) {
-        self.wakers
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(wake);
+        self.wakers.lock().push(wake);
     }
 }
 

@@ -26,8 +26,8 @@ use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
-use std::sync::{PoisonError, RwLock};
 
+use parking_lot::RwLock;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::{Code, Error, Result};
@@ -64,12 +64,12 @@ impl Shard {
             )
             .hint("a shard is 1 to 255 printable characters without spaces and commas"));
         }
-        let known = NAMES.read().unwrap_or_else(PoisonError::into_inner);
+        let known = NAMES.read();
         if let Some(number) = known.as_ref().and_then(|names| names.by_name.get(name)) {
             return Ok(Self(*number));
         }
         drop(known);
-        let mut names = NAMES.write().unwrap_or_else(PoisonError::into_inner);
+        let mut names = NAMES.write();
         let names = names.get_or_insert_default();
         if let Some(number) = names.by_name.get(name) {
             return Ok(Self(*number));
@@ -92,7 +92,7 @@ impl Shard {
         let Some(index) = (self.0 as usize).checked_sub(1) else {
             return "";
         };
-        let names = NAMES.read().unwrap_or_else(PoisonError::into_inner);
+        let names = NAMES.read();
         let name = names.as_ref().and_then(|names| names.by_number.get(index));
         name.copied().unwrap_or("")
     }

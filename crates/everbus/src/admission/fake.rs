@@ -1,7 +1,6 @@
 //! An engine that is nothing but counters, for the tests of admission.
 
 use std::collections::HashMap;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -10,6 +9,7 @@ use everbus_core::{
     Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Result, Settlement,
     SubscriptionInfo,
 };
+use parking_lot::Mutex;
 
 /// One group that wants everything and handles what it is told to.
 #[derive(Default)]
@@ -26,17 +26,17 @@ pub(super) struct Engine {
 
 impl Engine {
     pub(super) fn owed(&self, stream: &str) -> u64 {
-        self.owed.lock().unwrap().get(stream).copied().unwrap_or(0)
+        self.owed.lock().get(stream).copied().unwrap_or(0)
     }
 
     /// Another process publishes so many.
     pub(super) fn add(&self, stream: &str, events: u64) {
-        *self.owed.lock().unwrap().entry(stream.into()).or_default() += events;
+        *self.owed.lock().entry(stream.into()).or_default() += events;
     }
 
     /// The group handles so many.
     pub(super) fn handle(&self, stream: &str, events: u64) {
-        *self.owed.lock().unwrap().get_mut(stream).unwrap() -= events;
+        *self.owed.lock().get_mut(stream).unwrap() -= events;
     }
 
     /// How often it was asked since the last time.
@@ -91,7 +91,7 @@ impl Depth for Engine {
             return unsupported("counting");
         }
         let depth = self.owed(stream.exact().unwrap()).min(limit);
-        let slow = *self.slow.lock().unwrap();
+        let slow = *self.slow.lock();
         Box::pin(async move {
             if !slow.is_zero() {
                 tokio::time::sleep(slow).await;
@@ -103,7 +103,7 @@ impl Depth for Engine {
         if self.cannot_drop.load(Ordering::SeqCst) {
             return unsupported("dropping");
         }
-        self.kept.lock().unwrap().push(keep);
+        self.kept.lock().push(keep);
         let dropped = self.owed(stream.as_str()).saturating_sub(keep);
         self.handle(stream.as_str(), dropped);
         Box::pin(std::future::ready(Ok(dropped)))

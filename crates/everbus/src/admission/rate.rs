@@ -249,20 +249,20 @@ mod tests {
     async fn publishers_take_turns_and_none_is_overtaken() {
         let turns = turns(10.0, 10);
         turns.take(10, Instant::now()).await.unwrap();
-        let order = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let order = Arc::new(parking_lot::Mutex::new(Vec::new()));
         let mut tasks = tokio::task::JoinSet::new();
         // A large batch first, then small ones that would fit much earlier.
         for (name, events) in [(0, 10), (1, 1), (2, 1), (3, 5), (4, 1)] {
             let (turns, order) = (turns.clone(), order.clone());
             tasks.spawn(async move {
                 let waited = took(&turns, events).await.unwrap();
-                order.lock().unwrap().push((name, waited));
+                order.lock().push((name, waited));
             });
             tokio::task::yield_now().await;
         }
         tasks.join_all().await;
         let expected = [(0, 1000), (1, 1100), (2, 1200), (3, 1700), (4, 1800)];
-        assert_eq!(*order.lock().unwrap(), expected);
+        assert_eq!(*order.lock(), expected);
     }
 
     // conformance: handlers/backpressure-rate-wait: over the rate for longer than 5 s is Backpressure

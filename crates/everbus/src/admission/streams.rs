@@ -11,11 +11,12 @@
 //! processes may exceed it together, each by what it publishes between two counts.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::stream::DEFAULT_WAIT;
 use everbus_core::{Code, Depth, Error, OnFull, Pattern, Result, StreamLimit};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 /// So long a count is believed while other processes may publish.
@@ -52,7 +53,7 @@ impl Streams {
         types: Option<&Pattern>,
         limit: &StreamLimit,
     ) -> Result<Arc<Stream>> {
-        let mut tracked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tracked = self.0.lock();
         if let Some(stream) = tracked.by_name.get(name) {
             return Ok(stream.clone());
         }
@@ -66,7 +67,7 @@ impl Streams {
 
     #[cfg(test)]
     pub(super) fn tracked(&self) -> usize {
-        self.0.lock().unwrap().by_name.len()
+        self.0.lock().by_name.len()
     }
 }
 
@@ -149,7 +150,7 @@ impl Stream {
     }
 
     fn lock(&self) -> MutexGuard<'_, Room> {
-        self.room.lock().unwrap_or_else(PoisonError::into_inner)
+        self.room.lock()
     }
 
     /// Reserves room for so many events, in the way of the stream's limit if there is none. The

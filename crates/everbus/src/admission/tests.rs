@@ -1,10 +1,10 @@
 //! Every way in which a publish is admitted, held back or refused.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use everbus_core::{Broker, Code, Error, OnFull};
+use parking_lot::Mutex;
 use tokio::task::JoinSet;
 
 use super::fake::Engine;
@@ -148,10 +148,10 @@ async fn a_stream_that_rejects_waits_for_the_count_of_another_but_not_for_ever()
         // Later than any count is believed.
         tokio::time::advance(60 * S).await;
         p.engine.add("a", 3);
-        *p.engine.slow.lock().unwrap() = Duration::ZERO;
+        *p.engine.slow.lock() = Duration::ZERO;
         assert_full(p.publish("a", 1).await);
         p.engine.handle("a", 3);
-        *p.engine.slow.lock().unwrap() = slow;
+        *p.engine.slow.lock() = slow;
         let first = tokio::spawn({
             let p = p.clone();
             async move { p.publish("a", 1).await }
@@ -181,7 +181,7 @@ async fn a_full_stream_that_drops_its_oldest_keeps_what_fits_beside_the_new() {
     assert_eq!(p.publish("a", 5).await.unwrap(), 3);
     assert_eq!(p.owed(), 10);
     assert_eq!(p.publish("a", 10).await.unwrap(), 10);
-    assert_eq!(*p.engine.kept.lock().unwrap(), [5, 0]);
+    assert_eq!(*p.engine.kept.lock(), [5, 0]);
     p.engine.handle("a", 4);
     assert_eq!(p.publish("a", 4).await.unwrap(), 0, "there was room");
     assert_eq!(p.owed(), 10);
@@ -195,7 +195,7 @@ async fn a_long_stream_is_not_trimmed_at_every_publish() {
         p.publish("a", 1).await.unwrap();
         assert!((12_700..=12_800).contains(&p.owed()));
     }
-    assert_eq!(p.engine.kept.lock().unwrap().len(), 10);
+    assert_eq!(p.engine.kept.lock().len(), 10);
     assert!(p.engine.counts() <= 11);
 }
 
@@ -203,7 +203,7 @@ async fn a_long_stream_is_not_trimmed_at_every_publish() {
 async fn publishers_that_come_while_room_is_made_share_it() {
     let p = limited(StreamLimit::new(100).on_full(OnFull::DropOldest));
     p.engine.add("a", 100);
-    *p.engine.slow.lock().unwrap() = 10 * MS;
+    *p.engine.slow.lock() = 10 * MS;
     let mut tasks = JoinSet::new();
     for _ in 0..64 {
         let p = p.clone();
@@ -211,7 +211,7 @@ async fn publishers_that_come_while_room_is_made_share_it() {
     }
     let dropped: u64 = tasks.join_all().await.iter().sum();
     assert_eq!((dropped, p.owed()), (64, 100));
-    assert_eq!(*p.engine.kept.lock().unwrap(), [36]);
+    assert_eq!(*p.engine.kept.lock(), [36]);
 }
 
 // conformance: handlers/backpressure-batch: a batch larger than the limit is refused at once
@@ -284,7 +284,7 @@ async fn a_slow_count_holds_up_one_publisher_and_is_not_repeated_soon() {
     let p = limited(StreamLimit::new(100));
     p.publish("a", 1).await.unwrap();
     tokio::time::advance(2 * S).await;
-    *p.engine.slow.lock().unwrap() = 500 * MS;
+    *p.engine.slow.lock() = 500 * MS;
     let start = Instant::now();
     let slow = tokio::spawn({
         let p = p.clone();
@@ -309,7 +309,7 @@ async fn a_slow_count_holds_up_one_publisher_and_is_not_repeated_soon() {
 #[tokio::test(start_paused = true)]
 async fn concurrent_publishers_do_not_exceed_the_limit_together() {
     let p = limited(StreamLimit::new(100).on_full(OnFull::Reject));
-    *p.engine.slow.lock().unwrap() = 3 * MS;
+    *p.engine.slow.lock() = 3 * MS;
     let mut tasks = JoinSet::new();
     for n in 0..300 {
         let p = p.clone();
@@ -334,7 +334,7 @@ async fn what_is_appended_during_a_count_is_added_to_it() {
     let p = limited(StreamLimit::new(10).on_full(OnFull::Reject));
     p.publish("a", 1).await.unwrap();
     tokio::time::advance(2 * S).await;
-    *p.engine.slow.lock().unwrap() = 100 * MS;
+    *p.engine.slow.lock() = 100 * MS;
     let counting = tokio::spawn({
         let p = p.clone();
         async move { p.publish("a", 1).await }
@@ -357,19 +357,19 @@ async fn whoever_waits_for_room_is_not_overtaken() {
         let (publisher, order) = (p.clone(), order.clone());
         tasks.spawn(async move {
             publisher.publish("a", count).await.unwrap();
-            order.lock().unwrap().push(name);
+            order.lock().push(name);
         });
         // The later ones would fit, but not the one before them.
         p.engine.handle("a", 1);
         tokio::time::sleep(100 * MS).await;
     }
-    assert!(order.lock().unwrap().is_empty());
+    assert!(order.lock().is_empty());
     for _ in 0..4 {
         p.engine.handle("a", 1);
         tokio::time::sleep(100 * MS).await;
     }
     tasks.join_all().await;
-    assert_eq!(*order.lock().unwrap(), [0, 1, 2]);
+    assert_eq!(*order.lock(), [0, 1, 2]);
     assert_eq!(p.owed(), 10);
 }
 

@@ -475,15 +475,12 @@ fn under_many_threads_there_is_one_probe_and_each_change_is_told_once() {
                         1 => ticket.succeeded(),
                         _ => ticket.failed(),
                     };
-                    changes
-                        .lock()
-                        .unwrap()
-                        .extend(change.map(|c| (generation, c)));
+                    changes.lock().extend(change.map(|c| (generation, c)));
                 }
             });
         }
     });
-    let mut changes = changes.into_inner().unwrap();
+    let mut changes = changes.into_inner();
     assert!(changes.len() > 100, "only {} changes", changes.len());
     changes.sort_unstable_by_key(|(generation, _)| *generation);
     let mut closed = true;

@@ -1,8 +1,8 @@
 //! The verbs of a broker with a store beside it.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use everbus_core::dead_letters::MAX_PAGE;
@@ -12,6 +12,7 @@ use everbus_core::{
     Failure, GroupInfo, GroupName, GroupSpec, Lease, Result, Settlement, Store, Streams,
     SubscriptionInfo, Timestamp, Verdict, dead_letter_notice,
 };
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 
 use super::archive;
@@ -49,7 +50,7 @@ struct Held {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, HashMap<Lease, Held>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+        self.held.lock()
     }
 
     /// Takes note of deliveries that are handed out under leases that began at `since`, and forgets those
@@ -152,9 +153,7 @@ impl Beside {
     }
 
     fn ephemeral(&self) -> MutexGuard<'_, HashSet<GroupName>> {
-        self.ephemeral
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.ephemeral.lock()
     }
 
     /// Appends events before the verdict that they belong to. Their ids are those that a repetition

@@ -4,10 +4,10 @@
 //! How many there are is bounded by the consumer's prefetch: the broker counts them as in flight.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{Delivery, Lease, Timestamp};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 
 /// The events of one consumer that wait.
@@ -22,7 +22,7 @@ pub(super) struct Waiting {
 
 impl Waiting {
     fn lock(&self) -> MutexGuard<'_, Vec<(Timestamp, Delivery)>> {
-        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+        self.events.lock()
     }
 
     /// Keeps a delivery until it is due; false if the consumer is gone.

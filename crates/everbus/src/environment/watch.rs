@@ -4,9 +4,10 @@
 //! A delivery is watched from the first time its handler asks. Those that never ask cost nothing here.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use everbus_core::{EventId, GroupName, Lease, Timestamp};
+use parking_lot::Mutex;
 use serde_json::Value;
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -138,11 +139,11 @@ impl DeliveryWatch {
     }
 
     pub(crate) fn report(&self, value: Value, at: Timestamp) {
-        *lock(&self.activity) = Some(Activity { value, at });
+        *self.activity.lock() = Some(Activity { value, at });
     }
 
     pub(crate) fn activity(&self) -> Option<Activity> {
-        lock(&self.activity).clone()
+        self.activity.lock().clone()
     }
 
     fn extended(&self, until: Timestamp) {
@@ -194,7 +195,7 @@ pub(crate) struct Watches {
 
 impl Watches {
     pub(crate) fn add(&self, watch: &Arc<DeliveryWatch>) {
-        let mut watched = lock(&self.watched);
+        let mut watched = self.watched.lock();
         watched.retain(|watch| watch.strong_count() > 0);
         watched.push(Arc::downgrade(watch));
         self.count.store(watched.len(), Ordering::Release);
@@ -202,7 +203,7 @@ impl Watches {
 
     /// The attempt has ended.
     pub(crate) fn remove(&self, ended: &Arc<DeliveryWatch>) {
-        let mut watched = lock(&self.watched);
+        let mut watched = self.watched.lock();
         let ended = Arc::downgrade(ended);
         watched.retain(|watch| watch.strong_count() > 0 && !watch.ptr_eq(&ended));
         self.count.store(watched.len(), Ordering::Release);
@@ -217,7 +218,7 @@ impl Watches {
         if !self.any() {
             return Vec::new();
         }
-        let mut watched = lock(&self.watched);
+        let mut watched = self.watched.lock();
         watched.retain(|watch| watch.strong_count() > 0);
         self.count.store(watched.len(), Ordering::Release);
         watched.iter().filter_map(Weak::upgrade).collect()
@@ -274,8 +275,4 @@ impl Watches {
 pub(crate) enum Extended {
     Yes,
     Lost,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -212,10 +212,7 @@ impl HandlerError {
         let mut next = Some(error);
         while let Some(cause) = next {
             if let Some(Carried(inner, _)) = cause.downcast_ref::<Carried>()
-                && let Some(carried) = inner
-                    .lock()
-                    .unwrap_or_else(std::sync::PoisonError::into_inner)
-                    .take()
+                && let Some(carried) = inner.lock().take()
             {
                 return carried;
             }
@@ -313,7 +310,7 @@ impl<E: StdError + Send + Sync + 'static> From<E> for HandlerError {
 
 /// A [`HandlerError`] on its way through code that only knows errors, such as a tower layer.
 #[derive(Debug)]
-struct Carried(std::sync::Mutex<Option<HandlerError>>, String);
+struct Carried(parking_lot::Mutex<Option<HandlerError>>, String);
 
 impl fmt::Display for Carried {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -326,7 +323,7 @@ impl StdError for Carried {}
 impl From<HandlerError> for BoxError {
     fn from(error: HandlerError) -> Self {
         let text = error.to_string();
-        Box::new(Carried(std::sync::Mutex::new(Some(error)), text))
+        Box::new(Carried(parking_lot::Mutex::new(Some(error)), text))
     }
 }
 

@@ -1,13 +1,14 @@
 //! What a handler is given: the event, and where this delivery of it stands.
 
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use everbus_core::{
     Code, Delivery, Error, Event, Failure, GroupName, IntoEvent, Lease, Position, Recorded,
     Timestamp,
 };
+use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::time::Instant;
 
@@ -124,8 +125,8 @@ impl Message {
             failures.clone_from(&delivery.failures);
         }
         *attempt = delivery.attempt;
-        *unlocked(deadline) = started + handler.timeout;
-        *unlocked(follow_ups) = Some(Vec::new());
+        *deadline.get_mut() = started + handler.timeout;
+        *follow_ups.get_mut() = Some(Vec::new());
         lease.clone_from(&delivery.lease);
         drop(watch.take());
         message
@@ -178,13 +179,13 @@ impl Message {
 
     /// When this attempt ends with a timeout.
     pub fn deadline(&self) -> Instant {
-        *lock(&self.inner.deadline)
+        *self.inner.deadline.lock()
     }
 
     /// Gives this attempt until `by` from now, instead of the time it had: for work that turns out to
     /// take longer. The lease is kept meanwhile.
     pub fn extend(&self, by: Duration) {
-        *lock(&self.inner.deadline) = Instant::now() + by.min(LONGEST);
+        *self.inner.deadline.lock() = Instant::now() + by.min(LONGEST);
     }
 
     /// Adds an event that is published in the same step as the ack of this one, if this attempt
@@ -192,7 +193,7 @@ impl Message {
     pub fn publish(&self, event: impl IntoEvent) -> Result<(), Error> {
         // What surrounds it here may be gone when the attempt ends.
         let event = ambient::inherit(event.into_event()?, None)?;
-        let mut follow_ups = lock(&self.inner.follow_ups);
+        let mut follow_ups = self.inner.follow_ups.lock();
         let Some(follow_ups) = follow_ups.as_mut() else {
             return Err(Error::new(
                 Code::LeaseLost,
@@ -265,20 +266,12 @@ impl Message {
         if let (Some(watch), Some(environment)) = (self.inner.watch.get(), self.environment()) {
             environment.watches.remove(watch);
         }
-        lock(&self.inner.follow_ups).take().unwrap_or_default()
+        self.inner.follow_ups.lock().take().unwrap_or_default()
     }
 }
 
 /// A settlement holds all of them in memory.
 const MOST_FOLLOW_UPS: usize = 10_000;
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn unlocked<T>(mutex: &mut Mutex<T>) -> &mut T {
-    mutex.get_mut().unwrap_or_else(PoisonError::into_inner)
-}
 
 impl Deref for Message {
     type Target = Event;

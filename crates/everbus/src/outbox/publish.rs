@@ -7,10 +7,10 @@
 
 use std::collections::{HashMap, HashSet};
 
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{Appended, Code, Error, Event, OutboxRow, Result};
+use parking_lot::Mutex;
 
 use tokio::time::Instant;
 
@@ -66,12 +66,12 @@ pub(super) struct LastSent(Mutex<Option<(Event, Instant)>>);
 
 impl LastSent {
     fn set(&self, event: Event) {
-        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.0.lock();
         *last = Some((event, Instant::now()));
     }
 
     fn get(&self) -> Option<Event> {
-        let last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = self.0.lock();
         let (event, at) = last.as_ref()?;
         (at.elapsed() < KNOWN_FOR).then(|| event.clone())
     }

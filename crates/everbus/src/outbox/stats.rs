@@ -1,9 +1,8 @@
 //! What a relay has done.
 
-use std::sync::Mutex;
-use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use parking_lot::Mutex;
 use serde::Serialize;
 
 /// What a relay has done since it was made.
@@ -54,10 +53,7 @@ impl Counters {
     }
 
     pub(super) fn went_wrong(&self, error: &impl std::fmt::Display) {
-        *self
-            .last_error
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+        *self.last_error.lock() = Some(error.to_string());
     }
 
     pub(super) fn snapshot(&self) -> RelayStats {
@@ -72,11 +68,7 @@ impl Counters {
             outages: count(&self.outages),
             relaying: self.relaying.load(Ordering::Relaxed),
             waiting: self.waiting.load(Ordering::Relaxed),
-            last_error: self
-                .last_error
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .clone(),
+            last_error: self.last_error.lock().clone(),
         }
     }
 }

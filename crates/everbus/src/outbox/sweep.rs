@@ -1,9 +1,9 @@
 //! What is over goes: now and then, and a little at a time, the relay removes old rows from the outbox.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{OutboxKeep, RelayLease};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::relay::Relay;
@@ -22,12 +22,12 @@ pub(super) struct Sweeper {
 
 impl Sweeper {
     fn is_due(&self) -> bool {
-        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = self.last.lock();
         last.is_none_or(|last| last.elapsed() >= EVERY)
     }
 
     fn done(&self) {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        *self.last.lock() = Some(Instant::now());
     }
 }
 

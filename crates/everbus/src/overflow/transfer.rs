@@ -5,12 +5,12 @@
 use std::collections::BTreeSet;
 use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 use bytes::Bytes;
 use everbus_core::{Code, Error, LogId, Overflow as Reference, Result};
 use futures_util::TryStreamExt as _;
 use object_store::GetResult;
+use parking_lot::Mutex;
 use sha2::{Digest as _, Sha256};
 
 use super::errors::{failed, from_io};
@@ -123,7 +123,7 @@ impl Place {
     /// Makes everything durable that was brought here.
     pub async fn finish(&self) -> Result<()> {
         let touched = {
-            let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut touched = self.touched.lock();
             std::mem::take(&mut *touched)
         };
         let synced = blocking(move || {
@@ -236,7 +236,7 @@ impl Place {
     }
 
     fn touch(&self, directory: PathBuf) {
-        let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut touched = self.touched.lock();
         touched.insert(directory);
     }
 }

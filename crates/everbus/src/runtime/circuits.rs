@@ -1,10 +1,11 @@
 //! The circuit breakers of a bus, and what is told when one opens or closes.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use everbus_core::{Clock, Code, Error, Event, GroupName, Result};
+use parking_lot::Mutex;
 use serde_json::json;
 use tokio::sync::Notify;
 
@@ -61,7 +62,7 @@ impl Circuits {
         criticality: Criticality,
         clock: &Arc<dyn Clock>,
     ) -> Result<Breaker> {
-        let mut breakers = lock(&self.breakers);
+        let mut breakers = self.breakers.lock();
         match breakers.get_mut(owner) {
             Some(circuit) if circuit.policy == policy => {
                 if rank(criticality) > rank(circuit.criticality) {
@@ -92,28 +93,30 @@ impl Circuits {
 
     /// Whose breakers there are.
     pub(crate) fn owners(&self) -> BTreeSet<Owner> {
-        lock(&self.breakers).keys().cloned().collect()
+        self.breakers.lock().keys().cloned().collect()
     }
 
     /// Forgets all but these: what was asked for came to nothing.
     pub(crate) fn keep_only(&self, owners: &BTreeSet<Owner>) {
-        lock(&self.breakers).retain(|owner, _| owners.contains(owner));
+        self.breakers
+            .lock()
+            .retain(|owner, _| owners.contains(owner));
     }
 
     /// Forgets the breaker of a group that is gone.
     pub(crate) fn forget(&self, group: &GroupName) {
-        lock(&self.breakers).remove(&Owner::Group(group.clone()));
+        self.breakers.lock().remove(&Owner::Group(group.clone()));
     }
 
     /// Notifies whenever a breaker changes.
     pub(crate) fn tell(&self, listener: &Arc<Notify>) {
-        let mut listeners = lock(&self.listeners);
+        let mut listeners = self.listeners.lock();
         listeners.retain(|known| known.strong_count() > 0);
         listeners.push(Arc::downgrade(listener));
     }
 
     pub(crate) fn infos(&self) -> Vec<BreakerInfo> {
-        let breakers = lock(&self.breakers);
+        let breakers = self.breakers.lock();
         breakers
             .values()
             .map(|circuit| circuit.breaker.info())
@@ -122,20 +125,20 @@ impl Circuits {
 
     /// The breakers that publish alerts: not those of best-effort handlers alone.
     pub(crate) fn alerting(&self) -> Vec<BreakerInfo> {
-        let breakers = lock(&self.breakers);
+        let breakers = self.breakers.lock();
         let alerting = breakers.values().filter(|c| alerts(c.criticality));
         alerting.map(|circuit| circuit.breaker.info()).collect()
     }
 
     fn criticality(&self, breaker: &Breaker) -> Option<Criticality> {
-        let breakers = lock(&self.breakers);
+        let breakers = self.breakers.lock();
         let mut circuits = breakers.values();
         let found = circuits.find(|circuit| circuit.breaker.is(breaker))?;
         Some(found.criticality)
     }
 
     fn wake(&self) {
-        let listeners = lock(&self.listeners);
+        let listeners = self.listeners.lock();
         for listener in listeners.iter().filter_map(Weak::upgrade) {
             listener.notify_one();
         }
@@ -155,10 +158,6 @@ fn rank(criticality: Criticality) -> u8 {
 /// not worth an alert.
 fn alerts(criticality: Criticality) -> bool {
     criticality != Criticality::BestEffort
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Shared {

@@ -1,8 +1,9 @@
 //! A table that stops growing: what comes after the limit shares one entry.
 
+use parking_lot::{RwLock, RwLockReadGuard};
 use std::collections::HashMap;
 use std::hash::Hash;
-use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, OnceLock};
 
 pub(super) struct Bounded<K, V> {
     limit: usize,
@@ -35,7 +36,7 @@ impl<K: Hash + Eq + Clone, V> Bounded<K, V> {
             entries.len() >= self.limit
         };
         if !full {
-            let mut entries = self.entries.write().unwrap_or_else(PoisonError::into_inner);
+            let mut entries = self.entries.write();
             if let Some(found) = entries.get(&key) {
                 return found.clone();
             }
@@ -60,6 +61,6 @@ impl<K: Hash + Eq + Clone, V> Bounded<K, V> {
     }
 
     fn read(&self) -> RwLockReadGuard<'_, HashMap<K, Arc<V>>> {
-        self.entries.read().unwrap_or_else(PoisonError::into_inner)
+        self.entries.read()
     }
 }

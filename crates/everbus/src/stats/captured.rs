@@ -1,12 +1,13 @@
 //! A recorder that remembers everything, for the tests.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use metrics::{
     Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Metadata, Recorder,
     SharedString, Unit,
 };
+use parking_lot::Mutex;
 
 /// Keeps everything that a recorder is told.
 #[derive(Clone, Default)]
@@ -39,7 +40,7 @@ impl Captured {
             .map(|label| (label.key().to_owned(), label.value().to_owned()))
             .collect();
         let name = key.name().to_owned();
-        let mut all = self.0.lock().unwrap();
+        let mut all = self.0.lock();
         let series = all.entry(name.clone()).or_default();
         series.values.entry(labels.clone()).or_insert(zero);
         Arc::new(Handle {
@@ -50,7 +51,7 @@ impl Captured {
     }
 
     fn describe(&self, name: &KeyName, unit: Option<Unit>, text: &SharedString) {
-        let mut all = self.0.lock().unwrap();
+        let mut all = self.0.lock();
         let series = all.entry(name.as_str().to_owned()).or_default();
         assert!(series.described.is_none(), "{name:?} is described twice");
         series.described = Some((unit, text.to_string()));
@@ -64,7 +65,7 @@ impl Captured {
             .map(|(key, value)| (key.to_owned(), value.to_owned()))
             .collect();
         let value = {
-            let all = self.0.lock().unwrap();
+            let all = self.0.lock();
             let series = all.get(name);
             series.and_then(|series| series.values.get(&labels).cloned())
         };
@@ -72,19 +73,19 @@ impl Captured {
     }
 
     pub(super) fn names(&self) -> BTreeSet<String> {
-        let all = self.0.lock().unwrap();
+        let all = self.0.lock();
         let used = all.iter().filter(|(_, series)| !series.values.is_empty());
         used.map(|(name, _)| name.clone()).collect()
     }
 
     pub(super) fn series_of(&self, name: &str) -> usize {
-        self.0.lock().unwrap()[name].values.len()
+        self.0.lock()[name].values.len()
     }
 }
 
 impl Handle {
     fn change(&self, change: impl FnOnce(&mut Value)) {
-        let mut all = self.captured.0.lock().unwrap();
+        let mut all = self.captured.0.lock();
         let series = all.get_mut(&self.name).unwrap();
         change(series.values.get_mut(&self.labels).unwrap());
     }

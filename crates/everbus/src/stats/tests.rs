@@ -180,7 +180,7 @@ fn every_series_is_described_once_with_its_unit() {
         let info = GroupInfo::new(group("g"), now).with_types(types, now);
         stats.lag(&[info], &Streams::single(), now);
     });
-    let all = recorder.0.lock().unwrap();
+    let all = recorder.0.lock();
     assert_eq!(all.len(), 14);
     for (name, series) in &*all {
         let (unit, text) = series.described.as_ref().unwrap();

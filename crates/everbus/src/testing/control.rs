@@ -1,14 +1,14 @@
 //! A layer around every handler of the test bus: counts the calls, and fails those it was told to.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use everbus_core::BoxFuture;
+use parking_lot::Mutex;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use super::lock;
 use crate::handler::layers::HandlerService;
 use crate::handler::message::Message;
 use crate::handler::outcome::Outcome;
@@ -29,15 +29,16 @@ struct Orders {
 
 impl Control {
     pub(super) fn fail_next(&self, calls: usize) {
-        lock(&self.0).fail_any += calls;
+        self.0.lock().fail_any += calls;
     }
 
     pub(super) fn fail_next_in(&self, handler: &str, calls: usize) {
-        *lock(&self.0).fail_in.entry(handler.to_owned()).or_default() += calls;
+        *self.0.lock().fail_in.entry(handler.to_owned()).or_default() += calls;
     }
 
     pub(super) fn calls(&self, handler: &str) -> usize {
-        lock(&self.0)
+        self.0
+            .lock()
             .calls
             .get(handler)
             .copied()
@@ -46,7 +47,7 @@ impl Control {
 
     /// Counts a call; whether it is to fail.
     fn begin(&self, handler: &str) -> bool {
-        let orders = &mut *lock(&self.0);
+        let orders = &mut *self.0.lock();
         *orders.calls.entry(handler.to_owned()).or_default() += 1;
         let own = orders.fail_in.get_mut(handler).filter(|left| **left > 0);
         let left = match own {

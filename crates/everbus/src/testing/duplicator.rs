@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::pin::pin;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
@@ -10,10 +10,9 @@ use everbus_core::{
     GroupInfo, GroupName, Lease, Pattern, Position, Result, Settled, SettledOutcome, Settlement,
     Verdict,
 };
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tokio::time::Instant;
-
-use super::lock;
 
 /// Wraps an engine so that everything that was handled or skipped is delivered once more, as after an
 /// acknowledgement that was lost.
@@ -123,7 +122,7 @@ impl State {
 
 impl Copies {
     fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
+        self.state.lock()
     }
 
     fn handed(&self, consumer: u64, group: &GroupName, batch: &[Delivery]) {

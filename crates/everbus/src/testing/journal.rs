@@ -2,16 +2,16 @@
 //! log. Filled by the [tap](super::tap), read by everything else.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use everbus_core::{
     Clock, Code, Cursor, Delivery, Error, EventId, Failure, GroupName, Lease, Log, ManualClock,
     Pattern, Position, Recorded, Result, SubscriptionInfo, Verdict,
 };
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::duplicator::is_copy;
-use super::lock;
 use super::report::{Fate, Happened, Report};
 
 /// Read from the log at once.
@@ -95,7 +95,7 @@ impl Journal {
 
     /// Takes note of something.
     fn note<T>(&self, note: impl FnOnce(&mut Seen) -> T) -> T {
-        let mut seen = lock(&self.seen);
+        let mut seen = self.seen.lock();
         let noted = note(&mut seen);
         seen.version += 1;
         drop(seen);
@@ -104,7 +104,7 @@ impl Journal {
     }
 
     pub(super) fn under_way(&self) -> UnderWay<'_> {
-        lock(&self.seen).under_way += 1;
+        self.seen.lock().under_way += 1;
         UnderWay(self)
     }
 
@@ -189,10 +189,10 @@ impl Journal {
     /// Reads what came into the log since the last time.
     pub(super) async fn catch_up(&self) -> Result<()> {
         loop {
-            let after = lock(&self.seen).read_up_to.clone();
+            let after = self.seen.lock().read_up_to.clone();
             let (found, reached) = self.log.read(after, self.everything.clone(), PAGE).await?;
             let full = found.len() == PAGE;
-            let mut seen = lock(&self.seen);
+            let mut seen = self.seen.lock();
             // Somebody else may have read the same meanwhile.
             let last = seen.read_up_to.clone();
             let new = found
@@ -208,19 +208,19 @@ impl Journal {
 
     /// What came into the log since the beginning of the test.
     pub(super) fn events(&self) -> Vec<Arc<Recorded>> {
-        lock(&self.seen).events.clone()
+        self.seen.lock().events.clone()
     }
 
     /// How often something has happened; `None` while a call that changes something is under way.
     pub(super) fn version(&self) -> Option<u64> {
-        let seen = lock(&self.seen);
+        let seen = self.seen.lock();
         (seen.under_way == 0).then_some(seen.version)
     }
 
     /// The groups with handlers here, and what these want.
     pub(super) fn groups(&self) -> BTreeMap<GroupName, Vec<Pattern>> {
         let mut groups = BTreeMap::<_, Vec<_>>::new();
-        for info in lock(&self.seen).subscriptions.values() {
+        for info in self.seen.lock().subscriptions.values() {
             let patterns = groups.entry(info.group.clone()).or_default();
             patterns.push(info.pattern.clone());
         }
@@ -229,13 +229,14 @@ impl Journal {
 
     /// The names of the handlers.
     pub(super) fn handlers(&self) -> BTreeSet<String> {
-        let seen = lock(&self.seen);
+        let seen = self.seen.lock();
         let infos = seen.subscriptions.values();
         infos.map(|info| info.name.clone()).collect()
     }
 
     pub(super) fn consumes(&self, group: &GroupName) -> bool {
-        lock(&self.seen)
+        self.seen
+            .lock()
             .consumers
             .get(group)
             .is_some_and(|n| *n > 0)
@@ -243,18 +244,18 @@ impl Journal {
 
     /// Outcomes after which nothing follows.
     pub(super) fn ended(&self) -> u64 {
-        lock(&self.seen).ended
+        self.seen.lock().ended
     }
 
     /// Outcomes that the engine took, and alerts that were published.
     pub(super) fn counts(&self) -> (u64, u64) {
-        let seen = lock(&self.seen);
+        let seen = self.seen.lock();
         (seen.outcomes, seen.alerts)
     }
 
     /// What a group holds at the moment, for a message.
     pub(super) fn held_by(&self, group: &GroupName) -> Vec<String> {
-        let seen = lock(&self.seen);
+        let seen = self.seen.lock();
         let held = seen.handed.values().filter(|handed| handed.group == *group);
         held.map(|handed| {
             let event = &handed.record.event;
@@ -265,7 +266,7 @@ impl Journal {
 
     /// What became of an event in every group that wants it.
     pub(super) fn report(&self, id: EventId, position: Position) -> Result<Report> {
-        let seen = lock(&self.seen);
+        let seen = self.seen.lock();
         let mut events = seen.events.iter();
         let Some(record) = events.find(|record| record.position == position) else {
             let what = format!("the event {id} was published before this test bus began");

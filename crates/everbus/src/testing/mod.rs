@@ -47,9 +47,3 @@ pub use bus::TestBus;
 pub use call::{Call, call};
 pub use duplicator::Duplicator;
 pub use report::{Fate, Happened, Report};
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}

@@ -1,6 +1,5 @@
 //! The life of a bus: from start to shutdown, or to being dropped.
 
-use std::sync::PoisonError;
 use std::time::Duration;
 
 use everbus_core::{Code, Error, Result};
@@ -77,11 +76,7 @@ impl Bus {
     }
 
     fn begin_shutdown(&self, timeout: Duration) -> watch::Receiver<Ending> {
-        let mut ending = self
-            .inner
-            .ending
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut ending = self.inner.ending.lock();
         if let Some(running) = &*ending {
             return running.clone();
         }

@@ -42,7 +42,7 @@ struct Inner {
     shared: Arc<Shared>,
     registry: tokio::sync::Mutex<Registry>,
     runtime: OnceLock<Handle>,
-    ending: std::sync::Mutex<Option<watch::Receiver<Ending>>>,
+    ending: parking_lot::Mutex<Option<watch::Receiver<Ending>>>,
 }
 
 impl Bus {
@@ -53,7 +53,7 @@ impl Bus {
                 shared: Arc::new(Shared::new(engine, options)?),
                 registry: tokio::sync::Mutex::default(),
                 runtime: OnceLock::new(),
-                ending: std::sync::Mutex::default(),
+                ending: parking_lot::Mutex::default(),
             }),
         })
     }

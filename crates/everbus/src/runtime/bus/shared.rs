@@ -4,9 +4,10 @@
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock};
 
 use everbus_core::{Class, Code, Engine, Error, GroupName, Recorded, Result};
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use tokio::sync::{OnceCell, watch};
 
 use crate::admission::Admission;
@@ -120,9 +121,7 @@ impl Shared {
     }
 
     pub(super) fn stopped_groups(&self) -> MutexGuard<'_, BTreeMap<GroupName, Error>> {
-        self.stopped_groups
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.stopped_groups.lock()
     }
 
     /// Asks the engine for a change, until the shutdown begins: an engine that is slow to answer
@@ -146,13 +145,13 @@ impl Shared {
     }
 
     pub(crate) fn schemas(&self) -> Arc<Schemas> {
-        let schemas = self.schemas.read().unwrap_or_else(PoisonError::into_inner);
+        let schemas = self.schemas.read();
         schemas.clone()
     }
 
     pub(crate) fn set_schemas(&self, schemas: Schemas) {
         let any = !schemas.is_empty();
-        *self.schemas.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(schemas);
+        *self.schemas.write() = Arc::new(schemas);
         self.validates.store(any, Ordering::Release);
     }
 

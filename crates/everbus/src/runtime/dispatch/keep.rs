@@ -6,8 +6,8 @@ use std::time::Duration;
 use everbus_core::{Class, Code, Lease, Result};
 use tokio::time::Instant;
 
+use super::Runner;
 use super::outage::Outage;
-use super::{Runner, lock};
 use crate::environment::watch::Extended;
 use crate::guard;
 
@@ -74,7 +74,7 @@ impl Runner {
                 _ => lost += 1,
             }
         }
-        *lock(&self.kept_at) = Some(began);
+        *self.kept_at.lock() = Some(began);
         if lost > 0 {
             let group = &self.group;
             guard::log(|| {
@@ -107,7 +107,10 @@ impl Runner {
     /// Whether leases that were held at `since` are over by now, as far as this process knows: none of
     /// them was extended in time.
     pub(super) fn leases_are_over(&self, since: Instant) -> bool {
-        let kept_at = lock(&self.kept_at).map_or(since, |kept_at| kept_at.max(since));
+        let kept_at = self
+            .kept_at
+            .lock()
+            .map_or(since, |kept_at| kept_at.max(since));
         kept_at.elapsed() > *self.lease.borrow()
     }
 }

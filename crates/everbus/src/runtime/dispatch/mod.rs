@@ -19,10 +19,11 @@ mod queue;
 mod settle;
 mod work;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::GroupName;
+use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::Instant;
@@ -95,7 +96,7 @@ impl Runner {
             workers: Mutex::default(),
             tasks: Mutex::default(),
         });
-        *lock(&runner.tasks) = Tasks {
+        *runner.tasks.lock() = Tasks {
             fetch: Some(tokio::spawn(runner.clone().fetch_loop())),
             settle: Some(tokio::spawn(runner.clone().settle_loop())),
             keep: Some(tokio::spawn(runner.clone().keep_leases())),
@@ -106,7 +107,7 @@ impl Runner {
     /// Replaces what the group is to do. What is queued is not disturbed.
     pub(crate) fn change(self: &Arc<Self>, plan: Plan) {
         self.spawn_worker(self.queue.set_concurrency(plan.concurrency));
-        *lock(&self.plan) = Arc::new(plan);
+        *self.plan.lock() = Arc::new(plan);
         self.changed.notify_one();
     }
 
@@ -122,16 +123,16 @@ impl Runner {
     }
 
     fn plan(&self) -> Arc<Plan> {
-        lock(&self.plan).clone()
+        self.plan.lock().clone()
     }
 
     /// Ends the group: gives back what has not begun, waits for what runs until the deadline, and
     /// makes every outcome durable if it can within the [`GRACE`] after that.
     pub(crate) async fn stop(self: Arc<Self>, deadline: Instant) -> Leftovers {
-        let tasks = std::mem::take(&mut *lock(&self.tasks));
+        let tasks = std::mem::take(&mut *self.tasks.lock());
         self.queue.stop();
         self.changed.notify_one();
-        let mut workers = std::mem::take(&mut *lock(&self.workers));
+        let mut workers = std::mem::take(&mut *self.workers.lock());
         let all = async { while workers.join_next().await.is_some() {} };
         let in_time = tokio::time::timeout_at(deadline, all).await.is_ok();
         let abandoned = if in_time { 0 } else { self.queue.abandon() };
@@ -157,8 +158,4 @@ impl Runner {
             unsettled: self.queue.unsettled(),
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,14 +1,14 @@
 //! Everything a group holds: deliveries that wait, leases of those that run, outcomes to be settled.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{Delivery, Lease, Settlement, Verdict};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::Instant;
 
-use super::lock;
 use super::plan::Route;
 use crate::runtime::pipeline::{Counted, Finished};
 
@@ -134,7 +134,7 @@ impl Queue {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
+        self.state.lock()
     }
 
     /// Queues deliveries. If the group is stopping they are given back instead.

@@ -3,8 +3,8 @@
 use std::pin::pin;
 use std::sync::Arc;
 
+use super::Runner;
 use super::queue::{NewSeat, Next, Work};
-use super::{Runner, lock};
 use crate::guard;
 
 /// After this many deliveries in a row a worker lets other tasks of its thread run.
@@ -19,13 +19,13 @@ impl Runner {
                 number: seat,
             };
             self.reap_workers();
-            lock(&self.workers).spawn(seat.work());
+            self.workers.lock().spawn(seat.work());
         }
     }
 
     /// Forgets the workers that have ended, so that they take no memory.
     fn reap_workers(&self) {
-        let mut workers = lock(&self.workers);
+        let mut workers = self.workers.lock();
         while workers.try_join_next().is_some() {}
     }
 }
@@ -134,7 +134,7 @@ mod tests {
     use everbus_core::{Delivery, Event, GroupName, Lease, Position, Recorded, Timestamp};
 
     use super::super::queue::Work;
-    use super::super::{Plan, Route, Runner, lock};
+    use super::super::{Plan, Route, Runner};
     use crate::handler::outcome::Outcome;
     use crate::handler::{Registered, Traits};
     use crate::runtime::bus::Bus;
@@ -181,7 +181,7 @@ mod tests {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
         };
-        let workers = || lock(&runner.workers).len();
+        let workers = || runner.workers.lock().len();
         let settled = async {
             until(&|| workers() == MANY).await;
             until(&|| runner.queue.held().is_empty()).await;

@@ -1,11 +1,12 @@
 //! From a failure to a verdict, with a line in the log for every failed attempt.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
     Clock, Effect, Failure, FailureKind, GroupName, Recorded, RetryPolicy, Verdict,
 };
+use parking_lot::Mutex;
 
 use super::{Counted, Judged, millis, skipped_as};
 use crate::breaker::{Breaker, Ticket};
@@ -56,13 +57,13 @@ impl Culprit {
         let (last, handler) = (self.0.clone(), handler.clone());
         Effect::new(effect.engine(), move |transaction| {
             // Before it runs: it may panic.
-            *lock(&last) = Some(handler.clone());
+            *last.lock() = Some(handler.clone());
             effect.run(transaction)
         })
     }
 
     fn get(&self) -> Option<Arc<Registered>> {
-        lock(&self.0).clone()
+        self.0.lock().clone()
     }
 }
 
@@ -77,18 +78,14 @@ impl InEffect {
         Effect::new(effect.engine(), move |transaction| {
             let events = effect.run(transaction)?;
             let each = events.iter().map(|event| event.type_arc().clone());
-            *lock(&types) = each.collect();
+            *types.lock() = each.collect();
             Ok(events)
         })
     }
 
     pub(crate) fn types(&self) -> Vec<Arc<str>> {
-        lock(&self.0).clone()
+        self.0.lock().clone()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The breaker of a handler with an effect learns how the attempt ended when the effect has.
@@ -100,7 +97,7 @@ pub(crate) struct Deferred {
 impl Case {
     /// Whose breakers have not been told yet.
     pub(crate) fn take_deferred(&self) -> Vec<Deferred> {
-        std::mem::take(&mut lock(&self.deferred))
+        std::mem::take(&mut self.deferred.lock())
     }
 
     /// Whose effect failed, or whose events were refused.

@@ -16,7 +16,7 @@ mod judge;
 
 use std::future::poll_fn;
 use std::pin::pin;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
@@ -24,6 +24,7 @@ use everbus_core::{
     Code, Delivery, EDIT_OF, Effect, Error, Event, FailureKind, GroupName, ManualClock, REPLAY_OF,
     Ran as LastRun, Settlement, Verdict,
 };
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 use tokio::time::Instant;
 use tracing::Instrument;
