@@ -2,6 +2,7 @@
 
 pub(crate) mod answers;
 mod follow_ups;
+mod forms;
 mod long;
 mod with_failure;
 
@@ -397,7 +398,7 @@ async fn the_context_tells_which_attempt_this_is() {
             let _ = sender.send((context.attempt(), context.max_attempts(), errors));
             async move { (context.attempt() > 1).then_some(()).ok_or("not yet") }
         };
-        bus.subscribe("a").to(fragile).await.unwrap();
+        bus.subscribe("a").handler(fragile).await.unwrap();
         bus.start().await.unwrap();
         let receipt = bus.publish(("a", 1)).await.unwrap();
         let state = wait_for_retry(&bus, receipt.seq(), "", 1).await;
@@ -440,7 +441,7 @@ async fn the_context_tells_how_long_the_attempt_may_take() {
     let subscribe = bus.subscribe("a").timeout(limit);
     subscribe
         .retry(RetryPolicy::never())
-        .to(handler)
+        .handler(handler)
         .await
         .unwrap();
     bus.start().await.unwrap();
@@ -462,7 +463,7 @@ async fn an_extended_attempt_outlives_its_timeout_and_its_lease() {
     let subscribe = bus.subscribe("a").timeout(Duration::from_secs(1));
     subscribe
         .retry(RetryPolicy::never())
-        .to(handler)
+        .handler(handler)
         .await
         .unwrap();
     bus.start().await.unwrap();
@@ -495,7 +496,7 @@ async fn a_parameter_type_of_ones_own_is_an_extractor() {
             assert_eq!(tenant, "north");
             record(message)
         };
-        bus.subscribe("a").to(handler).await.unwrap();
+        bus.subscribe("a").handler(handler).await.unwrap();
         bus.start().await.unwrap();
         handled(&bus, Event::builder("a").tenant("north")).await;
         seen.next().await;
@@ -524,7 +525,7 @@ async fn a_panic_in_an_extractor_is_a_failed_attempt() {
         let bus = lab.open_impatient().await;
         bus.subscribe("a")
             .concurrency(1)
-            .to(|_: Option<Bad>| async {})
+            .handler(|_: Option<Bad>| async {})
             .await
             .unwrap();
         bus.start().await.unwrap();
