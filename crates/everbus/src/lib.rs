@@ -4,7 +4,7 @@
 //! is in the dead letters with everything needed to understand and retry it.
 //!
 //! ```
-//! use everbus::{Bus, Message};
+//! use everbus::{Bus, Json};
 //! use serde_json::json;
 //!
 //! # #[tokio::main(flavor = "current_thread")]
@@ -14,11 +14,7 @@
 //! # let url = url.as_str();
 //! let bus = Bus::open(url).await?; // "sqlite:shop.db", or "memory:" for a test
 //! bus.subscribe("user.*")
-//!     .handler(|m: Message| async move {
-//!         let user: serde_json::Value = m.json()?;
-//!         println!("{} {user}", m.event_type());
-//!         Ok(())
-//!     })
+//!     .handler(|Json(user): Json<serde_json::Value>| async move { println!("{user}") })
 //!     .await?;
 //! bus.start().await?;
 //! let receipt = bus.publish(("user.created", json!({ "id": 1 }))).await?; // durable now
@@ -34,7 +30,7 @@
 //! is; `everbus::Event` is the derive macro as well as the struct.
 //!
 //! ```
-//! use everbus::{Bus, Event, Message};
+//! use everbus::{Bus, Event, Payload};
 //! use serde::{Deserialize, Serialize};
 //!
 //! #[derive(Serialize, Deserialize, Event)]
@@ -48,10 +44,8 @@
 //! # async fn main() -> everbus::Result<()> {
 //! let bus = Bus::open("memory:").await?;
 //! bus.subscribe("orders.>")
-//!     .handler(|m: Message| async move {
-//!         let order: OrderPlaced = m.typed()?; // refuses another type or version
+//!     .handler(|Payload(order): Payload<OrderPlaced>| async move {
 //!         assert_eq!((order.order_id, order.total), (42, 1999));
-//!         Ok(())
 //!     })
 //!     .await?;
 //! bus.start().await?;
@@ -170,14 +164,15 @@ pub use rusqlite;
 #[cfg(feature = "schema")]
 pub use schemars;
 // The derive macro; it shares its name with the struct.
-pub use everbus_macros::Event;
+pub use everbus_macros::{Event, debug_handler};
 
-/// What the code of the derive macro names; not for use by hand.
+/// What the code of the macros names; not for use by hand.
 #[doc(hidden)]
 pub mod __private {
     pub use serde::Serialize;
     pub use serde_json::Value;
 
+    pub use crate::handler::debug::{is_extractor, is_outcome, is_send, value};
     pub use crate::handler::outcome::{emit, emits};
     pub use crate::schema::probe::{KnownSchema, NoSchema, SchemaOf};
 }

@@ -181,9 +181,9 @@ async fn backlog(path: &Path, events: u64, output: &mut Output) -> Outcome {
     let (to, mut began) = tokio::sync::mpsc::channel(1);
     bus.subscribe("bench.>")
         .group("bench")
-        .handler(move |_| {
+        .handler(move || {
             let _ = to.try_send(());
-            std::future::pending()
+            std::future::pending::<()>()
         })
         .await?;
     bus.start().await?;

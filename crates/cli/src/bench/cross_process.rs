@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use everbus::Message;
 use everbus_core::{Event, StartFrom};
 use tokio::time::MissedTickBehavior;
 
@@ -50,12 +51,12 @@ async fn notice(path: &Path, events: u64) -> Outcome<Vec<Duration>> {
     bus.subscribe("bench.>")
         .group("bench")
         .start_from(StartFrom::First)
-        .handler(move |m| {
+        .handler(move |m: Message| {
             if let Some(mark) = number_in(m.payload()).and_then(|index| marks.get(index)) {
                 // The first time counts.
                 let _ = mark.compare_exchange(0, now(), Ordering::Relaxed, Ordering::Relaxed);
             }
-            std::future::ready(Ok(()))
+            std::future::ready(())
         })
         .await?;
     bus.start().await?;

@@ -23,7 +23,7 @@ pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
     bus.subscribe("bench.>")
         .group("bench")
         .start_from(StartFrom::First)
-        .handler(|_| std::future::ready(Err(HandlerError::permanent("not today"))))
+        .handler(|| std::future::ready(Err::<(), _>(HandlerError::permanent("not today"))))
         .await?;
     bus.start().await?;
     sample::fill(&bus, letters).await?;

@@ -76,9 +76,9 @@ async fn run_through(bus: &Bus, events: u64, idempotent: bool) -> Outcome<Durati
     }
     subscribe
         .start_from(StartFrom::First)
-        .handler(move |_| {
+        .handler(move || {
             count.fetch_add(1, Ordering::Relaxed);
-            std::future::ready(Ok(()))
+            std::future::ready(())
         })
         .await?;
     bus.start().await?;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use everbus::Message;
 use everbus_core::{Event, StartFrom};
 use tokio::time::MissedTickBehavior;
 
@@ -99,11 +100,11 @@ async fn paced(bench: &Bench, events: u64) -> Outcome<Times> {
     bus.subscribe("bench.>")
         .group("bench")
         .start_from(StartFrom::First)
-        .handler(move |m| {
+        .handler(move |m: Message| {
             if let Some(index) = number_in(m.payload()) {
                 marks.mark(index);
             }
-            std::future::ready(Ok(()))
+            std::future::ready(())
         })
         .await?;
     bus.start().await?;

@@ -3,6 +3,7 @@
 
 use std::time::{Duration, Instant};
 
+use everbus::Message;
 use everbus_core::{Code, Error, StartFrom};
 use tokio::sync::mpsc;
 
@@ -44,9 +45,9 @@ async fn first_redelivery(path: &std::path::Path) -> Outcome<Duration> {
     bus.subscribe("bench.>")
         .group("bench")
         .start_from(StartFrom::First)
-        .handler(move |m| {
+        .handler(move |m: Message| {
             let _ = to.try_send((Instant::now(), m.attempt()));
-            std::future::ready(Ok(()))
+            std::future::ready(())
         })
         .await?;
     bus.start().await?;

@@ -60,7 +60,7 @@ async fn both(bench: &Bench, name: &str, events: u64, attributes: bool) -> Outco
 async fn replay(bus: &Bus, events: u64) -> Outcome<Duration> {
     let began = Instant::now();
     let nothing = |_: Arc<Recorded>| std::future::ready(Ok::<(), String>(()));
-    let report = bus.replay().to(nothing).await?;
+    let report = bus.replay().into_function(nothing).await?;
     let took = began.elapsed();
     if report.processed != events {
         return Err(wrong(format!(

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use everbus::Message;
 use everbus_core::{Code, Error, StartFrom};
 use tokio::sync::mpsc;
 
@@ -48,9 +49,9 @@ pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
     bus.subscribe("rare.>")
         .group("sparse")
         .start_from(StartFrom::First)
-        .handler(move |m| {
+        .handler(move |m: Message| {
             let _ = to.send(m.seq());
-            std::future::ready(Ok(()))
+            std::future::ready(())
         })
         .await?;
     bus.start().await?;

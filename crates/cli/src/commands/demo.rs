@@ -138,21 +138,21 @@ async fn open_shop(bus: &Bus, teller: &Teller) -> Outcome {
         .name("charge")
         .start_from(StartFrom::First)
         .retry(RetryPolicy::default()) // 3 retries: after 1 s, 2 s, 4 s
-        .handler(move |m| charge(m, till.clone(), tell.clone()))
+        .handler(move |m: Message| charge(m, till.clone(), tell.clone()))
         .await?;
     let tell = teller.clone();
     bus.subscribe("payment.received")
         .group("shipping")
         .name("pack")
         .start_from(StartFrom::First)
-        .handler(move |m| pack(m, tell.clone()))
+        .handler(move |m: Message| pack(m, tell.clone()))
         .await?;
     let tell = teller.clone();
     bus.subscribe("payment.*")
         .group("email")
         .name("confirm")
         .start_from(StartFrom::First)
-        .handler(move |m| confirm(m, tell.clone()))
+        .handler(move |m: Message| confirm(m, tell.clone()))
         .await?;
     Ok(())
 }

@@ -15,7 +15,7 @@ fn mixed(shop: &Shop) {
             ("payment", "charge", "the bank's \"closed\""),
             ("mail", "send", "no route\u{1b}[31m"),
         ] {
-            let fail = move |_| std::future::ready(Err(HandlerError::new(error)));
+            let fail = move || std::future::ready(Err::<(), _>(HandlerError::new(error)));
             let subscribe = bus.subscribe("order.*").group(group).name(name);
             subscribe.handler(fail).await.unwrap();
         }

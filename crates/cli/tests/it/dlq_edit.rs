@@ -16,7 +16,7 @@ fn buried(shop: &Shop, groups: &[&str], tenants: &[Option<&str>], payload: &str)
         let builder = Bus::builder().retry(RetryPolicy::never());
         let bus = builder.open(&url).await.unwrap();
         for group in groups {
-            let fail = |_| std::future::ready(Err(HandlerError::new("cannot")));
+            let fail = || std::future::ready(Err::<(), _>(HandlerError::new("cannot")));
             bus.subscribe("order.placed")
                 .group(*group)
                 .handler(fail)

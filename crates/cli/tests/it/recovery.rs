@@ -3,7 +3,7 @@
 use std::io::{BufRead as _, BufReader};
 use std::time::Duration;
 
-use everbus::{Bus, HandlerError, RetryPolicy, StartFrom};
+use everbus::{Bus, HandlerError, Message, RetryPolicy, StartFrom};
 
 use crate::support::{Shop, on_runtime};
 
@@ -34,9 +34,9 @@ fn a_recovered_event_is_retried_and_then_dead_lettered() {
                     .max_retries(2)
                     .base_delay(Duration::from_millis(1)),
             )
-            .handler(|m| {
+            .handler(|m: Message| {
                 let error = HandlerError::new(format!("attempt {} failed", m.attempt()));
-                std::future::ready(Err(error))
+                std::future::ready(Err::<(), _>(error))
             })
             .await
             .unwrap();

@@ -13,7 +13,7 @@ fn busy(orders: u32) -> (Shop, Vec<String>) {
         let bus = Bus::open(&url).await.unwrap();
         for (group, pattern, name) in [("billing", "orders.>", "charge"), ("mail", "*", "greet")] {
             let subscribe = bus.subscribe(pattern).group(group).name(name);
-            let handled = subscribe.handler(|_| std::future::ready(Ok(())));
+            let handled = subscribe.handler(|| std::future::ready(()));
             handled.await.unwrap();
         }
         bus.start().await.unwrap();

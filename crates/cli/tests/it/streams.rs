@@ -25,7 +25,7 @@ fn waiting_group(shop: &Shop, pattern: &str) {
     on_runtime(async {
         let bus = Bus::open(&url).await.unwrap();
         let subscribe = bus.subscribe(pattern).group("g").name("h");
-        let handler = |_| std::future::ready(Err(HandlerError::permanent("no")));
+        let handler = || std::future::ready(Err::<(), _>(HandlerError::permanent("no")));
         subscribe.handler(handler).await.unwrap();
         bus.shutdown().await.unwrap();
     });
@@ -113,7 +113,7 @@ fn dead_letters_are_listed_by_stream() {
     let url = format!("sqlite:{}", shop.db().display());
     on_runtime(async {
         let bus = Bus::open(&url).await.unwrap();
-        let handler = |_| std::future::ready(Err(HandlerError::permanent("no")));
+        let handler = || std::future::ready(Err::<(), _>(HandlerError::permanent("no")));
         bus.subscribe("*")
             .group("g")
             .handler(handler)

@@ -85,7 +85,9 @@ impl Shop {
             bus.subscribe("order.*")
                 .group("payment")
                 .name("charge")
-                .handler(|_| std::future::ready(Err(HandlerError::permanent("no \u{1b}[31mmoney"))))
+                .handler(|| {
+                    std::future::ready(Err::<(), _>(HandlerError::permanent("no \u{1b}[31mmoney")))
+                })
                 .await
                 .unwrap();
             bus.start().await.unwrap();

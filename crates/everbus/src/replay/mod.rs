@@ -73,7 +73,7 @@ type Progress = Box<dyn FnMut(&ReplayProgress) + Send>;
 ///     .replay()
 ///     .types("order.*")
 ///     .filter(|recorded| recorded.event.version() == 1)
-///     .to(|recorded: Arc<Recorded>| async move {
+///     .into_function(|recorded: Arc<Recorded>| async move {
 ///         println!("{}", recorded.event.event_type());
 ///         Ok::<(), String>(())
 ///     })
@@ -244,7 +244,7 @@ impl Replay {
         self
     }
 
-    /// How many calls of the function of [`to`](Self::to) run at once. With 1, which is the default,
+    /// How many calls of the function of [`into_function`](Self::into_function) run at once. With 1, which is the default,
     /// events come strictly in order.
     pub fn concurrency(mut self, at_once: usize) -> Self {
         self.concurrency = at_once;
@@ -282,7 +282,7 @@ impl Replay {
 
     /// Gives the events to a function, in order. An error, or a panic, is counted and does not stop the
     /// run.
-    pub fn to<F, Fut, E>(self, function: F) -> Run<Function<F>>
+    pub fn into_function<F, Fut, E>(self, function: F) -> Run<Function<F>>
     where
         F: Fn(Arc<Recorded>) -> Fut + Send + Sync + 'static,
         Fut: Future<Output = Result<(), E>> + Send + 'static,

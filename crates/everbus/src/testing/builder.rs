@@ -25,13 +25,13 @@ use crate::runtime::router::Router;
 /// let bus = TestBus::builder()
 ///     .bus(|bus| bus.retry(RetryPolicy::default().max_retries(1)).source("shop"))
 ///     .duplicate_deliveries()
-///     .build(Router::new())
+///     .open(Router::new())
 ///     .await?;
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Clone, Debug)]
-#[must_use = "a builder does nothing until it is built"]
+#[must_use = "a builder does nothing until it is opened"]
 pub struct TestBusBuilder {
     bus: BusBuilder,
     clock: ManualClock,
@@ -92,7 +92,7 @@ impl TestBusBuilder {
 
     /// Runs on an engine that is open already: one with faults planted, one of one's own. Its clock is
     /// given with [`clock`](Self::clock) too.
-    pub fn with_engine(mut self, engine: Engine) -> Self {
+    pub fn engine(mut self, engine: Engine) -> Self {
         self.on = On::Engine(Box::new(engine));
         self
     }
@@ -105,7 +105,7 @@ impl TestBusBuilder {
     }
 
     /// Opens the engine, mounts the router and starts the bus.
-    pub async fn build(self, router: Router) -> Result<TestBus> {
+    pub async fn open(self, router: Router) -> Result<TestBus> {
         let gates = Gates::of(&router.clone().resolve()?);
         let settings = self.bus.clock(self.clock.clone());
         let mut engine = match self.on {

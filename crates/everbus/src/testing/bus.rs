@@ -74,7 +74,7 @@ pub(super) struct Parts {
 impl TestBus {
     /// A bus with the default settings, the router mounted, started.
     pub async fn new(router: Router) -> Result<Self> {
-        Self::builder().build(router).await
+        Self::builder().open(router).await
     }
 
     /// Begins a test bus with settings of one's own, or on a real engine.

@@ -99,7 +99,7 @@ async fn what_is_done_through_the_bus_is_on_record() {
         let id = bus
             .subscribe("a")
             .group("g")
-            .handler(|_| std::future::ready(Err(HandlerError::permanent("no"))))
+            .handler(|| std::future::ready(Err::<(), _>(HandlerError::permanent("no"))))
             .await
             .unwrap();
         bus.start().await.unwrap();

@@ -347,7 +347,7 @@ async fn what_says_nothing_about_the_dependency_does_not_open_the_breaker() {
         let policy = BreakerPolicy::default().fail_max(3);
         bus.subscribe("a")
             .breaker(policy)
-            .to(handler)
+            .handler(handler)
             .await
             .unwrap();
         bus.start().await.unwrap();
@@ -393,7 +393,11 @@ async fn a_transaction_that_fails_counts_for_the_breaker() {
         }
     };
     let policy = BreakerPolicy::default().fail_max(3);
-    bus.subscribe("a").breaker(policy).to(books).await.unwrap();
+    bus.subscribe("a")
+        .breaker(policy)
+        .handler(books)
+        .await
+        .unwrap();
     bus.start().await.unwrap();
     let receipts = bus.publish_batch((0..3).map(|n| ("a", n))).await.unwrap();
     opened(&bus).await;

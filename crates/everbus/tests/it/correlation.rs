@@ -117,7 +117,7 @@ async fn what_a_handler_publishes_belongs_to_its_event() {
                 Ok::<_, HandlerError>(("returned", 1))
             }
         };
-        bus.subscribe("a").to(handler).await.unwrap();
+        bus.subscribe("a").handler(handler).await.unwrap();
         bus.start().await.unwrap();
         let event = Event::builder("a")
             .correlation_id("request-7")
@@ -150,7 +150,7 @@ async fn what_a_transaction_publishes_belongs_to_its_event() {
     let lab = Lab::new(Kind::Sqlite);
     let bus = lab.open().await;
     bus.subscribe("a")
-        .to(|| async { sqlite::in_transaction(|_| ("b", 1)) })
+        .handler(|| async { sqlite::in_transaction(|_| ("b", 1)) })
         .await
         .unwrap();
     bus.start().await.unwrap();
@@ -224,7 +224,7 @@ async fn events_name_the_service_they_come_from() {
     on_every_engine(|lab| async move {
         let bus = lab.open_with(lab.builder().source("order-service")).await;
         bus.subscribe("a")
-            .to(|context: Context| async move {
+            .handler(|context: Context| async move {
                 context.publish(("staged", 1))?;
                 Ok::<_, everbus::Error>(("returned", 1))
             })
@@ -266,7 +266,7 @@ async fn log_lines_of_a_handler_say_which_event_they_belong_to() {
         };
         let subscribe = bus.subscribe("a").group("billing");
         let retry = everbus::RetryPolicy::default().max_retries(1);
-        subscribe.retry(retry).to(handler).await.unwrap();
+        subscribe.retry(retry).handler(handler).await.unwrap();
         bus.start().await.unwrap();
         let event = Event::builder("a")
             .correlation_id("request-7")

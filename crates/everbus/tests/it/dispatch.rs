@@ -21,13 +21,13 @@ async fn handlers_of_a_group_run_one_after_another_in_subscription_order() {
         for (pattern, name) in [("a.b", "first"), ("a.*", "second"), ("*", "third")] {
             let log = log.clone();
             bus.subscribe(pattern)
-                .handler(move |_| {
+                .handler(move || {
                     let log = log.clone();
                     async move {
                         log.send(format!("{name} begins"))?;
                         tokio::task::yield_now().await;
                         log.send(format!("{name} ends"))?;
-                        Ok(())
+                        everbus::handled()
                     }
                 })
                 .await
@@ -94,7 +94,6 @@ async fn a_handler_that_takes_too_long_has_failed() {
                 if m.attempt() == 1 {
                     std::future::pending::<()>().await;
                 }
-                Ok(())
             })
             .await
             .unwrap();
@@ -128,11 +127,11 @@ async fn the_timeout_of_a_subscription_wins_over_that_of_the_bus() {
                 subscribe = subscribe.timeout(timeout);
             }
             subscribe
-                .handler(move |_| {
+                .handler(move || {
                     let gate = gate.clone();
                     async move {
                         gate.acquire().await?.forget();
-                        Ok(())
+                        everbus::handled()
                     }
                 })
                 .await
@@ -157,7 +156,7 @@ async fn a_handler_has_thirty_seconds_unless_told_otherwise() {
     let lab = Lab::new(Kind::Memory);
     let bus = lab.open_impatient().await;
     bus.subscribe("a")
-        .handler(|_| std::future::pending())
+        .handler(std::future::pending::<()>)
         .await
         .unwrap();
     bus.start().await.unwrap();
@@ -214,7 +213,7 @@ async fn a_group_that_fails_or_hangs_does_not_hold_back_another() {
             .unwrap();
         bus.subscribe("a")
             .group("hanging")
-            .handler(|_| std::future::pending())
+            .handler(std::future::pending::<()>)
             .await
             .unwrap();
         let (good, mut seen) = recorder(fine);
@@ -249,12 +248,12 @@ async fn no_more_than_the_prefetch_is_in_flight() {
         let count = running.clone();
         bus.subscribe("a")
             .concurrency(4)
-            .handler(move |_| {
+            .handler(move || {
                 let (gate, running) = (inside.clone(), count.clone());
                 async move {
                     running.fetch_add(1, Ordering::SeqCst);
                     gate.acquire().await?.forget();
-                    Ok(())
+                    everbus::handled()
                 }
             })
             .await
@@ -339,13 +338,12 @@ async fn lowering_the_concurrency_of_a_running_group_takes_effect() {
         let most = Arc::new(AtomicUsize::new(0));
         let (count, peak) = (running.clone(), most.clone());
         bus.subscribe("a")
-            .handler(move |_| {
+            .handler(move || {
                 let (running, most) = (count.clone(), peak.clone());
                 async move {
                     most.fetch_max(running.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
                     tokio::task::yield_now().await;
                     running.fetch_sub(1, Ordering::SeqCst);
-                    Ok(())
                 }
             })
             .await
@@ -356,7 +354,7 @@ async fn lowering_the_concurrency_of_a_running_group_takes_effect() {
         }
         bus.subscribe("b")
             .concurrency(1)
-            .handler(|_| async { Ok(()) })
+            .handler(|| async {})
             .await
             .unwrap();
         most.store(0, Ordering::SeqCst);

@@ -53,7 +53,7 @@ async fn send(Json(mail): Json<u32>, State(mailer): State<Mailer>) -> Result<(),
 
 async fn duplicating(router: Router) -> TestBus {
     let builder = TestBus::builder().duplicate_deliveries();
-    builder.build(router).await.unwrap()
+    builder.open(router).await.unwrap()
 }
 
 /// A test bus on every engine that delivers everything twice.
@@ -86,7 +86,7 @@ async fn a_plain_handler_runs_twice_and_an_idempotent_one_once() {
                     )
                     .with_state(careful.clone()),
             );
-        let bus = builder.build(router).await.unwrap();
+        let bus = builder.open(router).await.unwrap();
         for mail in 1..=3 {
             bus.publish(("mail", mail)).await.unwrap().assert_handled();
         }
@@ -122,7 +122,7 @@ async fn an_exactly_once_effect_happens_once() {
     let bus = TestBus::builder()
         .with_real(file.display().to_string())
         .duplicate_deliveries()
-        .build(Router::new().on("bank.deposit.made", to(book).name("book")))
+        .open(Router::new().on("bank.deposit.made", to(book).name("book")))
         .await
         .unwrap();
     // Also after an attempt that failed.
@@ -254,8 +254,8 @@ async fn an_inbox_that_records_before_the_effect_is_found_out() {
         let router = Router::new()
             .on("mail", to(send).idempotent())
             .with_state(mailer.clone());
-        let builder = TestBus::builder().clock(clock).with_engine(engine);
-        let bus = builder.duplicate_deliveries().build(router).await.unwrap();
+        let builder = TestBus::builder().clock(clock).engine(engine);
+        let bus = builder.duplicate_deliveries().open(router).await.unwrap();
         bus.publish(("mail", 7)).await.unwrap();
         bus.run_to_end().await.unwrap();
         let expected: &[u32] = if hasty { &[] } else { &[7] };
@@ -277,7 +277,7 @@ async fn what_comes_of_the_second_delivery_changes_nothing() {
         let router = Router::new()
             .on("mail", to(handler).name("h").retry(RetryPolicy::never()))
             .with_state(Processed::default());
-        let bus = builder.build(router).await.unwrap();
+        let bus = builder.open(router).await.unwrap();
         let report = bus.publish(("mail", 1)).await.unwrap();
         assert_eq!(bus.calls("h"), 2);
         assert_eq!(report.fate("(unnamed)"), Some(&Fate::Handled));

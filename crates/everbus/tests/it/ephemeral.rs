@@ -22,7 +22,11 @@ async fn every_ephemeral_handler_sees_every_event_from_now_on() {
         bus.mount(Router::new().ephemeral().on("a", second))
             .await
             .unwrap();
-        bus.subscribe("a").group("lasting").to(ok).await.unwrap();
+        bus.subscribe("a")
+            .group("lasting")
+            .handler(ok)
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         let receipt = bus.publish(("a", "after")).await.unwrap();
         for seen in [&mut by_first, &mut by_second] {
@@ -101,17 +105,17 @@ async fn what_an_ephemeral_handler_cannot_handle_is_no_dead_letter() {
 async fn a_group_is_ephemeral_for_all_its_handlers_or_for_none() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
-        bus.subscribe("a").group("g").to(ok).await.unwrap();
-        let mixed = bus.subscribe("b").group("g").ephemeral().to(ok).await;
+        bus.subscribe("a").group("g").handler(ok).await.unwrap();
+        let mixed = bus.subscribe("b").group("g").ephemeral().handler(ok).await;
         assert_eq!(mixed.unwrap_err().code(), Code::GroupConflict);
         // Said once is enough.
         bus.subscribe("a")
             .group("e")
             .ephemeral()
-            .to(ok)
+            .handler(ok)
             .await
             .unwrap();
-        bus.subscribe("b").group("e").to(ok).await.unwrap();
+        bus.subscribe("b").group("e").handler(ok).await.unwrap();
         bus.shutdown().await.unwrap();
     })
     .await;

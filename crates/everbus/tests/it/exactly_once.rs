@@ -9,7 +9,7 @@ use std::time::Duration;
 use everbus::core::{BoxFuture, Inbox};
 use everbus::{
     Bus, Code, Context, Engine, Error, Event, EventBuilder, EventId, GroupName, HandlerError, Json,
-    Receipt, Recorded, Result, Retention, Router, Timestamp, skip, to,
+    Message, Receipt, Recorded, Result, Retention, Router, Timestamp, skip, to,
 };
 use tokio::sync::Notify;
 use tracing::Level;
@@ -96,7 +96,10 @@ async fn what_was_handled_before_a_restart_is_not_handled_again() {
             let bus = lab.open_impatient().await;
             let handler = handler.clone();
             let subscribe = bus.subscribe("a").group("g").idempotent();
-            subscribe.to(move |message| handler(message)).await.unwrap();
+            subscribe
+                .handler(move |message: Message| handler(message))
+                .await
+                .unwrap();
             bus.start().await.unwrap();
             bus
         };
@@ -134,7 +137,7 @@ async fn only_what_was_handled_is_remembered() {
         bus.subscribe("a")
             .idempotent()
             .group("g")
-            .to(handler)
+            .handler(handler)
             .await
             .unwrap();
         bus.start().await.unwrap();
@@ -198,7 +201,7 @@ async fn an_event_that_was_handled_emits_nothing_again() {
         let bus = lab.open_impatient().await;
         bus.subscribe("a")
             .idempotent()
-            .to(|| async { ("b", 1) })
+            .handler(|| async { ("b", 1) })
             .await
             .unwrap();
         bus.start().await.unwrap();
@@ -233,7 +236,7 @@ async fn an_event_cut_off_in_its_handler_is_not_taken_for_handled() {
                 }
             };
             let subscribe = bus.subscribe("a").group("g").idempotent();
-            subscribe.to(handler).await.unwrap();
+            subscribe.handler(handler).await.unwrap();
             bus.start().await.unwrap();
             bus
         };

@@ -2,6 +2,7 @@
 
 pub(crate) mod answers;
 mod follow_ups;
+mod forms;
 mod long;
 mod with_failure;
 
@@ -288,6 +289,7 @@ async fn a_payload_that_does_not_fit_is_a_dead_letter_at_once() {
     .await;
 }
 
+// conformance: omni/subscribe-validated: with decode: retry a violation follows the retry policy, as the specification has it.
 // conformance: contract/decode-retry: with decode: retry an event that cannot be read, of an unknown version or against its schema is retried by the policy.
 #[tokio::test]
 async fn what_cannot_be_read_is_retried_if_that_is_asked_for() {
@@ -401,7 +403,7 @@ async fn the_context_tells_which_attempt_this_is() {
             let _ = sender.send((context.attempt(), context.max_attempts(), errors));
             async move { (context.attempt() > 1).then_some(()).ok_or("not yet") }
         };
-        bus.subscribe("a").to(fragile).await.unwrap();
+        bus.subscribe("a").handler(fragile).await.unwrap();
         bus.start().await.unwrap();
         let receipt = bus.publish(("a", 1)).await.unwrap();
         let state = wait_for_retry(&bus, receipt.seq(), "", 1).await;
@@ -444,7 +446,7 @@ async fn the_context_tells_how_long_the_attempt_may_take() {
     let subscribe = bus.subscribe("a").timeout(limit);
     subscribe
         .retry(RetryPolicy::never())
-        .to(handler)
+        .handler(handler)
         .await
         .unwrap();
     bus.start().await.unwrap();
@@ -466,7 +468,7 @@ async fn an_extended_attempt_outlives_its_timeout_and_its_lease() {
     let subscribe = bus.subscribe("a").timeout(Duration::from_secs(1));
     subscribe
         .retry(RetryPolicy::never())
-        .to(handler)
+        .handler(handler)
         .await
         .unwrap();
     bus.start().await.unwrap();
@@ -499,7 +501,7 @@ async fn a_parameter_type_of_ones_own_is_an_extractor() {
             assert_eq!(tenant, "north");
             record(message)
         };
-        bus.subscribe("a").to(handler).await.unwrap();
+        bus.subscribe("a").handler(handler).await.unwrap();
         bus.start().await.unwrap();
         handled(&bus, Event::builder("a").tenant("north")).await;
         seen.next().await;
@@ -528,7 +530,7 @@ async fn a_panic_in_an_extractor_is_a_failed_attempt() {
         let bus = lab.open_impatient().await;
         bus.subscribe("a")
             .concurrency(1)
-            .to(|_: Option<Bad>| async {})
+            .handler(|_: Option<Bad>| async {})
             .await
             .unwrap();
         bus.start().await.unwrap();

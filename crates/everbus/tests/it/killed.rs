@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use everbus::{Bus, FailureKind, RetryPolicy};
+use everbus::{Bus, FailureKind, Message, RetryPolicy, handled};
 use tokio::sync::Semaphore;
 
 use crate::support::{PATIENCE, eventually};
@@ -31,11 +31,11 @@ impl Process {
     async fn start(file: &Path, hangs_at: u64, policy: RetryPolicy, runs: Arc<AtomicU32>) -> Self {
         let url = format!("sqlite:{}", file.display());
         let bus = Bus::builder().retry(policy).open(url).await.unwrap();
-        let (handled, hangs) = (Handled::default(), Arc::new(Semaphore::new(0)));
-        let (seen, begun, counted) = (handled.clone(), hangs.clone(), runs.clone());
+        let (all, hangs) = (Handled::default(), Arc::new(Semaphore::new(0)));
+        let (seen, begun, counted) = (all.clone(), hangs.clone(), runs.clone());
         bus.subscribe("a")
             .concurrency(1)
-            .handler(move |message| {
+            .handler(move |message: Message| {
                 let (seen, begun, counted) = (seen.clone(), begun.clone(), counted.clone());
                 async move {
                     let number: u64 = serde_json::from_slice(message.event().payload())?;
@@ -45,14 +45,14 @@ impl Process {
                         std::future::pending::<()>().await;
                     }
                     seen.lock().unwrap().push((number, message.attempt()));
-                    Ok(())
+                    handled()
                 }
             })
             .await
             .unwrap();
         Self {
             bus,
-            handled,
+            handled: all,
             runs,
             hangs,
         }

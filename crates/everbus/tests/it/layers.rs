@@ -237,7 +237,11 @@ async fn a_layer_may_answer_instead_of_the_handler_and_add_events() {
                 _ => Ok(inner.call(message).await?.publish(("b", "added"))?),
             }
         });
-        bus.subscribe("a").layer(gate).to(handler).await.unwrap();
+        bus.subscribe("a")
+            .layer(gate)
+            .handler(handler)
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         let letter = given_up(&bus, ("a", 0)).await;
         assert_eq!(letter.last_error(), "not allowed in");

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use everbus::RetryPolicy;
+use everbus::{HandlerResult, Message, RetryPolicy};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -252,11 +252,11 @@ async fn an_attempt_that_nobody_saw_end_is_logged_when_the_event_comes_again() {
         let note = Arc::new(note);
         bus.subscribe("a.b")
             .group("g")
-            .handler(move |m| {
+            .handler(move |m: Message| {
                 let note = note.clone();
                 async move {
                     note(m).await?;
-                    std::future::pending().await
+                    std::future::pending::<HandlerResult>().await
                 }
             })
             .await

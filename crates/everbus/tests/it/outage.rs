@@ -91,7 +91,7 @@ async fn a_bad_event_ends_in_the_dead_letters_after_a_day() {
             .breaker(BreakerPolicy::default().fail_max(1))
             .handler(move |_: Message| {
                 called.fetch_add(1, Ordering::SeqCst);
-                async { Err(HandlerError::new("a bad address")) }
+                async { Err::<(), _>(HandlerError::new("a bad address")) }
             })
             .await
             .unwrap();

@@ -357,7 +357,7 @@ async fn a_broker_that_forgets_ids_does_not_get_what_is_known_to_have_died() {
     broker.forgetful.store(true, Ordering::SeqCst);
     bus.subscribe("order.*")
         .group("g")
-        .handler(|_: Message| async { Err(HandlerError::permanent("no stock")) })
+        .handler(|_: Message| async { Err::<(), _>(HandlerError::permanent("no stock")) })
         .await
         .unwrap();
     bus.start().await.unwrap();

@@ -656,7 +656,7 @@ async fn a_replay_gets_events_whole() {
             let report = bus
                 .replay()
                 .concurrency(concurrency)
-                .to(|record: Arc<Recorded>| async move {
+                .into_function(|record: Arc<Recorded>| async move {
                     let text: String = record.event.json().map_err(|e| e.to_string())?;
                     if text.len() == 3001 {
                         Ok(())

@@ -40,7 +40,7 @@ async fn the_span_is_around_the_inbox() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
         let subscribe = bus.subscribe("a").group("g").idempotent();
-        subscribe.to(|| async {}).await.unwrap();
+        subscribe.handler(|| async {}).await.unwrap();
         bus.start().await.unwrap();
         let id = EventId::new();
         let event = || Event::builder("a").id(id).correlation_id("request-9");
@@ -62,7 +62,7 @@ async fn the_inbox_is_asked_before_the_age() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
         let subscribe = bus.subscribe("a").idempotent().max_staleness(SECOND);
-        subscribe.to(|| async {}).await.unwrap();
+        subscribe.handler(|| async {}).await.unwrap();
         bus.start().await.unwrap();
         let id = EventId::new();
         let at = lab.clock.now();
@@ -329,7 +329,7 @@ async fn the_handler_comes_before_the_settlement() {
         let bus: Bus = lab.open().await;
         let (handler, begun, gate) = gated();
         let subscribe = bus.subscribe("a").group("g").idempotent();
-        subscribe.breaker(touchy()).to(handler).await.unwrap();
+        subscribe.breaker(touchy()).handler(handler).await.unwrap();
         bus.start().await.unwrap();
         let receipt = bus.publish(("a", 1)).await.unwrap();
         begun.notified().await;

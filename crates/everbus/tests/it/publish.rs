@@ -149,17 +149,14 @@ async fn settled_waits_until_every_group_has_handled_the_event() {
         let bus = lab.open().await;
         let gate = Arc::new(Semaphore::new(0));
         let inside = gate.clone();
-        bus.subscribe("a")
-            .handler(|_| async { Ok(()) })
-            .await
-            .unwrap();
+        bus.subscribe("a").handler(|| async {}).await.unwrap();
         bus.subscribe("a")
             .group("slow")
-            .handler(move |_| {
+            .handler(move || {
                 let gate = inside.clone();
                 async move {
                     gate.acquire().await?.forget();
-                    Ok(())
+                    everbus::handled()
                 }
             })
             .await
@@ -183,13 +180,10 @@ async fn settled_waits_until_every_group_has_handled_the_event() {
 async fn settled_names_the_groups_that_gave_up() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
-        bus.subscribe("a")
-            .handler(|_| async { Ok(()) })
-            .await
-            .unwrap();
+        bus.subscribe("a").handler(|| async {}).await.unwrap();
         bus.subscribe("a")
             .group("picky")
-            .handler(|_| async { Err(HandlerError::permanent("never")) })
+            .handler(|| async { Err::<(), _>(HandlerError::permanent("never")) })
             .await
             .unwrap();
         bus.start().await.unwrap();

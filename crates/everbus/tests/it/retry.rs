@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use everbus::{EventState, FailureKind, HandlerError, HandlerResult, Message, RetryPolicy};
+use everbus::{EventState, FailureKind, HandlerError, HandlerResult, Json, Message, RetryPolicy};
 
 use crate::support::{
     broken, fine, is_done, on_every_engine, recorder, run_out_of_retries, state_in, wait_for_retry,
@@ -97,7 +97,7 @@ async fn a_lease_that_ends_during_the_last_attempt_leads_to_a_dead_letter() {
                     if attempt <= 2 {
                         std::future::pending::<()>().await;
                     }
-                    Err(HandlerError::new("failed at last"))
+                    Err::<(), _>(HandlerError::new("failed at last"))
                 }
             })
             .await
@@ -211,6 +211,13 @@ async fn the_failure_of(
     .await;
 }
 
+async fn explodes(Json(after_await): Json<bool>) {
+    if after_await {
+        tokio::task::yield_now().await;
+    }
+    panic!("inside")
+}
+
 // conformance: fault-4/panic: a panic anywhere in a handler's future is a failure, never acked by falling through.
 #[tokio::test]
 async fn a_panic_before_or_after_an_await_is_a_failure() {
@@ -218,15 +225,7 @@ async fn a_panic_before_or_after_an_await_is_a_failure() {
         let bus = lab
             .open_with(lab.builder().retry(RetryPolicy::never()))
             .await;
-        bus.subscribe("a")
-            .handler(|m: Message| async move {
-                if m.json::<bool>()? {
-                    tokio::task::yield_now().await;
-                }
-                panic!("inside")
-            })
-            .await
-            .unwrap();
+        bus.subscribe("a").handler(explodes).await.unwrap();
         bus.start().await.unwrap();
         for after_await in [false, true] {
             let receipt = bus.publish(("a", after_await)).await.unwrap();

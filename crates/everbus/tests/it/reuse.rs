@@ -17,7 +17,7 @@ async fn a_message_that_a_handler_keeps_stays_as_it_is() {
         let keep = kept.clone();
         let subscribe = bus.subscribe("a").concurrency(1);
         subscribe
-            .to(move |message: Message| {
+            .handler(move |message: Message| {
                 keep.lock().unwrap().push(message);
                 async {}
             })
@@ -45,7 +45,7 @@ async fn a_message_has_nothing_of_the_one_before() {
         let subscribe = bus.subscribe("a").concurrency(1);
         subscribe
             .timeout(Duration::from_secs(30))
-            .to(move |message: Message| {
+            .handler(move |message: Message| {
                 let left = message.deadline() - tokio::time::Instant::now();
                 let usual = left <= Duration::from_secs(30);
                 let fresh = (message.attempt(), message.failures().len(), usual);
@@ -89,7 +89,7 @@ async fn a_group_fetches_no_more_than_it_needs_to_stay_busy() {
     let begun = started.clone();
     let subscribe = bus.subscribe("a").group("g").concurrency(1);
     subscribe
-        .to(move || {
+        .handler(move || {
             let open = open.clone();
             begun.add_permits(1);
             async move { open.acquire().await.unwrap().forget() }

@@ -126,7 +126,7 @@ impl Bank {
         let bank = self.clone();
         let charge = bus.subscribe("a").ordered().group("bank");
         charge
-            .handler(move |m| bank.clone().charge(m))
+            .handler(move |m: Message| bank.clone().charge(m))
             .await
             .unwrap();
         bus.start().await.unwrap();
@@ -220,7 +220,7 @@ async fn a_preview_says_what_a_bulk_retry_would_send() {
     on_every_engine(|lab| async move {
         let bus = lab.open_impatient().await;
         let fail = |Json(text): Json<String>| async { Err::<(), _>(HandlerError::new(text)) };
-        bus.subscribe("a").group("g").to(fail).await.unwrap();
+        bus.subscribe("a").group("g").handler(fail).await.unwrap();
         bus.start().await.unwrap();
         for error in ["down", "full", "down"] {
             given_up(&bus, ("a", error)).await;

@@ -18,12 +18,12 @@ async fn gated(bus: &Bus, concurrency: usize) -> (Arc<Notify>, Arc<Semaphore>) {
     let (begin, inside) = (begun.clone(), gate.clone());
     bus.subscribe("a")
         .concurrency(concurrency)
-        .handler(move |_| {
+        .handler(move || {
             let (begun, gate) = (begin.clone(), inside.clone());
             async move {
                 begun.notify_one();
                 gate.acquire().await?.forget();
-                Ok(())
+                everbus::handled()
             }
         })
         .await
@@ -36,11 +36,7 @@ async fn gated(bus: &Bus, concurrency: usize) -> (Arc<Notify>, Arc<Semaphore>) {
 async fn after_shutdown_publishes_and_subscriptions_are_refused() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
-        let id = bus
-            .subscribe("a")
-            .handler(|_| async { Ok(()) })
-            .await
-            .unwrap();
+        let id = bus.subscribe("a").handler(|| async {}).await.unwrap();
         bus.start().await.unwrap();
         let late = bus.publish(("a", 0));
         bus.shutdown().await.unwrap();
@@ -48,10 +44,7 @@ async fn after_shutdown_publishes_and_subscriptions_are_refused() {
             late.await.unwrap_err(),
             bus.publish(("a", 1)).await.unwrap_err(),
             bus.publish_batch([("a", 1)]).await.unwrap_err(),
-            bus.subscribe("a")
-                .handler(|_| async { Ok(()) })
-                .await
-                .unwrap_err(),
+            bus.subscribe("a").handler(|| async {}).await.unwrap_err(),
             bus.unsubscribe(id).await.unwrap_err(),
             bus.start().await.unwrap_err(),
         ];
@@ -255,7 +248,6 @@ async fn shutdown_under_load_loses_nothing_and_repeats_nothing_that_finished() {
                     if !handled.lock().unwrap().insert(m.id()) {
                         repeated.fetch_add(1, Ordering::SeqCst);
                     }
-                    Ok(())
                 }
             }
         };
@@ -317,9 +309,9 @@ async fn dropping_the_bus_is_harmless() {
         let alive = Arc::new(());
         let held = alive.clone();
         bus.subscribe("a")
-            .handler(move |_| {
+            .handler(move || {
                 let _held = held.clone();
-                async { Ok(()) }
+                async {}
             })
             .await
             .unwrap();
@@ -364,11 +356,11 @@ async fn a_handler_that_holds_the_bus_is_released_by_shutdown() {
         let alive = Arc::new(());
         let (held, inside) = (alive.clone(), bus.clone());
         bus.subscribe("a")
-            .handler(move |_| {
+            .handler(move || {
                 let (bus, _held) = (inside.clone(), held.clone());
                 async move {
                     bus.publish(("b", 1)).await?;
-                    Ok(())
+                    everbus::handled()
                 }
             })
             .await

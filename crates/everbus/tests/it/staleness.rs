@@ -29,7 +29,7 @@ async fn an_event_older_than_its_handler_allows_is_skipped() {
         let subscribe = bus.subscribe("a").group("g").name("prices");
         subscribe
             .max_staleness(5 * SECOND)
-            .to(handler)
+            .handler(handler)
             .await
             .unwrap();
         bus.start().await.unwrap();
@@ -73,7 +73,7 @@ async fn the_reason_of_a_stale_event_is_recorded() {
     on_every_durable_engine(|lab| async move {
         let bus = lab.open().await;
         let subscribe = bus.subscribe("a").max_staleness(SECOND);
-        subscribe.to(|| async {}).await.unwrap();
+        subscribe.handler(|| async {}).await.unwrap();
         bus.start().await.unwrap();
         let late = handled(&bus, aged(&lab, "a", 2 * SECOND)).await;
         bus.shutdown().await.unwrap();
@@ -91,7 +91,7 @@ async fn zero_never_skips() {
             .open_with(lab.builder().max_staleness("a", Duration::ZERO))
             .await;
         let (handler, mut seen) = recorder(fine);
-        bus.subscribe("a").to(handler).await.unwrap();
+        bus.subscribe("a").handler(handler).await.unwrap();
         bus.start().await.unwrap();
         handled(&bus, Event::builder("a").occurred_at(Timestamp::EPOCH)).await;
         seen.next().await;
@@ -117,10 +117,10 @@ async fn a_stream_has_its_limit_in_either_spelling() {
             let (handler, mut seen) = recorder(fine);
             let (beside, mut others) = recorder(fine);
             let group = bus.subscribe("signals.>").group("g");
-            group.to(handler).await.unwrap();
+            group.handler(handler).await.unwrap();
             bus.subscribe("signals.>")
                 .group("h")
-                .to(beside)
+                .handler(beside)
                 .await
                 .unwrap();
             bus.start().await.unwrap();
@@ -141,7 +141,7 @@ async fn a_stream_has_its_limit_in_either_spelling() {
             // The events themselves may be named either way too.
             let other = bus.subscribe("signals:price-update").group("g");
             let (handler, mut seen) = recorder(fine);
-            other.to(handler).await.unwrap();
+            other.handler(handler).await.unwrap();
             handled(&bus, aged(&lab, "signals:price-update", 6 * SECOND)).await;
             assert!(seen.is_empty());
             bus.shutdown().await.unwrap();
@@ -192,7 +192,7 @@ async fn a_replayed_event_is_never_stale() {
         let (handler, mut seen) = recorder(fine);
         bus.subscribe("a")
             .max_staleness(SECOND)
-            .to(handler)
+            .handler(handler)
             .await
             .unwrap();
         bus.start().await.unwrap();
@@ -214,7 +214,7 @@ async fn an_event_may_grow_stale_while_it_waits() {
         let fails = |Json(_): Json<u8>| async { Err::<(), _>(HandlerError::new("down")) };
         bus.subscribe("a")
             .max_staleness(SECOND / 2)
-            .to(fails)
+            .handler(fails)
             .await
             .unwrap();
         bus.start().await.unwrap();

@@ -175,7 +175,11 @@ async fn latencies_have_their_quantiles() {
             clock.advance(Duration::from_millis(n));
             async {}
         };
-        bus.subscribe("a").group("g").to(handler).await.unwrap();
+        bus.subscribe("a")
+            .group("g")
+            .handler(handler)
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         for n in 1..=100 {
             handled(&bus, ("a", n)).await;
@@ -206,7 +210,10 @@ async fn latencies_have_their_quantiles() {
 #[tokio::test]
 async fn an_outcome_is_counted_when_it_is_durable() {
     let (bus, faults, _) = crate::faulty::faulty().await;
-    bus.subscribe("a").to(|| async { ("b", 1) }).await.unwrap();
+    bus.subscribe("a")
+        .handler(|| async { ("b", 1) })
+        .await
+        .unwrap();
     faults.settle.add(2, everbus::Code::Busy);
     faults.settle_one.add(1, everbus::Code::Busy);
     bus.start().await.unwrap();
@@ -227,7 +234,7 @@ async fn breakers_are_shown_with_their_state() {
     bus.subscribe("a")
         .depends_on("bank")
         .breaker(policy)
-        .to(fails)
+        .handler(fails)
         .await
         .unwrap();
     bus.start().await.unwrap();

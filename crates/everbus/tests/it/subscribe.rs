@@ -111,7 +111,7 @@ async fn unsubscribing_lets_a_running_handler_finish_and_starts_no_other() {
         let id = bus
             .subscribe("a")
             .concurrency(1)
-            .handler(move |m| {
+            .handler(move |m: Message| {
                 let (begun, gate, note) = (begin.clone(), inside.clone(), note.clone());
                 async move {
                     begun.notify_one();

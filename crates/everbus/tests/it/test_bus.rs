@@ -130,7 +130,7 @@ async fn an_order_event_flows_from_publish_to_its_handler() {
 async fn the_same_test_runs_on_a_real_engine_with_the_same_clock() {
     everywhere(|builder| async move {
         let notifications = Notifications::default();
-        let bus = builder.build(notifier(&notifications)).await.unwrap();
+        let bus = builder.open(notifier(&notifications)).await.unwrap();
         let began = bus.now();
         bus.fail_next(3);
         let report = bus.publish(order()).await.unwrap();
@@ -156,7 +156,7 @@ async fn what_a_real_engine_held_before_is_not_reported() {
     for _ in 0..2 {
         let notifications = Notifications::default();
         let builder = TestBus::builder().with_real(&url);
-        let bus = builder.build(notifier(&notifications)).await.unwrap();
+        let bus = builder.open(notifier(&notifications)).await.unwrap();
         bus.publish(order()).await.unwrap().assert_handled();
         assert_eq!(bus.published::<OrderPlaced>(), [order()]);
         bus.assert_published::<NotificationSent>();
@@ -179,7 +179,7 @@ async fn each_retry_is_made_at_its_own_virtual_time() {
         };
         let began = everbus::Clock::now(&clock);
         let router = Router::new().on("orders.order.placed", handler);
-        let bus = builder.clock(clock).build(router).await.unwrap();
+        let bus = builder.clock(clock).open(router).await.unwrap();
         let report = bus.publish(order()).await.unwrap();
         assert_eq!(times.lock().unwrap().len(), 1);
         bus.advance(Duration::from_millis(999)).await.unwrap();
@@ -215,7 +215,7 @@ async fn a_publish_reports_what_became_of_the_event_in_each_group() {
             )
             .on("user.*", to(answer(|| skip("not mine"))).group("choosy"))
             .on("order.*", to(|| async {}).group("others"));
-        let bus = builder.build(router).await.unwrap();
+        let bus = builder.open(router).await.unwrap();
         let report = bus.publish(("user.created", json!({}))).await.unwrap();
         let due_at = bus.now().plus(SECOND);
         let reason = "not mine".to_owned();
@@ -264,7 +264,7 @@ async fn running_to_the_end_leaves_nothing_waiting() {
             )
             .on("a", to(|| async {}).group("h"));
         let builder = builder.bus(|bus| bus.retry(policy));
-        let bus = builder.build(router).await.unwrap();
+        let bus = builder.open(router).await.unwrap();
         for n in 0..3 {
             bus.publish_only(("a", n)).await.unwrap();
             bus.clock().advance(Duration::from_millis(100));
@@ -356,7 +356,7 @@ async fn the_bus_is_set_up_as_the_program_sets_it_up() {
     let bus = TestBus::builder()
         .bus(|bus| bus.config(&config))
         .bus(|bus| bus.source("shop"))
-        .build(notifier(&notifications).group("mail"))
+        .open(notifier(&notifications).group("mail"))
         .await
         .unwrap();
     bus.fail_next(2);

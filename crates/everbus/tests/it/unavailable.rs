@@ -67,7 +67,7 @@ async fn outcomes_survive(emits: bool, plant: impl Fn(&crate::faulty::Faulty)) {
         count.fetch_add(1, Ordering::SeqCst);
         async move { emits.then_some(("b", n)) }
     };
-    bus.subscribe("a").to(handler).await.unwrap();
+    bus.subscribe("a").handler(handler).await.unwrap();
     plant(&faults);
     bus.start().await.unwrap();
     let events = (0..EVENTS).map(|n| ("a", n));
@@ -116,7 +116,10 @@ async fn only_a_refusal_is_the_handlers_failure() {
         (Code::InvalidAttribute, true),
     ] {
         let (bus, faults, _) = faulty().await;
-        bus.subscribe("a").to(|| async { ("b", 1) }).await.unwrap();
+        bus.subscribe("a")
+            .handler(|| async { ("b", 1) })
+            .await
+            .unwrap();
         faults.settle_one.add(1, code);
         bus.start().await.unwrap();
         let receipt = bus.publish(("a", 1)).await.unwrap();
@@ -137,7 +140,7 @@ async fn gated(bus: &Bus) -> (Arc<Semaphore>, crate::support::Seen) {
         async move {
             note(m).await?;
             gate.acquire().await?.forget();
-            Ok(())
+            everbus::handled()
         }
     };
     bus.subscribe("a").handler(handler).await.unwrap();

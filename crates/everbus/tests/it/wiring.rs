@@ -96,7 +96,7 @@ async fn a_name_that_is_used_twice_in_a_group_is_refused() {
 
     let lab = Lab::new(Kind::Memory);
     let bus = lab.open().await;
-    bus.subscribe("a").name("mail").to(any).await.unwrap();
+    bus.subscribe("a").name("mail").handler(any).await.unwrap();
     let later = bus.mount(Router::new().on("b", to(any).name("mail"))).await;
     assert_eq!(later.unwrap_err().code(), Code::GroupConflict);
     // Another group is another matter.
@@ -222,9 +222,14 @@ async fn an_idempotent_handler_needs_an_inbox() {
         ..memory.engine().clone()
     };
     let bus = Bus::builder().with_engine(engine).unwrap();
-    let error = bus.subscribe("a").idempotent().to(any).await.unwrap_err();
+    let error = bus
+        .subscribe("a")
+        .idempotent()
+        .handler(any)
+        .await
+        .unwrap_err();
     assert_eq!(error.code(), Code::Unsupported);
-    bus.subscribe("a").to(any).await.unwrap();
+    bus.subscribe("a").handler(any).await.unwrap();
 }
 
 // conformance: handlers/mount-whole: a mount is all or nothing, also where the file has the group with another order.
@@ -297,6 +302,6 @@ async fn a_shared_breaker_is_asked_for_with_one_policy() {
     names.sort();
     assert_eq!(names, ["bank", "z"]);
     let (handler, _seen) = recorder(|_| Ok(()));
-    let other = bus.subscribe("d").depends_on("bank").to(handler).await;
+    let other = bus.subscribe("d").depends_on("bank").handler(handler).await;
     assert_eq!(other.unwrap_err().code(), Code::GroupConflict);
 }

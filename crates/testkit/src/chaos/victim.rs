@@ -172,7 +172,7 @@ async fn subscribe(bus: &Bus, group: usize) -> Result<(), Error> {
             subscription = subscription.ordered();
         }
         subscription
-            .handler(move |message| handle(message, group, handler))
+            .handler(move |message: Message| handle(message, group, handler))
             .await?;
     }
     Ok(())

@@ -1,12 +1,8 @@
 //! The subscription builder.
 
-use std::future::Future;
-
 use everbus_core::{Code, Error, Result};
 
-use crate::handler::SubscriptionId;
-use crate::handler::message::Message;
-use crate::handler::{Handler, HandlerResult};
+use crate::handler::{Handler, SubscriptionId};
 use crate::runtime::bus::Bus;
 use crate::runtime::router::{Route, Router};
 use crate::runtime::subscription::settings::{Settings, setters};
@@ -16,7 +12,7 @@ use crate::runtime::subscription::settings::{Settings, setters};
 ///
 /// ```
 /// use std::time::Duration;
-/// use everbus::{Bus, Message, StartFrom};
+/// use everbus::{Bus, Json, StartFrom};
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> everbus::Result<()> {
 /// # let bus = Bus::open("memory:").await?;
@@ -28,11 +24,7 @@ use crate::runtime::subscription::settings::{Settings, setters};
 ///     .timeout(Duration::from_secs(5))
 ///     .concurrency(8)
 ///     .name("charge")
-///     .handler(|m: Message| async move {
-///         let order: serde_json::Value = m.json()?;
-///         println!("{order}");
-///         Ok(())
-///     })
+///     .handler(|Json(order): Json<u64>| async move { println!("{order}") })
 ///     .await?;
 /// bus.unsubscribe(id).await?;
 /// # Ok(())
@@ -67,34 +59,32 @@ impl<'a> Subscribe<'a> {
     /// Makes the subscription durable and registers its handler. The handler runs once the bus is
     /// [started](Bus::start); what is published after this returns reaches it.
     ///
-    /// This takes a function or closure of a [`Message`]; [`to`](Self::to) takes any handler. Handlers
-    /// may be called more than once for the same event: after a failure, and after a crash that came
-    /// before the outcome was durable. They must not block the thread; use
-    /// `tokio::task::spawn_blocking` for that.
-    pub async fn handler<F, Fut>(self, handler: F) -> Result<SubscriptionId>
-    where
-        F: Fn(Message) -> Fut + Send + Sync + 'static,
-        Fut: Future<Output = HandlerResult> + Send + 'static,
-    {
-        self.to(handler).await
-    }
-
-    /// As [`handler`](Self::handler), for every kind of [`Handler`]: async functions and closures with
-    /// extractors.
+    /// It takes every [`Handler`]: async functions and closures of extractors. Handlers may be called more
+    /// than once for the same event: after a failure, and after a crash that came before the outcome was
+    /// durable. They must not block the thread; use `tokio::task::spawn_blocking` for that.
     ///
     /// ```
-    /// use everbus::{Bus, Context, Json};
+    /// use everbus::{Bus, Context, HandlerResult, Json, Message, handled};
     /// # #[tokio::main(flavor = "current_thread")]
     /// # async fn main() -> everbus::Result<()> {
     /// # let bus = Bus::open("memory:").await?;
-    /// async fn greet(Json(name): Json<String>, context: Context) {
+    /// async fn greet(Json(name): Json<String>, context: Context) -> HandlerResult {
     ///     println!("{name}, attempt {}", context.attempt());
+    ///     Ok(())
     /// }
-    /// bus.subscribe("user.created").to(greet).await?;
+    /// bus.subscribe("user.created").handler(greet).await?;
+    ///
+    /// // A closure has no place for its error type. One that uses `?` ends in `handled()`, which says it.
+    /// bus.subscribe("user.renamed")
+    ///     .handler(|m: Message| async move {
+    ///         println!("now {}", m.json::<String>()?);
+    ///         handled()
+    ///     })
+    ///     .await?;
     /// # Ok(())
     /// # }
     /// ```
-    pub async fn to<Args, H: Handler<Args>>(self, handler: H) -> Result<SubscriptionId> {
+    pub async fn handler<Args, H: Handler<Args>>(self, handler: H) -> Result<SubscriptionId> {
         let mut route = Route::new(handler);
         route.settings = self.settings;
         let router = Router::new().on(self.pattern, route);

@@ -50,7 +50,7 @@ async fn the_handler_s_span_belongs_to_the_trace_of_the_publisher() {
             note.store(true, Ordering::SeqCst);
             async { ("b", 1) }
         };
-        bus.subscribe("a").to(handler).await.unwrap();
+        bus.subscribe("a").handler(handler).await.unwrap();
         bus.start().await.unwrap();
         let request = tracing::info_span!("request");
         handled(&bus, ("a", 1)).instrument(request).await;
@@ -85,7 +85,7 @@ async fn a_trace_from_elsewhere_is_taken_up() {
     let lab = Lab::new(Kind::Memory);
     let spans = recorded(async {
         let bus = open(&lab).await;
-        bus.subscribe("*").to(|| async {}).await.unwrap();
+        bus.subscribe("*").handler(|| async {}).await.unwrap();
         bus.start().await.unwrap();
         let trace = TraceContext::parse(super::PARENT, Some("vendor=1")).unwrap();
         handled(&bus, Event::builder("traced").trace(trace)).await;

@@ -163,7 +163,7 @@ async fn a_permanent_error_is_a_dead_letter_at_once() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
         bus.subscribe("a")
-            .to(|| async { Err::<(), _>(permanent(Closed)) })
+            .handler(|| async { Err::<(), _>(permanent(Closed)) })
             .await
             .unwrap();
         bus.start().await.unwrap();
@@ -188,7 +188,7 @@ async fn a_dead_letter_is_settled_until_it_is_durable() {
                 Err(permanent(Closed))
             }
         };
-        bus.subscribe("a").to(answer).await.unwrap();
+        bus.subscribe("a").handler(answer).await.unwrap();
         if refused {
             faults.settle_one.add(1, Code::IdReused);
             faults.settle.spare(1);
@@ -212,7 +212,7 @@ async fn retry_after_waits_as_long_as_it_says_and_counts() {
         let bus = lab.open_with(lab.builder().retry(policy)).await;
         let wait = Duration::from_secs(777);
         bus.subscribe("a")
-            .to(move || async move { Err::<(), _>(retry_after("closed", wait)) })
+            .handler(move || async move { Err::<(), _>(retry_after("closed", wait)) })
             .await
             .unwrap();
         bus.start().await.unwrap();
@@ -233,7 +233,7 @@ async fn a_skipped_event_is_done_and_no_failure() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
         bus.subscribe("a")
-            .to(|Json(n): Json<u8>| async move {
+            .handler(|Json(n): Json<u8>| async move {
                 if n == 0 {
                     Err(skip("nothing to do"))
                 } else {
@@ -264,7 +264,7 @@ async fn the_reason_of_a_skip_is_recorded() {
         let bus = lab.open().await;
         bus.subscribe("a")
             .group("g")
-            .to(|| async { Err::<(), _>(skip("nothing to do")) })
+            .handler(|| async { Err::<(), _>(skip("nothing to do")) })
             .await
             .unwrap();
         bus.start().await.unwrap();

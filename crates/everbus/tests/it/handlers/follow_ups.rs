@@ -36,7 +36,7 @@ async fn nothing_is_published_unless_the_attempt_succeeds() {
                 }
             }
         };
-        bus.subscribe("a").to(handler).await.unwrap();
+        bus.subscribe("a").handler(handler).await.unwrap();
         bus.start().await.unwrap();
         let receipt = bus.publish(("a", 0)).await.unwrap();
         let state = wait_for_retry(&bus, receipt.seq(), "", 1).await;
@@ -60,7 +60,7 @@ async fn an_ack_is_never_seen_without_its_follow_up() {
     let bus = lab.open().await;
     assert!(bus.capabilities().atomic_follow_ups);
     bus.subscribe("a")
-        .to(|Json(n): Json<i64>| async move { ("b", n) })
+        .handler(|Json(n): Json<i64>| async move { ("b", n) })
         .await
         .unwrap();
     bus.start().await.unwrap();
@@ -100,7 +100,10 @@ async fn an_ack_is_never_seen_without_its_follow_up() {
 #[tokio::test]
 async fn a_settlement_that_is_repeated_publishes_once() {
     let (bus, faults, _) = faulty().await;
-    bus.subscribe("a").to(|| async { ("b", 1) }).await.unwrap();
+    bus.subscribe("a")
+        .handler(|| async { ("b", 1) })
+        .await
+        .unwrap();
     faults.settle.add(3, Code::Busy);
     faults.settle_one.add(2, Code::Busy);
     bus.start().await.unwrap();
@@ -163,7 +166,7 @@ async fn a_follow_up_under_a_used_id_ends_its_cause() {
         let runs = Arc::new(AtomicUsize::new(0));
         let count = runs.clone();
         bus.subscribe("a")
-            .to(move |Json(n): Json<u64>| {
+            .handler(move |Json(n): Json<u64>| {
                 count.fetch_add(1, Ordering::SeqCst);
                 async move { Event::builder("b").id(ID).json(&n) }
             })
@@ -271,7 +274,7 @@ async fn nothing_can_be_staged_after_the_attempt_has_ended() {
                 }
             }
         };
-        bus.subscribe("a").to(handler).await.unwrap();
+        bus.subscribe("a").handler(handler).await.unwrap();
         bus.start().await.unwrap();
         for correlation in ["fails", "works"] {
             let event = Event::builder("a").correlation_id(correlation);
@@ -316,7 +319,7 @@ async fn one_attempt_cannot_stage_events_without_end() {
 async fn an_outcome_cut_off_by_a_shutdown_comes_again() {
     let (bus, faults, clock) = faulty().await;
     let emit = |context: Context| async move { ("b", context.attempt()) };
-    bus.subscribe("a").group("g").to(emit).await.unwrap();
+    bus.subscribe("a").group("g").handler(emit).await.unwrap();
     bus.start().await.unwrap();
     faults.stuck.store(true, Ordering::SeqCst);
     let receipt = bus.publish(("a", 0)).await.unwrap();
@@ -336,7 +339,7 @@ async fn an_outcome_cut_off_by_a_shutdown_comes_again() {
     let again = Bus::builder().clock(clock.clone());
     let again = again.with_engine(bus.engine().clone()).unwrap();
     assert!(published(&again, "b").await.is_empty());
-    again.subscribe("a").group("g").to(emit).await.unwrap();
+    again.subscribe("a").group("g").handler(emit).await.unwrap();
     again.start().await.unwrap();
     // The lease of the first attempt ends.
     clock.advance(Duration::from_secs(60));

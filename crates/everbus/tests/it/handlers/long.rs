@@ -27,7 +27,7 @@ async fn telling(bus: &Bus) -> mpsc::UnboundedReceiver<String> {
         }
     };
     let subscribe = bus.subscribe("a").timeout(TIMEOUT);
-    subscribe.to(handler).await.unwrap();
+    subscribe.handler(handler).await.unwrap();
     said
 }
 
@@ -65,7 +65,7 @@ async fn a_lease_that_ends_during_an_outage_is_lost() {
         }
     };
     let subscribe = bus.subscribe("a").timeout(TIMEOUT);
-    subscribe.to(handler).await.unwrap();
+    subscribe.handler(handler).await.unwrap();
     bus.start().await.unwrap();
     bus.publish(("a", 1)).await.unwrap();
     assert_eq!(said.recv().await.unwrap(), "begins");
@@ -89,7 +89,7 @@ async fn a_handler_learns_that_the_bus_shuts_down() {
                 context.shutting_down().await;
             }
         };
-        bus.subscribe("a").to(handler).await.unwrap();
+        bus.subscribe("a").handler(handler).await.unwrap();
         bus.start().await.unwrap();
         bus.publish(("a", 1)).await.unwrap();
         said.recv().await.unwrap();
@@ -118,7 +118,7 @@ async fn a_handler_is_told_of_extensions_and_its_progress_is_shown() {
         }
     };
     let subscribe = bus.subscribe("a").group("g").name("long");
-    subscribe.timeout(TIMEOUT).to(handler).await.unwrap();
+    subscribe.timeout(TIMEOUT).handler(handler).await.unwrap();
     bus.start().await.unwrap();
     assert!(bus.activities().is_empty());
     let receipt = bus.publish(("a", 1)).await.unwrap();
@@ -159,7 +159,7 @@ async fn a_timeout_tells_the_last_progress() {
         std::future::pending::<()>().await;
     };
     let subscribe = bus.subscribe("a").timeout(Duration::from_millis(20));
-    subscribe.to(handler).await.unwrap();
+    subscribe.handler(handler).await.unwrap();
     bus.start().await.unwrap();
     let letter = given_up(&bus, ("a", 1)).await;
     assert!(

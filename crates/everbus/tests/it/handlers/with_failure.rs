@@ -85,7 +85,7 @@ async fn a_failure_that_is_settled_again_publishes_once() {
             Err::<(), _>(error.with_event(("failed", context.attempt())))
         };
         let subscribe = bus.subscribe("a").retry(retries(1));
-        subscribe.to(fails).await.unwrap();
+        subscribe.handler(fails).await.unwrap();
         for errors in [&faults.settle, &faults.settle_one] {
             match after {
                 true => errors.add_after(2, Code::Unavailable),
@@ -118,7 +118,7 @@ async fn a_failure_is_recorded_even_if_its_events_are_refused() {
                 _ => error.with_event(Event::builder("b").id(USED).json("another body")),
             })
         };
-        bus.subscribe("a").to(fails).await.unwrap();
+        bus.subscribe("a").handler(fails).await.unwrap();
         bus.publish(Event::builder("c").id(USED)).await.unwrap();
         bus.start().await.unwrap();
         for (kind, why, there) in [
@@ -176,7 +176,7 @@ async fn an_effect_that_fails_publishes_the_events_of_its_error() {
             Err::<Outcome, _>(permanent("no").with_event(("failed", 1)))
         })
     };
-    bus.subscribe("a").to(handler).await.unwrap();
+    bus.subscribe("a").handler(handler).await.unwrap();
     bus.start().await.unwrap();
     let letter = given_up(&bus, ("a", 1)).await;
     assert_eq!(letter.last_error(), "no");

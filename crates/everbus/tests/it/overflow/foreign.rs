@@ -136,7 +136,7 @@ async fn a_reference_to_another_place_is_refused() {
         let shelf = Shelf::new(lab);
         let bus = shelf.open().await;
         bus.subscribe("Task Completed")
-            .to(|Json(payload): Json<Value>| async move {
+            .handler(|Json(payload): Json<Value>| async move {
                 Err::<(), _>(format!("it got {payload}"))
             })
             .await

@@ -105,10 +105,14 @@ async fn copies_reach_everybody_however_old_they_are() {
         let subscribe = bus.subscribe("order.*").group("billing");
         subscribe
             .max_staleness(60 * SECOND)
-            .to(billing)
+            .handler(billing)
             .await
             .unwrap();
-        bus.subscribe("*").group("mail").to(mail).await.unwrap();
+        bus.subscribe("*")
+            .group("mail")
+            .handler(mail)
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         let events = ["order.placed", "user.created", "order.shipped"].map(of_type);
         let originals = each_second(&lab, &bus, events).await;
@@ -154,10 +158,14 @@ async fn a_dead_letter_can_go_back_to_its_stream() {
         let (mail, mut mailed) = recorder(fine);
         bus.subscribe("a")
             .group("billing")
-            .to(billing)
+            .handler(billing)
             .await
             .unwrap();
-        bus.subscribe("a").group("mail").to(mail).await.unwrap();
+        bus.subscribe("a")
+            .group("mail")
+            .handler(mail)
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         let letter = given_up(&bus, ("a", 1)).await;
         billed.next().await;
@@ -180,7 +188,7 @@ async fn a_replay_is_on_record() {
         let bus = lab.open().await;
         let receipt = bus.publish(("a", 1)).await.unwrap();
         let nothing = |_| std::future::ready(Ok::<(), String>(()));
-        bus.replay().to(nothing).await.unwrap();
+        bus.replay().into_function(nothing).await.unwrap();
         bus.replay().publish_copies().preview().await.unwrap();
         let alice = || Operator::new("alice").reason("a test");
         let range = bus.replay().types("a").name("n").publish_copies();

@@ -29,10 +29,14 @@ async fn a_group_handles_events_again_and_stays_where_it_is() {
         let subscribe = bus.subscribe("order.*").group("billing");
         subscribe
             .max_staleness(60 * SECOND)
-            .to(billing)
+            .handler(billing)
             .await
             .unwrap();
-        bus.subscribe("*").group("mail").to(mail).await.unwrap();
+        bus.subscribe("*")
+            .group("mail")
+            .handler(mail)
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         let events = ["order.placed", "user.created", "order.shipped"].map(of_type);
         for original in each_second(&lab, &bus, events).await {
@@ -75,7 +79,7 @@ async fn what_is_owed_or_absorbed_is_skipped() {
         let bus = lab.open().await;
         let (handler, mut seen) = recorder(fine);
         let subscribe = bus.subscribe("a").group("g").idempotent();
-        let id = subscribe.to(handler).await.unwrap();
+        let id = subscribe.handler(handler).await.unwrap();
         bus.start().await.unwrap();
         for n in 0..3 {
             handled(&bus, ("a", n)).await;
@@ -98,7 +102,11 @@ async fn what_is_owed_or_absorbed_is_skipped() {
         // With nobody to handle it, a replay waits; asked for again, it is owed.
         bus.unsubscribe(id).await.unwrap();
         let (handler, _seen) = recorder(fine);
-        bus.subscribe("b").group("g").to(handler).await.unwrap();
+        bus.subscribe("b")
+            .group("g")
+            .handler(handler)
+            .await
+            .unwrap();
         bus.publish(("b", 1))
             .await
             .unwrap()
@@ -121,7 +129,11 @@ async fn handlers_of_its_own_see_the_past_and_nothing_else() {
         let retry = RetryPolicy::default().base_delay(SECOND / 1000);
         let bus = lab.open_with(Bus::builder().retry(retry)).await;
         let (live, mut lived) = recorder(fine);
-        bus.subscribe("*").group("live").to(live).await.unwrap();
+        bus.subscribe("*")
+            .group("live")
+            .handler(live)
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         let long_ago = everbus::Timestamp::EPOCH;
         let events = (0..5).map(|_| of_type("order.placed").occurred_at(long_ago));
@@ -252,7 +264,12 @@ async fn a_test_bus_replays_too() {
     let report = bus.bus().replay().into_group("g").await.unwrap();
     assert_eq!(report.processed, 1);
     let given = Given::default();
-    let report = bus.bus().replay().to(given.function()).await.unwrap();
+    let report = bus
+        .bus()
+        .replay()
+        .into_function(given.function())
+        .await
+        .unwrap();
     assert_eq!(report.processed, 1);
     assert!(bus.bus().replay_event(EventId::new()).await.is_err());
 }

@@ -23,23 +23,23 @@ async fn a_preview_tells_who_would_get_what() {
         let (mail, mut mailed) = recorder(fine);
         let (_unused, other) = (0, recorder(fine).0);
         let subscribe = bus.subscribe("order.*").group("billing").name("charge");
-        subscribe.idempotent().to(billing).await.unwrap();
+        subscribe.idempotent().handler(billing).await.unwrap();
         bus.subscribe("user.*")
             .group("billing")
             .name("greet")
-            .to(other)
+            .handler(other)
             .await
             .unwrap();
         bus.subscribe("*")
             .group("mail")
             .name("all")
-            .to(mail)
+            .handler(mail)
             .await
             .unwrap();
         let (nobody, _) = recorder(fine);
         bus.subscribe("nothing")
             .group("idle")
-            .to(nobody)
+            .handler(nobody)
             .await
             .unwrap();
         bus.start().await.unwrap();
@@ -94,7 +94,12 @@ async fn a_preview_tells_who_would_get_what() {
         assert_eq!(fresh.groups[0].handlers, ["index"]);
 
         let given = Given::default();
-        let function = bus.replay().to(given.function()).preview().await.unwrap();
+        let function = bus
+            .replay()
+            .into_function(given.function())
+            .preview()
+            .await
+            .unwrap();
         assert_eq!((function.events, function.groups.len()), (4, 0));
 
         // Nothing happened.
@@ -117,7 +122,11 @@ async fn what_a_group_has_not_reached_is_its_anyway() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
         let (handler, _seen) = recorder(fine);
-        bus.subscribe("a").group("g").to(handler).await.unwrap();
+        bus.subscribe("a")
+            .group("g")
+            .handler(handler)
+            .await
+            .unwrap();
         each_second(&lab, &bus, (0..3).map(|_| of_type("a"))).await;
         let preview = bus.replay().into_group("g").preview().await.unwrap();
         assert_eq!((preview.groups[0].events, preview.groups[0].owed), (3, 3));
@@ -242,7 +251,7 @@ async fn a_preview_counts_what_the_run_does() {
         let fresh = || bus.replay().into_fresh_group(router());
         same(&fresh().preview().await.unwrap(), &fresh().await.unwrap());
         let given = Given::default();
-        let function = || bus.replay().to(given.function());
+        let function = || bus.replay().into_function(given.function());
         same(
             &function().preview().await.unwrap(),
             &function().await.unwrap(),

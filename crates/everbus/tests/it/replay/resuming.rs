@@ -49,7 +49,7 @@ async fn a_run_goes_on_where_it_was_stopped() {
         let run = bus.replay().name("monday").filter(wanted).rate(100_000);
         let report = run
             .stop_on(async move { signal.notified().await })
-            .to({
+            .into_function({
                 let handler = until(&first, 10, &stop);
                 move |record| {
                     let done = handler(record);
@@ -73,7 +73,7 @@ async fn a_run_goes_on_where_it_was_stopped() {
         publish(&bus, 5).await;
         let second = Given::default();
         let run = bus.replay().name("monday").filter(wanted);
-        let report = run.to(second.function()).await.unwrap();
+        let report = run.into_function(second.function()).await.unwrap();
         assert!(report.is_complete());
         assert_eq!((report.processed, report.skipped), (250, 250));
         let mut all = first.positions();
@@ -85,7 +85,7 @@ async fn a_run_goes_on_where_it_was_stopped() {
         // Done is done: the next one of the name begins anew.
         let third = Given::default();
         let run = bus.replay().name("monday");
-        let report = run.to(third.function()).await.unwrap();
+        let report = run.into_function(third.function()).await.unwrap();
         assert_eq!(report.processed, 505);
     })
     .await;
@@ -100,7 +100,11 @@ async fn a_name_stands_for_one_selection() {
         let stopped = || bus.replay().name("n").types("a").stop_on(async {});
         let given = Given::default();
         // Stopped at once, or after the first few.
-        let report = stopped().rate(1).to(given.function()).await.unwrap();
+        let report = stopped()
+            .rate(1)
+            .into_function(given.function())
+            .await
+            .unwrap();
         assert!(!report.is_complete());
         let others = [
             bus.replay().name("n"),
@@ -112,14 +116,18 @@ async fn a_name_stands_for_one_selection() {
                 .since(everbus::Clock::now(&lab.clock)),
         ];
         for other in others {
-            let error = other.to(given.function()).await.unwrap_err();
+            let error = other.into_function(given.function()).await.unwrap_err();
             assert_eq!(error.code(), Code::InvalidSetting);
             assert!(error.to_string().contains("another selection"), "{error}");
         }
         let error = bus.replay().name("n").types("a").publish_copies().await;
         assert_eq!(error.unwrap_err().code(), Code::InvalidSetting);
         assert_eq!(published(&bus, "a").await.len(), 10);
-        let same = bus.replay().name("n").types("a").to(given.function());
+        let same = bus
+            .replay()
+            .name("n")
+            .types("a")
+            .into_function(given.function());
         assert!(same.await.unwrap().is_complete());
         assert_eq!(given.positions(), (1..=10).collect::<Vec<u64>>());
     })
@@ -252,11 +260,17 @@ async fn a_run_that_is_not_complete_is_listed_until_it_is_forgotten() {
         assert!(bus.replays().await.unwrap()[0].idle);
 
         // Its name is taken, until it is forgotten.
-        assert!(run().to(given.function()).await.is_err());
+        assert!(run().into_function(given.function()).await.is_err());
         assert!(bus.forget_replay("monday").await.unwrap());
         assert!(!bus.forget_replay("monday").await.unwrap());
         assert!(bus.replays().await.unwrap().is_empty());
-        assert!(run().to(given.function()).await.unwrap().is_complete());
+        assert!(
+            run()
+                .into_function(given.function())
+                .await
+                .unwrap()
+                .is_complete()
+        );
         assert!(bus.replays().await.unwrap().is_empty(), "it is complete");
     })
     .await;

@@ -34,7 +34,7 @@ async fn a_range_has_both_its_ends() {
                 if let Some(until) = until {
                     replay = replay.until(until);
                 }
-                let report = replay.to(given.function()).await.unwrap();
+                let report = replay.into_function(given.function()).await.unwrap();
                 assert_eq!(report.processed, given.positions().len() as u64);
                 assert!(report.is_complete());
                 given.positions()
@@ -83,7 +83,7 @@ async fn a_selection_is_what_all_its_words_say() {
         each_second(&lab, &bus, last).await;
         let took = |replay: everbus::Replay| async move {
             let given = Given::default();
-            replay.to(given.function()).await.unwrap();
+            replay.into_function(given.function()).await.unwrap();
             given.positions()
         };
         let replay = || bus.replay();
@@ -131,7 +131,7 @@ async fn errors_and_panics_are_counted_and_stop_nothing() {
             .replay()
             .filter(move |record| number(record).is_multiple_of(2))
             .keep_failures(2)
-            .to(move |record: Arc<Recorded>| async move {
+            .into_function(move |record: Arc<Recorded>| async move {
                 match number(&record) {
                     4 => panic!("no four"),
                     n if n > 13 => Err(format!("{n} is too much")),
@@ -165,7 +165,7 @@ async fn so_many_calls_run_at_once_and_no_more() {
     let report = bus
         .replay()
         .concurrency(4)
-        .to(move |record: Arc<Recorded>| {
+        .into_function(move |record: Arc<Recorded>| {
             let (running, most, meet) = (running.clone(), most.clone(), meet.clone());
             async move {
                 let now = running.fetch_add(1, Ordering::SeqCst) + 1;
@@ -197,7 +197,12 @@ async fn a_rate_spreads_the_events_over_time() {
     }
     let began = tokio::time::Instant::now();
     let given = Given::default();
-    let report = bus.replay().rate(20).to(given.function()).await.unwrap();
+    let report = bus
+        .replay()
+        .rate(20)
+        .into_function(given.function())
+        .await
+        .unwrap();
     assert_eq!(report.processed, 60);
     let took = began.elapsed();
     // The first go at once, and then two every tenth of a second.
@@ -213,7 +218,7 @@ async fn what_makes_no_sense_is_refused() {
         let at = receipt.received_at();
         let refused = async |replay: everbus::Replay| {
             let given = Given::default();
-            let error = replay.to(given.function()).await.unwrap_err();
+            let error = replay.into_function(given.function()).await.unwrap_err();
             assert!(given.positions().is_empty());
             assert!(error.hint_text().is_some(), "{error}");
             error.code()
@@ -258,7 +263,7 @@ async fn more_events_than_a_batch_come_once_each_and_in_order() {
         let report = bus
             .replay()
             .progress(move |p| progress.lock().unwrap().push(*p))
-            .to(given.function())
+            .into_function(given.function())
             .await
             .unwrap();
         assert_eq!(report.processed, 10_000);

@@ -38,7 +38,7 @@ async fn bus_with(orders: usize) -> TestBus {
 async fn the_one_event_of_a_type_is_given_back() {
     everywhere(|builder| async move {
         let bus = builder
-            .build(notifier(&Notifications::default()))
+            .open(notifier(&Notifications::default()))
             .await
             .unwrap();
         bus.publish(order()).await.unwrap().assert_handled();
@@ -195,7 +195,7 @@ async fn dead_letters_fail_the_assertion_that_there_are_none() {
 #[tokio::test]
 async fn what_was_published_without_waiting_is_there_at_once() {
     everywhere(|builder| async move {
-        let bus = builder.build(Router::new()).await.unwrap();
+        let bus = builder.open(Router::new()).await.unwrap();
         let receipt = bus.publish_only(order()).await.unwrap();
         bus.assert_published::<OrderPlaced>();
         bus.bus().publish(order()).await.unwrap();

@@ -26,7 +26,7 @@ async fn a_publish_returns_only_when_everything_it_caused_is_handled() {
                 to(slow).group("slow").name("slow").concurrency(2),
             )
             .on("relay.step", to(|| async {}).group("quick").name("quick"));
-        let bus = builder.build(router).await.unwrap();
+        let bus = builder.open(router).await.unwrap();
         // Often, since a mistake here shows itself by chance.
         for round in 1..=60 {
             bus.publish(("relay.step", 4))
@@ -57,7 +57,7 @@ async fn what_was_published_before_is_waited_for_too() {
                 count.fetch_add(1, Ordering::SeqCst);
             }
         };
-        let bus = builder.build(Router::new().on("n", handler)).await.unwrap();
+        let bus = builder.open(Router::new().on("n", handler)).await.unwrap();
         for round in 1..=20 {
             let batch = (0..50).map(|n| ("n", n));
             bus.bus().publish_batch(batch).await.unwrap();
@@ -99,7 +99,7 @@ async fn a_handler_that_never_ends_is_named() {
     let router = Router::new().on("a.b", to(std::future::pending::<()>).group("stuck"));
     // Long enough for the handler to begin.
     let builder = TestBus::builder().patience(SECOND);
-    let bus = builder.build(router).await.unwrap();
+    let bus = builder.open(router).await.unwrap();
     let error = bus.publish(("a.b", 1)).await.unwrap_err();
     assert_eq!(error.code(), Code::Timeout);
     assert!(
@@ -154,7 +154,7 @@ fn with_breaker(dependency: &Dependency) -> Router {
 async fn a_bus_whose_breaker_is_open_is_idle_until_the_clock_is_moved() {
     everywhere(|builder| async move {
         let dependency = Dependency::default();
-        let bus = builder.build(with_breaker(&dependency)).await.unwrap();
+        let bus = builder.open(with_breaker(&dependency)).await.unwrap();
         for round in 0..4 {
             bus.publish(("a", round)).await.unwrap();
         }
@@ -194,7 +194,7 @@ async fn a_bus_whose_best_effort_breaker_opens_is_idle() {
         let route = route.criticality(everbus::Criticality::BestEffort);
         let router = Router::new().on("a", route);
         let router = router.with_state(Dependency::default());
-        let bus = builder.build(router).await.unwrap();
+        let bus = builder.open(router).await.unwrap();
         bus.publish(("a", 1)).await.unwrap();
         assert!(bus.published_events("system.>").is_empty());
     })
@@ -206,7 +206,7 @@ async fn a_bus_whose_best_effort_breaker_opens_is_idle() {
 async fn a_dependency_that_stays_down_keeps_critical_events_waiting() {
     everywhere(|builder| async move {
         let dependency = Dependency::default();
-        let bus = builder.build(with_breaker(&dependency)).await.unwrap();
+        let bus = builder.open(with_breaker(&dependency)).await.unwrap();
         for n in 0..3 {
             bus.publish_only(("a", n)).await.unwrap();
         }
@@ -239,7 +239,7 @@ async fn one_open_breaker_does_not_hide_the_work_of_another_group() {
             .on("a", named("short", 2 * SECOND))
             .on("a", named("long", 1000 * SECOND))
             .with_state(dependency.clone());
-        let bus = builder.build(router).await.unwrap();
+        let bus = builder.open(router).await.unwrap();
         let report = bus.publish(("a", 1)).await.unwrap();
         assert_eq!(bus.published_events("system.circuit_opened").len(), 2);
         dependency.work(true);
@@ -260,7 +260,7 @@ async fn one_open_breaker_does_not_hide_the_work_of_another_group() {
 async fn events_behind_a_waiting_one_of_the_same_key_are_not_due() {
     everywhere(|builder| async move {
         let router = Router::new().on("a", to(|| async {}).name("h").group("g").ordered());
-        let bus = builder.build(router).await.unwrap();
+        let bus = builder.open(router).await.unwrap();
         let keyed = |key: &str, n: u32| Event::builder("a").key(key).json(&n);
         bus.fail_next(1);
         let first = bus.publish(keyed("k", 1)).await.unwrap();
@@ -284,7 +284,7 @@ async fn events_behind_a_waiting_one_of_the_same_key_are_not_due() {
 async fn a_dead_letter_that_is_sent_back_is_work_again() {
     everywhere(|builder| async move {
         let router = Router::new().on("a", to(|| async {}).name("h").retry(RetryPolicy::never()));
-        let bus = builder.build(router).await.unwrap();
+        let bus = builder.open(router).await.unwrap();
         bus.fail_next(1);
         let report = bus.publish(("a", 1)).await.unwrap();
         assert_eq!(report.fate("(unnamed)"), Some(&Fate::DeadLettered));
@@ -300,7 +300,7 @@ async fn a_dead_letter_that_is_sent_back_is_work_again() {
 #[tokio::test]
 async fn handlers_come_and_go_while_the_test_runs() {
     everywhere(|builder| async move {
-        let bus = builder.build(Router::new()).await.unwrap();
+        let bus = builder.open(Router::new()).await.unwrap();
         let counted = Arc::new(AtomicUsize::new(0));
         let count = counted.clone();
         let handler = move |Json(_): Json<u32>| {
@@ -308,7 +308,7 @@ async fn handlers_come_and_go_while_the_test_runs() {
             async {}
         };
         let subscribe = bus.bus().subscribe("a").group("late");
-        let id = subscribe.to(handler).await.unwrap();
+        let id = subscribe.handler(handler).await.unwrap();
         bus.publish(("a", 1)).await.unwrap().assert_handled();
         bus.bus().unsubscribe(id).await.unwrap();
         // Nobody here will handle it, so nobody waits for it.
@@ -324,7 +324,7 @@ async fn an_event_dropped_to_make_room_is_reported_as_skipped() {
     let limit = everbus::StreamLimit::new(1).on_full(everbus::OnFull::DropOldest);
     let router = Router::new().on("a", to(|| async {}).group("g").name("h"));
     let builder = TestBus::builder().bus(|bus| bus.stream_limit("a", limit));
-    let bus = builder.build(router).await.unwrap();
+    let bus = builder.open(router).await.unwrap();
     bus.fail_next(1);
     let first = bus.publish_only(("a", 1)).await.unwrap();
     bus.settle().await.unwrap();

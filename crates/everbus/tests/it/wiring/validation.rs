@@ -100,7 +100,7 @@ async fn a_schema_that_comes_later_holds_for_running_groups() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
         let (handler, mut seen) = recorder(fine);
-        bus.subscribe("a").to(handler).await.unwrap();
+        bus.subscribe("a").handler(handler).await.unwrap();
         bus.start().await.unwrap();
         handled(&bus, ("a", "text")).await;
         seen.next().await;
@@ -157,8 +157,12 @@ async fn a_validated_subscription_checks_for_itself() {
         let (lax, mut laxly) = recorder(fine);
         let schema = json!({ "type": "object", "required": ["id"] });
         let validated = bus.subscribe("user.*").group("strict").validated(schema);
-        validated.to(strict).await.unwrap();
-        bus.subscribe("user.*").group("lax").to(lax).await.unwrap();
+        validated.handler(strict).await.unwrap();
+        bus.subscribe("user.*")
+            .group("lax")
+            .handler(lax)
+            .await
+            .unwrap();
         bus.start().await.unwrap();
         handled(&bus, ("user.created", json!({ "id": 1 }))).await;
         strictly.next().await;
