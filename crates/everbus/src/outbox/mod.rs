@@ -38,9 +38,9 @@ mod blame;
 mod pass;
 mod publish;
 mod relay;
+mod retry_requests;
 mod stats;
 mod sweep;
-mod wishes;
 
 use std::path::Path;
 use std::sync::Arc;

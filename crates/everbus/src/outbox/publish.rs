@@ -15,8 +15,8 @@ use everbus_core::{Appended, Code, Error, Event, OutboxRow, Result};
 use tokio::time::Instant;
 
 use super::blame::{Blame, blame};
+use super::retry_requests::{RetryRequest, RetryRequests};
 use super::stats::Counters;
-use super::wishes::{Wish, Wishes};
 use crate::runtime::bus::Bus;
 
 /// So many other rows are tried at most to find out whether a row or the broker is to blame.
@@ -98,7 +98,7 @@ pub(super) struct Publisher<'a> {
     answers: Vec<Answer>,
     /// Whether a batch is taken as a whole or not at all.
     atomic: bool,
-    wishes: Wishes<'a>,
+    retry_requests: RetryRequests<'a>,
     last_sent: &'a LastSent,
 }
 
@@ -117,7 +117,7 @@ impl<'a> Publisher<'a> {
             rows,
             answers: rows.iter().map(|_| Answer::Later).collect(),
             atomic: bus.engine().broker.capabilities().atomic_batch,
-            wishes: Wishes::new(bus, counters, known),
+            retry_requests: RetryRequests::new(bus, counters, known),
             last_sent,
         }
     }
@@ -215,9 +215,9 @@ impl<'a> Publisher<'a> {
             }
             Err(error) => return Err(error),
         };
-        if self.wishes.come_first()
-            && self.wishes.may_have(row).await?
-            && self.wishes.grant(row).await? != Wish::None
+        if self.retry_requests.come_first()
+            && self.retry_requests.may_have(row).await?
+            && self.retry_requests.grant(row).await? != RetryRequest::None
         {
             self.answers[index] = Answer::Sent;
             return Ok(None);
@@ -304,17 +304,17 @@ impl<'a> Publisher<'a> {
                     held.hold(&self.rows[probe]);
                     suspects.push((probe, error));
                 }
-                Tried::Answered => return self.convict(suspects),
+                Tried::Answered => return self.reject_all(suspects),
             }
         }
         // Nothing else waits. An event that it has must still be known to it.
         if self.is_there_still().await? {
-            return self.convict(suspects);
+            return self.reject_all(suspects);
         }
         Err(outage)
     }
 
-    fn convict(&mut self, suspects: Vec<(usize, Error)>) -> Result<()> {
+    fn reject_all(&mut self, suspects: Vec<(usize, Error)>) -> Result<()> {
         for (index, error) in suspects {
             self.answers[index] = Answer::Rejected(error);
         }
@@ -333,7 +333,7 @@ impl<'a> Publisher<'a> {
 
     /// Whether the broker recognises an event that it took a moment ago. An error is an outage.
     async fn is_there_still(&mut self) -> Result<bool> {
-        if !self.wishes.recognises() {
+        if !self.retry_requests.recognises() {
             return Ok(false);
         }
         let Some(event) = self.example().or_else(|| self.last_sent.get()) else {
@@ -384,8 +384,8 @@ impl<'a> Publisher<'a> {
             Ok(appended) => {
                 if appended.duplicate {
                     Counters::add(&self.counters.duplicates, 1);
-                    if self.wishes.any_open().await? {
-                        self.wishes.grant(row).await?;
+                    if self.retry_requests.any_open().await? {
+                        self.retry_requests.grant(row).await?;
                     }
                 }
                 self.answers[index] = Answer::Sent;
@@ -397,7 +397,7 @@ impl<'a> Publisher<'a> {
             // Whatever the row says: its event is known, and somebody wants it handled again.
             Blame::Row
                 if error.code() == Code::IdReused
-                    && self.wishes.grant(row).await? == Wish::Granted =>
+                    && self.retry_requests.grant(row).await? == RetryRequest::Granted =>
             {
                 self.answers[index] = Answer::Sent;
                 Ok(Tried::Answered)

@@ -16,7 +16,7 @@ use crate::runtime::bus::Bus;
 
 /// What the dead letters say about a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Wish {
+pub(super) enum RetryRequest {
     /// Nothing.
     None,
     /// It is a wish, and was granted: now, or by a relay that could not mark it.
@@ -26,7 +26,7 @@ pub(super) enum Wish {
 }
 
 /// Looks for wishes, and grants them.
-pub(super) struct Wishes<'a> {
+pub(super) struct RetryRequests<'a> {
     bus: &'a Bus,
     counters: &'a Counters,
     letters: Option<Arc<dyn DeadLetters>>,
@@ -36,7 +36,7 @@ pub(super) struct Wishes<'a> {
     any: Option<bool>,
 }
 
-impl<'a> Wishes<'a> {
+impl<'a> RetryRequests<'a> {
     pub(super) fn new(bus: &'a Bus, counters: &'a Counters, known: i64) -> Self {
         Self {
             bus,
@@ -78,18 +78,18 @@ impl<'a> Wishes<'a> {
     }
 
     /// Sends the open dead letters of a row's event back, if the row asks for that.
-    pub(super) async fn grant(&mut self, row: &OutboxRow) -> Result<Wish> {
+    pub(super) async fn grant(&mut self, row: &OutboxRow) -> Result<RetryRequest> {
         let (Some(letters), Ok(event)) = (self.letters.clone(), &row.event) else {
-            return Ok(Wish::None);
+            return Ok(RetryRequest::None);
         };
         let mut found = letters.get(event.id()).await?;
         found.retain(|letter| letter.event().tenant() == event.tenant());
         // Without a time it is taken for a wish: once too often is better than never.
         let wanted = row.wanted_at.filter(|_| row.row <= self.known);
-        let is_wish = |letter: &DeadLetter| {
+        let is_request = |letter: &DeadLetter| {
             letter.retried_at.is_none() && wanted.is_none_or(|wanted| letter.died_at <= wanted)
         };
-        if found.iter().any(is_wish) {
+        if found.iter().any(is_request) {
             let filter = DeadLetterFilter {
                 id: Some(event.id()),
                 tenant: Some(event.tenant().unwrap_or_default().to_owned()),
@@ -98,19 +98,19 @@ impl<'a> Wishes<'a> {
             };
             let sent_back = letters.retry(filter).await?;
             Counters::add(&self.counters.retried, u64::from(sent_back > 0));
-            return Ok(Wish::Granted);
+            return Ok(RetryRequest::Granted);
         }
         let Some(wanted) = wanted else {
-            return Ok(Wish::None);
+            return Ok(RetryRequest::None);
         };
         if found.iter().any(|letter| was_granted(letter, wanted)) {
-            return Ok(Wish::Granted);
+            return Ok(RetryRequest::Granted);
         }
         let died = |letter: &DeadLetter| same(letter.event(), event);
         Ok(if found.iter().any(died) {
-            Wish::Died
+            RetryRequest::Died
         } else {
-            Wish::None
+            RetryRequest::None
         })
     }
 }
