@@ -48,8 +48,8 @@ pub struct BusOptions {
     /// How long after its start a bus first checks whether retention is due; by default a random time of
     /// one to five minutes.
     pub retention_delay: Option<Duration>,
-    /// How long the inbox remembers what was handled; for ever unless set. At least as long as the log
-    /// keeps events, or one that comes again would be handled again.
+    /// How long the inbox remembers handled events; by default for ever. It must be at least as long as the
+    /// log keeps events, or a repeated event would be handled again.
     pub inbox_retention: Option<Duration>,
     /// An event without a handler in any process is dead-lettered after this long (24 h).
     pub no_handler_after: Duration,

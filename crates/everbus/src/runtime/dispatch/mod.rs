@@ -54,8 +54,8 @@ pub(crate) struct Runner {
     plan: Mutex<Arc<Plan>>,
     /// Tells the fetch loop to look at the plan and the breakers again.
     changed: Arc<Notify>,
-    /// How long the leases of the open consumer last. It changes only when everything that the
-    /// consumer before handed out is in the queue, so that the keeper sees it.
+    /// The lease duration of the open consumer. It changes only when all deliveries of the previous
+    /// consumer are in the queue, where the lease keeper sees them.
     lease: watch::Sender<Duration>,
     /// When all held leases were last extended with success.
     kept_at: Mutex<Option<Instant>>,
