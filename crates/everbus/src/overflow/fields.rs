@@ -6,7 +6,7 @@ use std::ops::Range;
 use bytes::{Bytes, BytesMut};
 use everbus_core::{Event, OverflowPart};
 
-/// The fields that move, as the specification names them.
+/// The fields that move to the object.
 const FIELDS: [&str; 4] = ["output", "outputs", "input", "claudeOutput"];
 /// Replaces a value that moved. Values that are not longer stay.
 const NULL: &[u8] = b"null";

@@ -33,7 +33,7 @@ pub struct Survey {
     pub place: String,
     /// This log, by the first digits of its id.
     pub log: Option<String>,
-    /// The log whose place it is.
+    /// The log that owns the place.
     pub owner: Option<String>,
     /// Objects that events of this log refer to, whichever log put them.
     pub in_use: Tally,
