@@ -1,5 +1,5 @@
-//! The audit trail: who did what to which thing, when. Append-only and chained by hashes, so that what
-//! was written cannot be changed without somebody noticing.
+//! The audit trail: who did what to which thing, when. Append-only and chained by hashes, so that a later
+//! change is detected.
 
 mod chain;
 
@@ -20,7 +20,7 @@ pub const MAX_AUDIT_DETAILS_BYTES: usize = 64 * 1024;
 /// The largest page of a trail.
 pub const MAX_AUDIT_PAGE: usize = 10_000;
 
-/// Something that somebody did.
+/// One recorded action.
 ///
 /// ```
 /// use everbus_core::AuditEntry;
@@ -31,29 +31,29 @@ pub const MAX_AUDIT_PAGE: usize = 10_000;
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AuditEntry {
-    /// Who did it: a user, a service, a command.
+    /// The actor: a user, a service, a command.
     pub actor: String,
-    /// What was done, dotted: `order.refund`, `dlq.retry`.
+    /// The action, dotted: `order.refund`, `dlq.retry`.
     pub action: String,
-    /// To which thing.
+    /// The target of the action.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub entity: Option<Entity>,
-    /// For which tenant.
+    /// The tenant.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tenant: Option<String>,
-    /// Ties together everything that one request caused.
+    /// Links everything that one request caused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub correlation_id: Option<String>,
-    /// The trace it happened in.
+    /// The trace id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trace_id: Option<String>,
-    /// Anything else worth knowing.
+    /// Further details.
     #[serde(default, skip_serializing_if = "Value::is_null")]
     pub details: Value,
 }
 
 impl AuditEntry {
-    /// An entry: who, and what.
+    /// An entry with its actor and action.
     pub fn new(actor: impl Into<String>, action: impl Into<String>) -> Self {
         Self {
             actor: actor.into(),
@@ -66,12 +66,12 @@ impl AuditEntry {
         }
     }
 
-    /// An entry whose actor is not said: the bus that records it fills in who acts there.
+    /// An entry without an actor: the bus that records it fills in the actor.
     pub fn of(action: impl Into<String>) -> Self {
         Self::new("", action)
     }
 
-    /// To which thing.
+    /// Sets the target of the action.
     #[must_use]
     pub fn entity(mut self, kind: impl Into<String>, id: impl Into<String>) -> Self {
         self.entity = Some(Entity {
@@ -81,35 +81,35 @@ impl AuditEntry {
         self
     }
 
-    /// For which tenant.
+    /// Sets the tenant.
     #[must_use]
     pub fn tenant(mut self, tenant: impl Into<String>) -> Self {
         self.tenant = Some(tenant.into());
         self
     }
 
-    /// Ties together everything that one request caused.
+    /// Links everything that one request caused.
     #[must_use]
     pub fn correlation_id(mut self, id: impl Into<String>) -> Self {
         self.correlation_id = Some(id.into());
         self
     }
 
-    /// The trace it happened in.
+    /// Sets the trace id.
     #[must_use]
     pub fn trace_id(mut self, id: impl Into<String>) -> Self {
         self.trace_id = Some(id.into());
         self
     }
 
-    /// Anything else worth knowing.
+    /// Sets further details.
     #[must_use]
     pub fn details(mut self, details: Value) -> Self {
         self.details = details;
         self
     }
 
-    /// Refuses what is empty or too long.
+    /// Refuses empty and too long values.
     pub fn validate(&self) -> Result<()> {
         let entity = self.entity.as_ref();
         for (name, value) in [
@@ -145,12 +145,12 @@ impl AuditEntry {
         Ok(())
     }
 
-    /// The details as they are stored: JSON text, or nothing.
+    /// The details as stored: JSON text, or `None`.
     pub fn details_text(&self) -> Option<String> {
         (!self.details.is_null()).then(|| self.details.to_string())
     }
 
-    /// What is hashed of it. `details` is its [`details_text`](Self::details_text).
+    /// The content to hash. `details` is its [`details_text`](Self::details_text).
     pub fn content<'a>(
         &'a self,
         seq: u64,
@@ -178,44 +178,43 @@ impl AuditEntry {
 pub struct AuditRecord {
     /// Its number, from 1, without gaps.
     pub seq: u64,
-    /// When it was written. It never falls as the numbers rise, whatever the clock does.
+    /// When it was written. Never earlier than the record before, whatever the clock does.
     pub at: Timestamp,
-    /// The hash of its own content and of the record before it.
+    /// The hash of its content and of the record before it.
     pub hash: AuditHash,
-    /// What was done.
+    /// The entry.
     #[serde(flatten)]
     pub entry: AuditEntry,
 }
 
-/// Which entries. The default is the newest hundred of all.
+/// Selects entries. The default is the newest hundred of all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AuditQuery {
     /// Only by this actor.
     pub actor: Option<String>,
-    /// Only this action, or with a trailing `*` those that begin so.
+    /// Only this action, or with a trailing `*` those with this prefix.
     pub action: Option<String>,
-    /// Only on this thing.
+    /// Only with this target.
     pub entity: Option<Entity>,
     /// Only at or after this time.
     pub since: Option<Timestamp>,
     /// Only at or before this time.
     pub until: Option<Timestamp>,
-    /// Which way to read.
+    /// The order.
     pub order: Order,
     /// At most this many, up to [`MAX_AUDIT_PAGE`]; 0 means 100.
     pub limit: usize,
-    /// Where to go on: [`AuditPage::next`] of the page before.
+    /// Where to continue: [`AuditPage::next`] of the page before.
     pub after: Option<u64>,
 }
 
 impl AuditQuery {
-    /// How many records a page has at most.
+    /// The largest number of records in a page.
     pub fn page(&self) -> usize {
         if self.limit == 0 { 100 } else { self.limit }
     }
 
-    /// Refuses queries that make no sense: a page that is too large, a range that ends before it
-    /// starts.
+    /// Refuses invalid queries: a page that is too large, a range that ends before it starts.
     pub fn validate(&self) -> Result<()> {
         if self.limit > MAX_AUDIT_PAGE {
             return Err(Error::new(
@@ -227,7 +226,7 @@ impl AuditQuery {
         check_range(self.since, self.until)
     }
 
-    /// Whether a record is one of those asked for, its place among them apart.
+    /// Whether a record matches the filters, whatever its position.
     pub fn matches(&self, record: &AuditRecord) -> bool {
         let entry = &record.entry;
         let action = |wanted: &String| match wanted.strip_suffix('*') {
@@ -254,41 +253,41 @@ pub struct AuditPage {
     pub next: Option<u64>,
 }
 
-/// What a verification of the chain found.
+/// The result of a verification of the chain.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct AuditVerdict {
     /// How many records were verified.
     pub verified: u64,
-    /// The first record of the chain; retention moves it.
+    /// The first record of the chain; retention moves it forward.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub first: Option<u64>,
     /// The last one that was verified.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub head: Option<AuditHead>,
-    /// The first thing that is wrong, if something is.
+    /// The first problem, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub broken: Option<AuditBreak>,
-    /// What could not be verified, for people: the head kept outside is missing, for example.
+    /// What could not be verified, as text: for example, the head kept outside is missing.
     pub notes: Vec<String>,
-    /// So many records were ahead of the head kept outside, as a crash leaves them; it was moved on.
+    /// How many records were ahead of the head kept outside, as after a crash; that head was moved forward.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mended: Option<u64>,
 }
 
 impl AuditVerdict {
-    /// Whether the chain is whole.
+    /// Whether the chain is intact.
     pub fn is_ok(&self) -> bool {
         self.broken.is_none()
     }
 }
 
-/// Where a chain is broken.
+/// A break in a chain.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct AuditBreak {
-    /// The first bad record, or the first that is missing; none if what is wrong is not a record.
+    /// The first bad or missing record; `None` if the problem is not a record.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seq: Option<u64>,
-    /// What is wrong with it.
+    /// The problem.
     pub problem: String,
 }
 
@@ -300,15 +299,15 @@ pub trait Audit: Send + Sync + 'static {
     /// One page of the trail.
     fn query(&self, query: AuditQuery) -> BoxFuture<'_, Result<AuditPage>>;
 
-    /// How far the chain has come; nothing if nothing was ever recorded.
+    /// The head of the chain; `None` if nothing was ever recorded.
     fn head(&self) -> BoxFuture<'_, Result<Option<AuditHead>>>;
 
-    /// Verifies the chain from its first record, or the anchor retention left, to its head, and
-    /// against the head that the store keeps outside and the one that the caller knows.
+    /// Verifies the chain from its first record, or from the anchor that retention left, to its head.
+    /// Compares it with the head that the store keeps outside and with the one that the caller knows.
     fn verify(&self, known: Option<AuditHead>) -> BoxFuture<'_, Result<AuditVerdict>>;
 
-    /// Removes the records written before a time, from the beginning only and in small steps, and
-    /// returns how many. The chain stays verifiable from the anchor that is left.
+    /// Removes the records written before a time, from the beginning only and in small steps. Returns how
+    /// many. The chain stays verifiable from the anchor that is left.
     fn forget(&self, before: Timestamp) -> BoxFuture<'_, Result<u64>>;
 
     /// How many records [`forget`](Self::forget) would remove.

@@ -1,14 +1,14 @@
-//! How events move: the verbs every engine implements.
+//! The broker: the operations that move events, which every engine implements.
 //!
 //! ```text
 //!              append                   fetch                 settle: ack | skip | retry | dead | release
 //!  publisher ──────────▶  [Broker]  ──────────▶  [Consumer]  ──────────────────────────────▶  [Broker]
 //! ```
 //!
-//! Every engine keeps every verb here. What needs random access or knowledge of all groups is a small
-//! trait of its own in [`abilities`](crate::abilities), and an engine may lack it. The table in
-//! `docs/architecture.md` says how each verb maps to SQLite, PostgreSQL, NATS JetStream, Redis Streams,
-//! Kafka and SQS.
+//! Every engine implements all operations here. Operations that need random access or knowledge of all
+//! groups are small separate traits in [`abilities`](crate::abilities), which an engine may lack. The table
+//! in `docs/architecture.md` says how each operation maps to SQLite, PostgreSQL, NATS JetStream, Redis
+//! Streams, Kafka and SQS.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -32,38 +32,38 @@ use crate::time::Timestamp;
 /// A boxed future, so that engines can be trait objects.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
-/// Moves events from publishers to consumer groups and keeps what is not settled.
+/// Moves events from publishers to consumer groups and keeps them until they are settled.
 ///
-/// What every engine guarantees, and the conformance suite checks:
+/// Every engine guarantees the following, and the conformance suite checks it:
 ///
 /// - An append that returned `Ok` is as durable as [`Capabilities::durability`] says.
-/// - An event stays owed to every group declared before it was appended until the group settled it.
+/// - An event stays pending in every group declared before it was appended until the group settled it.
 /// - An attempt is counted durably before the delivery is handed out.
 /// - A settlement applies only while its lease is held ([`Code::LeaseLost`](crate::Code::LeaseLost)
 ///   otherwise), where [`Capabilities::fencing`] says so.
 /// - No future here loses anything when it is dropped.
 pub trait Broker: Send + Sync + 'static {
-    /// What this engine really offers.
+    /// The capabilities of this engine.
     fn capabilities(&self) -> Capabilities;
 
-    /// Makes the streams exist as they are declared: with their limits, shards and copies, each with its
-    /// dialect on the wire. Durable on return; declaring again is harmless and takes over what changed.
-    /// The runtime calls it before anything else that a bus does.
+    /// Creates or updates the streams as declared: with their limits, shards and copies, each with its
+    /// dialect on the wire. Durable on return; declaring again is harmless and applies changes. The runtime
+    /// calls it before any other operation of a bus.
     ///
-    /// Left as it is by an engine with one log, where streams are a table above the log.
+    /// The default does nothing: for an engine with one log, where streams are a table above the log.
     fn declare_streams(&self, streams: Streams) -> BoxFuture<'_, Result<()>> {
         drop(streams);
         Box::pin(std::future::ready(Ok(())))
     }
 
-    /// Creates a group if it does not exist and adds subscriptions to it; durable on return.
-    /// Declaring again is harmless and returns the same subscription ids. Returns every subscription of the
-    /// group: those declared now in their order, then the others by name.
+    /// Creates a group if it does not exist and adds subscriptions to it; durable on return. Declaring
+    /// again is harmless and returns the same subscription ids. Returns every subscription of the group:
+    /// those declared now in their order, then the others by name.
     fn declare(&self, group: GroupSpec) -> BoxFuture<'_, Result<Vec<SubscriptionInfo>>>;
 
-    /// Removes one subscription from its group. The group and what it owes stay, but for events that wait
-    /// because no process has a handler for them: those that the group no longer wants are skipped with the
-    /// reason [`UNSUBSCRIBED`](crate::UNSUBSCRIBED).
+    /// Removes one subscription from its group. The group and its pending events stay, with one exception:
+    /// events that wait because no process has a handler for them, and that no other subscription of the
+    /// group matches, are skipped with the reason [`UNSUBSCRIBED`](crate::UNSUBSCRIBED).
     fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>>;
 
     /// Deletes a group with its position, deliveries and dead letters.
@@ -71,10 +71,10 @@ pub trait Broker: Send + Sync + 'static {
 
     /// Appends events; one answer per event, in order, once they are durable.
     ///
-    /// An event whose id is known with the same body gets its first answer again
-    /// ([`Appended::duplicate`]); with another body it is [`Code::IdReused`](crate::Code::IdReused).
-    /// With [`Capabilities::atomic_batch`] either all events of the batch are stored or none, and the
-    /// first error answers for all.
+    /// An event whose id is known with the same body gets its first answer again ([`Appended::duplicate`]);
+    /// with another body it is [`Code::IdReused`](crate::Code::IdReused). With
+    /// [`Capabilities::atomic_batch`] either all events of the batch are stored or none, and the first
+    /// error is the answer for all.
     fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>>;
 
     /// Begins to consume a group. Several consumers of one group compete, also across processes.
@@ -84,39 +84,40 @@ pub trait Broker: Send + Sync + 'static {
         options: ConsumeOptions,
     ) -> BoxFuture<'_, Result<Box<dyn Consumer>>>;
 
-    /// Says what became of deliveries; one answer per settlement, in order, once durable.
+    /// Settles deliveries; one answer per settlement, in order, once durable.
     fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>>;
 
-    /// Lengthens leases: each ends `by` from now. One answer per lease, in order.
+    /// Extends leases: each ends `by` from now. One answer per lease, in order.
     fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>>;
 
-    /// How every group stands.
+    /// The state of every group.
     fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>>;
 
-    /// Stops the engine after what is under way; later calls fail. Closing twice is harmless.
+    /// Stops the engine after the running calls; later calls fail. Closing twice is harmless.
     fn close(&self) -> BoxFuture<'_, Result<()>>;
 }
 
-/// Hands out the deliveries of one group to this process.
+/// Delivers the events of one group to this process.
 pub trait Consumer: Send {
     /// Waits for deliveries and returns between 1 and `max` of them, oldest first.
     ///
-    /// Dropping the future loses nothing: what was claimed meanwhile comes with the next call.
-    /// After the engine is closed it returns [`Code::EventBusShutdownError`](crate::Code::EventBusShutdownError).
+    /// Dropping the future loses nothing: events that were claimed meanwhile come with the next call. After
+    /// the engine is closed it returns [`Code::EventBusShutdownError`](crate::Code::EventBusShutdownError).
     fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>>;
 
-    /// Replaces the patterns this process has handlers for. The consumer stays in its group.
+    /// Replaces the patterns that this process has handlers for. The consumer stays in its group.
     fn set_handled(&mut self, handled: Vec<Pattern>);
 
-    /// Stops claiming without leaving the group: until [`resume`](Self::resume), `fetch` waits. What was
-    /// claimed and not fetched is given back, as no attempt; deliveries already fetched stay valid.
+    /// Stops claiming without leaving the group: until [`resume`](Self::resume), `fetch` waits. Events that
+    /// were claimed and not fetched are given back without counting an attempt; fetched deliveries stay
+    /// valid.
     fn pause(&mut self) -> BoxFuture<'_, Result<()>>;
 
     /// Claims again, with at most `prefetch` deliveries claimed and not settled. Also changes the
     /// prefetch of a consumer that is not paused; what it holds beyond the new number stays valid.
     fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>>;
 
-    /// Gives back what was claimed and not fetched. Deliveries already fetched stay valid.
+    /// Gives back events that were claimed and not fetched. Fetched deliveries stay valid.
     fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>>;
 }
 
@@ -124,21 +125,21 @@ pub trait Consumer: Send {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ConsumeOptions {
-    /// At most this many deliveries are claimed and not settled by this consumer.
+    /// At most this many deliveries of this consumer are claimed and not settled.
     pub prefetch: usize,
-    /// How many deliveries this consumer runs at once. An engine whose attempts are exact hands out about
-    /// so many unsettled ones at a time, and more only while they are settled quickly ([`Window`]): the
-    /// rest of what it claimed has not begun, and is no attempt after a crash. `None`: whatever is
-    /// claimed may begin.
+    /// How many deliveries this consumer runs at once. An engine with exact attempts hands out about this
+    /// many unsettled ones at a time, and more only while they are settled quickly ([`Window`]): the other
+    /// claimed events have not begun, and count no attempt after a crash. `None`: every claimed event may
+    /// begin.
     ///
     /// [`Window`]: crate::Window
     pub concurrency: Option<usize>,
     /// How long a lease lasts unless it is extended.
     pub lease: Duration,
-    /// What this process has handlers for. Events of the group that match none of these are left
-    /// to other processes.
+    /// The patterns that this process has handlers for. Events of the group that match none of these are
+    /// left to other processes.
     pub handled: Vec<Pattern>,
-    /// An event that no process has had a handler for is dead-lettered after this long.
+    /// An event without a handler in any process is dead-lettered after this long.
     pub no_handler_after: Duration,
 }
 
@@ -170,7 +171,7 @@ impl ConsumeOptions {
         self
     }
 
-    /// How many deliveries are run at once.
+    /// Sets how many deliveries run at once.
     #[must_use]
     pub fn concurrency(mut self, concurrency: usize) -> Self {
         self.concurrency = Some(concurrency);
@@ -184,7 +185,7 @@ impl ConsumeOptions {
         self
     }
 
-    /// How long an event may wait for a process with a handler for it.
+    /// Sets how long an event may wait for a process with a handler for it.
     #[must_use]
     pub fn no_handler_after(mut self, after: Duration) -> Self {
         self.no_handler_after = after;
@@ -198,11 +199,11 @@ impl ConsumeOptions {
 pub struct Appended {
     /// The id of the event.
     pub id: EventId,
-    /// Where it is.
+    /// Its position.
     pub position: Position,
     /// When the engine received it.
     pub received_at: Timestamp,
-    /// Whether it was there already.
+    /// Whether it was stored before.
     pub duplicate: bool,
 }
 
@@ -217,7 +218,7 @@ impl Appended {
         }
     }
 
-    /// Says that the event was there already: this is the answer to its first append.
+    /// Marks it as a duplicate: this is the answer to its first append.
     #[must_use]
     pub const fn as_duplicate(mut self) -> Self {
         self.duplicate = true;
@@ -225,19 +226,18 @@ impl Appended {
     }
 }
 
-/// An event handed to a group under a lease.
+/// An event delivered to a group under a lease.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Delivery {
-    /// The event and where it is in the log.
+    /// The event and its position in the log.
     pub record: Arc<Recorded>,
-    /// Which attempt this is, from 1. Higher than the last failure's attempt by one, unless a
-    /// release came between.
+    /// The attempt number, from 1. It is one higher than that of the last failure, unless a release came
+    /// between.
     pub attempt: u32,
     /// The failed attempts so far, in order.
     pub failures: Vec<Failure>,
-    /// Somebody has put it back from the dead letters, or replays it, and so wants it handled, however
-    /// old it is.
+    /// The event was retried from the dead letters or is replayed: it must be handled, however old it is.
     pub retried: bool,
     /// The right to settle it.
     pub lease: Lease,
@@ -255,7 +255,7 @@ impl Delivery {
         }
     }
 
-    /// Which attempt this is, and the failed ones before it.
+    /// Sets the attempt number and the failed attempts before it.
     #[must_use]
     pub fn after(mut self, attempt: u32, failures: Vec<Failure>) -> Self {
         self.attempt = attempt;
@@ -263,7 +263,7 @@ impl Delivery {
         self
     }
 
-    /// Says whether it was put back from the dead letters, or is replayed.
+    /// Sets whether it was retried from the dead letters or is replayed.
     #[must_use]
     pub fn retried(mut self, retried: bool) -> Self {
         self.retried = retried;
@@ -271,7 +271,7 @@ impl Delivery {
     }
 }
 
-/// The right to settle one delivery until it ends. Only the engine that made it knows what is in it.
+/// The right to settle one delivery, until it ends. Only the engine that made it knows its content.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Lease {
     position: Position,
@@ -280,8 +280,8 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// For engines: a lease on the event at this position. The two numbers are the engine's own: what was
-    /// claimed, and a token that changes with each hand-out.
+    /// For engines: a lease on the event at this position. The two numbers belong to the engine: what was
+    /// claimed, and a fencing token that changes with each delivery.
     pub const fn new(position: Position, words: [u64; 2]) -> Self {
         Self {
             position,
@@ -290,14 +290,14 @@ impl Lease {
         }
     }
 
-    /// For engines: adds a handle that is text, such as a reply subject or a receipt.
+    /// For engines: adds a text handle, such as a reply subject or a receipt.
     #[must_use]
     pub fn with_text(mut self, text: Arc<str>) -> Self {
         self.text = Some(text);
         self
     }
 
-    /// The event.
+    /// The position of the event.
     pub const fn position(&self) -> Position {
         self.position
     }
@@ -313,31 +313,32 @@ impl Lease {
     }
 }
 
-/// What became of a delivery.
+/// The settlement of a delivery.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Settlement {
     /// The lease of the delivery.
     pub lease: Lease,
-    /// What became of it.
+    /// Its verdict.
     pub verdict: Verdict,
-    /// Events to append in the same step as the verdict, whatever that is, where the engine can do both at once
-    /// ([`Capabilities::atomic_follow_ups`]); before it otherwise.
+    /// Events to append in the same step as the verdict, if the engine can do both at once
+    /// ([`Capabilities::atomic_follow_ups`]); before the verdict otherwise.
     pub follow_ups: Vec<Event>,
-    /// With [`Verdict::Ack`]: writes the event into the group's inbox in the same step. If it is
-    /// there already, the event is acked and neither the effect nor the follow-ups happen again.
+    /// With [`Verdict::Ack`]: writes the event into the group's inbox in the same step. If the inbox has it
+    /// already, the event is acked and neither the effect nor the follow-ups happen again.
     pub inbox: bool,
-    /// With [`Verdict::Ack`]: runs inside the same transaction. If it fails, nothing of the settlement
-    /// is applied, the answer is [`Code::EffectFailed`](crate::Code::EffectFailed) with its error as the cause, and the lease is
-    /// still held. [`Code::Unsupported`](crate::Code::Unsupported) where [`Capabilities::transaction`] is another engine's.
+    /// With [`Verdict::Ack`]: runs inside the same transaction. If it fails, nothing of the settlement is
+    /// applied, the answer is [`Code::EffectFailed`](crate::Code::EffectFailed) with its error as the
+    /// cause, and the lease is still held. [`Code::Unsupported`](crate::Code::Unsupported) if
+    /// [`Capabilities::transaction`] names another engine.
     pub effect: Option<Effect>,
-    /// With [`Verdict::Ack`] and [`Verdict::Skip`] of an event that had failed before: the attempt that
-    /// ended it, to be kept with the failures. An engine keeps nothing of an event that never failed.
+    /// With [`Verdict::Ack`] and [`Verdict::Skip`] of an event that had failed before: the final attempt,
+    /// to be kept with the failures. An engine keeps nothing for an event that never failed.
     pub ran: Option<Box<Ran>>,
 }
 
 impl Settlement {
-    /// A settlement with nothing but a verdict.
+    /// A settlement with only a verdict.
     pub fn new(lease: Lease, verdict: Verdict) -> Self {
         Self {
             lease,
@@ -355,37 +356,37 @@ impl Settlement {
 pub enum Verdict {
     /// Handled.
     Ack,
-    /// Not handled, on purpose, for a reason that is recorded.
+    /// Skipped on purpose; the reason is recorded.
     Skip {
         /// Why.
         reason: String,
     },
-    /// Failed; to be tried again.
+    /// Failed; to be retried.
     Retry {
-        /// How long to wait.
+        /// The delay.
         after: Duration,
         /// What went wrong.
         failure: Failure,
     },
     /// Failed for good: moved to the dead letters in the same step.
     Dead {
-        /// What went wrong last; `None` if the failures already recorded say it.
+        /// The last failure; `None` if the recorded failures are enough.
         failure: Option<Failure>,
     },
-    /// Given back without an attempt: shutdown, no handler here, an open circuit breaker.
+    /// Given back without counting an attempt: shutdown, no handler here, an open circuit breaker.
     Release {
-        /// Not to be handed out again before this long.
+        /// Not to be delivered again before this long.
         after: Duration,
     },
 }
 
-/// How safe an acknowledged event is.
+/// The durability of an acknowledged event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Durability {
-    /// Gone with the process.
+    /// Lost with the process.
     Memory,
-    /// Survives the process; a power loss may take the last moments.
+    /// Survives the process; a power loss may lose the last moments.
     Process,
     /// On the disk before the publish returns: survives power loss.
     PowerLoss,
@@ -397,7 +398,7 @@ pub enum Durability {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Deduplication {
-    /// Not at all: the consumer's inbox must.
+    /// Not at all: the consumer's inbox must recognise it.
     None,
     /// For this long.
     Window(Duration),
@@ -405,7 +406,7 @@ pub enum Deduplication {
     WhileRetained,
 }
 
-/// In which order a group gets its events.
+/// The order in which a group gets its events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OrderScope {
@@ -415,13 +416,13 @@ pub enum OrderScope {
     Key,
 }
 
-/// What an engine really offers; nothing pretends.
+/// The real capabilities of an engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Capabilities {
     /// The engine's name.
     pub engine: &'static str,
-    /// How safe an acknowledged event is.
+    /// The durability of an acknowledged event.
     pub durability: Durability,
     /// A batch is stored as a whole or not at all.
     pub atomic_batch: bool,
@@ -431,20 +432,20 @@ pub struct Capabilities {
     pub atomic_dead_letter: bool,
     /// The engine itself waits before a retry; otherwise the runtime holds the event.
     pub native_delay: bool,
-    /// A settlement with a lease that was lost is refused.
+    /// A settlement with a lost lease is refused (fencing token).
     pub fencing: bool,
     /// Attempts are exact; otherwise deliveries are counted, and a crash may count one more.
     pub exact_attempts: bool,
     /// How long a repeated id is recognised.
     pub deduplication: Deduplication,
-    /// In which order a group gets its events.
+    /// The order in which a group gets its events.
     pub order: OrderScope,
     /// The engine in whose transactions an [`Effect`] runs, if it runs any.
     pub transaction: Option<&'static str>,
 }
 
 impl Capabilities {
-    /// Those of an engine that offers nothing beyond the verbs; add what it does offer.
+    /// The capabilities of an engine with only the required operations; add what it offers besides.
     ///
     /// ```
     /// use std::time::Duration;
@@ -470,7 +471,7 @@ impl Capabilities {
         }
     }
 
-    /// Those of an engine that offers everything, transactions with other data apart.
+    /// The capabilities of an engine with everything but transactions with other data.
     pub const fn full(engine: &'static str, durability: Durability) -> Self {
         Self::new(engine, durability)
             .atomic_batch(true)

@@ -1,4 +1,4 @@
-//! Checkpoints: how far something long has come, so that it can go on after a restart.
+//! Checkpoints: the saved state of a long operation, so that it can continue after a restart.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -7,7 +7,7 @@ use crate::broker::BoxFuture;
 use crate::error::{Code, Error, Result};
 use crate::time::Timestamp;
 
-/// Refuses names that nobody could type again: a name is 1 to 255 printable characters.
+/// Refuses names that are hard to type: a name is 1 to 255 printable characters.
 pub fn check_checkpoint_name(name: &str) -> Result<()> {
     if name.is_empty() || name.chars().count() > 255 || name.chars().any(char::is_control) {
         return Err(Error::new(
@@ -19,12 +19,12 @@ pub fn check_checkpoint_name(name: &str) -> Result<()> {
     Ok(())
 }
 
-/// How far something has come, under a name.
+/// The saved state of an operation, under a name.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Checkpoint {
-    /// What it belongs to: `replay/…`.
+    /// The name: `replay/…`.
     pub name: String,
-    /// Whatever its owner needs to go on.
+    /// The state that its owner needs to continue.
     pub state: Value,
     /// When it was saved.
     pub saved_at: Timestamp,
@@ -32,12 +32,12 @@ pub struct Checkpoint {
 
 /// A store that keeps checkpoints.
 pub trait Checkpoints: Send + Sync + 'static {
-    /// Saves one, in place of an earlier one of its name; durable on return.
+    /// Saves a checkpoint, replacing an earlier one of the same name; durable on return.
     fn save(&self, name: String, state: Value) -> BoxFuture<'_, Result<()>>;
 
-    /// Those whose names begin so, by name.
+    /// The checkpoints with this prefix, by name.
     fn load(&self, prefix: String) -> BoxFuture<'_, Result<Vec<Checkpoint>>>;
 
-    /// Removes one; whether it was there.
+    /// Removes a checkpoint. Returns whether there was one.
     fn remove(&self, name: String) -> BoxFuture<'_, Result<bool>>;
 }

@@ -8,15 +8,15 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use crate::time::Timestamp;
 use parking_lot::Mutex;
 
-/// Where the current time comes from.
+/// The source of the current time.
 ///
-/// Due times, leases and ages are reckoned with it; the timeout of a running handler is not, since
-/// that measures real work.
+/// Due times, leases and ages use it; the timeout of a running handler does not, because it measures real
+/// work.
 pub trait Clock: fmt::Debug + Send + Sync + 'static {
     /// The current time.
     fn now(&self) -> Timestamp;
 
-    /// Calls `wake` whenever the time jumps, so that sleepers look again. A clock that only flows
+    /// Calls `wake` whenever the time jumps, so that sleeping tasks check again. A clock that never jumps
     /// never calls it.
     fn on_jump(&self, wake: Box<dyn Fn() + Send + Sync>) {
         drop(wake);

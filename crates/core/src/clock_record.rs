@@ -1,7 +1,7 @@
-//! How the clock of a store has gone: whether it may be believed when things are removed by their age.
+//! A record of the clock of a store: whether it can be trusted when data is removed by age.
 //!
-//! A wrong answer of a time server, or a machine that was asleep, makes a clock leap ahead. What is
-//! removed then cannot be brought back, so retention waits until the clock has proved itself.
+//! A wrong answer of a time server, or a suspended machine, can make a clock jump ahead. Removed data
+//! cannot be restored, so retention waits until the clock has run evenly for some time.
 
 use std::time::Duration;
 
@@ -11,43 +11,42 @@ use crate::time::Timestamp;
 
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// What was seen of the clock, written down in the store at every look.
+/// What is known about the clock; stored at every check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClockRecord {
-    /// The time at the last look.
+    /// The time at the last check.
     pub seen: Timestamp,
     /// Set while the clock is in doubt.
     pub doubt: Option<ClockDoubt>,
 }
 
-/// The clock was found far ahead of where it was seen before.
+/// The clock was found far ahead of the last check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClockDoubt {
-    /// The last time that was seen before it.
+    /// The last time seen before the jump.
     pub before: Timestamp,
-    /// The time that was found.
+    /// The time after the jump.
     pub found: Timestamp,
-    /// How long it has gone evenly since.
+    /// How long the clock has run evenly since.
     pub even_for: Duration,
 }
 
 impl ClockRecord {
-    /// A clock this far ahead of where it was seen last has leapt, or nobody has looked for so long.
+    /// A clock this far ahead of the last check has jumped, or no check ran for this long.
     pub const LEAP: Duration = Duration::from_secs(3 * 24 * 3600);
-    /// A clock in doubt is believed again when it was seen going evenly for so long.
+    /// A clock in doubt is trusted again after it has run evenly for this long.
     pub const PROOF: Duration = Duration::from_secs(24 * 3600);
-    /// Two looks prove at most so much: somebody looks every hour while a bus runs.
+    /// Two checks prove at most this much: a running bus checks every hour.
     const STEP: Duration = Duration::from_secs(2 * 3600);
 
-    /// The record after another look. The first look is compared with the newest event, if there is
-    /// one.
+    /// The record after another check. The first check is compared with the newest event, if there is one.
     #[must_use]
     pub fn look(known: Option<Self>, newest: Option<Timestamp>, now: Timestamp) -> Self {
         let first = || Self::certain(newest.unwrap_or(now));
         let Self { seen, doubt } = known.unwrap_or_else(first);
         let step = now.since(seen);
         let doubt = if now < seen {
-            // Put back: if it is where it was before it leapt, that is over.
+            // Set back: if the clock is where it was before the jump, the doubt is over.
             doubt.filter(|doubt| now > doubt.before.plus(Self::LEAP))
         } else if step > Self::LEAP {
             let before = doubt.map_or(seen, |doubt| doubt.before);
@@ -77,7 +76,7 @@ impl ClockRecord {
 }
 
 impl ClockDoubt {
-    /// How much longer it has to go evenly.
+    /// How much longer it has to run evenly.
     pub fn left(&self) -> Duration {
         ClockRecord::PROOF.saturating_sub(self.even_for)
     }
@@ -130,7 +129,7 @@ mod tests {
         let known = &mut None;
         look(known, 0);
         assert!(look(known, 1000).is_some());
-        // Each look proves two hours at most, however long nobody looked.
+        // Each check proves two hours at most, however long ago the last check was.
         for night in 1..12 {
             assert!(look(known, 1000 + 16 * night).is_some(), "{night}");
         }

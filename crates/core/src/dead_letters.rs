@@ -1,4 +1,5 @@
-//! The dead letters: events a group gave up on, kept with everything needed to understand and retry.
+//! The dead letters: events that a group gave up on, kept with everything needed to understand and retry
+//! them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,27 +18,27 @@ use crate::pattern::Pattern;
 use crate::position::Position;
 use crate::time::Timestamp;
 
-/// The metadata of a corrected event that names the one it stands for.
+/// Metadata of a corrected event: the id of the original.
 pub const EDIT_OF: &str = "edit_of";
-/// The metadata of a replayed event that names the one it is a copy of.
+/// Metadata of a replayed event: the id of the original.
 pub const REPLAY_OF: &str = "replay_of";
 
-/// The type of the event that tells of a dead letter.
+/// The type of the event that announces a dead letter.
 pub const DEAD_LETTER_EVENT: &str = "system.dead_letter";
 
-/// Why a group passes by the corrected event that [`DeadLetters::replace`] sent to another one.
+/// Why a group skips a corrected event that [`DeadLetters::replace`] sent to another group.
 pub const ADDRESSED: &str = "it is addressed to another group";
-/// Why a group has nothing to do with an event that none of its subscriptions matches.
+/// Why a group skips an event that none of its subscriptions matches.
 pub const UNMATCHED: &str = "no subscription of the group matches it";
 
-/// Why a group is done with an event whose dead letter was [purged](DeadLetters::purge), and that
-/// somebody else needs.
+/// Why a group has finished an event whose dead letter was [purged](DeadLetters::purge), if another group
+/// still needs the event.
 pub const LETTER_PURGED: &str = "its dead letter was purged";
 
-/// How the reasons begin that [`letter_kept_for`] gives.
+/// The prefix of the reasons that [`letter_kept_for`] returns.
 pub const LETTER_KEPT: &str = "its dead letter was kept for";
 
-/// Why a group is done with an event whose dead letter went by its age, unhandled as it was.
+/// Why a group has finished an event without handling it: retention removed its dead letter.
 pub fn letter_kept_for(age: Duration) -> String {
     let micros = age.as_micros();
     let units = [
@@ -47,7 +48,7 @@ pub fn letter_kept_for(age: Duration) -> String {
         (1_000_000, "second"),
         (1000, "millisecond"),
     ];
-    // The largest unit of which it is a whole number.
+    // The largest unit that divides it.
     let unit = units
         .into_iter()
         .find(|(unit, _)| micros.is_multiple_of(*unit));
@@ -57,17 +58,17 @@ pub fn letter_kept_for(age: Duration) -> String {
     format!("{LETTER_KEPT} {count} {name}{plural}")
 }
 
-/// An error text longer than this is cut in the notice of a dead letter: however it is escaped, the
-/// notice stays a small event. The dead letter itself has all of it.
+/// Longer error texts are cut in the notice of a dead letter, so that the notice stays small even after
+/// escaping. The dead letter itself keeps the whole text.
 const NOTICE_ERROR_BYTES: usize = 16 * 1024;
 
-/// The event that tells of a dead letter: `system.dead_letter {eventId, eventType, error}`, with the
-/// group and the attempts beside it. None for an event of the system itself, or one dead letter would
-/// lead to another.
+/// The event that announces a dead letter: `system.dead_letter {eventId, eventType, error}`, with the group
+/// and the attempts. `None` for an event of the system itself; otherwise one dead letter could cause
+/// another.
 ///
-/// Engines append it in the step that writes the dead letter; `attempts` are all of them, as in
-/// [`DeadLetter::attempts`]. Its id is made from the event, the group, the time and the attempts, so
-/// that telling twice is telling once.
+/// Engines append it in the step that writes the dead letter; `attempts` is the total, as in
+/// [`DeadLetter::attempts`]. Its id is made from the event, the group, the time and the attempts, so that
+/// appending it twice stores it once.
 pub fn dead_letter_notice(
     dead: &Recorded,
     group: &GroupName,
@@ -106,10 +107,10 @@ pub fn dead_letter_notice(
     builder.build().ok()
 }
 
-/// A dead letter that dies again and again keeps so many failures.
+/// The largest number of failures that a dead letter keeps.
 pub const MAX_FAILURES: usize = 200;
 
-/// The failures of a dead letter that died again: those it had, and the new ones.
+/// The failures of a dead letter that failed again: the earlier ones, then the new ones.
 pub fn all_failures(
     mut before: Vec<Failure>,
     new: impl IntoIterator<Item = Failure>,
@@ -130,14 +131,14 @@ pub struct DeadLetter {
     pub handler: Option<String>,
     /// All attempts, those before an earlier retry included.
     pub attempts: u32,
-    /// Every failed attempt, in order, those before an earlier retry included: after each retry they are
-    /// numbered from 1 again. Of more than [`MAX_FAILURES`] the oldest are forgotten.
+    /// Every failed attempt, in order, including those before an earlier retry; after each retry they are
+    /// numbered from 1 again. Beyond [`MAX_FAILURES`] the oldest are dropped.
     pub failures: Vec<Failure>,
     /// When the event first became a dead letter in this group.
     pub first_seen_at: Timestamp,
-    /// When it did last: the time of the final failure.
+    /// When it last became a dead letter: the time of the final failure.
     pub died_at: Timestamp,
-    /// When it was last sent back, if it was.
+    /// When it was last retried, if it was.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub retried_at: Option<Timestamp>,
     /// The corrected event that was sent in its place, if one was.
@@ -154,7 +155,7 @@ impl DeadLetter {
         &self.record.event
     }
 
-    /// What names it.
+    /// Its key.
     pub fn key(&self) -> DeadLetterKey {
         DeadLetterKey {
             position: self.record.position,
@@ -162,8 +163,8 @@ impl DeadLetter {
         }
     }
 
-    /// The event with another payload: under a new id, linked to the original by the metadata
-    /// [`EDIT_OF`] and as its cause, everything else as it was.
+    /// The event with another payload: under a new id, linked to the original by the metadata [`EDIT_OF`]
+    /// and as its cause; everything else is unchanged.
     pub fn corrected(&self, payload: impl Into<Bytes>) -> Result<Event> {
         let original = &self.record.event;
         let mut builder = Event::builder(original.type_arc().clone())
@@ -191,7 +192,7 @@ impl DeadLetter {
     }
 }
 
-/// What names a dead letter: one event in one group. Also the cursor of a page.
+/// Identifies a dead letter: one event in one group. Also the cursor of a page.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DeadLetterKey {
     /// The position of the event.
@@ -200,7 +201,7 @@ pub struct DeadLetterKey {
     pub group: GroupName,
 }
 
-/// A dead letter in place of which a corrected event was sent.
+/// A dead letter that was replaced by a corrected event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Replaced {
     /// The dead letter.
@@ -209,10 +210,10 @@ pub struct Replaced {
     pub by: EventId,
 }
 
-/// Which dead letters. The default is all open ones.
+/// Selects dead letters. The default is all open ones.
 #[derive(Clone, Debug, Default)]
 pub struct DeadLetterFilter {
-    /// Only of types that match.
+    /// Only events whose type matches.
     pub pattern: Option<Pattern>,
     /// Only of this group.
     pub group: Option<GroupName>,
@@ -222,9 +223,10 @@ pub struct DeadLetterFilter {
     pub since: Option<Timestamp>,
     /// Only events received at or before this time.
     pub until: Option<Timestamp>,
-    /// Only those that died at or before this time: what fails again meanwhile is left out.
+    /// Only those whose final failure was at or before this time: events that fail again meanwhile are left
+    /// out.
     pub died_until: Option<Timestamp>,
-    /// Only of this tenant; an empty text means events without one.
+    /// Only of this tenant; an empty text means events without a tenant.
     pub tenant: Option<String>,
     /// Only those whose last failure was in this handler.
     pub handler: Option<String>,
@@ -232,36 +234,36 @@ pub struct DeadLetterFilter {
     pub error: Option<String>,
 }
 
-/// How many open dead letters fail in the same way.
+/// The number of open dead letters with the same group, type and error.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DeadLetterTally {
     /// The group that failed.
     pub group: GroupName,
     /// The type of the events.
     pub event_type: String,
-    /// The beginning of their last error, up to [`TALLY_ERROR_CHARS`] characters.
+    /// The first [`TALLY_ERROR_CHARS`] characters of their last error.
     pub error: String,
     /// How many there are.
     pub count: u64,
 }
 
-/// Errors that agree so far are counted together.
+/// Errors with the same first characters, up to this number, are counted together.
 pub const TALLY_ERROR_CHARS: usize = 200;
 
 impl DeadLetterTally {
-    /// The part of an error that a tally goes by.
+    /// The part of an error that a tally compares.
     pub fn beginning(error: &str) -> &str {
         let end = error.char_indices().nth(TALLY_ERROR_CHARS);
         end.map_or(error, |(end, _)| &error[..end])
     }
 }
 
-/// Which page of a list.
+/// A page of a list.
 #[derive(Clone, Debug)]
 pub struct PageRequest {
-    /// At most this many; 100 unless said otherwise.
+    /// At most this many; 100 by default.
     pub limit: usize,
-    /// Leave out this many first. Costs more the larger it is; prefer `after`.
+    /// Skip this many first. Slower the larger it is; prefer `after`.
     pub offset: usize,
     /// Begin after this one: the `next` of the page before.
     pub after: Option<DeadLetterKey>,
@@ -281,7 +283,7 @@ impl Default for PageRequest {
 }
 
 impl PageRequest {
-    /// Refuses pages that make no sense.
+    /// Refuses invalid pages.
     pub fn validate(&self) -> Result<()> {
         if self.limit == 0 || self.limit > MAX_PAGE {
             return Err(Error::new(
@@ -303,7 +305,7 @@ pub struct DeadLetterPage {
     pub next: Option<DeadLetterKey>,
 }
 
-/// Which time a purge goes by.
+/// The time that a purge compares.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PurgeBasis {
     /// When the event was received, as the specification says.
@@ -325,8 +327,8 @@ pub trait DeadLetters: Send + Sync + 'static {
     /// How many open dead letters there are.
     fn count(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>>;
 
-    /// What the open dead letters have in common: how many there are of each group, type and error,
-    /// the most frequent first, at most `limit` of them and no more than [`MAX_PAGE`].
+    /// Counts the open dead letters by group, type and error, the most frequent first, at most `limit`
+    /// entries and no more than [`MAX_PAGE`].
     fn tally(
         &self,
         filter: DeadLetterFilter,
@@ -336,16 +338,16 @@ pub trait DeadLetters: Send + Sync + 'static {
         Box::pin(std::future::ready(Err(cannot("counting dead letters"))))
     }
 
-    /// Everything known about an event's dead letters, retried ones included.
+    /// All dead letters of an event, retried ones included.
     fn get(&self, id: EventId) -> BoxFuture<'_, Result<Vec<DeadLetter>>>;
 
-    /// Sends dead letters back to the group that failed, with a fresh set of attempts. Returns how
-    /// many were open and are waiting now.
+    /// Retries dead letters in the group that failed, with a fresh set of attempts. Returns how many open
+    /// ones now wait.
     fn retry(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>>;
 
-    /// As [`retry`](Self::retry), for at most `limit` of them, oldest event first, so that somebody can
-    /// go slowly and the order of keys is kept. Give the filter a
-    /// [`died_until`](DeadLetterFilter::died_until), or what fails again at once is retried for ever.
+    /// As [`retry`](Self::retry), for at most `limit` of them, oldest event first, for retries at a limited
+    /// rate that keep the order of keys. Set [`died_until`](DeadLetterFilter::died_until) in the filter;
+    /// otherwise events that fail again are retried for ever.
     fn retry_some(&self, filter: DeadLetterFilter, limit: usize) -> BoxFuture<'_, Result<u64>> {
         let _ = (filter, limit);
         Box::pin(std::future::ready(Err(cannot(
@@ -353,10 +355,11 @@ pub trait DeadLetters: Send + Sync + 'static {
         ))))
     }
 
-    /// Sends a corrected event in place of a dead letter, to the group that failed and to no other, in one
-    /// step: it is [addressed](Event::addressed_to) to that group, whatever address it came with. It takes its place at the end of the log, and the group comes to it in its turn;
-    /// if the group does not want its type any more, it comes at once. The dead letter is kept, no longer
-    /// open, and names the corrected event; [`DeadLetter::corrected`] makes it from the original.
+    /// Publishes a corrected event instead of a dead letter, for the group that failed and no other, in one
+    /// step: it is [addressed](Event::addressed_to) to that group, replacing any earlier address. It is
+    /// appended at the end of the log, and the group gets it in order; if the group no longer subscribes to
+    /// its type, it gets it at once. The dead letter is kept, is no longer open, and names the corrected
+    /// event; [`DeadLetter::corrected`] makes it from the original.
     ///
     /// [`Code::NotFound`] if the dead letter is not open, [`Code::IdReused`] if there is an event with
     /// that id, [`Code::InvalidAttribute`] if it has another type or tenant than the original
@@ -366,14 +369,13 @@ pub trait DeadLetters: Send + Sync + 'static {
         Box::pin(std::future::ready(Err(cannot("replacing a dead letter"))))
     }
 
-    /// Every dead letter in place of which a corrected event was sent, oldest event first.
+    /// Every dead letter that was replaced by a corrected event, oldest event first.
     fn replaced(&self) -> BoxFuture<'_, Result<Vec<Replaced>>> {
         Box::pin(std::future::ready(Err(cannot("replacing a dead letter"))))
     }
 
-    /// Deletes dead letters up to and including `cutoff`, and their events where nobody else needs
-    /// them. Where somebody does, the group that failed has skipped the event with the reason
-    /// [`LETTER_PURGED`].
+    /// Deletes dead letters up to and including `cutoff`, and their events if no other group needs them. If
+    /// another group does, the failed group has skipped the event with the reason [`LETTER_PURGED`].
     fn purge(
         &self,
         cutoff: Timestamp,
@@ -382,31 +384,31 @@ pub trait DeadLetters: Send + Sync + 'static {
     ) -> BoxFuture<'_, Result<Purged>>;
 }
 
-/// What a purge removed.
+/// The result of a purge.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Purged {
     /// How many dead letters.
     pub dead_letters: u64,
-    /// How many events went with them, because nobody else needed them.
+    /// How many events were removed with them, because no other group needed them.
     pub events: u64,
-    /// The first [`PURGED_NAMED`] of the dead letters, for the record.
+    /// The first [`PURGED_NAMED`] of the dead letters, for the audit record.
     pub named: Vec<PurgedLetter>,
 }
 
-/// A dead letter that is gone.
+/// A purged dead letter.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct PurgedLetter {
     /// The event.
     pub event: EventId,
-    /// The group in which it had died.
+    /// The group that had failed.
     pub group: GroupName,
 }
 
-/// A purge names this many of the dead letters it removed.
+/// How many purged dead letters are named.
 pub const PURGED_NAMED: usize = 100;
 
 impl Purged {
-    /// One more dead letter, and whether its event went with it.
+    /// Adds a dead letter, and whether its event was removed with it.
     pub fn add(&mut self, event: EventId, group: GroupName, with_event: bool) {
         self.dead_letters += 1;
         self.events += u64::from(with_event);
@@ -415,7 +417,7 @@ impl Purged {
         }
     }
 
-    /// What a later step of the same purge removed.
+    /// Adds the result of a later step of the same purge.
     pub fn extend(&mut self, later: Self) {
         self.dead_letters += later.dead_letters;
         self.events += later.events;
@@ -424,7 +426,7 @@ impl Purged {
     }
 }
 
-/// Refuses a corrected event that is not one: it must have the type and the tenant of the original.
+/// Refuses an invalid correction: it must have the type and the tenant of the original.
 pub fn check_replacement(original: &Event, corrected: &Event) -> Result<()> {
     let what = if original.event_type() != corrected.event_type() {
         "type"
@@ -451,7 +453,7 @@ pub fn not_open(key: &DeadLetterKey) -> Error {
         .hint("it may have been retried, replaced or purged meanwhile; list shows the open ones")
 }
 
-/// The error for a corrected event whose id is not its own.
+/// The error for a corrected event whose id is already used.
 pub fn id_taken(corrected: &Event) -> Error {
     let message = format!("there is an event {} already", corrected.display_id());
     Error::new(Code::IdReused, message)

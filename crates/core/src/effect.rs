@@ -1,8 +1,8 @@
-//! Effects: what a handler wants done inside the transaction that acks its event.
+//! Effects: work of a handler inside the transaction that acks its event.
 //!
-//! The engine runs an effect while it settles, in the same commit as the inbox record, the follow-up
-//! events and the ack: all of them happen or none. What the effect is given is the engine's business
-//! (the SQLite engine passes its connection), so it travels through here without a type.
+//! The engine runs an effect while it settles, in the same commit as the inbox record, the follow-up events
+//! and the ack: all of them happen or none. The argument of the effect depends on the engine (the SQLite
+//! engine passes its connection), so here it has no type.
 
 use std::any::Any;
 use std::error::Error as StdError;
@@ -11,15 +11,15 @@ use std::sync::Arc;
 
 use crate::event::Event;
 
-/// What an effect comes to: further events for the same commit, or why nothing of it may happen.
+/// The result of an effect: further events for the same commit, or the error that rolls it back.
 pub type EffectResult = Result<Vec<Event>, Box<dyn StdError + Send + Sync>>;
 
 type Run = dyn Fn(&dyn Any) -> EffectResult + Send + Sync;
 
 /// Work for the engine's own transaction.
 ///
-/// It may run more than once: a transaction that was rolled back runs it again. Only the run that is
-/// committed counts, so it must have no other effects than those on the transaction.
+/// It may run more than once: after a rollback it runs again. Only the committed run counts, so it must
+/// have no effects outside the transaction.
 #[derive(Clone)]
 pub struct Effect {
     engine: &'static str,
@@ -27,7 +27,7 @@ pub struct Effect {
 }
 
 impl Effect {
-    /// An effect for the engine of this name, which passes what that engine documents.
+    /// An effect for the engine of this name, which documents the argument it passes.
     pub fn new(
         engine: &'static str,
         run: impl Fn(&dyn Any) -> EffectResult + Send + Sync + 'static,
@@ -50,7 +50,7 @@ impl Effect {
 }
 
 impl PartialEq for Effect {
-    /// Whether both are the same effect, not whether they do the same.
+    /// Whether both are the same effect object.
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.run, &other.run)
     }

@@ -1,4 +1,4 @@
-//! An opened engine: the broker and whatever else it offers.
+//! An open engine: the broker and its optional abilities.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -19,53 +19,53 @@ use crate::outbox::OutboxSource;
 use crate::payloads::Payloads;
 use crate::store::Store;
 
-/// An opened engine. Everything above the engines works with this and never asks which one it is.
+/// An open engine. All code above the engines uses this and never asks which engine it is.
 ///
-/// Every engine moves events. What it cannot do beside that is `None`, and the method of the same name
-/// answers [`Code::Unsupported`].
+/// Every engine moves events. An ability that it lacks is `None`, and the method of the same name returns
+/// [`Code::Unsupported`].
 #[derive(Clone)]
 pub struct Engine {
     /// Moves events.
     pub broker: Arc<dyn Broker>,
     /// Reads the log without a group.
     pub log: Option<Arc<dyn Log>>,
-    /// Finds events by id, and knows how every group stands with one.
+    /// Finds events by id, and knows their state in every group.
     pub lookup: Option<Arc<dyn Lookup>>,
-    /// Knows when every group is done with an event.
+    /// Knows when every group has settled an event.
     pub settled: Option<Arc<dyn Settled>>,
-    /// Hands events to a group once more.
+    /// Delivers events to a group once more.
     pub redeliver: Option<Arc<dyn Redeliver>>,
-    /// Counts and drops what waits in a stream.
+    /// Counts and drops the pending events of a stream.
     pub depth: Option<Arc<dyn Depth>>,
     /// Keeps dead letters that can be queried.
     pub dead_letters: Option<Arc<dyn DeadLetters>>,
-    /// Takes what the runtime writes about events that another engine moves.
+    /// Stores what the runtime writes about events that another engine moves.
     pub store: Option<Arc<dyn Store>>,
-    /// Work that goes on as long as a bus runs on this engine.
+    /// Work that runs as long as a bus runs on this engine.
     pub background: Option<Arc<dyn Background>>,
-    /// Looks after the file, where there is one.
+    /// Maintains the file, if there is one.
     pub maintenance: Option<Arc<dyn Maintenance>>,
-    /// Remembers what each group has handled.
+    /// Records which events each group has handled.
     pub inbox: Option<Arc<dyn Inbox>>,
-    /// Answers what happened to a tenant, an app or an entity.
+    /// Answers history queries by tenant, app and entity.
     pub history: Option<Arc<dyn History>>,
     /// Keeps payload stages.
     pub payloads: Option<Arc<dyn Payloads>>,
     /// Keeps an audit trail.
     pub audit: Option<Arc<dyn Audit>>,
-    /// Remembers how far long work has come.
+    /// Stores checkpoints of long operations.
     pub checkpoints: Option<Arc<dyn Checkpoints>>,
-    /// The outbox in the engine's own database, where it has one.
+    /// The outbox in the engine's own database, if it has one.
     pub outbox: Option<Arc<dyn OutboxSource>>,
-    /// Knows which objects outlived their events.
+    /// Lists objects without an event.
     pub orphans: Option<Arc<dyn Orphans>>,
-    /// The directory in which objects go that are too large for the engine, unless another place is
-    /// configured: beside its file, where it has one.
+    /// The directory for objects that are too large for the engine, unless another place is configured:
+    /// beside its file, if it has one.
     pub objects: Option<PathBuf>,
 }
 
 impl Engine {
-    /// An engine that moves events and offers nothing else.
+    /// An engine that only moves events.
     pub fn new(broker: Arc<dyn Broker>) -> Self {
         Self {
             broker,
@@ -110,14 +110,14 @@ impl Engine {
             .ok_or_else(|| self.unsupported("waiting until every group is done with an event"))
     }
 
-    /// Delivering events once more, or [`Code::Unsupported`].
+    /// Redelivering events, or [`Code::Unsupported`].
     pub fn redeliver(&self) -> Result<&dyn Redeliver> {
         self.redeliver
             .as_deref()
             .ok_or_else(|| self.unsupported("delivering events to a group once more"))
     }
 
-    /// Counting what waits in a stream, or [`Code::Unsupported`].
+    /// Counting the pending events of a stream, or [`Code::Unsupported`].
     pub fn depth(&self) -> Result<&dyn Depth> {
         self.depth
             .as_deref()
@@ -138,7 +138,7 @@ impl Engine {
             .ok_or_else(|| self.unsupported("remembering events that another engine moves"))
     }
 
-    /// The upkeep of the file, or [`Code::Unsupported`].
+    /// The maintenance of the file, or [`Code::Unsupported`].
     pub fn maintenance(&self) -> Result<&dyn Maintenance> {
         self.maintenance
             .as_deref()
@@ -187,7 +187,7 @@ impl Engine {
             .ok_or_else(|| self.unsupported("an outbox in its own database"))
     }
 
-    /// The objects that outlived their events, or [`Code::Unsupported`].
+    /// The objects without an event, or [`Code::Unsupported`].
     pub fn orphans(&self) -> Result<&dyn Orphans> {
         self.orphans
             .as_deref()
@@ -205,7 +205,7 @@ impl Engine {
 
 /// Work that an engine needs done while a bus runs on it, such as copying events into a store.
 pub trait Background: Send + Sync + 'static {
-    /// Ends by itself once the engine is closed.
+    /// Ends once the engine is closed.
     fn run(&self) -> BoxFuture<'static, ()>;
 }
 

@@ -1,7 +1,7 @@
-//! What surrounds a publish: the correlation id, the event being handled, the trace.
+//! The ambient values of a publish: the correlation id, the event being handled, the trace.
 //!
-//! It belongs to the current task and is inherited by everything published in it. A task or thread that is
-//! spawned does not inherit it by itself; take a [`Scope`] along.
+//! They belong to the current task, and every event published in it inherits them. A spawned task or thread
+//! does not inherit them by itself; move a [`Scope`] into it.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -17,13 +17,13 @@ tokio::task_local! {
 struct Ambient {
     correlation_id: Option<Arc<str>>,
     trace: Option<Arc<TraceContext>>,
-    /// The event being handled. It says the rest.
+    /// The event being handled. The other values come from it.
     handling: Option<Arc<Recorded>>,
-    /// On whose behalf things are done to the bus.
+    /// The operator for whom the bus is changed.
     operator: Option<Arc<Operator>>,
 }
 
-/// On whose behalf something is done to a bus, and why.
+/// The person, service or command for whom a bus is changed, and why.
 ///
 /// ```
 /// use everbus::audit::{Operator, with_operator};
@@ -40,14 +40,14 @@ struct Ambient {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Operator {
-    /// Who: a person, a service, a command.
+    /// The actor: a person, a service, a command.
     pub actor: String,
-    /// Why, in their own words.
+    /// The reason, in the actor's own words.
     pub reason: Option<String>,
 }
 
 impl Operator {
-    /// Somebody, without a reason.
+    /// An operator without a reason.
     pub fn new(actor: impl Into<String>) -> Self {
         Self {
             actor: actor.into(),
@@ -55,12 +55,12 @@ impl Operator {
         }
     }
 
-    /// Whoever acts here and now: the operator of [`with_operator`] around this task, or `bus`.
+    /// The current operator: the one of [`with_operator`] around this task, or `bus`.
     pub fn current() -> Self {
         operator().unwrap_or_else(|| Self::new("bus"))
     }
 
-    /// Why.
+    /// Adds the reason.
     #[must_use]
     pub fn reason(mut self, reason: impl Into<String>) -> Self {
         self.reason = Some(reason.into());
@@ -68,8 +68,8 @@ impl Operator {
     }
 }
 
-/// What surrounds a publish here and now: the correlation id, the trace, the event being handled. It is
-/// lost in a task or thread that is spawned, unless it is taken along.
+/// The ambient values of a publish: the correlation id, the trace, the event being handled. A spawned task
+/// or thread loses them unless it gets the scope.
 ///
 /// ```
 /// use everbus::{Scope, correlation_id, with_correlation_id};
@@ -89,13 +89,12 @@ impl Operator {
 pub struct Scope(Ambient);
 
 impl Scope {
-    /// What surrounds this task, or nothing.
+    /// The ambient values of this task; may be empty.
     pub fn current() -> Self {
         Self(AMBIENT.try_with(Clone::clone).unwrap_or_default())
     }
 
-    /// A scope with this correlation id and nothing else, for code that does not wait: a thread of your own, a
-    /// command.
+    /// A scope with only this correlation id, for synchronous code: a thread, a command.
     pub fn with_correlation_id(id: impl Into<String>) -> Self {
         let id: Arc<str> = id.into().into();
         Self(Ambient {
@@ -104,12 +103,12 @@ impl Scope {
         })
     }
 
-    /// Runs a function inside, for example an `enqueue` on a blocking thread.
+    /// Runs a function in this scope, for example an `enqueue` on a blocking thread.
     pub fn enter<T>(self, run: impl FnOnce() -> T) -> T {
         AMBIENT.sync_scope(self.0, run)
     }
 
-    /// Runs a future inside, for example a task that is to be spawned.
+    /// Runs a future in this scope, for example a task to spawn.
     pub fn wrap<F: Future>(self, future: F) -> impl Future<Output = F::Output> {
         AMBIENT.scope(self.0, future)
     }
@@ -121,8 +120,7 @@ impl std::fmt::Debug for Scope {
     }
 }
 
-/// Runs a future in which everything that is published carries this correlation id, unless the event
-/// says otherwise itself.
+/// Runs a future; every event published in it carries this correlation id, unless the event has one.
 ///
 /// ```
 /// use everbus::{Bus, with_correlation_id};
@@ -144,13 +142,12 @@ pub fn with_correlation_id<F: Future>(
     within(|ambient| ambient.correlation_id = Some(id), future)
 }
 
-/// Runs a future in which everything that is published belongs to this trace, unless the event says
-/// otherwise itself.
+/// Runs a future; every event published in it belongs to this trace, unless the event has one.
 pub fn with_trace<F: Future>(trace: TraceContext, future: F) -> impl Future<Output = F::Output> {
     within(|ambient| ambient.trace = Some(Arc::new(trace)), future)
 }
 
-/// Runs a future in which everything that is done to a bus is done by this operator.
+/// Runs a future; every change to a bus in it is recorded as done by this operator.
 pub(crate) fn with_operator<F: Future>(
     operator: Operator,
     future: F,
@@ -161,13 +158,13 @@ pub(crate) fn with_operator<F: Future>(
     )
 }
 
-/// The operator that surrounds this task, if there is one.
+/// The operator of this task, if there is one.
 pub(crate) fn operator() -> Option<Operator> {
     let operator = AMBIENT.try_with(|ambient| ambient.operator.clone());
     operator.ok().flatten().map(|operator| (*operator).clone())
 }
 
-/// The trace that surrounds this task, if there is one.
+/// The trace of this task, if there is one.
 pub(crate) fn trace_id() -> Option<String> {
     let trace = current_span_trace().or_else(|| {
         let inherited = AMBIENT.try_with(Ambient::inherited);
@@ -176,14 +173,14 @@ pub(crate) fn trace_id() -> Option<String> {
     trace.and_then(|trace| trace.trace_id().map(str::to_owned))
 }
 
-/// Changes what surrounds a future, from what surrounds it when it is first polled.
+/// Changes the ambient values for a future, starting from those at its first poll.
 async fn within<F: Future>(change: impl FnOnce(&mut Ambient), future: F) -> F::Output {
     let mut ambient = AMBIENT.try_with(Clone::clone).unwrap_or_default();
     change(&mut ambient);
     AMBIENT.scope(ambient, future).await
 }
 
-/// The correlation id that surrounds this task, if there is one.
+/// The correlation id of this task, if there is one.
 pub fn correlation_id() -> Option<String> {
     AMBIENT
         .try_with(
@@ -209,7 +206,7 @@ pub(crate) fn handling<F: Future>(
     AMBIENT.scope(ambient, future)
 }
 
-/// As [`handling`], for a function that does not wait.
+/// As [`handling`], for a synchronous function.
 pub(crate) fn handling_now<T>(record: Arc<Recorded>, run: impl FnOnce() -> T) -> T {
     let ambient = Ambient {
         handling: Some(record),
@@ -218,7 +215,7 @@ pub(crate) fn handling_now<T>(record: Arc<Recorded>, run: impl FnOnce() -> T) ->
     AMBIENT.sync_scope(ambient, run)
 }
 
-/// What an event published here and now takes over. Nothing is allocated where nothing surrounds it.
+/// Adds the ambient values to an event. Allocates nothing if there are none.
 pub(crate) fn inherit(event: Event, source: Option<&Arc<str>>) -> Result<Event> {
     let mut inherited = AMBIENT.try_with(Ambient::inherited).unwrap_or_default();
     if let Some(trace) = current_span_trace() {
@@ -245,7 +242,7 @@ pub(crate) fn inherit(event: Event, source: Option<&Arc<str>>) -> Result<Event> 
     Ok(event.inheriting(inherited))
 }
 
-/// What an event takes over that the handling of another one brought about.
+/// The values that an event inherits from the event whose handling caused it.
 pub(crate) fn caused_by(cause: &Recorded) -> Inherited {
     let mut inherited = Inherited::default();
     inherited.correlation_id = Some(cause.event.correlation_id().into_owned());
@@ -254,8 +251,8 @@ pub(crate) fn caused_by(cause: &Recorded) -> Inherited {
     inherited
 }
 
-/// As [`caused_by`], for what a handler emits: it belongs to the span of the handler, if that is part
-/// of a trace, and to the service.
+/// As [`caused_by`], for events that a handler emits: they belong to the span of the handler, if that is
+/// part of a trace, and to the service.
 pub(crate) fn emitted_by(cause: &Recorded, source: Option<&Arc<str>>) -> Inherited {
     let mut inherited = caused_by(cause);
     if let Some(trace) = current_span_trace() {

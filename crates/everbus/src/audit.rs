@@ -1,6 +1,6 @@
 //! The audit trail: who did what. Programs write to it through [`Bus::audit`](crate::Bus::audit), handlers
-//! through [`Context::audit`](crate::Context::audit), and what operators do to a bus is written by the bus
-//! itself: once before it is done, and once with what came of it.
+//! through [`Context::audit`](crate::Context::audit). The bus itself records what operators do to it: once
+//! before the operation, and once with its result.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -18,12 +18,12 @@ pub use crate::ambient::Operator;
 /// An error of an operation is recorded up to this length.
 const LONGEST_ERROR: usize = 1000;
 
-/// Runs a future in which everything that is done to a bus is recorded as done by this operator.
+/// Runs a future; every change to a bus in it is recorded as done by this operator.
 pub fn with_operator<F: Future>(operator: Operator, future: F) -> impl Future<Output = F::Output> {
     ambient::with_operator(operator, future)
 }
 
-/// Something that an operator does.
+/// An action of an operator.
 ///
 /// ```
 /// use everbus::audit::Action;
@@ -47,7 +47,7 @@ impl Action {
         }
     }
 
-    /// To which thing: `("GROUP", "mail")`, `("EVENT", &id)`.
+    /// The target of the action: `("GROUP", "mail")`, `("EVENT", &id)`.
     #[must_use]
     pub fn on(mut self, kind: &str, id: &(impl ToString + ?Sized)) -> Self {
         self.entity = Some(Entity {
@@ -57,7 +57,7 @@ impl Action {
         self
     }
 
-    /// One thing worth knowing. What is null is left out.
+    /// Adds a detail. A null value is left out.
     #[must_use]
     pub fn detail(mut self, name: &str, value: Value) -> Self {
         if !value.is_null() {
@@ -66,7 +66,7 @@ impl Action {
         self
     }
 
-    /// Which dead letters it concerns.
+    /// Adds the filter of the dead letters concerned.
     #[must_use]
     pub fn filter(self, filter: &DeadLetterFilter) -> Self {
         let text = |value: Option<String>| value.map_or(Value::Null, Value::String);
@@ -103,11 +103,11 @@ impl From<&str> for Action {
     }
 }
 
-/// Does something on behalf of an operator and puts it on record: before it is done under the name of
-/// the action, and afterwards as `….done` with what it gave, or `….failed` with the error.
+/// Runs an operation for an operator and records it: before it runs under the name of the action, and
+/// afterwards as `….done` with its result, or `….failed` with the error.
 ///
-/// If the record cannot be written beforehand, nothing is done. An engine without an audit trail just
-/// acts.
+/// If the first record cannot be written, the operation does not run. On an engine without an audit trail
+/// the operation runs without a record.
 ///
 /// ```
 /// use everbus::audit::{Action, Operator, audited};
@@ -158,7 +158,7 @@ pub async fn audited<T: Serialize>(
     };
     let mut entry = action.entry(operator, suffix, details);
     if entry.validate().is_err() {
-        // What came of it is too long to be told.
+        // The result is too long for the record.
         entry.details = json!({ "of": began });
     }
     if let Err(error) = audit.record(entry).await {
@@ -167,7 +167,7 @@ pub async fn audited<T: Serialize>(
     result
 }
 
-/// Adds what surrounds this task: the correlation id and the trace.
+/// Adds the ambient values of this task: the correlation id and the trace.
 pub(crate) fn surrounded(mut entry: AuditEntry) -> AuditEntry {
     if entry.correlation_id.is_none() {
         entry.correlation_id = ambient::correlation_id();
@@ -206,21 +206,21 @@ impl AuditTrail {
         Self { engine, source }
     }
 
-    /// Who acts here and now: the operator around this task, or the service this bus belongs to.
+    /// The current operator: the one around this task, or the service of this bus.
     pub(crate) fn operator(&self) -> Operator {
         ambient::operator().unwrap_or_else(|| self.service("bus"))
     }
 
-    /// The service, or something else if it has no name.
+    /// The service, or `otherwise` if it has no name.
     fn service(&self, otherwise: &str) -> Operator {
         Operator::new(self.source.as_deref().unwrap_or(otherwise))
     }
 
     /// Adds an entry; durable on return. Returns its number.
     ///
-    /// The correlation id and the trace that surround this task are added, unless the entry has its own.
-    /// An entry without an actor ([`AuditEntry::of`]) is recorded as done by the operator around it, or
-    /// by the service this bus belongs to.
+    /// Adds the correlation id and the trace of this task, unless the entry has them. An entry without an
+    /// actor ([`AuditEntry::of`]) is recorded as done by the current operator, or by the service of this
+    /// bus.
     pub async fn record(&self, mut entry: AuditEntry) -> Result<u64> {
         if entry.actor.is_empty() {
             entry.actor = self.operator().actor;
@@ -242,7 +242,8 @@ impl AuditTrail {
         self.engine.audit()?.query(query).await
     }
 
-    /// How far the chain has come. Whoever keeps it elsewhere can prove later that nothing was changed.
+    /// The head of the chain. Keep a copy outside the file to prove later that nothing up to it was
+    /// changed.
     pub async fn head(&self) -> Result<Option<AuditHead>> {
         self.engine.audit()?.head().await
     }
@@ -252,7 +253,7 @@ impl AuditTrail {
         self.engine.audit()?.verify(None).await
     }
 
-    /// Verifies the whole chain, and that it still has a record that was its head once.
+    /// Verifies the whole chain, and that it still contains a record that was its head before.
     pub async fn verify_against(&self, head: AuditHead) -> Result<AuditVerdict> {
         self.engine.audit()?.verify(Some(head)).await
     }
@@ -264,7 +265,7 @@ impl std::fmt::Debug for AuditTrail {
     }
 }
 
-/// What a handler is told that is called without a bus.
+/// The error of a handler that is called without a bus.
 pub(crate) fn no_trail() -> Error {
     Error::new(
         Code::Unsupported,

@@ -1,7 +1,7 @@
-//! Keeps panics where they happen: a handler, a logger or a clock is other people's code.
+//! Catches panics of user code: handlers, loggers, clocks.
 //!
-//! Where a handler panicked is known only while it does, to the panic hook. So a hook is added, once, in
-//! front of the one there is, which is always called too.
+//! The location of a panic is known only to the panic hook. So one hook is added, once, before the existing
+//! one, which is always called too.
 
 use std::any::Any;
 use std::backtrace::{Backtrace, BacktraceStatus};
@@ -12,7 +12,7 @@ use std::pin::Pin;
 use std::sync::Once;
 use std::task::Poll;
 
-/// What a panic said, and where that was, if somebody saw it.
+/// The text of a panic, and its place if the hook recorded it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Panicked {
     pub(crate) text: String,
@@ -26,13 +26,13 @@ impl From<String> for Panicked {
 }
 
 thread_local! {
-    /// Whether a panic on this thread is to be noted.
+    /// Whether a panic on this thread is to be recorded.
     static WATCHED: Cell<bool> = const { Cell::new(false) };
     static PLACE: RefCell<Option<(String, Backtrace)>> = const { RefCell::new(None) };
 }
 
-/// Runs a function; if it panics, returns what the panic said and where it was: the location, and the
-/// backtrace where those are switched on (`RUST_BACKTRACE`).
+/// Runs a function; if it panics, returns the text and the place of the panic: the location, and the
+/// backtrace if backtraces are on (`RUST_BACKTRACE`).
 pub(crate) fn traced<T>(run: impl FnOnce() -> T) -> Result<T, Panicked> {
     watch_panics();
     let outer = WATCHED.replace(true);
@@ -45,7 +45,7 @@ pub(crate) fn traced<T>(run: impl FnOnce() -> T) -> Result<T, Panicked> {
     })
 }
 
-/// A location, and what is on the stack, in one text.
+/// A location and a backtrace as one text.
 pub(crate) fn placed(location: &str, trace: &Backtrace) -> String {
     if trace.status() == BacktraceStatus::Captured {
         format!("at {location}\n{}", own_frames(&trace.to_string()))
@@ -54,10 +54,10 @@ pub(crate) fn placed(location: &str, trace: &Backtrace) -> String {
     }
 }
 
-/// Beyond so many frames a recursion only repeats itself.
+/// After this many frames a recursion only repeats itself.
 const MOST_FRAMES: usize = 32;
 
-/// Of a backtrace, the frames of the user's code and of Everbus: those of the standard library, the runtime
+/// The frames of the user's code and of Everbus in a backtrace: those of the standard library, the runtime
 /// and other dependencies are the same for every handler.
 fn own_frames(trace: &str) -> String {
     let mut kept = Vec::new();
@@ -75,7 +75,7 @@ fn own_frames(trace: &str) -> String {
         }
     }
     if kept.is_empty() {
-        // Without line numbers nothing tells whose a frame is.
+        // Without line numbers the owner of a frame is unknown.
         return trace
             .lines()
             .take(2 * MOST_FRAMES)
@@ -86,10 +86,10 @@ fn own_frames(trace: &str) -> String {
     kept.join("\n")
 }
 
-/// Adds the hook. Whoever sets another one later replaces it; then only the places are missing.
+/// Adds the hook. A program that sets another hook later replaces it; then only the places are missing.
 fn watch_panics() {
     static ADDED: Once = Once::new();
-    // While a thread panics its hook cannot be changed.
+    // The hook cannot be changed while a thread panics.
     if ADDED.is_completed() || std::thread::panicking() {
         return;
     }
@@ -103,7 +103,7 @@ fn watch_panics() {
 }
 
 fn note(info: &PanicHookInfo<'_>) {
-    // A thread that is ending has no such variables any more.
+    // The thread-local variables of an ending thread are gone.
     if !WATCHED.try_with(Cell::get).unwrap_or(false) {
         return;
     }
@@ -118,13 +118,13 @@ fn note(info: &PanicHookInfo<'_>) {
     });
 }
 
-/// Runs a function; if it panics, returns what the panic said.
+/// Runs a function; if it panics, returns the text of the panic.
 pub(crate) fn contain<T>(run: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(run)).map_err(said)
 }
 
-/// Awaits a future; if it panics, returns what the panic said. The future stays where it is, so this
-/// neither allocates nor copies it.
+/// Awaits a future; if it panics, returns the text of the panic. The future is pinned by the caller, so
+/// this neither allocates nor copies it.
 pub(crate) fn contained<F: Future>(
     mut future: Pin<&mut F>,
 ) -> impl Future<Output = Result<F::Output, String>> {
@@ -134,12 +134,12 @@ pub(crate) fn contained<F: Future>(
     })
 }
 
-/// Writes a log entry. A subscriber that panics must not end the task that has something to say.
+/// Writes a log entry. A panicking subscriber must not end the task.
 pub(crate) fn log(write: impl FnOnce()) {
     let _ = contain(write);
 }
 
-/// The text of a panic. What was thrown is dropped here, and that may panic again.
+/// The text of a panic. Dropping the panic's payload may panic again.
 fn said(payload: Box<dyn Any + Send>) -> String {
     let text = payload
         .downcast_ref::<&str>()
@@ -147,7 +147,7 @@ fn said(payload: Box<dyn Any + Send>) -> String {
         .or_else(|| payload.downcast_ref::<String>().cloned())
         .unwrap_or_else(|| "(no message)".to_owned());
     if let Err(another) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
-        // That one may be of the same kind: leaked rather than dropped for ever.
+        // Dropping this one may panic as well: it is leaked instead.
         std::mem::forget(another);
     }
     text
@@ -206,7 +206,7 @@ mod tests {
         let place = panicked.place.unwrap();
         let here = format!("at {}:", file!());
         assert!(place.starts_with(&here), "{place}");
-        // What is thrown without a panic has no place, and not that of an earlier one.
+        // A payload thrown without a panic has no place, and not the place of an earlier panic.
         let thrown = traced(|| std::panic::resume_unwind(Box::new("thrown"))).unwrap_err();
         assert_eq!((thrown.text.as_str(), thrown.place), ("thrown", None));
         assert_eq!(traced(|| 7), Ok(7));

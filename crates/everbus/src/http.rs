@@ -1,4 +1,4 @@
-//! Middleware for HTTP servers: what a request publishes carries the request's ids.
+//! Middleware for HTTP servers: events published by a request carry the request's ids.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -11,14 +11,14 @@ use tower_service::Service;
 
 use crate::ambient::{with_correlation_id, with_trace};
 
-/// Ties a request to everything it causes.
+/// The header that links a request to everything it causes.
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-/// Longer ids of a request are not taken over: they end up in every event and log line.
+/// Longer request ids are not used: they end up in every event and log line.
 const LONGEST_ID: usize = 128;
 
-/// A tower layer for HTTP services (axum, tonic, hyper): the `X-Request-ID` of a request is the
-/// correlation id of everything that is published while it is served, its `traceparent` the trace. A
-/// request without a usable id is given one. The response carries the id.
+/// A tower layer for HTTP services (axum, tonic, hyper): the `X-Request-ID` of a request becomes the
+/// correlation id of every event published while it is served, its `traceparent` the trace. A request
+/// without a usable id gets one. The response carries the id.
 ///
 /// An id is used if it has 1 to 128 visible ASCII characters.
 ///
@@ -96,7 +96,8 @@ mod tests {
 
     const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
-    /// What a request with this id published, and the id in the response.
+    /// The correlation id and the trace of what a request with this id published, and the id in the
+    /// response.
     async fn published(id: Option<&str>) -> (String, Option<TraceContext>, String) {
         let bus = Bus::open("memory:").await.unwrap();
         let serving = bus.clone();

@@ -1,7 +1,7 @@
 //! Reliable events that start as a file on disk: publish, subscribe, retry, dead letters.
 //!
-//! An event whose publish was acknowledged is never lost. Every group that wants it handles it, or it
-//! is in the dead letters with everything needed to understand and retry it.
+//! An event whose publish was acknowledged is never lost. Every subscribed group handles it, or it is in
+//! the dead letters with everything needed to understand and retry it.
 //!
 //! ```
 //! use everbus::{Bus, Json};
@@ -26,8 +26,8 @@
 //!
 //! # Typed events
 //!
-//! A type that is the payload of one event type says so once, and is then published and read as it
-//! is; `everbus::Event` is the derive macro as well as the struct.
+//! A Rust type that is the payload of one event type names the event type once, and is then published and
+//! read directly; `everbus::Event` is the derive macro as well as the struct.
 //!
 //! ```
 //! use everbus::{Bus, Event, Payload};
@@ -60,19 +60,19 @@
 //!
 //! - [`Bus`]: open, publish, subscribe, start, shut down.
 //! - [`Subscribe`]: which group, from where, how often to retry, how long a handler may take.
-//! - [`HandlerError`]: what a handler may answer besides `Ok`.
-//! - [`payloads`]: what an event looked like on its way, stored beside it.
-//! - [`overflow`]: where the large parts of events go.
-//! - [`Replay`]: run again what happened.
-//! - [`DeadLetterQueue`]: list, retry, correct and purge what was given up on.
-//! - [`outbox`]: events committed with the data of one's own database, and the relay that publishes them.
+//! - [`HandlerError`]: the errors of a handler, and what happens to the event next.
+//! - [`payloads`]: the payload of an event at each step of its way, stored beside it.
+//! - [`overflow`]: large payloads in an object store.
+//! - [`Replay`]: runs past events again.
+//! - [`DeadLetterQueue`]: list, retry, correct and purge dead letters.
+//! - [`outbox`]: events committed in a transaction of the service's own database, and the relay that
+//!   publishes them.
 //! - [`Bus::history`]: what happened to a tenant, an app, an entity.
 //! - [`audit`]: who did what.
 //! - [`Retention`]: what is kept, and for how long.
 //! - [`TypedEvent`]: a Rust type that is the payload of one event type.
 //!
-//! Everything here is written against the traits of [`everbus_core`]; it never asks which engine it
-//! is on.
+//! Everything here uses the traits of [`everbus_core`]; it never asks which engine it runs on.
 
 mod admission;
 mod ambient;
@@ -166,7 +166,7 @@ pub use schemars;
 // The derive macro; it shares its name with the struct.
 pub use everbus_macros::{Event, debug_handler};
 
-/// What the code of the macros names; not for use by hand.
+/// Items that the code of the macros uses; not for direct use.
 #[doc(hidden)]
 pub mod __private {
     pub use serde::Serialize;

@@ -1,4 +1,4 @@
-//! OpenTelemetry: between the trace context of an event and the spans of `tracing`.
+//! OpenTelemetry: connects the trace context of an event with the spans of `tracing`.
 
 use everbus_core::TraceContext;
 use opentelemetry::Context;
@@ -30,7 +30,7 @@ pub(crate) fn current() -> Option<TraceContext> {
 pub(crate) fn link(span: &Span, trace: &TraceContext) {
     let Some(producer) = parse(trace) else { return };
     span.add_link(producer.clone());
-    // It fails only for a span that has begun or that no layer records.
+    // Fails only for a span that has begun or that no layer records.
     let _ = span.set_parent(Context::new().with_remote_span_context(producer));
 }
 

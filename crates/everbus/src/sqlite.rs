@@ -1,8 +1,8 @@
 //! Exactly-once effects in the file of the SQLite engine.
 //!
-//! The engine runs the effect on its writer, in the transaction that also holds the inbox record, the
-//! follow-up events and the ack: they commit together or not at all. While it runs, nothing else is
-//! written, so an effect is a few statements and no waiting.
+//! The engine runs the effect on its writer, in the transaction that also contains the inbox record, the
+//! follow-up events and the ack: they commit together or not at all. Nothing else is written meanwhile, so
+//! keep an effect to a few statements without waiting.
 
 use std::ops::Deref;
 
@@ -15,9 +15,9 @@ use crate::handler::{BoxError, HandlerError, HandlerOutcome};
 /// The name of the engine.
 pub(crate) const ENGINE: &str = "sqlite";
 
-/// The transaction that acks the event. It derefs to the [`Connection`]; tables of one's own may be
-/// created, changed and read, those of Everbus only read; but events may be written to its
-/// [outbox](crate::outbox::Outbox::enqueue). It ends by itself: `COMMIT`, `ROLLBACK`,
+/// The transaction that acks the event. It derefs to the [`Connection`]. Your own tables can be created,
+/// changed and read; those of Everbus only read, except that events can be written to its
+/// [outbox](crate::outbox::Outbox::enqueue). The engine ends the transaction: `COMMIT`, `ROLLBACK`,
 /// `ATTACH` and `PRAGMA` are refused.
 pub struct Transaction<'a>(&'a Connection);
 
@@ -35,17 +35,17 @@ impl std::fmt::Debug for Transaction<'_> {
     }
 }
 
-/// What [`in_transaction`] returns and a handler passes on.
+/// The return value of [`in_transaction`], which a handler returns.
 #[derive(Clone, Debug)]
 #[must_use = "the handler returns it; nothing is done before that"]
 pub struct InTransaction(Effect);
 
-/// Work to be done in the transaction of the ack: the handler returns it.
+/// Work for the transaction of the ack: the handler returns it.
 ///
-/// The closure is called with the transaction, may be called again if that could not be committed, and
-/// must not do anything else. What it returns is as for a handler: nothing, events to publish in the
-/// same transaction, or an error, after which nothing has happened and the event is tried again.
-/// An event that the group has handled before, by its inbox, is acked without a call.
+/// The closure is called with the transaction, may be called again if the commit failed, and must have no
+/// other effects. It returns the same as a handler: nothing, events to publish in the same transaction, or
+/// an error; after an error the transaction is rolled back and the event is retried. An event that the
+/// group's inbox has as handled is acked without a call.
 ///
 /// ```
 /// use everbus::{Bus, Event, HandlerError, Payload, Router, sqlite};

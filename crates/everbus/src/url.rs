@@ -1,6 +1,6 @@
-//! The scheme of a URL, told from a path.
+//! The scheme of a URL, as opposed to a path.
 
-/// Splits `scheme:rest`. A single letter is a drive, and a slash before the colon makes it a path.
+/// Splits `scheme:rest`. A single letter is a drive, and with a slash before the colon it is a path.
 pub(crate) fn split_scheme(url: &str) -> Option<(&str, &str)> {
     let (scheme, rest) = url.split_once(':')?;
     let is_scheme = scheme.len() > 1

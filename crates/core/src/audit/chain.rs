@@ -1,5 +1,5 @@
-//! The chain of the audit trail: the hash of each record covers the record and the hash before it, so
-//! that one number stands for everything up to it. Every engine uses the same encoding.
+//! The hash chain of the audit trail: the hash of each record covers the record and the hash before it, so
+//! that one hash stands for everything up to it. Every engine uses the same encoding.
 
 use std::fmt;
 use std::str::FromStr;
@@ -15,7 +15,7 @@ use crate::time::Timestamp;
 pub struct AuditHash([u8; 32]);
 
 impl AuditHash {
-    /// What comes before the first record.
+    /// The hash before the first record.
     pub const ORIGIN: Self = Self([0; 32]);
 
     /// From its bytes, if it has the right number of them.
@@ -78,8 +78,8 @@ impl<'de> Deserialize<'de> for AuditHash {
     }
 }
 
-/// How far the chain has come: its last record. Whoever keeps one elsewhere can prove later that
-/// nothing up to it was changed. It displays and parses as `SEQ:HASH`.
+/// The head of the chain: its last record. A copy kept elsewhere proves later that nothing up to it was
+/// changed. It displays and parses as `SEQ:HASH`.
 ///
 /// ```
 /// use everbus_core::AuditHead;
@@ -97,7 +97,7 @@ pub struct AuditHead {
 }
 
 impl AuditHead {
-    /// Before the first record.
+    /// The head of an empty chain.
     pub const ORIGIN: Self = Self {
         seq: 0,
         hash: AuditHash::ORIGIN,
@@ -132,20 +132,20 @@ impl FromStr for AuditHead {
     }
 }
 
-/// The content of a record as it is hashed: every field as stored, the details as their text.
+/// The content of a record for hashing: every field as stored, the details as text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AuditContent<'a> {
     /// Its number.
     pub seq: u64,
     /// When it was written.
     pub at: Timestamp,
-    /// Who.
+    /// The actor.
     pub actor: &'a str,
-    /// What.
+    /// The action.
     pub action: &'a str,
-    /// The kind of the thing.
+    /// The kind of the target.
     pub entity_type: Option<&'a str>,
-    /// The thing.
+    /// The id of the target.
     pub entity_id: Option<&'a str>,
     /// The tenant.
     pub tenant: Option<&'a str>,
@@ -153,13 +153,13 @@ pub struct AuditContent<'a> {
     pub correlation_id: Option<&'a str>,
     /// The trace.
     pub trace_id: Option<&'a str>,
-    /// Everything else, as JSON text.
+    /// The details, as JSON text.
     pub details: Option<&'a str>,
 }
 
 impl AuditContent<'_> {
-    /// The hash of the record behind one with the hash `previous`. Each text goes in with whether it is
-    /// there and how long it is, so no two records have the same encoding.
+    /// The hash of the record that follows the one with the hash `previous`. Each text is hashed with its
+    /// presence and its length, so no two records have the same encoding.
     pub fn hash(&self, previous: &AuditHash) -> AuditHash {
         let mut hasher = Sha256::new();
         hasher.update(b"everbus-audit-1\n");
@@ -269,7 +269,7 @@ mod tests {
             assert!(seen.insert(other.hash(&origin)), "{other:?}");
         }
         assert_eq!(first, content().hash(&origin), "it depends on nothing else");
-        // Stored chains must verify for ever: the encoding never changes.
+        // Stored chains must always verify: the encoding never changes.
         assert_eq!(
             first.to_string(),
             "7ca8a90fbb84fdcc081ff60af42f273b51282ea300f8f12265d4c724ee737fee"

@@ -1,4 +1,4 @@
-//! What an event may be: its type, its payload, its attributes.
+//! The checks of an event: its type, its payload, its attributes.
 
 use serde::de::IgnoredAny;
 
@@ -22,7 +22,7 @@ pub fn validate_type(name: &str) -> Result<()> {
     if name.is_empty() {
         return bad("the event type is empty".into());
     }
-    // Bytes bound characters from above, so the common case needs no counting.
+    // The number of bytes is at least the number of characters, so the common case needs no counting.
     if name.len() > MAX_TYPE_CHARS && name.chars().count() > MAX_TYPE_CHARS {
         return bad(format!(
             "the event type has more than {MAX_TYPE_CHARS} characters"

@@ -1,4 +1,4 @@
-//! What a publish takes.
+//! The arguments that a publish takes.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use super::EventBuilder;
 use crate::error::Result;
 use crate::event::Event;
 
-/// Whatever can be published: an [`Event`], a builder, a pair of type and serialisable value, or a
+/// A value that can be published: an [`Event`], a builder, a pair of type and serialisable value, or a
 /// value whose type derives `everbus::Event`.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be published",
@@ -17,13 +17,13 @@ use crate::event::Event;
     note = "or publish a pair of event type and value: `(\"domain.entity.action\", value)`"
 )]
 pub trait IntoEvent {
-    /// The event, or what is wrong with it.
+    /// Builds the event, or returns what is wrong with it.
     fn into_event(self) -> Result<Event>;
 
-    /// The Rust type that the payload is serialised from, as [`std::any::type_name`] gives it, if
-    /// that type stands for an event type.
+    /// The Rust type of the payload, as [`std::any::type_name`] gives it, if that type stands for an event
+    /// type.
     ///
-    /// A publish need not check such a payload against the schema of that very type.
+    /// A publish need not check the payload against the schema of that same type.
     fn rust_type(&self) -> Option<&'static str> {
         None
     }

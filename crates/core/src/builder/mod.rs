@@ -1,6 +1,6 @@
 //! Building events.
 //!
-//! `check` says what is refused, `into_event` what else can be published.
+//! `check` has the checks, `into_event` the conversions from other values.
 
 mod check;
 mod into_event;
@@ -23,7 +23,7 @@ use crate::group::GroupName;
 use crate::id::EventId;
 use crate::time::Timestamp;
 
-/// More is a mistake of units.
+/// A longer time to live is probably a mistake of units.
 const LONGEST_TTL: Duration = Duration::from_secs(100 * 366 * 24 * 3600);
 
 /// Builds an [`Event`]; mistakes are reported by [`build`](EventBuilder::build).
@@ -54,13 +54,13 @@ impl EventBuilder {
         }
     }
 
-    /// Brings an id of one's own: publishing the same id again stores nothing.
+    /// Sets the id instead of a generated one: publishing the same id again stores nothing.
     pub fn id(mut self, id: impl Into<EventId>) -> Self {
         self.id = Some(id.into());
         self
     }
 
-    /// Brings a foreign id that need not be a UUID; it is kept and shown again. Call it after
+    /// Sets a foreign id that need not be a UUID; it is kept and shown again. Call it after
     /// [`source`](Self::source), which is part of the identity.
     pub fn foreign_id(mut self, id: impl Into<String>) -> Self {
         let id = id.into();
@@ -86,32 +86,32 @@ impl EventBuilder {
         self
     }
 
-    /// The payload as bytes, kept as they are. They must be JSON unless a content type says otherwise.
+    /// The payload as bytes, kept unchanged. They must be JSON unless a content type is set.
     pub fn payload(mut self, bytes: impl Into<Bytes>) -> Self {
         self.payload = Ok(bytes.into());
         self.known_json = false;
         self
     }
 
-    /// What the payload is, if not JSON.
+    /// The content type of the payload, if not JSON.
     pub fn content_type(mut self, content_type: impl Into<String>) -> Self {
         self.attributes_mut().content_type = Some(content_type.into());
         self
     }
 
-    /// The schema version of the payload (1 unless said otherwise).
+    /// The schema version of the payload (default 1).
     pub fn version(mut self, version: u32) -> Self {
         self.version = version;
         self
     }
 
-    /// When it happened (now unless said otherwise).
+    /// When it happened (default: now).
     pub fn occurred_at(mut self, at: Timestamp) -> Self {
         self.occurred_at = Some(at);
         self
     }
 
-    /// Who emitted it.
+    /// The source: the service that emits it.
     pub fn source(mut self, source: impl Into<String>) -> Self {
         self.attributes_mut().source = Some(source.into());
         self
@@ -123,7 +123,7 @@ impl EventBuilder {
         self
     }
 
-    /// For whom it was emitted.
+    /// The tenant.
     pub fn tenant(mut self, tenant: impl Into<String>) -> Self {
         self.attributes_mut().tenant = Some(tenant.into());
         self
@@ -162,39 +162,38 @@ impl EventBuilder {
         self
     }
 
-    /// Everything an event may carry beside its type and payload, at once.
+    /// Sets all attributes at once.
     pub fn attributes(mut self, attributes: Attributes) -> Self {
         self.attributes = Some(Box::new(attributes));
         self
     }
 
-    /// For one group only: all others pass it by. The group's patterns must match it all the same.
+    /// Addresses the event to one group: all others skip it. The group's patterns must still match it.
     pub fn addressed_to(mut self, group: &GroupName) -> Self {
         self.attributes_mut().address = Some(group.as_str().to_owned());
         self
     }
 
-    /// When it may be forgotten, however long others are kept. Nothing that a group still owes work on
-    /// is ever removed.
+    /// When it may be removed, whatever the retention of other events. An event that is pending in a group
+    /// is never removed.
     pub fn expires_at(mut self, at: Timestamp) -> Self {
         self.attributes_mut().expires_at = Some(at);
         self
     }
 
-    /// Hands it to no group before this time. It is stored at once, and a time in the past is no delay.
+    /// Delivers it to no group before this time. It is stored at once; a time in the past means no delay.
     /// In an ordered group the later events of its key wait with it.
     pub fn at(mut self, at: Timestamp) -> Self {
         self.attributes_mut().not_before = Some(at);
         self
     }
 
-    /// Hands it to no group before this long from now; see [`at`](Self::at).
+    /// Delivers it to no group before this delay has passed; see [`at`](Self::at).
     pub fn after(self, delay: Duration) -> Self {
         self.at(SystemClock.now().plus(delay))
     }
 
-    /// For how long after it happened it is wanted: as [`expires_at`](Self::expires_at), which it
-    /// replaces.
+    /// How long it is kept after it happened: sets [`expires_at`](Self::expires_at).
     pub fn ttl(mut self, ttl: Duration) -> Self {
         self.ttl = Some(ttl);
         self
@@ -208,7 +207,7 @@ impl EventBuilder {
         self
     }
 
-    /// The event, or what is wrong with it.
+    /// Builds the event, or returns what is wrong with it.
     pub fn build(mut self) -> Result<Event> {
         validate_type(&self.event_type)?;
         if self.version == 0 {

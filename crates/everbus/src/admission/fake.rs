@@ -1,4 +1,4 @@
-//! An engine that is nothing but counters, for the tests of admission.
+//! An engine that only counts, for the tests of admission.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,7 +11,7 @@ use everbus_core::{
 };
 use parking_lot::Mutex;
 
-/// One group that wants everything and handles what it is told to.
+/// One group that takes all events and handles as many as the test says.
 #[derive(Default)]
 pub(super) struct Engine {
     owed: Mutex<HashMap<String, u64>>,
@@ -20,7 +20,7 @@ pub(super) struct Engine {
     pub(super) cannot_count: AtomicBool,
     pub(super) cannot_drop: AtomicBool,
     counts: AtomicU64,
-    /// What `drop_oldest` was told to keep, each time.
+    /// The lengths that `drop_oldest` was given, in order.
     pub(super) kept: Mutex<Vec<u64>>,
 }
 
@@ -29,17 +29,17 @@ impl Engine {
         self.owed.lock().get(stream).copied().unwrap_or(0)
     }
 
-    /// Another process publishes so many.
+    /// Simulates another process that publishes this many events.
     pub(super) fn add(&self, stream: &str, events: u64) {
         *self.owed.lock().entry(stream.into()).or_default() += events;
     }
 
-    /// The group handles so many.
+    /// Simulates the group handling this many events.
     pub(super) fn handle(&self, stream: &str, events: u64) {
         *self.owed.lock().get_mut(stream).unwrap() -= events;
     }
 
-    /// How often it was asked since the last time.
+    /// How often the engine was asked since the last call.
     pub(super) fn counts(&self) -> u64 {
         self.counts.swap(0, Ordering::SeqCst)
     }

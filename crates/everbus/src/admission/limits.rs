@@ -1,4 +1,4 @@
-//! The limits of streams: which there are, and what is refused.
+//! The limits of streams, and which limits are refused.
 
 use std::collections::BTreeMap;
 
@@ -8,14 +8,14 @@ use crate::streams::canonical;
 
 /// The limits of streams, by name.
 ///
-/// The names are those of declared streams. Without declared streams each event type is limited by
-/// itself, and named by the type. The system's own events (`system.…`) are never limited.
+/// The names are those of declared streams. Without declared streams each event type has a separate limit,
+/// named by the type. The system's own events (`system.…`) are never limited.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Limits {
-    /// For each stream without a limit of its own, by itself; `None` if such streams have none.
+    /// The limit of each stream that is not in `by_stream`; `None`: no limit.
     pub default: Option<StreamLimit>,
-    /// By name.
+    /// The limits of single streams, by name.
     pub by_stream: BTreeMap<String, StreamLimit>,
 }
 
@@ -25,21 +25,21 @@ impl Limits {
         Self::default()
     }
 
-    /// For each stream without a limit of its own.
+    /// Sets the limit of each stream that has no limit by name.
     #[must_use]
     pub fn default_limit(mut self, limit: StreamLimit) -> Self {
         self.default = Some(limit);
         self
     }
 
-    /// For one stream.
+    /// Sets the limit of one stream.
     #[must_use]
     pub fn stream(mut self, name: impl Into<String>, limit: StreamLimit) -> Self {
         self.by_stream.insert(name.into(), limit);
         self
     }
 
-    /// Refuses limits that make no sense, naming the stream.
+    /// Refuses invalid limits, naming the stream.
     pub fn validate(&self) -> Result<()> {
         if let Some(limit) = &self.default {
             limit.validate()?;
@@ -67,8 +67,8 @@ impl Limits {
         Ok(())
     }
 
-    /// Gives declared streams these limits over their own. Refuses names that none of them has.
-    /// Without declared streams the limits stay by type, and the table is as it was.
+    /// Overrides the limits of declared streams with these. Refuses names that are not declared. Without
+    /// declared streams the limits apply by type, and the table is returned unchanged.
     pub fn over(&self, streams: &Streams) -> Result<Streams> {
         let mut limited = streams.clone();
         if !streams.is_declared() {
@@ -96,7 +96,7 @@ impl Limits {
         if is_system(event_type) {
             return None;
         }
-        // Named streams are few and dotted; a type may be spelt the other way.
+        // Names in `by_stream` use dots; an event type may use colons.
         let named = match self.by_stream.get(event_type) {
             None if event_type.contains(':') => self.by_stream.get(&canonical(event_type)),
             named => named,
@@ -109,7 +109,7 @@ impl Limits {
     }
 }
 
-/// Whether the system itself publishes this: alerts must get out.
+/// Whether the system itself publishes this type: alerts must never be blocked.
 pub(super) fn is_system(event_type: &str) -> bool {
     event_type.starts_with("system.")
 }

@@ -1,7 +1,8 @@
-//! Whether a publish may go now: the rate of the bus first, then room in each stream it touches.
+//! Admission: whether a publish may proceed. Checks the rate limit of the bus, then the room in each
+//! stream.
 //!
-//! Nothing is stored before a publish is admitted, and one that is refused or cancelled leaves nothing
-//! behind. Without limits this costs one branch.
+//! Nothing is stored before a publish is admitted. A refused or cancelled publish changes nothing. Without
+//! limits, admission costs one branch.
 
 mod limits;
 mod rate;
@@ -21,32 +22,32 @@ use tokio::time::Instant;
 pub use limits::Limits;
 use limits::is_system;
 pub use rate::PublishRate;
-use rate::Turns;
+use rate::TokenBucket;
 use streams::{Reservation, Stream, Streams};
 
 /// Admits publishes to a bus.
 #[derive(Debug)]
 pub(crate) struct Admission {
-    /// Whether there is anything to keep.
+    /// Whether there is any limit.
     limited: bool,
-    rate: Option<Turns>,
-    /// By type, where no streams are declared.
+    rate: Option<TokenBucket>,
+    /// The limits by event type, for a bus without declared streams.
     limits: Limits,
     /// The declared streams with their limits.
     table: Table,
     streams: Streams,
 }
 
-/// What a publish wants of one stream.
+/// The demand of a publish on one stream.
 struct Demand<'a> {
-    /// What is in the stream; the one type of its name unless it is declared.
+    /// The pattern of a declared stream; `None`: the event type that is the name.
     types: Option<&'a Pattern>,
     limit: &'a StreamLimit,
     events: u64,
 }
 
 impl Admission {
-    /// Refuses limits that make no sense. `table` has its limits already.
+    /// Refuses invalid limits. `table` has its limits already.
     pub(crate) fn new(limits: Limits, rate: Option<PublishRate>, table: Table) -> Result<Self> {
         limits.validate()?;
         if let Some(rate) = &rate {
@@ -56,7 +57,7 @@ impl Admission {
             limited: rate.is_some()
                 || !limits.is_empty()
                 || table.iter().any(|stream| stream.limit.is_some()),
-            rate: rate.map(Turns::new),
+            rate: rate.map(TokenBucket::new),
             limits,
             table,
             streams: Streams::default(),
@@ -68,11 +69,11 @@ impl Admission {
         self.limited
     }
 
-    /// Waits until these events may be appended together, or says why they may not.
+    /// Waits until these events may be appended together, or returns why not.
     ///
-    /// A publish waits for its turn and for room together no longer than the longest `wait` of the
-    /// settings that apply to it. What is returned is to be held until the append is over: the
-    /// room stays reserved until then. Dropping the future is harmless.
+    /// A publish waits for the rate limit and for room together no longer than the longest `wait` of the
+    /// settings that apply to it. Hold the returned value until the append is over: the room stays reserved
+    /// until then. Dropping the future is harmless.
     pub(crate) async fn admit(
         &self,
         depth: Option<&dyn Depth>,
@@ -91,7 +92,7 @@ impl Admission {
                 count => rate.take(count, start).await?,
             }
         }
-        // In the order of their names: two publishers never wait for each other's room.
+        // In the order of stream names, so that two publishers cannot deadlock on each other's room.
         for (name, wanted) in demand {
             let stream = self.streams.of(name, wanted.types, wanted.limit)?;
             let (reservation, dropped) = match depth {
@@ -107,7 +108,7 @@ impl Admission {
         Ok(admitted)
     }
 
-    /// How many events of each limited stream there are, by its name.
+    /// The number of events for each limited stream, by name.
     fn demand<'a>(&'a self, events: &'a [Event]) -> Result<BTreeMap<&'a Arc<str>, Demand<'a>>> {
         let mut demand: BTreeMap<&Arc<str>, Demand<'_>> = BTreeMap::new();
         for event in events {
@@ -146,7 +147,7 @@ fn cannot_count() -> Error {
     )
 }
 
-/// Leave to append. To be held until the append is over, however it ends.
+/// Permission to append. Hold it until the append is over, however it ends.
 #[derive(Debug, Default)]
 #[must_use = "the room is reserved only while this is held"]
 pub(crate) struct Admitted {
@@ -155,7 +156,7 @@ pub(crate) struct Admitted {
 }
 
 impl Admitted {
-    /// How many old events of which streams were dropped to make room.
+    /// How many old events were dropped to make room, by stream.
     pub(crate) fn dropped(&self) -> &[(Arc<str>, u64)] {
         &self.dropped
     }

@@ -1,4 +1,4 @@
-//! How fast a bus may publish: a token bucket whose publishers take turns.
+//! The publish rate of a bus: a token bucket that serves waiting publishers in order.
 
 use std::time::Duration;
 
@@ -8,10 +8,10 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 
 use everbus_core::stream::{DEFAULT_WAIT, check_wait};
 
-/// How many events a bus may publish in a second.
+/// The rate limit for publishing, in events per second.
 ///
-/// The rate holds on average. After a quiet time `burst` events may go at once. A batch larger than
-/// that goes when the burst is full, and what comes after it waits until the rate is kept again.
+/// The rate is an average. After a quiet time `burst` events may go at once. A batch larger than the burst
+/// goes when the bucket is full; later publishes wait until the average is reached again.
 ///
 /// ```
 /// use everbus::PublishRate;
@@ -21,41 +21,41 @@ use everbus_core::stream::{DEFAULT_WAIT, check_wait};
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PublishRate {
-    /// Events in a second, on average.
+    /// Events per second, on average.
     pub per_second: f64,
-    /// Events at once after a quiet time; unless set, as many as a second brings. Timers are no finer
-    /// than a millisecond, so it is at least what two of them bring.
+    /// How many events may go at once after a quiet time; by default the events of one second. Timers have
+    /// a resolution of one millisecond, so the burst is at least the events of two milliseconds.
     pub burst: u32,
-    /// How long a publish waits for its turn at most (5 s).
+    /// How long a publish waits for tokens at most (5 s).
     pub wait: Duration,
 }
 
 impl PublishRate {
-    /// So many events in a second, and as many at once after a quiet second.
+    /// This many events per second, with a burst of the same size.
     pub fn new(per_second: f64) -> Self {
         Self {
             per_second,
-            // The cast keeps what is no number at all out of trouble; validate() refuses it.
+            // The cast is safe for NaN and infinity; `validate` refuses them.
             burst: (per_second.ceil() as u32).max(1),
             wait: DEFAULT_WAIT,
         }
     }
 
-    /// How many events may go at once after a quiet time.
+    /// Sets how many events may go at once after a quiet time.
     #[must_use]
     pub fn burst(mut self, events: u32) -> Self {
         self.burst = events;
         self
     }
 
-    /// How long a publish waits for its turn at most.
+    /// Sets how long a publish waits for tokens at most.
     #[must_use]
     pub fn wait(mut self, wait: Duration) -> Self {
         self.wait = wait;
         self
     }
 
-    /// Refuses rates that make no sense.
+    /// Refuses invalid rates.
     pub fn validate(&self) -> Result<()> {
         let bad = |what: String, hint: &str| {
             Err(Error::new(Code::InvalidSetting, format!("publish rate: {what}")).hint(hint))
@@ -73,31 +73,31 @@ impl PublishRate {
     }
 }
 
-/// Timers are no finer than a millisecond. Whatever was earned in twice that time may go at once, or a
-/// high rate with a small burst would never be reached.
+/// Timers have a resolution of one millisecond. The tokens of two milliseconds may always be used at once;
+/// otherwise a high rate with a small burst would never be reached.
 const TIMER: f64 = 0.002;
 /// One event a day.
 const SLOWEST: f64 = 1.0 / 86_400.0;
 const FASTEST: f64 = 1e9;
 
-/// The bucket. Who waits for tokens holds it, and the others queue behind in the order they came; so
-/// a large batch is not overtaken for ever by small ones.
+/// The token bucket. The publisher that waits for tokens holds the lock; the others queue for it in order
+/// of arrival. So small publishes cannot overtake a large batch for ever.
 #[derive(Debug)]
-pub(super) struct Turns {
+pub(super) struct TokenBucket {
     rate: PublishRate,
-    /// What the bucket holds at most.
+    /// The capacity of the bucket.
     full: f64,
     bucket: Mutex<Bucket>,
 }
 
 #[derive(Debug)]
 struct Bucket {
-    /// Below zero after a batch larger than the burst.
+    /// Negative after a batch larger than the burst.
     tokens: f64,
     at: Instant,
 }
 
-impl Turns {
+impl TokenBucket {
     pub(super) fn new(rate: PublishRate) -> Self {
         let full = f64::from(rate.burst).max(rate.per_second * TIMER);
         Self {
@@ -110,7 +110,7 @@ impl Turns {
         }
     }
 
-    /// Waits until so many events may go. A publisher that gives up or is cancelled has taken nothing.
+    /// Waits for this many tokens. A publisher that gives up or is cancelled takes none.
     pub(super) async fn take(&self, events: u64, start: Instant) -> Result<()> {
         let deadline = start + self.rate.wait;
         let Ok(mut bucket) = timeout_at(deadline, self.bucket.lock()).await else {
@@ -122,7 +122,7 @@ impl Turns {
             let earned = now.duration_since(bucket.at).as_secs_f64() * self.rate.per_second;
             bucket.tokens = (bucket.tokens + earned).min(self.full);
             bucket.at = now;
-            // Sums of fractions: a millionth of an event short is not short.
+            // The tokens are a sum of fractions: a millionth of an event is a rounding error.
             let short = needed - bucket.tokens;
             if short <= 1e-6 {
                 bucket.tokens -= events as f64;
@@ -132,7 +132,7 @@ impl Turns {
             match wait.ok().and_then(|wait| now.checked_add(wait)) {
                 Some(turn) if turn <= deadline => sleep_until(turn).await,
                 _ => {
-                    // Its turn does not come in time. Those behind may need less.
+                    // The tokens will not come in time. Publishers behind this one may need fewer.
                     drop(bucket);
                     sleep_until(deadline).await;
                     return Err(self.too_fast());
@@ -165,16 +165,16 @@ mod tests {
 
     const S: Duration = Duration::from_secs(1);
 
-    fn turns(per_second: f64, burst: u32) -> Arc<Turns> {
+    fn bucket(per_second: f64, burst: u32) -> Arc<TokenBucket> {
         let rate = PublishRate::new(per_second).burst(burst);
         rate.validate().unwrap();
-        Arc::new(Turns::new(rate))
+        Arc::new(TokenBucket::new(rate))
     }
 
-    /// The milliseconds until the publish may go, or the error.
-    async fn took(turns: &Turns, events: u64) -> Result<u128> {
+    /// The milliseconds until the publish was admitted, or the error.
+    async fn took(bucket: &TokenBucket, events: u64) -> Result<u128> {
         let start = Instant::now();
-        turns.take(events, start).await?;
+        bucket.take(events, start).await?;
         Ok(start.elapsed().as_millis())
     }
 
@@ -202,28 +202,32 @@ mod tests {
     // conformance: framework/backpressure-rate: a producer can be limited to a rate
     #[tokio::test(start_paused = true)]
     async fn a_burst_goes_at_once_and_the_rest_at_the_rate() {
-        let turns = turns(10.0, 5);
+        let bucket = bucket(10.0, 5);
         for _ in 0..5 {
-            assert_eq!(took(&turns, 1).await.unwrap(), 0);
+            assert_eq!(took(&bucket, 1).await.unwrap(), 0);
         }
         for _ in 0..20 {
-            assert_eq!(took(&turns, 1).await.unwrap(), 100);
+            assert_eq!(took(&bucket, 1).await.unwrap(), 100);
         }
         tokio::time::advance(60 * S).await;
         let start = Instant::now();
         for _ in 0..5 {
-            turns.take(1, Instant::now()).await.unwrap();
+            bucket.take(1, Instant::now()).await.unwrap();
         }
         assert_eq!(start.elapsed(), Duration::ZERO, "a quiet minute is a burst");
-        assert_eq!(took(&turns, 1).await.unwrap(), 100, "and no more than that");
+        assert_eq!(
+            took(&bucket, 1).await.unwrap(),
+            100,
+            "and no more than that"
+        );
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_high_rate_is_reached_although_timers_are_coarse() {
-        let turns = turns(10_000.0, 1);
+        let bucket = bucket(10_000.0, 1);
         let start = Instant::now();
         for _ in 0..10_000 {
-            turns.take(1, Instant::now()).await.unwrap();
+            bucket.take(1, Instant::now()).await.unwrap();
         }
         let took = start.elapsed().as_millis();
         assert!(
@@ -234,11 +238,11 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_batch_larger_than_the_burst_goes_and_is_paid_for_by_those_after_it() {
-        let turns = turns(10.0, 5);
-        assert_eq!(took(&turns, 25).await.unwrap(), 0);
-        assert_eq!(took(&turns, 1).await.unwrap(), 2100);
+        let bucket = bucket(10.0, 5);
+        assert_eq!(took(&bucket, 25).await.unwrap(), 0);
+        assert_eq!(took(&bucket, 1).await.unwrap(), 2100);
         assert_eq!(
-            took(&turns, 8).await.unwrap(),
+            took(&bucket, 8).await.unwrap(),
             500,
             "when the burst is full"
         );
@@ -247,15 +251,15 @@ mod tests {
     // conformance: handlers/backpressure-rate-fair: publishers over the rate take turns in the order they came
     #[tokio::test(start_paused = true)]
     async fn publishers_take_turns_and_none_is_overtaken() {
-        let turns = turns(10.0, 10);
-        turns.take(10, Instant::now()).await.unwrap();
+        let bucket = bucket(10.0, 10);
+        bucket.take(10, Instant::now()).await.unwrap();
         let order = Arc::new(parking_lot::Mutex::new(Vec::new()));
         let mut tasks = tokio::task::JoinSet::new();
         // A large batch first, then small ones that would fit much earlier.
         for (name, events) in [(0, 10), (1, 1), (2, 1), (3, 5), (4, 1)] {
-            let (turns, order) = (turns.clone(), order.clone());
+            let (bucket, order) = (bucket.clone(), order.clone());
             tasks.spawn(async move {
-                let waited = took(&turns, events).await.unwrap();
+                let waited = took(&bucket, events).await.unwrap();
                 order.lock().push((name, waited));
             });
             tokio::task::yield_now().await;
@@ -268,12 +272,12 @@ mod tests {
     // conformance: handlers/backpressure-rate-wait: over the rate for longer than 5 s is Backpressure
     #[tokio::test(start_paused = true)]
     async fn a_turn_that_does_not_come_within_the_wait_is_backpressure() {
-        let turns = turns(1.0, 1);
+        let bucket = bucket(1.0, 1);
         let start = Instant::now();
         let mut tasks = tokio::task::JoinSet::new();
         for _ in 0..10 {
-            let turns = turns.clone();
-            tasks.spawn(async move { turns.take(1, Instant::now()).await });
+            let bucket = bucket.clone();
+            tasks.spawn(async move { bucket.take(1, Instant::now()).await });
         }
         let answers = tasks.join_all().await;
         assert_eq!(start.elapsed(), 5 * S);
@@ -282,35 +286,35 @@ mod tests {
         assert!(errors.iter().all(|e| e.code() == Code::Backpressure));
         assert!(errors[0].message().contains("1 events in a second"));
         assert!(errors[0].hint_text().is_some());
-        assert_eq!(took(&turns, 1).await.unwrap(), 1000, "they took nothing");
+        assert_eq!(took(&bucket, 1).await.unwrap(), 1000, "they took nothing");
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_batch_whose_turn_cannot_come_does_not_hold_up_the_others() {
-        let turns = turns(1.0, 100);
-        turns.take(100, Instant::now()).await.unwrap();
+        let bucket = bucket(1.0, 100);
+        bucket.take(100, Instant::now()).await.unwrap();
         let large = tokio::spawn({
-            let turns = turns.clone();
-            async move { took(&turns, 50).await }
+            let bucket = bucket.clone();
+            async move { took(&bucket, 50).await }
         });
         tokio::task::yield_now().await;
-        assert_eq!(took(&turns, 2).await.unwrap(), 2000);
-        assert_eq!(took(&turns, 2).await.unwrap(), 2000);
+        assert_eq!(took(&bucket, 2).await.unwrap(), 2000);
+        assert_eq!(took(&bucket, 2).await.unwrap(), 2000);
         let e = large.await.unwrap().unwrap_err();
         assert_eq!(e.code(), Code::Backpressure);
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_cancelled_publisher_gives_its_turn_to_the_next() {
-        let turns = turns(1.0, 1);
-        turns.take(1, Instant::now()).await.unwrap();
+        let bucket = bucket(1.0, 1);
+        bucket.take(1, Instant::now()).await.unwrap();
         let first = tokio::spawn({
-            let turns = turns.clone();
-            async move { turns.take(1, Instant::now()).await }
+            let bucket = bucket.clone();
+            async move { bucket.take(1, Instant::now()).await }
         });
         tokio::time::sleep(S / 2).await;
         first.abort();
         assert!(first.await.unwrap_err().is_cancelled());
-        assert_eq!(took(&turns, 1).await.unwrap(), 500);
+        assert_eq!(took(&bucket, 1).await.unwrap(), 500);
     }
 }

@@ -1,14 +1,14 @@
-//! How full each limited stream is, without asking the engine at every publish.
+//! Tracks how full each limited stream is, without asking the engine at every publish.
 //!
-//! For each stream an upper bound is kept: the last count, and what this bus has admitted since. While
-//! the bound leaves room, a publish costs no question. The engine is asked when the bound leaves none,
-//! while somebody waits for room, and once a second while there are publishes, since other processes
-//! publish too.
+//! For each stream it keeps an upper bound: the last count plus the events that this bus has admitted
+//! since. While the bound leaves room, a publish asks nothing. The engine is asked when the bound leaves no
+//! room, while a publisher waits for room, and once a second while there are publishes, because other
+//! processes publish too.
 //!
-//! Room is reserved under a lock until the append is over, and every count has the reservations
-//! added to it. So the publishers of one bus never exceed the limit together, however many there are;
-//! near the limit they may be held back early, by what is being appended at that moment. Several
-//! processes may exceed it together, each by what it publishes between two counts.
+//! Room is reserved under a lock until the append is over, and every count adds the reservations. So the
+//! publishers of one bus never exceed the limit together. Near the limit a publish may wait too early,
+//! because of events that are being appended at that moment. Several processes may exceed the limit
+//! together, each by the events it publishes between two counts.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,21 +19,21 @@ use everbus_core::{Code, Depth, Error, OnFull, Pattern, Result, StreamLimit};
 use parking_lot::{Mutex, MutexGuard};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-/// So long a count is believed while other processes may publish.
+/// How long a count is valid, given that other processes may publish.
 const FRESH: Duration = Duration::from_secs(1);
-/// A count that took long is believed for so many times as long, so that counting stays below a
-/// twentieth of the time.
+/// A slow count is valid for this many times its duration, so that counting takes less than a twentieth of
+/// the time.
 const FRESH_PER_COST: u32 = 20;
-/// But no longer than this.
+/// The longest validity of a count.
 const FRESH_AT_MOST: Duration = Duration::from_secs(30);
-/// The first and the longest pause between two counts while somebody waits for room.
+/// The first and the longest pause between two counts while a publisher waits for room.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(50));
-/// At most so many streams are remembered.
+/// The largest number of streams that are tracked.
 pub(super) const MOST_TRACKED: usize = 10_000;
-/// This part of a stream is freed at once when its oldest events are dropped.
+/// When the oldest events are dropped, at least this fraction of the stream (1/128) is freed at once.
 const DROP_PART: u64 = 128;
 
-/// The streams that were published to lately.
+/// The streams with recent publishes.
 #[derive(Debug, Default)]
 pub(super) struct Streams(Mutex<Tracked>);
 
@@ -44,9 +44,9 @@ struct Tracked {
 }
 
 impl Streams {
-    /// The stream of a name; `types` are what is in it, the one type of that name unless given. When too
-    /// many are known, those that nobody uses are forgotten: all that is lost is a count. A stream that
-    /// finds no place even so is counted at every publish.
+    /// The stream with this name. `types` is the pattern of the stream; without it the stream has the one
+    /// type of that name. When too many streams are tracked, unused ones are forgotten: only a count is
+    /// lost. A stream that still finds no place is counted at every publish.
     pub(super) fn of(
         &self,
         name: &Arc<str>,
@@ -76,10 +76,10 @@ impl Tracked {
         if self.by_name.len() < MOST_TRACKED {
             return true;
         }
-        // A sweep that found nothing to forget is not repeated at every publish.
+        // A sweep that found nothing is not repeated at every publish.
         if self.swept_at.is_none_or(|at| now - at >= FRESH) {
             self.swept_at = Some(now);
-            // Under the lock of the map nobody can begin to use a stream that nobody else holds.
+            // A stream that only the map holds is unused, and the lock of the map keeps it so.
             self.by_name
                 .retain(|_, stream| Arc::strong_count(stream) > 1 || !stream.lock().is_stale(now));
         }
@@ -94,27 +94,27 @@ pub(super) struct Stream {
     types: Pattern,
     limit: StreamLimit,
     room: Mutex<Room>,
-    /// Who holds it asks the engine, and waits for room if there is none; the others queue behind in
-    /// the order they came.
+    /// The holder of this lock asks the engine, and waits for room if there is none; the others queue for
+    /// the lock in order of arrival.
     turn: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug, Default)]
 struct Room {
-    /// At most this many events are owed, reservations not counted; `None` before the first count.
+    /// The largest possible number of pending events, without reservations; `None` before the first count.
     owed: Option<u64>,
-    /// Events that may be on their way into the stream.
+    /// Events that are perhaps being appended.
     reserved: u64,
-    /// Events of publishers that queue.
+    /// Events of queued publishers.
     waiting: u64,
-    /// All events whose append was over so far.
+    /// The number of events whose append has ended, since the start.
     finished: u64,
-    /// How many questions were asked, and which of them was answered last.
+    /// The number of questions to the engine, and the last one that was answered.
     asked: u64,
     answered: u64,
-    /// The last count is believed until then.
+    /// The last count is valid until then.
     fresh_until: Option<Instant>,
-    /// Somebody asks because the last count is too old; the others go on with it meanwhile.
+    /// One publisher renews the old count; the others use the old one meanwhile.
     refreshing: bool,
 }
 
@@ -130,10 +130,10 @@ impl Room {
     }
 }
 
-/// How a publish found the stream.
+/// The state of the stream for one publish.
 enum Found {
     Room(Reservation),
-    /// There is room, if the count is still right.
+    /// There is room, but the count is old.
     OldCount(Refreshing),
     NoRoom(Queued),
 }
@@ -153,8 +153,8 @@ impl Stream {
         self.room.lock()
     }
 
-    /// Reserves room for so many events, in the way of the stream's limit if there is none. The
-    /// second answer is how many events were dropped for it.
+    /// Reserves room for this many events. If there is none, the limit's `on_full` decides. Also returns
+    /// how many events were dropped to make room.
     pub(super) async fn reserve(
         self: &Arc<Self>,
         engine: &dyn Depth,
@@ -169,7 +169,7 @@ impl Stream {
         };
         let deadline = match self.limit.on_full {
             OnFull::Wait => start + self.limit.wait,
-            // They wait for no room, only for the counts of those before them.
+            // These do not wait for room, only for the counts of the publishers before them.
             OnFull::Reject | OnFull::DropOldest => Instant::now() + DEFAULT_WAIT,
         };
         let Ok(_turn) = timeout_at(deadline, self.turn.lock()).await else {
@@ -178,11 +178,11 @@ impl Stream {
                 OnFull::Reject | OnFull::DropOldest => self.too_slow(),
             });
         };
-        // Dropped before the turn is given on, so that nobody counts this publish twice.
+        // Dropped before the lock is released, so that no publisher counts this publish twice.
         let mut queued = queued;
         let mut pause = PAUSES.0;
         loop {
-            // A question that another publisher asked after this one came is as good as its own.
+            // An answer to a question that was asked after this publish arrived is as good as a new one.
             let mut is_new = self.lock().answered > known;
             if !is_new && (refreshing.is_some() || !self.lock().fits(events, self.limit.max_len)) {
                 self.ask(engine).await?;
@@ -209,11 +209,12 @@ impl Stream {
         }
     }
 
-    /// Looks without asking. The first answer is the number of questions asked so far.
+    /// Checks the tracked count without asking the engine. Also returns the number of questions asked so
+    /// far.
     fn find(self: &Arc<Self>, events: u64) -> (u64, Found) {
         let mut room = self.lock();
         let asked = room.asked;
-        // Those who queue are not overtaken.
+        // Queued publishers are not overtaken.
         let found = if room.waiting > 0 || !room.fits(events, self.limit.max_len) {
             Found::NoRoom(Queued::new(self, &mut room, events))
         } else if !room.refreshing && room.is_stale(Instant::now()) {
@@ -231,7 +232,7 @@ impl Stream {
             .then(|| Reservation::new(self, &mut room, events))
     }
 
-    /// Counts what is owed. Whoever calls it holds the turn.
+    /// Counts the pending events. The caller holds the `turn` lock.
     async fn ask(&self, engine: &dyn Depth) -> Result<()> {
         let asked_at = Instant::now();
         let (number, finished) = {
@@ -246,7 +247,7 @@ impl Stream {
         let cost = asked_at.elapsed();
         let mut room = self.lock();
         room.answered = number;
-        // What was appended during the count may be in it or not.
+        // Events that were appended during the count may be in it or not.
         room.owed = Some(depth.saturating_add(room.finished - finished));
         let fresh = FRESH_AT_MOST.min(FRESH.max(cost * FRESH_PER_COST));
         room.fresh_until = Some(asked_at + fresh);
@@ -261,7 +262,7 @@ impl Stream {
     ) -> Result<(Reservation, u64)> {
         let (keep, finished) = {
             let room = self.lock();
-            // Those who queue include this one.
+            // The queued publishers include this one.
             let wanted = room.waiting.max(self.limit.max_len / DROP_PART);
             let taken = room.reserved.saturating_add(wanted);
             (self.limit.max_len.saturating_sub(taken), room.finished)
@@ -271,7 +272,7 @@ impl Stream {
             .await
             .map_err(|e| self.cannot(e))?;
         let mut room = self.lock();
-        // What is being handled is not dropped; the next count finds it.
+        // Events that are being handled are not dropped; the next count includes them.
         room.owed = Some(keep.saturating_add(room.finished - finished));
         Ok((Reservation::new(self, &mut room, events), dropped))
     }
@@ -330,7 +331,8 @@ impl Stream {
         .hint("the engine is overloaded: publish more slowly and look at its disk")
     }
 
-    /// An engine that cannot count says so at the first publish; the sentence says what to change.
+    /// Explains the error of an engine that cannot count: it comes at the first publish, with what to
+    /// change.
     pub(super) fn cannot(&self, e: Error) -> Error {
         if e.code() != Code::Unsupported {
             return e;
@@ -352,7 +354,7 @@ impl Stream {
     }
 }
 
-/// Room for events that may be on their way. Dropping it ends that.
+/// Reserved room for events that are perhaps being appended. Dropping it frees the room.
 #[derive(Debug)]
 pub(super) struct Reservation {
     stream: Arc<Stream>,
@@ -370,7 +372,7 @@ impl Reservation {
         }
     }
 
-    /// From now on the events may get into the stream, and are counted when this is dropped.
+    /// From now on the events may reach the stream; they are counted when this is dropped.
     pub(super) fn begin(&mut self) {
         self.may_be_appended = true;
     }
@@ -387,7 +389,7 @@ impl Drop for Reservation {
     }
 }
 
-/// A publish that queues, so that later ones do not overtake it.
+/// A queued publish, so that later ones do not overtake it.
 struct Queued {
     stream: Arc<Stream>,
     events: u64,
@@ -410,7 +412,7 @@ impl Drop for Queued {
     }
 }
 
-/// A publish that renews an old count, until it has done so or gave up.
+/// A publish that renews an old count, until it succeeds or gives up.
 struct Refreshing(Arc<Stream>);
 
 impl Drop for Refreshing {

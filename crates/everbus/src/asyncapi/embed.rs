@@ -1,7 +1,7 @@
-//! A JSON Schema as part of a larger document: its references must find their targets there.
+//! Embeds a JSON Schema in a larger document and adjusts its references.
 //!
-//! AsyncAPI's own schemas are those of draft 7. A schema that says nothing newer is put in as one;
-//! others keep their draft, named beside them.
+//! AsyncAPI's own schemas use draft 7. A schema without newer keywords is embedded as draft 7; others keep
+//! their draft, which is named beside them.
 
 use serde_json::{Map, Value, json};
 
@@ -14,9 +14,9 @@ const NAMED: [&str; 6] = [
     "dependentSchemas",
     "dependencies",
 ];
-/// Keywords with data, in which nothing is a reference.
+/// Keywords that contain data, in which nothing is a reference.
 const DATA: [&str; 5] = ["enum", "const", "default", "examples", "example"];
-/// Keywords that draft 7 does not have, or reads otherwise.
+/// Keywords that draft 7 does not have, or defines differently.
 const NEWER: [&str; 10] = [
     "prefixItems",
     "unevaluatedItems",
@@ -41,9 +41,9 @@ const BESIDE_REF: [&str; 8] = [
     "$comment",
 ];
 
-/// The schema as it stands at `at`, a reference such as `#/components/schemas/order`.
+/// The schema as embedded at `at`, a reference such as `#/components/schemas/order`.
 ///
-/// References by pointer are made to lead there. Those by anchor are left alone.
+/// References by pointer are adjusted. References by anchor are left alone.
 pub(super) fn embed(schema: &Value, at: &str) -> Value {
     let Value::Object(schema) = schema else {
         return match schema {
@@ -72,7 +72,7 @@ pub(super) fn embed(schema: &Value, at: &str) -> Value {
     }
 }
 
-/// The draft to name, unless the schema reads the same as one of draft 7.
+/// The draft to name; `None` if the schema means the same in draft 7.
 fn draft(declared: Option<&str>, schema: &Map<String, Value>) -> Option<&'static str> {
     let declared = declared.unwrap_or("2020-12");
     let newer = |name| says_newer(schema).then_some(name);
@@ -105,7 +105,7 @@ fn inner(schema: &Map<String, Value>) -> impl Iterator<Item = &Map<String, Value
         .filter_map(Value::as_object)
 }
 
-/// Where a schema has been put.
+/// The place of an embedded schema.
 struct Place<'a> {
     root: String,
     id: &'a str,

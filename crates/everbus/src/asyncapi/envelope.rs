@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-/// Where the schema is kept.
+/// The key of the schema.
 pub(super) const KEY: &str = "EventEnvelope";
 
 /// The schema of every envelope.

@@ -1,5 +1,5 @@
-//! An AsyncAPI 3 document of the events that move: channels, messages, schemas, and who receives or
-//! sends what.
+//! An AsyncAPI 3 document of the events of an application: channels, messages, schemas, and which
+//! operations receive or send them.
 //!
 //! The inputs are plain values, so that a router and a configuration file can both be described.
 //! One channel per event type, one message per version of it, and the envelope as the headers.
@@ -16,10 +16,10 @@ use serde_json::{Map, Value, json};
 /// The version of the AsyncAPI specification.
 pub const ASYNCAPI: &str = "3.0.0";
 
-/// No more delays than this are listed: the later ones are all the longest one.
+/// At most this many delays are listed: all later ones equal the longest one.
 const MAX_DELAYS: u32 = 8;
 
-/// What the document is made from.
+/// The input of the document.
 ///
 /// ```
 /// use everbus::asyncapi::{Action, Channel, Document, Operation};
@@ -44,11 +44,11 @@ pub struct Document {
     pub title: String,
     /// The version of the application.
     pub version: String,
-    /// What it is, in CommonMark.
+    /// A description, in CommonMark.
     pub description: Option<String>,
-    /// The event types that are known. A type that is given twice is one channel.
+    /// The known event types. A type that is given twice is one channel.
     pub channels: Vec<Channel>,
-    /// Who receives and sends.
+    /// The operations that receive and send.
     pub operations: Vec<Operation>,
 }
 
@@ -64,7 +64,7 @@ pub struct Channel {
 /// What an operation does with its events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Action {
-    /// A handler is given them.
+    /// A handler receives them.
     #[default]
     Receive,
     /// A handler or the application publishes them.
@@ -78,15 +78,15 @@ pub struct Operation {
     pub action: Action,
     /// The name of the handler or sender.
     pub name: String,
-    /// The pattern of what it receives, or the type of what it sends.
+    /// The pattern that it receives, or the type that it sends.
     pub pattern: String,
     /// The group of the handler; none for the unnamed one and for senders.
     pub group: Option<String>,
-    /// The versions that it takes or sends of one event type; all that are known, if empty.
+    /// The versions of one event type that it receives or sends; empty: all known ones.
     pub versions: Vec<u32>,
-    /// When it is tried again.
+    /// The retry policy.
     pub retry: Option<RetryPolicy>,
-    /// How long it may take.
+    /// The timeout.
     pub timeout: Option<Duration>,
     /// Further settings; `criticality` is shown as `x-everbus-criticality`.
     pub settings: BTreeMap<String, Value>,
@@ -105,7 +105,7 @@ impl Operation {
 }
 
 impl Document {
-    /// A document of nothing yet.
+    /// An empty document.
     pub fn new(title: impl Into<String>, version: impl Into<String>) -> Self {
         Self {
             title: title.into(),
@@ -114,7 +114,7 @@ impl Document {
         }
     }
 
-    /// The document. Only a pattern that is none makes it fail.
+    /// Renders the document. Fails only on an invalid pattern.
     pub fn to_json(&self) -> Result<Value> {
         let mut draft = Draft::begin();
         for (event_type, versions) in self.known_types() {
@@ -140,7 +140,7 @@ impl Document {
                 *known = known.or(schema.as_ref());
             }
         }
-        // What is received or sent in a version is there in that version, schema or not.
+        // A version that is received or sent is listed, even without a schema.
         for operation in &self.operations {
             if !operation.pattern.contains(['*', '>']) {
                 let versions = types.entry(&operation.pattern).or_default();
@@ -153,7 +153,7 @@ impl Document {
     }
 }
 
-/// The document while it is put together.
+/// The document while it is built.
 struct Draft {
     channels: Map<String, Value>,
     messages: Map<String, Value>,
@@ -222,7 +222,7 @@ impl Draft {
         self.insert_channel(event_type, true, channel, messages);
     }
 
-    /// A pattern that matches no known type still says what its handler is for.
+    /// A pattern that matches no known type is still documented.
     fn add_pattern(&mut self, pattern: &str) {
         let key = self.add_message(pattern, None, None);
         let (address, parameters) = expression(pattern);
@@ -315,7 +315,7 @@ impl Draft {
         Ok(())
     }
 
-    /// A key that every tool takes, close to what is wanted and not used yet.
+    /// A unique key that every tool accepts, close to the wanted one.
     fn key(&mut self, section: Section, wanted: &str) -> String {
         let plain = |c: char| match c {
             'A'..='Z' | 'a'..='z' | '0'..='9' | '.' | '-' | '_' => c,
@@ -397,8 +397,8 @@ fn milliseconds(duration: Duration) -> Value {
         .into()
 }
 
-/// `order.*.shipped` as the address `order.{segment2}.shipped`. A pattern with braces of its own has
-/// no address.
+/// `order.*.shipped` as the address `order.{segment2}.shipped`. A pattern that contains braces has no
+/// address.
 fn expression(pattern: &str) -> (Option<String>, Map<String, Value>) {
     let mut parameters = Map::new();
     if pattern.contains(['{', '}']) {

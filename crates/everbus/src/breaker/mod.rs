@@ -1,5 +1,5 @@
-//! The circuit breaker: stops calling what is known to fail, and finds out with one probe at a time
-//! when it works again.
+//! The circuit breaker: stops calls to a dependency that fails, and probes with one call at a time whether
+//! it works again.
 //!
 //! ```text
 //!            failures (see BreakerPolicy)              open_for is over
@@ -9,7 +9,7 @@
 //!    └───────────────────────────── the probe succeeds ───────────────────────────┘
 //! ```
 //!
-//! It knows nothing of events: whoever makes an attempt takes a [`Ticket`] and says how it ended.
+//! It knows nothing of events: the caller takes a [`Ticket`] for each attempt and reports its outcome.
 
 mod policy;
 mod window;
@@ -33,11 +33,11 @@ use tokio::sync::Notify;
 pub use policy::{BreakerPolicy, Criticality};
 use window::{Counts, Window};
 
-/// Who comes while the probe runs is told to come back after this long. How long the probe takes
-/// nobody knows; those who use [`Breaker::ready`] are woken by its end.
+/// A caller that comes while the probe runs is told to come back after this long. The duration of the probe
+/// is unknown; callers of [`Breaker::ready`] are woken by its end.
 const WHILE_PROBING: Duration = Duration::from_secs(1);
 
-/// How a circuit breaker stands.
+/// The state of a circuit breaker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "state", rename_all = "snake_case")]
 #[non_exhaustive]
@@ -63,19 +63,19 @@ impl fmt::Display for BreakerState {
     }
 }
 
-/// A circuit breaker as it is shown.
+/// The state and the figures of a circuit breaker.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct BreakerInfo {
     /// The group or the dependency it stands for.
     pub name: String,
-    /// How it stands: `state`, and `until` while it is open.
+    /// The state: `state`, and `until` while it is open.
     #[serde(flatten)]
     pub state: BreakerState,
-    /// Attempts inside the window; those that led to the opening while it is not closed.
+    /// Attempts inside the window; while the breaker is not closed, the attempts before it opened.
     pub attempts: u64,
-    /// Failed attempts inside the window; while it is not closed those that led to the opening, and
-    /// the failed probes since.
+    /// Failed attempts inside the window; while the breaker is not closed, the failures before it opened
+    /// plus the failed probes since.
     pub failures: u64,
     /// When it opened; `None` while it is closed.
     pub opened_at: Option<Timestamp>,
@@ -83,16 +83,16 @@ pub struct BreakerInfo {
     pub times_opened: u64,
 }
 
-/// A change of state. It is given to exactly one caller, who tells the others.
+/// A change of state. Exactly one caller gets it, and notifies the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
     /// It opened.
     Opened {
         /// When a probe may be made.
         until: Timestamp,
-        /// The failures that led to it, failed probes included.
+        /// The failures that opened it, failed probes included.
         failures: u64,
-        /// A probe failed: it had been open before.
+        /// A probe failed: the breaker was open before.
         again: bool,
     },
     /// The probe succeeded.
@@ -114,21 +114,21 @@ struct Shared {
     name: Box<str>,
     policy: BreakerPolicy,
     clock: Arc<dyn Clock>,
-    /// The generation twice, and one more while closed: what an attempt needs to begin, without the
-    /// lock. Written under the lock.
+    /// Twice the generation, plus one while closed. An attempt reads it without the lock. Written under the
+    /// lock.
     gate: AtomicU64,
     inner: Mutex<Inner>,
-    /// Wakes those in [`Breaker::ready`].
+    /// Wakes the callers of [`Breaker::ready`].
     changed: Notify,
 }
 
 #[derive(Debug)]
 struct Inner {
     phase: Phase,
-    /// Grows with every opening and closing, so that late outcomes are known as such.
+    /// Grows with every opening and closing, so that late outcomes are recognised.
     generation: u64,
     window: Window,
-    /// Of the opening, while it is not closed.
+    /// When it opened, while it is not closed.
     opened_at: Option<Timestamp>,
     attempts: u64,
     failures: u64,
@@ -186,8 +186,8 @@ impl Breaker {
         self.0.policy.open_for
     }
 
-    /// Begins an attempt, if one may be made now. While the breaker is half-open exactly one ticket
-    /// is out, and it is the probe.
+    /// Begins an attempt, if one is allowed now. While the breaker is half-open there is exactly one
+    /// ticket: the probe.
     pub(crate) fn try_begin(&self) -> Result<Ticket, Rejected> {
         let gate = self.0.gate.load(Ordering::Acquire);
         if gate == let_pass(gate / 2) {
@@ -211,37 +211,37 @@ impl Breaker {
         }
     }
 
-    /// Waits until an attempt would be admitted: closed, or half-open with no probe under way.
+    /// Waits until an attempt is allowed: closed, or half-open without a running probe.
     ///
-    /// Several waiters may return for the one probe; [`try_begin`](Self::try_begin) decides who makes
-    /// it. Dropping the future is harmless.
+    /// Several waiters may return for the one probe; [`try_begin`](Self::try_begin) decides which of them
+    /// runs it. Dropping the future is harmless.
     pub(crate) async fn ready(&self) {
         loop {
-            // Registered before the look, so that nothing between the two is missed.
+            // Registered before the check, so that no notification between the two is lost.
             let mut changed = pin!(self.0.changed.notified());
             changed.as_mut().enable();
             match self.0.phase_now() {
                 (Phase::Closed | Phase::HalfOpen { probing: false }, _) => return,
                 (Phase::HalfOpen { probing: true }, _) => changed.await,
                 (Phase::Open { until }, now) => {
-                    // Either way: look again.
+                    // Check again in both cases.
                     let _ = tokio::time::timeout(until.since(now), changed).await;
                 }
             }
         }
     }
 
-    /// Whether it is half-open and its probe is under way.
+    /// Whether it is half-open and its probe is running.
     pub(crate) fn is_probing(&self) -> bool {
         matches!(self.0.phase_now().0, Phase::HalfOpen { probing: true })
     }
 
-    /// How it stands now.
+    /// The current state.
     pub(crate) fn state(&self) -> BreakerState {
         self.0.phase_now().0.into()
     }
 
-    /// How it stands now, with its figures.
+    /// The current state, with its figures.
     pub(crate) fn info(&self) -> BreakerInfo {
         let now = self.0.clock.now();
         let mut inner = self.0.lock();
@@ -290,9 +290,9 @@ impl Shared {
         (inner.phase, now)
     }
 
-    /// Takes note of an outcome.
+    /// Records an outcome.
     fn outcome(&self, generation: u64, success: bool) -> Option<Change> {
-        // The clock is other people's code: not under the lock.
+        // The clock is user code: it is not called under the lock.
         let now = self.clock.now();
         let mut inner = self.lock();
         if inner.generation != generation {
@@ -314,7 +314,7 @@ impl Shared {
                     self.open(&mut inner, now, false)
                 })
             }
-            // Its generation is not over, so this is the probe.
+            // The generation is current, so this is the probe.
             (_, true) => Some(self.close(&mut inner)),
             (_, false) => {
                 inner.attempts += 1;
@@ -352,7 +352,7 @@ impl Shared {
         Change::Closed
     }
 
-    /// The probe ended without an outcome: the next may try.
+    /// The probe ended without an outcome: the next caller may probe.
     fn free(&self, generation: u64) {
         let mut inner = self.lock();
         if inner.generation == generation {
@@ -364,7 +364,7 @@ impl Shared {
 }
 
 impl Inner {
-    /// Time alone changes only this: an opening that is over.
+    /// Applies the passage of time: an open breaker becomes half-open.
     fn look_at(&mut self, now: Timestamp, policy: &BreakerPolicy) {
         let Phase::Open { until } = self.phase else {
             return;
@@ -372,7 +372,7 @@ impl Inner {
         if now >= until {
             self.phase = Phase::HalfOpen { probing: false };
         } else if until.since(now) > policy.open_for {
-            // The clock was set back: nobody waits longer for that than the policy says.
+            // The clock was set back: do not wait longer than the policy says.
             self.phase = Phase::Open {
                 until: now.plus(policy.open_for),
             };
@@ -380,10 +380,10 @@ impl Inner {
     }
 }
 
-/// Whether the last failure is the one that opens the breaker.
+/// Whether the last failure opens the breaker.
 fn is_too_much(counts: Counts, policy: &BreakerPolicy) -> bool {
     let enough = u64::from(policy.fail_max);
-    // A division is rounded as the setting was when it was read: 3 of 30 are 0.1.
+    // The quotient is rounded like the parsed setting: 3 of 30 are 0.1.
     let rate = counts.failures as f64 / counts.attempts as f64;
     counts.in_a_row >= enough || (counts.failures >= enough && rate >= policy.failure_rate)
 }
@@ -395,17 +395,17 @@ pub(crate) struct Ticket {
     shared: Arc<Shared>,
     generation: u64,
     probe: bool,
-    /// The outcome was given.
+    /// The outcome was reported.
     told: bool,
 }
 
 impl Ticket {
-    /// Whether this is the one attempt of a half-open breaker.
+    /// Whether this is the probe of a half-open breaker.
     pub(crate) fn is_probe(&self) -> bool {
         self.probe
     }
 
-    /// The attempt succeeded. A probe closes the breaker with it.
+    /// The attempt succeeded. If it is the probe, the breaker closes.
     pub(crate) fn succeeded(self) -> Option<Change> {
         self.tell(true)
     }
@@ -415,15 +415,15 @@ impl Ticket {
         self.tell(false)
     }
 
-    /// The attempt was not made, or nothing can be learnt from it. Always `None`; it is the third of
-    /// three ways to end an attempt.
+    /// The attempt was not made, or its result says nothing. Always returns `None`; the return type matches
+    /// the other two ways to end an attempt.
     pub(crate) fn abandon(self) -> Option<Change> {
         None
     }
 
     fn tell(mut self, success: bool) -> Option<Change> {
         let change = self.shared.outcome(self.generation, success);
-        // Only now: if the clock panicked, the drop must free the probe.
+        // Set only now: if the clock panicked, the drop must free the probe.
         self.told = true;
         change
     }
@@ -459,7 +459,7 @@ const fn let_pass(generation: u64) -> u64 {
     generation * 2 + 1
 }
 
-/// The gate of any other.
+/// The gate of a breaker that is not closed.
 const fn hold_back(generation: u64) -> u64 {
     generation * 2
 }

@@ -1,4 +1,4 @@
-//! The breaker against the simplest thing that could be right: a list of attempts.
+//! Compares the breaker with the simplest correct model: a list of attempts.
 
 use everbus_core::ManualClock;
 use proptest::prelude::*;
@@ -11,7 +11,7 @@ use super::*;
 enum Step {
     Advance(u64),
     Begin,
-    /// Ends one of the attempts that are under way.
+    /// Ends one of the running attempts.
     End(usize, Outcome),
 }
 
@@ -22,16 +22,16 @@ enum Outcome {
     None,
 }
 
-/// What may be expected of the breaker, by looking through everything that happened.
+/// The expected state of the breaker, computed from everything that happened.
 struct Oracle {
     policy: BreakerPolicy,
     now: u64,
     /// `None` while closed; the end of the opening otherwise.
     open_until: Option<u64>,
     probing: bool,
-    /// When it last opened or closed, in attempts begun so far.
+    /// The number of attempts begun when it last opened or closed.
     era: usize,
-    /// The attempts of this era that ended: when, and whether they failed.
+    /// The attempts of this era that have ended: when, and whether they failed.
     ended: Vec<(u64, bool)>,
 }
 
@@ -51,7 +51,7 @@ impl Oracle {
         }
     }
 
-    /// What the change must be: `Some(true)` for an opening.
+    /// The expected change: `Some(true)` for an opening.
     fn end(&mut self, begun_in: usize, probe: bool, outcome: Outcome) -> Option<bool> {
         if begun_in != self.era {
             return None;
@@ -204,7 +204,7 @@ proptest! {
             }
         }
         under_way.clear();
-        // The look takes note of the time; from then on the wait is what the policy says at most.
+        // This call reads the clock; from then on the wait is at most that of the policy.
         let wait = breaker.try_begin().err().map(|rejected| rejected.retry_in);
         prop_assert!(wait.is_none_or(|wait| wait <= policy.open_for));
         clock.advance(wait.unwrap_or_default());

@@ -1,4 +1,4 @@
-//! What an open breaker means for a consumer, and when a breaker opens.
+//! The policy of a breaker: when it opens, and what happens to events while it is open.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,12 +7,12 @@ use std::time::Duration;
 use everbus_core::{Code, Error, Result};
 use serde::Serialize;
 
-/// Longer durations are a mistake of units.
+/// A longer duration is probably a mistake of units.
 const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
 
-/// What becomes of events while the breaker of their consumer is open.
+/// What happens to events while the breaker of their consumer is open.
 ///
-/// It is written `critical`, `standard` or `best_effort`; `best-effort` is read too.
+/// It is written `critical`, `standard` or `best_effort`; `best-effort` is accepted too.
 ///
 /// ```
 /// use everbus::Criticality;
@@ -24,8 +24,7 @@ const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Criticality {
-    /// They wait until the breaker lets them through. No attempt is spent, and an alert is published
-    /// at once.
+    /// They wait until the breaker allows them. No attempt is counted, and an alert is published at once.
     #[default]
     Critical,
     /// They go to the dead letters, to be retried later, with a warning.
@@ -70,9 +69,9 @@ impl FromStr for Criticality {
 
 /// When a circuit breaker opens, and for how long.
 ///
-/// It opens when, inside the rolling `window`, `fail_max` attempts failed one after another, or when
-/// at least `fail_max` failed and they are at least `failure_rate` of all attempts. So a busy group
-/// with a few errors in a thousand goes on, and a dependency that fails half of the time does not.
+/// It opens when, inside the rolling `window`, `fail_max` attempts failed one after another, or when at
+/// least `fail_max` failed and they are at least `failure_rate` of all attempts. So a busy group with a few
+/// errors per thousand continues, and a dependency that fails half of the time does not.
 ///
 /// ```
 /// use std::time::Duration;
@@ -83,14 +82,14 @@ impl FromStr for Criticality {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct BreakerPolicy {
-    /// So many failures open it (5).
+    /// This many failures open it (5).
     pub fail_max: u32,
-    /// So long it stays open before one attempt is let through as a probe (30 s).
+    /// How long it stays open before one attempt is allowed as a probe (30 s).
     pub open_for: Duration,
-    /// Attempts older than this are forgotten (60 s). Ages are kept in steps of a thirtieth of it, so
-    /// an attempt may be forgotten that much early.
+    /// Attempts older than this are forgotten (60 s). The window has thirty buckets, so an attempt may be
+    /// forgotten a thirtieth of the window early.
     pub window: Duration,
-    /// Failures that do not come one after another must be at least this part of all attempts (0.5).
+    /// Failures that are not consecutive must be at least this fraction of all attempts (0.5).
     pub failure_rate: f64,
 }
 
@@ -111,28 +110,28 @@ impl BreakerPolicy {
         Self::default()
     }
 
-    /// How many failures open it.
+    /// Sets how many failures open it.
     #[must_use]
     pub fn fail_max(mut self, failures: u32) -> Self {
         self.fail_max = failures;
         self
     }
 
-    /// How long it stays open before a probe.
+    /// Sets how long it stays open before a probe.
     #[must_use]
     pub fn open_for(mut self, open_for: Duration) -> Self {
         self.open_for = open_for;
         self
     }
 
-    /// How long an attempt is remembered.
+    /// Sets how long an attempt is remembered.
     #[must_use]
     pub fn window(mut self, window: Duration) -> Self {
         self.window = window;
         self
     }
 
-    /// Which part of the attempts must have failed, if they did not fail one after another; 1.0 means
+    /// Sets which fraction of the attempts must have failed, if the failures are not consecutive; 1.0 means
     /// all of them.
     #[must_use]
     pub fn failure_rate(mut self, rate: f64) -> Self {
@@ -140,7 +139,7 @@ impl BreakerPolicy {
         self
     }
 
-    /// Refuses policies that make no sense.
+    /// Refuses invalid policies.
     pub fn validate(&self) -> Result<()> {
         let bad = |what: String, hint: &str| {
             Err(Error::new(Code::InvalidSetting, format!("circuit breaker: {what}")).hint(hint))

@@ -1,15 +1,15 @@
-//! What happened lately: attempts and failures of a rolling window, in time buckets.
+//! The rolling window of a breaker: recent attempts and failures, in time buckets.
 //!
-//! It takes the same few hundred bytes whatever the load is. A success costs one increment.
+//! It takes a few hundred bytes under any load. A success costs one increment.
 
 use std::time::Duration;
 
 use everbus_core::Timestamp;
 
-/// The window is kept in so many steps.
+/// The number of time buckets in the window.
 pub(super) const BUCKETS: usize = 30;
 
-/// The attempts of one step of time.
+/// The attempts of one time bucket.
 #[derive(Clone, Copy, Debug, Default)]
 struct Bucket {
     successes: u64,
@@ -18,14 +18,14 @@ struct Bucket {
     tail: u64,
 }
 
-/// What the window holds.
+/// The counts inside the window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     /// All attempts.
     pub(super) attempts: u64,
     /// Those that failed.
     pub(super) failures: u64,
-    /// The last ones, as far as they failed without a success between them.
+    /// The last consecutive failures.
     pub(super) in_a_row: u64,
 }
 
@@ -33,9 +33,9 @@ pub(super) struct Counts {
 #[derive(Clone, Debug)]
 pub(super) struct Window {
     step: i64,
-    /// The step of time that the newest bucket stands for.
+    /// The time slot of the newest bucket.
     newest: i64,
-    /// Where the newest bucket is in the ring.
+    /// The index of the newest bucket in the ring.
     head: usize,
     ring: [Bucket; BUCKETS],
 }
@@ -52,7 +52,7 @@ impl Window {
         }
     }
 
-    /// Forgets everything.
+    /// Empties the window.
     pub(super) fn clear(&mut self) {
         self.ring = [Bucket::default(); BUCKETS];
     }
@@ -71,7 +71,7 @@ impl Window {
         bucket.tail += 1;
     }
 
-    /// What is inside the window now.
+    /// The counts inside the window now.
     pub(super) fn counts(&mut self, now: Timestamp) -> Counts {
         self.roll(now);
         let mut counts = Counts::default();
@@ -94,7 +94,7 @@ impl Window {
         &mut self.ring[self.head]
     }
 
-    /// Moves the newest bucket to `now` and empties what fell out of the window.
+    /// Moves the newest bucket to `now` and empties the expired buckets.
     fn roll(&mut self, now: Timestamp) {
         let slot = now.as_micros().div_euclid(self.step);
         let ahead = slot.saturating_sub(self.newest);
@@ -107,10 +107,10 @@ impl Window {
                 }
                 self.newest = slot;
             }
-            // One step back is another thread that looked at the clock a moment earlier.
+            // One slot back: another thread read the clock a moment earlier.
             Err(_) if ahead == -1 => {}
-            // The clock was set back: what is known keeps its age, or it would stay until the clock
-            // is where it was.
+            // The clock was set back: the buckets keep their age; otherwise they would stay until the clock
+            // catches up.
             Err(_) if ahead < 0 => self.newest = slot,
             _ => {
                 self.clear();

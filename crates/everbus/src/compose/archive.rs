@@ -10,18 +10,18 @@ use everbus_core::{
 
 use crate::guard;
 
-/// Copied in one step.
+/// How many events are copied in one step.
 const BATCH: usize = 256;
 const LEASE: Duration = Duration::from_secs(60);
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 fn everything() -> Result<Vec<Pattern>> {
-    // A lone star leaves out the system's own events.
+    // The pattern `*` leaves out the system's own events.
     Ok(vec![Pattern::new("*")?, Pattern::new("system.>")?])
 }
 
-/// Declares the group, so that everything published from now on is owed to the store.
+/// Declares the archive group, so that every event published from now on is delivered to the store.
 pub(super) async fn declare(broker: &dyn Broker) -> Result<()> {
     let subscriptions = everything()?.into_iter().map(|pattern| SubscriptionSpec {
         name: format!("archive {}", pattern.as_str()),
@@ -55,7 +55,8 @@ pub(super) async fn run(broker: Arc<dyn Broker>, store: Arc<dyn Store>) {
     }
 }
 
-/// Copies until an error. What was fetched and not copied comes again when its lease ends.
+/// Copies until an error. Events that were fetched and not copied are delivered again when their lease
+/// ends.
 async fn copy(broker: &dyn Broker, store: &dyn Store, pause: &mut Duration) -> Result<()> {
     let options = ConsumeOptions::new(everything()?)
         .prefetch(BATCH * 2)
@@ -72,16 +73,16 @@ async fn copy(broker: &dyn Broker, store: &dyn Store, pause: &mut Duration) -> R
             Err(error) if error.class().may_repeat() || error.class() == Class::Final => {
                 return Err(error);
             }
-            // One that the store refuses must not keep the others out.
+            // One event that the store refuses must not block the others.
             Err(_) => one_by_one(store, batch).await?,
         };
-        // An ack that was lost means another copy, which the store takes for the first one.
+        // After a lost ack the event is copied again; the store recognises it as a duplicate.
         broker.settle(verdicts).await?;
         *pause = FIRST_PAUSE;
     }
 }
 
-/// Copies events one by one. What the store refuses stays in the broker, and is tried again later.
+/// Copies events one by one. Events that the store refuses stay in the broker and are tried again later.
 async fn one_by_one(store: &dyn Store, batch: Vec<Delivery>) -> Result<Vec<Settlement>> {
     let mut verdicts = Vec::with_capacity(batch.len());
     for delivery in batch {

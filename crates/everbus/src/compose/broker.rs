@@ -1,4 +1,4 @@
-//! The verbs of a broker with a store beside it.
+//! The `Broker` operations of a broker with a store beside it.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -26,25 +26,24 @@ pub(super) struct Shared {
     pub(super) broker: Arc<dyn Broker>,
     pub(super) store: Arc<dyn Store>,
     pub(super) clock: Arc<dyn Clock>,
-    /// What the broker offers.
+    /// The capabilities of the broker.
     pub(super) offers: Capabilities,
-    /// The clock was set: what waits may be due.
+    /// Notified when the clock was set: waiting events may be due.
     pub(super) jumped: Arc<Notify>,
     held: Mutex<HashMap<Lease, Held>>,
 }
 
-/// A delivery that was handed out.
+/// A delivery that a consumer holds.
 #[derive(Clone)]
 struct Held {
     group: GroupName,
     delivery: Delivery,
     waiting: Arc<Waiting>,
-    /// How long the consumer's leases last.
+    /// The lease duration of the consumer.
     lease: Duration,
     /// When the lease ends, as far as this process knows.
     until: Timestamp,
-    /// The events that belong to the verdict are in the broker: a verdict that is told again does not append
-    /// them once more.
+    /// The events of the verdict are in the broker: repeating the verdict does not append them again.
     appended: Arc<AtomicBool>,
 }
 
@@ -53,8 +52,8 @@ impl Shared {
         self.held.lock()
     }
 
-    /// Takes note of deliveries that are handed out under leases that began at `since`, and forgets those
-    /// whose lease ended without a verdict.
+    /// Records deliveries with leases that began at `since`, and forgets deliveries whose lease ended
+    /// without a verdict.
     pub(super) fn hold(
         &self,
         group: &GroupName,
@@ -82,7 +81,7 @@ impl Shared {
         }
     }
 
-    /// Deliveries of events of which no other delivery is held in the group, and the rest.
+    /// Splits deliveries: those whose event the group holds in no other delivery, and the rest.
     pub(super) fn apart(
         &self,
         group: &GroupName,
@@ -99,8 +98,8 @@ impl Shared {
         batch.into_iter().partition(|delivery| is_first(delivery))
     }
 
-    /// The delivery that a lease is for. A broker without a fence would take a verdict for another
-    /// delivery of the event, so one that comes after the end of its lease is refused here.
+    /// The delivery of a lease. A broker without fencing tokens would apply a late verdict to another
+    /// delivery of the event, so a verdict after the end of its lease is refused here.
     fn held(&self, lease: &Lease) -> Option<Held> {
         let held = self.lock().get(lease).cloned()?;
         let is_over = !self.offers.fencing && held.until < self.clock.now();
@@ -113,15 +112,15 @@ pub(super) struct Beside {
     /// The engine that the store belongs to: closed with the broker.
     store_broker: Arc<dyn Broker>,
     letters: Arc<dyn DeadLetters>,
-    /// Groups for which nothing is kept, so that they have no dead letters.
+    /// Ephemeral groups: the store keeps nothing for them, so they have no dead letters.
     ephemeral: Mutex<HashSet<GroupName>>,
 }
 
-/// What is left to tell the broker after the store knows.
+/// What to tell the broker after the store is written.
 enum Next {
-    /// This verdict, and the events that belong to it.
+    /// This verdict, and the events published with it.
     Tell(Verdict, Vec<Event>),
-    /// Nothing: the event waits here until it is due.
+    /// Nothing: the event waits in this process until it is due.
     Wait(Duration, Box<Delivery>),
 }
 
@@ -156,8 +155,8 @@ impl Beside {
         self.ephemeral.lock()
     }
 
-    /// Appends events before the verdict that they belong to. Their ids are those that a repetition
-    /// chooses again, so appending twice is appending once, or is noticed by the inboxes of their groups.
+    /// Appends the events of a verdict before the verdict. A repetition uses the same ids, so the broker or
+    /// the inboxes of the groups recognise duplicates.
     async fn append_first(&self, events: Vec<Event>) -> Result<()> {
         if events.is_empty() {
             return Ok(());
@@ -175,7 +174,7 @@ impl Beside {
         })
     }
 
-    /// Makes everything durable that must be so before the broker learns of the verdict.
+    /// Makes everything durable that must be durable before the broker gets the verdict.
     async fn prepare(&self, held: &Held, settlement: Settlement) -> Result<Next> {
         let Settlement {
             verdict,
@@ -205,7 +204,7 @@ impl Beside {
         let (group, record) = (held.group.clone(), held.delivery.record.clone());
         match verdict {
             Verdict::Ack => {
-                // The failures of before must not count if the event ever comes again.
+                // The earlier failures must not count if the event is ever delivered again.
                 if inbox || !held.delivery.failures.is_empty() {
                     let original = original_of(&*self.letters, &record, &held.group).await?;
                     let both = match original.event.id() == record.event.id() {
@@ -243,12 +242,12 @@ impl Beside {
         }
     }
 
-    /// Whether the broker itself waits so long.
+    /// Whether the broker supports a delay of this length.
     fn can_delay(&self, after: Duration) -> bool {
         self.shared.offers.native_delay || after.is_zero()
     }
 
-    /// Leaves the wait to the broker if it can, and to this process otherwise.
+    /// Leaves the wait to the broker if it supports delays, and to this process otherwise.
     fn later(
         &self,
         after: Duration,
@@ -263,27 +262,27 @@ impl Beside {
         }
     }
 
-    /// Puts the dead letter into the store, then tells of it. Both are the same if they are repeated.
+    /// Puts the dead letter into the store, then publishes its event. Repeating both is harmless.
     async fn bury(&self, held: &Held, failure: Option<Failure>) -> Result<()> {
         let Held {
             group, delivery, ..
         } = held;
         let mut failures = delivery.failures.clone();
-        // Given up for what is on record: this delivery was no attempt.
+        // The event is given up because of recorded failures: this delivery was no attempt.
         let was_none = failure.is_none() && !failures.is_empty();
         let attempts = delivery.attempt.saturating_sub(u32::from(was_none));
         failures.extend(failure);
         let died_at = failures
             .last()
             .map_or_else(|| self.shared.clock.now(), |f| f.at);
-        // An event that was sent back from the dead letters dies as the one it stands for.
+        // A copy that was sent back from the dead letters dies under the id of its original.
         let record = original_of(&*self.letters, &delivery.record, group).await?;
         let mut letter = Burial::new(record.clone(), group.clone(), attempts, failures, died_at);
         if record.event.id() != delivery.record.event.id() {
             letter = letter.of_sent_back();
         }
         self.shared.store.bury(letter).await?;
-        // The store has added up the attempts of all its deaths.
+        // The store has added up the attempts of all earlier deaths.
         let known = self.letters.get(record.event.id()).await?;
         let tenant = record.event.tenant();
         let letter = known
@@ -295,8 +294,9 @@ impl Beside {
         self.append_first(notice.into_iter().collect()).await
     }
 
-    /// Keeps an event here until it is due. Its lease is made to outlast the wait at once, so that it does
-    /// not depend on the next extension; where the broker does not answer, its consumer extends it in time.
+    /// Keeps an event in this process until it is due. Its lease is extended past the wait at once, so that
+    /// it does not depend on the next extension. If the broker does not answer, the consumer's keeper
+    /// extends the lease in time.
     async fn wait(&self, held: &Held, after: Duration, again: Delivery) -> Result<()> {
         let lease = again.lease.clone();
         let by = after.saturating_add(held.lease);
@@ -312,7 +312,8 @@ impl Beside {
         if held.waiting.add(due, again) {
             return Ok(());
         }
-        // Its consumer is gone, and no other one looks there: another may have it early.
+        // The consumer has closed, so the event would never be handed out here: the broker may deliver it
+        // early to another consumer.
         let after = Duration::ZERO;
         let release = Settlement::new(lease, Verdict::Release { after });
         let answers = self.shared.broker.settle(vec![release]).await?;
@@ -328,8 +329,8 @@ impl Beside {
             let held = self.shared.held(&lease);
             let next = match &held {
                 Some(held) => self.prepare(held, settlement).await,
-                // Settled already, or never handed out here. The broker must not hear of an end that the
-                // store does not know.
+                // Settled already, or never handed out here. The broker must not get a verdict that the
+                // store does not have.
                 None => Err(Error::new(
                     Code::LeaseLost,
                     format!("the lease on event {} had ended", lease.position()),
@@ -358,7 +359,7 @@ impl Beside {
             Ok(from_broker) => from_broker,
             Err(error) if told.len() == answers.len() => return Err(error),
             Err(error) => {
-                // The others wait here already: they must not be sent again.
+                // The other events wait in this process already: they must not be settled again.
                 for index in told {
                     answers[index] = Err(error.clone());
                 }
@@ -385,8 +386,8 @@ impl BrokerLayer for Beside {
         &*self.shared.broker
     }
 
-    /// What the broker offers, not what is done here in its place. A dead letter is in the store before the
-    /// broker learns of it, and no effect runs in the transaction of an ack.
+    /// The capabilities of the broker itself, without what this layer adds. A dead letter is written to the
+    /// store before the broker gets the verdict, and no effect runs in the transaction of an ack.
     fn capabilities(&self) -> Capabilities {
         let offers = self.shared.offers.clone();
         let mut offers = offers.atomic_dead_letter(false);
@@ -405,7 +406,7 @@ impl BrokerLayer for Beside {
         })
     }
 
-    /// Removes the group from the store, too: a group that is made anew under its name has handled nothing.
+    /// Removes the group from the store too: a new group with the same name has handled nothing.
     fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
             if group.as_str() == ARCHIVE {
@@ -413,7 +414,7 @@ impl BrokerLayer for Beside {
                 let error = Error::new(Code::InvalidSetting, what);
                 return Err(error.hint("to do without a store, open the broker without one"));
             }
-            // The store first: a crash in between leaves a group that can be removed again.
+            // The store first: after a crash in between, the group still exists and can be removed again.
             match self.store_broker.remove_group(group.clone()).await {
                 Err(error) if error.code() != Code::GroupNotFound => return Err(error),
                 _ => {}
@@ -428,7 +429,7 @@ impl BrokerLayer for Beside {
     fn declare_streams(&self, streams: Streams) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
             self.shared.broker.declare_streams(streams).await?;
-            // The archive reads the new ones too.
+            // The archive group must read the new streams too.
             archive::declare(&*self.shared.broker).await
         })
     }
@@ -454,10 +455,11 @@ impl BrokerLayer for Beside {
     ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
         Box::pin(async move {
             let lease = options.lease;
-            // A dead letter that the broker makes by itself would be missing in the store.
+            // A dead letter that the broker made by itself would be missing in the store.
             let mut options = options.no_handler_after(Duration::MAX);
             if !self.shared.offers.native_delay {
-                // What waits here is unsettled, and must not take the places of what could run.
+                // Events that wait here are unsettled. They must not count against the concurrency of the
+                // consumer.
                 options.concurrency = None;
             }
             let inner = self.shared.broker.consume(group.clone(), options).await?;

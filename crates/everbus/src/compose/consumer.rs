@@ -1,5 +1,5 @@
-//! A consumer of a broker with a store beside it: adds what the store knows of earlier attempts, and
-//! hands out again what waits in this process.
+//! A consumer of a broker with a store beside it: adds the failures of earlier attempts from the store, and
+//! hands out events again that wait in this process.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -22,17 +22,17 @@ pub(super) struct ConsumerBeside {
     group: GroupName,
     shared: Arc<Shared>,
     waiting: Arc<Waiting>,
-    /// Fetched from the broker, while the store is asked about them.
+    /// Fetched from the broker; the store is asked about them next.
     fetched: Vec<Delivery>,
-    /// When that was: their leases began then.
+    /// When they were fetched, which is when their leases began.
     fetched_at: Timestamp,
     paused: bool,
     lease: Duration,
     keeper: Keeper,
 }
 
-/// The task that extends leases. It ends with its consumer, also with one that is dropped; what waits is
-/// given back then, since otherwise it would be kept from all others until it is due.
+/// The task that extends leases. It ends with its consumer, also when the consumer is dropped. Then it
+/// gives waiting events back; otherwise no other consumer would get them until they are due.
 struct Keeper {
     task: JoinHandle<()>,
     shared: Arc<Shared>,
@@ -84,14 +84,14 @@ impl ConsumerBeside {
         }
     }
 
-    /// Waits for deliveries and takes note of them; perhaps of none, if they all have to wait.
+    /// Waits for deliveries and records them. The batch may be empty, if all of them have to wait.
     async fn next_batch(&mut self, max: usize) -> Result<Vec<Delivery>> {
-        // What the store gave no answer for until its lease was over belongs to others now.
+        // If the store did not answer before the leases ended, other consumers get these events.
         if self.fetched_at.plus(self.lease) <= self.shared.clock.now() {
             self.fetched.clear();
         }
         while self.fetched.is_empty() {
-            // Registered before the look, so that nothing between the two is missed.
+            // Registered before the check, so that no notification between the two is lost.
             let mut changed = pin!(self.waiting.changed.notified());
             changed.as_mut().enable();
             let mut jumped = pin!(self.shared.jumped.notified());
@@ -107,7 +107,7 @@ impl ConsumerBeside {
             }
             let next = self.waiting.next_due();
             let nap = next.map_or(Duration::MAX, |due| due.since(now));
-            // Dropping the fetch of the broker loses nothing.
+            // Cancelling the broker's fetch loses nothing.
             tokio::select! {
                 biased;
                 batch = self.inner.fetch(max) => {
@@ -119,15 +119,15 @@ impl ConsumerBeside {
                 () = tokio::time::sleep(nap), if next.is_some() && !self.paused => {}
             }
         }
-        // Handlers must not run without knowing how often they have failed: if the store does not
-        // answer, it is asked again by the next call.
+        // A handler must know how often it has failed: if the store does not answer, the next call asks
+        // again.
         let batch = with_failures(&self.shared, &self.group, self.fetched.clone()).await?;
         self.fetched.clear();
         Ok(self.hand_out(batch, self.fetched_at))
     }
 
-    /// Takes note of deliveries. A second copy of an event that is being handled waits until that is settled:
-    /// the inbox knows the event only then.
+    /// Records deliveries. A second copy of an event that is being handled waits until the first is
+    /// settled: only then does the inbox know the event.
     fn hand_out(&self, batch: Vec<Delivery>, since: Timestamp) -> Vec<Delivery> {
         let (batch, twins) = match self.shared.offers.deduplication {
             Deduplication::WhileRetained => (batch, Vec::new()),
@@ -143,15 +143,17 @@ impl ConsumerBeside {
     }
 }
 
-/// After this long it is looked whether the first copy of an event is settled.
+/// How long the second copy of an event waits before the first one is checked again.
 const TWINS_WAIT: Duration = Duration::from_millis(50);
 
-/// An event that was delivered so many times without an outcome is taken for one that kills its process. A
-/// broker that counts deliveries also counts those that were given back, so that fewer prove nothing.
+/// An event that was delivered this often without an outcome is taken for a poison event that kills its
+/// process. A broker's delivery count also includes deliveries that were given back, so a smaller count
+/// proves nothing.
 const UNEXPLAINED: u32 = 20;
 
-/// Adds the failures of earlier attempts, and counts by them: a broker that counts deliveries is no help.
-/// Where it counts attempts, a first one has no earlier failures and the store is not asked.
+/// Adds the failures of earlier attempts and sets the attempt number from them: a broker's delivery count
+/// is not an attempt count. If the broker counts attempts, a first attempt has no earlier failures, and the
+/// store is not asked.
 async fn with_failures(
     shared: &Shared,
     group: &GroupName,
@@ -191,7 +193,8 @@ async fn with_failures(
     Ok(batch)
 }
 
-/// Extends the leases of what waits, three times per lease: each outlasts the longest wait.
+/// Extends the leases of waiting events three times per lease duration: each extension outlasts the longest
+/// wait.
 async fn keep(shared: Arc<Shared>, waiting: Arc<Waiting>, lease: Duration) {
     loop {
         tokio::time::sleep(lease / 3).await;
@@ -238,7 +241,7 @@ impl Consumer for ConsumerBeside {
             self.paused = true;
             let back = given_back(std::mem::take(&mut self.fetched));
             if !back.is_empty() {
-                // If this fails, the others have them when their leases end.
+                // If this fails, other consumers get the events when their leases end.
                 let _ = self.shared.broker.settle(back).await;
             }
             self.inner.pause().await
@@ -263,7 +266,7 @@ impl Consumer for ConsumerBeside {
             let back = given_back(waiting.take_all().into_iter().chain(fetched));
             drop(keeper);
             if !back.is_empty() {
-                // The others may have them at once; if this fails, when their leases end.
+                // Other consumers get the events at once; if this fails, when their leases end.
                 let _ = shared.broker.settle(back).await;
             }
             inner.close().await

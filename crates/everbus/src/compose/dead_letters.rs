@@ -1,8 +1,9 @@
-//! The dead letters of a store beside a broker: kept by the store, sent back through the broker.
+//! The dead letters of a broker with a store beside it: stored in the store, retried through the broker.
 //!
-//! A dead letter goes back as an event that is addressed to the group that failed. It has an id of its own,
-//! made from the death it follows, so that sending it twice is sending it once; the metadata [`RETRY_OF`]
-//! names the event it stands for, and if it dies, that one's dead letter is open again.
+//! A retry publishes a copy of the event, addressed to the group that failed. The id of the copy is made
+//! from the id and the time of the dead letter, so publishing it twice stores it once. The metadata
+//! [`RETRY_OF`] names the original event; if the copy fails for good, the dead letter of the original is
+//! open again.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -15,10 +16,10 @@ use everbus_core::{
     Result, SentBack, Store, Timestamp,
 };
 
-/// The metadata of an event that was sent back from the dead letters: the id of the one it stands for.
+/// Metadata of an event that was retried from the dead letters: the id of the original event.
 pub const RETRY_OF: &str = "retry_of";
 
-/// Sent back in one step.
+/// How many dead letters are retried in one step.
 const STEP: usize = 100;
 
 pub(super) struct LettersBeside {
@@ -28,7 +29,7 @@ pub(super) struct LettersBeside {
     clock: Arc<dyn Clock>,
 }
 
-/// The event that one which was sent back stands for, or the event itself.
+/// The original of a retried event, or the event itself.
 pub(super) async fn original_of(
     letters: &dyn DeadLetters,
     record: &Arc<Recorded>,
@@ -45,7 +46,7 @@ pub(super) async fn original_of(
     Ok(known.map_or_else(|| record.clone(), |letter| letter.record))
 }
 
-/// The event that goes back to the group in place of a dead letter.
+/// The copy that a retry publishes for a dead letter.
 fn retry_of(letter: &DeadLetter) -> Result<Event> {
     let original = letter.event();
     let id = EventId::derived(
@@ -74,15 +75,15 @@ fn retry_of(letter: &DeadLetter) -> Result<Event> {
         .meta(IDEMPOTENCY_KEY, original.idempotency_key())
         .addressed_to(&letter.group)
         .build()?;
-    // What is too large to travel stays where it is: the copy refers to it as its original does.
+    // A payload in the object store stays there: the copy refers to the same object.
     Ok(match original.overflow() {
         Some(overflow) => event.with_overflow(original.payload().clone(), overflow.clone()),
         None => event,
     })
 }
 
-/// Whether a group is there and has a subscription that matches an event. Others pass the event by, also if
-/// it is addressed to them.
+/// Whether a group exists and has a subscription that matches the event. Other groups do not get the event,
+/// even if it is addressed to them.
 fn wants(groups: &[GroupInfo], group: &GroupName, event: &Event) -> bool {
     let patterns = groups.iter().filter(|info| info.name == *group);
     let mut patterns = patterns.flat_map(|info| &info.patterns);
@@ -104,14 +105,15 @@ impl LettersBeside {
         }
     }
 
-    /// Sends back up to `limit` dead letters, oldest event first. The broker has them before the store
-    /// forgets that they are open: a crash in between sends the same events again, under the same ids.
+    /// Retries up to `limit` dead letters, oldest event first. The copy is in the broker before the store
+    /// marks the dead letter as retried: after a crash in between, the same copies are published again with
+    /// the same ids.
     async fn send_back(&self, filter: DeadLetterFilter, limit: usize) -> Result<u64> {
-        // Newest first, as they are listed. Only their names are kept: there may be very many.
+        // Listed newest first. Only ids are kept in memory: there may be very many.
         let mut open = Vec::new();
         let groups = self.broker.inspect().await?;
         self.each(filter, |letter| {
-            // What its group would pass by stays a dead letter.
+            // An event that its group would not get stays a dead letter.
             if wants(&groups, &letter.group, letter.event()) {
                 open.push((letter.event().id(), letter.key()));
             }
@@ -126,7 +128,7 @@ impl LettersBeside {
             let mut keys = Vec::with_capacity(some.len());
             for (id, key) in some {
                 let letters = self.letters.get(*id).await?;
-                // It may have been sent back or purged meanwhile.
+                // It may have been retried or purged meanwhile.
                 let open = letters
                     .iter()
                     .find(|l| l.key() == *key && l.retried_at.is_none());
@@ -147,7 +149,7 @@ impl LettersBeside {
         Ok(sent)
     }
 
-    /// Goes through the open dead letters that match, newest event first, until `visit` breaks off.
+    /// Visits the open dead letters that match, newest event first, until `visit` breaks.
     async fn each(
         &self,
         filter: DeadLetterFilter,

@@ -1,7 +1,7 @@
-//! A store beside a broker: what the broker cannot do, the runtime does here, in one place.
+//! A store beside a broker: this module does what the broker cannot do, with the help of the store.
 //!
-//! [`compose`] puts the two together. The result is an [`Engine`] like any other: dispatch, replay, dead
-//! letters and the command line do not know the difference.
+//! [`compose`] combines the two into an [`Engine`]. Dispatch, replay, dead letters and the command line use
+//! it like any other engine.
 //!
 //! | the broker lacks | what happens instead | where |
 //! |---|---|---|
@@ -34,10 +34,10 @@ pub use dead_letters::RETRY_OF;
 pub use everbus_core::ARCHIVE;
 use payloads::PayloadsBeside;
 
-/// Puts a store beside a broker. The store is any engine that remembers: SQLite, PostgreSQL.
+/// Puts a store beside a broker. The store is any engine with a history: SQLite, PostgreSQL.
 ///
-/// Declares the group [`ARCHIVE`], through which every event published from now on reaches the store once
-/// the bus is started. `clock` is what due times are reckoned with.
+/// Declares the group [`ARCHIVE`]; a started bus copies every event published from now on into the store
+/// through it. Due times are computed with `clock`.
 pub async fn compose(broker: Engine, store: Engine, clock: Arc<dyn Clock>) -> Result<Engine> {
     let written = store.store().map_err(|e| no_store(&store, &e))?;
     let letters = store
@@ -63,7 +63,7 @@ pub async fn compose(broker: Engine, store: Engine, clock: Arc<dyn Clock>) -> Re
         dead_letters: Some(letters),
         payloads,
         settled: broker.settled,
-        // Readers go by the store's positions, which the broker does not know.
+        // Readers use positions of the store, which the broker does not know.
         redeliver: None,
         depth: broker.depth,
         background: Some(beside),
@@ -71,7 +71,7 @@ pub async fn compose(broker: Engine, store: Engine, clock: Arc<dyn Clock>) -> Re
     })
 }
 
-/// How much of what the broker has is still to be copied into the store beside it; `None` without a store.
+/// The lag of the archive: how many events are still to be copied into the store; `None` without a store.
 pub async fn archive_lag(engine: &Engine) -> Result<Option<Lag>> {
     if engine.background.is_none() {
         return Ok(None);

@@ -1,10 +1,10 @@
-//! Payload stages of events that the store may not have yet.
+//! Payload stages of events that may not be in the store yet.
 
 use std::sync::Arc;
 
 use everbus_core::{BoxFuture, EventKey, Payloads, Result, Stage, StageInfo, Store, StoredStage};
 
-/// The payload stages of a store beside a broker: a stage waits in the store for its event.
+/// The payload stages of a store beside a broker: a stage can be stored before its event arrives.
 pub(super) struct PayloadsBeside {
     pub(super) payloads: Arc<dyn Payloads>,
     pub(super) store: Arc<dyn Store>,

@@ -1,7 +1,7 @@
-//! Events that wait in this process because the broker has no delay: the lease is extended until their
-//! time has come, and then they are handed out again.
+//! Events that wait in this process because the broker has no delay: their leases are extended until they
+//! are due, and then they are handed out again.
 //!
-//! How many there are is bounded by the consumer's prefetch: the broker counts them as in flight.
+//! The consumer's prefetch bounds their number: the broker counts them as in flight.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -10,11 +10,11 @@ use everbus_core::{Delivery, Lease, Timestamp};
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 
-/// The events of one consumer that wait.
+/// The waiting events of one consumer.
 #[derive(Default)]
 pub(super) struct Waiting {
     events: Mutex<Vec<(Timestamp, Delivery)>>,
-    /// The consumer is gone: what is added now would be not be found.
+    /// The consumer has closed: an event that is added now would never be handed out.
     closed: AtomicBool,
     /// Something was added.
     pub(super) changed: Notify,
@@ -25,7 +25,7 @@ impl Waiting {
         self.events.lock()
     }
 
-    /// Keeps a delivery until it is due; false if the consumer is gone.
+    /// Keeps a delivery until it is due. Returns false if the consumer has closed.
     pub(super) fn add(&self, due: Timestamp, delivery: Delivery) -> bool {
         let mut events = self.lock();
         if self.closed.load(Ordering::Acquire) {
@@ -37,7 +37,7 @@ impl Waiting {
         true
     }
 
-    /// Takes up to `max` deliveries whose time has come, the longest due first.
+    /// Takes up to `max` due deliveries, the longest due first.
     pub(super) fn take_due(&self, now: Timestamp, max: usize) -> Vec<Delivery> {
         let mut events = self.lock();
         events.sort_by_key(|(due, _)| *due);
@@ -53,23 +53,23 @@ impl Waiting {
         self.lock().iter().map(|(due, _)| *due).min()
     }
 
-    /// How long the last of them has to wait.
+    /// How long until the last one is due.
     pub(super) fn longest(&self, now: Timestamp) -> Duration {
         let last = self.lock().iter().map(|(due, _)| *due).max();
         last.map_or(Duration::ZERO, |due| due.since(now))
     }
 
-    /// The leases to be extended.
+    /// The leases to extend.
     pub(super) fn leases(&self) -> Vec<Lease> {
         self.lock().iter().map(|(_, d)| d.lease.clone()).collect()
     }
 
-    /// Forgets an event whose lease was lost: the broker hands it out again.
+    /// Forgets an event whose lease was lost: the broker delivers it again.
     pub(super) fn forget(&self, lease: &Lease) {
         self.lock().retain(|(_, d)| d.lease != *lease);
     }
 
-    /// Takes all of them: the consumer leaves.
+    /// Takes all of them, because the consumer closes.
     pub(super) fn take_all(&self) -> Vec<Delivery> {
         let mut events = self.lock();
         self.closed.store(true, Ordering::Release);

@@ -11,19 +11,18 @@ use crate::streams::canonical;
 
 pub(super) const KEYS: &[&str] = &["max_staleness_ms", "publish_rate"];
 
-/// What is skipped, and how fast may be published.
+/// Which old events are skipped, and the publish rate.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Backpressure {
-    /// How old an event of a stream may be and still be handled, by canonical name
-    /// (`max_staleness_ms`). Zero: it is handled however old it is.
+    /// The age limit of events by canonical stream name (`max_staleness_ms`). Zero: no limit.
     pub max_staleness: BTreeMap<String, Duration>,
-    /// How fast one bus may publish (`publish_rate`, in events per second).
+    /// The rate limit of one bus (`publish_rate`, in events per second).
     pub publish_rate: Option<PublishRate>,
 }
 
 impl Backpressure {
-    /// How old an event of this type may be and still be handled; none if it is never skipped.
+    /// The age limit of this event type; `None` if its events are never skipped.
     pub fn max_staleness(&self, event_type: &str) -> Option<Duration> {
         let limit = self.max_staleness.get(&canonical(event_type)).copied();
         limit.filter(|limit| !limit.is_zero())

@@ -1,4 +1,4 @@
-//! The sections `broker` and `store`: which engine, and where it is.
+//! The sections `broker` and `store`: the engine and its address.
 
 use std::fmt;
 
@@ -8,17 +8,17 @@ use super::section::{Reader, Section, Text};
 
 pub(super) const KEYS: &[&str] = &["type", "url"];
 
-/// Which engine carries the events, or remembers them.
+/// The engine of the broker or of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Broker {
-    /// The key `type`, or what the scheme of the URL says.
+    /// The key `type`, or the scheme of the URL.
     pub kind: BrokerKind,
     /// The key `url` in the form that [`Bus::open`](crate::Bus::open) takes: with its scheme.
     pub url: BrokerUrl,
 }
 
-/// The engines a file may name. Not every build has all of them.
+/// The engines that a file may name. Not every build has all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BrokerKind {
@@ -30,7 +30,7 @@ pub enum BrokerKind {
     Kafka,
     /// A file of the embedded engine.
     Sqlite,
-    /// Nothing but memory.
+    /// Memory only.
     Memory,
     /// PostgreSQL.
     Postgres,
@@ -46,7 +46,7 @@ const KINDS: &[(&str, BrokerKind)] = &[
 ];
 
 impl BrokerKind {
-    /// The word for it in the file.
+    /// Its name in the file.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Redis => "redis",
@@ -111,7 +111,7 @@ impl fmt::Display for BrokerKind {
 pub struct BrokerUrl(String);
 
 impl BrokerUrl {
-    /// The whole address with the secrets in it, to connect with and not to show.
+    /// The whole address with its secrets, for connecting, not for display.
     pub fn reveal(&self) -> &str {
         &self.0
     }
@@ -129,7 +129,7 @@ impl fmt::Debug for BrokerUrl {
     }
 }
 
-/// Reads the section `store`: an engine like that of `broker`, but one that remembers.
+/// Reads the section `store`: an engine like that of `broker`, but one with a history.
 pub(super) fn read_store(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<Broker> {
     let store = read(reader, section, "store")?;
     if !store.kind.remembers() {
@@ -141,14 +141,14 @@ pub(super) fn read_store(reader: &mut Reader<'_>, section: &Section<'_>) -> Opti
     Some(store)
 }
 
-/// Reads the section of an engine; `role` is what the engine is there for.
+/// Reads the section of an engine; `role` is the purpose of the engine.
 pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -> Option<Broker> {
     let kind_field = section.get("type");
     let wrong_kind = kind_field.is_some();
     let kind = reader.choice(kind_field, KINDS);
     let url = reader.text(section.get("url"), &format!("the address of the {role}"));
     let Some(url) = url else {
-        // Memory has no address; for the others it is missing, unless it was there and wrong.
+        // Memory has no address. For the others it is missing, unless an invalid one was reported.
         match kind {
             Some(BrokerKind::Memory) if section.get("url").is_none() => {
                 return Some(Broker {
@@ -175,7 +175,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -
     });
     let kind = match kind {
         Some(kind) => kind,
-        // It was given and refused: what the address means is not known.
+        // An invalid type was reported: the meaning of the address is unknown.
         None if wrong_kind => return None,
         None if scheme.is_none() && !url.value.trim().is_empty() => BrokerKind::Sqlite,
         None => match by_scheme {
@@ -212,7 +212,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -
     }
 }
 
-/// The address as `Bus::open` takes it, or what is wrong with it. The address is never part of that.
+/// The address as `Bus::open` takes it, or what is wrong with it. The message never contains the address.
 fn check(
     kind: BrokerKind,
     by_scheme: Option<BrokerKind>,
@@ -236,7 +236,7 @@ fn check(
     }
     if by_scheme.is_none() {
         return match kind {
-            // As the clients of Kafka write it: host:port, several with commas.
+            // Kafka clients write it as host:port, several with commas.
             BrokerKind::Kafka if !url.contains(['/', '@']) => Ok(format!("kafka://{url}")),
             BrokerKind::Sqlite if scheme.is_none() => {
                 check_file(url).map(|()| format!("sqlite:{url}"))
@@ -280,8 +280,8 @@ fn check_file(path: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// What comes before the colon, if that can be a scheme: a single letter is a drive, and after a
-/// slash it is part of a path.
+/// The scheme before the colon, if there is one: a single letter is a drive, and after a slash the colon is
+/// part of a path.
 fn scheme(url: &str) -> Option<&str> {
     let (scheme, _) = url.split_once(':')?;
     let is_scheme = scheme.len() > 1
@@ -292,7 +292,7 @@ fn scheme(url: &str) -> Option<&str> {
     (is_scheme || scheme.is_empty()).then_some(scheme)
 }
 
-/// Like any other refusal, but without the value: an address may contain a password.
+/// Reports a problem without the value: an address may contain a password.
 fn refuse(reader: &mut Reader<'_>, url: &Text, what: &str, hint: String) {
     let what = format!("{} {what}", url.path);
     reader.problems.add(url.place, what, hint);

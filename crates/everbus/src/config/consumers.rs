@@ -1,4 +1,4 @@
-//! The section `consumers`: who handles what, and how it copes with failure.
+//! The section `consumers`: their streams, groups, retries and breakers.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -33,16 +33,16 @@ pub(super) const BREAKER_KEYS: &[&str] = &[
 ];
 pub(super) const RETRY_KEYS: &[&str] = &["max_attempts", "backoff_multiplier", "backoff_max"];
 
-/// An event that fails so often never reaches the dead letters.
+/// With more attempts an event would never reach the dead letters.
 const MOST_ATTEMPTS: u64 = 1_000_001;
-/// More handlers at once are a mistake.
+/// A higher concurrency is refused as a mistake.
 const MOST_AT_ONCE: u64 = 65_536;
-/// A breaker that waits for more failures than this does not break.
+/// A breaker that waits for more failures than this would never open.
 const MOST_FAILURES: u64 = 1_000_000;
 
-/// One consumer: a stream, a group that reads it, and how that group copes with failure.
+/// One consumer: a stream, a group that reads it, and how the group handles failures.
 ///
-/// What the file does not say is none, so that a program may say it.
+/// A setting that is not in the file is `None`, so that the program may set it.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Consumer {
@@ -50,17 +50,17 @@ pub struct Consumer {
     pub name: String,
     /// The stream as it is written in the file.
     pub stream: String,
-    /// The event types it wants: those of the declared stream of this name, or else the canonical name,
-    /// which may have wildcards.
+    /// The event types: those of the declared stream of this name, or else the canonical name, which may
+    /// have wildcards.
     pub pattern: Pattern,
     /// The group that reads; by default it has the name of the consumer.
     pub group: GroupName,
     /// What happens to events while the circuit breaker is open.
     pub criticality: Option<Criticality>,
-    /// When to stop trying.
+    /// The circuit breaker.
     pub circuit_breaker: Breaker,
-    /// What the breaker protects; consumers that name the same dependency share one breaker. Without
-    /// a name the breaker is the group's own.
+    /// The dependency that the breaker protects; consumers with the same dependency share one breaker.
+    /// Without a name the breaker belongs to the group.
     pub dependency: Option<String>,
     /// When and how often a failed event is tried again.
     pub retry: Option<Retry>,
@@ -72,7 +72,7 @@ pub struct Consumer {
     pub ordered: Option<bool>,
     /// Whether events that were handled before are recognised and skipped.
     pub idempotent: Option<bool>,
-    /// What becomes of an event that cannot be read.
+    /// What happens to an event that cannot be decoded.
     pub decode: Option<Decode>,
     /// Where a new group begins.
     pub start_from: Option<StartFrom>,
@@ -91,11 +91,11 @@ const DECODES: &[(&str, Decode)] = &[
     ("retry", Decode::Retry),
 ];
 
-/// What the file says of a consumer's circuit breaker.
+/// The circuit breaker of a consumer in the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Breaker {
-    /// Nothing. A consumer of the file has one all the same, with the defaults.
+    /// Not in the file. The consumer still has a breaker, with the defaults.
     #[default]
     Unsaid,
     /// It has none.
@@ -115,7 +115,7 @@ impl Breaker {
     }
 }
 
-/// What the file says of retries, in the words of the specification.
+/// The retry settings of the file, with the names of the specification.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Retry {
@@ -128,7 +128,7 @@ pub struct Retry {
 }
 
 impl Retry {
-    /// The policy this makes of another one: waits double, and what is not said stays.
+    /// This applied to another policy: waits double, and missing settings are kept.
     pub fn over(&self, policy: RetryPolicy) -> RetryPolicy {
         let mut policy = policy.multiplier(2.0);
         if let Some(attempts) = self.max_attempts {
@@ -143,7 +143,7 @@ impl Retry {
         policy
     }
 
-    /// The policy this makes of the default one.
+    /// This applied to the default policy.
     pub fn policy(&self) -> RetryPolicy {
         self.over(RetryPolicy::default())
     }
@@ -170,7 +170,7 @@ pub(super) fn read(
     consumers
 }
 
-/// Reads all of it, so that every problem is found, and then sees whether it is whole.
+/// Reads the whole consumer, so that every problem is found, then checks that it is complete.
 fn consumer(
     reader: &mut Reader<'_>,
     name: &str,
@@ -208,7 +208,7 @@ fn consumer(
     })
 }
 
-/// What a consumer reads: a declared stream, or types that one of them serves.
+/// The stream of a consumer: a declared stream, or types that a declared stream covers.
 fn stream(
     reader: &mut Reader<'_>,
     section: &Section<'_>,
@@ -240,7 +240,7 @@ fn stream(
     }
 }
 
-/// The group has the name of the consumer unless it has its own.
+/// The group name; by default the name of the consumer.
 fn group(reader: &mut Reader<'_>, name: &str, section: &Section<'_>) -> Option<GroupName> {
     let hint = "a group is named with 1 to 128 printable characters";
     let Some(field) = section.get("group") else {
@@ -262,7 +262,7 @@ fn group(reader: &mut Reader<'_>, name: &str, section: &Section<'_>) -> Option<G
     group.ok()
 }
 
-/// The breaker and the name of what it protects.
+/// The breaker and its dependency.
 fn breaker(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> (Breaker, Option<String>) {
     if field
         .as_ref()
@@ -348,8 +348,8 @@ fn start_from(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<StartFro
     }
 }
 
-/// What consumers have in common and must agree on: the settings of a group and of a breaker. Names of
-/// groups and streams may come from variables, so problems point at lines instead of quoting them.
+/// Settings that consumers share and must agree on: those of a group and of a breaker. Names of groups and
+/// streams may come from variables, so problems name lines instead of quoting them.
 #[derive(Default)]
 struct Shared {
     handlers: BTreeMap<(String, String), (String, usize)>,
@@ -357,7 +357,7 @@ struct Shared {
     breakers: BTreeMap<Protected, (BreakerPolicy, usize)>,
 }
 
-/// What a breaker is there for.
+/// The owner of a breaker.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Protected {
     Dependency(String),
@@ -374,7 +374,7 @@ impl Protected {
 }
 
 impl Shared {
-    /// Who has not said how its breaker is has that of those it shares it with.
+    /// A consumer without breaker settings gets those of the consumers it shares the breaker with.
     fn share_breakers(&self, consumers: &mut [Consumer]) {
         for consumer in consumers {
             let shared = self.breakers.get(&Protected::by(consumer));

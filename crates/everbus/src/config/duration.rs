@@ -1,22 +1,22 @@
-//! Durations as they are written in the file: `30`, `0.5`, `30s`, `500ms`, `5m`, `1h`.
+//! Durations in the file: `30`, `0.5`, `30s`, `500ms`, `5m`, `1h`.
 
 use std::time::Duration;
 
-/// Longer durations are a mistake of units.
+/// A longer duration is probably a mistake of units.
 pub(super) const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
-/// Nothing here is measured more finely.
+/// The finest resolution.
 const SHORTEST: Duration = Duration::from_millis(1);
 
 pub(super) const UNITS: &str = "the units are ms, s, m and h, as in 500ms, 30s, 5m and 1h; \
                      a number without a unit is seconds";
 
-/// How long something may be kept at most: more is a mistake of units.
+/// A longer age is probably a mistake of units.
 const OLDEST: Duration = Duration::from_secs(100 * 366 * 24 * 3600);
 
 pub(super) const AGES: &str = "write an age with its unit, ms, s, m, h or d, as in 30d and 12h, or \
                     never; a number without a unit is seconds";
 
-/// Reads how long something is kept: also in days, and for up to a hundred years.
+/// Parses an age: also in days, and up to a hundred years.
 pub(super) fn parse_age(text: &str) -> Result<Duration, (&'static str, String)> {
     let Some(days) = text.strip_suffix('d') else {
         return parse(text);
@@ -33,7 +33,7 @@ pub(super) fn parse_age(text: &str) -> Result<Duration, (&'static str, String)> 
     }
 }
 
-/// Reads a duration, or says what is wrong with it and what would be right.
+/// Parses a duration, or says what is wrong and what would be right.
 pub(super) fn parse(text: &str) -> Result<Duration, (&'static str, String)> {
     let is_number = |c: char| c.is_ascii_digit() || matches!(c, '.' | '_' | '-' | '+');
     let (number, unit) = text.split_at(text.find(|c| !is_number(c)).unwrap_or(text.len()));
@@ -69,7 +69,7 @@ pub(super) fn parse(text: &str) -> Result<Duration, (&'static str, String)> {
     Ok(duration)
 }
 
-/// The unit that was meant by a longer word for it.
+/// The unit for a longer word.
 fn known(unit: &str) -> Option<&'static str> {
     match unit.to_ascii_lowercase().as_str() {
         "msec" | "msecs" | "millis" | "millisecond" | "milliseconds" => Some("ms"),

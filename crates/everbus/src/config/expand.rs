@@ -1,10 +1,9 @@
-//! `${VARIABLE}` inside a text. It happens after the YAML was read, so that a variable can only ever
-//! be a value: it cannot add keys, quotes or lines.
+//! Expands `${VARIABLE}` in a text. This happens after the YAML was parsed, so that a variable can only be
+//! a value: it cannot add keys, quotes or lines.
 
 use super::problems::quoted;
 
-/// Where variables come from: the value, or nothing if it is not set. The error says that there is a
-/// value that is no text.
+/// Looks up a variable; `None` if it is not set. The error means: the value is not UTF-8.
 pub(super) type Lookup<'a> = dyn Fn(&str) -> Result<Option<String>, NotText> + 'a;
 
 /// The variable is set to something that is not UTF-8.
@@ -15,16 +14,16 @@ pub(super) struct NotText;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Expanded {
     pub(super) text: String,
-    /// The variables it came from, in order.
+    /// The variables used, in order.
     pub(super) variables: Vec<String>,
 }
 
-/// What is wrong and what may be done about it.
+/// What is wrong and how to fix it.
 pub(super) type Refusal = (String, String);
 
-/// Replaces `${NAME}` and `${NAME:-default}`; `$$` is a dollar sign. Any other dollar sign is itself.
+/// Replaces `${NAME}` and `${NAME:-default}`; `$$` is a dollar sign. Any other dollar sign is kept.
 ///
-/// As in a shell, the default is taken if the variable is not set or empty.
+/// As in a shell, the default is used if the variable is not set or empty.
 pub(super) fn expand(text: &str, lookup: &Lookup<'_>) -> Result<Expanded, Refusal> {
     let mut expanded = Expanded {
         text: String::with_capacity(text.len()),

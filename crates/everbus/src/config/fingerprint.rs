@@ -1,6 +1,5 @@
-//! Tells one configuration from another without keeping anything of it: a hash for each section, made
-//! from the file as it is written, without comments, without the values of variables and without what may
-//! be a secret.
+//! Detects a change of the configuration without storing any of it: a hash for each section, computed from
+//! the text of the file without comments, without the values of variables and without possible secrets.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -10,15 +9,15 @@ use sha2::{Digest as _, Sha256};
 use super::redact::redacted;
 use super::yaml::{Node, Value};
 
-/// Keys whose values are never looked at.
+/// Keys whose values are never hashed.
 const SECRET: &[&str] = &["password", "secret", "token", "credential", "key_file"];
 
-/// What a configuration file looked like.
+/// The fingerprint of a configuration file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Fingerprint {
-    /// The file, if it was one.
+    /// The path, if it was a file.
     pub(crate) file: Option<String>,
-    /// A hash for each key at the top.
+    /// A hash for each top-level key.
     pub(crate) sections: BTreeMap<String, String>,
 }
 
@@ -38,7 +37,7 @@ impl Fingerprint {
         }
     }
 
-    /// One hash for all of it.
+    /// One hash of the whole file.
     pub(crate) fn hash(&self) -> String {
         let mut text = String::new();
         for (name, hash) in &self.sections {
@@ -48,7 +47,7 @@ impl Fingerprint {
     }
 }
 
-/// Writes a value so that no two values look the same; the order of keys does not matter.
+/// Writes a value in a canonical form; the order of keys does not matter.
 fn write(text: &mut String, node: &Node, secret: bool) {
     match &node.value {
         Value::Scalar { .. } if secret => text.push_str("***"),

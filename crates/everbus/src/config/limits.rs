@@ -1,5 +1,5 @@
-//! The limits of the section `streams`: how many events may wait in a stream, and what happens when it
-//! is full.
+//! The limits in the section `streams`: how many events may be pending in a stream, and what happens when
+//! it is full.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -20,7 +20,7 @@ pub(super) const KEYS: &[&str] = &[
 ];
 pub(super) const OVERRIDE_KEYS: &[&str] = &["maxlen", "on_full", "wait"];
 
-/// More events than this in one stream are a mistake.
+/// A larger limit is refused as a mistake.
 const LARGEST: u64 = 1_000_000_000_000;
 
 const ON_FULL: &[(&str, OnFull)] = &[
@@ -29,7 +29,7 @@ const ON_FULL: &[(&str, OnFull)] = &[
     ("drop_oldest", OnFull::DropOldest),
 ];
 
-/// What was said of a limit; the number may come from elsewhere.
+/// The settings of a limit; the number may come from the default.
 #[derive(Clone, Copy)]
 struct Said {
     max_len: Option<u64>,
@@ -101,7 +101,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, streams: &Str
         };
         match said(reader, &section, "maxlen", default).limit() {
             Some(limit) => limits = limits.stream(name, limit),
-            // It was given, and refused.
+            // An invalid value was reported already.
             None if has_default || section.get("maxlen").is_some() => {}
             None => {
                 let what = format!("{path} has no maxlen, and there is no default_maxlen");
@@ -124,12 +124,12 @@ fn said(reader: &mut Reader<'_>, section: &Section<'_>, max_len: &str, default: 
     }
 }
 
-/// Names of streams used as keys: each stream once, however it is written.
+/// Stream names used as keys: each stream once, in any spelling.
 #[derive(Default)]
 pub(super) struct Names(BTreeMap<String, usize>);
 
 impl Names {
-    /// The canonical name of a key, unless it is no name or was there before.
+    /// The canonical name of a key, unless it is invalid or a duplicate.
     pub(super) fn add(&mut self, reader: &mut Reader<'_>, field: &Field<'_>) -> Option<String> {
         if let Err((what, hint)) = check_name(field.key) {
             let what = format!("{}: {what}", field.path);

@@ -22,9 +22,9 @@
 //! # Ok::<(), everbus::Error>(())
 //! ```
 //!
-//! Reading gives plain data. What is wrong is an `InvalidConfig` error that lists every problem of the
-//! file with its line and column; [`Problems::of`] gives them one by one. The book's chapter on
-//! configuration lists all keys.
+//! Parsing gives plain data. An invalid file is an `InvalidConfig` error that lists every problem with its
+//! line and column; [`Problems::of`] gives them one by one. The book's chapter on configuration lists all
+//! keys.
 
 mod backpressure;
 mod broker;
@@ -65,7 +65,7 @@ use expand::{Lookup, environment};
 use problems::Place;
 use section::Reader;
 
-/// Nobody writes a larger one by hand.
+/// No hand-written configuration is larger.
 const LARGEST_FILE: u64 = 1024 * 1024;
 
 const KEYS: &[&str] = &[
@@ -94,7 +94,7 @@ const SECTIONS: &[(&str, &[&str])] = &[
     ("retention", retention::KEYS),
 ];
 
-/// What a configuration file says.
+/// The content of a configuration file.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Config {
@@ -102,26 +102,26 @@ pub struct Config {
     pub broker: Option<Broker>,
     /// The store beside the broker, if the file names one.
     pub store: Option<Broker>,
-    /// The declared streams; one for everything if the file declares none.
+    /// The declared streams; a single stream with all types if the file declares none.
     pub streams: Streams,
-    /// How many events may wait in each stream, by canonical name.
+    /// How many events may be pending in each stream, by canonical name.
     pub limits: Limits,
     /// The consumers, in the order of the file.
     pub consumers: Vec<Consumer>,
-    /// What is skipped, and how fast may be published.
+    /// Which old events are skipped, and the publish rate.
     pub backpressure: Backpressure,
-    /// When the large parts of events go to an object store, and where; if the file says so.
+    /// When and where the large parts of events go to an object store, if the file says so.
     pub overflow: Option<Overflow>,
-    /// Tells whether it is the one of the last time.
+    /// Detects whether the file has changed since the last time.
     pub(crate) fingerprint: Fingerprint,
-    /// What is kept, and for how long, if the file says so.
+    /// The retention policy, if the file has one.
     pub retention: Option<Retention>,
 }
 
 impl Config {
-    /// Reads a file. Variables come from the environment of this process.
+    /// Loads a file. Variables come from the environment of this process.
     ///
-    /// A file over 1 MiB is refused, and no more than that is read of it.
+    /// A file over 1 MiB is refused; not more than that is read.
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let mut problems = Problems::new(&path.to_string_lossy());
@@ -129,18 +129,18 @@ impl Config {
             return Err(problems.into_error());
         };
         let mut config = read_text(&text, problems, &environment)?;
-        // Whoever opens it from elsewhere means the same file.
+        // An absolute path names the same file from every directory.
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
         config.fingerprint.file = Some(absolute.to_string_lossy().into_owned());
         Ok(config)
     }
 
-    /// Reads a text. `file` is the name to show in errors; variables come from the environment.
+    /// Parses a text. `file` is the name to show in errors; variables come from the environment.
     pub fn parse(text: &str, file: &str) -> Result<Self> {
         read_text(text, Problems::new(file), &environment)
     }
 
-    /// Reads a text with variables of one's own.
+    /// Parses a text with the given variables.
     ///
     /// ```
     /// use everbus::Config;
@@ -157,13 +157,13 @@ impl Config {
         read_text(text, Problems::new(file), &|name| Ok(variable(name)))
     }
 
-    /// The URL that [`Bus::open`](crate::Bus::open) takes, with the secrets that are in it.
+    /// The URL for [`Bus::open`](crate::Bus::open), with its secrets.
     pub fn broker_url(&self) -> Option<String> {
         let broker = self.broker.as_ref()?;
         Some(broker.url.reveal().to_owned())
     }
 
-    /// The URL that [`BusBuilder::store`](crate::BusBuilder::store) takes, with the secrets that are in it.
+    /// The URL for [`BusBuilder::store`](crate::BusBuilder::store), with its secrets.
     pub fn store_url(&self) -> Option<String> {
         let store = self.store.as_ref()?;
         Some(store.url.reveal().to_owned())
@@ -195,7 +195,7 @@ fn read_file(path: &Path, problems: &mut Problems) -> Option<String> {
         }
     };
     let mut bytes = Vec::new();
-    // However much there is, and even if nobody knows how much (a pipe), no more is read.
+    // The limit also holds where the size is unknown, as for a pipe.
     if let Err(error) = file.take(LARGEST_FILE + 1).read_to_end(&mut bytes) {
         unreadable(problems, &error);
         return None;
@@ -265,7 +265,7 @@ fn read_text(text: &str, mut problems: Problems, lookup: &Lookup<'_>) -> Result<
     if reader.problems.total > 0 {
         return Err(reader.problems.into_error());
     }
-    // What was refused may be larger than it looks.
+    // Computed only for a valid file: a refused one may be very large after aliases are expanded.
     config.fingerprint = Fingerprint::of(&reader.problems.file, &root);
     Ok(config)
 }

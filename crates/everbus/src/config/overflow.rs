@@ -1,4 +1,4 @@
-//! The section `overflow`: when the large parts of events go to an object store, and where.
+//! The section `overflow`: when and where the large parts of events go to an object store.
 
 use super::limits::Names;
 use super::section::{Field, Reader, Section};
@@ -13,10 +13,10 @@ pub(super) const KEYS: &[&str] = &[
     "streams",
 ];
 
-/// A reference needs some room itself, and SQLite stores no more in one row.
+/// A reference needs some bytes itself, and SQLite stores no larger row.
 const BYTES: std::ops::RangeInclusive<u64> = 1024..=512 * 1024 * 1024;
 
-/// Every one of them may be looked at for one object.
+/// Reading one object may check every place.
 const PLACES: usize = 16;
 
 pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Overflow {
@@ -50,7 +50,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Overflow {
     overflow
 }
 
-/// A place of objects.
+/// The URL of a place.
 fn url(reader: &mut Reader<'_>, field: Option<Field<'_>>) -> Option<String> {
     let wanted = "a directory, or s3://bucket/prefix";
     let url = reader.text(field, wanted)?;

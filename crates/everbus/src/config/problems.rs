@@ -1,5 +1,5 @@
-//! Everything that is wrong with a file, each with its place. They are collected, so that a person
-//! mends the file once and not once for every mistake.
+//! All problems of a file, each with its place. They are collected, so that a reader can fix the file in
+//! one pass.
 
 use std::fmt;
 
@@ -8,11 +8,11 @@ use serde::Serialize;
 
 use super::redact::redacted;
 
-/// So many are shown; the rest is counted.
+/// At most this many are shown; the rest is counted.
 const SHOWN: usize = 20;
-/// So many are kept.
+/// At most this many are kept.
 const KEPT: usize = 1000;
-/// A quoted text is cut after so many characters.
+/// A quoted text is cut after this many characters.
 const LONGEST_QUOTE: usize = 60;
 
 /// A position in the file; both count from 1.
@@ -22,21 +22,21 @@ pub(super) struct Place {
     pub(super) column: usize,
 }
 
-/// One thing that is wrong with a configuration file.
+/// One problem of a configuration file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Problem {
-    /// The line, from 1; none if it concerns the file as a whole.
+    /// The line, from 1; `None` if the problem concerns the whole file.
     pub line: Option<usize>,
     /// The column, from 1, in characters.
     pub column: Option<usize>,
     /// What is wrong.
     pub message: String,
-    /// What may be done about it.
+    /// How to fix it.
     pub hint: String,
 }
 
-/// Everything that is wrong with a configuration file, in the order of its lines.
+/// All problems of a configuration file, in the order of its lines.
 ///
 /// It is the cause of an `InvalidConfig` error:
 ///
@@ -55,7 +55,7 @@ pub struct Problems {
     pub file: String,
     /// The problems; at most a thousand are kept.
     pub list: Vec<Problem>,
-    /// How many there are in all.
+    /// The total number of problems.
     pub total: usize,
 }
 
@@ -68,7 +68,7 @@ impl Problems {
         }
     }
 
-    /// The problems behind an error, if it is one of a configuration file.
+    /// The problems behind an error, if it is an `InvalidConfig` error.
     pub fn of(error: &Error) -> Option<&Self> {
         let mut cause = std::error::Error::source(error);
         while let Some(source) = cause {
@@ -101,7 +101,7 @@ impl Problems {
         }
     }
 
-    /// The error that all of this makes.
+    /// The error for all of these problems.
     pub(super) fn into_error(mut self) -> Error {
         self.list
             .sort_by_key(|problem| (problem.line, problem.column));
@@ -132,7 +132,7 @@ impl Problems {
     }
 }
 
-/// One line for each problem. A lone one leaves its hint to the error's.
+/// One line for each problem. The hint of a single problem is the hint of the error.
 impl fmt::Display for Problems {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let [only] = self.list.as_slice() {
@@ -151,7 +151,7 @@ impl fmt::Display for Problems {
 
 impl std::error::Error for Problems {}
 
-/// A text of the file in quotes: on one line, not too long, and without what might be a password.
+/// A text of the file in quotes: on one line, cut to a length, without possible passwords.
 pub(super) fn quoted(text: &str) -> String {
     let text = redacted(text);
     let mut shown: String = text.chars().take(LONGEST_QUOTE).flat_map(visible).collect();
@@ -161,14 +161,14 @@ pub(super) fn quoted(text: &str) -> String {
     format!("\"{shown}\"")
 }
 
-/// The character, escaped if it is none that can be seen.
+/// The character, escaped if it is not visible.
 fn visible(c: char) -> impl Iterator<Item = char> {
     let hidden = c.is_control() || matches!(c, '\u{2028}' | '\u{2029}');
     let escaped = hidden.then(|| c.escape_default());
     escaped.into_iter().flatten().chain((!hidden).then_some(c))
 }
 
-/// The known word that was most likely meant, whatever the case and the hyphens.
+/// The known word that was most likely meant; case and hyphens are ignored.
 pub(super) fn nearest<'a>(written: &str, known: &[&'a str]) -> Option<&'a str> {
     if written.chars().nth(64).is_some() {
         return None;

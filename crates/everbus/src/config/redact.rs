@@ -1,17 +1,17 @@
-//! Addresses without the secrets in them, for logs, errors and every other place where they are seen.
+//! Removes secrets from addresses, for logs, errors and all other output.
 
-/// The address with what may be a secret replaced by `***`: user, password, token and whatever
-/// follows a question mark.
+/// The address with possible secrets replaced by `***`: user, password, token and everything after a
+/// question mark.
 ///
-/// Rather too much is hidden than too little: everything before the last `@` is taken to be a
-/// secret, since a password may contain any character. The name of a file is left as it is.
+/// It hides too much rather than too little: everything before the last `@` counts as a secret, because a
+/// password may contain any character. A file name is left unchanged.
 ///
 /// ```
 /// use everbus::config::redacted;
 /// assert_eq!(redacted("redis://me:secret@host:6379"), "redis://***@host:6379");
 /// ```
 pub fn redacted(text: &str) -> String {
-    // Only a file name may contain these and mean nothing by it.
+    // In a file name these characters have no meaning.
     if text.starts_with("sqlite:") {
         return text.to_owned();
     }
@@ -23,7 +23,7 @@ pub fn redacted(text: &str) -> String {
         Some((_, after)) => ("***@", after),
         None => ("", rest),
     };
-    // Without a scheme a question mark is only a question mark.
+    // Without a scheme a question mark has no meaning.
     let (rest, query) = match rest.split_once('?') {
         Some((before, _)) if !start.is_empty() => (before, "?***"),
         _ => (rest, ""),

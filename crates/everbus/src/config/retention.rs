@@ -32,7 +32,7 @@ const PRESETS: &[(&str, Preset)] = &[
     ("none", Preset::None),
 ];
 
-/// The ages of a preset, and over them what the file says itself.
+/// The ages of a preset, with the ages of the file over them.
 pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, table: &Streams) -> Retention {
     let preset = reader.choice(section.get("preset"), PRESETS);
     let mut retention = match preset.unwrap_or(Preset::Standard) {
@@ -70,7 +70,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, table: &Strea
             streams.push(StreamAge { types, max_age });
         }
     }
-    // What the file says comes first; the first that matches counts.
+    // The ages of the file come first; the first match counts.
     streams.append(&mut retention.streams);
     retention.streams = streams;
     retention

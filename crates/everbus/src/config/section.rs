@@ -1,5 +1,5 @@
-//! Takes values out of the tree as the types the settings need. Whatever does not fit becomes a
-//! problem with its place, and reading goes on.
+//! Reads typed values from the tree. A value that does not fit becomes a problem with its place, and
+//! reading continues.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -9,11 +9,11 @@ use super::expand::{Lookup, expand};
 use super::problems::{Place, Problems, listed, nearest, quoted};
 use super::yaml::{Node, Value};
 
-/// Reads values and collects what is wrong with them.
+/// Reads values and collects problems.
 pub(super) struct Reader<'a> {
     pub(super) problems: Problems,
     pub(super) lookup: &'a Lookup<'a>,
-    /// Every section and its keys, to say where a key belongs that is in the wrong place.
+    /// Every section and its keys, to say where a misplaced key belongs.
     pub(super) sections: &'static [(&'static str, &'static [&'static str])],
 }
 
@@ -24,11 +24,11 @@ pub(super) struct Section<'n> {
     fields: Vec<Field<'n>>,
 }
 
-/// A value, its key, and the way to it from the top: `consumers.billing.retry.max_attempts`.
+/// A value, its key, and its path from the top: `consumers.billing.retry.max_attempts`.
 #[derive(Clone)]
 pub(super) struct Field<'n> {
     pub(super) key: &'n str,
-    /// Where the key stands.
+    /// The place of the key.
     pub(super) key_place: Place,
     pub(super) path: String,
     pub(super) node: &'n Node,
@@ -39,12 +39,12 @@ impl<'n> Section<'n> {
         self.fields.iter().find(|field| field.key == key).cloned()
     }
 
-    /// The way to this section from the top.
+    /// The path of this section from the top.
     pub(super) fn path(&self) -> &str {
         &self.path
     }
 
-    /// The name of a key of this section, from the top.
+    /// The path of a key of this section.
     pub(super) fn path_of(&self, key: &str) -> String {
         below(&self.path, key)
     }
@@ -55,9 +55,9 @@ pub(super) struct Text {
     pub(super) value: String,
     pub(super) place: Place,
     pub(super) path: String,
-    /// How a problem may name it: as the file has it, never as a variable has it.
+    /// The text to show in a problem: as written in the file, never the value of a variable.
     pub(super) shown: String,
-    /// The variables it was made from.
+    /// The variables in it.
     pub(super) variables: Vec<String>,
     /// Whether it was written without quotes.
     plain: bool,
@@ -82,7 +82,7 @@ impl Reader<'_> {
         self.section(Some(field), known)
     }
 
-    /// A mapping with these keys and no others. Nothing at all is an empty mapping.
+    /// A mapping with these keys and no others. A missing value is an empty mapping.
     pub(super) fn section<'n>(
         &mut self,
         field: Option<Field<'n>>,
@@ -107,7 +107,7 @@ impl Reader<'_> {
         })
     }
 
-    /// A mapping whose keys are names that the person chose.
+    /// A mapping whose keys are names chosen by the user.
     pub(super) fn names<'n>(&mut self, field: Option<Field<'n>>, what: &str) -> Vec<Field<'n>> {
         let Some(field) = field else {
             return Vec::new();
@@ -127,7 +127,7 @@ impl Reader<'_> {
         named
     }
 
-    /// The values of a list of at most `most`, in their order. Nothing at all is an empty list.
+    /// The values of a list of at most `most`, in order. A missing value is an empty list.
     pub(super) fn list<'n>(
         &mut self,
         field: Option<Field<'n>>,
@@ -202,7 +202,7 @@ impl Reader<'_> {
         let found = match &field.node.value {
             Value::Map(_) => "a mapping".to_owned(),
             Value::List(items) => format!("a list of {}", items.len()),
-            // What it says is not shown: it may be an address with a password in it.
+            // The value is not shown: it may be an address with a password.
             Value::Scalar { .. } if field.node.is_null() => "nothing".to_owned(),
             Value::Scalar { .. } => "a single value".to_owned(),
         };
@@ -274,7 +274,7 @@ impl Reader<'_> {
         let chosen = choices.iter().find(|(word, _)| *word == text.value);
         if chosen.is_none() {
             let hint = match nearest(&text.value, &words) {
-                // A variable's value must not be seen, not even by what is near it.
+                // A suggestion would reveal the value of a variable.
                 Some(word) if text.variables.is_empty() => {
                     format!("did you mean {word:?}? It is {one_of}")
                 }
@@ -320,7 +320,7 @@ impl Reader<'_> {
             None => ("", digits.as_str()),
         };
         let is_whole = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
-        // 010 is eight to some readers of YAML and ten to others.
+        // 010 is eight for some YAML parsers and ten for others.
         let is_clear = digits == "0" || !digits.starts_with('0');
         if !text.is_untyped() || !is_whole || !is_clear {
             let hint = format!("write {wanted}, without quotes and unit");
@@ -382,7 +382,7 @@ impl Reader<'_> {
     }
 }
 
-/// The way to a key from the top, on one line.
+/// The path of a key from the top, on one line.
 fn below(path: &str, key: &str) -> String {
     let key = quoted(key);
     let inner = &key[1..key.len() - 1];

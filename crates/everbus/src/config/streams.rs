@@ -1,4 +1,4 @@
-//! The streams that the section `streams` declares, and the names that other sections use for them.
+//! The declared streams of the section `streams`, and the names that other sections use for them.
 
 use everbus_core::{Pattern, Result, Stream, Streams};
 
@@ -12,7 +12,7 @@ pub(super) const DECLARE_KEYS: &[&str] = &[
     "types", "max_age", "maxlen", "on_full", "wait", "dialect", "shards", "copies",
 ];
 
-/// More patterns than this for one stream are a mistake.
+/// More patterns for one stream are refused as a mistake.
 const MOST_PATTERNS: usize = 100;
 const MOST_SHARDS: u64 = 10_000;
 
@@ -28,8 +28,8 @@ const DIALECTS: &[(&str, &str)] = &[
     ("framework", "framework"),
 ];
 
-/// The table: the streams of the preset and those that are declared; one for everything if there are
-/// none. A stream that cannot stand beside those before it is a problem at its own line.
+/// The table: the streams of the preset and the declared ones; a single stream with all types if there are
+/// none. A stream that conflicts with an earlier one is a problem at its line.
 pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Streams {
     let preset = reader.choice(section.get("preset"), PRESETS);
     let mut table = preset.map(|()| Streams::omni());
@@ -78,8 +78,7 @@ fn declared(reader: &mut Reader<'_>, field: Field<'_>) -> Option<Stream> {
     Some(stream)
 }
 
-/// The patterns: a list, or one. A stream that is named like a type covers that type unless it says
-/// otherwise.
+/// The patterns: a list, or a single one. By default a stream that is named like a type covers that type.
 fn types(reader: &mut Reader<'_>, name: &str, section: &Section<'_>) -> Option<Vec<String>> {
     let Some(field) = section.get("types") else {
         if name.contains([':', '.']) {
@@ -101,7 +100,7 @@ fn types(reader: &mut Reader<'_>, name: &str, section: &Section<'_>) -> Option<V
             whole = false;
             continue;
         };
-        // What is written as a channel is read as its dotted form, which is a pattern as well.
+        // A channel name is read as its dotted form, which is a pattern as well.
         match Stream::new("s", [&text.value]) {
             Ok(_) => patterns.push(text.value),
             Err(error) => {
@@ -120,7 +119,7 @@ fn refuse(reader: &mut Reader<'_>, place: Place, path: &str, error: &everbus_cor
     reader.problems.add(place, what, hint);
 }
 
-/// What another section means by a key: a declared stream, or a pattern that one of them serves.
+/// The meaning of a key in another section: a declared stream, or a pattern that a declared stream covers.
 pub(super) fn types_of(streams: &Streams, name: &str) -> Result<Pattern> {
     match streams.named(name).filter(|_| streams.is_declared()) {
         Some(stream) => Ok(stream.types().clone()),

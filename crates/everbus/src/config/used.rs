@@ -1,4 +1,4 @@
-//! The record in the audit trail that a bus is run with another configuration than before.
+//! The audit record of a bus that runs with a changed configuration.
 
 use everbus_core::{AuditEntry, AuditQuery, Code, Engine, Result};
 use serde_json::json;
@@ -8,9 +8,9 @@ use crate::audit::{Operator, surrounded};
 
 const CONFIG_CHANGED: &str = "config.changed";
 
-/// Records that a bus is run with another configuration than the last time, if it is: which sections
-/// changed, and hashes of the old and the new. No value of the file is recorded, and none that may be a
-/// secret is part of a hash.
+/// Records that a bus runs with another configuration than the last time, if it does: which sections
+/// changed, and the old and new hashes. No value of the file is recorded, and no possible secret is part of
+/// a hash.
 pub async fn config_used(engine: &Engine, operator: &Operator, config: &Config) -> Result<()> {
     let Some(audit) = engine.audit.as_deref() else {
         return Ok(());
@@ -54,7 +54,7 @@ pub async fn config_used(engine: &Engine, operator: &Operator, config: &Config) 
     Ok(())
 }
 
-/// As [`config_used`], where a bus must open all the same.
+/// As [`config_used`], but a failure does not stop the bus from opening.
 pub(crate) async fn note_config(engine: &Engine, operator: &Operator, config: &Config) {
     if let Err(error) = config_used(engine, operator, config).await {
         tracing::warn!(target: "everbus::audit", %error, "a change of the configuration could not be recorded");

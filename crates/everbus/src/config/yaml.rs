@@ -1,6 +1,6 @@
-//! Reads YAML into a tree that knows where everything was written. What would blow up or go too
-//! deep is refused while it is read: the parser's events are taken one by one, so that neither
-//! nesting nor aliases can exhaust the stack or the memory.
+//! Parses YAML into a tree with the place of every value. Input that expands or nests too much is refused
+//! during parsing: the parser's events are handled one by one, so that neither nesting nor aliases can
+//! exhaust the stack or the memory.
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -9,17 +9,17 @@ use saphyr_parser::{Event, Marker, Parser, ScalarStyle, Tag};
 
 use super::problems::{Place, Problems, quoted};
 
-/// The settings need six levels; more than this is not a configuration.
+/// The settings need six levels; a deeper file is not a configuration.
 const DEEPEST: usize = 32;
-/// Values in one file, those that aliases repeat included.
+/// The largest number of values in one file, repeated aliases included.
 const MOST_VALUES: usize = 100_000;
 
-/// A value and where it stands.
+/// A value and its place.
 #[derive(Debug)]
 pub(super) struct Node {
     pub(super) place: Place,
     pub(super) value: Value,
-    /// Values in it, itself included, with every alias counted in full.
+    /// The number of values in it, itself included, with every alias counted in full.
     size: usize,
     /// Levels below it.
     depth: usize,
@@ -27,7 +27,7 @@ pub(super) struct Node {
 
 #[derive(Debug)]
 pub(super) enum Value {
-    /// A text as written, without its quotes. Only an unquoted one may be a number or a boolean.
+    /// A text without its quotes. Only an unquoted one may be a number or a boolean.
     Scalar {
         text: String,
         plain: bool,
@@ -44,7 +44,7 @@ pub(super) struct Key {
 }
 
 impl Node {
-    /// Whether there is nothing, or a word for it.
+    /// Whether it is empty or a null word.
     pub(super) fn is_null(&self) -> bool {
         match &self.value {
             Value::Scalar { text, plain: true } => {
@@ -83,7 +83,7 @@ enum Kind {
     List(Vec<Rc<Node>>),
     Map {
         entries: Vec<(Key, Rc<Node>)>,
-        /// Where each key was first given.
+        /// The place of the first use of each key.
         seen: HashMap<String, Place>,
         key: Waiting,
     },
@@ -93,11 +93,11 @@ enum Kind {
 enum Waiting {
     Key,
     Value(Key),
-    /// A value whose key is of no use.
+    /// A value whose key is invalid.
     Nothing,
 }
 
-/// Reads a text with one document. `None` if it has none or cannot be read; the problems say why.
+/// Parses a text with one document. `None` if it has none or is invalid; the problems say why.
 pub(super) fn parse(text: &str, problems: &mut Problems) -> Option<Rc<Node>> {
     let mut tree = Tree {
         problems,
@@ -112,7 +112,7 @@ pub(super) fn parse(text: &str, problems: &mut Problems) -> Option<Rc<Node>> {
             Ok(event) => event,
             Err(error) => {
                 let at = place(*error.marker());
-                // The parser looks ahead, and has a limit of its own.
+                // The parser looks ahead, and has its own limit.
                 if error.info().contains("recursion limit") {
                     tree.too_deep(at);
                 } else {
@@ -148,7 +148,7 @@ struct Tree<'p> {
 }
 
 impl Tree<'_> {
-    /// Takes one event; `None` ends the reading.
+    /// Handles one event; `None` ends the parsing.
     fn event(&mut self, event: Event<'_>, at: Place) -> Option<()> {
         match event {
             Event::Scalar(text, style, anchor, tag) => {
@@ -226,7 +226,7 @@ impl Tree<'_> {
         self.attach(node)
     }
 
-    /// Puts a finished value where it belongs.
+    /// Adds a finished value to its parent.
     fn attach(&mut self, node: Rc<Node>) -> Option<()> {
         let Some(parent) = self.open.last_mut() else {
             self.root = Some(node);
@@ -286,7 +286,7 @@ impl Tree<'_> {
         Some(())
     }
 
-    /// `below` are the levels of what is put here.
+    /// `below` is the depth of the value that is added.
     fn check_depth(&mut self, below: usize, at: Place) -> Option<()> {
         if self.open.len() + below >= DEEPEST {
             self.too_deep(at);
@@ -312,7 +312,7 @@ impl Tree<'_> {
 
 fn is_core(tag: &Tag) -> bool {
     let known = ["str", "int", "float", "bool", "null", "map", "seq"];
-    // A lone `!` says "this is a text".
+    // A lone `!` means: this is a text.
     tag.is_yaml_core_schema() && known.contains(&tag.suffix.as_str()) || is_lone(tag)
 }
 
@@ -331,7 +331,7 @@ fn place(marker: Marker) -> Place {
     }
 }
 
-/// What most often is behind an error of the parser.
+/// The most frequent cause of a parser error.
 fn hint_for(text: &str, at: &Marker) -> &'static str {
     let line = text.lines().nth(at.line().saturating_sub(1)).unwrap_or("");
     let before = line.len() - line.trim_start().len();
@@ -428,7 +428,7 @@ mod tests {
             "{a: ".repeat(200_000),
             "? ".repeat(300_000),
             (0..40).map(|n| format!("{}k:\n", " ".repeat(n))).collect(),
-            // Each anchor goes a little deeper than any one of them is written.
+            // Each anchor nests deeper than any single one is written.
             (1..20).fold("a0: &a0 [[[]]]\n".to_owned(), |text, n| {
                 format!("{text}a{n}: &a{n} [[*a{}]]\n", n - 1)
             }),

@@ -1,4 +1,4 @@
-//! The dead letters as a user of the bus sees them. Needs the engine only, not a started bus.
+//! The dead letters in the public API of the bus. Needs only the engine, not a started bus.
 
 mod slowly;
 
@@ -18,16 +18,16 @@ use crate::audit::{Action, audited};
 use crate::runtime::bus::{Bus, Shared};
 use crate::runtime::receipt::{About, Receipt};
 
-/// A preview names at most this many ways to fail.
+/// A preview lists at most this many combinations of group, type and error.
 const TALLIES: usize = 100;
 
-/// What a bulk retry would send back.
+/// What a bulk retry would retry.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct DeadLetterPreview {
     /// How many open dead letters pass the filter.
     pub total: u64,
-    /// How many of them there are of each group, type and error; the 100 most frequent.
+    /// The counts by group, type and error; the 100 most frequent.
     pub tallies: Vec<DeadLetterTally>,
 }
 
@@ -89,14 +89,14 @@ impl DeadLetterQueue {
         self.letters()?.count(filter).await
     }
 
-    /// Everything known about the dead letters of an event: one per group that gave up on it,
-    /// retried ones included. Empty if there are none.
+    /// All dead letters of an event: one per group that gave up on it, retried ones included. Empty if
+    /// there are none.
     pub async fn get(&self, id: EventId) -> Result<Vec<DeadLetter>> {
         self.letters()?.get(id).await
     }
 
-    /// Sends an event back to the groups that gave up on it, with a fresh set of attempts, and
-    /// returns how many groups that is. `NotFound` if it has no open dead letter.
+    /// Retries an event in the groups that gave up on it, with a fresh set of attempts. Returns the number
+    /// of groups. `NotFound` if it has no open dead letter.
     pub async fn retry(&self, id: EventId) -> Result<u64> {
         let filter = DeadLetterFilter {
             id: Some(id),
@@ -112,8 +112,8 @@ impl DeadLetterQueue {
         }
     }
 
-    /// Sends back every open dead letter that passes the filter, oldest event first, and returns how
-    /// many. [`preview`](Self::preview) says what that would be.
+    /// Retries every open dead letter that passes the filter, oldest event first. Returns how many.
+    /// [`preview`](Self::preview) shows them first.
     pub async fn retry_all(&self, filter: DeadLetterFilter) -> Result<u64> {
         let retried = self.letters()?.retry(filter.clone());
         let mut action = Action::new("dlq.retry");
@@ -123,7 +123,7 @@ impl DeadLetterQueue {
         self.audited(action.filter(&filter), retried).await
     }
 
-    /// Puts on record what is done to the dead letters.
+    /// Records an operation on the dead letters in the audit trail.
     async fn audited<T: serde::Serialize>(
         &self,
         action: Action,
@@ -133,13 +133,14 @@ impl DeadLetterQueue {
         audited(&self.shared.engine, &operator, action, work).await
     }
 
-    /// Sends back the open dead letters that pass the filter, oldest event first and at a pace (a number
-    /// per second, or a [`RetryPace`]), so that what they failed for is not overrun. Returns how many
-    /// went.
+    /// Retries the open dead letters that pass the filter, oldest event first and at a limited rate (a
+    /// number per second, or a [`RetryPace`]), so that their dependency is not overloaded. Returns how many
+    /// were retried.
     ///
-    /// It is those that are dead at the start: what fails again meanwhile is left alone. Each step tells
-    /// `progress`. Dropping the future stops it between two steps; what went is not taken back, and a
-    /// new call goes on with the rest. It ends with [`Code::EventBusShutdownError`] if the bus is shut down.
+    /// Only the dead letters that exist at the start are retried: an event that fails again meanwhile is
+    /// not. Each step calls `progress`. Dropping the future stops between two steps; retried ones stay
+    /// retried, and a new call continues with the rest. It ends with [`Code::EventBusShutdownError`] if the
+    /// bus is shut down.
     pub async fn retry_slowly(
         &self,
         filter: DeadLetterFilter,
@@ -155,7 +156,7 @@ impl DeadLetterQueue {
         self.audited(action, slowly).await
     }
 
-    /// What [`retry_all`](Self::retry_all) or [`retry_slowly`](Self::retry_slowly) would send back.
+    /// What [`retry_all`](Self::retry_all) or [`retry_slowly`](Self::retry_slowly) would retry.
     pub async fn preview(&self, filter: DeadLetterFilter) -> Result<DeadLetterPreview> {
         let letters = self.letters()?;
         let tallies = letters.tally(filter.clone(), TALLIES).await?;
@@ -163,26 +164,27 @@ impl DeadLetterQueue {
         Ok(DeadLetterPreview { total, tallies })
     }
 
-    /// Sends an event with a corrected payload in place of a dead letter, to the group that gave up on
-    /// it and to no other. It is a new event at the end of the log that names the original (metadata
-    /// `edit_of`); the dead letter is kept, no longer open, and names it ([`DeadLetter::replaced_by`]).
+    /// Publishes an event with a corrected payload instead of a dead letter, for the group that gave up on
+    /// it and no other. It is a new event at the end of the log that names the original (metadata
+    /// `edit_of`). The dead letter is kept, is no longer open, and names the new event
+    /// ([`DeadLetter::replaced_by`]).
     ///
-    /// The payload is checked as that of a publish is: its size, and its schema where there is one.
-    /// `NotFound` if the dead letter is not open any more.
+    /// The payload is checked like the payload of a publish: its size, and its schema if there is one.
+    /// `NotFound` if the dead letter is no longer open.
     pub async fn edit(&self, letter: &DeadLetter, payload: impl Into<Bytes>) -> Result<Receipt> {
         let corrected = self.corrected(letter, payload)?;
         self.replace(letter, corrected).await
     }
 
-    /// What [`edit`](Self::edit) would send: checked, and not sent.
+    /// The event that [`edit`](Self::edit) would publish: checked, not published.
     pub fn corrected(&self, letter: &DeadLetter, payload: impl Into<Bytes>) -> Result<Event> {
         let corrected = letter.corrected(payload)?;
         self.shared.check_event(&corrected, None)?;
         Ok(corrected)
     }
 
-    /// Sends this event in place of a dead letter, as [`edit`](Self::edit) does. It must have the type
-    /// and the tenant of the original, and an id of its own.
+    /// Publishes this event instead of a dead letter, as [`edit`](Self::edit) does. It must have the type
+    /// and the tenant of the original, and a different id.
     pub async fn replace(&self, letter: &DeadLetter, corrected: Event) -> Result<Receipt> {
         self.shared.accepts()?;
         self.shared.check_event(&corrected, None)?;
@@ -193,7 +195,7 @@ impl DeadLetterQueue {
         let letters = self.letters()?;
         let mut receipt = None;
         let work = async {
-            // What is too large for the log is in its object first, as with a publish.
+            // A payload that is too large for the log goes to the object store first, as in a publish.
             let mut moved = self.shared.offload(vec![corrected]).await?;
             let corrected = moved.pop().ok_or_else(no_answer)?;
             let about = About::of(&corrected);

@@ -1,21 +1,21 @@
-//! A bulk retry that goes slowly.
+//! A bulk retry at a limited rate.
 
 use std::time::Duration;
 
 use everbus_core::{Code, DeadLetterFilter, DeadLetters, Error, Result, Timestamp};
 use tokio::time::Instant;
 
-/// How a bulk retry is getting on.
+/// The progress of a bulk retry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RetryProgress {
-    /// How many were sent back so far.
+    /// How many were retried so far.
     pub retried: u64,
-    /// How many are to go: those that were there at the start, or the limit.
+    /// How many will be retried: those that existed at the start, or the limit.
     pub total: u64,
 }
 
-/// How fast dead letters are sent back, and how many of them.
+/// The rate of a bulk retry, and its limit.
 ///
 /// ```
 /// let pace = everbus::RetryPace::per_second(50).at_most(1000);
@@ -27,7 +27,7 @@ pub struct RetryPace {
 }
 
 impl RetryPace {
-    /// At most so many in a second.
+    /// At most this many per second.
     pub fn per_second(per_second: u32) -> Self {
         let limit = u64::MAX;
         Self { per_second, limit }
@@ -37,7 +37,7 @@ impl RetryPace {
         self.per_second
     }
 
-    /// At most so many in all, the oldest first.
+    /// At most this many in total, the oldest first.
     #[must_use]
     pub fn at_most(mut self, limit: u64) -> Self {
         self.limit = limit;
@@ -51,8 +51,8 @@ impl From<u32> for RetryPace {
     }
 }
 
-/// So many steps in a second, where the rate allows: smooth enough for whoever is behind the handler,
-/// and few transactions.
+/// Steps per second, if the rate allows: smooth enough for the dependency of the handler, with few
+/// transactions.
 const STEPS: u32 = 10;
 
 pub(super) async fn retry_slowly(
@@ -69,7 +69,7 @@ pub(super) async fn retry_slowly(
         );
     }
     filter.died_until = Some(filter.died_until.map_or(now, |until| until.min(now)));
-    // However the clock goes, no more than there were.
+    // Never more than existed at the start, even if the clock is set.
     let total = letters.count(filter.clone()).await?.min(limit);
     let step = per_second.div_ceil(STEPS);
     let pause = Duration::from_secs(1) * step / per_second;
@@ -77,13 +77,13 @@ pub(super) async fn retry_slowly(
     let mut retried = 0;
     while retried < total {
         tokio::time::sleep_until(next).await;
-        // After a step that took long the next one does not hurry.
+        // After a slow step the next one does not catch up.
         next = next.max(Instant::now()) + pause;
         let limit = u64::from(step).min(total - retried);
         let limit = usize::try_from(limit).unwrap_or(usize::MAX);
         let sent = letters.retry_some(filter.clone(), limit).await?;
         if sent == 0 {
-            // Somebody else has retried or purged the rest.
+            // Another caller has retried or purged the rest.
             break;
         }
         retried += sent;

@@ -1,6 +1,7 @@
-//! What a delivery can reach of its bus: the engine, the clock, the deliveries that are watched, the shutdown.
+//! The part of a bus that a delivery can reach: the engine, the clock, the watched deliveries, the
+//! shutdown.
 //!
-//! Messages and payload stages hold this part alone, so that they need not know the bus.
+//! Messages and payload stages hold only this, so that they do not depend on the bus.
 
 pub(crate) mod watch;
 
@@ -11,14 +12,14 @@ use everbus_core::{Clock, Engine};
 
 use watch::Watches;
 
-/// Longer durations are a mistake of units.
+/// A longer duration is probably a mistake of units.
 pub(crate) const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
 
-/// The part of a bus that deliveries reach.
+/// The part of a bus that deliveries can reach.
 pub(crate) struct Environment {
     pub(crate) engine: Engine,
     pub(crate) clock: Arc<dyn Clock>,
-    /// The deliveries whose handlers want to know about their leases.
+    /// The deliveries whose handlers watch their leases.
     pub(crate) watches: Watches,
     /// Becomes true when the shutdown begins.
     ending: tokio::sync::watch::Sender<bool>,
@@ -37,7 +38,7 @@ impl Environment {
     /// Waits until the shutdown begins.
     pub(crate) async fn shutdown_begun(&self) {
         let mut ending = self.ending.subscribe();
-        // The sender is here, so there is no other end to this.
+        // The sender is in `self`, so the wait ends only with the shutdown.
         let _ = ending.wait_for(|ending| *ending).await;
     }
 

@@ -1,7 +1,7 @@
-//! What a handler that works long may learn about its delivery: that its lease was extended or lost. And
-//! what it tells: how far it has come.
+//! What a long-running handler can learn about its delivery (its lease was extended or lost) and what it
+//! reports (its progress).
 //!
-//! A delivery is watched from the first time its handler asks. Those that never ask cost nothing here.
+//! A delivery is watched from the first call of its handler. Handlers that never ask cost nothing.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -14,29 +14,29 @@ use tokio::time::Instant;
 
 use crate::guard;
 
-/// An extension of a lease, as [`Context::extensions`](crate::Context::extensions) tells of it.
+/// An extension of a lease: see [`Context::extensions`](crate::Context::extensions).
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LeaseExtension {
     /// Counted from 1, since the handler first asked.
     pub number: u64,
-    /// Until when the lease lasts now, by the clock of the bus.
+    /// The end of the lease, by the clock of the bus.
     pub until: Timestamp,
-    /// What the handler last reported.
+    /// The last progress report of the handler.
     pub activity: Option<Activity>,
 }
 
-/// What a handler last reported with [`Context::progress`](crate::Context::progress).
+/// The last report of a handler with [`Context::progress`](crate::Context::progress).
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Activity {
-    /// What it said.
+    /// The reported value.
     pub value: Value,
-    /// When it said so, by the clock of the bus.
+    /// When it was reported, by the clock of the bus.
     pub at: Timestamp,
 }
 
-/// A handler that runs and has reported progress: [`Bus::activities`](crate::Bus::activities).
+/// A running handler that has reported progress: [`Bus::activities`](crate::Bus::activities).
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct RunningActivity {
@@ -50,7 +50,7 @@ pub struct RunningActivity {
     pub attempt: u32,
     /// How often the lease was extended since the handler first asked.
     pub extensions: u64,
-    /// What it last reported.
+    /// Its last progress report.
     pub activity: Activity,
 }
 
@@ -68,13 +68,13 @@ impl LeaseExtensions {
     }
 
     /// Waits for the next extension; `None` once the lease is lost. If several came since the last call,
-    /// it is the newest.
+    /// returns the newest.
     pub async fn next(&mut self) -> Option<LeaseExtension> {
         loop {
             if self.lease.borrow().lost {
                 return None;
             }
-            // The sender lives as long as this does.
+            // The sender lives as long as `self`.
             self.lease.changed().await.ok()?;
             let state = self.lease.borrow_and_update().clone();
             if let Some(until) = state.until.filter(|_| !state.lost) {
@@ -95,7 +95,7 @@ struct LeaseState {
     until: Option<Timestamp>,
 }
 
-/// One delivery that is watched.
+/// One watched delivery.
 #[derive(Debug)]
 pub(crate) struct DeliveryWatch {
     event_id: EventId,
@@ -130,7 +130,7 @@ impl DeliveryWatch {
     }
 
     pub(crate) async fn lost(&self) {
-        // The sender is here, so this ends when it is lost and not otherwise.
+        // The sender is in `self`, so the wait ends only when the lease is lost.
         let _ = self.lease.subscribe().wait_for(|state| state.lost).await;
     }
 
@@ -185,10 +185,10 @@ impl DeliveryWatch {
     }
 }
 
-/// The deliveries of a bus that are watched.
+/// The watched deliveries of a bus.
 #[derive(Debug, Default)]
 pub(crate) struct Watches {
-    /// How many there may be, so that nobody takes the lock for nothing.
+    /// An upper bound of their number, so that the lock is not taken when there are none.
     count: AtomicUsize,
     watched: Mutex<Vec<Weak<DeliveryWatch>>>,
 }
@@ -213,7 +213,7 @@ impl Watches {
         self.count.load(Ordering::Acquire) > 0
     }
 
-    /// Those whose handlers may still run.
+    /// The watches whose handlers may still run.
     fn alive(&self) -> Vec<Arc<DeliveryWatch>> {
         if !self.any() {
             return Vec::new();
@@ -229,7 +229,7 @@ impl Watches {
         alive.filter(move |watch| watch.group == *group && !watch.is_lost())
     }
 
-    /// Tells of leases that were extended, or that were found lost.
+    /// Reports extended and lost leases.
     pub(crate) fn tell(
         &self,
         group: &GroupName,
@@ -245,7 +245,7 @@ impl Watches {
         }
     }
 
-    /// Tells of leases that have ended during an outage.
+    /// Reports leases that ended during an outage.
     pub(crate) fn lose_those(&self, group: &GroupName, over: impl Fn(Instant) -> bool) {
         let of_group = self.of_group(group);
         of_group
@@ -270,7 +270,7 @@ impl Watches {
     }
 }
 
-/// What became of a lease that was to be extended.
+/// The result of extending a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extended {
     Yes,

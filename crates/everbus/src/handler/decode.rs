@@ -1,16 +1,16 @@
-//! What becomes of events that cannot be read.
+//! The setting for events that cannot be decoded.
 
-/// What becomes of an event that its handler cannot read: a payload that is not what the handler takes,
-/// a version that no upcast leads from, a payload that does not meet the schema.
+/// What happens to an event that its handler cannot decode: a payload of another form, a version without an
+/// upcast, or a payload that does not match the schema.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Decode {
-    /// It goes to the dead letters at once, after one attempt: reading the same bytes again gives the same
-    /// error.
+    /// The event goes to the dead letters at once, after one attempt: decoding the same bytes again gives
+    /// the same error.
     #[default]
     DeadLetter,
-    /// It is tried again by the retry policy. For deployments in which another process may be able to read
-    /// it, for example while a new version is being rolled out.
+    /// The event is retried by the retry policy. For deployments in which another process may be able to
+    /// decode it, for example during the rollout of a new version.
     Retry,
 }
 

@@ -1,4 +1,4 @@
-//! What a handler may answer besides that it is done.
+//! The error of a handler: why it failed, and what happens to the event next.
 
 use std::backtrace::Backtrace;
 use std::error::Error as StdError;
@@ -18,13 +18,12 @@ pub type BoxError = Box<dyn StdError + Send + Sync>;
 /// What a handler returns.
 pub type HandlerResult = Result<(), HandlerError>;
 
-/// Why a handler did not handle an event, and what is to happen with it.
+/// Why a handler did not handle an event, and what happens to the event next.
 ///
-/// Every error converts with `?` and means "try again by the retry policy". The other answers have
-/// constructors. The text that is kept contains the error and all its causes. Beside it is kept where the
-/// error became one of these, `file:line:column`, and the backtrace where those are switched on
-/// (`RUST_BACKTRACE=1`; `RUST_LIB_BACKTRACE=0` switches them off again for all but panics of the
-/// program).
+/// Every error converts with `?` and means: retry by the retry policy. The other cases have constructors.
+/// The recorded text contains the error and all its causes. The place of the conversion
+/// (`file:line:column`) is recorded too, and the backtrace if backtraces are on (`RUST_BACKTRACE=1`;
+/// `RUST_LIB_BACKTRACE=0` switches them off again for all but panics of the program).
 ///
 /// ```
 /// use std::time::Duration;
@@ -48,13 +47,13 @@ pub struct HandlerError {
     text: String,
     kind: FailureKind,
     answer: Answer,
-    /// Where it came from, if that is known.
+    /// Where the error occurred, if known.
     place: Option<String>,
-    /// To be published with what becomes of it.
+    /// Events to publish together with the retry, the dead letter or the skip.
     events: Vec<Event>,
 }
 
-/// So many events are published with one failure.
+/// The largest number of events that one failure publishes.
 pub(crate) const MOST_EVENTS: usize = 1024;
 
 /// What the handler asks for.
@@ -62,21 +61,21 @@ pub(crate) const MOST_EVENTS: usize = 1024;
 pub(crate) enum Answer {
     Retry,
     RetryAfter(Duration),
-    /// The event cannot be read: what the handler's [`Decode`](crate::Decode) setting says.
+    /// The event cannot be decoded: the handler's [`Decode`](crate::Decode) setting decides.
     Decode,
     GiveUp,
     Skip,
 }
 
 impl HandlerError {
-    /// A failure that is tried again by the retry policy. Takes text and boxed errors, so it is also
-    /// the way in for error types that `?` does not convert.
+    /// A failure that is retried by the retry policy. Takes text and boxed errors, so it also accepts error
+    /// types that `?` does not convert.
     #[track_caller]
     pub fn new(error: impl Into<BoxError>) -> Self {
         Self::build(error.into().as_ref(), FailureKind::Error, Answer::Retry).here()
     }
 
-    /// A failure no retry can mend: the event goes to the dead letters at once.
+    /// A failure that no retry can fix: the event goes to the dead letters at once.
     #[track_caller]
     pub fn permanent(error: impl Into<BoxError>) -> Self {
         Self::build(
@@ -87,8 +86,8 @@ impl HandlerError {
         .here()
     }
 
-    /// A failure that is tried again after this long instead of what the policy says. It counts as
-    /// an attempt like any other. Waits of more than a year are cut to that.
+    /// A failure that is retried after this long instead of the delay of the policy. It counts as an
+    /// attempt like any other. A wait of more than a year is cut to a year.
     #[track_caller]
     pub fn retry_after(error: impl Into<BoxError>, after: Duration) -> Self {
         let after = after.min(everbus_core::retry::LONGEST_DELAY);
@@ -100,12 +99,12 @@ impl HandlerError {
         .here()
     }
 
-    /// Publishes an event in the same step as what becomes of this failure: the retry, the dead letter or the
-    /// skip. Each failed attempt publishes its own; several may be added. An event that cannot be published
-    /// does not hold up the failure: the failure is recorded, and says so.
+    /// Publishes an event in the same step as the result of this failure: the retry, the dead letter or the
+    /// skip. Each failed attempt publishes its own events; several may be added. An event that cannot be
+    /// published does not block the failure: the failure is recorded, and says so.
     ///
-    /// While an attempt only probes for an open circuit breaker it does not count, and nothing is published
-    /// with it.
+    /// An attempt that only probes an open circuit breaker does not count, and nothing is published with
+    /// it.
     ///
     /// ```
     /// use everbus::{Context, HandlerError, permanent};
@@ -118,7 +117,7 @@ impl HandlerError {
     /// ```
     #[must_use]
     pub fn with_event(mut self, event: impl IntoEvent) -> Self {
-        // What surrounds it here may be gone when the attempt ends.
+        // The ambient values (correlation, trace) may be gone when the attempt ends.
         let event = event.into_event();
         match event.and_then(|event| ambient::inherit(event, None)) {
             Ok(event) if self.events.len() < MOST_EVENTS => self.events.push(event),
@@ -131,7 +130,7 @@ impl HandlerError {
         self
     }
 
-    /// The events that are published with what becomes of this failure.
+    /// The events that are published with this failure.
     pub fn events(&self) -> &[Event] {
         &self.events
     }
@@ -140,7 +139,7 @@ impl HandlerError {
         std::mem::take(&mut self.events)
     }
 
-    /// An event that was to be published with it is not.
+    /// Notes in the error text that an event could not be published.
     pub(crate) fn not_published(&mut self, error: &everbus_core::Error) {
         let note = unpublished(error);
         if !self.text.ends_with(&note) {
@@ -148,15 +147,15 @@ impl HandlerError {
         }
     }
 
-    /// Keeps this backtrace with the failure, instead of the place where the error became one of these:
-    /// for errors that carry one of their own.
+    /// Records this backtrace with the failure instead of the place of the conversion: for errors that
+    /// carry a backtrace.
     #[must_use]
     pub fn with_backtrace(mut self, backtrace: impl fmt::Display) -> Self {
         self.place = Some(backtrace.to_string());
         self
     }
 
-    /// Notes where the caller is. An event that could not be read failed before the handler ran.
+    /// Records the caller's location. Not for decode errors: they occur before the handler runs.
     #[track_caller]
     fn here(mut self) -> Self {
         if self.place.is_none() && !self.is_about_the_event() {
@@ -166,7 +165,7 @@ impl HandlerError {
         self
     }
 
-    /// Not a failure: the handler leaves the event alone, and the reason is recorded.
+    /// Not a failure: the handler skips the event, and the reason is recorded.
     pub fn skip(reason: impl Into<String>) -> Self {
         Self {
             text: reason.into(),
@@ -178,7 +177,7 @@ impl HandlerError {
     }
 
     /// The large part of the event could not be fetched. The object store may answer later, so this is
-    /// retried whatever the handler's [`Decode`](crate::Decode) setting says.
+    /// retried whatever the handler's [`Decode`](crate::Decode) setting is.
     pub(crate) fn unreadable(error: &everbus_core::Error) -> Self {
         Self::build(error, FailureKind::Decode, Answer::Retry)
     }
@@ -206,8 +205,8 @@ impl HandlerError {
         }
     }
 
-    /// From an error of any type. One that is, or was caused by, an answer of a handler keeps that
-    /// answer.
+    /// Converts an error of any type. If the error is or was caused by a [`HandlerError`], that one is
+    /// kept.
     pub(crate) fn from_box(error: &(dyn StdError + 'static)) -> Self {
         let mut next = Some(error);
         while let Some(cause) = next {
@@ -225,8 +224,8 @@ impl HandlerError {
         let code = error
             .downcast_ref::<everbus_core::Error>()
             .map(everbus_core::Error::code);
-        // What is wrong with the event is worth telling apart from the handler's own errors: a retry
-        // changes neither its version nor its payload.
+        // An error of the event itself is told apart from errors of the handler: a retry changes neither
+        // the version nor the payload.
         let (kind, answer) = match code {
             Some(Code::InvalidPayloadError) => (FailureKind::Decode, Answer::Decode),
             Some(Code::UnknownVersion) => (FailureKind::Version, Answer::Decode),
@@ -246,8 +245,8 @@ impl HandlerError {
         }
     }
 
-    /// Whether it says nothing about what the handler depends on: the event could not be read, or the
-    /// handler leaves it alone.
+    /// Whether the failure says nothing about the handler's dependency: the event could not be decoded, or
+    /// the handler skips it.
     pub(crate) fn is_about_the_event(&self) -> bool {
         let unreadable = matches!(
             self.kind,
@@ -256,7 +255,7 @@ impl HandlerError {
         unreadable || matches!(self.answer, Answer::Skip)
     }
 
-    /// Whether the answer is to try again, and not because the event cannot be read.
+    /// Whether the event is to be retried, and not because of a decode error.
     pub(crate) fn is_worth_a_retry(&self) -> bool {
         matches!(self.answer, Answer::Retry | Answer::RetryAfter(_)) && !self.is_about_the_event()
     }
@@ -266,29 +265,29 @@ impl HandlerError {
     }
 }
 
-/// What a failure says about an event that was not published with it.
+/// The text of a failure whose event was not published.
 pub(crate) fn unpublished(error: &everbus_core::Error) -> String {
     format!("; an event could not be published with this failure: {error}")
 }
 
-/// A failure that is no retry's to mend: see [`HandlerError::permanent`].
+/// A failure that no retry can fix: see [`HandlerError::permanent`].
 #[track_caller]
 pub fn permanent(error: impl Into<BoxError>) -> HandlerError {
     HandlerError::permanent(error)
 }
 
-/// A failure that is tried again after this long: see [`HandlerError::retry_after`].
+/// A failure that is retried after this long: see [`HandlerError::retry_after`].
 #[track_caller]
 pub fn retry_after(error: impl Into<BoxError>, after: Duration) -> HandlerError {
     HandlerError::retry_after(error, after)
 }
 
-/// Not a failure; the event is left alone: see [`HandlerError::skip`].
+/// Not a failure; the event is skipped: see [`HandlerError::skip`].
 pub fn skip(reason: impl Into<String>) -> HandlerError {
     HandlerError::skip(reason)
 }
 
-/// `Ok(())` of a handler, for closures that end without saying what their errors are.
+/// `Ok(())` with the error type of a handler, for closures that do not name their error type.
 ///
 /// ```
 /// use everbus::{Json, Router, handled};
@@ -308,7 +307,7 @@ impl<E: StdError + Send + Sync + 'static> From<E> for HandlerError {
     }
 }
 
-/// A [`HandlerError`] on its way through code that only knows errors, such as a tower layer.
+/// A [`HandlerError`] that passes through code that only knows `std::error::Error`, such as a tower layer.
 #[derive(Debug)]
 struct Carried(parking_lot::Mutex<Option<HandlerError>>, String);
 

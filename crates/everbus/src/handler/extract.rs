@@ -1,4 +1,4 @@
-//! Extractors: what a handler's parameters may be.
+//! Extractors: the parameter types of handlers.
 
 use std::any::{Any, TypeId, type_name};
 use std::collections::HashMap;
@@ -21,10 +21,9 @@ use crate::handler::HandlerError;
 use crate::handler::message::Message;
 use crate::payloads::StoreStage;
 
-/// Something that a handler can be given.
+/// A parameter type of handlers.
 ///
-/// Implement it to have a parameter type of one's own; whatever it cannot find is a failure of the
-/// attempt.
+/// Implement it for additional parameter types; an error fails the attempt.
 ///
 /// ```
 /// use everbus::{FromMessage, HandlerError, Message, permanent};
@@ -45,28 +44,28 @@ use crate::payloads::StoreStage;
     note = "for a payload of your own type say Payload<{Self}> (it derives everbus::Event) or Json<{Self}> (any serde type)"
 )]
 pub trait FromMessage: Sized + Send {
-    /// Takes it from a delivery.
+    /// Extracts the value from a delivery.
     fn from_message(message: &Message) -> Result<Self, HandlerError>;
 
-    /// Takes it for an `Option`: `None` where it is not there. What is there and cannot be read is
-    /// still a failure.
+    /// Extracts the value for an `Option`: `None` if it is absent. A value that is present and cannot be
+    /// decoded is still a failure.
     fn optional(message: &Message) -> Result<Option<Self>, HandlerError> {
         Self::from_message(message).map(Some)
     }
 
-    /// Tells what it will need, so that a wrong wiring is found at start.
+    /// Declares what the extractor needs, so that wrong wiring is found at start.
     fn needs(needs: &mut Needs) {
         let _ = needs;
     }
 }
 
-/// What a handler will need, as its parameters tell it.
+/// What the parameters of a handler need.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Needs {
-    /// The typed payloads it reads.
+    /// The typed payloads that it reads.
     pub payloads: Vec<PayloadNeed>,
-    /// The states it asks for.
+    /// The states that it takes.
     pub states: Vec<StateNeed>,
 }
 
@@ -82,22 +81,22 @@ pub struct PayloadNeed {
     pub rust_type: &'static str,
     /// The schema, if the Rust type has one.
     pub schema: Option<Value>,
-    /// Events of other types are fine too.
+    /// Events of other types are accepted too.
     pub optional: bool,
 }
 
-/// A state that a handler asks for.
+/// A state that a handler takes.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct StateNeed {
-    /// Which one.
+    /// The type id of the state.
     pub id: TypeId,
     /// The Rust type.
     pub rust_type: &'static str,
 }
 
-/// The payload, read into the Rust type of the event: the current version, or an older one through an
-/// upcast. Another type or an unknown version is never parsed.
+/// The payload, decoded into the Rust type of the event: the current version, or an older one through an
+/// upcast. A payload of another type or an unknown version is never parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Payload<T>(pub T);
 
@@ -126,7 +125,7 @@ impl<T: TypedEvent + DeserializeOwned + Send + 'static> FromMessage for Payload<
     }
 }
 
-/// The payload as JSON, read into any serde type, whatever the type and version of the event.
+/// The payload as JSON, decoded into any serde type, whatever the type and version of the event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Json<T>(pub T);
 
@@ -156,7 +155,7 @@ impl<T: FromMessage> FromMessage for Option<T> {
     fn needs(needs: &mut Needs) {
         let mut inner = Needs::default();
         T::needs(&mut inner);
-        // A state that may be missing is no need.
+        // An optional state may be missing.
         needs
             .payloads
             .extend(inner.payloads.into_iter().map(|payload| PayloadNeed {
@@ -214,10 +213,10 @@ impl FromMessage for Meta {
     }
 }
 
-/// What a handler reports of its progress is kept in memory, and logged.
+/// The limit of a progress report, in bytes: reports are kept in memory and logged.
 const MOST_PROGRESS: usize = 4096;
 
-/// Where this delivery stands, and what the handler may ask for.
+/// The state of this delivery, and the requests that a handler can make.
 #[derive(Clone, Debug)]
 pub struct Context(Message);
 
@@ -227,7 +226,7 @@ impl Context {
         self.0.attempt()
     }
 
-    /// After how many attempts the event is given up.
+    /// After how many attempts the event fails for good.
     pub fn max_attempts(&self) -> u32 {
         self.0.max_attempts()
     }
@@ -237,20 +236,20 @@ impl Context {
         self.0.failures()
     }
 
-    /// The group on whose behalf the handler runs.
+    /// The group that the handler belongs to.
     pub fn group(&self) -> &GroupName {
         self.0.group()
     }
 
-    /// The key for an effect in another system (a bank, a mail service), so that it is done once there.
-    /// It is the same in every attempt, for a corrected event (`dlq edit`) and for a replayed one, although
-    /// these have ids of their own; see [`Event::idempotency_key`](crate::Event::idempotency_key). A handler
-    /// that does two things adds what tells them apart.
+    /// The key for an effect in another system (a bank, a mail service), so that the other system does it
+    /// once. It is the same in every attempt, for a corrected event (`dlq edit`) and for a replayed one,
+    /// although these have different ids; see [`Event::idempotency_key`](crate::Event::idempotency_key). A
+    /// handler with two effects adds a suffix to tell them apart.
     pub fn idempotency_key(&self) -> String {
         self.0.idempotency_key().into_owned()
     }
 
-    /// The correlation id: everything published here carries it.
+    /// The correlation id; events published here carry it.
     pub fn correlation_id(&self) -> String {
         self.0.correlation_id().into_owned()
     }
@@ -260,7 +259,7 @@ impl Context {
         self.0.attributes()?.trace.as_ref()
     }
 
-    /// When this attempt ends with a timeout.
+    /// When this attempt times out.
     pub fn deadline(&self) -> Instant {
         self.0.deadline()
     }
@@ -270,15 +269,15 @@ impl Context {
         self.deadline().saturating_duration_since(Instant::now())
     }
 
-    /// Gives this attempt until `by` from now, instead of the time it had. The lease is kept meanwhile.
+    /// Sets the time limit of this attempt to `by` from now. The lease is extended meanwhile.
     pub fn extend(&self, by: Duration) {
         self.0.extend(by);
     }
 
-    /// Waits until the lease of this delivery is lost: its time ran out because the process stood still or
-    /// the engine was away, and the event is delivered again. What this attempt comes to does not count any
-    /// more, so work that is expensive or must not be done twice at once is given up. It waits for ever if the
-    /// lease is kept.
+    /// Waits until the lease of this delivery is lost: the lease ended because the process stood still or
+    /// the engine was not available, and the event is delivered again. The result of this attempt no longer
+    /// counts, so stop work that is expensive or must not run twice at once. Waits for ever while the lease
+    /// is kept.
     ///
     /// ```
     /// use everbus::{Context, HandlerError};
@@ -297,9 +296,8 @@ impl Context {
         self.0.watch().lost().await;
     }
 
-    /// Waits until the bus begins to shut down. From then on the handler has as long as
-    /// [`Bus::shutdown_within`](crate::Bus::shutdown_within) gives it; what has not finished by then is
-    /// delivered again.
+    /// Waits until the bus begins to shut down. From then on the handler has the time that
+    /// [`Bus::shutdown_within`](crate::Bus::shutdown_within) gives; an unfinished event is delivered again.
     pub async fn shutting_down(&self) {
         match self.0.environment() {
             Some(environment) => environment.shutdown_begun().await,
@@ -307,8 +305,8 @@ impl Context {
         }
     }
 
-    /// Tells of each extension of the lease from now on: the runtime extends it three times per lease while
-    /// the handler runs. For heartbeats that others watch.
+    /// A stream of lease extensions from now on: the runtime extends the lease three times per lease
+    /// duration while the handler runs. For heartbeats that other systems watch.
     ///
     /// ```
     /// use everbus::{Context, HandlerError};
@@ -333,9 +331,9 @@ impl Context {
         LeaseExtensions::of(self.0.watch().clone())
     }
 
-    /// Reports how far the handler has come: a short text or a small JSON value, at most 4 KiB. The last one
-    /// is kept while the handler runs. It is shown by [`Bus::activities`](crate::Bus::activities), told with
-    /// each extension of the lease, and part of the error if the attempt times out.
+    /// Reports the progress of the handler: a short text or a small JSON value, at most 4 KiB. The last
+    /// report is kept while the handler runs. It is shown by [`Bus::activities`](crate::Bus::activities),
+    /// sent with each extension of the lease, and part of the error if the attempt times out.
     pub fn progress<T: Serialize + ?Sized>(&self, activity: &T) -> Result<(), Error> {
         let value = serde_json::to_value(activity).map_err(|error| {
             Error::new(Code::InvalidPayloadError, "the progress is no JSON").caused_by(error)
@@ -350,8 +348,8 @@ impl Context {
         Ok(())
     }
 
-    /// Stores a stage of the event at hand for debugging: the request sent, the answer that came. It
-    /// stays whatever becomes of the attempt, so that the stages of failed attempts can be looked at.
+    /// Stores a payload stage of this event for debugging: the request sent, the answer received. It is
+    /// kept even if the attempt fails, so that the stages of failed attempts can be inspected.
     ///
     /// ```
     /// use everbus::payloads::Stage;
@@ -372,15 +370,15 @@ impl Context {
         self.0.store_payload(stage, value)
     }
 
-    /// Publishes an event in the same step as the ack, if this attempt succeeds, and not at all
-    /// otherwise. Events returned by the handler are published the same way, after these.
+    /// Publishes an event in the same step as the ack if this attempt succeeds, and not at all otherwise.
+    /// Events returned by the handler are published the same way, after these.
     pub fn publish(&self, event: impl IntoEvent) -> Result<(), Error> {
         self.0.publish(event)
     }
 
-    /// Adds an entry to the audit trail, with the correlation id, the trace and the tenant of the event
-    /// being handled. It is on record at once, whatever becomes of this attempt; a further attempt adds
-    /// it again. Without an actor ([`AuditEntry::of`]) it is by the service, or else by this handler.
+    /// Adds an entry to the audit trail, with the correlation id, the trace and the tenant of the handled
+    /// event. It is recorded at once, even if this attempt fails; a further attempt adds it again. Without
+    /// an actor ([`AuditEntry::of`]) the actor is the service, or else this handler.
     pub async fn audit(&self, mut entry: AuditEntry) -> Result<u64, Error> {
         let message = &self.0;
         let trail = message.handler().traits.audit.as_ref();
@@ -404,9 +402,9 @@ impl FromMessage for Context {
     }
 }
 
-/// Something that all handlers of a router share: a connection pool, a client, settings. Given with
-/// [`Router::with_state`](crate::Router::with_state); a handler that asks for a state that is not there
-/// is refused when the router is mounted.
+/// A value that all handlers of a router share: a connection pool, a client, settings. Given with
+/// [`Router::with_state`](crate::Router::with_state); a handler that takes a missing state is refused when
+/// the router is mounted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct State<S>(pub S);
 
@@ -454,7 +452,7 @@ impl States {
         self.by_type.contains_key(&id)
     }
 
-    /// What is here stays; what is only there is added.
+    /// Adds the states of `outer` whose types are missing here.
     pub(crate) fn adopt(&mut self, outer: &States) {
         for (id, state) in &outer.by_type {
             self.by_type.entry(*id).or_insert_with(|| state.clone());

@@ -15,10 +15,10 @@ use crate::handler::message::Message;
 use crate::handler::outcome::Outcome;
 use crate::handler::{BoxError, HandlerError, HandlerOutcome, Run};
 
-/// The innermost service: the handler itself, and what every layer wraps.
+/// The innermost service: the handler itself, which the layers wrap.
 ///
-/// Its error type is [`BoxError`], as tower's own middleware has it. An answer such as
-/// [`permanent`](crate::permanent) passes through it unharmed.
+/// Its error type is [`BoxError`], as in tower's own middleware. A [`HandlerError`] such as
+/// [`permanent`](crate::permanent) passes through it unchanged.
 #[derive(Clone)]
 pub struct HandlerService {
     run: Arc<Run>,
@@ -39,7 +39,7 @@ impl Service<Message> for HandlerService {
     }
 }
 
-/// A layer without its type, to be kept until the handler is known.
+/// A type-erased layer, kept until the handler is known.
 #[derive(Clone)]
 pub(crate) struct AnyLayer(Arc<dyn Fn(Run) -> Run + Send + Sync>);
 
@@ -68,7 +68,7 @@ where
     S::Future: Send,
 {
     Box::new(move |message| {
-        // A service is called through an exclusive reference; clones are how tower shares one.
+        // A tower service is called through `&mut`, so each call uses a clone.
         let mut service = service.clone();
         Box::pin(async move {
             let outcome: Result<Outcome, S::Error> = async {

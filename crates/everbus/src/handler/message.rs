@@ -1,4 +1,4 @@
-//! What a handler is given: the event, and where this delivery of it stands.
+//! The argument of a handler: the event, and the state of this delivery.
 
 use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
@@ -38,7 +38,7 @@ pub struct Message {
 }
 
 struct Inner {
-    /// None in a direct call of a test.
+    /// `None` when a test calls the handler directly.
     environment: Option<Arc<Environment>>,
     record: Arc<Recorded>,
     group: GroupName,
@@ -46,10 +46,10 @@ struct Inner {
     failures: Vec<Failure>,
     attempt: u32,
     deadline: Mutex<Instant>,
-    /// None once the attempt has ended.
+    /// `None` once the attempt has ended.
     follow_ups: Mutex<Option<Vec<Event>>>,
     lease: Lease,
-    /// From the first time the handler asks about its lease or reports progress.
+    /// Set when the handler first asks about its lease or reports progress.
     watch: OnceLock<Arc<DeliveryWatch>>,
 }
 
@@ -67,7 +67,7 @@ impl Message {
                 record: delivery.record.clone(),
                 group: group.clone(),
                 handler: handler.clone(),
-                // Almost every delivery has none, and then this allocates nothing.
+                // Almost every delivery has no failures; then this allocates nothing.
                 failures: delivery.failures.clone(),
                 attempt: delivery.attempt,
                 deadline: Mutex::new(started + handler.timeout),
@@ -78,8 +78,8 @@ impl Message {
         }
     }
 
-    /// As [`new`](Self::new), in the memory of an earlier message that nobody holds any more. If its
-    /// handler has kept it, it stays as it is.
+    /// As [`new`](Self::new), in the memory of an earlier message if it has no other holder. If the earlier
+    /// handler has kept the message, that one stays unchanged.
     pub(crate) fn reusing(
         earlier: Option<Self>,
         environment: &Arc<Environment>,
@@ -94,7 +94,7 @@ impl Message {
         let Some(inner) = Arc::get_mut(&mut message.inner) else {
             return Self::new(Some(environment), delivery, group, handler, started);
         };
-        // Every field by name, so that none is left as it was by mistake.
+        // Every field by name, so that none keeps an old value by mistake.
         let Inner {
             environment: of_bus,
             record,
@@ -107,7 +107,8 @@ impl Message {
             lease,
             watch,
         } = inner;
-        // Counters that all workers share: left alone where the message has the right one already.
+        // These reference counts are shared by all workers: not touched if the message has the right value
+        // already.
         if !of_bus
             .as_ref()
             .is_some_and(|bus| Arc::ptr_eq(bus, environment))
@@ -132,7 +133,7 @@ impl Message {
         message
     }
 
-    /// The event, as it was published.
+    /// The complete event.
     pub fn event(&self) -> &Event {
         &self.inner.record.event
     }
@@ -147,7 +148,7 @@ impl Message {
         self.inner.handler.retry.max_attempts()
     }
 
-    /// The group on whose behalf the handler runs.
+    /// The group that the handler belongs to.
     pub fn group(&self) -> &GroupName {
         &self.inner.group
     }
@@ -157,12 +158,12 @@ impl Message {
         &self.inner.handler.name
     }
 
-    /// Where the event is: its shard and its place there.
+    /// The position of the event: its shard and its sequence number there.
     pub fn position(&self) -> Position {
         self.inner.record.position
     }
 
-    /// The place of the event in its shard; on an engine with a single log that is all of its position.
+    /// The sequence number in its shard; on an engine with a single log this is the whole position.
     pub fn seq(&self) -> u64 {
         self.inner.record.position.place()
     }
@@ -177,21 +178,21 @@ impl Message {
         &self.inner.failures
     }
 
-    /// When this attempt ends with a timeout.
+    /// When this attempt times out.
     pub fn deadline(&self) -> Instant {
         *self.inner.deadline.lock()
     }
 
-    /// Gives this attempt until `by` from now, instead of the time it had: for work that turns out to
-    /// take longer. The lease is kept meanwhile.
+    /// Sets the time limit of this attempt to `by` from now: for work that takes longer than planned. The
+    /// lease is extended meanwhile.
     pub fn extend(&self, by: Duration) {
         *self.inner.deadline.lock() = Instant::now() + by.min(LONGEST);
     }
 
-    /// Adds an event that is published in the same step as the ack of this one, if this attempt
-    /// succeeds, and not at all otherwise. After the attempt has ended it is refused.
+    /// Adds an event that is published in the same step as the ack of this one if this attempt succeeds,
+    /// and not at all otherwise. Refused after the attempt has ended.
     pub fn publish(&self, event: impl IntoEvent) -> Result<(), Error> {
-        // What surrounds it here may be gone when the attempt ends.
+        // The ambient values (correlation, trace) may be gone when the attempt ends.
         let event = ambient::inherit(event.into_event()?, None)?;
         let mut follow_ups = self.inner.follow_ups.lock();
         let Some(follow_ups) = follow_ups.as_mut() else {
@@ -233,7 +234,7 @@ impl Message {
         self.inner.environment.as_ref()
     }
 
-    /// What the handler may learn about its delivery, and what it reports.
+    /// The lease state that the handler can watch, and its progress reports.
     pub(crate) fn watch(&self) -> &Arc<DeliveryWatch> {
         self.inner.watch.get_or_init(|| {
             let watch = Arc::new(DeliveryWatch::new(
@@ -250,18 +251,18 @@ impl Message {
         })
     }
 
-    /// What the handler last reported.
+    /// The last progress report of the handler.
     pub(crate) fn activity(&self) -> Option<Activity> {
         self.inner.watch.get()?.activity()
     }
 
-    /// The time of the bus.
+    /// The current time of the bus's clock.
     pub(crate) fn now(&self) -> Timestamp {
         self.environment()
             .map_or(self.received_at(), |environment| environment.clock.now())
     }
 
-    /// What the attempt staged. It has ended with this.
+    /// Ends the attempt and returns the events that it staged.
     pub(crate) fn take_follow_ups(&self) -> Vec<Event> {
         if let (Some(watch), Some(environment)) = (self.inner.watch.get(), self.environment()) {
             environment.watches.remove(watch);
@@ -270,7 +271,7 @@ impl Message {
     }
 }
 
-/// A settlement holds all of them in memory.
+/// A settlement holds all follow-up events in memory.
 const MOST_FOLLOW_UPS: usize = 10_000;
 
 impl Deref for Message {

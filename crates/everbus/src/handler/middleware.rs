@@ -1,4 +1,4 @@
-//! Middleware as a function: what runs around a handler, in a few lines.
+//! Middleware as a function: code that runs around a handler, in a few lines.
 //!
 //! ```
 //! use std::time::Instant;
@@ -16,8 +16,8 @@
 //! # let _ = router;
 //! ```
 //!
-//! The function may look at the [`Message`], answer without running the handler, and look at what the handler
-//! came to or change it. Any tower layer does as well; see `layer` of [`Router`](crate::Router),
+//! The function may inspect the [`Message`], return without running the handler, and inspect or change the
+//! outcome of the handler. Any tower layer works too; see `layer` of [`Router`](crate::Router),
 //! [`Route`](crate::Route) and [`Subscribe`](crate::Subscribe).
 
 use std::future::Future;
@@ -41,14 +41,14 @@ where
     FromFn { function }
 }
 
-/// What the middleware is around: the next middleware, or the handler itself.
+/// The inner service: the next middleware, or the handler itself.
 pub struct Next {
     run: Box<dyn FnOnce(Message) -> BoxFuture<'static, HandlerOutcome> + Send>,
 }
 
 impl Next {
-    /// Runs the rest. If it is not called, the handler does not run, and what the middleware returns is the
-    /// outcome.
+    /// Runs the inner service. If it is not called, the handler does not run, and the return value of the
+    /// middleware is the outcome.
     pub async fn run(self, message: Message) -> HandlerOutcome {
         (self.run)(message).await
     }
@@ -101,7 +101,7 @@ where
     }
 
     fn call(&mut self, message: Message) -> Self::Future {
-        // The service that is ready goes along; a clone takes its place.
+        // The ready service is used; a clone takes its place.
         let fresh = self.inner.clone();
         let mut inner = std::mem::replace(&mut self.inner, fresh);
         let run = Box::new(move |message| -> BoxFuture<'static, HandlerOutcome> {

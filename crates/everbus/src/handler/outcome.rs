@@ -1,4 +1,4 @@
-//! What a handler returns: nothing, events to publish, or work for the transaction of its ack.
+//! The return value of a handler: nothing, events to publish, or work for the transaction of its ack.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use serde::Serialize;
 
 use crate::handler::{BoxError, HandlerError, HandlerOutcome};
 
-/// What came of a run that did not fail: events to publish in the same step as the ack, and perhaps
-/// an effect for its transaction. The default is "handled, nothing more".
+/// The result of a run that did not fail: events to publish in the same step as the ack, and perhaps an
+/// effect for its transaction. The default is "handled, nothing more".
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
     pub(crate) events: Vec<Event>,
@@ -27,12 +27,12 @@ impl Outcome {
         Ok(self)
     }
 
-    /// Whether there is nothing to publish and nothing to do.
+    /// Whether there are no events and no effect.
     pub(crate) fn is_plain(&self) -> bool {
         self.events.is_empty() && self.effect.is_none()
     }
 
-    /// Of one engine's transaction.
+    /// The outcome with an effect for one engine's transaction.
     #[cfg(feature = "sqlite")]
     pub(crate) fn of_effect(effect: Effect) -> Self {
         Self {
@@ -41,7 +41,7 @@ impl Outcome {
         }
     }
 
-    /// Adds what a further handler of the same event came to. Effects run one after another.
+    /// Adds the outcome of another handler of the same event. Effects run one after another.
     pub(crate) fn join(&mut self, other: Outcome) {
         self.events.extend(other.events);
         self.effect = match (self.effect.take(), other.effect) {
@@ -69,7 +69,7 @@ pub struct Emitted {
     pub schema: Option<serde_json::Value>,
 }
 
-/// What is known of a handler's result before it ever ran.
+/// What the type of a handler's result declares.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Returns {
@@ -79,7 +79,7 @@ pub struct Returns {
     pub transaction: Option<&'static str>,
 }
 
-/// What a handler may return.
+/// The return types of handlers.
 ///
 /// - `()`: handled.
 /// - An event that derives `Event`, an [`Event`], a builder, a pair of type and value; a `Vec`, an array
@@ -94,10 +94,10 @@ pub struct Returns {
     note = "return (), an event that derives everbus::Event, a Vec or Option of events, or a Result of those"
 )]
 pub trait IntoOutcome {
-    /// What is to happen.
+    /// Converts the return value.
     fn into_outcome(self) -> HandlerOutcome;
 
-    /// Tells what may come of it.
+    /// Declares the event types and the transaction.
     fn returns(returns: &mut Returns) {
         let _ = returns;
     }
@@ -184,8 +184,7 @@ fn all<R: IntoOutcome>(parts: impl IntoIterator<Item = R>) -> HandlerOutcome {
     Ok(outcome)
 }
 
-/// One event to publish. An event that cannot be built cannot be built by a retry either, unless the
-/// handler comes up with another one: it is a failure like any other.
+/// One event to publish. An event that cannot be built is a failure like any other.
 pub fn emit(event: impl IntoEvent) -> HandlerOutcome {
     Ok(Outcome {
         events: vec![event.into_event()?],
@@ -193,7 +192,7 @@ pub fn emit(event: impl IntoEvent) -> HandlerOutcome {
     })
 }
 
-/// Tells that events of this type may be published.
+/// Declares that events of this type may be published.
 pub fn emits<T: TypedEvent>(returns: &mut Returns) {
     returns.emits.push(Emitted {
         event_type: T::TYPE,

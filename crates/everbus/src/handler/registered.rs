@@ -1,4 +1,4 @@
-//! A handler as it is registered: the user's function with the settings of its subscription.
+//! A registered handler: the user's function with the settings of its subscription.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,22 +19,22 @@ use crate::schema::Schema;
 /// The user's function, with the layers around it.
 pub(crate) type Run = Box<dyn Fn(Message) -> BoxFuture<'static, HandlerOutcome> + Send + Sync>;
 
-/// What a handler has beside its function.
+/// The settings of a handler besides its function.
 #[derive(Clone, Default)]
 pub(crate) struct Traits {
     pub(crate) states: Arc<States>,
     pub(crate) upcasts: Arc<Upcasts>,
-    /// A schema of the subscription's own.
+    /// The schema of the subscription.
     pub(crate) schema: Option<Arc<Schema>>,
     /// Older events are skipped.
     pub(crate) max_staleness: Option<Duration>,
     pub(crate) breaker: Option<Breaker>,
     pub(crate) criticality: Criticality,
-    /// What becomes of an event that cannot be read.
+    /// What happens to an event that cannot be decoded.
     pub(crate) decode: Decode,
-    /// What fails for good is skipped and no dead letter.
+    /// An event that fails for good is skipped instead of becoming a dead letter.
     pub(crate) drop_failed: bool,
-    /// What was handled is remembered in the inbox and not handled again.
+    /// Handled events are recorded in the inbox and not handled again.
     pub(crate) idempotent: bool,
     /// The audit trail of the bus it runs on.
     pub(crate) audit: Option<AuditTrail>,
@@ -78,13 +78,13 @@ impl Registered {
         (self.run)(message)
     }
 
-    /// Whether an event whose probe failed like this waits for the breaker: the handler is critical, and
-    /// trying again may help.
+    /// Whether an event whose probe failed waits for the breaker: the handler is critical, and a retry may
+    /// help.
     pub(crate) fn waits_after(&self, error: &HandlerError) -> bool {
         self.traits.criticality == Criticality::Critical && error.is_worth_a_retry()
     }
 
-    /// Deliveries that are queued with this handler will not call it any more.
+    /// Queued deliveries will not call this handler any more.
     pub(crate) fn remove(&self) {
         self.removed.store(true, Ordering::Release);
     }
@@ -95,8 +95,8 @@ impl Registered {
 }
 
 impl Drop for Registered {
-    /// Whoever happens to be the last to hold it must not die of what the user's function does when
-    /// it is dropped.
+    /// The user's function may panic when it is dropped. This must not kill the task that holds the last
+    /// reference.
     fn drop(&mut self) {
         let nothing: Run = Box::new(|_| Box::pin(std::future::pending()));
         let run = std::mem::replace(&mut self.run, nothing);

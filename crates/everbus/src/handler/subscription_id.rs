@@ -1,4 +1,4 @@
-//! The name of a subscription.
+//! The id of a subscription.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,8 +6,8 @@ use std::str::FromStr;
 use everbus_core::{Error, EventId, Result};
 use serde::Serialize;
 
-/// Names a subscription: what `subscribe` returns and `unsubscribe` takes. The same across restarts
-/// for the same name in the same group.
+/// Identifies a subscription: `subscribe` returns it and `unsubscribe` takes it. It is the same across
+/// restarts for the same name in the same group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(transparent)]
 pub struct SubscriptionId(EventId);

@@ -1,7 +1,7 @@
-//! Reading old versions of an event: functions that lead from one version to the next.
+//! Upcasts: functions that convert an old version of an event to a newer one.
 //!
-//! A handler is written for the current version. What was published as an older one is brought up to
-//! it, step by step; a version that no step leads from is refused, never parsed as another one.
+//! A handler is written for the current version. An event of an older version is converted step by step; a
+//! version without a step is refused, never parsed as another version.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -50,7 +50,7 @@ use serde_json::Value;
 #[derive(Clone, Debug, Default)]
 pub struct Upcasts {
     by_type: BTreeMap<Box<str>, Vec<Step>>,
-    /// Steps that cannot be kept by type: they lead from one event type to another.
+    /// Invalid steps that lead from one event type to another; `check` reports them.
     astray: Vec<(&'static str, &'static str)>,
 }
 
@@ -64,7 +64,7 @@ struct Step {
 type Apply = dyn Fn(Carried<'_>) -> Result<Carried<'static>, String> + Send + Sync;
 
 impl Upcasts {
-    /// None at all.
+    /// An empty set.
     pub fn new() -> Self {
         Self::default()
     }
@@ -81,7 +81,7 @@ impl Upcasts {
         }))
     }
 
-    /// Adds a step that may refuse: the event is then [`Code::InvalidPayloadError`].
+    /// Adds a step that may fail: the event is then [`Code::InvalidPayloadError`].
     pub fn try_add<Old, New, E, F>(&mut self, step: F) -> &mut Self
     where
         Old: TypedEvent + DeserializeOwned + 'static,
@@ -95,8 +95,8 @@ impl Upcasts {
         }))
     }
 
-    /// Adds a step over plain JSON, for versions whose Rust types are gone. It may stand in one chain
-    /// with typed steps.
+    /// Adds a step over plain JSON, for versions whose Rust types no longer exist. It can be chained with
+    /// typed steps.
     pub fn add_json<E, F>(&mut self, event_type: &str, from: u32, to: u32, step: F) -> &mut Self
     where
         E: Display,
@@ -125,8 +125,8 @@ impl Upcasts {
         self.by_type.is_empty() && self.astray.is_empty()
     }
 
-    /// Finds steps that contradict each other: two from one version, a circle, one that does not
-    /// rise, one that leads to another event type. Each is [`Code::UpcastConflict`].
+    /// Finds invalid steps: two from one version, a cycle, a step to a lower version, a step to another
+    /// event type. Each is [`Code::UpcastConflict`].
     pub fn check(&self) -> Result<()> {
         if let Some((from, to)) = self.astray.first() {
             return Err(conflict(format!(
@@ -150,7 +150,7 @@ impl Upcasts {
         versions
     }
 
-    /// Reads an event into a Rust type, through as many steps as its version needs.
+    /// Decodes an event into a Rust type, through as many steps as its version needs.
     ///
     /// - The current version is parsed directly.
     /// - A version that no steps lead from is [`Code::UnknownVersion`].
@@ -216,8 +216,8 @@ impl fmt::Debug for Step {
     }
 }
 
-/// A payload on its way through the steps. Between two typed steps it stays the Rust value: what
-/// does not survive being written down and read again need not.
+/// A payload between steps. Between two typed steps it stays a Rust value, so it need not survive
+/// serialisation.
 enum Carried<'a> {
     Bytes(&'a [u8]),
     Json(Value),
@@ -253,7 +253,7 @@ impl Carried<'_> {
     }
 }
 
-/// The steps that lead from one version to another. Only rising ones count, so it always ends.
+/// The steps from one version to another. Only steps to a higher version count, so the search always ends.
 fn chain(steps: &[Step], from: u32, to: u32) -> Option<Vec<&Step>> {
     let mut path = Vec::new();
     let mut version = from;
@@ -292,11 +292,11 @@ fn check_steps(event_type: &str, steps: &[Step]) -> Result<()> {
     }
 }
 
-/// `1 → 2 → 1`, if following the steps comes back to where it began.
+/// `1 → 2 → 1`, if the steps form a cycle from `start`.
 fn circle_from(steps: &[Step], start: u32) -> Option<String> {
     let mut text = start.to_string();
     let mut version = start;
-    // More steps than there are would pass one of them twice.
+    // A path with more steps than exist would repeat one.
     for _ in steps {
         version = steps.iter().find(|step| step.from == version)?.to;
         let _ = write!(text, " → {version}");

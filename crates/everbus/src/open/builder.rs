@@ -17,7 +17,7 @@ use crate::runtime::bus::Bus;
 use crate::runtime::options::{BusOptions, too_long};
 use crate::streams;
 
-/// Opens a [`Bus`] with settings of one's own.
+/// Opens a [`Bus`] with custom settings.
 ///
 /// ```
 /// use std::time::Duration;
@@ -39,22 +39,22 @@ pub struct BusBuilder {
     engine: EngineOptions,
     /// The store beside the broker.
     pub(crate) store: Option<String>,
-    /// Of the configuration file.
+    /// The URL of the configuration file.
     #[cfg(feature = "config")]
     pub(crate) url: Option<String>,
-    /// The configuration file, to put on record that it changed.
+    /// The configuration file, to record its changes.
     #[cfg(feature = "config")]
     pub(crate) config: Option<Box<Config>>,
 }
 
 impl BusBuilder {
-    /// Where the time comes from (the operating system).
+    /// Sets the clock (the operating system's).
     pub fn clock(mut self, clock: impl Clock) -> Self {
         self.options.clock = Arc::new(clock);
         self
     }
 
-    /// The retry policy of subscriptions that do not bring their own.
+    /// The retry policy of subscriptions that give none.
     pub fn retry(mut self, policy: RetryPolicy) -> Self {
         self.options.retry = policy;
         self
@@ -72,14 +72,14 @@ impl BusBuilder {
         self
     }
 
-    /// The largest payload that is taken, in bytes, moved to an object store or not (64 MiB, or 1 MiB
-    /// where there is none).
+    /// The largest accepted payload in bytes, in an object store or not (64 MiB, or 1 MiB without an object
+    /// store).
     pub fn max_payload(mut self, bytes: usize) -> Self {
         self.options.max_payload = Some(bytes);
         self
     }
 
-    /// When the large parts of events go to an object store, and where.
+    /// When and where the large parts of events go to an object store.
     pub fn overflow(mut self, overflow: Overflow) -> Self {
         self.options.overflow = overflow;
         self
@@ -91,8 +91,8 @@ impl BusBuilder {
         self
     }
 
-    /// What is removed once nobody needs it any more ([`Retention::standard`]). It runs by itself, once
-    /// a day: of several buses that share a store and say the same, one does it for all.
+    /// The retention policy ([`Retention::standard`]); it removes only what no group needs any more. It
+    /// runs by itself, once a day: of several buses that share a store and a policy, one runs it for all.
     ///
     /// ```
     /// use std::time::Duration;
@@ -110,40 +110,41 @@ impl BusBuilder {
         self
     }
 
-    /// Removes nothing by itself: neither old dead letters nor events that have expired.
+    /// Removes nothing automatically: neither old dead letters nor expired events.
     pub fn keep_everything(mut self) -> Self {
         self.options.retention = None;
         self
     }
 
-    /// How long after its start the bus first looks whether retention is due (one to five minutes, at
-    /// random).
+    /// How long after its start the bus first checks whether retention is due (a random time of one to five
+    /// minutes).
     pub fn retention_delay(mut self, delay: Duration) -> Self {
         self.options.retention_delay = Some(delay);
         self
     }
 
-    /// How long the inbox remembers what was handled (for ever), seen to together with the
-    /// [retention](Self::retention). At least as long as that keeps the events of every stream.
+    /// How long the inbox remembers handled events (for ever); applied together with the
+    /// [retention](Self::retention). It must be at least as long as the retention keeps the events of every
+    /// stream.
     pub fn inbox_retention(mut self, age: Duration) -> Self {
         self.options.inbox_retention = Some(age);
         self
     }
 
-    /// After how long an event that no process has a handler for is dead-lettered (24 h).
+    /// After how long an event without a handler in any process is dead-lettered (24 h).
     pub fn no_handler_after(mut self, after: Duration) -> Self {
         self.options.no_handler_after = after;
         self
     }
 
-    /// The source of events that name none: the service this bus belongs to.
+    /// The source of events that name none: the name of this service.
     pub fn source(mut self, service: impl Into<Arc<str>>) -> Self {
         self.options.source = Some(service.into());
         self
     }
 
-    /// Which event types are in which stream. A type that none covers is refused when it is published
-    /// ([`Code::NoStream`]), and so is a subscription to types that none covers.
+    /// Which event types are in which stream. Publishing a type that no stream covers is refused
+    /// ([`Code::NoStream`]), and so is subscribing to one.
     ///
     /// ```
     /// use everbus::{Bus, Stream, StreamLimit, Streams};
@@ -167,27 +168,27 @@ impl BusBuilder {
         self
     }
 
-    /// How full a stream may get: the name of a declared stream, or where none is declared an event type,
-    /// `orders.order.placed` or in the form `orders:order-placed`.
+    /// The size limit of a stream: the name of a declared stream, or without declared streams an event
+    /// type, `orders.order.placed` or in the form `orders:order-placed`.
     pub fn stream_limit(mut self, stream: &str, limit: StreamLimit) -> Self {
         let limits = &mut self.options.limits.by_stream;
         limits.insert(streams::canonical(stream), limit);
         self
     }
 
-    /// How full every stream may get that has no limit of its own.
+    /// The size limit of every stream without its own limit.
     pub fn default_stream_limit(mut self, limit: StreamLimit) -> Self {
         self.options.limits.default = Some(limit);
         self
     }
 
-    /// How many events may be published in a second.
+    /// The rate limit for publishing, in events per second.
     pub fn publish_rate(mut self, rate: PublishRate) -> Self {
         self.options.publish_rate = Some(rate);
         self
     }
 
-    /// Skips events of a stream that happened longer ago than this, in every group; zero is never.
+    /// Skips events of a stream that happened longer ago than this, in every group; zero: never.
     pub fn max_staleness(mut self, stream: &str, age: Duration) -> Self {
         let ages = &mut self.options.max_staleness;
         ages.insert(streams::canonical(stream), age);
@@ -207,15 +208,15 @@ impl BusBuilder {
         self
     }
 
-    /// How long an operation waits for another program that holds the file before it gives up with
-    /// `FileBusy` (10 s). What was handled is not given up: its outcome is tried again.
+    /// How long an operation waits for another program that holds the file before it fails with `FileBusy`
+    /// (10 s). Outcomes of handlers are not given up: they are tried again.
     pub fn busy_timeout(mut self, timeout: Duration) -> Self {
         self.engine.busy_timeout = Some(timeout);
         self
     }
 
-    /// Puts a store beside the broker, for an engine that moves events and cannot remember them: dead letters,
-    /// failure texts, inbox, history and payload stages are kept there, and every event is copied into it.
+    /// Puts a store beside the broker, for a broker without a history: dead letters, failure texts, inbox,
+    /// history and payload stages are kept there, and every event is copied into it.
     ///
     /// ```
     /// use everbus::Bus;
@@ -261,8 +262,8 @@ impl BusBuilder {
         Ok(bus)
     }
 
-    /// Builds the bus on an engine that is open already. The settings that concern opening a file
-    /// have no effect, and the clock must be the engine's.
+    /// Builds the bus on an open engine. The settings for opening a file have no effect, and the clock must
+    /// be the engine's.
     pub fn with_engine(self, engine: Engine) -> Result<Bus> {
         Bus::with_engine(engine, self.options)
     }

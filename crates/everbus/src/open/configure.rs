@@ -1,4 +1,4 @@
-//! From a configuration file to the settings of a bus.
+//! Applies a configuration file to the settings of a bus.
 
 use everbus_core::{Code, Error, Result};
 
@@ -9,10 +9,10 @@ use crate::runtime::options::ConsumerOverride;
 use crate::runtime::subscription::settings::Settings;
 
 impl BusBuilder {
-    /// Takes over what a configuration file says: the streams and their limits, what is stale, the publish
-    /// rate, the overflow, what is kept for how long, and the settings of its consumers. A consumer's settings hold for the handlers that this
-    /// program subscribes in its group to its stream, over what the program itself says: the file is
-    /// where a deployment is tuned.
+    /// Applies a configuration file: the streams and their limits, staleness, the publish rate, the
+    /// overflow, the retention, and the settings of its consumers. The settings of a consumer apply to the
+    /// handlers that this program subscribes in its group to its stream, and override those of the program:
+    /// a deployment is tuned in the file.
     ///
     /// ```
     /// use everbus::{Bus, Config};
@@ -49,7 +49,7 @@ impl BusBuilder {
         self
     }
 
-    /// Opens the bus on the engine that the configuration file names, with the store that it names beside it.
+    /// Opens the bus on the engine of the configuration file, with its store beside it.
     pub async fn open_configured(mut self) -> Result<Bus> {
         let Some(url) = self.url.take() else {
             return Err(Error::new(
@@ -65,7 +65,7 @@ impl BusBuilder {
 }
 
 impl Bus {
-    /// Opens a bus as a configuration file says; see [`BusBuilder::config`].
+    /// Opens a bus from a configuration file; see [`BusBuilder::config`].
     pub async fn open_file(path: impl AsRef<std::path::Path>) -> Result<Bus> {
         let config = Config::load(path)?;
         Self::builder().config(&config).open_configured().await

@@ -1,4 +1,4 @@
-//! From a URL to an engine: the only place that knows which engines there are.
+//! Opens the engine of a URL: the only place that knows which engines exist.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ pub(crate) struct EngineOptions {
     #[cfg(feature = "sqlite")]
     pub(crate) durability: Durable,
     pub(crate) create: bool,
-    /// The engine's own unless set.
+    /// `None`: the default of the engine.
     pub(crate) busy_timeout: Option<Duration>,
 }
 
@@ -81,7 +81,7 @@ fn not_built(feature: &str) -> Error {
     Error::new(Code::Unsupported, what).hint(hint)
 }
 
-/// Refuses a store that is the file of the broker: that file remembers already.
+/// Refuses a store that is the file of the broker: that file has a history already.
 pub(crate) fn check_apart(broker: &str, store: &str) -> Result<()> {
     let (Target::Sqlite(broker), Target::Sqlite(store)) = (parse(broker)?, parse(store)?) else {
         return Ok(());

@@ -17,7 +17,7 @@ impl Bus {
         Self::builder().open(url).await
     }
 
-    /// Begins a bus with settings of its own.
+    /// Begins a bus with custom settings.
     pub fn builder() -> BusBuilder {
         BusBuilder::default()
     }

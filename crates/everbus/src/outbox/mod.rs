@@ -1,9 +1,9 @@
 //! The outbox: events committed with the data they are about, and the relay that publishes them.
 //!
-//! A service that changes its database and then publishes can die between the two. With an outbox it
-//! writes both in one transaction; a [`Relay`] takes the events from there into any broker, in order for
-//! each key, again and again until the broker has acknowledged them. What a relay published and could
-//! not mark is published again, and the id of the event absorbs it.
+//! A service that changes its database and then publishes can die between the two. With an outbox it writes
+//! both in one transaction; a [`Relay`] publishes the events to any broker, in order for each key, and
+//! repeats until the broker has acknowledged them. A row that was published and not marked is published
+//! again, and the broker recognises the event id.
 //!
 //! ```
 //! use everbus::outbox::{Outbox, Relay};
@@ -38,9 +38,9 @@ mod blame;
 mod pass;
 mod publish;
 mod relay;
+mod retry_requests;
 mod stats;
 mod sweep;
-mod wishes;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -55,8 +55,8 @@ use crate::ambient;
 pub use relay::{Relay, RelayHandle};
 pub use stats::RelayStats;
 
-/// Writes events into the outbox of a database, with what surrounds the current task: the correlation
-/// id, the trace, the event being handled.
+/// Writes events into the outbox of a database. Adds the ambient values of the current task: the
+/// correlation id, the trace, the event being handled.
 #[derive(Clone, Debug, Default)]
 pub struct Outbox {
     inner: everbus_sqlite::outbox::Outbox,
@@ -64,20 +64,20 @@ pub struct Outbox {
 }
 
 impl Outbox {
-    /// Something to enqueue with. It holds no connection: the database is named by the transaction.
+    /// An `Outbox` to enqueue with. It holds no connection: the transaction names the database.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Who emits the events that do not say so themselves.
+    /// The source of events that name none.
     #[must_use]
     pub fn source(mut self, source: impl Into<Arc<str>>) -> Self {
         self.source = Some(source.into());
         self
     }
 
-    /// Makes the tables of an outbox in a database of one's own, if they are not there. Every file of
-    /// Everbus has them already.
+    /// Creates the outbox tables in the service's own database, if they are missing. Every Everbus file has
+    /// them already.
     pub fn create_tables(conn: &Connection) -> Result<()> {
         everbus_sqlite::outbox::Outbox::create_tables(conn)
     }
@@ -88,26 +88,25 @@ impl Outbox {
         everbus_sqlite::outbox::Outbox::tables_sql()
     }
 
-    /// Makes the tables of an outbox in a database that is named by its path, all of them or none, and
-    /// the file too if there is none. Says what it found. This blocks for as long as the file system does.
+    /// Creates the outbox tables in the database at this path, all of them or none, and the file too if it
+    /// is missing. Returns what it found. This call blocks on the file system.
     pub fn init(path: impl AsRef<Path>, options: &OutboxOptions) -> Result<OutboxInit> {
         everbus_sqlite::outbox::Outbox::init(path, options)
     }
 
-    /// Writes an event into the outbox, as part of whatever transaction is open on the connection:
-    /// a `rusqlite::Transaction` of one's own, or that of
-    /// [`sqlite::in_transaction`](crate::sqlite::in_transaction). It is relayed after the commit, and
-    /// never if there is none. Returns the event's id.
+    /// Writes an event into the outbox, as part of the open transaction of the connection: your own
+    /// `rusqlite::Transaction`, or that of [`sqlite::in_transaction`](crate::sqlite::in_transaction). It is
+    /// relayed after the commit, and never without one. Returns the event's id.
     ///
-    /// Takes what [`Bus::publish`](crate::Bus::publish) takes. The same event again, while it waits,
-    /// changes nothing; the same id with another body is `IdReused`.
+    /// Takes what [`Bus::publish`](crate::Bus::publish) takes. Enqueuing the same event again while it
+    /// waits changes nothing; the same id with another body is `IdReused`.
     pub fn enqueue(&self, tx: &Connection, event: impl IntoEvent) -> Result<EventId> {
         let event = ambient::inherit(event.into_event()?, self.source.as_ref())?;
         self.inner.enqueue(tx, event)
     }
 
     /// As [`enqueue`](Self::enqueue), for several events. If one is refused, those before it are in the
-    /// transaction; roll it back.
+    /// transaction already; roll it back.
     pub fn enqueue_batch<I>(&self, tx: &Connection, events: I) -> Result<Vec<EventId>>
     where
         I: IntoIterator,
@@ -121,8 +120,8 @@ impl Outbox {
         self.inner.enqueue_batch(tx, events?)
     }
 
-    /// Opens the outbox in a database of one's own, for a [`Relay`]. This blocks for as long as the
-    /// file system does.
+    /// Opens the outbox in the service's own database, for a [`Relay`]. This call blocks on the file
+    /// system.
     pub fn open(path: impl AsRef<Path>) -> Result<Arc<dyn OutboxSource>> {
         everbus_sqlite::outbox::Outbox::open(path)
     }

@@ -1,7 +1,7 @@
-//! One pass over an outbox: from its oldest row that is ready to the newest.
+//! One pass over an outbox: from its oldest ready row to the newest.
 //!
-//! Three things go on at once: a batch is published while the one before it is marked and the one after
-//! it is read. None of it is lost if the pass ends in between: rows that were not marked come again.
+//! Three steps overlap: one batch is published while the batch before it is marked and the batch after it
+//! is read. If the pass ends in between, nothing is lost: rows that were not marked are published again.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -16,24 +16,24 @@ use super::publish::{Answer, Held, Publisher};
 use super::relay::Relay;
 use super::stats::Counters;
 
-/// A pass ends after so long, so that rows whose wait is over get their turn.
+/// A pass ends after this long, so that rows whose delay is over are not left behind.
 const LONGEST: Duration = Duration::from_secs(1);
 
-/// How long a row waits whose end could not be told.
+/// How long a failed row waits if its `system.dead_letter` event could not be published.
 const LAST_DELAY: Duration = Duration::from_secs(8);
 
-/// How a pass ended.
+/// The end of a pass.
 #[derive(Debug)]
 pub(super) enum Passed {
-    /// There was nothing left. The next row that waits is due then.
+    /// No row is ready. The next waiting row is due after this delay.
     Empty {
         next_due: Option<everbus_core::Timestamp>,
     },
-    /// There may be more at once.
+    /// There may be more rows now.
     More,
-    /// A stream is full: others went on, its events wait.
+    /// A stream is full: its events wait, other streams continued.
     Full,
-    /// The lease went to another relay.
+    /// Another relay has the lease.
     Lost,
     /// The broker or the outbox could not be reached.
     Outage(Error),
@@ -42,7 +42,7 @@ pub(super) enum Passed {
 type Outcomes = Vec<(OutboxRow, RowOutcome)>;
 
 impl Relay {
-    /// Publishes and marks what is ready.
+    /// Publishes the ready rows and marks them.
     pub(super) async fn pass(&self, lease: &RelayLease, batch: &mut usize) -> Passed {
         let began = Instant::now();
         let mut held = Held::default();
@@ -105,13 +105,13 @@ impl Relay {
         if matches!(ended, Passed::Lost) {
             return ended;
         }
-        // Also after an outage: what was published before it is not published again.
+        // Also after an outage: published rows are marked, so that they are not published again.
         if let Err(error) = self.settle(lease, done).await {
             return self.unsettled(error);
         }
         tally.tell(&self.source.name());
         match ended {
-            // What was settled just now may have given way to others, or waits by now.
+            // Rows that were settled just now may have unblocked others, or wait for a retry.
             Passed::Empty { .. } if held.is_full() => Passed::Full,
             Passed::Empty { .. } => Passed::More,
             ended => ended,
@@ -147,8 +147,8 @@ impl Relay {
         Ok(())
     }
 
-    /// From what the broker said to what becomes of the rows. Giving a row up is told to the broker
-    /// first: if it cannot be told, the row is not given up yet.
+    /// Turns the answers of the broker into outcomes of the rows. Before a row is given up,
+    /// `system.dead_letter` is published: if this fails, the row is not given up yet.
     async fn judge(
         &self,
         rows: Vec<OutboxRow>,
@@ -183,7 +183,7 @@ impl Relay {
                 Some(after) => RowOutcome::Rejected { error: text, after },
                 None => match self.tell_of_death(&row, &text, attempt).await {
                     Ok(()) => RowOutcome::Failed { error: text },
-                    // Nobody is held up by a death that cannot be told: it is tried again in its turn.
+                    // Other rows need not wait for this one: it is tried again later.
                     Err(error) if is_passing(&error) => {
                         tracing::warn!(target: "everbus::outbox", %error, event_id = %row.event_id, "a row cannot be given up yet: its end cannot be told");
                         let after = LAST_DELAY;
@@ -200,8 +200,8 @@ impl Relay {
         (outcomes, outage)
     }
 
-    /// Publishes `system.dead_letter`. An error means that it is not told yet; after as many attempts
-    /// again, nobody is told.
+    /// Publishes `system.dead_letter`. On an error the row is not given up yet; after as many attempts
+    /// again it is given up without the event.
     async fn tell_of_death(&self, row: &OutboxRow, error: &str, attempts: u32) -> Result<()> {
         let now = self.bus.clock().now();
         let Some(notice) = row.dead_letter_notice(error, attempts, now) else {
@@ -212,7 +212,7 @@ impl Relay {
             Err(error) => Err(error),
         };
         match told {
-            // It was told before, in other words.
+            // It was published before, with another text.
             Err(error) if error.code() == Code::IdReused => Ok(()),
             Err(error)
                 if blame(&error) == Blame::Row
@@ -225,7 +225,7 @@ impl Relay {
         }
     }
 
-    /// More at a time while there is more.
+    /// Enlarges the batch while more rows are ready.
     fn grow(&self, batch: &mut usize, claimed: &Claimed) {
         if claimed.more && claimed.rows.len() >= *batch {
             *batch = batch.saturating_mul(2).min(self.max_batch);
@@ -239,12 +239,12 @@ impl Relay {
     }
 }
 
-/// Whether a death cannot be told for now, and the broker is there all the same.
+/// Whether the dead-letter event cannot be published for now although the broker is available.
 fn is_passing(error: &Error) -> bool {
     matches!(blame(error), Blame::Unclear | Blame::Full)
 }
 
-/// What a pass did, for the log.
+/// The counts of a pass, for the log.
 #[derive(Default)]
 struct Tally {
     published: u64,

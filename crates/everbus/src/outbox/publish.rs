@@ -1,9 +1,8 @@
 //! Publishing a batch of rows, with an answer for each.
 //!
-//! An engine that refuses a batch as a whole for the sake of one event in it gets the halves of it, until
-//! the one is found. An engine that answers for each event gets one of each key at a time: whatever it
-//! refuses, nothing that follows under the same key has gone. What follows a refused event under the
-//! same key is left for later.
+//! If an engine refuses a whole batch because of one event, the batch is split in halves until the event is
+//! found. An engine that answers for each event gets one event per key at a time: when it refuses an event,
+//! no later event of the same key has been published. Rows after a refused event of the same key wait.
 
 use std::collections::{HashMap, HashSet};
 
@@ -15,31 +14,31 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::blame::{Blame, blame};
+use super::retry_requests::{RetryRequest, RetryRequests};
 use super::stats::Counters;
-use super::wishes::{Wish, Wishes};
 use crate::runtime::bus::Bus;
 
-/// So many other rows are tried at most to find out whether a row or the broker is to blame.
+/// At most this many other rows are tried to find out whether a row or the broker causes an error.
 const PROBES: usize = 32;
-/// So long the broker is sure to know an event that it has taken.
+/// For this long the broker certainly recognises an event that it has accepted.
 const KNOWN_FOR: Duration = Duration::from_secs(60);
 
-/// What the broker said about a row.
+/// The broker's answer for a row.
 pub(super) enum Answer {
-    /// It has it.
+    /// The broker has accepted it.
     Sent,
-    /// It does not want it.
+    /// The broker refuses it.
     Rejected(Error),
-    /// Nobody is to blame: it is tried again as if nothing had been.
+    /// Not tried, or no room: it is tried again, and no attempt is counted.
     Later,
 }
 
-/// What one pass over the outbox remembers.
+/// The state of one pass over the outbox.
 #[derive(Default)]
 pub(super) struct Held {
-    /// Keys with a row that was refused or left for later: what follows waits.
+    /// Keys with a refused or postponed row: later rows of the key wait.
     keys: HashSet<String>,
-    /// Types whose stream has no room.
+    /// Types whose stream is full.
     full: HashSet<String>,
 }
 
@@ -60,7 +59,7 @@ impl Held {
     }
 }
 
-/// An event that the broker took, and when: it must recognise it.
+/// An event that the broker accepted, and when: the broker must recognise it.
 #[derive(Default)]
 pub(super) struct LastSent(Mutex<Option<(Event, Instant)>>);
 
@@ -77,16 +76,16 @@ impl LastSent {
     }
 }
 
-/// Rows by their place in the batch.
+/// Rows by index in the batch.
 type Part = Vec<usize>;
 
-/// What an attempt with one row alone came to.
+/// The result of trying a single row.
 enum Tried {
-    /// There is an answer from the broker.
+    /// The broker answered.
     Answered,
-    /// Nobody was asked, or there is no room.
+    /// The row was not sent, or its stream is full.
     NotNow,
-    /// An error that may be the row's or the broker's.
+    /// The row or the broker may have caused this error.
     Unclear(Error),
 }
 
@@ -96,9 +95,9 @@ pub(super) struct Publisher<'a> {
     counters: &'a Counters,
     rows: &'a [OutboxRow],
     answers: Vec<Answer>,
-    /// Whether a batch is taken as a whole or not at all.
+    /// Whether a batch is accepted as a whole or not at all.
     atomic: bool,
-    wishes: Wishes<'a>,
+    retry_requests: RetryRequests<'a>,
     last_sent: &'a LastSent,
 }
 
@@ -117,15 +116,14 @@ impl<'a> Publisher<'a> {
             rows,
             answers: rows.iter().map(|_| Answer::Later).collect(),
             atomic: bus.engine().broker.capabilities().atomic_batch,
-            wishes: Wishes::new(bus, counters, known),
+            retry_requests: RetryRequests::new(bus, counters, known),
             last_sent,
         }
     }
 
-    /// Publishes the rows, in their order for each key. An error is an outage; what was answered
-    /// before it counts.
+    /// Publishes the rows, in order for each key. An error is an outage; answers before it count.
     pub(super) async fn publish(mut self, held: &mut Held) -> (Vec<Answer>, Option<Error>) {
-        // What is still to be done, the next last.
+        // The remaining parts, the next one last.
         let mut parts = self.waves();
         parts.reverse();
         let mut outage = None;
@@ -144,7 +142,7 @@ impl<'a> Publisher<'a> {
         (self.answers, outage)
     }
 
-    /// What may be appended together: everything, or one row of each key at a time.
+    /// The parts that may be appended together: all rows, or one row per key at a time.
     fn waves(&self) -> Vec<Part> {
         if self.atomic {
             return vec![(0..self.rows.len()).collect()];
@@ -168,7 +166,7 @@ impl<'a> Publisher<'a> {
         waves
     }
 
-    /// Publishes a part of the rows. Returns what of it is to be tried again, in smaller parts.
+    /// Publishes a part of the rows. Returns smaller parts to try again.
     async fn part(&mut self, part: Part, held: &mut Held) -> Result<Vec<Part>> {
         let (mut chosen, mut events) = (Vec::new(), Vec::new());
         for index in part {
@@ -196,7 +194,7 @@ impl<'a> Publisher<'a> {
         }
     }
 
-    /// The event of a row that is to be published now. An error is an outage.
+    /// The event of a row to publish now. An error is an outage.
     async fn choose(&mut self, index: usize, held: &mut Held) -> Result<Option<Event>> {
         let row = &self.rows[index];
         if !matches!(self.answers[index], Answer::Later) {
@@ -215,9 +213,9 @@ impl<'a> Publisher<'a> {
             }
             Err(error) => return Err(error),
         };
-        if self.wishes.come_first()
-            && self.wishes.may_have(row).await?
-            && self.wishes.grant(row).await? != Wish::None
+        if self.retry_requests.come_first()
+            && self.retry_requests.may_have(row).await?
+            && self.retry_requests.grant(row).await? != RetryRequest::None
         {
             self.answers[index] = Answer::Sent;
             return Ok(None);
@@ -225,14 +223,14 @@ impl<'a> Publisher<'a> {
         Ok(Some(event))
     }
 
-    /// The event of a row, if the bus would publish it.
+    /// The event of a row, if the bus would accept it.
     fn checked(&self, row: &OutboxRow) -> Result<Event> {
         let event = row.event.clone()?;
         self.bus.check_relayed(&event)?;
         Ok(event)
     }
 
-    /// Appends events. Where a batch is taken as a whole, one refusal is that of the batch.
+    /// Appends events. If the engine accepts a batch only as a whole, one refusal is an error of the batch.
     async fn append(&self, events: Vec<Event>) -> Result<Vec<Result<Appended>>> {
         let count = events.len();
         let mut answers = self.bus.append_as_is(events).await?;
@@ -253,8 +251,8 @@ impl<'a> Publisher<'a> {
         Ok(answers)
     }
 
-    /// Writes down what was said about each of several rows. What is unclear is tried alone. An
-    /// outage counts only after everything that was answered is written down.
+    /// Records the answers for several rows. A row with an unclear error is tried alone. An outage is
+    /// returned only after all answers are recorded.
     async fn answered(
         &mut self,
         chosen: Part,
@@ -288,8 +286,8 @@ impl<'a> Publisher<'a> {
         self.answer(index, answer, held).await
     }
 
-    /// A row alone gave an error that says not whose fault it is. If another row goes through after
-    /// it, the broker is not to blame. Otherwise it is an outage, and no attempt.
+    /// A single row gave an error that the row or the broker may have caused. If another row is accepted
+    /// after it, the row is the cause. Otherwise it is an outage, and no attempt is counted.
     async fn find_out(&mut self, index: usize, error: Error, held: &mut Held) -> Result<()> {
         held.hold(&self.rows[index]);
         let outage = error.clone();
@@ -304,24 +302,24 @@ impl<'a> Publisher<'a> {
                     held.hold(&self.rows[probe]);
                     suspects.push((probe, error));
                 }
-                Tried::Answered => return self.convict(suspects),
+                Tried::Answered => return self.reject_all(suspects),
             }
         }
-        // Nothing else waits. An event that it has must still be known to it.
+        // No other row is ready. Ask the broker about an event that it has accepted before.
         if self.is_there_still().await? {
-            return self.convict(suspects);
+            return self.reject_all(suspects);
         }
         Err(outage)
     }
 
-    fn convict(&mut self, suspects: Vec<(usize, Error)>) -> Result<()> {
+    fn reject_all(&mut self, suspects: Vec<(usize, Error)>) -> Result<()> {
         for (index, error) in suspects {
             self.answers[index] = Answer::Rejected(error);
         }
         Ok(())
     }
 
-    /// An event of this batch that the broker has taken, and keeps for some time.
+    /// An event of this batch that the broker has accepted, and that does not expire.
     fn example(&self) -> Option<Event> {
         let mut rows = self.rows.iter().zip(&self.answers).rev();
         rows.find_map(|(row, answer)| {
@@ -331,9 +329,9 @@ impl<'a> Publisher<'a> {
         })
     }
 
-    /// Whether the broker recognises an event that it took a moment ago. An error is an outage.
+    /// Whether the broker recognises an event that it has just accepted. An error is an outage.
     async fn is_there_still(&mut self) -> Result<bool> {
-        if !self.wishes.recognises() {
+        if !self.retry_requests.recognises() {
             return Ok(false);
         }
         let Some(event) = self.example().or_else(|| self.last_sent.get()) else {
@@ -353,8 +351,7 @@ impl<'a> Publisher<'a> {
         }
     }
 
-    /// Other rows that may be tried out of their turn, from all over the batch: none that has an
-    /// earlier one of its key before it.
+    /// Other rows that may be tried early, from the whole batch: only the first row of each key.
     fn probes(&self, suspect: usize, held: &Held) -> Part {
         let mut seen = HashSet::new();
         let mut found: Part = Vec::new();
@@ -362,7 +359,7 @@ impl<'a> Publisher<'a> {
             if index == suspect || !matches!(self.answers[index], Answer::Later) {
                 continue;
             }
-            // One that is held, because its stream is full, holds its key all the same.
+            // A row that waits because its stream is full blocks its key all the same.
             let first = row.key.as_ref().is_none_or(|key| seen.insert(key));
             if first && !held.holds(row) {
                 found.push(index);
@@ -372,7 +369,7 @@ impl<'a> Publisher<'a> {
         found.into_iter().step_by(step).collect()
     }
 
-    /// Writes down what was said about one row. An error is an outage.
+    /// Records the answer for one row. An error is an outage.
     async fn answer(
         &mut self,
         index: usize,
@@ -384,8 +381,8 @@ impl<'a> Publisher<'a> {
             Ok(appended) => {
                 if appended.duplicate {
                     Counters::add(&self.counters.duplicates, 1);
-                    if self.wishes.any_open().await? {
-                        self.wishes.grant(row).await?;
+                    if self.retry_requests.any_open().await? {
+                        self.retry_requests.grant(row).await?;
                     }
                 }
                 self.answers[index] = Answer::Sent;
@@ -394,10 +391,10 @@ impl<'a> Publisher<'a> {
             Err(error) => error,
         };
         match blame(&error) {
-            // Whatever the row says: its event is known, and somebody wants it handled again.
+            // The broker knows this event, and the row asks for a retry of its dead letter.
             Blame::Row
                 if error.code() == Code::IdReused
-                    && self.wishes.grant(row).await? == Wish::Granted =>
+                    && self.retry_requests.grant(row).await? == RetryRequest::Granted =>
             {
                 self.answers[index] = Answer::Sent;
                 Ok(Tried::Answered)
@@ -418,7 +415,7 @@ impl<'a> Publisher<'a> {
     }
 }
 
-/// An id that was used says little to somebody who changed a row after its event had gone.
+/// A better message for `IdReused` if the row was changed after its event was published.
 fn explained(row: &OutboxRow, error: Error) -> Error {
     if error.code() != Code::IdReused || row.revision == 0 {
         return error;

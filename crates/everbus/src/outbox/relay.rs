@@ -1,4 +1,4 @@
-//! The relay: takes the lease of an outbox, passes over it, waits for more.
+//! The relay: takes the lease of an outbox, publishes its rows, and waits for more.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -17,34 +17,34 @@ use super::stats::{Counters, RelayStats};
 use super::sweep::Sweeper;
 use crate::runtime::bus::Bus;
 
-/// So many rows at a time when there is no hurry.
+/// The batch size when the relay is not behind.
 const BATCH: usize = 100;
-/// So many at most when there is.
+/// The largest batch size when it is behind.
 const MAX_BATCH: usize = 5000;
-/// How long the lease lasts, which is how long the others wait after a relay was killed.
+/// How long the lease lasts. After a relay was killed, the others wait this long.
 const LEASE: Duration = Duration::from_secs(10);
-/// Waits for what cannot be reached begin and end here.
+/// The first and the longest pause between tries during an outage.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// How often a relay that stands by looks whether it is its turn.
+/// How often a standby relay checks whether the lease is free.
 const STAND_BY: Duration = Duration::from_millis(500);
 
-/// Publishes what is in an outbox, for as long as it runs.
+/// Publishes the rows of an outbox while it runs.
 ///
 /// Several relays of one outbox may run, in one process or in many: one of them works, the others stand by
-/// and take over when its lease ends. Rows go out in their order; those with a key never overtake each
-/// other. A row that the bus or the broker rejects (a payload that does not parse, a schema it does
-/// not meet, an id that was used for another event) waits 1, 2, 4 and 8 seconds between five attempts,
-/// and is then `failed`, with a dead letter and an event `system.dead_letter`. A broker that cannot be
-/// reached is waited for, however long, and counts for no attempt. If an error does not say which of the
-/// two it is, other rows tell: one that goes through after it shows that the row is to blame.
+/// and take over when its lease ends. Rows are published in order; rows with the same key never overtake
+/// each other. A row that the bus or the broker rejects (a payload that does not parse or does not match
+/// its schema, an id that was used for another event) waits 1, 2, 4 and 8 seconds between five attempts,
+/// and is then `failed`, with a dead letter and an event `system.dead_letter`. During an outage of the
+/// broker the relay waits, however long, and counts no attempt. If the cause of an error is unclear, the
+/// relay tries other rows: if one is accepted, the first row is the cause.
 pub struct Relay {
     pub(super) bus: Bus,
     pub(super) source: Arc<dyn OutboxSource>,
     pub(super) counters: Arc<Counters>,
     pub(super) batch: usize,
     pub(super) max_batch: usize,
-    /// Rows up to this one were given to the broker by this relay, marked or not.
+    /// Rows up to this one were sent to the broker by this relay, marked or not.
     pub(super) tried: AtomicI64,
     pub(super) last_sent: LastSent,
     pub(super) sweeper: Sweeper,
@@ -71,12 +71,12 @@ impl Relay {
         }
     }
 
-    /// A relay of the outbox in the bus's own file; `Unsupported` where there is none.
+    /// A relay for the outbox in the bus's own file; `Unsupported` where there is none.
     pub fn own(bus: &Bus) -> Result<Self> {
         Ok(Self::new(bus, bus.engine().outbox()?))
     }
 
-    /// How many rows are taken at a time: 100 unless said otherwise, more (up to 5,000) while it is behind.
+    /// How many rows are read at a time: 100 by default, more (up to 5,000) while it is behind.
     #[must_use]
     pub fn batch(mut self, rows: usize) -> Self {
         self.batch = rows.max(1);
@@ -84,31 +84,31 @@ impl Relay {
         self
     }
 
-    /// How many rows are taken at a time at most.
+    /// How many rows are read at a time at most.
     #[must_use]
     pub fn max_batch(mut self, rows: usize) -> Self {
         self.max_batch = rows.max(1);
         self
     }
 
-    /// How long the lease lasts that keeps other relays away: 10 s unless said otherwise, between 100 ms and
-    /// a minute. It is renewed while the relay runs.
+    /// How long the lease lasts that keeps other relays away: 10 s by default, between 100 ms and a minute.
+    /// It is renewed while the relay runs.
     #[must_use]
     pub fn lease(mut self, lease: Duration) -> Self {
         self.lease = lease.clamp(Duration::from_millis(100), LONGEST_RELAY_LEASE);
         self
     }
 
-    /// How long the outbox keeps what is over: rows 7 days after they were sent, and those that were given
-    /// up 30 days, with their dead letters, unless said otherwise. An outbox in the file of an engine goes by
-    /// the retention of that, whatever is said here.
+    /// How long the outbox keeps finished rows: by default 7 days after they were sent, and 30 days after
+    /// they failed, with their dead letters. An outbox in the file of an engine uses the retention of the
+    /// engine instead.
     #[must_use]
     pub fn keep(mut self, keep: OutboxKeep) -> Self {
         self.sweeper.keep = keep;
         self
     }
 
-    /// What it has done.
+    /// The counts of this relay.
     pub fn stats(&self) -> RelayStats {
         self.counters.snapshot()
     }
@@ -119,19 +119,19 @@ impl Relay {
         self.relay(Until::Stopped).await
     }
 
-    /// Relays until no row waits any more: every one was sent, or failed after its five attempts. It
-    /// waits for retries, for a broker that cannot be reached and for another relay that is at work.
+    /// Relays until no row waits any more: every row was sent, or failed after its five attempts. It waits
+    /// for retries, for the end of an outage, and for another relay that holds the lease.
     pub async fn run_until_empty(&self) -> Result<RelayStats> {
         self.relay(Until::Empty).await
     }
 
-    /// Relays what is ready now, and returns. Rows that wait for another attempt stay; what cannot be
-    /// reached is an error; if another relay is at work there is nothing to do.
+    /// Relays the rows that are ready now, and returns. Rows that wait for another attempt stay. An outage
+    /// is an error. If another relay holds the lease there is nothing to do.
     pub async fn run_once(&self) -> Result<RelayStats> {
         self.relay(Until::Idle).await
     }
 
-    /// Runs it in the background.
+    /// Runs the relay in the background.
     pub fn spawn(self) -> RelayHandle {
         let (counters, stopping) = (self.counters.clone(), self.stopping.clone());
         let task = tokio::spawn(async move { self.run().await });
@@ -142,7 +142,7 @@ impl Relay {
         }
     }
 
-    /// Makes every run end after what is under way.
+    /// Ends every run after its current work.
     pub fn stop(&self) {
         self.stopping.send_replace(true);
     }
@@ -157,7 +157,7 @@ impl Relay {
         self.counters.relaying.store(false, Ordering::Relaxed);
         self.counters.waiting.store(false, Ordering::Relaxed);
         if let Some((lease, _)) = held {
-            // If it cannot be given back, it ends by itself.
+            // If the lease cannot be released, it expires.
             let released = self.source.release(lease);
             let _ = tokio::time::timeout(Duration::from_secs(1), released).await;
         }
@@ -190,7 +190,7 @@ impl Relay {
             };
             match passed {
                 Passed::Outage(error) => {
-                    // A broker that has taken something is not one that is gone.
+                    // A broker that has accepted events in this pass is reachable.
                     if self.counters.sent.load(Ordering::Relaxed) > sent {
                         pause = FIRST_PAUSE;
                     }
@@ -240,7 +240,7 @@ impl Relay {
         Ok(acquired)
     }
 
-    /// Renews the lease while something runs that may take long.
+    /// Renews the lease while a long operation runs.
     async fn while_keeping(
         &self,
         lease: &RelayLease,
@@ -256,7 +256,7 @@ impl Relay {
             }
             let since = Instant::now();
             let renewed = self.source.acquire(self.holder.clone(), self.lease);
-            // If it cannot be renewed now, settling will tell.
+            // If the lease cannot be renewed now, settling reports it.
             if let Ok(Some(renewed)) = renewed.await
                 && renewed == *lease
             {
@@ -266,7 +266,7 @@ impl Relay {
     }
 
     async fn stand_by(&self, until: Until) -> Result<()> {
-        // A bus that is no more will not be needed when the turn comes.
+        // If the bus has shut down, waiting for the lease is useless.
         self.bus.accepts()?;
         if until != Until::Idle {
             self.sleep(STAND_BY.min(self.lease / 2)).await;
@@ -278,7 +278,7 @@ impl Relay {
         Ok(self.source.status().await?.pending == 0)
     }
 
-    /// Waits for what cannot be reached, a little longer each time.
+    /// Waits during an outage, a little longer each time.
     async fn endure(&self, until: Until, error: Error, pause: &mut Duration) -> Result<()> {
         Counters::add(&self.counters.outages, 1);
         self.counters.went_wrong(&error);
@@ -294,7 +294,7 @@ impl Relay {
         Ok(())
     }
 
-    /// Waits for something new, or until a row is due.
+    /// Waits for new rows, or until a row is due.
     async fn wait(&self, due: Option<Duration>) {
         let most = self.lease / 3;
         let wait = due.map_or(most, |due| due.min(most));
@@ -325,7 +325,7 @@ impl std::fmt::Debug for Relay {
     }
 }
 
-/// When a run ends.
+/// The condition that ends a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Until {
     Stopped,
@@ -333,7 +333,7 @@ enum Until {
     Idle,
 }
 
-/// The program, its process, and something that no other relay has.
+/// The program, its process id, and a suffix that no other relay has.
 fn holder() -> String {
     let program = std::env::current_exe().ok();
     let program = program.as_deref().and_then(std::path::Path::file_stem);
@@ -346,7 +346,7 @@ fn holder() -> String {
     )
 }
 
-/// A relay in the background. Dropping it stops the relay after what is under way.
+/// A relay in the background. Dropping it stops the relay after its current work.
 #[derive(Debug)]
 pub struct RelayHandle {
     counters: Arc<Counters>,
@@ -355,12 +355,12 @@ pub struct RelayHandle {
 }
 
 impl RelayHandle {
-    /// What it has done.
+    /// The counts of this relay.
     pub fn stats(&self) -> RelayStats {
         self.counters.snapshot()
     }
 
-    /// Stops it after what is under way, and returns what it has done. If it had ended by itself, the
+    /// Stops the relay after its current work, and returns its counts. If the relay had ended before, the
     /// error says why.
     pub async fn stop(mut self) -> Result<RelayStats> {
         self.stopping.send_replace(true);

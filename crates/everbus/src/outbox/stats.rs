@@ -1,19 +1,19 @@
-//! What a relay has done.
+//! The counts of a relay.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use serde::Serialize;
 
-/// What a relay has done since it was made.
+/// The counts of a relay since it was made.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct RelayStats {
-    /// Rows the broker has acknowledged, duplicates included.
+    /// Rows that the broker has acknowledged, duplicates included.
     pub sent: u64,
     /// Of these, events that the broker had already.
     pub duplicates: u64,
-    /// Of these, rows that sent a dead letter back to the group that had failed.
+    /// Of these, rows that retried a dead letter.
     pub retried: u64,
     /// Attempts that were rejected.
     pub rejected: u64,
@@ -25,14 +25,14 @@ pub struct RelayStats {
     pub outages: u64,
     /// Whether this relay holds the lease of the outbox; otherwise it stands by, or has ended.
     pub relaying: bool,
-    /// Whether it waits for a broker or an outbox that cannot be reached.
+    /// Whether it waits for the end of an outage of the broker or the outbox.
     pub waiting: bool,
-    /// What went wrong last.
+    /// The last error.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_error: Option<String>,
 }
 
-/// The counters behind it.
+/// The counters behind [`RelayStats`].
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub(super) sent: AtomicU64,

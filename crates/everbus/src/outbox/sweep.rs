@@ -1,4 +1,4 @@
-//! What is over goes: now and then, and a little at a time, the relay removes old rows from the outbox.
+//! The sweeper of the outbox: from time to time the relay removes some old rows.
 
 use std::time::Duration;
 
@@ -9,14 +9,14 @@ use tokio::time::Instant;
 use super::relay::Relay;
 use super::stats::Counters;
 
-/// How often old rows are looked for, once there are none left.
+/// How often the sweeper looks for old rows, once none are left.
 const EVERY: Duration = Duration::from_secs(60);
 
-/// When to look for old rows, and what is old.
+/// When to look for old rows, and how old they must be.
 #[derive(Debug, Default)]
 pub(super) struct Sweeper {
     pub(super) keep: OutboxKeep,
-    /// When all that was old was gone.
+    /// When the last old row was removed.
     last: Mutex<Option<Instant>>,
 }
 
@@ -32,7 +32,7 @@ impl Sweeper {
 }
 
 impl Relay {
-    /// Removes some of what is old, if it is time for that.
+    /// Removes some old rows, if it is time.
     pub(super) async fn sweep(&self, lease: &RelayLease) {
         if !self.sweeper.is_due() {
             return;
@@ -44,7 +44,7 @@ impl Relay {
                     return;
                 }
             }
-            // Nothing waits for it. If the outbox cannot be reached, the next pass will tell.
+            // Not urgent. If the outbox cannot be reached, the next pass reports it.
             Err(error) => {
                 tracing::warn!(target: "everbus::outbox", outbox = self.source.name(), %error, "old rows could not be removed");
             }

@@ -1,5 +1,5 @@
-//! Overflow in a build without the feature `overflow`: no event is split, and one that was split elsewhere is
-//! refused.
+//! Overflow in a build without the feature `overflow`: no event is split, and an event that was split
+//! elsewhere is refused.
 
 #[path = "options.rs"]
 mod options;
@@ -12,7 +12,7 @@ pub use options::{LARGEST_EVENT, Overflow, THRESHOLD};
 
 const HINT: &str = "build with the feature `overflow` of the crate everbus";
 
-/// There are none.
+/// Has no values: this build has no object store.
 #[derive(Debug)]
 pub(crate) enum Objects {}
 
@@ -43,7 +43,7 @@ impl Objects {
     }
 }
 
-/// The record itself. `Unsupported` if a part of its payload is in an object store.
+/// Returns the record unchanged. `Unsupported` if a part of its payload is in an object store.
 pub(crate) async fn whole(_: Option<&Objects>, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
     match record.event.overflow() {
         None => Ok(record.clone()),

@@ -1,11 +1,11 @@
-//! Deleting objects without an event: those that retention left behind, and those whose publish was
-//! never finished.
+//! Deletes objects without an event: objects whose event retention removed, and objects whose publish did
+//! not finish.
 //!
-//! An object is deleted only if this log has noted it, no event of the log refers to it, only this log
-//! can have put it, **and** it is old enough that no publish can be about to refer to it: a publish takes
-//! up an object only in its first hour. An object of this log that it neither refers to nor has noted
-//! proves that the log is an older copy of itself. Then it is made another log, and deletes nothing that
-//! it did not put since.
+//! An object is deleted only if this log has a note of it, no event of the log refers to it, only this log
+//! can have put it, **and** it is old enough that no publish can be about to refer to it: a publish reuses
+//! an object only in its first hour. An object of this log with neither a reference nor a note proves that
+//! the log is an older copy of itself, for example restored from a backup. Then the log gets a new id, and
+//! deletes only objects that it puts from then on.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -23,7 +23,7 @@ const PAGE: usize = 500;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Collect {
-    /// Only say what would be deleted.
+    /// Only report what would be deleted.
     pub dry_run: bool,
     /// Objects whose events were removed are deleted when they are at least this old (2 h).
     pub orphans_after: Duration,
@@ -42,7 +42,7 @@ impl Default for Collect {
 }
 
 impl Collect {
-    /// Only say what would be deleted.
+    /// Only report what would be deleted.
     pub fn dry_run() -> Self {
         Self {
             dry_run: true,
@@ -56,20 +56,19 @@ impl Collect {
 pub struct Collected {
     /// Objects whose events were removed.
     pub orphans: u64,
-    /// Objects whose publish was never finished, and what interrupted puts left.
+    /// Objects whose publish did not finish, and files that interrupted puts left.
     pub strays: u64,
-    /// The bytes of both.
+    /// The bytes of both together.
     pub bytes: u64,
     /// Objects without an event that are kept for now: they are too young, another log put them, or they
-    /// are in another place than the one that is configured.
+    /// are in another place than the configured one.
     pub kept: u64,
-    /// Objects of this log that it knows nothing of: the file is an older copy. Nothing was deleted.
+    /// Objects of this log without a reference or a note: the file is an older copy. Nothing was deleted.
     pub unknown: u64,
 }
 
 impl Objects {
-    /// Deletes the objects of this log that no event refers to. Safe at any time, also while others
-    /// publish.
+    /// Deletes the objects of this log that no event refers to. Safe at any time, also during publishes.
     pub async fn collect(&self, engine: &Engine, options: &Collect) -> Result<Collected> {
         let mut run = Run {
             objects: self,
@@ -102,7 +101,7 @@ impl Objects {
         Ok(run.collected)
     }
 
-    /// How many objects that only this log can have put it knows nothing of.
+    /// How many objects only this log can have put, but have neither a reference nor a note.
     async fn unknown(&self, engine: &Engine, orphans: &dyn Orphans, owners: Owners) -> Result<u64> {
         let mut ours = Vec::new();
         let listed = self.store.list(|name, _, _| {
@@ -124,7 +123,7 @@ impl Objects {
         if suspects.is_empty() {
             return Ok(0);
         }
-        // Between the two looks an event may have been removed, or its object deleted: look again.
+        // Between the two listings an event may have been removed, or its object deleted: check again.
         let noted = self::noted(orphans).await?;
         let mut unknown = 0;
         for (id, name) in suspects {
@@ -151,7 +150,7 @@ pub(super) async fn noted(orphans: &dyn Orphans) -> Result<HashSet<String>> {
     }
 }
 
-/// One collection under way.
+/// One running collection.
 struct Run<'a> {
     objects: &'a Objects,
     engine: &'a Engine,
@@ -180,7 +179,7 @@ impl Run<'_> {
         }
     }
 
-    /// Whether the note of it has served.
+    /// Handles one note. Returns whether the note can be removed.
     async fn collect_one(&mut self, orphan: &Orphan, owners: Owners) -> Result<bool> {
         if is_referred_to(self.engine, orphan.id, &orphan.key).await? {
             return Ok(true);
@@ -190,7 +189,7 @@ impl Run<'_> {
             true => self.options.strays_after,
             false => self.options.orphans_after,
         };
-        // The publish that noted it may be about to put it.
+        // The publish that made the note may be about to put the object.
         let waiting = orphan.unborn && SystemClock.now().since(orphan.since) < old;
         let found = match waiting || !owners.is_ours(&orphan.key) {
             true => None,
@@ -208,7 +207,7 @@ impl Run<'_> {
                 self.collected.bytes += size;
                 Ok(true)
             }
-            // Never put, or gone already, unless it is somewhere else.
+            // Never put or already deleted, unless it is in another place.
             None if !waiting && owners.is_ours(&orphan.key) && orphan.bucket == store.bucket() => {
                 Ok(true)
             }

@@ -1,5 +1,5 @@
-//! What is done to a directory of objects as a directory: making it and its entries durable, sweeping up
-//! what interrupted puts left, and bringing in a file from elsewhere.
+//! File system operations on a directory of objects: making it and its entries durable, removing what
+//! interrupted puts left, and importing a file.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::key;
 
-/// Makes a directory and those above it, and syncs those that got a new entry.
+/// Creates a directory and its parents, and syncs those that got a new entry.
 pub(super) fn make_directory(path: &Path) -> std::io::Result<()> {
     let missing: Vec<&Path> = path
         .ancestors()
@@ -31,8 +31,9 @@ pub(super) fn sync_directory(path: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-/// `object_store` writes a file under its name with `#` and a number before it gets that name.
-/// Among the objects each such file goes; beside them only those of `mark`, since others may keep files there.
+/// `object_store` writes a file with `#` and a number after its name, then renames it. Among the objects
+/// all such files are removed; beside them only those of `mark`, because other programs may keep files
+/// there.
 pub(super) fn sweep(place: &Path, mark: &str, after: Duration, dry_run: bool) -> (u64, u64) {
     let entries = |path: &Path| std::fs::read_dir(path).into_iter().flatten().flatten();
     let (mut files, mut bytes) = (0, 0);
@@ -66,9 +67,8 @@ pub(super) fn sweep(place: &Path, mark: &str, after: Duration, dry_run: bool) ->
     (files, bytes)
 }
 
-/// Gives a file a second name where there is none, or a copy where it cannot have one. Only what is an
-/// ordinary file is brought in. Durable once the directory that it is in has been synced; false if the
-/// name is taken.
+/// Creates a hard link to a file where the name is free, or a copy if links are not possible. Only regular
+/// files are accepted. Durable once its directory has been synced; returns false if the name is taken.
 pub(super) fn bring_in(file: &Path, to: &Path) -> std::io::Result<bool> {
     if !std::fs::symlink_metadata(file)?.is_file() {
         return Err(ErrorKind::InvalidData.into());
@@ -77,7 +77,7 @@ pub(super) fn bring_in(file: &Path, to: &Path) -> std::io::Result<bool> {
         Ok(()) => return Ok(true),
         Err(error) if error.kind() == ErrorKind::AlreadyExists => return Ok(false),
         Err(error) if error.kind() == ErrorKind::NotFound => return Err(error),
-        // Another file system, or one without second names.
+        // Another file system, or one without hard links.
         Err(_) => {}
     }
     let partial = partial(to);
@@ -90,20 +90,20 @@ pub(super) fn bring_in(file: &Path, to: &Path) -> std::io::Result<bool> {
     copied
 }
 
-/// The name of a file that is not finished; the sweep knows it.
+/// The name of an unfinished file; the sweep recognises it.
 pub(super) fn partial(of: &Path) -> PathBuf {
     let mut name = of.as_os_str().to_owned();
     name.push(format!("#{}", std::process::id()));
     name.into()
 }
 
-/// Gives a finished file its name, unless that is taken.
+/// Renames a finished file, unless the name is taken.
 pub(super) fn name(partial: &Path, to: &Path) -> std::io::Result<bool> {
     let named = match std::fs::hard_link(partial, to) {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
         Err(_) if to.symlink_metadata().is_ok() => Ok(false),
-        // A file system without second names.
+        // A file system without hard links.
         Err(_) => return std::fs::rename(partial, to).map(|()| true),
     };
     std::fs::remove_file(partial)?;

@@ -1,4 +1,4 @@
-//! What can go wrong in an object store, as errors of ours.
+//! Converts errors of an object store to Everbus errors.
 
 use everbus_core::{Code, Error};
 use object_store::Error as StoreError;

@@ -1,29 +1,29 @@
-//! Which parts of a payload move: the values of the large fields of a JSON object, found without
-//! parsing what is in them, so that what stays and what moves are slices of the same bytes.
+//! Splits a payload: finds the values of the large fields of a JSON object without parsing their content,
+//! so that both parts are slices of the same bytes.
 
 use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
 use everbus_core::{Event, OverflowPart};
 
-/// The fields that move, as the ruling names them.
+/// The fields that move to the object.
 const FIELDS: [&str; 4] = ["output", "outputs", "input", "claudeOutput"];
-/// What stands for a value that moved. Values no longer than this stay.
+/// Replaces a value that moved. Values that are not longer stay.
 const NULL: &[u8] = b"null";
 
-/// A payload in two: what travels, and what goes into the object.
+/// A split payload: the part that stays in the event, and the part for the object.
 #[derive(Debug)]
 pub(super) struct Split {
-    /// The payload with `null` where something moved.
+    /// The payload with `null` in place of each moved value.
     pub(super) rest: Bytes,
-    /// What moved, and from where.
+    /// The moved parts, and their places.
     pub(super) parts: Vec<OverflowPart>,
-    /// The object: a JSON object of the fields that moved, in slices of the payload.
+    /// The object: a JSON object of the moved fields, as slices of the payload.
     pub(super) chunks: Vec<Bytes>,
 }
 
 impl Split {
-    /// Splits the payload of an event, if it is a JSON object with some of the fields.
+    /// Splits the payload of an event, if it is a JSON object with some of these fields.
     pub(super) fn of(event: &Event) -> Option<Self> {
         let payload = event.payload();
         let moved = event.is_json().then(|| large_fields(payload)).flatten()?;
@@ -72,7 +72,7 @@ struct Field {
     value: Range<usize>,
 }
 
-/// The large fields of a JSON object, in order, repeated ones too; `None` if it is no JSON object.
+/// The large fields of a JSON object, in order, repeated ones too; `None` if it is not a JSON object.
 fn large_fields(json: &[u8]) -> Option<Vec<Field>> {
     let mut scan = Scan { json, at: 0 };
     let mut found = Vec::new();
@@ -106,7 +106,7 @@ fn large_fields(json: &[u8]) -> Option<Vec<Field>> {
     (scan.at == json.len()).then_some(found)
 }
 
-/// Which of the fields a key is, however it is written.
+/// Which of the fields this key is; escapes in the key are resolved.
 fn large(key: &[u8]) -> Option<&'static str> {
     let name = |text: &[u8]| FIELDS.into_iter().find(|field| field.as_bytes() == text);
     if key.contains(&b'\\') {
@@ -116,7 +116,7 @@ fn large(key: &[u8]) -> Option<&'static str> {
     name(key.get(1..key.len() - 1)?)
 }
 
-/// Goes over JSON that was checked when the event was built. What is none after all ends it.
+/// Scans JSON that was checked when the event was built. Invalid JSON ends the scan.
 struct Scan<'a> {
     json: &'a [u8],
     at: usize,
@@ -156,7 +156,7 @@ impl Scan<'_> {
         }
     }
 
-    /// A value of any kind. Depth is counted, not followed, so it cannot exhaust the stack.
+    /// A value of any kind. Depth is counted without recursion, so the stack cannot overflow.
     fn value(&mut self) -> Option<Range<usize>> {
         let start = self.at;
         match self.peek()? {

@@ -1,10 +1,10 @@
-//! Documents of other senders whose large fields are in an object: the payload says
-//! `_s3Overflow {bucket, key}` ([`workflow::moved`]). The object is fetched when the event is read, as our own
-//! objects are.
+//! Documents of other senders whose large fields are in an object: the payload contains `_s3Overflow
+//! {bucket, key}` ([`workflow::moved`]). The object is fetched when the event is read, like an object of
+//! this bus.
 //!
-//! The reference comes from outside. It is followed only into the places that the configuration names, and
-//! there only into the folder of objects. Otherwise a publisher could read other files of this machine, or
-//! have this machine ask other servers.
+//! The reference comes from outside. It is followed only into the configured places, and there only into
+//! the folder of objects. Otherwise a publisher could read other files of this machine, or make this
+//! machine contact other servers.
 
 use bytes::Bytes;
 use everbus_core::{Code, Error, Event, Result};
@@ -26,7 +26,7 @@ pub(super) fn refers_to(event: &Event, key: &str) -> bool {
     matches!(workflow::moved(event), Ok(Some(place)) if place.key == key)
 }
 
-/// The payload with everything in it; `None` if it has everything already.
+/// The complete payload; `None` if it is complete already.
 pub(super) async fn payload(objects: Option<&Objects>, event: &Event) -> Result<Option<Bytes>> {
     let Some(place) = workflow::moved(event).map_err(|e| as_store_error(&e))? else {
         return Ok(None);
@@ -67,7 +67,7 @@ impl Objects {
         Err(flawed(event, place, &Flaw::Missing))
     }
 
-    /// The configured places that the reference names, if its key is one of an object there.
+    /// The configured places that the reference names, if its key is inside the folder of objects there.
     fn allowed(&self, event: &Event, place: &Place) -> Result<Vec<&Store>> {
         let stores = std::iter::once(&self.store).chain(&self.others);
         let mut stores: Vec<&Store> = stores.collect();
@@ -86,8 +86,7 @@ impl Objects {
     }
 }
 
-/// Whether a key is one of an object in a place: under its prefix and in the folder of objects, with no step
-/// up.
+/// Whether a key is inside a place: under its prefix and in the folder of objects, without `..`.
 fn is_within(store: &Store, wanted: &str) -> bool {
     let folder = wanted.strip_prefix(&store.prefix);
     let inside = folder.and_then(|rest| rest.strip_prefix(key::FOLDER)?.strip_prefix('/'));
@@ -111,7 +110,7 @@ fn about(event: &Event, place: &Place, what: &str, hint: &str) -> Error {
     .hint(hint)
 }
 
-/// What is wrong with the reference is told as what is wrong with an object: readers handle both alike.
+/// Reports an invalid reference as an object store error: readers handle both alike.
 fn as_store_error(error: &Error) -> Error {
     let named = Error::new(Code::ObjectStoreError, error.message());
     match error.hint_text() {

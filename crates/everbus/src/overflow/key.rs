@@ -1,13 +1,13 @@
-//! The keys of objects, made by us: `events/{entity id}/{event id}-payload.json`.
+//! The keys of objects: `events/{entity id}/{event id}-payload.json`.
 //!
-//! Whatever an entity is called, its id becomes one segment of letters, digits, `-`, `_` and dots;
-//! everything else is percent-encoded, so nothing in an id can leave its folder. An event without an
-//! entity lies in the folder `~`, which no id is encoded to. In a place that belongs to another log the
-//! name goes on with the log that made it, `{event id}-{log}-payload.json`.
+//! Any entity id becomes one segment of letters, digits, `-`, `_` and dots; all other bytes are
+//! percent-encoded, so an id cannot leave its folder. Events without an entity use the folder `~`, which no
+//! id is encoded to. In a place that belongs to another log, the name includes the log that made it:
+//! `{event id}-{log}-payload.json`.
 
 use everbus_core::{Event, EventId};
 
-/// A file system takes no more than 255 bytes for a name, and S3 no more than 1024 for a key.
+/// A file name has at most 255 bytes on most file systems, and an S3 key at most 1024.
 const LONGEST_SEGMENT: usize = 180;
 /// The folder of events without an entity.
 const NOTHING: &str = "~";
@@ -15,10 +15,10 @@ const NOTHING: &str = "~";
 pub(super) const FOLDER: &str = "events";
 const ENDING: &str = "-payload.json";
 
-/// How many digits of a log's id are in a key. No other suffix has that many.
+/// How many digits of a log's id are in a key. No other suffix has this length.
 const MARK: usize = 12;
 
-/// The key of an event's object, with the mark of the log that puts it if it needs one.
+/// The key of an event's object, with the mark of the log if it needs one.
 pub(super) fn of(event: &Event, mark: Option<&str>) -> String {
     let key = plain(event);
     match mark {
@@ -33,18 +33,18 @@ fn plain(event: &Event) -> String {
     format!("{FOLDER}/{entity}/{}{ENDING}", event.id())
 }
 
-/// The same key for another content.
+/// A different key for another content of the same event.
 pub(super) fn suffixed(key: &str, suffix: &str) -> String {
     let stem = key.strip_suffix(ENDING).unwrap_or(key);
     format!("{stem}-{suffix}{ENDING}")
 }
 
-/// The event that an object belongs to, if its key is one that a bus makes.
+/// The event of an object, if a bus made its key.
 pub(super) fn event_of(key: &str) -> Option<EventId> {
     parts(key).map(|(id, _)| id)
 }
 
-/// The mark of the log that made the key, if it has one; `None` if no bus makes such keys.
+/// The mark of the log that made the key, if it has one; `None` if no bus made it.
 pub(super) fn maker(key: &str) -> Option<Option<&str>> {
     let (_, suffix) = parts(key)?;
     let first = suffix.split('-').nth(1).unwrap_or_default();
@@ -76,13 +76,13 @@ fn segment(id: &str) -> String {
         }
     }
     if encoded.is_empty() {
-        // An id that is there and empty is not the same as none.
+        // An empty id is different from a missing one.
         return format!("{NOTHING}empty");
     }
     if encoded.len() > LONGEST_SEGMENT {
         use sha2::Digest as _;
         let hash = super::hex(&sha2::Sha256::digest(id.as_bytes()));
-        // Not in the middle of an encoded byte.
+        // Do not cut inside a percent-encoded byte.
         let cut = (LONGEST_SEGMENT - 36..LONGEST_SEGMENT - 33).find(|at| {
             let last = &encoded[at.saturating_sub(2)..*at];
             !last.contains('%')

@@ -1,10 +1,10 @@
-//! Overflow: what is too large to travel with an event goes to an object store.
+//! Overflow: moves payloads that are too large for the log to an object store.
 //!
 //! An event whose attributes and payload have more than 204,800 bytes together is split before it is
 //! appended: the values of the fields `output`, `outputs`, `input` and `claudeOutput` of its payload go
-//! into an object, or if that is not enough the whole payload, and the event carries a reference
-//! ([`Event::overflow`]). Handlers, `everbus get` and all the others that read see the event as it was
-//! published, byte for byte.
+//! into an object, or the whole payload if that is not enough, and the event carries a reference
+//! ([`Event::overflow`]). Handlers, `everbus get` and all other readers get the event as it was published,
+//! byte for byte.
 //!
 //! ```text
 //!  publish ─▶ split ─▶ note ─▶ object (durable) ─▶ append, note struck off ─▶ the log has a reference
@@ -12,12 +12,12 @@
 //!  retention ─▶ event and a note of its object, one transaction ─▶ collector ─▶ object deleted
 //! ```
 //!
-//! The object is durable **before** the event is appended and deleted only **after** the event is gone,
-//! so a crash leaves at most an object without an event, which is on the list of notes and deleted later.
-//! What this log neither refers to nor has noted is another's, and is left alone.
+//! The object is durable **before** the event is appended and deleted only **after** the event is removed.
+//! So a crash leaves at most an object without an event, which has a note and is deleted later. An object
+//! with neither a reference nor a note in this log belongs to another log, and is left alone.
 //!
-//! An event of another sender that says `_s3Overflow` in its properties (the *workflow* dialect) is made whole
-//! in the same way, from the places that the configuration names.
+//! An event of another sender with `_s3Overflow` in its properties (the *workflow* dialect) is completed in
+//! the same way, from the configured places.
 //!
 //! A bus on a file keeps its objects in a directory beside it, `shop.db.objects` for `shop.db`; another
 //! place is a setting:
@@ -76,13 +76,13 @@ pub use transfer::{Place, Transferred};
 use fields::Split;
 use store::Store;
 
-/// Where the large parts of events go, and from where they come back.
+/// The object store of a bus, for large payloads.
 pub struct Objects {
     store: Store,
-    /// Where older objects may be; only read.
+    /// Places that may have older objects; only read.
     others: Vec<Store>,
     options: Overflow,
-    /// Who takes notes of objects before they are put.
+    /// Keeps a note of each object before it is put.
     orphans: Option<Arc<dyn Orphans>>,
 }
 
@@ -114,8 +114,8 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 impl Objects {
-    /// The objects of an engine: in the place that the settings name, else beside its file. None if
-    /// there is neither, or the settings want none.
+    /// The object store of an engine: in the configured place, else beside its file. `None` if there is
+    /// neither, or it is switched off.
     pub fn open(engine: &Engine, options: &Overflow) -> Result<Option<Arc<Self>>> {
         options.validate()?;
         let store = match (&options.url, &engine.objects) {
@@ -136,26 +136,26 @@ impl Objects {
         self.options.enabled
     }
 
-    /// The largest payload that is taken.
+    /// The largest accepted payload.
     pub(crate) fn limit(&self) -> usize {
         self.options.limit
     }
 
-    /// Whether an event is too large to travel as a whole.
+    /// Whether an event is too large for the log.
     pub(crate) fn is_over(&self, event: &Event) -> bool {
         if !self.options.enabled || event.overflow().is_some() {
             return false;
         }
         let payload = event.payload().len();
-        // Almost every event is far below; those are not looked at closely.
+        // Almost every event is far below the limit; these are not measured exactly.
         if payload + upper_bound(event.attributes()) <= self.options.smallest() {
             return false;
         }
         payload + serialised(event.attributes()) > self.options.threshold_of(event.event_type())
     }
 
-    /// The event as it shall be appended: if it is too large, its large part is put into the store,
-    /// durably, and it carries a reference instead.
+    /// The event to append: if it is too large, its large part is put into the store, durably, and it
+    /// carries a reference instead.
     pub(crate) async fn offload(&self, event: Event) -> Result<Event> {
         if !self.is_over(&event) {
             return Ok(event);
@@ -188,9 +188,9 @@ impl Objects {
         Ok(event.with_overflow(rest, reference))
     }
 
-    /// Puts an object for an event and returns its key once it is durable. An object of the same content
-    /// that this log put there a moment ago is taken for it: the publish is being repeated. What else has
-    /// the same name, or may be on its way out, is left alone, and another key is used.
+    /// Puts an object for an event and returns its key once it is durable. If this log put an object with
+    /// the same content there a moment ago, that one is used: the publish is being repeated. Any other
+    /// object with the same name, or one that may soon be deleted, is left alone, and another key is used.
     async fn put(&self, event: &Event, content: &Content) -> Result<String> {
         let owners = self.owners_or_claim().await?;
         let mark = owners.and_then(|owners| owners.mark());
@@ -200,7 +200,7 @@ impl Objects {
         let random = uuid::Uuid::new_v4().simple().to_string();
         let unique = key::suffixed(&hashed, &random);
         for key in [base, hashed, unique] {
-            // What is there is not noted: a note is for what this publish alone may put.
+            // An existing object gets no note: a note is only for an object that this publish puts.
             if self.store.look(&key).await?.is_none() {
                 self.note(event, &key).await?;
                 if self.store.create(&key, &content.chunks).await? {
@@ -215,7 +215,7 @@ impl Objects {
         Err(Error::new(Code::ObjectStoreError, what))
     }
 
-    /// Notes an object that is about to be put, durably.
+    /// Makes a durable note of an object before it is put.
     async fn note(&self, event: &Event, key: &str) -> Result<()> {
         let Some(orphans) = &self.orphans else {
             return Ok(());
@@ -230,10 +230,10 @@ impl Objects {
         orphans.note(vec![note]).await
     }
 
-    /// The event as it was published. One that carries everything itself is returned as it is.
+    /// The complete event. An event that is complete is returned unchanged.
     ///
-    /// `ObjectStoreError` if the object is missing, in a place that is not read, cannot be reached, or is not
-    /// what was put there.
+    /// `ObjectStoreError` if the object is missing, in a place that is not read, cannot be reached, or has
+    /// another content.
     pub async fn whole(&self, event: &Event) -> Result<Event> {
         let payload = match event.overflow() {
             Some(reference) => Some(Box::pin(whole::payload(self, event, reference)).await?),
@@ -256,8 +256,8 @@ impl std::fmt::Debug for Objects {
     }
 }
 
-/// The record with its event as it was published, from wherever its large part is. For programs that
-/// work with an engine and no bus; a bus has [`Bus::whole`](crate::Bus::whole).
+/// The record with its complete event. For programs that use an engine without a bus; a bus has
+/// [`Bus::whole`](crate::Bus::whole).
 pub async fn whole(objects: Option<&Objects>, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
     let event = &record.event;
     if !is_apart(event) {
@@ -287,14 +287,14 @@ pub async fn whole(objects: Option<&Objects>, record: &Arc<Recorded>) -> Result<
     Ok(Arc::new(whole))
 }
 
-/// Whether a part of the payload may be in an object: ours, or one of another sender.
+/// Whether a part of the payload may be in an object: of this bus, or of another sender.
 pub fn is_apart(event: &Event) -> bool {
     event.overflow().is_some() || foreign::is_foreign(event)
 }
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
-/// Deletes what no event refers to any more, at the start and once a day.
+/// Deletes objects that no event refers to any more, at the start and once a day.
 pub(crate) async fn collect_daily(engine: Engine, objects: Arc<Objects>) {
     let mut day = tokio::time::interval(DAY);
     day.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -318,7 +318,7 @@ pub(crate) async fn collect_daily(engine: Engine, objects: Arc<Objects>) {
     }
 }
 
-/// Whether what is left of an event, with its reference, is small enough to travel.
+/// Whether the rest of the event, with its reference, is small enough for the log.
 fn fits(event: &Event, split: &Split, bucket: String, threshold: usize) -> bool {
     if split.rest.len() > threshold {
         return false;
@@ -338,7 +338,7 @@ fn fits(event: &Event, split: &Split, bucket: String, threshold: usize) -> bool 
 
 const NULL: Bytes = Bytes::from_static(b"null");
 
-/// How many bytes the attributes have as they are stored.
+/// The serialised size of the attributes in bytes.
 fn serialised(attributes: Option<&Attributes>) -> usize {
     struct Count(usize);
     impl std::io::Write for Count {
@@ -355,17 +355,17 @@ fn serialised(attributes: Option<&Attributes>) -> usize {
         return 0;
     };
     let mut count = Count(0);
-    // Plain data and a writer that takes everything: it cannot fail.
+    // Plain data into a writer that only counts: this cannot fail.
     let _ = serde_json::to_writer(&mut count, attributes);
     count.0
 }
 
-/// No fewer bytes than the attributes have as they are stored, without writing them.
+/// An upper bound of the serialised size of the attributes, without serialising them.
 fn upper_bound(attributes: Option<&Attributes>) -> usize {
     let Some(a) = attributes else {
         return 0;
     };
-    // A character becomes at most six bytes, and a field has a name.
+    // JSON escapes need at most six bytes per byte; each field also has a name.
     let text = |text: &str| 6 * text.len() + 32;
     let option = |value: &Option<String>| value.as_deref().map_or(0, text);
     let metadata = a.metadata.iter();
@@ -390,7 +390,7 @@ fn upper_bound(attributes: Option<&Attributes>) -> usize {
         })
 }
 
-/// Hashing and scanning many megabytes keeps no executor busy.
+/// Runs CPU-heavy work (hashing, scanning many megabytes) on a blocking thread.
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
     let done = tokio::task::spawn_blocking(work).await;
     done.map_err(|e| Error::new(Code::Internal, "work on a large event was given up").caused_by(e))

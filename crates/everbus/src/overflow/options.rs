@@ -1,4 +1,4 @@
-//! The settings of overflow, their defaults and what is refused.
+//! The settings of overflow, their defaults and their limits.
 
 use std::collections::BTreeMap;
 
@@ -8,18 +8,18 @@ use everbus_core::{Code, Error, Result};
 use super::store::Store;
 use crate::streams;
 
-/// Events with more bytes than this are split, unless said otherwise: 200 KB of *workflow*, below the
-/// limit of EventBridge.
+/// Events with more bytes than this are split by default: the 200 KB of *workflow*, below the limit of
+/// EventBridge.
 pub const THRESHOLD: usize = 204_800;
 /// The largest payload of an event that is split: 64 MiB.
 pub const LARGEST_EVENT: usize = 64 * 1024 * 1024;
 
-/// A reference needs some room itself.
+/// A reference needs some bytes itself.
 const SMALLEST_THRESHOLD: usize = 1024;
-/// SQLite cannot store more in one row, and nothing larger is read back.
+/// SQLite stores no larger row, and no larger object is read back.
 pub(super) const LARGEST_OBJECT: usize = 512 * 1024 * 1024;
 
-/// When events are split, and where their large parts go.
+/// When events are split, and where the large parts go.
 ///
 /// ```
 /// use everbus::overflow::Overflow;
@@ -32,11 +32,11 @@ pub(super) const LARGEST_OBJECT: usize = 512 * 1024 * 1024;
 #[non_exhaustive]
 pub struct Overflow {
     /// Where the objects go: `file:///directory`, a path, or `s3://bucket/prefix` in a build with the
-    /// feature `s3`. Unless set, a directory beside the engine's file, where it has one; a bus without
-    /// a file splits nothing then.
+    /// feature `s3`. By default a directory beside the engine's file; a bus without a file and without this
+    /// setting splits nothing.
     pub url: Option<String>,
-    /// Where older objects are, if they are not all in the place above or beside the file: URLs of the
-    /// same form. They are only read; nothing is put or deleted there.
+    /// Where older objects are, if they are not all in the place above or beside the file: URLs of the same
+    /// form. They are only read; nothing is put or deleted there.
     pub also_read: Vec<String>,
     /// Events whose attributes and payload have more bytes than this are split (204,800).
     pub threshold: usize,
@@ -44,7 +44,7 @@ pub struct Overflow {
     pub streams: BTreeMap<String, usize>,
     /// The largest payload of an event that is split (64 MiB).
     pub limit: usize,
-    /// Whether events are split. Those that were split earlier are read all the same.
+    /// Whether events are split. Events that were split earlier are read in any case.
     pub enabled: bool,
 }
 
@@ -62,7 +62,7 @@ impl Default for Overflow {
 }
 
 impl Overflow {
-    /// Objects go there: `file:///directory`, a path, or `s3://bucket/prefix`.
+    /// Puts objects there: `file:///directory`, a path, or `s3://bucket/prefix`.
     pub fn to(url: impl Into<String>) -> Self {
         Self {
             url: Some(url.into()),
@@ -70,7 +70,7 @@ impl Overflow {
         }
     }
 
-    /// No event is split.
+    /// Splits no event.
     pub fn off() -> Self {
         Self {
             enabled: false,
@@ -78,7 +78,7 @@ impl Overflow {
         }
     }
 
-    /// Objects of older events are also read from there, for example after the place was changed. Nothing is
+    /// Also reads objects of older events from there, for example after the place was changed. Nothing is
     /// put or deleted there.
     ///
     /// ```
@@ -92,22 +92,22 @@ impl Overflow {
         self
     }
 
-    /// Events of more bytes than this are split.
+    /// Sets the size in bytes above which events are split.
     #[must_use]
     pub fn threshold(mut self, bytes: usize) -> Self {
         self.threshold = bytes;
         self
     }
 
-    /// Events of one stream of more bytes than this are split: `orders.order.placed`, or in the form
-    /// `orders:order-placed`.
+    /// Sets the size in bytes above which events of one stream are split: `orders.order.placed`, or in the
+    /// form `orders:order-placed`.
     #[must_use]
     pub fn stream(mut self, stream: &str, threshold: usize) -> Self {
         self.streams.insert(streams::canonical(stream), threshold);
         self
     }
 
-    /// The largest payload of an event that is split.
+    /// Sets the largest payload of an event that is split.
     #[must_use]
     pub fn limit(mut self, bytes: usize) -> Self {
         self.limit = bytes;

@@ -1,6 +1,6 @@
-//! Whose objects are whose. A place belongs to the log that put the first object there; a small object
-//! beside the others says which that is. Any other log marks its keys with its id, so that no two logs
-//! ever make the same key, and an object can be told to be one's own by its key alone.
+//! The owner of a place. A place belongs to the log that put the first object there; a small marker object
+//! names the log. Any other log adds its id to its keys. So no two logs make the same key, and the key
+//! alone tells which log put an object.
 
 use everbus_core::{Code, Error, LogId, Result};
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::store::Store;
 use super::{Objects, key};
 
-/// The object that says whose place it is.
+/// The marker object that names the owner of the place.
 const MARK: &str = "everbus-log.json";
 
 #[derive(Serialize, Deserialize)]
@@ -17,17 +17,17 @@ struct Mark {
     log: String,
 }
 
-/// Who makes which keys in a place.
+/// Which log makes which keys in a place.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Owners {
     /// This log.
     pub(super) log: LogId,
-    /// The log whose place it is, if it is anybody's.
+    /// The log that owns the place, if any.
     pub(super) place: Option<LogId>,
 }
 
 impl Owners {
-    /// What this log marks its keys with; nothing where the place is its own.
+    /// The mark that this log adds to its keys; `None` in its own place.
     pub(super) fn mark(&self) -> Option<String> {
         (self.place != Some(self.log)).then(|| self.log.short())
     }
@@ -41,7 +41,7 @@ impl Owners {
         }
     }
 
-    /// The log that put the object, by the first digits of its id, if that can be told.
+    /// The log that put the object, by the first digits of its id, if the key tells.
     pub(super) fn of(&self, key: &str) -> Option<String> {
         match key::maker(key)? {
             None => self.place.map(|log| log.short()),
@@ -51,7 +51,7 @@ impl Owners {
 }
 
 impl Objects {
-    /// Who makes which keys. `None` if the engine takes no notes of objects.
+    /// The owners of the place. `None` if the engine keeps no notes of objects.
     pub(super) async fn owners(&self) -> Result<Option<Owners>> {
         let Some(orphans) = &self.orphans else {
             return Ok(None);
@@ -60,7 +60,7 @@ impl Objects {
         Ok(Some(Owners { log, place }))
     }
 
-    /// As [`owners`](Self::owners), before an object is put: a place that is nobody's becomes ours.
+    /// As [`owners`](Self::owners), before an object is put: claims a place that has no owner.
     pub(super) async fn owners_or_claim(&self) -> Result<Option<Owners>> {
         let Some(orphans) = &self.orphans else {
             return Ok(None);
@@ -72,7 +72,7 @@ impl Objects {
 }
 
 impl Store {
-    /// The log whose place this is.
+    /// The log that owns this place.
     pub(super) async fn owner(&self) -> Result<Option<LogId>> {
         if let Some(known) = self.owner.get() {
             return Ok(*known);
@@ -80,7 +80,7 @@ impl Store {
         self.read_mark().await
     }
 
-    /// Makes the place this log's if it is nobody's and nothing is in it. Returns whose it is.
+    /// Makes this log the owner if the place has no owner and is empty. Returns the owner.
     pub(super) async fn claim(&self, log: LogId) -> Result<Option<LogId>> {
         let claimed = self.owner.get_or_try_init(async || {
             let owner = self.read_mark().await?;
@@ -92,7 +92,7 @@ impl Store {
         claimed.await.copied()
     }
 
-    /// Says that the place is this log's, unless it is somebody's. Returns whose it is.
+    /// Makes this log the owner, unless there is one. Returns the owner.
     pub(super) async fn mark(&self, log: LogId) -> Result<Option<LogId>> {
         let mark = Mark {
             log: log.to_string(),
@@ -109,7 +109,7 @@ impl Store {
         format!("{}{MARK}", self.prefix)
     }
 
-    /// A mark that cannot be read makes the place nobody's.
+    /// Reads the marker. A marker that cannot be parsed means: no owner.
     async fn read_mark(&self) -> Result<Option<LogId>> {
         const LONGEST: u64 = 4096;
         let Some(found) = self.get(&self.mark_key()).await? else {

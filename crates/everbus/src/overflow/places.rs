@@ -1,6 +1,6 @@
-//! Where an object is read from. New objects go to one place; older ones may lie in others, and are found
-//! there by the bucket that their reference names. Only readers look there: nothing is put, noted or
-//! deleted in any place but the configured one.
+//! The places that objects are read from. New objects go to one place; older ones may be in others, and are
+//! found by the bucket in their reference. The other places are only read: objects are put, noted and
+//! deleted only in the configured place.
 
 use std::fmt;
 use std::path::Path;
@@ -12,7 +12,7 @@ use object_store::GetResult;
 use super::store::{Store, hash_of};
 use super::{Objects, Overflow};
 
-/// How many objects are looked at at once.
+/// How many objects are checked at once.
 const AT_ONCE: usize = 16;
 
 /// What is wrong with an object.
@@ -21,7 +21,7 @@ const AT_ONCE: usize = 16;
 pub enum Flaw {
     /// It is not where it should be.
     Missing,
-    /// It is in a place of this name, which is none of those that are read.
+    /// It is in this place, which the configuration does not read.
     Elsewhere(String),
     /// It has another length.
     Length {
@@ -64,8 +64,8 @@ impl fmt::Display for Flaw {
     }
 }
 
-/// The places that are read besides the one where new objects go: the directory beside the file, and those
-/// that the settings list.
+/// The places that are read besides the one for new objects: the directory beside the file, and those of
+/// the settings.
 pub(super) fn others(beside: Option<&Path>, options: &Overflow) -> Result<Vec<Store>> {
     let beside = beside.filter(|_| options.url.is_some());
     let listed = options.also_read.iter().map(|url| Store::parse(url));
@@ -77,8 +77,8 @@ pub(super) fn others(beside: Option<&Path>, options: &Overflow) -> Result<Vec<St
 }
 
 impl Objects {
-    /// What is wrong with the object of a reference, if anything is: whether it is there and has its length,
-    /// and with `deep` whether it has its SHA-256.
+    /// Checks the object of a reference: whether it exists and has its length, and with `deep` whether it
+    /// has its SHA-256. Returns the flaw, if there is one.
     ///
     /// An error if a place cannot be reached.
     pub async fn inspect(&self, reference: &Reference, deep: bool) -> Result<Option<Flaw>> {
@@ -92,7 +92,8 @@ impl Objects {
         }
     }
 
-    /// As [`inspect`](Self::inspect), of several, a few at once; the answers are in the same order.
+    /// As [`inspect`](Self::inspect), for several references, a few at once; the answers are in the same
+    /// order.
     pub async fn inspect_all(
         &self,
         references: &[Reference],
@@ -102,15 +103,15 @@ impl Objects {
         looking.buffered(AT_ONCE).collect().await
     }
 
-    /// The object of a reference, in the first place that has it with the right length.
+    /// The object of a reference, from the first place that has it with the right length.
     pub(super) async fn read(&self, reference: &Reference) -> Result<Result<GetResult, Flaw>> {
         let found = self.find(reference, true).await?;
         Ok(found.and_then(|found| found.ok_or(Flaw::Missing)))
     }
 
-    /// Looks for an object, in the places first that the reference names. The others come after: a file may
-    /// have been moved together with its objects, or a place be written in another way. Length and SHA-256
-    /// decide whether it is the right one.
+    /// Looks for an object, first in the places that the reference names. The others come after: a file may
+    /// have been moved together with its objects, or a place may be spelled differently. Length and SHA-256
+    /// decide whether it is the right object.
     async fn find(
         &self,
         reference: &Reference,
@@ -141,7 +142,7 @@ impl Objects {
                         wanted: reference.size,
                     });
                 }
-                // It may be in one of the others.
+                // It may be in one of the other places.
                 Err(error) => failed = failed.or(Some(error)),
             }
         }

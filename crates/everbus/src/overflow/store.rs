@@ -1,6 +1,6 @@
-//! The place where objects lie: a directory, or with the feature `s3` a bucket.
+//! A place that holds objects: a directory, or with the feature `s3` a bucket.
 //!
-//! An object is durable when it has been created, and nothing here changes one that is there.
+//! An object is durable once it is created, and is never changed.
 
 use std::path::{Path as FilePath, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -23,25 +23,24 @@ use super::directory::{make_directory, sweep, sync_directory};
 use super::errors::{failed, from_io};
 use super::{Content, hex, key};
 
-/// An object that is older may be deleted at any moment because nobody refers to it, so a publish does
-/// not begin to refer to it.
+/// An older object without a reference may be deleted at any moment, so a publish does not reuse it.
 const REUSABLE: Duration = Duration::from_secs(3600);
-/// How much is read at once.
+/// How many bytes are read at once.
 const CHUNK: usize = 256 * 1024;
 
-/// Where objects lie.
+/// A place that holds objects.
 pub(super) struct Store {
-    /// As the references name it.
+    /// The name that references use.
     bucket: String,
-    /// Before every key.
+    /// Comes before every key.
     pub(super) prefix: String,
-    /// The log whose place it is, once that is known.
+    /// The log that owns the place, once known.
     pub(super) owner: OnceCell<Option<LogId>>,
     pub(super) place: Place,
 }
 
 pub(super) enum Place {
-    /// Made when the first object is put there.
+    /// Created when the first object is put there.
     Directory {
         path: PathBuf,
         open: OnceLock<Arc<LocalFileSystem>>,
@@ -51,7 +50,7 @@ pub(super) enum Place {
 }
 
 impl Place {
-    /// The directory, if it is one.
+    /// The path, if this is a directory.
     pub(super) fn path(&self) -> Option<&FilePath> {
         match self {
             Self::Directory { path, .. } => Some(path),
@@ -64,8 +63,8 @@ impl Place {
 const HINT: &str = "use file:///directory or a path for a directory, s3://bucket/prefix for S3";
 
 impl Store {
-    /// The directory beside an engine's file. Its name alone is the bucket, so that the two may be
-    /// moved together.
+    /// The directory beside an engine's file. The bucket is only its name, so that the file and the
+    /// directory can be moved together.
     pub(super) fn beside(directory: &FilePath) -> Self {
         let name = directory.file_name().unwrap_or(directory.as_os_str());
         Self::directory(name.to_string_lossy().into_owned(), directory.into())
@@ -83,7 +82,7 @@ impl Store {
         }
     }
 
-    /// From a URL or path. Nothing is connected to or created.
+    /// Parses a URL or path. Does not connect or create anything.
     pub(super) fn parse(url: &str) -> Result<Self> {
         let bad = |what: String| Err(Error::new(Code::InvalidUrl, what).hint(HINT));
         if url.is_empty() || url.contains('\0') {
@@ -114,7 +113,8 @@ impl Store {
         }
     }
 
-    /// Credentials, region and endpoint come from the environment: `AWS_ACCESS_KEY_ID` and its kin.
+    /// Credentials, region and endpoint come from the environment: `AWS_ACCESS_KEY_ID` and the related
+    /// variables.
     #[cfg(feature = "s3")]
     fn s3(bucket: &str, prefix: &str) -> Result<Self> {
         use object_store::aws::AmazonS3Builder;
@@ -155,12 +155,12 @@ impl Store {
         .hint("build everbus with the feature s3, or name a directory"))
     }
 
-    /// As the references name it.
+    /// The name that references use.
     pub(super) fn bucket(&self) -> &str {
         &self.bucket
     }
 
-    /// Whether a reference that names this bucket means this place, however either is written.
+    /// Whether a reference to this bucket means this place; spellings may differ.
     pub(super) fn is_called(&self, bucket: &str) -> bool {
         let named = || Self::parse(bucket).ok();
         let absolute = |store: &Self| std::path::absolute(store.place.path()?).ok();
@@ -169,7 +169,7 @@ impl Store {
                 .is_some_and(|path| named().is_some_and(|n| absolute(&n) == Some(path)))
     }
 
-    /// The store, if it is there.
+    /// The store, if it exists.
     async fn existing(&self) -> Result<Option<Arc<dyn ObjectStore>>> {
         match &self.place {
             Place::Directory { path, open } => {
@@ -185,7 +185,7 @@ impl Store {
         }
     }
 
-    /// The store; a directory that is missing is made, durably.
+    /// The store; a missing directory is created, durably.
     pub(super) async fn made(&self) -> Result<Arc<dyn ObjectStore>> {
         if let Some(store) = self.existing().await? {
             return Ok(store);
@@ -206,8 +206,7 @@ impl Store {
         }
     }
 
-    /// Creates an object; false if there is one of that name.
-    /// Durable when it returns.
+    /// Creates an object. Returns false if the name is taken. Durable when it returns.
     pub(super) async fn create(&self, key: &str, chunks: &[Bytes]) -> Result<bool> {
         let store = self.made().await?;
         let payload = PutPayload::from_iter(chunks.iter().cloned());
@@ -215,7 +214,7 @@ impl Store {
         match store.put_opts(&path(key)?, payload, options).await {
             Ok(_) => Ok(true),
             Err(StoreError::AlreadyExists { .. }) => Ok(false),
-            // Two that create the same at once, in the words of S3.
+            // S3's answer when two clients create the same object at once.
             Err(StoreError::Precondition { .. }) => Ok(false),
             Err(error) => Err(failed(
                 format!("the object {key:?} could not be stored"),
@@ -224,7 +223,7 @@ impl Store {
         }
     }
 
-    /// Whether the object has this content, was put there a moment ago, and is durable.
+    /// Whether the object has this content, was put a moment ago, and is durable.
     pub(super) async fn is_same(&self, key: &str, content: &Content) -> Result<bool> {
         let Some(found) = self.get(key).await? else {
             return Ok(false);
@@ -239,7 +238,7 @@ impl Store {
         Ok(true)
     }
 
-    /// Whoever put the object there may not have synced it yet.
+    /// Syncs an object: the process that put it may not have synced it yet.
     pub(super) async fn make_durable(&self, key: &str) -> Result<()> {
         match &self.place {
             Place::Directory { path, .. } => {
@@ -287,7 +286,7 @@ impl Store {
         }
     }
 
-    /// Deletes an object. One that is gone already is fine.
+    /// Deletes an object. A missing object is not an error.
     pub(super) async fn delete(&self, key: &str) -> Result<()> {
         let Some(store) = self.existing().await? else {
             return Ok(());
@@ -301,7 +300,7 @@ impl Store {
         }
     }
 
-    /// Whether there is no object at all.
+    /// Whether there are no objects.
     pub(super) async fn is_empty(&self) -> Result<bool> {
         let Some(store) = self.existing().await? else {
             return Ok(true);
@@ -312,7 +311,7 @@ impl Store {
         Ok(first.is_none())
     }
 
-    /// Calls `each` with the key, size and age of every object there is.
+    /// Calls `each` with the key, size and age of every object.
     pub(super) async fn list(&self, mut each: impl FnMut(String, u64, Duration)) -> Result<()> {
         let Some(store) = self.existing().await? else {
             return Ok(());
@@ -326,8 +325,8 @@ impl Store {
         Ok(())
     }
 
-    /// Removes what interrupted puts left in a directory: files that are older than `after` and were
-    /// never given their name. With `dry_run` they are only counted. Returns how many, and their bytes.
+    /// Removes unfinished files that interrupted puts left in a directory and that are older than `after`.
+    /// With `dry_run` they are only counted. Returns their number and bytes.
     pub(super) async fn sweep_unfinished(
         &self,
         after: Duration,
@@ -410,7 +409,7 @@ fn opened(path: &FilePath, open: &OnceLock<Arc<LocalFileSystem>>) -> Result<Arc<
     Ok(open.get_or_init(|| Arc::new(store)).clone())
 }
 
-/// How long ago an object was put there, by the clock of this machine.
+/// The age of an object, by the clock of this machine.
 fn age(meta: &ObjectMeta) -> Duration {
     let modified = u64::try_from(meta.last_modified.timestamp_millis()).unwrap_or(0);
     let modified = SystemTime::UNIX_EPOCH + Duration::from_millis(modified);

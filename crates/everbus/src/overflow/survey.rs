@@ -1,5 +1,5 @@
-//! What lies in the place of a log's objects, by who put it there; and removing what another log put, on
-//! command. Nothing here is done by itself.
+//! Lists the objects in a place by the log that put them, and removes objects of another log on command.
+//! Nothing here runs by itself.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::collect::{is_referred_to, noted};
 use super::{Objects, key};
 
-/// How many, and how large together.
+/// A number of objects and their total size.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Tally {
     /// How many.
@@ -26,26 +26,26 @@ impl Tally {
     }
 }
 
-/// What lies in a place.
+/// The content of a place.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Survey {
     /// The place, as references name it.
     pub place: String,
     /// This log, by the first digits of its id.
     pub log: Option<String>,
-    /// The log whose place it is.
+    /// The log that owns the place.
     pub owner: Option<String>,
-    /// What events of this log refer to, whoever put it.
+    /// Objects that events of this log refer to, whichever log put them.
     pub in_use: Tally,
-    /// What this log has noted: it is deleted later, unless another log put it.
+    /// Objects that this log has a note of: deleted later, unless another log put them.
     pub noted: Tally,
-    /// The rest, by the log that put it: another one, or this one before it was replaced by an older
-    /// copy. Under the empty name what cannot be told.
+    /// The rest, by the log that put them: another log, or this log before it was replaced by an older
+    /// copy. The empty name stands for an unknown log.
     pub others: BTreeMap<String, Tally>,
 }
 
 impl Survey {
-    /// All that belongs to others, together.
+    /// All objects of other logs together.
     pub fn of_others(&self) -> Tally {
         let mut sum = Tally::default();
         for tally in self.others.values() {
@@ -56,7 +56,7 @@ impl Survey {
     }
 }
 
-/// An object that is not this log's.
+/// An object that does not belong to this log.
 struct Other {
     owner: String,
     key: String,
@@ -65,16 +65,16 @@ struct Other {
 }
 
 impl Objects {
-    /// What lies in the place where the objects go. Every object is looked at.
+    /// Lists the configured place. Every object is checked.
     pub async fn survey(&self, engine: &Engine) -> Result<Survey> {
         let mut survey = Survey::default();
         self.walk(engine, &mut survey).await?;
         Ok(survey)
     }
 
-    /// Deletes the objects that a log put, as [`survey`](Self::survey) names it, unless an event of this
-    /// log refers to them or they are younger than `older`. Whether another file still needs them is for
-    /// the caller to know. With `dry_run` nothing is deleted, only counted.
+    /// Deletes the objects of a log, as named by [`survey`](Self::survey), unless an event of this log
+    /// refers to them or they are younger than `older`. The caller must know that no other file needs them.
+    /// With `dry_run` nothing is deleted, only counted.
     pub async fn remove_others(
         &self,
         engine: &Engine,

@@ -1,6 +1,6 @@
-//! Objects on their way between places: into a backup, and back from it. One object is taken at a time;
-//! it is linked where both places are directories of one file system, else streamed, and its length is
-//! checked. What is there already is never overwritten.
+//! Copies objects between places: into a backup, and back. One object at a time: it is hard-linked if both
+//! places are directories of one file system, else streamed, and its length is checked. An existing object
+//! is never overwritten.
 
 use std::collections::BTreeSet;
 use std::io::{ErrorKind, Write as _};
@@ -17,14 +17,14 @@ use super::errors::{failed, from_io};
 use super::store::{self, Store};
 use super::{Overflow, blocking, directory, hex, places};
 
-/// A place where objects lie, apart from any bus.
+/// A place that holds objects, independent of a bus.
 pub struct Place {
     store: Store,
-    /// Directories that got a new entry and are not synced yet.
+    /// Directories with a new entry that are not synced yet.
     touched: Mutex<BTreeSet<PathBuf>>,
 }
 
-/// What became of an object.
+/// The result of a transfer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Transferred {
@@ -32,9 +32,9 @@ pub enum Transferred {
     Copied,
     /// The same object was there already.
     Present,
-    /// The place that it should come from does not have it.
+    /// The source place does not have it.
     Missing,
-    /// What is under its key there is something else; says what.
+    /// The source has something else under its key; the text says what.
     Damaged(String),
 }
 
@@ -45,7 +45,7 @@ impl Place {
         Self::on(Store::directory(name, path.to_path_buf()))
     }
 
-    /// Where the settings say that objects go, else the directory `beside`.
+    /// The configured place for objects, else the directory `beside`.
     pub fn of(options: &Overflow, beside: &Path) -> Result<Self> {
         options.validate()?;
         match &options.url {
@@ -54,8 +54,8 @@ impl Place {
         }
     }
 
-    /// The places besides that of [`of`](Self::of) where objects may be: the directory `beside`, unless it is
-    /// that one, and those that the settings list.
+    /// The places besides that of [`of`](Self::of) that may have objects: the directory `beside`, unless it
+    /// is that one, and those of the settings.
     pub fn others(options: &Overflow, beside: Option<&Path>) -> Result<Vec<Self>> {
         let others = places::others(beside, options)?;
         Ok(others.into_iter().map(Self::on).collect())
@@ -68,24 +68,24 @@ impl Place {
         }
     }
 
-    /// As a person knows it.
+    /// The name of the place, for messages.
     pub fn name(&self) -> &str {
         self.store.bucket()
     }
 
-    /// Makes the place that of a log, if it is nobody's and nothing is in it.
+    /// Makes the log the owner of the place, if the place has no owner and is empty.
     pub async fn claim(&self, log: LogId) -> Result<()> {
         self.store.claim(log).await.map(drop)
     }
 
-    /// Makes a directory that the caller has filled that of a log, unless it is somebody's.
+    /// Makes the log the owner of a directory that the caller has filled, unless it has an owner.
     pub async fn give_to(&self, log: LogId) -> Result<()> {
         self.store.mark(log).await.map(drop)
     }
 
-    /// Brings an object here from another place. It is durable after [`finish`](Self::finish).
+    /// Copies an object here from another place. It is durable after [`finish`](Self::finish).
     ///
-    /// An error if something else is here under its key, or one of the places cannot be used.
+    /// An error if another object has its key here, or one of the places cannot be used.
     pub async fn bring(&self, from: &Place, reference: &Reference) -> Result<Transferred> {
         let key = &reference.key;
         store::path(key)?;
@@ -120,7 +120,7 @@ impl Place {
         }
     }
 
-    /// Makes everything durable that was brought here.
+    /// Makes all copied objects durable.
     pub async fn finish(&self) -> Result<()> {
         let touched = {
             let mut touched = self.touched.lock();
@@ -137,7 +137,7 @@ impl Place {
 
     async fn is_same(&self, found: GetResult, reference: &Reference) -> Result<Transferred> {
         let length = found.meta.size == reference.size;
-        // From far away it is not fetched for this: readers check it.
+        // A remote object is not downloaded for this check: readers check it.
         let near = self.store.place.path().is_some();
         let same = length && (!near || store::hash_of(found).await? == reference.sha256);
         match same {
@@ -175,7 +175,7 @@ impl Place {
         linked.map_err(|e| from_io(format!("the object {key:?} could not be copied"), e))
     }
 
-    /// Copies an object as it is read. `None` if it is not what the reference says, else whether it was
+    /// Copies an object while reading it. `None` if it does not match the reference, else whether it was
     /// created.
     async fn stream(&self, found: GetResult, reference: &Reference) -> Result<Option<bool>> {
         let key = &reference.key;
@@ -183,7 +183,7 @@ impl Place {
         let mut hash = Sha256::new();
         let mut chunks = found.into_stream();
         if self.store.place.path().is_none() {
-            // A store that takes an object as a whole or not at all: it is in memory once.
+            // The store accepts an object only as a whole, so it is held in memory.
             let mut content: Vec<Bytes> = Vec::new();
             while let Some(chunk) = chunks.try_next().await.map_err(reading)? {
                 hash.update(&chunk);
@@ -217,7 +217,7 @@ impl Place {
         named.map(Some).map_err(writing)
     }
 
-    /// Where the file of an object goes, in a directory that is there.
+    /// The path for the file of an object; its directory is created.
     async fn made(&self, key: &str) -> Result<(PathBuf, PathBuf)> {
         let Some(path) = self.store.place.path() else {
             return Err(Error::new(Code::Internal, "not a directory"));

@@ -1,5 +1,5 @@
-//! Making a payload whole again: the object is read straight into its places in the one buffer that
-//! becomes the payload, and its length and SHA-256 are checked on the way.
+//! Restores a complete payload: reads the object directly into the buffer that becomes the payload, and
+//! checks its length and SHA-256.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use super::{Objects, blocking, hex, store};
 
 const NULL: &[u8] = b"null";
 
-/// The payload as it was published.
+/// The complete payload.
 pub(super) async fn payload(
     objects: &Objects,
     event: &Event,
@@ -63,19 +63,19 @@ fn about(event: &Event, reference: &Reference, what: &str, hint: &str) -> Error 
     .hint(hint)
 }
 
-/// A buffer that is being filled with an object.
+/// A buffer that is being filled from an object.
 struct Filling {
     buffer: Vec<u8>,
-    /// Which part of the object goes where in the buffer, in the order of the object.
+    /// Which range of the object goes where in the buffer, in the order of the object.
     places: Vec<(Range<u64>, usize)>,
-    /// The first place that may want more.
+    /// The first range that is not complete.
     next: usize,
     read: u64,
     hash: Sha256,
 }
 
 impl Filling {
-    /// The buffer with everything that travelled with the event in its place; or what is wrong with the
+    /// The buffer, with the part that was stored in the event already in place; or what is wrong with the
     /// reference.
     fn new(rest: &[u8], reference: &Reference) -> Result<Self, String> {
         let size = usize::try_from(reference.size).unwrap_or(usize::MAX);
@@ -107,7 +107,7 @@ impl Filling {
             copies.push((done..at, total));
             total += at - done;
             filling.places.push((part.from..end, total));
-            // No more than the object has, so it cannot overflow.
+            // Not larger than the object, so it cannot overflow.
             total += usize::try_from(part.len).map_err(|_| wrong())?;
             done = at + NULL.len();
             object = end;
@@ -121,7 +121,7 @@ impl Filling {
         Ok(filling)
     }
 
-    /// The next bytes of the object.
+    /// Takes the next bytes of the object.
     fn take(&mut self, chunk: &[u8]) {
         self.hash.update(chunk);
         let start = self.read;
@@ -130,7 +130,7 @@ impl Filling {
         while let Some((wanted, to)) = self.places.get(self.next) {
             let (lo, hi) = (wanted.start.max(start), wanted.end.min(end));
             if lo < hi {
-                // All of these lie within the chunk and the buffer.
+                // All these offsets are inside the chunk and the buffer.
                 let from = (lo - start) as usize..(hi - start) as usize;
                 let to = to + (lo - wanted.start) as usize;
                 self.buffer[to..to + from.len()].copy_from_slice(&chunk[from]);

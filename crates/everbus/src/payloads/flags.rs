@@ -1,7 +1,7 @@
-//! What a stage contains, as the *omni* specification detects it, so that one can filter without
-//! decompressing.
+//! Detects what a payload stage contains, as the *omni* specification does, so that stages can be filtered
+//! without decompressing them.
 
-/// Longer texts may well hold base64. JavaScript counts UTF-16 units, and so do we.
+/// A longer text may contain base64. JavaScript counts UTF-16 units, and so does this code.
 const LONG: usize = 10_000;
 
 const MEDIA: [&[u8]; 9] = [
@@ -13,8 +13,8 @@ pub(super) fn contains_base64(text: &str) -> bool {
     text.contains("base64") || (text.len() > LONG && text.encode_utf16().count() > LONG)
 }
 
-/// `/https?:\/\/[^\s"]+\.(jpg|jpeg|png|gif|webp|mp4|mp3|ogg|pdf)/i`, in one pass: what may follow the
-/// slashes is one run of characters, and no address inside a run matches where the run does not.
+/// `/https?:\/\/[^\s"]+\.(jpg|jpeg|png|gif|webp|mp4|mp3|ogg|pdf)/i`, in one pass: the characters after the
+/// slashes form one run, and an address inside a run matches only if the whole run matches.
 pub(super) fn contains_media(text: &str) -> bool {
     let mut rest = text;
     while let Some(at) = find_scheme(rest) {
@@ -30,7 +30,7 @@ pub(super) fn contains_media(text: &str) -> bool {
     false
 }
 
-/// Where the first `http://` or `https://` ends.
+/// The end of the first `http://` or `https://`.
 fn find_scheme(text: &str) -> Option<usize> {
     let bytes = text.as_bytes();
     let mut from = 0;
@@ -48,7 +48,7 @@ fn find_scheme(text: &str) -> Option<usize> {
     None
 }
 
-/// Whether something, a dot and a known ending follow each other.
+/// Whether some text, a dot and a known ending follow each other.
 fn has_media_ending(run: &[u8]) -> bool {
     let dots = (1..run.len()).filter(|at| run[*at] == b'.');
     dots.map(|at| &run[at + 1..]).any(|after| {

@@ -1,4 +1,4 @@
-//! Compression, and decompression that stops: at the recorded size, and at the largest a stage may have.
+//! Compression, and decompression with limits: the recorded size, and the largest size of a stage.
 
 use std::io::{Read as _, Write as _};
 
@@ -10,7 +10,7 @@ use flate2::write::GzEncoder;
 
 use super::LARGEST_STAGE;
 
-/// Room for this much is made before anything is known to be true.
+/// The largest buffer that is allocated before the recorded size is verified.
 const FIRST: usize = 1024 * 1024;
 
 pub(super) fn compress(content: &[u8]) -> Result<Bytes> {
@@ -21,7 +21,7 @@ pub(super) fn compress(content: &[u8]) -> Result<Bytes> {
         .map_err(|e| Error::new(Code::Internal, "a payload could not be compressed").caused_by(e))
 }
 
-/// The content of a stage. Never reads more than one byte beyond what was recorded.
+/// The content of a stage. Reads at most one byte more than was recorded.
 pub(super) fn decompress(info: &StageInfo, compressed: &[u8]) -> Result<Bytes> {
     let damaged = |what: String| {
         Error::new(

@@ -1,4 +1,4 @@
-//! Payload stages: what an event looked like on its way, stored beside it for debugging.
+//! Payload stages: the payload of an event at each step of its way, stored beside it for debugging.
 //!
 //! ```
 //! use everbus::Bus;
@@ -25,10 +25,9 @@
 //! # }
 //! ```
 //!
-//! A stage is kept as gzip, with its sizes and with flags that say what is in it, so that looking for
-//! something need not decompress anything. It is deleted with its event, or earlier, as the retention
-//! says. Inside a handler, [`Context::store_payload`](crate::Context::store_payload) stores a stage of
-//! the event at hand.
+//! A stage is kept as gzip, with its sizes and with flags about its content, so that a search need not
+//! decompress it. It is deleted with its event, or earlier by the retention. Inside a handler,
+//! [`Context::store_payload`](crate::Context::store_payload) stores a stage of the current event.
 
 mod flags;
 mod gzip;
@@ -46,9 +45,9 @@ pub use everbus_core::{EventKey, Stage, StageInfo};
 
 use crate::environment::Environment;
 
-/// No stage is larger than this before compression, and none is decompressed further.
+/// The largest size of a stage before compression; decompression stops there too.
 pub const LARGEST_STAGE: usize = 64 * 1024 * 1024;
-/// How many of the largest stages are listed unless said otherwise.
+/// How many of the largest stages are listed by default.
 pub const LARGEST_LISTED: usize = 100;
 
 /// The payload stages of a bus; see [`Bus::payloads`](crate::Bus::payloads).
@@ -62,9 +61,9 @@ impl PayloadStages {
         Self { environment }
     }
 
-    /// Stores a value as JSON under the name of a stage, beside the stages the event has already,
-    /// several of the same name included. Takes the [`Event`](crate::Event) by reference, or its id if it
-    /// has no tenant. It is stored when the future returns.
+    /// Stores a value as JSON under the name of a stage. The event keeps its earlier stages, also those of
+    /// the same name. Takes the [`Event`](crate::Event) by reference, or its id if it has no tenant. The
+    /// stage is stored when the future returns.
     ///
     /// `NotFound` without the event, `PayloadTooLarge` over [`LARGEST_STAGE`].
     pub fn store<T: Serialize + ?Sized>(
@@ -76,7 +75,7 @@ impl PayloadStages {
         StoreStage::of(Some(self.environment.clone()), event.into(), stage, value)
     }
 
-    /// Stores bytes as they are: the body of a request that need not be JSON.
+    /// Stores bytes unchanged, for example a request body that is not JSON.
     pub fn store_raw(
         &self,
         event: impl Into<EventKey>,
@@ -91,8 +90,8 @@ impl PayloadStages {
         )
     }
 
-    /// All stages of an event, oldest first. One whose content is damaged is there too, and says so
-    /// when its content is asked for.
+    /// All stages of an event, oldest first. A damaged stage is listed too; reading its content returns the
+    /// error.
     pub async fn get(&self, event: impl Into<EventKey>) -> Result<Vec<StageContent>> {
         self.read(event.into(), None).await
     }
@@ -126,8 +125,8 @@ impl PayloadStages {
             .await
     }
 
-    /// The stages of an event as rows of the *omni* specification: its column names, the content as
-    /// base64 text of the gzip.
+    /// The stages of an event as rows of the *omni* specification: with its column names, and the content
+    /// as base64 text of the gzip.
     pub async fn export(
         &self,
         event: impl Into<EventKey>,
@@ -147,10 +146,10 @@ impl std::fmt::Debug for PayloadStages {
     }
 }
 
-/// Makes what a store gave readable; for programs that work with an engine and no bus.
+/// Decompresses stored stages; for programs that use an engine without a bus.
 ///
-/// As many stages as [`LARGEST_STAGE`] bytes hold are decompressed at once, the others when their content
-/// is asked for, so that many small stages that decompress to large ones do not fill the memory.
+/// Stages are decompressed until they have [`LARGEST_STAGE`] bytes together; the others are decompressed
+/// when their content is read, so that many small stages that expand a lot do not fill the memory.
 pub async fn unpacked(stored: Vec<StoredStage>) -> Result<Vec<StageContent>> {
     let unpack = move || {
         let mut room = LARGEST_STAGE as u64;
@@ -168,17 +167,17 @@ pub async fn unpacked(stored: Vec<StoredStage>) -> Result<Vec<StageContent>> {
     off_the_executor(unpack).await
 }
 
-/// What a store gave as rows of the specification; for programs that work with an engine and no bus.
+/// Stored stages as rows of the specification; for programs that use an engine without a bus.
 pub fn exported(event: EventId, stored: Vec<StoredStage>) -> Vec<ExportedStage> {
     let rows = stored.into_iter().enumerate();
     rows.map(|(index, stored)| ExportedStage::new(event, index, stored))
         .collect()
 }
 
-/// A stage about to be stored: await it.
+/// A stage to store: await it.
 #[must_use = "nothing is stored until it is awaited"]
 pub struct StoreStage {
-    /// None in a direct call of a test: everything is checked and nothing is stored.
+    /// `None` when a test calls the handler directly: everything is checked and nothing is stored.
     environment: Option<Arc<Environment>>,
     event: EventKey,
     stage: Result<Stage>,
@@ -220,13 +219,13 @@ impl StoreStage {
         Self::new(environment, event, stage, content.map(Bytes::from))
     }
 
-    /// The HTTP status that belongs to it.
+    /// Adds an HTTP status.
     pub fn status_code(mut self, code: u16) -> Self {
         self.status_code = Some(code);
         self
     }
 
-    /// What went wrong.
+    /// Adds an error text.
     pub fn error_details(mut self, details: impl Into<String>) -> Self {
         self.error_details = Some(details.into());
         self
@@ -298,7 +297,7 @@ fn pack(
     })
 }
 
-/// Compression takes a while for large contents.
+/// Runs compression on a blocking thread: it is slow for large contents.
 async fn off_the_executor<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T> {
@@ -309,16 +308,16 @@ async fn off_the_executor<T: Send + 'static>(
 /// One stage with its content.
 #[derive(Clone, Debug)]
 pub struct StageContent {
-    /// What is known about it.
+    /// Its metadata.
     pub info: StageInfo,
     compressed: Bytes,
-    /// None until it is asked for.
+    /// `None` until it is read.
     content: Option<Result<Bytes>>,
 }
 
 impl StageContent {
-    /// The content as it was stored. `Corrupt` if it is damaged, or decompresses to something else
-    /// than was recorded. Among stages that are large together, it is decompressed by this call.
+    /// The original content. `Corrupt` if it is damaged, or its decompressed size differs from the recorded
+    /// one. If the stages of an event are large together, this call decompresses it.
     pub fn bytes(&self) -> Result<Bytes> {
         match &self.content {
             Some(content) => content.clone(),
@@ -326,7 +325,7 @@ impl StageContent {
         }
     }
 
-    /// The content, read as JSON into any type.
+    /// The content, decoded as JSON into any type.
     pub fn json<T: DeserializeOwned>(&self) -> Result<T> {
         serde_json::from_slice(&self.bytes()?).map_err(|e| {
             let stage = &self.info.stage;
@@ -336,8 +335,8 @@ impl StageContent {
     }
 }
 
-/// A row of `event_payloads` as the *omni* specification writes it. The id is made from event, stage
-/// and time, so that a second export gives the same.
+/// A row of `event_payloads` in the form of the *omni* specification. The id is made from event, stage and
+/// time, so that a second export gives the same id.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ExportedStage {
     /// The id of the row.
@@ -357,11 +356,11 @@ pub struct ExportedStage {
     pub timestamp: Timestamp,
     /// The HTTP status, where there was one.
     pub status_code: Option<u16>,
-    /// What went wrong, where something did.
+    /// The error text, if there was an error.
     pub error_details: Option<String>,
-    /// It mentions the address of a picture, film, sound or document.
+    /// It contains the address of a picture, film, sound or document.
     pub contains_media: bool,
-    /// It mentions base64, or is long enough to hold some.
+    /// It contains the word base64, or is long enough to contain base64 data.
     pub contains_base64: bool,
 }
 

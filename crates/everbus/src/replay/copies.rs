@@ -1,4 +1,4 @@
-//! Replay for everybody: copies under new ids.
+//! Replay as copies: publishes the events again under new ids, for all groups.
 
 use std::sync::Arc;
 
@@ -13,24 +13,24 @@ use super::saved::Saved;
 use super::target::{Context, Target};
 use super::whole::whole;
 
-/// One step appends copies of about this size together.
+/// Copies of about this total size are appended in one step.
 const STEP_BYTES: usize = 4 << 20;
 
 /// Publishes copies.
 #[derive(Debug, Default)]
 pub struct Copies {
-    /// What ids are made from: the run, and when it began.
+    /// The ids of the copies are made from this: the run, and when it began.
     run: Option<(String, Timestamp)>,
     corrections: Corrections,
 }
 
-/// The event under a new id, linked to the original; everything else is as it was.
+/// The event under a new id, linked to the original; everything else is unchanged.
 pub(super) fn copy_of(original: &Event, id: EventId) -> Result<Event> {
     let mut attributes = original.attributes().cloned().unwrap_or_default();
     attributes.foreign_id = None;
-    // Asked for by its id, an addressed event is copied for everybody.
+    // An addressed event that is selected by its id is copied for all groups.
     attributes.address = None;
-    // An event without one has its id for it; its copy belongs to the same.
+    // The correlation id of an event without one is its own id; the copy keeps that id.
     let correlation = original.correlation_id();
     attributes.correlation_id = Some(correlation.into_owned());
     let link = original.display_id().into_owned();
@@ -47,7 +47,7 @@ pub(super) fn copy_of(original: &Event, id: EventId) -> Result<Event> {
 }
 
 impl Copies {
-    /// Those of the events that are to be copied; the others are counted.
+    /// The events to copy; the others are counted as skipped.
     fn sort(
         &self,
         context: &Context,
@@ -61,7 +61,7 @@ impl Copies {
         self.corrections.sort(None, originals, &mut report.skips)
     }
 
-    /// Always the same for the same run and event, so that a run that goes on publishes nothing twice.
+    /// The same run and event always give the same id, so that a resumed run publishes nothing twice.
     fn id(&self, original: &Event) -> EventId {
         let (run, at) = match &self.run {
             Some((run, at)) => (run.as_str(), *at),
@@ -146,7 +146,7 @@ impl Target for Copies {
         Ok(copied)
     }
 
-    /// Everybody who has subscribed. No inbox knows the copies.
+    /// All groups with a matching subscription. No inbox knows the copies.
     async fn groups(&mut self, context: &Context) -> Result<Vec<PreviewedGroup>> {
         self.corrections = Corrections::load(context).await?;
         let groups = context.bus.groups().await?;

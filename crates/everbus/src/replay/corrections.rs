@@ -1,5 +1,5 @@
-//! Which events were corrected. A corrected event is sent in place of a dead letter, to the one group that
-//! had failed: it is no event for everybody, and its original is no event for that group any more.
+//! Which events were corrected. A corrected event was published instead of a dead letter, for the one group
+//! that had failed: it is not for the other groups, and its original is no longer for that group.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,14 +10,14 @@ use super::report::ReplaySkips;
 use super::target::Context;
 use crate::compose::RETRY_OF;
 
-/// What was corrected, as it is when the run begins.
+/// The corrections that exist when the run begins.
 #[derive(Debug, Default)]
 pub(super) struct Corrections {
-    /// The groups that got a corrected event in place of the one at a position.
+    /// The groups that got a corrected event instead of the one at a position.
     replaced: HashMap<Position, Vec<GroupName>>,
-    /// The group that a corrected event was sent to.
+    /// The group of a corrected event.
     sent_to: HashMap<EventId, GroupName>,
-    /// Who asks for one event by its id means that one.
+    /// The caller selected one event by its id: it always passes.
     all_pass: bool,
 }
 
@@ -37,7 +37,7 @@ impl Corrections {
             return Ok(known);
         };
         let replaced = match letters.replaced().await {
-            // Then there are none.
+            // Then there are no corrections.
             Err(error) if error.code() == Code::Unsupported => return Ok(known),
             replaced => replaced?,
         };
@@ -49,7 +49,7 @@ impl Corrections {
         Ok(known)
     }
 
-    /// Leaves out and counts what is not meant for the group; without one, for everybody.
+    /// Removes and counts events that are not for the group; without a group, not for all groups.
     pub(super) fn sort(
         &self,
         group: Option<&GroupName>,
@@ -75,9 +75,9 @@ impl Corrections {
         groups.is_some_and(|groups| group.is_none_or(|group| groups.contains(group)))
     }
 
-    /// An addressed event is meant for its group alone, a correction among them. Files of before addresses
-    /// have corrections that only their dead letter tells of: without it, they are meant for no group. The
-    /// copy of a correction, and everything else, is meant for everybody.
+    /// An addressed event, such as a correction, is only for its group. Older files have corrections
+    /// without an address, which only their dead letter names: without it, they are for no group. Copies of
+    /// corrections and all other events are for all groups.
     fn is_meant(&self, group: Option<&GroupName>, record: &Recorded) -> bool {
         let attributes = record.event.attributes();
         if attributes.is_some_and(|a| a.address.is_some()) {

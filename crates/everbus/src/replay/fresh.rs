@@ -1,5 +1,5 @@
-//! Replay into handlers of its own: a group that has no subscriptions in the engine, so that only what
-//! it is given reaches it.
+//! Replay into a fresh group: a group without subscriptions in the engine, so that it gets only the events
+//! that the replay gives it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,29 +16,29 @@ use super::target::{Context, Target, positions, wanted};
 use crate::runtime::bus::Bus;
 use crate::runtime::router::{Resolved, Router};
 
-/// So many events may wait for the handlers; then the reading waits, too.
+/// At most this many events wait for the handlers; then reading pauses.
 const ROOM: u64 = 5_000;
-/// At most so many dead letters are looked at for the report.
+/// At most this many dead letters are listed for the report.
 const MAX_LISTED: usize = 10_000;
-/// How often the group is looked at while something waits: at first, and at most.
+/// How often the group is polled while events wait: at first, and at most.
 const LOOK: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(100));
 
-/// Runs handlers of its own.
+/// Runs the given handlers in a group of the replay.
 pub struct FreshGroup {
     router: Option<Router>,
     guest: Option<Guest>,
     patterns: Vec<Pattern>,
-    /// What waits for the handlers, as far as is known.
+    /// The number of events that wait for the handlers, as far as known.
     given: u64,
     /// Where the run ends.
     upto: Cursor,
 }
 
-/// The group while it is there. Dropped, its handlers end.
+/// The group while it exists. Dropping it stops its handlers.
 struct Guest {
     bus: Bus,
     group: GroupName,
-    /// Whether the group must be there when the run goes on.
+    /// Whether the group must still exist when the run is resumed.
     resumable: bool,
     dismissed: bool,
 }
@@ -75,7 +75,7 @@ impl FreshGroup {
         self.guest.as_ref().ok_or_else(absent)
     }
 
-    /// Waits until no more than so many events wait for the handlers, or the run is stopped.
+    /// Waits until at most this many events wait for the handlers, or the run is stopped.
     async fn wait(&mut self, context: &Context, most: u64) -> Result<GroupInfo> {
         let group = self.guest()?.group.clone();
         let (mut pause, longest) = LOOK;
@@ -127,7 +127,7 @@ impl Target for FreshGroup {
             )
             .hint("look at its dead letters, then remove the group, or use another name"));
         }
-        // Before the handlers are there: whatever happens then, they are dismissed.
+        // Set before the handlers are mounted: whatever happens then, they are removed.
         self.guest = Some(Guest {
             bus: context.bus.clone(),
             group: group.clone(),
@@ -149,7 +149,7 @@ impl Target for FreshGroup {
         for answer in engine.redeliver()?.redeliver(group, positions).await? {
             match answer {
                 Redelivery::Gone => report.skips.gone += 1,
-                // What an earlier part of the run gave it and did not live to count.
+                // An earlier part of the run gave these to the group and stopped before it counted them.
                 Redelivery::Queued | Redelivery::Owed => {
                     report.processed += 1;
                     self.given += 1;
@@ -181,7 +181,7 @@ impl Target for FreshGroup {
         guest.dismiss().await;
         let (left, dead) = (info.waiting + info.in_flight, info.dead_letters);
         if left > 0 {
-            // Stopped, with everything read: the run goes on with what waits.
+            // Stopped after everything was read: a resumed run continues with the waiting events.
             report.next.get_or_insert_with(|| self.upto.clone());
         }
         report.processed = report.processed.saturating_sub(dead + left);
@@ -245,7 +245,7 @@ impl FreshGroup {
 }
 
 impl Guest {
-    /// Ends the handlers; those that run may finish.
+    /// Stops the handlers; running ones may finish.
     async fn dismiss(&mut self) {
         self.dismissed = true;
         self.bus.dismount(&self.group).await;
@@ -253,8 +253,8 @@ impl Guest {
 }
 
 impl Drop for Guest {
-    /// The run was dropped or failed: what it started must not go on, and what nobody can resume must
-    /// not stay.
+    /// The run was dropped or failed: its handlers must stop, and a group that cannot be resumed must not
+    /// stay.
     fn drop(&mut self) {
         if self.dismissed {
             return;

@@ -13,7 +13,7 @@ use super::target::{Context, Target};
 use super::whole::whole;
 use crate::guard;
 
-/// What a call came to; outside, what a panic said.
+/// The result of a call; the outer error is the text of a panic.
 type Outcome<E> = Result<Result<(), E>, String>;
 
 /// Gives the events to a function.
@@ -51,7 +51,7 @@ where
         events: &[Arc<Recorded>],
         report: &mut ReplayReport,
     ) -> Result<()> {
-        // Those that run beside this task; aborted with the run, if that is dropped.
+        // The calls that run concurrently; they are aborted if the run is dropped.
         let mut running: JoinSet<(Outcome<E>, Arc<Recorded>)> = JoinSet::new();
         for record in events {
             if running.len() >= self.concurrency
@@ -87,7 +87,7 @@ where
     }
 }
 
-/// An error and a panic are the same to the run.
+/// Counts the result. An error and a panic count alike.
 fn count<E: Display>(
     outcome: Outcome<E>,
     record: &Recorded,
@@ -99,7 +99,7 @@ fn count<E: Display>(
             report.processed += 1;
             return;
         }
-        // What an error says of itself is the user's code, too.
+        // The `Display` of an error is user code too.
         Ok(Err(error)) => guard::contain(|| error.to_string()).unwrap_or_default(),
         Err(said) => format!("panicked: {said}"),
     };

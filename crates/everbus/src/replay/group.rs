@@ -1,4 +1,4 @@
-//! Replay into a group that is there.
+//! Replay into an existing group.
 
 use std::sync::Arc;
 
@@ -14,15 +14,15 @@ use super::saved::Saved;
 use super::target::{Context, Target, positions, wanted};
 use super::whole::whole;
 
-/// Hands the events to a group once more.
+/// Delivers the events to a group once more.
 #[derive(Debug)]
 pub struct LiveGroup {
     group: GroupName,
     patterns: Vec<Pattern>,
-    /// Whether the inbox may absorb something.
+    /// Whether the inbox may skip events.
     absorbs: bool,
     corrections: Corrections,
-    /// What the ids of addressed copies are made from.
+    /// The ids of addressed copies are made from this.
     run: Option<EventId>,
 }
 
@@ -57,8 +57,8 @@ impl LiveGroup {
         Ok(info)
     }
 
-    /// Sends events to the group as copies that are addressed to it, where the engine cannot deliver the
-    /// events themselves once more. A run that goes on makes the same ids again.
+    /// Publishes copies addressed to the group, for engines that cannot redeliver an event. A resumed run
+    /// makes the same ids again.
     async fn address(
         &self,
         context: &Context,
@@ -79,8 +79,8 @@ impl LiveGroup {
         queued.collect()
     }
 
-    /// Offers events to the group and counts what becomes of them; if not `really`, counts what would.
-    /// Returns those that it takes, those that its inbox absorbs among them.
+    /// Offers events to the group and counts the results; if not `really`, counts what the results would
+    /// be. Returns the events that the group takes, including those that its inbox will skip.
     async fn offer(
         &self,
         context: &Context,
@@ -93,12 +93,14 @@ impl LiveGroup {
         let group = Some(&self.group);
         let mut offered = self.corrections.sort(group, offered, &mut report.skips);
         if engine.redeliver.is_none() && !context.single {
-            // Copies of earlier replays and retries are in the log as well; their originals are offered.
+            // Copies of earlier replays and retries are in the log as well; only their originals are
+            // offered.
             let all = offered.len();
             offered.retain(|record| !is_copy(record));
             report.skips.copies += (all - offered.len()) as u64;
         }
-        // Asked before: afterwards the group may have handled them again. No inbox knows a copy.
+        // Asked before the delivery: afterwards the group may have handled them again. No inbox knows a
+        // copy.
         let absorbed = match &engine.inbox {
             Some(inbox) if self.absorbs && engine.redeliver.is_some() => {
                 inbox.handled(self.group.clone(), offered.clone()).await?

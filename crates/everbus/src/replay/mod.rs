@@ -1,8 +1,8 @@
-//! Running again what happened: a stretch of the log, or one event, into a group, into handlers of its
-//! own, into a function, or as copies for everybody.
+//! Replay: runs past events again. The selection is a range of the log or one event; the target is a group,
+//! a fresh group with given handlers, a function, or copies for all groups.
 //!
-//! The selection is read in order and in batches; a run that has a name leaves a checkpoint and goes on
-//! where it was stopped. Whatever the target, no group's position moves.
+//! The selection is read in order and in batches. A run with a name keeps a checkpoint and can be resumed.
+//! No replay moves the position of a group.
 
 mod copies;
 mod corrections;
@@ -45,21 +45,21 @@ pub use runs::ReplayRun;
 use selection::{Named, Selection};
 use target::{Context, Target};
 
-/// At most this many errors are kept with their texts, unless said otherwise.
+/// At most this many error texts are kept by default.
 const KEPT_FAILURES: usize = 100;
-/// More events per second than this is as fast as it goes.
+/// A higher rate than this is refused.
 const FASTEST: f64 = 10_000_000.0;
-/// Slower than this is a mistake.
+/// A lower rate than this is refused as a mistake.
 const SLOWEST: f64 = 0.001;
 
 type Filter = Box<dyn Fn(&Recorded) -> bool + Send + Sync>;
 type Progress = Box<dyn FnMut(&ReplayProgress) + Send>;
 
-/// A replay in the making: which events, how fast, under which name. It takes effect when it is given a
-/// target and awaited; mistakes are reported then.
+/// A replay that is being built: which events, how fast, under which name. It runs when it has a target and
+/// is awaited; mistakes are reported then.
 ///
-/// Without a selection it is the whole log as it is when the run begins, except for the system's own
-/// events (`system.*`), which only a pattern that names them selects.
+/// By default it selects the whole log at the start of the run, without the system's own events
+/// (`system.*`); only a pattern that names those selects them.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -93,33 +93,33 @@ pub struct Replay {
     rate: Option<f64>,
     concurrency: usize,
     kept_failures: usize,
-    /// The first thing that was said wrong.
+    /// The first invalid setting.
     mistake: Option<Error>,
 }
 
 impl Bus {
-    /// Begins a replay: what was published is run again, into a group, into handlers or a function of
-    /// its own, or as copies for everybody.
+    /// Begins a replay: runs past events again, into a group, into given handlers, into a function, or as
+    /// copies for all groups.
     pub fn replay(&self) -> Replay {
         Replay::new(self.clone())
     }
 
-    /// The replays that have a name and are not complete, by name: those under way, and those that were
-    /// stopped or killed and wait for somebody to go on with them.
+    /// The named replays that are not complete, by name: the running ones, and those that were stopped or
+    /// killed and can be resumed.
     pub async fn replays(&self) -> Result<Vec<ReplayRun>> {
         runs::runs(self).await
     }
 
-    /// Forgets how far a replay of this name has come, so that nobody can go on with it; whether there was
-    /// one. What it did stays done; a fresh group that it left is removed with
-    /// [`remove_group`](Self::remove_group). A run that is under way goes on and saves itself again.
+    /// Deletes the checkpoint of a replay, so that it cannot be resumed. Returns whether there was one.
+    /// What the replay did is not undone; remove the fresh group that it left with
+    /// [`remove_group`](Self::remove_group). A running replay continues and saves its checkpoint again.
     pub async fn forget_replay(&self, name: impl AsRef<str>) -> Result<bool> {
         runs::forget(self, name.as_ref()).await
     }
 
-    /// Publishes a copy of an event for everybody: under a new id, with the metadata `replay_of` naming
-    /// the original, its `occurred_at` and everything else. `NotFound` if there is no such event. Where
-    /// several tenants use the id, `InvalidSetting`: name one with
+    /// Publishes a copy of an event for all groups: under a new id, with the metadata `replay_of` naming
+    /// the original; `occurred_at` and everything else are unchanged. `NotFound` if there is no such event.
+    /// If several tenants use the id, `InvalidSetting`: name one with
     /// `replay().event(id).tenant(…).publish_copies()`.
     pub async fn replay_event(&self, id: EventId) -> Result<Receipt> {
         replay_event(self, id).await
@@ -164,18 +164,18 @@ impl Replay {
         self
     }
 
-    /// Only this event. Where several tenants use the id, say which [`tenant`](Self::tenant).
+    /// Only this event. If several tenants use the id, name the [`tenant`](Self::tenant).
     pub fn event(mut self, id: EventId) -> Self {
         self.selection.event = Some(id);
         self
     }
 
-    /// Only the events of a stream. With declared streams it is the name of one of them; any other is
-    /// [`NoStream`](everbus_core::Code::NoStream).
+    /// Only the events of a stream. With declared streams this is the name of one of them; any other name
+    /// is [`NoStream`](everbus_core::Code::NoStream).
     ///
-    /// Without, `orders:order-placed` and `orders.order.placed` are the events of one type, `orders` and
-    /// `ORDERS` have everything of that domain, and the names of the *omni* table (`MESSAGES`) what
-    /// that table routes there.
+    /// Without declared streams, `orders:order-placed` and `orders.order.placed` are the events of one
+    /// type, `orders` and `ORDERS` are all events of that domain, and the names of the *omni* table
+    /// (`MESSAGES`) are the events that the table routes there.
     pub fn stream(mut self, name: impl AsRef<str>) -> Self {
         let stream = Named::new(self.bus.streams(), name.as_ref());
         self.selection.stream = self.note(stream);
@@ -210,35 +210,35 @@ impl Replay {
         self
     }
 
-    /// Leaves out what the function says no to; the report counts it as skipped. The function is no
-    /// part of what a checkpoint remembers: give a run that goes on the same one.
+    /// Leaves out events for which the function returns false; the report counts them as skipped. The
+    /// checkpoint does not contain the function: give a resumed run the same one.
     pub fn filter(mut self, wanted: impl Fn(&Recorded) -> bool + Send + Sync + 'static) -> Self {
         self.filter = Some(Box::new(wanted));
         self
     }
 
-    /// At most so many events per second, evenly.
+    /// At most this many events per second, evenly spaced.
     pub fn rate(mut self, per_second: impl Into<f64>) -> Self {
         self.rate = Some(per_second.into());
         self
     }
 
-    /// Names the run. While it is under way a checkpoint is kept; if it ends before its end (stopped,
-    /// cancelled, the process killed), the same selection and target under the same name go on from
-    /// there. One run of a name at a time. Without a name a run cannot be resumed.
+    /// Names the run. A named run keeps a checkpoint; if it ends early (stopped, cancelled, the process
+    /// killed), a run with the same selection, target and name continues from there. Only one run of a name
+    /// at a time. A run without a name cannot be resumed.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
         self
     }
 
-    /// Is told how far the run has come, after every few events.
+    /// Calls this function with the progress of the run, after every few events.
     pub fn progress(mut self, told: impl FnMut(&ReplayProgress) + Send + 'static) -> Self {
         self.progress = Some(Box::new(told));
         self
     }
 
-    /// Ends the run early and in good order when this future ends: what is under way is finished, the
-    /// checkpoint saved, and the report says where it would [go on](ReplayReport::next).
+    /// Ends the run early and cleanly when this future ends: current work is finished, the checkpoint
+    /// saved, and the report says where the run would [continue](ReplayReport::next).
     pub fn stop_on(mut self, stop: impl Future<Output = ()> + Send + 'static) -> Self {
         self.stop = Some(Box::pin(stop));
         self
@@ -251,36 +251,35 @@ impl Replay {
         self
     }
 
-    /// Keeps the texts of at most so many errors in the report; 100 unless set. All are counted.
+    /// Keeps at most this many error texts in the report; 100 by default. All errors are counted.
     pub fn keep_failures(mut self, most: usize) -> Self {
         self.kept_failures = most;
         self
     }
 
-    /// Hands the events to a group once more, beside whatever it does. It gets them with fresh
-    /// attempts, exempt from staleness, and retries and dead-letters them as usual. Left out, and
-    /// counted as skipped, is what its patterns do not match, what it still owes, an event that was
-    /// corrected for this group, and a correction that was sent to another. The run ends when
-    /// everything waits for the group; handlers that are idempotent skip what their inbox knows.
+    /// Delivers the events to a group once more, beside its normal work. The group gets them with fresh
+    /// attempts, without a staleness limit, and retries and dead-letters them as usual. These are left out
+    /// and counted as skipped: events that its patterns do not match, events that are still pending in the
+    /// group, events that were corrected for this group, and corrections for another group. The run ends
+    /// when all events wait for the group; idempotent handlers skip events that their inbox knows.
     pub fn into_group(self, group: impl AsRef<str>) -> Run<LiveGroup> {
         let group = group.as_ref().parse::<GroupName>();
         self.given(|replay| replay.note(group).map(LiveGroup::new))
     }
 
-    /// Runs handlers of its own on the events, in a group that exists only for this: no live event
-    /// reaches them, and no other group notices. They go through the pipeline of the bus, with its
+    /// Runs the given handlers on the events, in a group that exists only for this run: no live event
+    /// reaches them, and other groups are not affected. They go through the pipeline of the bus, with its
     /// retries and dead letters, whether or not the bus is started. The run ends when everything is
-    /// settled. Then the group is removed; if there are dead letters, it is kept and the report
-    /// [names it](ReplayReport::kept_group).
+    /// settled. Then the group is removed; if there are dead letters, it is kept and the report [names
+    /// it](ReplayReport::kept_group).
     ///
-    /// What handlers return is published, and their side effects are real. If the process ends before
-    /// the run does, the group stays in the engine until the run goes on, if it has a name, or somebody
-    /// removes it.
+    /// Events that handlers return are published, and their side effects are real. If the process ends
+    /// before the run, the group stays in the engine until a named run is resumed, or until it is removed.
     pub fn into_fresh_group(self, router: Router) -> Run<FreshGroup> {
         self.given(|_| Some(FreshGroup::new(router)))
     }
 
-    /// Gives the events to a function, in order. An error, or a panic, is counted and does not stop the
+    /// Calls a function with each event, in order. An error or a panic is counted and does not stop the
     /// run.
     pub fn into_function<F, Fut, E>(self, function: F) -> Run<Function<F>>
     where
@@ -291,11 +290,11 @@ impl Replay {
         self.given(|replay| Some(Function::new(function, replay.concurrency)))
     }
 
-    /// Publishes copies for everybody: under new ids, linked to their originals by the metadata
-    /// `replay_of`, with the original's `occurred_at` and everything else. A run that goes on publishes
-    /// nothing twice. Events that are copies themselves are skipped: a second replay of a range would
-    /// double it. So are corrections of dead letters, which were meant for one group, and the events they
-    /// correct. An event that is [named](Self::event) is copied whatever it is.
+    /// Publishes copies for all groups: under new ids, linked to their originals by the metadata
+    /// `replay_of`; `occurred_at` and everything else are unchanged. A resumed run publishes nothing twice.
+    /// Events that are copies themselves are skipped: otherwise a second replay of a range would double it.
+    /// Corrections of dead letters, which are for one group, and the events they correct are skipped too.
+    /// An event that is [named](Self::event) is always copied.
     pub fn publish_copies(self) -> Run<Copies> {
         self.given(|_| Some(Copies::default()))
     }
@@ -308,7 +307,7 @@ impl Replay {
         }
     }
 
-    /// What the target works with.
+    /// The context of the target.
     fn context(&mut self) -> Context {
         Context {
             bus: self.bus.clone(),
@@ -319,7 +318,7 @@ impl Replay {
         }
     }
 
-    /// Whether everything that was said makes sense.
+    /// Whether all settings are valid.
     fn check(&mut self) -> Result<()> {
         if let Some(mistake) = self.mistake.take() {
             return Err(mistake);
@@ -342,7 +341,7 @@ impl Replay {
         }
         if let Some(name) = &self.name {
             check_checkpoint_name(name)?;
-            // Also the name of a group, with something before it.
+            // The name is also part of a group name, after a prefix.
             if name.chars().count() > 100 {
                 return Err(Error::new(
                     Code::InvalidSetting,
@@ -364,15 +363,14 @@ impl fmt::Debug for Replay {
     }
 }
 
-/// A replay with its target: awaited, it runs; [`preview`](Self::preview) says what it would do.
-///
-/// Dropping the future ends the run where it is. If the run has a name, its checkpoint is at most a
-/// second old, and what was done since is done again when the run goes on (copies are not published
-/// twice); [`stop_on`](Replay::stop_on) ends it in good order.
+/// A replay with its target. Awaiting it runs it; [`preview`](Self::preview) says what it would do.
+/// Dropping the future ends the run where it is. If the run has a name, its checkpoint is at most a second
+/// old, and the work since then is repeated when the run is resumed (copies are not published twice);
+/// [`stop_on`](Replay::stop_on) ends it cleanly.
 #[must_use = "a replay takes effect when it is awaited"]
 pub struct Run<T> {
     replay: Replay,
-    /// Missing if it was said wrong; the replay knows how.
+    /// `None` if a setting is invalid; the replay has the mistake.
     target: Option<T>,
 }
 
@@ -383,8 +381,8 @@ impl<T: Target> Run<T> {
         Ok((self.replay, self.target.ok_or_else(unsaid)?))
     }
 
-    /// What a run would do: how many events, of which types, which groups and handlers would get them,
-    /// and how many the inbox would absorb. Reads the selection once and changes nothing.
+    /// What a run would do: how many events, of which types, which groups and handlers would get them, and
+    /// how many the inbox would skip. Reads the selection once and changes nothing.
     pub async fn preview(self) -> Result<ReplayPreview> {
         let (replay, target) = self.checked()?;
         preview::preview(replay, target).await
@@ -434,7 +432,7 @@ async fn replay_event(bus: &Bus, id: EventId) -> Result<Receipt> {
     Ok(Receipt::new(published.appended, about, shared.clone()))
 }
 
-/// What is recorded of a copy.
+/// The audit record of a copy.
 #[derive(serde::Serialize)]
 struct Published {
     copy: EventId,

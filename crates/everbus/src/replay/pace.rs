@@ -1,4 +1,4 @@
-//! How fast a replay goes, in what portions, and when it stops.
+//! The pace of a replay: its rate, its batch size, and when it stops.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -10,13 +10,13 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-/// A portion that took longer than this is followed by a smaller one, so that a run can be stopped and
-/// saved often enough.
+/// A batch that took longer than this is followed by a smaller one, so that a run can be stopped and saved
+/// often enough.
 const SLOW: Duration = Duration::from_millis(500);
-/// After one that was quicker than this, the next may be larger.
+/// A batch that was quicker than this is followed by a larger one.
 const QUICK: Duration = Duration::from_millis(100);
 
-/// Decides how many events are next, and waits until it is time for them.
+/// Decides how many events are next, and waits for their time.
 pub(super) struct Pace {
     rate: Option<f64>,
     most: usize,
@@ -28,7 +28,7 @@ pub(super) struct Pace {
 
 impl Pace {
     pub(super) fn new(rate: Option<f64>, most: usize) -> Self {
-        // Ten portions a second are even enough.
+        // Ten batches per second are even enough.
         #[allow(
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,
@@ -50,11 +50,11 @@ impl Pace {
         self.size
     }
 
-    /// Waits until so many may go, or the run is stopped.
+    /// Waits until this many events may go, or the run is stopped.
     pub(super) async fn begin(&mut self, count: usize, stop: &Stop) {
         if let Some(rate) = self.rate {
             stop.or(tokio::time::sleep_until(self.due)).await;
-            // What was missed is not made up for.
+            // Missed time is not made up for.
             let from = self.due.max(Instant::now() - Duration::from_millis(100));
             #[allow(clippy::cast_precision_loss, reason = "a few thousand")]
             let seconds = count as f64 / rate;
@@ -63,7 +63,7 @@ impl Pace {
         self.began = Instant::now();
     }
 
-    /// Learns from how long they took.
+    /// Adapts the batch size to the time that the batch took.
     pub(super) fn end(&mut self) {
         let took = self.began.elapsed();
         if took > SLOW {
@@ -74,7 +74,7 @@ impl Pace {
     }
 }
 
-/// Whether the run is to end early.
+/// Whether the run must end early.
 pub(super) struct Stop {
     state: Arc<(AtomicBool, Notify)>,
     watcher: Option<JoinHandle<()>>,
@@ -98,7 +98,7 @@ impl Stop {
         self.state.0.load(Ordering::Acquire)
     }
 
-    /// Waits for something, or until the run is stopped.
+    /// Waits for the future, or until the run is stopped.
     pub(super) async fn or(&self, something: impl Future<Output = ()>) {
         let mut stopped = std::pin::pin!(self.state.1.notified());
         stopped.as_mut().enable();

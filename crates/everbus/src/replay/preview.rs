@@ -11,18 +11,18 @@ use super::report::{ReplayReport, ReplaySkips};
 use super::source::{self, Source};
 use super::target::Target;
 
-/// What a replay would do, as things are now.
+/// What a replay would do, in the current state.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ReplayPreview {
-    /// Events that would reach the target: what a report calls
-    /// [`processed`](super::ReplayReport::processed), errors included.
+    /// Events that would reach the target; a report counts them as
+    /// [`processed`](super::ReplayReport::processed) or as errors.
     pub events: u64,
     /// Events that are selected and would be left out; [`skips`](Self::skips) says why.
     pub skipped: u64,
     /// Why events would be left out, counted as a run counts them.
     pub skips: ReplaySkips,
-    /// How many of each type the target would be given, those that its inbox absorbs included.
+    /// How many events of each type the target would get, including those that its inbox skips.
     pub types: BTreeMap<String, u64>,
     /// When the first of these was received.
     pub first: Option<Timestamp>,
@@ -40,12 +40,12 @@ pub struct PreviewedGroup {
     pub group: GroupName,
     /// How many of the events are for it: its patterns match them.
     pub events: u64,
-    /// How many of these it is not done with and will have anyway: beyond its position, in flight, waiting,
-    /// open dead letters.
+    /// How many of these are still pending in the group, so that it gets them anyway: after its position,
+    /// in flight, waiting, or open dead letters.
     pub owed: u64,
     /// How many of these its inbox has as handled: idempotent handlers will not run.
     pub absorbed: u64,
-    /// What it is subscribed to.
+    /// The patterns of its subscriptions.
     pub patterns: Vec<String>,
     /// Its handlers that would run, by the names of their subscriptions.
     pub handlers: Vec<String>,
@@ -53,13 +53,13 @@ pub struct PreviewedGroup {
     matches: Vec<Pattern>,
     #[serde(skip)]
     all_handlers: Vec<(Pattern, String)>,
-    /// Whether it is to have the events themselves and not copies.
+    /// Whether the group gets the events themselves and not copies.
     #[serde(skip)]
     as_they_are: bool,
 }
 
 impl PreviewedGroup {
-    /// A group that is there; `as_they_are` if it is to have the events themselves and not copies.
+    /// An existing group; `as_they_are` if it gets the events themselves and not copies.
     pub(super) fn live(info: &GroupInfo, as_they_are: bool) -> Result<Self> {
         let matches = info.patterns.iter().map(|text| Pattern::new(text));
         let matches: Result<Vec<Pattern>> = matches.collect();
@@ -71,7 +71,7 @@ impl PreviewedGroup {
         })
     }
 
-    /// The group of handlers of its own.
+    /// The fresh group of a replay.
     pub(super) fn fresh(group: GroupName, patterns: Vec<Pattern>, handlers: Vec<String>) -> Self {
         let all_handlers = patterns.iter().cloned().zip(handlers).collect();
         Self {
@@ -98,7 +98,7 @@ impl PreviewedGroup {
         self.matches.iter().any(|p| p.matches(event_type))
     }
 
-    /// Fills in the numbers, now that the types are known.
+    /// Computes the counts, once the types are known.
     fn count(&mut self, types: &BTreeMap<String, u64>, skips: &ReplaySkips) {
         let given = types.iter().filter(|(name, _)| self.wants(name));
         self.events = given.map(|(_, count)| count).sum();
@@ -158,7 +158,7 @@ pub(super) async fn preview<T: Target>(mut replay: Replay, mut target: T) -> Res
     for group in &mut groups {
         group.count(&preview.types, &preview.skips);
     }
-    // A group that is named is shown, also if it would get nothing.
+    // A single target group is always shown, even if it would get nothing.
     let all = groups.len() == 1;
     groups.retain(|group| all || group.events > 0);
     preview.groups = groups;

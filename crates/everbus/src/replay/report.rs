@@ -1,15 +1,15 @@
-//! What a replay did, and how far it is.
+//! The report of a replay, and its progress.
 
 use std::time::Duration;
 
 use everbus_core::{Cursor, EventId, GroupName, Position, Recorded};
 use serde::Serialize;
 
-/// What a replay did. A run that was resumed counts from its beginning.
+/// The result of a replay. A resumed run counts from its beginning.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ReplayReport {
-    /// Events that reached the target: handled by the function or the fresh group, waiting for the live
+    /// Events that reached the target: handled by the function or the fresh group, waiting in the live
     /// group, published as copies.
     pub processed: u64,
     /// Events that were selected and left out; [`skips`](Self::skips) says why.
@@ -19,10 +19,10 @@ pub struct ReplayReport {
     pub errors: u64,
     /// Why events were skipped.
     pub skips: ReplaySkips,
-    /// The first errors with their texts; those of an earlier part of a resumed run are only counted.
+    /// The first errors with their texts; errors of an earlier part of a resumed run are only counted.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub failures: Vec<ReplayFailure>,
-    /// Where the run would go on; nothing if it is complete.
+    /// Where a resumed run would continue; `None` if the run is complete.
     pub next: Option<Cursor>,
     /// The fresh group, if it was kept for its dead letters or because the run was stopped.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -33,12 +33,12 @@ pub struct ReplayReport {
 }
 
 impl ReplayReport {
-    /// Whether everything that was selected had its turn.
+    /// Whether all selected events were processed.
     pub fn is_complete(&self) -> bool {
         self.next.is_none()
     }
 
-    /// Counts an event that failed, and keeps why if there are not `most` of them already.
+    /// Counts a failed event, and keeps its error text if fewer than `most` are kept.
     pub(super) fn failed(&mut self, record: &Recorded, error: impl Into<String>, most: usize) {
         self.errors += 1;
         if self.failures.len() < most {
@@ -52,24 +52,24 @@ impl ReplayReport {
 #[serde(default)]
 #[non_exhaustive]
 pub struct ReplaySkips {
-    /// The filter said no.
+    /// The filter returned false.
     pub filtered: u64,
     /// No pattern of the group, or no handler of the fresh group, matches.
     pub unwanted: u64,
-    /// The group was not done with them and will have them as it is.
+    /// They were still pending in the group, which handles them anyway.
     pub owed: u64,
-    /// The group's inbox has them as handled: they wait for the group, and its idempotent handlers will
-    /// not run.
+    /// The group's inbox has them as handled: they wait for the group, and its idempotent handlers will not
+    /// run.
     pub absorbed: u64,
-    /// They left the log meanwhile.
+    /// They were removed from the log meanwhile.
     pub gone: u64,
     /// They are copies of an earlier replay.
     pub copies: u64,
-    /// They were corrected: a dead letter of theirs was sent with another payload, to the group that is
-    /// asked for, or, for copies, to any.
+    /// They were corrected: one of their dead letters was replaced by an event with another payload, for
+    /// the target group or, in a replay as copies, for any group.
     pub replaced: u64,
-    /// They are such corrections, and were sent to another group than the one that is asked for, or, for
-    /// copies, to one alone.
+    /// They are corrections for another group than the target or, in a replay as copies, for a single
+    /// group.
     pub corrections: u64,
 }
 
@@ -95,7 +95,7 @@ impl ReplaySkips {
 pub struct ReplayFailure {
     /// The event.
     pub id: EventId,
-    /// Where it is.
+    /// Its position.
     pub position: Position,
     /// What went wrong.
     pub error: String,
@@ -111,7 +111,7 @@ impl ReplayFailure {
     }
 }
 
-/// How far a replay is.
+/// The progress of a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct ReplayProgress {
@@ -124,7 +124,7 @@ pub struct ReplayProgress {
     /// Where the selection begins. This and the next two numbers are for progress bars; with a single
     /// log they are positions.
     pub from: u64,
-    /// Everything up to here had its turn.
+    /// Everything up to here is processed.
     pub position: u64,
     /// Where the selection ends.
     pub upto: u64,

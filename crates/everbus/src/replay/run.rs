@@ -1,4 +1,4 @@
-//! The run itself: reads ahead while the target works, in portions, and keeps the checkpoint.
+//! The run of a replay: reads ahead while the target works, and keeps the checkpoint.
 
 use std::sync::Arc;
 
@@ -77,7 +77,7 @@ async fn go<T: Target>(
     let mut source = Source::open(engine, &selection, left)?;
     let mut ready = source.next().await?;
     while let Some(batch) = ready {
-        // Polled in this order: the next batch is being read while this one is worked on.
+        // Polled in this order: the next batch is read while this one is processed.
         let (ahead, worked) = tokio::join!(
             biased;
             source.next(),
@@ -96,7 +96,7 @@ async fn go<T: Target>(
     }
     keeper.save(&mut saved, &report, true).await?;
     target.finish(&context, &mut report).await?;
-    // The target may have found that it was stopped with work left.
+    // The target may have stopped with work left.
     if report.next.is_none() {
         keeper.remove().await?;
     }
@@ -104,7 +104,7 @@ async fn go<T: Target>(
     Ok(report)
 }
 
-/// Takes batches to the target in portions.
+/// Brings batches to the target in smaller portions.
 struct Steps<'a> {
     context: &'a Context,
     pace: Pace,
@@ -168,12 +168,12 @@ impl Steps<'_> {
             position: saved.done.progress(),
             upto: saved.upto.progress(),
         };
-        // Whoever watches must not end what is watched.
+        // A panic in the progress function must not end the run.
         let _ = guard::contain(|| told(&progress));
     }
 }
 
-/// What is put on record.
+/// The audit record of a run.
 pub(super) fn action(selection: &Selection, target: &str, name: Option<&str>) -> Action {
     let mut action = Action::new("replay")
         .detail("target", target.into())

@@ -1,4 +1,4 @@
-//! The runs that have a name and are not complete: those under way, and those that were stopped or killed.
+//! The named replays that are not complete: running, stopped or killed.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::runtime::bus::Bus;
 /// Even the slowest run saves its checkpoint more often than this.
 const IDLE: Duration = Duration::from_secs(3600);
 
-/// A replay that has a name and is not complete. The same selection and target under its name go on with it.
+/// A named replay that is not complete. A run with the same name, selection and target resumes it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ReplayRun {
@@ -21,17 +21,17 @@ pub struct ReplayRun {
     pub name: String,
     /// Where the events go: `copies`, `the group billing`, `a fresh group`, `a function`.
     pub target: String,
-    /// What was selected; what was not said is left out.
+    /// The selection; settings that were not given are left out.
     pub selection: Value,
     /// When it began.
     pub started_at: Timestamp,
     /// When its checkpoint was saved last.
     pub saved_at: Timestamp,
-    /// Nothing was saved for so long that nobody can be at it.
+    /// Nothing was saved for so long that no process can be running it.
     pub idle: bool,
     /// The selection begins after this.
     pub from: Cursor,
-    /// Everything up to here had its turn.
+    /// Everything up to here is processed.
     pub position: Cursor,
     /// The selection ends here.
     pub upto: Cursor,
@@ -44,7 +44,7 @@ pub struct ReplayRun {
 }
 
 impl ReplayRun {
-    /// Nothing if the checkpoint is not that of a replay.
+    /// `None` if the checkpoint does not belong to a replay.
     fn new(checkpoint: Checkpoint, now: Timestamp) -> Option<Self> {
         let name = checkpoint.name.strip_prefix(PREFIX)?.to_owned();
         let saved: Saved = match serde_json::from_value(checkpoint.state) {
@@ -75,7 +75,7 @@ impl ReplayRun {
     }
 }
 
-/// All of them, by name.
+/// All named replays that are not complete, by name.
 pub(crate) async fn runs(bus: &Bus) -> Result<Vec<ReplayRun>> {
     let shared = bus.shared();
     let now = shared.options.clock.now();
@@ -84,12 +84,12 @@ pub(crate) async fn runs(bus: &Bus) -> Result<Vec<ReplayRun>> {
     Ok(runs.collect())
 }
 
-/// Removes the checkpoint of a run; whether there was one.
+/// Removes the checkpoint of a run. Returns whether there was one.
 pub(crate) async fn forget(bus: &Bus, name: &str) -> Result<bool> {
     bus.accepts()?;
     let shared = bus.shared();
     let (checkpoints, key) = (shared.engine.checkpoints()?, format!("{PREFIX}{name}"));
-    // Nothing is done about a run that is not there, so nothing is recorded either.
+    // If there is no such run, nothing is recorded in the audit trail.
     if !checkpoints
         .load(key.clone())
         .await?

@@ -1,4 +1,4 @@
-//! The checkpoint of a run that has a name.
+//! The checkpoint of a named run.
 
 use std::time::Duration;
 
@@ -10,23 +10,23 @@ use tokio::time::Instant;
 use super::report::{ReplayReport, ReplaySkips};
 use super::source::Bounds;
 
-/// A checkpoint is at most this old while the run is under way.
+/// How often a running replay saves its checkpoint.
 const EVERY: Duration = Duration::from_secs(1);
 
-/// What the names of their checkpoints begin with.
+/// The prefix of checkpoint names.
 pub(super) const PREFIX: &str = "replay/";
 
-/// Where a run stands. Saved under `replay/<name>`.
+/// The state of a run, saved under `replay/<name>`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Saved {
-    /// What the ids of copies are made from.
+    /// The ids of copies are made from this.
     pub(super) run: EventId,
     pub(super) selection: Value,
     pub(super) target: String,
     pub(super) started_at: Timestamp,
     pub(super) from: Cursor,
     pub(super) upto: Cursor,
-    /// Everything up to here had its turn.
+    /// Everything up to here is processed.
     pub(super) done: Cursor,
     pub(super) processed: u64,
     pub(super) errors: u64,
@@ -53,7 +53,7 @@ impl Saved {
 /// Keeps the checkpoint of one run, if it has a name.
 pub(super) struct Keeper {
     engine: Engine,
-    /// What the checkpoint is saved under.
+    /// The name of the checkpoint.
     key: Option<String>,
     saved_at: Instant,
 }
@@ -70,8 +70,8 @@ impl Keeper {
         })
     }
 
-    /// The checkpoint that an earlier part of the run left. One of another selection or target is an
-    /// error: going on with it would be wrong, and so would be forgetting it.
+    /// The checkpoint of an earlier part of the run. A checkpoint with another selection or target is an
+    /// error: resuming it would be wrong, and deleting it too.
     pub(super) async fn load(&self, selection: &Value, target: &str) -> Result<Option<Saved>> {
         let Some(key) = &self.key else {
             return Ok(None);
@@ -100,7 +100,7 @@ impl Keeper {
         Ok(Some(saved))
     }
 
-    /// Saves if it is time to, or if it must be now.
+    /// Saves if the last save is old enough, or if `now` is required.
     pub(super) async fn save(
         &mut self,
         saved: &mut Saved,
@@ -123,7 +123,7 @@ impl Keeper {
         Ok(())
     }
 
-    /// The run is complete.
+    /// Removes the checkpoint: the run is complete.
     pub(super) async fn remove(&self) -> Result<()> {
         if let Some(key) = &self.key {
             self.engine.checkpoints()?.remove(key.clone()).await?;

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::streams;
 
-/// Which events. The default is all of them.
+/// The selected events. The default is all events.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Selection {
     pub(super) event: Option<EventId>,
@@ -58,7 +58,7 @@ impl Selection {
         Ok(())
     }
 
-    /// What to read from the log: everything that is wanted, and perhaps more.
+    /// The patterns to read from the log: they match every selected event, and perhaps more.
     pub(super) fn patterns(&self) -> Result<Vec<Pattern>> {
         match (&self.types, &self.stream) {
             (Some(types), _) => Ok(vec![types.clone()]),
@@ -67,18 +67,18 @@ impl Selection {
         }
     }
 
-    /// What a stream is read as, with its name.
+    /// The name and the pattern of the selected stream.
     pub(super) fn stream(&self) -> Option<(&str, &Pattern)> {
         let stream = self.stream.as_ref()?;
         Some((&stream.name, &stream.types))
     }
 
-    /// Whether a history is the better place to look.
+    /// Whether the history is better suited than the log.
     pub(super) fn has_attributes(&self) -> bool {
         self.tenant.is_some() || self.app.is_some() || self.entity.is_some()
     }
 
-    /// The query of a history that finds everything that is wanted, and perhaps more.
+    /// A history query that finds every selected event, and perhaps more.
     pub(super) fn query(&self, limit: usize) -> HistoryQuery {
         HistoryQuery {
             tenant: self.tenant.clone(),
@@ -93,7 +93,7 @@ impl Selection {
         }
     }
 
-    /// What a checkpoint remembers, so that another selection is not taken for this one.
+    /// The description in the checkpoint, to tell different selections apart.
     pub(super) fn description(&self) -> Value {
         json!({
             "event": self.event,
@@ -108,7 +108,7 @@ impl Selection {
     }
 }
 
-/// Tells whether events are wanted; remembers the last type, since events of one type often come in a
+/// Tells whether an event is selected. Remembers the last type, because events of one type often come in a
 /// row.
 pub(super) struct Wanted {
     query: HistoryQuery,

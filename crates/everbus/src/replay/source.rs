@@ -1,4 +1,4 @@
-//! Reads what was selected, batch by batch, in the order of the log.
+//! Reads the selected events, batch by batch, in the order of the log.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use everbus_core::{
 
 use super::selection::{Selection, Wanted};
 
-/// Some events, and how far the log was searched for them.
+/// A batch of events, and how far the log was searched for them.
 pub(super) struct Batch {
     pub(super) events: Vec<Arc<Recorded>>,
     pub(super) reached: Cursor,
@@ -24,7 +24,7 @@ pub(super) struct Bounds {
     pub(super) upto: Cursor,
 }
 
-/// Read at once.
+/// How many events are read at once.
 const BATCH: usize = 4096;
 
 /// Reads on from a position.
@@ -43,8 +43,8 @@ enum From {
     One(Arc<dyn Lookup>, EventId, Box<Selection>),
 }
 
-/// Finds where a selection begins and ends now. What comes later is not part of it: a replay would
-/// otherwise run after its own copies.
+/// Finds the current begin and end of a selection. Later events are not part of it: otherwise a replay
+/// would read its own copies.
 pub(super) async fn bounds(engine: &Engine, selection: &Selection) -> Result<Bounds> {
     let log = engine.log()?;
     if let Some(id) = selection.event {
@@ -57,7 +57,7 @@ pub(super) async fn bounds(engine: &Engine, selection: &Selection) -> Result<Bou
     let mut upto = log.head().await?;
     if let Some((name, types)) = selection.stream() {
         let last = log.resolve(StartFrom::Last, vec![types.clone()]).await?;
-        // Just before the newest that matches; without one, at the end.
+        // `last` is just before the newest match; without a match it is at the end.
         if last.reaches(&upto) {
             return Err(Error::new(
                 Code::NotFound,
@@ -81,7 +81,7 @@ pub(super) async fn bounds(engine: &Engine, selection: &Selection) -> Result<Bou
     })
 }
 
-/// The one event of an id.
+/// The single event with an id.
 pub(super) async fn only(
     engine: &Engine,
     selection: &Selection,
@@ -106,7 +106,7 @@ pub(super) async fn only(
 }
 
 impl Source {
-    /// Reads what was selected within the bounds.
+    /// Opens the selection within the bounds.
     pub(super) fn open(engine: &Engine, selection: &Selection, bounds: Bounds) -> Result<Self> {
         let unsupported = || Error::new(Code::Unsupported, "this engine has no log to read");
         let log = engine.log.clone().ok_or_else(unsupported)?;
@@ -131,7 +131,7 @@ impl Source {
         })
     }
 
-    /// The next events; nothing at the end. A batch may be empty and not the last one.
+    /// The next events; `None` at the end. A batch may be empty without being the last.
     pub(super) async fn next(&mut self) -> Result<Option<Batch>> {
         if self.done.reaches(&self.upto) {
             return Ok(None);
@@ -140,7 +140,7 @@ impl Source {
             From::Log(patterns) => {
                 let read = self.log.read(self.done.clone(), patterns.clone(), BATCH);
                 let (events, reached) = read.await?;
-                // Nothing more can come, whatever the engine says it has searched.
+                // No progress: no more events can come, whatever the engine reports.
                 let stuck = events.is_empty() && self.done.reaches(&reached);
                 (events, if stuck { self.upto.clone() } else { reached })
             }
@@ -162,7 +162,7 @@ impl Source {
             }
         };
         let (done, upto) = (&self.done, &self.upto);
-        // Times of receipt and positions rise together, so the bounds are enough.
+        // Receive times and positions grow together, so the bounds are enough.
         let within =
             |record: &Recorded| !done.covers(record.position) && upto.covers(record.position);
         let one = matches!(self.from, From::One(..));

@@ -1,5 +1,5 @@
-//! What the targets of a replay differ in: what they do with the events of a portion. Reading, pace,
-//! filter, checkpoint and progress are the same for all of them, and in `run`.
+//! The targets of a replay: what each does with a batch of events. Reading, pace, filter, checkpoint and
+//! progress are the same for all of them, and in `run`.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -12,42 +12,42 @@ use super::report::ReplayReport;
 use super::saved::Saved;
 use crate::runtime::bus::Bus;
 
-/// What a target is given to work with.
+/// The context that a target works with.
 pub struct Context {
     pub(super) bus: Bus,
     pub(super) stop: Stop,
     /// The name of the run.
     pub(super) name: Option<String>,
     pub(super) kept_failures: usize,
-    /// Whether one event was named, and not a range.
+    /// Whether a single event was selected, and not a range.
     pub(super) single: bool,
 }
 
 impl Context {
-    /// How a group stands, if there is such a group.
+    /// The state of a group, if it exists.
     pub(super) async fn group(&self, group: &GroupName) -> Result<Option<GroupInfo>> {
         let groups = self.bus.groups().await?;
         Ok(groups.into_iter().find(|info| info.name == *group))
     }
 }
 
-/// Where replayed events go. Not to be implemented elsewhere.
+/// A destination of replayed events. Not to be implemented elsewhere.
 pub trait Target: Send + 'static {
     /// At most this many events at a time.
     #[doc(hidden)]
     const PORTION: usize;
-    /// Whether the checkpoint follows every portion; else it follows every second.
+    /// Whether the checkpoint is saved after every portion; else once per second.
     #[doc(hidden)]
     const SAVED_EACH_TIME: bool = true;
-    /// Whether a run is put on record as something that was done to the bus.
+    /// Whether a run is recorded in the audit trail.
     #[doc(hidden)]
     const AUDITED: bool = true;
 
-    /// What the target is called in a checkpoint.
+    /// The name of the target in a checkpoint.
     #[doc(hidden)]
     fn describe(&self) -> String;
 
-    /// Gets ready; `resumed` if an earlier part of the run was.
+    /// Prepares the run; `resumed` if an earlier part of it ran.
     #[doc(hidden)]
     fn prepare(
         &mut self,
@@ -58,7 +58,7 @@ pub trait Target: Send + 'static {
         std::future::ready(Ok(()))
     }
 
-    /// Takes events, in order. An error ends the run.
+    /// Processes events, in order. An error ends the run.
     #[doc(hidden)]
     fn take(
         &mut self,
@@ -67,8 +67,8 @@ pub trait Target: Send + 'static {
         report: &mut ReplayReport,
     ) -> impl Future<Output = Result<()>> + Send;
 
-    /// Counts what [`take`](Self::take) would, and does nothing. Returns the events that the target would
-    /// be given.
+    /// Counts what [`take`](Self::take) would do, without doing it. Returns the events that the target
+    /// would get.
     #[doc(hidden)]
     fn look(
         &mut self,
@@ -80,7 +80,7 @@ pub trait Target: Send + 'static {
         std::future::ready(Ok(events.to_vec()))
     }
 
-    /// The last events were taken, or the run was stopped.
+    /// Finishes: the last events were taken, or the run was stopped.
     #[doc(hidden)]
     fn finish(
         &mut self,
@@ -90,7 +90,7 @@ pub trait Target: Send + 'static {
         std::future::ready(Ok(()))
     }
 
-    /// Gets ready to [`look`](Self::look). The groups that would get events, to be filled in with how many.
+    /// Prepares for [`look`](Self::look). Returns the groups that would get events, with empty counts.
     #[doc(hidden)]
     fn groups(
         &mut self,
@@ -100,7 +100,7 @@ pub trait Target: Send + 'static {
     }
 }
 
-/// Those events that one of the patterns matches; the others are counted as unwanted.
+/// The events that one of the patterns matches; the others are counted as unwanted.
 pub(super) fn wanted(
     events: &[Arc<Recorded>],
     patterns: &[Pattern],

@@ -1,4 +1,4 @@
-//! Makes an event whole before it leaves the log another way than through a group.
+//! Completes an event before a replay gives it to a function or copies it.
 
 use std::sync::Arc;
 
@@ -6,11 +6,10 @@ use everbus_core::{Code, Recorded, Result};
 
 use crate::runtime::bus::Shared;
 
-/// The event with everything that belongs to it. This is the one place where what was stored beside an
-/// event is brought back for functions and copies, one event at a time; handlers get theirs in the
-/// pipeline.
+/// The complete event. Functions and copies get the part in the object store here, one event at a time;
+/// handlers get it in the pipeline.
 ///
-/// The inner error is about this event alone, and the others go on.
+/// The inner error is about this event alone; the run continues.
 pub(super) async fn whole(
     shared: &Shared,
     record: &Arc<Recorded>,

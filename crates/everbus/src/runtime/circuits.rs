@@ -1,4 +1,4 @@
-//! The circuit breakers of a bus, and what is told when one opens or closes.
+//! The circuit breakers of a bus, and the alerts when one opens or closes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
@@ -18,10 +18,10 @@ use crate::runtime::bus::Shared;
 pub(crate) const OPENED: &str = "system.circuit_opened";
 /// Published when it closes again.
 pub(crate) const CLOSED: &str = "system.circuit_closed";
-/// How often an alert is tried to be published.
+/// How often the bus tries to publish an alert.
 const TRIES: u32 = 5;
 
-/// Whose breaker it is.
+/// The owner of a breaker.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Owner {
     Group(GroupName),
@@ -37,24 +37,24 @@ impl Owner {
     }
 }
 
-/// The breakers, by whose they are, and the groups to be woken when one changes.
+/// The breakers by owner, and the groups to wake when a breaker changes.
 #[derive(Default)]
 pub(crate) struct Circuits {
     breakers: Mutex<BTreeMap<Owner, Circuit>>,
     listeners: Mutex<Vec<Weak<Notify>>>,
 }
 
-/// A breaker, and what everybody who shares it said.
+/// A breaker, with the settings of the handlers that share it.
 struct Circuit {
     breaker: Breaker,
     policy: BreakerPolicy,
-    /// The highest of its handlers.
+    /// The highest criticality of its handlers.
     criticality: Criticality,
 }
 
 impl Circuits {
-    /// The breaker of a group or dependency, made when it is first asked for. Everybody who shares one
-    /// must want the same policy.
+    /// The breaker of a group or dependency, made at the first call. All handlers that share a breaker must
+    /// give the same policy.
     pub(crate) fn get(
         &self,
         owner: &Owner,
@@ -91,19 +91,19 @@ impl Circuits {
         }
     }
 
-    /// Whose breakers there are.
+    /// The owners of all breakers.
     pub(crate) fn owners(&self) -> BTreeSet<Owner> {
         self.breakers.lock().keys().cloned().collect()
     }
 
-    /// Forgets all but these: what was asked for came to nothing.
+    /// Removes all breakers but these: undoes a subscription that failed.
     pub(crate) fn keep_only(&self, owners: &BTreeSet<Owner>) {
         self.breakers
             .lock()
             .retain(|owner, _| owners.contains(owner));
     }
 
-    /// Forgets the breaker of a group that is gone.
+    /// Removes the breaker of a removed group.
     pub(crate) fn forget(&self, group: &GroupName) {
         self.breakers.lock().remove(&Owner::Group(group.clone()));
     }
@@ -145,7 +145,7 @@ impl Circuits {
     }
 }
 
-/// How much is at stake.
+/// The order of criticalities.
 fn rank(criticality: Criticality) -> u8 {
     match criticality {
         Criticality::Critical => 2,
@@ -154,14 +154,14 @@ fn rank(criticality: Criticality) -> u8 {
     }
 }
 
-/// Whether an event tells of a breaker that opens or closes. What best-effort handlers skip meanwhile is
-/// not worth an alert.
+/// Whether a breaker of this criticality publishes an event when it opens or closes. Best-effort handlers
+/// only skip events meanwhile, which is not worth an alert.
 fn alerts(criticality: Criticality) -> bool {
     criticality != Criticality::BestEffort
 }
 
 impl Shared {
-    /// Tells the groups, the log and whoever listens to system events that a breaker has changed.
+    /// Tells the groups, the log and the subscribers of system events that a breaker has changed.
     pub(crate) fn circuit_changed(
         self: &Arc<Self>,
         group: &GroupName,
@@ -173,7 +173,7 @@ impl Shared {
         if let Some(breaker) = &handler.traits.breaker {
             self.stats.breaker(dependency).set(breaker.state());
         }
-        // Whoever shares the breaker waits too: the most critical of them decides how loud it is.
+        // All handlers that share the breaker pause too: the most critical one decides the log level.
         let shared_by = handler.traits.breaker.as_ref();
         let criticality = shared_by
             .and_then(|breaker| self.circuits.criticality(breaker))
@@ -234,7 +234,7 @@ impl Shared {
     }
 }
 
-/// Publishes an alert; an engine that is busy is asked again.
+/// Publishes an alert; tries again while the engine is busy.
 async fn alert(shared: Arc<Shared>, event: Event) {
     let mut pause = Duration::from_millis(20);
     for attempt in 1..=TRIES {

@@ -1,4 +1,4 @@
-//! How far groups are behind: asked by people, and shown to the recorder of metrics now and then.
+//! The lag of groups: read on request, and reported to the metrics recorder from time to time.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,12 +9,13 @@ use tokio::time::Instant;
 use crate::guard;
 use crate::runtime::bus::Shared;
 
-/// How often the gauges are set.
+/// How often the gauges are updated.
 const EVERY: Duration = Duration::from_secs(15);
-/// Counting a long backlog takes its time: it is done so seldom that it takes a hundredth of it.
+/// Counting a long backlog is slow. The pause is this many times the duration of the count, so counting
+/// takes at most one percent of the time.
 const PAUSE_PER_COST: u32 = 100;
 
-/// How every group stands, with its lag in each stream; the gauges are set by it.
+/// The state of every group, with its lag in each stream; updates the gauges.
 pub(crate) async fn look(shared: &Shared) -> Result<Vec<GroupInfo>> {
     let groups = shared.engine.broker.inspect().await?;
     let (streams, now) = (&shared.options.streams, shared.options.clock.now());
@@ -24,7 +25,7 @@ pub(crate) async fn look(shared: &Shared) -> Result<Vec<GroupInfo>> {
     Ok(groups)
 }
 
-/// Sets the gauges until the bus ends.
+/// Updates the gauges until the bus ends.
 pub(crate) async fn show(shared: Arc<Shared>) {
     let mut pause = EVERY;
     loop {
@@ -33,7 +34,7 @@ pub(crate) async fn show(shared: Arc<Shared>) {
         match look(&shared).await {
             Ok(_) => {}
             Err(error) if error.code() == Code::EventBusShutdownError => return,
-            // The next look may succeed; whoever works with the engine meets the error as well.
+            // The next try may succeed; other calls to the engine report the error as well.
             Err(error) => {
                 tracing::debug!(target: "everbus::bus", %error, "the lag of the groups is not known");
             }

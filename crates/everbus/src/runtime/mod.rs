@@ -1,7 +1,7 @@
 //! The runtime: what happens to an event between `publish` and the settlement of its last delivery.
 //!
 //! - `bus`: the handle that programs hold; publishing, starting, shutting down.
-//! - `router` and `subscription`: which handlers there are, and what was asked for them.
+//! - `router` and `subscription`: the handlers and their settings.
 //! - `dispatch`: fetches deliveries of a group, hands them to workers, extends leases, settles outcomes.
 //! - `pipeline`: takes one delivery through the layers around its handlers, and judges the outcome.
 

@@ -1,4 +1,4 @@
-//! The settings of a bus, their defaults and what is refused.
+//! The settings of a bus, their defaults and their limits.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,68 +15,68 @@ use crate::runtime::subscription::settings::Settings;
 
 /// SQLite cannot store more in one row.
 const LARGEST_PAYLOAD: usize = 512 * 1024 * 1024;
-/// The largest payload that travels with its event, unless said otherwise.
+/// The largest payload that is stored with its event, by default.
 pub(crate) const TRAVELS: usize = 1024 * 1024;
-/// More handlers at once than this are a mistake.
+/// A higher concurrency than this is refused as a mistake.
 const MOST_AT_ONCE: usize = 65_536;
-/// Handlers of a group at once, unless a subscription says otherwise.
+/// How many handlers of a group run at once, by default.
 pub(crate) const DEFAULT_CONCURRENCY: usize = 16;
 
-/// How a bus behaves, whatever its engine.
+/// The settings of a bus that do not depend on its engine.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct BusOptions {
-    /// Where the time comes from; must be the clock the engine uses.
+    /// The clock; must be the clock that the engine uses.
     pub clock: Arc<dyn Clock>,
-    /// The retry policy of subscriptions that do not bring their own.
+    /// The retry policy of subscriptions that give none.
     pub retry: RetryPolicy,
-    /// How long one attempt of a handler may take (30 s), unless its subscription says otherwise.
+    /// How long one attempt of a handler may take (30 s), unless its subscription sets a timeout.
     pub timeout: Duration,
     /// How long [`Bus::shutdown`] waits for running handlers (30 s).
     pub shutdown_timeout: Duration,
-    /// The largest payload that is taken, in bytes, whether it travels with its event or is moved to an
-    /// object store. Unless set, it is what [`overflow`](Self::overflow) takes (64 MiB), or 1 MiB where
-    /// nothing is moved.
+    /// The largest accepted payload in bytes, whether it is stored with its event or in an object store. By
+    /// default it is the limit of [`overflow`](Self::overflow) (64 MiB), or 1 MiB without an object store.
     pub max_payload: Option<usize>,
-    /// When the large parts of events go to an object store, and where.
+    /// When and where the large parts of events are moved to an object store.
     pub overflow: Overflow,
-    /// How many deliveries of a group this bus holds at most, queued and running together. Unless
-    /// set, eight for each handler that may run at once, and at least 4096.
+    /// How many deliveries of a group this bus holds at most, queued and running together. By default eight
+    /// for each handler that may run at once, and at least 4096.
     pub prefetch: Option<usize>,
-    /// What is removed once nobody needs it any more, by itself and once a day
-    /// ([`Retention::standard`]); `None` removes nothing.
+    /// The retention policy, applied once a day by a started bus ([`Retention::standard`]). It removes only
+    /// what no group needs any more; `None` removes nothing.
     pub retention: Option<Retention>,
-    /// How long after its start a bus first looks whether retention is due; one to five minutes, at
-    /// random, unless set.
+    /// How long after its start a bus first checks whether retention is due; by default a random time of
+    /// one to five minutes.
     pub retention_delay: Option<Duration>,
-    /// How long the inbox remembers what was handled; for ever unless set. At least as long as the log
-    /// keeps events, or one that comes again would be handled again.
+    /// How long the inbox remembers handled events; by default for ever. It must be at least as long as the
+    /// log keeps events, or a repeated event would be handled again.
     pub inbox_retention: Option<Duration>,
-    /// An event that no process has had a handler for is dead-lettered after this long (24 h).
+    /// An event without a handler in any process is dead-lettered after this long (24 h).
     pub no_handler_after: Duration,
-    /// The source of events that name none: the service this bus belongs to.
+    /// The source of events that name none: the name of this service.
     pub source: Option<Arc<str>>,
-    /// Which event types are in which stream; one stream has everything unless declared otherwise.
+    /// Which event types are in which stream; by default one stream has all types.
     pub streams: Streams,
-    /// The name of this worker in the record of failed attempts: `host/pid` unless set.
+    /// The name of this worker in the record of failed attempts; by default `host/pid`.
     pub worker_name: Arc<str>,
-    /// How full streams may get, and what happens then; over what the declared streams say themselves.
+    /// The size limits of streams and what happens at the limit; they override the limits of the declared
+    /// streams.
     pub limits: Limits,
-    /// How many events may be published in a second.
+    /// The rate limit for publishing, in events per second.
     pub publish_rate: Option<PublishRate>,
-    /// Events of these types are skipped when they happened longer ago than this; zero is never.
+    /// Events of these types are skipped when they happened longer ago than this; zero: never skip.
     pub max_staleness: BTreeMap<String, Duration>,
-    /// What the configuration file says of single consumers.
+    /// The settings of single consumers in the configuration file.
     pub(crate) consumers: Vec<ConsumerOverride>,
 }
 
-/// What the configuration file says of one consumer.
+/// The settings of one consumer in the configuration file.
 #[derive(Clone)]
 pub(crate) struct ConsumerOverride {
     pub(crate) name: String,
     pub(crate) group: GroupName,
     pub(crate) pattern: Pattern,
-    /// The file names a declared stream: every subscription that reads something of it is meant.
+    /// The file names a declared stream: the settings apply to every subscription that reads from it.
     pub(crate) whole_stream: bool,
     pub(crate) settings: Settings,
 }
@@ -183,7 +183,7 @@ impl BusOptions {
         Ok(())
     }
 
-    /// What is kept for how long: what was said of it, and the ages of the declared streams.
+    /// The retention policy in force: the policy of the bus with the ages of the declared streams.
     pub(crate) fn retention_in_force(&self) -> Option<Retention> {
         let retention = self.retention.clone()?;
         Some(retention.with_streams(&self.streams))
@@ -196,7 +196,7 @@ impl BusOptions {
 }
 
 impl BusOptions {
-    /// The consumers of the file that none of these subscriptions is.
+    /// The consumers of the file that match none of these subscriptions.
     pub(crate) fn unused_consumers<'a>(
         &self,
         subscriptions: impl Iterator<Item = (&'a GroupName, &'a Pattern)>,
@@ -209,7 +209,7 @@ impl BusOptions {
     }
 }
 
-/// The name of a worker that was given none: the host and the number of the process.
+/// The default name of a worker: the host and the process id.
 fn worker_name() -> Arc<str> {
     let host = rustix::system::uname();
     let host = host.nodename().to_string_lossy();
@@ -238,7 +238,7 @@ pub(crate) fn too_long(what: &str, duration: Duration) -> Error {
     .hint("check the unit")
 }
 
-/// Zero is "never skip".
+/// Checks an age limit. Zero means: never skip.
 pub(crate) fn check_staleness(age: Duration) -> Result<()> {
     if age > LONGEST {
         return Err(too_long("max_staleness", age));

@@ -20,7 +20,7 @@ pub struct Receipt {
     shared: Arc<Shared>,
 }
 
-/// What a receipt says of the event besides where it is.
+/// The event's own data in a receipt, besides its position.
 #[derive(Clone)]
 pub(crate) struct About {
     event_type: Arc<str>,
@@ -58,7 +58,7 @@ impl Receipt {
         &self.about.event_type
     }
 
-    /// When the event happened, as its publisher said.
+    /// When the event happened, as its publisher stated.
     pub fn occurred_at(&self) -> Timestamp {
         self.about.occurred_at
     }
@@ -68,17 +68,17 @@ impl Receipt {
         self.about.source.as_deref()
     }
 
-    /// Where it is: its shard and its place there.
+    /// The position of the event: its shard and its sequence number there.
     pub fn position(&self) -> Position {
         self.appended.position
     }
 
-    /// Its place in its shard; on an engine with a single log that is all of its position.
+    /// The sequence number in its shard; on an engine with a single log this is the whole position.
     pub fn seq(&self) -> u64 {
         self.appended.position.place()
     }
 
-    /// When the bus received it; for a duplicate, when it received the first one.
+    /// When the bus received it; for a duplicate, when it received the first copy.
     pub fn received_at(&self) -> Timestamp {
         self.appended.received_at
     }
@@ -91,14 +91,14 @@ impl Receipt {
     /// Waits up to 30 seconds until every group that wanted the event when it was published has
     /// handled, skipped or dead-lettered it. An event that no group wants is settled at once.
     ///
-    /// Ends with `Timeout` if it takes longer (the event is safe and still being worked on), with
-    /// `EventBusShutdownError` if the bus is shut down meanwhile, and with `Unsupported` where the
-    /// engine cannot know.
+    /// Ends with `Timeout` if it takes longer (the event is safe and still being handled), with
+    /// `EventBusShutdownError` if the bus is shut down meanwhile, and with `Unsupported` where the engine
+    /// cannot know.
     pub async fn settled(&self) -> Result<Settled> {
         self.settled_within(SETTLED_WAIT).await
     }
 
-    /// As [`settled`](Self::settled), with a time to wait of one's own.
+    /// As [`settled`](Self::settled), with a chosen time limit.
     pub async fn settled_within(&self, wait: Duration) -> Result<Settled> {
         let engine = self.shared.engine.settled()?;
         let mut closed = self.shared.closed.subscribe();

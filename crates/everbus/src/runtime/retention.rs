@@ -1,5 +1,4 @@
-//! Retention runs by itself, once a day: of the buses that share a store, one does it for all that say
-//! the same.
+//! Runs retention once a day. Of the buses that share a store and a policy, one runs it for all.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,17 +7,17 @@ use everbus_core::{Code, Maintenance, Pruned, Result, Retention};
 
 use crate::runtime::bus::Shared;
 
-/// How often it is done.
+/// How often retention runs.
 const EVERY: Duration = Duration::from_secs(24 * 3600);
-/// How often a bus looks whether it is time.
+/// How often a bus checks whether retention is due.
 const LOOK: Duration = Duration::from_secs(3600);
 
-/// Looks shortly after the start, and then every hour, whether retention is due, and sees to it.
+/// Checks shortly after the start, and then every hour, whether retention is due, and runs it.
 pub(crate) async fn prune_daily(shared: Arc<Shared>, retention: Retention) {
     let first = shared.options.retention_delay.unwrap_or_else(some_minutes);
-    // At once: what is published from now on has the time of this clock, right or wrong.
+    // At once: events that are published from now on carry the time of this clock, right or wrong.
     if let Ok(maintenance) = shared.engine.maintenance() {
-        // If that fails, so will the look below, and say so.
+        // If this fails, the check below fails too and reports the error.
         let _ = maintenance.look_at_clock().await;
     }
     tokio::time::sleep(first).await;
@@ -51,7 +50,7 @@ pub(crate) async fn prune_daily(shared: Arc<Shared>, retention: Retention) {
     }
 }
 
-/// Runs it, if nobody has within a day and the clock is to be believed.
+/// Runs retention, unless a bus has run it within a day or the clock is in doubt.
 async fn once(shared: &Shared, retention: &Retention, owner: &str) -> Result<Option<Pruned>> {
     let maintenance = shared.engine.maintenance()?;
     if let Some(doubt) = maintenance.look_at_clock().await? {
@@ -64,7 +63,7 @@ async fn once(shared: &Shared, retention: &Retention, owner: &str) -> Result<Opt
         );
         return Ok(None);
     }
-    // A little less than a day, so that it does not come later every day.
+    // A little less than a day, so that the run does not move later every day.
     let duty = retention.duty();
     if !maintenance
         .take_duty(duty.clone(), owner.to_owned(), EVERY - LOOK)
@@ -74,7 +73,7 @@ async fn once(shared: &Shared, retention: &Retention, owner: &str) -> Result<Opt
     }
     let done = carry_out(shared, maintenance, retention).await;
     if done.is_err() {
-        // Somebody else may have better luck; if the store is gone, that fails too.
+        // Another bus may succeed; if the store is gone, this call fails too.
         let _ = maintenance.return_duty(duty, owner.to_owned()).await;
     }
     done.map(Some)
@@ -93,13 +92,13 @@ async fn carry_out(
     maintenance.prune(retention.clone()).await
 }
 
-/// Who we are, for the record.
+/// The name of this process in the record of duties.
 fn owner(shared: &Shared) -> String {
     let source = shared.options.source.as_deref().unwrap_or("a bus");
     format!("{source}, process {}", std::process::id())
 }
 
-/// Between one and five minutes, so that processes that start together do not all come at once.
+/// Between one and five minutes, so that processes that start together do not all run it at once.
 fn some_minutes() -> Duration {
     Duration::from_secs(fastrand::u64(60..300))
 }

@@ -1,4 +1,4 @@
-//! The end of a bus: nothing acked is forgotten, nothing half done is acked.
+//! The shutdown of a bus: no acked event is forgotten, no unfinished event is acked.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,16 +13,15 @@ use crate::runtime::bus::Shared;
 use crate::runtime::dispatch::GRACE;
 use crate::runtime::subscription::registry::Registry;
 
-/// How a shutdown went.
+/// The result of a shutdown.
 ///
-/// Whatever the numbers are, nothing that was published is lost: an event whose outcome is not durable
-/// is delivered again.
+/// In every case no published event is lost: an event whose outcome is not durable is delivered again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Shutdown {
-    /// Handlers that were still running when the time was over. Their events will be delivered again.
+    /// Handlers that were still running when the time was over. Their events are delivered again.
     pub abandoned: usize,
-    /// Handlers that had finished, but whose outcome could not be made durable in time, as when
+    /// Handlers that had finished, but whose outcome could not be made durable in time, for example because
     /// another program holds the file. Their events may be delivered again although they were handled.
     pub unsettled: usize,
     /// Whether the engine was closed in time. If not, it closes in the background as soon as it can;
@@ -30,7 +29,7 @@ pub struct Shutdown {
     pub closed: bool,
 }
 
-/// When the handlers have to be done that get this long from now.
+/// The deadline for running handlers.
 pub(crate) fn deadline(timeout: Duration) -> Instant {
     // Cut to a year, so that adding it cannot overflow.
     Instant::now() + timeout.min(LONGEST)
@@ -47,7 +46,7 @@ pub(crate) async fn drain(
     for runner in registry.take_runners() {
         groups.spawn(runner.stop(deadline));
     }
-    // The handlers go here, and with them whatever they hold, clones of the bus included.
+    // Drops the handlers and everything they hold, clones of the bus included.
     drop(registry);
     let mut report = Shutdown::default();
     while let Some(leftovers) = groups.join_next().await {
@@ -55,7 +54,7 @@ pub(crate) async fn drain(
         report.abandoned += leftovers.abandoned;
         report.unsettled += leftovers.unsettled;
     }
-    // Whoever still waits for an event to settle will not see it now.
+    // Calls that still wait for an event to settle end now.
     shared.closed.send_replace(true);
     let closing = shared.engine.broker.close();
     if let Ok(closed) = tokio::time::timeout_at(deadline + GRACE, closing).await {

@@ -3,10 +3,10 @@
 use everbus_core::{GroupName, Recorded};
 use tracing::Span;
 
-/// The span of one delivery. Its level is that of errors, so that it is there whatever level the lines
-/// inside it have; without a subscriber it costs a look at a flag.
+/// The span of one delivery. Its level is ERROR, so that it exists at every log level; without a subscriber
+/// it costs one flag check.
 ///
-/// The ids stand in the span only: the lines inside it do not repeat them.
+/// The ids are in the span only: the lines inside it do not repeat them.
 pub(crate) fn span(group: &GroupName, record: &Recorded, attempt: u32) -> Span {
     let event = &record.event;
     let trace = event.attributes().and_then(|a| a.trace.as_ref());

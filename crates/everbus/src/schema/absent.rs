@@ -29,12 +29,12 @@ impl Schema {
         Self::new(name, json)
     }
 
-    /// What messages call it.
+    /// The name in messages.
     pub fn name(&self) -> &str {
         match *self {}
     }
 
-    /// The schema as it was given.
+    /// The original JSON of the schema.
     pub fn json(&self) -> &Value {
         match *self {}
     }

@@ -1,18 +1,18 @@
-//! How much work it may be to say why a document does not fit.
+//! Limits the work of explaining why a document does not match its schema.
 //!
-//! Whether it fits is always quick. The reasons are not: of "one of these" they tell for every
-//! alternative why it was not the one, and if several alternatives lead back to the same choice, as
-//! in an expression made of expressions, they multiply with every level of the document. Whoever may
-//! publish could keep a processor busy for hours.
+//! The check itself is always quick. The explanation is not: for `oneOf` and `anyOf` it says for every
+//! alternative why it did not match. If several alternatives refer back to the same choice, as in an
+//! expression made of expressions, the number of reasons multiplies with every level of the document. A
+//! publisher could keep a processor busy for hours.
 
 use std::collections::BTreeSet;
 
 use serde_json::Value;
 
-/// About as many reasons are looked at.
+/// About this many reasons are examined at most.
 const MAX_REASONS: usize = 10_000;
 
-/// How deep a document may be for its reasons to be looked for; none if that does not matter.
+/// The largest depth of a document whose violations are explained; `None` if depth does not matter.
 pub(super) fn deepest(schema: &Value) -> Option<usize> {
     let widest = widest_choice(schema, schema, "");
     let levels = |widest| usize::try_from(MAX_REASONS.ilog(widest)).unwrap_or(usize::MAX);
@@ -29,7 +29,7 @@ pub(super) fn depth(document: &Value) -> usize {
     1 + inside.unwrap_or(0)
 }
 
-/// The most alternatives of one choice that lead back to it, in this part of the schema.
+/// The largest number of alternatives of one choice that refer back to it, in this part of the schema.
 fn widest_choice(schema: &Value, part: &Value, pointer: &str) -> usize {
     match part {
         Value::Array(items) => items
@@ -57,7 +57,7 @@ fn widest_choice(schema: &Value, part: &Value, pointer: &str) -> usize {
     }
 }
 
-/// Whether the references of an alternative lead, over any number of others, to what holds `choice`.
+/// Whether the references of an alternative lead, directly or indirectly, back to `choice`.
 fn leads_back(schema: &Value, alternative: &Value, choice: &str) -> bool {
     let mut targets = BTreeSet::new();
     let mut parts = vec![alternative];
@@ -65,7 +65,8 @@ fn leads_back(schema: &Value, alternative: &Value, choice: &str) -> bool {
         let mut found = Vec::new();
         references(part, &mut found);
         for target in found {
-            // What is no plain pointer may be anything: the whole schema is on the safe side.
+            // A reference that is no plain pointer may mean anything: the whole schema is the safe
+            // assumption.
             let pointer = target.strip_prefix('#').unwrap_or_default();
             let (pointer, part) = match schema.pointer(pointer) {
                 Some(part) => (pointer, part),

@@ -1,8 +1,8 @@
 //! JSON Schemas of events: one per type and version, checked on publish and on consume.
 //!
 //! A schema comes from a Rust type ([`Schemas::register`]) or from JSON ([`Schemas::register_json`]).
-//! Everything is compiled when it is registered: a schema that is none is an error before any event
-//! moves, and a check is a look-up and a walk over the payload.
+//! Schemas are compiled when they are registered: an invalid schema is an error before any event is
+//! published, and a check is one look-up and one walk over the payload.
 
 #[cfg(feature = "schema")]
 mod effort;
@@ -25,9 +25,9 @@ use serde_json::Value;
 use single::Formats;
 pub use single::Schema;
 
-/// The schemas that are known, by event type and version.
+/// The registered schemas, by event type and version.
 ///
-/// Cloning is cheap enough for a copy per bus: the compiled schemas are shared.
+/// Cloning is cheap: the compiled schemas are shared.
 ///
 /// ```
 /// use everbus::{Event, Schemas};
@@ -44,7 +44,7 @@ pub use single::Schema;
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct Schemas {
-    // A type has few versions: a look-up by type alone needs no owned key.
+    // A type has few versions, and a look-up by type alone needs no owned key.
     by_type: HashMap<Box<str>, Vec<Registered>>,
 }
 
@@ -52,17 +52,17 @@ pub struct Schemas {
 struct Registered {
     version: u32,
     schema: Schema,
-    /// The Rust types that the schema comes from.
+    /// The Rust types that this schema comes from.
     rust_types: Vec<&'static str>,
 }
 
 impl Schemas {
-    /// None at all.
+    /// An empty set.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Registers the schema of a typed event. A type that has none is no error: nothing is checked.
+    /// Registers the schema of a typed event. For a type without a schema this does nothing.
     pub fn register<T: TypedEvent>(&mut self) -> Result<()> {
         match T::schema() {
             Some(json) => self.insert(T::TYPE, T::VERSION, &json, Some(type_name::<T>())),
@@ -70,11 +70,10 @@ impl Schemas {
         }
     }
 
-    /// Registers a schema that was written down as JSON. The draft is the one that `$schema` names,
-    /// 2020-12 if there is none.
+    /// Registers a schema given as JSON. The draft is the one that `$schema` names, or 2020-12.
     ///
-    /// The same schema again is harmless; another one for the same type and version is
-    /// [`Code::InvalidSchema`], as is what is no schema or refers to something outside itself.
+    /// Registering the same schema again is harmless. Another schema for the same type and version is
+    /// [`Code::InvalidSchema`], as is JSON that is not a schema or refers to something outside itself.
     /// Nothing is ever fetched.
     pub fn register_json(&mut self, event_type: &str, version: u32, schema: &Value) -> Result<()> {
         self.insert(event_type, version, schema, None)
@@ -117,14 +116,14 @@ impl Schemas {
         self.by_type.contains_key(event_type)
     }
 
-    /// Whether there is nothing to check.
+    /// Whether there are no schemas.
     pub fn is_empty(&self) -> bool {
         self.by_type.is_empty()
     }
 
-    /// Checks an event that is about to be published. `rust_type` is what
-    /// [`IntoEvent::rust_type`](everbus_core::IntoEvent::rust_type) said: a payload that was just
-    /// serialised from the very type the schema comes from is not checked.
+    /// Checks an event before it is published. `rust_type` comes from
+    /// [`IntoEvent::rust_type`](everbus_core::IntoEvent::rust_type): a payload that was just serialised
+    /// from the Rust type that the schema comes from is not checked.
     pub fn check_published(&self, event: &Event, rust_type: Option<&str>) -> Result<()> {
         let Some(found) = self.find(event.event_type(), event.version()) else {
             return Ok(());
@@ -135,7 +134,7 @@ impl Schemas {
         found.schema.check(event.payload())
     }
 
-    /// Checks an event that is about to be handled, whoever published it.
+    /// Checks an event before it is handled, whichever publisher sent it.
     pub fn check_consumed(&self, event: &Event) -> Result<()> {
         match self.get(event.event_type(), event.version()) {
             Some(schema) => schema.check(event.payload()),
@@ -175,8 +174,8 @@ impl Schemas {
         if let Some(own) = self.find_mut(event_type, version) {
             return own.join(event_type, json, rust_type.as_slice());
         }
-        // The text of a value that a type serialised is what that type reads; whether it is also
-        // what the standard calls a date or a duration is not for a schema to say.
+        // A value that a Rust type serialised can be read by that type. Its schema must not refuse it
+        // because of a stricter `format` for dates or durations.
         let formats = match rust_type {
             Some(_) => Formats::Annotated,
             None => Formats::AsDrafted,
@@ -194,7 +193,7 @@ impl Schemas {
 }
 
 impl Registered {
-    /// Takes a second registration of the same type and version.
+    /// Handles a second registration of the same type and version.
     fn join(&mut self, event_type: &str, json: &Value, rust_types: &[&'static str]) -> Result<()> {
         if json != self.schema.json() {
             let what = format!(

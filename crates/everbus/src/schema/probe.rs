@@ -1,4 +1,4 @@
-//! How the code of the derive macro finds out whether a type has a schema, without asking for one.
+//! Lets the derive macro find out whether a type has a schema, without requiring one.
 //!
 //! The derive calls `(&SchemaOf::<T>::NEW).json_schema()`. Method look-up tries the value before a
 //! reference to it, so [`KnownSchema`] answers for a type that implements `JsonSchema`, and
@@ -10,7 +10,7 @@ use std::marker::PhantomData;
 use schemars::{JsonSchema, generate::SchemaSettings};
 use serde_json::Value;
 
-/// Stands for the type that is asked about.
+/// Stands for the type in question.
 #[derive(Debug)]
 pub struct SchemaOf<T>(PhantomData<T>);
 
@@ -21,7 +21,7 @@ impl<T> SchemaOf<T> {
 
 /// The answer for types that derive `JsonSchema`.
 pub trait KnownSchema {
-    /// The schema of what the type reads, as draft 7: the draft that AsyncAPI tools understand.
+    /// The schema of the deserialised form, as draft 7: the draft that AsyncAPI tools understand.
     fn json_schema(&self) -> Option<Value>;
 }
 
@@ -33,7 +33,7 @@ impl<T: JsonSchema> KnownSchema for SchemaOf<T> {
     }
 }
 
-/// The answer for all others.
+/// The answer for all other types.
 pub trait NoSchema {
     /// None.
     fn json_schema(&self) -> Option<Value> {

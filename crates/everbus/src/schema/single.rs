@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::effort;
 use super::violation::{self, printable};
 
-/// A JSON Schema, compiled. Cloning is cheap, and it may be used from many threads.
+/// A compiled JSON Schema. Cloning is cheap, and it can be used from many threads.
 ///
 /// ```
 /// use everbus::{Code, Schema};
@@ -34,21 +34,21 @@ struct Compiled {
     name: String,
     json: Value,
     validator: Validator,
-    /// Deeper documents are refused without a place.
+    /// Deeper documents are refused without an explanation.
     deepest: Option<usize>,
 }
 
 /// Whether `format` is checked.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Formats {
-    /// As the draft of the schema says: up to draft 7 it is checked, later it only describes.
+    /// As the draft of the schema says: up to draft 7 it is checked, later it is only an annotation.
     AsDrafted,
-    /// It only describes.
+    /// It is only an annotation.
     Annotated,
 }
 
 impl Schema {
-    /// Compiles a schema; `name` is what messages call it. What is no schema, or refers to something
+    /// Compiles a schema; `name` is its name in messages. JSON that is not a schema, or refers to something
     /// outside itself, is [`Code::InvalidSchema`].
     pub fn new(name: impl Into<String>, json: &Value) -> Result<Self> {
         Self::compile(name.into(), json, Formats::AsDrafted)
@@ -68,25 +68,25 @@ impl Schema {
         })))
     }
 
-    /// What messages call it.
+    /// The name in messages.
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// The schema as it was given.
+    /// The original JSON of the schema.
     pub fn json(&self) -> &Value {
         &self.0.json
     }
 
-    /// Checks a payload. A violation is [`Code::ValidationError`]; the message says where in the
-    /// document and what is asked for there. It shows names but no values of the payload.
+    /// Checks a payload. A violation is [`Code::ValidationError`]; the message says where in the document
+    /// and what is required there. It contains names but no values of the payload.
     pub fn check(&self, payload: &[u8]) -> Result<()> {
         let document: Value = serde_json::from_slice(payload).map_err(|e| {
             let what = format!("the payload of {} is not JSON: {e}", self.name());
             Error::new(Code::ValidationError, what)
         })?;
         let validator = &self.0.validator;
-        // The plain answer is much cheaper than the reasons, which hardly ever matter.
+        // The plain check is much cheaper than the reasons, which are rarely needed.
         if validator.is_valid(&document) {
             return Ok(());
         }

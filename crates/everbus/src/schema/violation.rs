@@ -1,10 +1,10 @@
-//! What is wrong with a document, in a sentence: where, and what is asked for there.
+//! Describes a schema violation in one sentence: where, and what is required there.
 
 use jsonschema::Validator;
 use jsonschema::error::{ValidationError, ValidationErrorKind};
 use serde_json::Value;
 
-/// More violations than this are not listed: the first ones are what a person mends first.
+/// At most this many violations are listed: a reader fixes the first ones first.
 const MAX_LISTED: usize = 3;
 /// Names come from the payload and enumerations from the schema; neither may flood a log.
 const MAX_CHARS: usize = 200;
@@ -35,9 +35,9 @@ pub(super) fn place_and_reason(error: &ValidationError<'_>) -> String {
     }
 }
 
-/// "None of the alternatives fits" helps nobody if one of them was meant: an optional field is
-/// "this or null", an enum is "one of these". Finds the mistake inside the one that was meant, where
-/// that can be told.
+/// "None of the alternatives fits" does not help if one alternative was clearly meant: an optional field is
+/// "this or null", an enum is "one of these". Finds the mistake inside that alternative, if it can be
+/// identified.
 fn innermost<'e, 'a>(error: &'e ValidationError<'a>) -> &'e ValidationError<'a> {
     let (ValidationErrorKind::AnyOf { context } | ValidationErrorKind::OneOfNotValid { context }) =
         error.kind()
@@ -58,7 +58,7 @@ fn innermost<'e, 'a>(error: &'e ValidationError<'a>) -> &'e ValidationError<'a> 
     }
 }
 
-/// Whether the branch was not meant at all: the value has another type, or another tag.
+/// Whether the alternative was not meant at all: the value has another type, or another tag.
 fn is_another_kind(error: &ValidationError<'_>, here: usize) -> bool {
     match error.kind() {
         ValidationErrorKind::Type { .. } => depth(error) == here,
@@ -74,7 +74,7 @@ fn depth(error: &ValidationError<'_>) -> usize {
     pointer.bytes().filter(|byte| *byte == b'/').count()
 }
 
-/// Cut to a bounded length, with everything escaped that would act on a terminal or hide text.
+/// Cut to a limited length, with escapes for characters that act on a terminal or hide text.
 pub(super) fn printable(text: &str) -> String {
     let mut shown = String::with_capacity(text.len().min(MAX_CHARS));
     for (index, c) in text.chars().enumerate() {

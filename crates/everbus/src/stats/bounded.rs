@@ -1,4 +1,4 @@
-//! A table that stops growing: what comes after the limit shares one entry.
+//! A table with a limited size: all keys after the limit share one entry.
 
 use parking_lot::{RwLock, RwLockReadGuard};
 use std::collections::HashMap;
@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 pub(super) struct Bounded<K, V> {
     limit: usize,
     entries: RwLock<HashMap<K, Arc<V>>>,
-    /// Exists once the limit has been met.
+    /// Set once the limit is reached.
     other: OnceLock<Arc<V>>,
 }
 
@@ -21,7 +21,7 @@ impl<K: Hash + Eq + Clone, V> Bounded<K, V> {
         }
     }
 
-    /// The entry of the key, which is made if there is room; otherwise the one that is shared.
+    /// The entry of the key, made if there is room; otherwise the shared one.
     pub(super) fn entry(
         &self,
         key: K,
@@ -49,7 +49,7 @@ impl<K: Hash + Eq + Clone, V> Bounded<K, V> {
         self.other.get_or_init(|| Arc::new(other())).clone()
     }
 
-    /// Every entry; the shared one has no key. The table is free again when this returns.
+    /// Every entry; the shared one has no key. The lock is free again when this returns.
     pub(super) fn all(&self) -> Vec<(Option<K>, Arc<V>)> {
         let entries = self.read();
         let keyed = entries.iter();

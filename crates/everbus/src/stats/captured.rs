@@ -1,4 +1,4 @@
-//! A recorder that remembers everything, for the tests.
+//! A metrics recorder that keeps everything, for the tests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use metrics::{
 };
 use parking_lot::Mutex;
 
-/// Keeps everything that a recorder is told.
+/// Keeps everything that is recorded.
 #[derive(Clone, Default)]
 pub(super) struct Captured(pub(super) Arc<Mutex<BTreeMap<String, Series>>>);
 
@@ -26,7 +26,7 @@ pub(super) enum Value {
     Histogram(Vec<f64>),
 }
 
-/// One series as its handle knows it.
+/// The handle of one series.
 struct Handle {
     captured: Captured,
     name: String,

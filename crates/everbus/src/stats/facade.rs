@@ -1,7 +1,7 @@
-//! The names and labels under which the numbers go to the `metrics` crate, and nothing else.
+//! The names and labels of the numbers in the `metrics` crate.
 //!
-//! Names of other specifications are added here: a handle may stand for several series, so that a
-//! meter need not know.
+//! Names of other specifications are added here: a handle may stand for several series, and a meter need
+//! not know.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ pub(super) const QUEUE_DEPTH: &str = "everbus_queue_depth";
 pub(super) const LAG_EVENTS: &str = "everbus_consumer_lag_events";
 pub(super) const LAG_MILLIS: &str = "everbus_consumer_lag_milliseconds";
 
-/// Tells the recorder what every series means.
+/// Describes every series to the recorder.
 pub(super) fn describe() {
     let counters = [
         (PUBLISHED, "Events stored; duplicates are not counted"),
@@ -107,7 +107,7 @@ impl Labels {
     }
 }
 
-/// Shared, since a label is cloned for every series of a meter.
+/// Shared, because a label is cloned for every series of a meter.
 fn text(text: &str) -> SharedString {
     Arc::<str>::from(text).into()
 }

@@ -1,4 +1,4 @@
-//! Numbers that go up and down: how many events a group holds, how a circuit breaker stands.
+//! Gauges: how many events a group holds, the state of a circuit breaker, the lag.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,7 +31,7 @@ impl Queues {
 
 /// The depth of one queue: events fetched and not settled. It counts until it is dropped.
 pub(crate) struct QueueDepth {
-    /// What this queue has added to them.
+    /// What this queue has added to the shared depth.
     own: AtomicU64,
     queues: Arc<Queues>,
 }
@@ -47,7 +47,7 @@ impl QueueDepth {
     pub(crate) fn set(&self, depth: u64) {
         let before = self.own.swap(depth, Ordering::Relaxed);
         let queues = &self.queues;
-        // Differences, since several queues may share a series, also those of another bus.
+        // Adds differences, because several queues may share a series, also queues of another bus.
         if depth > before {
             queues.depth.fetch_add(depth - before, Ordering::Relaxed);
             queues.series.increment((depth - before) as f64);
@@ -64,7 +64,7 @@ impl Drop for QueueDepth {
     }
 }
 
-/// Shows how far one group is behind in one stream.
+/// The lag gauges of one group in one stream.
 pub(super) struct LagGauges {
     events: Gauge,
     millis: Gauge,
@@ -79,7 +79,7 @@ impl LagGauges {
         }
     }
 
-    /// A series that several pairs shared would say nothing.
+    /// No gauges: a series shared by several pairs would be meaningless.
     pub(super) fn none() -> Self {
         Self {
             events: Gauge::noop(),
@@ -93,7 +93,7 @@ impl LagGauges {
     }
 }
 
-/// Shows the state of one circuit breaker to the recorder.
+/// The state gauge of one circuit breaker.
 pub(crate) struct BreakerGauge(Gauge);
 
 impl BreakerGauge {
@@ -101,7 +101,7 @@ impl BreakerGauge {
         Self(Labels::breaker(name).gauge(facade::BREAKER_STATE))
     }
 
-    /// A series that several breakers shared would say nothing.
+    /// No gauge: a series shared by several breakers would be meaningless.
     pub(super) fn none() -> Self {
         Self(Gauge::noop())
     }

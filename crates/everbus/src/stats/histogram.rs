@@ -1,5 +1,5 @@
-//! A histogram of durations in fixed memory: sixteen buckets to each power of two, so that any
-//! quantile is within 3.2 % of the true one. Recording is one atomic addition.
+//! A histogram of durations in fixed memory: sixteen buckets per power of two, so that any quantile is
+//! within 3.2 % of the true one. Recording is one atomic addition.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -7,12 +7,12 @@ use std::time::Duration;
 /// Powers of two are split into `1 << SPLIT` buckets of the same width.
 const SPLIT: u32 = 4;
 const PER_OCTAVE: usize = 1 << SPLIT;
-/// Durations are told apart below `1 << OCTAVES` nanoseconds, 1.6 days.
+/// Durations are distinguished below `1 << OCTAVES` nanoseconds, 1.6 days.
 const OCTAVES: u32 = 47;
 const BUCKETS: usize = (OCTAVES - SPLIT + 1) as usize * PER_OCTAVE;
 
-/// Counts durations; 5.5 KiB, whatever it counts. Below 32 ns it is exact. What is longer than 1.6
-/// days is counted as that, only [`Distribution::max`] is exact.
+/// Counts durations, in 5.5 KiB. Below 32 ns it is exact. Durations over 1.6 days count as 1.6 days; only
+/// [`Distribution::max`] is exact.
 pub(super) struct Histogram {
     buckets: Box<[AtomicU64]>,
     /// Nanoseconds.
@@ -32,28 +32,28 @@ impl Histogram {
     /// Neither locks nor allocates.
     pub(super) fn record(&self, duration: Duration) {
         let nanos = nanos(duration);
-        // New maxima are rare; a look costs no other thread its copy of the cache line.
+        // New maxima are rare; a plain load does not invalidate the cache line of other threads.
         if nanos > self.max.load(Ordering::Relaxed) {
             self.max.fetch_max(nanos, Ordering::Relaxed);
         }
         if let Some(bucket) = self.buckets.get(bucket_of(nanos)) {
-            // After the maximum: whoever sees the count sees a maximum that covers it.
+            // After the maximum: a reader that sees the count also sees a maximum that covers it.
             bucket.fetch_add(1, Ordering::Release);
         }
     }
 }
 
-/// What histograms had counted when they were looked at.
+/// A snapshot of one or more histograms.
 #[derive(Clone, Default)]
 pub(super) struct Distribution {
-    /// Empty as long as nothing was absorbed.
+    /// Empty until the first `absorb`.
     counts: Vec<u64>,
     count: u64,
     max: u64,
 }
 
 impl Distribution {
-    /// Adds what the histogram has counted so far.
+    /// Adds the counts of the histogram.
     pub(super) fn absorb(&mut self, histogram: &Histogram) {
         self.counts.resize(BUCKETS, 0);
         for (count, bucket) in self.counts.iter_mut().zip(&histogram.buckets) {
@@ -74,7 +74,7 @@ impl Distribution {
         Duration::from_nanos(self.max)
     }
 
-    /// The mean, as exact as the quantiles are; zero if there is nothing.
+    /// The mean, as exact as the quantiles; zero if nothing was recorded.
     pub(super) fn mean(&self) -> Duration {
         if self.count == 0 {
             return Duration::ZERO;
@@ -87,7 +87,8 @@ impl Distribution {
         Duration::from_nanos(mean.min(self.max))
     }
 
-    /// The duration that a share `q` (0 to 1) of all is not longer than; zero if there is nothing.
+    /// The duration that a fraction `q` (0 to 1) of all durations does not exceed; zero if nothing was
+    /// recorded.
     pub(super) fn quantile(&self, q: f64) -> Duration {
         let rank = ((q * self.count as f64).ceil() as u64).clamp(1, self.count.max(1));
         let mut seen = 0;
@@ -115,7 +116,7 @@ fn bucket_of(nanos: u64) -> usize {
     ((shift as usize + 1) * PER_OCTAVE + within).min(BUCKETS - 1)
 }
 
-/// The middle is at most half a bucket from anything in it: 1/32 of the value.
+/// The middle of a bucket differs from any value in it by at most half a bucket: 1/32 of the value.
 fn middle_of(bucket: usize) -> u64 {
     if bucket < PER_OCTAVE {
         return bucket as u64;
@@ -141,7 +142,7 @@ mod tests {
         distribution
     }
 
-    /// Numbers that look random and are the same in every run.
+    /// Pseudo-random numbers, the same in every run.
     struct Numbers(u64);
 
     impl Numbers {
@@ -152,7 +153,7 @@ mod tests {
             self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
         }
 
-        /// Every order of magnitude from 1 µs to a day is as likely.
+        /// Every order of magnitude from 1 µs to a day is equally likely.
         fn duration(&mut self) -> Duration {
             let octave = self.next() % 37;
             let micros = (1 << octave) + self.next() % (1 << octave);
@@ -266,7 +267,7 @@ mod tests {
                 let (histogram, all) = (&histogram, &all);
                 scope.spawn(move || {
                     all.wait();
-                    // All in the same bucket, and the maximum grows.
+                    // All in the same bucket, with a growing maximum.
                     for n in 0..EACH {
                         histogram.record(Duration::from_nanos((1 << 40) + 4 * n + thread));
                     }

@@ -1,4 +1,4 @@
-//! What is counted for one type in one group, and for one type that is published.
+//! The counters of one type in one group, and of one published type.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -16,16 +16,16 @@ pub(crate) enum Skip {
     Stale,
     /// The circuit breaker was open and the group is best-effort.
     BestEffort,
-    /// The handler said so.
+    /// The handler skipped it.
     Handler,
-    /// It made room for newer ones.
+    /// It was dropped to make room for newer ones.
     Dropped,
 }
 
 impl Skip {
     pub(super) const ALL: [Skip; 4] = [Skip::Stale, Skip::BestEffort, Skip::Handler, Skip::Dropped];
 
-    /// The label of the metrics.
+    /// The label in the metrics.
     pub(crate) const fn as_str(self) -> &'static str {
         match self {
             Self::Stale => "stale",
@@ -36,10 +36,10 @@ impl Skip {
     }
 }
 
-/// Counts what happens to the events of one type in one group. Nothing here locks or allocates.
+/// Counts the outcomes of the events of one type in one group. Nothing here locks or allocates.
 ///
-/// It is in one piece: a group counts its outcomes in one task, so threads hardly ever write to it
-/// at the same time. If they do, nothing is lost.
+/// Its counters share cache lines: a group counts its outcomes in one task, so threads rarely write at the
+/// same time. If they do, nothing is lost.
 pub(crate) struct Meter {
     handled: metrics::Counter,
     latency: Times,
@@ -71,15 +71,15 @@ impl Meter {
         }
     }
 
-    /// An event was handled: how long after its publish, and how long the handlers took.
+    /// An event was handled: the latency since its publish, and the run time of the handlers.
     pub(crate) fn handled(&self, latency: Duration, took: Duration) {
-        // Their own number is that of the latencies.
+        // `stats` uses the number of latencies; this is the counter of the recorder.
         self.handled.increment(1);
         self.latency.record(latency);
         self.handler_time.record(took);
     }
 
-    /// An attempt failed, whatever comes of it.
+    /// An attempt failed, with any verdict.
     pub(crate) fn failed(&self) {
         self.failed.add(1);
     }
@@ -137,12 +137,12 @@ impl PublishMeter {
         }
     }
 
-    /// So many events are durable that were not there before.
+    /// This many new events are durable.
     pub(crate) fn published(&self, events: u64) {
         self.published.add(events);
     }
 
-    /// So many old events made room for new ones, in whichever groups owed them.
+    /// This many old events were dropped to make room, in any group.
     pub(crate) fn dropped(&self, events: u64) {
         self.dropped.add(events);
     }
@@ -156,7 +156,7 @@ impl PublishMeter {
     }
 }
 
-/// A number of our own and the series it goes to.
+/// A counter of ours and the series of the recorder.
 struct Count {
     total: AtomicU64,
     series: metrics::Counter,
@@ -180,7 +180,7 @@ impl Count {
     }
 }
 
-/// A histogram of our own and the series it goes to.
+/// A histogram of ours and the series of the recorder.
 struct Times {
     all: Histogram,
     series: metrics::Histogram,

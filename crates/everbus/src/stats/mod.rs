@@ -1,8 +1,8 @@
-//! Counts what the bus does: for `bus.stats()`, and for the recorder of the `metrics` crate if the
-//! program has installed one. Memory is bounded, whatever types and groups come along.
+//! Counts what the bus does: for `bus.stats()`, and for the recorder of the `metrics` crate if the program
+//! has installed one. Memory is bounded for any number of types and groups.
 //!
-//! Who counts keeps a [`Meter`]; finding one is for the first event of a type, counting for each.
-//! A meter reports to the recorder that was there when it was made.
+//! The caller keeps a [`Meter`]: it is looked up at the first event of a type and used for each event. A
+//! meter reports to the recorder that was installed when the meter was made.
 
 mod bounded;
 #[cfg(test)]
@@ -33,9 +33,10 @@ pub(crate) use meter::{Meter, PublishMeter, Skip};
 pub(crate) use published::Published;
 pub use report::{BusStats, GroupStats, Outcomes, Quantiles, Skipped, TypeStats};
 
-/// So many types, pairs of group and type (11 KiB each), groups and breakers are told apart.
+/// At most this many types, pairs of group and type (11 KiB each), groups and breakers are counted
+/// separately.
 pub(crate) const MOST_SERIES: usize = 1000;
-/// The type and the group of everything beyond.
+/// The type and the group of all others.
 const OTHER: &str = "other";
 
 /// The numbers of one bus.
@@ -55,7 +56,7 @@ impl Default for Stats {
 }
 
 impl Stats {
-    /// Tells apart so many of each kind.
+    /// With this limit for each kind of series.
     pub(crate) fn with_most(series: usize) -> Self {
         facade::describe();
         Self {
@@ -64,12 +65,12 @@ impl Stats {
             queues: Bounded::new(series),
             breakers: Bounded::new(series),
             lags: Bounded::new(series),
-            // The name is a good one.
+            // The name is valid, so the fallback is never used.
             other_group: GroupName::new(OTHER).unwrap_or_else(|_| GroupName::unnamed()),
         }
     }
 
-    /// Where the outcomes of this type in this group are counted. To be kept by the caller.
+    /// The meter of this type in this group. The caller keeps it.
     pub(crate) fn meter(&self, group: &GroupName, event_type: &Arc<str>) -> Arc<Meter> {
         self.meters.entry(
             (group.clone(), event_type.clone()),
@@ -78,7 +79,7 @@ impl Stats {
         )
     }
 
-    /// Where events of this type that were stored are counted.
+    /// The meter of published events of this type.
     pub(crate) fn publishing(&self, event_type: &Arc<str>) -> Arc<PublishMeter> {
         self.published.entry(
             event_type.clone(),
@@ -87,7 +88,7 @@ impl Stats {
         )
     }
 
-    /// The depth of a queue of this group, zero at first.
+    /// The depth gauge of a queue of this group, zero at first.
     pub(crate) fn queue(&self, group: &GroupName) -> QueueDepth {
         QueueDepth::new(self.queues.entry(
             group.clone(),
@@ -96,14 +97,14 @@ impl Stats {
         ))
     }
 
-    /// Where the state of this breaker is shown.
+    /// The state gauge of this breaker.
     pub(crate) fn breaker(&self, name: &str) -> Arc<BreakerGauge> {
         self.breakers
             .entry(name.into(), || BreakerGauge::new(name), BreakerGauge::none)
     }
 
-    /// Shows how far groups are behind: by declared stream, or where none is declared by event type. A
-    /// pair that has nothing to do any more is shown as zero.
+    /// Sets the lag gauges of groups: by declared stream, or without declared streams by event type. A pair
+    /// without lag is set to zero.
     pub(crate) fn lag(&self, groups: &[GroupInfo], streams: &Streams, now: Timestamp) {
         let mut lags: BTreeMap<(GroupName, Arc<str>), Lag> = BTreeMap::new();
         let mut note = |group: &GroupInfo, stream: &str, lag: &Lag| {
@@ -134,7 +135,7 @@ impl Stats {
         }
     }
 
-    /// Everything that was counted so far. Numbers that change meanwhile may be of different moments.
+    /// All counts so far. Counts that change meanwhile may be of different moments.
     pub(crate) fn snapshot(&self, breakers: Vec<BreakerInfo>) -> BusStats {
         let mut types = BTreeMap::<Arc<str>, (u64, Sums)>::new();
         let mut groups = BTreeMap::<GroupName, (u64, Sums)>::new();

@@ -1,5 +1,4 @@
-//! Counts a batch that is given away to be stored: the types are looked up before, the events are
-//! counted by the answers.
+//! Counts a batch that is appended: the meters are looked up before, the events are counted by the answers.
 
 use std::sync::Arc;
 
@@ -9,7 +8,7 @@ use super::{PublishMeter, Stats};
 
 /// The meters of a batch, in the order of its events. Events of one type often come in a row.
 pub(crate) struct Published {
-    // A batch of one type, and so a single event, allocates nothing.
+    // A batch of one type, such as a single event, allocates nothing.
     first: Option<Run>,
     more: Vec<Run>,
 }
@@ -35,7 +34,7 @@ impl Published {
         }
     }
 
-    /// Counts what was stored: no errors, no duplicates. Answers come in the order of the events.
+    /// Counts the stored events, without errors and duplicates. Answers are in the order of the events.
     pub(crate) fn stored(&self, mut answers: &[Result<Appended>]) {
         for run in self.first.iter().chain(&self.more) {
             let (of_run, rest) = answers.split_at(run.events.min(answers.len()));

@@ -1,4 +1,4 @@
-//! What `bus.stats()` answers.
+//! The result of `bus.stats()`.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -11,10 +11,10 @@ use super::histogram::Distribution;
 use super::meter::Skip;
 use crate::breaker::BreakerInfo;
 
-/// What a bus did since it was opened, in this process.
+/// The counts of a bus since it was opened, in this process.
 ///
-/// Memory is bounded: after 1,000 types, and after 1,000 pairs of a type and a group, further ones
-/// are counted together under the name `other`.
+/// Memory is bounded: after 1,000 types, and after 1,000 pairs of a type and a group, all further ones are
+/// counted together under the name `other`.
 ///
 /// The same numbers go to the recorder of the `metrics` crate, if the program installed one before
 /// it opened the bus.
@@ -35,7 +35,7 @@ pub struct BusStats {
 pub struct TypeStats {
     /// Events stored; duplicates are not counted.
     pub published: u64,
-    /// What became of them, summed over the groups.
+    /// Their outcomes, summed over the groups.
     #[serde(flatten)]
     pub outcomes: Outcomes,
 }
@@ -46,12 +46,12 @@ pub struct TypeStats {
 pub struct GroupStats {
     /// Events that were fetched and are not settled, at this moment.
     pub queue_depth: u64,
-    /// What became of the others.
+    /// The outcomes of the others.
     #[serde(flatten)]
     pub outcomes: Outcomes,
 }
 
-/// What became of events. An event counts once for every group that wants it.
+/// The outcomes of events. An event counts once for every subscribed group.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Outcomes {
@@ -63,7 +63,7 @@ pub struct Outcomes {
     pub retried: u64,
     /// Events that were not handled, by reason.
     pub skipped: Skipped,
-    /// Events given up on.
+    /// Events that became dead letters.
     pub dead_lettered: u64,
     /// Events that the inbox knew as handled already.
     pub inbox_hits: u64,
@@ -83,7 +83,7 @@ pub struct Skipped {
     pub stale: u64,
     /// The circuit breaker was open and the group is best-effort.
     pub best_effort: u64,
-    /// The handler said `skip`.
+    /// The handler returned `skip`.
     pub handler: u64,
     /// Removed by `drop_oldest` to make room.
     pub dropped: u64,
@@ -131,7 +131,7 @@ impl Deref for GroupStats {
     }
 }
 
-/// What meters add up to.
+/// The sums of several meters.
 #[derive(Default)]
 pub(super) struct Sums {
     pub(super) latency: Distribution,

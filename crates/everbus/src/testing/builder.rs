@@ -15,7 +15,7 @@ use crate::open::builder::BusBuilder;
 use crate::runtime::bus::Bus;
 use crate::runtime::router::Router;
 
-/// A [`TestBus`] in the making.
+/// Builds a [`TestBus`].
 ///
 /// ```
 /// use everbus::testing::TestBus;
@@ -40,14 +40,14 @@ pub struct TestBusBuilder {
     patience: Duration,
 }
 
-/// What it runs on.
+/// The engine of the test bus.
 #[derive(Clone, Debug)]
 enum On {
     Url(String),
     Engine(Box<Engine>),
 }
 
-/// How long nothing may come of waiting before it is a mistake of the test.
+/// How long a wait may last before the test fails.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 impl Default for TestBusBuilder {
@@ -63,42 +63,41 @@ impl Default for TestBusBuilder {
 }
 
 impl TestBusBuilder {
-    /// Changes the settings of the bus: retry policy, limits, configuration file. The clock is the
-    /// test's, and a file's engine is not opened: see [`with_real`](Self::with_real).
+    /// Changes the settings of the bus: retry policy, limits, configuration file. The clock stays the
+    /// test's, and the engine of a configuration file is not opened: see [`with_real`](Self::with_real).
     pub fn bus(mut self, settings: impl FnOnce(BusBuilder) -> BusBuilder) -> Self {
         self.bus = settings(self.bus);
         self
     }
 
-    /// The clock to use, in place of one that stands at the time the test began.
+    /// The clock to use; by default one that stands at the time when the test began.
     pub fn clock(mut self, clock: ManualClock) -> Self {
         self.clock = clock;
         self
     }
 
-    /// Delivers everything twice, through a [`Duplicator`].
+    /// Delivers every event twice, through a [`Duplicator`].
     pub fn duplicate_deliveries(mut self) -> Self {
         self.duplicates = true;
         self
     }
 
-    /// Runs the same test on a real engine in place of the one in memory: `sqlite:FILE` or whatever a
-    /// [`Bus`] opens. The engine takes its time from the same clock where it takes one. What it keeps is
-    /// the caller's to place and to clear away; events that are there already are not reported.
+    /// Runs the same test on a real engine instead of the one in memory: `sqlite:FILE` or any URL that a
+    /// [`Bus`] opens. The engine uses the same clock, if it takes one. The caller chooses and removes its
+    /// data; events that are already there are not reported.
     pub fn with_real(mut self, url: impl Into<String>) -> Self {
         self.on = On::Url(url.into());
         self
     }
 
-    /// Runs on an engine that is open already: one with faults planted, one of one's own. Its clock is
-    /// given with [`clock`](Self::clock) too.
+    /// Runs on an open engine, for example one with planted faults. Give its clock with
+    /// [`clock`](Self::clock) too.
     pub fn engine(mut self, engine: Engine) -> Self {
         self.on = On::Engine(Box::new(engine));
         self
     }
 
-    /// How long, in real time, the bus may be busy with what is due before waiting for it is given up
-    /// (30 s).
+    /// How long, in real time, the bus may be busy with due events before waiting for it fails (30 s).
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
         self
@@ -109,7 +108,7 @@ impl TestBusBuilder {
         let gates = Gates::of(&router.clone().resolve()?);
         let settings = self.bus.clock(self.clock.clone());
         let mut engine = match self.on {
-            // Opened as every bus opens it; only its engine is used.
+            // Opened like the engine of any bus; only the engine is used.
             On::Url(url) => settings.clone().open(url).await?.engine().clone(),
             On::Engine(engine) => *engine,
         };
@@ -122,7 +121,7 @@ impl TestBusBuilder {
         }
         let bus = settings.with_engine(tapped(engine, &journal))?;
         let control = Control::default();
-        // Around everything the router says.
+        // Around all routes of the router.
         let router = Router::new().layer(control.clone()).merge(router);
         bus.mount(router).await?;
         bus.start().await?;

@@ -1,4 +1,4 @@
-//! The test bus: a whole bus in the test's process, on virtual time.
+//! The test bus: a complete bus in the test's process, on virtual time.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,21 +17,22 @@ use crate::runtime::receipt::Receipt;
 use crate::runtime::router::Router;
 use crate::runtime::shutdown::Shutdown;
 
-/// More moves of the clock than this, without an event that comes to an end, are a retry without one.
+/// More moves of the clock than this without a finished event mean an endless retry.
 const MOST_MOVES: usize = 1000;
-/// More moves than this within one time are waits too short to be meant.
+/// More moves than this in one `advance` mean that the waits are too short.
 const MOST_MOVES_AHEAD: usize = 100_000;
-/// Most changes are told; this is how often the others are looked for.
+/// Most changes send a notification; this is how often the others are polled.
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
 const LONGEST_WAIT: Duration = Duration::from_millis(16);
-/// The same where the test has stopped the time of tokio: waiting costs nothing then, looking does.
+/// The longest poll interval when the test has paused tokio's time: waiting costs nothing then, polling
+/// does.
 const LONGEST_STOPPED_WAIT: Duration = Duration::from_secs(4);
 
 /// A bus for tests: in process, on the memory engine, with a clock that stands still until it is moved.
 ///
-/// Events go through the whole pipeline. [`publish`](Self::publish) returns when everything that is due
-/// now has been handled, what handlers published included; retries wait until
-/// [`advance`](Self::advance) moves the clock. Only the timeout of a handler is measured in real time.
+/// Events go through the whole pipeline. [`publish`](Self::publish) returns when all due events have been
+/// handled, including events that handlers published; retries wait until [`advance`](Self::advance) moves
+/// the clock. Only the timeout of a handler uses real time.
 ///
 /// ```
 /// use std::time::Duration;
@@ -66,18 +67,18 @@ pub(super) struct Parts {
     pub(super) journal: Arc<Journal>,
     pub(super) control: Control,
     pub(super) gates: Gates,
-    /// What is in the log up to here was there before.
+    /// Events up to here existed before the test.
     pub(super) began_after: Cursor,
     pub(super) patience: Duration,
 }
 
 impl TestBus {
-    /// A bus with the default settings, the router mounted, started.
+    /// A started bus with the default settings and this router.
     pub async fn new(router: Router) -> Result<Self> {
         Self::builder().open(router).await
     }
 
-    /// Begins a test bus with settings of one's own, or on a real engine.
+    /// Begins a test bus with custom settings, or on a real engine.
     pub fn builder() -> TestBusBuilder {
         TestBusBuilder::default()
     }
@@ -91,8 +92,8 @@ impl TestBus {
         &self.parts.bus
     }
 
-    /// The clock. Moving it by hand while something is in flight ends leases, as a stopped process
-    /// would; [`advance`](Self::advance) does not.
+    /// The clock. Moving it by hand while an event is in flight ends leases, as in a process that was
+    /// stopped; [`advance`](Self::advance) does not.
     pub fn clock(&self) -> &ManualClock {
         &self.parts.clock
     }
@@ -114,8 +115,8 @@ impl TestBus {
         &self.parts.began_after
     }
 
-    /// Publishes an event, waits until everything that is due now has been handled, in all groups and
-    /// with all that handlers published, and says what became of the event.
+    /// Publishes an event, waits until all due events have been handled, in all groups and with all events
+    /// that handlers published, and reports what happened to the event.
     pub async fn publish(&self, event: impl IntoEvent) -> Result<Report> {
         let receipt = self.publish_only(event).await?;
         self.settle().await?;
@@ -127,14 +128,14 @@ impl TestBus {
         self.bus().publish(event).await
     }
 
-    /// How an event stands by now.
+    /// The current state of an event.
     pub async fn report(&self, receipt: &Receipt) -> Result<Report> {
         let mut report = self.journal().report(receipt.id(), receipt.position())?;
         let is_open = |fate: &Fate| matches!(fate, Fate::Waiting | Fate::Retrying { .. });
         if !report.groups.iter().any(|happened| is_open(&happened.fate)) {
             return Ok(report);
         }
-        // What the engine settled by itself: an event dropped to make room, one that nobody handles.
+        // Events that the engine settled by itself: dropped to make room, or without a handler.
         let states = self
             .bus()
             .engine()
@@ -156,17 +157,17 @@ impl TestBus {
         Ok(report)
     }
 
-    /// Waits until there is nothing left to do now: nothing is being handled, and whatever waits is due
-    /// later. Handlers' own background tasks are not known to the bus and not waited for.
+    /// Waits until nothing is left to do now: no handler runs, and all waiting events are due later.
+    /// Background tasks of handlers are unknown to the bus and are not waited for.
     ///
-    /// Ends with `Timeout` if that takes longer than the patience of the test bus, and says what was
+    /// Ends with `Timeout` if this takes longer than the patience of the test bus; the error says what was
     /// still to be done.
     pub async fn settle(&self) -> Result<()> {
         self.when_idle().await.map(drop)
     }
 
-    /// Moves the virtual clock forward, from one due retry to the next, and at each stop waits until
-    /// everything that is due has been handled. In the end the clock has moved by this much.
+    /// Moves the virtual clock forward, from one due retry to the next, and at each stop waits until all
+    /// due events have been handled. In the end the clock has moved by this much.
     pub async fn advance(&self, by: Duration) -> Result<()> {
         let end = self.now().plus(by);
         for _ in 0..MOST_MOVES_AHEAD {
@@ -179,8 +180,8 @@ impl TestBus {
         Err(never_ends(MOST_MOVES_AHEAD))
     }
 
-    /// Moves the virtual clock as far as it takes until nothing waits any more: every event is handled,
-    /// skipped or dead-lettered.
+    /// Moves the virtual clock until nothing waits any more: every event is handled, skipped or
+    /// dead-lettered.
     pub async fn run_to_end(&self) -> Result<()> {
         let (mut moves, mut ended) = (0, 0);
         while let Some(next) = self.when_idle().await? {
@@ -195,13 +196,13 @@ impl TestBus {
         Ok(())
     }
 
-    /// Lets the next so many calls of handlers fail, whichever they are, instead of running them. The
-    /// failure is one that is retried.
+    /// Makes the next calls of any handler fail, this many of them, without running the handler. The
+    /// failure is retried.
     pub fn fail_next(&self, calls: usize) {
         self.parts.control.fail_next(calls);
     }
 
-    /// Lets the next so many calls of one handler fail, in all groups that have one of this name.
+    /// Makes the next calls of one handler fail, in all groups that have a handler of this name.
     ///
     /// # Panics
     ///
@@ -212,9 +213,8 @@ impl TestBus {
         self.parts.control.fail_next_in(handler, calls);
     }
 
-    /// How often a handler of the router was called, retries and calls that were made to fail
-    /// included. Its name is the one it was given, else its pattern; handlers of the same name in
-    /// several groups count together.
+    /// How often a handler was called, including retries and calls that were made to fail. Its name is the
+    /// given one, else its pattern; handlers with the same name in several groups count together.
     ///
     /// # Panics
     ///
@@ -234,14 +234,14 @@ impl TestBus {
         );
     }
 
-    /// Shuts the bus down, for tests that open what it leaves behind.
+    /// Shuts the bus down, for tests that open its data afterwards.
     pub async fn shutdown(self) -> Result<Shutdown> {
         self.bus().shutdown().await
     }
 
-    /// Waits until nothing is left to do; when the next thing is due.
+    /// Waits until nothing is left to do. Returns when the next event is due.
     async fn when_idle(&self) -> Result<Option<Timestamp>> {
-        // In real time, also where the test has stopped that of tokio.
+        // In real time, also if the test has paused tokio's time.
         let began = Instant::now();
         let mut wait = SHORTEST_WAIT;
         loop {
@@ -263,7 +263,7 @@ impl TestBus {
                     "a handler that waits for something, or events that cause each other for ever",
                 ));
             }
-            // Some changes are not told, as when numbers are counted.
+            // Some changes send no notification, for example counting.
             let waiting = Instant::now();
             if tokio::time::timeout(wait, changed).await.is_err() {
                 let stopped = waiting.elapsed() < wait / 2;

@@ -17,15 +17,15 @@ use crate::handler::upcast::Upcasts;
 use crate::handler::{Handler, HandlerOutcome, Registered, Traits};
 use crate::runtime::router::Route;
 
-/// What logs and [`Message::handler_name`] call a handler that is called so.
+/// The name of a directly called handler in logs and in [`Message::handler_name`].
 const NAME: &str = "(called directly)";
 
-/// Begins a call of a handler: its parameters are taken from the event given to [`with`](Call::with), and
-/// what it returns is what the bus would be given.
+/// Begins a call of a handler: its parameters are extracted from the event given to [`with`](Call::with),
+/// and the result is what the bus would get.
 ///
-/// Nothing is published, retried or remembered, and there is no timeout; a panic is the test's. A
-/// function whose parameters can all be made by hand needs none of this:
-/// `confirm(Payload(order), State(mailer)).await` is a call like any other.
+/// Nothing is published, retried or recorded, and there is no timeout; a panic reaches the test. A function
+/// whose parameters can all be built by hand does not need this: `confirm(Payload(order),
+/// State(mailer)).await` is a normal call.
 ///
 /// ```
 /// use everbus::testing::call;
@@ -74,7 +74,7 @@ pub fn call<Args, H: Handler<Args>>(handler: H) -> Call {
     }
 }
 
-/// A call in the making; see [`call`].
+/// A call that is being built; see [`call`].
 #[must_use = "the handler is called by `with`"]
 pub struct Call {
     route: Route,
@@ -91,8 +91,8 @@ impl Call {
         self
     }
 
-    /// Leads from an older version of an event to a newer one, as
-    /// [`Router::upcast`](crate::Router::upcast) does.
+    /// Converts an older version of an event to a newer one, as [`Router::upcast`](crate::Router::upcast)
+    /// does.
     pub fn upcast<Old, New, F>(mut self, upcast: F) -> Self
     where
         Old: TypedEvent + DeserializeOwned + 'static,
@@ -103,20 +103,20 @@ impl Call {
         self
     }
 
-    /// The group on whose behalf the handler runs; the unnamed one unless said.
+    /// The group of the handler; by default the unnamed one.
     pub fn group(mut self, group: GroupName) -> Self {
         self.group = group;
         self
     }
 
-    /// Which attempt it is; the first unless said.
+    /// The attempt number; by default the first.
     pub fn attempt(mut self, attempt: u32) -> Self {
         self.attempt = attempt.max(1);
         self
     }
 
-    /// Calls the handler with an event and returns what came of it. [`Outcome::events`](crate::Outcome::events) are those it
-    /// staged with [`Context::publish`](crate::Context::publish) and those it returned.
+    /// Calls the handler with an event and returns its outcome. [`Outcome::events`](crate::Outcome::events)
+    /// are the events it staged with [`Context::publish`](crate::Context::publish) and those it returned.
     pub async fn with(self, event: impl IntoEvent) -> HandlerOutcome {
         let event = event.into_event()?;
         let (record, message) = self.message(event)?;
@@ -164,7 +164,7 @@ impl Call {
     }
 }
 
-/// The deadline that a handler sees; nothing happens then.
+/// The deadline that the handler sees; nothing happens at that time.
 const LONG: Duration = Duration::from_secs(30);
 
 impl std::fmt::Debug for Call {

@@ -1,4 +1,4 @@
-//! A layer around every handler of the test bus: counts the calls, and fails those it was told to.
+//! A layer around every handler of the test bus: counts the calls, and makes some of them fail.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,15 +14,15 @@ use crate::handler::message::Message;
 use crate::handler::outcome::Outcome;
 use crate::handler::{BoxError, HandlerError};
 
-/// What is counted and what is to fail. Clones are the same.
+/// The counts and the planned failures. Clones share them.
 #[derive(Clone, Default)]
 pub(super) struct Control(Arc<Mutex<Orders>>);
 
 #[derive(Default)]
 struct Orders {
-    /// So many of the next calls fail, whoever is called.
+    /// This many of the next calls fail, of any handler.
     fail_any: usize,
-    /// So many of the next calls of a handler fail.
+    /// This many of the next calls of a handler fail.
     fail_in: BTreeMap<String, usize>,
     calls: BTreeMap<String, usize>,
 }
@@ -45,7 +45,7 @@ impl Control {
             .unwrap_or_default()
     }
 
-    /// Counts a call; whether it is to fail.
+    /// Counts a call. Returns whether it must fail.
     fn begin(&self, handler: &str) -> bool {
         let orders = &mut *self.0.lock();
         *orders.calls.entry(handler.to_owned()).or_default() += 1;

@@ -1,4 +1,4 @@
-//! An engine that delivers everything twice, to find handlers that mind.
+//! An engine that delivers every event twice, to find handlers that are not idempotent.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::pin::pin;
@@ -14,14 +14,13 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-/// Wraps an engine so that everything that was handled or skipped is delivered once more, as after an
-/// acknowledgement that was lost.
+/// Wraps an engine so that every handled or skipped event is delivered once more, as after a lost ack.
 ///
-/// A delivery that the engine has settled comes again, unchanged, to the same consumer. What comes of
-/// that is thrown away: its settlement is answered `Ok` and never reaches the engine. So a plain handler
-/// runs twice for every event, and one that is [`idempotent`](crate::Route::idempotent) or works
-/// [in a transaction](crate::sqlite::in_transaction) runs once. What is retried, dead-lettered or given
-/// back is not repeated, nor is what was settled after its consumer had closed.
+/// A delivery that the engine has settled is delivered again, unchanged, to the same consumer. The outcome
+/// of the copy is dropped: its settlement returns `Ok` and never reaches the engine. So a plain handler
+/// runs twice for every event, and one that is [`idempotent`](crate::Route::idempotent) or works [in a
+/// transaction](crate::sqlite::in_transaction) runs once. Events that are retried, dead-lettered or given
+/// back are not repeated, nor events that were settled after their consumer had closed.
 ///
 /// [`TestBusBuilder::duplicate_deliveries`](super::TestBusBuilder::duplicate_deliveries) does this for a
 /// test bus.
@@ -54,7 +53,7 @@ use tokio::time::Instant;
 pub struct Duplicator;
 
 impl Duplicator {
-    /// The same engine, delivering everything twice.
+    /// The same engine, delivering every event twice.
     pub fn wrap(engine: Engine) -> Engine {
         let copies = Arc::<Copies>::default();
         let settled = engine.settled.map(|inner| {
@@ -72,10 +71,10 @@ impl Duplicator {
     }
 }
 
-/// What the leases of repeated deliveries begin with.
+/// The prefix of the leases of repeated deliveries.
 const MARK: &str = "everbus-duplicate-";
 
-/// Whether a lease is that of a repeated delivery.
+/// Whether a lease belongs to a repeated delivery.
 pub(super) fn is_copy(lease: &Lease) -> bool {
     lease
         .text()
@@ -88,22 +87,22 @@ struct Twice {
     copies: Arc<Copies>,
 }
 
-/// What was handed out and may come again, and what does.
+/// Deliveries that may be repeated, and their copies.
 #[derive(Default)]
 struct Copies {
     state: Mutex<State>,
-    /// A copy is waiting, or one is done.
+    /// A copy waits, or is done.
     changed: Notify,
 }
 
 #[derive(Default)]
 struct State {
     next: u64,
-    /// Handed out by the engine and not settled.
+    /// Delivered by the engine and not settled.
     first: HashMap<Lease, First>,
     /// Copies that wait to be fetched, by consumer. Only consumers that fetch are here.
     waiting: BTreeMap<u64, VecDeque<Delivery>>,
-    /// Copies that are to come, wait or were handed out, by their marked leases.
+    /// Copies that are expected, waiting or delivered, by their marked leases.
     open: HashMap<Lease, GroupName>,
 }
 
@@ -137,7 +136,7 @@ impl Copies {
         }
     }
 
-    /// Takes up to `max` copies that wait for a consumer.
+    /// Takes up to `max` waiting copies of a consumer.
     fn take(&self, consumer: u64, max: usize) -> Vec<Delivery> {
         let mut state = self.state();
         let Some(waiting) = state.waiting.get_mut(&consumer) else {
@@ -147,14 +146,14 @@ impl Copies {
         waiting.drain(..count).collect()
     }
 
-    /// A copy is over, whatever came of it.
+    /// A copy is done, with any outcome.
     fn done(&self, lease: &Lease) {
         self.state().open.remove(lease);
         self.changed.notify_waiters();
     }
 
-    /// What will come again once the engine has settled it. Known before that, so that nobody sees a
-    /// moment without it.
+    /// Registers the copies before the engine settles the originals, so that the bus never looks idle in
+    /// between.
     fn prepare(self: &Arc<Self>, settlements: &[Settlement]) -> Prepared {
         let mut state = self.state();
         let mut copies = Vec::with_capacity(settlements.len());
@@ -194,8 +193,7 @@ impl Copies {
     }
 }
 
-/// Copies that are to come if the engine takes the settlements. What is left here when it is dropped
-/// does not come.
+/// Copies that will be delivered if the engine accepts the settlements. Dropping this cancels the rest.
 struct Prepared {
     copies: Arc<Copies>,
     prepared: Vec<Option<(u64, Delivery)>>,
@@ -330,7 +328,7 @@ impl Settled for BothSettled {
     }
 }
 
-/// The answers for all, in order, from those of the engine.
+/// The answers for all settlements, in order, from those of the engine.
 fn interleave(of_copies: &[bool], answers: Vec<Result<()>>) -> Result<Vec<Result<()>>> {
     let mut answers = answers.into_iter();
     let all = of_copies
@@ -346,7 +344,7 @@ struct TwiceConsumer {
     place: Place,
 }
 
-/// Where the copies for one consumer wait, as long as it fetches.
+/// Where the copies for one consumer wait, while it fetches.
 struct Place {
     id: u64,
     copies: Arc<Copies>,
@@ -357,7 +355,7 @@ impl Place {
         self.copies.state().waiting.entry(self.id).or_default();
     }
 
-    /// What waits here does not come any more.
+    /// Drops the waiting copies.
     fn shut(&self) {
         let mut state = self.copies.state();
         for copy in state.waiting.remove(&self.id).unwrap_or_default() {
@@ -379,14 +377,14 @@ impl Consumer for TwiceConsumer {
         Box::pin(async move {
             let Place { id, copies } = &self.place;
             loop {
-                // Registered before the look, so that nothing between the two is missed.
+                // Registered before the check, so that no notification between the two is lost.
                 let mut changed = pin!(copies.changed.notified());
                 changed.as_mut().enable();
                 let again = copies.take(*id, max);
                 if !again.is_empty() {
                     return Ok(again);
                 }
-                // Dropping the fetch of the engine loses nothing.
+                // Cancelling the engine's fetch loses nothing.
                 tokio::select! {
                     biased;
                     batch = self.inner.fetch(max) => {

@@ -1,7 +1,7 @@
-//! Whether everything that is due has been done, and when the next thing is due.
+//! Whether all due work is done, and when the next event is due.
 //!
-//! The engine is asked, since it knows: what is in flight, what waits, what was not handed out. The
-//! answer holds only if nothing has happened while it was put together.
+//! The engine is asked: it knows which events are in flight, waiting, or not delivered yet. The answer is
+//! valid only if nothing happened while it was collected.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
@@ -15,18 +15,18 @@ use crate::breaker::{BreakerInfo, BreakerState};
 use crate::runtime::bus::Bus;
 use crate::runtime::router::Resolved;
 
-/// Read from the log at once.
+/// How many events are read from the log at once.
 const PAGE: usize = 1000;
 
-/// What a look at the bus gave.
+/// The result of a check.
 pub(super) enum Look {
     /// Nothing is left to do before this time.
     Idle { next: Option<Timestamp> },
-    /// There is something to do, for a message.
+    /// There is something to do; the text says what.
     Busy(String),
 }
 
-/// Which circuit breakers may stop a group, by the names under which they are shown.
+/// Which circuit breakers may stop a group, by name.
 #[derive(Default)]
 pub(super) struct Gates {
     by_group: BTreeMap<GroupName, BTreeSet<String>>,
@@ -43,8 +43,8 @@ impl Gates {
         gates
     }
 
-    /// When the first of the open breakers that may stop a group lets an event through. A breaker that
-    /// only the configuration file names may be anybody's.
+    /// When the first of the open breakers that may stop a group allows an event. A breaker that only the
+    /// configuration file names may belong to any group.
     fn shut_until(&self, group: &GroupName, breakers: &[BreakerInfo]) -> Option<Timestamp> {
         let own = self.by_group.get(group);
         let concerns = |breaker: &BreakerInfo| {
@@ -65,7 +65,7 @@ impl Gates {
     }
 }
 
-/// What a group has to do.
+/// The work of a group.
 #[derive(Default)]
 struct Work {
     /// An event that is being handled.
@@ -79,7 +79,7 @@ struct Work {
 }
 
 impl TestBus {
-    /// Looks at everything there is to do. An error is one after which nothing will happen any more.
+    /// Checks all open work. An error means that nothing will happen any more.
     pub(super) async fn look(&self) -> Result<Look> {
         let bus = self.bus();
         if let Some(error) = bus.failure() {
@@ -123,7 +123,7 @@ impl TestBus {
         Ok(Look::Idle { next })
     }
 
-    /// Looks at the groups that have something left to do.
+    /// Checks the groups with open work.
     async fn time_of_next(&self, open: &[(GroupInfo, &Vec<Pattern>)]) -> Result<Look> {
         let mut next: Option<Timestamp> = None;
         if open.is_empty() {
@@ -141,7 +141,7 @@ impl TestBus {
                 Some(event) if self.journal().consumes(group) => {
                     return Ok(Look::Busy(format!("group {group} is to handle {event}")));
                 }
-                // Nobody fetches while a breaker is open.
+                // While a breaker is open the group does not fetch.
                 Some(event) => match self.gates().shut_until(group, &breakers) {
                     None => return Ok(Look::Busy(format!("group {group} is to handle {event}"))),
                     until => until,
@@ -152,8 +152,8 @@ impl TestBus {
         Ok(Look::Idle { next })
     }
 
-    /// Whether outcomes that are durable are still to be counted, or alerts to be published: the bus
-    /// does both a moment later.
+    /// Whether durable outcomes are still to be counted, or alerts to be published: the bus does both a
+    /// moment later.
     fn uncounted(&self) -> Option<&'static str> {
         let (outcomes, alerts) = self.journal().counts();
         let stats = self.bus().stats();
@@ -182,7 +182,7 @@ impl TestBus {
     }
 }
 
-/// What every one of these groups has to do, from where each event stands in it.
+/// The work of each of these groups, from the state of each event in it.
 async fn work_of(
     bus: &Bus,
     groups: &[(GroupInfo, &Vec<Pattern>)],
@@ -217,7 +217,7 @@ async fn work_of(
     }
 }
 
-/// How an event stands everywhere; nowhere if it has just been removed.
+/// The state of an event in all groups; empty if it has just been removed.
 async fn states(lookup: &dyn Lookup, record: &Recorded) -> Result<Vec<GroupState>> {
     match lookup.states(record.position).await {
         Err(error) if error.code() == Code::NotFound => Ok(Vec::new()),

@@ -1,5 +1,5 @@
-//! What the test bus has seen: who subscribed, what was handed out, what became of it, what is in the
-//! log. Filled by the [tap](super::tap), read by everything else.
+//! What the test bus has seen: subscriptions, deliveries, outcomes and the log. Filled by the
+//! [tap](super::tap).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -14,9 +14,9 @@ use tokio::sync::Notify;
 use super::duplicator::is_copy;
 use super::report::{Fate, Happened, Report};
 
-/// Read from the log at once.
+/// How many events are read from the log at once.
 const PAGE: usize = 1000;
-/// What the bus publishes when a circuit breaker opens and closes.
+/// The events that the bus publishes when a circuit breaker opens or closes.
 const ALERTS: [&str; 2] = ["system.circuit_opened", "system.circuit_closed"];
 
 pub(super) struct Journal {
@@ -30,21 +30,21 @@ pub(super) struct Journal {
 
 #[derive(Default)]
 struct Seen {
-    /// Grows whenever something happens.
+    /// Grows with every change.
     version: u64,
-    /// Calls of the engine that change something and have not returned.
+    /// Running calls that change the engine.
     under_way: usize,
     subscriptions: BTreeMap<EventId, SubscriptionInfo>,
     /// Consumers that fetch.
     consumers: BTreeMap<GroupName, usize>,
     handed: HashMap<Lease, Handed>,
     happened: HashMap<(Position, GroupName), Happened>,
-    /// Outcomes that the engine took, those that only give back left out.
+    /// Outcomes that the engine accepted, without those that only give back.
     outcomes: u64,
-    /// Outcomes after which nothing follows.
+    /// Final outcomes.
     ended: u64,
     alerts: u64,
-    /// What came into the log since the beginning of the test.
+    /// The events since the beginning of the test.
     events: Vec<Arc<Recorded>>,
     read_up_to: Cursor,
 }
@@ -54,7 +54,7 @@ struct Handed {
     record: Arc<Recorded>,
 }
 
-/// A call of the engine that changes something. Its end, however it comes, is told.
+/// A running call that changes the engine. Its end is recorded, however it comes.
 pub(super) struct UnderWay<'a>(&'a Journal);
 
 impl Drop for UnderWay<'_> {
@@ -77,7 +77,7 @@ impl Drop for Fetches {
 }
 
 impl Journal {
-    /// Begins after what is in the log now.
+    /// Begins after the newest event of the log.
     pub(super) async fn begin(log: Arc<dyn Log>, clock: ManualClock) -> Result<Self> {
         let read_up_to = log.head().await?;
         Ok(Self {
@@ -87,13 +87,13 @@ impl Journal {
             }),
             changed: Notify::new(),
             log,
-            // A lone star leaves out the system's own events.
+            // The pattern `*` leaves out the system's own events.
             everything: vec![Pattern::new("*")?, Pattern::new("system.>")?],
             clock,
         })
     }
 
-    /// Takes note of something.
+    /// Records a change.
     fn note<T>(&self, note: impl FnOnce(&mut Seen) -> T) -> T {
         let mut seen = self.seen.lock();
         let noted = note(&mut seen);
@@ -147,7 +147,7 @@ impl Journal {
         self.note(|seen| seen.alerts += alerts);
     }
 
-    /// The engine has answered settlements.
+    /// Records the engine's answers to settlements.
     pub(super) fn settled(&self, verdicts: &[(Lease, Verdict)], answers: &[Result<()>]) {
         let now = self.clock.now();
         self.note(|seen| {
@@ -179,21 +179,21 @@ impl Journal {
                     Verdict::Release { .. } => Fate::Waiting,
                 };
                 if matches!(verdict, Verdict::Release { .. }) {
-                    // Given back: that was no attempt.
+                    // Given back: this was no attempt.
                     happened.attempts = happened.attempts.saturating_sub(1);
                 }
             }
         });
     }
 
-    /// Reads what came into the log since the last time.
+    /// Reads the new events of the log.
     pub(super) async fn catch_up(&self) -> Result<()> {
         loop {
             let after = self.seen.lock().read_up_to.clone();
             let (found, reached) = self.log.read(after, self.everything.clone(), PAGE).await?;
             let full = found.len() == PAGE;
             let mut seen = self.seen.lock();
-            // Somebody else may have read the same meanwhile.
+            // Another task may have read the same events meanwhile.
             let last = seen.read_up_to.clone();
             let new = found
                 .into_iter()
@@ -206,18 +206,18 @@ impl Journal {
         }
     }
 
-    /// What came into the log since the beginning of the test.
+    /// The events since the beginning of the test.
     pub(super) fn events(&self) -> Vec<Arc<Recorded>> {
         self.seen.lock().events.clone()
     }
 
-    /// How often something has happened; `None` while a call that changes something is under way.
+    /// The number of changes; `None` while a call that changes the engine is running.
     pub(super) fn version(&self) -> Option<u64> {
         let seen = self.seen.lock();
         (seen.under_way == 0).then_some(seen.version)
     }
 
-    /// The groups with handlers here, and what these want.
+    /// The groups with handlers here, and their patterns.
     pub(super) fn groups(&self) -> BTreeMap<GroupName, Vec<Pattern>> {
         let mut groups = BTreeMap::<_, Vec<_>>::new();
         for info in self.seen.lock().subscriptions.values() {
@@ -242,18 +242,18 @@ impl Journal {
             .is_some_and(|n| *n > 0)
     }
 
-    /// Outcomes after which nothing follows.
+    /// Final outcomes.
     pub(super) fn ended(&self) -> u64 {
         self.seen.lock().ended
     }
 
-    /// Outcomes that the engine took, and alerts that were published.
+    /// Outcomes that the engine accepted, and alerts that were published.
     pub(super) fn counts(&self) -> (u64, u64) {
         let seen = self.seen.lock();
         (seen.outcomes, seen.alerts)
     }
 
-    /// What a group holds at the moment, for a message.
+    /// The events that a group holds now, for a message.
     pub(super) fn held_by(&self, group: &GroupName) -> Vec<String> {
         let seen = self.seen.lock();
         let held = seen.handed.values().filter(|handed| handed.group == *group);
@@ -264,7 +264,7 @@ impl Journal {
         .collect()
     }
 
-    /// What became of an event in every group that wants it.
+    /// What happened to an event in every subscribed group.
     pub(super) fn report(&self, id: EventId, position: Position) -> Result<Report> {
         let seen = self.seen.lock();
         let mut events = seen.events.iter();
@@ -294,7 +294,7 @@ impl Journal {
         })
     }
 
-    /// What became of the newest event with this id.
+    /// What happened to the newest event with this id.
     pub(super) fn report_of(&self, id: EventId) -> Option<Report> {
         let mut events = self.events().into_iter().rev();
         let record = events.find(|record| record.event.id() == id)?;

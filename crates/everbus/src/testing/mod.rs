@@ -1,9 +1,9 @@
-//! For the tests of programs that use Everbus: handlers called directly, a bus with virtual time, and
-//! an engine that delivers everything twice.
+//! Tools for the tests of programs that use Everbus: direct calls of handlers, a bus with virtual time, and
+//! an engine that delivers every event twice.
 //!
 //! - [`call`] runs one handler, without a bus.
 //! - [`TestBus`] takes events through the whole pipeline. Time stands still until it is moved.
-//! - [`Duplicator`] delivers everything twice, to find handlers that mind.
+//! - [`Duplicator`] delivers every event twice, to find handlers that are not idempotent.
 //!
 //! ```
 //! use everbus::testing::TestBus;

@@ -1,4 +1,4 @@
-//! What was published, and the assertions about it.
+//! The published events of a test, and assertions about them.
 
 use std::fmt::Write as _;
 use std::panic::Location;
@@ -11,14 +11,14 @@ use serde::de::DeserializeOwned;
 
 use super::bus::TestBus;
 
-/// More events than these are not listed in a message.
+/// At most this many events are listed in a message.
 const MOST_LISTED: usize = 30;
-/// Longer payloads are cut there.
+/// Payloads are cut at this length.
 const MOST_SHOWN: usize = 200;
 
 impl TestBus {
-    /// The events of a type that were published since the test bus began, in order: by the test, by
-    /// handlers, by anybody. Other versions of the type are left out.
+    /// The events of a type that were published since the test bus began, in order, by the test, by
+    /// handlers or by other publishers. Other versions of the type are left out.
     ///
     /// # Panics
     ///
@@ -33,12 +33,12 @@ impl TestBus {
         of_type.map(read).collect()
     }
 
-    /// The events whose types match a pattern that were published since the test bus began, in order,
-    /// with everything that is known of them. `*` leaves out the system's own.
+    /// The events whose types match a pattern and that were published since the test bus began, in order,
+    /// as recorded. `*` leaves out the system's own events.
     ///
     /// # Panics
     ///
-    /// If the pattern is none.
+    /// If the pattern is invalid.
     #[track_caller]
     pub fn published_events(&self, pattern: &str) -> Vec<Recorded> {
         let pattern = match Pattern::new(pattern) {
@@ -62,7 +62,7 @@ impl TestBus {
         self.only_one("", self.published::<T>())
     }
 
-    /// The one event of a type that was published and for which the condition holds.
+    /// The one event of a type that was published and meets the condition.
     ///
     /// # Panics
     ///
@@ -79,7 +79,7 @@ impl TestBus {
         self.only_one(" for which the condition holds", found.collect())
     }
 
-    /// Panics if an event of this type was published, in whatever version.
+    /// Panics if an event of this type was published, in any version.
     #[track_caller]
     pub fn assert_not_published<T: TypedEvent>(&self) {
         let events = self.journal().events();
@@ -95,7 +95,8 @@ impl TestBus {
         );
     }
 
-    /// Panics unless some group wants the event and all that do have handled it.
+    /// Panics unless at least one group is subscribed to the event and all subscribed groups have handled
+    /// it.
     #[track_caller]
     pub fn assert_handled(&self, id: EventId) {
         match self.journal().report_of(id) {
@@ -122,7 +123,7 @@ impl TestBus {
         }
     }
 
-    /// Everything that was published, for a message.
+    /// All published events, for a message.
     fn everything(&self) -> String {
         let events = self.journal().events();
         if events.is_empty() {
@@ -144,7 +145,7 @@ impl TestBus {
         text
     }
 
-    /// The open dead letters of what was published since the test bus began, newest first.
+    /// The open dead letters of events that were published since the test bus began, newest first.
     pub async fn dead_letters(&self) -> Result<Vec<DeadLetter>> {
         let mut letters = Vec::new();
         let mut page = PageRequest::default();
@@ -163,8 +164,8 @@ impl TestBus {
         Ok(letters)
     }
 
-    /// Panics if there are dead letters; the message says of what and why. The place it names is where
-    /// this was called.
+    /// Panics if there are dead letters; the message lists them with their errors and names the caller's
+    /// location.
     #[track_caller]
     pub fn assert_no_dead_letters(&self) -> impl Future<Output = ()> + Send + use<'_> {
         let caller = Location::caller();

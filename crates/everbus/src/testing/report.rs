@@ -1,10 +1,10 @@
-//! What became of one event, group by group.
+//! What happened to one event, by group.
 
 use std::fmt;
 
 use everbus_core::{EventId, Failure, GroupName, Position, Timestamp};
 
-/// What became of an event in every group that wants it.
+/// What happened to an event in every subscribed group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
     pub(super) id: EventId,
@@ -13,27 +13,27 @@ pub struct Report {
     pub(super) groups: Vec<Happened>,
 }
 
-/// What became of an event in one group.
+/// What happened to an event in one group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Happened {
     /// The group.
     pub group: GroupName,
-    /// How it stands there.
+    /// Its state there.
     pub fate: Fate,
     /// Attempts begun.
     pub attempts: u32,
-    /// The failed attempts, in order. With duplicate deliveries also a second run that failed after the
-    /// first had succeeded; that changes nothing else.
+    /// The failed attempts, in order. With duplicate deliveries this includes a second run that failed
+    /// after the first had succeeded; such a failure changes nothing else.
     pub failures: Vec<Failure>,
 }
 
-/// How an event stands in a group.
+/// The state of an event in a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fate {
-    /// Not handed to a handler yet, being handled, or given back without an attempt, as by an open
-    /// circuit breaker.
+    /// Not delivered to a handler yet, being handled, or given back without an attempt, for example because
+    /// of an open circuit breaker.
     Waiting,
     /// All its handlers are done.
     Handled,
@@ -47,7 +47,7 @@ pub enum Fate {
         /// When, in virtual time.
         due_at: Timestamp,
     },
-    /// Given up.
+    /// Failed for good.
     DeadLettered,
 }
 
@@ -69,17 +69,17 @@ impl Report {
         self.id
     }
 
-    /// Its place in the log.
+    /// Its sequence number in the log.
     pub fn seq(&self) -> u64 {
         self.position.place()
     }
 
-    /// One entry for each group of the bus that wants the event, by name.
+    /// One entry for each subscribed group of the bus, by name.
     pub fn groups(&self) -> &[Happened] {
         &self.groups
     }
 
-    /// How it stands in a group; `None` if the group does not want it. The unnamed group is
+    /// Its state in a group; `None` if the group is not subscribed to it. The unnamed group is
     /// `"(unnamed)"`.
     pub fn fate(&self, group: &str) -> Option<&Fate> {
         let name: GroupName = group.parse().ok()?;
@@ -87,7 +87,7 @@ impl Report {
         found.map(|happened| &happened.fate)
     }
 
-    /// Whether some group wants it and all that do have handled it.
+    /// Whether at least one group is subscribed to it and all subscribed groups have handled it.
     pub fn is_handled(&self) -> bool {
         let mut all = self.groups.iter();
         !self.groups.is_empty() && all.all(|happened| happened.fate == Fate::Handled)
@@ -98,7 +98,8 @@ impl Report {
         self.groups.iter().flat_map(|happened| &happened.failures)
     }
 
-    /// Panics unless some group wants the event and all that do have handled it.
+    /// Panics unless at least one group is subscribed to the event and all subscribed groups have handled
+    /// it.
     #[track_caller]
     pub fn assert_handled(&self) {
         assert!(self.is_handled(), "the event was not handled: {self}");

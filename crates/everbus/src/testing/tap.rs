@@ -1,4 +1,4 @@
-//! Between the bus and its engine: passes every call on and notes what came of it.
+//! A layer between the bus and its engine: forwards every call and records its result.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use everbus_core::{
 
 use super::journal::{Fetches, Journal};
 
-/// The engine with its broker tapped.
+/// The engine with a recording broker.
 pub(super) fn tapped(engine: Engine, journal: &Arc<Journal>) -> Engine {
     let redeliver = engine.redeliver.map(|inner| {
         let journal = journal.clone();
@@ -126,8 +126,8 @@ impl Redeliver for TappedRedeliver {
 }
 
 impl Tap {
-    /// Whoever gets the answer must find the events. What cannot be read now is read later, and
-    /// whoever waits for the bus is told why.
+    /// A caller that gets the answer must find the events in the journal. An event that cannot be read now
+    /// is read later; the error is reported to the next wait.
     async fn read_log(&self) {
         let _ = self.journal.catch_up().await;
     }
@@ -135,7 +135,7 @@ impl Tap {
 
 struct TappedConsumer {
     inner: Box<dyn Consumer>,
-    /// Nothing while it is paused.
+    /// `None` while it is paused.
     fetches: Option<Fetches>,
     journal: Arc<Journal>,
     group: GroupName,

@@ -20,15 +20,15 @@ impl Bus {
         Subscribe::new(self, pattern.as_ref())
     }
 
-    /// Subscribes everything a router says. The whole of it is checked first; if anything is wrong,
-    /// nothing is subscribed. Returns the ids in the order of the routes.
+    /// Subscribes every route of a router. The router is checked first; on any error nothing is subscribed.
+    /// Returns the ids in the order of the routes.
     ///
     /// A pattern that matches none of the event types that are known (from the handlers of this and of
     /// earlier routers, and from schemas) is logged as a warning: it is probably a typing error.
     ///
-    /// What a group is still subscribed to and no handler of this bus takes, because a handler was removed or
-    /// its pattern narrowed, is logged as a warning when the bus starts, or here if it runs already; see
-    /// [`Router::exactly`].
+    /// Logs a warning for each pattern that a group is still subscribed to and that no handler of this bus
+    /// takes, because a handler was removed or its pattern narrowed. The warning comes when the bus starts,
+    /// or here if it runs already; see [`Router::exactly`].
     pub async fn mount(&self, router: Router) -> Result<Vec<SubscriptionId>> {
         let resolved = router.resolve()?;
         let subscriptions = resolved.subscriptions.iter();
@@ -41,7 +41,7 @@ impl Bus {
         Ok(ids)
     }
 
-    /// The same, without a word about what else the groups are subscribed to: more handlers may follow.
+    /// Like `mount`, without the warnings about leftover subscriptions: more handlers may follow.
     pub(crate) async fn mount_resolved(&self, resolved: Resolved) -> Result<Vec<SubscriptionId>> {
         self.accepts()?;
         let mut registry = self.inner.registry.lock().await;
@@ -51,9 +51,9 @@ impl Bus {
         shared.unless_ending(registry.mount(shared, resolved)).await
     }
 
-    /// Removes a subscription, its handler and its durable record. Runs of the handler that have
-    /// begun finish; no new one begins. What its group owes and no other handler here matches is
-    /// left to other processes.
+    /// Removes a subscription, its handler and its durable record. Running calls of the handler finish; no
+    /// new call begins. Pending events of the group that no other handler here matches are left to other
+    /// processes.
     pub async fn unsubscribe(&self, id: SubscriptionId) -> Result<()> {
         let mut registry = self.inner.registry.lock().await;
         self.accepts()?;
@@ -61,13 +61,13 @@ impl Bus {
         shared.unless_ending(registry.unsubscribe(shared, id)).await
     }
 
-    /// How every group of the engine stands, those of other processes included, and how far it is behind in
-    /// each stream. The gauges of the lag are set by it as well.
+    /// The state of every group of the engine, groups of other processes included, with the lag in each
+    /// stream. Also updates the lag gauges.
     pub async fn groups(&self) -> Result<Vec<GroupInfo>> {
         lag::look(&self.inner.shared).await
     }
 
-    /// Deletes a group with its position, what it owes and its dead letters. Refused while this bus
+    /// Deletes a group with its position, its pending events and its dead letters. Refused while this bus
     /// has handlers in it.
     pub async fn remove_group(&self, group: GroupName) -> Result<()> {
         let mut registry = self.inner.registry.lock().await;
@@ -82,7 +82,8 @@ impl Bus {
         shared.unless_ending(removed).await
     }
 
-    /// Runs handlers in a group that has no subscriptions in the engine: it gets only what it is given.
+    /// Runs handlers in a group without subscriptions in the engine: the group gets only the events that
+    /// are given to it.
     pub(crate) async fn mount_apart(&self, resolved: Resolved, group: &GroupName) -> Result<()> {
         let mut registry = self.inner.registry.lock().await;
         self.accepts()?;
@@ -92,7 +93,7 @@ impl Bus {
         shared.unless_ending(mounting).await
     }
 
-    /// Ends the handlers of such a group and waits for those that run.
+    /// Stops the handlers of a group that was mounted with `mount_apart`, and waits for running ones.
     pub(crate) async fn dismount(&self, group: &GroupName) {
         let shared = &self.inner.shared;
         let runner = self.inner.registry.lock().await.dismount(shared, group);
@@ -102,8 +103,8 @@ impl Bus {
         }
     }
 
-    /// Whether the inbox of a group may absorb what it has on record: if its handlers are not here,
-    /// nobody knows.
+    /// Whether the inbox of a group may skip events that it has on record. False if the handlers of the
+    /// group are not in this process: then the answer is unknown.
     pub(crate) async fn may_absorb(&self, group: &GroupName) -> bool {
         let registry = self.inner.registry.lock().await;
         let handlers = registry.handlers(group);

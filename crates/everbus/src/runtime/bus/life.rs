@@ -13,12 +13,12 @@ use crate::runtime::lag;
 use crate::runtime::retention;
 use crate::runtime::shutdown::{self, Shutdown};
 
-/// Nothing, until the shutdown is over.
+/// `None` until the shutdown has finished.
 pub(super) type Ending = Option<Result<Shutdown>>;
 
 impl Bus {
-    /// Starts dispatching: handlers run from now on, also those that are subscribed later. What was
-    /// in flight in a process that died is taken up again. Starting twice is harmless.
+    /// Starts dispatching: handlers run from now on, including those that are subscribed later. Events that
+    /// were in flight in a process that died are delivered again. Starting twice is harmless.
     pub async fn start(&self) -> Result<()> {
         let mut registry = self.inner.registry.lock().await;
         self.accepts()?;
@@ -51,18 +51,19 @@ impl Bus {
             .await
     }
 
-    /// Shuts down: refuses new publishes and subscriptions (`EventBusShutdownError`), gives back what
-    /// has not begun, lets running handlers finish within `timeout`, makes their outcomes durable and
-    /// closes the engine. It returns at the latest 5 seconds after `timeout`: that is what outcomes and
-    /// the engine get when the handlers have taken all of it, or when another program holds the file.
+    /// Shuts down: refuses new publishes and subscriptions (`EventBusShutdownError`), gives back events
+    /// that no handler has begun, lets running handlers finish within `timeout`, makes their outcomes
+    /// durable and closes the engine. It returns at the latest 5 seconds after `timeout`: this extra time
+    /// is for outcomes and the engine, when the handlers have used all of `timeout` or another program
+    /// holds the file.
     ///
-    /// Handlers that are still running after `timeout` are abandoned; their events will be delivered
-    /// again, with the attempt counted. [`Shutdown`] says how many those are, how many outcomes could
-    /// not be made durable in time, and whether the engine is closed.
+    /// Handlers that are still running after `timeout` are abandoned; their events are delivered again,
+    /// with the attempt counted. [`Shutdown`] says how many handlers were abandoned, how many outcomes
+    /// could not be made durable in time, and whether the engine is closed.
     ///
-    /// Shutting down twice, also at the same time, is harmless: both calls return the report of the
-    /// first. Dropping the future does not stop the shutdown. A handler that awaits the shutdown of its
-    /// own bus waits for itself and is abandoned.
+    /// Shutting down twice, also at the same time, is harmless: both calls return the report of the first.
+    /// Dropping the future does not stop the shutdown. A handler that awaits the shutdown of the bus it
+    /// runs on waits for itself and is abandoned.
     pub async fn shutdown_within(&self, timeout: Duration) -> Result<Shutdown> {
         let mut ending = self.begin_shutdown(timeout);
         let report = ending.wait_for(Option::is_some).await;
@@ -84,7 +85,7 @@ impl Bus {
         let deadline = shutdown::deadline(timeout);
         let (report, receiver) = watch::channel(None);
         let inner = self.inner.clone();
-        // A task of its own, so that it goes on when the caller stops waiting.
+        // A separate task, so that the shutdown continues when the caller stops waiting.
         tokio::spawn(async move {
             let registry = std::mem::take(&mut *inner.registry.lock().await);
             let outcome = shutdown::drain(&inner.shared, registry, deadline).await;

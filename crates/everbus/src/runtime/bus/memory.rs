@@ -1,5 +1,5 @@
-//! What was published and what became of it: the log, the history, payloads, the audit trail. None of it needs
-//! a started bus.
+//! Reading what was published and what became of it: the log, the history, payloads, the audit trail.
+//! Nothing here needs a started bus.
 
 use std::sync::Arc;
 
@@ -17,14 +17,14 @@ impl Bus {
         self.inner.shared.engine.log()
     }
 
-    /// Finds events by id, and says how every group stands with one; `Unsupported` where the engine
+    /// Finds events by id, and returns the state of an event in every group; `Unsupported` where the engine
     /// cannot.
     pub fn lookup(&self) -> Result<&dyn Lookup> {
         self.inner.shared.engine.lookup()
     }
 
-    /// What happened: events by tenant, app, entity, type and time; `Unsupported` where the engine cannot
-    /// be asked.
+    /// The history: events by tenant, app, entity, type and time; `Unsupported` where the engine has no
+    /// history queries.
     ///
     /// ```
     /// use everbus::{Bus, Event, HistoryQuery};
@@ -45,21 +45,21 @@ impl Bus {
         self.inner.shared.engine.history()
     }
 
-    /// The payload stages: what events looked like on their way. They need no started bus.
+    /// The payload stages: the payload of an event at each step of its way. They need no started bus.
     pub fn payloads(&self) -> PayloadStages {
         PayloadStages::new(self.inner.shared.environment.clone())
     }
 
-    /// The record with its event as it was published. What [`log`](Self::log) and dead letters give may
-    /// have a part of its payload in an object store; a record that is whole is returned as it is.
+    /// Returns the record with its complete event. Records from [`log`](Self::log) and from dead letters
+    /// may have a part of the payload in an object store; a record that is complete is returned unchanged.
     ///
     /// `ObjectStoreError` if the object is missing, cannot be reached, or is not what was put there.
     pub async fn whole(&self, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
         self.inner.shared.whole(record).await
     }
 
-    /// Deletes the objects that no event refers to any more; a started bus does so by itself once a
-    /// day. Nothing is deleted where nothing is moved to an object store.
+    /// Deletes the objects that no event refers to any more; a started bus does this by itself once a day.
+    /// Does nothing if the bus uses no object store.
     #[cfg(feature = "overflow")]
     pub async fn collect_objects(&self, options: &Collect) -> Result<Collected> {
         match &self.inner.shared.objects {

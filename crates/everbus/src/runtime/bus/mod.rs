@@ -1,8 +1,8 @@
-//! The bus: what users hold on to.
+//! The bus: the type that users work with.
 //!
-//! Here is how it is opened and what it says of itself. What it does is in a file per idea: `publish`,
-//! `handlers`, `memory` (what was published and what became of it) and `life` (from start to shutdown);
-//! `shared` is what its background tasks hold.
+//! This file opens the bus and reports its state. The rest is one file per topic: `publish`, `handlers`,
+//! `memory` (reading what was published) and `life` (from start to shutdown); `shared` is the state that
+//! its background tasks hold.
 
 mod handlers;
 mod life;
@@ -64,7 +64,7 @@ impl Bus {
         shared.stats.snapshot(shared.circuits.infos())
     }
 
-    /// How the circuit breakers of this bus stand.
+    /// The state of the circuit breakers of this bus.
     pub fn breakers(&self) -> Vec<BreakerInfo> {
         self.inner.shared.circuits.infos()
     }
@@ -74,7 +74,7 @@ impl Bus {
         self.inner.shared.circuits.alerting()
     }
 
-    /// What the engine really offers.
+    /// The capabilities of the engine.
     pub fn capabilities(&self) -> Capabilities {
         self.inner.shared.engine.broker.capabilities()
     }
@@ -89,23 +89,23 @@ impl Bus {
         &self.inner.shared.engine
     }
 
-    /// The failure after which this bus stopped working, if there was one: a disk that failed, a file
-    /// that is damaged or was upgraded by a newer version. Publishes return it too. Open the bus again
-    /// to go on. A group may also stop by itself: see [`stopped_groups`](Self::stopped_groups).
+    /// The failure after which this bus stopped working, if there was one: a disk that failed, a file that
+    /// is damaged or was upgraded by a newer version. Publishes return it too. Open the bus again to
+    /// continue. A single group may also stop: see [`stopped_groups`](Self::stopped_groups).
     pub fn failure(&self) -> Option<Error> {
         self.inner.shared.failure.get().cloned()
     }
 
-    /// The groups with handlers here that handle nothing any more, and why: somebody else removed
-    /// the group, or the engine failed. Other groups and publishes go on after a removal. To have a
-    /// removed group again, unsubscribe its handlers and subscribe them anew.
+    /// The groups with handlers here that have stopped, and why: another process removed the group, or the
+    /// engine failed. After a removal the other groups and publishes continue. To use a removed group
+    /// again, unsubscribe its handlers and subscribe them again.
     pub fn stopped_groups(&self) -> Vec<(GroupName, Error)> {
         let stopped = self.inner.shared.stopped_groups();
         let pairs = stopped.iter();
         pairs.map(|(g, e)| (g.clone(), e.clone())).collect()
     }
 
-    /// How many outcomes came too late: the lease was over and the event had gone to somebody else.
+    /// How many outcomes came too late: the lease had ended and the event had gone to another consumer.
     /// More than a few mean that this process is stopped or starved for longer than its leases last.
     pub fn lost_leases(&self) -> u64 {
         self.inner.shared.lost_leases.load(Ordering::Relaxed)

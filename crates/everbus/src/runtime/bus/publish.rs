@@ -1,4 +1,4 @@
-//! Publishing: what is checked before an event is taken, and how it reaches the engine.
+//! Publishing: the checks before an event is accepted, and how the event reaches the engine.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -22,11 +22,11 @@ impl Bus {
     /// [document](crate::Dialect::document) of a dialect. An event whose id was
     /// published before with the same body returns the first receipt and stores nothing.
     ///
-    /// An error says by its [`class`](Error::class) what to do next. `Passing`: nothing was stored, and the
+    /// The [`class`](Error::class) of an error says what to do next. `Passing`: nothing was stored, and the
     /// same publish may succeed later. `Unknown` ([`outcome_unknown`](Error::outcome_unknown)): the event
-    /// may have been stored; publish it again **with the same id**, and where the engine recognises
-    /// repeated ids it is stored once. So an event that may have to be repeated is built once, with its
-    /// id, and cloned:
+    /// may have been stored; publish it again **with the same id**, and an engine that recognises repeated
+    /// ids stores it once. An event that may have to be repeated is therefore built once, with its id, and
+    /// cloned:
     ///
     /// ```
     /// # use everbus::{Bus, Event, Result};
@@ -82,7 +82,7 @@ impl Bus {
     }
 
     async fn append(&self, events: Vec<Event>) -> Result<Vec<Result<Receipt>>> {
-        // Checked before anything else: the future may have been kept over a shutdown.
+        // Checked first: the caller may have polled this future only after a shutdown.
         self.accepts()?;
         let source = self.inner.shared.options.source.as_ref();
         let events = events
@@ -109,13 +109,13 @@ impl Bus {
         shared.check_event(event, None)
     }
 
-    /// Appends events that were checked, as a publish does, and take nothing over from where they are
-    /// published: what surrounds a relay or a replay is not what surrounded them.
+    /// Appends events that were checked, as a publish does, but adds no ambient values
+    /// (correlation id, trace): a relay or a replay must not add its own.
     pub(crate) async fn append_as_is(&self, events: Vec<Event>) -> Result<Vec<Result<Appended>>> {
         let shared = &self.inner.shared;
         shared.accepts()?;
-        // Held until the append is over. Boxed where it is needed: most publishes are without limits, and their
-        // futures should be small.
+        // Held until the append is over. Boxed only where it is needed: most publishes have no limits, and
+        // their futures should be small.
         let mut admitted = Admitted::default();
         if shared.admission.is_limited() {
             let depth = shared.engine.depth.as_deref();
@@ -128,7 +128,7 @@ impl Bus {
                 tracing::warn!(target: "everbus::bus", %event_type, dropped, "old events were skipped to make room for new ones");
             });
         }
-        // After every wait: an object is referred to soon after it was put there.
+        // After every wait: an object should be referred to soon after it was put.
         let over = |objects: &Arc<Objects>| events.iter().any(|event| objects.is_over(event));
         let events = if shared.objects.as_ref().is_some_and(over) {
             Box::pin(shared.unless_ending(shared.offload(events))).await?
@@ -140,15 +140,16 @@ impl Bus {
 }
 
 impl Shared {
-    /// Whether an event may be stored: its stream, its size, and its schema where there is one. A payload that was
-    /// just serialised from the very type the schema comes from is not checked again.
+    /// Whether an event may be stored: checks its stream, its size, and its schema if there is one. A
+    /// payload that was just serialised from the Rust type that the schema comes from is not checked again.
     pub(crate) fn check_event(&self, event: &Event, rust_type: Option<&str>) -> Result<()> {
         let objects = self.objects.as_ref().filter(|objects| objects.moves());
         let most = objects.map_or(TRAVELS, |objects| objects.limit());
         self.check_within(most, event, rust_type)
     }
 
-    /// Whether an event may be stored that is never split: it is made inside a transaction.
+    /// Whether an event may be stored that cannot be moved to the object store: it is made inside a
+    /// transaction.
     pub(crate) fn check_unsplit(&self, event: &Event) -> Result<()> {
         self.check_within(TRAVELS, event, None)
     }
@@ -187,15 +188,15 @@ impl Shared {
         Ok(())
     }
 
-    /// The events as they shall be appended: the large parts of those that are too large are in the
-    /// object store, durably.
+    /// Moves the large part of each event that is too large to the object store, durably, and returns the
+    /// events to append.
     pub(crate) async fn offload(&self, mut events: Vec<Event>) -> Result<Vec<Event>> {
         let Some(objects) = &self.objects else {
             return Ok(events);
         };
         for event in &mut events {
             if objects.is_over(event) {
-                // Boxed: hardly any publish needs the room.
+                // Boxed: hardly any publish needs this future.
                 *event = Box::pin(objects.offload(event.clone())).await?;
             }
         }
@@ -205,7 +206,7 @@ impl Shared {
     /// Appends events that have been accepted, and counts them.
     async fn append(&self, events: Vec<Event>) -> Result<Vec<Result<Appended>>> {
         self.declare_streams().await?;
-        // A recorder of metrics is other people's code, and the event is stored whatever it does.
+        // A metrics recorder is user code; a panic in it must not fail a publish whose event is stored.
         let counts = guard::contain(|| Published::new(&self.stats, &events));
         let appended = self.engine.broker.append(events).await;
         match &appended {
@@ -222,15 +223,15 @@ impl Shared {
         appended
     }
 
-    /// Appends an event of the bus itself.
+    /// Appends an event that the bus itself publishes.
     pub(crate) async fn append_one(&self, event: Event) -> Result<()> {
         self.accepts()?;
         only_answer(self.append(vec![event]).await?).map(drop)
     }
 }
 
-/// Refuses the types of the bus itself: those who subscribe to `system.dead_letter` rely on it. A copy of such
-/// an event is the operator's wish.
+/// Refuses event types that are reserved for the bus: subscribers of `system.dead_letter` rely on them.
+/// Copies are allowed, because an operator asked for them.
 fn check_not_reserved(event: &Event) -> Result<()> {
     let is_reserved = event.event_type().starts_with("system.");
     if !is_reserved || event.metadata().contains_key(REPLAY_OF) {
@@ -246,7 +247,7 @@ fn check_not_reserved(event: &Event) -> Result<()> {
     .hint("choose a type of your own, such as ops.alert.raised"))
 }
 
-/// What the engine answered for the one event that it was given.
+/// The engine's answer for a single event.
 pub(crate) fn only_answer(mut answers: Vec<Result<Appended>>) -> Result<Appended> {
     answers.pop().unwrap_or_else(|| Err(no_answer()))
 }

@@ -1,5 +1,5 @@
-//! What the background tasks and receipts of a bus need: the engine, the settings, and whether the bus still
-//! takes work.
+//! The state that background tasks and receipts of a bus share: the engine, the settings, and whether the
+//! bus still accepts work.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -20,21 +20,21 @@ use crate::runtime::options::BusOptions;
 use crate::schema::Schemas;
 use crate::stats::Stats;
 
-/// What the background tasks and receipts need. It does not keep the bus alive.
+/// Shared state of background tasks and receipts. It does not keep the bus alive.
 pub(crate) struct Shared {
     pub(crate) engine: Engine,
     pub(crate) options: BusOptions,
     pub(crate) stats: Stats,
     pub(crate) circuits: Circuits,
-    /// What deliveries reach of the bus.
+    /// The parts of the bus that handlers can reach.
     pub(crate) environment: Arc<Environment>,
-    /// Where the large parts of events go, where there is such a place.
+    /// The object store for large payloads, if there is one.
     pub(crate) objects: Option<Arc<Objects>>,
     pub(super) admission: Admission,
     /// Filled once the engine knows the streams.
     streams_declared: OnceCell<()>,
     schemas: RwLock<Arc<Schemas>>,
-    /// Whether there are any schemas, so that a publish without them asks nobody.
+    /// Whether there are any schemas, so that a publish without schemas takes no lock.
     pub(super) validates: AtomicBool,
     /// Becomes true just before the engine is closed.
     pub(crate) closed: watch::Sender<bool>,
@@ -73,7 +73,7 @@ impl Shared {
         })
     }
 
-    /// Whether publishes and subscriptions are taken.
+    /// Whether the bus accepts publishes and subscriptions.
     pub(crate) fn accepts(&self) -> Result<()> {
         match self.state.load(Ordering::Acquire) {
             OPEN => Ok(()),
@@ -91,12 +91,12 @@ impl Shared {
             let streams = self.options.streams.clone();
             self.engine.broker.declare_streams(streams).await
         };
-        // Boxed: only the first caller needs the room.
+        // Boxed: only the first caller needs this future.
         Box::pin(self.streams_declared.get_or_try_init(declare)).await?;
         Ok(())
     }
 
-    /// Remembers the first failure that the engine does not recover from; whether this is one.
+    /// Remembers the first fatal failure of the engine. Returns whether this error is fatal.
     pub(crate) fn fail_if_fatal(&self, error: &Error) -> bool {
         let fatal = error.class() == Class::Final && error.code() != Code::EventBusShutdownError;
         if fatal && self.failure.set(error.clone()).is_ok() {
@@ -110,12 +110,12 @@ impl Shared {
         fatal
     }
 
-    /// A group that had stopped, perhaps, runs again or is no longer ours.
+    /// Clears the stopped mark of a group: it runs again, or this bus has no handlers in it any more.
     pub(crate) fn group_not_stopped(&self, group: &GroupName) {
         self.stopped_groups().remove(group);
     }
 
-    /// A group has stopped by itself.
+    /// Marks a group as stopped by an error.
     pub(crate) fn group_stopped(&self, group: &GroupName, error: &Error) {
         self.stopped_groups().insert(group.clone(), error.clone());
     }
@@ -124,8 +124,7 @@ impl Shared {
         self.stopped_groups.lock()
     }
 
-    /// Asks the engine for a change, until the shutdown begins: an engine that is slow to answer
-    /// must not hold that up.
+    /// Asks the engine for a change, until the shutdown begins: a slow engine must not delay the shutdown.
     pub(crate) async fn unless_ending<T>(
         &self,
         change: impl Future<Output = Result<T>>,
@@ -155,12 +154,12 @@ impl Shared {
         self.validates.store(any, Ordering::Release);
     }
 
-    /// The record with its event as it was published.
+    /// The record with its complete event.
     pub(crate) async fn whole(&self, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
         overflow::whole(self.objects.as_deref(), record).await
     }
 
-    /// The audit trail, and who acts on this bus.
+    /// The audit trail, with the actor of this bus.
     pub(crate) fn audit(&self) -> AuditTrail {
         AuditTrail::new(self.engine.clone(), self.options.source.clone())
     }

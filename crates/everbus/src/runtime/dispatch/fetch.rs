@@ -12,19 +12,19 @@ use super::plan::{Gate, Plan, Routes};
 use super::queue::Work;
 use crate::guard;
 
-/// At most this many deliveries at a time.
+/// The largest batch of deliveries.
 const BATCH: usize = 256;
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// What came of one turn of the loop.
+/// The result of one turn of the loop.
 enum Fetched {
     Events,
-    /// The engine was not asked, or something else was to be done first.
+    /// The engine was not asked, or another change came first.
     Nothing,
 }
 
-/// A consumer, the plan it was last told and the gate it was last opened to.
+/// A consumer, with the last plan and the last gate it was given.
 struct Consuming {
     consumer: Box<dyn Consumer>,
     plan: Arc<Plan>,
@@ -32,8 +32,8 @@ struct Consuming {
 }
 
 impl Consuming {
-    /// Opens the consumer as far as the gate says. It stays in its group: leaving and joining again is a
-    /// rebalance on some engines.
+    /// Opens or shuts the consumer as the gate says. The consumer stays in its group: leaving and joining
+    /// again is a rebalance on some engines.
     async fn turn(&mut self, gate: Gate) -> Result<()> {
         if self.gate != gate {
             match gate {
@@ -55,7 +55,7 @@ impl Runner {
             let fetched = {
                 let mut once = pin!(self.fetch_once(&mut consuming, &mut routes));
                 if outage.is_on() {
-                    // An engine that lets us wait for events is there.
+                    // An engine that accepts a wait for events is available.
                     tokio::select! {
                         biased;
                         fetched = &mut once => fetched,
@@ -73,7 +73,7 @@ impl Runner {
                 Ok(Fetched::Nothing) => {}
                 Err(error) => {
                     if !self.survives(&error) {
-                        // Without a consumer nothing more comes; what runs may finish.
+                        // Without a consumer no more deliveries come; running handlers may finish.
                         self.queue.stop();
                         break;
                     }
@@ -87,7 +87,7 @@ impl Runner {
         close(consuming).await;
     }
 
-    /// Follows the plan, then waits for one batch or for a change.
+    /// Applies the plan, then waits for one batch or for a change.
     async fn fetch_once(
         self: &Arc<Self>,
         consuming: &mut Option<Consuming>,
@@ -117,7 +117,7 @@ impl Runner {
                 consumer.fetch(most).await
             } => batch?,
         };
-        // The plan as it is now: whoever subscribed before an event was published gets it.
+        // Uses the newest plan: a handler that was subscribed before an event was published gets the event.
         routes.follow(self.plan(), self.shared.schemas());
         let work = batch.into_iter().map(|delivery: Delivery| {
             let event_type = delivery.record.event.type_arc();
@@ -135,7 +135,8 @@ impl Runner {
         Ok(Fetched::Events)
     }
 
-    /// Gives back what was published for a later time, until then. That is no attempt.
+    /// Gives back events whose publisher asked for a later delivery, until that time. This counts no
+    /// attempt.
     fn put_off(&self, work: &mut Vec<Work>) {
         let not_before = |work: &Work| work.delivery.record.event.attributes()?.not_before;
         if work.iter().all(|work| not_before(work).is_none()) {
@@ -150,8 +151,8 @@ impl Runner {
         }
     }
 
-    /// Marks what the group has handled before. What the inbox gives no answer for is given back: it
-    /// must not be handled twice, and it is not failed either.
+    /// Marks events that the group has handled before. If the inbox does not answer, the events are given
+    /// back: they must not be handled twice, and they have not failed.
     async fn ask_inbox(&self, work: &mut Vec<Work>) {
         let asked = || work.iter().filter(|work| work.route.idempotent);
         let records: Vec<_> = asked().map(|w| w.delivery.record.clone()).collect();
@@ -182,8 +183,8 @@ impl Runner {
         }
     }
 
-    /// A breaker of a critical handler is open: the group holds nothing and fetches nothing until one
-    /// event may be tried.
+    /// While a breaker of a critical handler is open, the group holds nothing and fetches nothing until the
+    /// breaker allows a probe.
     async fn wait_for_breakers(
         &self,
         consuming: &mut Option<Consuming>,
@@ -202,7 +203,7 @@ impl Runner {
         Ok(())
     }
 
-    /// Opens, retunes or closes the consumer as the plan wants it.
+    /// Opens, changes or closes the consumer as the plan requires.
     async fn follow_plan(
         &self,
         consuming: &mut Option<Consuming>,
@@ -241,7 +242,7 @@ impl Runner {
         Ok(())
     }
 
-    /// Whether fetching goes on after this error.
+    /// Whether fetching continues after this error.
     fn survives(&self, error: &Error) -> bool {
         let group = &self.group;
         if error.code() == Code::EventBusShutdownError {
@@ -253,7 +254,7 @@ impl Runner {
             });
         } else if error.code() == Code::GroupNotFound {
             if self.queue.is_stopping() || self.plan().handlers.is_empty() {
-                // We wanted nothing more from it.
+                // The group needs no more events.
                 return false;
             }
             guard::log(|| {

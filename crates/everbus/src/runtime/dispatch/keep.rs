@@ -1,4 +1,4 @@
-//! The lease keeper: while this process lives, it keeps what it holds.
+//! The lease keeper: while this process lives, it extends the leases of its deliveries.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,10 +15,10 @@ const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 impl Runner {
-    /// Extends every lease the group holds, three times per lease, and at once when the length of
-    /// its leases changes. In real time, since it is real work that takes long.
+    /// Extends every lease of the group three times per lease duration, and at once when the lease duration
+    /// changes. Uses real time, because handlers take real time.
     ///
-    /// An outage is no reason to wait for the next third: it may end before the leases do.
+    /// After an error it does not wait for the next third: the outage may end before the leases do.
     pub(super) async fn keep_leases(self: Arc<Self>) {
         let mut length = self.lease.subscribe();
         let doing = "extending leases";
@@ -54,7 +54,7 @@ impl Runner {
         }
     }
 
-    /// Extends everything that is held. An error means that some or all of it is to be extended again.
+    /// Extends every held lease. On an error the caller extends them all again.
     async fn extend_held(&self, lease: Duration) -> Result<()> {
         let held = self.queue.held();
         if held.is_empty() {
@@ -70,7 +70,8 @@ impl Runner {
         for error in answers.into_iter().filter_map(Result::err) {
             match error.class() {
                 Class::Passing | Class::Unknown => return Err(error),
-                // Some were settled since we looked; the others say so when they are settled.
+                // Some deliveries were settled since the leases were listed; for the others the settlement
+                // reports the lost lease.
                 _ => lost += 1,
             }
         }
@@ -84,7 +85,7 @@ impl Runner {
         Ok(())
     }
 
-    /// Tells the handlers that want to know.
+    /// Tells the handlers that watch their lease.
     fn tell_watches(&self, held: &[Lease], answers: &[Result<()>], lease: Duration) {
         let became = |wanted: &Lease| {
             let at = held.iter().position(|lease| lease == wanted)?;
@@ -94,7 +95,7 @@ impl Runner {
                 Err(_) => None,
             }
         };
-        // The clock is other people's code.
+        // The clock is user code and may panic.
         let until = guard::contain(|| self.shared.options.clock.now().plus(lease));
         if let Ok(until) = until {
             self.shared
@@ -104,8 +105,8 @@ impl Runner {
         }
     }
 
-    /// Whether leases that were held at `since` are over by now, as far as this process knows: none of
-    /// them was extended in time.
+    /// Whether the leases that were held at `since` have ended by now, as far as this process knows: none
+    /// of them was extended in time.
     pub(super) fn leases_are_over(&self, since: Instant) -> bool {
         let kept_at = self
             .kept_at

@@ -1,7 +1,6 @@
-//! Dispatch: from the engine's deliveries to handlers, and back with what became of them.
+//! Dispatch: brings the deliveries of the engine to the handlers, and their outcomes back to the engine.
 //!
-//! Each group has a [`Runner`] with its own tasks, so that a group that is slow or failing does not
-//! hold back another:
+//! Each group has a [`Runner`] with separate tasks, so that a slow or failing group does not delay another:
 //!
 //! ```text
 //!            fetch             pop                settlements
@@ -35,11 +34,11 @@ use crate::stats::QueueDepth;
 pub(crate) use plan::{Plan, Route};
 use queue::Queue;
 
-/// How long, after the time for handlers is over, a shutdown goes on making outcomes durable and
-/// closing the engine. [`Bus::shutdown_within`](crate::Bus::shutdown_within) documents the number.
+/// After the time for handlers, a shutdown spends at most this long on making outcomes durable and closing
+/// the engine. [`Bus::shutdown_within`](crate::Bus::shutdown_within) documents the number.
 pub(crate) const GRACE: Duration = Duration::from_secs(5);
 
-/// What the end of a group left behind.
+/// What was not finished when the group ended.
 #[derive(Default)]
 pub(crate) struct Leftovers {
     /// Handlers that were still running.
@@ -54,12 +53,12 @@ pub(crate) struct Runner {
     group: GroupName,
     pipeline: Pipeline,
     plan: Mutex<Arc<Plan>>,
-    /// The fetch loop looks at the plan and the breakers again.
+    /// Tells the fetch loop to look at the plan and the breakers again.
     changed: Arc<Notify>,
-    /// How long the leases of the open consumer last. It changes only when everything that the
-    /// consumer before handed out is in the queue, so that the keeper sees it.
+    /// The lease duration of the open consumer. It changes only when all deliveries of the previous
+    /// consumer are in the queue, where the lease keeper sees them.
     lease: watch::Sender<Duration>,
-    /// When everything held was last extended with success.
+    /// When all held leases were last extended with success.
     kept_at: Mutex<Option<Instant>>,
     queue: Queue,
     depth: QueueDepth,
@@ -104,14 +103,14 @@ impl Runner {
         runner
     }
 
-    /// Replaces what the group is to do. What is queued is not disturbed.
+    /// Replaces the plan of the group. Queued deliveries stay queued.
     pub(crate) fn change(self: &Arc<Self>, plan: Plan) {
         self.spawn_worker(self.queue.set_concurrency(plan.concurrency));
         *self.plan.lock() = Arc::new(plan);
         self.changed.notify_one();
     }
 
-    /// Whether it has stopped by itself, because the engine failed or the group was removed.
+    /// Whether the group has stopped because the engine failed or the group was removed.
     pub(crate) fn has_stopped(&self) -> bool {
         self.queue.is_stopping()
     }
@@ -126,8 +125,8 @@ impl Runner {
         self.plan.lock().clone()
     }
 
-    /// Ends the group: gives back what has not begun, waits for what runs until the deadline, and
-    /// makes every outcome durable if it can within the [`GRACE`] after that.
+    /// Ends the group: gives back deliveries that have not begun, waits for running handlers until the
+    /// deadline, and makes every outcome durable if possible within the [`GRACE`] after that.
     pub(crate) async fn stop(self: Arc<Self>, deadline: Instant) -> Leftovers {
         let tasks = std::mem::take(&mut *self.tasks.lock());
         self.queue.stop();
@@ -140,7 +139,7 @@ impl Runner {
         workers.detach_all();
         let end = deadline + GRACE;
         if let Some(fetch) = tasks.fetch {
-            // It may still have deliveries to give back.
+            // The fetch loop may still have deliveries to give back.
             let _ = tokio::time::timeout_at(end, fetch).await;
         }
         self.queue.finish(end);

@@ -1,5 +1,5 @@
-//! An outage of the engine, as one of the loops of a group sees it: logged once when it begins and once
-//! when it is over, with growing pauses between the tries.
+//! An outage of the engine, as seen by one loop of a group: logged once when it begins and once when it
+//! ends, with backoff between the tries.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ struct Current {
 }
 
 impl Outage {
-    /// No outage yet. `doing` says what the loop does.
+    /// No outage yet. `doing` names the work of the loop for the log.
     pub(super) fn none(
         group: &GroupName,
         doing: &'static str,
@@ -73,7 +73,7 @@ impl Outage {
         }
     }
 
-    /// The loop gives up; what it says about that is its own.
+    /// The loop gives up and logs the reason itself.
     pub(super) fn forget(&mut self) {
         self.current = None;
     }

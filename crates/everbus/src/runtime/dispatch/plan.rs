@@ -1,4 +1,4 @@
-//! What a group is to do at the moment, and which handlers a type goes to.
+//! The plan of a group: its handlers, how much it prefetches, and which handlers an event type goes to.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,7 +16,8 @@ use crate::streams;
 
 /// A lease outlives the longest handler by this much.
 const LEASE_MARGIN: Duration = Duration::from_secs(10);
-/// A log with more types than this is matched anew now and then, so that the table stays small.
+/// When a group has seen more event types than this, the table is cleared and built again, so that it stays
+/// small.
 const MOST_ROUTES: usize = 10_000;
 
 /// The handlers of a group and how they are fed.
@@ -30,11 +31,11 @@ pub(crate) struct Plan {
     pub(super) gates: Vec<Breaker>,
 }
 
-/// How the group may fetch, as the breakers of its critical handlers stand.
+/// How the group may fetch, given the state of its critical handlers' breakers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Gate {
     Free,
-    /// One event at a time, to find out.
+    /// One event at a time, as a probe.
     Probe,
     Shut,
 }
@@ -61,7 +62,7 @@ impl Plan {
         for breaker in &self.gates {
             match breaker.state() {
                 BreakerState::Closed => {}
-                // Somebody finds out already, perhaps in another group.
+                // A probe is running already, perhaps in another group.
                 BreakerState::HalfOpen if breaker.is_probing() => return Gate::Shut,
                 BreakerState::HalfOpen => gate = Gate::Probe,
                 BreakerState::Open { .. } => return Gate::Shut,
@@ -82,7 +83,7 @@ impl Plan {
             .no_handler_after(self.no_handler_after)
     }
 
-    /// How many events may be held: one alone while a breaker tries whether its dependency is back.
+    /// How many events may be held: a single one while a breaker probes its dependency.
     pub(super) fn prefetch_at(&self, gate: Gate) -> usize {
         match gate {
             Gate::Free => self.prefetch,
@@ -91,7 +92,7 @@ impl Plan {
         }
     }
 
-    /// Whether a consumer opened for the other plan only needs to be told its patterns.
+    /// Whether a consumer that was opened for the other plan only needs the new patterns.
     pub(super) fn consumes_like(&self, other: &Plan) -> bool {
         self.lease == other.lease
             && self.no_handler_after == other.no_handler_after
@@ -99,8 +100,8 @@ impl Plan {
     }
 }
 
-/// What is prefetched cannot be dropped any more, so of a stream that drops its oldest no more than half
-/// its length is held.
+/// A prefetched event can no longer be dropped. For a stream that drops its oldest events, at most half its
+/// length is prefetched.
 fn prefetch(handlers: &[Arc<Registered>], concurrency: usize, options: &BusOptions) -> usize {
     let asked = options.prefetch_for(concurrency);
     let limits = &options.limits;
@@ -127,7 +128,7 @@ fn prefetch(handlers: &[Arc<Registered>], concurrency: usize, options: &BusOptio
     })
 }
 
-/// How old an event of this type may be: what is said of the type, or else of its declared stream.
+/// The age limit of this event type: the limit of the type, or else of its declared stream.
 fn max_staleness(options: &BusOptions, event_type: &str) -> Option<Duration> {
     let ages = &options.max_staleness;
     if ages.is_empty() {
@@ -154,16 +155,16 @@ fn critical_breakers(handlers: &[Arc<Registered>]) -> Vec<Breaker> {
     breakers
 }
 
-/// Where the events of one type go in a group.
+/// The handlers of one event type in a group.
 pub(crate) struct Route {
     /// In subscription order.
     pub(crate) handlers: Vec<Arc<Registered>>,
     pub(crate) meter: Arc<Meter>,
-    /// The inbox is asked before and told after.
+    /// The inbox is asked before the handlers run and written after.
     pub(crate) idempotent: bool,
     /// Some handler has a breaker or a limit on the age of events.
     pub(crate) guarded: bool,
-    /// Older events of this type are skipped, unless the handler says otherwise.
+    /// Older events of this type are skipped, unless the handler has a different limit.
     pub(crate) max_staleness: Option<Duration>,
     /// There are schemas for this type.
     schemas: Option<Arc<Schemas>>,
@@ -188,7 +189,7 @@ impl Route {
         }
     }
 
-    /// Whether the payload is what its schemas say.
+    /// Whether the payload matches its schemas.
     pub(crate) fn check(&self, event: &Event, handler: &Registered) -> Result<()> {
         if let Some(schemas) = &self.schemas {
             schemas.check_consumed(event)?;
@@ -218,7 +219,7 @@ impl Routes {
         }
     }
 
-    /// Forgets everything if the plan or the schemas are others.
+    /// Clears the table if the plan or the schemas have changed.
     pub(super) fn follow(&mut self, plan: Arc<Plan>, schemas: Arc<Schemas>) {
         if !Arc::ptr_eq(&self.plan, &plan) || !Arc::ptr_eq(&self.schemas, &schemas) {
             *self = Self::new(plan, schemas);

@@ -1,4 +1,4 @@
-//! Everything a group holds: deliveries that wait, leases of those that run, outcomes to be settled.
+//! Everything that a group holds: waiting deliveries, the leases of running ones, and outcomes to settle.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,12 +16,13 @@ use crate::runtime::pipeline::{Counted, Finished};
 pub(super) struct Work {
     pub(super) delivery: Delivery,
     pub(super) route: Arc<Route>,
-    /// The inbox knows it.
+    /// The inbox has it on record as handled.
     pub(super) already_handled: bool,
 }
 
 impl Work {
-    /// Given back without an attempt, not to be handed out before this long.
+    /// Gives the delivery back without counting an attempt; it is not delivered again before `after` has
+    /// passed.
     fn given_back(self, after: Duration) -> Finished {
         Finished {
             received_at: self.delivery.record.received_at,
@@ -33,31 +34,31 @@ impl Work {
     }
 }
 
-/// While so many wait, no more are fetched,
+/// While this many deliveries wait, fetching pauses,
 const HIGH: usize = 256;
-/// until fewer than this do. What is not fetched yet costs neither a lease nor memory here.
+/// until fewer than this wait. An event that is not fetched costs neither a lease nor memory here.
 const LOW: usize = 64;
 
-/// So many workers are on their way at most; each that arrives gets the next one going. More would find
-/// nothing left where handlers are quick. Two, since a runtime may keep the first on the thread that woke
-/// it, which is busy.
+/// At most this many woken workers have not yet asked for work; each one that asks wakes the next. With
+/// quick handlers, more woken workers would find an empty queue. The number is two because the runtime may
+/// put the first one on the busy thread that woke it.
 const ON_THEIR_WAY: usize = 2;
 
-/// A delivery passes through here in one direction, waiting → running → done → sending, each step
-/// under the lock, so a look at all of them misses none.
+/// A delivery passes through in one direction, waiting → running → done → sending. Each step happens under
+/// the lock, so [`held`](Self::held) misses none.
 pub(super) struct Queue {
     state: Mutex<State>,
     /// One permit wakes one idle worker. A count, because two wake-ups must not become one.
     idle: Semaphore,
     outcomes: Notify,
-    /// Fewer than [`LOW`] wait, after there were too many.
+    /// Fewer than [`LOW`] deliveries wait, after there were too many.
     room: Notify,
 }
 
 #[derive(Default)]
 struct State {
     waiting: VecDeque<Work>,
-    /// The lease each worker holds, by its seat.
+    /// The lease that each worker holds, by seat number.
     running: Vec<Option<Lease>>,
     free_seats: Vec<usize>,
     done: Vec<Finished>,
@@ -71,7 +72,7 @@ struct State {
     abandoned: bool,
     /// The fetch loop waits for room.
     full: bool,
-    /// Outcomes the settler gave up on since the group stops.
+    /// Outcomes that the settler gave up on because the group stops.
     unsettled: usize,
     finish_by: Option<Instant>,
 }
@@ -83,7 +84,7 @@ impl State {
         self.workers -= 1;
     }
 
-    /// Takes an outcome; says whether it is the only one.
+    /// Takes an outcome. Returns whether it is the only one.
     fn hand_in(&mut self, finished: Option<Finished>) -> bool {
         match finished {
             Some(finished) if !self.abandoned => {
@@ -102,11 +103,11 @@ impl State {
 
 /// What a worker does next.
 pub(super) enum Next {
-    /// Run this, and spawn another worker first if told so.
+    /// Run this, and first spawn another worker if a seat is given.
     Run(Work, Option<NewSeat>),
     /// Wait to be woken.
     Wait,
-    /// End; the seat has been given back.
+    /// End; the seat is free again.
     End,
 }
 
@@ -152,7 +153,7 @@ impl Queue {
         self.rouse(&mut state)
     }
 
-    /// Whether there is no room for another batch; who takes from it then tells when there is.
+    /// Whether there is no room for another batch; if so, the worker that makes room sends a notification.
     fn is_full(&self) -> bool {
         let mut state = self.state();
         state.full = state.waiting.len() >= HIGH;
@@ -170,7 +171,7 @@ impl Queue {
         }
     }
 
-    /// Hands in what became of the last delivery and takes none: the worker lets others run.
+    /// Hands in the outcome of the last delivery and takes no new one: the worker lets other tasks run.
     pub(super) fn hand_in(&self, seat: usize, finished: Option<Finished>) {
         let mut state = self.state();
         let first = state.hand_in(finished);
@@ -181,7 +182,7 @@ impl Queue {
         }
     }
 
-    /// Hands in what became of the last delivery and takes the next. `roused` says whether the worker
+    /// Hands in the outcome of the last delivery and takes the next one. `roused` says whether the worker
     /// was woken or spawned just now.
     pub(super) fn next(&self, seat: usize, roused: bool, finished: Option<Finished>) -> Next {
         let mut state = self.state();
@@ -191,7 +192,7 @@ impl Queue {
         let first = state.hand_in(finished);
         let mut room = false;
         let next = if state.workers > state.concurrency {
-            // Whoever ends here may have been woken for work that is still there.
+            // The worker that ends here may have been woken for work that is still queued.
             if !state.waiting.is_empty() {
                 self.rouse(&mut state);
             }
@@ -227,7 +228,7 @@ impl Queue {
         next
     }
 
-    /// Gets one more worker going: wakes an idle one, or has the caller spawn one if there is room.
+    /// Starts one more worker: wakes an idle one, or returns a seat for the caller to spawn one.
     fn rouse(&self, state: &mut State) -> Option<NewSeat> {
         if state.roused >= ON_THEIR_WAY {
             return None;
@@ -250,7 +251,7 @@ impl Queue {
         Some(seat)
     }
 
-    /// Waits until there may be work; false if the group is stopping.
+    /// Waits until there may be work. Returns false if the group is stopping.
     pub(super) async fn woken(&self) -> bool {
         match self.idle.acquire().await {
             Ok(permit) => {
@@ -261,12 +262,12 @@ impl Queue {
         }
     }
 
-    /// A worker has ended otherwise than by [`Next::End`].
+    /// A worker has ended in another way than by [`Next::End`].
     pub(super) fn leave(&self, seat: usize) {
         self.state().leave(seat);
     }
 
-    /// Changes how many workers there may be. Idle ones look up, so that surplus ones end.
+    /// Changes the number of workers. Wakes the idle ones, so that surplus ones end.
     pub(super) fn set_concurrency(&self, concurrency: usize) -> Option<NewSeat> {
         let mut state = self.state();
         state.concurrency = concurrency;
@@ -282,7 +283,7 @@ impl Queue {
         self.state().stopping
     }
 
-    /// Lets running handlers finish and gives back what waits.
+    /// Lets running handlers finish and gives waiting deliveries back.
     pub(super) fn stop(&self) {
         let mut state = self.state();
         state.stopping = true;
@@ -293,7 +294,7 @@ impl Queue {
         self.outcomes.notify_one();
     }
 
-    /// Gives back what waits, without an attempt; what runs goes on.
+    /// Gives waiting deliveries back without counting an attempt; running ones continue.
     pub(super) fn give_back_waiting(&self) {
         let mut state = self.state();
         state.give_back_waiting();
@@ -302,7 +303,7 @@ impl Queue {
         self.room.notify_one();
     }
 
-    /// Gives these back, not to be handed out again before this long.
+    /// Gives these deliveries back; they are not delivered again before `after` has passed.
     pub(super) fn give_back(&self, work: impl Iterator<Item = Work>, after: Duration) {
         let mut state = self.state();
         state.done.extend(work.map(|work| work.given_back(after)));
@@ -318,14 +319,14 @@ impl Queue {
         (state.waiting.len() + running + state.done.len() + sending) as u64
     }
 
-    /// From now on, what running handlers come up with is not settled. Returns how many there are.
+    /// From now on, outcomes of running handlers are not settled. Returns how many handlers run.
     pub(super) fn abandon(&self) -> usize {
         let mut state = self.state();
         state.abandoned = true;
         state.running.iter().flatten().count()
     }
 
-    /// The settler ends when nothing is left to settle, or when it cannot by this time.
+    /// Tells the settler to end when nothing is left to settle, or at this time.
     pub(super) fn finish(&self, by: Instant) {
         self.state().finish_by = Some(by);
         self.outcomes.notify_one();
@@ -335,7 +336,7 @@ impl Queue {
         self.state().finish_by
     }
 
-    /// Takes all outcomes there are. They stay visible to [`held`](Self::held) until the next call.
+    /// Takes all outcomes. They stay visible to [`held`](Self::held) until the next call.
     pub(super) fn take_outcomes(&self) -> Outcomes {
         let mut state = self.state();
         state.sending = None;
@@ -345,15 +346,14 @@ impl Queue {
                 None => Outcomes::Wait,
             };
         }
-        // As many may come until the next call.
+        // The next batch is probably about as large.
         let next = Vec::with_capacity(state.done.len().min(LOW));
         let batch = Arc::new(std::mem::replace(&mut state.done, next));
         state.sending = Some(batch.clone());
         Outcomes::Send(batch)
     }
 
-    /// These of what was taken last are not settled yet. They come first when outcomes are taken again,
-    /// together with what was finished meanwhile.
+    /// Puts back outcomes that were taken last and could not be settled. They come first in the next batch.
     pub(super) fn send_again(&self, mut again: Vec<Finished>) {
         let mut state = self.state();
         state.sending = None;
@@ -361,7 +361,8 @@ impl Queue {
         state.done = again;
     }
 
-    /// The settler gives up on these. Before the group stops that is no end: they come again.
+    /// The settler gives up on these outcomes. Before the group stops, this is not final: their events are
+    /// delivered again.
     pub(super) fn count_unsettled(&self, batch: &[Finished]) {
         let mut state = self.state();
         if state.stopping {
@@ -396,7 +397,7 @@ impl Queue {
     }
 }
 
-/// How many of these came from a handler; the others only give back what has not begun.
+/// How many of these outcomes came from a handler; the others only give deliveries back.
 fn outcomes_in(batch: &[Finished]) -> usize {
     let of_handler = |f: &&Finished| !matches!(f.settlement.verdict, Verdict::Release { .. });
     batch.iter().filter(of_handler).count()

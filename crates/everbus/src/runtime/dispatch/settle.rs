@@ -1,6 +1,7 @@
-//! The settler: sends every outcome there is as one batch, and takes the next when that is durable.
+//! The settler: sends all finished outcomes as one batch, and takes the next batch when that one is
+//! durable.
 //!
-//! While one batch is being committed the next one gathers by itself; there is no timer.
+//! While one batch is being committed, the next one fills; there is no timer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,14 +20,14 @@ use crate::runtime::pipeline::{Counted, Deferred, FailedAttempt, Finished, InEff
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Trouble with settling that lasts: what the settler knows from one batch to the next.
+/// A lasting problem with settling: the state that the settler keeps between batches.
 struct Trouble {
     outage: Outage,
-    /// What is sent again was in hand at this time, or earlier.
+    /// The outcomes to send again were finished at this time or earlier.
     since: Instant,
-    /// How many outcomes are sent again.
+    /// How many outcomes are to be sent again.
     waiting: usize,
-    /// A settlement that is sent again may have taken effect.
+    /// A settlement that is sent again may have taken effect already.
     unknown: bool,
 }
 
@@ -50,11 +51,12 @@ impl Runner {
         }
     }
 
-    /// Settles a batch. What the engine could not take now is sent again with the next one, until it is
-    /// taken or its lease is over: the handlers have done their work, and an outage is not their fault.
+    /// Settles a batch. Outcomes that the engine could not take now are sent again with the next batch,
+    /// until the engine takes them or their lease has ended: an outage must not make the handlers repeat
+    /// their work.
     async fn settle(&self, batch: &[Finished], trouble: &mut Trouble) {
         if batch.len() > trouble.waiting {
-            // Some are new, with leases that may last longer.
+            // Some outcomes are new, with leases that may last longer.
             trouble.since = Instant::now();
         }
         let settlements = batch.iter().map(|f| f.settlement.clone()).collect();
@@ -94,18 +96,18 @@ impl Runner {
         tokio::time::sleep(pause).await;
     }
 
-    /// Counts what is durable and returns what is to be sent again: what the engine could not take, with
-    /// the reason, and new verdicts on what it refused.
+    /// Counts the durable outcomes and returns those to send again: outcomes that the engine could not
+    /// take, with the reason, and new verdicts for outcomes that it refused.
     fn sort_out(
         &self,
         batch: &[Finished],
         answers: Vec<Result<(), Error>>,
         trouble: &mut Trouble,
     ) -> (Vec<Finished>, Option<Error>) {
-        // The clock and the recorder of metrics are other people's code: they must not end the settler.
+        // The clock and the metrics recorder are user code: a panic in them must not end the settler.
         let now = guard::contain(|| self.shared.options.clock.now()).ok();
         let (mut again, mut passing) = (Vec::new(), None);
-        // Before one of these answers says so.
+        // Read before the answers of this batch change it.
         let sent_before = trouble.unknown;
         for (finished, answer) in batch.iter().zip(answers) {
             let error = match answer {
@@ -121,8 +123,8 @@ impl Runner {
                     again.push(finished.again());
                     passing.get_or_insert(error);
                 }
-                // The first one has ended the lease, or it was lost since: there is no telling, and
-                // nothing to be done.
+                // The first settlement may have ended the lease, or the lease was lost since. The two cases
+                // cannot be told apart, and neither needs an action.
                 Class::Conflict if sent_before && error.code() == Code::LeaseLost => {
                     self.settled(finished, now);
                 }
@@ -143,8 +145,8 @@ impl Runner {
         }
     }
 
-    /// The engine will not have this outcome. If that is because of what the handler came up with, the
-    /// attempt has failed; otherwise the event comes again by itself.
+    /// The engine refused this outcome. If the handler's events or effect caused it, the attempt has
+    /// failed; otherwise the event is delivered again when its lease ends.
     fn refused(&self, finished: &Finished, error: &Error) -> Option<Finished> {
         let (group, seq) = (&self.group, finished.settlement.lease.position());
         if error.code() == Code::LeaseLost {
@@ -170,7 +172,7 @@ impl Runner {
         };
         let culprit = case.culprit();
         let mut probing = false;
-        // Only whose effect failed has failed; what the others wanted done was not done either.
+        // Only the handler whose effect failed has failed. The effects of the others were rolled back too.
         for Deferred { handler, ticket } in case.take_deferred() {
             if error.code() == Code::EffectFailed && Arc::ptr_eq(&handler, &culprit) {
                 probing = ticket.is_probe();
@@ -236,7 +238,7 @@ impl Runner {
         }
     }
 
-    /// The attempt of a handler with an effect has ended.
+    /// Reports the end of an attempt with an effect to the breaker of its handler.
     fn tell_breaker(
         &self,
         handler: &Registered,
@@ -248,7 +250,7 @@ impl Runner {
         }
     }
 
-    /// Nothing is acked by this: the events are delivered again when their leases end.
+    /// Acks nothing: the events are delivered again when their leases end.
     fn settling_failed(&self, batch: &[Finished], error: &Error) {
         self.queue.count_unsettled(batch);
         self.shared.fail_if_fatal(error);
@@ -262,8 +264,8 @@ impl Runner {
     }
 }
 
-/// What the engine refused is the handler's failure: an effect that failed, with the answer it gave, or
-/// events that cannot be published, which another run would publish again.
+/// Turns a refusal of the engine into a failure of the handler: an effect that failed, with its error, or
+/// events that cannot be published and that another run would publish again.
 fn why_refused(error: &Error) -> HandlerError {
     match error.code() {
         Code::EffectFailed => HandlerError::from_box(error),
@@ -271,7 +273,7 @@ fn why_refused(error: &Error) -> HandlerError {
     }
 }
 
-/// The same outcome without the events that the engine refused, which its failure or its reason tells.
+/// The same outcome without the refused events; its failure or reason mentions them.
 fn without_events(finished: &Finished, error: &Error) -> Finished {
     let mut again = finished.again();
     again.settlement.follow_ups.clear();

@@ -1,4 +1,4 @@
-//! The workers: each takes one delivery at a time, so a slow handler holds back nothing but itself.
+//! The workers: each takes one delivery at a time, so a slow handler blocks only its worker.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::guard;
 const BEFORE_YIELDING: u32 = 32;
 
 impl Runner {
-    /// Spawns the worker that is asked for. Workers come as they are needed and stay.
+    /// Spawns a worker for the given seat. Workers are spawned on demand and kept.
     pub(super) fn spawn_worker(self: &Arc<Self>, seat: Option<NewSeat>) {
         if seat.is_some() {
             let seat = Seat {
@@ -23,23 +23,23 @@ impl Runner {
         }
     }
 
-    /// Forgets the workers that have ended, so that they take no memory.
+    /// Drops the handles of workers that have ended, to free memory.
     fn reap_workers(&self) {
         let mut workers = self.workers.lock();
         while workers.try_join_next().is_some() {}
     }
 }
 
-/// A worker's place; it is given back however the worker ends.
+/// The seat of a worker; it is freed however the worker ends.
 struct Seat {
     runner: Arc<Runner>,
-    /// None once it has been given back.
+    /// `None` once the seat is free.
     number: Option<usize>,
 }
 
 /// Why a worker ends.
 enum End {
-    /// There are too many, or the group stops; the seat has been given back.
+    /// There are too many workers, or the group stops; the seat is free again.
     Surplus,
     Stopped,
 }
@@ -59,8 +59,8 @@ impl Seat {
                     return;
                 }
                 Ok(End::Stopped) => return,
-                // The worker goes on, or what is queued would wait for ever. The event it had in hand
-                // comes again when its lease ends.
+                // The worker continues; otherwise queued deliveries would wait for ever. The current event
+                // is delivered again when its lease ends.
                 Err(error) => {
                     let group = &self.runner.group;
                     guard::log(|| {
@@ -89,7 +89,7 @@ impl Seat {
                 }
                 Next::Wait => {
                     in_a_row = 0;
-                    // It holds an event and a handler; who waits holds nothing.
+                    // The spare message holds an event and a handler; a waiting worker must hold nothing.
                     spare = None;
                     if !runner.queue.woken().await {
                         return End::Stopped;
@@ -110,7 +110,7 @@ impl Seat {
             in_a_row += 1;
             if in_a_row == BEFORE_YIELDING {
                 in_a_row = 0;
-                // Not kept in hand meanwhile: the group's position waits for the oldest outcome.
+                // Handed in first: the position of the group waits for the oldest outcome.
                 runner.queue.hand_in(number, finished.take());
                 tokio::task::yield_now().await;
             }
@@ -146,7 +146,7 @@ mod tests {
         let bus = Bus::open("memory:").await.unwrap();
         let plan = |concurrency| Plan::new(&[], concurrency, &BusOptions::default());
         let runner = Runner::start(bus.shared().clone(), GroupName::unnamed(), plan(MANY));
-        // Each runs until all of them do.
+        // Each handler runs until all of them run.
         let all = Arc::new(tokio::sync::Barrier::new(MANY));
         let handler = Arc::new(Registered::new(
             everbus_core::EventId::new().into(),
@@ -186,7 +186,7 @@ mod tests {
             until(&|| workers() == MANY).await;
             until(&|| runner.queue.held().is_empty()).await;
             runner.change(plan(1));
-            // One that stays, and the last to end.
+            // The worker that stays, and the last one to end.
             until(&|| workers() <= 2).await;
         };
         let settled = tokio::time::timeout(Duration::from_secs(30), settled).await;

@@ -1,4 +1,4 @@
-//! One call of one handler: its timeout, and the panics that stay inside.
+//! One call of one handler: applies its timeout and catches its panics.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -12,14 +12,14 @@ use crate::guard;
 use crate::handler::message::Message;
 use crate::handler::{HandlerError, HandlerOutcome, Registered};
 
-/// How far the first step of a handler got.
+/// The result of the first poll of a handler.
 pub(super) enum Begun {
     Ended(HandlerOutcome),
     Running(Unpanicked),
 }
 
-/// Calls one handler and takes its first step. What it publishes inherits from the event. A handler that
-/// ends with this never touches the timer.
+/// Calls one handler and polls it once. Events that it publishes inherit from the handled event. A handler
+/// that finishes in the first poll never touches the timer.
 pub(super) fn begin(handler: &Registered, message: &Message, cx: &mut Context<'_>) -> Begun {
     ambient::handling_now(message.record().clone(), || {
         let mut run = match guard::traced(|| handler.call(message.clone())) {
@@ -33,7 +33,7 @@ pub(super) fn begin(handler: &Registered, message: &Message, cx: &mut Context<'_
     })
 }
 
-/// Waits for a handler that has begun, under its timeout.
+/// Waits for a handler that has begun, with its timeout.
 pub(super) fn finish<'a>(
     run: Unpanicked,
     handler: &'a Registered,
@@ -46,7 +46,7 @@ pub(super) fn finish<'a>(
     ))
 }
 
-/// The handler may move its deadline while it runs.
+/// Waits until the deadline, which the handler may move while it runs.
 async fn until_deadline(
     mut run: Unpanicked,
     handler: &Registered,
@@ -73,7 +73,7 @@ async fn until_deadline(
     }
 }
 
-/// A handler's future whose panics, in `poll` and in `drop`, stay inside.
+/// A handler's future that catches panics in `poll` and in `drop`.
 pub(super) struct Unpanicked(Option<BoxFuture<'static, HandlerOutcome>>);
 
 impl Future for Unpanicked {

@@ -1,4 +1,4 @@
-//! What a handler emits: ids that a second run repeats, and what is inherited from the cause.
+//! The events that a handler emits: they get ids that a second run repeats, and inherit from their cause.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -11,11 +11,11 @@ use crate::handler::outcome::Outcome;
 use crate::handler::{BoxError, HandlerError, HandlerOutcome, MOST_EVENTS};
 use crate::runtime::bus::Shared;
 
-/// The events of an effect are counted from here, since how many the handler returned beside it may
-/// differ from run to run.
+/// The events of an effect are numbered from here, because the number of events that the handler returns
+/// beside it may differ from run to run.
 const EFFECT_INDEX: u32 = 1 << 24;
 
-/// The events of a failed attempt are counted from here, apart for each attempt.
+/// The events of a failed attempt are numbered from here, separately for each attempt.
 const FAILURE_INDEX: u32 = 1 << 31;
 const ATTEMPT_SHIFT: u32 = MOST_EVENTS.ilog2();
 
@@ -23,7 +23,7 @@ fn cause_of(message: &Message) -> Cause<'_> {
     (message.record(), message.group(), message.handler_name())
 }
 
-/// Everything the handler wants published: what it staged, then what it returned.
+/// All events that the handler publishes: the staged ones, then the returned ones.
 pub(super) fn complete(
     shared: &Arc<Shared>,
     message: &Message,
@@ -47,8 +47,8 @@ pub(super) fn complete(
     Ok(Outcome { events, effect })
 }
 
-/// The outcome with the large parts of its events in the object store. If that fails another try may
-/// well succeed.
+/// Moves the large parts of the events to the object store. If this fails, the attempt fails and may be
+/// retried.
 pub(super) async fn offload(shared: &Shared, outcome: Outcome) -> HandlerOutcome {
     if outcome.events.is_empty() {
         return Ok(outcome);
@@ -57,7 +57,7 @@ pub(super) async fn offload(shared: &Shared, outcome: Outcome) -> HandlerOutcome
     Ok(Outcome { events, ..outcome })
 }
 
-/// Whether they may be published. Another run would come up with the same.
+/// Whether the events may be published. A refusal is permanent: another run would emit the same events.
 fn check(
     events: &[Event],
     checked: impl Fn(&Event) -> Result<(), Error>,
@@ -69,25 +69,25 @@ fn check(
     })
 }
 
-/// A failed attempt whose events are to be published with what becomes of it.
+/// A failed attempt whose events are published together with its verdict.
 pub(crate) struct FailedAttempt<'a> {
     pub(crate) record: &'a Arc<Recorded>,
     pub(crate) group: &'a GroupName,
     pub(crate) handler: &'a str,
     pub(crate) attempt: u32,
-    /// Attempts are counted afresh.
+    /// The event was retried from the dead letters, so attempts are counted from one again.
     pub(crate) retried: bool,
 }
 
 impl FailedAttempt<'_> {
-    /// The events that go with the failure, under ids of this attempt. One that may not be published is left
-    /// out, and the failure says so.
+    /// The events that are published with the failure, with ids of this attempt. An event that may not be
+    /// published is left out, and the failure says so.
     pub(crate) fn take_events(&self, shared: &Shared, error: &mut HandlerError) -> Vec<Event> {
         if error.events().is_empty() {
             return Vec::new();
         }
         let from = ambient::emitted_by(self.record, shared.options.source.as_ref());
-        // An event that is handled anew after its death has attempts of the same numbers.
+        // An event that is retried from the dead letters repeats its attempt numbers.
         let handler = if self.retried {
             let now = shared.options.clock.now().as_micros();
             Cow::Owned(format!("{}\0{now}", self.handler))

@@ -1,4 +1,4 @@
-//! From a failure to a verdict, with a line in the log for every failed attempt.
+//! Turns a failure into a verdict, and logs every failed attempt.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,26 +15,26 @@ use crate::handler::{Answer, Decode, HandlerError, Registered};
 use crate::runtime::options::BusOptions;
 use crate::stats::Skip;
 
-/// An event that was the probe is due again this much after the breaker may be tried.
+/// An event whose probe failed is due again this long after the breaker allows the next probe.
 const AFTER_PROBE: Duration = Duration::from_secs(1);
 
-/// A critical event is given this long after its publish; then its failed probes are attempts like any
-/// others, so that a bad one does not keep a breaker open, or its key waiting, for ever.
+/// A failed probe of a critical event counts no attempt for this long after the publish. Then it counts, so
+/// that a poison event cannot keep a breaker open, or its key waiting, for ever.
 const LONGEST_WAIT: Duration = Duration::from_secs(24 * 3600);
 
-/// An attempt to be judged.
+/// An attempt to judge.
 pub(super) struct Judge<'a> {
     pub(super) clock: &'a dyn Clock,
     pub(super) record: &'a Recorded,
     pub(super) attempt: u32,
     /// The name of this worker.
     pub(super) worker: &'a str,
-    /// How long the attempt ran, once a handler ran.
+    /// How long the handlers ran, if any ran.
     pub(super) took: Option<Duration>,
 }
 
-/// An attempt that may still be judged after its handler is done: the engine may refuse the events or
-/// the effect it came up with.
+/// An attempt that may still be judged after its handler has finished: the engine may refuse its events or
+/// its effect.
 #[derive(Clone)]
 pub(crate) struct Case {
     pub(crate) handler: Arc<Registered>,
@@ -47,12 +47,12 @@ pub(crate) struct Case {
     pub(crate) in_effect: Option<InEffect>,
 }
 
-/// Whose effect ran last: if the effects of an event fail, it is theirs.
+/// The handler whose effect ran last: if the effects of an event fail, this one failed.
 #[derive(Clone, Default)]
 pub(crate) struct Culprit(Arc<Mutex<Option<Arc<Registered>>>>);
 
 impl Culprit {
-    /// The effect of a handler, watched.
+    /// Wraps the effect of a handler, to record when it runs.
     pub(super) fn watch(&self, handler: &Arc<Registered>, effect: Effect) -> Effect {
         let (last, handler) = (self.0.clone(), handler.clone());
         Effect::new(effect.engine(), move |transaction| {
@@ -67,12 +67,12 @@ impl Culprit {
     }
 }
 
-/// The types of the events that an effect published when it ran last.
+/// The types of the events that an effect published in its last run.
 #[derive(Clone, Default)]
 pub(crate) struct InEffect(Arc<Mutex<Vec<Arc<str>>>>);
 
 impl InEffect {
-    /// The effect, watched.
+    /// Wraps the effect, to record the events that it publishes.
     pub(super) fn watch(&self, effect: Effect) -> Effect {
         let types = self.0.clone();
         Effect::new(effect.engine(), move |transaction| {
@@ -88,25 +88,25 @@ impl InEffect {
     }
 }
 
-/// The breaker of a handler with an effect learns how the attempt ended when the effect has.
+/// The breaker of a handler with an effect gets the result of the attempt only after the effect has run.
 pub(crate) struct Deferred {
     pub(crate) handler: Arc<Registered>,
     pub(crate) ticket: Ticket,
 }
 
 impl Case {
-    /// Whose breakers have not been told yet.
+    /// The handlers whose breakers have not been told yet.
     pub(crate) fn take_deferred(&self) -> Vec<Deferred> {
         std::mem::take(&mut self.deferred.lock())
     }
 
-    /// Whose effect failed, or whose events were refused.
+    /// The handler whose effect failed, or whose events were refused.
     pub(crate) fn culprit(&self) -> Arc<Registered> {
         let culprit = self.culprit.as_ref().and_then(Culprit::get);
         culprit.unwrap_or_else(|| self.handler.clone())
     }
 
-    /// The engine refused; what is to happen instead.
+    /// The engine refused the outcome. Returns the verdict that replaces it.
     pub(crate) fn refused(
         &self,
         group: &GroupName,
@@ -122,7 +122,7 @@ impl Case {
             worker: &options.worker_name,
             took: self.took,
         };
-        // The handler and its span have ended: what is logged here has a span of its own.
+        // The handler and its span have ended: this log line needs a new span.
         let judged =
             crate::runtime::trace::span(group, &self.record, self.attempt).in_scope(|| {
                 if probing && judge.waits(handler, &error) {
@@ -136,7 +136,7 @@ impl Case {
 }
 
 impl Judge<'_> {
-    /// The same, of an attempt in which handlers ran for this long.
+    /// Sets how long the handlers ran.
     pub(super) fn ran_for(self, took: Duration) -> Self {
         Self {
             took: Some(took),
@@ -144,7 +144,7 @@ impl Judge<'_> {
         }
     }
 
-    /// A handler failed, or skips the event.
+    /// The verdict for a handler that failed or skips the event.
     pub(super) fn failed(
         &self,
         handler: &Registered,
@@ -185,16 +185,16 @@ impl Judge<'_> {
         }
     }
 
-    /// Whether an event whose probe failed waits for the breaker, without an attempt counted: the
-    /// handler is critical, trying again may help, and it has not waited too long already.
+    /// Whether an event whose probe failed waits for the breaker without counting an attempt: the handler
+    /// is critical, a retry may help, and the event has not waited too long.
     pub(super) fn waits(&self, handler: &Registered, error: &HandlerError) -> bool {
         let waited = self.clock.now().since(self.record.received_at);
         waited < LONGEST_WAIT && handler.waits_after(error)
     }
 
-    /// The probe of a critical handler failed: what it depends on is still down, and that is not the
-    /// event's fault. It waits, without an attempt counted, a little longer than the breaker stays open,
-    /// so that the next probe is another event if there is one.
+    /// The verdict for a failed probe of a critical handler: its dependency is still down, and the event is
+    /// not the cause. The event waits, without counting an attempt, a little longer than the breaker stays
+    /// open, so that the next probe is another event if there is one.
     pub(super) fn probe_failed(&self, handler: &Registered, error: &HandlerError) -> Judged {
         let open_for = handler.traits.breaker.as_ref().map(Breaker::open_for);
         let after = open_for.unwrap_or_default() + AFTER_PROBE;
@@ -215,7 +215,7 @@ impl Judge<'_> {
         }
     }
 
-    /// The breaker of a standard handler is open: the event waits in the dead letters.
+    /// The breaker of a standard handler is open: the event goes to the dead letters for a later retry.
     pub(super) fn rejected(&self, handler: &Registered, dependency: &str) -> Judged {
         let text =
             format!("the circuit breaker of {dependency:?} was open; the handler did not run");
@@ -230,13 +230,13 @@ impl Judge<'_> {
         }
     }
 
-    /// The last attempt ended with its process or its lease, so nobody was there to log it: that is
-    /// done here, when the event comes again.
+    /// The last attempt ended with its process or its lease, and no process logged it: it is logged here,
+    /// when the event is delivered again.
     ///
-    /// If that used up the attempts, with no other event in flight that could be to blame, it is not
-    /// tried again: the failures already recorded say why. In every other case it runs once more and its
-    /// own outcome decides: another event may have been the culprit, or the policy was tightened
-    /// meanwhile.
+    /// If that was the last allowed attempt, and no other event in flight could be the cause, the event is
+    /// not tried again: the recorded failures say why. In every other case it runs once more and the
+    /// outcome of that run decides: another event may have been the cause, or the retry policy was changed
+    /// since.
     pub(super) fn after_crash(&self, handler: &Registered, crash: &Failure) -> Option<Judged> {
         let policy = &handler.retry;
         let used_up = crash.alone && self.attempt > policy.max_attempts();
@@ -248,7 +248,7 @@ impl Judge<'_> {
         })
     }
 
-    /// The structured log entry of a failed attempt, the last included.
+    /// Logs a failed attempt, the last one included.
     fn report(
         &self,
         handler: Option<&str>,

@@ -1,4 +1,4 @@
-//! What happens to one delivery between the queue and its settlement.
+//! The pipeline: what happens to one delivery between the queue and its settlement.
 //!
 //! The order of the layers is fixed here and nowhere else:
 //!
@@ -6,9 +6,8 @@
 //! trace + log + metrics → inbox → staleness → circuit breaker → overflow → timeout → user layers → handler → settle
 //! ```
 //!
-//! [`deliver`] goes through it once per delivery. The inbox is asked when deliveries are fetched, for a
-//! whole batch at once; its answer comes with the delivery. Metrics are counted when the outcome is
-//! durable.
+//! [`deliver`] runs once per delivery. The inbox is asked when deliveries are fetched, for a whole batch at
+//! once; its answer comes with the delivery. Metrics are counted when the outcome is durable.
 
 mod attempt;
 mod follow_ups;
@@ -44,24 +43,24 @@ pub(crate) use follow_ups::FailedAttempt;
 pub(crate) use judge::{Case, Deferred, InEffect};
 use judge::{Culprit, Judge};
 
-/// What the pipeline works with, the same for all deliveries of a group.
+/// State that all deliveries of a group share.
 pub(crate) struct Pipeline {
     pub(crate) shared: Arc<Shared>,
     pub(crate) group: GroupName,
 }
 
-/// What became of a delivery: what is to be made durable, and what is counted once it is.
+/// The result of a delivery: the outcome to make durable, and what to count afterwards.
 pub(crate) struct Finished {
     pub(crate) settlement: Settlement,
     pub(crate) counted: Counted,
     pub(crate) received_at: everbus_core::Timestamp,
     pub(crate) route: Arc<Route>,
-    /// Who decides if the engine refuses what the handler came up with.
+    /// Judges the attempt again if the engine refuses its events or its effect.
     pub(crate) case: Option<Box<Case>>,
 }
 
 impl Finished {
-    /// The same once more.
+    /// A copy to send again.
     pub(crate) fn again(&self) -> Finished {
         Finished {
             settlement: self.settlement.clone(),
@@ -107,8 +106,8 @@ impl Judged {
     }
 }
 
-/// What became of a delivery. Nearly all are handled with nothing to publish: that is kept small, since
-/// it passes through every layer.
+/// The result of running the handlers. Nearly all deliveries are handled with nothing to publish: this case
+/// is kept small, because it is passed through every layer.
 enum Ran {
     Handled { took: Duration },
     Otherwise(Box<Done>),
@@ -126,16 +125,16 @@ impl From<Judged> for Ran {
     }
 }
 
-/// A delivery that went through, with what the handlers came up with.
+/// A delivery without a failure, with the events and effects of its handlers.
 struct Done {
     judged: Judged,
     /// How long the handlers ran.
     took: Option<Duration>,
     events: Vec<Event>,
     effect: Option<Effect>,
-    /// The handler whose events or effect these are, or the last of them.
+    /// The handler that these events or this effect belong to, or the last one if there are several.
     author: Option<Arc<Registered>>,
-    /// Of the handlers whose effects these are.
+    /// The breaker reports of the handlers with effects.
     deferred: Vec<Deferred>,
     culprit: Option<Culprit>,
 }
@@ -168,8 +167,8 @@ fn found_in_inbox() -> Judged {
 }
 
 impl Pipeline {
-    /// Takes one delivery through all layers. Whatever panics on the way is a failure of the attempt.
-    /// `spare` is a message that is done with: the next one takes its place in memory.
+    /// Takes one delivery through all layers. A panic on the way is a failure of the attempt. `spare` is a
+    /// used message, whose memory the next one reuses.
     pub(crate) async fn deliver(
         &self,
         delivery: Delivery,
@@ -189,7 +188,7 @@ impl Pipeline {
         };
         let ran = result.unwrap_or_else(|said| match most_patient(&route.handlers) {
             Some(handler) => span.in_scope(|| {
-                // The clock may be what panics. What is not settled keeps its place until its lease ends.
+                // The clock itself may panic. An unsettled event is delivered again when its lease ends.
                 let now = guard::contain(|| self.shared.options.clock.now());
                 let judge = Judge {
                     clock: &ManualClock::new(now.unwrap_or(delivery.record.received_at)),
@@ -232,7 +231,8 @@ impl Pipeline {
         }
     }
 
-    /// What the layers before the handlers say: which handlers may run, or that the delivery ends here.
+    /// Applies the layers before the handlers: returns the handlers that may run, or the end of the
+    /// delivery.
     fn enter(
         &self,
         delivery: &Delivery,
@@ -255,8 +255,8 @@ impl Pipeline {
         self.admit(delivery, route).map(Some)
     }
 
-    /// Staleness, then the breaker, for every handler before the first one runs: an event whose third
-    /// handler may not run must not have run the first two.
+    /// Checks staleness, then the breaker, for every handler before the first one runs: if the third
+    /// handler may not run, the first two must not have run.
     fn admit(&self, delivery: &Delivery, route: &Route) -> Result<Passes, Box<Judged>> {
         let mut passes = Passes::new();
         for handler in &route.handlers {
@@ -292,7 +292,7 @@ impl Pipeline {
             return false;
         };
         let event = &delivery.record.event;
-        // One that was published for later does not age before its time.
+        // The age of an event that was published for a later time is counted from that time.
         let from = event.attributes().and_then(|a| a.not_before);
         let from = from.map_or(event.occurred_at(), |at| at.max(event.occurred_at()));
         let age = self.shared.options.clock.now().since(from);
@@ -314,7 +314,7 @@ impl Pipeline {
         stale
     }
 
-    /// The breaker is open; the criticality decides. No attempt is made and none is counted.
+    /// The breaker is open; the criticality decides. No attempt is made or counted.
     fn rejected(
         &self,
         delivery: &Delivery,
@@ -343,13 +343,13 @@ impl Pipeline {
         }
     }
 
-    /// Everything between the span and the settlement.
+    /// Runs the handlers: everything between the span and the settlement.
     ///
-    /// The handlers run one after another. The first failure ends the attempt, and the policy of the
-    /// handler that failed decides. A handler that skips does not keep the others from running; the
-    /// event counts as skipped if no handler handled it.
+    /// The handlers run one after another. The first failure ends the attempt, and the retry policy of the
+    /// failed handler decides. If one handler skips the event, the others still run; the event counts as
+    /// skipped if no handler handled it.
     ///
-    /// One function, since a future is copied into each one that awaits it.
+    /// A single function, because a future is copied into each future that awaits it.
     async fn run(
         &self,
         delivery: &Delivery,
@@ -403,7 +403,7 @@ impl Pipeline {
             );
             let result = match route.check(&delivery.record.event, handler) {
                 Ok(()) => {
-                    // Most handlers are ready at once.
+                    // Most handlers finish in the first poll.
                     let begun = poll_fn(|cx| Poll::Ready(attempt::begin(handler, &message, cx)));
                     match begun.await {
                         Begun::Ended(result) => result,
@@ -427,7 +427,7 @@ impl Pipeline {
             let probing = ticket.as_ref().is_some_and(Ticket::is_probe);
             if let Some(ticket) = ticket {
                 match &result {
-                    // Whether it succeeded is known when its effect has been done.
+                    // The result is known only after the effect has run.
                     Ok(part) if part.effect.is_some() => {
                         let handler = handler.clone();
                         deferred.push(Deferred { handler, ticket });
@@ -487,8 +487,8 @@ impl Pipeline {
                 counted: Counted::Handled { took },
             },
             Some(reason) => skipped_as(reason, Skip::Handler),
-            // Nobody ran: it was skipped, if there was somebody to skip it. Otherwise every handler it
-            // was queued for has been unsubscribed since.
+            // No handler ran. Either a handler skipped the event, or all its handlers were unsubscribed
+            // after it was queued.
             None => match passes.iter().flatten().find_map(Pass::skipped) {
                 Some((reason, skip)) => skipped_as(reason, skip),
                 None => Judged::released(Duration::ZERO),
@@ -506,8 +506,7 @@ impl Pipeline {
         .into()
     }
 
-    /// The delivery with its event as it was published. A store that does not answer is no reason to
-    /// wait longer than a handler may.
+    /// The delivery with its complete event. The wait for the object store has the same limit as a handler.
     async fn whole(&self, delivery: &Delivery) -> Result<Delivery, Error> {
         let limit = self.shared.options.timeout;
         let whole = tokio::time::timeout(limit, self.shared.whole(&delivery.record)).await;
@@ -522,7 +521,7 @@ impl Pipeline {
         Ok(whole)
     }
 
-    /// The large part of the event cannot be had: a failure like any other.
+    /// The large part of the event cannot be read: this is judged like any other failure.
     fn unreadable(&self, delivery: &Delivery, route: &Route, error: &Error) -> Judged {
         match most_patient(&route.handlers) {
             Some(handler) => {
@@ -533,8 +532,8 @@ impl Pipeline {
         }
     }
 
-    /// Every failed attempt counts once. What never reached the dependency says nothing about it: an
-    /// event that cannot be read, and a handler that leaves the event alone.
+    /// Reports a failed attempt to the breaker, once. Failures that say nothing about the dependency are
+    /// not reported: an event that cannot be decoded, and a handler that skips the event.
     fn tell_breaker(
         &self,
         handler: &Registered,
@@ -552,7 +551,7 @@ impl Pipeline {
     }
 }
 
-/// What is to be settled of a delivery that was not simply handled.
+/// Builds the settlement of a delivery that was not simply handled.
 fn finish(
     delivery: Delivery,
     route: Arc<Route>,
@@ -594,7 +593,7 @@ fn finish(
     }
 }
 
-/// One for each handler. Most events have one or two.
+/// One entry for each handler. Most events have one or two.
 type Passes = SmallVec<[Pass; 2]>;
 
 /// Whether a handler is run.
@@ -621,7 +620,7 @@ fn skipped_as(reason: impl Into<String>, skip: Skip) -> Judged {
     }
 }
 
-/// The handler that would try most often.
+/// The handler with the most attempts.
 fn most_patient(handlers: &[Arc<Registered>]) -> Option<&Registered> {
     handlers
         .iter()

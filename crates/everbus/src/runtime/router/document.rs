@@ -60,12 +60,12 @@ fn channels(resolved: &Resolved) -> Vec<Channel> {
         .collect()
 }
 
-/// What one handler receives, and what it sends.
+/// The operations of one handler: what it receives and what it sends.
 fn operations(subscription: &Subscription) -> Vec<Operation> {
     let settings = &subscription.settings;
     let pattern = subscription.pattern.as_str();
     let name = settings.name.clone().unwrap_or_else(|| pattern.to_owned());
-    // A name that was chosen for an ephemeral group says nothing.
+    // The generated name of an ephemeral group tells the reader nothing.
     let named = settings.group.is_some() && !subscription.group.is_unnamed();
     let group = named.then(|| subscription.group.to_string());
     let payloads = &subscription.route.needs.payloads;

@@ -15,10 +15,10 @@ use crate::runtime::subscription::settings::{Settings, setters};
 pub(crate) use resolve::{Resolved, Subscription};
 pub use route::{IntoRoute, Route, to};
 
-/// Handlers by pattern. Settings said at the router hold for all its routes that say nothing else,
-/// wherever they are said; a router inside another takes over what it does not say itself.
+/// Handlers by pattern. A setting of the router applies to all its routes that do not set it themselves,
+/// whether it is given before or after them. A nested router inherits the settings that it does not set.
 ///
-/// Nothing takes effect before [`Bus::mount`](crate::Bus::mount), which first checks the whole of it.
+/// Nothing takes effect before [`Bus::mount`](crate::Bus::mount), which first checks the whole router.
 ///
 /// ```
 /// use std::time::Duration;
@@ -72,7 +72,7 @@ enum Entry {
     Nested(String, Router),
 }
 
-/// An event type that was named without a handler.
+/// An event type that was declared without a handler.
 #[derive(Clone)]
 pub(crate) struct Declared {
     pub(crate) event_type: String,
@@ -88,32 +88,32 @@ impl Router {
     }
 
     /// Sends events that match a pattern (`user.created`, `user.*`, `order.*.shipped`, `*`) to a handler:
-    /// an async function or closure, or [`to`]`(function)` with settings of its own.
+    /// an async function or closure, or [`to`]`(function)` with additional settings.
     pub fn on<Args>(mut self, pattern: impl Into<String>, handler: impl IntoRoute<Args>) -> Self {
         let route = handler.into_route();
         self.entries.push(Entry::Route(pattern.into(), route));
         self
     }
 
-    /// Adds the routes of another router, whose patterns begin after this prefix: `nest("orders", r)`
-    /// makes its `order.placed` into `orders.order.placed`.
+    /// Adds the routes of another router with this prefix before their patterns: `nest("orders", r)` makes
+    /// its `order.placed` into `orders.order.placed`.
     pub fn nest(mut self, prefix: impl Into<String>, router: Router) -> Self {
         self.entries.push(Entry::Nested(prefix.into(), router));
         self
     }
 
-    /// Adds the routes of another router as they are.
+    /// Adds the routes of another router unchanged.
     pub fn merge(self, router: Router) -> Self {
         self.nest("", router)
     }
 
-    /// Says that this router is the whole of its groups: what they were subscribed to before, and is not
-    /// mounted by this bus, is retracted when the router is mounted. Subscriptions outlive the program; so
-    /// after a handler was removed, or its pattern narrowed, its group would still be sent the events of
-    /// before, and they would wait for a handler.
+    /// Declares that this router has all subscriptions of its groups. Older subscriptions of these groups
+    /// that this bus does not mount are removed when the router is mounted. Subscriptions outlive the
+    /// program: without this, after a handler was removed or its pattern narrowed, its group would still
+    /// get the old events, and they would wait for a handler.
     ///
-    /// It holds for all programs that share the groups: one that still has the handler gets no new events
-    /// for it. Events that wait for a handler are skipped, with the reason `unsubscribed`.
+    /// This affects all programs that share the groups: a program that still has the handler gets no new
+    /// events for it. Events that wait for a handler are skipped, with the reason `unsubscribed`.
     ///
     /// ```
     /// use everbus::{Bus, Router};
@@ -130,15 +130,15 @@ impl Router {
         self
     }
 
-    /// A value that handlers take as [`State<S>`](crate::State): one for each type. A nested router's own
-    /// goes before that of the router around it.
+    /// A value that handlers take as [`State<S>`](crate::State): one for each type. The value of a nested
+    /// router goes before that of the router around it.
     pub fn with_state<S: Clone + Send + Sync + 'static>(mut self, state: S) -> Self {
         self.states.insert(state);
         self
     }
 
-    /// Leads from an older version of an event to a newer one, so that handlers of the newer one take
-    /// both. Steps may follow each other: 1 → 2 → 3.
+    /// Converts an older version of an event to a newer one, so that handlers of the newer version take
+    /// both. Conversions can be chained: 1 → 2 → 3.
     pub fn upcast<Old, New, F>(mut self, upcast: F) -> Self
     where
         Old: TypedEvent + DeserializeOwned + 'static,
@@ -149,7 +149,7 @@ impl Router {
         self
     }
 
-    /// Leads from an older version of an event to a newer one, as JSON.
+    /// Converts an older version of an event to a newer one, as JSON.
     pub fn upcast_json<F>(mut self, event_type: &str, from: u32, to: u32, upcast: F) -> Self
     where
         F: Fn(Value) -> Result<Value> + Send + Sync + 'static,
@@ -158,8 +158,9 @@ impl Router {
         self
     }
 
-    /// Makes an event type known: for the warning about patterns that match nothing, for the document,
-    /// and, if it has a schema, for validation. Types that handlers take or return are known already.
+    /// Declares an event type: for the warning about patterns that match nothing, for the AsyncAPI
+    /// document, and, if it has a schema, for validation. Types that handlers take or return are declared
+    /// already.
     pub fn event<T: TypedEvent>(mut self) -> Self {
         self.schemas.push(Declared {
             event_type: T::TYPE.to_owned(),
@@ -184,7 +185,7 @@ impl Router {
 
     setters!();
 
-    /// Reads the whole router: what would be subscribed, what is known, or the first mistake.
+    /// Resolves the whole router: its subscriptions and declared types, or the first mistake.
     pub(crate) fn resolve(self) -> Result<Resolved> {
         Resolved::of(self)
     }

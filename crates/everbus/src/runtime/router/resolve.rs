@@ -1,5 +1,4 @@
-//! Reading a router: everything that can be wrong with it by itself is found here, before a bus is
-//! asked for anything.
+//! Resolves a router: finds every mistake in the router itself, before the bus is asked for anything.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -13,15 +12,15 @@ use crate::handler::upcast::Upcasts;
 use crate::runtime::options::{check_concurrency, check_duration, check_staleness};
 use crate::runtime::subscription::settings::Settings;
 
-/// A router, read.
+/// A resolved router.
 pub(crate) struct Resolved {
     pub(crate) subscriptions: Vec<Subscription>,
     pub(crate) declared: Vec<Declared>,
-    /// The groups that have no other subscriptions than these.
+    /// The groups that must have no other subscriptions than these (`Router::exactly`).
     pub(crate) exact: BTreeSet<GroupName>,
 }
 
-/// One subscription to be made.
+/// One subscription to make.
 pub(crate) struct Subscription {
     pub(crate) group: GroupName,
     pub(crate) pattern: Pattern,
@@ -115,7 +114,7 @@ impl Resolved {
         known
     }
 
-    /// The patterns that match none of the known types, with the nearest of these.
+    /// The patterns that match none of the known types, each with the nearest known type.
     pub(crate) fn unmatched(&self, known: &BTreeSet<String>) -> Vec<(String, Option<String>)> {
         if known.is_empty() {
             return Vec::new();
@@ -134,8 +133,7 @@ impl Resolved {
     }
 }
 
-/// All functions between versions, whichever router they were given to: an event has its versions
-/// everywhere.
+/// Collects all version conversions, from all nested routers: they apply to the event type everywhere.
 fn gather_upcasts(router: &Router, all: &mut Upcasts) {
     all.merge(&router.upcasts);
     for entry in &router.entries {
@@ -153,7 +151,7 @@ fn joined(prefix: &str, rest: &str) -> String {
     }
 }
 
-/// Whether settings make sense by themselves; the group they name.
+/// Checks that the settings are consistent. Returns the group they name.
 fn check(settings: &Settings) -> Result<GroupName> {
     let group = match &settings.group {
         Some(name) => GroupName::new(name)?,
@@ -205,7 +203,8 @@ fn check_name(of: &str, name: &str) -> Result<()> {
 }
 
 impl Subscription {
-    /// Whether the handler can be given what it takes, and can read what it will be sent.
+    /// Whether every argument of the handler can be provided, and the handler can read the events of its
+    /// pattern.
     pub(crate) fn check_wiring(&self, name: &str) -> Result<()> {
         for need in &self.route.needs.states {
             if !self.states.has(need.id) {

@@ -1,4 +1,4 @@
-//! A handler with settings of its own, before it is known on which bus it will run.
+//! A route: a handler with its settings, before it is mounted on a bus.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::handler::outcome::Returns;
 use crate::handler::{Handler, HandlerOutcome};
 use crate::runtime::subscription::settings::{Settings, setters};
 
-/// A handler with settings of its own; made by [`to`].
+/// A handler with its settings; made by [`to`].
 #[derive(Clone)]
 #[must_use = "a route takes effect in a router"]
 pub struct Route {
@@ -37,9 +37,9 @@ impl Route {
 
     setters!();
 
-    /// The name of the subscription in its group: what makes it the same one after a restart, and
-    /// what logs and dead letters call the handler. Unless set it is the pattern, with `#2`, `#3`
-    /// added where the group has the pattern already.
+    /// The name of the subscription in its group. It identifies the subscription after a restart, and logs
+    /// and dead letters use it for the handler. The default is the pattern, with `#2`, `#3` added where the
+    /// group has the pattern already.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.settings.name = Some(name.into());
         self
@@ -54,7 +54,7 @@ impl std::fmt::Debug for Route {
     }
 }
 
-/// What [`Router::on`](crate::Router::on) takes: a handler, or a [`Route`] to one.
+/// The argument of [`Router::on`](crate::Router::on): a handler, or a [`Route`] to one.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a handler",
     label = "neither an async function of extractors nor a route made by `to`",
@@ -74,7 +74,7 @@ impl<Args, H: Handler<Args>> IntoRoute<(Args,)> for H {
     }
 }
 
-/// Marks a route that is one already.
+/// Marks a [`Route`] as the argument of `Router::on`.
 #[derive(Debug)]
 pub struct Ready;
 

@@ -1,5 +1,5 @@
-//! What the subscriptions of a group have agreed on. They may differ in how they retry and how long they
-//! may take, not in where the group begins, in its order, or in how many run at once.
+//! The settings that all subscriptions of a group must agree on. Subscriptions may differ in retry policy
+//! and timeout, but not in the start position of the group, its order, or its concurrency.
 
 use std::collections::BTreeSet;
 
@@ -7,16 +7,16 @@ use everbus_core::{Code, Error, GroupName, Result, StartFrom};
 
 use crate::runtime::options::DEFAULT_CONCURRENCY;
 
-/// The settings of a group so far, and who settled them.
+/// The settings of a group so far, and which subscription set them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Agreed {
     names: BTreeSet<String>,
     founded: Option<Founded>,
-    /// The number asked for, and who asked.
+    /// The number asked for, and the subscription that asked.
     concurrency: Option<(usize, String)>,
 }
 
-/// What the first subscription settled.
+/// The settings of the first subscription.
 #[derive(Clone, Debug)]
 struct Founded {
     start_from: StartFrom,
@@ -59,7 +59,7 @@ impl Agreed {
         Ok(name)
     }
 
-    /// A subscription has gone; with the last one everything is open again.
+    /// Removes a subscription. After the last one, the group has no agreed settings.
     pub(crate) fn leave(&mut self, name: &str) {
         self.names.remove(name);
         if self.names.is_empty() {

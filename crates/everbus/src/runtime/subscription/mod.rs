@@ -1,9 +1,9 @@
 //! Subscriptions, from what a program asks for to what the dispatcher runs.
 //!
 //! - `subscribe`: the builder that a program uses.
-//! - `settings`: what was said at one level; what was not said is inherited.
-//! - `request`: a subscription with everything decided.
-//! - `agreed`: what all subscriptions of one group have in common.
+//! - `settings`: the settings given at one level; missing ones are inherited.
+//! - `request`: a subscription with every setting resolved.
+//! - `agreed`: the settings that all subscriptions of one group share.
 //! - `registry`: the subscriptions of a bus.
 
 mod agreed;

@@ -1,4 +1,4 @@
-//! Which handlers there are, in which groups, and how they are subscribed.
+//! The registry: the handlers of a bus, their groups and their subscriptions.
 
 mod leftover;
 
@@ -30,7 +30,7 @@ pub(crate) struct Registry {
     housekeeping: Vec<JoinHandle<()>>,
     /// The event types that handlers and schemas name.
     known: BTreeSet<String>,
-    /// All subscriptions of the groups, those of other processes and of earlier versions among them.
+    /// All subscriptions of the groups, including those of other processes and earlier versions.
     subscribed: Subscribed,
 }
 
@@ -46,7 +46,7 @@ struct Group {
 }
 
 impl Registry {
-    /// Subscribes everything a router says, after all of it was found to be right.
+    /// Subscribes every route of a router, after all of them passed the checks.
     pub(crate) async fn mount(
         &mut self,
         shared: &Arc<Shared>,
@@ -68,8 +68,8 @@ impl Registry {
         Ok(ids)
     }
 
-    /// Makes everything durable before the first handler is registered: a mount that failed half way
-    /// can be repeated, and no handler is there twice.
+    /// Makes every subscription durable before the first handler is registered: a mount that failed half
+    /// way can be repeated, and no handler is registered twice.
     async fn declare(
         &self,
         shared: &Arc<Shared>,
@@ -92,8 +92,8 @@ impl Registry {
         Ok((declared, schemas, known, subscribed))
     }
 
-    /// Checks a router against the bus and against what is subscribed already; changes nothing but the
-    /// breakers, which the caller takes back.
+    /// Checks a router against the bus and the existing subscriptions. Changes nothing but the breakers,
+    /// which the caller restores.
     fn prepare(
         &self,
         shared: &Arc<Shared>,
@@ -150,8 +150,8 @@ impl Registry {
         }
     }
 
-    /// Makes the handlers of a router those of one group, which gets no subscriptions in the engine and
-    /// so only what it is given. They run at once.
+    /// Mounts the handlers of a router in one group without subscriptions in the engine: the group gets
+    /// only the events that are given to it. The handlers start at once.
     pub(crate) async fn mount_apart(
         &mut self,
         shared: &Arc<Shared>,
@@ -171,7 +171,7 @@ impl Registry {
         }
         let breakers = shared.circuits.owners();
         let prepared = self.prepare(shared, resolved);
-        // Its schemas are not made those of the bus: what others publish is not its business.
+        // The router's schemas are not added to the bus: they must not apply to other publishers.
         let (requests, _, _) = prepared.inspect_err(|_| shared.circuits.keep_only(&breakers))?;
         let ordered = requests.iter().any(|request| request.agreed.is_ordered());
         shared.declare_streams().await?;
@@ -195,7 +195,7 @@ impl Registry {
         Ok(())
     }
 
-    /// Forgets the handlers of a group that were mounted apart; what ran them is to be stopped.
+    /// Removes the handlers of a group that was mounted apart. Returns the runner, which the caller stops.
     pub(crate) fn dismount(&mut self, shared: &Shared, name: &GroupName) -> Option<Arc<Runner>> {
         let group = self.groups.remove(name)?;
         group.handlers.iter().for_each(|handler| handler.remove());
@@ -226,7 +226,7 @@ impl Registry {
             .hint("unsubscribe takes the id that subscribe returned, once"));
         };
         match shared.engine.broker.retract(id.into()).await {
-            // Another process was first; the handler goes all the same.
+            // Another process unsubscribed first; the handler is removed all the same.
             Err(error) if error.code() == Code::SubscriptionNotFound => {}
             retracted => retracted?,
         }
@@ -242,7 +242,7 @@ impl Registry {
         Ok(())
     }
 
-    /// Starts every group; whether this was the first time.
+    /// Starts every group. Returns whether this was the first start.
     pub(crate) fn start(&mut self, shared: &Arc<Shared>) -> bool {
         if std::mem::replace(&mut self.started, true) {
             return false;
@@ -255,8 +255,8 @@ impl Registry {
         true
     }
 
-    /// A consumer of the configuration file that is no handler here may be another process's, or a
-    /// typing error.
+    /// Logs consumers of the configuration file without a handler here: another process may have the
+    /// handler, or the name is a typing error.
     fn report_unused_consumers(&self, shared: &Shared) {
         let subscriptions = self.groups.iter().flat_map(|(name, group)| {
             let handlers = group.handlers.iter();
@@ -293,7 +293,7 @@ impl Registry {
             .collect()
     }
 
-    /// Refuses if the group has handlers here; otherwise nothing is remembered of it.
+    /// Refuses if the group has handlers here; otherwise forgets the group.
     pub(crate) fn forget_group(&mut self, name: &GroupName) -> Result<()> {
         match self.groups.get(name) {
             Some(group) if !group.handlers.is_empty() => Err(Error::new(
@@ -312,7 +312,7 @@ impl Registry {
 }
 
 impl Group {
-    /// Tells the runner what to do now, and starts one if there is none.
+    /// Gives the runner its current handlers, and starts a runner if there is none.
     fn run(&mut self, shared: &Arc<Shared>, name: &GroupName) {
         let concurrency = self.agreed.concurrency();
         let plan = Plan::new(&self.handlers, concurrency, &shared.options);
@@ -327,7 +327,7 @@ impl Group {
     }
 }
 
-/// Whether the declared streams serve every subscription and take every event that a handler says it
+/// Whether the declared streams cover every subscription and every event type that a handler says it
 /// returns.
 fn check_streams(shared: &Shared, resolved: &Resolved) -> Result<()> {
     let streams = &shared.options.streams;
@@ -340,8 +340,8 @@ fn check_streams(shared: &Shared, resolved: &Resolved) -> Result<()> {
     Ok(())
 }
 
-/// Whether the groups that the engine has already are of the kind that is asked for. A single
-/// subscription finds that out when it is declared.
+/// Whether existing groups of the engine are ordered or unordered as requested. For a single subscription
+/// the declaration checks this.
 async fn check_groups(shared: &Shared, requests: &[Request]) -> Result<()> {
     if requests.len() < 2 {
         return Ok(());
@@ -390,7 +390,7 @@ async fn declare(
     }
 }
 
-/// The schemas that are known and those the router brings.
+/// The known schemas and those of the router.
 fn schemas_with(known: &Schemas, resolved: &Resolved) -> Result<Schemas> {
     let mut schemas = known.clone();
     for declared in &resolved.declared {

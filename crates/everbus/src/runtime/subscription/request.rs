@@ -1,5 +1,5 @@
-//! A subscription with everything decided: its settings merged with those of the bus and of the
-//! configuration file, its breaker found, its handler wrapped in its layers.
+//! A subscription with every setting resolved: merged with the settings of the bus and of the configuration
+//! file, its breaker found, its handler wrapped in its layers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::runtime::subscription::agreed::{Agreed, Asked};
 use crate::runtime::subscription::settings::Settings;
 use crate::schema::Schema;
 
-/// A subscription that can be made.
+/// A resolved subscription.
 pub(crate) struct Request {
     pub(crate) group: GroupName,
     pub(crate) name: String,
@@ -25,7 +25,7 @@ pub(crate) struct Request {
     pub(crate) timeout: Duration,
     pub(crate) traits: Traits,
     pub(crate) run: Run,
-    /// What the group agrees on, this subscription included.
+    /// The agreed settings of the group, this subscription included.
     pub(crate) agreed: Agreed,
 }
 
@@ -38,12 +38,12 @@ impl Request {
         let options = &shared.options;
         let pattern = subscription.pattern.clone();
         let group = subscription.group.clone();
-        // The file has the last word: it is where a deployment is tuned.
+        // The file overrides the code: a deployment is tuned there.
         let mut settings = subscription.settings.clone();
         for consumer in &options.consumers {
             if consumer.concerns(&group, &pattern) {
                 settings = consumer.settings.clone().over(&settings);
-                // A consumer of the file has a breaker unless somebody says otherwise.
+                // A consumer of the file has a breaker unless a setting disables it.
                 settings
                     .breaker
                     .get_or_insert(Some(BreakerPolicy::default()));
@@ -104,7 +104,7 @@ impl Request {
 }
 
 impl ConsumerOverride {
-    /// Whether a subscription is the consumer that the file speaks of.
+    /// Whether this entry of the file is about a subscription with this group and pattern.
     pub(crate) fn concerns(&self, group: &GroupName, pattern: &Pattern) -> bool {
         // The file may name the stream of a handler, or one that the handler's pattern covers.
         self.group == *group
@@ -114,7 +114,7 @@ impl ConsumerOverride {
     }
 }
 
-/// Whether the engine can do what the handler relies on.
+/// Whether the engine supports what the handler relies on.
 fn check_engine(
     shared: &Shared,
     name: &str,

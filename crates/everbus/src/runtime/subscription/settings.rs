@@ -1,5 +1,5 @@
-//! The settings of a subscription, wherever they are said: at the handler, at its router, in the
-//! configuration file.
+//! The settings of a subscription. They can be given at the handler, at its router, or in the configuration
+//! file.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::handler::layers::AnyLayer;
 
 type RetryChange = Arc<dyn Fn(RetryPolicy) -> RetryPolicy + Send + Sync>;
 
-/// What was said; what was not is left to whoever comes next.
+/// Settings given at this level. `None` means: inherit from the next level.
 #[derive(Clone, Default)]
 pub(crate) struct Settings {
     pub(crate) group: Option<String>,
@@ -22,7 +22,7 @@ pub(crate) struct Settings {
     pub(crate) start_from: Option<StartFrom>,
     pub(crate) ordered: Option<bool>,
     pub(crate) concurrency: Option<usize>,
-    /// Applied to the policy of the bus, the outermost first.
+    /// Changes to the retry policy of the bus, the outermost first.
     pub(crate) retry: Vec<RetryChange>,
     pub(crate) timeout: Option<Duration>,
     pub(crate) idempotent: Option<bool>,
@@ -39,7 +39,7 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// What is said here, and for the rest what is said there.
+    /// These settings, with missing ones taken from `outer`.
     #[must_use]
     pub(crate) fn over(self, outer: &Settings) -> Settings {
         Settings {
@@ -63,7 +63,8 @@ impl Settings {
         }
     }
 
-    /// The breaker that was asked for; naming a dependency or a criticality asks for the default one.
+    /// The breaker policy, if a breaker was asked for. Naming a dependency or a criticality asks for the
+    /// default policy.
     pub(crate) fn breaker_policy(&self) -> Option<BreakerPolicy> {
         let implied = self.dependency.is_some() || self.criticality.is_some();
         match &self.breaker {
@@ -90,17 +91,17 @@ macro_rules! setters {
             self
         }
 
-        /// The group goes with this bus: when the bus is shut down, or its process is gone. It begins
-        /// with what is published from now on and never keeps the log from being pruned; what it gives up
-        /// is skipped, it has no dead letters. Without a [`group`](Self::group) each handler gets a group
-        /// of its own, named `ephemeral-…`; a group of that name must not exist already.
+        /// The group ends with this bus: when the bus is shut down, or its process has ended. It begins
+        /// with the next published event and never keeps the log from being pruned. It has no dead letters:
+        /// an event that fails for good is skipped. Without a [`group`](Self::group) each handler gets a
+        /// separate group named `ephemeral-…`; a group of that name must not exist already.
         pub fn ephemeral(mut self) -> Self {
             self.settings.ephemeral = Some(true);
             self
         }
 
-        /// The group by the names of the *omni* specification: `durable` is the group, `queue` if there is
-        /// no durable; with neither the group is [ephemeral](Self::ephemeral).
+        /// The group by the names of the *omni* specification: `durable` is the group name, or `queue` if
+        /// there is no durable; with neither the group is [ephemeral](Self::ephemeral).
         pub fn durable_or_queue(mut self, durable: Option<&str>, queue: Option<&str>) -> Self {
             let group = durable.or(queue);
             self.settings.ephemeral = Some(group.is_none());
@@ -108,20 +109,20 @@ macro_rules! setters {
             self
         }
 
-        /// Where the group begins if it does not exist yet; after what is in the log now unless said
-        /// otherwise. The unnamed group always begins at the first event.
+        /// Where the group begins if it does not exist yet. By default it begins after the newest event in
+        /// the log. The unnamed group always begins at the first event.
         pub fn start_from(mut self, start_from: everbus_core::StartFrom) -> Self {
             self.settings.start_from = Some(start_from);
             self
         }
 
-        /// The retry policy, in place of that of the bus.
+        /// The retry policy, instead of the policy of the bus.
         pub fn retry(mut self, policy: everbus_core::RetryPolicy) -> Self {
             self.settings.retry = vec![std::sync::Arc::new(move |_| policy)];
             self
         }
 
-        /// Changes parts of the retry policy and keeps the rest of what the bus says.
+        /// Changes parts of the bus's retry policy and keeps the rest.
         pub fn retry_with(
             mut self,
             change: impl Fn(everbus_core::RetryPolicy) -> everbus_core::RetryPolicy
@@ -133,8 +134,8 @@ macro_rules! setters {
             self
         }
 
-        /// How long one attempt may take. A handler that takes longer is dropped where it waits, and the
-        /// attempt has failed.
+        /// How long one attempt may take. A handler that takes longer is cancelled at its current await
+        /// point, and the attempt has failed.
         pub fn timeout(mut self, timeout: std::time::Duration) -> Self {
             self.settings.timeout = Some(timeout);
             self
@@ -154,9 +155,9 @@ macro_rules! setters {
             self
         }
 
-        /// Remembers in the inbox what the group has handled, in the same step as the ack, and does not
-        /// handle it again. It holds for all handlers of the group that take the same event. Handlers
-        /// that return a transaction always do.
+        /// Records in the inbox which events the group has handled, in the same step as the ack, and does
+        /// not handle them again. This applies to all handlers of the group that take the same event.
+        /// Handlers that return a transaction always do this.
         pub fn idempotent(mut self) -> Self {
             self.settings.idempotent = Some(true);
             self
@@ -169,15 +170,15 @@ macro_rules! setters {
             self
         }
 
-        /// A circuit breaker: after so many failures the group stops for a while instead of failing on.
-        /// Groups have none unless they ask. It is the group's own, or that of the
-        /// [dependency](Self::depends_on).
+        /// Adds a circuit breaker: after repeated failures the group pauses instead of failing every event.
+        /// Groups have no breaker by default. The breaker belongs to the group, or to the
+        /// [dependency](Self::depends_on) if one is named.
         pub fn breaker(mut self, policy: $crate::BreakerPolicy) -> Self {
             self.settings.breaker = Some(Some(policy));
             self
         }
 
-        /// Names what the handler depends on: all handlers that name it, in all groups of the bus, share
+        /// Names a dependency of the handler: all handlers that name it, in all groups of the bus, share
         /// one circuit breaker.
         pub fn depends_on(mut self, dependency: impl Into<String>) -> Self {
             self.settings.dependency = Some(dependency.into());
@@ -191,8 +192,8 @@ macro_rules! setters {
             self
         }
 
-        /// What becomes of an event that cannot be read: by default it goes to the dead letters at once,
-        /// with [`Decode::Retry`](crate::Decode::Retry) it is tried again by the retry policy.
+        /// What happens to an event that cannot be decoded: by default it goes to the dead letters at once;
+        /// with [`Decode::Retry`](crate::Decode::Retry) it is retried by the retry policy.
         ///
         /// ```
         /// use everbus::{Decode, Json, Router, to};
@@ -207,9 +208,9 @@ macro_rules! setters {
             self
         }
 
-        /// What fails for good is skipped, with its last error as the recorded reason, instead of becoming a
-        /// dead letter: for work that is not worth doing later, such as a cache or a gauge. Only with
-        /// [best-effort](crate::Criticality::BestEffort) criticality.
+        /// An event that fails for good is skipped, with its last error as the recorded reason, instead of
+        /// becoming a dead letter: for work that is not worth doing later, such as a cache or a gauge. Only
+        /// with [best-effort](crate::Criticality::BestEffort) criticality.
         pub fn drop_failed(mut self) -> Self {
             self.settings.drop_failed = Some(true);
             self

@@ -1,7 +1,8 @@
-//! Leftovers: what a group is subscribed to and no handler of this bus takes.
+//! Leftovers: durable subscriptions of a group that no handler of this bus takes.
 //!
-//! Subscriptions are durable, so they outlive the handler they were made for. Where no other process has the
-//! handler either, the events of a leftover wait; in an ordered group so do all later ones of their key.
+//! Subscriptions are durable, so they outlive the handler they were made for. If no other process has the
+//! handler either, the events of a leftover wait; in an ordered group all later events of the same key wait
+//! too.
 
 use std::collections::BTreeSet;
 
@@ -12,7 +13,7 @@ use crate::handler::SubscriptionId;
 use crate::runtime::bus::Shared;
 
 impl Registry {
-    /// Retracts the leftovers of groups whose router says that it is the whole of them.
+    /// Removes the leftovers of groups whose router is declared to be complete (`Router::exactly`).
     pub(super) async fn retract_leftovers(
         &mut self,
         shared: &Shared,
@@ -21,7 +22,7 @@ impl Registry {
         for name in exact {
             for leftover in self.leftovers(name) {
                 match shared.engine.broker.retract(leftover.id).await {
-                    // Another process was faster.
+                    // Another process removed it first.
                     Err(error) if error.code() == Code::SubscriptionNotFound => {}
                     retracted => retracted?,
                 }

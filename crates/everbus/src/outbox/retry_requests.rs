@@ -1,9 +1,9 @@
-//! Rows whose event the broker knows: somebody wants it handled again, or a relay died before it could
-//! mark the row.
+//! Retry requests: rows whose event the broker knows already. Either a service asks for another delivery of
+//! a dead letter, or a relay died before it could mark the row.
 //!
-//! A wish is younger than the dead letter that it is about; a row that is older than the dead letter was
-//! published, and its event died later. A row that nobody can have published before needs no look at
-//! the time.
+//! A retry request is newer than the dead letter that it is about. A row that is older than the dead letter
+//! was published, and its event failed later. For a row that cannot have been published before, times are
+//! not compared.
 
 use std::sync::Arc;
 
@@ -16,27 +16,28 @@ use crate::runtime::bus::Bus;
 
 /// What the dead letters say about a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Wish {
-    /// Nothing.
+pub(super) enum RetryRequest {
+    /// The row is no retry request.
     None,
-    /// It is a wish, and was granted: now, or by a relay that could not mark it.
+    /// It is a retry request, and the dead letter was retried: now, or by a relay that could not mark the
+    /// row.
     Granted,
-    /// The very event of the row was published, and died.
+    /// The event of this row was published, and became a dead letter.
     Died,
 }
 
-/// Looks for wishes, and grants them.
-pub(super) struct Wishes<'a> {
+/// Finds retry requests and carries them out.
+pub(super) struct RetryRequests<'a> {
     bus: &'a Bus,
     counters: &'a Counters,
     letters: Option<Arc<dyn DeadLetters>>,
     /// Rows up to this one may have been published before.
     known: i64,
-    /// Whether there are open dead letters, once somebody has looked.
+    /// Whether there are open dead letters; `None` before the first check.
     any: Option<bool>,
 }
 
-impl<'a> Wishes<'a> {
+impl<'a> RetryRequests<'a> {
     pub(super) fn new(bus: &'a Bus, counters: &'a Counters, known: i64) -> Self {
         Self {
             bus,
@@ -47,21 +48,21 @@ impl<'a> Wishes<'a> {
         }
     }
 
-    /// Whether they must be looked for before anything is published: the broker would not recognise
-    /// an event by its id.
+    /// Whether retry requests must be checked before anything is published, because the broker does not
+    /// recognise an event by its id.
     pub(super) fn come_first(&self) -> bool {
         self.letters.is_some() && !self.recognises()
     }
 
-    /// Whether the broker recognises an event that it has by its id.
+    /// Whether the broker recognises a known event by its id.
     pub(super) fn recognises(&self) -> bool {
         let capabilities = self.bus.engine().broker.capabilities();
         capabilities.deduplication == Deduplication::WhileRetained
     }
 
-    /// Whether there is anything to look at for a row that the broker may know.
+    /// Whether a row needs to be checked: the broker may know its event.
     pub(super) async fn may_have(&mut self, row: &OutboxRow) -> Result<bool> {
-        // What was granted before is not open any more.
+        // For rows up to `known` an earlier relay may have retried the dead letter, so it need not be open.
         Ok(row.row <= self.known || self.any_open().await?)
     }
 
@@ -77,19 +78,19 @@ impl<'a> Wishes<'a> {
         Ok(any)
     }
 
-    /// Sends the open dead letters of a row's event back, if the row asks for that.
-    pub(super) async fn grant(&mut self, row: &OutboxRow) -> Result<Wish> {
+    /// Retries the open dead letters of a row's event, if the row asks for it.
+    pub(super) async fn grant(&mut self, row: &OutboxRow) -> Result<RetryRequest> {
         let (Some(letters), Ok(event)) = (self.letters.clone(), &row.event) else {
-            return Ok(Wish::None);
+            return Ok(RetryRequest::None);
         };
         let mut found = letters.get(event.id()).await?;
         found.retain(|letter| letter.event().tenant() == event.tenant());
-        // Without a time it is taken for a wish: once too often is better than never.
+        // A row without a time counts as a request: a retry too many is better than none.
         let wanted = row.wanted_at.filter(|_| row.row <= self.known);
-        let is_wish = |letter: &DeadLetter| {
+        let is_request = |letter: &DeadLetter| {
             letter.retried_at.is_none() && wanted.is_none_or(|wanted| letter.died_at <= wanted)
         };
-        if found.iter().any(is_wish) {
+        if found.iter().any(is_request) {
             let filter = DeadLetterFilter {
                 id: Some(event.id()),
                 tenant: Some(event.tenant().unwrap_or_default().to_owned()),
@@ -98,29 +99,29 @@ impl<'a> Wishes<'a> {
             };
             let sent_back = letters.retry(filter).await?;
             Counters::add(&self.counters.retried, u64::from(sent_back > 0));
-            return Ok(Wish::Granted);
+            return Ok(RetryRequest::Granted);
         }
         let Some(wanted) = wanted else {
-            return Ok(Wish::None);
+            return Ok(RetryRequest::None);
         };
         if found.iter().any(|letter| was_granted(letter, wanted)) {
-            return Ok(Wish::Granted);
+            return Ok(RetryRequest::Granted);
         }
         let died = |letter: &DeadLetter| same(letter.event(), event);
         Ok(if found.iter().any(died) {
-            Wish::Died
+            RetryRequest::Died
         } else {
-            Wish::None
+            RetryRequest::None
         })
     }
 }
 
-/// Whether a dead letter was there when it was wished back, and was sent back since.
+/// Whether a dead letter existed when the row asked for its retry, and was retried since.
 fn was_granted(letter: &DeadLetter, wanted: Timestamp) -> bool {
     letter.first_seen_at <= wanted
         && match letter.retried_at {
             Some(retried) => retried >= wanted,
-            // It died again.
+            // It failed again.
             None => letter.died_at > wanted,
         }
 }
