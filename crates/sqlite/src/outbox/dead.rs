@@ -1,6 +1,8 @@
-//! What was rejected: every time is written down with the row, and with the last they go to its dead letter.
+//! Rejected rows of the outbox: each failure is stored with the row, and the last one moves them to a dead
+//! letter.
 //!
-//! A row that was given up has no time of sending. One that was sent and whose event a group gave up on later has one.
+//! A row that was given up has no time of sending. A row that was sent, and whose event a group dead-lettered
+//! later, has one.
 
 use everbus_core::dead_letters::all_failures;
 use everbus_core::{Code, Error, EventId, Failure, FailureKind, OutboxRow, Result, Timestamp};
@@ -73,7 +75,8 @@ pub(super) fn show(conn: &Connection, rows: &[&OutboxRow]) -> Result<()> {
     Ok(())
 }
 
-/// The failures in a column. What somebody else damaged must not keep new ones from being written.
+/// Reads the failures in a column. Failures that were damaged by hand must not keep new ones from being
+/// written.
 pub(super) fn read_list(text: Option<String>) -> Vec<Failure> {
     text.and_then(|text| serde_json::from_str(&text).ok())
         .unwrap_or_default()

@@ -190,7 +190,7 @@ struct Envelope<'a> {
     payload: &'a RawValue,
 }
 
-/// Reads an event that [`write`] wrote. Where somebody has changed the envelope since, that counts.
+/// Reads an event that [`write`] wrote. If the envelope was changed since, the change counts.
 pub(super) fn read(event_type: &str, payload: &str, attributes: &str) -> Result<Event> {
     let bad = |column: &str, e: &dyn std::fmt::Display| {
         Error::new(

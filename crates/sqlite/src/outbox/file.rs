@@ -1,5 +1,4 @@
-//! The outbox in a database of somebody else's: a connection that reads and one that writes, each on a
-//! thread of its own.
+//! The outbox in a user's database: one connection that reads and one that writes, each on its own thread.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -36,7 +35,7 @@ pub(super) fn open(path: &Path, options: OutboxOptions) -> Result<Source<File>> 
         path,
         options,
     };
-    // Now, so that a mistake is told to whoever opens it.
+    // Connects now, so that opening reports a mistake.
     let conn = file.connect()?;
     rows::holder(&conn, file.options.clock.now())?;
     conn.prepare(NEEDED)

@@ -1,6 +1,6 @@
-//! What is over goes: rows that were sent long ago, and dead letters of the outbox with their rows.
+//! Removes old rows: rows that were sent long ago, and dead letters of the outbox with their rows.
 //!
-//! In the file of an engine its retention calls this, anywhere else the relay. Each function is one step.
+//! In the engine's file, retention calls this; in other databases, the relay. Each function is one step.
 
 use everbus_core::{Result, Timestamp};
 use rusqlite::{Connection, params};

@@ -1,4 +1,4 @@
-//! The tables of an outbox in a database that is named by its path, for those who cannot call
+//! Creates the tables of an outbox in a database given by its path, for programs that cannot call
 //! [`Outbox::create_tables`].
 
 use std::path::Path;

@@ -83,8 +83,8 @@ impl Outbox {
         Self
     }
 
-    /// Makes the tables of an outbox in a database of one's own, if they are not there. Every file of
-    /// Everbus has them already. Inside a transaction it is part of that.
+    /// Creates the tables of an outbox in a user's database, if they do not exist. Every Everbus file has
+    /// them already. Inside a transaction they are created as part of it.
     pub fn create_tables(conn: &Connection) -> Result<()> {
         let doing = |e| from_sqlite("making the tables of the outbox", e);
         let is_everbus = conn
@@ -141,8 +141,8 @@ impl Outbox {
         Ok(ids)
     }
 
-    /// Opens the outbox in a database of one's own, to be relayed. It needs the tables, and works with
-    /// whatever journal mode the database has. This blocks for as long as the file system does.
+    /// Opens the outbox in a user's database for a relay. The tables must exist; every journal mode works.
+    /// This blocks for as long as the file system does.
     pub fn open(path: impl AsRef<Path>) -> Result<Arc<dyn OutboxSource>> {
         Self::open_with(path.as_ref(), OutboxOptions::default())
     }

@@ -1,7 +1,7 @@
-//! Out of the outbox: what stands in a row, whoever wrote it.
+//! Reading rows of the outbox, whichever program wrote them.
 //!
-//! A row of ours has everything in `payload` and `attributes`. A row of somebody else's has the envelope
-//! of the specification in `payload`, or the payload itself.
+//! A row that Everbus wrote has everything in `payload` and `attributes`. A row of another program has the
+//! envelope of the specification in `payload`, or the payload itself.
 
 use everbus_core::{Attributes, Code, Error, Event, EventId, OutboxRow, Result, TraceContext};
 use everbus_dialects::{Beside, Dialect, decode_beside};
@@ -89,7 +89,7 @@ fn unreadable(what: &dyn std::fmt::Display) -> Error {
     .hint("it holds JSON: the envelope of the event, or its payload")
 }
 
-/// What stands beside the payload of a row that somebody else wrote.
+/// What a row of another program has beside the payload.
 struct Found {
     event_id: String,
     event_type: String,

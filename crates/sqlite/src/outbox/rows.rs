@@ -31,7 +31,7 @@ fn is_held(until: i64, now: i64) -> bool {
     until > now && until <= now.saturating_add(longest)
 }
 
-/// Who holds the lease, with its token, if somebody does.
+/// The holder of the lease and its token, if the lease is held.
 pub(super) fn holder(conn: &Connection, now: Timestamp) -> Result<Option<(String, i64)>> {
     let found: Option<(String, i64, i64)> = conn
         .prepare_cached("SELECT holder, token, until FROM outbox_relay WHERE only = 1")
@@ -84,7 +84,7 @@ pub(super) fn acquire(
     }))
 }
 
-/// Whether the lease is still this one. It may have ended, as long as nobody else has it.
+/// Whether the lease is still this one. It may have expired, as long as no other relay has it.
 pub(super) fn is_ours(conn: &Connection, lease: &RelayLease) -> Result<bool> {
     conn.prepare_cached("SELECT 1 FROM outbox_relay WHERE only = 1 AND holder = ?1 AND token = ?2")
         .and_then(|mut s| s.exists(params![lease.holder, to_sql(lease.token)]))

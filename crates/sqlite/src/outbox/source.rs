@@ -1,8 +1,8 @@
-//! What a relay takes rows from, once for the file of the engine and for other people's databases.
+//! The source of a relay's rows, for the engine's file and for users' databases.
 //!
-//! Rows are read apart from where they are written. Waiting is a look at `PRAGMA data_version`, which
-//! changes with every commit of somebody else: every 100 ms at rest, and soon after an enqueue in this
-//! process, which is a little before its commit.
+//! Reads and writes use different connections. To wait for rows, it polls `PRAGMA data_version`, which
+//! changes with every commit of another connection: every 100 ms at rest, and soon after an enqueue in this
+//! process, which happens a little before its commit.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -23,7 +23,7 @@ use crate::failpoint;
 use crate::owner::{OwnerLock, is_dead};
 use crate::retention::pace::Pace;
 
-/// Rows settled in one transaction: so few that whoever writes beside us hardly waits.
+/// Rows settled in one transaction: few enough that other writers of the database hardly wait.
 const STEP: usize = 256;
 /// How often an outbox is looked at when nothing happens.
 const REST: Duration = Duration::from_millis(100);
@@ -120,7 +120,7 @@ impl<A: Access> Source<A> {
     async fn changed(&self) -> bool {
         let seen = self.seen.load(Ordering::Acquire);
         let version = self.access.read(data_version).await;
-        // What is wrong will be told by whoever reads next.
+        // An error is reported by the next read.
         version.map_or(true, |version| version != seen)
     }
 

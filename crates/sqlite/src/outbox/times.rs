@@ -1,4 +1,4 @@
-//! Times as SQLite knows them: text in several forms, days of the Julian calendar, Unix seconds.
+//! Times in the forms that SQLite knows: several text forms, Julian days, Unix seconds.
 
 use std::time::Duration;
 
@@ -32,7 +32,7 @@ pub(super) fn read(conn: &Connection, text: &str) -> Result<Timestamp> {
     Ok(Timestamp::from_micros(millis.saturating_mul(1000)))
 }
 
-/// The last moment that a text may mean: whoever wrote it may have left fractions of a second out.
+/// The last moment that a text may mean: fractions of a second may be missing.
 pub(super) fn latest(conn: &Connection, text: &str) -> Option<Timestamp> {
     let at = read(conn, text).ok()?;
     let digits = text.split_once('.').map_or(0, |(_, fraction)| {
