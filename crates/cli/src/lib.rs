@@ -58,7 +58,7 @@ pub fn main() -> ExitCode {
     let operator = operator::of(&args);
     let run = with_operator(operator, Box::pin(commands::run(args, &mut output)));
     let outcome = runtime.block_on(run);
-    // Whatever still runs (a reader of standard input) must not hold the exit back.
+    // A thread that still runs (a reader of standard input) must not delay the exit.
     runtime.shutdown_background();
     match outcome.and_then(|()| output.flush()) {
         Ok(()) => ExitCode::SUCCESS,
@@ -69,7 +69,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// The runtime panics where it needs a descriptor and none is left, so a few are tried before.
+/// The runtime panics if it needs a file descriptor and none is left, so a few are tried first.
 fn enough_descriptors() -> std::io::Result<()> {
     let opened: std::io::Result<Vec<_>> =
         (0..8).map(|_| std::fs::File::open("/dev/null")).collect();
@@ -103,7 +103,7 @@ fn one_line(text: &str) -> String {
 
 fn start_logging(args: &Args) {
     let level = match args.verbose {
-        // These fail on purpose, and say so themselves.
+        // These commands fail on purpose, and print it themselves.
         0 if matches!(args.command, Some(Command::Demo | Command::Bench(_))) => "off",
         0 => "warn",
         1 => "info",

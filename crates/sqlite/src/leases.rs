@@ -107,7 +107,7 @@ impl Writer {
             "group_id = ?5 AND seq = ?6",
             (group, to_sql(seq)),
             EXPIRED,
-            // Only an event that ran alone is blamed: no process died here.
+            // An expired lease proves nothing against the event: no process died.
             false,
         )?;
         self.note_suspect(group, now);

@@ -88,14 +88,14 @@ pub enum Durable {
     /// `synchronous=FULL`: an acknowledged event survives power loss.
     #[default]
     Full,
-    /// `synchronous=NORMAL`: it survives the process, but a power loss may take the last moments.
+    /// `synchronous=NORMAL`: it survives a crash of the process, but a power loss may lose the last moments.
     Normal,
 }
 
-/// How to open a file.
+/// Options for opening a file.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Where the time comes from.
+    /// The source of the time.
     pub clock: Arc<dyn Clock>,
     /// How safe a commit is.
     pub durability: Durable,
@@ -106,7 +106,7 @@ pub struct Options {
     pub disk_headroom: u64,
     /// How long to wait for another process that holds the file.
     pub busy_timeout: Duration,
-    /// How large the parts of the history's indexes are. For tests; everybody else takes the default.
+    /// Sizes of the parts of the history's indexes. For tests; programs use the default.
     #[doc(hidden)]
     pub history: HistoryTuning,
 }

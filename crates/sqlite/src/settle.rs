@@ -460,7 +460,7 @@ fn is_refusal(code: Code) -> bool {
 fn lost(seq: u64) -> Error {
     Error::new(
         Code::LeaseLost,
-        format!("the lease on event {seq} has ended or is somebody else's"),
+        format!("the lease on event {seq} has ended or another consumer has it"),
     )
     .hint("the event is delivered again; make handlers idempotent or raise the timeout")
 }

@@ -1,4 +1,4 @@
-//! Parts of scenarios that need a process of their own: to be killed, or to be weighed.
+//! Parts of scenarios that need their own process: to be killed, or to measure its memory.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;

@@ -88,10 +88,10 @@ pub(crate) enum Scenario {
     /// An enqueue inside a transaction, beside the same insert by hand
     #[value(name = "outbox-enqueue")]
     OutboxEnqueue,
-    /// A relay from a database of one's own into the memory engine
+    /// A relay from a separate database into the memory engine
     #[value(name = "outbox-memory")]
     OutboxMemory,
-    /// A relay from a database of one's own into a file, beside a raw batched insert
+    /// A relay from a separate database into a file, beside a raw batched insert
     #[value(name = "outbox")]
     OutboxRelay,
 }

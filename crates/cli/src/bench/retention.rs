@@ -1,7 +1,7 @@
-//! How fast retention removes bare and fully attributed events while others publish, and what these feel
-//! of it. Beside it, a raw loop that only deletes.
+//! How fast retention removes bare and fully attributed events while others publish, and how much slower the
+//! publishes become. Beside it, a raw loop that only deletes.
 //!
-//! Machines are noisy, and so is the quiet. So short windows with and without retention take turns in one
+//! Machines are noisy even without retention. So short windows with and without retention take turns in one
 //! run, under one publisher, and the latencies of each kind are put together.
 
 use std::path::Path;
@@ -23,21 +23,21 @@ const WINDOW: Duration = Duration::from_millis(250);
 const BETWEEN: Duration = Duration::from_millis(20);
 /// What the publisher does before the first window.
 const WARM_UP: Duration = Duration::from_secs(1);
-/// So many windows are enough to see what giving space back costs; a file in use gives it back slowly.
+/// This many windows are enough to measure what giving space back costs; a file in use gives it back slowly.
 const SHRINKING: u32 = 20;
 const BARE: f64 = 100_000.0;
 const ATTRIBUTED: f64 = 10_000.0;
 
-/// What one round gave.
+/// The result of one round.
 struct Round {
     rate: f64,
     freed: u64,
     /// The longest that a transaction worked, and held the writer.
     longest: (Duration, Duration),
     quiet: Vec<Duration>,
-    /// While events go.
+    /// Latencies while events are removed.
     busy: Vec<Duration>,
-    /// While the file gives space back.
+    /// Latencies while the file gives space back.
     shrinking: Vec<Duration>,
 }
 
@@ -93,7 +93,7 @@ impl Rounds {
         })
     }
 
-    /// Whether publishers hardly noticed. Whoever had nothing to give back was not felt doing it.
+    /// Whether publishers hardly noticed. A round without space to give back counts as unnoticed.
     fn unnoticed(&self) -> bool {
         let (busy, shrinking) = self.times();
         busy < 3.0 && (shrinking.is_nan() || shrinking < 3.0)
@@ -192,7 +192,7 @@ async fn one(bench: &Bench, path: &Path, events: u64, attributed: bool) -> Outco
         tokio::time::sleep(BETWEEN).await;
     }
     let [quiet, busy, shrinking] = pacer.stop().await?;
-    // The step under way at the end of a window was done, and not told of.
+    // The last step of a window was done but not reported.
     let left = bus.engine().maintenance()?.holdings().await?;
     let left: u64 = left.types.iter().map(|held| held.events).sum();
     let published = bus.log()?.head().await?.progress();

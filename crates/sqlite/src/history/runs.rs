@@ -352,7 +352,7 @@ mod tests {
         let more = BATCH as u64 + 10;
         let begun = change(Target::New(run), 0..more, End::Open);
         let Applied::Done(id) = apply(&conn, &begun).unwrap() else {
-            panic!("nobody is in the way");
+            panic!("no other process holds the lease");
         };
         // The process of the run stands still; another process sweeps, and dies halfway.
         assert!(matches!(sweep(&conn, &[]), Ok(Applied::Done(96))));

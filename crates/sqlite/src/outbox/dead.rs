@@ -11,7 +11,7 @@ use rusqlite::{Connection, OptionalExtension, params};
 use super::from_outbox;
 use crate::rows::seq_from;
 
-/// What was given up before and is sent now has been retried.
+/// Marks earlier dead letters of rows that are sent now as retried.
 pub(super) fn close(conn: &Connection, rows: &[&OutboxRow], now: Timestamp) -> Result<()> {
     let doing = |e| from_outbox("closing dead letters of the outbox", e);
     let any = conn
@@ -30,11 +30,11 @@ pub(super) fn close(conn: &Connection, rows: &[&OutboxRow], now: Timestamp) -> R
     Ok(())
 }
 
-/// By the event or by the row: one that could not be read may be another event since it was corrected.
+/// By the event or by the row: an unreadable row may have become another event when it was corrected.
 pub(super) const CLOSE: &str = "UPDATE outbox_dead_letters SET retried_at = ?3
      WHERE (event = ?1 OR row = ?2) AND retried_at IS NULL";
 
-/// What names the event of a row among the dead letters of the outbox.
+/// The name of a row's event among the dead letters of the outbox.
 pub(super) fn identity(row: &OutboxRow) -> String {
     match &row.tenant {
         Some(tenant) => format!("{}@{tenant}", row.uuid()),
@@ -42,7 +42,7 @@ pub(super) fn identity(row: &OutboxRow) -> String {
     }
 }
 
-/// An event may have died before its row was marked; then the row shows it all the same, if the
+/// An event may have become a dead letter before its row was marked. Then the row shows it too, if the
 /// triggers would find it again when the dead letter is gone.
 pub(super) fn show(conn: &Connection, rows: &[&OutboxRow]) -> Result<()> {
     let doing = |e| from_outbox("looking for dead letters", e);
@@ -108,7 +108,7 @@ fn rejections(
     Ok(all_failures(read_list(before), [new]))
 }
 
-/// Writes a rejection down; the row is tried again when it is due.
+/// Records a rejection; the row is tried again when it is due.
 pub(super) fn reject(
     conn: &Connection,
     row: &OutboxRow,
@@ -136,7 +136,7 @@ pub(super) fn reject(
     .map_err(|e| from_outbox("writing down a rejection", e))
 }
 
-/// Gives a row up, with a dead letter.
+/// Gives up a row and writes a dead letter.
 pub(super) fn fail(conn: &Connection, row: &OutboxRow, error: &str, now: Timestamp) -> Result<()> {
     let doing = |e| from_outbox("giving a row up", e);
     let attempts = row.attempts.saturating_add(1);

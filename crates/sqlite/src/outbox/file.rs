@@ -20,7 +20,7 @@ pub(super) struct File {
     options: OutboxOptions,
     readers: Readers,
     writer: Mutex<Option<mpsc::Sender<Change>>>,
-    /// A file of Everbus that was opened like any other database.
+    /// The database is an Everbus file, opened like any other database.
     is_everbus: bool,
 }
 
@@ -59,7 +59,7 @@ impl File {
             .query_row("PRAGMA journal_mode", [], |r| r.get(0))
             .map_err(doing)?;
         if mode.eq_ignore_ascii_case("wal") {
-            // A mark that a power loss takes is a row that is published again, and absorbed.
+            // If a power loss undoes a mark, the row is published again, and the duplicate id is absorbed.
             conn.pragma_update(None, "synchronous", "NORMAL")
                 .map_err(doing)?;
         }
@@ -82,7 +82,7 @@ impl File {
         let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         let change = match writer.as_ref().map(|writer| writer.send(change)) {
             Some(Ok(())) => return Ok(()),
-            // The thread has ended, which only a panic can do; begin another.
+            // The thread has ended, which only a panic can cause; start another.
             Some(Err(mpsc::SendError(change))) => change,
             None => return Err(Error::shutdown()),
         };
