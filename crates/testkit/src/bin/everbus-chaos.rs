@@ -1,5 +1,5 @@
-//! `everbus-chaos`: kills a real process and cuts its power, again and again, and looks for lost
-//! events. Exit code 1 means that something was lost or that a check failed.
+//! `everbus-chaos`: kills a real process and cuts its power, again and again, and checks for lost events.
+//! Exit code 1 means that something was lost or that a check failed.
 
 #![allow(
     clippy::print_stdout,
@@ -379,8 +379,8 @@ fn report(tally: &Tally, seed: u64) -> bool {
     tally.is_clean()
 }
 
-/// A directory that nobody had before: files of an earlier run would be taken for those of this one. It
-/// stays if there is something to look at.
+/// A new directory: files of an earlier run must not be taken for those of this one. It stays if there is
+/// something to examine.
 fn new_directory(prefix: &str) -> Result<PathBuf, Broken> {
     let made = tempfile::Builder::new().prefix(prefix).tempdir();
     made.map(tempfile::TempDir::keep)

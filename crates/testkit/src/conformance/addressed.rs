@@ -1,4 +1,4 @@
-//! Events for one group only: all others pass them by.
+//! Events for one group only: all other groups skip them.
 
 use std::time::Duration;
 
@@ -90,7 +90,7 @@ fn to(group: &str, event_type: &str) -> Event {
     event(event_type).addressed_to(&name(group))
 }
 
-/// Groups that are caught up, behind, unnamed or declared later pass it by; their positions move on.
+/// Groups that have caught up, are behind, are unnamed or are declared later skip it; their cursors move on.
 pub async fn an_addressed_event_reaches_its_group_alone<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Still, &[]).await?;
     for group in ["", "mine", "behind", "other"] {
@@ -212,7 +212,7 @@ pub async fn settled_waits_for_the_addressed_group_alone<H: Harness>(harness: H)
     let outcome = settled.settled(addressed.position, DEADLINE).await.unwrap();
     let dead_lettered = vec![name("mine")];
     assert_eq!(outcome, SettledOutcome { dead_lettered });
-    // To a group that is not there: nobody owes it.
+    // To a group that does not exist: no group has to handle it.
     let lost = stage.append(to("nobody", "a.b")).await;
     let outcome = settled.settled(lost.position, DEADLINE).await.unwrap();
     assert_eq!(outcome, SettledOutcome::default());

@@ -1,4 +1,4 @@
-//! What an engine says of itself: each field of its `Capabilities` that no other scenario would prove wrong.
+//! What an engine declares about itself: each field of its `Capabilities` that no other scenario checks.
 
 use std::time::Duration;
 
@@ -107,7 +107,7 @@ pub async fn what_has_not_begun_is_no_attempt<H: Harness>(harness: H) -> Outcome
     stage.passed()
 }
 
-/// The engine itself waits before a retry: nobody holds the event meanwhile, and its lease is over.
+/// The engine itself waits before a retry: no consumer holds the event meanwhile, and its lease has ended.
 pub async fn a_delay_is_the_engines_own<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Short, &[&NATIVE_DELAY]).await?;
     stage.declare("g", &["*"]).await;

@@ -291,7 +291,7 @@ pub async fn many_are_retried_at_once<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Purging is inclusive, by creation unless told otherwise, and takes the event where nobody needs it.
+/// Purging is inclusive, goes by creation unless told otherwise, and removes the event if no group needs it.
 pub async fn purging_is_inclusive<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     let published = fill(&stage, 4).await;

@@ -1,5 +1,5 @@
-//! Effects: what a handler wants done in the transaction of its ack happens with the ack or not at
-//! all. What an effect may do inside is each engine's own; its crate tests that.
+//! Effects: a handler's own work in the transaction of its ack happens with the ack or not at all. What an
+//! effect may do inside depends on the engine; its crate tests that.
 
 use std::error::Error as StdError;
 use std::fmt;

@@ -1,4 +1,4 @@
-//! Ephemeral groups: they go with the engine that declared them, and nothing is kept for them.
+//! Ephemeral groups: they end with the engine that declared them, and nothing is kept for them.
 
 use std::time::Duration;
 

@@ -188,7 +188,7 @@ pub async fn unmatched_events_are_skipped<H: Harness>(harness: H) -> Outcome {
             .assert_state(position, "orders", EventState::Done)
             .await;
     }
-    // What remains beyond the position is at most what nobody wants.
+    // Beyond the position there are at most events that no group wants.
     stage.publish("order.last").await;
     let last = take_one(&mut consumer).await;
     stage.ack(&last).await;

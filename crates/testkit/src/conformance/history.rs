@@ -1,4 +1,4 @@
-//! The history: every combination of names, in both directions, page by page, whatever happens meanwhile.
+//! The history: every combination of names, in both directions, page by page, while events come and go.
 
 use std::sync::Arc;
 use std::time::Duration;

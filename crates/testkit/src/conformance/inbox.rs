@@ -1,4 +1,4 @@
-//! The inbox: what a group has handled is on record, from the ack on and never before.
+//! The inbox: an event that a group has handled is recorded, from the ack on and never before.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -41,7 +41,8 @@ async fn ack_on_record<H: Harness>(stage: &Stage<H>, delivery: &Delivery) {
     stage.settle_with(on_record(delivery)).await.unwrap();
 }
 
-/// Removes everything that nobody needs from the log; its ids are free again, but not forgotten.
+/// Removes every event that no group needs from the log; its ids are free again, but the inbox still knows
+/// them.
 async fn empty_the_log<H: Harness>(stage: &Stage<H>) {
     let retention = Retention {
         max_len: Some(0),

@@ -1,5 +1,5 @@
-//! Dead letters that go by their age: their events stay, and the groups that never handled these have a
-//! reason on record.
+//! Dead letters that are removed by age: their events stay, and for groups that never handled them a reason
+//! is recorded.
 
 use std::time::Duration;
 
@@ -153,7 +153,7 @@ pub async fn dead_letters_hold_their_events_no_longer<H: Harness>(harness: H) ->
     let mut consumer = stage.consumer("g").await;
     nothing(&mut consumer).await;
     consumer.close().await.unwrap();
-    // What is purged while somebody else needs the event is on record as well.
+    // A purge while another group needs the event is recorded as well.
     let shared = stage.dead_letter("g", "short").await;
     stage.advance(SECOND).await;
     let purge =

@@ -1,4 +1,4 @@
-//! What a scenario needs of an engine, and what the suite says of an engine that lacks it.
+//! What a scenario needs of an engine, and how the suite reports an engine that lacks it.
 
 use everbus_core::{Deduplication, Engine, OrderScope};
 

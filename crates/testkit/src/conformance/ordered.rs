@@ -1,4 +1,4 @@
-//! Groups that ask for order by key: strictly one after another within a key, free between keys.
+//! Groups with order by key: strictly one after another within a key, no order between keys.
 
 use std::collections::HashMap;
 use std::time::Duration;

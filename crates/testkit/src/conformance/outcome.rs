@@ -1,8 +1,8 @@
-//! How a scenario ends: passed, passed with the help of the runtime, passed except for what the engine lacks,
-//! or not offered.
+//! The outcome of a scenario: passed, passed with the help of the runtime, passed except for what the engine
+//! lacks, or not offered.
 //!
-//! Each engine's outcomes are checked in, one line for each scenario in `docs/compat/<engine>.txt`. A
-//! scenario whose outcome is another than its line fails, so an engine cannot pass by doing nothing. With
+//! The outcomes of each engine are checked in, one line per scenario, in `docs/compat/<engine>.txt`. A
+//! scenario with another outcome fails, so an engine cannot pass by doing nothing. With
 //! `EVERBUS_WRITE_COMPAT` set, the lines are written instead (`cargo xtask compat`).
 
 use std::collections::{BTreeMap, BTreeSet};

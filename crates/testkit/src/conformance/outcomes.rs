@@ -1,4 +1,4 @@
-//! What became of each attempt: an event that failed and then worked keeps its failures.
+//! The results of attempts: an event that failed and then succeeded keeps its failures.
 
 use std::time::Duration;
 

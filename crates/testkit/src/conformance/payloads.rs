@@ -1,4 +1,4 @@
-//! What is kept beside an event: the stages of its payload, and the note of an object it leaves behind.
+//! Data beside an event: the stages of its payload, and the note about an object that it leaves behind.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! What readers see of what was appended, and what consumers get of it: on engines whose readers see copies,
-//! and on those without one order for everything.
+//! What readers see and consumers get of appended events, on engines whose readers see copies, and on those
+//! without one order for everything.
 
 use everbus_core::{
     Appended, Consumer, Cursor, DEAD_LETTER_EVENT, Delivery, EventId, EventKey, Position, Recorded,

@@ -1,4 +1,4 @@
-//! Delivering events once more, and the checkpoints of long work.
+//! Delivering events again, and the checkpoints of long-running work.
 
 use std::time::Duration;
 
@@ -161,7 +161,7 @@ pub async fn what_is_owed_is_not_delivered_twice<H: Harness>(harness: H) -> Outc
     stage.passed()
 }
 
-/// A group that nobody declared cannot be given anything.
+/// Events cannot be delivered to a group that was not declared.
 pub async fn an_unknown_group_is_given_nothing<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&REDELIVER]).await?;
     let position = stage.publish("a").await.position;
@@ -191,7 +191,7 @@ pub async fn a_group_without_subscriptions_gets_only_what_it_is_given<H: Harness
     let third = stage.publish("user.created").await.position;
     if stage.offers(&MAINTENANCE) {
         let maintenance = stage.engine().maintenance().unwrap();
-        // The replayed event is owed; the others are nobody's.
+        // Only the replayed event is needed; no group needs the others.
         let retention = Retention {
             max_len: Some(0),
             ..Retention::default()
@@ -379,7 +379,7 @@ pub async fn a_checkpoint_is_what_was_saved_last<H: Harness>(harness: H) -> Outc
     stage.passed()
 }
 
-/// Events of a type that nobody in the group subscribes to can be delivered once more, too.
+/// Events of a type that the group does not subscribe to can be delivered again, too.
 pub async fn an_unwanted_event_can_be_given<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&REDELIVER]).await?;
     stage.declare("billing", &["order.*"]).await;

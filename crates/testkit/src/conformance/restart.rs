@@ -1,4 +1,4 @@
-//! What is there after a restart or a crash: everything that was acknowledged.
+//! After a restart or a crash, everything that was acknowledged is there.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! What goes by itself: by stream, by the event's own word, dead letters by their death. And that
-//! nothing goes that anybody needs.
+//! Retention: by stream, by the event's expiry time, dead letters by the time of death. No event that a group
+//! needs is removed.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -94,8 +94,8 @@ pub async fn streams_have_ages_of_their_own<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// An event that says when it expires goes then, however long the others are kept, unless somebody
-/// still owes work on it.
+/// An event with an expiry time is removed then, however long the others are kept, unless a group has yet to
+/// handle it.
 pub async fn events_go_when_they_expire<H: Harness>(harness: H) -> Outcome {
     let needs = [&MAINTENANCE, &LOG, &OWED_IS_KEPT];
     let mut stage = Stage::open(harness, Time::Virtual, &needs).await?;
@@ -192,7 +192,8 @@ pub async fn retention_waits_for_those_who_lag<H: Harness>(harness: H) -> Outcom
     stage.passed()
 }
 
-/// For random logs, groups and policies: exactly what is over the limits and needed by nobody goes.
+/// For random logs, groups and policies: removes exactly the events that are over the limits and that no
+/// group needs.
 #[allow(clippy::print_stderr, reason = "a failure must be reproducible")]
 pub async fn exactly_what_nobody_needs_goes<H: Harness>(make: impl Fn() -> H) -> Outcome {
     let seeds = match Random::seed_from_env() {

@@ -1,4 +1,4 @@
-//! Bringing dead letters back: a few at a time, chosen by why they died, or with another payload.
+//! Retrying dead letters: a few at a time, selected by their error, or with another payload.
 
 use std::time::Duration;
 
@@ -345,8 +345,8 @@ pub async fn a_corrected_event_replaces_a_dead_letter<H: Harness>(harness: H) ->
     stage.passed()
 }
 
-/// The failing group gets the corrected event once, also if nobody consumed it, if it is behind, and
-/// if its patterns have changed so that it would pass the event by.
+/// The failing group gets the corrected event once, also if the group has no consumer, is behind, or has
+/// changed its patterns so that it would skip the event.
 pub async fn a_correction_finds_its_group<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS]).await?;
     let subscriptions = stage.declare("g", &["a.*", "b.*"]).await;

@@ -1,5 +1,5 @@
-//! What every scenario stands on: an opened engine, a clock that is moved by hand, and short ways
-//! to publish, take and settle.
+//! The base of every scenario: an opened engine, a clock that is moved by hand, and short functions to
+//! publish, take and settle.
 
 use std::collections::BTreeSet;
 use std::future::Future;

@@ -1,5 +1,5 @@
-//! A store beside a broker: what the runtime writes about events that another engine moves. Every write may
-//! come twice.
+//! A store beside a broker: what the runtime writes about events that another engine delivers. Every write
+//! may be repeated.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -155,7 +155,7 @@ pub async fn an_event_is_ingested_once<H: Harness>(harness: H) -> Outcome {
     stage.advance(60 * SECOND).await;
     let places = store.ingest(records[..2].to_vec()).await.unwrap();
     assert!(places[0] < places[1], "{places:?}");
-    // The second half was acknowledged to nobody: all comes again, one of it twice in a batch.
+    // The second half was not acknowledged: everything is sent again, one event twice in a batch.
     let mut again = records.clone();
     again.push(records[2].clone());
     let all = store.ingest(again).await.unwrap();

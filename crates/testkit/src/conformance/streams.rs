@@ -1,4 +1,4 @@
-//! Full streams: how much is owed, and the oldest that wait going for the newest.
+//! Full streams: counting the backlog, and dropping the oldest waiting events for the newest.
 
 use std::time::Duration;
 
@@ -262,7 +262,7 @@ pub async fn dropping_frees_the_key<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// What was dropped is owed to nobody: retention may take it, and the group goes on.
+/// No group needs a dropped event: retention may remove it, and the group goes on.
 pub async fn retention_takes_what_was_dropped<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEPTH, &MAINTENANCE]).await?;
     stage.declare("", &["*"]).await;
@@ -302,7 +302,7 @@ pub async fn what_a_crash_left_may_be_dropped<H: Harness>(harness: H) -> Outcome
     stage.ack(&got[1]).await;
     drop(consumer);
     stage.crash().await;
-    // Somebody has to find the dead one's work; this one wants none of it.
+    // A consumer must run to find the dead process's work; this one wants none of it.
     let mut finder = stage.consumer("else").await;
     let waits = async || {
         let info = stage.group_info("").await;

@@ -1,4 +1,4 @@
-//! What operators see and do: how groups stand, and retention that takes nothing anyone needs.
+//! Operations: the state of groups, and retention that removes nothing that is needed.
 
 use std::time::Duration;
 
@@ -190,8 +190,7 @@ pub async fn retention_takes_nothing_anyone_needs<H: Harness>(harness: H) -> Out
         ..Retention::default()
     };
     let pruned = maintenance.prune(nothing_left.clone()).await.unwrap();
-    // The notice of the dead letter is owed to nobody; an engine may keep it until every group has
-    // passed it.
+    // No group needs the notice of the dead letter; an engine may keep it until every group has passed it.
     let told = stage
         .log()
         .read(Cursor::START, vec![super::stage::pattern("system.>")], 10);

@@ -1,4 +1,4 @@
-//! Comparing the engine with the model, and the end of a plan: nothing is lost, nothing is left.
+//! Compares the engine with the model, also at the end of a plan: nothing is lost, nothing is left.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Dead letters in a plan: told of, retried, replaced, purged.
+//! Dead letters in a plan: their notices, retry, replacement and purge.
 
 use std::collections::HashSet;
 

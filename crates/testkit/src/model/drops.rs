@@ -1,4 +1,4 @@
-//! Full streams in a plan: how deep they are, and what goes when room is made.
+//! Full streams in a plan: their backlog, and what is dropped to make room.
 
 use std::collections::BTreeSet;
 

@@ -1,8 +1,8 @@
-//! The model: what every event is in every group, kept as plainly as possible.
+//! The model: the state of every event in every group, as simple as possible.
 //!
-//! It says what a delivery may be, not which one comes. Where an engine claims events before they
-//! are fetched (`ahead`), the model allows what that may do: an unfetched claim that is lost counts
-//! an attempt, and a lease may have begun when the event was claimed.
+//! It says which deliveries are allowed, not which one comes. Where an engine claims events before they are
+//! fetched (`ahead`), the model allows the consequences: a lost claim that was not fetched counts as an
+//! attempt, and a lease may have begun when the event was claimed.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
@@ -440,7 +440,7 @@ impl Oracle {
         gone
     }
 
-    /// Deletes open dead letters that pass, and events nobody needs any more.
+    /// Deletes open dead letters for which `passes` is true, and events that no group needs any more.
     pub(super) fn purge(&mut self, passes: impl Fn(&Kept, &Death) -> bool) -> Vec<u64> {
         let mut touched = Vec::new();
         for desk in self.groups.values_mut() {
@@ -581,7 +581,7 @@ impl Desk {
                 failures,
                 ..
             }) if failures.is_empty() => vec![EventState::Pending],
-            // A lease that ended is only noticed when somebody consumes the group.
+            // An expired lease is noticed only when a consumer of the group runs.
             Some(Work { failures, .. })
                 if failures
                     .last()
@@ -618,8 +618,8 @@ impl Work {
         self.inherited = true;
     }
 
-    /// Whether it waits for sure: neither fetched nor perhaps claimed. What a process had that died is
-    /// in flight until somebody finds out.
+    /// Whether it certainly waits: neither fetched nor possibly claimed. The events of a dead process are in
+    /// flight until another process finds out.
     pub(super) fn surely_waits(&self) -> bool {
         let waits = matches!(self.state, WorkState::Waiting { .. });
         waits && self.claimable_since.is_none() && self.ghosts == 0 && !self.inherited

@@ -508,7 +508,7 @@ impl<H: Harness> Plan<H> {
         self.compare_all().await;
     }
 
-    /// Retention may take what is over the limits and needed by nobody, and nothing else.
+    /// Retention may remove events that are over the limits and that no group needs, and nothing else.
     async fn prune(&mut self) {
         let Ok(maintenance) = self.stage.engine().maintenance() else {
             return;

@@ -1,4 +1,4 @@
-//! Delivering events once more, as one of the operations of a plan.
+//! Delivering events again, as one of the operations of a plan.
 
 use everbus_core::{Position, Redelivery};
 

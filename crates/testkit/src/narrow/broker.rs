@@ -176,7 +176,7 @@ impl Shared {
             self.append_one(event).await?;
         }
         let Some(lease) = self.current(&settlement.lease) else {
-            // Settled by somebody: nothing here tells who.
+            // Settled by an unknown consumer: this engine does not record which.
             return Ok(());
         };
         let now = self.clock.now();
