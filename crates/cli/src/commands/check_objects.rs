@@ -14,7 +14,7 @@ use crate::stop::Outcome;
 
 /// How many problems are listed; the others are counted.
 const LISTED: usize = 1000;
-/// Objects checked in parallel; after each such part, the check stops if all of them failed.
+/// Objects checked at a time. The check stops if all of them failed: the place cannot be reached.
 const CHUNK: usize = 64;
 /// Events read at once where there is no file to query. They come with their payloads.
 const EVENTS: usize = 64;

@@ -143,7 +143,7 @@ impl Names {
         let (fresh, path, old) = (self.fresh.clone(), self.path.clone(), self.old.clone());
         let kept = blocking(move || {
             if !exists {
-                // Objects without their file: they stay where they are.
+                // Objects without their file are moved aside: not in the way, and not lost.
                 let alone = beside.exists();
                 if alone {
                     let aside = with_suffix(&old, OBJECTS);

@@ -1,5 +1,5 @@
-//! The envelope of the *outbox* specification, and what it has no place for. It is written by hand, for
-//! speed, because it is written in the user's transaction.
+//! The envelope of the *outbox* specification, and what it has no place for. The code is
+//! written by hand, because it runs in the user's transaction.
 //!
 //! The document is the one that `everbus-dialects` writes, byte for byte; a test compares the two.
 
