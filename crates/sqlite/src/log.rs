@@ -268,7 +268,7 @@ fn state_in(
     if !is_for && state.skipped.is_none() {
         state.skipped = Some(ADDRESSED.to_owned());
     }
-    // A group without subscriptions belongs to another broker, or the store was told of single events.
+    // A group without subscriptions belongs to another broker, or only single events were given to it.
     let untouched = state.failures.is_empty() && state.ended.is_none() && !patterns.is_empty();
     if !is_matched && untouched && state.skipped.is_none() {
         state.skipped = Some(UNMATCHED.to_owned());

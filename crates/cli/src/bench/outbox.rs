@@ -31,7 +31,7 @@ fn open(path: &Path) -> Result<Connection> {
     Ok(db)
 }
 
-/// Runs something for every event, so many in one transaction.
+/// Runs a statement for every event, [`CHUNK`] in one transaction.
 fn in_transactions(
     path: &Path,
     events: u64,
@@ -107,7 +107,7 @@ pub(super) async fn measure_enqueue(bench: &Bench) -> Outcome<Figure> {
         )))
 }
 
-/// A database with so many rows that wait.
+/// A database with this many waiting rows.
 async fn filled(bench: &Bench, name: &str, events: u64) -> Outcome<PathBuf> {
     let path = bench.file(name)?;
     let one = path.clone();

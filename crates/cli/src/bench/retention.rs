@@ -220,7 +220,7 @@ struct Window {
     complete: bool,
 }
 
-/// Removes whatever is there, for so long or until all of it is done.
+/// Runs retention for this long, or until everything is removed.
 async fn prune_for(bus: &Bus, pacer: &Pacer, time: Duration) -> Outcome<Window> {
     let everything = Retention {
         max_age: Some(Duration::from_micros(1)),

@@ -19,7 +19,7 @@ const KEYS: usize = 12;
 pub enum Act {
     /// Succeeds at once.
     Finish,
-    /// Succeeds after so many milliseconds.
+    /// Succeeds after this many milliseconds.
     Nap(u64),
     /// Fails; a retry may help.
     Fail,

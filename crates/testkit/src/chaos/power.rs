@@ -25,7 +25,7 @@ const CONTROL_LOSSES: u64 = 100;
 /// When to stop.
 #[derive(Clone, Copy, Debug)]
 pub enum Losses {
-    /// After so many.
+    /// After this many.
     Count(u64),
     /// After this time.
     Time(Duration),

@@ -14,7 +14,7 @@ async fn is_doubted(maintenance: &dyn Maintenance) -> bool {
     maintenance.look_at_clock().await.unwrap().is_some()
 }
 
-/// After a leap the clock is in doubt until it was seen going evenly for a day, also across a restart.
+/// After a jump the clock is in doubt until it has run evenly for a day, also across a restart.
 pub async fn a_clock_that_leaps_is_doubted<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE]).await?;
     stage.publish("a").await;
@@ -47,7 +47,7 @@ pub async fn a_clock_that_leaps_is_doubted<H: Harness>(harness: H) -> Outcome {
     stage.advance(HOUR).await;
     assert!(!is_doubted(maintenance).await);
     assert_eq!(maintenance.holdings().await.unwrap().clock, None);
-    // Nights and weekends are no leaps.
+    // Nights and weekends are not jumps.
     stage.advance(ClockRecord::LEAP).await;
     assert!(!is_doubted(maintenance).await);
     stage.passed()

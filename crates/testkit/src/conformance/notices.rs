@@ -127,7 +127,7 @@ pub async fn every_way_to_die_is_told<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// A dead letter that was retried and fails again is told of again, with all its attempts.
+/// A dead letter that was retried and fails again is reported again, with all its attempts.
 pub async fn dying_again_is_told_again<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Short, &[&DEAD_LETTERS, &SENT_BACK]).await?;
     stage.declare("g", &["*"]).await;
@@ -135,7 +135,7 @@ pub async fn dying_again_is_told_again<H: Harness>(harness: H) -> Outcome {
     let mut alarm = stage.consumer("alarm").await;
     stage.dead_letter("g", "a.x").await;
     for attempts in 1..=3 {
-        // In the very same moment, too. Where a death is told to a store, its time tells it from the last.
+        // Also at the same moment. Where a store records the death, its time distinguishes it from the last.
         if !stage.offers(&ATOMIC_DEAD_LETTER) {
             stage.advance(Duration::from_millis(1)).await;
         }
@@ -150,7 +150,7 @@ pub async fn dying_again_is_told_again<H: Harness>(harness: H) -> Outcome {
         let delivery = take_one(&mut g).await;
         match attempts {
             1 => stage.kill(&delivery).await,
-            // Without a reason of its own.
+            // Without a new failure.
             2 => stage
                 .settle(&delivery, Verdict::Dead { failure: None })
                 .await
@@ -163,7 +163,7 @@ pub async fn dying_again_is_told_again<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// A settlement that is refused tells of nothing, also beside others that are not.
+/// A refused settlement reports nothing, also beside others that are not refused.
 pub async fn a_refused_settlement_tells_of_nothing<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Short, &[&LOG, &FENCING]).await?;
     stage.declare("g", &["*"]).await;

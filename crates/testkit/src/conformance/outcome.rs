@@ -100,9 +100,9 @@ struct Progress {
     column: &'static str,
     began: Option<Instant>,
     work: Duration,
-    /// What each scenario said in this run.
+    /// The outcome of each scenario in this run.
     said: BTreeMap<&'static str, String>,
-    /// What is checked in.
+    /// The checked-in outcomes.
     lines: BTreeMap<String, String>,
 }
 
@@ -123,7 +123,7 @@ impl Progress {
         self.work += began.elapsed();
         let new = self.said.insert(scenario, said).is_none();
         if new && self.said.len() == super::names().len() {
-            // Not `eprintln!`: the test runner would keep that to itself.
+            // Not `eprintln!`: the test runner would capture it.
             let _ = std::io::stderr().write_all(self.summary(first.elapsed()).as_bytes());
         }
     }

@@ -22,7 +22,7 @@ impl<H: Harness> Stage<H> {
         .await;
     }
 
-    /// Waits until readers see so many notices of dead letters, where they see copies.
+    /// Waits until readers see this many notices of dead letters, where they see copies.
     pub async fn told(&self, count: usize) {
         let (Some(_), Some(log)) = (&self.engine().background, &self.engine().log) else {
             return;
@@ -43,7 +43,7 @@ impl<H: Harness> Stage<H> {
         }
     }
 
-    /// Takes these events, in their order where the engine keeps that of the log.
+    /// Takes these events, in log order if the engine keeps it.
     pub async fn take_these(
         &self,
         consumer: &mut Box<dyn Consumer>,
@@ -57,8 +57,7 @@ impl<H: Harness> Stage<H> {
         got
     }
 
-    /// Takes the events of these dead letters, which were sent back, in their order where the engine keeps
-    /// that of the log.
+    /// Takes the events of these retried dead letters, in log order if the engine keeps it.
     pub async fn take_sent_back(
         &self,
         consumer: &mut Box<dyn Consumer>,

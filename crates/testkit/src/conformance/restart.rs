@@ -39,7 +39,7 @@ async fn settled_stay_settled_and_the_rest_comes_again<H: Harness>(
     let mut consumer = stage.consumer("").await;
     let mut again = Vec::new();
     for _ in 0..3 {
-        // What was in flight at a crash may come one at a time.
+        // Events in flight at a crash may come one at a time.
         let delivery = take_one(&mut consumer).await;
         stage.ack(&delivery).await;
         again.push(delivery);

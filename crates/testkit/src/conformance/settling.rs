@@ -42,7 +42,7 @@ pub async fn an_acked_event_is_done<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Acks may come in any order; an unfinished event in the middle is not passed over.
+/// Acks may come in any order; an unfinished event in the middle is not skipped.
 pub async fn acks_out_of_order_pass_over_nothing<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Short, &[]).await?;
     stage.declare("", &["*"]).await;

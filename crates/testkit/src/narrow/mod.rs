@@ -23,7 +23,7 @@ use broker::Narrow;
 pub use faults::{Faults, Tally};
 pub use store::with_faulty_store;
 
-/// Opens a narrow engine with so many shards.
+/// Opens a narrow engine with this many shards.
 pub fn open(clock: &Arc<dyn Clock>, shards: usize, faults: Faults) -> everbus_core::Result<Engine> {
     let narrow = Narrow::new(clock, shards, faults)?;
     Ok(Engine::new(Arc::new(narrow)))

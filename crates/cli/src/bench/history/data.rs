@@ -28,7 +28,7 @@ const TURN: [Kind; 10] = {
     [B, S, B, B, I, B, S, B, B, S]
 };
 
-/// From so many events on, every page is full but that of a single entity.
+/// From this many events on, every page is full except those of single entities.
 pub(super) const ENOUGH: u64 = 50_000;
 
 /// How often something happens to an entity.
@@ -58,7 +58,7 @@ pub(super) struct Names {
     pub(super) entity: String,
 }
 
-/// A log of so many events.
+/// A log with this many events.
 #[derive(Clone, Copy)]
 pub(super) struct Data {
     pub(super) events: u64,

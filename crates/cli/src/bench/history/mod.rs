@@ -238,7 +238,7 @@ struct Took {
     raw: Vec<Duration>,
 }
 
-/// The first pages of each case, out of so many events.
+/// The first pages of each case, in a log of the given size.
 async fn pages(bench: &Bench, data: Data) -> Outcome<Vec<Took>> {
     let scenario = Scenario::History;
     let events = data.events;
