@@ -1,9 +1,8 @@
-//! The `everbus` command line: publish, look, repair and measure.
+//! The `everbus` command line: publish, inspect, repair and measure.
 //!
-//! `args` says what can be typed, `values` and `when` read it, `commands` has one file per command,
-//! `bench` the figures beside their raw loops. Everything printed goes through `output`, which
-//! escapes what could harm a terminal; everything that fails ends as a `Stop`, which knows its exit
-//! code.
+//! `args` defines the command line, `values` and `when` parse values, `commands` has one file per
+//! command, `bench` has the benchmarks. All output goes through `output`, which escapes characters that
+//! could harm a terminal. Every failure ends as a `Stop`, which has an exit code.
 
 mod args;
 mod bench;

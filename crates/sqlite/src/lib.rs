@@ -11,10 +11,10 @@
 //!  index thread  ── sorts what was appended into the history's indexes, some way behind
 //! ```
 //!
-//! One thread owns the writing connection and commits whatever is queued in one transaction. A group
-//! that is caught up gets its claim in the very transaction that appends the events, so in the
-//! common case handling an event costs no read and a fraction of a row. Several processes may open
-//! the same file; each notices what the others committed within 20 ms.
+//! One thread owns the writing connection and commits all queued commands in one transaction. A group
+//! that has caught up gets its claim in the transaction that appends the events, so in the common case
+//! handling an event costs no read and a fraction of a row. Several processes may open the same file;
+//! each notices the commits of the others within 20 ms.
 
 mod ahead;
 mod answers;

@@ -1,6 +1,6 @@
 //! Part of the writer: suspects, the events that were in flight at a crash.
 //!
-//! A handler that kills its process (a poison event) must be told from those that merely ran beside it. So
+//! A handler that kills its process (a poison event) must be distinguished from those that only ran beside it. So
 //! the events of a dead process are handed out one at a time. An event that was in flight at several crashes
 //! is handed out only while nothing else is in flight: if the process dies once more, that event caused it.
 

@@ -59,7 +59,7 @@ impl Pacer {
             switch: switch.clone(),
             took: took.clone(),
         };
-        // A thread of its own: the timers of the runtime are too coarse, and may wait for its work.
+        // A separate thread: the timers of the runtime are too coarse, and may wait for its work.
         let (stopped, runtime) = (Arc::clone(&stop), tokio::runtime::Handle::current());
         let thread = std::thread::spawn(move || round.keep_on(&runtime, &stopped));
         Self {

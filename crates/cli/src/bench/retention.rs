@@ -21,7 +21,7 @@ use crate::stop::Outcome;
 /// How long a window is, and the pause between two in which nothing is counted.
 const WINDOW: Duration = Duration::from_millis(250);
 const BETWEEN: Duration = Duration::from_millis(20);
-/// What the publisher does before the first window.
+/// How long the publisher runs before the first window.
 const WARM_UP: Duration = Duration::from_secs(1);
 /// This many windows are enough to measure what giving space back costs; a file in use gives it back slowly.
 const SHRINKING: u32 = 20;
@@ -75,14 +75,14 @@ impl Rounds {
         }
     }
 
-    /// How many times the p99 in quiet the other ones are.
+    /// The p99 of the other kinds as multiples of the p99 without retention.
     fn times(&self) -> (f64, f64) {
         let quiet = self.felt(|r| &r.quiet).p99;
         let (busy, shrinking) = (self.felt(|r| &r.busy), self.felt(|r| &r.shrinking));
         (busy.p99 / quiet, shrinking.p99 / quiet)
     }
 
-    /// The least and the most of the rounds.
+    /// The minimum and the maximum of the rounds.
     fn spread(&self) -> (f64, f64) {
         let one = |r: &Round| {
             percentile(&mut r.busy.clone(), 0.99) / percentile(&mut r.quiet.clone(), 0.99)
@@ -210,11 +210,11 @@ async fn one(bench: &Bench, path: &Path, events: u64, attributed: bool) -> Outco
     })
 }
 
-/// What happened in one window.
+/// The result of one window.
 #[derive(Default)]
 struct Window {
     done: Pruned,
-    /// Until the last event went.
+    /// Time until the last event was removed.
     removing: Duration,
     /// Whether everything was done.
     complete: bool,

@@ -1,4 +1,4 @@
-//! The never-lost checker, and campaigns that try to make it find something.
+//! The checker that no acknowledged event is lost, and campaigns of kills and power cuts that try to lose one.
 //!
 //! ```text
 //!  campaign ──spawns, kills, stops──▶ victim ──publishes, handles──▶ file
@@ -7,13 +7,13 @@
 //!  ledger ◀──────────── pipe ───────────┘        checker ◀── observe ─┘
 //! ```
 //!
-//! The victim is a process of its own: it says on its standard output what was acknowledged to it and
-//! what its handlers finished. The ledger of that lives in the campaign's process, which no kill
-//! touches. The checker compares ledger and file, and knows nothing of engines.
+//! The victim is a separate process. It prints on its standard output which publishes were acknowledged
+//! and which handlers finished. The ledger of these reports is in the campaign's process, which is never
+//! killed. The checker compares the ledger with the file, and knows no engine.
 //!
 //! Beside the process that publishes and handles there are three more kinds of victims: one that relays
 //! from an outbox ([`relay`]), one that puts large payloads into objects ([`objects`]), and one that removes
-//! what is old ([`retain`]).
+//! old events ([`retain`]).
 
 pub mod campaign;
 pub mod checker;
