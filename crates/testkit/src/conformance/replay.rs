@@ -68,7 +68,7 @@ pub async fn a_handled_event_comes_again_on_request<H: Harness>(harness: H) -> O
     let came = take(&mut billing, 2).await;
     assert_eq!(positions(&came), [done[0], done[2]]);
     for delivery in &came {
-        assert!(delivery.retried, "somebody wants it handled");
+        assert!(delivery.retried, "it is marked as retried");
         assert_eq!(delivery.attempt, 1);
         assert!(delivery.failures.is_empty());
         stage.ack(delivery).await;

@@ -33,7 +33,7 @@ async fn narrow<H: Harness>(stage: &Stage<H>, group: &str, prefetch: usize) -> B
 pub async fn the_depth_is_what_the_slowest_group_owes<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEPTH]).await?;
     stage.publish_many("order.placed", 3).await;
-    assert_eq!(depth(&stage, "order.placed").await, 0, "nobody wants any");
+    assert_eq!(depth(&stage, "order.placed").await, 0, "no group wants any");
     stage.declare("users", &["user.*"]).await;
     assert_eq!(depth(&stage, "order.placed").await, 0);
     stage.declare("orders", &["order.*"]).await;
