@@ -80,7 +80,7 @@ fn payment(number: u32) -> PaymentReceived {
     }
 }
 
-/// Publishes a payment under an id of its own, so that publishing it again changes nothing.
+/// Publishes a payment under its own id, so that publishing it again changes nothing.
 async fn receive(bus: &Bus, number: u32) -> everbus::Result<Receipt> {
     let event = payment(number).builder();
     bus.publish(event.foreign_id(format!("payment-{number}")))
@@ -121,11 +121,11 @@ async fn second_life(file: &str) -> everbus::Result<()> {
         count.fetch_add(1, Ordering::SeqCst);
         async {}
     };
-    // A group without an inbox, to see that things do come twice.
+    // A group without an inbox, to show that deliveries do come twice.
     let plain = Router::new().on(PaymentReceived::TYPE, to(plain).group("plain"));
     bus.mount(ledger(None).merge(plain)).await?;
     bus.start().await?;
-    // Nobody knows how far the first process came, so the fourth is published again.
+    // It is not known how far the first process came, so the fourth payment is published again.
     for number in 4..=6 {
         let receipt = receive(&bus, number).await?;
         receipt.settled().await?;

@@ -1,4 +1,4 @@
-//! Middleware around handlers: a tower layer of one's own for times and an audit, and one of tower's.
+//! Middleware around handlers: a custom tower layer for times and an audit, and one of tower's layers.
 //!
 //! Run it with `cargo run -p everbus-examples --bin middleware`.
 

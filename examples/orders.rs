@@ -1,4 +1,4 @@
-//! An order is placed, a notification is sent: retries and a circuit breaker ride out an outage.
+//! An order is placed, a notification is sent: retries and a circuit breaker survive an outage.
 //!
 //! Run it with `cargo run -p everbus-examples --bin orders`.
 
@@ -43,7 +43,7 @@ impl NotificationService {
     }
 }
 
-/// The handler. Any error means "try again later", and what it returns is published with its ack.
+/// The handler. Any error means "try again later"; the returned event is published with the ack.
 async fn handle_order_placed(
     Payload(order): Payload<OrderPlaced>,
     State(service): State<NotificationService>,
@@ -115,7 +115,7 @@ async fn main() -> everbus::Result<()> {
         println!("  ALERT {alert}");
     }
     show_breakers(&bus);
-    println!("Nobody calls the service now, and no attempt is spent.");
+    println!("The service is not called now, and no attempt is spent.");
 
     println!("\nOne probe at a time finds out whether it is back.");
     for receipt in &receipts {

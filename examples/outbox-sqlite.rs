@@ -1,4 +1,4 @@
-//! An order service with a database of its own that crashes between the two writes, and loses nothing.
+//! An order service with its own database crashes between the two writes, and loses nothing.
 //!
 //! Run it with `cargo run -p everbus-examples --bin outbox-sqlite`. It works on temporary files.
 
@@ -23,11 +23,11 @@ struct OrderPlaced {
 enum Death {
     /// The order is written, its event is not.
     BetweenTheWrites(u32),
-    /// Both are committed, and nobody has published the event.
+    /// Both are committed, but the event is not published yet.
     BeforePublishing(u32),
 }
 
-/// The database of the service. Everbus has nothing to do with it, but for one table.
+/// The database of the service. Everbus uses only one table in it.
 fn open_shop(file: &Path) -> Result<Connection, Box<dyn Error>> {
     let db = Connection::open(file)?;
     db.execute_batch("CREATE TABLE IF NOT EXISTS orders (id INTEGER PRIMARY KEY, cents INTEGER)")?;
@@ -89,7 +89,7 @@ fn run_life(file: &Path, number: &str) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Somebody in another service, with another database.
+/// A handler in another service, with another database.
 async fn pack(Json(placed): Json<OrderPlaced>) {
     println!("  the warehouse packs order {}", placed.order);
 }

@@ -92,7 +92,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         last: "Turing".to_owned(),
     };
     bus.publish(v2).await?.settled().await?;
-    // Somebody is a week ahead.
+    // Another service is a week ahead.
     let v3 = RegisteredV3 {
         first: "Grace".to_owned(),
         last: "Hopper".to_owned(),
@@ -119,7 +119,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     bus.mount(next_week()).await?;
     bus.start().await?;
     bus.dead_letters().retry(receipt.id()).await?;
-    // The receipt belongs to the bus that is gone; the engine of this one can be asked as well.
+    // The receipt belongs to the previous bus; this bus's engine can wait for the event as well.
     bus.engine()
         .settled()?
         .settled(receipt.position(), Duration::from_secs(30))

@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 /// More than any example needs, even on a busy machine.
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// What an example prints. It ends well, without arguments, and complains about nothing.
+/// Runs an example and returns its output. It must succeed without arguments and print no errors.
 fn run(program: &str) -> String {
     let mut child = Command::new(program)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // It prints less than a pipe holds, so nobody has to read before it ends.
+    // It prints less than a pipe holds, so the test need not read before it ends.
     let began = Instant::now();
     while child.try_wait().unwrap().is_none() {
         if began.elapsed() > LONGEST {

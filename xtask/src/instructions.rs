@@ -1,5 +1,5 @@
-//! How many instructions an event costs in the pipeline, counted by callgrind: a figure that does not
-//! depend on what else the machine does.
+//! Counts the instructions per event in the pipeline with callgrind: a figure that does not depend on other
+//! work of the machine.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,7 +13,7 @@ const PARTS: &[(&str, &str)] = &[
     ("plain", "the same through the pipeline"),
     ("all", "the same with inbox, staleness and breaker"),
 ];
-/// The difference of the two leaves out what a start costs.
+/// Event counts of two runs; their difference leaves out the cost of the start.
 const RUNS: (u64, u64) = (5_000, 15_000);
 
 pub(crate) fn count(root: &Path) -> Result<(), Failed> {

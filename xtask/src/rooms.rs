@@ -1,7 +1,8 @@
-//! Import cycles between the rooms of a crate: the folders and files directly under its `src`.
+//! Finds import cycles between the rooms of a crate: the folders and files directly under its `src`.
 //!
-//! A room may use another one, and nothing that the other one uses may use the first. The check reads `crate::`
-//! paths; names that `lib.rs` exports again count as uses of the room they come from. Code for tests is left out.
+//! A room may use another one, but then the other one must not use the first, directly or through others. The
+//! check reads `crate::` paths; names that `lib.rs` re-exports count as uses of the room they come from. Test
+//! code is left out.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

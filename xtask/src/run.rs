@@ -1,4 +1,4 @@
-//! Runs cargo and other programs from the root of the workspace and says plainly what failed.
+//! Runs cargo and other programs from the root of the workspace and reports what failed.
 
 use std::fmt;
 use std::io::{BufRead, BufReader};

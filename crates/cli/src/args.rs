@@ -1,4 +1,4 @@
-//! What can be typed.
+//! The command line: commands, options and their help.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -70,8 +70,8 @@ pub(crate) struct Args {
     #[arg(long, global = true, value_name = "URL")]
     pub(crate) store: Option<String>,
 
-    /// The configuration file, usually everbus.yaml. Its broker and the store beside it are used
-    /// unless --db or --broker says otherwise; what else it says holds [env: EVERBUS_CONFIG]
+    /// The configuration file, usually everbus.yaml. Its broker and its store are used unless --db or
+    /// --broker names another; its other settings always apply [env: EVERBUS_CONFIG]
     #[arg(long, global = true, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
 
@@ -141,9 +141,9 @@ pub(crate) enum Command {
     Tail(TailArgs),
     /// Show what happened: events by tenant, app, entity, type and time, page by page
     Events(crate::commands::events::EventsArgs),
-    /// Show one event, where it stands in every group, and what became of each attempt there
+    /// Show one event, its state in every group, and the result of each attempt
     Get(GetArgs),
-    /// Look at what is stored of events on their way
+    /// Look at the payload stages stored for events
     #[command(subcommand)]
     Payloads(PayloadsCommand),
     /// Look at events that failed for good; retry, correct or delete them
@@ -154,7 +154,7 @@ pub(crate) enum Command {
     /// Show which event types are in which stream, its limits, and how full it is: as --config declares
     /// them, or the one stream that has everything
     Streams,
-    /// Run again what happened: one event, or a range of them
+    /// Replay events: one event, or a range of them
     Replay(Box<crate::commands::replay::ReplayArgs>),
     /// Publish events that were written with the data of your own database
     #[command(subcommand)]
@@ -162,25 +162,25 @@ pub(crate) enum Command {
     /// A small shop on a new file: publishes, handles, fails, retries, dead-letters. It replaces
     /// the everbus-demo.db of an earlier demo, and no other file
     Demo,
-    /// Measure, with the raw SQLite figure beside ours
+    /// Measure, with the figure of raw SQLite beside it
     Bench(BenchArgs),
     /// Verify the file, or with --config the configuration; exit code 1 if something is wrong
     #[command(after_help = CHECK_HELP)]
     Check(crate::commands::check::CheckArgs),
-    /// Who did what: list the audit trail, verify that nobody changed it, add to it
+    /// Show who did what: list the audit trail, verify that it was not changed, add to it
     #[command(subcommand)]
     Audit(AuditCommand),
     /// Print an AsyncAPI 3 document of the streams, consumers and groups: from --config, and from the
     /// groups and the newest events of the file
     Asyncapi(AsyncapiArgs),
-    /// Say what is kept for how long, and remove what is old and needed by nobody
+    /// Show how long everything is kept, and remove what is old and no longer needed
     #[command(subcommand)]
     Retention(crate::commands::retention::RetentionCommand),
     /// Copy the file and its objects while it is in use
     Backup(crate::commands::backup::BackupArgs),
     /// Bring a backup into place as the file named by --db
     Restore(crate::commands::restore::RestoreArgs),
-    /// Show the objects of large events by whose they are, and remove those of another log
+    /// Show the objects of large events by owner, and remove those of another log
     #[command(subcommand)]
     Objects(crate::commands::objects::ObjectsCommand),
     /// Print a completion script for a shell
@@ -277,20 +277,19 @@ pub(crate) struct PublishArgs {
     #[arg(long, value_name = "MIME")]
     pub(crate) content_type: Option<String>,
 
-    /// For how long it is wanted: 90s, 12h, 7d. After that it may be forgotten, once no group owes
-    /// work on it
+    /// How long it is wanted: 90s, 12h, 7d. After that it may be removed, once every group is done with it
     #[arg(long, value_name = "DURATION", value_parser = when::parse_length, allow_hyphen_values = true)]
     pub(crate) ttl: Option<Duration>,
 
-    /// Hand it to no group before this time: 2026-12-24T18:00:00Z
+    /// Deliver it to no group before this time: 2026-12-24T18:00:00Z
     #[arg(long, value_name = "TIME", value_parser = when::parse_at, conflicts_with = "after")]
     pub(crate) at: Option<everbus_core::Timestamp>,
 
-    /// Hand it to no group before this long from now: 30s, 2h, 7d
+    /// Deliver it to no group before this long from now: 30s, 2h, 7d
     #[arg(long, value_name = "DURATION", value_parser = when::parse_length, allow_hyphen_values = true)]
     pub(crate) after: Option<Duration>,
 
-    /// For this group only; all others pass it by. `(unnamed)` is the unnamed group
+    /// For this group only; all others skip it. `(unnamed)` is the unnamed group
     #[arg(long, value_name = "GROUP")]
     pub(crate) to: Option<GroupName>,
 
@@ -336,8 +335,8 @@ pub(crate) struct TailArgs {
     )]
     pub(crate) from: Option<StartFrom>,
 
-    /// Consume as this group: what was shown counts as handled and is not shown again. A new group
-    /// begins where --from says (new), one that exists keeps its position
+    /// Consume as this group: what was shown counts as handled and is not shown again. A new group begins at
+    /// --from (default: new), an existing group keeps its position
     #[arg(long, value_name = "NAME", value_parser = parse_own_group)]
     pub(crate) group: Option<GroupName>,
 
@@ -386,14 +385,14 @@ pub(crate) struct GroupsArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum GroupsCommand {
-    /// Show one group: its subscriptions, and what is to do of each event type
+    /// Show one group: its subscriptions, and its backlog by event type
     Show {
         /// The group; (unnamed) is the unnamed one
         #[arg(value_parser = parse_group)]
         name: GroupName,
     },
-    /// Take a subscription away from a group: events it has not reached yet are passed by, and those that
-    /// wait for a handler are skipped. The handler that made it makes it again when it is mounted
+    /// Remove a subscription from a group: the group skips events it has not reached yet, and those that wait
+    /// for a handler. The program that declared it declares it again when it mounts its handler
     Unsubscribe {
         /// The group; (unnamed) is the unnamed one
         #[arg(value_parser = parse_group)]
@@ -401,12 +400,12 @@ pub(crate) enum GroupsCommand {
         /// The pattern of the subscription, or its name, as `groups show` prints them
         pattern: String,
     },
-    /// Delete a group with its position, what it owes and its dead letters
+    /// Delete a group with its position, its backlog and its dead letters
     Remove {
         /// The group; (unnamed) is the unnamed one
         #[arg(value_parser = parse_group)]
         name: GroupName,
-        /// Really
+        /// Confirm the deletion
         #[arg(long)]
         yes: bool,
     },
@@ -426,11 +425,11 @@ pub(crate) struct BenchArgs {
     #[arg(long)]
     pub(crate) quick: bool,
 
-    /// Where the files of the bench go, since disks differ
+    /// Directory for the files of the bench, since disks differ
     #[arg(long, value_name = "DIRECTORY")]
     pub(crate) dir: Option<PathBuf>,
 
-    /// One part of a scenario, run by the bench itself in a process of its own
+    /// One part of a scenario, run by the bench in a separate process
     #[arg(long, hide = true, value_name = "PART")]
     pub(crate) only_child: Option<String>,
 }

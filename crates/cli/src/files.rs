@@ -1,4 +1,4 @@
-//! Database files as files: whether another program has one open, and moving one out of the way.
+//! Database files: whether another program has one open, and moving or removing one.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -7,16 +7,16 @@ use std::time::Duration;
 use everbus_core::{Code, Error, Result};
 use rusqlite::{Connection, ErrorCode, OpenFlags};
 
-/// What the name of the directory of a file's objects ends with.
+/// Suffix of the directory with a file's objects.
 pub(crate) const OBJECTS: &str = ".objects";
 
-/// Makes sure that nobody has the file open and that nothing of it is left in a write-ahead log.
+/// Makes sure that no program has the file open and that its write-ahead log is empty.
 ///
-/// SQLite leaves the write-ahead mode only for the sole user of a file, so asking for that is the
-/// one test that sees every other program. A file that is damaged, or no database, passes: nobody
-/// can be working with it.
+/// SQLite leaves the write-ahead mode only for the sole user of a file, so asking for that is the one test
+/// that sees every other program. A damaged file, or one that is no database, passes: no program can be
+/// working with it.
 pub(crate) fn claim_alone(path: &Path) -> Result<()> {
-    // Somebody may be about to close it.
+    // Another program may be about to close it.
     for _ in 0..50 {
         if !in_use(path) {
             return Ok(());
@@ -53,9 +53,8 @@ pub(crate) fn schema_version(path: &Path) -> Option<i32> {
     version.ok()
 }
 
-/// What the names of the file and its companions end with, beyond the path: nothing for the file
-/// itself, then the write-ahead log, its index, the head of its audit trail, the directory of its objects,
-/// and the locks of programs that ended.
+/// The suffixes of a file and its companions: none for the file itself, then the write-ahead log, its index,
+/// the head of its audit trail, the directory of its objects, and the locks of programs that ended.
 pub(crate) fn companions(path: &Path) -> Vec<String> {
     let fixed = ["", "-wal", "-shm", ".audit-head", ".audit-lock", OBJECTS];
     let mut suffixes: Vec<String> = fixed.map(str::to_owned).into();
@@ -92,7 +91,7 @@ pub(crate) fn remove(path: &Path) -> Result<()> {
 /// Renames the file and its companions: all of them or none.
 pub(crate) fn rename(path: &Path, to: &Path) -> Result<()> {
     let mut moved: Vec<String> = Vec::new();
-    // The file itself must be there; nothing to move would look like success otherwise.
+    // The file itself must exist; otherwise moving nothing would look like success.
     let companions = companions(path).into_iter().filter(|s| !s.is_empty());
     for suffix in std::iter::once(String::new()).chain(companions) {
         let file = with_suffix(path, &suffix);
@@ -107,8 +106,8 @@ pub(crate) fn rename(path: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Puts a new file in the place of an old one, which is kept under another name. If that fails, the
-/// old one is back where it was.
+/// Replaces an old file by a new one, and keeps the old one under another name. If that fails, the old file
+/// is back where it was.
 pub(crate) fn swap(fresh: &Path, target: &Path, old: &Path) -> Result<()> {
     rename(target, old)?;
     let Err(error) = rename(fresh, target) else {
@@ -127,7 +126,7 @@ pub(crate) fn swap(fresh: &Path, target: &Path, old: &Path) -> Result<()> {
     })
 }
 
-/// Makes what happened to the names in the directory of a file durable.
+/// Syncs the directory of a file, so that renames in it are durable.
 pub(crate) fn sync_beside(path: &Path) -> Result<()> {
     let beside = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -153,7 +152,7 @@ pub(crate) fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     name.into()
 }
 
-/// An error of the file system, as an error of ours.
+/// Maps an error of the file system.
 pub(crate) fn io_error(what: &str, path: &Path, error: std::io::Error) -> Error {
     let code = match error.kind() {
         std::io::ErrorKind::NotFound => Code::NoSuchFile,

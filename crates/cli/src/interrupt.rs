@@ -1,4 +1,4 @@
-//! Ctrl-C, and the signal with which a supervisor ends a process: remembered from the moment the
+//! Ctrl-C, and the signal with which a supervisor ends a process. Both are remembered from the moment the
 //! command begins, so that none is missed between two waits.
 
 use tokio::sync::watch;
@@ -14,7 +14,7 @@ impl Interrupt {
         tokio::spawn(async move {
             signalled().await;
             to.send_replace(true);
-            // Who asks twice does not want to wait for what is under way.
+            // A second signal ends the process without waiting.
             tokio::select! {
                 () = signalled() => std::process::exit(130),
                 () = to.closed() => {}

@@ -1,9 +1,8 @@
-//! The `everbus` command line: publish, look, repair and measure.
+//! The `everbus` command line: publish, inspect, repair and measure.
 //!
-//! `args` says what can be typed, `values` and `when` read it, `commands` has one file per command,
-//! `bench` the figures beside their raw loops. Everything printed goes through `output`, which
-//! escapes what could harm a terminal; everything that fails ends as a `Stop`, which knows its exit
-//! code.
+//! `args` defines the command line, `values` and `when` parse values, `commands` has one file per
+//! command, `bench` has the benchmarks. All output goes through `output`, which escapes characters that
+//! could harm a terminal. Every failure ends as a `Stop`, which has an exit code.
 
 mod args;
 mod bench;
@@ -58,7 +57,7 @@ pub fn main() -> ExitCode {
     let operator = operator::of(&args);
     let run = with_operator(operator, Box::pin(commands::run(args, &mut output)));
     let outcome = runtime.block_on(run);
-    // Whatever still runs (a reader of standard input) must not hold the exit back.
+    // A thread that still runs (a reader of standard input) must not delay the exit.
     runtime.shutdown_background();
     match outcome.and_then(|()| output.flush()) {
         Ok(()) => ExitCode::SUCCESS,
@@ -69,7 +68,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// The runtime panics where it needs a descriptor and none is left, so a few are tried before.
+/// The runtime panics if it needs a file descriptor and none is left, so a few are tried first.
 fn enough_descriptors() -> std::io::Result<()> {
     let opened: std::io::Result<Vec<_>> =
         (0..8).map(|_| std::fs::File::open("/dev/null")).collect();
@@ -103,7 +102,7 @@ fn one_line(text: &str) -> String {
 
 fn start_logging(args: &Args) {
     let level = match args.verbose {
-        // These fail on purpose, and say so themselves.
+        // These commands fail on purpose, and print it themselves.
         0 if matches!(args.command, Some(Command::Demo | Command::Bench(_))) => "off",
         0 => "warn",
         1 => "info",

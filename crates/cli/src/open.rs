@@ -19,7 +19,7 @@ use crate::when;
 
 const DEFAULT_FILE: &str = "everbus.db";
 
-/// After this long a person is told what a command waits for.
+/// After this time a person is told what the command waits for.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A command that reads from the store waits this long until the store has what the broker has.
@@ -33,10 +33,10 @@ pub(crate) struct Target {
     store: Option<String>,
     /// The configuration file that holds for it.
     config: Option<PathBuf>,
-    /// Only if it was said.
+    /// Only if the option was given.
     max_payload: Option<usize>,
     busy_timeout: Duration,
-    /// Whether the person knows that we wait, or need not.
+    /// Whether the person was told that the command waits, or need not be.
     told: Arc<AtomicBool>,
 }
 
@@ -49,17 +49,17 @@ enum Place {
 }
 
 impl Target {
-    /// A flag beats the environment, whichever of the variables is set; what names the engine itself
-    /// beats a file that names it. What else the file says holds either way.
+    /// A flag beats the environment, whichever of the variables is set. What names the engine itself beats a
+    /// configuration file that names it. The rest of the configuration file applies in any case.
     pub(crate) fn choose(args: &Args) -> Outcome<Self> {
         let named = args.config.clone();
         let config = match named.or_else(|| variable("EVERBUS_CONFIG").map(PathBuf::from)) {
-            // A file that was named must be good, even if something else is stronger.
+            // A configuration file that was named must be valid, even if an option overrides it.
             Some(path) => Some((path.clone(), Config::load(&path)?)),
             None => None,
         };
         let (place, from_config) = Place::choose(args, config.as_ref())?;
-        // The store of a configuration belongs to its broker: beside another one it would mix two logs.
+        // The store of a configuration belongs to its broker: beside another broker it would mix two logs.
         let configured = config.as_ref().filter(|_| from_config);
         let configured = configured.and_then(|(_, config)| config.store_url());
         let store = args.store.clone().or(configured);
@@ -77,12 +77,12 @@ impl Target {
             config,
             max_payload: args.max_payload,
             busy_timeout: args.busy_timeout,
-            // Machines wait in silence.
+            // With JSON output nothing is said about waiting.
             told: Arc::new(AtomicBool::new(args.output == OutputFormat::Json)),
         })
     }
 
-    /// A file of our own, opened with the usual settings.
+    /// An Everbus file, opened with the default settings.
     pub(crate) fn file(path: &Path) -> Self {
         Self {
             place: Place::File(path.to_path_buf()),
@@ -96,7 +96,7 @@ impl Target {
 }
 
 impl Place {
-    /// The place, by the strongest of what names one, and whether that is the configuration file.
+    /// The place, by the strongest setting that names one, and whether that is the configuration file.
     fn choose(args: &Args, config: Option<&(PathBuf, Config)>) -> Outcome<(Self, bool)> {
         let given = |place| Ok((place, false));
         if let Some(path) = &args.db {
@@ -155,7 +155,7 @@ impl Place {
                 .hint("name a file: --db everbus.db"),
             ));
         }
-        // A file may also be written as a URL; what it may look like is the library's business.
+        // A file may also be given as a URL; the library checks its form.
         let path = url.strip_prefix("sqlite:").filter(|p| !p.contains('?'));
         match path.map(|p| p.strip_prefix("//").unwrap_or(p)) {
             Some(path) if !path.is_empty() && path != ":memory:" => Ok(Self::File(path.into())),
@@ -185,7 +185,7 @@ impl Target {
         }
     }
 
-    /// The options that name this target again, for the commands we suggest.
+    /// The options that name this target again, for suggested commands.
     pub(crate) fn as_option(&self) -> String {
         use crate::output::shell_word;
         let config = self
@@ -207,7 +207,7 @@ impl Target {
         all.join(" ")
     }
 
-    /// Opens what exists. A command that reads must not leave an empty file behind.
+    /// Opens an existing file. A command that reads must not leave an empty file behind.
     pub(crate) async fn open_existing(&self) -> Outcome<Engine> {
         self.open(false).await
     }
@@ -222,14 +222,14 @@ impl Target {
         self.bus_on(self.open(false).await?).await
     }
 
-    /// A bus on what is open already, that publishes nothing it may not.
+    /// A bus on an open engine, with the limits of the configuration.
     pub(crate) async fn bus_on(&self, engine: Engine) -> Outcome<Bus> {
-        // What is kept is for the programs of the file to say, or for its configuration.
+        // Retention is set by the programs that use the file, or by its configuration.
         let mut builder = Bus::builder().keep_everything();
         if let Some(bytes) = self.max_payload {
             builder = builder.max_payload(bytes);
         }
-        // The limits of its streams and its rate hold for whoever publishes.
+        // The limits of its streams and its rate apply to every publisher.
         let config = self.load_config()?;
         if let Some(config) = &config {
             builder = builder.config(config);
@@ -240,23 +240,23 @@ impl Target {
         Ok(builder.with_engine(engine)?)
     }
 
-    /// The largest payload that may be published, if it was said.
+    /// The largest payload that may be published, if it was given.
     pub(crate) fn max_payload(&self) -> Option<usize> {
         self.max_payload
     }
 
-    /// Where the large parts of the engine's events are.
+    /// Where the objects of the engine's large events are.
     pub(crate) fn objects(&self, engine: &Engine) -> Outcome<Option<Arc<Objects>>> {
         Ok(Objects::open(engine, &self.overflow()?)?)
     }
 
-    /// Where the large parts of events go, as the configuration says.
+    /// Where large payloads go, from the configuration.
     pub(crate) fn overflow(&self) -> Outcome<Overflow> {
         let configured = self.load_config()?.and_then(|config| config.overflow);
         Ok(configured.unwrap_or_default())
     }
 
-    /// Which event types are in which stream, as the configuration says.
+    /// Which event types are in which stream, from the configuration.
     pub(crate) fn streams(&self) -> Outcome<Streams> {
         match self.load_config()? {
             Some(config) => Ok(config.limits.over(&config.streams)?),
@@ -264,7 +264,7 @@ impl Target {
         }
     }
 
-    /// Whether a configuration file holds for it.
+    /// Whether a configuration file applies.
     pub(crate) fn has_config(&self) -> bool {
         self.config.is_some()
     }
@@ -311,8 +311,8 @@ impl Target {
         }
     }
 
-    /// Waits for something that writes to the file, and says so once if that takes long: most
-    /// likely another program holds a lock on it.
+    /// Waits for work that writes to the file, and says so once if it takes long: most likely another program
+    /// holds a lock on it.
     pub(crate) async fn patiently<T>(&self, work: impl Future<Output = T>) -> T {
         let mut work = std::pin::pin!(work);
         tokio::select! {
@@ -330,15 +330,15 @@ impl Target {
                 escaped(&what),
                 when::lasting(self.busy_timeout)
             );
-            // If standard error is gone, there is nobody to tell.
+            // If standard error is closed, there is no reader.
             let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
         }
         work.await
     }
 }
 
-/// Copies into the store what the broker has and the store has not, and goes on with that while the command
-/// runs. What is still missing after a while is said.
+/// Copies into the store what the broker has and the store has not, and continues while the command runs.
+/// Reports what is still missing after a while.
 async fn catch_up(engine: &Engine) -> Outcome {
     let Some(archive) = &engine.background else {
         return Ok(());
@@ -385,7 +385,7 @@ pub(crate) fn refuse_directory_name(path: &Path, example: &str) -> Outcome {
     )
 }
 
-/// Runs what blocks off the executor.
+/// Runs blocking work off the executor.
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> everbus_core::Result<T> + Send + 'static,
 ) -> everbus_core::Result<T> {

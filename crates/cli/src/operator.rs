@@ -1,4 +1,4 @@
-//! Who runs the command line: what `--actor` or the environment says, or the user of the system.
+//! The name of the operator for the audit trail: `--actor`, the environment, or the system's user.
 
 use everbus::audit::Operator;
 
@@ -15,7 +15,7 @@ pub(crate) fn of(args: &Args) -> Operator {
     operator
 }
 
-/// The name of the user who owns this process. The environment is not asked: it says what it likes.
+/// The name of the user who owns this process. The environment is not used: anyone can set it.
 fn user() -> String {
     let uid = rustix::process::getuid().as_raw();
     let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();

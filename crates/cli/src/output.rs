@@ -1,7 +1,7 @@
 //! Everything the commands print: text for people, JSON for machines.
 //!
-//! Event data comes from anywhere, so whatever could move a cursor, change a colour or reorder text
-//! is escaped before it reaches a terminal.
+//! Event data comes from outside, so every character that could move a cursor, change a colour or reorder
+//! text is escaped before it reaches a terminal.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -75,7 +75,7 @@ impl Output {
     }
 }
 
-/// A reader that went away is no failure; anything else is named.
+/// A closed pipe is not a failure; any other error is reported.
 fn unwritten(error: &io::Error) -> Stop {
     match error.kind() {
         io::ErrorKind::BrokenPipe => Stop::BrokenPipe,

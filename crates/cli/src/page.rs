@@ -1,4 +1,4 @@
-//! What the lists that are read page by page have in common: a range of time, an order, a limit.
+//! Options shared by lists that are read page by page: a range of time, an order, a limit.
 
 use clap::ValueEnum;
 use everbus_core::{Order, Timestamp};
@@ -46,7 +46,7 @@ impl PageArgs {
         }
     }
 
-    /// The same again, in the command for the next page.
+    /// Adds these options to the command for the next page.
     pub(crate) fn repeated(&self, command: Suggestion) -> Suggestion {
         let oldest = (self.order == OrderArg::Oldest).then_some("oldest");
         command

@@ -1,4 +1,4 @@
-//! A progress bar for work that lasts, on standard error and only if that is a terminal.
+//! A progress bar for long work, on standard error and only on a terminal.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ pub(crate) fn bar(what: &'static str, total: Option<u64>) -> ProgressBar {
     bar
 }
 
-/// Work of which nothing is known but that it goes on.
+/// A spinner for work of unknown length.
 pub(crate) fn spinner(what: impl Into<String>) -> ProgressBar {
     let bar = ProgressBar::new_spinner();
     bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(5));

@@ -1,4 +1,4 @@
-//! Who reads standard output: whether there is still somebody, and what they have taken.
+//! The reader of standard output: whether it is still there, and what it has taken.
 
 use std::io::{self, IsTerminal as _};
 use std::time::{Duration, Instant};
@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, fstat};
 
-/// How often a reader is looked at that may leave while there is nothing to write.
+/// How often to check for a reader that leaves while there is nothing to write.
 const LOOK: Duration = Duration::from_millis(200);
-/// How often a reader is looked at that has something to take, once it has not taken it at once.
+/// How often to check a slow reader that has something to take.
 const GLANCE: Duration = Duration::from_millis(1);
-/// How long "at once" is: a reader that waits is awake within this time, long before a timer fires.
+/// Until this time a reader is not slow: a waiting reader wakes up within it, long before a timer fires.
 const AT_ONCE: Duration = Duration::from_micros(300);
 
-/// Whether standard output is a pipe or a socket, so that what is written may never be read.
+/// Whether standard output is a pipe or a socket, whose reader may never read what is written.
 pub(crate) fn may_leave() -> bool {
     let stdout = io::stdout();
     !stdout.is_terminal()
@@ -25,7 +25,7 @@ pub(crate) fn may_leave() -> bool {
         })
 }
 
-/// Whether nobody reads standard output any more.
+/// Whether the reader of standard output is gone.
 pub(crate) fn is_gone() -> bool {
     let stdout = io::stdout();
     let mut watched = [PollFd::new(&stdout, PollFlags::empty())];
@@ -37,19 +37,19 @@ pub(crate) fn is_gone() -> bool {
     poll(&mut watched, Some(&now)).is_ok() && watched[0].revents().intersects(gone)
 }
 
-/// Resolves once nobody reads standard output any more.
+/// Resolves once the reader of standard output is gone.
 pub(crate) async fn gone() {
     while !is_gone() {
         tokio::time::sleep(LOOK).await;
     }
 }
 
-/// Resolves once the reader has taken everything that was written, and says whether there is still
-/// somebody to have done so.
+/// Resolves once the reader has taken everything that was written, or is gone. Returns whether it is still
+/// there.
 pub(crate) async fn has_taken_all() -> bool {
     let began = Instant::now();
     loop {
-        // In this order: what was taken stays taken, also if the reader left then.
+        // In this order: data that was taken counts, even if the reader left afterwards.
         let unread = rustix::io::ioctl_fionread(io::stdout()).unwrap_or(0);
         if unread == 0 {
             return true;

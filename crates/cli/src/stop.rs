@@ -16,9 +16,9 @@ pub(crate) type Outcome<T = ()> = Result<T, Stop>;
 /// Why a command ended before its work was done.
 #[derive(Debug)]
 pub(crate) enum Stop {
-    /// The bus or its file said no.
+    /// The bus or its file refused.
     Failed(Error),
-    /// What was typed, or given on standard input, is wrong.
+    /// The command line or standard input is wrong.
     Usage {
         message: String,
         hint: Option<String>,
@@ -27,7 +27,7 @@ pub(crate) enum Stop {
     Io(String),
     /// The result was printed and is itself a failure.
     Unsatisfied,
-    /// Nobody reads our output any more: `everbus tail | head`.
+    /// The reader of standard output is gone: `everbus tail | head`.
     BrokenPipe,
     /// Ctrl-C.
     Interrupted,
@@ -92,7 +92,7 @@ impl Stop {
                 }
                 OutputFormat::Text => report.to_text(),
             };
-            // If even standard error is gone, the exit code still tells.
+            // If standard error is closed, the exit code still says it.
             let _ = io::Write::write_all(&mut io::stderr(), text.as_bytes());
         }
         ExitCode::from(self.exit_code())
@@ -126,7 +126,7 @@ impl Stop {
     }
 }
 
-/// What the error says, with its cause unless that is part of it.
+/// The error's message, with its cause unless the message contains it.
 fn with_cause(error: &Error) -> String {
     let message = error.message();
     match std::error::Error::source(error).map(ToString::to_string) {
@@ -135,13 +135,13 @@ fn with_cause(error: &Error) -> String {
     }
 }
 
-/// A hint of the library names settings; on the command line they are options.
+/// Hints of the library name settings; on the command line they are options.
 fn with_options(hint: &str) -> String {
     hint.replace("max_payload", "--max-payload")
         .replace("the busy timeout", "--busy-timeout")
 }
 
-/// The same error, with what it is about before it.
+/// The same error with its subject in front.
 pub(crate) fn about(what: &str, error: &Error) -> Error {
     let message = format!("{what}: {}", with_cause(error));
     error.clone().with_message(message)
@@ -155,14 +155,14 @@ struct Report {
     hint: Option<String>,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     outcome_unknown: bool,
-    /// What is wrong with a configuration file, one by one.
+    /// The problems of a configuration file, one by one.
     #[serde(skip_serializing_if = "Option::is_none")]
     problems: Option<Vec<Problem>>,
 }
 
 impl Report {
     fn to_text(&self) -> String {
-        // The problems of a file have a line each; any other line break is none of ours.
+        // The problems of a file have a line each; any other line break is escaped.
         let message = match self.problems {
             Some(_) => self
                 .message

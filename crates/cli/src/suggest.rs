@@ -1,11 +1,11 @@
-//! The commands we suggest: the next page, how to go on. They can be pasted into a shell as they are.
+//! Suggested commands, for example for the next page. They can be pasted into a shell as they are.
 
 use std::fmt;
 
 use crate::open::Target;
 use crate::output::shell_word;
 
-/// A command line in the making.
+/// A command line being built.
 pub(crate) struct Suggestion(String);
 
 impl Suggestion {

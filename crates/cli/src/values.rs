@@ -1,4 +1,4 @@
-//! The values of options and arguments, as text becomes them. Times are in `when`.
+//! Parsers for the values of options and arguments. Times are in `when`.
 
 use everbus::Dialect;
 use everbus_core::{
@@ -25,7 +25,7 @@ pub(crate) fn parse_entity(text: &str) -> Result<Entity, String> {
     }
 }
 
-/// The entity as [`parse_entity`] reads it, so that what is shown can be asked for.
+/// The entity in the form that [`parse_entity`] reads, so that printed text can be typed again.
 pub(crate) fn entity_text(entity: &Entity) -> String {
     format!("{}:{}", entity.kind, entity.id)
 }
@@ -82,7 +82,7 @@ pub(crate) fn parse_head(text: &str) -> Result<AuditHead, String> {
     })
 }
 
-/// Reads a number of bytes: `500`, `64k`, `8m`. What is too large is the library's to say.
+/// Reads a number of bytes: `500`, `64k`, `8m`. The library reports values that are too large.
 pub(crate) fn parse_bytes(text: &str) -> Result<usize, String> {
     let lower = text.to_ascii_lowercase();
     let (digits, unit) = match lower.as_bytes().last() {
@@ -108,8 +108,8 @@ pub(crate) fn parse_group(text: &str) -> Result<GroupName, String> {
     text.parse().map_err(|error| with_hint(&error))
 }
 
-/// A group that may be consumed from here. The unnamed one is what programs use that name none:
-/// whoever consumes it takes their events away.
+/// Reads a group that may be consumed from the command line. The unnamed group belongs to programs that name
+/// no group: consuming it here would take their events away.
 pub(crate) fn parse_own_group(text: &str) -> Result<GroupName, String> {
     match parse_group(text)? {
         group if group.is_unnamed() => Err(format!(
@@ -120,7 +120,7 @@ pub(crate) fn parse_own_group(text: &str) -> Result<GroupName, String> {
     }
 }
 
-/// Between the sentence and the hint of a value that is refused; `usage` finds it again.
+/// Separates the message and the hint of a refused value; `usage` finds it again.
 pub(crate) const HINT: &str = "\nhint: ";
 
 fn with_hint(error: &Error) -> String {

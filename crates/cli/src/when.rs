@@ -1,4 +1,4 @@
-//! Times as people write and read them.
+//! Times in the forms that people write and read.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ pub(crate) fn parse(text: &str) -> Result<Timestamp, String> {
     })
 }
 
-/// Reads a time that may be in the future, and so is no age.
+/// Reads a time that may be in the future, so an age is refused.
 pub(crate) fn parse_at(text: &str) -> Result<Timestamp, String> {
     if age(text).is_some() {
         return Err(format!("{text:?} is a duration; --after takes those"));
@@ -77,7 +77,7 @@ pub(crate) fn parse_length(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// What people leave out of a time, added: `2026-01-31 12:00` is `2026-01-31T12:00:00Z`.
+/// Adds the parts of a time that people leave out: `2026-01-31 12:00` is `2026-01-31T12:00:00Z`.
 fn full_time(text: &str) -> String {
     let text = text.strip_suffix(" UTC").unwrap_or(text);
     let Some((date, rest)) = text.split_at_checked(10) else {

@@ -1,9 +1,10 @@
-//! Times of receipt far in the future: the clock of an earlier publisher was ahead.
+//! Times of receipt that lie far in the future, because the clock of an earlier publisher was ahead.
+//! Part of the writer: setting such times back.
 //!
-//! Times never fall as positions rise, so every later event gets the time of that publisher until the clocks
-//! have caught up, and whatever goes by time is wrong until then. Which of two clocks is right cannot be known
-//! here, and a file that was idle for long looks like one whose clock leapt. So it is told, and the times are
-//! brought back when an operator says that the clock is right.
+//! Times never fall as positions rise, so every later event gets the same future time until the clocks have
+//! caught up. Until then, everything that goes by time is wrong. The engine cannot know which clock is right,
+//! and a file that was idle for long looks the same as a clock that jumped. So the engine only warns. It sets
+//! the times back when an operator says that the clock is right.
 
 use everbus_core::{CheckReport, Result, Timestamp};
 use rusqlite::{Connection, OptionalExtension as _};
@@ -14,12 +15,12 @@ use crate::rows::{RECORD, ends, read_stored, restamp, to_sql};
 use crate::state::{State, micros};
 use crate::writer::Writer;
 
-/// Clocks of one machine differ by less than a day, in microseconds.
+/// Allowed difference between the clocks of machines, in microseconds: a day.
 const TOLERATED: i64 = 24 * 3600 * 1_000_000;
-/// So many times are brought back in one transaction.
+/// Rows changed in one transaction.
 const STEP: i64 = 500;
 
-/// Says once that new events get a time that lies in the future.
+/// Warns once that new events get a time in the future.
 pub(crate) fn warn_once(state: &State, now: i64) {
     if state.last_received.saturating_sub(TOLERATED) > now && !state.told_ahead.replace(true) {
         tracing::warn!(
@@ -31,7 +32,7 @@ pub(crate) fn warn_once(state: &State, now: i64) {
     }
 }
 
-/// The position up to which times are believable.
+/// The last position with a believable time.
 fn believable(conn: &Connection, now: Timestamp) -> Result<u64> {
     position_before(
         conn,
@@ -39,7 +40,7 @@ fn believable(conn: &Connection, now: Timestamp) -> Result<u64> {
     )
 }
 
-/// Tells of events from the future.
+/// Reports events with a time in the future.
 pub(crate) fn check(conn: &Connection, now: Timestamp, report: &mut CheckReport) -> Result<()> {
     let upto = believable(conn, now)?;
     let detail = match ends(conn)? {
@@ -55,8 +56,8 @@ pub(crate) fn check(conn: &Connection, now: Timestamp, report: &mut CheckReport)
 }
 
 impl Writer {
-    /// Gives events from the future the time of now, oldest first, so that times never fall meanwhile. Says
-    /// whether there may be more.
+    /// Sets events with a time in the future to now, oldest first, so that times never fall meanwhile.
+    /// Returns whether there may be more.
     pub(crate) fn bring_back_times(&mut self) -> Result<bool> {
         let doing = |e| from_sqlite("bringing times back", e);
         let now = self.clock.now();
@@ -80,7 +81,7 @@ impl Writer {
             while let Some(row) = rows.next().map_err(doing)? {
                 let stored = read_stored(&self.conn, row, &mut self.state.type_names)?;
                 let seq = row.get::<_, i64>(0).map_err(doing)?;
-                // What is damaged stays so: its checksum is not made to fit.
+                // A damaged event stays damaged: it gets no new checksum.
                 let checksum: Option<i32> = match &stored.damage {
                     None => restamp(row, stored.record.event.event_type(), at).map_err(doing)?,
                     Some(_) => row.get(9).unwrap_or_default(),

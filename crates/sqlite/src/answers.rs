@@ -1,9 +1,9 @@
-//! Answers to publishes that are durable, on their way to the publishers.
+//! Answers to durable publishes, on their way to the publishers.
 //!
 //! Waking a task from outside its runtime costs a lock and often a system call. So the writer wakes one
-//! publisher of many, and that one wakes the others from its own thread, while the writer begins with the
-//! next transaction. No answer depends on it: what is left when the writer has committed again, or has
-//! nothing else to do, the writer sends itself.
+//! publisher of many. That publisher wakes the others from its own thread, while the writer begins the next
+//! transaction. No answer depends on this: the writer itself sends what is left after its next commit, or
+//! when it has nothing else to do.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,17 +12,17 @@ use everbus_core::{Appended, Error, Result};
 
 use crate::queue::{Command, Reply};
 
-/// So many answers are taken at a time, so that others can help.
+/// Answers taken at a time, so that other publishers can help.
 const AT_A_TIME: usize = 64;
 
-/// A publisher that waits, and what it will be told if the transaction commits.
+/// A waiting publisher, and its answer if the transaction commits.
 pub(crate) enum Published {
     One(Reply<Appended>, Result<Appended>),
     Batch(Reply<Vec<Result<Appended>>>, Result<Vec<Result<Appended>>>),
 }
 
 impl Published {
-    /// A publish that shares the fate of the whole transaction.
+    /// A publish that fails with the whole transaction.
     pub(crate) fn refused(command: Command, error: &Error) -> Option<Self> {
         match command {
             Command::AppendOne { reply, .. } => Some(Self::One(reply, Err(error.clone()))),
@@ -38,7 +38,7 @@ impl Published {
         }
     }
 
-    /// Says whether the publisher still waits.
+    /// Returns whether the publisher still waited.
     fn answer(self) -> bool {
         match self {
             Self::One(reply, result) => reply.send(result).is_ok(),
@@ -54,7 +54,7 @@ impl Published {
     }
 }
 
-/// What the writer and the publishers share.
+/// State shared by the writer and the publishers.
 #[derive(Default)]
 pub(crate) struct Answers {
     waiting: Mutex<VecDeque<Published>>,
@@ -67,17 +67,17 @@ impl Answers {
 
     /// Sends one of these answers, and leaves the others to [`send`](Self::send).
     pub(crate) fn put(&self, published: &mut Vec<Published>) {
-        // What is left of the transaction before.
+        // Answers left from the transaction before.
         self.send();
         let first = published.pop();
         self.lock().extend(published.drain(..));
         if !first.is_some_and(Published::answer) {
-            // That publisher has given up.
+            // That publisher no longer waits.
             self.send();
         }
     }
 
-    /// Sends what is there.
+    /// Sends the answers that are left.
     pub(crate) fn send(&self) {
         loop {
             let mut waiting = self.lock();
@@ -94,7 +94,7 @@ impl Answers {
     }
 }
 
-/// A writer that ends leaves no durable publish without its answer.
+/// When the writer ends, every durable publish still gets its answer.
 impl Drop for Answers {
     fn drop(&mut self) {
         self.send();

@@ -1,4 +1,4 @@
-//! Putting events into the log.
+//! Appending events to the log.
 
 use std::sync::{Arc, LazyLock};
 
@@ -10,8 +10,8 @@ use crate::errors::from_sqlite;
 use crate::rows::{ends, read_stored, seq_from, to_sql};
 use crate::state::{State, micros};
 
-/// Where there are as many events, so many rows are written by one statement: starting and ending a
-/// statement and finding the end of the log costs a third of what a single insert does.
+/// Rows written by one statement when there are that many events. Starting and ending a statement and finding
+/// the end of the log costs a third of a single insert.
 pub(crate) const ROWS: usize = 16;
 const COLUMNS: usize = 10;
 
@@ -64,7 +64,7 @@ impl<'c> Appender<'c> {
         Ok(appended)
     }
 
-    /// As [`batch`](Self::batch), with the answers as a publisher gets them.
+    /// As [`batch`](Self::batch), with the answers in the form that a publisher gets.
     pub(crate) fn answered(
         &mut self,
         state: &mut State,
@@ -121,8 +121,8 @@ impl<'c> Appender<'c> {
         Ok(())
     }
 
-    /// Appends an event that another engine received; one whose id is taken stays as it is. Returns where
-    /// it is.
+    /// Appends an event that another engine received, and returns its position. An event whose id exists
+    /// stays as it is.
     pub(crate) fn ingest(
         &mut self,
         state: &mut State,
@@ -150,9 +150,9 @@ impl<'c> Appender<'c> {
         }
     }
 
-    /// Writes the rows of [`ROWS`] events, all or none, and returns the numbers of their types. `None`: an
-    /// id is taken or an event needs more than its row, so that each has to be appended by itself. What was
-    /// written is in the log once [`written`](Self::written) took it.
+    /// Writes the rows of [`ROWS`] events, all or none, and returns the numbers of their types. `None`: an id
+    /// exists, or an event needs more than its row, so each event must be appended alone. The rows count as
+    /// appended after [`written`](Self::written).
     pub(crate) fn write_rows<'e>(
         &mut self,
         state: &mut State,
@@ -187,7 +187,7 @@ impl<'c> Appender<'c> {
         Ok(None)
     }
 
-    /// Takes an event into the log whose row was written.
+    /// Adds an event whose row was written to the log's state in memory.
     pub(crate) fn written(&self, state: &mut State, event: Event, type_id: i64) -> Appended {
         state.head += 1;
         state.last_received = self.received_at;
@@ -219,7 +219,7 @@ impl<'c> Appender<'c> {
         Ok(self.written(state, event, type_id))
     }
 
-    /// The id is taken: by the same event, or by another one.
+    /// The id exists: in the same event, or in another one.
     fn repeated(&mut self, state: &mut State, event: &Event, tenant: i64) -> Result<Appended> {
         let doing = |e| from_sqlite("looking for an earlier publish", e);
         let sql = format!(
@@ -238,7 +238,7 @@ impl<'c> Appender<'c> {
         })?;
         let stored = read_stored(self.conn, row, &mut state.type_names)?;
         let first = stored.record;
-        // What is damaged cannot be told from another event, and is no reason to stop publishing.
+        // A damaged event cannot be compared. It counts as another event, and publishing goes on.
         if stored.damage.is_some() || !first.event.same_body(event) {
             return Err(Error::new(
                 Code::IdReused,
@@ -277,7 +277,7 @@ fn attrs_of(event: &Event) -> Result<Option<String>> {
     })
 }
 
-/// Binds the values of a row, of which the statement may have several.
+/// Binds the values of a row; the statement may hold several rows.
 fn bind(
     insert: &mut Statement<'_>,
     row: usize,
@@ -313,15 +313,15 @@ fn bind(
     insert.raw_bind_parameter(first + 9, checksum)
 }
 
-/// The place of the first event received at or after a time, less one: what a reader that begins
-/// there has behind it.
+/// The position before the first event received at or after a time: the cursor of a reader that begins at
+/// that time.
 pub(crate) fn position_before(conn: &Connection, at: Timestamp) -> Result<u64> {
     let doing = |e| from_sqlite("searching the log by time", e);
     let Some((oldest, newest)) = ends(conn)? else {
         return Ok(0);
     };
     let (mut low, mut high) = (to_sql(oldest), to_sql(newest));
-    // Times never fall as positions rise, so halving the range finds the place.
+    // Times never fall as positions rise, so a binary search finds the place.
     let mut statement = conn
         .prepare_cached("SELECT seq, CAST(received_at AS INTEGER) FROM log WHERE seq >= ?1 ORDER BY seq LIMIT 1")
         .map_err(doing)?;

@@ -1,4 +1,4 @@
-//! Writing a dead letter, and telling of it: one step.
+//! Part of the writer: writing a dead letter, and the event that reports it, in one transaction.
 
 use std::sync::Arc;
 
@@ -17,8 +17,8 @@ use crate::state::micros;
 use crate::writer::Writer;
 
 impl Writer {
-    /// Opens a dead letter, or opens it again: attempts add up, the first time stays. The event that
-    /// tells of it is appended in the same transaction.
+    /// Opens a dead letter, or opens it again: attempts add up, and the time of the first failure stays. The
+    /// event that reports it is appended in the same transaction.
     pub(crate) fn write_dead_letter(
         &mut self,
         group: i64,
@@ -28,11 +28,11 @@ impl Writer {
         failures: &[Failure],
         died_at: Timestamp,
     ) -> Result<()> {
-        // The claim counted one; if nobody ran, it was none.
+        // The claim counted an attempt; if no handler ran, it was none.
         let was_none = failures.last().is_some_and(|last| !last.kind.is_attempt());
         let attempts = attempts.saturating_sub(u32::from(was_none));
         if self.state.group_mut(group)?.owner.is_some() {
-            // An ephemeral group has no dead letters: nobody could retry them once it is gone.
+            // An ephemeral group has no dead letters: they could not be retried once the group is gone.
             self.write_skip(group, seq, &given_up(failures.last()))?;
             self.watches.touch(seq);
             return self.write_outcome(group, seq, attempts, failures.to_vec(), None);
@@ -46,8 +46,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Makes a damaged event a dead letter of a group, with what is wrong with it; the row stays as it is. No
-    /// handler sees it, and the group goes on.
+    /// Dead-letters a damaged event for a group, with a text that says what is damaged. The row stays as it
+    /// is, no handler sees it, and the group goes on.
     pub(crate) fn bury_damaged(
         &mut self,
         group: i64,
@@ -71,7 +71,7 @@ impl Writer {
             "an event is dead-lettered"
         );
         failures.push(Failure::new(attempt, now, FailureKind::Corrupt, error));
-        // One more than were made: a failure that was no attempt is taken off again.
+        // One more than the real count: a failure that was not an attempt is subtracted again.
         self.write_dead_letter(group, *seq, *type_id, attempt + 1, &failures, now)
     }
 
@@ -136,12 +136,12 @@ impl Writer {
             })
             .map_err(|e| from_sqlite("reading a dead letter", e))?;
         let (attempts, failures) = before.unwrap_or_default();
-        // What is damaged must not keep the new ones from being written.
+        // Damaged old failures must not keep new ones from being written.
         let failures = read_failures(Some(&failures)).unwrap_or_default();
         Ok((attempts, failures))
     }
 
-    /// Appends the event that tells of a dead letter. It is claimed and handed out like any other.
+    /// Appends the event that reports a dead letter. It is claimed and handed out like any other.
     fn tell(
         &mut self,
         group: i64,
@@ -157,7 +157,7 @@ impl Writer {
         let now = self.clock.now();
         let mut appender = Appender::new(&self.conn, &self.state, now)?;
         match appender.batch(&mut self.state, vec![notice]) {
-            // Told before, in the same moment, with another text: once is enough.
+            // Already reported at the same time with another text: once is enough.
             Err(e) if e.code() == Code::IdReused => Ok(()),
             told => told.map(drop),
         }

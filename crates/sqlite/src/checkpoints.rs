@@ -1,4 +1,4 @@
-//! How far long work has come.
+//! Named checkpoints: how far a long-running task has come, kept in the file.
 
 use everbus_core::{BoxFuture, Checkpoint, Checkpoints, Code, Error, Result, Timestamp};
 use rusqlite::params;

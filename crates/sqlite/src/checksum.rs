@@ -1,4 +1,4 @@
-//! The checksum of an event: damage that SQLite does not notice, such as a flipped bit in a payload.
+//! The checksum of an event. It finds damage that SQLite does not notice, such as a flipped bit in a payload.
 //!
 //! CRC-32 finds every single flipped bit and every burst of up to 32 bits. It guards against failing disks
 //! and memory, not against people: they can compute it too.
@@ -26,7 +26,7 @@ impl Columns<'_> {
             i64::from(self.version),
             self.occurred_at,
             self.received_at,
-            // Where one part ends and the next begins is covered, too; no attributes are not empty ones.
+            // The lengths are covered too. No attributes differ from empty attributes.
             self.attrs.map_or(-1, length),
             length(self.event_type.as_bytes()),
         ];
@@ -65,7 +65,7 @@ mod tests {
         }
     }
 
-    /// The files of users hold these numbers: they never change.
+    /// Files of users hold these numbers, so they never change.
     #[test]
     fn the_checksum_of_an_event_is_fixed() {
         let known = columns(Some(b"{}"), "a.b", b"1").checksum();

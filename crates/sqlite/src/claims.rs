@@ -1,8 +1,8 @@
-//! Handing out stretches of the log.
+//! Part of the writer: claims, which hand out ranges of the log.
 //!
-//! A claim covers a range with one row: the group moved past it, and a bitmap says what of it is
-//! done. It is made in the transaction that appends the events if the group is caught up, or after
-//! the feeder read them.
+//! A claim covers a range of events with one row. The group's cursor is past the range, and a bitmap says
+//! which of its events are done. A claim is made in the transaction that appends the events if the group has
+//! caught up, or later with events that the feeder read.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,12 +20,12 @@ use crate::writer::Writer;
 /// An event with the number of its type.
 pub(crate) type Typed = (i64, Arc<Recorded>);
 
-/// What an event counts for in the memory of a consumer.
+/// Bytes that an event counts for in a consumer's memory limit.
 pub(crate) fn size(record: &Recorded) -> u64 {
     record.event.payload().len() as u64
 }
 
-/// Leases of claims have even slots, those of single deliveries odd ones.
+/// Leases of claims have even slot numbers, those of single rows odd ones.
 pub(crate) fn claim_slot(id: i64) -> u64 {
     (id as u64) << 1
 }
@@ -34,14 +34,14 @@ pub(crate) fn delivery_slot(group: i64) -> u64 {
     ((group as u64) << 1) | 1
 }
 
-/// A token that no earlier holder can guess or repeat.
+/// A random fencing token: no earlier holder can guess or repeat it.
 pub(crate) fn new_token() -> i64 {
     let (high, low) = uuid::Uuid::new_v4().as_u64_pair();
     ((high ^ low) >> 1) as i64
 }
 
 impl Writer {
-    /// Hands out what this transaction appended to groups that were caught up before it.
+    /// Hands out the events that this transaction appended, to groups that had caught up before it.
     pub(crate) fn claim_appended(&mut self) -> Result<()> {
         if self.state.appended.is_empty() || self.isolating.is_some() {
             return Ok(());
@@ -55,7 +55,7 @@ impl Writer {
             .map(|(id, _)| *id)
             .collect();
         for group_id in groups {
-            // Among competing consumers the one with the least to do goes first.
+            // Among competing consumers, the consumer with the fewest open deliveries comes first.
             let session = self
                 .sessions
                 .iter()
@@ -88,7 +88,7 @@ impl Writer {
         Ok(())
     }
 
-    /// What this transaction appended and a group is to pass by: hardly ever anything.
+    /// Events appended in this transaction that the group must skip. Usually there are none.
     fn passed_by(&self, group_id: i64) -> Result<Vec<u64>> {
         let mut passed_by = Vec::new();
         let group = self.state.groups.get(&group_id);
@@ -102,7 +102,7 @@ impl Writer {
         Ok(passed_by)
     }
 
-    /// Moves the session's group to `searched` and hands out the wanted events before it.
+    /// Moves the session's group to `searched` and hands out the wanted events up to there.
     pub(crate) fn hand_out(
         &mut self,
         session_id: u64,
@@ -139,7 +139,7 @@ impl Writer {
             return Ok(());
         };
         let (lo, hi) = (first.1.seq(), last.1.seq());
-        // A bitmap over a few events far apart would be larger than a row for each.
+        // For a few events that are far apart, a bitmap would be larger than a row for each.
         let span = hi - lo + 1;
         if span > 64 + 16 * handled.len() as u64 {
             return self.lease_one_by_one(session_id, group_id, handled, lease);
@@ -164,7 +164,7 @@ impl Writer {
             next = record.seq() + 1;
         }
         let done = (progress.highest() >= lo).then(|| progress.bitmap(lo, hi));
-        // What is reserved already comes first.
+        // Events that are already reserved come first.
         let open = match self.reserved(session) {
             0 => self.places(session).min(events.len()),
             _ => 0,
@@ -236,7 +236,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Leases events that are far apart, as far as they may begin; the others wait in their rows.
+    /// Leases events that are far apart, each in its own row, as far as they may begin; the others wait in
+    /// their rows.
     fn lease_one_by_one(
         &mut self,
         session: u64,
@@ -300,7 +301,8 @@ impl Writer {
         Ok(())
     }
 
-    /// In an ordered group every event waits in a row; one behind another of its key is not due.
+    /// In an ordered group every event waits in a row. An event behind another event with the same key is not
+    /// due.
     fn queue_by_key(&mut self, group: i64, events: &[Typed]) -> Result<()> {
         let due = micros(self.clock.now());
         for event in events {
@@ -324,7 +326,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Puts an event into a row of its own, without an attempt.
+    /// Stores an event in its own row, without counting an attempt.
     pub(crate) fn park(&mut self, group: i64, event: &Typed, state: i64, due: i64) -> Result<()> {
         let ordered = self.state.group_mut(group)?.ordered;
         let key = if ordered {
@@ -357,14 +359,14 @@ impl Writer {
         Ok(())
     }
 
-    /// Remembers that something of a group is due at a time.
+    /// Notes that an event of the group is due at this time.
     pub(crate) fn note_due(&mut self, group: i64, due: i64) {
         if let Some(group) = self.state.groups.get_mut(&group) {
             group.next_due = Some(group.next_due.map_or(due, |known| known.min(due)));
         }
     }
 
-    /// Writes of claims that changed what is done and what may have begun; a finished claim goes.
+    /// Stores the bitmap and the `started` mark of changed claims; removes finished claims.
     pub(crate) fn flush_claims(&mut self) -> Result<()> {
         let doing = |e| from_sqlite("settling", e);
         let mut touched = std::mem::take(&mut self.touched);

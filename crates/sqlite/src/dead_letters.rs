@@ -1,4 +1,5 @@
-//! The dead letters of a file. Nothing here needs a running bus.
+//! The dead letters of a file: queries, and (part of the writer) retry and purge. Nothing here needs a
+//! running bus.
 
 use everbus_core::dead_letters::{MAX_PAGE, TALLY_ERROR_CHARS};
 use everbus_core::{
@@ -19,9 +20,9 @@ use crate::rows::{
 use crate::state::micros;
 use crate::writer::Writer;
 
-/// At most this many rows are changed in one transaction, so that others get their turn.
+/// Rows changed in one transaction, so that other commands get their turn.
 const STEP: usize = 500;
-/// A retry writes more for each.
+/// A retry writes more per row.
 const RETRY_STEP: usize = 100;
 
 const COLUMNS: &str = "d.attempts, d.failures, d.handler, d.first_seen_at, d.died_at, d.retried_at, g.name, d.replaced_by";
@@ -135,7 +136,7 @@ impl DeadLetters for SqliteEngine {
                     .job(move |writer| writer.retry_step(&filter, after, step))
                     .await?;
                 total += done.len();
-                // Onwards only: what fails again meanwhile is not retried again.
+                // Forwards only: an event that fails again during this retry is not retried again.
                 match done.last() {
                     Some(last) if done.len() == step && total < limit => after = *last,
                     _ => return Ok(total as u64),
@@ -182,7 +183,7 @@ struct Condition {
 }
 
 impl Condition {
-    /// The open dead letters that a filter lets through.
+    /// The open dead letters that match a filter.
     fn open(conn: &Connection, filter: &DeadLetterFilter) -> Result<Self> {
         let DeadLetterFilter {
             pattern,
@@ -210,7 +211,7 @@ impl Condition {
                 .filter(|(_, name)| pattern.matches(name))
                 .map(|(id, _)| id.to_string())
                 .collect();
-            // Numbers of ours, never text of a user's.
+            // The inserted values are the engine's numbers, never text from a user.
             condition.sql += &format!(" AND d.type IN ({})", ids.join(","));
         }
         if let Some(group) = group {
@@ -265,7 +266,7 @@ impl Condition {
         self.values.push(value);
     }
 
-    /// Only what comes after a dead letter in the order of the list.
+    /// Only dead letters after this one in the order of the list.
     fn beyond(&mut self, key: &DeadLetterKey) {
         let position = Value::Integer(to_sql(key.position.place()));
         self.sql += " AND d.seq <= ? AND (d.seq < ? OR g.name > ?)";
@@ -342,7 +343,7 @@ fn read_one(conn: &Connection, row: &Row<'_>, types: &mut TypeNames) -> Result<D
             .get::<_, Option<[u8; 16]>>(AFTER_RECORD + 7)
             .map_err(doing)?
             .map(EventId::from_bytes),
-        // Damage is told by the failures.
+        // Damage is reported in the failures.
         record: read_stored(conn, row, types)?.record,
     })
 }
@@ -424,10 +425,10 @@ impl Writer {
                 .groups
                 .get(&group)
                 .map(|group| group.name.clone());
-            // Rows of a group that is gone go with the group.
+            // The rows of a removed group are removed with the group.
             if let (Some(id), Some(name)) = (id, name) {
                 purged.add(id, name, with_event);
-                // It may have gone with the dead letter of another group.
+                // The event may have been removed with the dead letter of another group.
                 if !with_event && self.id_of(seq)?.is_some() {
                     self.skip_ahead(group, seq, LETTER_PURGED)?;
                 }

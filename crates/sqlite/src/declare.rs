@@ -1,4 +1,4 @@
-//! Groups and subscriptions: made, changed, removed.
+//! Part of the writer: creating, changing and removing groups and subscriptions.
 
 use everbus_core::{
     Code, Cursor, Error, EventId, GroupName, GroupSpec, Pattern, Result, StartFrom,
@@ -14,12 +14,12 @@ use crate::rows::{seq_from, to_sql};
 use crate::state::{UNHANDLED, micros};
 use crate::writer::Writer;
 
-/// Skips forgotten in one transaction: so few that a publish hardly waits.
+/// Skips deleted in one transaction: few enough that a publish hardly waits.
 const STEP: i64 = 500;
 
 impl SqliteEngine {
-    /// Forgets, in small steps, which events a group that is to be removed has passed over. What it was
-    /// told to pass by and has not reached stays known until it is gone.
+    /// Deletes, in small steps, the skips of a group that is to be removed. Skips beyond its cursor stay
+    /// until the group is gone.
     pub(crate) async fn forget_skips(&self, group: &GroupName) -> Result<()> {
         loop {
             let name = group.clone();
@@ -52,7 +52,7 @@ impl Writer {
             })
             .map_err(doing)?;
         let Some(last) = last else {
-            // A few go with the group itself.
+            // A small rest is removed with the group.
             return Ok(false);
         };
         self.conn
@@ -65,7 +65,7 @@ impl Writer {
     /// Creates a group if it is new, and adds subscriptions.
     pub(crate) fn declare(&mut self, spec: &GroupSpec) -> Result<Vec<SubscriptionInfo>> {
         if spec.ephemeral {
-            // It goes with this owner. One of the same name may be left of a process that died.
+            // The group ends with this owner. A dead process may have left a group with this name.
             self.become_owner()?;
             self.sweep_ephemeral()?;
         }
@@ -152,7 +152,7 @@ impl Writer {
             .prepare_cached("SELECT cursor FROM groups WHERE id = ?1")
             .and_then(|mut s| s.query_row([group], |r| r.get(0)))
             .map_err(doing)?;
-        // What was skipped and not written down yet counts as passed.
+        // Events skipped in memory count as passed, even before the cursor is stored.
         let passed = self.state.groups.get(&group).map_or(0, |g| g.cursor);
         let position = position.max(to_sql(passed));
         self.conn
@@ -213,7 +213,7 @@ impl Writer {
         Ok(info(id, position, now))
     }
 
-    /// Removes a subscription. What the group owes already stays owed, unless it waits for a handler.
+    /// Removes a subscription. Events that the group already has stay, unless they wait for a handler.
     pub(crate) fn retract(&mut self, subscription: &str) -> Result<()> {
         let group: Option<i64> = self
             .conn
@@ -232,8 +232,8 @@ impl Writer {
         self.skip_unwanted(group)
     }
 
-    /// Skips what waits for want of a handler and matches no subscription of the group any more: in an
-    /// ordered group it would hold up every later event of its key.
+    /// Skips events that wait for a handler and match no subscription of the group any more. In an ordered
+    /// group they would hold up every later event with their key.
     fn skip_unwanted(&mut self, group: i64) -> Result<()> {
         let waiting: Vec<(i64, i64)> = self
             .conn
@@ -259,7 +259,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Deletes a group and everything of it.
+    /// Deletes a group and all its rows.
     pub(crate) fn remove_group(&mut self, name: &GroupName) -> Result<()> {
         let id = self.state.group_id(name).ok_or_else(|| {
             Error::new(Code::GroupNotFound, format!("there is no group {name}"))
@@ -268,7 +268,7 @@ impl Writer {
         self.remove_group_numbered(id)
     }
 
-    /// The same, by its number.
+    /// As [`remove_group`](Self::remove_group), by number.
     pub(crate) fn remove_group_numbered(&mut self, id: i64) -> Result<()> {
         let doing = |e| from_sqlite("removing a group", e);
         for table in [
@@ -301,12 +301,12 @@ impl Writer {
         }
         self.isolating = self.isolating.filter(|(group, _)| *group != id);
         self.watches.recheck_all();
-        // Its consumers are told once this is durable.
+        // The consumers are told once this is durable.
         self.reread_groups()
     }
 }
 
-/// The position after which a reader that starts so begins.
+/// Returns the cursor for `from`: reading after it yields the first matching event.
 pub(crate) fn resolve(
     conn: &Connection,
     head: u64,

@@ -1,4 +1,4 @@
-//! Handing out what waits in rows of its own: retries, released events, suspects.
+//! Part of the writer: handing out single rows: retries, released events, events that had no handler.
 
 use everbus_core::{Code, Delivery, Error, Failure, FailureKind, Lease, Result};
 use rusqlite::params;
@@ -11,9 +11,9 @@ use crate::rows::{read_failures, seq_from, stored_at, to_sql};
 use crate::state::{Held, UNHANDLED, micros, next_due};
 use crate::writer::Writer;
 
-/// What a crash leaves in the record of failures.
+/// Failure text of an event whose process died.
 pub(crate) const CRASHED: &str = "the process died while the event was in flight";
-/// What the end of a lease leaves there.
+/// Failure text of an event whose lease expired.
 pub(crate) const EXPIRED: &str = "the lease ended before the event was settled";
 
 /// At most this many rows are taken in one transaction.
@@ -119,7 +119,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Looks through what no process had a handler for: this one may have one now.
+    /// Offers this session the events for which no process had a handler: this session may have one now.
     fn take_unhandled(&mut self, session: u64, group: i64, now: i64) -> Result<()> {
         let room = self.room_for_rows(session);
         let types: Vec<i64> = self
@@ -135,7 +135,7 @@ impl Writer {
                 handled.push(type_id.to_string());
             }
         }
-        // Numbers of ours, never text of a user's.
+        // The inserted values are the engine's numbers, never text from a user.
         let sql = format!(
             "SELECT seq, type, attempt, failures FROM deliveries
              WHERE group_id = ?1 AND state = 3 AND due > ?2 AND type IN ({})
@@ -166,7 +166,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Dead-letters what nobody had a handler for in the time allowed.
+    /// Dead-letters events for which no consumer had a handler within the allowed time.
     fn give_up_unhandled(&mut self, group: i64, now: i64) -> Result<()> {
         let ready = self.ready(
             "SELECT seq, type, attempt, failures FROM deliveries
@@ -177,7 +177,7 @@ impl Writer {
         )?;
         for row in ready {
             if let Some(session) = self.handler_of(group, row.type_id)? {
-                // Its consumer is paused or has no room: it is not without a handler.
+                // A consumer with a handler exists, but is paused or has no room. The event keeps waiting.
                 self.set_unhandled(session, group, row.seq, now)?;
                 continue;
             }
@@ -245,8 +245,8 @@ impl Writer {
             .is_some_and(|s| s.handles(type_id, &name)))
     }
 
-    /// In an ordered group, an event waits while an earlier one of its key is there or any of its key
-    /// is in flight. Retrying a dead letter can put one before others that were free to go.
+    /// In an ordered group, an event waits while an earlier event with its key waits, or any event with its
+    /// key is in flight. The retry of a dead letter can put an event before others that were free to go.
     pub(crate) fn stands_behind(&mut self, group: i64, seq: u64) -> Result<bool> {
         if !self.state.group_mut(group)?.ordered {
             return Ok(false);
@@ -263,7 +263,7 @@ impl Writer {
             .map_err(|e| from_sqlite("ordering by key", e))
     }
 
-    /// Another consumer of the group in this process may have a handler for what one has not.
+    /// Another consumer of the group in this process may have a handler that this consumer lacks.
     pub(crate) fn offer_unhandled(&mut self, group: i64, not_to: u64) {
         for (id, session) in &mut self.sessions {
             session.look_for_unhandled |= session.group == group && *id != not_to;
@@ -294,7 +294,7 @@ impl Writer {
             .map_err(|e| from_sqlite("setting an event aside", e))
     }
 
-    /// Leases a row: the attempt is counted here, before anything runs. A damaged event is dead-lettered
+    /// Leases a row. The attempt is counted here, before the handler runs. A damaged event is dead-lettered
     /// instead.
     pub(crate) fn lease_row(
         &mut self,
@@ -373,7 +373,7 @@ impl Writer {
         Ok(Some(delivery.retried(was_dead || replayed)))
     }
 
-    /// Whether it was put back from the dead letters, and whether it is replayed.
+    /// Whether the event was retried from the dead letters, and whether it is replayed.
     fn earlier_runs(&self, group: i64, seq: u64) -> Result<(bool, bool)> {
         let sql = "SELECT EXISTS (SELECT 1 FROM dead_letters
                      WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NOT NULL),

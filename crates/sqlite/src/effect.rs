@@ -1,9 +1,9 @@
-//! Effects: what a handler wants done in the transaction that acks its event.
+//! Part of the writer: effects. An effect is a handler's own work in the transaction that acks its event.
 //!
-//! An effect runs on the writer, under a savepoint. If it fails, panics or is refused something, the
-//! savepoint is rolled back and with it everything of its settlement, in the file and in memory; the
-//! other settlements of the transaction do not notice. If it makes SQLite roll back the transaction
-//! itself (`INSERT OR ROLLBACK`), the transaction is run again without it.
+//! An effect runs on the writer, under a savepoint. If it fails, panics or is refused a statement, the
+//! savepoint is rolled back, and its whole settlement with it, in the file and in memory. The other
+//! settlements of the transaction are not affected. If an effect makes SQLite roll back the whole transaction
+//! (`INSERT OR ROLLBACK`), the transaction runs again without that effect.
 
 use std::any::Any;
 use std::error::Error as StdError;
@@ -19,14 +19,14 @@ use crate::guard::SAVEPOINT;
 use crate::rows::Seq as _;
 use crate::writer::Writer;
 
-/// Effects this engine runs: they are given a `rusqlite::Connection`.
+/// The engine of effects that this crate runs: they get a `rusqlite::Connection`.
 pub(crate) const ENGINE: &str = "sqlite";
 
-/// An effect that holds the writer for longer than this is worth a word in the log.
+/// An effect that holds the writer for longer than this is logged.
 const LONG: Duration = Duration::from_millis(50);
 
-/// The error that an effect returned, as the cause of ours: its own source is the error itself, of
-/// whatever type it was.
+/// Wraps the error that an effect returned, as the cause of the engine's error. Its source is the effect's
+/// error, whatever its type.
 #[derive(Debug)]
 struct Cause(Box<dyn StdError + Send + Sync>);
 
@@ -42,14 +42,14 @@ impl StdError for Cause {
     }
 }
 
-/// What the memory of the writer must forget if the savepoint is rolled back.
+/// What to remove from memory if the savepoint is rolled back.
 struct Mark {
     head: u64,
     appended: usize,
 }
 
 impl Writer {
-    /// Does what goes with an ack, under a savepoint: all of it happens or nothing.
+    /// Does the work that belongs to an ack under a savepoint: all of it or nothing.
     pub(crate) fn under_savepoint<T>(
         &mut self,
         work: impl FnOnce(&mut Self) -> Result<T>,
@@ -61,8 +61,7 @@ impl Writer {
         self.savepoint("SAVEPOINT")?;
         let result = work(self);
         if self.conn.is_autocommit() {
-            // There is no transaction any more. Whoever is in it with this settlement is to get
-            // another, without it.
+            // The transaction is gone. The other settlements run again in a new one, without this settlement.
             return result;
         }
         if result.is_err() {
@@ -84,11 +83,11 @@ impl Writer {
     fn take_back(&mut self, mark: &Mark) {
         self.state.head = mark.head;
         self.state.appended.truncate(mark.appended);
-        // Types and tenants that were new are gone again, and their numbers may be given to others.
+        // New types and tenants were rolled back, and their numbers may be given to others.
         self.state.forget_names();
     }
 
-    /// Runs an effect; what it returns is to be appended.
+    /// Runs an effect. The events that it returns are to be appended.
     pub(crate) fn run_effect(&mut self, lease: &Lease, effect: &Effect) -> Result<Vec<Event>> {
         let schema = self.schema_cookie()?;
         let began = Instant::now();
@@ -127,7 +126,7 @@ impl Writer {
         Ok(events)
     }
 
-    /// Refuses an effect that another engine would have to run.
+    /// Refuses an effect that belongs to another engine.
     pub(crate) fn check_effect(effect: &Effect) -> Result<()> {
         if effect.engine() == ENGINE {
             return Ok(());
@@ -142,7 +141,7 @@ impl Writer {
         .hint("write the effect for the engine that carries the events"))
     }
 
-    /// Whether some table has constraints that are checked at the commit: then the commit of one
+    /// Whether some table has deferred constraints, which are checked at the commit. Then the commit of one
     /// effect must not decide about others.
     pub(crate) fn defers_constraints(&self) -> Result<bool> {
         self.conn
@@ -162,7 +161,7 @@ impl Writer {
     }
 }
 
-/// An error of an effect at the commit that was its own.
+/// The error of an effect that failed at the commit.
 pub(crate) fn failed_at_commit(error: Error) -> Error {
     failed(Box::new(error))
 }

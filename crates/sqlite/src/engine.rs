@@ -1,4 +1,4 @@
-//! The engine as others see it: every verb becomes a command for the writer or a query.
+//! The engine's public side: every verb becomes a command for the writer or a query.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,19 +26,19 @@ use crate::session::{NewSession, SqliteConsumer};
 use crate::writer::{Start, Writer};
 use crate::{Durable, Options};
 
-/// What the engine and its consumers share. When the last one is dropped, the writer finishes what
-/// is queued and ends.
+/// Shared by the engine and its consumers. When the last one is dropped, the writer finishes the queued
+/// commands and ends.
 pub(crate) struct Handle {
     pub(crate) queue: Arc<Queue>,
     readers: Arc<Readers>,
-    /// Apart from the others: a handler waits for what this one is asked.
+    /// Separate, because a handler waits for these queries.
     inbox_readers: Arc<Readers>,
-    /// Apart too: a relay reads many rows at a time.
+    /// Separate, because a relay reads many rows at a time.
     outbox_readers: Arc<Readers>,
     pub(crate) audit: Arc<Keeper>,
     pub(crate) head: watch::Receiver<u64>,
     pub(crate) failed: Arc<OnceLock<Error>>,
-    /// Why the writer cannot look for new events, as long as it cannot.
+    /// The error that keeps the writer from looking for new events, while it lasts.
     pub(crate) stalled: Arc<Mutex<Option<Error>>>,
     answers: Arc<Answers>,
     pub(crate) path: PathBuf,
@@ -55,7 +55,7 @@ impl Drop for Handle {
 }
 
 impl Handle {
-    /// Runs a query apart from the writer, as long as the engine serves.
+    /// Runs a query on the reader thread while the engine runs.
     pub(crate) fn query<T: Send + 'static>(
         &self,
         query: impl FnOnce(&mut Reader) -> Result<T> + Send + 'static,
@@ -63,7 +63,7 @@ impl Handle {
         self.query_on(&self.readers, query)
     }
 
-    /// Runs a query about the inbox, which does not wait for longer ones.
+    /// Runs a query about the inbox. It does not wait for longer queries.
     pub(crate) fn query_inbox<T: Send + 'static>(
         &self,
         query: impl FnOnce(&mut Reader) -> Result<T> + Send + 'static,
@@ -71,7 +71,7 @@ impl Handle {
         self.query_on(&self.inbox_readers, query)
     }
 
-    /// Runs a query about the outbox, for which no other waits.
+    /// Runs a query about the outbox. No other query waits for it.
     pub(crate) fn query_outbox<T: Send + 'static>(
         &self,
         query: impl FnOnce(&mut Reader) -> Result<T> + Send + 'static,
@@ -90,7 +90,7 @@ impl Handle {
         }
     }
 
-    /// Runs a change inside the writer's transaction and returns what it gives once it is durable.
+    /// Runs a job inside the writer's transaction and returns its result once it is durable.
     pub(crate) fn job<T: Send + 'static>(
         &self,
         job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
@@ -98,7 +98,7 @@ impl Handle {
         self.job_then(job, |value| value)
     }
 
-    /// As [`job`](Self::job), for work that may wait a little while others have something to do.
+    /// As [`job`](Self::job), for work that may wait while other commands are queued.
     pub(crate) fn patient_job<T: Send + 'static>(
         &self,
         job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
@@ -106,8 +106,8 @@ impl Handle {
         self.push_job(Haste::Patient, job, |value| value)
     }
 
-    /// As [`patient_job`](Self::patient_job), for work that need not be durable when it is answered: it is
-    /// with whatever is durable next, or else it has not happened.
+    /// As [`patient_job`](Self::patient_job), for work that need not be durable when it is answered. It
+    /// becomes durable with the next synced commit; after a power failure before that, it has not happened.
     pub(crate) fn lazy_job<T: Send + 'static>(
         &self,
         job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
@@ -115,8 +115,8 @@ impl Handle {
         self.push_job(Haste::Lazy, job, |value| value)
     }
 
-    /// As [`job`](Self::job), with something to do on the writer's thread once the change is durable,
-    /// whether or not anybody still waits for the answer.
+    /// As [`job`](Self::job), with a step that runs on the writer's thread once the change is durable, even
+    /// if the caller no longer waits.
     pub(crate) fn job_then<T: Send + 'static, U: Send + 'static>(
         &self,
         job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
@@ -161,7 +161,7 @@ impl Handle {
     }
 }
 
-/// Waits for an answer; a writer that is gone without one has failed.
+/// Waits for an answer. A writer that ends without one has failed.
 async fn receive<T>(answer: oneshot::Receiver<Result<T>>) -> Result<T> {
     answer.await.unwrap_or_else(|_| {
         Err(
@@ -182,7 +182,7 @@ pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
     crate::schema::check_library()?;
     let path = locate(path, options.create)?;
     let mut conn = match open_writer(&path, &options) {
-        // A disk that fails to read for a moment looks like damage: only what is still there is damage.
+        // A temporary read error of the disk looks like damage: only an error that stays is damage.
         Err(e) if e.code() == Code::Corrupt => {
             tracing::info!(target: "everbus::sqlite", error = %e, "opening the file once more");
             open_writer(&path, &options)?
@@ -226,7 +226,7 @@ pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
     std::thread::Builder::new()
         .name("everbus-write".into())
         .spawn(move || {
-            // Dropped when the writer ends, also by a panic, so that nobody waits for ever.
+            // Dropped when the writer ends, also by a panic, so that no caller waits for ever.
             let _end = EndSignal(end);
             writer.run();
             crate::log_head::retire(&file);
@@ -374,7 +374,7 @@ impl Broker for SqliteEngine {
             mailbox: mailbox.clone(),
         });
         let attached = self.ask(|reply| Command::Attach { session, reply });
-        // Made before the answer: if the caller gives up waiting, dropping it detaches the session.
+        // Made before the answer arrives: if the caller stops waiting, dropping it detaches the session.
         let consumer = SqliteConsumer {
             id,
             mailbox,

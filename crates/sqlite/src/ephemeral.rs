@@ -1,4 +1,5 @@
-//! Groups that go with the owner that declared them: at its orderly end, or when it is found dead.
+//! Part of the writer: ephemeral groups. They are removed when the owner that declared them ends or is found
+//! dead.
 
 use everbus_core::Result;
 
@@ -33,7 +34,7 @@ impl Writer {
         owner != self.state.owner && known.is_none_or(|(_, lock)| is_dead(&self.path, lock))
     }
 
-    /// Ephemeral groups go on after events that were removed before they reached them.
+    /// Moves ephemeral groups past events that were removed before the groups reached them.
     pub(crate) fn pass_removed(&mut self, hi: u64) -> Result<()> {
         let groups = self.state.groups.iter_mut();
         let behind = groups.filter(|(_, group)| group.owner.is_some() && group.cursor < hi);

@@ -1,4 +1,4 @@
-//! What a SQLite error means to a user of the bus.
+//! Maps SQLite and I/O errors to error codes of the bus.
 
 use everbus_core::{Class, Code, Error};
 use rusqlite::ErrorCode;
@@ -9,7 +9,7 @@ const IOERR_SHMSIZE: i32 = 10 | (19 << 8);
 const NO_RESOURCES: &str =
     "raise the limit of open files (ulimit -n) or of memory, or close what is not needed";
 
-/// Which code an error of the operating system has, where a file or directory should be written.
+/// The code for an operating system error while writing a file or directory.
 pub(crate) fn io_code(error: &std::io::Error) -> Code {
     if is_exhausted(error) {
         return Code::OutOfResources;
@@ -20,25 +20,25 @@ pub(crate) fn io_code(error: &std::io::Error) -> Code {
     }
 }
 
-/// Whether descriptors or memory ran out.
+/// Whether file descriptors or memory ran out.
 fn is_exhausted(error: &std::io::Error) -> bool {
     use rustix::io::Errno;
     let errno = Errno::from_io_error(error);
     matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM))
 }
 
-/// Whether hardly a file can be opened now. SQLite says only that it could not open one, not why; it needs up
-/// to three.
+/// Whether file descriptors have nearly run out. SQLite only says that it could not open a file, not why; it
+/// needs up to three descriptors.
 fn out_of_descriptors() -> bool {
     let opened: std::io::Result<Vec<_>> =
         (0..3).map(|_| std::fs::File::open("/dev/null")).collect();
     opened.is_err_and(|e| is_exhausted(&e))
 }
 
-/// Turns an error of SQLite into ours. `doing` says what was under way.
+/// Maps a SQLite error. `doing` says which step failed.
 pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
     let code = error.sqlite_error_code();
-    // Growing the index of the write-ahead log found no room.
+    // There was no room to grow the index of the write-ahead log.
     let no_room = error
         .sqlite_error()
         .is_some_and(|e| e.extended_code == IOERR_SHMSIZE);
@@ -72,7 +72,7 @@ pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
         ),
         Some(ErrorCode::DatabaseCorrupt) => (
             Code::Corrupt,
-            // SQLite says the same if the disk could not read for a moment.
+            // SQLite returns the same error if the disk could not read for a moment.
             "run `everbus check`: if it finds nothing, the disk failed to read for a moment, so look at the \
              system log and open the file again; otherwise keep the damaged file and restore a backup",
         ),
@@ -86,7 +86,7 @@ pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
     Error::of_file(code, message).hint(hint).caused_by(error)
 }
 
-/// Whether another connection holds what was asked for.
+/// Whether another connection holds the lock.
 pub(crate) fn is_busy(error: &rusqlite::Error) -> bool {
     matches!(
         error.sqlite_error_code(),
@@ -124,7 +124,7 @@ mod tests {
             let error = std::io::Error::from_raw_os_error(number);
             assert_eq!(io_code(&error), code, "{error}");
         }
-        // Descriptors are left here.
+        // This test process has descriptors left.
         assert_eq!(from_sqlite("opening", sqlite(14)).code(), Code::ReadOnly);
     }
 }

@@ -1,7 +1,7 @@
 //! Named places where a test may kill the process.
 //!
-//! Without the feature `failpoints` this is nothing. With it, `EVERBUS_FAILPOINT=name:n` aborts the
-//! process when the place `name` is reached for the n-th time.
+//! Without the feature `failpoints` this does nothing. With it, `EVERBUS_FAILPOINT=name:n` aborts the process
+//! when the place `name` is reached for the n-th time.
 
 /// Marks a place.
 #[cfg(not(feature = "failpoints"))]

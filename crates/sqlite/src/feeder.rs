@@ -1,4 +1,4 @@
-//! Reads for groups that fell behind, so that the writer need not.
+//! The thread that reads the log for groups that are behind, so that the writer need not.
 
 use std::path::Path;
 use std::sync::mpsc;
@@ -13,15 +13,15 @@ use crate::queue::{Command, Queue};
 use crate::readers::Reader;
 use crate::rows::{RECORD, Stored, UNREADABLE, read_stored, seq_from, to_sql};
 
-/// What to read for whom.
+/// A request: what to read, for which group.
 pub(crate) struct Feed {
     pub(crate) session: u64,
-    /// What is addressed to other groups is left out.
+    /// Events addressed to other groups are left out.
     pub(crate) group: GroupName,
     pub(crate) after: u64,
     pub(crate) upto: u64,
     pub(crate) patterns: Vec<Pattern>,
-    /// The group whose dropped events are to be left out, if it has any.
+    /// The group whose dropped events are left out, if it has any.
     pub(crate) without_drops_of: Option<i64>,
     pub(crate) limit: usize,
     pub(crate) bytes: u64,
@@ -32,10 +32,10 @@ pub(crate) struct Fed {
     pub(crate) session: u64,
     pub(crate) after: u64,
     pub(crate) searched: u64,
-    /// What was looked for.
+    /// The patterns of the request.
     pub(crate) patterns: Vec<Pattern>,
     pub(crate) records: Result<Vec<Typed>>,
-    /// What of it cannot be handed out.
+    /// Matching events that are damaged and cannot be handed out.
     pub(crate) damaged: Vec<Damaged>,
 }
 
@@ -47,18 +47,18 @@ pub(crate) struct Damaged {
     pub(crate) damage: String,
 }
 
-/// What a stretch of the log holds for a reader.
+/// What a range of the log holds for a reader.
 #[derive(Default)]
 pub(crate) struct Matching {
     /// The events, oldest first.
     pub(crate) found: Vec<Typed>,
-    /// What matches, or may match, and is damaged.
+    /// Damaged events that match or may match.
     pub(crate) damaged: Vec<Damaged>,
     /// How far the log was searched.
     pub(crate) searched: u64,
 }
 
-/// At most this many rows are searched before the writer hears of it.
+/// At most this many rows are searched before the writer gets an answer.
 const SEARCH: u64 = 200_000;
 
 /// The thread that reads ahead.
@@ -68,7 +68,7 @@ pub(crate) struct Feeder {
 }
 
 impl Feeder {
-    /// Asks for a feed; says whether it will come.
+    /// Sends a request. Returns whether an answer will come.
     pub(crate) fn ask(&self, feed: Feed) -> bool {
         self.sender
             .as_ref()
@@ -129,8 +129,8 @@ fn serve(reader: &mut Reader, feed: Feed) -> Fed {
     }
 }
 
-/// Events after a position that match. For a group, what is addressed to others is left out. Reading stops at
-/// so many events or bytes.
+/// Reads matching events after a position, up to a number of events or bytes. For a group, events addressed
+/// to other groups are left out.
 pub(crate) fn read_matching(
     reader: &mut Reader,
     (after, upto): (u64, u64),
@@ -171,7 +171,7 @@ pub(crate) fn read_matching(
         rows_read += 1;
         let seq = seq_from(row.get(0).map_err(doing)?);
         if seq <= last || seq > upto {
-            // A reader that went on from here could read the same stretch for ever.
+            // A reader that continued from here could read the same range for ever.
             return Err(out_of_order(last, seq));
         }
         last = seq;
@@ -185,7 +185,7 @@ pub(crate) fn read_matching(
             damage,
         } = read_stored(conn, row, types)?;
         let event_type = record.event.event_type();
-        // An event whose type is lost may have been wanted by anybody.
+        // An event whose type is unreadable may match any pattern.
         let matches = patterns.iter().any(|p| p.matches(event_type))
             || (damage.is_some() && event_type == UNREADABLE);
         if !matches || group.is_some_and(|group| !record.event.is_for(group)) {
@@ -216,10 +216,10 @@ fn out_of_order(after: u64, seq: u64) -> Error {
     .hint("restore a backup with `everbus restore`; keep the damaged file for recovery")
 }
 
-/// More matching types than this are not written into the query; the rows are looked at instead.
+/// More matching types than this are not listed in the query; the rows are filtered instead.
 const LISTED_TYPES: usize = 2_000;
 
-/// A condition that leaves only the types that match; empty if nearly all of them do.
+/// A condition for the matching types; empty if nearly all types match.
 pub(crate) fn type_filter(reader: &Reader, patterns: &[Pattern]) -> Result<String> {
     let doing = |e| from_sqlite("reading the types", e);
     let mut statement = reader
@@ -243,8 +243,8 @@ pub(crate) fn type_filter(reader: &Reader, patterns: &[Pattern]) -> Result<Strin
     if others == 0 {
         return Ok(String::new());
     }
-    // Numbers of ours, never text of a user's. A number that no type can have is damage, which is not passed
-    // over in silence; text and NULL stand beyond all numbers.
+    // The inserted values are the engine's numbers, never text from a user. A number that no type can have is
+    // damage and must be found; text and NULL sort after all numbers.
     Ok(format!(
         "AND (log.type IN ({}) OR log.type NOT BETWEEN 1 AND {last})",
         wanted.join(",")

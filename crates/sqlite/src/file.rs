@@ -1,4 +1,4 @@
-//! The file itself: where it may be, and how a connection to it is set up.
+//! The database file: where it may be, and how a connection to it is set up.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -28,7 +28,7 @@ const NETWORK: &[(u64, &str)] = &[
     (0x786f_4256, "VirtualBox shared folders"),
 ];
 
-/// Checks that the path can hold a bus, and returns it absolute.
+/// Checks that the path can hold a bus, and returns it as an absolute path.
 pub(crate) fn locate(path: &Path, create: bool) -> Result<PathBuf> {
     let show = path.display();
     match std::fs::metadata(path) {
@@ -72,7 +72,7 @@ pub(crate) fn locate(path: &Path, create: bool) -> Result<PathBuf> {
         .caused_by(e)
     })?;
     refuse_network(&directory)?;
-    // A link is followed, so that every way to the file means the same locks.
+    // A link is followed, so that every path to the file leads to the same locks.
     let named = path
         .file_name()
         .map_or_else(|| directory.clone(), |name| directory.join(name));
@@ -80,7 +80,7 @@ pub(crate) fn locate(path: &Path, create: bool) -> Result<PathBuf> {
 }
 
 fn refuse_network(directory: &Path) -> Result<()> {
-    // A file system that does not say what it is counts as local.
+    // A file system without a known type counts as local.
     let Ok(stat) = rustix::fs::statfs(directory) else {
         return Ok(());
     };
@@ -105,7 +105,7 @@ fn network_name(magic: u64) -> Option<&'static str> {
         .map(|(_, name)| *name)
 }
 
-/// How SQLite waits for another process before a statement of ours gives up.
+/// How long SQLite waits for another process before a statement fails.
 pub(crate) const STATEMENT_BUSY: Duration = Duration::from_millis(250);
 /// How long to wait before asking for a write-ahead log again.
 const SWITCH_PAUSE: Duration = Duration::from_millis(3);
@@ -115,14 +115,14 @@ fn read_only(path: &Path) -> Error {
     Error::new(Code::ReadOnly, what).hint("make the file and its directory writable for this user")
 }
 
-/// Opens the connection that writes, and proves that it is set up as asked.
+/// Opens the writing connection, and checks that its settings took effect.
 pub(crate) fn open_writer(path: &Path, options: &Options) -> Result<Connection> {
     let mut flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
     if options.create {
         flags |= OpenFlags::SQLITE_OPEN_CREATE;
     }
-    // Before SQLite looks at it: a connection that may only read would leave -wal and -shm files of this user
-    // beside it, and keep its owner out.
+    // Checked before SQLite opens the file: a connection that may only read would leave `-wal` and `-shm`
+    // files of this user beside it, and lock out the file's owner.
     if path.exists() && rustix::fs::access(path, rustix::fs::Access::WRITE_OK).is_err() {
         return Err(read_only(path));
     }
@@ -166,8 +166,8 @@ pub(crate) fn open_writer(path: &Path, options: &Options) -> Result<Connection> 
     pragma(&conn, "temp_store", "MEMORY")?;
     crate::schema::migrate(&conn)?;
     if kind == crate::schema::Kind::Empty {
-        // Moves the tables into the database itself: without its write-ahead log the file is not empty then. If
-        // another process uses the new file already, this is left to a later checkpoint.
+        // Moves the tables into the database file: without this, the file is empty if its write-ahead log is
+        // lost. If another process already uses the new file, a later checkpoint does it.
         let _ = conn.busy_timeout(Duration::ZERO);
         let _ = conn.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()));
     }
@@ -177,8 +177,8 @@ pub(crate) fn open_writer(path: &Path, options: &Options) -> Result<Connection> 
     Ok(conn)
 }
 
-/// Asks for a write-ahead log and returns the mode that is set. While other connections to a new file ask for
-/// it too, SQLite refuses at once instead of waiting, so the waiting is done here.
+/// Switches to a write-ahead log and returns the mode that is set. While other connections to a new file
+/// switch too, SQLite refuses at once instead of waiting, so this function waits.
 fn switch_to_wal(conn: &Connection, patience: Duration) -> Result<String> {
     let give_up = Instant::now() + patience;
     loop {

@@ -1,12 +1,12 @@
 //! What an effect may do on the writer's connection.
 //!
-//! An effect gets the connection in the middle of a transaction that belongs to many. SQLite asks here
-//! about every statement that is prepared; while an effect runs, those that would end the transaction,
-//! change how the connection works or touch the tables of Everbus are refused. Statements are prepared
-//! once, so this costs the engine nothing in its daily work.
+//! An effect gets the connection in the middle of a transaction that many commands share. SQLite calls this
+//! authorizer for every statement that is prepared. While an effect runs, it refuses statements that would
+//! end the transaction, change the connection's settings or touch the tables of Everbus. Statements are
+//! prepared once, so this costs the engine nothing in its daily work.
 //!
-//! It guards against mistakes, not against malice: a statement with the very text of one of the
-//! engine's own would be found in the cache of prepared statements, where nobody asks again.
+//! It guards against mistakes, not against malice: a statement with exactly the text of one of the engine's
+//! would be found in the cache of prepared statements, which are not checked again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,10 +20,10 @@ use crate::errors::from_sqlite;
 /// The savepoint under which an effect runs.
 pub(crate) const SAVEPOINT: &str = "everbus_effect";
 
-/// Names that begin so are kept for what later versions may add to a file.
+/// Names with this prefix are reserved for later versions.
 const RESERVED: &str = "everbus_";
 
-/// The tables and views of a file that are ours.
+/// The tables and views of Everbus in the file.
 const OURS: &[&str] = &[
     "meta",
     "types",
@@ -62,11 +62,11 @@ const OURS: &[&str] = &[
 /// The table that an effect may write events into.
 const OUTBOX: &str = "event_outbox";
 
-/// Pragmas that only tell.
+/// Pragmas that only read.
 const TELLING: &[&str] = &[
     "collation_list",
     "compile_options",
-    // Asked by full-text search tables, whenever they are about to write.
+    // Full-text search tables read it before they write.
     "data_version",
     "database_list",
     "foreign_key_check",
@@ -80,14 +80,14 @@ const TELLING: &[&str] = &[
     "table_xinfo",
 ];
 
-/// Decides about statements while an effect runs, and about none otherwise.
+/// Checks statements while an effect runs, and none otherwise.
 #[derive(Clone, Default)]
 pub(crate) struct Guard {
     on: Arc<AtomicBool>,
 }
 
 impl Guard {
-    /// Puts a guard on a connection, for as long as it lives.
+    /// Installs a guard on a connection, for the life of the connection.
     pub(crate) fn install(conn: &mut Connection) -> Result<Self> {
         let guard = Self::default();
         let on = guard.on.clone();
@@ -102,7 +102,7 @@ impl Guard {
         Ok(guard)
     }
 
-    /// Watches while this runs.
+    /// Checks statements while `run` runs.
     pub(crate) fn during<T>(&self, run: impl FnOnce() -> T) -> T {
         self.on.store(true, Ordering::Relaxed);
         let result = run();
@@ -119,8 +119,8 @@ fn allowed(context: &AuthContext<'_>) -> bool {
         // Part of CREATE INDEX; by itself it changes nothing.
         | AuthAction::Reindex { .. }
         | AuthAction::Recursive => true,
-        // Events on their way out belong to the effect's own work. The trigger makes room for one that is
-        // sent again.
+        // Events in the outbox belong to the effect's own work. The trigger replaces a row that is enqueued
+        // again.
         AuthAction::Insert { table_name } => {
             !is_ours(table_name) || table_name.eq_ignore_ascii_case(OUTBOX)
         }
@@ -141,7 +141,7 @@ fn allowed(context: &AuthContext<'_>) -> bool {
         AuthAction::CreateView { view_name } | AuthAction::DropView { view_name } => {
             !is_ours(view_name)
         }
-        // The new name is not told: in `temp` it could hide a table of ours.
+        // The new name is not known here: in `temp` it could hide a table of Everbus.
         AuthAction::AlterTable {
             database_name,
             table_name,
@@ -150,15 +150,15 @@ fn allowed(context: &AuthContext<'_>) -> bool {
             !savepoint_name.eq_ignore_ascii_case(SAVEPOINT)
         }
         AuthAction::Pragma { pragma_name, .. } => one_of(TELLING, pragma_name),
-        // Transactions, ATTACH and DETACH, ANALYZE, everything in `temp` (which stays on
-        // the connection, and whose names come before ours), and what is not known here.
+        // Transactions, ATTACH and DETACH, ANALYZE, everything in `temp` (it stays on the connection, and its
+        // names hide those of Everbus), and unknown actions.
         _ => false,
     }
 }
 
-/// Whether a table or view belongs to the engine. `sqlite_sequence` has the numbers that our tables
-/// never give twice; for its sake a table can neither be renamed here nor, if it has AUTOINCREMENT,
-/// be dropped.
+/// Whether a table or view belongs to the engine. `sqlite_sequence` holds the numbers that the engine's
+/// tables never give twice. Because of it, an effect can neither rename a table nor drop one with
+/// AUTOINCREMENT.
 fn is_ours(name: &str) -> bool {
     one_of(OURS, name)
         || name.eq_ignore_ascii_case("sqlite_sequence")

@@ -1,12 +1,12 @@
-//! Maps by numbers that the engine gives out itself: rows, types, sessions.
+//! Maps keyed by numbers that the engine assigns: rows, types, sessions.
 //!
-//! Nobody outside chooses these numbers, so their hash need not be hard to guess, only quick: the writer
-//! looks up several of them for every event.
+//! No outside party chooses these numbers, so their hash must be fast but need not be hard to guess: the
+//! writer looks up several of them for every event.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// A map by such numbers.
+/// A map keyed by engine numbers.
 pub(crate) type IdMap<K, V> = HashMap<K, V, BuildHasherDefault<IdHasher>>;
 
 /// Spreads a number over all bits by one multiplication.
@@ -15,7 +15,7 @@ pub(crate) struct IdHasher(u64);
 
 impl Hasher for IdHasher {
     fn finish(&self) -> u64 {
-        // The map takes the place from the low bits, which depend on few others after a multiplication.
+        // The map uses the low bits, which depend on few others after a multiplication.
         self.0.rotate_left(32)
     }
 

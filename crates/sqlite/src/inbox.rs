@@ -1,7 +1,7 @@
-//! The inbox: which events a group has handled.
+//! Part of the writer: the inbox, which records the events that a group has handled.
 //!
-//! A record is a row of about thirty bytes, written in the transaction of the ack. Ids of version 7
-//! rise with time, so that new records go to the end of their group's part of the tree.
+//! A record is a row of about thirty bytes, written in the transaction of the ack. Ids of version 7 rise with
+//! time, so new records go to the end of their group's part of the B-tree.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -16,8 +16,7 @@ use crate::rows::to_sql;
 use crate::state::{EventKey, micros};
 use crate::writer::Writer;
 
-/// Records looked at in one reading, and removed in one transaction: so few that a publish hardly
-/// waits.
+/// Records read in one query, and removed in one transaction: few enough that a publish hardly waits.
 const LOOK: usize = 10_000;
 const STEP: usize = 200;
 
@@ -25,7 +24,7 @@ const STEP: usize = 200;
 type Key = (i64, [u8; 16], i64);
 
 impl Writer {
-    /// Notes that a group has handled an event; says whether that is new.
+    /// Records that a group has handled an event. Returns whether the record is new.
     pub(crate) fn note_handled(&mut self, group: i64, seq: u64) -> Result<bool> {
         self.conn
             .prepare_cached(
@@ -37,7 +36,7 @@ impl Writer {
             .map_err(|e| from_sqlite("writing to the inbox", e))
     }
 
-    /// Writes down what plain acks noted. What is there already stays as it is.
+    /// Writes the records of plain acks. An existing record stays as it is.
     pub(crate) fn write_noted(&mut self) -> Result<()> {
         if self.noted.is_empty() {
             return Ok(());
@@ -51,7 +50,7 @@ impl Writer {
                  ON CONFLICT DO NOTHING",
             )
             .map_err(doing)?;
-        // In the order of the tree.
+        // In the order of the B-tree.
         self.noted.sort_unstable();
         for (group, (id, tenant)) in self.noted.drain(..) {
             insert
@@ -61,7 +60,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Takes the note back.
+    /// Deletes the record.
     pub(crate) fn unnote_handled(&mut self, group: i64, seq: u64) -> Result<()> {
         self.conn
             .prepare_cached(
@@ -73,7 +72,7 @@ impl Writer {
             .map_err(|e| from_sqlite("writing to the inbox", e))
     }
 
-    /// Removes records, unless they were written anew since they were looked at.
+    /// Removes records, unless they were written again since they were read.
     fn forget_handled(&mut self, keys: &[(Key, i64)]) -> Result<u64> {
         let doing = |e| from_sqlite("forgetting what was handled", e);
         let mut delete = self
@@ -137,7 +136,7 @@ fn handled(reader: &Reader, group: &GroupName, events: &[Arc<Recorded>]) -> Resu
         .and_then(|mut s| s.query_row([group.as_str()], |r| r.get(0)).optional())
         .map_err(doing)?;
     let Some(group) = group else {
-        // Whoever is not there has handled nothing.
+        // An unknown group has handled nothing.
         return Ok(vec![false; events.len()]);
     };
     let mut keys = Vec::with_capacity(events.len());
@@ -175,8 +174,8 @@ fn tenant_number(reader: &Reader, name: &str) -> Result<Option<i64>> {
         .map_err(|e| from_sqlite("looking into the inbox", e))
 }
 
-/// All records between the first and the last of these: ids that rise with time are close to each
-/// other, and one search is enough for all. `None` if there are many more than was asked for.
+/// All records between the first and the last of these. Ids that rise with time are close together, so one
+/// search is enough. `None` if there are many more than asked for.
 fn neighbours(
     reader: &Reader,
     group: i64,
@@ -218,7 +217,7 @@ fn one_by_one(reader: &Reader, group: i64, keys: &[Option<EventKey>]) -> Result<
     Ok(found)
 }
 
-/// What one reading of the inbox found.
+/// The result of reading a part of the inbox.
 struct Look {
     /// Records to be removed, with their times.
     old: Vec<(Key, i64)>,
@@ -226,7 +225,7 @@ struct Look {
     last: Option<Key>,
 }
 
-/// Looks through a stretch of the inbox for what is old or belongs to no group any more.
+/// Reads a part of the inbox for records that are old or belong to no group any more.
 fn look(reader: &Reader, before: Timestamp, after: Option<Key>) -> Result<Look> {
     let doing = |e| from_sqlite("looking through the inbox", e);
     let mut statement = reader

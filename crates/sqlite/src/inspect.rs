@@ -1,7 +1,7 @@
-//! How every group stands.
+//! The state and backlog of every group.
 //!
-//! What lies beyond the groups' positions is counted in one pass over the log, by type number, from the
-//! position that is furthest behind: the cost grows with that backlog and not with the number of groups.
+//! Events after the groups' cursors are counted in one pass over the log, by type number, from the cursor
+//! that is furthest behind. The cost grows with that backlog, not with the number of groups.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -29,12 +29,12 @@ struct Stored {
     patterns: Vec<Pattern>,
 }
 
-/// What a group has to do of each type, by type number.
+/// The backlog of a group by type number.
 type Types = HashMap<i64, Lag>;
 
 pub(crate) fn groups(reader: &Reader, file: &Path, now: Timestamp) -> Result<Vec<GroupInfo>> {
     let conn = &reader.conn;
-    // An ephemeral group is gone with its owner, also before it is swept up.
+    // An ephemeral group ends with its owner, even before it is removed.
     let gone = |group: &Stored| group.lock.as_ref().is_some_and(|lock| is_dead(file, lock));
     let mut stored = stored(conn)?;
     stored.retain(|group| !gone(group));
@@ -87,10 +87,10 @@ fn type_names(conn: &Connection) -> Result<HashMap<i64, Arc<str>>> {
         .map_err(|e| from_sqlite("reading the types", e))
 }
 
-/// What matches beyond the position of each group.
+/// Matching events after the cursor of each group.
 ///
-/// The positions cut the log into stretches; a group is behind by every stretch after its position. So
-/// each row is counted once, in its stretch, whatever the number of groups.
+/// The cursors cut the log into ranges; a group is behind by every range after its cursor. So each row is
+/// counted once, in its range, whatever the number of groups.
 fn beyond(
     conn: &Connection,
     groups: &[Stored],
@@ -149,8 +149,8 @@ fn stretches(conn: &Connection, cuts: &[u64]) -> Result<Vec<Types>> {
     Ok(stretches)
 }
 
-/// Takes away what was dropped before the group reached it. The oldest of a type may be among it: then
-/// the first that was not is looked for.
+/// Subtracts events that were dropped before the group reached them. The oldest event of a type may be
+/// dropped; then the first that was not is searched.
 fn leave_out_dropped(conn: &Connection, group: &Stored, types: &mut Types) -> Result<()> {
     let doing = |e| from_sqlite("reading the skips", e);
     let dropped: HashMap<i64, u64> = conn
@@ -231,7 +231,7 @@ fn info(
     Ok(info.with_types(by_name, now))
 }
 
-/// What is in rows of its own: leased, or waiting in one way or another.
+/// Events in their own rows: leased or waiting.
 fn count_rows(
     conn: &Connection,
     group: i64,
@@ -266,7 +266,7 @@ fn count_rows(
     Ok(())
 }
 
-/// What is open in claims. Those of an owner that died are nobody's: what is in them waits.
+/// Open events in claims. A claim of a dead owner has no owner, so its events count as waiting.
 fn count_claims(
     conn: &Connection,
     group: i64,

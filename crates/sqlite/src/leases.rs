@@ -1,4 +1,5 @@
-//! Leases that end, leases that are kept alive, and which are left after a rollback.
+//! Part of the writer: leases that expire, leases of deliveries that wait to be fetched, and leases after a
+//! rollback.
 
 use std::collections::HashMap;
 
@@ -23,7 +24,7 @@ impl Writer {
                 || self.state.held.values().any(|held| held.until <= now))
     }
 
-    /// Takes back what was not settled in time.
+    /// Ends leases whose events were not settled in time.
     pub(crate) fn end_leases(&mut self, now: i64) -> Result<()> {
         let ended: Vec<i64> = self
             .state
@@ -55,8 +56,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Leases in a claim of ours ran out: what was not fetched was never begun, the rest is a failed
-    /// attempt.
+    /// Ends expired leases in a claim of this process. Events that were not fetched were never begun; the
+    /// others count as a failed attempt.
     pub(crate) fn end_claim(&mut self, id: i64, now: i64) -> Result<()> {
         let Some(claim) = self.state.claims.get(&id) else {
             return Ok(());
@@ -106,7 +107,7 @@ impl Writer {
             "group_id = ?5 AND seq = ?6",
             (group, to_sql(seq)),
             EXPIRED,
-            // Unless it was kept apart, nothing is proved against it: no process died.
+            // An expired lease proves nothing against the event: no process died.
             false,
         )?;
         self.note_suspect(group, now);
@@ -146,7 +147,8 @@ impl Writer {
         !claims.is_empty() || !rows.is_empty()
     }
 
-    /// Keeps alive the leases of what waits in mailboxes: nobody else extends those.
+    /// Extends the leases of deliveries that wait in mailboxes. The consumer extends only what it has
+    /// fetched.
     pub(crate) fn extend_waiting(&mut self, now: i64) -> Result<()> {
         let (claims, rows) = self.waiting_leases(now);
         for id in claims {
@@ -180,7 +182,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Which leases the file says are ours.
+    /// The leases of this process in the file.
     pub(crate) fn leases_in_file(&self, owner: i64) -> Result<LeasesInFile> {
         let doing = |e| from_sqlite("reading the leases again", e);
         let claims = self
@@ -214,8 +216,8 @@ impl Writer {
         Ok(LeasesInFile { claims, rows })
     }
 
-    /// After a rollback: what memory knew of leases, as far as the file agrees. What it no longer
-    /// knows is taken out of the mailboxes, where it would stand in the way.
+    /// After a rollback: restores the leases in memory that the file confirms. Deliveries without a lease are
+    /// removed from the mailboxes.
     pub(crate) fn restore_leases(&mut self, old: State, file: &LeasesInFile) {
         for (id, mut claim) in old.claims {
             match file.claims.get(&id).filter(|c| c.token == claim.token) {
@@ -271,7 +273,7 @@ impl Writer {
     }
 }
 
-/// Our leases as the file has them: claims, and rows with token and end.
+/// The leases of this process in the file: claims, and rows with token and end.
 pub(crate) struct LeasesInFile {
     claims: HashMap<i64, ClaimInFile>,
     rows: HashMap<(i64, u64), (i64, i64)>,

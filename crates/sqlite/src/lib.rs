@@ -11,10 +11,10 @@
 //!  index thread  ── sorts what was appended into the history's indexes, some way behind
 //! ```
 //!
-//! One thread owns the writing connection and commits whatever is queued in one transaction. A group
-//! that is caught up gets its claim in the very transaction that appends the events, so in the
-//! common case handling an event costs no read and a fraction of a row. Several processes may open
-//! the same file; each notices what the others committed within 20 ms.
+//! One thread owns the writing connection and commits all queued commands in one transaction. A group
+//! that has caught up gets its claim in the transaction that appends the events, so in the common case
+//! handling an event costs no read and a fraction of a row. Several processes may open the same file;
+//! each notices the commits of the others within 20 ms.
 
 mod ahead;
 mod answers;
@@ -88,14 +88,14 @@ pub enum Durable {
     /// `synchronous=FULL`: an acknowledged event survives power loss.
     #[default]
     Full,
-    /// `synchronous=NORMAL`: it survives the process, but a power loss may take the last moments.
+    /// `synchronous=NORMAL`: it survives a crash of the process, but a power loss may lose the last moments.
     Normal,
 }
 
-/// How to open a file.
+/// Options for opening a file.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Where the time comes from.
+    /// The source of the time.
     pub clock: Arc<dyn Clock>,
     /// How safe a commit is.
     pub durability: Durable,
@@ -106,7 +106,7 @@ pub struct Options {
     pub disk_headroom: u64,
     /// How long to wait for another process that holds the file.
     pub busy_timeout: Duration,
-    /// How large the parts of the history's indexes are. For tests; everybody else takes the default.
+    /// Sizes of the parts of the history's indexes. For tests; programs use the default.
     #[doc(hidden)]
     pub history: HistoryTuning,
 }

@@ -65,7 +65,7 @@ impl Log for SqliteEngine {
         let seq = cursor.place(Shard::ONLY);
         let mut head = self.handle.head.clone();
         Box::pin(async move {
-            // A first look makes the writer notice that somebody waits for other processes.
+            // Wakes the writer, so that it begins to look for commits of other processes.
             self.handle.queue.nudge();
             loop {
                 if let Some(error) = self.handle.failed.get() {
@@ -268,18 +268,18 @@ fn state_in(
     if !is_for && state.skipped.is_none() {
         state.skipped = Some(ADDRESSED.to_owned());
     }
-    // A group without subscriptions is one of another broker, or was told of single events.
+    // A group without subscriptions belongs to another broker, or only single events were given to it.
     let untouched = state.failures.is_empty() && state.ended.is_none() && !patterns.is_empty();
     if !is_matched && untouched && state.skipped.is_none() {
         state.skipped = Some(UNMATCHED.to_owned());
     }
-    // What a runtime told of an event that another broker moves.
+    // Failures that the runtime recorded for an event of another broker.
     let kept = kept_failures(&reader.conn, id, record.seq())?;
     if !kept.current().is_empty() {
         state.state = EventState::Processing;
     }
     if let Some(last) = kept.all.last() {
-        // If the group is done with it, an attempt came after the last that failed.
+        // If the group has handled it, one more attempt came after the last failure.
         let done = state.state == EventState::Done && state.skipped.is_none();
         state.attempts = last.attempt.saturating_add(u32::from(done));
         state.failures = kept.all;

@@ -1,11 +1,12 @@
-//! How far the log had come, kept beside a database while it is in use: `FILE.log-head`.
+//! The highest acknowledged position, kept beside a database while it is in use: `FILE.log-head`.
 //!
-//! The newest events are in the write-ahead log only. If that is deleted, cut or altered after a crash, SQLite
-//! opens what is left without a word: what follows the damage was never there. So the highest position that
-//! was acknowledged is kept outside of both, and what falls short of it is told.
+//! The newest events are only in the write-ahead log. If that file is deleted, cut or changed after a crash,
+//! SQLite opens the rest without an error, and the events after the damage are missing. So the highest
+//! acknowledged position is kept outside both files, and a log that ends before it is reported.
 //!
 //! The note costs no sync and is renewed about once a second, so it lags behind: a loss of the last moments
-//! before a crash is not noticed. After an orderly close everything is in the database, and the note goes.
+//! before a crash is not noticed. After an orderly close everything is in the database, and the note is
+//! removed.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt as _;
@@ -18,9 +19,9 @@ use rusqlite::Connection;
 use crate::orphans::log_id;
 use crate::rows::seq_from;
 
-/// The note is renewed at most so often.
+/// The note is renewed at most this often.
 const RENEW: Duration = Duration::from_secs(1);
-/// What the note begins with.
+/// First line of the note.
 const TITLE: &str = "everbus log head 1";
 
 /// The note beside one database.
@@ -31,7 +32,8 @@ pub(crate) struct LogHead {
 }
 
 impl LogHead {
-    /// Looks at the note that is there. If the log is shorter than it says, the note is put aside for `check`.
+    /// Reads the existing note. If the log is shorter than the note says, the note is renamed and kept for
+    /// `check`.
     pub(crate) fn begin(database: &Path, conn: &Connection) -> Self {
         let path = beside(database, "");
         let log = log_id(conn).ok();
@@ -51,7 +53,7 @@ impl LogHead {
         }
     }
 
-    /// Notes that the log has come this far, if it is time to.
+    /// Renews the note with this position if it is due.
     pub(crate) fn note(&mut self, head: u64) {
         if self
             .noted
@@ -61,9 +63,9 @@ impl LogHead {
         }
         self.noted = Some((head, Instant::now()));
         let Some(log) = self.log else { return };
-        // In one write, short enough to be there as a whole or not at all for every reader that asks. It always
-        // has the same length and is written over the last one: a file that is cut and written anew makes some
-        // file systems flush it at once, and the next commit wait for that.
+        // One short write, so that every reader sees all of it or nothing. The note always has the same
+        // length and is overwritten in place: truncating and rewriting a file makes some file systems flush
+        // it at once, and the next commit would wait for that.
         let text = format!("{TITLE}\nlog {log}\nhead {head:020}\n");
         let file = OpenOptions::new()
             .write(true)
@@ -99,7 +101,7 @@ pub(crate) fn retire(database: &Path) {
 
 const LOST: &str = ".lost";
 
-/// Compares the log with the note, and tells what was found missing before.
+/// Compares the log with the note, and reports what was found missing before.
 pub(crate) fn check(database: &Path, conn: &Connection, report: &mut CheckReport) -> Result<()> {
     let Ok(log) = log_id(conn) else { return Ok(()) };
     let short = missing(&beside(database, ""), log, conn)?;

@@ -1,7 +1,7 @@
-//! Where the deliveries of a consumer wait.
+//! The mailbox of a consumer: deliveries that wait to be fetched.
 //!
-//! What may have begun is open to it, and the file says so. The rest of what was claimed is reserved: it
-//! is opened in a later transaction, once others are settled.
+//! Open deliveries may be fetched, and the file says so. The other claimed deliveries are reserved: a later
+//! transaction opens them, once others are settled.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,7 +12,7 @@ use tokio::sync::futures::Notified;
 
 use crate::rows::Seq as _;
 
-/// What the writer and the consumer share.
+/// Shared by the writer and the consumer.
 #[derive(Default)]
 pub(crate) struct Mailbox {
     inner: Mutex<Inner>,
@@ -30,12 +30,12 @@ struct Inner {
 pub(crate) struct Waiting {
     /// The end of its lease.
     until: i64,
-    /// Reserved, and to be opened when the transaction under way is durable.
+    /// Reserved, and open once the running transaction is durable.
     opening: bool,
     pub(crate) delivery: Delivery,
 }
 
-/// What was taken out of a mailbox: what was open, and what was reserved.
+/// Deliveries taken out of a mailbox: the open ones and the reserved ones.
 #[derive(Default)]
 pub(crate) struct Recalled {
     open: Vec<Waiting>,
@@ -64,13 +64,12 @@ impl Mailbox {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until there may be something to fetch. Registered before looking, so that nothing arrives
-    /// unnoticed between.
+    /// Waits until there may be a delivery to fetch. Call it before looking, so that no arrival is missed.
     pub(crate) fn arrived(&self) -> Notified<'_> {
         self.arrived.notified()
     }
 
-    /// Adds deliveries whose leases end at a time: the first `open` of them may be fetched.
+    /// Adds deliveries whose leases end at `until`. The first `open` of them may be fetched.
     pub(crate) fn put(&self, until: i64, deliveries: Vec<Delivery>, open: usize) {
         let mut inner = self.lock();
         let mut deliveries = deliveries.into_iter().map(|delivery| Waiting {
@@ -92,7 +91,7 @@ impl Mailbox {
         inner.reserved.len() - opening
     }
 
-    /// Marks up to `count` of what is reserved as about to be opened, and names their leases.
+    /// Marks up to `count` reserved deliveries as about to be opened, and passes their leases to `lease`.
     pub(crate) fn begin_opening(&self, count: usize, mut lease: impl FnMut(&Lease)) -> usize {
         let mut inner = self.lock();
         let closed = inner.reserved.iter_mut().filter(|w| !w.opening);
@@ -105,7 +104,7 @@ impl Mailbox {
         opening
     }
 
-    /// The transaction is durable: what was about to be opened is open.
+    /// The transaction is durable: opens the marked deliveries.
     pub(crate) fn finish_opening(&self) {
         let mut inner = self.lock();
         let opening = inner.reserved.iter().take_while(|w| w.opening).count();
@@ -117,13 +116,13 @@ impl Mailbox {
         }
     }
 
-    /// The transaction was rolled back: what was about to be opened stays reserved.
+    /// The transaction was rolled back: the marked deliveries stay reserved.
     pub(crate) fn cancel_opening(&self) {
         let mut inner = self.lock();
         inner.reserved.iter_mut().for_each(|w| w.opening = false);
     }
 
-    /// Takes note that leases were extended.
+    /// Notes that leases were extended.
     pub(crate) fn renew(&self, until: i64, mut which: impl FnMut(&Delivery) -> bool) {
         let mut inner = self.lock();
         let Inner { open, reserved, .. } = &mut *inner;
@@ -136,7 +135,7 @@ impl Mailbox {
         self.arrived.notify_one();
     }
 
-    /// Takes back what was not fetched.
+    /// Takes back deliveries that were not fetched.
     pub(crate) fn recall(&self, mut which: impl FnMut(&Delivery) -> bool) -> Recalled {
         let mut inner = self.lock();
         let mut take = |queue: &mut VecDeque<Waiting>| {
@@ -150,12 +149,12 @@ impl Mailbox {
             reserved: take(&mut inner.reserved),
         };
         drop(inner);
-        // What is behind a lease that was over may be fetched now.
+        // A delivery behind an expired lease may be fetched now.
         self.arrived.notify_one();
         recalled
     }
 
-    /// Puts back what was recalled.
+    /// Puts recalled deliveries back.
     pub(crate) fn put_back(&self, recalled: Recalled) {
         let mut inner = self.lock();
         for waiting in recalled.open.into_iter().rev() {
@@ -169,12 +168,12 @@ impl Mailbox {
         self.arrived.notify_one();
     }
 
-    /// Whether something of this claim or delivery still waits to be fetched.
+    /// Whether a delivery of this claim or row still waits to be fetched.
     pub(crate) fn holds(&self, mut which: impl FnMut(&Delivery) -> bool) -> bool {
         self.lock().all().any(|w| which(&w.delivery))
     }
 
-    /// The positions of what still waits to be fetched.
+    /// The positions of deliveries that still wait to be fetched.
     pub(crate) fn positions(&self, mut which: impl FnMut(&Delivery) -> bool) -> Vec<u64> {
         let inner = self.lock();
         let waiting = inner.all().filter(|w| which(&w.delivery));
@@ -187,8 +186,8 @@ impl Mailbox {
         self.arrived.notify_one();
     }
 
-    /// What can be fetched. A delivery whose lease is over stays until the writer has dealt with it:
-    /// whoever got it could not settle it.
+    /// Takes up to `max` deliveries. A delivery whose lease has expired stays until the writer has ended it,
+    /// because the consumer could not settle it.
     pub(crate) fn take(&self, max: usize, now: i64) -> Option<Result<Vec<Delivery>>> {
         let mut inner = self.lock();
         if let Some(error) = &inner.ended {

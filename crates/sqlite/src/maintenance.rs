@@ -1,4 +1,4 @@
-//! Upkeep of the file: check, backup, restore. Retention is a module of its own.
+//! Maintenance of the file: check, backup, restore. Retention is a separate module.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -17,11 +17,11 @@ use crate::file::{locate, open_reader};
 use crate::rows::{RECORD, TypeNames, read_stored};
 use crate::schema::{Kind, VERSION, identify};
 
-/// Pages copied between two looks at the clock.
+/// Pages copied between two checks of the time.
 const PAGES: i32 = 256;
-/// The finding about what SQLite itself makes of the file.
+/// Name of the finding of SQLite's integrity check.
 const INTEGRITY: &str = "integrity";
-/// So many damaged events are named.
+/// At most this many damaged events are named.
 const SHOWN: usize = 20;
 
 impl Maintenance for SqliteEngine {
@@ -74,7 +74,7 @@ impl Maintenance for SqliteEngine {
     fn trust_clock(&self) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
             self.handle.job(crate::writer::Writer::trust_clock).await?;
-            // What an earlier clock, far ahead of this one, put into the future.
+            // Sets back times that an earlier clock, far ahead of this one, put into the future.
             while self
                 .handle
                 .job(crate::writer::Writer::bring_back_times)
@@ -90,8 +90,8 @@ impl Maintenance for SqliteEngine {
     }
 }
 
-/// Copies a backup to where a bus shall open it. An existing file is replaced only with `force`, and
-/// never while a process has it open. `progress` is told pages done and in all.
+/// Copies a backup to a path where a bus can open it. An existing file is replaced only with `force`, and
+/// never while a process has it open. `progress` gets the pages done and the total.
 pub fn restore(
     backup: &Path,
     target: &Path,
@@ -133,7 +133,7 @@ fn refuse_if_in_use(target: &Path) -> Result<()> {
             )
             .hint("stop it first; nothing was changed")
         }
-        // What is damaged may be replaced.
+        // A damaged file may be replaced.
         _ => from_sqlite("looking whether the file is in use", e),
     };
     let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
@@ -153,8 +153,8 @@ fn refuse_if_in_use(target: &Path) -> Result<()> {
     }
 }
 
-/// Copies a database through the backup API (a copy of the file alone would lack the write-ahead log)
-/// into a temporary file beside the target, which then takes its name.
+/// Copies a database through the backup API into a temporary file beside the target, and renames it. A plain
+/// copy of the file would lack the write-ahead log.
 fn copy(
     source: &Path,
     target: &Path,
@@ -176,7 +176,7 @@ fn copy(
     let _ = std::fs::remove_file(&partial);
     let result = (|| {
         let from = open_reader(source)?;
-        // One moment of the source for the whole copy: commits of others do not start it over.
+        // One read transaction for the whole copy: commits of other processes do not restart it.
         from.execute_batch("BEGIN").map_err(doing)?;
         from.query_row("SELECT count(*) FROM sqlite_schema", [], |_| Ok(()))
             .map_err(doing)?;
@@ -205,7 +205,8 @@ fn copy(
                 "the copy kept its write-ahead log",
             ));
         }
-        // From now on the two go different ways. A file of an older version gets its id as it is migrated.
+        // From now on source and copy are different logs. A file of an older version gets its id when it is
+        // migrated.
         if identify(&to)? == Kind::Ours(VERSION) {
             let doing = |e| from_sqlite("giving the copy an id", e);
             let change = to.unchecked_transaction().map_err(doing)?;
@@ -242,7 +243,7 @@ fn copy(
     result
 }
 
-/// Runs something long on a thread of its own.
+/// Runs a long task on a new thread.
 pub(crate) fn apart<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> Result<T> + Send + 'static,

@@ -1,6 +1,8 @@
-//! Objects without an event, and the identity of the log. Noted before they are put, and again in the
-//! transaction that removes the event ([`Writer::note_orphans`]); struck off by the append of the event
-//! ([`born`]), and when the object has been deleted.
+//! Part of the writer: notes about objects without an event, and the identity of the log.
+//!
+//! An object is noted before it is stored, and again in the transaction that removes its event
+//! ([`Writer::note_orphans`]). The note is removed by the append of the event ([`born`]), and when the object
+//! has been deleted.
 
 use std::path::{Path, PathBuf};
 
@@ -17,7 +19,7 @@ use crate::rows::to_sql;
 use crate::state::micros;
 use crate::writer::Writer;
 
-/// The directory beside a file in which its objects go.
+/// The directory beside a file that holds its objects.
 pub(crate) fn beside(database: &Path) -> PathBuf {
     let mut name = database.as_os_str().to_owned();
     name.push(".objects");
@@ -25,10 +27,10 @@ pub(crate) fn beside(database: &Path) -> PathBuf {
 }
 
 impl Writer {
-    /// Notes the objects of all events in a range of the log, both ends included. To be called in the
-    /// transaction that removes the events, before they are removed.
+    /// Notes the objects of all events in a range of the log, both ends included. Call it in the transaction
+    /// that removes the events, before they are removed.
     pub(crate) fn note_orphans(&self, lo: u64, hi: u64) -> Result<()> {
-        // Few events have attributes that say "overflow" at all: only those are read as JSON.
+        // Few events have attributes that contain "overflow": only those are read as JSON.
         self.conn
             .prepare_cached(
                 "INSERT OR REPLACE INTO orphaned_objects (bucket, key, id, since, unborn)
@@ -71,7 +73,7 @@ impl Writer {
         let mut delete = self
             .conn
             .prepare_cached(
-                // Only the note that was looked at: there may be a newer one of the same object.
+                // Only the note that was read: there may be a newer note of the same object.
                 "DELETE FROM orphaned_objects
                  WHERE bucket = ?1 AND key = ?2 AND since = ?3 AND unborn = ?4",
             )
@@ -113,7 +115,7 @@ impl Orphans for SqliteEngine {
     }
 }
 
-/// The append of an event strikes the note of its object off. In the transaction of the append.
+/// Removes the note of an event's object, in the transaction of the append.
 pub(crate) fn born(conn: &Connection, overflow: &Overflow) -> Result<()> {
     conn.prepare_cached("DELETE FROM orphaned_objects WHERE bucket = ?1 AND key = ?2")
         .and_then(|mut s| s.execute([&overflow.bucket, &overflow.key]))
@@ -121,7 +123,7 @@ pub(crate) fn born(conn: &Connection, overflow: &Overflow) -> Result<()> {
         .map_err(|e| from_sqlite("forgetting that an object has no event", e))
 }
 
-/// Which log a file is.
+/// The identity of the log in a file.
 pub(crate) fn log_id(conn: &Connection) -> Result<LogId> {
     let id: Option<[u8; 16]> = conn
         .prepare_cached("SELECT value FROM meta WHERE key = 'log_id'")
@@ -131,8 +133,8 @@ pub(crate) fn log_id(conn: &Connection) -> Result<LogId> {
     id.map(LogId::from_bytes).ok_or_else(missing)
 }
 
-/// Makes a file another log, without notes: the objects that they name may be of use to the one that it
-/// was. To be called in a transaction, or on a file that is not in place yet.
+/// Gives a file a new log identity and removes its notes, because the noted objects may belong to the log
+/// that it was copied from. Call it in a transaction, or on a file that is not in place yet.
 pub(crate) fn renew(conn: &Connection) -> Result<LogId> {
     let doing = |e| from_sqlite("giving the log a new id", e);
     let id = LogId::new();
@@ -146,19 +148,19 @@ pub(crate) fn renew(conn: &Connection) -> Result<LogId> {
     Ok(id)
 }
 
-/// Which log a file is. It is only read.
+/// Reads the identity of the log in a file, without writing.
 pub fn log_id_of(file: &Path) -> Result<LogId> {
     log_id(&open_reader(file)?)
 }
 
-/// A page of what events refer to, and the position to go on from.
+/// A page of references, and the position to continue from.
 pub type References = (Vec<(EventId, Overflow)>, Option<u64>);
 
-/// The objects that the events of a file refer to, each with the id of its event, a page at a time in the
-/// order of the log: those after a position, and the position to go on from; `None` at the end. The file is only read, in short
-/// transactions; it may be in use.
+/// Returns the objects that the events of a file refer to, each with the id of its event, one page at a time
+/// in the order of the log. A page holds the references after a position, and the position to continue from;
+/// `None` at the end. The file is only read, in short transactions; it may be in use.
 pub fn references(file: &Path, after: u64) -> Result<References> {
-    /// How many events are looked at in one transaction.
+    /// Events read in one transaction.
     const PAGE: u64 = 20_000;
     let doing = |e| from_sqlite("reading which objects are in use", e);
     let conn = open_reader(file)?;

@@ -1,6 +1,6 @@
--- The outbox: in the file of Everbus, and in the database of anybody who wants one. The columns of the
--- specifications first; everything has a default that can have one, so that their inserts work as they
--- are written.
+-- The outbox: in every Everbus file, and in users' databases. The columns of the specifications come
+-- first. Every column that can have a default has one, so that the inserts of the specifications work
+-- as they are written.
 CREATE TABLE IF NOT EXISTS event_outbox (
   id             TEXT NOT NULL DEFAULT (lower(hex(randomblob(4)) || '-' || hex(randomblob(2)) || '-4'
                    || substr(hex(randomblob(2)), 2) || '-a' || substr(hex(randomblob(2)), 2) || '-'
@@ -56,7 +56,7 @@ BEGIN
   UPDATE event_outbox SET revision = OLD.revision + 1 WHERE row = NEW.row;
 END;
 
--- A row that has had its turn and is made to wait again: somebody wants its event handled once more.
+-- A row that was sent or had failed, and is made to wait again: its event is to be handled again.
 CREATE TRIGGER IF NOT EXISTS event_outbox_wanted AFTER UPDATE OF status ON event_outbox
 WHEN NEW.status = 'pending' AND OLD.status <> 'pending' AND NEW.wanted_at IS OLD.wanted_at
 BEGIN

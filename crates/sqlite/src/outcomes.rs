@@ -1,5 +1,5 @@
-//! What is kept of an event that failed before a group was done with it. An event that works at its first
-//! attempt has no row here.
+//! Part of the writer: the attempts of an event that failed before its group handled or skipped it. An event
+//! that succeeds at its first attempt has no row here.
 
 use everbus_core::{Ended, Failure, GroupState, Ran, Result, Timestamp, all_failures};
 use rusqlite::{Connection, OptionalExtension, params};
@@ -13,8 +13,8 @@ use crate::writer::Writer;
 type Kept = (u32, Option<String>);
 
 impl Writer {
-    /// Keeps the attempts of a row in `deliveries` that is about to be removed as handled or skipped. Of an
-    /// event that is replayed, those of all runs are kept.
+    /// Keeps the attempts of a row in `deliveries` that is about to be removed as handled or skipped. For a
+    /// replayed event, the attempts of all runs are kept.
     pub(crate) fn keep_outcome(&mut self, group: i64, seq: u64, ran: Option<&Ran>) -> Result<()> {
         let (attempts, failures) = self.row(group, seq)?;
         self.write_outcome(group, seq, attempts, failures, ran)
@@ -42,7 +42,7 @@ impl Writer {
             .map_err(doing)?;
         if let Some((earlier, texts)) = before {
             attempts = attempts.saturating_add(earlier);
-            // What is damaged must not keep the new ones from being written.
+            // Damaged old failures must not keep new ones from being written.
             let texts = read_failures(texts.as_deref()).unwrap_or_default();
             failures = all_failures(texts, failures);
         }
@@ -69,8 +69,8 @@ impl Writer {
     }
 }
 
-/// Adds what is known of the attempts at an event that a group is done with: those of a dead letter that
-/// was retried, and those that were kept when it ended.
+/// Adds the attempts of an event that a group is done with: those of a retried dead letter, and those kept
+/// when it ended.
 pub(crate) fn read_into(
     conn: &Connection,
     seq: i64,

@@ -1,7 +1,7 @@
-//! Who is alive: every consuming engine holds a lock on a file of its own.
+//! Detects dead processes: every consuming engine holds a lock on its own lock file.
 //!
-//! The operating system frees the lock when the process ends, however it ends, so a lock that can be
-//! taken means a dead owner.
+//! The operating system frees the lock when the process ends, however it ends. So a lock that can be taken
+//! means a dead owner.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::path::{Path, PathBuf};
@@ -46,7 +46,7 @@ impl OwnerLock {
         }
     }
 
-    /// What the `owners` table calls it.
+    /// Its name in the `owners` table.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
@@ -58,7 +58,7 @@ impl Drop for OwnerLock {
     }
 }
 
-/// Whether the owner with this lock is dead. A missing file is a dead owner: it was removed in an
+/// Whether the owner with this lock is dead. A missing lock file means a dead owner: it was removed at an
 /// orderly end, or the database was copied from elsewhere.
 pub(crate) fn is_dead(database: &Path, name: &str) -> bool {
     if !is_lock_name(name) {
@@ -73,14 +73,14 @@ pub(crate) fn is_dead(database: &Path, name: &str) -> bool {
     }
 }
 
-/// Removes what a dead owner left behind.
+/// Removes the lock file of a dead owner.
 pub(crate) fn bury(database: &Path, name: &str) {
     if is_lock_name(name) {
         let _ = std::fs::remove_file(lock_path(database, name));
     }
 }
 
-/// Names come back from the file; one that we did not make must not become a path.
+/// Names are read from the file; a name that Everbus did not create must not become a path.
 fn is_lock_name(name: &str) -> bool {
     name.len() == 32 && name.bytes().all(|b| b.is_ascii_hexdigit())
 }

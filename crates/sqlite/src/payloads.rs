@@ -1,7 +1,7 @@
-//! Payload stages: rows beside the log, one for each stage that was stored of an event.
+//! Part of the writer: payload stages, rows beside the log, one for each stored stage of an event.
 //!
-//! The columns are those of the specification; `seq` ties a row to its event, so that whoever removes a
-//! range of the log removes its stages with one statement.
+//! The columns are those of the specification. `seq` ties a row to its event, so that removing a range of the
+//! log can remove its stages with one statement.
 
 use bytes::Bytes;
 use everbus_core::{
@@ -17,7 +17,7 @@ use crate::rows::{seq_from, to_sql};
 use crate::state::micros;
 use crate::writer::Writer;
 
-/// Where an event is: its id and the name of its tenant, NULL for none.
+/// The position of an event by its id and the name of its tenant (NULL for none).
 const SEQ_OF: &str = "SELECT seq FROM log WHERE id = ?1
     AND tenant = iif(?2 IS NULL, 0, (SELECT id FROM tenants WHERE name = ?2))";
 
@@ -25,7 +25,7 @@ const SEQ_OF: &str = "SELECT seq FROM log WHERE id = ?1
 const INFO: &str = "p.stage, p.timestamp, p.payload_size_original, p.payload_size_compressed,
     p.status_code, p.error_details, p.contains_media, p.contains_base64";
 
-/// Where an event is in the log, if it is there.
+/// The position of an event, if it is in the log.
 pub(crate) fn seq_of(conn: &Connection, event: &EventKey) -> Result<Option<u64>> {
     conn.prepare_cached(SEQ_OF)
         .and_then(|mut s| {
@@ -117,7 +117,7 @@ fn stages(reader: &Reader, event: &EventKey, stage: Option<&Stage>) -> Result<Ve
     let mut found = Vec::new();
     while let Some(row) = rows.next().map_err(doing)? {
         let info = read_info(row)?;
-        // Text where there should be bytes is for whoever decompresses it to complain about.
+        // Text instead of bytes is reported when the stage is decompressed.
         let compressed = row.get_ref(8).map_err(doing)?.as_bytes_or_null();
         found.push(StoredStage {
             info,
@@ -129,7 +129,7 @@ fn stages(reader: &Reader, event: &EventKey, stage: Option<&Stage>) -> Result<Ve
 
 fn largest(reader: &Reader, over: u64, limit: usize) -> Result<Vec<(EventKey, StageInfo)>> {
     let doing = |e| from_sqlite("looking for large payloads", e);
-    // The order of the index: largest first, and of equal ones the newest.
+    // In the order of the index: largest first, and among equals the newest.
     let sql = format!(
         "SELECT {INFO}, l.id, t.name FROM event_payloads p
          JOIN log l ON l.seq = p.seq LEFT JOIN tenants t ON t.id = l.tenant

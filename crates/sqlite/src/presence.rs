@@ -1,11 +1,11 @@
-//! Whether the files that are open are still those that their names lead to.
+//! Checks that the open files still have their names.
 //!
-//! A file that was deleted or renamed can still be written to by the processes that have it open: SQLite goes
-//! on, commits succeed, and a process that opens the file by its name finds nothing of what they wrote.
+//! Processes can still write to an open file that was deleted or renamed: SQLite goes on and commits succeed,
+//! but a process that opens the file by its name finds nothing of what they wrote.
 //!
-//! A name that changes changes the time of its directory. So one look at the directory is enough for a commit,
-//! unless that time is another one; and once a second the files are looked at in any case, since two changes
-//! within one tick of the file system's clock have the same time.
+//! A change of a name changes the time of its directory. So one look at the directory is enough for a commit,
+//! unless that time has changed. Once a second the files are checked in any case, since two changes within
+//! one tick of the file system's clock have the same time.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -13,15 +13,15 @@ use std::time::{Duration, Instant};
 
 use everbus_core::{Code, Error, Result};
 
-/// The files themselves are looked at so often at least.
+/// The files are checked at least this often.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// The database, its write-ahead log and the index of that log. They stay the same files for as long as a
-/// connection is open.
+/// The database, its write-ahead log and the index of that log. They stay the same files while a connection
+/// is open.
 pub(crate) struct Presence {
     files: Vec<(PathBuf, (u64, u64))>,
     directory: PathBuf,
-    /// When a name in the directory had last changed, as of the last look at the files.
+    /// The directory's time at the last check of the files.
     changed: Option<(i64, i64)>,
     looked: Instant,
 }
@@ -45,9 +45,9 @@ impl Presence {
         }
     }
 
-    /// Refuses if one of the files is gone or another one has its name. Asked before a commit is answered.
+    /// Fails if one of the files is gone or another file has its name. Called before a commit is answered.
     pub(crate) fn check(&mut self) -> Result<()> {
-        // Before the files: a change in between is noticed by the next look.
+        // Read before the files are checked: a change in between is noticed at the next check.
         let changed = std::fs::metadata(&self.directory).ok();
         let changed = changed.map(|meta| (meta.mtime(), meta.mtime_nsec()));
         if changed.is_some() && changed == self.changed && self.looked.elapsed() < LOOK {
@@ -64,7 +64,7 @@ impl Presence {
         }
     }
 
-    /// As [`check`](Self::check), for a writer that has nothing to commit: once in a while.
+    /// As [`check`](Self::check), for a writer without commits: once in a while.
     pub(crate) fn check_idle(&mut self) -> Result<()> {
         if self.looked.elapsed() < LOOK {
             return Ok(());
@@ -73,7 +73,7 @@ impl Presence {
     }
 }
 
-/// The device and the number of a file. A file that cannot be looked at counts as gone.
+/// The device and inode of a file. A file that cannot be examined counts as gone.
 fn identity(path: &Path) -> Option<(u64, u64)> {
     let meta = std::fs::metadata(path).ok()?;
     Some((meta.dev(), meta.ino()))

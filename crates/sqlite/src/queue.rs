@@ -1,4 +1,4 @@
-//! What is waiting for the writer.
+//! The queue of commands for the writer.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -20,24 +20,24 @@ pub(crate) type Job = Box<dyn FnOnce(&mut Writer) -> Result<Answer> + Send>;
 /// Sends a job's answer once it is durable.
 pub(crate) type Answer = Box<dyn FnOnce() + Send>;
 
-/// How soon a job has to be done, and be safe.
+/// Priority and durability of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Haste {
-    /// In its turn.
+    /// In the order of the queue.
     Now,
-    /// It may wait while others have something to do.
+    /// May wait while other commands are queued.
     Patient,
-    /// And it need not be durable once it is answered: nothing is lost if it has to be done again.
+    /// Patient, and not durable when it is answered: after a power failure it is simply done again.
     Lazy,
 }
 
-/// One thing for the writer to do.
+/// A command for the writer.
 pub(crate) enum Command {
     Append {
         events: Vec<Event>,
         reply: Reply<Vec<Result<Appended>>>,
     },
-    /// A publish of one event, as most are: without a list for it and one for its answer.
+    /// A publish of one event, the usual case: it needs no lists for events and answers.
     AppendOne {
         event: Event,
         reply: Reply<Appended>,
@@ -89,7 +89,7 @@ pub(crate) enum Command {
 }
 
 impl Command {
-    /// Whether it brings something of a user's to be run.
+    /// Whether it runs a user's effect.
     pub(crate) fn has_effects(&self) -> bool {
         match self {
             Command::Settle { settlements, .. } => settlements.iter().any(|s| s.effect.is_some()),
@@ -102,7 +102,7 @@ impl Command {
         matches!(self, Command::Append { .. } | Command::AppendOne { .. })
     }
 
-    /// The event of a publish of one.
+    /// The event of an `AppendOne`.
     pub(crate) fn single(&self) -> Option<&Event> {
         match self {
             Command::AppendOne { event, .. } => Some(event),
@@ -110,7 +110,7 @@ impl Command {
         }
     }
 
-    /// Whether it may wait while others have something to do.
+    /// Whether it may wait while other commands are queued.
     pub(crate) fn is_patient(&self) -> bool {
         matches!(
             self,
@@ -161,7 +161,7 @@ impl Command {
     }
 }
 
-/// The queue between everybody and the writer.
+/// The queue between all callers and the writer.
 #[derive(Default)]
 pub(crate) struct Queue {
     inner: Mutex<Inner>,
@@ -177,7 +177,7 @@ struct Inner {
     orderly: bool,
 }
 
-/// What the writer found in the queue.
+/// The commands that the writer took.
 pub(crate) struct Taken {
     pub(crate) commands: Vec<Command>,
     pub(crate) closed: bool,
@@ -189,7 +189,7 @@ impl Queue {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a command; one that comes after the end is answered at once.
+    /// Adds a command. After the end it is answered at once with an error.
     pub(crate) fn push(&self, command: Command) {
         let mut inner = self.lock();
         if inner.closed {
@@ -205,14 +205,14 @@ impl Queue {
         }
     }
 
-    /// Makes the writer look around although nothing was queued.
+    /// Wakes the writer although nothing was queued.
     pub(crate) fn nudge(&self) {
         self.lock().nudged = true;
         self.wake.notify_one();
     }
 
-    /// Ends the queue: the writer finishes what is in it and stops. In an orderly end it also settles
-    /// its own affairs; otherwise it leaves them as a process that died would.
+    /// Closes the queue: the writer finishes the queued commands and stops. In an orderly end it also gives
+    /// up its leases; otherwise it leaves them, as a process that died would.
     pub(crate) fn close(&self, orderly: bool) {
         let mut inner = self.lock();
         inner.orderly |= orderly && !inner.closed;
@@ -226,12 +226,12 @@ impl Queue {
         self.lock().commands.is_empty()
     }
 
-    /// Whether the end has been asked for.
+    /// Whether the queue was closed.
     pub(crate) fn is_closed(&self) -> bool {
         self.lock().closed
     }
 
-    /// Takes everything, waiting up to `timeout` for something to come.
+    /// Takes all commands, waiting up to `timeout` for the first.
     pub(crate) fn take(&self, spare: Vec<Command>, timeout: Option<Duration>) -> Taken {
         let mut inner = self.lock();
         if inner.commands.is_empty() && !inner.closed && !inner.nudged {

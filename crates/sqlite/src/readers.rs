@@ -1,4 +1,4 @@
-//! Queries, on a thread and a connection of their own.
+//! Queries, on a separate thread with its own connection.
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
@@ -29,7 +29,7 @@ impl Reader {
         })
     }
 
-    /// Runs a query in one read transaction, so that all of it sees the same moment.
+    /// Runs a query in one read transaction, so that all its statements see the same snapshot.
     pub(crate) fn snapshot<T>(&mut self, query: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         self.conn
             .execute_batch("BEGIN")
@@ -41,7 +41,7 @@ impl Reader {
     }
 }
 
-/// The thread that answers queries; started by the first one.
+/// The thread that answers queries. The first query starts it.
 pub(crate) struct Readers {
     path: PathBuf,
     thread: Mutex<Thread>,
@@ -93,7 +93,7 @@ impl Readers {
             None => task,
             Some(sender) => match sender.send(task) {
                 Ok(()) => return Ok(()),
-                // The thread has ended, which only a panic in a query can do; begin another.
+                // The thread has ended, which only a panic in a query can cause; start another.
                 Err(mpsc::SendError(task)) => task,
             },
         };
@@ -109,7 +109,7 @@ impl Readers {
         Ok(())
     }
 
-    /// Answers what was asked, then closes the connection.
+    /// Answers the pending queries, then closes the connection.
     pub(crate) fn close(&self) {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         thread.closed = true;

@@ -1,4 +1,5 @@
-//! Leases that end, owners that die, and what becomes of their work.
+//! Part of the writer: consumers that attach and leave, owners (processes) that died, and what happens to
+//! their deliveries.
 
 use std::collections::HashMap;
 
@@ -15,7 +16,7 @@ use crate::state::{Claim, WAITING, micros};
 use crate::writer::Writer;
 
 impl Writer {
-    /// Begins to serve a consumer.
+    /// Starts serving a consumer.
     pub(crate) fn attach(&mut self, new: &NewSession) -> Result<()> {
         let group = self.state.group_id(&new.group).ok_or_else(|| {
             Error::new(
@@ -27,11 +28,11 @@ impl Writer {
         self.become_owner()?;
         self.add_session(new.id, Session::new(new, group));
         self.inherit_from_dead()?;
-        // Whoever had the group before may have left with something of a key in flight.
+        // The previous consumer may have left while an event with some key was in flight.
         self.free_keys(group)
     }
 
-    /// Takes a lock and a number, once.
+    /// Takes the owner lock and an owner number, once.
     pub(crate) fn become_owner(&mut self) -> Result<()> {
         if self.owner_lock.is_some() {
             return Ok(());
@@ -52,7 +53,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Stops serving a consumer: what it did not fetch goes back without an attempt.
+    /// Stops serving a consumer. Deliveries that it has not fetched go back without an attempt.
     pub(crate) fn detach(&mut self, id: u64) -> Result<()> {
         let Some(group) = self.sessions.get(&id).map(|session| session.group) else {
             return Ok(());
@@ -62,15 +63,15 @@ impl Writer {
         self.give_back(group, &unfetched)
     }
 
-    /// Takes back everything that nobody has fetched yet, so that less is in flight.
+    /// Takes back every delivery that was not fetched yet, so that less is in flight.
     pub(crate) fn recall_unfetched(&mut self) -> Result<()> {
         let ids: Vec<u64> = self.sessions.keys().copied().collect();
         ids.into_iter()
             .try_for_each(|id| self.take_back_unfetched(id))
     }
 
-    /// Changes how much a consumer may hold. One that may hold nothing is paused: what it has not
-    /// fetched is given back.
+    /// Changes how many deliveries a consumer may hold. At zero it is paused, and deliveries that it has not
+    /// fetched go back.
     pub(crate) fn set_prefetch(&mut self, id: u64, prefetch: usize) -> Result<()> {
         if let Some(session) = self.sessions.get_mut(&id) {
             session.prefetch = prefetch;
@@ -96,7 +97,7 @@ impl Writer {
         self.give_back(group, &unfetched)
     }
 
-    /// Puts deliveries that nobody has seen back as if they had not been handed out.
+    /// Puts back deliveries that no handler has seen, as if they had not been handed out.
     pub(crate) fn give_back(&mut self, group: i64, unseen: &[Delivery]) -> Result<()> {
         let now = micros(self.clock.now());
         for delivery in unseen {
@@ -154,15 +155,15 @@ impl Writer {
         }
     }
 
-    /// Looks at the groups again after somebody else's work became theirs.
+    /// Loads the groups again after this process inherited deliveries.
     pub(crate) fn after_crashes(&mut self) -> Result<()> {
         self.reread_groups()?;
         let ids: Vec<i64> = self.state.groups.keys().copied().collect();
         ids.into_iter().try_for_each(|id| self.free_keys(id))
     }
 
-    /// Takes over what one owner had in flight, and strikes it from the list. Its claims become
-    /// nobody's and are drained one event at a time; an event that was alone in flight is marked so.
+    /// Takes over the deliveries that one owner had in flight, and removes the owner. Its claims lose their
+    /// owner and are drained one event at a time. An event that was alone in flight is marked as such.
     fn inherit(&mut self, owner: i64) -> Result<()> {
         let now = micros(self.clock.now());
         self.remove_ephemeral(owner)?;
@@ -234,7 +235,7 @@ impl Writer {
             .map_err(|e| from_sqlite("recovering", e))
     }
 
-    /// Leased rows that match go back to waiting, with the crash on record.
+    /// Puts matching leased rows back to waiting, and records the crash.
     pub(crate) fn crash_rows(
         &mut self,
         which: &str,
@@ -266,8 +267,8 @@ impl Writer {
             .map_err(|e| from_sqlite("recovering", e))
     }
 
-    /// Claims that match become nobody's; their old token is worth nothing from here on. What was only
-    /// reserved in them goes back.
+    /// Removes the owner of matching claims. Their old token is no longer valid. Events that were only
+    /// reserved go back.
     pub(crate) fn crash_claims(&mut self, which: &str, values: (i64, i64)) -> Result<()> {
         self.give_back_reserved(which, values)?;
         let now = micros(self.clock.now());
@@ -280,7 +281,7 @@ impl Writer {
             .map_err(|e| from_sqlite("recovering", e))
     }
 
-    /// Gives up everything at an orderly end. What was fetched and not settled counts as an attempt.
+    /// Gives up all leases at an orderly end. An event that was fetched but not settled counts as an attempt.
     pub(crate) fn leave(&mut self) -> Result<()> {
         if self.owner_lock.is_none() {
             return Ok(());
@@ -315,12 +316,12 @@ impl Writer {
             self.drop_held(key);
         }
         self.crash_rows("owner = ?5 AND ?6 = ?6", (owner, now), ABANDONED, false)?;
-        // Should there be a claim that memory does not know, it is inherited, not forgotten.
+        // A claim that memory does not know is inherited, not forgotten.
         self.crash_claims("owner = ?1 AND ?2 = ?2", (owner, now))?;
         self.after_crashes()?;
         self.strike_owner(owner)
     }
 }
 
-/// What an orderly end leaves on record for handlers that did not finish in time.
+/// Failure text of an event whose handler did not finish before the shutdown.
 const ABANDONED: &str = "the bus was shut down before the handler finished";

@@ -1,5 +1,5 @@
-//! Delivering events to a group once more. Such an event gets a row in `deliveries`, as the retry of a
-//! dead letter does; the group's cursor stays where it is.
+//! Part of the writer: delivering events to a group again. The event gets a row in `deliveries`, as for the
+//! retry of a dead letter; the group's cursor does not move.
 
 use everbus_core::{Code, Error, GroupName, Position, Progress, Redelivery, Result};
 use rusqlite::{OptionalExtension, params};
@@ -10,12 +10,12 @@ use crate::rows::{seq_from, stored_at, to_sql};
 use crate::state::{WAITING, micros};
 use crate::writer::Writer;
 
-/// Events queued in one transaction: so few that a publish hardly waits.
+/// Events queued in one transaction: few enough that a publish hardly waits.
 const STEP: usize = 100;
 
 impl SqliteEngine {
-    /// Delivers events once more, or only says which it `really` would. The writer answers in both
-    /// cases: it knows best what it has handed out.
+    /// Delivers events again. Without `really` it only returns which events it would deliver. The writer
+    /// answers in both cases, because it knows best what is handed out.
     pub(crate) async fn redeliver_all(
         &self,
         group: GroupName,
@@ -24,7 +24,7 @@ impl SqliteEngine {
     ) -> Result<Vec<Redelivery>> {
         let positions: Vec<u64> = positions.into_iter().map(Position::place).collect();
         let mut answers = Vec::with_capacity(positions.len());
-        // Also for nothing at all: the group must be there.
+        // Also without any positions: the group must exist.
         let mut steps = positions.chunks(STEP);
         let mut step = steps.next().unwrap_or_default().to_vec();
         loop {
@@ -76,8 +76,8 @@ impl Writer {
         Ok(answers)
     }
 
-    /// The type of an event, and whether it has a row or an open dead letter in the group. Nothing if
-    /// there is no such event.
+    /// The type of an event, and whether it has a row or an open dead letter in the group. `None` if there is
+    /// no such event.
     fn standing(&self, group: i64, seq: u64) -> Result<Option<(i64, bool)>> {
         self.conn
             .prepare_cached(
@@ -94,7 +94,7 @@ impl Writer {
             .map_err(|e| from_sqlite("reading the state of an event", e))
     }
 
-    /// What the group has handed out, whoever has it.
+    /// All ranges that the group has handed out, by any owner.
     fn claims_of(&self, group: i64) -> Result<Vec<(u64, u64, Progress)>> {
         let doing = |e| from_sqlite("reading the claims", e);
         let mut statement = self
@@ -105,7 +105,7 @@ impl Writer {
         let mut claims = Vec::new();
         while let Some(row) = rows.next().map_err(doing)? {
             let id: i64 = row.get(0).map_err(doing)?;
-            // Of our own claims memory knows more than the file.
+            // Memory knows more than the file about this process's claims.
             if let Some(own) = self.state.claims.get(&id) {
                 claims.push((own.lo, own.hi, own.progress.clone()));
                 continue;
@@ -139,7 +139,7 @@ impl Writer {
             )
             .and_then(|mut s| s.execute(params![group, to_sql(seq), WAITING, now, type_id, key]))
             .map_err(|e| from_sqlite("delivering an event once more", e))?;
-        // If it was skipped before, that is over.
+        // An earlier skip no longer holds.
         self.conn
             .prepare_cached("DELETE FROM skips WHERE group_id = ?1 AND seq = ?2")
             .and_then(|mut s| s.execute((group, to_sql(seq))))

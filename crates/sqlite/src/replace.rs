@@ -1,7 +1,7 @@
-//! Sending a corrected event in place of a dead letter, to the one group that failed.
+//! Part of the writer: appending a corrected event in place of a dead letter, for the one group that failed.
 //!
-//! The corrected event is addressed to that group and stands at the end of the log; the group comes to it in
-//! its turn, and the others pass it by.
+//! The corrected event is addressed to that group and stands at the end of the log. The group reaches it in
+//! the order of the log, and the other groups skip it.
 
 use everbus_core::dead_letters::{check_replacement, id_taken, not_open};
 use everbus_core::{Appended, Code, DeadLetterKey, Event, Result};
@@ -14,7 +14,7 @@ use crate::state::micros;
 use crate::writer::Writer;
 
 impl Writer {
-    /// Replaces an open dead letter. The inner error refuses this alone, with nothing done.
+    /// Replaces an open dead letter. The inner error refuses only this command, with nothing done.
     pub(crate) fn replace(
         &mut self,
         key: &DeadLetterKey,
@@ -59,7 +59,7 @@ impl Writer {
         };
         let type_id = self.state.intern_type(&self.conn, &event_type)?;
         if !self.state.group_mut(group)?.wants(type_id, &event_type) {
-            // The group has other patterns by now, and would pass it by.
+            // The group has other patterns by now and would skip the event, so it gets a row.
             self.insert_waiting(group, appended.position.place(), 0, now, &[])?;
         }
         self.conn

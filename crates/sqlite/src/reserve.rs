@@ -1,9 +1,9 @@
-//! What of a claim may have begun, and what is only reserved.
+//! Part of the writer: which events of a claim may have begun, and which are only reserved.
 //!
-//! A claim covers more than its consumer can run at once. What the consumer's window has no place for stays
-//! reserved in its mailbox; the claim says in the file how far it was opened (`started`), and that is
-//! durable before the consumer gets it. It moves in the transactions that claim and settle, never in one
-//! of its own. After a crash what was reserved goes back without an attempt.
+//! A claim covers more events than its consumer can run at once. Events beyond the consumer's window stay
+//! reserved in its mailbox. The file records how far the claim was opened (`started`), and that is durable
+//! before the consumer gets the event. The mark moves in the transactions that claim and settle, never in a
+//! separate one. After a crash, reserved events go back without an attempt.
 
 use std::time::Instant;
 
@@ -21,12 +21,12 @@ pub(crate) struct Outgoing {
     /// When their leases end.
     pub(crate) until: i64,
     pub(crate) deliveries: Vec<Delivery>,
-    /// So many of them may begin; the others are reserved.
+    /// The first `open` of them may begin; the others are reserved.
     pub(crate) open: usize,
 }
 
 impl Outgoing {
-    /// Takes out what is wanted back.
+    /// Takes out matching deliveries.
     pub(crate) fn recall(&mut self, mut which: impl FnMut(&Delivery) -> bool) -> Vec<Delivery> {
         let (mut place, mut were_open) = (0, 0);
         let open = self.open;
@@ -72,8 +72,8 @@ impl Writer {
         }
     }
 
-    /// Tells the windows what was settled, and divides the places of consumers for which rows are due: half
-    /// are for what is reserved, so that neither keeps the other waiting for ever.
+    /// Reports settled events to the windows, and divides the places of consumers that have rows due. Half of
+    /// the places are for reserved events, so that neither kind waits for ever.
     pub(crate) fn share_places(&mut self, now: i64) {
         let (at, step) = (Instant::now(), self.step);
         let mut shared = Vec::new();
@@ -101,15 +101,15 @@ impl Writer {
         }
     }
 
-    /// Whether something is reserved that may begin. Hardly ever outside a transaction that opens it: a
-    /// claim that another process took gives its places back.
+    /// Whether a reserved event may begin. This is rare outside a transaction that opens it: a claim that
+    /// another process took frees its places.
     pub(crate) fn reserved_may_begin(&self) -> bool {
         let mut sessions = self.sessions.keys();
         self.isolating.is_none()
             && sessions.any(|id| self.reserved(*id) > 0 && self.places(*id) > 0)
     }
 
-    /// Opens as much of what is reserved as there are places for.
+    /// Opens as many reserved events as there are places.
     pub(crate) fn open_reserved(&mut self) {
         let ids: Vec<u64> = self.sessions.keys().copied().collect();
         for id in ids {
@@ -120,9 +120,9 @@ impl Writer {
         }
     }
 
-    /// Opens up to `count` of what is reserved for a consumer, the oldest first.
+    /// Opens up to `count` reserved events of a consumer, the oldest first.
     fn open_some(&mut self, id: u64, count: usize) {
-        // While a suspect is to run alone, nothing else may begin.
+        // While a suspect runs alone, nothing else may begin.
         let Some(session) = self.sessions.get(&id).filter(|_| self.isolating.is_none()) else {
             return;
         };
@@ -148,8 +148,8 @@ impl Writer {
         }
     }
 
-    /// Puts what was only reserved in claims that match back to wait, without an attempt; the claims keep
-    /// what may have begun.
+    /// Puts the reserved events of matching claims back to waiting, without an attempt. The claims keep the
+    /// events that may have begun.
     pub(crate) fn give_back_reserved(&mut self, which: &str, values: (i64, i64)) -> Result<()> {
         let doing = |e| from_sqlite("recovering", e);
         type Reserving = (i64, i64, (u64, u64), u64, Option<Vec<u8>>);

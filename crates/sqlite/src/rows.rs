@@ -1,4 +1,4 @@
-//! Rows of the log, in and out.
+//! Reading and writing rows of the log.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,12 +20,12 @@ pub(crate) const RECORD: &str = "log.seq, log.id, log.type, log.version, log.occ
 /// The first column after those of [`RECORD`].
 pub(crate) const AFTER_RECORD: usize = 10;
 
-/// The group that an event is addressed to, NULL for none. Most events have no attributes, and of the others
-/// hardly any needs to be parsed.
+/// The group that an event is addressed to, NULL for none. Most events have no attributes, and few of the
+/// others need to be parsed.
 pub(crate) const ADDRESS: &str =
     "iif(instr(log.attrs, '\"address\":') > 0, log.attrs ->> '$.address', NULL)";
 
-/// The oldest and the newest position. Two searches: asked for as one, SQLite reads all of the log.
+/// The oldest and the newest position. With two searches: as a single query, SQLite would read the whole log.
 pub(crate) const ENDS: &str = "SELECT (SELECT min(seq) FROM log), (SELECT max(seq) FROM log)";
 
 /// The oldest and the newest position, if there is any event.
@@ -41,7 +41,7 @@ pub(crate) fn ends(conn: &Connection) -> Result<Option<(u64, u64)>> {
 #[derive(Default)]
 pub(crate) struct TypeNames(HashMap<i64, Arc<str>>);
 
-/// More types than this are not kept in memory at once.
+/// More types than this are not cached at once.
 pub(crate) const MAX_CACHED_TYPES: usize = 10_000;
 
 impl TypeNames {
@@ -73,25 +73,25 @@ impl TypeNames {
     }
 }
 
-/// The type that an event has in a dead letter if its own cannot be read.
+/// The type of a dead letter whose event type cannot be read.
 pub(crate) const UNREADABLE: &str = "unreadable";
-/// So much of damaged attributes is kept in the record of a failure.
+/// At most this many characters of damaged attributes are kept in a failure.
 const SHOWN_ATTRIBUTES: usize = 1000;
 
-/// What is logged of a damaged event that a reader goes past.
+/// Logged when a reader skips a damaged event.
 pub(crate) const LEFT_OUT: &str = "a damaged event is left out; see `everbus check`";
 
-/// An event as a row of the log has it.
+/// An event as read from a row of the log.
 pub(crate) struct Stored {
     pub(crate) type_id: i64,
-    /// The event. If the row is damaged, what could be saved of it, the bytes of the payload first of all.
+    /// The event. If the row is damaged: what could be read of it, above all the bytes of the payload.
     pub(crate) record: Arc<Recorded>,
-    /// What is wrong with the row. Such an event is handed to no handler.
+    /// What is wrong with the row. A damaged event is not given to a handler.
     pub(crate) damage: Option<String>,
 }
 
 impl Stored {
-    /// The event, if the row is as it was written.
+    /// The event, if its row is intact.
     pub(crate) fn intact(self) -> Result<Arc<Recorded>> {
         let Some(damage) = self.damage else {
             return Ok(self.record);
@@ -104,7 +104,7 @@ impl Stored {
         .hint("`everbus check` lists all damaged events; restore a backup to have them back"))
     }
 
-    /// The event, for a reader that goes on past damage. What is left out is logged.
+    /// The event, for a reader that continues after damage. A skipped event is logged.
     pub(crate) fn or_left_out(self) -> Option<Arc<Recorded>> {
         if let Some(damage) = &self.damage {
             tracing::error!(
@@ -119,7 +119,7 @@ impl Stored {
     }
 }
 
-/// Reads an event from a row of [`RECORD`], which must be intact.
+/// Reads an event from a row of [`RECORD`]. The row must be intact.
 pub(crate) fn read_record(
     conn: &Connection,
     row: &Row<'_>,
@@ -128,7 +128,7 @@ pub(crate) fn read_record(
     read_stored(conn, row, types)?.intact()
 }
 
-/// Reads what a row of [`RECORD`] holds, also if some of it cannot be read.
+/// Reads a row of [`RECORD`], also if some of it is unreadable.
 pub(crate) fn read_stored(
     conn: &Connection,
     row: &Row<'_>,
@@ -171,7 +171,7 @@ pub(crate) fn read_stored(
     let received_at = column(row, 5, "received_at", damage);
     let tenant = column(row, 8, "tenant", damage);
     let checksum: Option<i32> = column(row, 9, "checksum", damage);
-    // A row of an older version has none.
+    // A row of an older version has no checksum.
     if let (Some(expected), None) = (checksum, &damage) {
         let columns = Columns {
             seq: to_sql(position),
@@ -205,7 +205,7 @@ pub(crate) fn read_stored(
     })
 }
 
-/// The checksum that an intact row of [`RECORD`] has with another time of receipt; none if it has none.
+/// The checksum of an intact row of [`RECORD`] with another time of receipt; `None` if the row has none.
 pub(crate) fn restamp(
     row: &Row<'_>,
     event_type: &str,
@@ -228,7 +228,7 @@ pub(crate) fn restamp(
     Ok(Some(columns.checksum()))
 }
 
-/// A column that should hold this; a default and a note if it does not.
+/// Reads a column. If it has the wrong type, returns a default and adds a note.
 fn column<T: FromSql + Default>(
     row: &Row<'_>,
     index: usize,
@@ -241,7 +241,7 @@ fn column<T: FromSql + Default>(
     })
 }
 
-/// The number of an event in the file: it has a single log.
+/// The number of an event in the file, which has a single log.
 pub(crate) trait Seq {
     fn seq(&self) -> u64;
 }
@@ -264,11 +264,11 @@ impl Seq for Lease {
     }
 }
 
-/// What this engine puts into a lease.
+/// The parts of a lease in this engine.
 pub(crate) trait LeaseParts {
     /// The claim or the row that holds the event.
     fn slot(&self) -> u64;
-    /// Changes each time the event is handed out.
+    /// Fencing token: changes each time the event is handed out.
     fn token(&self) -> u64;
 }
 
@@ -292,7 +292,7 @@ fn read_attributes(value: ValueRef<'_>) -> Result<Attributes, String> {
     })
 }
 
-/// Reads one event by its place in the log, which must be intact.
+/// Reads one event by its position. The row must be intact.
 pub(crate) fn record_at(
     conn: &Connection,
     seq: u64,
@@ -302,7 +302,7 @@ pub(crate) fn record_at(
     stored.map(Stored::intact).transpose()
 }
 
-/// Reads what the row of an event holds, also if some of it cannot be read.
+/// Reads the row of an event, also if some of it is unreadable.
 pub(crate) fn stored_at(
     conn: &Connection,
     seq: u64,
@@ -319,12 +319,12 @@ pub(crate) fn stored_at(
     }
 }
 
-/// Positions and counters are unsigned outside and signed in SQLite; they never get near the limit.
+/// Positions and counters are unsigned in Rust and signed in SQLite; they never get near the limit.
 pub(crate) fn to_sql(value: u64) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
 
-/// The other way round; a negative number in the file counts as zero.
+/// The opposite of [`to_sql`]; a negative number in the file counts as zero.
 pub(crate) fn seq_from(value: i64) -> u64 {
     u64::try_from(value).unwrap_or(0)
 }
@@ -342,7 +342,7 @@ pub(crate) fn read_failures(text: Option<&str>) -> Result<Vec<Failure>> {
     }
 }
 
-/// Writes them; none at all is NULL.
+/// Writes failures; an empty list is NULL.
 pub(crate) fn write_failures(failures: &[Failure]) -> Option<String> {
     if failures.is_empty() {
         None

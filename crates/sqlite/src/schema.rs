@@ -1,4 +1,4 @@
-//! The tables of a file, their version, and the way from one version to the next.
+//! The tables of a file, their version, and the migrations between versions.
 
 use everbus_core::{Code, Error, Result};
 use rusqlite::Connection;
@@ -8,15 +8,15 @@ use crate::errors::from_sqlite;
 /// The version of the tables this build reads and writes.
 pub const VERSION: i32 = 7;
 
-/// The oldest version that this build reads. Development builds before it wrote others.
+/// The oldest version that this build reads. Development builds wrote older ones.
 const OLDEST: i32 = 7;
 
-/// `EVBS`: marks a SQLite file as ours.
+/// `EVBS`: marks a SQLite file as an Everbus file.
 pub(crate) const APPLICATION_ID: i32 = 0x4556_4253;
 
-/// What leads from one version to the next; the first leads from an empty file to version [`OLDEST`].
+/// Migrations to the next version; the first leads from an empty file to version [`OLDEST`].
 const MIGRATIONS: &[&str] = &[
-    // The tables of the outbox are also made in other people's databases, so they have a file of their own.
+    // The tables of the outbox are also created in users' databases, so they have their own file.
     concat!(
         include_str!("outbox.sql"),
         include_str!("schema.sql"),
@@ -24,8 +24,8 @@ const MIGRATIONS: &[&str] = &[
     ),
 ];
 
-/// The first SQLite that has the fix for lost commits after a WAL reset, and the older lines that
-/// got it too.
+/// The first SQLite with the fix for lost commits after a WAL reset, and the older release lines that got it
+/// too.
 const SAFE_SQLITE: i32 = 3_051_003;
 
 /// Refuses a SQLite library that may lose commits.
@@ -51,15 +51,15 @@ fn check_library_version(version: i32) -> Result<()> {
     .hint("build with the bundled SQLite, or link 3.51.3 or newer"))
 }
 
-/// What a file turned out to be.
+/// What a file contains.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Empty,
     Ours(i32),
 }
 
-/// Looks at a file without changing it, in one read transaction: another process may be making the tables
-/// just now, and would be seen half-way between two reads.
+/// Examines a file without changing it, in one read transaction: another process may be creating the tables,
+/// and two reads could see a state in between.
 pub(crate) fn identify(conn: &Connection) -> Result<Kind> {
     if !conn.is_autocommit() {
         return look(conn);
@@ -97,7 +97,7 @@ fn look(conn: &Connection) -> Result<Kind> {
     .hint("choose another file; Everbus does not put its tables into foreign databases"))
 }
 
-/// The error for a file from the future.
+/// The error for a file of a newer version.
 pub(crate) fn newer(version: i32) -> Error {
     Error::new(
         Code::NewerSchema,
@@ -117,7 +117,8 @@ fn older(version: i32) -> Error {
     .hint("begin a new file, or use the build that made this one; the file was not touched")
 }
 
-/// Brings the tables to [`VERSION`] in one transaction: the file is as it was or new, never between.
+/// Migrates the tables to [`VERSION`] in one transaction: the file is in the old version or the new one,
+/// never between.
 pub(crate) fn migrate(conn: &Connection) -> Result<()> {
     if identify(conn)? == Kind::Ours(VERSION) {
         return Ok(());
@@ -128,7 +129,7 @@ pub(crate) fn migrate(conn: &Connection) -> Result<()> {
 fn migrate_at_once(conn: &Connection) -> Result<()> {
     let doing = |e| from_sqlite("preparing the tables", e);
     conn.execute_batch("BEGIN IMMEDIATE").map_err(doing)?;
-    // Looked at again under the lock: another process may have been faster.
+    // Checked again under the lock: another process may have been faster.
     let moved = identify(conn).and_then(|kind| {
         let done = match kind {
             Kind::Empty => 0,
@@ -188,7 +189,7 @@ mod tests {
         let path = dir.path().join("a.db");
         let mut conn = Connection::open(&path).unwrap();
         conn.pragma_update(None, "journal_mode", "WAL").unwrap();
-        // The other process is done between the first look and the second.
+        // The other process finishes between the first check and the second.
         let mut other = Some(path);
         conn.authorizer(Some(move |context: AuthContext<'_>| {
             let second = matches!(

@@ -1,4 +1,4 @@
-//! A consumer of a group, as its user holds it and as the writer knows it.
+//! A consumer of a group: the user's side and the writer's side.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,12 +13,12 @@ use crate::queue::Command;
 use crate::rows::MAX_CACHED_TYPES;
 use crate::state::micros;
 
-/// The payloads a consumer has in flight take at most about this many bytes, or this many for each
-/// event it asked for, whichever is more. One event is always let through.
+/// Limit for the payload bytes that a consumer has in flight, in total or per event it asked for, whichever
+/// is more. One event is always allowed.
 const BYTES_IN_FLIGHT: u64 = 16 << 20;
 const BYTES_PER_EVENT: u64 = 4096;
 
-/// A consumer that the writer has yet to learn about.
+/// A consumer that the writer does not know yet.
 pub(crate) struct NewSession {
     pub(crate) id: u64,
     pub(crate) group: everbus_core::GroupName,
@@ -26,7 +26,7 @@ pub(crate) struct NewSession {
     pub(crate) mailbox: Arc<Mailbox>,
 }
 
-/// A consumer as the writer knows it.
+/// The writer's side of a consumer.
 pub(crate) struct Session {
     pub(crate) group: i64,
     pub(crate) prefetch: usize,
@@ -37,17 +37,17 @@ pub(crate) struct Session {
     handles: IdMap<i64, bool>,
     /// Handed out and not settled.
     pub(crate) in_flight: usize,
-    /// The payloads of those, in bytes.
+    /// Payload bytes of the events in flight.
     bytes_in_flight: u64,
-    /// How many of those may have begun.
+    /// How many of the events in flight may have begun.
     pub(crate) window: Window,
-    /// Settled since the window was told.
+    /// Events settled since the window was last updated.
     settled: usize,
-    /// Whether what is reserved or what waits in rows gets the odd place, if both want it.
+    /// Which gets an odd place if both want it: reserved events or waiting rows.
     pub(crate) reserved_next: bool,
-    /// Whether the feeder is reading for it.
+    /// Whether the feeder is reading for this consumer.
     pub(crate) feeding: bool,
-    /// When the feeder may be asked again, if the last reading failed.
+    /// When the feeder may be asked again after a failed read.
     pub(crate) feed_after: Option<Instant>,
     /// Whether rows without a handler should be looked through again.
     pub(crate) look_for_unhandled: bool,
@@ -83,7 +83,7 @@ impl Session {
         }
     }
 
-    /// How many more bytes of payload, so that large events do not fill the memory.
+    /// How many more payload bytes it may have in flight, so that large events do not fill the memory.
     pub(crate) fn room_in_bytes(&self) -> u64 {
         let limit = (self.prefetch as u64)
             .saturating_mul(BYTES_PER_EVENT)
@@ -91,19 +91,19 @@ impl Session {
         limit.saturating_sub(self.bytes_in_flight)
     }
 
-    /// Takes note of events handed out.
+    /// Counts events that were handed out.
     pub(crate) fn took(&mut self, count: usize, bytes: u64) {
         self.in_flight += count;
         self.bytes_in_flight += bytes;
     }
 
-    /// Takes note of an event that was settled.
+    /// Counts a settled event.
     pub(crate) fn settled(&mut self, bytes: u64) {
         self.gave(1, bytes);
         self.settled += 1;
     }
 
-    /// Tells the window what was settled in this transaction.
+    /// Reports the events settled in this transaction to the window.
     pub(crate) fn tell_window(&mut self, now: Instant, step: Duration) {
         if self.settled > 0 {
             self.window.settled(self.settled, now, step);
@@ -111,13 +111,13 @@ impl Session {
         }
     }
 
-    /// Takes note of events that are no longer in flight.
+    /// Counts events that are no longer in flight.
     pub(crate) fn gave(&mut self, count: usize, bytes: u64) {
         self.in_flight = self.in_flight.saturating_sub(count);
         self.bytes_in_flight = self.bytes_in_flight.saturating_sub(bytes);
     }
 
-    /// Begins counting anew, after a rollback: numbers of types may be given anew, too.
+    /// Resets the counts after a rollback; type numbers may be given again, too.
     pub(crate) fn recount(&mut self) {
         (self.in_flight, self.bytes_in_flight) = (0, 0);
         self.handles.clear();
@@ -143,7 +143,7 @@ impl Session {
     }
 }
 
-/// The consumer that a user of the engine holds.
+/// The user's side of a consumer.
 pub(crate) struct SqliteConsumer {
     pub(crate) id: u64,
     pub(crate) mailbox: Arc<Mailbox>,
@@ -155,7 +155,7 @@ impl Consumer for SqliteConsumer {
     fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
         Box::pin(async move {
             loop {
-                // Registered before looking, so that nothing arrives unnoticed between.
+                // Registered before looking, so that no arrival is missed.
                 let arrived = self.mailbox.arrived();
                 if let Some(result) = self.mailbox.take(max, micros(self.handle.clock.now())) {
                     return result;
@@ -191,7 +191,7 @@ impl Consumer for SqliteConsumer {
         });
         Box::pin(async move {
             match answer.await {
-                // An engine that has stopped holds nothing for anybody.
+                // A stopped engine holds no deliveries.
                 Ok(Err(e)) if e.code() == everbus_core::Code::EventBusShutdownError => Ok(()),
                 Ok(result) => result,
                 Err(_) => Ok(()),

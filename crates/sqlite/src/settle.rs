@@ -1,4 +1,4 @@
-//! What became of deliveries.
+//! Part of the writer: settling deliveries (ack, retry, release, dead-letter) and extending leases.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::rows::{LeaseParts as _, Seq as _, read_failures, stored_at, to_sql, w
 use crate::state::{WAITING, micros};
 use crate::writer::Writer;
 
-/// Where a lease leads.
+/// What a lease refers to.
 #[derive(Clone, Copy)]
 enum Place {
     Claim(i64),
@@ -20,14 +20,14 @@ enum Place {
 }
 
 impl Writer {
-    /// Applies settlements; each is refused by itself if its lease is lost or its effect fails.
+    /// Applies settlements. Each one is refused separately if its lease is lost or its effect fails.
     pub(crate) fn settle(&mut self, settlements: &[Settlement]) -> Result<Vec<Result<()>>> {
         let mut results = Vec::with_capacity(settlements.len());
         for settlement in settlements {
             let result = self.settle_one(settlement);
             let refused = match &result {
                 Ok(()) => true,
-                // Without a transaction nothing of the others is left either.
+                // Without a transaction, the other settlements are rolled back too.
                 Err(_) if self.conn.is_autocommit() => false,
                 Err(e) => is_refusal(e.code()),
             };
@@ -57,8 +57,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Does what goes with an ack: the record in the inbox, the effect, the events that follow. If
-    /// the record is there already, all of it was done before.
+    /// Does the work that belongs to an ack: the inbox record, the effect, the follow-up events. If the inbox
+    /// record exists, all of it was done before.
     fn accompany_ack(&mut self, place: Place, settlement: &Settlement) -> Result<()> {
         let seq = settlement.lease.seq();
         let group = match place {
@@ -94,8 +94,8 @@ impl Writer {
         appended
     }
 
-    /// Whether the event was handled before makes no difference to a plain ack, so that all of these
-    /// are written together.
+    /// A plain ack need not know whether the event was handled before, so these inbox records are written
+    /// together.
     fn note_later(&mut self, place: Place, group: i64, seq: u64) -> Result<()> {
         let known = match place {
             Place::Claim(id) => self.state.claims.get(&id).and_then(|c| c.key_of(seq)),
@@ -110,10 +110,10 @@ impl Writer {
         Ok(())
     }
 
-    /// The claim or row a lease stands for, if it is still ours.
+    /// The claim or row of a lease, if this process still holds it.
     fn find(&self, lease: &Lease) -> Result<Place> {
         let seq = lease.seq();
-        // A lease that is over is lost, also before somebody took the event.
+        // An expired lease is lost, even before another consumer took the event.
         let now = micros(self.clock.now());
         if lease.slot() & 1 == 0 {
             let id = (lease.slot() >> 1) as i64;
@@ -213,7 +213,7 @@ impl Writer {
                 let died_at = failure.as_ref().map_or(now, |f| f.at);
                 let (mut attempt, mut failures) = self.row(group, seq)?;
                 if failure.is_none() && !failures.is_empty() {
-                    // Given up for what is on record: this delivery was no attempt.
+                    // The event is given up because of earlier failures: this delivery was not an attempt.
                     attempt = attempt.saturating_sub(1);
                 }
                 failures.extend(failure.iter().cloned());
@@ -280,7 +280,7 @@ impl Writer {
             .map_err(|e| from_sqlite("reading the log", e))
     }
 
-    /// Removes a finished row; in an ordered group the next of its key may go.
+    /// Removes a finished row. In an ordered group the next event with its key may go.
     pub(crate) fn remove_row(&mut self, group: i64, seq: u64) -> Result<()> {
         let doing = |e| from_sqlite("settling", e);
         let ordered = self.state.groups.get(&group).is_some_and(|g| g.ordered);
@@ -312,8 +312,8 @@ impl Writer {
         Ok(())
     }
 
-    /// In an ordered group, lets the first of every key go that has none in flight. Needed when
-    /// something stopped being in flight without being finished.
+    /// In an ordered group, releases the first event of every key that has none in flight. Needed when an
+    /// event is no longer in flight but not finished.
     pub(crate) fn free_keys(&mut self, group: i64) -> Result<()> {
         if !self.state.groups.get(&group).is_some_and(|g| g.ordered) {
             return Ok(());
@@ -334,7 +334,7 @@ impl Writer {
         Ok(())
     }
 
-    /// A new row that waits.
+    /// Inserts a waiting row.
     pub(crate) fn insert_waiting(
         &mut self,
         group: i64,
@@ -395,7 +395,7 @@ impl Writer {
             .map_err(|e| from_sqlite("recording a skip", e))
     }
 
-    /// Lengthens leases.
+    /// Extends leases.
     pub(crate) fn extend(&mut self, leases: &[Lease], by: Duration) -> Result<Vec<Result<()>>> {
         let until = micros(self.clock.now().plus(by));
         let mut results = Vec::with_capacity(leases.len());
@@ -419,8 +419,8 @@ impl Writer {
         Ok(results)
     }
 
-    /// Extends single events of a claim. In the file the claim lasts as long as its longest lease;
-    /// which of its events are behind that is known here, where they would be missed first.
+    /// Extends single events of a claim. In the file the claim lasts as long as its longest lease. Memory
+    /// knows the lease of each event, and sees first when one expires.
     pub(crate) fn extend_claimed(&mut self, id: i64, seqs: &[u64], until: i64) -> Result<()> {
         let Some(claim) = self.state.claims.get_mut(&id) else {
             return Ok(());
@@ -460,7 +460,7 @@ fn is_refusal(code: Code) -> bool {
 fn lost(seq: u64) -> Error {
     Error::new(
         Code::LeaseLost,
-        format!("the lease on event {seq} has ended or is somebody else's"),
+        format!("the lease on event {seq} has ended or another consumer has it"),
     )
     .hint("the event is delivered again; make handlers idempotent or raise the timeout")
 }

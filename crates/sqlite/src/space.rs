@@ -1,4 +1,4 @@
-//! Room on the disk: publishes are refused first, so that acks and dead letters still fit.
+//! Disk space: publishes are refused first, so that acks and dead letters still fit.
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use everbus_core::{Code, Error, Result};
 
-/// What is in the write-ahead log may have to fit into the database as well, and some more.
+/// The content of the write-ahead log may have to fit into the database as well.
 const LEAST: u64 = 6 << 20;
 
-/// Where so much more is free than needed, nobody fills the disk within this time: until then it is not
-/// asked again, which would cost a publish a system call.
+/// If this much more than needed is free, the disk cannot fill up within this time. Until then the free space
+/// is not read again, which saves a system call per publish.
 const PLENTY: u64 = 1 << 30;
 const ASK_AGAIN: Duration = Duration::from_millis(50);
 
@@ -18,7 +18,7 @@ const ASK_AGAIN: Duration = Duration::from_millis(50);
 pub(crate) struct Space {
     directory: PathBuf,
     headroom: u64,
-    /// When there was plenty.
+    /// When there was plenty of space.
     plenty_at: Cell<Option<Instant>>,
 }
 
@@ -39,7 +39,8 @@ impl Space {
             return Ok(());
         }
         self.plenty_at.set(None);
-        // A file system that does not say counts as having room; a real lack of it is noticed later.
+        // A file system that does not report its free space counts as having room; a full disk is noticed
+        // later.
         let Ok(stat) = rustix::fs::statvfs(&self.directory) else {
             return Ok(());
         };

@@ -1,7 +1,7 @@
-//! What the writer knows of the file, so that the common case needs no query.
+//! The writer's copy of the state in the file, so that the common case needs no query.
 //!
-//! The file is the truth: after a failed transaction, or when another process committed something,
-//! all of this is read again.
+//! The file is the truth. After a failed transaction, and when another process has committed, the state is
+//! loaded again.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -20,28 +20,28 @@ pub(crate) const LEASED: i64 = 1;
 pub(crate) const BEHIND_KEY: i64 = 2;
 pub(crate) const UNHANDLED: i64 = 3;
 
-/// After this many crashes an event is only handed out while nothing else is in flight, so that the
-/// next crash proves its guilt.
+/// After this many crashes an event is handed out only while nothing else is in flight, so that the next
+/// crash proves that this event caused it.
 pub(crate) const CRASHES_BEFORE_ISOLATION: i64 = 3;
 
 /// A group as stored.
 pub(crate) struct Group {
     pub(crate) name: GroupName,
     pub(crate) ordered: bool,
-    /// The owner that an ephemeral group goes with.
+    /// The owner of an ephemeral group; the group ends with it.
     pub(crate) owner: Option<i64>,
     /// Everything up to here was handed out or skipped.
     pub(crate) cursor: u64,
-    /// The cursor as stored: skipping is written down later.
+    /// The cursor in the file: skipping is stored later.
     pub(crate) stored_cursor: u64,
-    /// Nothing beyond this was dropped; what was up to here is in `skips`.
+    /// Dropped events beyond the cursor are at or before this position, and in `skips`.
     pub(crate) dropped_to: u64,
     pub(crate) declared_at: u64,
     pub(crate) patterns: Vec<Pattern>,
     matches: IdMap<i64, bool>,
     /// When the earliest waiting delivery is due, if there is one.
     pub(crate) next_due: Option<i64>,
-    /// When the earliest event that a crash made suspect is due; at once for inherited claims.
+    /// When the earliest suspect (an event in flight at a crash) is due; at once for inherited claims.
     pub(crate) next_suspect: Option<i64>,
 }
 
@@ -67,16 +67,16 @@ pub(crate) struct Claim {
     pub(crate) lo: u64,
     pub(crate) hi: u64,
     pub(crate) token: i64,
-    /// When the lease of what was never extended ends.
+    /// When the lease ends of events that were never extended.
     pub(crate) until: i64,
-    /// Single events whose lease was extended, and until when. The file has the latest of all.
+    /// Events whose lease was extended, each with its end. The file has the latest of all.
     pub(crate) extended: HashMap<u64, i64>,
-    /// What is up to here may have begun; the rest is reserved.
+    /// Events up to here may have begun; the others are reserved.
     pub(crate) started: u64,
     pub(crate) progress: Progress,
-    /// The payload of one of its events, on average, in bytes.
+    /// Average payload bytes of its events.
     pub(crate) bytes_each: u64,
-    /// What its events are called, in the order of their places: an ack may put them on record.
+    /// The ids of its events, by position: an ack may record them in the inbox.
     pub(crate) keys: Vec<(u64, EventKey)>,
 }
 
@@ -89,13 +89,13 @@ impl Claim {
         self.extended.get(&seq).copied().unwrap_or(self.until)
     }
 
-    /// What an event is called, if that is known.
+    /// The id of an event, if it is known.
     pub(crate) fn key_of(&self, seq: u64) -> Option<EventKey> {
         let found = self.keys.binary_search_by_key(&seq, |(seq, _)| *seq);
         found.ok().map(|index| self.keys[index].1)
     }
 
-    /// What is neither done nor within its lease.
+    /// Unfinished events whose lease has ended.
     pub(crate) fn ended(&self, now: i64) -> Vec<u64> {
         let open = self
             .progress
@@ -104,7 +104,7 @@ impl Claim {
         open.filter(|seq| self.until_of(*seq) <= now).collect()
     }
 
-    /// Whether some lease may have ended; cheap, and wrong only on the safe side.
+    /// Whether some lease may have ended. Cheap; it may be wrong only by answering yes.
     pub(crate) fn may_have_ended(&self, now: i64) -> bool {
         self.until <= now && !self.ended(now).is_empty()
             || self
@@ -122,15 +122,15 @@ pub(crate) struct Held {
     pub(crate) until: i64,
     pub(crate) suspect: bool,
     pub(crate) bytes: u64,
-    /// It failed before, in this run or as a dead letter: its end is kept.
+    /// It failed before, in this run or as a dead letter, so its outcome is kept.
     pub(crate) failed: bool,
 }
 
-/// Everything the writer remembers.
+/// The writer's state in memory.
 pub(crate) struct State {
     pub(crate) head: u64,
     pub(crate) last_received: i64,
-    /// Whether it was told that this is far in the future.
+    /// Whether a warning was logged that this time is far in the future.
     pub(crate) told_ahead: Cell<bool>,
     pub(crate) groups: IdMap<i64, Group>,
     pub(crate) claims: IdMap<i64, Claim>,
@@ -141,11 +141,11 @@ pub(crate) struct State {
     /// The earliest end of a lease of another owner.
     pub(crate) foreign_until: Option<i64>,
     pub(crate) types: HashMap<Arc<str>, i64>,
-    /// The type asked for last: events of one type often come in a row.
+    /// The last type that was looked up: events of one type often follow each other.
     last_type: Option<(Arc<str>, i64)>,
     pub(crate) tenants: HashMap<String, i64>,
     pub(crate) type_names: TypeNames,
-    /// Appended in the transaction under way.
+    /// Events appended in the running transaction.
     pub(crate) appended: Vec<(i64, Arc<Recorded>)>,
 }
 
@@ -180,8 +180,8 @@ impl State {
         .map_err(|e| from_sqlite("reading the state of the file", e))
     }
 
-    /// Reads again what another process may have changed. Leases that are no longer ours are dropped
-    /// and returned as `(claims, deliveries)`.
+    /// Loads what another process may have changed. Leases that this process has lost are removed and
+    /// returned.
     pub(crate) fn refresh(&mut self, conn: &Connection) -> Result<Lost> {
         let doing = |e| from_sqlite("reading the state of the file", e);
         let version: i32 = conn
@@ -233,7 +233,7 @@ impl State {
         Ok(())
     }
 
-    /// Reads groups and their patterns again.
+    /// Loads groups and their patterns again.
     pub(crate) fn refresh_groups(&mut self, conn: &Connection) -> Result<()> {
         let doing = |e| from_sqlite("reading the groups", e);
         let mut groups = IdMap::default();
@@ -262,8 +262,7 @@ impl State {
         }
         let mut old = std::mem::replace(&mut self.groups, groups);
         for (id, group) in &mut self.groups {
-            // What was skipped and not yet written down need not be looked at again, unless the
-            // group wants more than before.
+            // Events skipped in memory need not be read again, unless the group wants more than before.
             if let Some(old) = old.remove(id)
                 && old.patterns == group.patterns
                 && old.stored_cursor == group.stored_cursor
@@ -318,7 +317,7 @@ impl State {
         Ok(lost)
     }
 
-    /// The number of a type, given one if it is new.
+    /// The number of a type. A new type gets one.
     pub(crate) fn intern_type(&mut self, conn: &Connection, name: &Arc<str>) -> Result<i64> {
         if let Some((last, id)) = &self.last_type
             && (Arc::ptr_eq(last, name) || last == name)
@@ -340,7 +339,7 @@ impl State {
         Ok(id)
     }
 
-    /// The number of a tenant, given one if it is new; 0 for none.
+    /// The number of a tenant. A new tenant gets one; 0 for none.
     pub(crate) fn intern_tenant(&mut self, conn: &Connection, name: Option<&str>) -> Result<i64> {
         let Some(name) = name else { return Ok(0) };
         if let Some(id) = self.tenants.get(name) {
@@ -354,7 +353,7 @@ impl State {
         Ok(id)
     }
 
-    /// Forgets what is known of names, whose numbers were given in vain.
+    /// Forgets cached names whose numbers were rolled back.
     pub(crate) fn forget_names(&mut self) {
         self.types.clear();
         self.last_type = None;
@@ -375,7 +374,7 @@ impl State {
             .ok_or_else(|| Error::new(Code::GroupNotFound, "the group was removed"))
     }
 
-    /// What a delivery counts for in the memory of its consumer.
+    /// Bytes that a delivery counts for in its consumer's memory limit.
     pub(crate) fn bytes_of(&self, lease: &Lease) -> u64 {
         let id = (lease.slot() >> 1) as i64;
         if lease.slot() & 1 == 0 {
@@ -398,7 +397,7 @@ impl State {
     }
 }
 
-/// Leases that turned out to be somebody else's.
+/// Leases that this process has lost.
 #[derive(Default)]
 pub(crate) struct Lost {
     pub(crate) claims: Vec<(i64, Claim)>,
@@ -440,7 +439,7 @@ fn last_skip(conn: &Connection, group: i64) -> Result<u64> {
         .map_err(|e| from_sqlite("reading the skips", e))
 }
 
-/// When the earliest ordinary delivery that waits, or waits for a handler, is due.
+/// When the earliest ordinary delivery is due, also one that waits for a handler.
 pub(crate) fn next_due(conn: &Connection, group: i64) -> Result<Option<i64>> {
     conn.prepare_cached(
         "SELECT min(due) FROM (
@@ -453,7 +452,7 @@ pub(crate) fn next_due(conn: &Connection, group: i64) -> Result<Option<i64>> {
     .map_err(|e| from_sqlite("reading the waiting deliveries", e))
 }
 
-/// When the earliest suspect is due; what is in inherited claims is due at once.
+/// When the earliest suspect is due. Events in inherited claims are due at once.
 pub(crate) fn next_suspect(conn: &Connection, group: i64) -> Result<Option<i64>> {
     conn.prepare_cached(
         "SELECT iif(EXISTS (SELECT 1 FROM claims WHERE group_id = ?1 AND owner = 0), 0,

@@ -1,8 +1,9 @@
-//! The file as a store beside a broker: what the runtime tells it about events that another engine moves.
+//! The file as a store beside a broker: it records what the runtime reports about events that another engine
+//! delivers. Part of the writer: storing these reports.
 //!
-//! A group that is known from here alone has no subscriptions, so it wants nothing and keeps nothing from
-//! being removed. Its cursor goes with the log: a row in `skips` beyond a cursor would mean that the group
-//! has yet to pass the event by.
+//! A group that is known only from such reports has no subscriptions, so it keeps no event from being
+//! removed. Its cursor moves with the end of the log: a row in `skips` beyond a cursor would mean that the
+//! group has yet to skip the event.
 
 use std::sync::Arc;
 
@@ -30,7 +31,7 @@ impl Store for SqliteEngine {
             for step in records.chunks(STEP) {
                 let step = step.to_vec();
                 let some = self.handle.job(move |writer| {
-                    // The inner error refuses this alone.
+                    // The inner error refuses only this command.
                     match writer.check_room() {
                         Ok(()) => writer.ingest(&step).map(Ok),
                         Err(full) => Ok(Err(full)),
@@ -116,7 +117,7 @@ impl Store for SqliteEngine {
             let mut kept = kept_failures(&writer.conn, group, seq)?;
             kept.forget_current();
             writer.keep_failures(group, seq, &kept)?;
-            // The letter says what became of it.
+            // The dead letter says how it ended.
             writer.forget_skip(group, seq)
         })
     }
@@ -138,8 +139,8 @@ impl Store for SqliteEngine {
 }
 
 impl Writer {
-    /// Appends events with the time at which their broker received them; those that are there stay as they
-    /// are. Returns where each is.
+    /// Appends events with the time at which their broker received them. Existing events stay as they are.
+    /// Returns the position of each.
     fn ingest(&mut self, records: &[Arc<Recorded>]) -> Result<Vec<u64>> {
         let now = self.clock.now();
         let before = self.state.appended.len();
@@ -153,14 +154,14 @@ impl Writer {
         Ok(seqs)
     }
 
-    /// Where an event is, after it was ingested if it was new, and the number of a group.
+    /// The number of a group and the position of an event. A new event is ingested first.
     fn told_of(&mut self, group: &GroupName, record: &Arc<Recorded>) -> Result<(i64, u64)> {
         let seqs = self.ingest(std::slice::from_ref(record))?;
         let group = self.store_group(group)?;
         Ok((group, seqs.first().copied().unwrap_or(0)))
     }
 
-    /// The number of a group. One that has no subscriptions is moved to the end of the log.
+    /// The number of a group. A group without subscriptions is moved to the end of the log.
     fn store_group(&mut self, name: &GroupName) -> Result<i64> {
         if let Some(id) = self.state.group_id(name) {
             let head = self.state.head;
@@ -208,7 +209,7 @@ impl Writer {
             .map_err(doing)
     }
 
-    /// The group is done with an event: what failed belongs to no next attempt.
+    /// The group is done with an event: its failures no longer count for a next attempt.
     fn end_failures(&self, group: i64, seq: u64) -> Result<()> {
         self.conn
             .prepare_cached(
@@ -231,7 +232,7 @@ impl Writer {
                     let failures: String = r.get(1)?;
                     Ok(EarlierDeath {
                         attempts: r.get(0)?,
-                        // What is damaged must not keep the new ones from being written.
+                        // Damaged old failures must not keep new ones from being written.
                         failures: read_failures(Some(&failures)).unwrap_or_default(),
                         died_at: Timestamp::from_micros(r.get(2)?),
                         open: r.get(3)?,
@@ -316,7 +317,7 @@ impl Writer {
             .map_err(doing)
     }
 
-    /// Gives the stages that waited to the events that this transaction appended, from this one on.
+    /// Moves stages that arrived early to the events that this transaction appended, from this one on.
     fn move_early_stages(&self, from: usize) -> Result<()> {
         let doing = |e| from_sqlite("storing a payload stage", e);
         let waiting: bool = self

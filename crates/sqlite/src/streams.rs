@@ -1,8 +1,8 @@
-//! How much of a stream is owed, and what goes when it is full.
+//! The backlog of a stream, and (part of the writer) dropping waiting events when the stream is full.
 //!
-//! What is owed is counted by a reader, in short snapshots, so that neither the writer nor the
-//! write-ahead log notices. An event that is dropped before its group has reached it gets its row in
-//! `skips` at once; beyond the cursor such a row means that the group passes the event by.
+//! A reader counts the backlog in short snapshots, so that neither the writer nor the write-ahead log is
+//! affected. An event that is dropped before its group has reached it gets its row in `skips` at once. A skip
+//! beyond the cursor means that the group will skip the event.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -19,31 +19,31 @@ use crate::writer::Writer;
 
 /// Rows of the log looked at in one snapshot.
 const LOOK: u64 = 20_000;
-/// Events dropped in one transaction: so few that a publish hardly waits.
+/// Events dropped in one transaction: few enough that a publish hardly waits.
 const STEP: usize = 200;
-/// How often it is counted again what has yet to go.
+/// How often the backlog is counted again.
 const ROUNDS: usize = 8;
-/// Events a group is moved past in the same transaction.
+/// Events that a group is moved past in the same transaction.
 const PASSED: i64 = 500;
 
-/// How much of a stream one group owes.
+/// The backlog of one group.
 struct Tally {
     group: i64,
     name: GroupName,
     cursor: u64,
     /// The types of the stream that the group wants.
     wanted: HashSet<i64>,
-    /// Whether something beyond the cursor was dropped.
+    /// Whether an event beyond the cursor was dropped.
     has_drops: bool,
     owed: u64,
-    /// What of it waits, if that is asked for.
+    /// The waiting events, if they are asked for.
     waiting: Vec<u64>,
 }
 
 /// A count under way.
 struct Count {
     tallies: Vec<Tally>,
-    /// Up to here the log was searched, and so far it is to be.
+    /// How far the log was searched, and where the search ends.
     searched: u64,
     upto: u64,
     limit: u64,
@@ -51,14 +51,14 @@ struct Count {
 }
 
 impl SqliteEngine {
-    /// How many events of a stream the group owes that owes most, counted up to a limit.
+    /// The backlog of the group that is furthest behind in a stream, counted up to a limit.
     pub(crate) async fn depth_of(&self, stream: Pattern, limit: u64) -> Result<u64> {
         let count = self.count_owed(stream, limit, false).await?;
         let most = count.tallies.iter().map(|tally| tally.owed).max();
         Ok(most.unwrap_or(0).min(limit))
     }
 
-    /// Skips the oldest that wait in every group until no more than so many are owed.
+    /// Skips the oldest waiting events in every group until its backlog is at most `keep`.
     pub(crate) async fn drop_from(&self, stream: Pattern, keep: u64) -> Result<u64> {
         let mut dropped = BTreeSet::new();
         for _ in 0..ROUNDS {
@@ -81,7 +81,7 @@ impl SqliteEngine {
                     dropped.extend(done);
                 }
             }
-            // What was handed out since the count is in flight now, and others must go in its place.
+            // Events handed out since the count are in flight now, so other events must be dropped.
             if !escaped {
                 break;
             }
@@ -108,7 +108,7 @@ impl SqliteEngine {
 }
 
 impl Count {
-    /// Counts what rows and claims say; what lies beyond the cursors comes after.
+    /// Counts events in rows and claims. Events beyond the cursors are counted later.
     fn begin(reader: &Reader, stream: &Pattern, limit: u64, list_waiting: bool) -> Result<Self> {
         let types = matching_types(reader, stream)?;
         let groups: Vec<(i64, i64, Option<i64>, String)> = reader
@@ -159,7 +159,7 @@ impl Count {
         self.searched >= self.upto || self.tallies.iter().any(|tally| tally.owed >= self.limit)
     }
 
-    /// Looks at some more of the log.
+    /// Searches the log a bounded distance further.
     fn go_on(&mut self, reader: &Reader) -> Result<()> {
         let doing = |e| from_sqlite("counting what waits", e);
         let upto = self.upto.min(self.searched.saturating_add(LOOK));
@@ -211,7 +211,7 @@ impl Tally {
         }
     }
 
-    /// What is in rows of its own: waiting, behind its key, without a handler, or leased.
+    /// Events in their own rows: waiting, behind their key, without a handler, or leased.
     fn count_rows(&mut self, reader: &Reader, types: &HashSet<i64>, list: bool) -> Result<()> {
         let doing = |e| from_sqlite("counting the deliveries", e);
         let mut statement = reader
@@ -228,7 +228,7 @@ impl Tally {
         Ok(())
     }
 
-    /// What is open in claims. Those of an owner that died are nobody's: what is in them waits.
+    /// Open events in claims. A claim of a dead owner has no owner, so its events count as waiting.
     fn count_claims(&mut self, reader: &Reader, types: &HashSet<i64>, list: bool) -> Result<()> {
         let doing = |e| from_sqlite("counting the claims", e);
         let claims: Vec<(i64, i64, i64, Option<Vec<u8>>)> = reader
@@ -288,7 +288,7 @@ fn matching_types(reader: &Reader, stream: &Pattern) -> Result<Vec<(i64, String)
     Ok(types)
 }
 
-/// What a group was told to pass by in a stretch of the log.
+/// The events in a range that a group was told to skip.
 fn dropped_between(reader: &Reader, group: i64, after: u64, upto: u64) -> Result<HashSet<u64>> {
     reader
         .conn
@@ -303,7 +303,7 @@ fn dropped_between(reader: &Reader, group: i64, after: u64, upto: u64) -> Result
 }
 
 impl Writer {
-    /// Skips events of a group that wait; what is no longer waiting is left alone. Says which went.
+    /// Skips waiting events of a group and returns them. Events that no longer wait are left alone.
     fn drop_waiting(&mut self, group: i64, seqs: &[u64]) -> Result<Vec<u64>> {
         let Some(cursor) = self.state.groups.get(&group).map(|g| g.cursor) else {
             return Ok(Vec::new());
@@ -311,7 +311,7 @@ impl Writer {
         let mut dropped = Vec::with_capacity(seqs.len());
         let mut rest = Vec::new();
         for seq in seqs.iter().copied() {
-            // What was sent to the group on its own has a row before its turn comes.
+            // An event sent to this group alone has a row before the cursor reaches it.
             match self.row_state(group, seq)? {
                 Some(LEASED) => rest.push(seq),
                 Some(_) => {
@@ -350,8 +350,8 @@ impl Writer {
             .map_err(|e| from_sqlite("dropping from a stream", e))
     }
 
-    /// Notes why a group is done with an event that it has no row of; one that it has yet to reach is
-    /// passed by.
+    /// Records why a group is done with an event without a row. The group will skip the event if it has not
+    /// reached it yet.
     pub(crate) fn skip_ahead(&mut self, group: i64, seq: u64, reason: &str) -> Result<()> {
         self.write_skip(group, seq, reason)?;
         let group = self.state.group_mut(group)?;
@@ -359,7 +359,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Skips what is open in the claims of owners that died.
+    /// Skips open events in the claims of dead owners.
     fn drop_inherited(&mut self, group: i64, seqs: &[u64]) -> Result<Vec<u64>> {
         let doing = |e| from_sqlite("dropping from a stream", e);
         if seqs.is_empty() {
@@ -396,8 +396,8 @@ impl Writer {
         Ok(dropped)
     }
 
-    /// Moves a group past what it need not look at, a bounded way: where nobody consumes, nobody else
-    /// would.
+    /// Moves a group past events that it need not read, a bounded distance. In a group without a consumer
+    /// nothing else moves the cursor.
     fn pass_dropped(&mut self, group_id: i64) -> Result<()> {
         let doing = |e| from_sqlite("passing what was dropped", e);
         let cursor = self.state.group_mut(group_id)?.cursor;

@@ -1,8 +1,8 @@
-//! Events that were in flight at a crash: handed out one at a time, and alone after several crashes.
+//! Part of the writer: suspects, the events that were in flight at a crash.
 //!
-//! A handler that kills its process must be told from those that merely ran beside it. So what a dead
-//! process had is drained one event at a time, and an event that was there at several crashes is only
-//! handed out while nothing else is in flight: if the process dies once more, it was that one.
+//! A handler that kills its process (a poison event) must be distinguished from those that only ran beside it. So
+//! the events of a dead process are handed out one at a time. An event that was in flight at several crashes
+//! is handed out only while nothing else is in flight: if the process dies once more, that event caused it.
 
 use everbus_core::{Failure, FailureKind, Progress, Result};
 use rusqlite::{OptionalExtension, params};
@@ -14,8 +14,8 @@ use crate::state::{CRASHES_BEFORE_ISOLATION, next_suspect};
 use crate::writer::Writer;
 
 impl Writer {
-    /// Ends an isolation whose event is no longer there to be isolated: another process took it, or
-    /// nobody here consumes its group.
+    /// Ends an isolation whose event is no longer here: another process took it, or this process has no
+    /// consumer of its group.
     pub(crate) fn drop_stale_isolation(&mut self) -> Result<()> {
         let Some((group, seq)) = self.isolating else {
             return Ok(());
@@ -39,8 +39,8 @@ impl Writer {
         !running && (self.isolating.is_none() || self.state.in_flight() == 0)
     }
 
-    /// Hands out one event that was in flight at a crash. One at a time, so that the guilty one can
-    /// be told from the innocent; after several crashes only while nothing else is in flight.
+    /// Hands out one event that was in flight at a crash: one at a time, to find the event that causes
+    /// crashes; after several crashes only while nothing else is in flight.
     pub(crate) fn take_suspect(&mut self, session: u64, group: i64, now: i64) -> Result<()> {
         if !self.may_take_suspect(group) {
             return Ok(());
@@ -50,7 +50,7 @@ impl Writer {
             Some((_, seq)) => {
                 let row = self.suspect("AND seq = ?2", group, to_sql(seq))?;
                 if row.is_none() {
-                    // It went another way; nothing needs to be kept apart any more.
+                    // The event is gone, so nothing needs to be isolated.
                     self.isolating = None;
                 }
                 row
@@ -93,7 +93,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Remembers that a suspect of a group is due at a time.
+    /// Notes that a suspect of a group is due at this time.
     pub(crate) fn note_suspect(&mut self, group: i64, due: i64) {
         if let Some(group) = self.state.groups.get_mut(&group) {
             group.next_suspect = Some(group.next_suspect.map_or(due, |known| known.min(due)));
@@ -126,7 +126,7 @@ impl Writer {
             .map_err(|e| from_sqlite("reading the suspects", e))
     }
 
-    /// Moves the next unfinished event of an inherited claim into a row of its own.
+    /// Moves the next unfinished event of an inherited claim into its own row.
     pub(crate) fn separate_inherited(&mut self, group: i64, now: i64) -> Result<()> {
         let doing = |e| from_sqlite("recovering", e);
         type Inherited = (i64, i64, i64, i64, i64, u32, Option<Vec<u8>>);
@@ -177,7 +177,7 @@ impl Writer {
         self.write_inherited(id, (lo, hi), &progress)
     }
 
-    /// Writes down how far an inherited claim is done; a finished one goes.
+    /// Stores the bitmap of an inherited claim; removes it if it is finished.
     pub(crate) fn write_inherited(
         &self,
         id: i64,

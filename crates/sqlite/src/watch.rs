@@ -1,4 +1,4 @@
-//! Who waits for an event to be settled.
+//! Part of the writer: callers that wait until an event is settled.
 
 use std::collections::HashMap;
 
@@ -16,13 +16,13 @@ pub(crate) struct Watches {
     waiting: HashMap<u64, Vec<Reply<SettledOutcome>>>,
     /// Positions that may be settled now.
     touched: Vec<u64>,
-    /// How many positions may be waited for before those nobody waits for are forgotten.
+    /// At this many positions, those without a waiting caller are removed.
     sweep_at: usize,
 }
 
 impl Watches {
     pub(crate) fn add(&mut self, position: u64, reply: Reply<SettledOutcome>) {
-        // Callers that gave up are forgotten before there are too many of them.
+        // Callers that stopped waiting are removed before there are too many of them.
         if self.waiting.len() >= self.sweep_at.max(1024) {
             self.waiting
                 .retain(|_, replies| replies.iter().any(|reply| !reply.is_closed()));
@@ -52,8 +52,8 @@ impl Watches {
         }
     }
 
-    /// Answers those whose event nobody owes work on any more. Runs outside a transaction, so that
-    /// what it sees is durable.
+    /// Answers callers whose event is settled in every group. Runs outside a transaction, so that it reads
+    /// only durable state.
     pub(crate) fn answer(&mut self, writer: &mut Writer) -> Result<()> {
         let mut touched = std::mem::take(&mut self.touched);
         touched.sort_unstable();
@@ -62,12 +62,12 @@ impl Watches {
             let Some(replies) = self.waiting.get_mut(&position) else {
                 continue;
             };
-            // A caller that gave up is not waited for.
+            // Callers that stopped waiting are dropped.
             replies.retain(|reply| !reply.is_closed());
             let outcome = match writer.outcome(position) {
                 Ok(outcome) => outcome,
                 Err(e) => {
-                    // All are asked again in the next round.
+                    // All are checked again in the next round.
                     self.recheck_all();
                     return Err(e);
                 }
@@ -88,7 +88,7 @@ impl Watches {
 }
 
 impl Writer {
-    /// How a position was settled; `None` while some group still owes work on it.
+    /// How a position was settled; `None` while some group has yet to settle it.
     fn outcome(&mut self, position: u64) -> Result<Option<Result<SettledOutcome>>> {
         let doing = |e| from_sqlite("looking whether an event is settled", e);
         let found: Option<(i64, Option<String>)> = self
@@ -109,7 +109,7 @@ impl Writer {
         let ids: Vec<i64> = self.state.groups.keys().copied().collect();
         for id in ids {
             let group = self.state.group_mut(id)?;
-            // Whether another process's ephemeral group is still there cannot be told from here.
+            // This process cannot tell whether another process's ephemeral group still exists.
             let foreign = group.owner.is_some_and(|owner| owner != own);
             if foreign || group.declared_at >= position {
                 continue;

@@ -1,9 +1,9 @@
-//! What proves that Everbus keeps its promises.
+//! The tests that prove Everbus's guarantees.
 //!
 //! - [`conformance`]: the scenarios every engine passes unchanged; an engine's crate runs them with
 //!   [`conformance_tests!`].
 //! - [`model`]: a seeded random plan of operations, compared step by step with a plain model.
-//! - [`narrow`]: an engine that offers nothing beyond the verbs and fails on demand.
+//! - [`narrow`]: an engine that offers only the required verbs and fails on demand.
 //! - [`chaos`]: the never-lost checker, and campaigns that kill a real process and cut its power.
 #![allow(
     clippy::unwrap_used,

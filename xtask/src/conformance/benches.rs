@@ -1,7 +1,7 @@
 //! The last result of each benchmark that a requirement names: `docs/requirements/benches.txt`.
 //!
-//! `cargo xtask bench --record` writes what `everbus bench` printed; what other commands measure is written by
-//! hand from `bench/LEDGER.md`.
+//! `cargo xtask bench --record` writes the output of `everbus bench`; results of other commands are written
+//! by hand from `bench/LEDGER.md`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -87,7 +87,7 @@ impl Results {
         text
     }
 
-    /// Takes over what `everbus bench -o json` printed, and says of which scenarios.
+    /// Records the output of `everbus bench -o json`, and returns the names of its scenarios.
     pub(crate) fn record(&mut self, json: &str, commit: &str) -> Result<Vec<String>, String> {
         let mut recorded = Vec::new();
         for object in objects(json).ok_or("everbus bench did not print an array of objects")? {
@@ -115,8 +115,8 @@ impl Results {
         Ok(recorded)
     }
 
-    /// Whether a `bench:` line is met by the last result: `publish-1`, for the target of the scenario, or
-    /// `publish-1 events_per_s > 1000` for one of the row's own.
+    /// Whether the last result meets a `bench:` line: `publish-1` for the target of the scenario, or
+    /// `publish-1 events_per_s > 1000` for the row's own target.
     pub(crate) fn met(&self, bench: &str) -> Result<bool, String> {
         let (scenario, condition) = split(bench);
         let outcome = self
@@ -147,7 +147,7 @@ impl Results {
         }
     }
 
-    /// What the table says of the last result.
+    /// The last result, as the table shows it.
     pub(crate) fn describe(&self, bench: &str) -> String {
         let (scenario, condition) = split(bench);
         let Some(outcome) = self.0.get(scenario) else {

@@ -1,5 +1,5 @@
-//! The conformance table: every requirement in `docs/requirements` with its state. It cannot claim what no test
-//! shows, and it counts what is planned, so that its totals say how far the work is.
+//! The conformance table: every requirement in `docs/requirements` with its state. A requirement counts as shown
+//! only if a test shows it; planned ones are counted too, so that the totals say how far the work is.
 //!
 //! A tag is a comment above a test: `// conformance: embedded/dlq-list: the requirement`. Rules and
 //! faults are their own ids: `// conformance: rule-4: the requirement`.
@@ -18,7 +18,7 @@ use requirements::{AREAS, Requirement, State, split_name};
 
 const TABLE: &str = "docs/conformance.md";
 
-/// Writes the table, complete or not, and says what is wrong with it.
+/// Writes the table, complete or not, and reports its problems.
 pub(crate) fn write(root: &Path) -> Result<(), Failed> {
     let table = Table::gather(root)?;
     let path = root.join(TABLE);

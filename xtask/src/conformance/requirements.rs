@@ -1,6 +1,6 @@
 //! The lists in `docs/requirements`: one requirement per line, with indented fields below it.
 
-/// A specification or another subject with requirements of its own.
+/// A specification or another subject with its own requirements.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Area {
     pub(super) name: &'static str,
@@ -40,7 +40,7 @@ pub(super) const AREAS: &[Area] = &[
     subject("faults", "Ways to lose events"),
 ];
 
-/// The work that brings what is planned.
+/// Subjects of planned work.
 pub(super) const SUBJECTS: &[&str] = &[
     "PostgreSQL and NATS",
     "Redis and Kafka and bridges",
@@ -49,7 +49,7 @@ pub(super) const SUBJECTS: &[&str] = &[
     "later",
 ];
 
-/// What the table says about a requirement.
+/// The state of a requirement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum State {
     Shown,
@@ -58,9 +58,9 @@ pub(super) enum State {
     OutOfScope,
     /// The last recorded run of its benchmark missed the target.
     NotMet,
-    /// All its tests end early where the machine lacks something.
+    /// All its tests end early on machines that lack something.
     Conditional,
-    /// Nothing says what becomes of it: a mistake.
+    /// No test and no field says its state: a mistake.
     Unknown,
 }
 

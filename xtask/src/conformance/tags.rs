@@ -10,7 +10,7 @@ pub(super) struct Tag {
     pub(super) needs: Option<String>,
 }
 
-/// The tags of a source file, and what is wrong with those that show nothing.
+/// The tags of a source file, and the problems of tags without a test.
 #[derive(Debug, Default)]
 pub(super) struct Tags {
     pub(super) found: Vec<Tag>,

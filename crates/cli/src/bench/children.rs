@@ -1,4 +1,4 @@
-//! Parts of scenarios that need a process of their own: to be killed, or to be weighed.
+//! Parts of scenarios that need their own process: to be killed, or to measure its memory.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -25,7 +25,7 @@ pub(super) const BACKLOG: &str = "backlog";
 /// Publishes events at a steady pace, then prints when each was committed.
 pub(super) const PACED: &str = "paced";
 
-/// A process of the bench whose first line is worth waiting for. It is killed when dropped.
+/// A child process of the bench that reports with its first line. It is killed when dropped.
 pub(super) struct Part {
     child: Child,
     output: Option<BufReader<ChildStdout>>,
@@ -188,7 +188,7 @@ async fn backlog(path: &Path, events: u64, output: &mut Output) -> Outcome {
         .await?;
     bus.start().await?;
     began.recv().await;
-    // What is fetched ahead arrives within this time or is not fetched ahead at all.
+    // Prefetched events arrive within this time or not at all.
     tokio::time::sleep(Duration::from_secs(2)).await;
     Resident::of_this_process()?.print(output)?;
     bus.shutdown_within(Duration::from_millis(1)).await?;
@@ -202,7 +202,7 @@ pub(super) struct Resident {
 }
 
 impl Resident {
-    /// From what the kernel says about this process.
+    /// Read from the kernel's figures for this process.
     fn of_this_process() -> Outcome<Self> {
         let status = std::fs::read_to_string("/proc/self/status").map_err(|_| {
             Stop::Failed(Error::new(

@@ -1,5 +1,5 @@
-//! From a commit in another process to the start of the handler in this one. Nobody tells this
-//! process that there is something new: it must notice.
+//! From a commit in another process to the start of the handler in this one. This process gets no message
+//! about the commit: it must notice it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::{Bench, Scenario, children};
 use crate::output::Output;
 use crate::stop::Outcome;
 
-/// Not a multiple of how often an engine may look, so that commits fall anywhere in between.
+/// Not a multiple of the engine's poll interval, so that commits fall anywhere in it.
 const PERIOD: Duration = Duration::from_millis(7);
 const LIMIT_US: f64 = 50_000.0;
 

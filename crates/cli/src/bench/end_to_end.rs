@@ -1,4 +1,4 @@
-//! The whole way: published by 512 tasks, handled by a group, settled for good.
+//! End to end: published by 512 tasks, handled by a group, settled.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -36,7 +36,7 @@ pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
         .target("≥ 0.6 × raw batched insert", ours >= 0.6 * raw))
 }
 
-/// What the inbox adds: the raw figure is our own without it.
+/// The cost of the inbox: the raw figure is Everbus without it.
 pub(super) async fn measure_inbox(bench: &Bench) -> Outcome<Figure> {
     let scenario = Scenario::Inbox;
     let events = bench.events(300_000).next_multiple_of(PUBLISHERS);
@@ -112,7 +112,7 @@ async fn run_through(bus: &Bus, events: u64, idempotent: bool) -> Outcome<Durati
     Ok(took)
 }
 
-/// Waits until no group owes anything.
+/// Waits until every group has caught up.
 pub(super) async fn until_idle(bus: &Bus) -> Outcome {
     loop {
         let groups = bus.groups().await?;

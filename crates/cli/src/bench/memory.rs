@@ -1,5 +1,5 @@
-//! Resident memory, in processes of their own: after a million events published and handled, and
-//! with a backlog of a million that handlers are slow on.
+//! Resident memory, measured in separate processes: after a million events published and handled, and with a
+//! backlog of a million for slow handlers.
 
 use super::report::Figure;
 use super::{Bench, Scenario, children};

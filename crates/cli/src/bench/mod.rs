@@ -1,7 +1,7 @@
-//! `everbus bench`: each figure beside its raw loop, measured in the same run on the same disk.
+//! `everbus bench`: measures Everbus beside raw SQLite, in the same run on the same disk.
 //!
-//! Machines are noisy, so raw and ours take turns for several rounds and the median counts. The raw
-//! loops are in `raw`; they are fixed, so that a ratio means the same everywhere.
+//! Machines are noisy, so raw and Everbus take turns for several rounds and the median counts. The raw loops
+//! are in `raw`; they are fixed, so that a ratio means the same everywhere.
 
 mod children;
 mod cold_start;
@@ -88,10 +88,10 @@ pub(crate) enum Scenario {
     /// An enqueue inside a transaction, beside the same insert by hand
     #[value(name = "outbox-enqueue")]
     OutboxEnqueue,
-    /// A relay from a database of one's own into the memory engine
+    /// A relay from a separate database into the memory engine
     #[value(name = "outbox-memory")]
     OutboxMemory,
-    /// A relay from a database of one's own into a file, beside a raw batched insert
+    /// A relay from a separate database into a file, beside a raw batched insert
     #[value(name = "outbox")]
     OutboxRelay,
 }
@@ -155,7 +155,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// How many rounds raw and ours take.
+    /// How many rounds raw and Everbus run.
     fn rounds(&self) -> usize {
         if self.quick { 1 } else { 5 }
     }
@@ -178,7 +178,7 @@ impl Bench {
     }
 
     fn remove(&self, path: &Path) {
-        // The directory goes at the end in any case; this only keeps it small.
+        // The directory is removed at the end in any case; this only keeps it small.
         let _ = crate::files::remove(path);
     }
 

@@ -31,7 +31,7 @@ fn open(path: &Path) -> Result<Connection> {
     Ok(db)
 }
 
-/// Runs something for every event, so many in one transaction.
+/// Runs a statement for every event, [`CHUNK`] in one transaction.
 fn in_transactions(
     path: &Path,
     events: u64,
@@ -51,7 +51,7 @@ fn in_transactions(
     Ok(began.elapsed())
 }
 
-/// The same row, as somebody would write it who has no library for it.
+/// The same row, as a program without this library would write it.
 fn by_hand(path: &Path, events: u64) -> Result<Duration> {
     let payload = sample::payload();
     let payload = String::from_utf8_lossy(&payload).into_owned();
@@ -107,7 +107,7 @@ pub(super) async fn measure_enqueue(bench: &Bench) -> Outcome<Figure> {
         )))
 }
 
-/// A database with so many rows that wait.
+/// A database with this many waiting rows.
 async fn filled(bench: &Bench, name: &str, events: u64) -> Outcome<PathBuf> {
     let path = bench.file(name)?;
     let one = path.clone();
@@ -140,7 +140,7 @@ async fn relay(bus: &Bus, outbox: &Path, events: u64) -> Outcome<Duration> {
     Ok(took)
 }
 
-/// From a database of one's own into the memory engine.
+/// From a separate database into the memory engine.
 pub(super) async fn measure_memory(bench: &Bench) -> Outcome<Figure> {
     let scenario = Scenario::OutboxMemory;
     let events = bench.events(200_000);
@@ -159,7 +159,7 @@ pub(super) async fn measure_memory(bench: &Bench) -> Outcome<Figure> {
     Ok(figure)
 }
 
-/// From a database of one's own into a file of Everbus, beside a raw batched insert.
+/// From a separate database into an Everbus file, beside a raw batched insert.
 pub(super) async fn measure_relay(bench: &Bench) -> Outcome<Figure> {
     let scenario = Scenario::OutboxRelay;
     let events = bench.events(200_000);

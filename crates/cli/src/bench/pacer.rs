@@ -1,5 +1,5 @@
-//! A publisher that keeps its rate whatever happens: it never waits for one publish before the next, so a
-//! stall is felt by everything that should have been published meanwhile, and counted as often.
+//! A publisher that keeps its rate whatever happens: it never waits for one publish before the next. So a
+//! stall delays everything that should have been published meanwhile, and is counted as often.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 use super::sample::{self, Maker, TYPE};
 use crate::stop::Outcome;
 
-/// What goes on beside a publish.
+/// What runs beside a publish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Quiet,
@@ -24,7 +24,7 @@ pub(super) enum Kind {
 const KINDS: usize = 3;
 const NONE: u8 = u8::MAX;
 
-/// Says as what the publishes count that begin now.
+/// Sets the kind of the publishes that begin now.
 #[derive(Clone)]
 pub(super) struct Switch(Arc<AtomicU8>);
 
@@ -59,7 +59,7 @@ impl Pacer {
             switch: switch.clone(),
             took: took.clone(),
         };
-        // A thread of its own: the timers of the runtime are too coarse, and may wait for its work.
+        // A separate thread: the timers of the runtime are too coarse, and may wait for its work.
         let (stopped, runtime) = (Arc::clone(&stop), tokio::runtime::Handle::current());
         let thread = std::thread::spawn(move || round.keep_on(&runtime, &stopped));
         Self {

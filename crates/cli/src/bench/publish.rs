@@ -7,7 +7,7 @@ use super::sample::{self, Maker, TYPE, median, percentile, rate};
 use super::{Bench, Scenario, raw};
 use crate::stop::Outcome;
 
-/// `publish` from so many tasks, beside bare group commit with as many.
+/// `publish` from a number of tasks, beside bare group commit with as many.
 pub(super) async fn from_tasks(
     bench: &Bench,
     tasks: u64,

@@ -59,7 +59,7 @@ pub(super) async fn batched(path: PathBuf, events: u64) -> Outcome<Duration> {
     Ok(blocking(move || loop_().map_err(failed)).await?)
 }
 
-/// Deletes by ranges of the key, 1000 rows per transaction, with nobody else at work.
+/// Deletes by ranges of the key, 1000 rows per transaction, with no other work.
 pub(super) async fn range_deletes(path: PathBuf, events: u64) -> Outcome<Duration> {
     batched(path.clone(), events).await?;
     let loop_ = move || -> rusqlite::Result<Duration> {

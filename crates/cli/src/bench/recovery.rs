@@ -1,5 +1,5 @@
-//! A process dies by kill -9 with 100,000 events in flight: how long until the first is delivered
-//! again, from opening the file?
+//! Recovery: the time from opening the file to the first redelivery, after a process was killed (kill -9)
+//! with 100,000 events in flight.
 
 use std::time::{Duration, Instant};
 

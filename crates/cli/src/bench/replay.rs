@@ -34,7 +34,7 @@ pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
         )))
 }
 
-/// Ours and raw, in turns on one file.
+/// Everbus and raw SQLite, in turns on one file.
 async fn both(bench: &Bench, name: &str, events: u64, attributes: bool) -> Outcome<(f64, f64)> {
     let scenario = Scenario::Replay;
     let path = bench.file(name)?;

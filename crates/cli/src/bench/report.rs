@@ -6,7 +6,7 @@ use super::Scenario;
 use crate::output::{Output, Table, grouped};
 use crate::stop::Outcome;
 
-/// One measured scenario. What does not apply is `None`, `null` in JSON.
+/// One measured scenario. Fields that do not apply are `None`, `null` in JSON.
 #[derive(Debug, Default, Serialize)]
 pub(super) struct Figure {
     scenario: &'static str,
@@ -19,7 +19,7 @@ pub(super) struct Figure {
     target: String,
     met: bool,
     pub(super) detail: String,
-    /// What it is made of, where that is told apart.
+    /// Its single measurements, if they are reported.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) parts: Vec<Part>,
 }
@@ -70,7 +70,7 @@ impl Figure {
         self
     }
 
-    /// Says what was to be reached and whether it was.
+    /// Sets the target and whether it was met.
     pub(super) fn target(mut self, target: impl Into<String>, met: bool) -> Self {
         self.target = target.into();
         self.met = met;

@@ -1,7 +1,7 @@
-//! How fast retention removes bare and fully attributed events while others publish, and what these feel
-//! of it. Beside it, a raw loop that only deletes.
+//! How fast retention removes bare and fully attributed events while others publish, and how much slower the
+//! publishes become. Beside it, a raw loop that only deletes.
 //!
-//! Machines are noisy, and so is the quiet. So short windows with and without retention take turns in one
+//! Machines are noisy even without retention. So short windows with and without retention take turns in one
 //! run, under one publisher, and the latencies of each kind are put together.
 
 use std::path::Path;
@@ -21,23 +21,23 @@ use crate::stop::Outcome;
 /// How long a window is, and the pause between two in which nothing is counted.
 const WINDOW: Duration = Duration::from_millis(250);
 const BETWEEN: Duration = Duration::from_millis(20);
-/// What the publisher does before the first window.
+/// How long the publisher runs before the first window.
 const WARM_UP: Duration = Duration::from_secs(1);
-/// So many windows are enough to see what giving space back costs; a file in use gives it back slowly.
+/// This many windows are enough to measure what giving space back costs; a file in use gives it back slowly.
 const SHRINKING: u32 = 20;
 const BARE: f64 = 100_000.0;
 const ATTRIBUTED: f64 = 10_000.0;
 
-/// What one round gave.
+/// The result of one round.
 struct Round {
     rate: f64,
     freed: u64,
     /// The longest that a transaction worked, and held the writer.
     longest: (Duration, Duration),
     quiet: Vec<Duration>,
-    /// While events go.
+    /// Latencies while events are removed.
     busy: Vec<Duration>,
-    /// While the file gives space back.
+    /// Latencies while the file gives space back.
     shrinking: Vec<Duration>,
 }
 
@@ -75,14 +75,14 @@ impl Rounds {
         }
     }
 
-    /// How many times the p99 in quiet the other ones are.
+    /// The p99 of the other kinds as multiples of the p99 without retention.
     fn times(&self) -> (f64, f64) {
         let quiet = self.felt(|r| &r.quiet).p99;
         let (busy, shrinking) = (self.felt(|r| &r.busy), self.felt(|r| &r.shrinking));
         (busy.p99 / quiet, shrinking.p99 / quiet)
     }
 
-    /// The least and the most of the rounds.
+    /// The minimum and the maximum of the rounds.
     fn spread(&self) -> (f64, f64) {
         let one = |r: &Round| {
             percentile(&mut r.busy.clone(), 0.99) / percentile(&mut r.quiet.clone(), 0.99)
@@ -93,7 +93,7 @@ impl Rounds {
         })
     }
 
-    /// Whether publishers hardly noticed. Whoever had nothing to give back was not felt doing it.
+    /// Whether publishers hardly noticed. A round without space to give back counts as unnoticed.
     fn unnoticed(&self) -> bool {
         let (busy, shrinking) = self.times();
         busy < 3.0 && (shrinking.is_nan() || shrinking < 3.0)
@@ -192,7 +192,7 @@ async fn one(bench: &Bench, path: &Path, events: u64, attributed: bool) -> Outco
         tokio::time::sleep(BETWEEN).await;
     }
     let [quiet, busy, shrinking] = pacer.stop().await?;
-    // The step under way at the end of a window was done, and not told of.
+    // The last step of a window was done but not reported.
     let left = bus.engine().maintenance()?.holdings().await?;
     let left: u64 = left.types.iter().map(|held| held.events).sum();
     let published = bus.log()?.head().await?.progress();
@@ -210,17 +210,17 @@ async fn one(bench: &Bench, path: &Path, events: u64, attributed: bool) -> Outco
     })
 }
 
-/// What happened in one window.
+/// The result of one window.
 #[derive(Default)]
 struct Window {
     done: Pruned,
-    /// Until the last event went.
+    /// Time until the last event was removed.
     removing: Duration,
     /// Whether everything was done.
     complete: bool,
 }
 
-/// Removes whatever is there, for so long or until all of it is done.
+/// Runs retention for this long, or until everything is removed.
 async fn prune_for(bus: &Bus, pacer: &Pacer, time: Duration) -> Outcome<Window> {
     let everything = Retention {
         max_age: Some(Duration::from_micros(1)),

@@ -79,7 +79,7 @@ pub(super) async fn fill(bus: &Bus, n: u64) -> Outcome {
     Ok(())
 }
 
-/// Fails unless the log holds exactly so many events: a rate is worth nothing if something is missing.
+/// Fails unless the log holds exactly this many events: a rate is worth nothing if something is missing.
 pub(super) async fn expect_stored(bus: &Bus, events: u64) -> Outcome {
     let stored = bus.log()?.head().await?.progress();
     if stored == events {

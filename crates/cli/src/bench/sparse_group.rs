@@ -1,4 +1,4 @@
-//! A group that wants one event in 10,000 must not pay for the rest.
+//! Catching up of a group that wants one event in 10,000: the other events must cost it little.
 
 use std::time::{Duration, Instant};
 

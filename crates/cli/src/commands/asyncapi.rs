@@ -1,8 +1,8 @@
-//! `everbus asyncapi`: the events of a running configuration as an AsyncAPI 3 document.
+//! `everbus asyncapi`: the events of a configuration and an engine as an AsyncAPI 3 document.
 //!
-//! What is known without the program itself: the streams and consumers of the configuration file, the
-//! groups of the engine with their patterns, and the types of its newest events. Schemas are the
-//! program's own; `Router::asyncapi` has them.
+//! It contains what is known without the program: the streams and consumers of the configuration file, the
+//! groups of the engine with their patterns, and the types of its newest events. The schemas are in the
+//! program; `Router::asyncapi` has them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -46,7 +46,7 @@ fn configured(args: &Args) -> Outcome<Option<Config>> {
     Ok(path.map(Config::load).transpose()?)
 }
 
-/// The engine, if there is one that can be looked at. With a configuration it need not exist yet.
+/// The engine, if it can be opened. With a configuration it need not exist yet.
 async fn engine(args: &Args, config: Option<&Config>) -> Outcome<Option<Engine>> {
     let named = config.and_then(|config| config.broker.as_ref());
     let elsewhere = args.db.is_none() && args.broker.is_none();
@@ -64,7 +64,7 @@ async fn engine(args: &Args, config: Option<&Config>) -> Outcome<Option<Engine>>
 
 fn add_config(config: &Config, document: &mut Document) {
     let declared = config.streams.is_declared();
-    // Names of declared streams are no types.
+    // Names of declared streams are not types.
     let is_type = |name: &&String| !declared || config.streams.named(name).is_none();
     let limits = config.limits.by_stream.keys();
     let streams = limits.chain(config.backpressure.max_staleness.keys());
@@ -112,8 +112,8 @@ fn settings(consumer: &everbus::config::Consumer) -> BTreeMap<String, Value> {
         .collect()
 }
 
-/// The groups and what they want, unless the configuration says it already, and the types and versions
-/// among the newest events.
+/// Adds the groups with their patterns, unless the configuration has them already, and the types and versions
+/// of the newest events.
 async fn add_engine(engine: &Engine, recent: u64, document: &mut Document) -> Outcome {
     let known: BTreeSet<(Option<String>, String)> = document
         .operations

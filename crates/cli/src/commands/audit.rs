@@ -1,4 +1,4 @@
-//! `everbus audit`: who did what. Lists the trail, verifies that nobody changed it, prints its head to be
+//! `everbus audit`: who did what. Lists the trail, verifies that it was not changed, prints its head to be
 //! kept elsewhere, and adds to it.
 
 use clap::Subcommand;
@@ -31,21 +31,21 @@ pub(crate) enum AuditCommand {
 
 const VERIFY_HELP: &str = "\
 Each record has the hash of itself and of the one before it, and the last one is also kept in \
-FILE.audit-head beside the file. Whoever can write to both can still make a new trail: keep what \
-`everbus audit head` prints elsewhere, and give it here with --head.";
+FILE.audit-head beside the file. A program that can write to both can still make a new trail: keep the \
+output of `everbus audit head` elsewhere, and give it here with --head.";
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ListArgs {
-    /// Only what this one did
-    // Takes the place of the option that says who runs a command: a list is not put on record.
+    /// Only actions of this actor
+    // Replaces the global option of this name: a list is not recorded in the audit trail.
     #[arg(long, value_name = "NAME")]
     actor: Option<String>,
 
-    /// Only this action: dlq.retry, or dlq.* for all that begin so
+    /// Only this action: dlq.retry, or dlq.* for all with this prefix
     #[arg(long, value_name = "ACTION")]
     action: Option<String>,
 
-    /// Only what was done to this
+    /// Only actions on this entity
     #[arg(long, value_name = "TYPE:ID", value_parser = parse_entity)]
     entity: Option<Entity>,
 
@@ -63,7 +63,7 @@ pub(crate) struct VerifyArgs {
     #[arg(long, value_name = "SEQ:HASH", value_parser = parse_head)]
     head: Option<AuditHead>,
 
-    /// Fail also if something could not be verified, because the head beside the file is gone
+    /// Fail also if something could not be verified, because the head file beside the database is gone
     #[arg(long)]
     strict: bool,
 }
@@ -74,11 +74,11 @@ pub(crate) struct RecordArgs {
     #[arg(value_name = "ACTION")]
     action: String,
 
-    /// To which thing
+    /// The entity it was done to
     #[arg(long, value_name = "TYPE:ID", value_parser = parse_entity)]
     entity: Option<Entity>,
 
-    /// Anything else worth knowing
+    /// Further data
     #[arg(long, value_name = "JSON", value_parser = parse_json)]
     details: Option<Value>,
 
@@ -194,16 +194,16 @@ fn print(verdict: &AuditVerdict, output: &mut Output) -> Outcome {
             output.line(format!("BROKEN: {}", escaped(&broken.problem)))?;
             let verified = counted(verdict.verified, "record");
             output.line(match (broken.seq, verdict.first) {
-                // The trail begins behind the break.
+                // The trail begins after the break.
                 (Some(seq), Some(first)) if seq < first => {
                     format!("{verified} after that verified")
                 }
                 (Some(seq), Some(first)) => {
-                    // A head that was kept elsewhere may contradict a record of a chain that is whole.
+                    // A head that was kept elsewhere may contradict a record of an intact chain.
                     let before = verdict.verified.min(seq - first);
                     format!("{} before that verified", counted(before, "record"))
                 }
-                // There are no records, or what is wrong is not one.
+                // There are no records, or the problem is not in a record.
                 _ => format!("{verified} verified"),
             })?;
         }

@@ -82,7 +82,7 @@ pub(crate) async fn run(args: BackupArgs, target: &Target, output: &mut Output) 
     }
 }
 
-/// Makes the backup under another name first: what has the name that was asked for is whole.
+/// Makes the backup under another name first, so that a file with the requested name is complete.
 async fn back_up(
     args: &BackupArgs,
     stage: &Path,
@@ -104,7 +104,7 @@ async fn back_up(
     let mut carrier = here
         .as_ref()
         .map(|here| Carrier::new(std::iter::once(here).chain(&others).collect(), &there));
-    // The objects first: an event that is removed after the copy of the file may take its object along.
+    // The objects first: if an event is removed after the file was copied, its object may be gone too.
     if let (Some(carrier), Ok(file)) = (&mut carrier, target.path()) {
         carrier.round(file).await?;
     }
@@ -125,11 +125,11 @@ async fn back_up(
             None
         }
         Some(mut carrier) => {
-            // What was put since.
+            // Copies objects that were stored since.
             carrier.round(stage).await?;
             let lost = std::mem::take(&mut carrier.lost);
             for (reference, why) in lost {
-                // An event that was removed meanwhile may be without its object.
+                // The object of an event that was removed meanwhile may be gone.
                 if is_in_use(engine, &reference.key).await? {
                     carrier.lost.push((reference, why));
                 }
@@ -178,7 +178,7 @@ async fn say_what_is_left_out(args: &BackupArgs, copy: &Path) -> Outcome {
     Ok(())
 }
 
-/// Is told pages copied and in all.
+/// Gets the pages copied and the total.
 pub(super) type Report = Box<dyn FnMut(u64, u64) + Send>;
 
 pub(super) fn reporter(bar: ProgressBar) -> Report {

@@ -1,4 +1,4 @@
-//! Objects that travel with a file: into a backup and back.
+//! Copies objects with a file: into a backup and back.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -13,21 +13,21 @@ use crate::output::{Output, counted, escaped, grouped};
 use crate::progress;
 use crate::stop::Outcome;
 
-/// How many of the objects that could not be had are named.
+/// At most this many missing objects are named.
 const NAMED: usize = 5;
 
-/// Brings the objects that a file refers to from where they are to where they shall be.
+/// Copies the objects that a file refers to from one place to another.
 pub(super) struct Carrier<'a> {
-    /// Each is tried in turn.
+    /// Sources; each is tried in turn.
     from: Vec<&'a Place>,
     to: &'a Place,
     bar: ProgressBar,
-    /// What is there by now.
+    /// Objects that are at the destination.
     seen: HashSet<String>,
     copied: u64,
     present: u64,
     bytes: u64,
-    /// What could not be had in the last round, and why.
+    /// Objects that could not be copied in the last round, with the reasons.
     pub(super) lost: Vec<(Overflow, String)>,
 }
 
@@ -45,7 +45,7 @@ impl<'a> Carrier<'a> {
         }
     }
 
-    /// Brings all objects that a file refers to and that are not there yet.
+    /// Copies all objects that a file refers to and that are not copied yet.
     pub(super) async fn round(&mut self, file: &Path) -> Outcome {
         self.lost.clear();
         let mut after = 0;
@@ -89,7 +89,7 @@ impl<'a> Carrier<'a> {
         Ok(())
     }
 
-    /// Makes everything durable, and says what became of it.
+    /// Makes everything durable, and returns the result.
     pub(super) async fn finish(self) -> Outcome<Carried> {
         self.to.finish().await?;
         self.bar.finish_and_clear();
@@ -103,7 +103,7 @@ impl<'a> Carrier<'a> {
     }
 }
 
-/// What became of the objects.
+/// The result of copying the objects.
 pub(super) struct Carried {
     pub(super) place: String,
     copied: u64,
@@ -123,7 +123,7 @@ impl Carried {
         })
     }
 
-    /// Says how many objects were copied, and which could not be had.
+    /// Prints how many objects were copied, and which could not be.
     pub(super) fn print(&self, output: &mut Output) -> Outcome {
         if self.copied + self.present > 0 {
             let mut line = format!(
@@ -140,7 +140,7 @@ impl Carried {
         Ok(())
     }
 
-    /// Tells a person on standard error what is missing.
+    /// Warns on standard error about missing objects.
     pub(super) fn warn(&self) {
         for (reference, why) in self.lost.iter().take(NAMED) {
             tracing::warn!("the object {}: {}", escaped(&reference.key), escaped(why));

@@ -1,4 +1,4 @@
-//! `everbus check`: is the file as it should be, and what does the engine promise?
+//! `everbus check`: checks the file, and prints the guarantees of the engine.
 
 use std::path::Path;
 
@@ -15,13 +15,13 @@ use crate::stop::{Outcome, Stop};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct CheckArgs {
-    /// Read every object of a large event and compare its SHA-256; otherwise it must be there with its
-    /// length
+    /// Read every object of a large event and compare its SHA-256; without this, only its presence and length
+    /// are checked
     #[arg(long)]
     pub(crate) deep: bool,
 }
 
-/// What could be found out about a file.
+/// The result of a check.
 struct Verdict {
     report: CheckReport,
     capabilities: Option<Capabilities>,
@@ -35,7 +35,7 @@ pub(crate) async fn run(args: &CheckArgs, target: &Target, output: &mut Output) 
     let checked = check(args, target, &bar).await;
     bar.finish_and_clear();
     let verdict = match checked {
-        // Damage is what a check looks for: it is a finding, not an error.
+        // A check looks for damage, so damage is a finding, not an error.
         Err(Stop::Failed(error)) if error.code() == Code::Corrupt => Verdict {
             report: damage(target.path()?, &error).await?,
             capabilities: None,
@@ -78,7 +78,7 @@ async fn look(
     })
 }
 
-/// What can be said about a file that is too damaged for the engine.
+/// The report about a file that is too damaged for the engine.
 async fn damage(path: &Path, error: &Error) -> Outcome<CheckReport> {
     let mut report = CheckReport::default();
     report.add("readable", false, error.message());
@@ -90,7 +90,7 @@ async fn damage(path: &Path, error: &Error) -> Outcome<CheckReport> {
     Ok(report)
 }
 
-/// What SQLite itself finds, without changing anything.
+/// SQLite's own integrity check, without changing anything.
 fn integrity(path: &Path) -> rusqlite::Result<String> {
     let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_NO_MUTEX;
     let connection = Connection::open_with_flags(path, flags)?;

@@ -1,4 +1,4 @@
-//! `everbus check --config`: is the configuration as it should be?
+//! `everbus check --config`: checks a configuration file.
 
 use std::path::Path;
 
@@ -71,7 +71,7 @@ fn good(path: &Path, config: &Config, output: &mut Output) -> Outcome {
     output.line(format!("{}: everything is as it should be", escaped(&file)))
 }
 
-/// What is not wrong with the file, but will not work here.
+/// Settings that are valid but will not work on this machine.
 fn warnings(config: &Config) -> Vec<String> {
     let engines = config.broker.iter().chain(&config.store);
     engines

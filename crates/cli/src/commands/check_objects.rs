@@ -1,4 +1,4 @@
-//! What `everbus check` says about the objects of large events: whether each is there, and is what was put.
+//! The objects of large events in `everbus check`: whether each exists and is intact.
 
 use std::fmt::Display;
 
@@ -14,25 +14,25 @@ use crate::stop::Outcome;
 
 /// How many problems are listed; the others are counted.
 const LISTED: usize = 1000;
-/// How many objects are looked at between two looks at whether there is any sense in it.
+/// Objects checked at a time. The check stops if all of them failed: the place cannot be reached.
 const CHUNK: usize = 64;
-/// How many events are read at once where there is no file to ask. They come with their payloads.
+/// Events read at once where there is no file to query. They come with their payloads.
 const EVENTS: usize = 64;
 
-/// What was found.
+/// The result.
 #[derive(Debug, Default, Serialize)]
 pub(super) struct Checked {
-    /// Whether every object was read, and not only looked for.
+    /// Whether every object was read, not only looked for.
     deep: bool,
-    /// Objects that events refer to, as far as they were looked at.
+    /// Objects that events refer to, as far as they were checked.
     checked: u64,
     /// The bytes that they should have.
     bytes: u64,
-    /// How many of them are missing, damaged, or could not be looked at.
+    /// How many are missing, damaged, or could not be checked.
     bad: u64,
     /// The first of those.
     pub(super) problems: Vec<Problem>,
-    /// Why not all were looked at.
+    /// Why not all were checked.
     #[serde(skip_serializing_if = "Option::is_none")]
     gave_up: Option<String>,
 }
@@ -47,7 +47,7 @@ pub(super) struct Problem {
 }
 
 impl Checked {
-    /// Looks for the object of every event that has one.
+    /// Checks the object of every event that has one.
     pub(super) async fn run(target: &Target, engine: &Engine, deep: bool) -> Outcome<Self> {
         let objects = target.objects(engine)?;
         let mut checked = Self {
@@ -57,7 +57,7 @@ impl Checked {
         let bar = progress::bar("checking objects", None);
         let walked = checked.walk(target, engine, objects.as_deref(), &bar).await;
         bar.finish_and_clear();
-        // What cannot be looked at is a finding too.
+        // An object that cannot be checked is a finding too.
         if let Err(error) = walked {
             checked.gave_up = Some(error.message().to_owned());
         }
@@ -114,13 +114,13 @@ impl Checked {
                 None => "there is no place for objects; set EVERBUS_CONFIG to the configuration"
                     .to_owned(),
             };
-            // An event that was removed meanwhile may have taken its object along.
+            // If the event was removed meanwhile, its object may be gone too.
             if is_referred_to(engine, *id, reference).await? {
                 self.add(*id, reference, problem);
             }
         }
         match failed {
-            // The place cannot be reached: nothing is gained by waiting for each of a million.
+            // The place cannot be reached: stop instead of waiting for every object.
             Some(error) if failures == part.len() => Err(error),
             _ => Ok(()),
         }
@@ -188,7 +188,7 @@ async fn is_referred_to(
     Ok(references.any(|other| other == reference))
 }
 
-/// The next references after a position, and where to go on.
+/// The next references after a position, and where to continue.
 async fn page(
     target: &Target,
     engine: &Engine,

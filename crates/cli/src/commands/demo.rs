@@ -20,10 +20,10 @@ use crate::stop::Outcome;
 const FILE: &str = "everbus-demo.db";
 const SOURCE: &str = "everbus-demo";
 const GROUPS: [&str; 3] = ["payment", "shipping", "email"];
-/// Between orders, so that a person can follow.
+/// Pause between orders, so that a person can follow.
 const PAUSE: Duration = Duration::from_millis(900);
 
-/// Order, goods and total in cents. The third needs patience, the fourth cannot be paid at all.
+/// Order, goods and total in cents. The third payment fails twice, the fourth always.
 const ORDERS: [(u32, &str, i64); 5] = [
     (1001, "three books", 4150),
     (1002, "a lamp", 8900),
@@ -43,7 +43,7 @@ struct Step {
     text: String,
 }
 
-/// What handlers hold to tell what they do.
+/// Given to handlers, so that they can report what they do.
 #[derive(Clone)]
 struct Teller {
     began: Instant,
@@ -90,7 +90,7 @@ pub(crate) async fn run(output: &mut Output) -> Outcome {
     outcome
 }
 
-/// A demo begins with a new file. Only what an earlier demo made is replaced.
+/// A demo begins with a new file. Only the file of an earlier demo is replaced.
 async fn remove_previous(path: &Path) -> Outcome {
     let engine = Target::file(path).open_existing().await?;
     let ours = is_ours(&engine).await;
@@ -219,7 +219,7 @@ async fn confirm(m: Message, teller: Teller) -> everbus::HandlerResult {
     Ok(())
 }
 
-/// Publishes the orders and waits until every group is done with everything.
+/// Publishes the orders and waits until every group is done with all events.
 async fn sell(bus: &Bus, teller: Teller) -> everbus_core::Result<()> {
     for (order, goods, cents) in ORDERS {
         let event = Event::builder("order.placed")
@@ -240,7 +240,7 @@ async fn sell(bus: &Bus, teller: Teller) -> everbus_core::Result<()> {
     }
 }
 
-/// Prints what happens while the shop is open, and what was told until it closed.
+/// Prints what happens while the shop is open, and then the rest.
 async fn watch(
     shop: impl Future<Output = everbus_core::Result<()>>,
     steps: &mut UnboundedReceiver<Step>,
@@ -323,7 +323,7 @@ fn what_next(dead: EventId, output: &mut Output) -> Outcome {
     Ok(())
 }
 
-/// How this program was called, so that what we suggest works as it stands.
+/// How this program was called, so that suggested commands work as they are.
 fn invocation() -> &'static str {
     let by_cargo = std::env::var_os("CARGO_PKG_NAME").is_some_and(|name| name == "everbus-cli");
     match (by_cargo, cfg!(debug_assertions)) {

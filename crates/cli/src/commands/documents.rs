@@ -1,4 +1,5 @@
-//! Events as documents of a dialect: one per line, with a word about what the dialect has no place for.
+//! Prints events as documents of a dialect, one per line, and reports fields that the dialect has no place
+//! for.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +15,7 @@ use crate::stop::{Outcome, Stop};
 /// Writes events in one dialect.
 pub(super) struct Documents {
     dialect: Dialect,
-    /// What was said to be left out.
+    /// Losses that were reported already.
     said: BTreeSet<String>,
     /// Whether an event could not be written at all.
     incomplete: bool,
@@ -29,7 +30,7 @@ impl Documents {
         }
     }
 
-    /// Prints an event on a line of its own. One that the dialect cannot say is told of, and left out.
+    /// Prints an event on its own line. An event that the dialect cannot express is reported and left out.
     pub(super) fn print(&mut self, whole: &Whole, output: &mut Output) -> Outcome {
         match self.written(whole) {
             Some(document) => output.line(document.get()),
@@ -43,7 +44,7 @@ impl Documents {
         output.line(document.get())
     }
 
-    /// The document of an event, unless the dialect cannot say it: then that is told.
+    /// The document of an event; `None`, with a report, if the dialect cannot express it.
     pub(super) fn written(&mut self, whole: &Whole) -> Option<Box<RawValue>> {
         let written = self.write(whole);
         written
@@ -71,7 +72,7 @@ impl Documents {
         })
     }
 
-    /// Whether everything that was asked for is there.
+    /// Fails if an event was left out.
     pub(super) fn finish(&self) -> Outcome {
         match self.incomplete {
             true => Err(Stop::Unsatisfied),

@@ -1,4 +1,4 @@
-//! `everbus events`: what happened to a tenant, an app or an entity, page by page.
+//! `everbus events`: the history of a tenant, an app or an entity, page by page.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use crate::values::{
 };
 use crate::when;
 
-/// So many bytes of large payloads are fetched for one page.
+/// At most this many bytes of large payloads are fetched for one page.
 const MOST_FETCHED: u64 = 64 << 20;
 
 #[derive(Debug, clap::Args)]
@@ -42,7 +42,7 @@ pub(crate) struct EventsArgs {
     #[arg(long)]
     app: Option<String>,
 
-    /// Only about this thing
+    /// Only about this entity
     #[arg(long, value_name = "TYPE:ID", value_parser = parse_entity)]
     entity: Option<Entity>,
 
@@ -53,11 +53,11 @@ pub(crate) struct EventsArgs {
     #[command(flatten)]
     page: PageArgs,
 
-    /// Where to go on: the cursor that came with a page
+    /// Where to continue: the cursor printed with a page
     #[arg(long, value_parser = parse_history_cursor)]
     cursor: Option<PageCursor>,
 
-    /// Say which indexes were used
+    /// Print which indexes were used
     #[arg(long)]
     explain: bool,
 
@@ -121,7 +121,7 @@ async fn show(
     Ok(())
 }
 
-/// A page for a program.
+/// A page in JSON output.
 #[derive(Serialize)]
 struct Printed<'a, E> {
     events: Vec<E>,
@@ -146,7 +146,7 @@ impl<'a, E> Printed<'a, E> {
     }
 }
 
-/// The page in a dialect: a document per line, and what is not a document on standard error.
+/// Prints the page in a dialect: one document per line, everything else on standard error.
 async fn show_documents(
     args: &EventsArgs,
     dialect: Dialect,
@@ -175,7 +175,7 @@ async fn show_documents(
     documents.finish()
 }
 
-/// The events as they were published, as far as a page may grow.
+/// The events with their large payloads, up to the page's limit.
 async fn whole(items: &[Arc<Recorded>], engine: &Engine, target: &Target) -> Outcome<Vec<Whole>> {
     let objects = target.objects(engine)?;
     let (mut whole, mut left) = (Vec::with_capacity(items.len()), MOST_FETCHED);
@@ -189,7 +189,7 @@ async fn whole(items: &[Arc<Recorded>], engine: &Engine, target: &Target) -> Out
             continue;
         }
         let shown = shown_whole(objects.as_deref(), record).await;
-        // The size of what another sender put into an object is known only now.
+        // The size of an object that another sender stored is known only now.
         let before = record.event.payload().len();
         let grown = shown.record.event.payload().len().saturating_sub(before);
         left = left.saturating_sub(grown as u64);
@@ -198,7 +198,7 @@ async fn whole(items: &[Arc<Recorded>], engine: &Engine, target: &Target) -> Out
     Ok(whole)
 }
 
-/// The columns that have something in them.
+/// A table of the columns that have values.
 fn table(page: &HistoryPage) -> Table {
     const OPTIONAL: [&str; 3] = ["TENANT", "APP", "ENTITY"];
     let names = |index: usize| -> Vec<String> {

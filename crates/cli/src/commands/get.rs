@@ -1,4 +1,4 @@
-//! `everbus get`: one event, where it stands in every group, and what became of each attempt there.
+//! `everbus get`: one event, its state in every group, and the result of each attempt.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -90,18 +90,17 @@ async fn show(
     Err(Stop::Unsatisfied)
 }
 
-/// An event as it was published, or as much of it as can be had.
+/// An event with its large payload, or without it if it cannot be fetched.
 #[derive(Serialize)]
 pub(super) struct Whole {
     #[serde(flatten)]
     pub(super) record: Arc<Recorded>,
-    /// Why the large part of the payload is not there.
+    /// Why the large part of the payload is missing.
     #[serde(rename = "payload_error", skip_serializing_if = "Option::is_none")]
     pub(super) error: Option<String>,
 }
 
-/// The record as it was published. If its large part cannot be had, a person is told, and sees the
-/// rest; so is a program.
+/// Fetches the large payload of an event. If that fails, the output says so and shows the rest.
 pub(super) async fn shown_whole(objects: Option<&Objects>, record: &Arc<Recorded>) -> Whole {
     let (record, error) = match overflow::whole(objects, record).await {
         Ok(whole) => (whole, None),
@@ -113,7 +112,7 @@ pub(super) async fn shown_whole(objects: Option<&Objects>, record: &Arc<Recorded
     Whole { record, error }
 }
 
-/// Where the large part of the payload is, if it did not travel with the event.
+/// Where the large part of the payload is, if it is in an object.
 pub(super) fn print_overflow(record: &Recorded, output: &mut Output) -> Outcome {
     match record.event.overflow() {
         None => Ok(()),

@@ -1,4 +1,4 @@
-//! `everbus groups`: how far every group is, what one is subscribed to, and what is no longer needed.
+//! `everbus groups`: the state and backlog of every group, its subscriptions, and removing them.
 
 use everbus::audit::{Action, Operator, audited};
 use everbus_core::{
@@ -80,7 +80,7 @@ async fn list(engine: &Engine, by_stream: bool, target: &Target, output: &mut Ou
     Ok(())
 }
 
-/// One group: its subscriptions, and what is to do of each event type.
+/// One group: its subscriptions, and its backlog by event type.
 async fn show(name: &GroupName, engine: &Engine, output: &mut Output) -> Outcome {
     let group = existing_group(name, engine).await?;
     if output.is_json() {
@@ -166,7 +166,7 @@ async fn unsubscribe(
         let retracted = engine.broker.retract(subscription.id);
         audited(engine, &Operator::current(), action, retracted).await?;
     }
-    // What waited for a handler and is still wanted by another subscription goes on waiting.
+    // An event that waited for a handler and matches another subscription keeps waiting.
     let left = existing_group(name, engine).await?;
     let skipped = group.unhandled.saturating_sub(left.unhandled);
     if output.is_json() {
@@ -202,7 +202,7 @@ fn row(group: &GroupInfo) -> Vec<String> {
     ]
 }
 
-/// How far a group has come: a number where there is a single log.
+/// The position of a group: a number if there is a single log.
 fn position(cursor: &Cursor) -> String {
     match cursor.positions().next() {
         None => grouped(0),
@@ -213,7 +213,7 @@ fn position(cursor: &Cursor) -> String {
     }
 }
 
-/// A stream that the group above it reads.
+/// A stream read by the group above it.
 fn stream_row(of: &StreamLag) -> Vec<String> {
     vec![
         format!("  {}", escaped(&of.stream)),

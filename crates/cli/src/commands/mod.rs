@@ -1,4 +1,4 @@
-//! One file per command.
+//! The commands, one file each.
 
 mod asyncapi;
 pub(crate) mod audit;
@@ -43,12 +43,12 @@ Everbus keeps events in a file and delivers each of them, or says why it could n
   everbus tail --from first                    look at what is stored, and follow
   everbus --help                               everything else";
 
-/// Runs what was typed.
+/// Runs the command.
 pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
     let Some(command) = args.command.take() else {
         return welcome(output);
     };
-    // Chosen only by commands that need it: the others work with whatever is configured.
+    // Only commands that need a target choose one: the others work with any configuration.
     let target = || Target::choose(&args);
     match command {
         Command::Publish(args) => publish::run(*args, &target()?, output).await,
@@ -65,7 +65,7 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Groups(args) => until_interrupted(groups::run(args, &target()?, output)).await,
         Command::Streams => until_interrupted(streams::run(&target()?, output)).await,
         Command::Replay(args) => replay::run(*args, &target()?, output).await,
-        // The relay ends by itself on Ctrl-C, after what is under way.
+        // The relay handles Ctrl-C itself: it finishes the running work.
         Command::Outbox(command) => outbox::run(command, &target()?, output).await,
         Command::Check(check) => match &args.config {
             Some(config) => check_config::run(&args, &check, config, output),
@@ -99,7 +99,7 @@ fn completions(shell: clap_complete::Shell, output: &mut Output) -> Outcome {
     output.raw(&script)
 }
 
-/// Runs a command that Ctrl-C may end anywhere: nothing it holds needs more than being dropped.
+/// Runs a command that Ctrl-C may end anywhere: dropping it is enough.
 async fn until_interrupted<T>(command: impl Future<Output = Outcome<T>>) -> Outcome<T> {
     let interrupt = Interrupt::listen();
     tokio::select! {
@@ -108,7 +108,7 @@ async fn until_interrupted<T>(command: impl Future<Output = Outcome<T>>) -> Outc
     }
 }
 
-/// The id a person typed: a UUID, or a foreign id with the source it was published with.
+/// The event id from an argument: a UUID, or a foreign id with its source.
 fn event_id(text: &str, source: Option<&str>) -> EventId {
     EventId::from_foreign(source.unwrap_or_default(), text)
 }

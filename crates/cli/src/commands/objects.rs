@@ -1,5 +1,4 @@
-//! `everbus objects`: what lies in the place of the objects, by whose it is, and removing what another log
-//! left there.
+//! `everbus objects`: shows the objects by the log that owns them, and removes those that another log left.
 
 use std::time::Duration;
 
@@ -15,12 +14,12 @@ use crate::progress;
 use crate::stop::Outcome;
 use crate::when;
 
-/// What stands for the owner of objects of which it cannot be told.
+/// Shown for objects whose owner is not known.
 const UNKNOWN: &str = "unknown";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum ObjectsCommand {
-    /// Show how many objects there are, and whose they are
+    /// Show how many objects there are, and which log owns them
     Show,
     /// Delete the objects that another log put here and that no event of this file refers to
     #[command(after_help = REMOVE_HELP)]
@@ -38,11 +37,11 @@ pub(crate) struct RemoveArgs {
     #[arg(value_name = "LOG")]
     log: String,
 
-    /// Only objects that were put there longer ago than this
+    /// Only objects that were stored longer ago than this
     #[arg(long, value_name = "AGE", default_value = "24h", value_parser = when::parse_length)]
     older_than: Duration,
 
-    /// Only say what would be deleted
+    /// Only print what would be deleted
     #[arg(long)]
     dry_run: bool,
 }
@@ -96,11 +95,11 @@ async fn show(engine: &Engine, objects: &Objects, output: &mut Output) -> Outcom
         "this log is {}, the place {} is that of {}",
         survey.log.clone().unwrap_or_else(unknown),
         escaped(&survey.place),
-        survey.owner.clone().unwrap_or_else(|| "nobody".to_owned()),
+        survey.owner.clone().unwrap_or_else(|| "no log".to_owned()),
     ))
 }
 
-/// One line about what belongs to others, if anything does.
+/// One line about objects of other logs, if there are any.
 pub(super) async fn told(engine: &Engine, target: &Target) -> Outcome<Option<(Survey, String)>> {
     let Some(objects) = target.objects(engine)? else {
         return Ok(None);

@@ -51,7 +51,7 @@ fn parse_over(text: &str) -> Result<u64, String> {
 /// Which stages `get` shows, and how.
 #[derive(Debug, clap::Args)]
 pub(crate) struct StageArgs {
-    /// Show the payload stages of the event too: what it looked like on its way
+    /// Show the payload stages of the event too: what it looked like at each step
     #[arg(long)]
     pub(crate) payloads: bool,
 
@@ -122,7 +122,7 @@ fn flags(info: &StageInfo) -> String {
     set.collect::<Vec<_>>().join(",")
 }
 
-/// One stage for `-o json`. It is decompressed while it is printed, and not kept.
+/// One stage in JSON output. It is decompressed while it is printed, and not kept.
 pub(super) struct Shown(StageContent);
 
 impl Serialize for Shown {
@@ -131,7 +131,7 @@ impl Serialize for Shown {
         struct Fields<'a> {
             #[serde(flatten)]
             info: &'a StageInfo,
-            /// The content: as the JSON it is, otherwise as text.
+            /// The content: as JSON if it is JSON, otherwise as text.
             #[serde(skip_serializing_if = "Option::is_none")]
             payload: Option<Box<RawValue>>,
             /// Why it cannot be shown.

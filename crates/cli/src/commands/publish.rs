@@ -1,7 +1,7 @@
-//! `everbus publish`: one event, many alike, or one per line of standard input.
+//! `everbus publish`: one event, many copies, or one event per line of standard input.
 //!
-//! Events go to the bus in batches of whatever is there, so a slow producer sees each event commit
-//! at once and a fast one gets the speed of batches. At most a few thousand lines are in memory.
+//! Events are published in batches of the lines that are there. With a slow producer each event commits at
+//! once; a fast one gets the speed of batches. At most a few thousand lines are in memory.
 
 mod form;
 
@@ -25,8 +25,7 @@ use crate::stop::{Outcome, Stop, about};
 
 /// One commit takes at most this many events.
 const BATCH: usize = 1000;
-/// A line longer than this, and than the largest payload, is refused before it is in memory as a
-/// whole.
+/// A line longer than this, and than the largest payload, is refused before it is in memory as a whole.
 const LONGEST_LINE: usize = 64 << 20;
 
 pub(crate) async fn run(args: PublishArgs, target: &Target, output: &mut Output) -> Outcome {
@@ -38,7 +37,7 @@ pub(crate) async fn run(args: PublishArgs, target: &Target, output: &mut Output)
             Some("each line is one event with an id of its own"),
         ));
     }
-    // What is wrong with the command line is said before a file is created.
+    // Mistakes on the command line are reported before a file is created.
     let first = if lines {
         form.check()?;
         None
@@ -92,7 +91,7 @@ pub(crate) async fn run(args: PublishArgs, target: &Target, output: &mut Output)
     Ok(())
 }
 
-/// What is printed for each event.
+/// The output for each event.
 #[derive(Serialize)]
 struct Published {
     id: String,
@@ -116,7 +115,7 @@ struct Publisher<'a> {
     bar: ProgressBar,
     published: u64,
     dead_lettered: u64,
-    /// One event was asked for: no summary.
+    /// Only one event: no summary.
     single: bool,
 }
 
@@ -167,8 +166,8 @@ impl Publisher<'_> {
         }
     }
 
-    /// How many events may go now. An interrupt is heeded here, between two batches: what is under
-    /// way commits and is printed first.
+    /// How many events may be published now. An interrupt takes effect here, between two batches: the running
+    /// batch commits and is printed first.
     async fn grant(&mut self, most: usize) -> Outcome<usize> {
         if self.interrupt.is_set() {
             return Err(Stop::Interrupted);
@@ -187,7 +186,7 @@ impl Publisher<'_> {
             Ok(receipts) => {
                 let mut settled = Ok(());
                 for (receipt, (_, event)) in receipts.iter().zip(&batch) {
-                    // All of them are stored, so each is printed, however the wait for one ends.
+                    // All of them are stored, so each is printed, even if waiting for one fails.
                     let wait = settled.is_ok();
                     let outcome = self.committed(receipt, event, wait, output).await;
                     settled = settled.and(outcome);
@@ -195,7 +194,7 @@ impl Publisher<'_> {
                 output.flush()?;
                 settled
             }
-            // The batch is stored as a whole or not at all. One by one, the bad one names itself
+            // The batch is stored as a whole or not at all. Published one by one, the refused event is named
             // and those before it are stored, as documented.
             Err(error) if batch.len() > 1 && !error.outcome_unknown() => {
                 for (number, event) in batch {
@@ -216,8 +215,8 @@ impl Publisher<'_> {
         }
     }
 
-    /// Prints an event that is stored, after it is settled if that was asked for. A wait that ends
-    /// badly is an error; the line is printed either way.
+    /// Prints a stored event, after it is settled if --wait was given. A failed wait is an error; the line is
+    /// printed either way.
     async fn committed(
         &mut self,
         receipt: &Receipt,
@@ -313,7 +312,7 @@ fn at_line(number: u64, stop: Stop) -> Stop {
             let Some((before, column)) = named.message().split_once(" at line 1 column ") else {
                 return Stop::Failed(named);
             };
-            // One number of a line is enough: the payload is all of it.
+            // The payload is one line, so its line number is left out.
             let message = format!("{before} at column {column}");
             Stop::Failed(named.with_message(message))
         }
@@ -370,7 +369,7 @@ fn read_lines(longest: usize) -> mpsc::Receiver<Line> {
     from
 }
 
-/// Lets events through at no more than a given rate.
+/// Limits the rate of events.
 struct Pace {
     rate: Option<f64>,
     started: Instant,
@@ -386,7 +385,7 @@ impl Pace {
         }
     }
 
-    /// Waits until at least one event may go and says how many may, `most` at most.
+    /// Waits until at least one event may be published, and returns how many may, up to `most`.
     async fn grant(&mut self, most: usize) -> usize {
         let Some(rate) = self.rate else { return most };
         loop {

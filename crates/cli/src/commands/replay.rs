@@ -1,4 +1,4 @@
-//! `everbus replay`: runs again what happened. One event or a range, for everybody or for one group.
+//! `everbus replay`: replays one event or a range, as copies for every group or into one group.
 
 use everbus::replay::{ReplayProgress, ReplaySkips, Run};
 use everbus::{Bus, Replay, ReplayPreview, ReplayReport};
@@ -17,9 +17,9 @@ use crate::when;
 
 #[derive(Debug, Default, clap::Args)]
 #[command(after_help = "\
-Without --group, copies are published for everybody: with new ids, linked to their originals by \
+Without --group, copies are published for every group: with new ids, linked to their originals by \
 the metadata replay_of, and with the time the originals occurred at. With --group, that group \
-gets the events themselves once more; its position does not move, and no other group notices. \
+gets the events themselves again; its position does not move, and no other group notices. \
 Times are those of receipt, and both ends of a range belong to it.
 
 Ctrl-C ends a replay in good order and prints the command that goes on with it. One that was killed is \
@@ -58,15 +58,15 @@ pub(crate) struct ReplayArgs {
     #[arg(long)]
     app: Option<String>,
 
-    /// Events about this thing
+    /// Events about this entity
     #[arg(long, value_name = "TYPE:ID", value_parser = parse_entity)]
     entity: Option<Entity>,
 
-    /// Give them to this group once more, instead of publishing copies for everybody
+    /// Deliver them to this group again, instead of publishing copies for every group
     #[arg(long, value_name = "NAME", value_parser = parse_group)]
     group: Option<GroupName>,
 
-    /// Only say what would happen
+    /// Only print what would happen
     #[arg(long)]
     dry_run: bool,
 
@@ -74,24 +74,24 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "R", value_parser = parse_rate, allow_negative_numbers = true)]
     rate: Option<f64>,
 
-    /// The name under which a replay that was stopped goes on; one is made up if none is given
+    /// The name under which a stopped replay can continue; a name is made if none is given
     #[arg(long, value_name = "RUN")]
     name: Option<String>,
 
-    /// Publish copies for everybody
+    /// Publish copies for every group
     #[arg(long)]
     yes: bool,
 
-    /// List the replays that are not complete: under way, stopped or killed
+    /// List the replays that are not complete: running, stopped or killed
     #[arg(long, conflicts_with_all = ALL_OTHERS)]
     list: bool,
 
-    /// Forget how far the replay of this name has come; what it did stays done
+    /// Forget the progress of the replay with this name; what it did stays done
     #[arg(long, value_name = "RUN", conflicts_with_all = ALL_OTHERS, conflicts_with = "list")]
     forget: Option<String>,
 }
 
-/// What says nothing when nothing is to be replayed.
+/// Options that have no meaning when nothing is replayed.
 const ALL_OTHERS: [&str; 14] = [
     "id", "source", "since", "until", "stream", "types", "tenant", "app", "entity", "group",
     "dry_run", "rate", "name", "yes",
@@ -164,7 +164,7 @@ async fn replay(
         }
         return output.line(receipt.id().to_string());
     }
-    // A range can always be gone on with; a single event need not be.
+    // A range can always be continued; a single event need not be.
     let name = match (&args.name, id) {
         (Some(name), _) => Some(name.clone()),
         (None, Some(_)) => None,
@@ -204,7 +204,7 @@ async fn replay(
     }
 }
 
-/// Says at the start how the run is called: whoever kills it can still go on with it.
+/// Prints the name of the run at the start, so that even a killed run can be continued.
 fn announce(name: &str, resume: &str, output: &Output) {
     let line = if output.is_json() {
         format!("{}\n", json!({ "name": name, "resume": resume }))
@@ -212,7 +212,7 @@ fn announce(name: &str, resume: &str, output: &Output) {
         let name = escaped(name);
         format!("this is the replay {name}; if it is interrupted, to go on: {resume}\n")
     };
-    // If standard error is gone, there is nobody to tell.
+    // If standard error is closed, there is no reader.
     let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
 }
 
@@ -223,7 +223,7 @@ fn made_up() -> String {
 }
 
 impl ReplayArgs {
-    /// Refuses what makes no sense before anything is opened.
+    /// Refuses contradictory options before a file is opened.
     fn check(&self) -> Outcome {
         let any = self.since.is_some()
             || self.until.is_some()
@@ -277,8 +277,8 @@ impl ReplayArgs {
         replay
     }
 
-    /// The command that goes on with this replay. Times are written out: two hours ago is another time
-    /// by then.
+    /// The command that continues this replay. Times are absolute: "two hours ago" would be another time by
+    /// then.
     fn command(&self, target: &Target, name: &str) -> Suggestion {
         if let Some(id) = &self.id {
             return Suggestion::new(target, &format!("replay {}", shell_word(id)))
@@ -302,7 +302,7 @@ impl ReplayArgs {
     }
 }
 
-/// What copies for everybody would do, and how to say that it is meant.
+/// Describes what publishing copies would do, and how to confirm it.
 async fn unconfirmed(args: &ReplayArgs, selected: Replay, target: &Target) -> Outcome<Stop> {
     let run: Run<_> = selected.publish_copies();
     let preview = run.preview().await?;
@@ -318,7 +318,7 @@ async fn unconfirmed(args: &ReplayArgs, selected: Replay, target: &Target) -> Ou
     };
     let name = args.name.clone().unwrap_or_else(made_up);
     Ok(Stop::usage(
-        format!("{what} would be published for everybody; {whom}"),
+        format!("{what} would be published for every group; {whom}"),
         Some(&format!(
             "if that is meant: {}; to replay for one group only, name it with --group",
             args.command(target, &name)
@@ -342,8 +342,8 @@ fn print_preview(
     let what = counted(preview.events, "event");
     output.line(match (group, preview.events) {
         (Some(group), _) => format!("would replay {what} into {}", escaped(&group.to_string())),
-        (None, 1) => format!("would publish a copy of {what} for everybody"),
-        (None, _) => format!("would publish copies of {what} for everybody"),
+        (None, 1) => format!("would publish a copy of {what} for every group"),
+        (None, _) => format!("would publish copies of {what} for every group"),
     })?;
     if let (Some(first), Some(last)) = (preview.first, preview.last) {
         output.line(if first == last {
@@ -431,7 +431,7 @@ fn print_report(
     }
 }
 
-/// What became of the events: one line for those that reached the target, one for each other fate.
+/// Prints the counts: one line for events that were replayed, one for each reason to leave events out.
 fn print_counts(report: &ReplayReport, group: Option<&GroupName>, output: &mut Output) -> Outcome {
     let reached = match group {
         Some(group) => format!("handed to {}", escaped(&group.to_string())),

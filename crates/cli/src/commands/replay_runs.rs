@@ -1,4 +1,4 @@
-//! `everbus replay --list` and `--forget`: the replays that are not complete, and giving one of them up.
+//! `everbus replay --list` and `--forget`: lists incomplete replays, and gives one of them up.
 
 use everbus::Bus;
 use everbus::replay::ReplayRun;
@@ -75,7 +75,7 @@ fn as_json(run: &ReplayRun, target: &Target) -> Value {
     json
 }
 
-/// How much of the range had its turn.
+/// How much of the range is done.
 fn percent(run: &ReplayRun) -> u64 {
     let from = run.from.progress();
     let all = run.upto.progress().saturating_sub(from).max(1);
@@ -83,7 +83,7 @@ fn percent(run: &ReplayRun) -> u64 {
     u64::try_from(u128::from(done) * 100 / u128::from(all)).unwrap_or(100)
 }
 
-/// What was selected, as it is said on the command line.
+/// The selection as command line options.
 fn words(run: &ReplayRun) -> Vec<(&'static str, String)> {
     let text = |word: &str| run.selection[word].as_str().map(str::to_owned);
     let entity = &run.selection["entity"];
@@ -106,7 +106,7 @@ fn words(run: &ReplayRun) -> Vec<(&'static str, String)> {
         .collect()
 }
 
-/// The command that goes on with it, if one can.
+/// The command that continues it, if there is one.
 fn resume(run: &ReplayRun, target: &Target) -> Option<String> {
     let group = run.target.strip_prefix("the group ");
     let all = run.target == "copies";

@@ -1,4 +1,4 @@
-//! `everbus restore` brings a backup into place, with its objects.
+//! `everbus restore`: puts a backup in place, with its objects.
 
 use std::path::{Path, PathBuf};
 
@@ -87,19 +87,18 @@ pub(crate) async fn run(args: RestoreArgs, target: &Target, output: &mut Output)
     Err(Stop::Unsatisfied)
 }
 
-/// The names that a restore works with.
+/// The paths of a restore.
 struct Names {
-    /// Where the backup goes in the end.
+    /// The final path of the backup.
     path: PathBuf,
-    /// Where it is made ready, so that a bad backup changes nothing.
+    /// Where it is prepared, so that a bad backup changes nothing.
     fresh: PathBuf,
-    /// Where the file that it replaces is kept.
+    /// Where the replaced file is kept.
     old: PathBuf,
 }
 
 impl Names {
-    /// Makes everything ready, then swaps. Returns what became of the objects, and where what was there
-    /// is kept.
+    /// Prepares everything, then swaps. Returns the result for the objects, and where the old file is kept.
     async fn bring(
         &self,
         backup: &Path,
@@ -144,7 +143,7 @@ impl Names {
         let (fresh, path, old) = (self.fresh.clone(), self.path.clone(), self.old.clone());
         let kept = blocking(move || {
             if !exists {
-                // Objects without their file: they are not in the way, and not lost.
+                // Objects without their file are moved aside: not in the way, and not lost.
                 let alone = beside.exists();
                 if alone {
                     let aside = with_suffix(&old, OBJECTS);
@@ -155,7 +154,7 @@ impl Names {
                 files::sync_beside(&path)?;
                 return Ok(alone.then(|| with_suffix(&old, OBJECTS)));
             }
-            // Somebody may have come while we copied.
+            // Another program may have opened the file during the copy.
             files::claim_alone(&path)?;
             files::swap(&fresh, &path, &old)?;
             files::sync_beside(&path)?;
@@ -165,7 +164,7 @@ impl Names {
     }
 }
 
-/// What the audit trails of the old and the new file say about a restore.
+/// The record of a restore in the audit trails of the old and the new file.
 struct Restoring {
     backup: String,
     /// How far the trail of the old file had come.
@@ -173,8 +172,8 @@ struct Restoring {
 }
 
 impl Restoring {
-    /// Records it in a file, if that has a trail: a damaged file or one of an older version is left as
-    /// it is.
+    /// Records the restore in a file, if the file has a trail. A damaged file or one of an older version is
+    /// left as it is.
     async fn record(&self, path: &Path, action: &str, kept: Option<&Path>) {
         let file = path.to_path_buf();
         let opened = blocking(move || match files::schema_version(&file) {
@@ -217,8 +216,7 @@ impl Restoring {
     }
 }
 
-/// Copies to where nothing is. What is wrong with the backup is said with its name, since two files are in
-/// play.
+/// Copies a file to a new path. Errors in the backup name it, since two files are involved.
 fn copy(backup: &Path, target: &Path, report: Report) -> everbus_core::Result<()> {
     everbus_sqlite::restore(backup, target, false, report).map_err(|error| {
         let name = backup.display().to_string();

@@ -1,4 +1,4 @@
-//! `everbus retention`: what is kept for how long, what there is, and a run on command.
+//! `everbus retention`: shows how long everything is kept and what there is, and runs retention.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -23,9 +23,9 @@ use crate::when;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum RetentionCommand {
-    /// Remove what is old and needed by nobody, now
+    /// Remove what is old and no longer needed, now
     Run(RunArgs),
-    /// Show the ages in force, what there is, and what goes next
+    /// Show the ages in force, what there is, and what is removed next
     Show(PolicyArgs),
 }
 
@@ -35,11 +35,11 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     policy: PolicyArgs,
 
-    /// Only say what would go
+    /// Only print what would be removed
     #[arg(long)]
     dry_run: bool,
 
-    /// Go by the clock even if it has leapt: you have made sure that it is right
+    /// Trust the clock even if it has jumped: you have checked that it is right
     #[arg(long)]
     trust_clock: bool,
 }
@@ -65,8 +65,8 @@ pub(crate) struct PolicyArgs {
     #[arg(long, value_name = "N")]
     max_len: Option<u64>,
 
-    /// An age for the events of a declared stream or of some types, stronger than --max-age; may be given
-    /// several times, and the first that matches counts
+    /// An age for the events of a declared stream or of some types; it overrides --max-age. May be given
+    /// several times, and the first match counts
     #[arg(long = "stream", value_name = "STREAM|PATTERN=AGE", value_parser = parse_stream)]
     streams: Vec<(String, Age)>,
 
@@ -93,7 +93,7 @@ enum Preset {
     Standard,
     /// By stream: message 30 days, identity 90, media, agent and channel 7, access and the rest 30
     Omni,
-    /// Everything stays that does not say itself when it expires
+    /// Everything stays except events with their own expiry time
     None,
 }
 
@@ -127,7 +127,7 @@ fn stream_age(streams: &Streams, name: &str, age: Age) -> Outcome<StreamAge> {
 }
 
 impl PolicyArgs {
-    /// What is in force: the options over the preset, or over the configuration, or over the standard.
+    /// The settings in force: the options, over the preset, or over the configuration, or over the standard.
     fn resolve(&self, config: Option<PathBuf>) -> Outcome<(Retention, String)> {
         let config = match config {
             Some(path) => Some((Config::load(&path)?, path.display().to_string())),
@@ -237,7 +237,7 @@ async fn preview(
     print(&retention, &pruned?, collected, true, output)
 }
 
-/// Refuses to go by a clock that has leapt.
+/// Refuses to use a clock that has jumped.
 async fn check_clock(maintenance: &dyn Maintenance) -> Outcome {
     match maintenance.look_at_clock().await? {
         None => Ok(()),
@@ -247,7 +247,7 @@ async fn check_clock(maintenance: &dyn Maintenance) -> Outcome {
     }
 }
 
-/// Deletes the objects of events that went in an earlier run, and what unfinished publishes left.
+/// Deletes the objects of events that an earlier run removed, and of unfinished publishes.
 async fn collect(engine: &Engine, target: &Target, options: &Collect) -> Outcome<Collected> {
     match target.objects(engine)? {
         Some(objects) => Ok(objects.collect(engine, options).await?),
@@ -266,7 +266,7 @@ async fn prune(
     if !trust_clock {
         check_clock(maintenance).await?;
     }
-    // For the record, and so that it is not done again today.
+    // Records the run, so that the daily run does not do it again today.
     let owner = format!("everbus retention run, process {}", std::process::id());
     let duty = retention.duty();
     maintenance.take_duty(duty, owner, Duration::ZERO).await?;
@@ -361,7 +361,7 @@ struct Line {
     name: String,
     kept_for: Option<Duration>,
     held: Held,
-    /// When the oldest goes, if it ever does.
+    /// When the oldest is removed, if ever.
     next: Option<Timestamp>,
 }
 
@@ -417,7 +417,7 @@ fn lines(retention: &Retention, holdings: &Holdings) -> Vec<Line> {
     ] {
         lines.push(line(kind, String::new(), age, held));
     }
-    // These say themselves when they go.
+    // These have their own expiry time.
     lines.push(Line {
         kind: "expiring events",
         name: String::new(),

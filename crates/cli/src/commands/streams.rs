@@ -8,14 +8,14 @@ use crate::output::{Output, Table, escaped, grouped, shortened};
 use crate::stop::{Outcome, Stop};
 use crate::when;
 
-/// Waiting events are counted up to here: a figure for people need not cost a second.
+/// Waiting events are counted up to this limit, so that the command stays fast.
 const COUNTED: u64 = 100_000;
 
 pub(crate) async fn run(target: &Target, output: &mut Output) -> Outcome {
     let streams = target.streams()?;
     let engine = match target.open_existing().await {
         Ok(engine) => Some(engine),
-        // A configuration says what there will be.
+        // Without a file, the configuration still says which streams there will be.
         Err(Stop::Failed(error)) if error.code() == Code::NoSuchFile && target.has_config() => None,
         Err(stop) => return Err(stop),
     };

@@ -1,5 +1,5 @@
-//! `everbus tail`: shows events as they come. Without a group it only looks; with one it consumes,
-//! and what was printed counts as handled.
+//! `everbus tail`: shows events as they are published. Without a group it only reads; with a group it
+//! consumes, and printed events count as handled.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -22,11 +22,11 @@ use crate::stop::{Outcome, Stop};
 use crate::when;
 
 const CHUNK: usize = 256;
-/// How often a group that seems to be at the end is asked whether it is.
+/// How often to check whether a group has reached the end.
 const LOOK: Duration = Duration::from_millis(50);
-/// A reader may pause our output (a pager) for this long before the events go to somebody else.
+/// A reader may pause the output (a pager) for this long before the events go to another consumer.
 const LEASE: Duration = Duration::from_secs(600);
-/// A reader that takes nothing for so long is spoken of.
+/// A warning is logged if the reader takes nothing for this long.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 pub(crate) async fn run(args: TailArgs, target: &Target, output: &mut Output) -> Outcome {
@@ -62,7 +62,7 @@ pub(crate) async fn run(args: TailArgs, target: &Target, output: &mut Output) ->
 }
 
 fn start(args: &TailArgs) -> StartFrom {
-    // "What is there now, then stop" would show nothing if it began at the end.
+    // With `--no-follow` a start at the end would show nothing.
     let usual = if args.no_follow {
         StartFrom::First
     } else {
@@ -78,7 +78,7 @@ fn patterns(args: &TailArgs) -> Outcome<Vec<Pattern>> {
     Ok(args.patterns.clone())
 }
 
-/// How many may be shown still.
+/// How many more may be shown.
 fn left(limit: Option<u64>, shown: u64) -> usize {
     limit.map_or(CHUNK, |limit| {
         usize::try_from(limit.saturating_sub(shown)).map_or(CHUNK, |left| left.min(CHUNK))
@@ -103,12 +103,12 @@ struct Tail<'a> {
 }
 
 impl Tail<'_> {
-    /// Only looks.
+    /// Reads without a group.
     async fn look(&self, output: &mut Output) -> Outcome {
         let (args, interrupt) = (self.args, self.interrupt);
         let log = self.engine.log()?;
         let patterns = patterns(args)?;
-        // Without following, what is published while we print does not move the end.
+        // With `--no-follow`, events published while this prints do not move the end.
         let end = log.head().await?;
         let mut position = log.resolve(start(args), patterns.clone()).await?;
         let mut shown = 0;
@@ -144,11 +144,11 @@ impl Tail<'_> {
         }
     }
 
-    /// Consumes.
+    /// Consumes as a group.
     async fn run(&self, group: &GroupName, output: &mut Output) -> Outcome {
         let joined = join_group(self.args, group, self.engine);
         let handled = self.target.patiently(joined).await?;
-        // What a reader may never take is handed out one by one.
+        // To a pipe, events are handed out one by one, because the reader may never take them.
         let one_by_one = reader::may_leave();
         let prefetch = if one_by_one {
             1
@@ -196,7 +196,7 @@ impl Tail<'_> {
             if outcome.is_ok() && one_by_one {
                 outcome = self.until_taken().await;
             }
-            // Handled means that the reader has it. Otherwise somebody else gets it, or a later call.
+            // Handled means that the reader has it. Otherwise another consumer, or a later call, gets it.
             let verdict = match outcome {
                 Ok(()) => Verdict::Ack,
                 Err(_) => Verdict::Release {
@@ -218,7 +218,7 @@ impl Tail<'_> {
     async fn print(&self, record: &Arc<Recorded>, output: &mut Output) -> Outcome {
         let whole = shown_whole(self.objects, record).await;
         match &self.documents {
-            // What a group would count as handled must be printed.
+            // An event that counts as handled must have been printed.
             Some(documents) if self.args.group.is_some() => {
                 documents.borrow_mut().print_or_fail(&whole, output)
             }
@@ -227,7 +227,7 @@ impl Tail<'_> {
         }
     }
 
-    /// Waits until the reader of a pipe has taken what was written.
+    /// Waits until the reader of a pipe has taken the output.
     async fn until_taken(&self) -> Outcome {
         let taken = async {
             let mut taken = std::pin::pin!(reader::has_taken_all());
@@ -235,7 +235,7 @@ impl Tail<'_> {
                 taken = &mut taken => return taken,
                 () = tokio::time::sleep(PATIENCE) => {}
             }
-            tracing::warn!("nobody reads what was written; until then it is not handled");
+            tracing::warn!("the reader takes no output; until it does, events are not handled");
             taken.await
         };
         tokio::select! {
@@ -262,8 +262,8 @@ impl Tail<'_> {
     }
 }
 
-/// Makes the group if it is new. One that exists is not widened: its own program would get events
-/// it has no handler for.
+/// Creates the group if it is new. An existing group gets no more patterns: its own program would get events
+/// that it has no handler for.
 async fn join_group(args: &TailArgs, name: &GroupName, engine: &Engine) -> Outcome<Vec<Pattern>> {
     let groups = engine.broker.inspect().await?;
     let Some(group) = groups.into_iter().find(|group| group.name == *name) else {

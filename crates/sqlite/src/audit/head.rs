@@ -1,6 +1,6 @@
 //! The head of the audit trail, kept in a file beside the database: `FILE.audit-head`.
 //!
-//! It says how far the chain had come, and up to where retention was allowed to shorten it. It is
+//! It records how far the chain had come, and up to where retention was allowed to shorten it. The file is
 //! replaced as a whole and only under a lock, since several processes share it.
 
 use std::ffi::OsString;
@@ -13,23 +13,23 @@ use everbus_core::{AuditHead, Clock as _, Error, Result, SystemClock};
 use crate::errors::io_code;
 use crate::file::open_reader;
 
-/// What the file begins with.
+/// First line of the file.
 const TITLE: &str = "everbus audit head 1";
-/// It has a few lines; more is not ours.
+/// Size limit: the file has a few lines; a larger one is not from Everbus.
 const LARGEST: u64 = 4096;
 
-/// What is kept outside the database.
+/// Content of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Kept {
-    /// How far the chain had come, at least.
+    /// The chain had come at least this far.
     pub(super) head: AuditHead,
-    /// How far retention may have shortened it. Written before it does.
+    /// Retention may have shortened the chain up to here. Written before retention does.
     pub(super) anchor: AuditHead,
     /// The first record that was written while the head was kept.
     pub(super) since: u64,
 }
 
-/// What is found where the head should be.
+/// What reading the file found.
 #[derive(Debug)]
 pub(super) enum Found {
     Nothing,
@@ -78,7 +78,7 @@ impl HeadFile {
         }
     }
 
-    /// Changes what is kept. While `change` decides, nobody else writes; with `None` all stays as it is.
+    /// Changes the content. While `change` decides, no other process writes; `None` leaves the file as it is.
     pub(super) fn update(&self, change: impl FnOnce(Found) -> Result<Option<Kept>>) -> Result<()> {
         let lock = OpenOptions::new()
             .create(true)
@@ -94,7 +94,7 @@ impl HeadFile {
         Ok(())
     }
 
-    /// The new file takes the place of the old one when it is durable.
+    /// The new file replaces the old one once it is durable.
     fn write(&self, kept: &Kept) -> std::io::Result<()> {
         let partial = beside(&self.path, ".partial");
         let mut file = File::create(&partial)?;
@@ -123,7 +123,7 @@ impl HeadFile {
     }
 }
 
-/// Begins to keep the head of a trail that is about to get its first record, once in the life of a file.
+/// Starts the head file of a trail that is about to get its first record, once in the life of a database.
 pub(super) fn begin(database: &Path) {
     let begun = HeadFile::of(database).update(|found| {
         Ok(matches!(found, Found::Nothing).then_some(Kept {
@@ -137,7 +137,7 @@ pub(super) fn begin(database: &Path) {
     }
 }
 
-/// The head of the audit trail that is kept beside a database, if one is and can be read.
+/// Returns the head of the audit trail that is kept beside a database, if the file exists and can be read.
 pub fn kept_head(database: &Path) -> Option<AuditHead> {
     let found = HeadFile::of(database).read();
     found
@@ -146,12 +146,11 @@ pub fn kept_head(database: &Path) -> Option<AuditHead> {
         .filter(|head| head.seq > 0)
 }
 
-/// Makes what is kept beside a database that was just restored what its trail says. What was kept for
-/// the file before it is put aside.
+/// Sets the head file of a restored database to what its trail says. The previous head file is renamed.
 pub(crate) fn adopt(database: &Path) -> Result<()> {
     let conn = open_reader(database)?;
     if crate::schema::identify(&conn)? != crate::schema::Kind::Ours(crate::schema::VERSION) {
-        // An older file has no trail yet.
+        // An older database has no trail yet.
         return Ok(());
     }
     let (head, _) = super::last(&conn)?;

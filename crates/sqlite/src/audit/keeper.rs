@@ -1,7 +1,7 @@
-//! Moves the head that is kept outside along with the chain, apart from the writer.
+//! Moves the head file along with the chain, on its own thread.
 //!
-//! It moves only along the chain: if the record that the kept head names is no longer what it was, the
-//! head stays, and verification will find the contradiction.
+//! The head moves only along the chain: if the record that the head names has changed, the head stays, and
+//! verification finds the contradiction.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,11 +15,12 @@ use crate::errors::from_sqlite;
 use crate::readers::Readers;
 use crate::rows::to_sql;
 
-/// Keeps the head of one engine's file, on a thread of its own that the first record starts.
+/// Keeps the head file of one engine, on a thread that the first record starts.
 pub(crate) struct Keeper {
     file: HeadFile,
     thread: Arc<Readers>,
-    /// Records whose head is not kept yet. Whoever comes first keeps the last of them for all.
+    /// Records that are not in the head file yet. The first task to get there stores the last of them for
+    /// all.
     pending: Arc<Mutex<Vec<Link>>>,
 }
 
@@ -32,12 +33,12 @@ impl Keeper {
         }
     }
 
-    /// The thread, to be closed with the others.
+    /// The thread, so that the engine can close it with the others.
     pub(crate) fn thread(&self) -> Arc<Readers> {
         self.thread.clone()
     }
 
-    /// Keeps the head of a record that is durable.
+    /// Stores the head of a durable record.
     pub(crate) fn advance(&self, link: Link) -> BoxFuture<'static, Result<()>> {
         lock(&self.pending).push(link);
         let (file, pending) = (self.file.clone(), self.pending.clone());
@@ -51,14 +52,14 @@ impl Keeper {
         })
     }
 
-    /// Says outside that retention shortens the chain up to here; durable before it does.
+    /// Records that retention shortens the chain up to here. Durable before retention does.
     pub(crate) fn allow(&self, anchor: AuditHead) -> BoxFuture<'static, Result<()>> {
         let file = self.file.clone();
         self.thread.query(move |reader| {
             let (head, _) = super::last(&reader.conn)?;
             file.update(|found| {
                 let kept = found.kept().copied();
-                // The head comes along: it must never name a record that retention has removed.
+                // The head moves too: it must never name a record that retention has removed.
                 let moved = next(&reader.conn, found, &[], head)?;
                 Ok(match moved.or(kept) {
                     Some(kept) if kept.anchor.seq < anchor.seq => Some(Kept { anchor, ..kept }),
@@ -69,7 +70,7 @@ impl Keeper {
     }
 }
 
-/// What is to be kept once the chain has come to `head`, if that is anything new.
+/// The new content of the head file once the chain has come to `head`; `None` if nothing changes.
 fn next(conn: &Connection, found: Found, links: &[Link], head: AuditHead) -> Result<Option<Kept>> {
     let kept = match found {
         Found::Kept(kept) => kept,
@@ -88,7 +89,7 @@ fn next(conn: &Connection, found: Found, links: &[Link], head: AuditHead) -> Res
         }
     };
     if kept.head.seq > head.seq {
-        // Another process was faster; if not, the chain was shortened, and this must be seen.
+        // Another process was faster. If not, the chain was shortened, and verification must see that.
         return Ok(None);
     }
     let known = links

@@ -1,5 +1,7 @@
-//! The audit trail of a file: records written by the writer, chained by their hashes, with the head of
-//! the chain kept in a file beside the database, so that what is cut off at the end is missed.
+//! The audit trail of a file. Part of the writer: adding and removing its records.
+//!
+//! Records are chained by their hashes. The head of the chain is kept in a file beside the database, so that
+//! verification notices records cut off at the end.
 
 mod head;
 mod keeper;
@@ -26,7 +28,7 @@ pub(crate) use head::adopt;
 pub use head::kept_head;
 pub(crate) use keeper::Keeper;
 
-/// Records removed in one transaction: little enough that a publish hardly waits.
+/// Records removed in one transaction: few enough that a publish hardly waits.
 const STEP: usize = 100;
 
 impl Audit for SqliteEngine {
@@ -37,7 +39,7 @@ impl Audit for SqliteEngine {
         let keeper = self.handle.audit.clone();
         let recorded = self.handle.job_then(
             move |writer| writer.record_audit(&entry),
-            // On the writer, once the record is durable: it happens even if nobody waits any more.
+            // Runs on the writer once the record is durable, even if the caller no longer waits.
             move |link| (link.head.seq, keeper.advance(link)),
         );
         Box::pin(async move {
@@ -103,8 +105,8 @@ impl Audit for SqliteEngine {
 }
 
 impl SqliteEngine {
-    /// The last record of before a time, if there is one, once it is said outside that everything up to
-    /// it may go: an anchor that moves further was moved by somebody else.
+    /// The last record before a time, if there is one. The head file first records that everything up to it
+    /// may be removed: verification reports an anchor that moves further.
     pub(crate) async fn allow_forgetting(&self, before: Timestamp) -> Result<Option<u64>> {
         let target = self
             .handle
@@ -117,7 +119,7 @@ impl SqliteEngine {
     }
 }
 
-/// A record that was written: where the chain was before it and is now.
+/// A record that was written: the chain before it and after it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Link {
     pub(crate) before: AuditHead,
@@ -129,10 +131,10 @@ impl Writer {
         let (before, last_at) = last(&self.conn)?;
         let seq = before.seq + 1;
         if before == AuditHead::ORIGIN {
-            // Within the transaction, so that no record is ever there before it.
+            // Within the transaction, so that no record can exist before the head file.
             head::begin(&self.path);
         }
-        // Times never fall, so that a time is a place in the trail.
+        // Times never fall, so a time is a place in the trail.
         let at = Timestamp::from_micros(micros(self.clock.now()).max(last_at));
         let details = entry.details_text();
         let content = entry.content(seq, at, details.as_deref());
@@ -163,9 +165,9 @@ impl Writer {
         Ok(Link { before, head })
     }
 
-    /// Removes some records from the beginning, up to `last`, and leaves the anchor behind them: both or
-    /// neither, and whatever somebody did to the tables, others in the transaction do not suffer.
-    /// Removes some records up to this one: how many, and whether none of them is left.
+    /// Removes some records from the beginning, up to `last`, and moves the anchor: both or neither. If the
+    /// tables were changed by hand and this fails, the other commands of the transaction do not. Returns how
+    /// many records were removed, and whether none of them is left.
     pub(crate) fn forget_audit_some(&mut self, last: u64) -> Result<(u64, bool)> {
         let doing = |e| from_sqlite("shortening the audit trail", e);
         let run = |sql| self.conn.execute_batch(sql).map_err(doing);
@@ -206,8 +208,8 @@ fn shorten(conn: &Connection, last: u64) -> rusqlite::Result<usize> {
         .execute([seq])
 }
 
-/// An error of a statement on the trail. If the file itself refuses it, somebody changed its tables, and
-/// that is nobody else's trouble.
+/// Maps an error of a statement on the trail. A constraint violation means that the tables were changed by
+/// hand; only this command fails.
 fn refused(doing: &str, error: rusqlite::Error) -> Error {
     if error.sqlite_error_code() == Some(rusqlite::ErrorCode::ConstraintViolation) {
         return Error::new(Code::InvalidSetting, format!("{doing}: {error}"))
@@ -238,8 +240,7 @@ fn anchor(conn: &Connection) -> Result<(AuditHead, i64)> {
     Ok(row.unwrap_or((AuditHead::ORIGIN, i64::MIN)))
 }
 
-/// Whatever somebody put into the file: a hash that is none counts as the origin, and verification
-/// will say so.
+/// Reads a head. An invalid hash, put into the file by hand, counts as the origin; verification reports it.
 fn read_head(row: &rusqlite::Row<'_>) -> rusqlite::Result<(AuditHead, i64)> {
     let seq = seq_from(row.get(0)?);
     let hash = row
@@ -252,7 +253,7 @@ fn read_head(row: &rusqlite::Row<'_>) -> rusqlite::Result<(AuditHead, i64)> {
     Ok((AuditHead { seq, hash }, at))
 }
 
-/// What a check of the file says about the trail.
+/// Adds the state of the trail to a check of the file.
 pub(crate) fn check(path: &Path, report: &mut CheckReport) -> Result<()> {
     let verdict = verify::run(path, None)?;
     let detail = match &verdict.broken {

@@ -1,5 +1,5 @@
-//! Queries over the audit trail. What somebody put into the file by hand is shown as it is; judging it
-//! is the business of verification.
+//! Queries over the audit trail. Records that were changed by hand are shown as they are; verification
+//! reports them.
 
 use everbus_core::{
     AuditEntry, AuditHash, AuditHead, AuditPage, AuditQuery, AuditRecord, Entity, Order, Result,
@@ -25,7 +25,7 @@ pub(super) fn page(conn: &Connection, query: &AuditQuery) -> Result<AuditPage> {
     let mut statement = conn.prepare_cached(&sql).map_err(doing)?;
     let rows = statement.query_map(params_from_iter(values), record);
     let mut items: Vec<AuditRecord> = rows.and_then(std::iter::Iterator::collect).map_err(doing)?;
-    // One more than the page was asked for, to know whether another follows.
+    // One more than the page size, to know whether another page follows.
     let more = items.len() > query.page();
     items.truncate(query.page());
     let next = items.last().filter(|_| more).map(|record| record.seq);
@@ -35,7 +35,7 @@ pub(super) fn page(conn: &Connection, query: &AuditQuery) -> Result<AuditPage> {
 /// The statement of a query with its values, or nothing if no record can match.
 fn statement(conn: &Connection, query: &AuditQuery) -> Result<Option<(String, Vec<Value>)>> {
     let (mut low, mut high) = (i64::MIN, i64::MAX);
-    // The time never falls as the number rises, so a time is a number.
+    // The time never falls as the number rises, so a time corresponds to a number.
     if let Some(since) = query.since {
         match at_or_after(conn, since)? {
             Some(first) => low = first,
@@ -70,7 +70,7 @@ fn statement(conn: &Connection, query: &AuditQuery) -> Result<Option<(String, Ve
     match query.action.as_deref().map(|a| (a, a.strip_suffix('*'))) {
         Some((_, Some(start))) => {
             and("action >= ?", start);
-            // No text begins so and is larger.
+            // No text with this prefix is larger.
             and("action < ? || char(1114111)", start);
         }
         Some((action, None)) => and("action = ?", action),

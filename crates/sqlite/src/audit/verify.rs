@@ -1,7 +1,7 @@
-//! Verification of the audit trail: every record against the one before it, the ends against what is
-//! kept outside, and the triggers that keep honest programs from changing it.
+//! Verification of the audit trail: every record against the one before it, both ends against the head file,
+//! and the triggers that keep honest programs from changing the trail.
 //!
-//! The trail is read in short transactions, so that it may be long and the bus may go on meanwhile.
+//! The trail is read in short transactions, so that it may be long and the bus can go on meanwhile.
 
 use std::path::Path;
 use std::sync::OnceLock;
@@ -22,7 +22,7 @@ const CHUNK: i64 = 1000;
 pub(super) fn run(path: &Path, known: Option<AuditHead>) -> Result<AuditVerdict> {
     let conn = open_reader(path)?;
     let file = HeadFile::of(path);
-    // Read before the chain, which is never behind it.
+    // Read before the chain, which is never behind the head file.
     let found = file.read();
     let mut verdict = AuditVerdict::default();
     let schema = schema_problem(&conn)?;
@@ -44,7 +44,7 @@ pub(super) fn run(path: &Path, known: Option<AuditHead>) -> Result<AuditVerdict>
     verdict.verified = walk.verified;
     verdict.first = walk.first;
     verdict.head = (walk.at.seq > 0).then_some(walk.at);
-    // Read after the chain, whose anchor is never ahead of it.
+    // Read after the chain, whose anchor is never ahead of the head file.
     let later = file.read();
     if verdict.broken.is_none() {
         verdict.broken = walk.anchor_problem(later.kept());
@@ -66,7 +66,7 @@ pub(super) fn run(path: &Path, known: Option<AuditHead>) -> Result<AuditVerdict>
     Ok(verdict)
 }
 
-/// What could not be verified, because nobody kept what it would be verified against.
+/// Notes what could not be verified because there is no head to compare with.
 fn notes(found: &Found, head: AuditHead, known: Option<AuditHead>) -> Vec<String> {
     let covered = known.map_or(0, |known| known.seq);
     let note = match found {
@@ -88,7 +88,7 @@ fn notes(found: &Found, head: AuditHead, known: Option<AuditHead>) -> Vec<String
     vec![note]
 }
 
-/// Moves the head that a crash left behind to the end of the chain, which has just been verified.
+/// Moves a head that a crash left behind to the end of the chain, which has just been verified.
 fn mend(file: &HeadFile, found: &Found, head: AuditHead) -> Option<u64> {
     let before = *found.kept().filter(|kept| kept.head.seq < head.seq)?;
     let mut moved = false;
@@ -118,7 +118,7 @@ fn broken(seq: u64, problem: String) -> Broken {
     })
 }
 
-/// A record whose hash somebody knows from elsewhere.
+/// A record whose hash is known from elsewhere.
 struct Point {
     head: AuditHead,
     whose: &'static str,
@@ -126,7 +126,7 @@ struct Point {
 
 /// A walk along the chain.
 struct Walk {
-    /// What the chain is compared with, in its order.
+    /// Known hashes to compare with, in the order of the chain.
     points: Vec<Point>,
     anchor: AuditHead,
     /// The last record that was verified, or the anchor.
@@ -191,7 +191,7 @@ impl Walk {
         }
     }
 
-    /// Some records in one transaction; how many there were.
+    /// Verifies some records in one transaction. Returns how many.
     fn chunk(&mut self, conn: &Connection) -> Result<i64, Broken> {
         let doing = |e| from_sqlite("reading the audit trail", e);
         self.take_anchor(conn)?;
@@ -217,7 +217,7 @@ impl Walk {
         Ok(count)
     }
 
-    /// Begins behind the anchor, also if retention moves it while we read.
+    /// Begins after the anchor, also if retention moves it during the verification.
     fn take_anchor(&mut self, conn: &Connection) -> Result<(), Broken> {
         let (anchor, _) = super::anchor(conn)?;
         if self.begun && anchor.seq <= self.at.seq {
@@ -276,7 +276,7 @@ impl Walk {
         }
     }
 
-    /// Compares the place the walk has come to with what is known of it.
+    /// Compares the current place with the known hashes.
     fn compare(&self) -> Result<(), Broken> {
         let here = |point: &&Point| point.head.seq == self.at.seq;
         for Point { head, whose } in self.points.iter().filter(here) {
@@ -325,7 +325,7 @@ impl Walk {
     }
 }
 
-/// The content of a row, unless it has values that no record has.
+/// The content of a row; `None` if it has values that no record can have.
 fn content<'a>(row: &'a Row<'_>, seq: u64) -> Option<AuditContent<'a>> {
     let text = |column: usize| row.get_ref(column).ok()?.as_str().ok();
     let optional = |column: usize| row.get_ref(column).ok()?.as_str_or_null().ok();
@@ -351,7 +351,7 @@ struct SchemaProblem {
 /// kind, name, statement
 type Object = (String, String, String);
 
-/// Whether the tables of the trail and the triggers on them are those that this build makes.
+/// Whether the tables of the trail and their triggers are those that this build creates.
 fn schema_problem(conn: &Connection) -> Result<Option<SchemaProblem>> {
     static EXPECTED: OnceLock<Vec<Object>> = OnceLock::new();
     let expected = match EXPECTED.get() {

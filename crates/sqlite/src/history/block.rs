@@ -1,9 +1,8 @@
-//! Postings as bytes: sorted by scope and position, the differences in as few bytes as they need.
+//! The byte format of postings: sorted by scope and position, stored as differences with variable length.
 //!
-//! The first posting of a block is in the columns beside it. Each further one is a number whose lowest
-//! bit says what the rest is: 0, how far the position is beyond the one before, in the same scope; 1,
-//! how far the scope is beyond the one before, followed by the position, counted from the beginning of
-//! the run.
+//! The first posting of a block is in the columns beside it. Each further posting is a number whose lowest
+//! bit says what the rest means. 0: the distance from the previous position, in the same scope. 1: the
+//! distance from the previous scope; the position follows, counted from the beginning of the run.
 
 use everbus_core::{Code, Error, Result};
 
@@ -17,7 +16,7 @@ pub(crate) struct Block {
     pub(crate) bytes: Vec<u8>,
 }
 
-/// Makes blocks of postings that come in order.
+/// Encodes sorted postings into blocks.
 pub(crate) struct Encoder {
     /// Where the run begins.
     lo: u64,
@@ -28,7 +27,7 @@ pub(crate) struct Encoder {
 }
 
 impl Encoder {
-    /// Blocks of at most so many bytes.
+    /// Blocks have at most this many bytes.
     pub(crate) fn new(lo: u64, limit: usize) -> Self {
         Self {
             lo,
@@ -39,7 +38,7 @@ impl Encoder {
         }
     }
 
-    /// Adds a posting; one that is not in order comes from a damaged file.
+    /// Adds a posting. A posting out of order comes from a damaged file and is an error.
     pub(crate) fn push(&mut self, posting: Posting) -> Result<()> {
         let (scope, seq) = posting;
         let last = std::mem::replace(&mut self.last, posting);
@@ -68,13 +67,13 @@ impl Encoder {
         Ok(())
     }
 
-    /// Ends the block under way.
+    /// Ends the current block.
     pub(crate) fn finish(&mut self) {
         self.done.extend(self.current.take());
     }
 }
 
-/// Calls `found` with each posting of a block, until it says to stop.
+/// Calls `found` with each posting of a block until it returns to stop.
 pub(crate) fn decode(
     lo: u64,
     first: Posting,

@@ -1,5 +1,4 @@
-//! Several neighbouring runs become one, block by block; or one run is written again without what is
-//! gone.
+//! Merges several adjacent runs into one, block by block; or rewrites one run without removed events.
 
 use everbus_core::Result;
 use rusqlite::Connection;
@@ -9,23 +8,23 @@ use super::runs::Run;
 use crate::errors::from_sqlite;
 use crate::rows::{seq_from, to_sql};
 
-/// The blocks of a run from a place on, a few at a time.
+/// Some blocks of a run, from a place on.
 pub(crate) const FROM: &str = "SELECT scope, seq, block FROM history_blocks
      WHERE run = ?1 AND (scope, seq) > (?2, ?3) ORDER BY scope, seq LIMIT 8";
 
 /// A merge under way.
 pub(crate) struct Merge {
     inputs: Vec<Input>,
-    /// What will be there; its id is 0 until it is begun.
+    /// The new run; its id is 0 until it is begun.
     pub(crate) output: Run,
     encoder: Encoder,
-    /// Which events of the range are left, if others are to be left out.
+    /// Which events of the range still exist, if removed ones are to be left out.
     alive: Option<Alive>,
 }
 
 struct Input {
     run: Run,
-    /// Postings that were read and not used, from `next` on.
+    /// Postings that were read and not used yet, from `next` on.
     read: Vec<Posting>,
     next: usize,
     /// The first posting of the last block that was read.
@@ -65,7 +64,7 @@ impl Alive {
 }
 
 impl Merge {
-    /// Neighbouring runs, the oldest first, become one of this level.
+    /// Merges adjacent runs, the oldest first, into one of this level.
     pub(crate) fn of(runs: &[Run], level: u32, block: usize) -> Option<Self> {
         let (first, last) = (runs.first()?, runs.last()?);
         let output = Run {
@@ -78,7 +77,7 @@ impl Merge {
         Some(Self::into(runs, output, None, block))
     }
 
-    /// A run is written again with what is left of it.
+    /// Rewrites a run with the events that are left.
     pub(crate) fn again(run: &Run, left: u64, alive: Alive, block: usize) -> Self {
         let output = Run {
             id: 0,
@@ -104,12 +103,12 @@ impl Merge {
         }
     }
 
-    /// The runs that go.
+    /// The runs that are replaced.
     pub(crate) fn replaced(&self) -> Vec<i64> {
         self.inputs.iter().map(|input| input.run.id).collect()
     }
 
-    /// The next blocks, at least so many unless these are the last, and whether they are.
+    /// The next blocks, at least this many unless they are the last, and whether they are.
     pub(crate) fn step(&mut self, conn: &Connection, blocks: usize) -> Result<(Vec<Block>, bool)> {
         while self.encoder.done.len() < blocks {
             let mut scope = None;
@@ -121,7 +120,7 @@ impl Merge {
                 self.encoder.finish();
                 return Ok((std::mem::take(&mut self.encoder.done), true));
             };
-            // The inputs are in the order of the log, so what each has of a scope follows the other's.
+            // The inputs are in the order of the log, so the postings of a scope follow each other.
             for input in &mut self.inputs {
                 while let Some(posting) = input.head(conn)?.filter(|p| p.0 == scope) {
                     input.next += 1;

@@ -1,4 +1,4 @@
-//! The history: events by tenant, app, entity and type, from an index that trails the log.
+//! The history: finds events by tenant, app, entity and type, with an index that is built behind the log.
 //!
 //! ```text
 //!  log     ……………………………………………………………………………………………………………………………………▶ newest
@@ -7,9 +7,9 @@
 //! ```
 //!
 //! Every event with names has up to eight postings, (scope, position), one for each combination of the
-//! *workflow* table. Publishing does not touch them: a thread sorts the postings of some thousand events
-//! at a time into a *run*, and merges runs as they grow in number. A query follows the postings of its
-//! scope through the runs, and reads the events after the last one in the log itself.
+//! *workflow* table. Publishing does not write them: a thread sorts the postings of a few thousand events
+//! at a time into a *run*, and merges runs when there are many. A query follows the postings of its scope
+//! through the runs, and reads the log for events after the last run.
 
 mod block;
 mod indexer;

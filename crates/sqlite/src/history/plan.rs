@@ -4,17 +4,17 @@ use everbus_core::HistoryQuery;
 
 use super::scope::{Hashes, Kind, entity, name};
 
-/// What to look up, and what to tell people about it.
+/// Which scopes to look up, and a text that explains it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Plan {
-    /// An event must be in all of these scopes; the first has the fewest. None: the log is read.
+    /// An event must be in all of these scopes; the first is the narrowest. Empty: the log is read.
     pub(crate) scopes: Vec<i64>,
-    /// For people.
+    /// Explanation for the user.
     pub(crate) text: String,
 }
 
 impl Plan {
-    /// The narrowest index for the names that a query gives, and more for those it does not cover.
+    /// The narrowest index for the names in a query, and further ones for names it does not cover.
     pub(crate) fn of(query: &HistoryQuery) -> Self {
         let exact = query.types.as_ref().and_then(|pattern| pattern.exact());
         let hashes = Hashes {

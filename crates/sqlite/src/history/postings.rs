@@ -8,21 +8,21 @@ use super::runs::Run;
 use crate::errors::from_sqlite;
 use crate::rows::{seq_from, to_sql};
 
-/// The block that a posting is in, if it is in any: the last that begins at or before it.
+/// The block that may contain a posting: the last one that begins at or before it.
 pub(crate) const AT_OR_BEFORE: &str = "SELECT scope, seq, block FROM history_blocks
      WHERE run = ?1 AND (scope, seq) <= (?2, ?3) ORDER BY scope DESC, seq DESC LIMIT 1";
 /// The first block that begins after a posting.
 pub(crate) const AFTER: &str = "SELECT scope, seq, block FROM history_blocks
      WHERE run = ?1 AND (scope, seq) > (?2, ?3) ORDER BY scope, seq LIMIT 1";
 
-/// A list that can be searched in the order of a query, never back.
+/// A list that is searched in the order of a query, never backwards.
 pub(crate) struct Postings<'c> {
     conn: &'c Connection,
     run: i64,
     lo: u64,
     scope: i64,
     order: Order,
-    /// What the block read last has of the scope, ascending.
+    /// Positions of the scope in the current block, ascending.
     seqs: Vec<u64>,
 }
 
@@ -48,7 +48,7 @@ impl<'c> Postings<'c> {
             return Ok(Some(found));
         }
         match self.order {
-            // Blocks before this one have nothing that is nearer.
+            // Earlier blocks have no nearer position.
             Order::Newest => Ok(None),
             Order::Oldest => {
                 self.load(AFTER, at)?;
@@ -57,12 +57,12 @@ impl<'c> Postings<'c> {
         }
     }
 
-    /// The answer, if the block at hand has it.
+    /// The answer, if the current block has it.
     fn known(&self, at: u64) -> Option<u64> {
         let (first, last) = (*self.seqs.first()?, *self.seqs.last()?);
         match self.order {
             Order::Newest if first <= at => {
-                // What later blocks have was beyond an earlier question already.
+                // An earlier call already showed that later blocks are beyond it.
                 let beyond = self.seqs.partition_point(|seq| *seq <= at);
                 (beyond > 0).then(|| self.seqs[beyond - 1])
             }
@@ -100,7 +100,7 @@ impl<'c> Postings<'c> {
     }
 }
 
-/// The next position that all lists have.
+/// The next position that is in all lists.
 pub(crate) fn seek_all(lists: &mut [Postings<'_>], mut at: u64) -> Result<Option<u64>> {
     loop {
         let asked = at;

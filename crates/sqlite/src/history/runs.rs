@@ -1,7 +1,7 @@
-//! The runs of the index in the file: which there are, and how they come and go.
+//! Part of the writer: the runs of the history index in the file, and how they are added and removed.
 //!
-//! A run is written block by block and invisible until one change puts it in use; in the same change the
-//! runs it replaces go out of use. What a crash leaves half-written is swept away.
+//! A run is written block by block and is invisible until one change puts it in use. The same change takes
+//! the runs that it replaces out of use. Runs that a crash left half-written are swept.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -13,10 +13,10 @@ use crate::errors::{from_sqlite, is_fatal};
 use crate::rows::{seq_from, to_sql};
 use crate::writer::Writer;
 
-/// Blocks written or swept in one transaction: little enough that a publish hardly waits.
+/// Blocks written or swept in one transaction: few enough that a publish hardly waits.
 pub(crate) const BATCH: usize = 96;
 
-/// For how long a process is the one that writes runs, from its last change on.
+/// How long a process stays the one that writes runs, from its last change on.
 pub(crate) const LEASE_MICROS: i64 = 2_000_000;
 
 const WRITING: i64 = 0;
@@ -34,7 +34,7 @@ pub(crate) struct Run {
     pub(crate) events: u64,
 }
 
-/// The runs in use, in the order of the log. Their ranges do not overlap; between them is nothing.
+/// The runs in use, in the order of the log, without overlaps and gaps.
 pub(crate) fn in_use(conn: &Connection) -> Result<Vec<Run>> {
     conn.prepare_cached(
         "SELECT id, level, lo, hi, events FROM history_runs WHERE state = 1 ORDER BY lo",
@@ -54,7 +54,7 @@ pub(crate) fn in_use(conn: &Connection) -> Result<Vec<Run>> {
     .map_err(|e| from_sqlite("reading the history's index", e))
 }
 
-/// Whether there are runs to sweep away, those apart that are being written.
+/// Whether there are runs to sweep, other than those being written.
 pub(crate) fn to_sweep(conn: &Connection, writing: &[i64]) -> Result<bool> {
     let doing = |e| from_sqlite("reading the history's index", e);
     let mut statement = conn
@@ -69,7 +69,7 @@ pub(crate) fn to_sweep(conn: &Connection, writing: &[i64]) -> Result<bool> {
     Ok(false)
 }
 
-/// For how many more microseconds another process is the one that writes runs, if one is.
+/// For how many more microseconds another process holds the lease, if one does.
 pub(crate) fn held(conn: &Connection, holder: i64) -> Result<Option<i64>> {
     let found: Option<(i64, i64)> = conn
         .prepare_cached("SELECT holder, until FROM history_indexer")
@@ -81,9 +81,9 @@ pub(crate) fn held(conn: &Connection, holder: i64) -> Result<Option<i64>> {
         .filter(|left| (1..=LEASE_MICROS).contains(left)))
 }
 
-/// The run that a change is about.
+/// The run that a change belongs to.
 pub(crate) enum Target {
-    /// One that begins with this change. Its id is not looked at.
+    /// A run that begins with this change. Its id is ignored.
     New(Run),
     /// One that was begun before.
     Begun(i64),
@@ -93,55 +93,54 @@ pub(crate) enum Target {
 pub(crate) enum End {
     /// More blocks will follow.
     Open,
-    /// The run is in use, if what is covered still ends here.
+    /// The run is in use, if the covered range still ends here.
     Appended { after: Option<u64> },
-    /// The run is in use in place of these, if they all are in use.
+    /// The run is in use and replaces these, if all of them are in use.
     Replaced(Vec<i64>),
 }
 
 /// A step on the way to a new run, done in one transaction.
 pub(crate) struct Change {
-    /// Who is at work.
+    /// The process that makes the change.
     pub(crate) holder: i64,
     pub(crate) target: Target,
     pub(crate) blocks: Vec<Block>,
     pub(crate) end: End,
 }
 
-/// What came of a change.
+/// The result of a change.
 #[derive(Debug)]
 pub(crate) enum Applied {
-    /// It is done; the run, or how many blocks are gone.
+    /// Done: the id of the run, or the number of blocks removed.
     Done(i64),
-    /// Another process is at work, for up to so many microseconds.
+    /// Another process holds the lease, for up to this many microseconds.
     Held(i64),
-    /// The file is not what the change was made for: look again.
+    /// The file has changed since the change was planned: look again.
     Stale,
-    /// It failed, and nothing else did.
+    /// It failed; the rest of the transaction did not.
     Failed(Error),
 }
 
 impl Writer {
-    /// Does one step.
+    /// Applies one change.
     pub(crate) fn change_history(&mut self, change: &Change) -> Result<Applied> {
         self.within(change.holder, |conn| apply(conn, change))
     }
 
-    /// Sweeps away some blocks of runs that are out of use or were never finished; says how much there
-    /// was to do.
+    /// Sweeps some blocks of runs that are out of use or were never finished. Returns how many.
     pub(crate) fn sweep_history(&mut self, holder: i64, writing: &[i64]) -> Result<Applied> {
         self.within(holder, |conn| sweep(conn, writing))
     }
 
-    /// Puts runs out of use whose events are all gone, and lets the indexer look for those of which
-    /// little is left. For whoever removes events in large numbers.
+    /// Takes runs out of use whose events are all gone, and asks the indexer to look for runs with few events
+    /// left. Called after events were removed in large numbers.
     pub(crate) fn forget_history(&mut self) -> Result<()> {
         forget_gone(&self.conn)?;
         self.review_history();
         Ok(())
     }
 
-    /// Runs a change under a savepoint: if it fails, nobody else who is in the transaction does.
+    /// Runs a change under a savepoint: if it fails, the other commands of the transaction do not.
     fn within(
         &mut self,
         holder: i64,
@@ -161,7 +160,7 @@ impl Writer {
         };
         let undo = !matches!(applied, Ok(Applied::Done(_)));
         if undo {
-            // Without a transaction there is no savepoint to go back to: a full disk may end it for all.
+            // A full disk may end the whole transaction; then there is no savepoint to go back to.
             if let Err(error) = &applied
                 && (is_fatal(error) || self.conn.is_autocommit())
             {
@@ -176,16 +175,15 @@ impl Writer {
     }
 }
 
-/// The time by the clock of the system: the lease is between processes, and has nothing to do with the
-/// time of events.
+/// The system's time. The lease is between processes and has nothing to do with the time of events.
 fn system_micros() -> i64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.map_or(0, |time| i64::try_from(time.as_micros()).unwrap_or(0))
 }
 
-/// Takes or renews the lease. One that ends later than any lease is from before the clock was set back.
-/// This runs under the lock of the file, so nobody's moment is earlier than the last one's.
-/// Otherwise it says how long another process has it.
+/// Takes or renews the lease; otherwise returns how long another process holds it. A lease that ends later
+/// than any lease can was taken before the clock was set back. The caller holds the lock of the file, so no
+/// process can see an earlier time than the previous holder.
 fn take(conn: &Connection, holder: i64) -> Result<Option<i64>> {
     let doing = |e| from_sqlite("taking the lease of the history's index", e);
     let now = system_micros();
@@ -271,7 +269,7 @@ fn sweep(conn: &Connection, writing: &[i64]) -> Result<Applied> {
         .prepare_cached("SELECT id FROM history_runs WHERE state <> 1 ORDER BY id")
         .and_then(|mut s| s.query_map([], |r| r.get(0))?.collect())
         .map_err(doing)?;
-    // Whoever began one and was held up must not go on with what is left of it.
+    // A process that began a run and was held up must not continue with what is left of it.
     let mut retire = conn
         .prepare_cached("UPDATE history_runs SET state = ?2 WHERE id = ?1 AND state = ?3")
         .map_err(doing)?;
@@ -308,7 +306,7 @@ pub(crate) fn is_gone(conn: &Connection, run: &Run) -> Result<bool> {
         .map_err(|e| from_sqlite("reading the log", e))
 }
 
-/// Puts runs out of use whose events are all gone; the last one stays, since it says how far the log is
+/// Takes runs out of use whose events are all gone. The last run stays, because it says how far the log is
 /// covered.
 fn forget_gone(conn: &Connection) -> Result<()> {
     let doing = |e| from_sqlite("forgetting a part of the history's index", e);
@@ -354,9 +352,9 @@ mod tests {
         let more = BATCH as u64 + 10;
         let begun = change(Target::New(run), 0..more, End::Open);
         let Applied::Done(id) = apply(&conn, &begun).unwrap() else {
-            panic!("nobody is in the way");
+            panic!("no other process holds the lease");
         };
-        // Its process stands still; another one sweeps, and dies in the middle of it.
+        // The process of the run stands still; another process sweeps, and dies halfway.
         assert!(matches!(sweep(&conn, &[]), Ok(Applied::Done(96))));
         let last = change(
             Target::Begun(id),

@@ -1,7 +1,7 @@
-//! What postings are filed under: the hash of one of eight combinations of names.
+//! The keys of postings: the hash of one of eight combinations of names.
 //!
-//! The hashes are in the file, so this arithmetic must never change. Two combinations with the same
-//! hash are harmless: every event that is found is compared with the query.
+//! The hashes are in the file, so this arithmetic must never change. Two combinations with the same hash are
+//! harmless: every event that is found is compared with the query.
 
 use std::borrow::Cow;
 
@@ -11,7 +11,7 @@ use serde::Deserialize;
 /// Hashes keep this many bits: collisions stay rare, and differences of neighbours short.
 const BITS: u32 = 48;
 
-/// What an event is filed under, read from its attributes as stored.
+/// The names of an event, read from its stored attributes.
 #[derive(Default, Deserialize)]
 pub(crate) struct Named<'a> {
     #[serde(borrow, default)]
@@ -22,7 +22,7 @@ pub(crate) struct Named<'a> {
     pub(crate) entity: Option<NamedEntity<'a>>,
 }
 
-/// A text that is copied only if it has to be.
+/// A text that is copied only if necessary.
 #[derive(Deserialize)]
 #[serde(transparent)]
 pub(crate) struct Text<'a>(#[serde(borrow)] pub(crate) Cow<'a, str>);
@@ -42,7 +42,7 @@ impl NamedEntity<'_> {
     }
 }
 
-/// The eight combinations, as the *workflow* specification has them.
+/// The eight combinations of the *workflow* specification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Tenant = 1,
@@ -80,7 +80,7 @@ pub(crate) struct Hashes {
 }
 
 impl Hashes {
-    /// The scope of a combination, if all of its names are there.
+    /// The scope of a combination, if all of its names are present.
     pub(crate) fn scope(&self, kind: Kind) -> Option<i64> {
         let parts = match kind {
             Kind::Tenant => [self.tenant, None, None, None],
@@ -136,7 +136,7 @@ pub(crate) fn name(text: &str) -> u64 {
     mix(bytes(text.len() as u64, text))
 }
 
-/// The hash of an entity: its type and its id, told apart by the length of the first.
+/// The hash of an entity: its type and id, separated by the length of the type.
 pub(crate) fn entity(kind: &str, id: &str) -> u64 {
     mix(bytes(bytes(kind.len() as u64, kind), id))
 }

@@ -1,9 +1,8 @@
-//! Walking through the events that a query asks for, in steps that each see one moment of the file.
+//! Searches the events of a query, in steps that each see one snapshot of the file.
 //!
-//! Beyond the last run, and where no index helps, the log is read; inside a run the positions come from
-//! its postings. Every event is compared with the query, so entries of removed events and hashes that
-//! happen to agree do no harm. Positions never change, so steps fit together whatever happens between
-//! them.
+//! Inside a run the positions come from its postings. After the last run, and where no index helps, the log
+//! is read. Every event is compared with the query, so entries of removed events and equal hashes do no harm.
+//! Positions never change, so the steps fit together whatever is written between them.
 
 use std::sync::Arc;
 
@@ -23,7 +22,7 @@ use crate::feeder::type_filter;
 use crate::readers::Reader;
 use crate::rows::{RECORD, TypeNames, ends, read_stored, to_sql};
 
-/// Positions of the log that one step reads, and entries of the index it follows.
+/// Limits of one step: positions read in the log, and index entries followed.
 const SCANNED: u64 = 50_000;
 const FOLLOWED: usize = 10_000;
 
@@ -31,14 +30,14 @@ const FOLLOWED: usize = 10_000;
 pub(crate) struct Search {
     query: HistoryQuery,
     plan: Plan,
-    /// What is left to search: after the first, up to and including the second position.
+    /// The range left to search: after the first position, up to and including the second.
     left: Option<(u64, u64)>,
     filter: Filter,
     found: Found,
     begun: bool,
 }
 
-/// What the rows of the log are compared with before they are read in full.
+/// Conditions checked on a row of the log before the event is read in full.
 #[derive(Default)]
 struct Filter {
     /// The number of the tenant.
@@ -52,7 +51,7 @@ struct Filter {
     entity: Option<String>,
 }
 
-/// What came of it so far.
+/// The result so far.
 enum Found {
     Page {
         items: Vec<Arc<Recorded>>,
@@ -126,7 +125,7 @@ impl Search {
         }
     }
 
-    /// Searches some way further.
+    /// Searches a bounded distance further.
     pub(crate) fn step(&mut self, reader: &mut Reader) -> Result<()> {
         if !self.begun {
             self.begun = true;
@@ -149,7 +148,7 @@ impl Search {
             Order::Newest if upto > covered => {
                 let tail = (after.max(covered), upto);
                 self.scan(conn, types, tail)?;
-                // In the common case the rest is quick, and needs no other moment.
+                // In the common case the rest is short and needs no new snapshot.
                 if self.left.is_some_and(|(_, upto)| upto <= covered) {
                     self.follow_some(conn, types, &runs)?;
                 }
@@ -160,7 +159,7 @@ impl Search {
         }
     }
 
-    /// Finds out what is to be searched.
+    /// Finds out which range to search.
     fn begin(&mut self, reader: &mut Reader) -> Result<()> {
         let doing = |e| from_sqlite("reading the log", e);
         let query = &self.query;
@@ -223,7 +222,7 @@ impl Search {
         self.left = self.left.filter(|(after, upto)| after < upto);
     }
 
-    /// Puts aside what was searched, up to and including a position.
+    /// Marks the range up to and including a position as searched.
     fn reached(&mut self, at: u64) {
         self.left = self.left.map(|(after, upto)| match self.query.order {
             Order::Newest => (after, at.saturating_sub(1)),
@@ -277,7 +276,7 @@ impl Search {
         Ok(())
     }
 
-    /// Follows the index through the runs, until there is enough or a step is over.
+    /// Follows the index through the runs until the page is full or the step ends.
     fn follow_some(
         &mut self,
         conn: &Connection,
@@ -291,7 +290,7 @@ impl Search {
                 Order::Oldest => runs.iter().find(|run| run.hi > after),
             };
             let Some(run) = run else {
-                // Older than all runs is nothing; newer is what the next step reads.
+                // Nothing is older than all runs; newer events are read by the next step.
                 if self.query.order == Order::Newest {
                     self.left = None;
                 }
@@ -363,7 +362,7 @@ impl Search {
 }
 
 impl Found {
-    /// Takes an event, if it is one of those asked for.
+    /// Adds an event to the result if it matches the query.
     fn take(
         &mut self,
         query: &HistoryQuery,
@@ -401,7 +400,7 @@ fn is_wanted(
 ) -> Result<bool> {
     let doing = |e| from_sqlite("reading the log", e);
     if let Some(pattern) = &query.types {
-        // A type that cannot be read is none that was asked for.
+        // An unreadable type cannot be a type of the query.
         let name = match row.get(2) {
             Ok(id) => types.find(conn, id)?,
             Err(_) => None,
@@ -416,7 +415,7 @@ fn is_wanted(
     let Ok(attrs) = row.get_ref(6).map_err(doing)?.as_str() else {
         return Ok(false);
     };
-    // What is damaged is told by reading it in full, not here.
+    // Damage is reported when the event is read in full, not here.
     let Ok(named) = serde_json::from_str::<Named<'_>>(attrs) else {
         return Ok(false);
     };
@@ -431,7 +430,7 @@ fn is_wanted(
         && entity.is_none_or(|wanted| named.entity.as_ref().is_some_and(|e| e.is(wanted))))
 }
 
-/// A text as it stands in the attributes.
+/// A text in the JSON form of the stored attributes.
 fn as_json(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }

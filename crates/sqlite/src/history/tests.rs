@@ -1,4 +1,4 @@
-//! The statements use the indexes they are meant to use.
+//! The statements use the intended SQLite indexes.
 
 use rusqlite::Connection;
 

@@ -1,6 +1,8 @@
-//! What was rejected: every time is written down with the row, and with the last they go to its dead letter.
+//! Rejected rows of the outbox: each failure is stored with the row, and the last one moves them to a dead
+//! letter.
 //!
-//! A row that was given up has no time of sending. One that was sent and whose event a group gave up on later has one.
+//! A row that was given up has no time of sending. A row that was sent, and whose event a group dead-lettered
+//! later, has one.
 
 use everbus_core::dead_letters::all_failures;
 use everbus_core::{Code, Error, EventId, Failure, FailureKind, OutboxRow, Result, Timestamp};
@@ -9,7 +11,7 @@ use rusqlite::{Connection, OptionalExtension, params};
 use super::from_outbox;
 use crate::rows::seq_from;
 
-/// What was given up before and is sent now has been retried.
+/// Marks earlier dead letters of rows that are sent now as retried.
 pub(super) fn close(conn: &Connection, rows: &[&OutboxRow], now: Timestamp) -> Result<()> {
     let doing = |e| from_outbox("closing dead letters of the outbox", e);
     let any = conn
@@ -28,11 +30,11 @@ pub(super) fn close(conn: &Connection, rows: &[&OutboxRow], now: Timestamp) -> R
     Ok(())
 }
 
-/// By the event or by the row: one that could not be read may be another event since it was corrected.
+/// By the event or by the row: an unreadable row may have become another event when it was corrected.
 pub(super) const CLOSE: &str = "UPDATE outbox_dead_letters SET retried_at = ?3
      WHERE (event = ?1 OR row = ?2) AND retried_at IS NULL";
 
-/// What names the event of a row among the dead letters of the outbox.
+/// The name of a row's event among the dead letters of the outbox.
 pub(super) fn identity(row: &OutboxRow) -> String {
     match &row.tenant {
         Some(tenant) => format!("{}@{tenant}", row.uuid()),
@@ -40,7 +42,7 @@ pub(super) fn identity(row: &OutboxRow) -> String {
     }
 }
 
-/// An event may have died before its row was marked; then the row shows it all the same, if the
+/// An event may have become a dead letter before its row was marked. Then the row shows it too, if the
 /// triggers would find it again when the dead letter is gone.
 pub(super) fn show(conn: &Connection, rows: &[&OutboxRow]) -> Result<()> {
     let doing = |e| from_outbox("looking for dead letters", e);
@@ -73,7 +75,8 @@ pub(super) fn show(conn: &Connection, rows: &[&OutboxRow]) -> Result<()> {
     Ok(())
 }
 
-/// The failures in a column. What somebody else damaged must not keep new ones from being written.
+/// Reads the failures in a column. Failures that were damaged by hand must not keep new ones from being
+/// written.
 pub(super) fn read_list(text: Option<String>) -> Vec<Failure> {
     text.and_then(|text| serde_json::from_str(&text).ok())
         .unwrap_or_default()
@@ -105,7 +108,7 @@ fn rejections(
     Ok(all_failures(read_list(before), [new]))
 }
 
-/// Writes a rejection down; the row is tried again when it is due.
+/// Records a rejection; the row is tried again when it is due.
 pub(super) fn reject(
     conn: &Connection,
     row: &OutboxRow,
@@ -133,7 +136,7 @@ pub(super) fn reject(
     .map_err(|e| from_outbox("writing down a rejection", e))
 }
 
-/// Gives a row up, with a dead letter.
+/// Gives up a row and writes a dead letter.
 pub(super) fn fail(conn: &Connection, row: &OutboxRow, error: &str, now: Timestamp) -> Result<()> {
     let doing = |e| from_outbox("giving a row up", e);
     let attempts = row.attempts.saturating_add(1);

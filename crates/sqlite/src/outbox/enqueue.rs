@@ -1,4 +1,4 @@
-//! Into the outbox: one row per event.
+//! Writing to the outbox: one row per event.
 
 use std::borrow::Cow;
 

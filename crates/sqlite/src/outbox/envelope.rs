@@ -1,5 +1,5 @@
-//! The envelope of the *outbox* specification, written by hand since it is written in the user's
-//! transaction, and what it has no place for.
+//! The envelope of the *outbox* specification, and what it has no place for. The code is
+//! written by hand, because it runs in the user's transaction.
 //!
 //! The document is the one that `everbus-dialects` writes, byte for byte; a test compares the two.
 
@@ -15,10 +15,10 @@ use serde_json::value::RawValue;
 
 /// The metadata entry that holds the station.
 const STATION: &str = "station_id";
-/// Metadata of this kind keeps how a document was spelled.
+/// Metadata with this prefix keeps how a document was spelled.
 const SPELLING: &str = "outbox:";
 
-/// What stands in the columns `payload` and `attributes`.
+/// The content of the columns `payload` and `attributes`.
 pub(super) struct Written {
     pub(super) payload: String,
     pub(super) attributes: Cow<'static, str>,
@@ -33,10 +33,10 @@ struct Rest<'a> {
     id: Option<EventId>,
     #[serde(skip_serializing_if = "Option::is_none")]
     attributes: Option<Cow<'a, Attributes>>,
-    /// How the payload stands in the envelope, if not as the JSON that it is.
+    /// The form of the payload in the envelope, if it is not JSON.
     #[serde(skip_serializing_if = "Option::is_none")]
     form: Option<Form>,
-    /// The blanks before and after it.
+    /// The whitespace before and after it.
     #[serde(skip_serializing_if = "Option::is_none")]
     blanks: Option<(Cow<'a, str>, Cow<'a, str>)>,
 }
@@ -50,7 +50,7 @@ enum Form {
     Base64,
 }
 
-/// Writes an event. Nothing of it is lost.
+/// Writes an event without loss.
 pub(super) fn write(event: &Event) -> Result<Written> {
     let mut rest = Rest::default();
     let payload = event.payload();
@@ -98,7 +98,7 @@ pub(super) fn write(event: &Event) -> Result<Written> {
     }
     let plain = rest.attributes.is_none() && rest.form.is_none() && rest.blanks.is_none();
     let attributes = if plain {
-        // Says that the row is ours and that nothing is missing.
+        // Marks the row as written by Everbus, with nothing missing.
         Cow::Borrowed("{}")
     } else {
         Cow::Owned(serde_json::to_string(&rest).map_err(|e| {
@@ -114,7 +114,7 @@ pub(super) fn write(event: &Event) -> Result<Written> {
     })
 }
 
-/// Everything before the payload.
+/// Writes everything before the payload.
 fn head(text: &mut String, event: &Event) {
     let id = event.display_id();
     text.push_str("{\"event_id\":");
@@ -133,7 +133,7 @@ fn head(text: &mut String, event: &Event) {
     let _ = write!(text, ",\"schema_version\":{},\"payload\":", event.version());
 }
 
-/// As many digits as there are.
+/// Writes a time with as many digits as it has.
 fn push_time(text: &mut String, at: Timestamp) {
     let start = text.len();
     let _ = write!(text, "{at}");
@@ -190,7 +190,7 @@ struct Envelope<'a> {
     payload: &'a RawValue,
 }
 
-/// Reads an event that [`write`] wrote. Where somebody has changed the envelope since, that counts.
+/// Reads an event that [`write`] wrote. If the envelope was changed since, the change counts.
 pub(super) fn read(event_type: &str, payload: &str, attributes: &str) -> Result<Event> {
     let bad = |column: &str, e: &dyn std::fmt::Display| {
         Error::new(
@@ -240,7 +240,7 @@ pub(super) fn read(event_type: &str, payload: &str, attributes: &str) -> Result<
     builder.build()
 }
 
-/// Takes over what the envelope says.
+/// Takes over the envelope's values.
 fn adopt(attributes: &mut Option<Box<Attributes>>, envelope: &Envelope<'_>) {
     let said = |text: &str| (!text.is_empty()).then(|| text.to_owned());
     let own = attributes.as_deref();

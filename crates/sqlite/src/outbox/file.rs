@@ -1,5 +1,4 @@
-//! The outbox in a database of somebody else's: a connection that reads and one that writes, each on a
-//! thread of its own.
+//! The outbox in a user's database: one connection that reads and one that writes, each on its own thread.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -21,7 +20,7 @@ pub(super) struct File {
     options: OutboxOptions,
     readers: Readers,
     writer: Mutex<Option<mpsc::Sender<Change>>>,
-    /// A file of Everbus that was opened like any other database.
+    /// The database is an Everbus file, opened like any other database.
     is_everbus: bool,
 }
 
@@ -36,7 +35,7 @@ pub(super) fn open(path: &Path, options: OutboxOptions) -> Result<Source<File>> 
         path,
         options,
     };
-    // Now, so that a mistake is told to whoever opens it.
+    // Connects now, so that opening reports a mistake.
     let conn = file.connect()?;
     rows::holder(&conn, file.options.clock.now())?;
     conn.prepare(NEEDED)
@@ -60,7 +59,7 @@ impl File {
             .query_row("PRAGMA journal_mode", [], |r| r.get(0))
             .map_err(doing)?;
         if mode.eq_ignore_ascii_case("wal") {
-            // A mark that a power loss takes is a row that is published again, and absorbed.
+            // If a power loss undoes a mark, the row is published again, and the duplicate id is absorbed.
             conn.pragma_update(None, "synchronous", "NORMAL")
                 .map_err(doing)?;
         }
@@ -83,7 +82,7 @@ impl File {
         let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         let change = match writer.as_ref().map(|writer| writer.send(change)) {
             Some(Ok(())) => return Ok(()),
-            // The thread has ended, which only a panic can do; begin another.
+            // The thread has ended, which only a panic can cause; start another.
             Some(Err(mpsc::SendError(change))) => change,
             None => return Err(Error::shutdown()),
         };

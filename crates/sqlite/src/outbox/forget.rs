@@ -1,6 +1,6 @@
-//! What is over goes: rows that were sent long ago, and dead letters of the outbox with their rows.
+//! Removes old rows: rows that were sent long ago, and dead letters of the outbox with their rows.
 //!
-//! In the file of an engine its retention calls this, anywhere else the relay. Each function is one step.
+//! In the engine's file, retention calls this; in other databases, the relay. Each function is one step.
 
 use everbus_core::{Result, Timestamp};
 use rusqlite::{Connection, params};
@@ -8,16 +8,16 @@ use rusqlite::{Connection, params};
 use super::from_outbox;
 use crate::rows::seq_from;
 
-/// What a step removed.
+/// The result of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct DeadGone {
     pub(crate) letters: u64,
-    /// Their rows, if they still were where the relay had left them.
+    /// Their rows, if they are still as the relay left them.
     pub(crate) rows: u64,
 }
 
-/// Deletes at most `limit` rows that were sent before a time, oldest first, and returns how many. What
-/// waits or failed is never deleted.
+/// Deletes at most `limit` rows that were sent before a time, oldest first, and returns how many. Rows that
+/// wait or failed are never deleted.
 pub fn forget_sent(conn: &Connection, before: Timestamp, limit: usize) -> Result<usize> {
     conn.prepare_cached(
         "DELETE FROM event_outbox WHERE row IN (
@@ -54,7 +54,7 @@ pub(crate) fn forget_dead(conn: &Connection, before: Timestamp, limit: usize) ->
     let mut letter = conn
         .prepare_cached("DELETE FROM outbox_dead_letters WHERE event = ?1")
         .map_err(doing)?;
-    // Also those of earlier attempts under the same id; what another dead letter is about stays with it.
+    // Also rows of earlier attempts under the same id; the rows of another dead letter stay with it.
     let mut rows = conn
         .prepare_cached(
             "DELETE FROM event_outbox
@@ -93,7 +93,7 @@ pub(crate) fn count_dead(conn: &Connection, before: Timestamp) -> Result<DeadGon
     })
 }
 
-/// Whether there is something to forget. Looking needs no lock.
+/// Whether there is something to delete. This needs no lock.
 pub(super) fn is_any(
     conn: &Connection,
     sent_before: Option<Timestamp>,

@@ -1,4 +1,4 @@
-//! The tables of an outbox in a database that is named by its path, for those who cannot call
+//! Creates the tables of an outbox in a database given by its path, for programs that cannot call
 //! [`Outbox::create_tables`].
 
 use std::path::Path;
@@ -15,13 +15,13 @@ use crate::schema::APPLICATION_ID;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OutboxInit {
-    /// There was no file: it was made, with the tables.
+    /// There was no file: it was created, with the tables.
     NewFile,
-    /// The tables were made in a database that was there.
+    /// The tables were created in an existing database.
     NewTables,
-    /// They were there already.
+    /// The tables existed already.
     There,
-    /// It is a file of Everbus, which always has them.
+    /// It is an Everbus file, which always has them.
     Everbus,
 }
 
@@ -64,7 +64,7 @@ pub(super) fn init(path: &Path, options: &OutboxOptions) -> Result<OutboxInit> {
             .caused_by(e)
         })?;
     }
-    // Also if the table is there: an index or a view of it may not be.
+    // Also if the table exists: an index or a view of it may be missing.
     Outbox::create_tables(&tx)?;
     tx.commit().map_err(doing)?;
     Ok(match (is_new, is_there) {

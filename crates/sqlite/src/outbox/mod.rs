@@ -59,10 +59,10 @@ const VIEW: &str = include_str!("../outbox_view.sql");
 #[non_exhaustive]
 pub struct Outbox;
 
-/// How an outbox is opened to be relayed.
+/// Options for opening an outbox for a relay.
 #[derive(Clone, Debug)]
 pub struct OutboxOptions {
-    /// Where the time comes from.
+    /// The source of the time.
     pub clock: Arc<dyn Clock>,
     /// How long to wait for another program that holds the file.
     pub busy_timeout: Duration,
@@ -78,13 +78,13 @@ impl Default for OutboxOptions {
 }
 
 impl Outbox {
-    /// Something to enqueue with. It holds nothing: the database is named by the transaction.
+    /// Makes a handle for enqueuing. It holds nothing: the transaction names the database.
     pub fn new() -> Self {
         Self
     }
 
-    /// Makes the tables of an outbox in a database of one's own, if they are not there. Every file of
-    /// Everbus has them already. Inside a transaction it is part of that.
+    /// Creates the tables of an outbox in a user's database, if they do not exist. Every Everbus file has
+    /// them already. Inside a transaction they are created as part of it.
     pub fn create_tables(conn: &Connection) -> Result<()> {
         let doing = |e| from_sqlite("making the tables of the outbox", e);
         let is_everbus = conn
@@ -104,17 +104,17 @@ impl Outbox {
         format!("{TABLES}\n{VIEW}")
     }
 
-    /// Makes the tables of an outbox in a database that is named by its path, all of them or none, and
-    /// the file too if there is none. Says what it found. This blocks for as long as the file system does.
+    /// Creates the tables of an outbox in a database given by its path, all of them or none, and the file if
+    /// there is none. Returns what it found. This blocks for as long as the file system does.
     pub fn init(path: impl AsRef<Path>, options: &OutboxOptions) -> Result<OutboxInit> {
         init::init(path.as_ref(), options)
     }
 
-    /// Writes an event into the outbox, as part of whatever transaction is open on the connection. It
-    /// is relayed after that transaction has committed, and never if it has not.
+    /// Writes an event into the outbox, in the transaction that is open on the connection. The event is
+    /// relayed after that transaction has committed, and never if it does not commit.
     ///
-    /// Takes what [`Bus::publish`](https://docs.rs/everbus) takes. The same event again, while it waits,
-    /// changes nothing; the same id with another body is [`Code::IdReused`]. Returns the event's id.
+    /// Takes what [`Bus::publish`](https://docs.rs/everbus) takes. Enqueuing the same event again while it
+    /// waits changes nothing; the same id with another body is [`Code::IdReused`]. Returns the event's id.
     pub fn enqueue(&self, tx: &Connection, event: impl IntoEvent) -> Result<EventId> {
         let event = event.into_event()?;
         enqueue::insert(tx, &event)?;
@@ -141,8 +141,8 @@ impl Outbox {
         Ok(ids)
     }
 
-    /// Opens the outbox in a database of one's own, to be relayed. It needs the tables, and works with
-    /// whatever journal mode the database has. This blocks for as long as the file system does.
+    /// Opens the outbox in a user's database for a relay. The tables must exist; every journal mode works.
+    /// This blocks for as long as the file system does.
     pub fn open(path: impl AsRef<Path>) -> Result<Arc<dyn OutboxSource>> {
         Self::open_with(path.as_ref(), OutboxOptions::default())
     }
@@ -153,7 +153,7 @@ impl Outbox {
     }
 }
 
-/// An error of SQLite in the outbox: a table that is missing is not a bug.
+/// Maps a SQLite error in the outbox: a missing table is not a bug.
 fn from_outbox(doing: &str, error: rusqlite::Error) -> Error {
     if error.to_string().contains("no such table: ") {
         return Error::new(

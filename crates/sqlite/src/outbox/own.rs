@@ -1,4 +1,4 @@
-//! The outbox in the file of the engine: read on a connection of its own, written by the writer.
+//! The outbox in the engine's file: read on its own connection, written by the writer.
 
 use std::path::Path;
 use std::sync::Arc;

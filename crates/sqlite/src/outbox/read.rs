@@ -1,7 +1,7 @@
-//! Out of the outbox: what stands in a row, whoever wrote it.
+//! Reading rows of the outbox, whichever program wrote them.
 //!
-//! A row of ours has everything in `payload` and `attributes`. A row of somebody else's has the envelope
-//! of the specification in `payload`, or the payload itself.
+//! A row that Everbus wrote has everything in `payload` and `attributes`. A row of another program has the
+//! envelope of the specification in `payload`, or the payload itself.
 
 use everbus_core::{Attributes, Code, Error, Event, EventId, OutboxRow, Result, TraceContext};
 use everbus_dialects::{Beside, Dialect, decode_beside};
@@ -15,10 +15,10 @@ use super::{envelope, times};
 /// The columns that [`row`] expects, in its order.
 pub(super) const COLUMNS: &str = "row, id, event_id, event_type, payload, attempts, created_at, correlation_id, trace_id, attributes, ordering_key, revision, wanted_at";
 
-/// The metadata entry of a trace id that is no W3C one.
+/// The metadata entry for a trace id that is not a W3C one.
 const TRACE_ID: &str = "trace_id";
 
-/// Reads a row. Whatever is wrong with its event is that row's trouble alone.
+/// Reads a row. An unreadable event is an error of that row alone.
 pub(super) fn row(conn: &Connection, row: &Row<'_>) -> rusqlite::Result<OutboxRow> {
     let found = Found {
         event_id: text(row, 2)?.unwrap_or_default(),
@@ -47,7 +47,7 @@ pub(super) fn row(conn: &Connection, row: &Row<'_>) -> rusqlite::Result<OutboxRo
     let id = text(row, 1)?.unwrap_or_default();
     let tenant = match &event {
         Ok(event) => event.tenant().map(str::to_owned),
-        // An event of ours has its tenant in the id of its row too.
+        // A row that Everbus wrote has the tenant in its id too.
         Err(_) if matches!(attributes, ValueRef::Text(_)) => {
             id.split_once('@').map(|(_, tenant)| tenant.to_owned())
         }
@@ -69,7 +69,7 @@ pub(super) fn row(conn: &Connection, row: &Row<'_>) -> rusqlite::Result<OutboxRo
     })
 }
 
-/// A text, whatever SQLite has stored for it.
+/// A column as text, whatever type SQLite stored.
 fn text(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<String>> {
     Ok(match row.get_ref(column)? {
         ValueRef::Null => None,
@@ -89,7 +89,7 @@ fn unreadable(what: &dyn std::fmt::Display) -> Error {
     .hint("it holds JSON: the envelope of the event, or its payload")
 }
 
-/// What stands beside the payload of a row that somebody else wrote.
+/// What a row of another program has beside the payload.
 struct Found {
     event_id: String,
     event_type: String,
@@ -99,7 +99,7 @@ struct Found {
     ordering_key: Option<String>,
 }
 
-/// What makes an object an envelope.
+/// The fields that make an object an envelope.
 #[derive(Deserialize)]
 struct Signs<'a> {
     #[serde(borrow, default, deserialize_with = "present")]
@@ -114,13 +114,13 @@ struct Signs<'a> {
     everbus_id: Option<&'a RawValue>,
 }
 
-/// Whatever stands there, `null` too.
+/// Any value, also `null`.
 fn present<'de, D: Deserializer<'de>>(from: D) -> Result<Option<&'de RawValue>, D::Error> {
     <&RawValue>::deserialize(from).map(Some)
 }
 
-/// The event under the UUID that the view `dead_letter_events` showed for it: its foreign id alone does not
-/// say it, since the source belongs to it.
+/// The event with the UUID that the view `dead_letter_events` showed for it. The foreign id alone does not
+/// determine that UUID, since the source belongs to it.
 fn known_as(event: &Event, id: EventId) -> Result<Event> {
     let mut attributes = event.attributes().cloned().unwrap_or_default();
     attributes.metadata.remove("outbox:everbus_id");
@@ -157,7 +157,7 @@ impl Found {
                 }
             }
             Ok(_) => self.raw(conn, payload),
-            // It is no JSON, or says one of these twice.
+            // It is not JSON, or has one of these fields twice.
             Err(e) => Err(unreadable(&e)),
         }
     }
@@ -210,7 +210,7 @@ impl Found {
             attributes.key = self.ordering_key.clone();
         }
         let Some(text) = &self.trace_id else { return };
-        // Without a span of its own it gets one made of the event's id, as in the dialects.
+        // Without its own span it gets one made of the event's id, as in the dialects.
         let span = id.as_bytes().iter().skip(8);
         let span = span.fold(0_u64, |number, byte| number << 8 | u64::from(*byte));
         let lower = text.to_ascii_lowercase();

@@ -14,24 +14,24 @@ use super::{from_outbox, times};
 use crate::rows::{seq_from, to_sql};
 use crate::state::micros;
 
-/// At most so many bytes of payload are in memory at a time.
+/// At most this many bytes of payload are in memory at a time.
 const MAX_BYTES: usize = 8 << 20;
 
-/// The longest that a row is made to wait. A longer wait was written before a clock went back, and
-/// counts as over.
+/// The longest that a row may wait. A longer wait was written before the clock was set back, and counts as
+/// over.
 fn horizon(now: i64) -> i64 {
     let longest = (1..OUTBOX_ATTEMPTS).filter_map(outbox_delay).max();
     let longest = longest.map_or(0, |d| i64::try_from(d.as_micros()).unwrap_or(i64::MAX));
     now.saturating_add(longest)
 }
 
-/// Whether a lease that ends then is held now.
+/// Whether a lease that ends at `until` is held now.
 fn is_held(until: i64, now: i64) -> bool {
     let longest = i64::try_from(LONGEST_RELAY_LEASE.as_micros()).unwrap_or(i64::MAX);
     until > now && until <= now.saturating_add(longest)
 }
 
-/// Who holds the lease, with its token, if somebody does.
+/// The holder of the lease and its token, if the lease is held.
 pub(super) fn holder(conn: &Connection, now: Timestamp) -> Result<Option<(String, i64)>> {
     let found: Option<(String, i64, i64)> = conn
         .prepare_cached("SELECT holder, token, until FROM outbox_relay WHERE only = 1")
@@ -44,14 +44,14 @@ pub(super) fn holder(conn: &Connection, now: Timestamp) -> Result<Option<(String
     Ok(held.map(|(holder, token, _)| (holder, token)))
 }
 
-/// A holder as it is stored, `everbus (process 7, 1f) [0198…]`, in its parts: who it is, and the lock by which
-/// others see that its process lives.
+/// Splits a stored holder, `everbus (process 7, 1f) [0198…]`, into its name and its lock. Other processes see
+/// by the lock that the holder's process lives.
 pub(super) fn parts(holder: &str) -> (&str, Option<&str>) {
     let parts = holder.strip_suffix(']').and_then(|it| it.rsplit_once(" ["));
     parts.map_or((holder, None), |(who, lock)| (who, Some(lock)))
 }
 
-/// Takes or keeps the lease; also that of a holder whose process is gone.
+/// Takes or keeps the lease; also takes the lease of a holder whose process is gone.
 pub(super) fn acquire(
     conn: &Connection,
     me: &str,
@@ -66,7 +66,7 @@ pub(super) fn acquire(
     {
         return Ok(None);
     }
-    // Another holder, another token; also for one who comes back.
+    // A new holder gets a new fencing token, also if it held the lease before.
     let (token, since): (i64, i64) = conn
         .prepare_cached(
             "INSERT INTO outbox_relay (only, holder, token, until, since)
@@ -84,7 +84,7 @@ pub(super) fn acquire(
     }))
 }
 
-/// Whether the lease is still this one. It may have ended, as long as nobody else has it.
+/// Whether the lease is still this one. It may have expired, as long as no other relay has it.
 pub(super) fn is_ours(conn: &Connection, lease: &RelayLease) -> Result<bool> {
     conn.prepare_cached("SELECT 1 FROM outbox_relay WHERE only = 1 AND holder = ?1 AND token = ?2")
         .and_then(|mut s| s.exists(params![lease.holder, to_sql(lease.token)]))
@@ -100,7 +100,7 @@ pub(super) fn release(conn: &Connection, lease: &RelayLease) -> Result<()> {
     .map_err(|e| from_outbox("giving the lease of the outbox back", e))
 }
 
-/// Rows that are ready.
+/// Rows that are ready to publish.
 pub(super) fn claim(
     conn: &Connection,
     now: Timestamp,
@@ -159,8 +159,8 @@ pub(super) fn claim(
     Ok(claimed)
 }
 
-/// Writes down what became of rows; false, and nothing is written, without the lease. With `own` the
-/// dead letters are in the same file.
+/// Records the results of rows. Without the lease it writes nothing and returns false. With `own` the dead
+/// letters are in the same file.
 pub(super) fn settle(
     conn: &Connection,
     lease: &RelayLease,
@@ -194,7 +194,7 @@ pub(super) fn settle(
     Ok(true)
 }
 
-/// Rows that lie side by side are marked in one statement.
+/// Adjacent rows are marked in one statement.
 fn mark_sent(conn: &Connection, rows: &[&OutboxRow], now: Timestamp) -> Result<()> {
     let doing = |e| from_outbox("marking rows as sent", e);
     let mut statement = conn
@@ -276,8 +276,8 @@ pub(super) fn failed(conn: &Connection, limit: usize) -> Result<Vec<FailedRow>> 
     .map_err(|e| from_outbox("listing failed rows", e))
 }
 
-/// The failed rows that one of these texts names, or all of them, from `after` on and at most so many:
-/// their numbers, and what names their events. Reads payloads, so it is no work for a writer.
+/// The failed rows that one of these texts names, or all failed rows, from `after` on and up to a limit:
+/// their numbers, and the names of their events. It reads payloads, so it must not run on the writer.
 pub(super) fn failed_rows(
     conn: &Connection,
     ids: Option<&[String]>,

@@ -1,8 +1,8 @@
-//! What a relay takes rows from, once for the file of the engine and for other people's databases.
+//! The source of a relay's rows, for the engine's file and for users' databases.
 //!
-//! Rows are read apart from where they are written. Waiting is a look at `PRAGMA data_version`, which
-//! changes with every commit of somebody else: every 100 ms at rest, and soon after an enqueue in this
-//! process, which is a little before its commit.
+//! Reads and writes use different connections. To wait for rows, it polls `PRAGMA data_version`, which
+//! changes with every commit of another connection: every 100 ms at rest, and soon after an enqueue in this
+//! process, which happens a little before its commit.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -23,25 +23,25 @@ use crate::failpoint;
 use crate::owner::{OwnerLock, is_dead};
 use crate::retention::pace::Pace;
 
-/// Rows settled in one transaction: so few that whoever writes beside us hardly waits.
+/// Rows settled in one transaction: few enough that other writers of the database hardly wait.
 const STEP: usize = 256;
-/// How often an outbox is looked at when nothing happens.
+/// How often an idle outbox is polled.
 const REST: Duration = Duration::from_millis(100);
 const FIRST_LOOK: Duration = Duration::from_millis(1);
-/// So long at a time is given to what is old.
+/// Time for one round of removing old rows.
 const FORGETTING: Duration = Duration::from_millis(50);
 
 /// Enqueues in this process, whatever database they go to.
 static ENQUEUED: AtomicU64 = AtomicU64::new(0);
 static WAKE: LazyLock<Notify> = LazyLock::new(Notify::new);
 
-/// Tells every outbox in this process that there may soon be something.
+/// Tells every outbox in this process that there may soon be a row.
 pub(super) fn enqueued() {
     ENQUEUED.fetch_add(1, Ordering::Release);
     WAKE.notify_waiters();
 }
 
-/// How the outbox of a database is reached.
+/// Access to the outbox of a database.
 pub(super) trait Access: Send + Sync + 'static {
     fn name(&self) -> String;
 
@@ -53,7 +53,7 @@ pub(super) trait Access: Send + Sync + 'static {
     /// Whether the dead letters of an engine are in the same database.
     fn is_own(&self) -> bool;
 
-    /// Whether an engine removes what is old from this database.
+    /// Whether an engine's retention removes old rows from this database.
     fn has_retention(&self) -> bool;
 
     /// Runs a query in one read transaction.
@@ -72,17 +72,17 @@ pub(super) trait Access: Send + Sync + 'static {
 /// The outbox of a database.
 pub(super) struct Source<A> {
     access: A,
-    /// The version of the data when rows were last looked for.
+    /// `data_version` when rows were last looked for.
     seen: Arc<AtomicI64>,
-    /// The enqueues that were known then.
+    /// The number of enqueues at that time.
     known: AtomicU64,
     jumped: Arc<Notify>,
-    /// Held from the first lease on: others see by it that this process lives. `None` where no lock can be
-    /// made; then they wait until the lease ends.
+    /// Held from the first lease on: other processes see by it that this process lives. `None` where no lock
+    /// can be created; then they wait until the lease ends.
     alive: OnceLock<Option<OwnerLock>>,
 }
 
-/// Whether a holder names a lock that its process does not hold any more.
+/// Whether a holder names a lock that its process no longer holds.
 fn is_gone(database: &Path, holder: &str) -> bool {
     let (_, lock) = rows::parts(holder);
     lock.is_some_and(|lock| is_dead(database, lock))
@@ -120,7 +120,7 @@ impl<A: Access> Source<A> {
     async fn changed(&self) -> bool {
         let seen = self.seen.load(Ordering::Acquire);
         let version = self.access.read(data_version).await;
-        // What is wrong will be told by whoever reads next.
+        // An error is reported by the next read.
         version.map_or(true, |version| version != seen)
     }
 
@@ -131,14 +131,14 @@ impl<A: Access> Source<A> {
     }
 }
 
-/// What is forgotten in one step, of before a time.
+/// What one step removes, and up to which time.
 #[derive(Clone, Copy)]
 enum Old {
     Sent(Timestamp),
     Dead(Timestamp),
 }
 
-/// One step: what went, and how long it took. Nothing without the lease.
+/// One step: returns what was removed, and how long it took. Without the lease it does nothing.
 fn forget_step(
     conn: &Connection,
     lease: &RelayLease,
@@ -187,7 +187,7 @@ impl<A: Access> OutboxSource for Source<A> {
                     .hint("a lease lasts up to a minute, and is renewed while the relay runs"));
             }
             let (now, holder) = (self.access.clock().now(), self.alive(holder));
-            // Looking takes no lock of the database: a relay that stands by disturbs no other.
+            // Reading takes no lock of the database: a standby relay disturbs no other.
             let held = self
                 .access
                 .read(move |conn| rows::holder(conn, now))
@@ -211,7 +211,7 @@ impl<A: Access> OutboxSource for Source<A> {
     fn claim(&self, after: i64, limit: usize) -> BoxFuture<'_, Result<Claimed>> {
         let (seen, now) = (self.seen.clone(), self.access.clock().now());
         self.access.read(move |conn| {
-            // Before the rows: a commit in between is noticed as a change.
+            // Read before the rows: a commit in between is noticed as a change.
             let version = data_version(conn)?;
             let claimed = rows::claim(conn, now, after, limit)?;
             if after == 0 {
@@ -273,7 +273,7 @@ impl<A: Access> OutboxSource for Source<A> {
                 tokio::select! {
                     biased;
                     () = self.jumped.notified() => return,
-                    // One that comes while we look often changes nothing.
+                    // An enqueue changes nothing while the outbox is already polled often.
                     () = woken, if pause == REST => {
                         self.was_enqueued();
                         pause = FIRST_LOOK;
@@ -311,7 +311,7 @@ impl<A: Access> OutboxSource for Source<A> {
                         rows::failed_rows(conn, ids, after, STEP)
                     })
                     .await?;
-                // Onwards only: what fails again meanwhile is not retried again.
+                // Forwards only: a row that fails again during this retry is not retried again.
                 let Some((last, _)) = found.last() else {
                     break;
                 };
@@ -343,7 +343,7 @@ impl<A: Access> OutboxSource for Source<A> {
             let now = self.access.clock().now();
             let sent = keep.sent.map(|age| now.minus(age));
             let dead = keep.dead_letters.map(|age| now.minus(age));
-            // Looking needs no lock.
+            // Reading needs no lock.
             let any = self
                 .access
                 .read(move |conn| forget::is_any(conn, sent, dead))

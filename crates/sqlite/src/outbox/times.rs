@@ -1,4 +1,4 @@
-//! Times as SQLite knows them: text in several forms, days of the Julian calendar, Unix seconds.
+//! Times in the forms that SQLite knows: several text forms, Julian days, Unix seconds.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ pub(super) fn read(conn: &Connection, text: &str) -> Result<Timestamp> {
     if let Ok(at) = text.parse() {
         return Ok(at);
     }
-    // `now` is no time to have been written at, and means another one whenever it is read.
+    // `now` cannot be a stored time: it means another one whenever it is read.
     let micros: Option<f64> = if text.trim().eq_ignore_ascii_case("now") {
         None
     } else {
@@ -26,13 +26,13 @@ pub(super) fn read(conn: &Connection, text: &str) -> Result<Timestamp> {
         )
         .hint("leave the column to its default, or write datetime('now')"));
     };
-    // Days as floating point numbers are good for milliseconds.
+    // Days as floating point numbers are exact to milliseconds.
     #[allow(clippy::cast_possible_truncation, reason = "clamped by the timestamp")]
     let millis = (micros / 1000.0).round() as i64;
     Ok(Timestamp::from_micros(millis.saturating_mul(1000)))
 }
 
-/// The last moment that a text may mean: whoever wrote it may have left fractions of a second out.
+/// The last moment that a text may mean: fractions of a second may be missing.
 pub(super) fn latest(conn: &Connection, text: &str) -> Option<Timestamp> {
     let at = read(conn, text).ok()?;
     let digits = text.split_once('.').map_or(0, |(_, fraction)| {

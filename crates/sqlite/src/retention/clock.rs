@@ -1,4 +1,4 @@
-//! What the file knows about the clock: one record that every look renews, whoever looks.
+//! Part of the writer: the clock record of the file. Every process that checks the clock updates it.
 
 use everbus_core::{ClockDoubt, ClockRecord, Code, Error, Result, Timestamp};
 use rusqlite::{Connection, OptionalExtension};
@@ -9,14 +9,14 @@ use crate::writer::Writer;
 const KEY: &str = "clock";
 
 impl Writer {
-    /// Notes what the clock says now: whether it is in doubt.
+    /// Records the clock's time and returns whether the clock is in doubt.
     pub(crate) fn look_at_clock(&mut self) -> Result<Option<ClockDoubt>> {
         let record = look(&self.conn, self.clock.now())?;
         self.note_clock(&record)?;
         Ok(record.doubt)
     }
 
-    /// Notes that the clock is right.
+    /// Records that the clock is right.
     pub(crate) fn trust_clock(&mut self) -> Result<()> {
         self.note_clock(&ClockRecord::certain(self.clock.now()))
     }
@@ -32,7 +32,7 @@ impl Writer {
     }
 }
 
-/// What a look at this moment finds; nothing is changed.
+/// The result of a check at this moment, without writing it.
 pub(crate) fn look(conn: &Connection, now: Timestamp) -> Result<ClockRecord> {
     let newest: Option<i64> = conn
         .prepare_cached("SELECT CAST(received_at AS INTEGER) FROM log ORDER BY seq DESC LIMIT 1")
@@ -42,7 +42,7 @@ pub(crate) fn look(conn: &Connection, now: Timestamp) -> Result<ClockRecord> {
     Ok(ClockRecord::look(recorded(conn)?, newest, now))
 }
 
-/// What the last look found.
+/// The result of the last check.
 pub(crate) fn recorded(conn: &Connection) -> Result<Option<ClockRecord>> {
     let text: Option<String> = conn
         .prepare_cached("SELECT value FROM meta WHERE key = ?1")

@@ -1,4 +1,4 @@
-//! What there is that retention may take some day, by type and kind.
+//! Counts what retention may remove later, by type and kind.
 
 use std::collections::HashMap;
 
@@ -13,7 +13,7 @@ use crate::rows::{UNREADABLE, seq_from, to_sql};
 /// Rows of the log counted in one snapshot.
 const LOOK: u64 = 50_000;
 
-/// By type: how many there are, and when the first was received.
+/// By type: the number of events, and when the first was received.
 #[derive(Default)]
 struct Count {
     types: HashMap<i64, (u64, i64)>,

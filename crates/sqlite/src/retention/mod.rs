@@ -1,7 +1,8 @@
-//! Retention: what is old and needed by nobody goes, in steps so small that publishers hardly notice.
+//! Retention: removes events that are old and that no group needs, in steps so small that publishers hardly
+//! notice.
 //!
-//! A reader looks for it, in short snapshots and once along the log; the writer removes stretches, after
-//! it has made sure that nobody has come to need something of them meanwhile (rule 7).
+//! A reader finds the events, in short snapshots and in one pass over the log. The writer then removes
+//! ranges, after it has checked again that no group needs an event in them (rule 7).
 
 pub(crate) mod clock;
 mod holdings;
@@ -31,11 +32,11 @@ use others::cutoff;
 use pace::{Pace, Slice, Ticks};
 use plan::{Length, Plan};
 
-/// The pause between two steps of giving space back while others write to the file: rare enough that it does
-/// not show in the slowest hundredth of their commits.
+/// The pause between two steps of giving space back while other commands write to the file. At this rate the
+/// steps do not show in the slowest hundredth of the commits.
 const SPACE_PAUSE: Duration = Duration::from_millis(200);
 
-/// Whoever watches a run.
+/// Called with the progress of a run.
 type Watch = Box<dyn FnMut(Pruned) + Send>;
 
 /// One run: what was done so far, or what would be done.
@@ -45,7 +46,7 @@ struct Run<'e> {
     now: Timestamp,
     done: Pruned,
     preview: bool,
-    /// In a preview, all events that would go.
+    /// In a preview: all events that would be removed.
     gone: Vec<(u64, u64)>,
     watch: Watch,
     ticks: Ticks,
@@ -57,7 +58,7 @@ impl SqliteEngine {
         self.prune_timed(retention, watch, pace::real_time()).await
     }
 
-    /// A run whose steps are measured by a clock of their own.
+    /// A run whose steps are measured by the given clock.
     async fn prune_timed(
         &self,
         retention: Retention,
@@ -115,7 +116,8 @@ impl<'e> Run<'e> {
         (self.watch)(self.done);
     }
 
-    /// One step on the writer, and how long it worked there. What need not be durable at once is not.
+    /// Runs one step on the writer and returns how long it worked there. Steps that need not be durable at
+    /// once are lazy.
     async fn step<T: Send + 'static>(
         &mut self,
         durable: bool,
@@ -138,7 +140,7 @@ impl<'e> Run<'e> {
         Ok((done, took))
     }
 
-    /// Notes what a step took, and what those before it took with their commits.
+    /// Notes how long a step held the writer, and how long the earlier steps did with their commits.
     fn note_hold(&mut self, took: Duration) {
         let done = &mut self.done;
         done.longest_step = done.longest_step.max(took);
@@ -146,7 +148,8 @@ impl<'e> Run<'e> {
         done.longest_hold = done.longest_hold.max(held);
     }
 
-    /// Dead letters by their age. Their events stay, and a group has skipped what it never handled.
+    /// Removes dead letters by age. Their events stay; a group counts an event that it never handled as
+    /// skipped.
     async fn dead_letters(&mut self) -> Result<()> {
         let Some(age) = self.retention.dead_letters else {
             return Ok(());
@@ -186,7 +189,7 @@ impl<'e> Run<'e> {
         }
     }
 
-    /// Dead letters of the outbox, with their rows.
+    /// Removes dead letters of the outbox, with their rows.
     async fn outbox_dead_letters(&mut self) -> Result<()> {
         let Some(age) = self.retention.dead_letters else {
             return Ok(());
@@ -220,7 +223,7 @@ impl<'e> Run<'e> {
         }
     }
 
-    /// Events that have expired, are too old or too many.
+    /// Removes events that have expired, are too old or too many.
     async fn events(&mut self) -> Result<()> {
         let mut plan = self.plan().await?;
         let handle = &self.engine.handle;
@@ -247,7 +250,7 @@ impl<'e> Run<'e> {
                 let near = remove::near(pieces).iter();
                 let count = pace.take(near.map(|piece| piece.weight));
                 let step = pieces[..count].to_vec();
-                // An object may only be collected once the event is gone for good.
+                // An object may be deleted only after the removal of its event is durable.
                 let durable = step.iter().any(|piece| piece.overflow);
                 let (removed, took) = self
                     .step(durable, move |writer, slice| {
@@ -266,7 +269,7 @@ impl<'e> Run<'e> {
         Ok(())
     }
 
-    /// Turns ages and length into positions, and finds what has expired.
+    /// Turns the limits of age and length into positions, and finds expired events.
     async fn plan(&mut self) -> Result<Plan> {
         let handle = &self.engine.handle;
         let (retention, now) = (self.retention.clone(), self.now);
@@ -307,7 +310,7 @@ impl<'e> Run<'e> {
         Ok(plan)
     }
 
-    /// Payload stages by their age; those of open dead letters stay as long as these.
+    /// Removes payload stages by age. Stages of open dead letters stay as long as the dead letter.
     async fn stages(&mut self) -> Result<()> {
         let Some(before) = cutoff(self.now, self.retention.payloads) else {
             return Ok(());
@@ -315,7 +318,7 @@ impl<'e> Run<'e> {
         let dead = cutoff(self.now, self.retention.dead_letters).filter(|_| self.preview);
         let dead_since = dead.unwrap_or(i64::MIN);
         let handle = &self.engine.handle;
-        // What goes with its event is not counted.
+        // Stages that are removed with their event are not counted.
         let gone = Stretches::new(std::mem::take(&mut self.gone));
         let (mut pace, mut after) = (Pace::default(), (i64::MIN, i64::MIN));
         loop {
@@ -351,7 +354,7 @@ impl<'e> Run<'e> {
         }
     }
 
-    /// Rows of the outbox that were sent long ago.
+    /// Removes rows of the outbox that were sent long ago.
     async fn outbox(&mut self) -> Result<()> {
         let Some(age) = self.retention.outbox else {
             return Ok(());
@@ -383,7 +386,7 @@ impl<'e> Run<'e> {
         }
     }
 
-    /// Audit records by their age; the trail leaves an anchor.
+    /// Removes audit records by age; the trail keeps an anchor.
     async fn audit(&mut self) -> Result<()> {
         let Some(age) = self.retention.audit else {
             return Ok(());
@@ -410,7 +413,7 @@ impl<'e> Run<'e> {
         }
     }
 
-    /// What the history's index knows of events that are gone goes as well, later and by itself.
+    /// Removes index runs whose events are all gone. The indexer cleans up the others later.
     async fn history(&mut self) -> Result<()> {
         if self.done.removed == 0 {
             return Ok(());
@@ -419,7 +422,7 @@ impl<'e> Run<'e> {
         handle.patient_job(Writer::forget_history).await
     }
 
-    /// What was done lazily is durable with this.
+    /// Makes the lazy steps durable.
     async fn make_durable(&mut self) -> Result<()> {
         let handle = &self.engine.handle;
         let now = self.now;
@@ -428,10 +431,10 @@ impl<'e> Run<'e> {
             .await
     }
 
-    /// Gives free pages back to the file system, as many as there are now.
+    /// Gives the pages that are free now back to the file system.
     ///
-    /// A page given back is moved first, so that it costs a publisher more than a removed event. New events
-    /// fill the free pages anyway, so there is no hurry while others write.
+    /// A page must be moved before it can be given back, so this costs publishers more than removing an
+    /// event. New events fill the free pages anyway, so there is no hurry while other commands write.
     async fn space(&mut self) -> Result<()> {
         let handle = &self.engine.handle;
         let (size, free) = handle.lazy_job(Writer::free_pages).await?;
@@ -458,14 +461,14 @@ impl<'e> Run<'e> {
     }
 }
 
-/// How the keys of duties begin.
+/// Prefix of the keys of duties.
 const DUTY: &str = "duty/";
 
 fn duty_key(duty: &str) -> String {
     format!("{DUTY}{duty}")
 }
 
-/// Who took on one of the duties last whose names begin so.
+/// The latest record among the duties whose names have this prefix.
 fn last_duty(conn: &Connection, prefix: &str) -> Result<Option<DutyRecord>> {
     let doing = |e| from_sqlite("looking who has a duty", e);
     let first = duty_key(prefix);
@@ -485,7 +488,7 @@ fn last_duty(conn: &Connection, prefix: &str) -> Result<Option<DutyRecord>> {
     Ok(last)
 }
 
-/// Who took on a duty last.
+/// The last owner of a duty.
 fn duty_record(conn: &Connection, duty: &str) -> Result<Option<DutyRecord>> {
     let text: Option<String> = conn
         .prepare_cached("SELECT value FROM meta WHERE key = ?1")

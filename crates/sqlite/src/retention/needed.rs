@@ -1,4 +1,5 @@
-//! What must stay: whatever a group has yet to reach, has in flight, has waiting, or has dead.
+//! Which events must stay: those that a group has not reached yet, has in flight, has waiting, or has in the
+//! dead letters. Part of the writer: collecting this from memory.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,7 +10,7 @@ use crate::errors::from_sqlite;
 use crate::rows::{ADDRESS, TypeNames, seq_from, to_sql};
 use crate::writer::Writer;
 
-/// Stretches of the log, both ends included, in order and apart from each other.
+/// Ranges of the log with both ends included, sorted, without overlap.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stretches(Vec<(u64, u64)>);
 
@@ -35,7 +36,7 @@ impl Stretches {
         next > 0 && self.0[next - 1].1 >= seq
     }
 
-    /// What of a stretch is in none of these.
+    /// The parts of a range that are in none of these.
     pub(crate) fn outside(&self, lo: u64, hi: u64) -> Vec<(u64, u64)> {
         let mut free = Vec::new();
         let mut from = lo;
@@ -56,12 +57,11 @@ impl Stretches {
     }
 }
 
-/// What groups owe that no row of its own tells: what they want beyond their cursors, and what is open
-/// in claims.
+/// Events that groups need and that have no row: events beyond the cursors, and open events in claims.
 #[derive(Clone, Debug)]
 pub(crate) struct Owed {
     groups: Vec<Reader>,
-    /// What is unfinished.
+    /// Unfinished events in claims.
     claimed: Stretches,
 }
 
@@ -75,7 +75,7 @@ struct Reader {
 }
 
 impl Owed {
-    /// What of a stretch must stay. Dead letters of before `dead_before` do not count.
+    /// The events of a range that must stay. Dead letters from before `dead_before` do not count.
     pub(crate) fn needed(
         &self,
         conn: &Connection,
@@ -114,7 +114,7 @@ impl Owed {
         Ok(Stretches::new(all))
     }
 
-    /// What groups have yet to reach and want, except where they were told to pass by.
+    /// Adds events that groups want and have not reached, except those they were told to skip.
     fn add_unread(
         &self,
         conn: &Connection,
@@ -158,7 +158,7 @@ impl Owed {
                 let wants = match wanted.get(type_id) {
                     Some(known) => *known,
                     None => {
-                        // Every group that comes to a damaged event dead-letters it.
+                        // Every group that reaches a damaged event dead-letters it, so the event must stay.
                         let name = names.find(conn, *type_id)?;
                         let wants =
                             name.is_none_or(|name| group.patterns.iter().any(|p| p.matches(&name)));
@@ -168,7 +168,7 @@ impl Owed {
                 };
                 if wants && !dropped.contains(seq) {
                     let seq = seq_from(*seq);
-                    // Mostly they follow each other.
+                    // Usually they follow each other.
                     match all.last_mut().filter(|last| last.1 + 1 == seq) {
                         Some(last) => last.1 = seq,
                         None => all.push((seq, seq)),
@@ -181,7 +181,8 @@ impl Owed {
 }
 
 impl Writer {
-    /// What groups owe at this moment. Of our own groups and claims memory knows more than the file.
+    /// The events that groups need now. Memory knows more than the file about this process's groups and
+    /// claims.
     pub(crate) fn owed(&self) -> Result<Owed> {
         let doing = |e| from_sqlite("looking what is still owed", e);
         let mut statement = self
@@ -205,7 +206,7 @@ impl Writer {
         let groups = self.state.groups.iter().map(|(id, group)| Reader {
             id: *id,
             name: group.name.clone(),
-            // What an ephemeral group has not reached is not kept for it.
+            // Events that an ephemeral group has not reached are not kept for it.
             cursor: group.owner.map_or(group.cursor, |_| u64::MAX),
             patterns: group.patterns.clone(),
         });

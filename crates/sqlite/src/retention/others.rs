@@ -1,6 +1,7 @@
-//! What goes by an age of its own: dead letters, payload stages, rows of the outbox that were sent.
+//! Rows with their own age limit: dead letters, payload stages, sent rows of the outbox.
+//! Part of the writer: removing them, and the records of duties.
 //!
-//! A reader chooses, in short snapshots; the writer removes what is still as it was chosen.
+//! A reader selects rows in short snapshots. The writer removes those that have not changed since.
 
 use std::time::Duration;
 
@@ -15,24 +16,24 @@ use crate::rows::{seq_from, to_sql};
 use crate::state::micros;
 use crate::writer::Writer;
 
-/// Rows chosen in one snapshot.
+/// Rows selected in one snapshot.
 pub(crate) const CHOOSE: usize = 2000;
 const PAGE: u64 = 4096;
-/// Rows of the outbox that go between two looks at the clock.
+/// Rows of the outbox removed between two checks of the time.
 pub(crate) const FEW_ROWS: u64 = 16;
 
-/// A dead letter that is old.
+/// An old dead letter.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OldDead {
     pub(crate) seq: u64,
     group: i64,
     pub(crate) died_at: i64,
-    /// Nobody retried it: its event was never handled.
+    /// It was never retried: its event was never handled.
     pub(crate) open: bool,
     pub(crate) weight: u64,
 }
 
-/// Dead letters of before a time that nothing is under way for, by their death.
+/// Dead letters from before a time that are not being retried, ordered by the time of death.
 pub(crate) fn old_dead(
     reader: &Reader,
     before: i64,
@@ -72,14 +73,14 @@ impl OldDead {
     }
 }
 
-/// A payload stage that is old.
+/// An old payload stage.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OldStage {
     id: i64,
     timestamp: i64,
     pub(crate) seq: u64,
     pub(crate) weight: u64,
-    /// Its event is an open dead letter, and the stage is kept as long as that.
+    /// The event is an open dead letter, so the stage stays as long as the dead letter.
     pub(crate) spared: bool,
 }
 
@@ -89,8 +90,8 @@ impl OldStage {
     }
 }
 
-/// Payload stages of before a time. Those of open dead letters that died at or after `dead_since` are
-/// marked.
+/// Payload stages from before a time. Stages of open dead letters that died at or after `dead_since` are
+/// marked as spared.
 pub(crate) fn old_stages(
     reader: &Reader,
     before: i64,
@@ -126,8 +127,8 @@ pub(crate) fn old_stages(
         .map_err(|e| from_sqlite("looking for old payload stages", e))
 }
 
-/// How many rows of the outbox were sent before a time: those that show it, and those that show a dead
-/// letter instead which would be gone by then, because it died before `dead`.
+/// Counts rows of the outbox that were sent before a time. It also counts rows with a dead letter from before
+/// `dead`: that dead letter would be removed first.
 pub(crate) fn count_sent(reader: &Reader, before: Timestamp, dead: Option<i64>) -> Result<u64> {
     let doing = |e| from_sqlite("counting the outbox", e);
     let sent: i64 = reader
@@ -154,27 +155,27 @@ pub(crate) fn count_sent(reader: &Reader, before: Timestamp, dead: Option<i64>) 
     Ok(seq_from(sent + freed))
 }
 
-/// What one step did with the rows it was given.
+/// The result of one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Done {
-    /// So many of them were looked at, from the first on: all, unless the time was over.
+    /// Number of rows handled, from the first on: all, unless the time ran out.
     pub(crate) seen: usize,
     pub(crate) removed: u64,
 }
 
-/// What one step of giving space back did.
+/// The result of one step of giving space back.
 pub(crate) struct Shrunk {
-    /// Pages that the file system has again.
+    /// Pages given back to the file system.
     pub(crate) given: u64,
     /// Pages that are still free.
     pub(crate) left: u64,
-    /// Whether others write to the file.
+    /// Whether other commands write to the file.
     pub(crate) in_use: bool,
 }
 
 impl Writer {
-    /// Removes dead letters that are as they were chosen. Of an open one the group has skipped the
-    /// event, for this reason.
+    /// Removes dead letters that have not changed since they were selected. For an open one, the group's skip
+    /// is recorded with this reason.
     pub(crate) fn forget_dead(
         &mut self,
         old: &[OldDead],
@@ -201,7 +202,7 @@ impl Writer {
                 .map_err(doing)?;
             done.removed += removed as u64;
             if removed > 0 && dead.open {
-                // Rows of a group that is gone go with the group.
+                // The rows of a removed group are removed with the group.
                 if self.state.groups.contains_key(&dead.group) {
                     self.skip_ahead(dead.group, dead.seq, reason)?;
                 }
@@ -211,7 +212,7 @@ impl Writer {
         Ok(done)
     }
 
-    /// Removes payload stages that are as they were chosen.
+    /// Removes payload stages that have not changed since they were selected.
     pub(crate) fn forget_stages(&mut self, old: &[OldStage], slice: &Slice) -> Result<Done> {
         let doing = |e| from_sqlite("removing old payload stages", e);
         let mut delete = self
@@ -233,7 +234,8 @@ impl Writer {
         Ok(done)
     }
 
-    /// Removes some rows of the outbox that were sent before a time: how many, and whether none is left.
+    /// Removes some rows of the outbox that were sent before a time. Returns how many, and whether none is
+    /// left.
     pub(crate) fn forget_sent(
         &mut self,
         before: Timestamp,
@@ -253,8 +255,8 @@ impl Writer {
         Ok((gone, false))
     }
 
-    /// Removes some dead letters of the outbox that died before a time, and their rows: how many, and
-    /// whether none is left.
+    /// Removes some dead letters of the outbox that died before a time, with their rows. Returns how many,
+    /// and whether none is left.
     pub(crate) fn forget_outbox_dead(
         &mut self,
         before: Timestamp,
@@ -275,16 +277,16 @@ impl Writer {
         Ok((gone, false))
     }
 
-    /// Gives some pages that are free back to the file system.
+    /// Gives some free pages back to the file system.
     pub(crate) fn shrink(&mut self, pages: u64, slice: &Slice) -> Result<Shrunk> {
         let doing = |e| from_sqlite("giving space back", e);
         let before = self.pragma("page_count")?;
-        // A number of ours; a pragma takes no parameters.
+        // The inserted value is the engine's number; a pragma takes no parameters.
         let mut statement = self
             .conn
             .prepare(&format!("PRAGMA incremental_vacuum({pages})"))
             .map_err(doing)?;
-        // It frees one page with every step.
+        // Each step of the statement frees one page.
         let mut rows = statement.query([]).map_err(doing)?;
         while rows.next().map_err(doing)?.is_some() && !slice.is_over() {}
         drop(rows);
@@ -296,8 +298,8 @@ impl Writer {
         })
     }
 
-    /// Notes when things were removed last. It is a write, and what is written is synced with everything
-    /// before it.
+    /// Records the time of this removal. The write is synced, and all lazy commits before it become durable
+    /// with it.
     pub(crate) fn note_pruned(&mut self, now: Timestamp) -> Result<()> {
         self.conn
             .prepare_cached("INSERT OR REPLACE INTO meta (key, value) VALUES ('pruned', ?1)")
@@ -319,11 +321,11 @@ impl Writer {
             .map_err(|e| from_sqlite("measuring the file", e))
     }
 
-    /// Takes on a duty unless somebody did within a time.
+    /// Takes on a duty unless another owner took it within this time.
     pub(crate) fn take_duty(&mut self, duty: &str, owner: &str, every: Duration) -> Result<bool> {
         let now = self.clock.now();
         let last = super::duty_record(&self.conn, duty)?;
-        // A record from the future is of a clock that was put back since.
+        // A record from the future was written before the clock was set back.
         let taken = last.is_some_and(|last| last.at <= now && now.since(last.at) < every);
         if taken {
             return Ok(false);
@@ -338,7 +340,7 @@ impl Writer {
         Ok(true)
     }
 
-    /// Forgets that somebody took on a duty, if that is who did.
+    /// Deletes the record of a duty if this owner holds it.
     pub(crate) fn return_duty(&mut self, duty: &str, owner: &str) -> Result<()> {
         let last = super::duty_record(&self.conn, duty)?;
         if last.is_some_and(|last| last.owner == owner) {
@@ -351,7 +353,7 @@ impl Writer {
     }
 }
 
-/// The time before which something is too old, as it is stored.
+/// The stored time before which a row is too old.
 pub(crate) fn cutoff(now: Timestamp, age: Option<Duration>) -> Option<i64> {
     age.map(|age| micros(now.minus(age)))
 }

@@ -1,24 +1,24 @@
-//! How much goes at a time: as much as holds the writer for a fraction of a millisecond, with pauses in
-//! which other processes get their turns.
+//! How much retention removes at a time: so much that the writer is held for a fraction of a millisecond,
+//! with pauses in which other processes can write.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long one transaction of ours may hold the writer: about as long as a commit takes, so that a
-/// publish which has to wait for it hardly notices.
+/// How long one transaction of retention may hold the writer: about as long as a commit takes, so that a
+/// waiting publish hardly notices.
 const HOLD: Duration = Duration::from_micros(300);
-/// Whatever was planned for a transaction, it ends with the piece of work it is at when so much time has
-/// passed: the rest goes in the next. Of the two milliseconds that nobody may hold the writer for, this
-/// leaves one for that piece and the commit.
+/// A transaction stops after this time, once its current piece of work is done; the rest goes into the next
+/// one. Retention may hold the writer for at most two milliseconds, so this leaves one for that piece and the
+/// commit.
 const SLICE: Duration = Duration::from_millis(1);
-/// After so much work comes a pause of so long. Whoever publishes in this process goes before us in any
-/// case; another process has to find the file free.
+/// After this much work comes a pause. In this process, publishes go first in any case; another process has
+/// to find the file unlocked.
 const BURST: Duration = Duration::from_millis(5);
 const PAUSE: Duration = Duration::from_millis(1);
 const LEAST: u64 = 16;
 const MOST: u64 = 4096;
 
-/// The time since some moment, by a clock that never goes back.
+/// The time since some moment, by a monotonic clock.
 pub(crate) type Ticks = Arc<dyn Fn() -> Duration + Send + Sync>;
 
 pub(crate) fn real_time() -> Ticks {
@@ -26,8 +26,8 @@ pub(crate) fn real_time() -> Ticks {
     Arc::new(move || start.elapsed())
 }
 
-/// The time that one transaction may work. It is asked between two pieces of work, never before the
-/// first, so that every transaction gets something done.
+/// The time that one transaction may work. It is checked between two pieces of work, never before the first,
+/// so every transaction makes progress.
 pub(crate) struct Slice {
     ticks: Ticks,
     began: Duration,
@@ -48,7 +48,7 @@ impl Slice {
     }
 }
 
-/// Measures out the work.
+/// Sizes the steps of retention.
 pub(crate) struct Pace {
     budget: u64,
     since: Instant,
@@ -64,26 +64,26 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// How much the next transaction may do, in the weight of bare events.
+    /// How much the next transaction may remove, counted in bare events.
     pub(crate) fn budget(&self) -> u64 {
         self.budget
     }
 
-    /// So much work took so long: the next one is sized after it.
+    /// Adapts the size of the next step to the duration of the last one.
     pub(crate) fn learn(&mut self, weight: u64, took: Duration) {
         if weight < self.budget / 2 && took < HOLD {
-            // A small rest says little about a whole step.
+            // A small step says little about the cost of a full one.
             return;
         }
         let took = u64::try_from(took.as_micros()).unwrap_or(u64::MAX).max(1);
         let hold = u64::try_from(HOLD.as_micros()).unwrap_or(1);
         let fits = weight.saturating_mul(hold) / took;
-        // Up and down by halves at most: one step that the machine interrupted says little either.
+        // At most half or double: a single step may have been interrupted by the machine.
         let (less, more) = (self.budget / 2, self.budget.saturating_mul(2));
         self.budget = fits.clamp(less, more).clamp(LEAST, MOST);
     }
 
-    /// How many of these, in their order, go at once: at least one.
+    /// How many of these, in order, go into the next step: at least one.
     pub(crate) fn take(&self, weights: impl Iterator<Item = u64>) -> usize {
         let (mut count, mut sum) = (0, 0_u64);
         for weight in weights {
@@ -96,7 +96,7 @@ impl Pace {
         count
     }
 
-    /// Lets others through.
+    /// Lets other processes write.
     pub(crate) async fn pause(&mut self) {
         if self.since.elapsed() < BURST {
             tokio::task::yield_now().await;

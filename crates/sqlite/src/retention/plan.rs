@@ -1,7 +1,7 @@
-//! What is over the limits, found by a reader in short snapshots.
+//! Finds the events that are over the limits, in short snapshots on a reader.
 //!
-//! Times never fall as positions rise, so an age is a position: whatever of a type is at or below its
-//! limit is too old. The log is gone through once in a run, and only its first columns are looked at.
+//! Times never fall as positions rise, so an age limit is a position: events of a type at or below its limit
+//! are too old. A run passes over the log once and reads only its first columns.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -18,9 +18,9 @@ use crate::state::micros;
 
 /// Rows looked at in one snapshot.
 const LOOK: usize = 10_000;
-/// A piece is cut when it is worth this much, so that the work can be measured out.
+/// A piece ends at about this weight, so that steps can be sized.
 pub(crate) const QUANTUM: u64 = 32;
-/// What a page of payload, and a row of another table, weigh against a bare event.
+/// Weights: a page of payload, and a row of another table, compared with a bare event.
 const PAGE: u64 = 4096;
 const STAGE: u64 = 3;
 
@@ -28,21 +28,21 @@ const COLUMNS: &str =
     "seq, CAST(type AS INTEGER), coalesce(length(payload), 0) + coalesce(length(attrs), 0),
    attrs IS NOT NULL AND instr(attrs, '\"overflow\"')";
 
-/// A stretch of the log in which every event may go.
+/// A range of the log in which every event may be removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub(crate) lo: u64,
     pub(crate) hi: u64,
     pub(crate) events: u64,
-    /// How much work it is, in bare events.
+    /// Cost of removing it, in bare events.
     pub(crate) weight: u64,
-    /// Whether some of them keep part of their payload elsewhere.
+    /// Whether some events have part of their payload in an object.
     pub(crate) overflow: bool,
-    /// Whether nothing that stays is between the piece before it and this one.
+    /// Whether no event that stays lies between the previous piece and this one.
     pub(crate) joins: bool,
 }
 
-/// What one look found.
+/// The result of one look at the log.
 #[derive(Default)]
 pub(crate) struct Found {
     pub(crate) pieces: Vec<Piece>,
@@ -102,13 +102,13 @@ impl Candidate {
     }
 }
 
-/// What a run removes from the log, and how far it has looked.
+/// Which events a run removes, and how far it has looked.
 pub(crate) struct Plan {
-    /// By type: its events up to here are too old.
+    /// By type: events up to this position are too old.
     limits: HashMap<i64, u64>,
-    /// Events up to here are too many.
+    /// Events up to this position are over the length limit.
     beyond: u64,
-    /// Nothing after this is over a limit of age or length.
+    /// No event after this position is over a limit of age or length.
     upto: u64,
     searched: u64,
     /// Events that have expired, in order.
@@ -154,12 +154,12 @@ impl Plan {
         })
     }
 
-    /// For a preview: dead letters of before this do not keep their events.
+    /// For a preview: dead letters from before this time do not keep their events.
     pub(crate) fn without_dead(&mut self, before: Option<i64>) {
         self.dead_before = before;
     }
 
-    /// Whatever is at or before a position is too much.
+    /// Events at or before this position are over the length limit.
     pub(crate) fn limit_length(&mut self, beyond: u64) {
         self.beyond = beyond;
         self.upto = self.upto.max(beyond);
@@ -169,7 +169,7 @@ impl Plan {
         self.taken >= self.expired.len() && self.searched >= self.upto
     }
 
-    /// Looks a bounded way further: first at what expired, then along the log.
+    /// Looks a bounded distance further: first at expired events, then along the log.
     pub(crate) fn look(&mut self, reader: &Reader, owed: &Owed) -> Result<Found> {
         if self.taken < self.expired.len() {
             self.look_at_expired(reader, owed)
@@ -184,7 +184,7 @@ impl Plan {
         let Some(first) = seqs.first() else {
             return Ok(Found::default());
         };
-        // Few, and not far apart: whoever lags has to be asked about everything between them.
+        // Few and close together: for a lagging group, all events between them must be checked.
         let near = seqs.partition_point(|seq| seq - first < LOOK as u64);
         let seqs = &seqs[..near.min(LOOK / 10)];
         self.taken += seqs.len();
@@ -229,7 +229,7 @@ impl Plan {
             let seq = candidate.seq;
             let limit = self.limits.get(&type_id).copied().unwrap_or(0);
             let expired = self.expired.binary_search(&seq).is_ok();
-            // What expired was dealt with first, or waits for somebody.
+            // Expired events were handled first, or a group still needs them.
             let over = seq <= limit.max(self.beyond) && !expired;
             seen.push((candidate, over));
         }
@@ -262,7 +262,7 @@ impl Plan {
     }
 }
 
-/// What the payload stages of the events of a stretch weigh.
+/// Weights of the payload stages in a range.
 fn stage_weights(reader: &Reader, (lo, hi): (u64, u64)) -> Result<HashMap<u64, u64>> {
     let doing = |e| from_sqlite("looking at payload stages", e);
     let mut statement = reader
@@ -286,7 +286,7 @@ fn stage_weights(reader: &Reader, (lo, hi): (u64, u64)) -> Result<HashMap<u64, u
 pub(crate) struct Length {
     left: u64,
     before: u64,
-    /// What is beyond the length, once that is known.
+    /// The last position over the length limit, once it is known.
     pub(crate) beyond: Option<u64>,
 }
 
@@ -302,7 +302,7 @@ impl Length {
     pub(crate) fn go_on(&mut self, reader: &Reader) -> Result<()> {
         let doing = |e| from_sqlite("counting the log", e);
         let step = self.left.min(LOOK as u64);
-        // The last of those that stay, or else the first that does not.
+        // The last event that stays, or else the first that does not.
         let found: Option<(i64, i64)> = reader
             .conn
             .prepare_cached(
@@ -335,7 +335,7 @@ impl Length {
     }
 }
 
-/// What has expired by now, in the order of the log; a bounded number at a time.
+/// Expired events in the order of the log, a bounded number at a time.
 pub(crate) fn expired(
     reader: &Reader,
     now: Timestamp,

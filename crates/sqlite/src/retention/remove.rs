@@ -1,4 +1,4 @@
-//! Removing events on the writer, by stretches of the log, with everything that belongs to them.
+//! Part of the writer: removing ranges of events, with all rows that belong to them.
 
 use everbus_core::Result;
 
@@ -9,23 +9,23 @@ use crate::errors::from_sqlite;
 use crate::rows::to_sql;
 use crate::writer::Writer;
 
-/// What one transaction did.
+/// The result of one transaction.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Removed {
     pub(crate) events: u64,
-    /// Events that somebody needs by now.
+    /// Events that a group needs by now.
     pub(crate) kept: u64,
-    /// So many pieces are dealt with, from the first on: all, unless the time was over.
+    /// Number of pieces handled, from the first on: all, unless the time ran out.
     pub(crate) pieces: usize,
 }
 
-/// One transaction looks at no more of the log than this, from the first event that it removes on:
-/// what lies scattered takes several.
+/// The largest range that one transaction looks at, from the first event that it removes on. Scattered events
+/// take several transactions.
 const SPAN: u64 = 8192;
-/// Neighbouring pieces are removed together, until they weigh this; then comes a look at the clock.
+/// Adjacent pieces are removed together up to this weight; then the time is checked.
 const TOGETHER: u64 = 256;
 
-/// As many of these pieces as may go in one transaction, by where they are: at least one.
+/// As many of these pieces as one transaction may take, by their positions: at least one.
 pub(crate) fn near(pieces: &[Piece]) -> &[Piece] {
     let Some(first) = pieces.first() else {
         return pieces;
@@ -35,7 +35,7 @@ pub(crate) fn near(pieces: &[Piece]) -> &[Piece] {
     &pieces[..count.max(1)]
 }
 
-/// Which tables have something about the events of a stretch.
+/// Which other tables have rows about the events of a range.
 struct Beside {
     tables: Vec<&'static str>,
     /// Groups that skipped some of them.
@@ -43,7 +43,7 @@ struct Beside {
 }
 
 impl Writer {
-    /// Removes what is planned, except what somebody has come to need since.
+    /// Removes the planned pieces, except events that a group has come to need since.
     pub(crate) fn remove_pieces(&mut self, pieces: &[Piece], slice: &Slice) -> Result<Removed> {
         let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else {
             return Ok(Removed::default());
@@ -69,7 +69,7 @@ impl Writer {
         Ok(removed)
     }
 
-    /// Removes one event unless somebody needs it.
+    /// Removes one event unless a group needs it.
     pub(crate) fn remove_unowed(&mut self, owed: &Owed, seq: u64) -> Result<bool> {
         let needed = owed.needed(&self.conn, (seq, seq), None)?;
         if !needed.is_empty() {
@@ -109,19 +109,19 @@ impl Writer {
         Ok(Beside { tables, skipped })
     }
 
-    /// Removes all events of a stretch, and whatever there is about them.
+    /// Removes all events of a range, and all rows about them.
     fn remove_stretch(&mut self, lo: u64, hi: u64, beside: &Beside, overflow: bool) -> Result<u64> {
         let doing = |e| from_sqlite("removing events", e);
         let range = (to_sql(lo), to_sql(hi));
         if (lo..=hi).contains(&self.state.head) {
-            // The newest position must never be given again.
+            // The newest position must never be used again.
             self.conn
                 .prepare_cached("INSERT OR REPLACE INTO meta (key, value) VALUES ('head', ?1)")
                 .and_then(|mut s| s.execute([to_sql(self.state.head)]))
                 .map_err(doing)?;
         }
         if overflow {
-            // Their objects are collected once this is durable, never before.
+            // The objects are deleted after this removal is durable, never before.
             self.note_orphans(lo, hi)?;
         }
         for delete in &beside.tables {
@@ -145,7 +145,7 @@ impl Writer {
     }
 }
 
-/// What may be about an event beside its row in the log: whether there is some, and how it goes.
+/// Rows about an event in other tables: a query whether there are any, and the statement that removes them.
 const BESIDE: &[(&str, &str)] = &[
     (
         "SELECT EXISTS (SELECT 1 FROM dead_letters WHERE seq BETWEEN ?1 AND ?2)",
@@ -169,8 +169,7 @@ const BESIDE: &[(&str, &str)] = &[
     ),
 ];
 
-/// Pieces that follow each other without anything that stays between them become one, up to a weight; and
-/// of how many each was made.
+/// Joins adjacent pieces up to a weight, and returns how many pieces each was made of.
 fn joined(pieces: &[Piece]) -> Vec<(Piece, usize)> {
     let mut all: Vec<(Piece, usize)> = Vec::new();
     for piece in pieces {

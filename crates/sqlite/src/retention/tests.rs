@@ -1,4 +1,4 @@
-//! Steps that are cut by a clock of their own, whatever they weigh.
+//! Steps of retention are cut by a clock, whatever their weight.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -156,7 +156,7 @@ async fn a_step_ends_when_its_time_is_over() {
         )
         .unwrap();
     assert_eq!(left, 0);
-    // By a clock that stands still a step is as large as was planned.
+    // With a clock that stands still, a step is as large as planned.
     lab.fill(1).await;
     let seq = lab
         .engine

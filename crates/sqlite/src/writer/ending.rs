@@ -1,4 +1,4 @@
-//! The end of the writer, in order or not.
+//! Part of the writer: how it ends. `finish` ends it in order, `stop` ends it after a fatal error.
 
 use std::sync::PoisonError;
 use std::time::Instant;
@@ -8,12 +8,12 @@ use everbus_core::Error;
 use super::Writer;
 
 impl Writer {
-    /// The end: what was not fetched is given back, everything skipped is written down, the lock is
-    /// freed. In an orderly end what was fetched and not settled is given back too.
+    /// Ends the writer: gives back deliveries that were not fetched, stores the cursors, frees the owner
+    /// lock. In an orderly end, deliveries that were fetched but not settled are given back too.
     pub(super) fn finish(&mut self, orderly: bool) {
         let ids: Vec<u64> = self.sessions.keys().copied().collect();
         let mailboxes: Vec<_> = self.sessions.values().map(|s| s.mailbox.clone()).collect();
-        // A file that others hold is not waited for in vain.
+        // If there is nothing to write, a file locked by another process is not waited for.
         let nothing_to_write =
             ids.is_empty() && self.owner_lock.is_none() && !self.has_unwritten_cursors();
         if !nothing_to_write && self.sync_all().and_then(|()| self.begin()).is_ok() {
@@ -34,7 +34,7 @@ impl Writer {
             .for_each(|mailbox| mailbox.end(Error::shutdown()));
     }
 
-    /// Answers everybody who waits with an error and takes nothing more.
+    /// Answers every waiting caller with the error and accepts no more commands.
     pub(super) fn stop(&mut self, error: &Error) {
         let _ = self.failed.set(error.clone());
         for session in self.sessions.values() {
@@ -42,17 +42,17 @@ impl Writer {
         }
         self.sessions.clear();
         self.watches.fail_all(error);
-        // Wakes everybody who waits for new events; they find the engine stopped.
+        // Wakes every task that waits for new events; it finds the engine stopped.
         self.head.send_modify(|_| {});
-        // The readers go first: the last connection to close must be one that can tidy up the
-        // write-ahead log.
+        // The readers close first: the last connection to close must be the writing one, which can checkpoint
+        // and remove the write-ahead log.
         self.readers.iter().for_each(|readers| readers.close());
         self.feeder.close();
         self.indexer.close();
         self.owner_lock = None;
     }
 
-    /// Takes note that a round failed. Those who wait for new events learn of it after the busy timeout, as
+    /// Notes that a round failed. Tasks that wait for new events get the error after the busy timeout, as
     /// every other caller does.
     pub(super) fn note_failure(&mut self, error: Error) {
         let since = *self.failing_since.get_or_insert_with(Instant::now);
@@ -88,7 +88,8 @@ mod tests {
         };
         let handle = crate::engine::start(&dir.path().join("a.db"), options).unwrap();
         let engine = SqliteEngine { handle };
-        // The writer is held while it has failed, so that its next good round does not hide it.
+        // The writer is held while it is in the failed state, so that its next good round does not hide the
+        // failure.
         let (go, wait) = std::sync::mpsc::channel::<()>();
         let held = engine.handle.job(move |writer| {
             writer.note_failure(Error::of_file(Code::Busy, "locked"));

@@ -1,4 +1,5 @@
-//! Reading ahead for groups that fell behind: what is asked of the feeder, and what becomes of it.
+//! Part of the writer: catching up. Asks the feeder thread to read events for groups that are behind, and
+//! hands out the events that it read.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,7 @@ use crate::errors::is_fatal;
 use crate::feeder::{Fed, Feed};
 use crate::rows::Seq as _;
 
-/// After a failed reading ahead the next one comes this much later.
+/// After a failed read the next request to the feeder waits this long.
 const FEED_PAUSE: Duration = Duration::from_secs(1);
 
 impl Writer {
@@ -60,13 +61,13 @@ impl Writer {
         let Some(group) = self.state.groups.get(&group_id) else {
             return Ok(());
         };
-        // The group may have moved or may want other events meanwhile; then this is read again.
+        // If the group has moved or its patterns have changed since the request, the events are read again.
         if group.cursor != fed.after || group.patterns != fed.patterns || self.isolating.is_some() {
             return Ok(());
         }
         let (mut records, mut searched) = (records, fed.searched);
         if group.dropped_to > fed.after {
-            // What was dropped since the reading.
+            // Leaves out events that were dropped since the read.
             let mut kept = Vec::with_capacity(records.len());
             for (type_id, record) in records {
                 if !self.was_dropped(group_id, record.seq())? {
@@ -75,7 +76,7 @@ impl Writer {
             }
             records = kept;
         }
-        // Retries that became due meanwhile may have taken the room.
+        // Retries that became due since the request may have taken the room.
         if records.len() > room {
             records.truncate(room);
             let Some((_, last)) = records.last() else {

@@ -1,8 +1,41 @@
 //! The thread that owns the writing connection.
 //!
-//! It takes everything that is queued, does it in one transaction, and answers once that transaction
-//! is durable. Between commands it wakes for what is due: retries, leases that end, owners that died,
-//! commits of other processes.
+//! It takes the queued commands, runs them in one transaction, and answers once that transaction is durable.
+//! Without commands it wakes up for work that is due: retries, leases that expire, owners that died, commits
+//! of other processes.
+//!
+//! The writer is one type, [`Writer`], with an `impl` block in each of these files:
+//!
+//! | file | part of the writer's work |
+//! |---|---|
+//! | `writer/mod.rs` | the loop: take commands, run a round, sleep until something is due |
+//! | `writer/transaction.rs` | one transaction: begin, run commands, commit, answer |
+//! | `writer/patience.rs` | low-priority work: when it runs, and the checkpoints of the write-ahead log |
+//! | `writer/feeding.rs` | groups that are behind: requests to the feeder, and what it read |
+//! | `writer/undo.rs` | memory after a rollback |
+//! | `writer/ending.rs` | the end of the writer, orderly or after a fatal error |
+//! | `claims.rs` | handing out ranges of the log as claims |
+//! | `deliver.rs` | handing out single rows: retries, released events, events without a handler |
+//! | `suspects.rs` | events that were in flight at a crash, one at a time |
+//! | `reserve.rs` | how much of a claim a consumer may begin |
+//! | `settle.rs` | acks, retries, releases, dead-lettering; extending a lease |
+//! | `leases.rs` | leases that expire, leases of deliveries that were not fetched |
+//! | `recover.rs` | consumers that come and go, owners that died |
+//! | `bury.rs` | writing a dead letter, and the event that reports it |
+//! | `dead_letters.rs`, `replace.rs` | operators: retry, purge, replace a dead letter |
+//! | `redeliver.rs` | delivering events to a group again |
+//! | `effect.rs` | a handler's own statements in the transaction of its ack |
+//! | `inbox.rs` | which events a group has handled |
+//! | `outcomes.rs` | how an event ended that failed before |
+//! | `watch.rs` | tasks that wait until an event is settled |
+//! | `declare.rs`, `ephemeral.rs` | groups and subscriptions: create, change, remove |
+//! | `streams.rs` | dropping waiting events when a stream is full |
+//! | `store.rs` | the file as the store beside another engine's broker |
+//! | `payloads.rs`, `orphans.rs` | payload stages; objects without an event |
+//! | `audit/mod.rs` | records of the audit trail |
+//! | `history/runs.rs` | runs of the history index |
+//! | `retention/needed.rs`, `remove.rs`, `others.rs` | retention: what must stay; removing the rest |
+//! | `retention/clock.rs`, `ahead.rs` | doubts about the clock; times in the future |
 
 mod ending;
 mod feeding;
@@ -39,17 +72,17 @@ use crate::watch::Watches;
 pub(crate) use patience::Hold;
 use patience::Patience;
 
-/// How often the writer looks for commits of other processes while somebody would care.
+/// How often the writer looks for commits of other processes while a consumer or a watcher waits.
 const POLL: Duration = Duration::from_millis(20);
-/// How often it looks for owners that died.
+/// How often the writer looks for owners that died.
 const OWNER_CHECK: Duration = Duration::from_millis(200);
-/// Skipped positions are written down at the latest after this long.
+/// A moved cursor is stored after at most this time.
 const CURSOR_DELAY: Duration = Duration::from_millis(500);
-/// One transaction takes at most about this many events, and this many bytes of payload: less than
-/// what is kept free on the disk.
+/// A transaction takes at most about this many events and this many bytes of payload: less than the disk
+/// headroom.
 const MAX_EVENTS: usize = 8192;
 const MAX_BYTES: usize = 4 << 20;
-/// An effect counts for so many events: what it does is not known.
+/// An effect counts as this many events: its real cost is not known.
 const EFFECT: usize = 64;
 
 pub(crate) struct Writer {
@@ -64,18 +97,18 @@ pub(crate) struct Writer {
     pub(crate) touched: Vec<i64>,
     /// Deliveries to hand over once the transaction is durable.
     pub(crate) outgoing: Vec<Outgoing>,
-    /// How long a transaction takes, about.
+    /// Average duration of a transaction.
     pub(crate) step: Duration,
     /// While this is set, only the named suspect may be handed out.
     pub(crate) isolating: Option<(i64, u64)>,
-    /// For the inbox, from plain acks of the settlements under way.
+    /// Events to record in the inbox, from plain acks in this transaction.
     pub(crate) noted: Vec<(i64, EventKey)>,
-    /// Effects that rolled the transaction back, with what they are answered.
+    /// Effects that rolled the transaction back, each with the error its settlement gets.
     pub(crate) offenders: Vec<(Lease, Error)>,
     /// Whether each settlement has a transaction of its own.
     pub(crate) settling_apart: bool,
     undo: undo::Undo,
-    /// Memory may be ahead of the file: nothing is done before it was read again.
+    /// Memory may be ahead of the file. The state is loaded again before any other work.
     must_reload: bool,
     patience: Patience,
     pub(crate) owner_lock: Option<OwnerLock>,
@@ -93,17 +126,17 @@ pub(crate) struct Writer {
     owner_died: bool,
     cursors_stored: Instant,
     failed: Arc<OnceLock<Error>>,
-    /// Since when looking for new events has failed, and what those who wait for them are told.
+    /// When looking for new events began to fail; `stalled` is the error that waiting readers get.
     failing_since: Option<Instant>,
     stalled: Arc<Mutex<Option<Error>>>,
     backlog: Vec<Command>,
-    /// Room for commands and for answers, to be used again.
+    /// Empty buffers for commands and answers, kept for reuse.
     spare: Vec<Command>,
     published: Vec<Published>,
     answers: Arc<Answers>,
 }
 
-/// What the writer needs to begin.
+/// Arguments of [`Writer::new`].
 pub(crate) struct Start {
     pub(crate) conn: Connection,
     pub(crate) guard: Guard,
@@ -121,7 +154,7 @@ pub(crate) struct Start {
 
 impl Writer {
     pub(crate) fn new(start: Start) -> Result<Self> {
-        // In this order: a commit of another process between the two is noticed as a change.
+        // In this order: a commit of another process between the two calls is seen as a change.
         let data_version = data_version(&start.conn)?;
         let state = State::load(&start.conn, 0)?;
         let _ = start.head.send_replace(state.head);
@@ -167,8 +200,7 @@ impl Writer {
         })
     }
 
-    /// Serves until the queue is closed and empty. A panic ends the engine with an error for everybody
-    /// who waits, instead of silence.
+    /// Runs until the queue is closed and empty. After a panic every waiting caller gets an error.
     pub(crate) fn run(mut self) {
         let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.serve()));
         self.answers.send();
@@ -230,7 +262,7 @@ impl Writer {
             let batch = self.without_patient(batch);
             match self.turn_patiently(batch) {
                 Err(error) if is_fatal(&error) => self.stop(&error),
-                // Something passing, such as a locked file: the next round tries again.
+                // A temporary error, such as a locked file: the next round tries again.
                 Err(error) => {
                     tracing::warn!(target: "everbus::sqlite", %error, "trying again");
                     self.note_failure(error);
@@ -240,7 +272,7 @@ impl Writer {
         }
     }
 
-    /// Takes what one transaction should hold from what was queued.
+    /// Takes the commands for one transaction from the backlog.
     fn next_batch(&mut self) -> Vec<Command> {
         let (mut events, mut bytes) = (0, 0);
         let fits = self.backlog.iter().take_while(|command| {
@@ -273,7 +305,7 @@ impl Writer {
         std::mem::replace(&mut self.backlog, rest)
     }
 
-    /// How long nothing will happen by itself; `None` if nobody waits for anything.
+    /// How long the writer may sleep; `None` if no session and no watcher waits.
     fn sleep(&self) -> Option<Duration> {
         let watched = self.head.receiver_count() > 1 || !self.watches.is_empty();
         if self.sessions.is_empty() && !watched {
@@ -293,7 +325,7 @@ impl Writer {
         Some(next.clamp(Duration::from_millis(1), POLL))
     }
 
-    /// One round: the commands, and whatever is due by itself.
+    /// One round: the commands, and the work that is due.
     fn turn(&mut self, commands: Vec<Command>) -> Result<()> {
         let idle = commands.is_empty();
         if idle && self.must_reload {
@@ -335,7 +367,7 @@ impl Writer {
             Err(error) => {
                 tracing::warn!(target: "everbus::sqlite", %error, "a transaction was rolled back");
                 if idle {
-                    // Nobody waits for an answer; whatever is in the way needs a moment to go.
+                    // No caller waits. The pause gives a temporary obstacle time to end.
                     std::thread::sleep(POLL);
                 }
                 self.undo_changes()
@@ -371,12 +403,12 @@ impl Writer {
         self.log_head.note(head);
     }
 
-    /// Whether there is room for what can wait.
+    /// Whether the disk has room for writes that can wait.
     pub(crate) fn check_room(&self) -> Result<()> {
         self.space.check()
     }
 
-    /// Lets the indexer look for runs of which little is left.
+    /// Asks the indexer to look for runs with few events left.
     pub(crate) fn review_history(&self) {
         self.indexer.review();
     }
@@ -401,13 +433,13 @@ impl Writer {
         result
     }
 
-    /// Writes down what changed in memory: bitmaps of claims, cursors of groups.
+    /// Stores what changed in memory: bitmaps of claims, cursors of groups.
     fn flush(&mut self) -> Result<()> {
         self.flush_claims()?;
         self.flush_cursors()
     }
 
-    /// Reads the groups again inside a transaction, after writing down how far they have moved in it.
+    /// Loads the groups again inside a transaction, after storing the cursors that it has moved.
     pub(crate) fn reread_groups(&mut self) -> Result<()> {
         self.flush_cursors()?;
         self.state.refresh_groups(&self.conn)
@@ -429,7 +461,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Whether something must be written although nobody asked.
+    /// Whether there is something to write without a command.
     fn has_work(&mut self) -> bool {
         if self.sessions.is_empty() {
             return false;
@@ -452,7 +484,7 @@ impl Writer {
         groups.any(|g| g.cursor != g.stored_cursor)
     }
 
-    /// Hands out whatever can be handed out.
+    /// Hands out every event that can be handed out.
     fn pump(&mut self) -> Result<()> {
         let now = micros(self.clock.now());
         if self.leases_ended(now) {
@@ -466,7 +498,7 @@ impl Writer {
         self.share_places(now);
         self.take_deliveries(now)?;
         self.claim_appended()?;
-        // In ordered groups what was just appended waits in rows.
+        // In ordered groups, events that were just appended wait in rows.
         if self.deliveries_to_take(now) {
             self.take_deliveries(now)?;
         }
@@ -474,7 +506,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Takes in what other processes changed.
+    /// Loads changes of other processes.
     fn refresh(&mut self) -> Result<()> {
         let lost = self.state.refresh(&self.conn)?;
         self.forget(lost);
@@ -504,7 +536,7 @@ impl Writer {
         }
     }
 
-    /// Tells consumers whose group was removed.
+    /// Ends the consumers of groups that were removed.
     fn dismiss_orphans(&mut self) {
         let groups = &self.state.groups;
         for (_, session) in self
@@ -528,7 +560,7 @@ impl Writer {
     }
 }
 
-/// Changes whenever another connection commits; our own commits do not change it.
+/// Changes when another connection commits; commits of this connection do not change it.
 fn data_version(conn: &Connection) -> Result<i64> {
     conn.prepare_cached("PRAGMA data_version")
         .and_then(|mut s| s.query_row([], |row| row.get(0)))

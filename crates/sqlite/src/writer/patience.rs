@@ -1,9 +1,10 @@
-//! Patient work, such as retention: it goes after everybody else, leaves the writer free for as long as it
-//! held it, and does the writing back of the write-ahead log, so that hardly anybody else waits for that.
+//! Part of the writer: low-priority ("patient") work such as retention. It runs after all other commands,
+//! rests after each piece for as long as the piece took, and does the checkpoints of the write-ahead log, so
+//! that publishers rarely wait for one.
 //!
-//! Work that is *lazy* besides is not synced to the disk on its own. The write-ahead log keeps the order, so it
-//! becomes durable with whatever is synced next; if the power fails before, it has not happened and is done
-//! again.
+//! Work that is also *lazy* is not synced to the disk by itself. The write-ahead log keeps the order of
+//! commits, so a lazy commit becomes durable with the next synced one. If the power fails before that, the
+//! work is lost as a whole and is done again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,19 +18,19 @@ use crate::Durable;
 use crate::errors::from_sqlite;
 use crate::queue::Command;
 
-/// What is patient is put off so many times in a row, while others have something to do.
+/// Patient work is postponed at most this many times in a row while other commands wait.
 const PUT_OFF: u32 = 4;
-/// It leaves the writer alone after each piece if others were there within this time,
+/// Patient work rests after each piece if other commands ran within this time.
 const ACTIVE: Duration = Duration::from_secs(1);
-/// and for at most so long.
+/// The longest rest.
 const LONGEST_REST: Duration = Duration::from_millis(2);
-/// Pages in the write-ahead log at which it is written back: usually, by patient work (in portions so small
-/// that nobody waits long for one), and while the disk is nearly full.
+/// Pages in the write-ahead log that start a checkpoint: normally; by patient work (small, so that the wait
+/// for one is short); and while the disk is nearly full.
 const CHECKPOINT: u32 = 1000;
 const SMALL_CHECKPOINT: u32 = 128;
 const SAVING_CHECKPOINT: u32 = 50;
 
-/// How a transaction treats the disk.
+/// Durability and checkpoint size of a transaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Mode {
     synced: bool,
@@ -43,8 +44,8 @@ impl Mode {
     };
 }
 
-/// The longest that one transaction of somebody's patient work kept the writer, its commit included. It is
-/// complete but for the transaction that was answered last.
+/// The longest time that one transaction of a patient job held the writer, with its commit. The last
+/// transaction that was answered may be missing.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Hold(Arc<AtomicU64>);
 
@@ -59,15 +60,15 @@ impl Hold {
     }
 }
 
-/// What the writer knows about patience.
+/// State of the scheduling of patient work.
 pub(super) struct Patience {
     /// How often patient work was put off in a row.
     put_off: u32,
-    /// When anybody else was there last.
+    /// When other commands ran last.
     others_at: Option<Instant>,
-    /// Until when it leaves the writer alone.
+    /// When the rest of patient work ends.
     rest_until: Option<Instant>,
-    /// Who wants to know how long the transaction under way lasts, and since when.
+    /// Measurements of the running transaction, each with its start.
     holds: Vec<(Hold, Instant)>,
     durability: Durable,
     mode: Mode,
@@ -87,7 +88,7 @@ impl Patience {
         }
     }
 
-    /// Sets the connection up for the next transaction. If this fails, nothing may be acknowledged.
+    /// Sets the pragmas for the next transaction. If this fails, no command may be acknowledged.
     fn switch(&mut self, conn: &Connection, mode: Mode) -> Result<()> {
         let doing = |e| from_sqlite("preparing a transaction", e);
         if mode.synced != self.mode.synced && self.durability == Durable::Full {
@@ -104,19 +105,19 @@ impl Patience {
         Ok(())
     }
 
-    /// Whether the transaction under way is not synced: nothing may be handed out in it.
+    /// Whether the running transaction is not synced. Nothing may be handed out in such a transaction.
     pub(super) fn is_lazy(&self) -> bool {
         !self.mode.synced
     }
 }
 
 impl Writer {
-    /// From here to its end the transaction under way is measured.
+    /// Measures the running transaction from here to its end.
     pub(crate) fn watch_hold(&mut self, hold: &Hold) {
         self.patience.holds.push((hold.clone(), Instant::now()));
     }
 
-    /// How much longer everything that is queued leaves the writer alone.
+    /// How long the queued patient work still rests.
     pub(super) fn rest(&self) -> Duration {
         let until = self.patience.rest_until;
         let left = until.map_or(Duration::ZERO, |until| {
@@ -129,7 +130,7 @@ impl Writer {
         }
     }
 
-    /// Keeps patient work out of a transaction in which somebody else waits, a few times.
+    /// Postpones patient work, a few times, when other commands wait in the same batch.
     pub(super) fn without_patient(&mut self, mut batch: Vec<Command>) -> Vec<Command> {
         let patient = batch.iter().filter(|c| c.is_patient()).count();
         if patient < batch.len() {
@@ -148,10 +149,10 @@ impl Writer {
         batch
     }
 
-    /// One round, as patient as all of it is.
+    /// One round. Its priority and durability follow from the commands in it.
     pub(super) fn turn_patiently(&mut self, batch: Vec<Command>) -> Result<()> {
         let patient = !batch.is_empty() && batch.iter().all(Command::is_patient);
-        // Whatever is due beside it has to be durable.
+        // Work that is due must be durable, so it may not share a lazy transaction.
         let lazy = patient && batch.iter().all(Command::is_lazy) && !self.has_work();
         let usual = if patient {
             SMALL_CHECKPOINT
@@ -173,7 +174,7 @@ impl Writer {
         let began = Instant::now();
         let done = self.turn(batch);
         for (hold, since) in self.patience.holds.drain(..) {
-            // What others do beside it is not its doing.
+            // Only a round of patient work alone causes a rest.
             if patient {
                 hold.note(since.elapsed());
             }
@@ -185,7 +186,7 @@ impl Writer {
         done
     }
 
-    /// Whether other work was done within the last second.
+    /// Whether other work ran within the last second.
     pub(crate) fn is_in_use(&self) -> bool {
         let others = self.patience.others_at;
         others.is_some_and(|at| at.elapsed() < ACTIVE)
@@ -196,8 +197,8 @@ impl Writer {
         self.patience.switch(&self.conn, Mode::USUAL)
     }
 
-    /// While the disk is nearly full, the write-ahead log is written back often, so that it is used
-    /// again from its beginning and the acks and dead letters that follow need hardly more room.
+    /// While the disk is nearly full, checkpoints run often. The write-ahead log is then reused from its
+    /// beginning, and the acks and dead letters that follow need little more room.
     pub(super) fn save_room(&mut self, save: bool) {
         if save != self.patience.saving_room {
             self.patience.saving_room = save;
@@ -205,11 +206,11 @@ impl Writer {
                 checkpoint: if save { SAVING_CHECKPOINT } else { CHECKPOINT },
                 ..self.patience.mode
             };
-            // The next transaction sets it in any case.
+            // An error is ignored: the next transaction sets the pragmas again.
             let _ = self.patience.switch(&self.conn, mode);
         }
         if save {
-            // If even this finds no room, the acks will say so.
+            // An error is ignored: if the disk is full, the next ack reports it.
             let _ = self
                 .conn
                 .query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
@@ -247,12 +248,12 @@ mod tests {
         let (usual, small) = (i64::from(CHECKPOINT), i64::from(SMALL_CHECKPOINT));
         for _ in 0..3 {
             assert_eq!(handle.job(settings).await.unwrap(), (FULL, usual));
-            // Other threads of the engine may be in the same transaction; then it is tried again.
+            // Other threads of the engine may be in the same transaction; the test tries again.
             while handle.lazy_job(settings).await.unwrap() != (NORMAL, small) {}
             while handle.patient_job(settings).await.unwrap() != (FULL, small) {}
             while handle.lazy_job(settings).await.unwrap() != (NORMAL, small) {}
         }
-        // One that waits with somebody else is not alone. The writer is held until both are there.
+        // A job that shares its transaction is not lazy. The writer is held until both jobs are queued.
         let (go, wait) = std::sync::mpsc::channel::<()>();
         let held = handle.job(move |_| Ok(wait.recv().is_ok()));
         let (mut lazy, mut other) = (Vec::new(), Vec::new());
@@ -294,7 +295,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let handle = crate::engine::start(&dir.path().join("a.db"), Options::default()).unwrap();
         let (hold, work) = (Hold::default(), Duration::from_millis(3));
-        // One that shares its transaction with somebody else is not counted, and is tried again.
+        // A job that shares its transaction is not counted; the test tries again.
         while hold.longest() < work {
             let watched = hold.clone();
             let long = handle.lazy_job(move |writer| {
@@ -322,7 +323,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let handle = crate::engine::start(&dir.path().join("a.db"), Options::default()).unwrap();
         let rest = |writer: &mut Writer| Ok(writer.patience.rest_until);
-        // Somebody was; on a slow machine that may be too long ago by then, and is tried again.
+        // Another command ran before. On a slow machine that may be too long ago; the test tries again.
         let until = loop {
             handle.job(|_| Ok(())).await.unwrap();
             let work = handle.lazy_job(|_| {
@@ -334,7 +335,7 @@ mod tests {
                 break until;
             }
         };
-        // It is over before the next one runs.
+        // The rest ends before the next job runs.
         let next = handle.lazy_job(|_| Ok(Instant::now())).await.unwrap();
         assert!(next >= until);
         handle.queue.close(true);

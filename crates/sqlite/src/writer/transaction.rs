@@ -1,4 +1,4 @@
-//! One transaction: everything that was queued, done together, answered once it is durable.
+//! Part of the writer: one transaction. All queued commands run in it and are answered once it is durable.
 
 use std::time::{Duration, Instant};
 
@@ -15,12 +15,12 @@ use crate::failpoint;
 use crate::queue::{Answer, Command};
 use crate::space::full;
 
-/// With a text of their own: an effect that says `COMMIT` by mistake must not find these among the prepared
-/// statements, where the guard does not look again.
+/// The comment makes these statements unique. An effect that runs `COMMIT` by mistake must not find this one
+/// in the cache of prepared statements, because the guard does not check cached statements.
 const BEGIN: &str = "BEGIN IMMEDIATE /* of the writer */";
 const COMMIT: &str = "COMMIT /* of the writer */";
 
-/// What came of a command, told to its sender after the commit.
+/// The result of a command; its sender gets it after the commit.
 enum Outcome {
     Nothing,
     Each(Vec<Result<()>>),
@@ -58,14 +58,14 @@ impl Outcome {
 }
 
 impl Writer {
-    /// Runs everything in one transaction; if the disk turns out to be full, once more without the
-    /// publishes, so that acks and dead letters get what room there is.
+    /// Runs all commands in one transaction. If the disk is full, it runs again without the publishes, so
+    /// that acks and dead letters get the remaining room.
     pub(super) fn transaction(
         &mut self,
         mut appends: Vec<Command>,
         mut others: Vec<Command>,
     ) -> Result<()> {
-        // First what can end the transaction of all the others, while nothing of theirs is done.
+        // Effects can roll back the whole transaction, so they run first, before the work of other commands.
         others.sort_by_key(|command| !command.has_effects());
         self.offenders.clear();
         let mut known = 0;
@@ -77,7 +77,7 @@ impl Writer {
             if self.offenders.len() == known {
                 break error;
             }
-            // An effect ended it: once more, without that one.
+            // An effect rolled the transaction back: run again without that effect.
             known = self.offenders.len();
             if let Err(error) = self.undo_changes() {
                 appends.into_iter().for_each(|c| c.fail(error.clone()));
@@ -87,7 +87,7 @@ impl Writer {
         };
         if error.code() == Code::DiskFull && !others.is_empty() {
             self.save_room(true);
-            // A job can only be run once.
+            // A job can run only once.
             let jobs = others.extract_if(.., |c| matches!(c, Command::Job { .. }));
             jobs.for_each(|job| job.fail(error.clone()));
             let again = self
@@ -102,15 +102,15 @@ impl Writer {
         Err(error)
     }
 
-    /// Keeps the room that commands took for those to come, unless there were far too many.
+    /// Keeps an empty buffer of commands for reuse, unless it is very large.
     fn keep_room(&mut self, commands: Vec<Command>) {
         if commands.is_empty() && commands.capacity() <= MAX_EVENTS {
             self.spare = commands;
         }
     }
 
-    /// Settles one by one, each in a transaction of its own: needed in a file with constraints that
-    /// are checked at the commit, which would otherwise fail for everybody who is in it.
+    /// Runs each settlement in its own transaction. A file with deferred constraints needs this: they are
+    /// checked at the commit, and a violation would fail every command in the transaction.
     pub(super) fn settle_apart(&mut self, others: &mut Vec<Command>) -> Result<()> {
         if !others.iter().any(Command::has_effects) || !self.defers_constraints()? {
             return Ok(());
@@ -133,7 +133,7 @@ impl Writer {
         Ok(())
     }
 
-    /// One settlement in a transaction of its own. An error beside its answer ends the engine.
+    /// Runs one settlement in its own transaction. The outer error is fatal for the engine.
     fn settle_alone(&mut self, settlement: Settlement) -> Result<Result<()>> {
         let (reply, mut answer) = oneshot::channel();
         let settlements = vec![settlement];
@@ -159,8 +159,8 @@ impl Writer {
         }
     }
 
-    /// Answers commands whose transaction failed. What has no answer, or must happen all the same (a
-    /// consumer that leaves or changes its handlers), is tried again.
+    /// Answers commands whose transaction failed. Commands without an answer, and commands that must happen
+    /// (a consumer leaves or changes its handlers), are tried again.
     pub(super) fn refuse(&mut self, commands: Vec<Command>, error: &Error) {
         let lasting = is_fatal(error) || self.queue.is_closed();
         let mut again = Vec::new();
@@ -173,15 +173,15 @@ impl Writer {
             }
         }
         if !again.is_empty() {
-            // First in line, but not at once: whatever is in the way needs a moment to go.
+            // These commands come first, but after a pause: the obstacle needs time to end.
             again.append(&mut self.backlog);
             self.backlog = again;
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// One transaction. On success everybody is answered; on failure only the publishers are, unless
-    /// an effect ended it before anything was published.
+    /// Runs one transaction. On success every command is answered. On failure only the publishes are, unless
+    /// an effect rolled the transaction back before anything was published.
     fn attempt(&mut self, appends: &mut Vec<Command>, others: &mut Vec<Command>) -> Result<()> {
         if let Err(error) = self.begin() {
             appends.drain(..).for_each(|c| c.fail(error.clone()));
@@ -228,7 +228,7 @@ impl Writer {
         }
     }
 
-    /// What is handed out must be durable before anybody has it.
+    /// A delivery must be durable before a consumer gets it, so nothing is handed out in a lazy transaction.
     fn pump_unless_lazy(&mut self) -> Result<()> {
         if self.patience.is_lazy() {
             return Ok(());
@@ -342,7 +342,7 @@ impl Writer {
             Command::RemoveGroup { group, .. } => Outcome::Unit(soft(self.remove_group(group))?),
             Command::Attach { session, .. } => {
                 Outcome::Unit(match self.attach(session) {
-                    // The lock file cannot be made: this consumer's trouble, nobody else's.
+                    // The lock file cannot be created: only this consumer fails.
                     Err(e) if matches!(e.code(), Code::ReadOnly | Code::OutOfResources) => Err(e),
                     other => soft(other)?,
                 })
@@ -374,7 +374,7 @@ impl Writer {
         })
     }
 
-    /// Appends events that a settlement brings, in its own transaction.
+    /// Appends the follow-up events of a settlement, in the same transaction.
     pub(crate) fn append_follow_ups(&mut self, events: Vec<Event>) -> Result<()> {
         let now = self.clock.now();
         let mut appender = Appender::new(&self.conn, &self.state, now)?;
@@ -398,7 +398,7 @@ impl Writer {
     }
 }
 
-/// Keeps refusals (of this command alone) apart from failures (of the whole transaction).
+/// Separates refusals (of this command alone) from failures (of the whole transaction).
 fn soft<T>(result: Result<T>) -> Result<Result<T>> {
     match result {
         Err(e)

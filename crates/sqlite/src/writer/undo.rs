@@ -1,8 +1,8 @@
-//! What a transaction takes out of memory is kept until it is durable, and put back otherwise.
+//! Part of the writer: memory after a rollback.
 //!
-//! The file rolls back by itself; memory must follow. After a rollback everything that is in the file
-//! is read again, and this knows the rest: which consumers there are, what waits in their mailboxes,
-//! and which consumer a lease belongs to.
+//! SQLite rolls the file back; memory must follow. The state that is in the file is loaded again. This module
+//! keeps the rest until the commit: the consumers, the deliveries in their mailboxes, and the consumer of
+//! each lease.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::mailbox::{Mailbox, Recalled};
 use crate::session::Session;
 use crate::state::{Claim, Held, State};
 
-/// What the transaction under way took out.
+/// What the running transaction removed from memory.
 #[derive(Default)]
 pub(crate) struct Undo {
     claims: Vec<(i64, Claim)>,
@@ -53,8 +53,8 @@ impl Writer {
         }
     }
 
-    /// Takes back what a consumer has not fetched, also what this very transaction handed out and
-    /// has not reached the mailbox.
+    /// Takes back deliveries that a consumer has not fetched, also those that this transaction handed out and
+    /// that are not in the mailbox yet.
     pub(crate) fn recall(
         &mut self,
         session: u64,
@@ -74,19 +74,19 @@ impl Writer {
         deliveries
     }
 
-    /// The transaction is durable: nothing needs to be put back.
+    /// The transaction is durable: nothing needs to be restored.
     pub(super) fn keep_changes(&mut self) {
         self.undo = Undo::default();
     }
 
-    /// The transaction was rolled back: memory becomes what the file says.
+    /// The transaction was rolled back: loads the state from the file.
     pub(super) fn undo_changes(&mut self) -> Result<()> {
         self.outgoing.clear();
         self.touched.clear();
         self.noted.clear();
         self.must_reload = true;
         let owner = self.owner_in_file()?;
-        // Everything that can fail comes first, so that this may be tried again.
+        // Everything that can fail comes first, so that a second try is possible.
         let (state, leases) = (State::load(&self.conn, owner)?, self.leases_in_file(owner)?);
         let mut old = std::mem::replace(&mut self.state, state);
         let undo = std::mem::take(&mut self.undo);

@@ -1,5 +1,5 @@
-//! `everbus-chaos`: kills a real process and cuts its power, again and again, and looks for lost
-//! events. Exit code 1 means that something was lost or that a check failed.
+//! `everbus-chaos`: kills a real process and cuts its power, again and again, and checks for lost events.
+//! Exit code 1 means that something was lost or that a check failed.
 
 #![allow(
     clippy::print_stdout,
@@ -32,7 +32,7 @@ struct Cli {
 
 #[derive(Args)]
 struct CampaignArgs {
-    /// Run for this many seconds (60 unless something else is said).
+    /// Run for this many seconds (default: 60).
     #[arg(long, group = "until")]
     seconds: Option<u64>,
     /// Run for this many minutes.
@@ -41,11 +41,11 @@ struct CampaignArgs {
     /// Run until this many processes were killed.
     #[arg(long, group = "until")]
     kills: Option<u64>,
-    /// How often the power is cut afterwards. Unless said, a fifth of the time goes to it where the
-    /// machine allows it; none with --kills.
+    /// How often the power is cut afterwards. By default a fifth of the time goes to it if the machine allows
+    /// it, and none with --kills.
     #[arg(long, value_name = "K")]
     power_losses: Option<u64>,
-    /// How often each kind of hostile surroundings is tried afterwards.
+    /// How often each kind of hostile condition is tried afterwards.
     #[arg(long, value_name = "K", default_value_t = HOSTILE_ROUNDS)]
     hostile_rounds: u64,
     /// Repeats the schedule of an earlier run.
@@ -63,10 +63,10 @@ enum Command {
         /// How often.
         #[arg(long, default_value_t = 20)]
         losses: u64,
-        /// The control: without syncs, the same must lose something.
+        /// The control: without syncs, the same procedure must lose something.
         #[arg(long)]
         normal: bool,
-        /// The other control: if objects are not synced, the same must lose some.
+        /// The other control: without syncs of objects, the same procedure must lose some.
         #[arg(long, conflicts_with = "normal")]
         unsynced_objects: bool,
         /// Repeats the schedule of an earlier run.
@@ -82,8 +82,8 @@ enum Command {
         #[arg(long)]
         seed: Option<u64>,
     },
-    /// Hostile surroundings: new files that many open, flipped bits, files that go, bad rows, clocks that leap,
-    /// few file descriptors.
+    /// Hostile conditions: files that many processes create at once, flipped bits, deleted files, bad rows,
+    /// clocks that jump, few file descriptors.
     Hostile {
         /// How often each is tried.
         #[arg(long, default_value_t = HOSTILE_ROUNDS)]
@@ -327,7 +327,7 @@ fn retention(db: PathBuf, policy: &str, bug: Option<&str>) -> Result<(), Broken>
     retain::run(&retain::Orders { db, policy, bug })
 }
 
-/// Whether the machine allows it; says loudly if not.
+/// Whether the machine can cut the power of a disk; prints a warning if not.
 fn may_lose_power() -> bool {
     match Disk::missing() {
         None => true,
@@ -379,8 +379,8 @@ fn report(tally: &Tally, seed: u64) -> bool {
     tally.is_clean()
 }
 
-/// A directory that nobody had before: files of an earlier run would be taken for those of this one. It
-/// stays if there is something to look at.
+/// A new directory: files of an earlier run must not be taken for those of this one. It stays if there is
+/// something to examine.
 fn new_directory(prefix: &str) -> Result<PathBuf, Broken> {
     let made = tempfile::Builder::new().prefix(prefix).tempdir();
     made.map(tempfile::TempDir::keep)

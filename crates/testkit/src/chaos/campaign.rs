@@ -1,4 +1,4 @@
-//! The kill campaign: rounds on one file after another, checked as it goes.
+//! The kill campaign: kills processes in rounds, on one file after another, and checks each file.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -10,9 +10,9 @@ use super::tally::Tally;
 use super::{Broken, say};
 use crate::model::Random;
 
-/// After so many kills a file is drained and a new one begun, so that checks stay quick.
+/// After this many kills a file is drained and a new one begun, so that checks stay quick.
 const KILLS_PER_FILE: u64 = 60;
-/// The file is checked after about so many rounds.
+/// The file is checked after about this many rounds.
 const ROUNDS_PER_CHECK: usize = 8;
 
 /// When a campaign ends.

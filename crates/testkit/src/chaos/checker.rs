@@ -1,10 +1,10 @@
 //! The checker: every acknowledged event is where it must be, in every group.
 //!
-//! It compares what victims said with what was observed, and knows no engine. An acknowledged event is
-//! in exactly one of {waiting, in flight, handled, dead-lettered, skipped with a reason} for every
-//! group that wants it; a dead letter carries everything needed to understand it; *handled* is believed
-//! only if a handler said so. Where retention removes events, one that is gone must have come to its end
-//! in every group. A row committed to an outbox is as good as an acknowledgement.
+//! It compares what victims reported with what the file contains, and knows no engine. An acknowledged event
+//! is in exactly one of {waiting, in flight, handled, dead-lettered, skipped with a reason} for every group
+//! that wants it. A dead letter carries everything needed to understand it. *Handled* counts only if a
+//! handler reported it. Where retention removes events, a removed event must have ended in every group. A row
+//! committed to an outbox counts as acknowledged.
 
 use std::collections::{HashMap, HashSet};
 
@@ -17,49 +17,49 @@ use super::outboxes;
 use super::retain::Policy;
 use super::{GROUPS, PREFETCH};
 
-/// What a bus says that waited for an object as long as for a handler.
+/// The error of a bus that waited for an object as long as for a handler.
 const OBJECT_TIMEOUT: &str = "the object store did not answer within";
-/// After so many attempts a victim's handlers give up.
+/// After this many attempts a victim's handlers give up.
 pub const MAX_ATTEMPTS: u32 = 4;
 
 /// When a check is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// Between two victims: work may be under way.
+    /// Between two victims: events may be in flight.
     Interrupted,
-    /// After a process was left alone until nothing was owed: nothing may be.
+    /// After a process ran until every group had caught up: nothing may be waiting or in flight.
     Drained,
 }
 
-/// What a check found.
+/// The result of a check.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
     /// Acknowledged events that are gone, altered, or passed over without being handled.
     pub lost: Vec<String>,
-    /// Whatever else is wrong.
+    /// All other problems.
     pub faults: Vec<String>,
     /// How often a group finished an event that it had finished before.
     pub duplicates: u64,
     /// Events of outboxes that are in the log.
     pub relayed: u64,
-    /// Objects that events refer to, and that were looked at.
+    /// Objects that events refer to, and that were checked.
     pub objects: u64,
-    /// Acknowledged events that retention removed, rightly.
+    /// Acknowledged events that retention was right to remove.
     pub removed: u64,
 }
 
-/// Dead letters that an event in the log tells of, by event and group.
+/// Dead letters that a notice in the log reports, by event and group.
 type Told = HashSet<(EventId, usize)>;
 
 impl Report {
-    /// Whether nothing was found.
+    /// Whether no problem was found.
     pub fn is_clean(&self) -> bool {
         self.lost.is_empty() && self.faults.is_empty()
     }
 }
 
-/// Compares what victims said with what is stored. `interruptions` is how often one was killed or
-/// stopped so far: only what was in flight then may have been handled twice.
+/// Compares what victims reported with what is stored. `interruptions` is how often a victim was killed or
+/// stopped so far: only events in flight at that time may have been handled twice.
 pub fn check(ledger: &Ledger, observed: &Observed, stage: Stage, interruptions: u64) -> Report {
     let mut report = Report {
         duplicates: ledger.duplicates(),
@@ -108,8 +108,8 @@ pub fn check(ledger: &Ledger, observed: &Observed, stage: Stage, interruptions: 
     report
 }
 
-/// Why an event that is gone must not be, if so: without retention because none may, with it because a
-/// group had not come to an end with it.
+/// Why a removed event should still be there, if so: without retention no event may be removed; with it, the
+/// event must have ended in every group.
 fn not_ended(id: EventId, ledger: &Ledger, told: &Told) -> Option<String> {
     ledger.retention().map_or(Some(String::new()), |_| {
         let content = Content::of(id);
@@ -125,7 +125,7 @@ fn not_ended(id: EventId, ledger: &Ledger, told: &Told) -> Option<String> {
     })
 }
 
-/// Every dead letter is told of, and nothing else is.
+/// Every dead letter has a notice in the log, and nothing else has one.
 fn check_notices(ledger: &Ledger, observed: &Observed, report: &mut Report) -> Told {
     let notices = observed
         .events
@@ -147,7 +147,7 @@ fn check_notices(ledger: &Ledger, observed: &Observed, report: &mut Report) -> T
             Some(_) => {}
         }
     }
-    // There the events that tell of dead letters are removed as well.
+    // With this policy the notices are removed as well.
     if ledger.retention() == Some(Policy::Length) {
         return told;
     }
@@ -165,12 +165,12 @@ fn check_notices(ledger: &Ledger, observed: &Observed, report: &mut Report) -> T
     told
 }
 
-/// The dead letter that a notice tells of, if all it says is so. Of one that retention removed, alone or
-/// with its event, or that a relay sent back, not everything can be known.
+/// The dead letter that a notice reports, if everything in the notice is true. Not everything is known about
+/// a dead letter that retention removed, alone or with its event, or that a relay sent back.
 fn read_notice(payload: &[u8], observed: &Observed, ledger: &Ledger) -> Option<(EventId, usize)> {
     let notice: serde_json::Value = serde_json::from_slice(payload).ok()?;
     let id: EventId = notice["eventId"].as_str()?.parse().ok()?;
-    // The unnamed group has a name for people.
+    // The unnamed group has a display name.
     let named = |name: &str| {
         name.parse()
             .is_ok_and(|name: GroupName| notice["group"] == name.to_string())
@@ -191,7 +191,7 @@ fn read_notice(payload: &[u8], observed: &Observed, ledger: &Ledger) -> Option<(
             notice["attempts"] == dead.attempts && notice["error"] == last
                 || earlier && ledger.was_relayed(id)
         }
-        // The letter is gone by its age, and the event is not.
+        // The dead letter was removed by age, and the event was not.
         Place::Skipped(reason) if forgets && reason.starts_with(LETTER_KEPT) => true,
         _ => ledger.was_relayed(id),
     };
@@ -253,7 +253,7 @@ fn check_event(
                 .lost
                 .push(told("counts as handled, and no handler finished it".into())),
             Place::Handled => {}
-            // Its dead letter went by its age.
+            // Its dead letter was removed by age.
             Place::Skipped(reason)
                 if reason.starts_with(LETTER_KEPT)
                     && ledger.retention() == Some(Policy::Age)
@@ -273,7 +273,7 @@ fn check_event(
     }
 }
 
-/// What a dead letter lacks.
+/// What is missing in a dead letter.
 fn flaws(
     dead: &Dead,
     stored: &Stored,
@@ -287,7 +287,7 @@ fn flaws(
         return vec!["without errors".into()];
     };
     let numbers: Vec<u32> = failures.iter().map(|f| f.attempt).collect();
-    // One that was sent back and died again has the errors of all its deaths.
+    // A dead letter that was sent back and died again has the errors of all its deaths.
     let lives: Vec<&[Failure]> = failures.chunk_by(|_, next| next.attempt != 1).collect();
     let counted = |life: &&[Failure]| (1..).zip(*life).all(|(n, failure)| failure.attempt == n);
     if !lives.iter().all(counted) || lives.len() > 1 && !sent_back {
@@ -299,8 +299,8 @@ fn flaws(
     if failures.windows(2).any(|pair| pair[0].at > pair[1].at) {
         flaws.push("whose errors are not in the order of time".into());
     }
-    // An event that was alone at its last crash is given up instead of run: one attempt more than
-    // errors.
+    // An event that was alone in flight at its last crash is given up instead of run again: one attempt more
+    // than errors.
     let begun = failures.len() as u32;
     let given_up_unrun = |life: &&&[Failure]| {
         life.last()

@@ -1,17 +1,17 @@
-//! What an event contains and how handlers treat it: all of it follows from its id.
+//! The content of an event and the behaviour of its handlers: all of it is derived from the event's id.
 //!
-//! So the checker can verify every payload byte for byte and every outcome knowing ids alone, and a
-//! publish can be repeated by a process that never saw the first one.
+//! So the checker needs only ids to verify every payload byte for byte and every outcome, and a process that
+//! never saw the first publish can repeat it.
 
 use everbus_core::{Event, EventBuilder, EventId, FailureKind};
 
 use crate::model::Random;
 
-/// Events that nobody finds hard.
+/// Events with an ordinary behaviour.
 const PLAIN: &str = "chaos.plain.made";
 /// Events that the group `work` wants too.
 const WORK: &str = "chaos.work.made";
-/// So few that events often wait for another of their key.
+/// So few keys that events often wait for another event with the same key.
 const KEYS: usize = 12;
 
 /// What a handler does with an event.
@@ -19,7 +19,7 @@ const KEYS: usize = 12;
 pub enum Act {
     /// Succeeds at once.
     Finish,
-    /// Succeeds after so many milliseconds.
+    /// Succeeds after this many milliseconds.
     Nap(u64),
     /// Fails; a retry may help.
     Fail,
@@ -33,17 +33,17 @@ pub enum Act {
     Skip,
 }
 
-/// How an event behaves in one group: the same act every time, or only at the first attempt.
+/// How an event behaves in one group: the same every time, or differently at the first attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Nature {
     act: Act,
     always: bool,
 }
 
-/// An event as its id says it must be.
+/// The event that an id stands for.
 #[derive(Clone, Debug)]
 pub struct Content {
-    /// The id all of this follows from.
+    /// The id that everything is derived from.
     pub id: EventId,
     /// Its type.
     pub event_type: &'static str,
@@ -75,7 +75,7 @@ impl Content {
             .map(|_| char::from(b'a' + random.below(26) as u8))
             .collect();
         let sum = checksum(filler.as_bytes());
-        // If it is split, then by its field or as a whole.
+        // If it is split, then by a field or as a whole.
         let name = if random.one_in(2) { "output" } else { "filler" };
         Self {
             id,
@@ -103,8 +103,8 @@ impl Content {
         super::GROUPS[group].pattern == "chaos.>" || self.event_type == WORK
     }
 
-    /// What a handler of a group does at an attempt. Of several handlers only the last is difficult,
-    /// so that an attempt fails after others have run.
+    /// What a handler of a group does at an attempt. Of several handlers only the last can fail, so that an
+    /// attempt fails after others have run.
     pub fn act(&self, group: usize, handler: usize, attempt: u32) -> Act {
         let last = handler + 1 == super::GROUPS[group].handlers.len();
         let Nature { act, always } = self.natures[group];
@@ -115,7 +115,7 @@ impl Content {
         }
     }
 
-    /// Whether a group leaves it alone, at least at the first attempt.
+    /// Whether a group skips it, at least at the first attempt.
     pub fn may_be_skipped_by(&self, group: usize) -> bool {
         self.natures[group].act == Act::Skip
     }
@@ -152,7 +152,7 @@ fn work_nature(random: &mut Random) -> Nature {
         9..=12 => Act::Nap(1 + random.number() % 8),
         _ => Act::Finish,
     };
-    // An event that always overslept would hold a place for most of the drain.
+    // An event that overslept every time would hold a place for most of the drain.
     let always = matches!(act, Act::GiveUp | Act::Skip | Act::Nap(_)) || random.one_in(3);
     Nature {
         act,

@@ -1,11 +1,10 @@
 //! A disk whose power can be cut: an ext4 file system in a file, mounted through a loop device.
 //!
-//! `EXT4_IOC_SHUTDOWN` without a log flush stops the file system dead: what was not synced is gone at
+//! `EXT4_IOC_SHUTDOWN` without a log flush stops the file system at once: data that was not synced is gone at
 //! the next mount, as after a power loss. A kill cannot show that, since the page cache survives it.
 //!
-//! The call needs `ioctl`, which safe Rust does not offer, so a small Python process makes it. That
-//! process also cleans up when its standard input closes, so nothing stays mounted however this
-//! process ends.
+//! The call needs `ioctl`, which safe Rust does not offer, so a small Python process makes it. That process
+//! also cleans up when its standard input closes, so nothing stays mounted however this process ends.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
@@ -52,7 +51,7 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// What keeps this machine from losing power, if something does.
+    /// Why this machine cannot simulate a power loss, if so.
     pub fn missing() -> Option<String> {
         if !cfg!(target_os = "linux") {
             return Some("Linux, whose ext4 can be shut down".into());
@@ -101,7 +100,7 @@ impl Disk {
             .stdout(Stdio::piped())
             .spawn()
             .map_err(Broken::at("starting python3"))?;
-        // From here on the switch removes everything.
+        // From here on the Python process removes everything.
         let _ = directory.keep();
         let (to_switch, from_switch) = (switch.stdin.take(), switch.stdout.take());
         let from_switch = from_switch.ok_or_else(|| Broken::new("python3 has no output"))?;
@@ -123,7 +122,7 @@ impl Disk {
         &self.mount
     }
 
-    /// Cuts the power: whatever was not synced is gone.
+    /// Cuts the power: data that was not synced is gone.
     pub fn lose_power(&mut self) -> Result<(), Broken> {
         let switch = self.to_switch.as_mut();
         let switch = switch.ok_or_else(|| Broken::new("the switch is gone"))?;
@@ -172,7 +171,7 @@ impl Disk {
         let mut tries = 0;
         loop {
             match run("umount", &[&self.mount]) {
-                // The kernel may be a moment behind with what a dead process had open.
+                // The kernel may need a moment to close the files of a dead process.
                 Err(_) if tries < 1500 => std::thread::sleep(Duration::from_millis(20)),
                 result => return result,
             }

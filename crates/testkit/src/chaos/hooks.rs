@@ -1,15 +1,15 @@
-//! A broker with something done right before and right after each append: where a process shall die
-//! between an object and its event, and where bugs are planted.
+//! A broker with a hook before and after each append. Used to kill a process between an object and its event,
+//! and to plant bugs.
 
 use std::sync::Arc;
 
 use everbus_core::{Appended, BoxFuture, Broker, BrokerLayer, Event, Result};
 
-/// What is done around an append.
+/// Code that runs around an append.
 pub trait Hook: Send + Sync + 'static {
     /// Before the engine has the events.
     fn before(&self, batch: &[Event]);
-    /// When they are committed, and before anybody is told.
+    /// After the commit, before the publisher gets its answer.
     fn after(&self, batch: &[Event]);
 }
 

@@ -1,8 +1,8 @@
-//! Hostile surroundings, round after round: many starters of one new file, flipped bits, files that are
-//! deleted under a publisher, rows that cannot be read, clocks that leap, and hardly a file descriptor.
+//! Hostile conditions, in rounds: many processes that create one file, flipped bits, files deleted under a
+//! publisher, unreadable rows, clocks that jump, few file descriptors.
 //!
-//! Each of these has tests of its own in the crate of the engine; here they run with real processes and
-//! with chance, as often as asked for.
+//! The engine's crate has a test for each of these; here they run with real processes and random choices, as
+//! often as asked for.
 
 use std::collections::HashSet;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -22,34 +22,34 @@ use rusqlite::Connection;
 use super::Broken;
 use crate::model::Random;
 
-/// An answer that takes longer never comes.
+/// An answer that takes longer is treated as missing.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// So many processes open a new file at the same moment.
+/// This many processes open a new file at the same moment.
 const STARTERS: u64 = 6;
-/// So many events are in a file whose bits are flipped.
+/// Events in a file whose bits are flipped.
 const EVENTS: u64 = 40;
 
-/// What is done, and how often.
+/// What is tried, and how often.
 #[derive(Debug)]
 pub struct Hostile {
     /// This program, which is started again as a victim.
     pub program: PathBuf,
     /// Where the files are.
     pub directory: PathBuf,
-    /// Decides what chance decides.
+    /// Seed of all random choices.
     pub seed: u64,
     /// How often each kind is tried.
     pub rounds: u64,
 }
 
-/// What became of it.
+/// The result.
 #[derive(Debug, Default)]
 pub struct Found {
     /// Rounds that were tried, of all kinds.
     pub rounds: u64,
-    /// Flipped bits that the checksum of an event found.
+    /// Flipped bits that an event's checksum found.
     pub flips_found: u64,
-    /// Flipped bits that hit something nobody reads.
+    /// Flipped bits in bytes that are never read.
     pub flips_harmless: u64,
     /// What went wrong.
     pub problems: Vec<String>,
@@ -115,7 +115,7 @@ impl Hostile {
         })
     }
 
-    /// The file of a publisher is deleted or moved: nothing is acknowledged that is not in what is left.
+    /// The file of a publisher is deleted or moved: every acknowledged event is in the file that is left.
     fn gone(&self, db: &Path, random: &mut Random) -> Checked {
         let mut child = self.victim(db, u64::MAX).spawn().map_err(text)?;
         let mut lines = BufReader::new(child.stdout.take().ok_or("no output")?).lines();
@@ -143,7 +143,7 @@ impl Hostile {
         expect(!status.success() && said.contains("FileGone"), || {
             format!("the publisher ended with {status}: {said}")
         })?;
-        // Put back, everything that was acknowledged is there.
+        // After the file is put back, every acknowledged event is there.
         std::fs::rename(&kept, &victim).map_err(text)?;
         let last: u64 = heard.last().and_then(|line| line.parse().ok()).unwrap_or(0);
         let stored = count(db, "SELECT max(seq) FROM log")?;
@@ -152,7 +152,7 @@ impl Hostile {
         })
     }
 
-    /// With few file descriptors a process works, or says what is missing.
+    /// With few file descriptors a process works, or reports what is missing.
     fn few_descriptors(&self, db: &Path, random: &mut Random) -> Checked {
         let limit = 4 + random.below(30);
         let victim = self.victim(db, 1);
@@ -192,14 +192,14 @@ impl std::fmt::Display for Found {
     }
 }
 
-/// The process that opens a file and publishes, saying each position that was acknowledged.
+/// The process that opens a file and publishes, and prints each acknowledged position.
 pub fn start(db: &Path, publishes: u64) -> Result<(), Broken> {
     on_runtime(async {
         let engine = everbus_sqlite::open(db, Options::default()).map_err(|e| e.to_string())?;
         for n in 0..publishes {
             let position = publish(&engine, n).await?;
             let mut out = std::io::stdout().lock();
-            // Without a reader there is nobody to tell.
+            // Without a reader the process ends.
             if writeln!(out, "{position}")
                 .and_then(|()| out.flush())
                 .is_err()
@@ -241,7 +241,7 @@ fn bad_row(db: &Path, random: &mut Random) -> Checked {
     })
 }
 
-/// A bit of a file is flipped. Whatever a consumer gets is what was published; says whether damage was found.
+/// Flips a bit of a file. A consumer must get events exactly as published. Returns whether damage was found.
 fn flipped_bit(db: &Path, random: &mut Random) -> Checked<bool> {
     on_runtime(async {
         let engine = open(db)?;
@@ -250,7 +250,7 @@ fn flipped_bit(db: &Path, random: &mut Random) -> Checked<bool> {
         }
         engine.broker.close().await.map_err(text)?;
         let mut bytes = std::fs::read(db).map_err(text)?;
-        // The payloads, which most bits of a file belong to: SQLite does not notice a flip there.
+        // Payloads, which make up most of a file: SQLite does not notice a flip there.
         let places: Vec<usize> = bytes
             .windows(FILLER.len())
             .enumerate()
@@ -269,7 +269,7 @@ fn flipped_bit(db: &Path, random: &mut Random) -> Checked<bool> {
             .await
             .map_err(text)?;
         if report.is_ok() {
-            // A page that is free, or an old copy: every event must be as it was.
+            // A free page, or an old copy: every event must be intact.
             consumes(
                 &engine,
                 EVENTS,
@@ -299,7 +299,7 @@ fn flipped_bit(db: &Path, random: &mut Random) -> Checked<bool> {
     })
 }
 
-/// A publisher whose clock is decades ahead, and one whose clock is right: the file says so.
+/// A publisher whose clock is decades ahead, and one whose clock is right: the check reports it.
 fn clock_leap(db: &Path) -> Checked {
     let ahead = ManualClock::new(
         SystemClock
@@ -333,7 +333,7 @@ fn clock_leap(db: &Path) -> Checked {
     })
 }
 
-/// A group gets every event but those that are damaged, and these are its dead letters.
+/// A group gets every event except the damaged ones, which become its dead letters.
 async fn consumes(engine: &Engine, events: u64, damaged: &HashSet<u64>, what: &str) -> Checked {
     let group: GroupName = "hostile".parse().map_err(text)?;
     let spec = GroupSpec {

@@ -7,7 +7,7 @@ use everbus_core::{
     BoxFuture, Broker, BrokerLayer, ConsumeOptions, Consumer, GroupName, Lease, Result,
 };
 
-/// Passes everything on, except that no lease lasts longer than it says.
+/// Passes every call on, but limits the length of leases.
 pub struct ShortLeases {
     inner: Arc<dyn Broker>,
     lease: Duration,

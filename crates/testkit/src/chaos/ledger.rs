@@ -1,7 +1,7 @@
-//! What victims said: the ids acknowledged to them, and what their handlers finished.
+//! The ledger: what victims reported, that is acknowledged ids and finished handlers.
 //!
-//! Kept in a process that is never killed. A line that a kill cut off is as if it was never said: the
-//! caller had no answer yet, and the handler had not returned.
+//! It is kept in a process that is never killed. A line that a kill cut off does not count: the caller had no
+//! answer yet, and the handler had not returned.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
@@ -13,8 +13,8 @@ use super::content::Content;
 use super::outboxes::Which;
 use super::retain::Policy;
 
-/// A process whose disk is gone cannot have anything acknowledged; what is on its way when that
-/// happens has arrived by then, also where the process or whoever listens to it is starved.
+/// How long acknowledgements may still arrive after a power cut. A process whose disk is gone gets no new
+/// acknowledgements; those on their way have arrived by then, even if the process or its listener is starved.
 pub const LAST_WORDS: Duration = Duration::from_secs(8);
 
 /// The log of everything victims said about one file.
@@ -31,21 +31,21 @@ pub struct Ledger {
     last_of_key: HashMap<(u32, usize, String), u64>,
     out_of_order: Vec<(u32, usize, EventId, String)>,
     stopped: HashSet<u32>,
-    /// Since when the power is off.
+    /// When the power was cut.
     off_since: Option<Instant>,
     /// Acknowledgements heard since then.
     last_words: HashSet<EventId>,
-    /// What was committed to outboxes, in that order.
+    /// Events committed to outboxes, in order.
     outbox: Vec<(Which, EventId)>,
     in_outbox: HashSet<EventId>,
-    /// By what events are removed, if they are.
+    /// The retention policy of the file, if it has one.
     retention: Option<Policy>,
     faults: Vec<String>,
     errors: Vec<String>,
 }
 
 impl Ledger {
-    /// Takes in one line of a victim, without its end.
+    /// Records one line of a victim, without its line break.
     pub fn hear(&mut self, victim: u32, line: &str) {
         let understood = match line.split_once(' ') {
             Some(("A", rest)) => self.acknowledged(rest),
@@ -126,18 +126,18 @@ impl Ledger {
         Some(())
     }
 
-    /// The power is about to be cut: nothing that is said from now on counts as acknowledged.
+    /// The power is about to be cut: acknowledgements from now on do not count.
     ///
-    /// A machine without power would say nothing. Here the process lives on for a moment, and the one
-    /// `fdatasync` that is under way when ext4 is shut down may return success although its data is
-    /// gone: a loop of `pwrite` and `fdatasync` without any database shows the same, in about one
-    /// outage of fifteen (Linux 6.18). One that begins later fails, so an acknowledgement
-    /// [long after](LAST_WORDS) means that a failed sync was ignored.
+    /// A machine without power would send nothing. Here the process lives on for a moment, and the one
+    /// `fdatasync` that is running when ext4 is shut down may return success although its data is gone: a
+    /// loop of `pwrite` and `fdatasync` without any database shows the same, in about one outage of fifteen
+    /// (Linux 6.18). An `fdatasync` that begins later fails, so an acknowledgement [long after](LAST_WORDS)
+    /// means that a failed sync was ignored.
     pub fn power_goes(&mut self) {
         self.off_since = Some(Instant::now());
     }
 
-    /// The power is back, and the process that knew it off is gone. Returns the ids it named
+    /// The power is back, and the process that ran during the outage is gone. Returns the ids it acknowledged
     /// meanwhile.
     pub fn power_is_back(&mut self) -> HashSet<EventId> {
         self.off_since = None;
@@ -155,13 +155,13 @@ impl Ledger {
         self.in_outbox.extend(ids);
     }
 
-    /// What was committed to outboxes, in that order.
+    /// Events committed to outboxes, in order.
     pub fn outbox(&self) -> &[(Which, EventId)] {
         &self.outbox
     }
 
-    /// Whether an event may have been published by a relay, and so more than once: that sends its dead
-    /// letters back, as if somebody had retried them.
+    /// Whether a relay may have published an event, and so more than once. A repeated publish sends its dead
+    /// letters back, as a retry does.
     pub fn was_relayed(&self, id: EventId) -> bool {
         self.in_outbox.contains(&id)
     }
@@ -171,7 +171,7 @@ impl Ledger {
         self.retention = Some(policy);
     }
 
-    /// By what events are removed, if they are.
+    /// The retention policy of the file, if it has one.
     pub fn retention(&self) -> Option<Policy> {
         self.retention
     }
@@ -196,12 +196,12 @@ impl Ledger {
         std::mem::take(&mut self.errors)
     }
 
-    /// What is wrong by the victims' own words, whatever the file says.
+    /// Contradictions in the victims' reports, whatever the file contains.
     pub fn faults(&self) -> Vec<String> {
         self.faults_unless(|_, _| false)
     }
 
-    /// As [`faults`](Self::faults), for an order that some events of a group need not keep.
+    /// As [`faults`](Self::faults), without the order of the events for which `free` is true.
     pub(crate) fn faults_unless(&self, free: impl Fn(usize, EventId) -> bool) -> Vec<String> {
         let mut faults = self.faults.clone();
         for (victim, group, id) in &self.twice {

@@ -1,5 +1,5 @@
-//! The rounds about the memory: a relay, a process that splits large events, or a retention job is torn
-//! out of its work.
+//! Rounds about the outbox, large payloads and retention: a relay, a process that splits large events, or a
+//! retention job is killed during its work.
 
 use std::process::Command;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use super::retain::{self, Policy};
 use super::rounds::Arena;
 use super::{Broken, objects};
 
-/// Where a process may be killed by name while it removes events.
+/// Failpoints for a process that removes events.
 const WRITES: [&str; 2] = ["before-commit", "after-commit"];
 
 impl Arena {
@@ -44,8 +44,8 @@ impl Arena {
         self.count(end)
     }
 
-    /// A relay is killed at random or at a named place, with another one beside it, or is stopped past its
-    /// lease while another takes over. The outbox is filled meanwhile.
+    /// A relay is killed at random or at a failpoint, while another one runs, or is stopped past its lease
+    /// while another takes over. Events are committed to the outbox meanwhile.
     pub fn relay(&mut self) -> Result<(), Broken> {
         self.declare()?;
         let which = Which::ALL[self.random.below(2)];
@@ -75,7 +75,7 @@ impl Arena {
                 self.relay_works(&one, which)?;
                 self.end_relay(one)?;
                 self.fill(which)?;
-                // Long enough, sometimes, to take over.
+                // Sometimes long enough to take over.
                 std::thread::sleep(self.up_to(700));
                 self.end_relay(other)?;
             }
@@ -102,7 +102,7 @@ impl Arena {
         self.end_relay(heir)
     }
 
-    /// Fills the outbox now and then while a relay works on it.
+    /// Commits events to the outbox while a relay works on it.
     fn relay_works(&mut self, relay: &Victim, which: Which) -> Result<(), Broken> {
         if self.random.one_in(4) {
             std::thread::sleep(self.up_to(40));
@@ -172,7 +172,7 @@ impl Arena {
         Ok(())
     }
 
-    /// A retention job is killed while others publish and handle; sometimes two of them are at work.
+    /// A retention job is killed while others publish and handle; sometimes two jobs run.
     pub fn retain(&mut self) -> Result<(), Broken> {
         let policy = self.retention.unwrap_or(Policy::Age);
         self.declare()?;
@@ -246,7 +246,7 @@ impl Arena {
         Victim::launch(command, files, failpoint, self.victims, &self.ledger)
     }
 
-    /// Makes sure that the file knows all groups, so that they want what comes from now on.
+    /// Makes sure that the file knows all groups, so that they want every event from now on.
     pub fn declare(&mut self) -> Result<(), Broken> {
         if self.declared {
             return Ok(());
@@ -260,8 +260,8 @@ impl Arena {
         self.count(end)
     }
 
-    /// When all is drained: what retention may remove goes, objects without events are collected, and
-    /// nothing else was.
+    /// After the drain: removes what retention may remove, collects objects without events, and checks that
+    /// nothing else was removed.
     pub(super) fn tidy(&mut self) -> Result<(), Broken> {
         if let Some(policy) = self.retention {
             retain::once(&self.file, policy)?;

@@ -1,4 +1,4 @@
-//! The never-lost checker, and campaigns that try to make it find something.
+//! The checker that no acknowledged event is lost, and campaigns of kills and power cuts that try to lose one.
 //!
 //! ```text
 //!  campaign ──spawns, kills, stops──▶ victim ──publishes, handles──▶ file
@@ -7,13 +7,13 @@
 //!  ledger ◀──────────── pipe ───────────┘        checker ◀── observe ─┘
 //! ```
 //!
-//! The victim is a process of its own: it says on its standard output what was acknowledged to it and
-//! what its handlers finished. The ledger of that lives in the campaign's process, which no kill
-//! touches. The checker compares ledger and file, and knows nothing of engines.
+//! The victim is a separate process. It prints on its standard output which publishes were acknowledged
+//! and which handlers finished. The ledger of these reports is in the campaign's process, which is never
+//! killed. The checker compares the ledger with the file, and knows no engine.
 //!
 //! Beside the process that publishes and handles there are three more kinds of victims: one that relays
 //! from an outbox ([`relay`]), one that puts large payloads into objects ([`objects`]), and one that removes
-//! what is old ([`retain`]).
+//! old events ([`retain`]).
 
 pub mod campaign;
 pub mod checker;
@@ -39,7 +39,7 @@ pub mod zombie;
 
 use std::io::Write as _;
 
-/// A group that every victim subscribes.
+/// A group that every victim subscribes to.
 #[derive(Clone, Copy, Debug)]
 pub struct Group {
     /// Its name as stored; empty for the unnamed group.
@@ -74,11 +74,11 @@ pub const GROUPS: [Group; 3] = [
     },
 ];
 
-/// How many deliveries of a group a victim holds at most, and so how many may come again for each
-/// group after a kill.
+/// How many deliveries of a group a victim holds at most, and so how many may be repeated for each group
+/// after a kill.
 pub const PREFETCH: usize = 64;
 
-/// Where a process may be killed by name; see the engine's `failpoint.rs`.
+/// Failpoints where a process may be killed; see the engine's `failpoint.rs`.
 pub const FAILPOINTS: [&str; 6] = [
     "before-commit",
     "after-commit",
@@ -88,7 +88,7 @@ pub const FAILPOINTS: [&str; 6] = [
     "after-dead-letter",
 ];
 
-/// Why a campaign could not go on. What it found wrong is in the tally instead.
+/// Why a campaign could not go on. Problems that it found are in the tally instead.
 #[derive(Debug)]
 pub struct Broken(pub String);
 
@@ -108,7 +108,7 @@ impl std::fmt::Display for Broken {
     }
 }
 
-/// Tells the person who watches; standard output is kept for the result.
+/// Prints progress for a person; standard output is kept for the result.
 pub(crate) fn say(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }

@@ -1,8 +1,6 @@
-//! The objects beside a file: whether each one that an event refers to is there, and what is left
-//! that no event refers to.
+//! The objects beside a file: checks that each object of an event exists, and lists objects without an event.
 //!
-//! A payload is put together here once more, apart from the bus: a mistake in its own reading must not
-//! hide what it wrote.
+//! Payloads are put together here without the bus: a bug in its reading must not hide what it wrote.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -16,7 +14,7 @@ use everbus_core::{Event, Overflow};
 use super::Broken;
 use super::hooks::Hook;
 
-/// Events of more bytes than this are split by the victims that split events.
+/// Larger events are split by the victims that split events.
 pub const THRESHOLD: usize = 2048;
 
 /// Where the objects of a file are.
@@ -26,8 +24,8 @@ pub fn directory(file: &Path) -> PathBuf {
     name.into()
 }
 
-/// The payload that an event was published with, from what it carries and from its object; or what is
-/// wrong with the object.
+/// The payload that an event was published with, from its inline part and its object; or the problem with the
+/// object.
 pub fn whole(file: &Path, carried: &[u8], reference: &Overflow) -> Result<Vec<u8>, String> {
     let key = &reference.key;
     let object = std::fs::read(directory(file).join(key))
@@ -56,7 +54,7 @@ pub fn whole(file: &Path, carried: &[u8], reference: &Overflow) -> Result<Vec<u8
     Ok(payload)
 }
 
-/// The files among the objects that are none of these.
+/// Object files that no event refers to.
 pub fn unreferenced(file: &Path, referenced: &HashSet<String>) -> Result<Vec<String>, Broken> {
     let root = directory(file);
     let mut left = Vec::new();
@@ -75,7 +73,7 @@ pub fn unreferenced(file: &Path, referenced: &HashSet<String>) -> Result<Vec<Str
             }
             let name = path.strip_prefix(&root).unwrap_or(&path);
             let name = name.to_string_lossy().into_owned();
-            // What says whose place it is.
+            // The file that names the log that owns the directory.
             let mark = name == "everbus-log.json";
             if !mark && !referenced.contains(&name) {
                 left.push(name);
@@ -85,7 +83,7 @@ pub fn unreferenced(file: &Path, referenced: &HashSet<String>) -> Result<Vec<Str
     Ok(left)
 }
 
-/// Deletes what no event refers to, however young. Nobody may be publishing.
+/// Deletes objects that no event refers to, of any age. No process may be publishing.
 pub fn collect(file: &Path) -> Result<Collected, Broken> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
@@ -103,7 +101,7 @@ pub fn collect(file: &Path) -> Result<Collected, Broken> {
         .map_err(|error| Broken(format!("collecting objects: {error:?}")))
 }
 
-/// Dies where the object of an event is durable and the event is not in the log yet, at the n-th time.
+/// Kills the process after the object of the n-th event is durable and before the event is in the log.
 pub struct DieBetween(AtomicU64);
 
 impl DieBetween {

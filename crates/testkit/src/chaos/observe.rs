@@ -1,7 +1,7 @@
-//! What a file says, read with plain SQL while nobody works on it.
+//! The state of a file, read with plain SQL while no process works on it.
 //!
-//! The rules of the tables are applied here once more, apart from the engine: a mistake in the
-//! engine's own reading must not hide what it did.
+//! The rules of the tables are applied here a second time, without the engine: a bug in the engine's reading
+//! must not hide what it did.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -24,7 +24,7 @@ pub enum Place {
     Handled,
     /// In the dead letters.
     Dead(Dead),
-    /// Passed over on purpose, with this reason.
+    /// Skipped on purpose, with this reason.
     Skipped(String),
 }
 
@@ -43,7 +43,7 @@ pub struct Dead {
     pub died_at: Timestamp,
 }
 
-/// An event as stored, with every place it is in for each group. One place is right.
+/// An event as stored, with every place it is in for each group. Exactly one place is right.
 #[derive(Clone, Debug)]
 pub struct Stored {
     /// Its position in the log.
@@ -52,7 +52,7 @@ pub struct Stored {
     pub event_type: String,
     /// Its payload, with what is in its object.
     pub payload: Vec<u8>,
-    /// What is wrong with the object it refers to.
+    /// The problem with its object, if there is one.
     pub dangling: Option<String>,
     /// When it was received.
     pub received_at: Timestamp,
@@ -60,7 +60,7 @@ pub struct Stored {
     pub places: [Vec<Place>; GROUPS.len()],
 }
 
-/// Everything a file says about its events.
+/// Everything that a file contains about its events.
 #[derive(Clone, Debug, Default)]
 pub struct Observed {
     /// The events of the log.
@@ -69,11 +69,11 @@ pub struct Observed {
     pub objects: HashSet<String>,
     /// The rows of outboxes.
     pub rows: HashMap<(Which, EventId), OutboxRow>,
-    /// What the database itself or the engine finds wrong.
+    /// Problems that SQLite or the engine finds.
     pub damage: Vec<String>,
 }
 
-/// Reads a file. A file that is missing or empty says nothing.
+/// Reads a file. A missing or empty file contains nothing.
 pub fn observe(file: &Path) -> Result<Observed, Broken> {
     let mut observed = Observed::default();
     if !file.metadata().is_ok_and(|meta| meta.len() > 0) {
@@ -95,7 +95,7 @@ fn open(file: &Path) -> Result<Connection, Broken> {
     Ok(conn)
 }
 
-/// How much of a file is not settled: rows, claims, groups that are behind.
+/// How much work of a file is open: rows, claims, groups that are behind.
 pub fn pending(file: &Path) -> Result<u64, Broken> {
     let conn = open(file)?;
     conn.query_row(
@@ -115,7 +115,7 @@ pub(crate) fn ids(file: &Path) -> Result<HashSet<EventId>, Broken> {
     Ok(observe(file)?.events.into_keys().collect())
 }
 
-/// Whether somebody holds the file for writing.
+/// Whether a process holds the file for writing.
 pub(crate) fn is_being_written(file: &Path) -> Result<bool, Broken> {
     let conn = open(file)?;
     conn.busy_timeout(Duration::ZERO)
@@ -136,7 +136,7 @@ fn read(conn: &Connection, file: &Path, observed: &mut Observed) -> rusqlite::Re
         |row| row.get::<_, i64>(0),
     )?;
     if known == 0 {
-        // A process died before it had made the tables.
+        // A process died before it had created the tables.
         return Ok(());
     }
     let groups = read_groups(conn)?;
@@ -207,12 +207,12 @@ fn read(conn: &Connection, file: &Path, observed: &mut Observed) -> rusqlite::Re
         }
     }
     drop(rows);
-    // What nothing else says anything about is done if the group has passed it.
+    // An event without any row is done if the group has passed it.
     for event in observed.events.values_mut() {
         for group in groups.values() {
             let places = &mut event.places[group.index];
             let skipped = |place: &Place| matches!(place, Place::Skipped(_));
-            // What was dropped from a full stream is skipped before the group reaches it.
+            // An event dropped from a full stream is skipped before the group reaches it.
             if event.position > group.cursor && !places.iter().any(skipped) {
                 places.push(Place::Waiting);
             } else if places.is_empty() {
@@ -237,7 +237,7 @@ fn read_groups(conn: &Connection) -> rusqlite::Result<HashMap<i64, GroupRow>> {
     Ok(groups)
 }
 
-/// What belongs to events that are gone must be gone.
+/// Rows about removed events must be gone.
 fn read_leftovers(conn: &Connection, observed: &mut Observed) -> rusqlite::Result<()> {
     for table in ["event_payloads", "expirations"] {
         let known: i64 = conn.query_row(
@@ -246,7 +246,7 @@ fn read_leftovers(conn: &Connection, observed: &mut Observed) -> rusqlite::Resul
             |row| row.get(0),
         )?;
         if known == 0 {
-            // A process died before it had made all tables.
+            // A process died before it had created all tables.
             continue;
         }
         let left: i64 = conn.query_row(
@@ -312,7 +312,7 @@ fn read_dead(row: &Row<'_>) -> rusqlite::Result<Dead> {
     let failures: String = row.get(3)?;
     Ok(Dead {
         attempts: row.get(2)?,
-        // What cannot be read is as good as missing, and the checker says so.
+        // Unreadable failures count as missing, and the checker reports them.
         failures: serde_json::from_str(&failures).unwrap_or_default(),
         handler: row.get(4)?,
         first_seen_at: Timestamp::from_micros(row.get(5)?),
@@ -320,7 +320,7 @@ fn read_dead(row: &Row<'_>) -> rusqlite::Result<Dead> {
     })
 }
 
-/// Asks the engine, opened anew and consuming nothing, whether it finds the file sound.
+/// Opens the engine, consumes nothing, and lets it check the file.
 fn engine_check(file: &Path, observed: &mut Observed) -> Result<(), Broken> {
     let engine = everbus_sqlite::open(file, everbus_sqlite::Options::default())
         .map_err(Broken::at("opening the file with the engine"))?;

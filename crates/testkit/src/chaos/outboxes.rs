@@ -1,7 +1,7 @@
-//! The outboxes of a campaign: the one in the file of the bus, and one in a database beside it.
+//! The outboxes of a campaign: one in the file of the bus, one in a database beside it.
 //!
-//! The campaign itself commits events to them, and no kill touches it: a row that is committed counts
-//! as acknowledged. What became of the rows is read with plain SQL and compared with that.
+//! The campaign commits events to them itself, and no kill affects it: a committed row counts as
+//! acknowledged. The state of the rows is read with plain SQL and compared with that.
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ use super::process::PATIENCE;
 pub enum Which {
     /// In the file of the bus.
     Own,
-    /// In a database of its own, beside that file.
+    /// In a separate database beside that file.
     Beside,
 }
 
@@ -50,7 +50,7 @@ pub struct Row {
     pub status: String,
     /// How often it was rejected.
     pub attempts: u32,
-    /// What was said last.
+    /// The last error.
     pub last_error: Option<String>,
     /// Whether it is among the dead letters of its outbox.
     pub dead: bool,
@@ -115,7 +115,7 @@ fn read(
     let mut found = statement.query([])?;
     while let Some(row) = found.next()? {
         let id: String = row.get(0)?;
-        // Only ids of ours are in it.
+        // Only ids of the campaign are in it.
         let Ok(id) = id.parse() else { continue };
         let row = Row {
             status: row.get(1)?,
@@ -128,8 +128,8 @@ fn read(
     Ok(())
 }
 
-/// Every row that was committed waits, or its event is in the log, or it failed and is a dead letter;
-/// events of a key are in the log in the order of their outbox. Counts what was relayed.
+/// Checks that every committed row waits, or its event is in the log, or it failed and is a dead letter; and
+/// that events with a key are in the log in the order of their outbox. Counts the relayed rows.
 pub(crate) fn check(ledger: &Ledger, observed: &Observed, stage: Stage, report: &mut Report) {
     let mut last: HashMap<(Which, String), u64> = HashMap::new();
     let mut behind: HashSet<(Which, String)> = HashSet::new();

@@ -1,9 +1,9 @@
-//! Planted bugs: a consumer that acks what it fetches before any handler has run, a relay that marks
-//! before it publishes, objects that come after their events, go before them or are not synced, a retention
-//! job that takes what is in flight.
+//! Planted bugs: a consumer that acks before any handler has run; a relay that marks rows before it
+//! publishes; objects that are stored after their events, deleted before them, or not synced; a retention job
+//! that removes events in flight.
 //!
-//! The controls of the kill campaign, as `NORMAL` is that of the power losses: with one of them in place
-//! the campaign must find lost events, or it proves nothing.
+//! They are the controls of the kill campaign, as `NORMAL` is the control of the power losses: with one of
+//! them in place the campaign must find lost events, or it proves nothing.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -85,7 +85,7 @@ impl Consumer for AckingConsumer {
     }
 }
 
-/// An object is where its event says only once the event is committed.
+/// The object is stored only after its event is committed.
 pub struct LateObjects(PathBuf);
 
 impl LateObjects {
@@ -112,7 +112,7 @@ impl Hook for LateObjects {
     }
 }
 
-/// An object that nobody synced: it is where its event says, and only in memory.
+/// An object that was not synced: it has the right name, but its data is only in memory.
 pub struct UnsyncedObjects(PathBuf);
 
 impl UnsyncedObjects {
@@ -127,7 +127,7 @@ impl Hook for UnsyncedObjects {
         for reference in batch.iter().filter_map(Event::overflow) {
             let object = self.0.join(&reference.key);
             let copy = object.with_extension("unsynced");
-            // A new file of the same content takes the place of the one that was synced.
+            // A new file with the same content replaces the synced one.
             let _ = std::fs::read(&object)
                 .and_then(|bytes| std::fs::write(&copy, bytes))
                 .and_then(|()| std::fs::remove_file(&object))
@@ -162,8 +162,8 @@ impl Hook for MarkFirst {
     fn after(&self, _batch: &[Event]) {}
 }
 
-/// Retention that does not know of claims: it takes whatever all groups have passed and nobody has
-/// waiting or dead, with everything that belongs to it.
+/// Retention that ignores claims: it removes every event that all groups have passed and that is not waiting
+/// or dead, with everything that belongs to it.
 pub(crate) fn remove_what_is_in_flight(file: &Path) -> Result<()> {
     let conn = connect(file)?;
     conn.execute_batch(
@@ -182,7 +182,7 @@ pub(crate) fn remove_what_is_in_flight(file: &Path) -> Result<()> {
     .map_err(failed)
 }
 
-/// A collector that does not ask whether an event refers to what it deletes.
+/// A collector that deletes objects without checking whether an event refers to them.
 pub(crate) fn delete_an_object(file: &Path) {
     let folder = objects::directory(file).join("events/~");
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();

@@ -1,8 +1,8 @@
-//! Power loss: a victim works on a disk whose power is cut, and everything acknowledged must be there
-//! when it comes back, with the objects of what is too large for the log.
+//! Power loss: a victim works on a disk whose power is cut. When the power is back, everything acknowledged
+//! must be there, with the objects of large events.
 //!
-//! With `synchronous=NORMAL`, or with objects that are not synced, the same must lose something: if it does
-//! not, the test proves nothing.
+//! With `synchronous=NORMAL`, or with objects that are not synced, the same procedure must lose something;
+//! otherwise the test proves nothing.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -14,18 +14,18 @@ use super::tally::Tally;
 use super::{Broken, campaign, say};
 use crate::model::Random;
 
-/// After so many losses the file is drained and a new one begun.
+/// After this many losses the file is drained and a new one begun.
 const LOSSES_PER_FILE: u64 = 20;
-/// After so many files the file system is made anew.
+/// After this many files the file system is created again.
 const FILES_PER_FORMAT: u64 = 5;
-/// A control that has lost nothing by then will not. The first few may come before anything was
-/// acknowledged, where processes are slow to start.
+/// A control that has lost nothing by then will not. The first few may come before anything was acknowledged,
+/// if processes are slow to start.
 const CONTROL_LOSSES: u64 = 100;
 
 /// When to stop.
 #[derive(Clone, Copy, Debug)]
 pub enum Losses {
-    /// After so many.
+    /// After this many.
     Count(u64),
     /// After this time.
     Time(Duration),
@@ -45,13 +45,13 @@ pub enum Unsynced {
 pub struct Power {
     /// The program whose subcommand `victim` works on the disk.
     pub program: PathBuf,
-    /// Decides what it publishes and when the power goes.
+    /// Seed of the events and of the moments when the power is cut.
     pub seed: u64,
 }
 
 impl Power {
     /// Cuts the power again and again, up to the end or to the first problem. Every other victim splits large
-    /// events and publishes mostly such.
+    /// events, and publishes mostly large ones.
     pub fn run(&self, losses: Losses) -> Result<Tally, Broken> {
         let began = Instant::now();
         let is_over = |outages: u64| match losses {
@@ -88,7 +88,7 @@ impl Power {
     }
 
     /// A control: without these syncs the same procedure must lose something acknowledged, or the object of
-    /// an event. Returns what happened; `lost` is 0 if the procedure proves nothing.
+    /// an event. `lost` is 0 if the procedure proves nothing.
     pub fn control(&self, unsynced: Unsynced) -> Result<Tally, Broken> {
         let mut disk = Disk::create()?;
         let file = disk.path().join("control.db");
@@ -110,7 +110,7 @@ fn lose_power(
     unsynced: Option<Unsynced>,
 ) -> Result<(), Broken> {
     let mut orders = arena.orders();
-    // It must not have said everything it has to say before the power goes.
+    // It must still be publishing when the power is cut.
     orders.publishes = 10_000;
     orders.overflow = split;
     orders.normal = unsynced == Some(Unsynced::Commits);
@@ -124,7 +124,7 @@ fn lose_power(
     victim.kill()?;
     let last_words = {
         let mut ledger = arena.ledger().lock();
-        // Its disk was gone: that its publishes failed is as it should be.
+        // Its disk was gone, so failed publishes are expected.
         ledger.take_errors();
         ledger.power_is_back()
     };

@@ -1,4 +1,4 @@
-//! A victim from outside: started, listened to, stopped, killed.
+//! The campaign's side of a victim: starts it, reads its output, stops and kills it.
 
 use std::io::{BufRead as _, BufReader};
 use std::os::unix::process::ExitStatusExt as _;
@@ -16,16 +16,16 @@ use super::ledger::Ledger;
 use super::observe::is_being_written;
 use super::victim::Orders;
 
-/// No victim takes longer than this for what it is asked.
+/// No victim takes longer than this for one request.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 const SIGABRT: i32 = 6;
 
-/// The ledger as the threads that listen share it.
+/// The ledger, shared with the threads that read the victims' output.
 #[derive(Clone, Debug, Default)]
 pub struct SharedLedger(Arc<Mutex<Ledger>>);
 
 impl SharedLedger {
-    /// The ledger; nobody panics while holding it.
+    /// The ledger; no thread panics while it holds the lock.
     pub fn lock(&self) -> MutexGuard<'_, Ledger> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -34,13 +34,13 @@ impl SharedLedger {
 /// How a victim ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// By our signal.
+    /// By the campaign's signal.
     Killed,
     /// At the failpoint it was armed with.
     Failpoint,
     /// In order.
     Orderly,
-    /// In a way nobody asked for.
+    /// In an unexpected way.
     Unexpected(ExitStatus),
 }
 
@@ -56,7 +56,7 @@ pub struct Victim {
 }
 
 impl Victim {
-    /// Starts a victim. Everything it says goes into the ledger under its number.
+    /// Starts a victim. Everything it reports goes into the ledger under its number.
     pub fn spawn(
         program: &Path,
         orders: &Orders,
@@ -100,7 +100,7 @@ impl Victim {
         Self::launch(command, vec![orders.db.clone()], failpoint, number, ledger)
     }
 
-    /// Starts a process that works on these files. Everything it says goes into the ledger under its
+    /// Starts a process that works on these files. Everything it reports goes into the ledger under its
     /// number.
     pub fn launch(
         mut command: Command,
@@ -154,7 +154,7 @@ impl Victim {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Waits until it ends by itself, for so long at most; whether it did.
+    /// Waits up to this long until it ends by itself, and returns whether it did.
     pub fn ends_within(&mut self, time: Duration) -> bool {
         let until = Instant::now() + time;
         while self.is_running() {
@@ -166,8 +166,8 @@ impl Victim {
         true
     }
 
-    /// Stops it between two transactions: one that is stopped inside one would hold the file and
-    /// everybody else would wait for it.
+    /// Stops it between two transactions: stopped inside one, it would hold the lock of the file and every
+    /// other process would wait.
     pub fn stop_between_transactions(&mut self) -> Result<bool, Broken> {
         for _ in 0..200 {
             self.stop()?;
@@ -196,7 +196,7 @@ impl Victim {
         signal(self.child.id(), Signal::CONT)
     }
 
-    /// Kills it and takes in the last of what it said.
+    /// Kills it and reads the rest of its output.
     pub fn kill(mut self) -> Result<End, Broken> {
         self.child.kill().map_err(Broken::at("killing a victim"))?;
         self.finish()
@@ -241,14 +241,14 @@ impl Drop for Victim {
 /// Stops a child and waits until all of it has stopped, or it is gone.
 pub fn stop(child: u32) -> Result<(), Broken> {
     signal(child, Signal::STOP)?;
-    // Not waited for as ended: that is for whoever owns the child.
+    // Its exit status is left for the owner of the child to collect.
     let options = WaitIdOptions::STOPPED | WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
     waitid(WaitId::Pid(pid(child)?), options)
         .map(drop)
         .map_err(Broken::at("waiting for a process to stop"))
 }
 
-/// Sends a signal to a child; one that has ended does not mind.
+/// Sends a signal to a child; a child that has ended is ignored.
 pub fn signal(child: u32, signal: Signal) -> Result<(), Broken> {
     match kill_process(pid(child)?, signal) {
         Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
@@ -263,7 +263,7 @@ fn pid(child: u32) -> Result<Pid, Broken> {
         .ok_or_else(|| Broken::new("a process without a number"))
 }
 
-/// Reads lines until the pipe ends. What follows the last line's end was cut off and does not count.
+/// Reads lines until the pipe ends. Text after the last line break was cut off and does not count.
 fn listen(output: ChildStdout, number: u32, ledger: &SharedLedger, ready: &Sender<()>) {
     let mut output = BufReader::new(output);
     let mut line = Vec::new();

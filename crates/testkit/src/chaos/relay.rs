@@ -1,8 +1,8 @@
-//! Kills the relay of an outbox, at random and at named places, and looks whether every event arrived:
-//! once, and in order for each key.
+//! Kills the relay of an outbox, at random and at failpoints, and checks that every event arrived once, and
+//! in order for each key.
 //!
-//! The campaign commits events to the outbox itself, so it knows what must arrive. Half of the rounds
-//! relay from a database of its own, half from the outbox in the file of the bus.
+//! The campaign commits the events to the outbox itself, so it knows what must arrive. Half of the rounds
+//! relay from a separate database, half from the outbox in the file of the bus.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -24,12 +24,12 @@ use super::process::PATIENCE;
 use super::victim::{end_of_input, tell};
 use crate::model::Random;
 
-/// The lease of a victim: the next one need not wait long.
+/// The lease of a victim, short, so that the next relay need not wait long.
 pub(crate) const LEASE: Duration = Duration::from_millis(100);
 const KEYS: u64 = 5;
 const TYPE: &str = "chaos.relayed";
 
-/// Where a relay is killed by name.
+/// Failpoints where a relay is killed.
 pub(crate) const PLACES: [&str; 5] = [
     "before-commit",
     "after-commit",
@@ -43,9 +43,9 @@ pub(crate) const PLACES: [&str; 5] = [
 pub struct Orders {
     /// The file of the bus.
     pub db: PathBuf,
-    /// A database with an outbox; that in the file of the bus if there is none.
+    /// A database with an outbox; `None`: the outbox in the file of the bus.
     pub outbox: Option<PathBuf>,
-    /// It goes on until standard input is closed, instead of until nothing is left.
+    /// It runs until standard input is closed, instead of until nothing is left.
     pub keep_on: bool,
     /// Rows are marked before they are published: a bug that the campaign must find.
     pub mark_first: bool,
@@ -107,7 +107,7 @@ pub fn run(orders: &Orders) -> Result<(), Broken> {
         .map_err(|error| Broken(format!("{error:?}")))
 }
 
-/// So many kills of a relay.
+/// A campaign that kills a relay this often.
 #[derive(Clone, Debug)]
 pub struct RelayCampaign {
     /// The program whose `relay-victim` is killed.
@@ -120,7 +120,7 @@ pub struct RelayCampaign {
     pub kills: u64,
 }
 
-/// What a campaign found.
+/// The result of a campaign.
 #[derive(Clone, Debug, Default)]
 pub struct Found {
     /// Relays that were killed at random.
@@ -236,7 +236,7 @@ impl<'a> Stage<'a> {
         command
     }
 
-    /// Starts a relay and kills it, unless it was faster. Whether it was killed.
+    /// Starts a relay and kills it, unless it ended first. Returns whether it was killed.
     fn kill(&self, random: &mut Random, found: &mut Found) -> Result<bool, Broken> {
         let mut command = self.command();
         let named = random.below(2) == 0;
@@ -273,7 +273,7 @@ impl<'a> Stage<'a> {
         Ok(killed)
     }
 
-    /// A relay that nobody kills.
+    /// Runs a relay to its end.
     fn finish(&self) -> Result<(), Broken> {
         let ended = self.command().status();
         let ended = ended.map_err(Broken::at("starting a relay"))?;
@@ -283,7 +283,7 @@ impl<'a> Stage<'a> {
         Err(Broken::new(format!("the last relay ended with {ended}")))
     }
 
-    /// Everything arrived once, and in order for each key; every row says so.
+    /// Every event arrived once, and in order for each key; every row is marked as sent.
     fn check(&self, found: &mut Found) -> Result<(), Broken> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()

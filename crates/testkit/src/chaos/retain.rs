@@ -1,5 +1,5 @@
-//! The retention job that is killed: it removes what is old or too much, and collects objects, in a
-//! loop, while others publish and handle.
+//! The retention job that is killed: it removes old or surplus events and collects objects, in a loop, while
+//! others publish and handle.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -12,18 +12,17 @@ use super::Broken;
 use super::plant;
 use super::victim::{end_of_input, tell};
 
-/// Between two runs.
+/// Pause between two runs.
 const PAUSE: Duration = Duration::from_millis(5);
-/// An object that no event refers to is not about to be referred to after this time: no victim is
-/// stopped or starved for so long.
+/// After this time an object without an event will not get one: no victim is stopped or starved for so long.
 const STRAYS_AFTER: Duration = Duration::from_secs(8);
 
-/// What goes from a file.
+/// Which events are removed from a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
-    /// What is older than a moment, dead letters included. The events that tell of dead letters stay, so
-    /// that the checker knows of those that are gone; and so do the plain ones, whose dead letters go
-    /// without them.
+    /// Events older than a moment, and dead letters too. The notices of dead letters stay, so that the
+    /// checker knows which dead letters were removed. The plain events stay too; their dead letters are
+    /// removed without them.
     Age,
     /// All but the newest events. Dead letters stay.
     Length,
@@ -45,7 +44,7 @@ impl Policy {
             .find(|policy| policy.name() == name)
     }
 
-    /// What is kept, and how long. Events also go when they expire.
+    /// The retention of this policy. Events are also removed when they expire.
     fn retention(self) -> Result<Retention, Error> {
         let mut retention = Retention {
             payloads: Some(Duration::from_millis(30)),
@@ -71,9 +70,9 @@ impl Policy {
 /// A bug in the job that the campaign must find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bug {
-    /// What is in flight counts as done.
+    /// Events in flight count as done.
     IgnoresClaims,
-    /// Objects are deleted without a look whether an event refers to them.
+    /// Objects are deleted without checking whether an event refers to them.
     DeletesObjects,
 }
 
@@ -99,7 +98,7 @@ impl Bug {
 pub struct Orders {
     /// The file.
     pub db: PathBuf,
-    /// What goes.
+    /// Which events are removed.
     pub policy: Policy,
     /// A bug that is planted.
     pub bug: Option<Bug>,
@@ -138,7 +137,7 @@ async fn work(orders: &Orders) -> Result<(), Error> {
     tell("READY\n");
     let mut ended = end_of_input();
     let mut collect = Collect::default();
-    // Nothing that was removed is published again, so nobody can be about to refer to its object.
+    // A removed event is never published again, so no process can be about to refer to its object.
     (collect.orphans_after, collect.strays_after) = (Duration::ZERO, STRAYS_AFTER);
     loop {
         if orders.bug == Some(Bug::IgnoresClaims) {

@@ -1,4 +1,4 @@
-//! One file and the rounds played on it: each starts victims, and tears them out of their work.
+//! One file and the rounds on it: each round starts victims and kills or stops them.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -16,9 +16,9 @@ use super::victim::Orders;
 use super::{Broken, FAILPOINTS};
 use crate::model::Random;
 
-/// Leases of a victim that will be stopped. A starved machine may outlive them unasked.
+/// Leases of a victim that will be stopped. On a starved machine they may expire by themselves.
 const SHORT_LEASE: Duration = Duration::from_millis(700);
-/// A drain that does not get anywhere for this long is stuck.
+/// A drain without progress for this long is stuck.
 const STUCK: Duration = Duration::from_secs(30);
 
 /// How a round goes.
@@ -42,7 +42,7 @@ enum Round {
     Retention,
 }
 
-/// A file, what was said about it, and what happened to it.
+/// A file, what victims reported about it, and what was done to it.
 pub struct Arena {
     pub(super) program: PathBuf,
     pub(super) file: PathBuf,
@@ -51,7 +51,7 @@ pub struct Arena {
     pub(super) victims: u32,
     /// All groups are known to the file.
     pub(super) declared: bool,
-    /// By what events are removed.
+    /// The retention policy of the file.
     pub(super) retention: Option<Policy>,
     last_seed: Option<u64>,
     /// What happened to this file so far.
@@ -74,8 +74,8 @@ impl Arena {
         }
     }
 
-    /// Events are removed from this file. Nothing is relayed into it then: what a killed relay publishes
-    /// again would not be recognised once the first is gone.
+    /// Enables retention for this file. Nothing is relayed into it then: if a killed relay publishes an event
+    /// again, the engine could not recognise it once the first copy is removed.
     #[must_use]
     pub fn retaining(mut self, policy: Policy) -> Self {
         self.retention = Some(policy);
@@ -141,7 +141,7 @@ impl Arena {
         let other = self.spawn(&other, None)?;
         self.work(&one)?;
         self.end(one)?;
-        // Long enough, sometimes, to notice that the first is dead and to take over.
+        // Sometimes long enough to notice that the first is dead and to take over.
         std::thread::sleep(self.up_to(500));
         self.end(other)
     }
@@ -150,7 +150,7 @@ impl Arena {
         let mut orders = self.orders();
         orders.lease_ms = Some(u64::try_from(SHORT_LEASE.as_millis()).unwrap_or(u64::MAX));
         let mut zombie = self.spawn(&orders, None)?;
-        // Whether by us or for want of a processor.
+        // Stopped by the campaign, or because it got no processor time.
         self.ledger.lock().was_stopped(zombie.number());
         self.work(&zombie)?;
         if !zombie.stop_between_transactions()? {
@@ -179,7 +179,7 @@ impl Arena {
         self.count(end)
     }
 
-    /// Lets one process work until nothing is owed, and checks that every event came to its end.
+    /// Lets one process work until every group has caught up, and checks that every event has ended.
     pub fn drain(&mut self) -> Result<(), Broken> {
         self.drain_outboxes()?;
         let mut orders = self.orders();
@@ -209,14 +209,14 @@ impl Arena {
         self.tidy()
     }
 
-    /// Compares the file with what was said. No victim may be running.
+    /// Compares the file with the ledger. No victim may be running.
     pub fn check(&mut self, stage: Stage) -> Result<(), Broken> {
         let report = self.report(stage)?;
         self.tally.take(report);
         Ok(())
     }
 
-    /// What a check finds, without counting it.
+    /// The result of a check, without counting it.
     pub fn report(&mut self, stage: Stage) -> Result<Report, Broken> {
         let observed = observe(&self.file)?;
         let ledger = self.ledger.lock();
@@ -229,7 +229,7 @@ impl Arena {
         &self.file
     }
 
-    /// What was said about the file.
+    /// What victims reported about the file.
     pub fn ledger(&self) -> &SharedLedger {
         &self.ledger
     }
@@ -240,7 +240,7 @@ impl Arena {
         let repeat = self.last_seed.replace(seed);
         let publishes = 10 + self.random.below(30) as u64;
         let mut orders = Orders::new(self.file.clone(), seed, publishes);
-        // What retention removed would not be recognised.
+        // A second publish of a removed event would not be recognised as a duplicate.
         orders.mortal = self.retention.is_some();
         orders.repeat = repeat.filter(|_| !orders.mortal);
         orders
@@ -264,8 +264,8 @@ impl Arena {
         Ok(())
     }
 
-    /// Waits a moment, so that a victim sees what was done to it; now and then long enough that it
-    /// must have noticed.
+    /// Waits a moment, so that a victim sees what was done to it; sometimes long enough that it must have
+    /// noticed.
     pub fn linger(&mut self) {
         let long = self.random.one_in(30);
         let more = if long {
@@ -276,7 +276,7 @@ impl Arena {
         std::thread::sleep(self.up_to(10) + more);
     }
 
-    /// Counts what was said while the power went, and how much of it is not there.
+    /// Counts acknowledgements during the power cut, and how many of their events are missing.
     pub(crate) fn count_last_words(&mut self, said: &HashSet<EventId>) -> Result<(), Broken> {
         let ids = if said.is_empty() {
             HashSet::new()

@@ -1,4 +1,4 @@
-//! What a campaign did and found, as one line.
+//! The result of a campaign, as one line.
 
 use std::fmt;
 
@@ -23,9 +23,9 @@ pub struct Tally {
     pub lost: u64,
     /// How often a group finished an event that it had finished before.
     pub duplicates: u64,
-    /// Acknowledgements heard after the power began to go, which do not count as such.
+    /// Acknowledgements received after the power cut began; they do not count.
     pub last_words: u64,
-    /// How many of those are not in the log.
+    /// How many of those events are not in the log.
     pub unheard: u64,
     /// How many of the kills were of a relay.
     pub relay_kills: u64,
@@ -35,19 +35,19 @@ pub struct Tally {
     pub retention_kills: u64,
     /// Rows that were committed to an outbox and relayed.
     pub relayed: u64,
-    /// How often an object was looked at that an event refers to.
+    /// How often the object of an event was checked.
     pub objects: u64,
     /// Acknowledged events that retention removed.
     pub removed: u64,
     /// Objects without events that were collected at the end of a file.
     pub collected: u64,
-    /// How often the checker compared a file with what was said.
+    /// How often the checker compared a file with the ledger.
     pub checks: u64,
-    /// What it found wrong, the first of each file.
+    /// Problems found, the first of each file.
     pub problems: Vec<String>,
 }
 
-/// More than this of one check are not worth reading.
+/// At most this many problems of one check are shown.
 const SHOWN: usize = 20;
 
 impl Tally {
@@ -56,18 +56,18 @@ impl Tally {
         self.kills + self.failpoint_kills
     }
 
-    /// How often a process was torn out of its work.
+    /// How often a process was killed or stopped during its work.
     pub fn interruptions(&self) -> u64 {
         self.all_kills() + self.stops + self.outages
     }
 
-    /// Whether nothing was lost and nothing else was wrong.
+    /// Whether nothing was lost and no other problem was found.
     pub fn is_clean(&self) -> bool {
         self.lost == 0 && self.problems.is_empty()
     }
 
-    /// Takes in what a check found. What was handled twice is not added up: it is counted from the
-    /// beginning of the file each time.
+    /// Adds the result of a check. Duplicates are not summed up: each check counts them from the beginning of
+    /// the file.
     pub(crate) fn take(&mut self, report: Report) {
         self.checks += 1;
         self.lost += report.lost.len() as u64;

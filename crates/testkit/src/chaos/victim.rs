@@ -1,8 +1,8 @@
-//! The process that is killed: it publishes, handles, and says on its standard output what was
-//! acknowledged to it and what its handlers finished.
+//! The process that is killed: it publishes, handles, and reports on its standard output which publishes were
+//! acknowledged and which handlers finished.
 //!
-//! `A id position` is written after the publish returned; `H group handler id position attempt` before
-//! the handler returns. Standard input closing asks it to end in order.
+//! `A id position` is written after the publish returned; `H group handler id position attempt` before the
+//! handler returns. When standard input closes, it ends in order.
 
 use std::io::{Read as _, Write as _};
 use std::path::PathBuf;
@@ -45,23 +45,22 @@ pub struct Orders {
     pub normal: bool,
     /// Events are acked before they are handled: a bug that the campaign must find.
     pub ack_first: bool,
-    /// Its complaints are expected and not shown.
+    /// Its error output is expected and not shown.
     pub quiet: bool,
-    /// Large events are split, and it publishes mostly such.
+    /// Large events are split, and it publishes mostly large ones.
     pub overflow: bool,
-    /// It dies when the object of an event is durable and the event is not yet in the log, at the n-th
-    /// time.
+    /// It dies after the object of the n-th event is durable and before the event is in the log.
     pub die_between: Option<u64>,
-    /// Objects come after their events: a bug that the campaign must find.
+    /// Objects are stored after their events: a bug that the campaign must find.
     pub late_objects: bool,
     /// Objects are not synced before their events are appended: a bug that power losses must find.
     pub unsynced_objects: bool,
-    /// Somebody removes events: some expire, some have payload stages, and none is published twice.
+    /// Events are removed from the file: some expire, some have payload stages, and none is published twice.
     pub mortal: bool,
 }
 
 impl Orders {
-    /// Orders for a victim that does what most do.
+    /// Orders with the usual behaviour.
     pub fn new(db: PathBuf, seed: u64, publishes: u64) -> Self {
         Self {
             db,
@@ -143,7 +142,7 @@ async fn open(orders: &Orders) -> Result<Bus, Error> {
     }
     let mut engine = everbus_sqlite::open(&orders.db, everbus_sqlite::Options::default())?;
     if let Some(lease) = orders.lease_ms {
-        // The bus makes its leases long; to outlive one in a test they must be short.
+        // The bus makes its leases long; a test that outlives one needs short ones.
         engine.broker = ShortLeases::wrap(engine.broker, Duration::from_millis(lease));
     }
     if orders.ack_first {
@@ -231,7 +230,7 @@ fn seed_of(victim: u64, task: u64) -> u64 {
     victim.wrapping_add(task.wrapping_mul(0x9e37_79b9))
 }
 
-/// Publishes and tells what was acknowledged; whether to go on.
+/// Publishes and reports the acknowledgement. Returns whether to go on.
 async fn publish_one(bus: &Bus, batch: &[EventId], mortal: bool) -> bool {
     let event = |id: &EventId| {
         let event = Content::of(*id).event();
@@ -261,7 +260,7 @@ async fn publish_one(bus: &Bus, batch: &[EventId], mortal: bool) -> bool {
     }
 }
 
-/// Some events have a payload stage, which goes before them or with them.
+/// Some events get a payload stage, which is removed before them or with them.
 async fn keep_stages(bus: &Bus, batch: &[EventId]) {
     for id in batch.iter().filter(|id| id.as_bytes()[3] % 4 == 0) {
         let stored = bus.payloads().store(*id, "webhook_raw", "a stage").await;
@@ -269,7 +268,7 @@ async fn keep_stages(bus: &Bus, batch: &[EventId]) {
             Err(error) if !matches!(error.code(), Code::NotFound | Code::EventBusShutdownError) => {
                 tell(&format!("E storing a stage: {error}\n"));
             }
-            // An event that is gone already takes no stage.
+            // A removed event takes no stage.
             _ => {}
         }
     }
@@ -278,7 +277,7 @@ async fn keep_stages(bus: &Bus, batch: &[EventId]) {
 /// Writes whole lines at once and waits until they are in the pipe, where a kill cannot reach them.
 pub(crate) fn tell(lines: &str) {
     let mut out = std::io::stdout().lock();
-    // Nobody to tell means that the campaign is gone; standard input says so too.
+    // Without a reader the campaign is gone; then standard input is closed too.
     let _ = out.write_all(lines.as_bytes()).and_then(|()| out.flush());
 }
 
@@ -293,7 +292,7 @@ pub(crate) fn end_of_input() -> oneshot::Receiver<()> {
 
 const EXPECTED: &str = "a panic as ordered";
 
-/// Handlers panic on purpose; anything else is still printed.
+/// Handlers panic on purpose; any other panic is still printed.
 fn quiet_expected_panics() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {

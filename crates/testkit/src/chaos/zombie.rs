@@ -1,6 +1,6 @@
-//! A process that fetches one event and settles it only when told: to be stopped past its lease.
+//! A process that fetches one event and settles it only when told, so that it can be stopped past its lease.
 //!
-//! It says `FETCHED position attempt`, waits for a line on standard input, acks, and says `ACKED` or
+//! It prints `FETCHED position attempt`, waits for a line on standard input, acks, and prints `ACKED` or
 //! `REFUSED code`.
 
 use std::io::{BufRead as _, Write as _};
@@ -14,7 +14,7 @@ use everbus_core::{
 
 use super::Broken;
 
-/// The lease of the zombie, short enough to outlive.
+/// The lease of the zombie, short enough for a test to outlive.
 pub const LEASE: Duration = Duration::from_millis(300);
 
 /// The group it consumes.

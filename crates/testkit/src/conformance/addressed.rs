@@ -1,4 +1,4 @@
-//! Events for one group only: all others pass them by.
+//! Events for one group only: all other groups skip them.
 
 use std::time::Duration;
 
@@ -90,13 +90,13 @@ fn to(group: &str, event_type: &str) -> Event {
     event(event_type).addressed_to(&name(group))
 }
 
-/// Groups that are caught up, behind, unnamed or declared later pass it by; their positions move on.
+/// Groups that have caught up, are behind, are unnamed or are declared later skip it; their cursors move on.
 pub async fn an_addressed_event_reaches_its_group_alone<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Still, &[]).await?;
     for group in ["", "mine", "behind", "other"] {
         stage.declare(group, &["*"]).await;
     }
-    // These two are caught up and wait when it comes.
+    // These two have caught up and wait when it comes.
     let mut mine = stage.consumer("mine").await;
     let mut other = stage.consumer("other").await;
     let first = stage.publish("a.b").await;
@@ -154,7 +154,7 @@ pub async fn an_addressed_event_reaches_its_group_alone<H: Harness>(harness: H) 
     stage.passed()
 }
 
-/// It has its place among the others of its key.
+/// It is handled in the order of its key.
 pub async fn an_addressed_event_comes_in_its_turn<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[]).await?;
     for group in ["mine", "other"] {
@@ -190,7 +190,7 @@ pub async fn an_addressed_event_comes_in_its_turn<H: Harness>(harness: H) -> Out
     stage.passed()
 }
 
-/// The other groups are never asked.
+/// The other groups do not count.
 pub async fn settled_waits_for_the_addressed_group_alone<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&SETTLED]).await?;
     let settled = stage.engine().settled.clone().unwrap();
@@ -212,14 +212,14 @@ pub async fn settled_waits_for_the_addressed_group_alone<H: Harness>(harness: H)
     let outcome = settled.settled(addressed.position, DEADLINE).await.unwrap();
     let dead_lettered = vec![name("mine")];
     assert_eq!(outcome, SettledOutcome { dead_lettered });
-    // To a group that is not there: nobody owes it.
+    // To a group that does not exist: no group has to handle it.
     let lost = stage.append(to("nobody", "a.b")).await;
     let outcome = settled.settled(lost.position, DEADLINE).await.unwrap();
     assert_eq!(outcome, SettledOutcome::default());
     stage.passed()
 }
 
-/// What is not owed does not fill a stream and is not kept.
+/// A group that need not handle the event does not count it in a stream's backlog and does not keep it.
 pub async fn other_groups_do_not_owe_an_addressed_event<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEPTH, &MAINTENANCE]).await?;
     let depth = stage.engine().depth().unwrap();
@@ -248,7 +248,7 @@ pub async fn other_groups_do_not_owe_an_addressed_event<H: Harness>(harness: H) 
     stage.passed()
 }
 
-/// Otherwise the second publish would pass for a duplicate, and its group would never get it.
+/// Otherwise the second publish would count as a duplicate, and its group would never get it.
 pub async fn the_address_belongs_to_the_event<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEDUPLICATION]).await?;
     stage.declare("mine", &["*"]).await;
@@ -264,7 +264,7 @@ pub async fn the_address_belongs_to_the_event<H: Harness>(harness: H) -> Outcome
     stage.passed()
 }
 
-/// The corrected event is an event of the log like any other; nothing is written about those who pass it.
+/// The corrected event is an event of the log like any other; no skip is written for the groups that pass it.
 pub async fn a_correction_is_addressed_to_the_group_that_failed<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&LOG, &LOOKUP, &DEAD_LETTERS]).await?;
     stage.declare("mine", &["order.*"]).await;
@@ -280,7 +280,7 @@ pub async fn a_correction_is_addressed_to_the_group_that_failed<H: Harness>(harn
         .replace(letter.key(), corrected.clone())
         .await
         .unwrap();
-    // A second group fails with the same event, and is corrected for itself.
+    // A second group fails with the same event, and gets its own correction.
     stage.declare("later", &["order.*"]).await;
     for (group, expected) in [
         ("mine", vec![sent.position]),

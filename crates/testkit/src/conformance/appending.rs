@@ -28,7 +28,7 @@ pub async fn the_same_event_twice_is_stored_once<H: Harness>(harness: H) -> Outc
     assert!(!first.duplicate);
     stage.publish("other.event").await;
     stage.advance(Duration::from_secs(1)).await;
-    // What a second try may well give anew does not count.
+    // Values that a second try may generate again do not count.
     let again = Event::builder("order.placed").id(id).payload("{\"n\":1}");
     let again = again
         .source("another try")
@@ -342,7 +342,7 @@ pub async fn closing_under_load_forgets_nothing_acknowledged<H: Harness>(harness
             }
         }));
     }
-    // All of them are at it.
+    // All of them are publishing.
     stage
         .eventually("there is load", || async {
             published.load(Ordering::SeqCst) > 4 * 16

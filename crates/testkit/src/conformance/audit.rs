@@ -58,7 +58,7 @@ pub async fn a_record_is_kept_whole<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Entries that nobody could make sense of are refused, and take no number.
+/// Malformed entries are refused, and take no number.
 pub async fn entries_without_sense_are_refused<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&AUDIT]).await?;
     let audit = stage.engine().audit().unwrap();
@@ -240,7 +240,7 @@ pub async fn forgetting_leaves_a_chain<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// A head that somebody kept elsewhere shows whether the trail is still the one it was.
+/// A head that was kept elsewhere shows whether the trail was changed.
 pub async fn a_head_kept_elsewhere_is_compared<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&AUDIT]).await?;
     let audit = stage.engine().audit().unwrap();

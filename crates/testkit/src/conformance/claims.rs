@@ -1,4 +1,4 @@
-//! What an engine says of itself: each field of its `Capabilities` that no other scenario would prove wrong.
+//! What an engine declares about itself: each field of its `Capabilities` that no other scenario checks.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ fn with_id(id: EventId, payload: &'static str) -> Event {
     event.build().unwrap()
 }
 
-/// What was acknowledged is there after a crash, unless the engine says that it is in memory only.
+/// Acknowledged events are there after a crash, unless the engine declares that it is in memory only.
 pub async fn durability_is_what_it_says<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Still, &[]).await?;
     let durability = stage.capabilities().durability;
@@ -39,8 +39,8 @@ pub async fn durability_is_what_it_says<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Attempts are counted exactly: a failure and a lost lease count, a release does not, nor does what was
-/// claimed and given back.
+/// Attempts are counted exactly: a failure and a lost lease count; a release does not, nor does an event that
+/// was claimed and given back.
 pub async fn attempts_are_exact<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Short, &[&EXACT_ATTEMPTS]).await?;
     stage.declare("g", &["*"]).await;
@@ -80,8 +80,8 @@ pub async fn attempts_are_exact<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// A consumer that runs one at a time is handed one at a time. What was claimed with it and never handed out
-/// is no attempt, whether the lease ends or the process.
+/// A consumer that runs one event at a time gets one at a time. An event that was claimed with it and never
+/// handed out has no attempt, whether the lease or the process ends.
 pub async fn what_has_not_begun_is_no_attempt<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Short, &[&EXACT_ATTEMPTS]).await?;
     stage.declare("g", &["*"]).await;
@@ -107,7 +107,7 @@ pub async fn what_has_not_begun_is_no_attempt<H: Harness>(harness: H) -> Outcome
     stage.passed()
 }
 
-/// The engine itself waits before a retry: nobody holds the event meanwhile, and its lease is over.
+/// The engine itself waits before a retry: no consumer holds the event meanwhile, and its lease has ended.
 pub async fn a_delay_is_the_engines_own<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Short, &[&NATIVE_DELAY]).await?;
     stage.declare("g", &["*"]).await;

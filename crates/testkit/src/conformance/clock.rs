@@ -1,4 +1,4 @@
-//! A clock that leaps ahead is not believed at once when things go by their age.
+//! A clock that jumps ahead is not trusted at once where ages count.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ async fn is_doubted(maintenance: &dyn Maintenance) -> bool {
     maintenance.look_at_clock().await.unwrap().is_some()
 }
 
-/// After a leap the clock is in doubt until it was seen going evenly for a day, also across a restart.
+/// After a jump the clock is in doubt until it has run evenly for a day, also across a restart.
 pub async fn a_clock_that_leaps_is_doubted<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE]).await?;
     stage.publish("a").await;
@@ -23,7 +23,7 @@ pub async fn a_clock_that_leaps_is_doubted<H: Harness>(harness: H) -> Outcome {
         let maintenance = stage.engine().maintenance().unwrap();
         assert!(!is_doubted(maintenance).await);
         stage.advance(30 * DAY).await;
-        // Whoever asks is told, and changes nothing.
+        // Reading the holdings reports the doubt, and changes nothing.
         let held = maintenance.holdings().await.unwrap();
         assert_eq!(held.clock.unwrap().before, before);
         stage.publish("a").await;
@@ -47,13 +47,13 @@ pub async fn a_clock_that_leaps_is_doubted<H: Harness>(harness: H) -> Outcome {
     stage.advance(HOUR).await;
     assert!(!is_doubted(maintenance).await);
     assert_eq!(maintenance.holdings().await.unwrap().clock, None);
-    // Nights and weekends are no leaps.
+    // Nights and weekends are not jumps.
     stage.advance(ClockRecord::LEAP).await;
     assert!(!is_doubted(maintenance).await);
     stage.passed()
 }
 
-/// A doubt ends when the clock is put right, or when somebody says that it is.
+/// A doubt ends when the clock is put right, or when an operator says that it is right.
 pub async fn a_clock_put_right_is_believed<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE]).await?;
     let maintenance = stage.engine().maintenance().unwrap();
@@ -72,7 +72,7 @@ pub async fn a_clock_put_right_is_believed<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// A store nobody has looked at yet has its newest event to go by.
+/// At its first check, a store compares the clock with its newest event.
 pub async fn the_first_look_goes_by_the_log<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE]).await?;
     let maintenance = stage.engine().maintenance().unwrap();

@@ -1,4 +1,4 @@
-//! `COMPAT.md`: every scenario of the suite beside what each engine's column says of it.
+//! Writes `COMPAT.md`: every scenario of the suite, with its outcome for each engine.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

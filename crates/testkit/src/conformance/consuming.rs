@@ -1,4 +1,4 @@
-//! Handing out: order, competition, independence, bounds, and futures that are dropped.
+//! Delivery: order, competing consumers, independent groups, limits, and futures that are dropped.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -284,7 +284,7 @@ pub async fn what_is_handed_out_is_held<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Consuming a group nobody declared is an error.
+/// Consuming a group that was not declared is an error.
 pub async fn an_unknown_group_cannot_be_consumed<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[]).await?;
     let refused = stage.broker().consume(name("nobody"), options()).await;

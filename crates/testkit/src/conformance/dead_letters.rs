@@ -40,7 +40,7 @@ async fn fill<H: Harness>(stage: &Stage<H>, rounds: usize) -> Vec<Appended> {
     published
 }
 
-/// The list is newest first; paging by offset and by key see the same, each dead letter once.
+/// The list is newest first; paging by offset and by key give the same, each dead letter once.
 pub async fn pages_by_offset_and_by_key_agree<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     let published = fill(&stage, 9).await;
@@ -291,7 +291,7 @@ pub async fn many_are_retried_at_once<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Purging is inclusive, by creation unless told otherwise, and takes the event where nobody needs it.
+/// Purging is inclusive, goes by creation unless told otherwise, and removes the event if no group needs it.
 pub async fn purging_is_inclusive<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     let published = fill(&stage, 4).await;

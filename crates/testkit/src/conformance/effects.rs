@@ -1,5 +1,5 @@
-//! Effects: what a handler wants done in the transaction of its ack happens with the ack or not at
-//! all. What an effect may do inside is each engine's own; its crate tests that.
+//! Effects: a handler's own work in the transaction of its ack happens with the ack or not at all. What an
+//! effect may do inside depends on the engine; its crate tests that.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -15,7 +15,7 @@ use super::needs::{INBOX, LOG, LOOKUP, MAINTENANCE, TRANSACTION};
 use super::stage::{code, event, following, name, nothing, take, take_one};
 use super::{Harness, Outcome, Stage, Time};
 
-/// An error of a handler's own.
+/// A handler's own error type.
 #[derive(Debug, PartialEq)]
 struct OutOfStock(u32);
 
@@ -27,7 +27,7 @@ impl fmt::Display for OutOfStock {
 
 impl StdError for OutOfStock {}
 
-/// An effect that counts its runs and ends as told.
+/// An effect that counts its runs and ends in the given way.
 fn counting(
     engine: &'static str,
     runs: &Arc<AtomicU32>,
@@ -65,8 +65,8 @@ fn cause<T: StdError + 'static>(error: &Error) -> Option<&T> {
     None
 }
 
-/// An engine that has no transactions for effects, or other ones, says so; nothing is applied and the
-/// lease is held.
+/// An engine without transactions for effects, or with those of another engine, refuses the effect: nothing
+/// is applied and the lease is held.
 pub async fn an_effect_of_another_engine_is_refused<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("", &["order.*"]).await;
@@ -108,7 +108,7 @@ pub async fn an_effect_of_another_engine_is_refused<H: Harness>(harness: H) -> O
     stage.passed()
 }
 
-/// Effect, record, follow-ups and ack: all of them are there, the follow-ups in their order.
+/// Effect, inbox record, follow-ups and ack are all there, the follow-ups in order.
 pub async fn an_effect_comes_with_its_ack<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&TRANSACTION]).await?;
     let engine = stage.capabilities().transaction.unwrap();
@@ -315,7 +315,7 @@ pub async fn a_refused_follow_up_undoes_the_effect<H: Harness>(harness: H) -> Ou
     }
     stage.ack(&delivery).await;
     nothing(&mut consumer).await;
-    // A type that was new to the refused settlement is as new as before.
+    // The type of the refused follow-up is not registered.
     let later = stage.publish("mail.drafted").await;
     if stage.offers(&LOOKUP) {
         let found = stage.lookup().find(later.id).await.unwrap();

@@ -1,4 +1,4 @@
-//! Ephemeral groups: they go with the engine that declared them, and nothing is kept for them.
+//! Ephemeral groups: they end with the engine that declared them, and nothing is kept for them.
 
 use std::time::Duration;
 
@@ -106,7 +106,7 @@ pub async fn an_ephemeral_group_goes_with_its_engine<H: Harness>(harness: H) -> 
             assert!(report.is_ok(), "{report:?}");
         }
     }
-    // What the other group is owed is all there.
+    // Everything for the other group is there.
     let mut consumer = stage.consumer("billing").await;
     for _ in 0..2 {
         stage.ack(&take_one(&mut consumer).await).await;
@@ -114,8 +114,8 @@ pub async fn an_ephemeral_group_goes_with_its_engine<H: Harness>(harness: H) -> 
     stage.passed()
 }
 
-/// Retention removes what only an ephemeral group has not reached; it keeps what the group has in flight,
-/// and the group goes on with what comes after.
+/// Retention removes events that only an ephemeral group has not reached. It keeps events that the group has
+/// in flight, and the group goes on with later ones.
 pub async fn an_ephemeral_group_never_pins_the_log<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(
         harness,
@@ -157,8 +157,8 @@ pub async fn an_ephemeral_group_never_pins_the_log<H: Harness>(harness: H) -> Ou
     stage.passed()
 }
 
-/// What an ephemeral group gives up is skipped, with the reason and the failures on record. It is no dead
-/// letter, and no event tells of one.
+/// An event that an ephemeral group gives up is skipped, and the reason and the failures are recorded. It is
+/// not a dead letter, and there is no notice.
 pub async fn what_an_ephemeral_group_gives_up_is_skipped<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&LOG, &LOOKUP]).await?;
     stage.broker().declare(ephemeral("viewers")).await.unwrap();

@@ -36,7 +36,7 @@ pub async fn start_from_new<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// A group that starts at `first` gets everything there is.
+/// A group that starts at `first` gets every event in the log.
 pub async fn start_from_first<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[]).await?;
     let published = stage.publish_many("a.b", 3).await;
@@ -188,7 +188,7 @@ pub async fn unmatched_events_are_skipped<H: Harness>(harness: H) -> Outcome {
             .assert_state(position, "orders", EventState::Done)
             .await;
     }
-    // What remains beyond the position is at most what nobody wants.
+    // Beyond the position there are at most events that no group wants.
     stage.publish("order.last").await;
     let last = take_one(&mut consumer).await;
     stage.ack(&last).await;
@@ -237,7 +237,7 @@ pub async fn widening_is_not_retroactive<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// The system's own events are left out of `*` and come to those who name them.
+/// System events are left out of `*` and go to groups that name them.
 pub async fn system_events_are_left_out_of_the_star<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("all", &["*"]).await;
@@ -256,7 +256,7 @@ pub async fn system_events_are_left_out_of_the_star<H: Harness>(harness: H) -> O
     stage.passed()
 }
 
-/// A retracted subscription gets nothing new; what was handed out before stays owed.
+/// A retracted subscription gets nothing new; events handed out before must still be settled.
 pub async fn retracting_mid_flight_keeps_what_is_owed<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[]).await?;
     let ids = stage.declare("g", &["a.*", "b.*"]).await;
@@ -320,7 +320,7 @@ pub async fn a_removed_group_leaves_nothing_behind<H: Harness>(harness: H) -> Ou
     assert_eq!(code(gone), Code::GroupNotFound);
     let mut other = stage.consumer("other").await;
     take(&mut other, 2).await;
-    // The name is free again, for a group that begins anew.
+    // The name is free again, for a group that starts from the beginning.
     stage.declare("g", &["*"]).await;
     let mut anew = stage.consumer("g").await;
     let got = take(&mut anew, 2).await;
@@ -328,7 +328,7 @@ pub async fn a_removed_group_leaves_nothing_behind<H: Harness>(harness: H) -> Ou
     stage.passed()
 }
 
-/// An event this process has no handler for is left to those who have one.
+/// An event without a handler in this process is left to processes that have one.
 pub async fn an_event_without_a_handler_is_left_to_others<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("g", &["a.*", "b.*"]).await;
@@ -371,7 +371,7 @@ pub async fn an_event_nobody_handles_is_dead_lettered_in_the_end<H: Harness>(
     stage.declare("g", &["a.*", "b.*"]).await;
     let orphan = stage.publish("b.x").await;
     let only_a = handling(vec![pattern("a.*")]).no_handler_after(LEASE * 2);
-    // The time counts from when a consumer without a handler came upon it, so that an old event
+    // The time counts from the moment when a consumer without a handler reached it, so that an old event
     // survives the start of a process.
     stage.advance(LEASE * 4).await;
     let mut consumer = stage.consumer_with("g", only_a).await;

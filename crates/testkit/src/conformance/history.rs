@@ -1,4 +1,4 @@
-//! The history: every combination of names, in both directions, page by page, whatever happens meanwhile.
+//! The history: every combination of names, in both directions, page by page, while events come and go.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,8 +13,8 @@ use super::stage::code;
 use super::{Harness, Outcome, Stage, Time};
 use crate::model::Random;
 
-/// Expands to one test per scenario of the history; part of
-/// [`conformance_tests!`](crate::conformance_tests), and for itself for an engine in another shape.
+/// Expands to one test per scenario of the history. Part of [`conformance_tests!`](crate::conformance_tests),
+/// and usable alone for an engine in another form.
 #[macro_export]
 macro_rules! history_tests {
     ($harness:expr) => {
@@ -147,7 +147,7 @@ async fn everything<H: Harness>(stage: &Stage<H>) -> Vec<Arc<Recorded>> {
     }
 }
 
-/// What a query should find in all.
+/// All events that a query should find.
 fn expected(all: &[Arc<Recorded>], query: &HistoryQuery) -> Vec<Position> {
     let wanted = all.iter().filter(|record| {
         query.matches(&record.event)
@@ -296,7 +296,7 @@ pub async fn since_and_until_are_inclusive<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// What is appended or removed between two pages does not move the second.
+/// Events appended or removed between two pages do not move the second page.
 pub async fn cursors_stay_where_they_are<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Still, &[&HISTORY]).await?;
     let event = || named("order.placed", "acme", "shop", ("ORDER", "1"));

@@ -1,4 +1,4 @@
-//! The inbox: what a group has handled is on record, from the ack on and never before.
+//! The inbox: an event that a group has handled is recorded, from the ack on and never before.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,13 +24,13 @@ fn now<H: Harness>(stage: &Stage<H>) -> Timestamp {
     stage.now()
 }
 
-/// Which of these a group has handled.
+/// Which of these events a group has handled.
 async fn handled<H: Harness>(stage: &Stage<H>, group: &str, events: &[&Delivery]) -> Vec<bool> {
     let events: Vec<Arc<Recorded>> = events.iter().map(|d| d.record.clone()).collect();
     inbox(stage).handled(name(group), events).await.unwrap()
 }
 
-/// An ack that goes on record.
+/// An ack with an inbox record.
 fn on_record(delivery: &Delivery) -> Settlement {
     let mut settlement = Settlement::new(delivery.lease.clone(), Verdict::Ack);
     settlement.inbox = true;
@@ -41,7 +41,8 @@ async fn ack_on_record<H: Harness>(stage: &Stage<H>, delivery: &Delivery) {
     stage.settle_with(on_record(delivery)).await.unwrap();
 }
 
-/// Removes everything that nobody needs from the log; its ids are free again, but not forgotten.
+/// Removes every event that no group needs from the log; its ids are free again, but the inbox still knows
+/// them.
 async fn empty_the_log<H: Harness>(stage: &Stage<H>) {
     let retention = Retention {
         max_len: Some(0),
@@ -61,7 +62,7 @@ fn event_of(id: EventId, tenant: Option<&str>) -> Event {
     .unwrap()
 }
 
-/// What was acked with a record is known as handled, by that group alone, also after a restart.
+/// An event acked with a record is known as handled, by that group alone, also after a restart.
 pub async fn an_ack_on_record_is_remembered<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Still, &[&INBOX]).await?;
     stage.declare("", &["*"]).await;
@@ -86,8 +87,8 @@ pub async fn an_ack_on_record_is_remembered<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Nothing but an ack that was applied leaves a record: not a failure, a skip, a release, a death,
-/// nor an ack whose lease was lost.
+/// Only an applied ack leaves a record: not a failure, a skip, a release, a dead-lettering, nor an ack whose
+/// lease was lost.
 pub async fn nothing_but_an_ack_is_recorded<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Short, &[&INBOX]).await?;
     stage.declare("", &["*"]).await;
@@ -124,7 +125,7 @@ pub async fn nothing_but_an_ack_is_recorded<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// An event that was handled before is acked; what follows from it does not follow twice.
+/// An event that was handled before is acked; its follow-ups are not appended twice.
 pub async fn what_was_handled_has_no_effect_again<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&INBOX, &MAINTENANCE]).await?;
     stage.declare("", &["order.*"]).await;
@@ -190,7 +191,7 @@ pub async fn tenants_do_not_share_records<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// A group that is removed and made again has handled nothing.
+/// A group that is removed and created again has handled nothing.
 pub async fn a_group_made_anew_has_handled_nothing<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&INBOX]).await?;
     stage.declare("billing", &["*"]).await;
@@ -207,7 +208,7 @@ pub async fn a_group_made_anew_has_handled_nothing<H: Harness>(harness: H) -> Ou
     assert_eq!(handled(&stage, "billing", &[&again]).await, [false]);
     ack_on_record(&stage, &again).await;
     assert_eq!(handled(&stage, "billing", &[&again]).await, [true]);
-    // What the old one handled goes with the next sweep, what the new one handled stays.
+    // Records of the old group go with the next sweep; those of the new one stay.
     let past = now(&stage).minus(3600 * SECOND);
     inbox(&stage).forget(past).await.unwrap();
     assert_eq!(handled(&stage, "billing", &[&again]).await, [true]);
@@ -275,8 +276,8 @@ pub async fn a_refused_settlement_leaves_no_record<H: Harness>(harness: H) -> Ou
     stage.passed()
 }
 
-/// After a crash an event is on record exactly if it was acked: what was not comes again, and is not
-/// taken for a duplicate.
+/// After a crash an event is recorded exactly if it was acked: the others come again, and do not count as
+/// duplicates.
 pub async fn a_record_and_its_ack_survive_together<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Still, &[&INBOX, &RESTART]).await?;
     stage.declare("", &["order.*"]).await;

@@ -1,5 +1,5 @@
-//! Dead letters that go by their age: their events stay, and the groups that never handled these have a
-//! reason on record.
+//! Dead letters that are removed by age: their events stay, and for groups that never handled them a reason
+//! is recorded.
 
 use std::time::Duration;
 
@@ -28,8 +28,8 @@ pub(super) async fn skipped<H: Harness>(
     state.skipped
 }
 
-/// A dead letter goes so long after its death. Its event stays, and the group that never handled it has
-/// skipped it, with the reason on record; of one that was retried there is nothing to tell.
+/// A dead letter is removed this long after its death. Its event stays. A group that never handled it has
+/// skipped it, with the reason recorded; for a retried dead letter nothing is recorded.
 pub async fn dead_letters_go_long_after_their_death<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(
         harness,
@@ -54,7 +54,7 @@ pub async fn dead_letters_go_long_after_their_death<H: Harness>(harness: H) -> O
     assert_eq!(stage.dead_letters().retry(of(retried.id)).await.unwrap(), 1);
     let mut consumer = stage.consumer("g").await;
     stage.ack(&take_one(&mut consumer).await).await;
-    // This one is retried and waits again when its time comes: it is under way.
+    // This one is retried and waits again when its time comes, so it stays.
     assert_eq!(stage.dead_letters().retry(of(again.id)).await.unwrap(), 1);
     stage.fail(&take_one(&mut consumer).await, 100 * DAY).await;
     let standard = Retention::standard();
@@ -93,7 +93,7 @@ pub async fn dead_letters_go_long_after_their_death<H: Harness>(harness: H) -> O
     stage.advance(1000 * DAY).await;
     let none = foretold(maintenance, &never).await;
     assert_eq!((none.removed, none.dead_letters), (0, 0));
-    // What was skipped for that reason can be had once more, and is then handled.
+    // An event skipped for that reason can be delivered again, and is then handled.
     let redeliver = stage.engine().redeliver().unwrap();
     let answer = redeliver.redeliver(name("g"), vec![alone.position]);
     assert_eq!(answer.await.unwrap(), [Redelivery::Queued]);
@@ -106,8 +106,8 @@ pub async fn dead_letters_go_long_after_their_death<H: Harness>(harness: H) -> O
     stage.passed()
 }
 
-/// An event goes by the age of its stream or by its own word, and a dead letter holds it back for as
-/// long as it is kept and no longer: both may go in one run.
+/// An event is removed by the age of its stream or by its expiry time. A dead letter keeps its event only as
+/// long as the dead letter itself is kept: one run may remove both.
 pub async fn dead_letters_hold_their_events_no_longer<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(
         harness,
@@ -153,7 +153,7 @@ pub async fn dead_letters_hold_their_events_no_longer<H: Harness>(harness: H) ->
     let mut consumer = stage.consumer("g").await;
     nothing(&mut consumer).await;
     consumer.close().await.unwrap();
-    // What is purged while somebody else needs the event is on record as well.
+    // A purge while another group needs the event is recorded as well.
     let shared = stage.dead_letter("g", "short").await;
     stage.advance(SECOND).await;
     let purge =

@@ -79,12 +79,12 @@ pub fn names() -> Vec<&'static str> {
     names
 }
 
-/// How the suite gets at an engine. One value is one storage, empty at first.
+/// How the suite opens an engine. One value is one storage, empty at first.
 pub trait Harness: Send + Sync {
     /// Opens the engine; opening again on the same value is a restart.
     fn open(&self, clock: Arc<dyn Clock>) -> impl Future<Output = Engine> + Send;
 
-    /// Whether what was acknowledged is there after a restart.
+    /// Whether acknowledged events are there after a restart.
     fn survives_restart(&self) -> bool;
 
     /// Ends an engine as a crash would: no close. The default drops it.
@@ -92,14 +92,14 @@ pub trait Harness: Send + Sync {
         async move { drop(engine) }
     }
 
-    /// Whether a consumer may claim events before they are fetched. What it claimed and lost unfetched,
-    /// by a crash or the end of a lease, may count as an attempt.
+    /// Whether a consumer may claim events before they are fetched. A claim that is lost before the fetch, by
+    /// a crash or the end of a lease, may count as an attempt.
     fn claims_ahead(&self) -> bool {
         true
     }
 
-    /// Whether leases and delays follow the clock given to `open`. Otherwise the suite really waits,
-    /// and leaves out what needs a clock that can be moved.
+    /// Whether leases and delays follow the clock given to `open`. Otherwise the suite really waits, and
+    /// leaves out scenarios that need a clock that can be moved.
     fn virtual_time(&self) -> bool {
         true
     }

@@ -1,4 +1,4 @@
-//! What a scenario needs of an engine, and what the suite says of an engine that lacks it.
+//! What a scenario needs of an engine, and how the suite reports an engine that lacks it.
 
 use everbus_core::{Deduplication, Engine, OrderScope};
 
@@ -12,7 +12,7 @@ pub struct Need {
     offered: fn(&Offer<'_>) -> bool,
 }
 
-/// What a need is judged by: never the name of the engine.
+/// The facts that decide whether a need is met: never the name of the engine.
 pub(crate) struct Offer<'a> {
     pub(crate) engine: &'a Engine,
     pub(crate) survives_restart: bool,
@@ -70,8 +70,8 @@ pub static SETTLED: Need = need(
     "it does not know when every group is done with an event",
     |o| o.engine.settled.is_some(),
 );
-/// It hands an event itself to a group once more. A replay that sends copies is no redelivery: copies have
-/// ids of their own, and whether the original is owed or handled is not asked.
+/// It delivers an event itself to a group again. A replay that sends copies is no redelivery: copies have
+/// their own ids, and the state of the original does not count.
 pub static REDELIVER: Need = need("it does not deliver an event itself once more", |o| {
     o.engine.redeliver.is_some()
 });
@@ -111,7 +111,7 @@ pub static DEPTH: Need = need("it does not count what waits in a stream", |o| {
 pub static DEAD_LETTERS: Need = need("its dead letters cannot be queried", |o| {
     o.engine.dead_letters.is_some()
 });
-/// There is something to look after.
+/// It has maintenance operations.
 pub static MAINTENANCE: Need = need("it has no upkeep of its own", |o| {
     o.engine.maintenance.is_some()
 });

@@ -1,4 +1,4 @@
-//! `system.dead_letter`: one event tells of every dead letter, in the step that writes it.
+//! `system.dead_letter`: an event reports every dead letter, in the transaction that writes it.
 
 use std::time::Duration;
 
@@ -29,8 +29,8 @@ async fn told<H: Harness>(stage: &Stage<H>) -> Vec<std::sync::Arc<Recorded>> {
     told
 }
 
-/// Groups that ask for it are told what died and why; the others, those that want everything too, are
-/// not. Nobody is told of an event of the system itself.
+/// Groups that subscribe to it get what died and why; the others, also those that want everything, do not. No
+/// notice is written about a dead system event.
 pub async fn every_dead_letter_is_told_of<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS]).await?;
     stage.declare("g", &["*"]).await;
@@ -70,7 +70,7 @@ pub async fn every_dead_letter_is_told_of<H: Harness>(harness: H) -> Outcome {
     if stage.offers(&LOG_ORDER) {
         assert!(notice.record.position > appended.position);
     }
-    // A group that nobody consumed meanwhile gets it as well.
+    // A group without a consumer at that time gets it as well.
     let mut pager = stage.consumer("pager").await;
     assert_eq!(body(&take_one(&mut pager).await), expected);
     let original = take_one(&mut everything).await;
@@ -88,8 +88,8 @@ pub async fn every_dead_letter_is_told_of<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Whatever makes a dead letter tells of it: a verdict without a failure of its own, and an event that
-/// nobody has a handler for.
+/// Every way to become a dead letter is reported: a verdict without a failure, and an event without a
+/// handler.
 pub async fn every_way_to_die_is_told<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Short, &[&DEAD_LETTERS]).await?;
     stage.declare("g", &["*"]).await;
@@ -116,7 +116,7 @@ pub async fn every_way_to_die_is_told<H: Harness>(harness: H) -> Outcome {
     let orphan = stage.publish("b.x").await;
     nothing(&mut g).await;
     stage.advance(Duration::from_secs(11)).await;
-    // Somebody has to look for it to be noticed.
+    // The time limit is noticed when a consumer fetches.
     let looked = tokio::time::timeout(Duration::from_millis(300), g.fetch(1)).await;
     assert!(looked.is_err(), "{looked:?}");
     let second = body(&take_one(&mut alarm).await);
@@ -127,7 +127,7 @@ pub async fn every_way_to_die_is_told<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// A dead letter that was retried and fails again is told of again, with all its attempts.
+/// A dead letter that was retried and fails again is reported again, with all its attempts.
 pub async fn dying_again_is_told_again<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Short, &[&DEAD_LETTERS, &SENT_BACK]).await?;
     stage.declare("g", &["*"]).await;
@@ -135,7 +135,7 @@ pub async fn dying_again_is_told_again<H: Harness>(harness: H) -> Outcome {
     let mut alarm = stage.consumer("alarm").await;
     stage.dead_letter("g", "a.x").await;
     for attempts in 1..=3 {
-        // In the very same moment, too. Where a death is told to a store, its time tells it from the last.
+        // Also at the same moment. Where a store records the death, its time distinguishes it from the last.
         if !stage.offers(&ATOMIC_DEAD_LETTER) {
             stage.advance(Duration::from_millis(1)).await;
         }
@@ -150,7 +150,7 @@ pub async fn dying_again_is_told_again<H: Harness>(harness: H) -> Outcome {
         let delivery = take_one(&mut g).await;
         match attempts {
             1 => stage.kill(&delivery).await,
-            // Without a reason of its own.
+            // Without a new failure.
             2 => stage
                 .settle(&delivery, Verdict::Dead { failure: None })
                 .await
@@ -163,7 +163,7 @@ pub async fn dying_again_is_told_again<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// A settlement that is refused tells of nothing, also beside others that are not.
+/// A refused settlement reports nothing, also beside others that are not refused.
 pub async fn a_refused_settlement_tells_of_nothing<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Short, &[&LOG, &FENCING]).await?;
     stage.declare("g", &["*"]).await;

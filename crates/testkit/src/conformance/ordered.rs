@@ -1,4 +1,4 @@
-//! Groups that ask for order by key: strictly one after another within a key, free between keys.
+//! Groups with order by key: strictly one after another within a key, no order between keys.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -93,8 +93,7 @@ pub async fn the_same_key_is_strictly_sequential<H: Harness>(harness: H) -> Outc
     stage.passed()
 }
 
-/// A retried dead letter goes before the later events of its key, whatever becomes of the one that is
-/// in flight meanwhile.
+/// A retried dead letter goes before the later events of its key, however the event in flight ends.
 pub async fn a_retried_dead_letter_goes_before_its_key<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS, &REDELIVER]).await?;
     declare_ordered(&stage).await;
@@ -117,7 +116,7 @@ pub async fn a_retried_dead_letter_goes_before_its_key<H: Harness>(harness: H) -
                 .settle(&second, Verdict::Release { after })
                 .await
                 .unwrap();
-            // Another consumer looks and has no handler: the second is known to be ready.
+            // Another consumer fetches and has no handler, so the second is known to be ready.
             let none = handling(Vec::new());
             let mut other = stage.consumer_with("ordered", none).await;
             nothing(&mut other).await;

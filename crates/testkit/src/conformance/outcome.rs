@@ -1,8 +1,8 @@
-//! How a scenario ends: passed, passed with the help of the runtime, passed except for what the engine lacks,
-//! or not offered.
+//! The outcome of a scenario: passed, passed with the help of the runtime, passed except for what the engine
+//! lacks, or not offered.
 //!
-//! Each engine's outcomes are checked in, one line for each scenario in `docs/compat/<engine>.txt`. A
-//! scenario whose outcome is another than its line fails, so an engine cannot pass by doing nothing. With
+//! The outcomes of each engine are checked in, one line per scenario, in `docs/compat/<engine>.txt`. A
+//! scenario with another outcome fails, so an engine cannot pass by doing nothing. With
 //! `EVERBUS_WRITE_COMPAT` set, the lines are written instead (`cargo xtask compat`).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -100,9 +100,9 @@ struct Progress {
     column: &'static str,
     began: Option<Instant>,
     work: Duration,
-    /// What each scenario said in this run.
+    /// The outcome of each scenario in this run.
     said: BTreeMap<&'static str, String>,
-    /// What is checked in.
+    /// The checked-in outcomes.
     lines: BTreeMap<String, String>,
 }
 
@@ -123,7 +123,7 @@ impl Progress {
         self.work += began.elapsed();
         let new = self.said.insert(scenario, said).is_none();
         if new && self.said.len() == super::names().len() {
-            // Not `eprintln!`: the test runner would keep that to itself.
+            // Not `eprintln!`: the test runner would capture it.
             let _ = std::io::stderr().write_all(self.summary(first.elapsed()).as_bytes());
         }
     }

@@ -1,4 +1,4 @@
-//! What became of each attempt: an event that failed and then worked keeps its failures.
+//! The results of attempts: an event that failed and then succeeded keeps its failures.
 
 use std::time::Duration;
 
@@ -70,7 +70,7 @@ macro_rules! outcome_tests {
 
 const TOOK: Duration = Duration::from_micros(1500);
 
-/// A failure with everything that may be known of it.
+/// A failure with all its fields.
 fn failure<H: Harness>(stage: &Stage<H>, delivery: &Delivery) -> Failure {
     let text = format!("attempt {} failed", delivery.attempt);
     let at = stage.clock.now();
@@ -90,7 +90,7 @@ async fn fail<H: Harness>(stage: &Stage<H>, delivery: &Delivery) -> Failure {
     failure
 }
 
-/// Ends a delivery as the runtime does, with what is known of the last attempt.
+/// Ends a delivery as the runtime does, with the data of the last attempt.
 async fn end<H: Harness>(stage: &Stage<H>, delivery: &Delivery, verdict: Verdict) {
     let mut settlement = Settlement::new(delivery.lease.clone(), verdict);
     settlement.ran = Some(Box::new(Ran::new(Some(TOOK), "host/last")));
@@ -143,7 +143,7 @@ pub async fn an_event_that_failed_and_then_worked_keeps_its_failures<H: Harness>
     stage.passed()
 }
 
-/// An event that works at its first attempt leaves nothing; nor does one that was given back first.
+/// An event that succeeds at its first attempt leaves nothing; nor does one that was given back first.
 pub async fn an_event_that_simply_works_leaves_nothing<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&LOG, &LOOKUP, &STATES]).await?;
     stage.declare("billing", &["*"]).await;
@@ -235,7 +235,7 @@ pub async fn a_replayed_event_keeps_the_failures_of_every_run<H: Harness>(harnes
     stage.passed()
 }
 
-/// What is kept goes with its event, and with its group.
+/// The kept attempts are removed with their event, and with their group.
 pub async fn what_is_kept_of_attempts_goes_with_its_event_and_group<H: Harness>(
     harness: H,
 ) -> Outcome {

@@ -12,8 +12,8 @@ use super::{Harness, Outcome, Stage, Time};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// While a consumer pauses it gets nothing; what it had fetched stays valid, and others get the rest, also
-/// what it had claimed and not fetched, as no attempt. After that it goes on.
+/// A paused consumer gets nothing. Deliveries that it had fetched stay valid. Other consumers get the rest,
+/// also what it had claimed and not fetched, without an attempt. After the pause it goes on.
 pub async fn a_paused_consumer_leaves_the_work_to_others<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("g", &["*"]).await;
@@ -54,7 +54,7 @@ pub async fn a_paused_consumer_leaves_the_work_to_others<H: Harness>(harness: H)
     stage.passed()
 }
 
-/// What a paused consumer has a handler for is not without one: it waits and is no dead letter.
+/// An event for which only a paused consumer has a handler waits; it does not become a dead letter.
 pub async fn a_paused_consumer_stays_in_its_group<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     stage.declare("g", &["a.*", "b.*"]).await;
@@ -82,8 +82,8 @@ pub async fn a_paused_consumer_stays_in_its_group<H: Harness>(harness: H) -> Out
     stage.passed()
 }
 
-/// A consumer that resumes claims at most as many as it is told to. One that did not pause keeps what it
-/// has beyond that, and goes on within the new bound.
+/// A resumed consumer claims at most as many as its new limit. A consumer that did not pause keeps what it
+/// has beyond that, and goes on within the new limit.
 pub async fn a_resumed_consumer_keeps_to_its_new_bound<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[]).await?;
     stage.declare("g", &["*"]).await;

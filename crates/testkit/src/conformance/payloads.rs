@@ -1,4 +1,4 @@
-//! What is kept beside an event: the stages of its payload, and the note of an object it leaves behind.
+//! Data beside an event: the stages of its payload, and the note about an object that it leaves behind.
 
 use std::time::Duration;
 
@@ -46,7 +46,7 @@ async fn empty_the_log<H: Harness>(stage: &Stage<H>) {
     assert_eq!(maintenance.prune(retention).await.unwrap().kept, 0);
 }
 
-/// Stages are kept by event and stage with everything known about them, oldest first.
+/// Stages are kept by event and stage with all their fields, oldest first.
 pub async fn stages_are_kept_by_event_and_stage<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Virtual, &[&PAYLOADS]).await?;
     let store = payloads(&stage).unwrap();
@@ -113,7 +113,7 @@ pub async fn a_stage_needs_its_event<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// The largest stages come largest first, only those over the limit, at most so many.
+/// Stages come largest first, only those over the size limit, and no more than asked for.
 pub async fn the_largest_stages_come_first<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&PAYLOADS]).await?;
     let store = payloads(&stage).unwrap();
@@ -144,7 +144,7 @@ pub async fn the_largest_stages_come_first<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Stages go with their event, by retention and by a purge, and those of others stay.
+/// Stages are removed with their event, by retention and by a purge; those of other events stay.
 pub async fn stages_go_with_their_event<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&PAYLOADS, &MAINTENANCE]).await?;
     let store = payloads(&stage).unwrap();
@@ -166,7 +166,7 @@ pub async fn stages_go_with_their_event<H: Harness>(harness: H) -> Outcome {
     };
     let maintenance = stage.engine().maintenance().unwrap();
     let pruned = maintenance.prune(retention).await.unwrap();
-    // The event that tells of the dead letter goes as well.
+    // The notice of the dead letter is removed as well.
     assert_eq!((pruned.removed, pruned.kept), (2, 1));
     assert!(store.stages((&done).into(), None).await.unwrap().is_empty());
     assert_eq!(store.stages((&dead).into(), None).await.unwrap().len(), 1);
@@ -182,7 +182,7 @@ pub async fn stages_go_with_their_event<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// An event that is removed leaves a note of its object, in the same step; others leave none.
+/// A removed event leaves a note of its object, in the same transaction; events without an object leave none.
 pub async fn a_removed_event_leaves_a_note_of_its_object<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Virtual, &[&ORPHANS, &MAINTENANCE, &LOOKUP]).await?;
     let large = |key: &str| {
@@ -230,7 +230,7 @@ pub async fn a_removed_event_leaves_a_note_of_its_object<H: Harness>(harness: H)
     assert_eq!(rest, [orphan(0)]);
     store.forget(first).await.unwrap();
     assert_eq!(store.list(None, 9).await.unwrap(), [orphan(0)]);
-    // One that was noted again since it was listed stays.
+    // A note that was renewed since it was listed stays.
     let again = Orphan {
         since: since.plus(SECOND),
         unborn: true,
@@ -259,8 +259,8 @@ fn reference(key: &str, object: &[u8], payload: &[u8]) -> Overflow {
     }
 }
 
-/// The same id with the same payload is the same publish, whatever of it was moved into an object the
-/// first time and the second; with another payload it is refused.
+/// The same id with the same payload is the same publish, whichever part was moved into an object the first
+/// and the second time; with another payload it is refused.
 pub async fn a_repeated_publish_is_told_by_the_whole_payload<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Still, &[&DEDUPLICATION, &LOOKUP]).await?;
     let (payload, other) = (r#"{"n":1,"output":"abc"}"#, r#"{"n":1,"output":"abd"}"#);
@@ -306,7 +306,8 @@ pub async fn a_repeated_publish_is_told_by_the_whole_payload<H: Harness>(harness
     stage.passed()
 }
 
-/// An object that is noted before it is put is struck off by the append of its event, and by nothing else.
+/// The note of an object, written before the object is stored, is removed by the append of its event, and by
+/// nothing else.
 pub async fn the_append_of_an_event_strikes_off_the_note_of_its_object<H: Harness>(
     harness: H,
 ) -> Outcome {
@@ -332,8 +333,8 @@ pub async fn the_append_of_an_event_strikes_off_the_note_of_its_object<H: Harnes
     orphans.note(notes.clone()).await.unwrap();
     assert_eq!(orphans.list(None, 9).await.unwrap(), notes);
     stage.append(events[0].clone()).await;
-    // A batch that is refused appends nothing, so the note stays; so does that of a duplicate, which has
-    // its object elsewhere.
+    // A refused batch appends nothing, so the note stays; so does the note of a duplicate, which has its
+    // object elsewhere.
     let taken = Event::builder("b.x").id(events[0].id()).build().unwrap();
     let refused = stage.broker().append(vec![events[1].clone(), taken]).await;
     assert_eq!(code(refused), Code::IdReused);
@@ -351,7 +352,7 @@ pub async fn the_append_of_an_event_strikes_off_the_note_of_its_object<H: Harnes
     }
     stage.append(events[1].clone()).await;
     assert_eq!(orphans.list(None, 9).await.unwrap(), notes[2..]);
-    // Another log knows nothing of what was noted before.
+    // A new log identity has no notes.
     let renewed = orphans.renew().await.unwrap();
     assert_ne!(renewed, log);
     assert_eq!(orphans.log_id().await.unwrap(), renewed);

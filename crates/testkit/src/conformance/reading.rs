@@ -1,5 +1,5 @@
-//! What readers see of what was appended, and what consumers get of it: on engines whose readers see copies,
-//! and on those without one order for everything.
+//! What readers see and consumers get of appended events, on engines whose readers see copies, and on those
+//! without one order for everything.
 
 use everbus_core::{
     Appended, Consumer, Cursor, DEAD_LETTER_EVENT, Delivery, EventId, EventKey, Position, Recorded,
@@ -22,7 +22,7 @@ impl<H: Harness> Stage<H> {
         .await;
     }
 
-    /// Waits until readers see so many notices of dead letters, where they see copies.
+    /// Waits until readers see this many notices of dead letters, where they see copies.
     pub async fn told(&self, count: usize) {
         let (Some(_), Some(log)) = (&self.engine().background, &self.engine().log) else {
             return;
@@ -43,7 +43,7 @@ impl<H: Harness> Stage<H> {
         }
     }
 
-    /// Takes these events, in their order where the engine keeps that of the log.
+    /// Takes these events, in log order if the engine keeps it.
     pub async fn take_these(
         &self,
         consumer: &mut Box<dyn Consumer>,
@@ -57,8 +57,7 @@ impl<H: Harness> Stage<H> {
         got
     }
 
-    /// Takes the events of these dead letters, which were sent back, in their order where the engine keeps
-    /// that of the log.
+    /// Takes the events of these retried dead letters, in log order if the engine keeps it.
     pub async fn take_sent_back(
         &self,
         consumer: &mut Box<dyn Consumer>,

@@ -1,4 +1,4 @@
-//! Delivering events once more, and the checkpoints of long work.
+//! Delivering events again, and the checkpoints of long-running work.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ use Redelivery::{Gone, Owed, Queued};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Hands events to a group once more.
+/// Delivers events to a group again.
 async fn again<H: Harness>(
     stage: &Stage<H>,
     group: &str,
@@ -42,8 +42,8 @@ async fn handled<H: Harness>(stage: &Stage<H>, group: &str, event_type: &str) ->
     published.iter().map(|appended| appended.position).collect()
 }
 
-/// An event that a group is done with comes again, in order, with fresh attempts, and marked; the
-/// position of the group does not move, and other groups do not notice.
+/// An event that a group is done with comes again, in order, with fresh attempts, and marked. The position of
+/// the group does not move, and other groups do not notice.
 pub async fn a_handled_event_comes_again_on_request<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&REDELIVER]).await?;
     stage.declare("billing", &["order.*"]).await;
@@ -68,7 +68,7 @@ pub async fn a_handled_event_comes_again_on_request<H: Harness>(harness: H) -> O
     let came = take(&mut billing, 2).await;
     assert_eq!(positions(&came), [done[0], done[2]]);
     for delivery in &came {
-        assert!(delivery.retried, "somebody wants it handled");
+        assert!(delivery.retried, "it is marked as retried");
         assert_eq!(delivery.attempt, 1);
         assert!(delivery.failures.is_empty());
         stage.ack(delivery).await;
@@ -84,7 +84,7 @@ pub async fn a_handled_event_comes_again_on_request<H: Harness>(harness: H) -> O
         .assert_state(done[0], "billing", EventState::Done)
         .await;
 
-    // What is published now is not marked.
+    // A new event is not marked.
     stage.publish("order.placed").await;
     let fresh = take_one(&mut billing).await;
     assert!(!fresh.retried);
@@ -99,7 +99,7 @@ async fn handled_by<H: Harness>(stage: &Stage<H>, group: &str, count: usize) {
     consumer.close().await.unwrap();
 }
 
-/// What the group is not done with stays as it is, and what is not there is gone.
+/// An event that the group is not done with stays as it is, and a missing event is reported as gone.
 pub async fn what_is_owed_is_not_delivered_twice<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Short, &[&REDELIVER]).await?;
     stage.declare("billing", &["*"]).await;
@@ -135,7 +135,7 @@ pub async fn what_is_owed_is_not_delivered_twice<H: Harness>(harness: H) -> Outc
         answers,
         [Queued, Owed, Owed, Queued, Owed, Owed, Gone, Owed]
     );
-    // Asked about twice, it is the same twice: nothing was done in between.
+    // Two previews give the same: nothing was done in between.
     assert_eq!(foretold[..7], answers[..7]);
     assert_eq!(foretold[7], Queued);
     stage.ack(&held[4]).await;
@@ -161,7 +161,7 @@ pub async fn what_is_owed_is_not_delivered_twice<H: Harness>(harness: H) -> Outc
     stage.passed()
 }
 
-/// A group that nobody declared cannot be given anything.
+/// Events cannot be delivered to a group that was not declared.
 pub async fn an_unknown_group_is_given_nothing<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&REDELIVER]).await?;
     let position = stage.publish("a").await.position;
@@ -173,8 +173,8 @@ pub async fn an_unknown_group_is_given_nothing<H: Harness>(harness: H) -> Outcom
     stage.passed()
 }
 
-/// A group without subscriptions gets what it is given and nothing else, and does not hold retention
-/// back with what it will never want.
+/// A group without subscriptions gets only what is delivered to it on request, and does not keep other events
+/// from being removed.
 pub async fn a_group_without_subscriptions_gets_only_what_it_is_given<H: Harness>(
     harness: H,
 ) -> Outcome {
@@ -191,7 +191,7 @@ pub async fn a_group_without_subscriptions_gets_only_what_it_is_given<H: Harness
     let third = stage.publish("user.created").await.position;
     if stage.offers(&MAINTENANCE) {
         let maintenance = stage.engine().maintenance().unwrap();
-        // The replayed event is owed; the others are nobody's.
+        // Only the replayed event is needed; no group needs the others.
         let retention = Retention {
             max_len: Some(0),
             ..Retention::default()
@@ -210,7 +210,8 @@ pub async fn a_group_without_subscriptions_gets_only_what_it_is_given<H: Harness
     stage.passed()
 }
 
-/// A failed replay is retried with its mark, dies like any other, and can be sent back.
+/// A replayed event that fails is retried with its mark, dies like any other, and can be retried from the
+/// dead letters.
 pub async fn a_replayed_event_fails_like_any_other<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Short, &[&REDELIVER]).await?;
     stage.declare("billing", &["*"]).await;
@@ -251,8 +252,7 @@ pub async fn a_replayed_event_fails_like_any_other<H: Harness>(harness: H) -> Ou
     stage.passed()
 }
 
-/// In an ordered group a replay waits for what is before it of its key and holds back what comes
-/// after.
+/// In an ordered group a replayed event waits for earlier events of its key and holds back later ones.
 pub async fn a_replay_keeps_the_order_of_its_key<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&REDELIVER]).await?;
     let ordered = GroupSpec {
@@ -286,7 +286,7 @@ pub async fn a_replay_keeps_the_order_of_its_key<H: Harness>(harness: H) -> Outc
     stage.passed()
 }
 
-/// What waits to be delivered once more is there after a crash, still marked.
+/// An event that waits to be delivered again is there after a crash, still marked.
 pub async fn a_replay_survives_a_crash<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Short, &[&RESTART, &REDELIVER]).await?;
     stage.declare("billing", &["*"]).await;
@@ -311,7 +311,7 @@ pub async fn a_replay_survives_a_crash<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// An event that the group has on record as handled is acked again without its follow-ups.
+/// An event that the inbox records as handled is acked again without its follow-ups.
 pub async fn the_inbox_absorbs_a_replay<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&INBOX, &LOG, &REDELIVER, &LOOKUP]).await?;
     stage.declare("billing", &["order.*"]).await;
@@ -334,7 +334,7 @@ pub async fn the_inbox_absorbs_a_replay<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// A checkpoint is what was saved last under its name; names are listed by prefix.
+/// A checkpoint holds the last state saved under its name; names are listed by prefix.
 pub async fn a_checkpoint_is_what_was_saved_last<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Short, &[&CHECKPOINTS]).await?;
     let save = async |stage: &Stage<H>, name: &str, state| {
@@ -379,7 +379,7 @@ pub async fn a_checkpoint_is_what_was_saved_last<H: Harness>(harness: H) -> Outc
     stage.passed()
 }
 
-/// Events of a type that nobody in the group subscribes to can be delivered once more, too.
+/// Events of a type that the group does not subscribe to can be delivered again, too.
 pub async fn an_unwanted_event_can_be_given<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&REDELIVER]).await?;
     stage.declare("billing", &["order.*"]).await;

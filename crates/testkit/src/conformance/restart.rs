@@ -1,4 +1,4 @@
-//! What is there after a restart or a crash: everything that was acknowledged.
+//! After a restart or a crash, everything that was acknowledged is there.
 
 use std::time::Duration;
 
@@ -39,7 +39,7 @@ async fn settled_stay_settled_and_the_rest_comes_again<H: Harness>(
     let mut consumer = stage.consumer("").await;
     let mut again = Vec::new();
     for _ in 0..3 {
-        // What was in flight at a crash may come one at a time.
+        // Events in flight at a crash may come one at a time.
         let delivery = take_one(&mut consumer).await;
         stage.ack(&delivery).await;
         again.push(delivery);

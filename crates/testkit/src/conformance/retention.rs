@@ -1,5 +1,5 @@
-//! What goes by itself: by stream, by the event's own word, dead letters by their death. And that
-//! nothing goes that anybody needs.
+//! Retention: by stream, by the event's expiry time, dead letters by the time of death. No event that a group
+//! needs is removed.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -29,7 +29,7 @@ async fn left<H: Harness>(stage: &Stage<H>) -> Vec<String> {
     types.collect()
 }
 
-/// The preview, and then what it foretold.
+/// Runs the preview, then retention, and compares the two.
 pub(super) async fn foretold(maintenance: &dyn Maintenance, retention: &Retention) -> Pruned {
     let foretold = maintenance.preview(retention.clone()).await.unwrap();
     let again = maintenance.preview(retention.clone()).await.unwrap();
@@ -39,7 +39,7 @@ pub(super) async fn foretold(maintenance: &dyn Maintenance, retention: &Retentio
     foretold
 }
 
-/// Each stream has an age of its own; the first that matches counts.
+/// Each stream has its own age; the first match counts.
 pub async fn streams_have_ages_of_their_own<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE, &LOG]).await?;
     let maintenance = stage.engine().maintenance().unwrap();
@@ -72,7 +72,7 @@ pub async fn streams_have_ages_of_their_own<H: Harness>(harness: H) -> Outcome {
         expected.retain(|event_type| !gone.contains(event_type));
         assert_eq!(left(&stage).await, expected);
     }
-    // What is kept longer lies between what goes, and a stream may be kept for ever.
+    // Events that are kept longer lie between those that are removed, and a stream may be kept for ever.
     for n in 0..60 {
         stage.publish(["a.x", "a.y", "b"][n % 3]).await;
     }
@@ -94,8 +94,8 @@ pub async fn streams_have_ages_of_their_own<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// An event that says when it expires goes then, however long the others are kept, unless somebody
-/// still owes work on it.
+/// An event with an expiry time is removed then, however long the others are kept, unless a group has yet to
+/// handle it.
 pub async fn events_go_when_they_expire<H: Harness>(harness: H) -> Outcome {
     let needs = [&MAINTENANCE, &LOG, &OWED_IS_KEPT];
     let mut stage = Stage::open(harness, Time::Virtual, &needs).await?;
@@ -140,7 +140,7 @@ pub async fn events_go_when_they_expire<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Groups that lag, and groups that are declared while retention would take everything.
+/// Groups that are behind, and groups declared while retention would remove everything.
 pub async fn retention_waits_for_those_who_lag<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&MAINTENANCE, &OWED_IS_KEPT]).await?;
     let maintenance = stage.engine().maintenance().unwrap();
@@ -192,7 +192,8 @@ pub async fn retention_waits_for_those_who_lag<H: Harness>(harness: H) -> Outcom
     stage.passed()
 }
 
-/// For random logs, groups and policies: exactly what is over the limits and needed by nobody goes.
+/// For random logs, groups and policies: removes exactly the events that are over the limits and that no
+/// group needs.
 #[allow(clippy::print_stderr, reason = "a failure must be reproducible")]
 pub async fn exactly_what_nobody_needs_goes<H: Harness>(make: impl Fn() -> H) -> Outcome {
     let seeds = match Random::seed_from_env() {
@@ -346,7 +347,7 @@ async fn check_policy<H: Harness>(
     assert!(maintenance.check().await.unwrap().is_ok());
 }
 
-/// Of those who ask at once one gets the duty, and the others wait for the next time.
+/// Of several processes that ask at once, one gets the duty, and the others wait for the next time.
 pub async fn a_duty_is_taken_once<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE]).await?;
     let maintenance = stage.engine().maintenance().unwrap();
@@ -359,7 +360,7 @@ pub async fn a_duty_is_taken_once<H: Harness>(harness: H) -> Outcome {
     assert_eq!((last.owner.as_str(), last.at), (owner, stage.now()));
     stage.advance(DAY - SECOND).await;
     assert!(!take("c").await.unwrap());
-    // Another duty is another's.
+    // Another duty can be taken separately.
     assert!(
         maintenance
             .take_duty("other".into(), "c".into(), DAY)
@@ -368,7 +369,7 @@ pub async fn a_duty_is_taken_once<H: Harness>(harness: H) -> Outcome {
     );
     stage.advance(SECOND).await;
     assert!(take("c").await.unwrap());
-    // Only who has it can give it back.
+    // Only its owner can return it.
     let give = |owner: &str| maintenance.return_duty(RETENTION_DUTY.into(), owner.into());
     give("a").await.unwrap();
     assert!(!take("d").await.unwrap());
@@ -377,7 +378,7 @@ pub async fn a_duty_is_taken_once<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// What there is, by type and kind.
+/// Counts what there is, by type and kind.
 pub async fn holdings_say_what_there_is<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE]).await?;
     let maintenance = stage.engine().maintenance().unwrap();
@@ -411,7 +412,7 @@ pub async fn holdings_say_what_there_is<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Audit records go by their age, and the trail can still be verified.
+/// Audit records are removed by age, and the trail can still be verified.
 pub async fn audit_records_go_by_their_age<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE, &AUDIT]).await?;
     let maintenance = stage.engine().maintenance().unwrap();

@@ -1,4 +1,4 @@
-//! Bringing dead letters back: a few at a time, chosen by why they died, or with another payload.
+//! Retrying dead letters: a few at a time, selected by their error, or with another payload.
 
 use std::time::Duration;
 
@@ -116,7 +116,7 @@ pub async fn dead_letters_are_chosen_by_why_they_died<H: Harness>(harness: H) ->
     stage.passed()
 }
 
-/// A tally counts what fails alike, the most frequent first.
+/// A tally counts dead letters with the same failure, the most frequent first.
 pub async fn a_tally_counts_what_fails_alike<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS]).await?;
     stage.declare("g", &["*"]).await;
@@ -156,7 +156,7 @@ pub async fn a_tally_counts_what_fails_alike<H: Harness>(harness: H) -> Outcome 
     stage.passed()
 }
 
-/// A few at a time, oldest first; what fails again in the meantime is left alone.
+/// A few at a time, oldest first; dead letters that fail again meanwhile are not retried again.
 pub async fn a_few_are_retried_oldest_first<H: Harness>(harness: H) -> Outcome {
     let needs = [&DEAD_LETTERS, &SENT_BACK, &LOG_ORDER];
     let stage = Stage::open(harness, Time::Virtual, &needs).await?;
@@ -244,8 +244,8 @@ async fn letter<H: Harness>(stage: &Stage<H>, appended: &Appended, group: &str) 
     of_group.next().expect("a dead letter")
 }
 
-/// A corrected event goes to the group that failed and to no other, whether that is caught up, behind
-/// or only comes back after a restart. The original stays, and each names the other.
+/// A corrected event goes to the group that failed and to no other, whether that group has caught up, is
+/// behind, or comes back after a restart. The original stays, and each names the other.
 pub async fn a_corrected_event_replaces_a_dead_letter<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     for group in ["failing", "fine", "away"] {
@@ -320,7 +320,7 @@ pub async fn a_corrected_event_replaces_a_dead_letter<H: Harness>(harness: H) ->
         drop((fine, failing));
         stage.restart().await;
     }
-    // A group that was away owes the original and not its correction.
+    // A group that was away gets the original and not its correction.
     let mut away = stage.consumer("away").await;
     let old = take_one(&mut away).await;
     assert_eq!(old.record.position, original.position);
@@ -345,8 +345,8 @@ pub async fn a_corrected_event_replaces_a_dead_letter<H: Harness>(harness: H) ->
     stage.passed()
 }
 
-/// The failing group gets the corrected event once, also if nobody consumed it, if it is behind, and
-/// if its patterns have changed so that it would pass the event by.
+/// The failing group gets the corrected event once, also if the group has no consumer, is behind, or has
+/// changed its patterns so that it would skip the event.
 pub async fn a_correction_finds_its_group<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS]).await?;
     let subscriptions = stage.declare("g", &["a.*", "b.*"]).await;
@@ -361,7 +361,7 @@ pub async fn a_correction_finds_its_group<H: Harness>(harness: H) -> Outcome {
     let both = [backlog.position, first.position];
     let got = stage.take_these(&mut g, &both).await;
     nothing(&mut g).await;
-    // It fails again: a dead letter of its own, and the chain goes on.
+    // It fails again and becomes its own dead letter; the chain goes on.
     stage.ack(&got[0]).await;
     stage.kill(&got[1]).await;
     let broken = letter(&stage, &first, "g").await;
@@ -372,7 +372,7 @@ pub async fn a_correction_finds_its_group<H: Harness>(harness: H) -> Outcome {
     g.close().await.unwrap();
     stage.broker().retract(a.unwrap().id).await.unwrap();
     if !stage.offers(&REDELIVER) {
-        // It would pass the group by, so it is refused, and the dead letter stays.
+        // The group would skip it, so it is refused, and the dead letter stays.
         let second = broken.corrected("2").unwrap();
         let refused = stage.dead_letters().replace(broken.key(), second).await;
         assert_eq!(code(refused), Code::Unsupported);
@@ -398,7 +398,7 @@ pub async fn a_correction_finds_its_group<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// What may not take the place of a dead letter changes nothing.
+/// An event that may not replace a dead letter changes nothing.
 pub async fn what_cannot_replace_a_dead_letter_is_refused<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEAD_LETTERS, &LOG]).await?;
     stage.declare("g", &["*"]).await;
@@ -459,7 +459,7 @@ pub async fn what_cannot_replace_a_dead_letter_is_refused<H: Harness>(harness: H
     assert_eq!(head().await, before, "nothing was appended");
     assert_eq!(stage.open_dead_letters().await.len(), 1);
     dead.replace(broken.key(), fine.clone()).await.unwrap();
-    // Twice is once: it is open no more.
+    // The second time is refused: the dead letter is no longer open.
     let again = dead.replace(broken.key(), fine).await;
     assert_eq!(code(again), Code::NotFound);
     let another = broken.corrected("{}").unwrap();

@@ -94,7 +94,7 @@ pub async fn settled_waits_for_every_group<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Skipping settles; so does removing the group that owed the work.
+/// Skipping settles an event; so does removing the last group that has to handle it.
 pub async fn skipping_or_removing_the_group_settles<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&SETTLED]).await?;
     stage.declare("skips", &["*"]).await;
@@ -118,7 +118,7 @@ pub async fn skipping_or_removing_the_group_settles<H: Harness>(harness: H) -> O
     stage.passed()
 }
 
-/// A wait that is not fulfilled in time is an error of its own, and the event is still owed.
+/// A wait that times out is a separate error, and the event keeps waiting.
 pub async fn a_wait_that_is_too_long_times_out<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&SETTLED]).await?;
     stage.declare("", &["*"]).await;

@@ -42,7 +42,7 @@ pub async fn an_acked_event_is_done<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Acks may come in any order; an unfinished event in the middle is not passed over.
+/// Acks may come in any order; an unfinished event in the middle is not skipped.
 pub async fn acks_out_of_order_pass_over_nothing<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Short, &[]).await?;
     stage.declare("", &["*"]).await;
@@ -287,7 +287,7 @@ pub async fn a_late_settlement_is_refused<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// A lease that ended is lost even when nobody else took the event yet; the event is not.
+/// An expired lease is lost even if no other consumer took the event yet; the event is not lost.
 pub async fn a_settlement_after_the_lease_is_refused<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Short, &[&FENCING]).await?;
     stage.declare("", &["*"]).await;

@@ -1,5 +1,5 @@
-//! What every scenario stands on: an opened engine, a clock that is moved by hand, and short ways
-//! to publish, take and settle.
+//! The base of every scenario: an opened engine, a clock that is moved by hand, and short functions to
+//! publish, take and settle.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -17,7 +17,7 @@ use everbus_core::{
 use super::needs::{CLOCK, Judged, LOOKUP, Need, Offer, STATES};
 use super::{Harness, NotOffered, Outcome, Passed};
 
-/// How long to wait for what must happen, also on a machine that stalls.
+/// How long to wait for something that must happen, also on a slow machine.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
 /// How long to watch that nothing happens.
 pub(crate) const QUIET: Duration = Duration::from_millis(150);
@@ -31,7 +31,7 @@ pub enum Time {
     Still,
     /// It lets some seconds pass, 20 at most, and waits for them where the clock cannot be moved.
     Short,
-    /// It needs a clock that can be moved: days pass, times are compared exactly, or the clock leaps.
+    /// It needs a clock that can be moved: days pass, times are compared exactly, or the clock jumps.
     Virtual,
 }
 
@@ -48,14 +48,14 @@ pub struct Stage<H: Harness> {
     column: &'static str,
     emulated: Mutex<BTreeSet<&'static str>>,
     except: Mutex<BTreeSet<&'static str>>,
-    /// Groups that the engine has for itself.
+    /// The engine's internal groups.
     own: Vec<GroupName>,
-    /// The clock the engine goes by.
+    /// The engine's clock.
     pub clock: ManualClock,
 }
 
 impl<H: Harness> Stage<H> {
-    /// Opens the engine for a scenario that uses time like this and needs all of this.
+    /// Opens the engine for a scenario with this use of time and these needs.
     pub async fn open(harness: H, time: Time, needs: &[&'static Need]) -> Result<Self, NotOffered> {
         let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
         let clock = if harness.virtual_time() {
@@ -160,7 +160,7 @@ impl<H: Harness> Stage<H> {
         self.broker().capabilities()
     }
 
-    /// How the engine is got at.
+    /// The harness.
     pub fn harness(&self) -> &H {
         &self.harness
     }
@@ -180,7 +180,7 @@ impl<H: Harness> Stage<H> {
         self.engine = Some(self.harness.open(Arc::new(self.clock.clone())).await);
     }
 
-    /// Lets time pass, as much as the scenario declared.
+    /// Lets time pass, within the limit that the scenario declared.
     pub async fn advance(&self, by: Duration) {
         {
             let mut passed = self.passed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -274,7 +274,7 @@ impl<H: Harness> Stage<H> {
             .expect("one answer per settlement")
     }
 
-    /// Lengthens one lease.
+    /// Extends one lease.
     pub async fn extend(&self, delivery: &Delivery, by: Duration) -> Result<()> {
         let leases = vec![delivery.lease.clone()];
         let answers = self.broker().extend(leases, by).await?;
@@ -320,7 +320,7 @@ impl<H: Harness> Stage<H> {
         appended
     }
 
-    /// How an event stands in a group; `None` where the engine cannot say.
+    /// The state of an event in a group; `None` if the engine cannot say.
     pub async fn group_state(&self, position: Position, group: &str) -> Option<GroupState> {
         if !(self.offers(&LOOKUP) && self.offers(&STATES)) {
             return None;
@@ -328,7 +328,7 @@ impl<H: Harness> Stage<H> {
         Some(self.known_state(position, group).await)
     }
 
-    /// How an event stands in a group by what the engine knows. The position is one of its readers.
+    /// The state of an event in a group as the engine knows it. The position is one that readers see.
     pub async fn known_state(&self, position: Position, group: &str) -> GroupState {
         let states = self.lookup().states(position).await.unwrap();
         let mut of_group = states.into_iter().filter(|s| s.group == name(group));
@@ -337,21 +337,21 @@ impl<H: Harness> Stage<H> {
         state.expect("a state for every group")
     }
 
-    /// Checks how an event stands in a group, where the engine can tell.
+    /// Checks the state of an event in a group, if the engine can say.
     pub async fn assert_state(&self, position: Position, group: &str, expected: EventState) {
         if let Some(state) = self.group_state(position, group).await {
             assert_eq!(state.state, expected, "event {position} in {group:?}");
         }
     }
 
-    /// All groups, without those that the engine has for itself.
+    /// All groups without the engine's internal ones.
     pub async fn groups(&self) -> Vec<GroupInfo> {
         let mut groups = self.broker().inspect().await.unwrap();
         groups.retain(|group| !self.own.contains(&group.name));
         groups
     }
 
-    /// How a group stands.
+    /// The state of a group.
     pub async fn group_info(&self, group: &str) -> GroupInfo {
         let groups = self.groups().await;
         let mut found = groups.into_iter().filter(|g| g.name == name(group));
@@ -366,7 +366,7 @@ impl<H: Harness> Stage<H> {
         page.await.unwrap().items
     }
 
-    /// Waits until something is so.
+    /// Waits until a condition holds.
     pub async fn eventually<F: Future<Output = bool>>(
         &self,
         what: &str,
@@ -476,12 +476,12 @@ pub(crate) fn ordering(position: Position) -> (&'static str, u64) {
     (position.shard().name(), position.place())
 }
 
-/// A position in the same shard, so many places on.
+/// A position `by` places later in the same shard.
 pub(crate) fn beyond(position: Position, by: u64) -> Position {
     Position::new(position.shard(), position.place() + by)
 }
 
-/// The code of an error that must be there.
+/// The code of an expected error.
 pub(crate) fn code<T: std::fmt::Debug>(result: Result<T>) -> Code {
     result.unwrap_err().code()
 }

@@ -1,5 +1,5 @@
-//! A store beside a broker: what the runtime writes about events that another engine moves. Every write may
-//! come twice.
+//! A store beside a broker: what the runtime writes about events that another engine delivers. Every write
+//! may be repeated.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -120,7 +120,7 @@ fn store<H: Harness>(stage: &Stage<H>) -> Arc<dyn Store> {
     stage.engine().store().unwrap()
 }
 
-/// An event as a broker with several shards has it.
+/// An event as recorded by a broker with several shards.
 fn moved<H: Harness>(stage: &Stage<H>, event: Event, place: u64) -> Arc<Recorded> {
     let shard = Shard::named("orders/3").unwrap();
     let position = Position::new(shard, place);
@@ -137,7 +137,7 @@ async fn all_events<H: Harness>(stage: &Stage<H>) -> Vec<Arc<Recorded>> {
     found
 }
 
-/// Ingesting is harmless to repeat, also half of it, and what was ingested is like any other event.
+/// Ingesting may be repeated, also in part, and an ingested event is like any other.
 pub async fn an_event_is_ingested_once<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Virtual, &[&STORE, &LOG, &LOOKUP, &HISTORY]).await?;
     let store = store(&stage);
@@ -155,7 +155,7 @@ pub async fn an_event_is_ingested_once<H: Harness>(harness: H) -> Outcome {
     stage.advance(60 * SECOND).await;
     let places = store.ingest(records[..2].to_vec()).await.unwrap();
     assert!(places[0] < places[1], "{places:?}");
-    // The second half was acknowledged to nobody: all comes again, one of it twice in a batch.
+    // The second half was not acknowledged: everything is sent again, one event twice in a batch.
     let mut again = records.clone();
     again.push(records[2].clone());
     let all = store.ingest(again).await.unwrap();
@@ -243,7 +243,7 @@ pub async fn times_never_fall_in_a_store<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Failures are numbered; the same number again takes the place of the first.
+/// Failures are numbered; the same number again replaces the first.
 pub async fn recorded_failures_come_back_in_order<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Virtual, &[&STORE, &LOOKUP]).await?;
     let mut told = store(&stage);
@@ -275,7 +275,7 @@ pub async fn recorded_failures_come_back_in_order<H: Harness>(harness: H) -> Out
     let state = stage.known_state(place, "g").await;
     assert_eq!(state.state, EventState::Processing);
     assert_eq!((state.attempts, state.failures), (2, both.clone()));
-    // The third attempt works: the failures stay with the event, and belong to no next attempt.
+    // The third attempt succeeds: the failures stay with the event, and do not count for a next attempt.
     told.record_handled(name("g"), vec![one.clone()])
         .await
         .unwrap();
@@ -284,7 +284,7 @@ pub async fn recorded_failures_come_back_in_order<H: Harness>(harness: H) -> Out
     let state = stage.known_state(place, "g").await;
     assert_eq!((state.state, state.attempts), (EventState::Done, 3));
     assert_eq!(state.failures, both);
-    // Replayed, it begins anew.
+    // A replay begins with no failures.
     told.record_failure(name("g"), one, first.clone())
         .await
         .unwrap();
@@ -321,7 +321,7 @@ pub async fn what_was_recorded_as_handled_is_in_the_inbox<H: Harness>(harness: H
     stage.passed()
 }
 
-/// A skip is done, with its reason; told twice it is one.
+/// A skipped event is done, with its reason; recorded twice, it counts once.
 pub async fn a_recorded_skip_says_why<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&STORE, &LOOKUP]).await?;
     let told = store(&stage);
@@ -345,7 +345,7 @@ pub async fn a_recorded_skip_says_why<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// A dead letter from another process is one like any other, but nothing is appended to tell of it.
+/// A dead letter of another process is like any other, but no notice is appended.
 pub async fn a_dead_letter_can_be_put<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Virtual, &[&STORE, &LOG, &DEAD_LETTERS]).await?;
     let mut told = store(&stage);
@@ -391,7 +391,7 @@ pub async fn a_dead_letter_can_be_put<H: Harness>(harness: H) -> Outcome {
         ["order.placed"],
         "the runtime tells of it, not the store"
     );
-    // The attempts are in the letter now.
+    // The attempts are in the dead letter now.
     let keys = vec![EventKey::of(&record.event)];
     let next = told.failures(name("g"), keys).await.unwrap();
     assert_eq!(next, [vec![]]);
@@ -409,7 +409,7 @@ pub async fn a_dead_letter_can_be_put<H: Harness>(harness: H) -> Outcome {
     let kept = stage.dead_letters().get(record.event.id()).await.unwrap();
     assert_eq!(kept[0].retried_at, Some(retried_at));
 
-    // It dies again: attempts add up, the first time stays.
+    // It dies again: attempts add up, and the time of the first failure stays.
     let again = stage.clock.now();
     let more = vec![failure(1, again)];
     let burial = Burial::new(record.clone(), name("g"), 1, more.clone(), again);
@@ -421,7 +421,7 @@ pub async fn a_dead_letter_can_be_put<H: Harness>(harness: H) -> Outcome {
     assert_eq!(open[0].attempts, 3);
     assert_eq!(open[0].failures, [failures, more].concat());
     assert_eq!((open[0].first_seen_at, open[0].died_at), (died_at, again));
-    // What is not there is not marked, and what died again since it was sent back stays open.
+    // An unknown dead letter is not marked, and one that died again after it was sent back stays open.
     let mut unknown = sent_back(&open[0]);
     unknown.letter.group = name("other");
     let before = sent_back(letter);
@@ -441,7 +441,7 @@ fn sent_back(letter: &DeadLetter) -> SentBack {
     }
 }
 
-/// Groups that are known from a store alone want nothing, so that retention takes what it may.
+/// Groups that are known only from a store want nothing, so they keep no event from being removed.
 pub async fn what_a_store_is_told_pins_nothing<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(
         harness,
@@ -484,7 +484,7 @@ pub async fn what_a_store_is_told_pins_nothing<H: Harness>(harness: H) -> Outcom
     stage.passed()
 }
 
-/// A stage of an event that the archive has not brought yet is kept, and seen.
+/// A stage that arrives before its event is kept, and can be read.
 pub async fn a_stage_waits_for_its_event<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Virtual, &[&STORE, &PAYLOADS]).await?;
     let mut told = store(&stage);

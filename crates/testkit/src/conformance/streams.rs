@@ -1,4 +1,4 @@
-//! Full streams: how much is owed, and the oldest that wait going for the newest.
+//! Full streams: counting the backlog, and dropping the oldest waiting events for the newest.
 
 use std::time::Duration;
 
@@ -22,18 +22,18 @@ async fn drop_oldest<H: Harness>(stage: &Stage<H>, stream: &str, keep: u64) -> u
     counted.drop_oldest(pattern(stream), keep).await.unwrap()
 }
 
-/// A consumer that has at most so many in flight.
+/// A consumer with at most `prefetch` events in flight.
 async fn narrow<H: Harness>(stage: &Stage<H>, group: &str, prefetch: usize) -> Box<dyn Consumer> {
     let options = options().prefetch(prefetch);
     stage.consumer_with(group, options).await
 }
 
-/// What counts is what a group still owes, in the group that owes most: not yet handed out, waiting
-/// for a retry, in flight; not what is handled, skipped or dead.
+/// The depth is the backlog of the group that is furthest behind: events not yet handed out, waiting for a
+/// retry, or in flight; not those handled, skipped or dead.
 pub async fn the_depth_is_what_the_slowest_group_owes<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEPTH]).await?;
     stage.publish_many("order.placed", 3).await;
-    assert_eq!(depth(&stage, "order.placed").await, 0, "nobody wants any");
+    assert_eq!(depth(&stage, "order.placed").await, 0, "no group wants any");
     stage.declare("users", &["user.*"]).await;
     assert_eq!(depth(&stage, "order.placed").await, 0);
     stage.declare("orders", &["order.*"]).await;
@@ -75,7 +75,7 @@ pub async fn the_depth_is_what_the_slowest_group_owes<H: Harness>(harness: H) ->
     stage.passed()
 }
 
-/// The oldest that wait are skipped, and so they are settled; the newest stay, in their order.
+/// The oldest waiting events are skipped, and so settled; the newest stay, in order.
 pub async fn the_oldest_make_room_for_the_newest<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Still, &[&DEPTH]).await?;
     stage.declare("", &["order.*"]).await;
@@ -126,7 +126,7 @@ pub async fn the_oldest_make_room_for_the_newest<H: Harness>(harness: H) -> Outc
     stage.passed()
 }
 
-/// What is in flight is left alone, and counts among what is kept.
+/// Events in flight are not dropped, and count among those that are kept.
 pub async fn what_is_in_flight_is_not_dropped<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEPTH]).await?;
     stage.declare("", &["*"]).await;
@@ -158,7 +158,7 @@ pub async fn what_is_in_flight_is_not_dropped<H: Harness>(harness: H) -> Outcome
     stage.passed()
 }
 
-/// Other streams are not touched, although their events lie between those that go.
+/// Other streams are not touched, although their events lie between those that are dropped.
 pub async fn other_streams_are_not_touched<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEPTH]).await?;
     stage.declare("", &["*"]).await;
@@ -183,8 +183,8 @@ pub async fn other_streams_are_not_touched<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Retries that wait are older than what was never begun, and go first; the groups are counted each
-/// for itself.
+/// Waiting retries are older than events that were never begun, and are dropped first; each group is counted
+/// separately.
 pub async fn waiting_retries_go_in_every_group<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&DEPTH]).await?;
     stage.declare("a", &["*"]).await;
@@ -196,7 +196,7 @@ pub async fn waiting_retries_go_in_every_group<H: Harness>(harness: H) -> Outcom
     stage.fail(&got[0], 50 * SECOND).await;
     stage.ack(&got[1]).await;
     stage.fail(&got[2], 10 * SECOND).await;
-    // Group a owes 0, 2, 3, 4, 5; group b all six.
+    // Group a has 0, 2, 3, 4, 5 to handle; group b all six.
     let mut b = narrow(&stage, "b", 1).await;
     let of_b = take_one(&mut b).await;
     assert_eq!(
@@ -231,7 +231,7 @@ pub async fn waiting_retries_go_in_every_group<H: Harness>(harness: H) -> Outcom
     stage.passed()
 }
 
-/// In an ordered group the next of a key may go when the one before it is dropped.
+/// In an ordered group the next event of a key may go when the one before it is dropped.
 pub async fn dropping_frees_the_key<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEPTH]).await?;
     let ordered = GroupSpec {
@@ -262,7 +262,7 @@ pub async fn dropping_frees_the_key<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// What was dropped is owed to nobody: retention may take it, and the group goes on.
+/// No group needs a dropped event: retention may remove it, and the group goes on.
 pub async fn retention_takes_what_was_dropped<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEPTH, &MAINTENANCE]).await?;
     stage.declare("", &["*"]).await;
@@ -291,7 +291,7 @@ pub async fn retention_takes_what_was_dropped<H: Harness>(harness: H) -> Outcome
     stage.passed()
 }
 
-/// What a crashed process had in flight waits again, and may be dropped.
+/// Events in flight at a crash wait again, and may be dropped.
 pub async fn what_a_crash_left_may_be_dropped<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Still, &[&DEPTH, &RESTART]).await?;
     stage.declare("", &["*"]).await;
@@ -302,7 +302,7 @@ pub async fn what_a_crash_left_may_be_dropped<H: Harness>(harness: H) -> Outcome
     stage.ack(&got[1]).await;
     drop(consumer);
     stage.crash().await;
-    // Somebody has to find the dead one's work; this one wants none of it.
+    // A consumer must run to find the dead process's work; this one wants none of it.
     let mut finder = stage.consumer("else").await;
     let waits = async || {
         let info = stage.group_info("").await;

@@ -1,4 +1,4 @@
-//! The list of scenarios: one test each, in whatever engine expands it.
+//! The list of scenarios: one test each, in every engine that expands it.
 
 /// Expands to one test per scenario of the suite. The expression makes a fresh
 /// [`Harness`](crate::conformance::Harness) each time; the calling crate needs `tokio` with its macros.

@@ -1,4 +1,4 @@
-//! What operators see and do: how groups stand, and retention that takes nothing anyone needs.
+//! Operations: the state of groups, and retention that removes nothing that is needed.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use super::{Harness, Outcome, Stage, Time};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// The numbers of a group are what they say.
+/// The figures of a group are right.
 pub async fn the_numbers_of_a_group_are_right<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[]).await?;
     assert!(stage.groups().await.is_empty());
@@ -58,15 +58,15 @@ pub async fn the_numbers_of_a_group_are_right<H: Harness>(harness: H) -> Outcome
     if !stage.offers(&LOG_ORDER) {
         return stage.passed();
     }
-    // Three events; the one that tells of the dead letter is not for this group.
+    // Three events; the notice of the dead letter is not for this group.
     assert_eq!(info.position, Cursor::from(published[2].position));
     assert_eq!(info.oldest, Some(published[1].received_at));
     assert_eq!(info.behind_for, 5 * SECOND);
     stage.passed()
 }
 
-/// A group that wants one type among many is behind by the events of that type alone, and its oldest is one
-/// of them; what is in flight, waiting and dead is told apart by type and by stream.
+/// A group that wants one type among many is behind only by events of that type, and its oldest is one of
+/// them. Events in flight, waiting and dead are counted by type and by stream.
 pub async fn a_group_is_not_behind_by_what_it_does_not_want<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[]).await?;
     stage.declare("g", &["wanted.*"]).await;
@@ -169,7 +169,8 @@ pub async fn every_event_has_one_state_per_group<H: Harness>(harness: H) -> Outc
     stage.passed()
 }
 
-/// Retention takes what everyone is done with, and nothing a group owes work on or a dead letter.
+/// Retention removes events that every group is done with, and none that a group has yet to handle or has as
+/// a dead letter.
 pub async fn retention_takes_nothing_anyone_needs<H: Harness>(harness: H) -> Outcome {
     let needs = [&MAINTENANCE, &LOOKUP, &OWED_IS_KEPT];
     let stage = Stage::open(harness, Time::Virtual, &needs).await?;
@@ -190,8 +191,7 @@ pub async fn retention_takes_nothing_anyone_needs<H: Harness>(harness: H) -> Out
         ..Retention::default()
     };
     let pruned = maintenance.prune(nothing_left.clone()).await.unwrap();
-    // The notice of the dead letter is owed to nobody; an engine may keep it until every group has
-    // passed it.
+    // No group needs the notice of the dead letter; an engine may keep it until every group has passed it.
     let told = stage
         .log()
         .read(Cursor::START, vec![super::stage::pattern("system.>")], 10);
@@ -201,7 +201,7 @@ pub async fn retention_takes_nothing_anyone_needs<H: Harness>(harness: H) -> Out
         let found = stage.lookup().find(appended.id).await.unwrap().len();
         assert_eq!(found, usize::from(n != 0 && n != 3), "event {n}");
     }
-    // What was kept is still delivered.
+    // Events that were kept are still delivered.
     stage.ack(&got[4]).await;
     for _ in 0..2 {
         let delivery = take_one(&mut consumer).await;
@@ -237,7 +237,7 @@ pub async fn retention_takes_nothing_anyone_needs<H: Harness>(harness: H) -> Out
     stage.passed()
 }
 
-/// Retention by age and by length takes the oldest, and a pruned id may be used again.
+/// Retention by age and by length removes the oldest, and the id of a removed event may be used again.
 pub async fn retention_by_age_and_by_length<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE]).await?;
     let maintenance = stage.engine().maintenance().unwrap();

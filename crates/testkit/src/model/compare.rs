@@ -1,4 +1,4 @@
-//! Comparing the engine with the model, and the end of a plan: nothing is lost, nothing is left.
+//! Compares the engine with the model, also at the end of a plan: nothing is lost, nothing is left.
 
 use std::time::Duration;
 
@@ -20,8 +20,8 @@ impl<H: Harness> Plan<H> {
             .any(|record| record.position == Position::seq(position))
     }
 
-    /// Compares how one event stands in every group. A consumer that was dropped gives back what it
-    /// had in its own time, so an engine gets a moment to agree.
+    /// Compares the state of one event in every group. A dropped consumer gives back its events in its own
+    /// time, so an engine gets a moment to agree.
     pub(super) async fn compare(&self, position: u64) {
         if self.stage.engine().lookup.is_none() {
             return;
@@ -50,7 +50,7 @@ impl<H: Harness> Plan<H> {
         }
     }
 
-    /// Compares which groups have an event on record as handled.
+    /// Compares which groups have recorded an event as handled.
     async fn compare_handled(&self, position: u64) {
         let Ok(inbox) = self.stage.engine().inbox() else {
             return;
@@ -85,7 +85,7 @@ impl<H: Harness> Plan<H> {
             return Some(format!("skipped for {reason:?} expected; {context}"));
         }
         let work = work?;
-        // An engine that works ahead may notice a lost lease only when it looks.
+        // An engine that claims ahead may notice a lost lease only later.
         if self.oracle.ahead && (work.is_uncertain(self.oracle.now) || work.inherited) {
             return None;
         }
@@ -147,7 +147,7 @@ impl<H: Harness> Plan<H> {
         }
     }
 
-    /// Handles everything that is owed; then nothing may be left and nothing more may come.
+    /// Handles every event that is left; then nothing may be left and nothing more may come.
     pub(super) async fn drain(&mut self) {
         self.note("drain");
         let groups: Vec<&'static str> = GROUPS

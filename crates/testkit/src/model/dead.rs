@@ -1,4 +1,4 @@
-//! Dead letters in a plan: told of, retried, replaced, purged.
+//! Dead letters in a plan: their notices, retry, replacement and purge.
 
 use std::collections::HashSet;
 
@@ -12,7 +12,7 @@ use crate::conformance::Harness;
 use crate::conformance::stage::{name, pattern};
 
 impl<H: Harness> Plan<H> {
-    /// A delivery became a dead letter: exactly one event tells of it, unless it was the system's own.
+    /// A delivery became a dead letter: exactly one notice reports it, unless it was a system event.
     pub(super) async fn note_notice(&mut self, group: &str, delivery: &Delivery) {
         let everything = vec![pattern(">"), pattern("system.>")];
         let head = Cursor::seq(self.oracle.head);
@@ -33,7 +33,7 @@ impl<H: Harness> Plan<H> {
         assert_eq!(body["group"], name(group).to_string());
         assert_eq!(body["attempts"], death.attempts);
         match death.failures.last() {
-            // The text of a crash is the engine's own.
+            // The engine chooses the text of a crash.
             Some(last) if last.kind == FailureKind::Crash => {}
             last => assert_eq!(body["error"], last.map_or("", |f| f.error.as_str())),
         }
@@ -84,7 +84,7 @@ impl<H: Harness> Plan<H> {
         assert_eq!(gone.len(), all.min(limit), "as many as there are");
     }
 
-    /// A corrected event takes the place of a dead letter, in the group that failed alone.
+    /// A corrected event replaces a dead letter, only in the group that failed.
     pub(super) async fn replace_dead(&mut self) {
         if self.stage.engine().dead_letters.is_none() {
             return;

@@ -1,4 +1,4 @@
-//! Full streams in a plan: how deep they are, and what goes when room is made.
+//! Full streams in a plan: their backlog, and what is dropped to make room.
 
 use std::collections::BTreeSet;
 
@@ -10,8 +10,8 @@ use crate::conformance::Harness;
 use crate::conformance::stage::{name, pattern};
 
 impl<H: Harness> Plan<H> {
-    /// A stream is as deep as the model says; when it is full, the oldest that wait go, no more than
-    /// necessary.
+    /// A stream's backlog is as the model says; when it is full, the oldest waiting events are dropped, no
+    /// more than necessary.
     pub(super) async fn drop_oldest(&mut self) {
         let stream = *self
             .random
@@ -26,7 +26,7 @@ impl<H: Harness> Plan<H> {
             .collect();
         let deepest = owed.iter().map(Vec::len).max().unwrap_or(0) as u64;
         let broker = self.stage.broker().clone();
-        // A consumer that was dropped gives back what it had before the engine answers this.
+        // A dropped consumer gives back its events before the engine answers this.
         let nothing = Lease::new(Position::seq(0), [0, 0]);
         broker.extend(vec![nothing], LEASE).await.unwrap();
         let Some(counted) = self.stage.engine().depth.clone() else {
@@ -68,7 +68,7 @@ impl<H: Harness> Plan<H> {
                 all.insert(*position);
             }
             let desk = &self.oracle.groups[group];
-            // What a drop let go may have been handed out in the meantime.
+            // Events that a drop released may have been handed out meanwhile.
             let free = desk.deliverable(self.oracle.now);
             let free = |position: &u64| desk.attended && free.contains(position);
             for position in owed.iter().filter(|p| !gone.contains(p)) {

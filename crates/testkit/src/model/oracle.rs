@@ -1,8 +1,8 @@
-//! The model: what every event is in every group, kept as plainly as possible.
+//! The model: the state of every event in every group, as simple as possible.
 //!
-//! It says what a delivery may be, not which one comes. Where an engine claims events before they
-//! are fetched (`ahead`), the model allows what that may do: an unfetched claim that is lost counts
-//! an attempt, and a lease may have begun when the event was claimed.
+//! It says which deliveries are allowed, not which one comes. Where an engine claims events before they are
+//! fetched (`ahead`), the model allows the consequences: a lost claim that was not fetched counts as an
+//! attempt, and a lease may have begun when the event was claimed.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
@@ -12,8 +12,8 @@ use everbus_core::{
     Lease, Pattern, Redelivery, Timestamp, Verdict,
 };
 
-/// The lease of every consumer of a plan. No other duration has its odd microseconds, so that no
-/// lease ends in the very moment that is looked at.
+/// The lease of every consumer of a plan. No other duration has its odd microseconds, so no lease ends
+/// exactly at a moment that is compared.
 pub(super) const LEASE: Duration = Duration::from_micros(10_000_007);
 
 #[derive(Debug)]
@@ -26,7 +26,7 @@ pub(super) struct Oracle {
     pub(super) log: BTreeMap<u64, Kept>,
     pub(super) ids: HashMap<EventId, u64>,
     pub(super) groups: BTreeMap<String, Desk>,
-    /// What each group has on record as handled.
+    /// Events that each group has recorded as handled.
     pub(super) handled: HashSet<(String, EventId)>,
 }
 
@@ -41,14 +41,14 @@ pub(super) struct Kept {
 pub(super) struct Desk {
     pub(super) ordered: bool,
     pub(super) patterns: Vec<Pattern>,
-    /// What is neither done nor dead.
+    /// Events that are neither done nor dead.
     pub(super) owed: BTreeMap<u64, Work>,
     pub(super) dead: BTreeMap<u64, Death>,
-    /// Whether a consumer is there to claim.
+    /// Whether the group has a consumer that may claim.
     pub(super) attended: bool,
-    /// What was dropped: perhaps before the group reached it.
+    /// Dropped events, perhaps before the group reached them.
     dropped: HashSet<u64>,
-    /// Events whose dead letters are gone unhandled, with the reason that must be on record.
+    /// Events whose dead letters were removed unhandled, with the reason that must be recorded.
     pub(super) lapsed: HashMap<u64, String>,
 }
 
@@ -62,7 +62,7 @@ pub(super) struct Work {
     claimable_since: Option<Timestamp>,
     /// How many unfetched claims may have been lost.
     ghosts: u32,
-    /// Whether the group does not come to it by itself, so that it may overtake what it has yet to reach.
+    /// Whether the event is delivered out of log order, so that it may overtake events not reached yet.
     at_once: bool,
     /// Whether its last attempt ended in a crash, so that an engine may hand it out alone.
     pub(super) inherited: bool,
@@ -73,7 +73,7 @@ pub(super) enum WorkState {
     Waiting {
         due: Timestamp,
     },
-    /// Held for sure until `surely`, and perhaps until `until`.
+    /// Certainly held until `surely`, and perhaps until `until`.
     Held {
         lease: Lease,
         surely: Timestamp,
@@ -117,7 +117,7 @@ impl Oracle {
         self.appended_for(None, event, position, received_at);
     }
 
-    /// Takes note that a corrected event stands for a dead letter of a group, and is for that one.
+    /// Notes that a corrected event replaces a dead letter of a group, and is for that group only.
     pub(super) fn replaced(&mut self, group: &str, of: u64, event: &Event, appended: Appended) {
         let death = self.groups.get_mut(group).and_then(|d| d.dead.get_mut(&of));
         let death = death.expect("a dead letter that the model knows");
@@ -127,7 +127,7 @@ impl Oracle {
         self.appended_for(Some(group), event, position, appended.received_at);
     }
 
-    /// An event that is owed by every group that wants it, or by the one that is named.
+    /// An event for every group that wants it, or for the named group only.
     fn appended_for(
         &mut self,
         only: Option<&str>,
@@ -146,7 +146,7 @@ impl Oracle {
         self.last_received = received_at;
         self.ids.insert(event.id(), position);
         for (name, desk) in &mut self.groups {
-            // The group that failed gets it whatever it wants; what others want, they pass by.
+            // The group that failed gets it, whatever its patterns; the others skip it.
             match only {
                 None if !desk.wants(event) => continue,
                 Some(only) if only != name => {
@@ -214,7 +214,7 @@ impl Oracle {
         self.note_claimable();
     }
 
-    /// The process ends: what was in flight is a crash.
+    /// The process ends: events in flight count as a crash.
     pub(super) fn process_ended(&mut self) {
         let now = self.now;
         for desk in self.groups.values_mut() {
@@ -316,7 +316,7 @@ impl Oracle {
         work.state = WorkState::Held {
             lease: delivery.lease.clone(),
             surely: match work.claimable_since {
-                // An engine that renews what waits unfetched does so at moments of its own choosing.
+                // An engine that extends unfetched claims chooses the moments itself.
                 _ if work.ghosts > 0 => now,
                 Some(since) => since.plus(LEASE),
                 None => until,
@@ -348,7 +348,7 @@ impl Oracle {
         }
     }
 
-    /// The engine said that a lease the model was not sure of was lost.
+    /// The engine reported a lease as lost that the model was not sure of.
     pub(super) fn lost(&mut self, group: &str, position: u64) {
         let now = self.now;
         self.work(group, position).crash(now);
@@ -361,7 +361,7 @@ impl Oracle {
         }
     }
 
-    /// Applies a verdict the engine took.
+    /// Applies a verdict that the engine accepted.
     pub(super) fn settled(&mut self, group: &str, position: u64, verdict: &Verdict) {
         let now = self.now;
         let work = self.work(group, position);
@@ -385,7 +385,7 @@ impl Oracle {
             Verdict::Dead { failure } => {
                 let desk = self.groups.get_mut(group).unwrap();
                 let mut work = desk.owed.remove(&position).unwrap();
-                // Given up for what is on record: this delivery was no attempt.
+                // Given up because of earlier failures: this delivery was not an attempt.
                 let was_none = failure.is_none() && !work.failures.is_empty();
                 work.attempts -= u32::from(was_none);
                 work.failures.extend(failure.clone());
@@ -404,7 +404,7 @@ impl Oracle {
         }
     }
 
-    /// Sends open dead letters that pass back to their groups.
+    /// Sends open dead letters for which `passes` is true back to their groups.
     pub(super) fn retry_dead(&mut self, passes: impl Fn(&str, u64) -> bool) -> u64 {
         let now = self.now;
         let mut retried = 0;
@@ -421,7 +421,7 @@ impl Oracle {
         retried
     }
 
-    /// Deletes dead letters that died before a time and that nothing is under way for. Says how many.
+    /// Deletes dead letters that died before a time and are not being retried. Returns how many.
     pub(super) fn forget_dead(&mut self, before: Timestamp, reason: &str) -> u64 {
         let mut gone = 0;
         for desk in self.groups.values_mut() {
@@ -440,7 +440,7 @@ impl Oracle {
         gone
     }
 
-    /// Deletes open dead letters that pass, and events nobody needs any more.
+    /// Deletes open dead letters for which `passes` is true, and events that no group needs any more.
     pub(super) fn purge(&mut self, passes: impl Fn(&Kept, &Death) -> bool) -> Vec<u64> {
         let mut touched = Vec::new();
         for desk in self.groups.values_mut() {
@@ -457,8 +457,8 @@ impl Oracle {
         touched
     }
 
-    /// What may become of an event that a group is to have once more. An engine need not have passed
-    /// what the group does not want.
+    /// The allowed answers for an event that is to be delivered to a group again. An engine need not have
+    /// passed events that the group does not want.
     pub(super) fn may_redeliver(&self, group: &str, position: u64) -> Vec<Redelivery> {
         let Some(kept) = self.log.get(&position) else {
             return vec![Redelivery::Gone];
@@ -474,7 +474,7 @@ impl Oracle {
         vec![Redelivery::Queued, Redelivery::Owed]
     }
 
-    /// Takes note of an event that waits for a group once more.
+    /// Notes that an event waits for a group again.
     pub(super) fn redelivered(&mut self, group: &str, position: u64) {
         let work = Work::new(&self.log[&position].event, self.now);
         let desk = self.groups.get_mut(group).unwrap();
@@ -482,20 +482,20 @@ impl Oracle {
         desk.lapsed.remove(&position);
     }
 
-    /// Whether the group does not come to an event by itself: it may overtake others.
+    /// Whether an event is delivered out of log order: it may overtake others.
     pub(super) fn comes_at_once(&self, group: &str, position: u64) -> bool {
         let work = self.groups[group].owed.get(&position);
         work.is_some_and(|work| work.at_once)
     }
 
-    /// What a group owes of a stream.
+    /// The backlog of a group in a stream.
     pub(super) fn owed(&self, group: &str, stream: &Pattern) -> Vec<u64> {
         let owed = self.groups[group].owed.keys();
         let matches = |position: &&u64| stream.matches(self.log[*position].event.event_type());
         owed.filter(matches).copied().collect()
     }
 
-    /// Takes note that a group dropped an event, or says why that is illegal.
+    /// Notes that a group dropped an event, or says why that is illegal.
     pub(super) fn dropped(&mut self, group: &str, position: u64) -> Result<(), String> {
         let now = self.now;
         let desk = self.groups.get_mut(group).unwrap();
@@ -507,7 +507,7 @@ impl Oracle {
         }
     }
 
-    /// Takes note of an event that left the log.
+    /// Notes that an event was removed from the log.
     pub(super) fn removed(&mut self, position: u64) {
         if let Some(kept) = self.log.remove(&position) {
             self.ids.remove(&kept.event.id());
@@ -518,7 +518,7 @@ impl Oracle {
         }
     }
 
-    /// Whether a group owes work on an event or keeps it as a dead letter.
+    /// Whether a group has yet to handle an event or has it as a dead letter.
     pub(super) fn is_needed(&self, position: u64) -> bool {
         self.groups.values().any(|desk| {
             desk.owed.contains_key(&position) || desk.dead.get(&position).is_some_and(|d| d.open)
@@ -546,7 +546,7 @@ impl Desk {
         earlier.any(|(_, work)| work.key.as_ref() == Some(key))
     }
 
-    /// What may be handed out now.
+    /// Events that may be handed out now.
     pub(super) fn deliverable(&self, now: Timestamp) -> Vec<u64> {
         let due = self.owed.iter().filter(|(_, work)| match work.state {
             WorkState::Waiting { due } => due <= now,
@@ -557,8 +557,8 @@ impl Desk {
             .collect()
     }
 
-    /// What must be handed out now to a consumer that has room. An event whose key has a later one in
-    /// flight (a retried dead letter) may also wait for that.
+    /// Whether an event must be handed out now to a consumer that has room. An event whose key has a later
+    /// one in flight (a retried dead letter) may also wait for that.
     pub(super) fn must_deliver(&self, now: Timestamp) -> bool {
         self.deliverable(now).into_iter().any(|position| {
             let key = &self.owed[&position].key;
@@ -581,7 +581,7 @@ impl Desk {
                 failures,
                 ..
             }) if failures.is_empty() => vec![EventState::Pending],
-            // A lease that ended is only noticed when somebody consumes the group.
+            // An expired lease is noticed only when a consumer of the group runs.
             Some(Work { failures, .. })
                 if failures
                     .last()
@@ -610,7 +610,7 @@ impl Work {
         }
     }
 
-    /// The attempt under way ended without a verdict.
+    /// The running attempt ended without a verdict.
     fn crash(&mut self, now: Timestamp) {
         let failure = Failure::new(self.attempts, now, FailureKind::Crash, "");
         self.failures.push(failure);
@@ -618,8 +618,8 @@ impl Work {
         self.inherited = true;
     }
 
-    /// Whether it waits for sure: neither fetched nor perhaps claimed. What a process had that died is
-    /// in flight until somebody finds out.
+    /// Whether it certainly waits: neither fetched nor possibly claimed. The events of a dead process are in
+    /// flight until another process finds out.
     pub(super) fn surely_waits(&self) -> bool {
         let waits = matches!(self.state, WorkState::Waiting { .. });
         waits && self.claimable_since.is_none() && self.ghosts == 0 && !self.inherited
@@ -632,7 +632,7 @@ impl Work {
     }
 }
 
-/// The texts and times of crashes are the engine's own; everything else must agree.
+/// The engine chooses the texts and times of crashes; everything else must agree.
 pub(super) fn same_failures(a: &[Failure], b: &[Failure]) -> bool {
     let same = |(a, b): (&Failure, &Failure)| {
         let agree = a.attempt == b.attempt && a.kind == b.kind;

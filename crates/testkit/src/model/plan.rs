@@ -45,7 +45,7 @@ pub async fn run_model<H: Harness>(harness: H, seed: u64, steps: usize) -> Outco
 pub(super) struct Seat {
     pub(super) number: usize,
     pub(super) consumer: Box<dyn Consumer>,
-    /// So many it surely may hold at a time.
+    /// It may certainly hold this many at a time.
     places: usize,
 }
 
@@ -268,7 +268,7 @@ impl<H: Harness> Plan<H> {
         let max = 1 + self.random.below(4);
         let now = self.oracle.now;
         let desk = &self.oracle.groups[group];
-        // What follows a crash may be handed out alone, so it is only demanded at the end.
+        // Events after a crash may be handed out one at a time, so they are only demanded at the end.
         let inherited = self
             .oracle
             .groups
@@ -279,7 +279,7 @@ impl<H: Harness> Plan<H> {
         let (full, free): (Vec<&Seat>, Vec<&Seat>) = self.seats[group]
             .iter()
             .partition(|seat| self.load(seat.number) >= seat.places);
-        // One that runs as many as it can may have more reserved.
+        // A consumer without a concurrency limit may have more reserved.
         let room = !free.is_empty() && full.iter().all(|seat| seat.places == ROOM);
         self.note(&format!(
             "fetch {max} from {group:?}, must {must}, room {room}"
@@ -385,7 +385,7 @@ impl<H: Harness> Plan<H> {
         let answer = self.stage.settle_with(settlement).await;
         if self.holds(answer, hold, group, position) {
             self.oracle.settled(group, position, &verdict);
-            // What was handled before and came once more is acked, and nothing of it happens again.
+            // An event that was handled before and came again is acked, and has no effect again.
             let id = delivery.record.event.id();
             let again = inbox
                 && verdict == Verdict::Ack
@@ -413,13 +413,13 @@ impl<H: Harness> Plan<H> {
             Cursor::seq(self.oracle.head),
             "nothing else was appended"
         );
-        // A stale one is kept now and then, to be tried again.
+        // A stale delivery is sometimes kept, to be tried again.
         if !self.random.one_in(6) {
             self.fetched.swap_remove(at);
         }
     }
 
-    /// Whether the engine took it, which must agree with what the model knows of the lease.
+    /// Whether the engine accepted it, which must agree with the model's knowledge of the lease.
     fn holds(
         &mut self,
         answer: everbus_core::Result<()>,
@@ -475,7 +475,7 @@ impl<H: Harness> Plan<H> {
         self.oracle.advance(by);
     }
 
-    /// A group's consumers go; what they fetched stays theirs to settle.
+    /// A group's consumers leave; they can still settle what they fetched.
     async fn leave(&mut self) {
         let Some(group) = self.random_group() else {
             return;
@@ -508,7 +508,7 @@ impl<H: Harness> Plan<H> {
         self.compare_all().await;
     }
 
-    /// Retention may take what is over the limits and needed by nobody, and nothing else.
+    /// Retention may remove events that are over the limits and that no group needs, and nothing else.
     async fn prune(&mut self) {
         let Ok(maintenance) = self.stage.engine().maintenance() else {
             return;

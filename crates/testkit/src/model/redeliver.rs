@@ -1,4 +1,4 @@
-//! Delivering events once more, as one of the operations of a plan.
+//! Delivering events again, as one of the operations of a plan.
 
 use everbus_core::{Position, Redelivery};
 
@@ -7,7 +7,7 @@ use crate::conformance::Harness;
 use crate::conformance::stage::name;
 
 impl<H: Harness> Plan<H> {
-    /// Hands a few events, some of which are not there, to a group once more.
+    /// Delivers a few events to a group again; some of them do not exist.
     pub(super) async fn redeliver(&mut self) {
         let Some(group) = self.random_group() else {
             return;

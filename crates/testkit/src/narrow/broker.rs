@@ -1,4 +1,4 @@
-//! The verbs, over several shards.
+//! The broker of the narrow engine: the required verbs, over several shards.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,8 +26,8 @@ pub(super) struct Shared {
     pub(super) faults: Faults,
     clock: Arc<dyn Clock>,
     closed: AtomicBool,
-    /// What is held now, by shard, place and group. A settlement with an older lease is taken for the one
-    /// of now: nothing here is fenced.
+    /// Events that are held now, by shard, place and group. A settlement with an older lease counts as one
+    /// with the current lease: nothing here is fenced.
     held: Mutex<HashMap<(Shard, u64, u64), Held>>,
     /// A consumer may hold more than before: something was settled, or the clock was set.
     pub(super) freed: Arc<Notify>,
@@ -176,13 +176,13 @@ impl Shared {
             self.append_one(event).await?;
         }
         let Some(lease) = self.current(&settlement.lease) else {
-            // Settled by somebody: nothing here tells who.
+            // The event is already settled; this engine does not record by which consumer.
             return Ok(());
         };
         let now = self.clock.now();
         let counted = |text: &str| Failure::new(1, now, FailureKind::Error, text);
         let verdict = match settlement.verdict {
-            // There is no delay, and the text is not kept.
+            // There is no delay, and the failure text is not kept.
             Verdict::Retry { .. } | Verdict::Release { .. } => Verdict::Retry {
                 after: Duration::ZERO,
                 failure: counted("handed out and not acked"),
@@ -195,7 +195,7 @@ impl Shared {
             .settle(vec![Settlement::new(lease.clone(), verdict)])
             .await?;
         match answers.into_iter().next().ok_or_else(away)? {
-            // Nothing is fenced: a late settlement is told that all is well.
+            // Nothing is fenced: a late settlement gets a success.
             Err(error) if error.code() != Code::LeaseLost => return Err(error),
             _ => self.free(&settlement.lease, &lease),
         }

@@ -1,4 +1,4 @@
-//! A consumer of all shards.
+//! The consumer of the narrow engine: it fetches from all shards.
 
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -16,12 +16,12 @@ use super::wire::{is_wrapped, unwrap};
 pub(super) struct NarrowConsumer {
     shared: Arc<Shared>,
     id: EventId,
-    /// At most so many are held, over all shards.
+    /// At most this many are held, over all shards.
     prefetch: usize,
     lease: Duration,
     /// One for each shard.
     inner: Vec<(Shard, Box<dyn Consumer>)>,
-    /// Which shard is looked at first, so that none is starved.
+    /// Which shard is read first, so that none is starved.
     next: usize,
     /// Fetched from a shard and not handed out yet.
     ready: Vec<Delivery>,
@@ -52,8 +52,8 @@ impl NarrowConsumer {
         })
     }
 
-    /// Fetches from one of the shards. What is the shard's own, such as the notice of a dead letter under an
-    /// id that is not known here, is passed by.
+    /// Fetches from one of the shards. The shard's internal events, such as the notice of a dead letter under
+    /// an id unknown here, are skipped.
     async fn fetch_more(&mut self, max: usize) -> Result<()> {
         self.shared.faults.before("fetch")?;
         let room = room(&self.shared, self.id, self.prefetch).await?;
@@ -67,7 +67,7 @@ impl NarrowConsumer {
         self.ready.extend(shown);
         give_back(&self.shared, shard, &own, &Verdict::Ack).await?;
         if self.shared.faults.loses_shards() {
-            // It still has them, and another member of the group is about to.
+            // It still has them, and another member of the group is about to get them.
             let after = Duration::ZERO;
             give_back(&self.shared, shard, &batch, &Verdict::Release { after }).await?;
         } else if self.shared.faults.duplicates() {

@@ -32,7 +32,7 @@ pub struct Faults(Arc<Mutex<State>>);
 #[derive(Debug, Default)]
 struct State {
     random: u64,
-    /// One call in so many has each fault; none if it is zero.
+    /// One call in this many has each fault; none if it is zero.
     one_in: u64,
     tally: Tally,
     /// How often each verb failed, and had done nothing.

@@ -1,5 +1,5 @@
-//! How events travel in the narrow engine: under an id of their own, since the memory engine would
-//! recognise the publisher's id, and this engine must not.
+//! The events of the narrow engine have ids of their own: the memory engine would recognise the publisher's
+//! id, and this engine must not.
 
 use std::sync::Arc;
 

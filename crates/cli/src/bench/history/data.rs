@@ -1,9 +1,9 @@
 //! Events whose histories look the same in a small log and in a large one.
 //!
-//! A page out of 5,000,000 can only be compared with one out of 50,000 if both have as many events. So
-//! there are entities of three kinds: *busy* ones, a fixed number of them, whose events are as dense in
-//! both logs; *scattered* ones, with 120 events each over the whole log, however long it is; and
-//! *single* ones. Five events of six have the type that is asked for.
+//! A page out of 5,000,000 can only be compared with one out of 50,000 if both pages have as many events. So
+//! there are three kinds of entities. *Busy* ones: a fixed number, with the same density of events in both
+//! logs. *Scattered* ones: 120 events each over the whole log, however long it is. *Single* ones: one event
+//! each. Five events of six have the type of the queries.
 
 use bytes::Bytes;
 use everbus_core::{Event, Result};
@@ -12,9 +12,9 @@ const TENANTS: u64 = 20;
 const APPS: u64 = 10;
 /// One for each app of each tenant.
 const BUSY: u64 = TENANTS * APPS;
-/// Events of a scattered entity: a hundred are of the type that is asked for.
+/// Events of a scattered entity: a hundred are of the type of the queries.
 const EACH: u64 = 120;
-/// The type that is asked for.
+/// The type of the queries.
 const USUAL: &str = "Task Heartbeat";
 const OTHERS: [&str; 4] = [
     "Task Pending",
@@ -28,10 +28,10 @@ const TURN: [Kind; 10] = {
     [B, S, B, B, I, B, S, B, B, S]
 };
 
-/// From so many events on, every page is full but that of a single entity.
+/// From this many events on, every page is full except those of single entities.
 pub(super) const ENOUGH: u64 = 50_000;
 
-/// How often something happens to an entity.
+/// How often an entity has events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Busy,
@@ -58,7 +58,7 @@ pub(super) struct Names {
     pub(super) entity: String,
 }
 
-/// A log of so many events.
+/// A log with this many events.
 #[derive(Clone, Copy)]
 pub(super) struct Data {
     pub(super) events: u64,
@@ -91,7 +91,7 @@ impl Data {
         named(kind, entity, event_type)
     }
 
-    /// What the nth query asks for: one entity after the other, in no order.
+    /// The names of the nth query: one entity after the other, in no order.
     pub(super) fn asked(self, kind: Kind, n: u64) -> Names {
         let entities = self.entities(kind);
         let entity = match kind {

@@ -1,4 +1,4 @@
-//! What the indexes of the history cost those who publish.
+//! What the history indexes cost publishers.
 
 use std::time::Instant;
 

@@ -69,7 +69,7 @@ impl Names {
 
 const PAGE: usize = 100;
 const QUERIES: u64 = 200;
-/// Ours and raw take turns.
+/// Everbus and raw SQLite take turns.
 const TURNS: u64 = 4;
 const LIMIT_US: f64 = 5000.0;
 
@@ -179,8 +179,8 @@ async fn fill(bus: &Bus, data: Data) -> Outcome {
     Ok(())
 }
 
-/// Waits until the indexes have everything but the last few thousand, are merged as far as they get,
-/// and what the merges left is swept away.
+/// Waits until the indexes cover all but the last few thousand events, the merges are done, and replaced runs
+/// are swept.
 async fn until_indexed(path: &Path, events: u64) -> Outcome {
     let path = path.to_owned();
     let tuning = everbus_sqlite::HistoryTuning::default();
@@ -238,7 +238,7 @@ struct Took {
     raw: Vec<Duration>,
 }
 
-/// The first pages of each case, out of so many events.
+/// The first pages of each case, in a log of the given size.
 async fn pages(bench: &Bench, data: Data) -> Outcome<Vec<Took>> {
     let scenario = Scenario::History;
     let events = data.events;

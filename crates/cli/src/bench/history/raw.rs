@@ -27,7 +27,7 @@ pub(super) struct Raw {
     data: Data,
 }
 
-/// A row in memory, as somebody who asks would want it.
+/// A row in memory, with the columns that a caller would want.
 type Row = (i64, [u8; 16], String, String, String, String, i64, Vec<u8>);
 
 impl Raw {
@@ -68,7 +68,7 @@ impl Raw {
                 ))?;
             }
             drop(conn);
-            // Read as everybody would read it.
+            // Read with a plain connection, as any program would.
             let conn = Connection::open(&path)?;
             conn.pragma_update(None, "journal_mode", "WAL")?;
             Ok(Self { conn, data })

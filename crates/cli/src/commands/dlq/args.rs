@@ -1,4 +1,4 @@
-//! What can be typed after `everbus dlq`.
+//! The options of `everbus dlq`.
 
 use std::time::Duration;
 
@@ -69,7 +69,7 @@ pub(crate) struct DlqFilterArgs {
 }
 
 impl DlqFilterArgs {
-    /// Whether it leaves anything out.
+    /// Whether it excludes anything.
     pub(crate) fn chooses(&self) -> bool {
         let Self {
             pattern,
@@ -163,7 +163,7 @@ pub(crate) struct DlqRetryArgs {
     )]
     pub(crate) limit: Option<u64>,
 
-    /// At most this many per second; what fails again meanwhile is left alone
+    /// At most this many per second; events that fail again meanwhile are not retried again
     #[arg(
         long,
         value_name = "N",

@@ -17,7 +17,7 @@ use crate::open::{Target, blocking, close};
 use crate::output::{Output, escaped, shell_word};
 use crate::stop::{Outcome, Stop};
 
-/// More than this is not read where nothing says how large a payload may be; the bus decides.
+/// Limit for reading where the payload limit is not known; the bus makes the final check.
 const MOST: usize = 64 << 20;
 
 pub(super) async fn run(args: DlqEditArgs, target: &Target, output: &mut Output) -> Outcome {
@@ -37,7 +37,7 @@ pub(super) async fn run(args: DlqEditArgs, target: &Target, output: &mut Output)
     outcome
 }
 
-/// The one open dead letter that is meant.
+/// The open dead letter that the arguments name.
 async fn find(args: &DlqEditArgs, engine: &Engine) -> Outcome<DeadLetter> {
     if let Some(group) = &args.group {
         group_or_outbox(group, engine).await?;
@@ -106,7 +106,7 @@ async fn edit(
     };
     let letters = bus.dead_letters();
     let corrected = letters.corrected(letter, payload).map_err(|error| {
-        // What was typed is not thrown away for a missing comma.
+        // The edited text is kept if it is not valid.
         let path = kept.and_then(|file| file.into_temp_path().keep().ok());
         with_text_kept(error, path.as_deref())
     })?;
@@ -138,7 +138,7 @@ async fn edit(
     ))
 }
 
-/// What was, or would be, sent in the place of a dead letter.
+/// The event that was, or would be, sent in place of a dead letter.
 #[derive(Serialize)]
 struct Report<'a> {
     id: EventId,
@@ -150,7 +150,7 @@ struct Report<'a> {
     dry_run: bool,
 }
 
-/// A payload for machines: JSON as it was written, a text as a text, other bytes not at all.
+/// A payload in JSON output: JSON as it was written, text as text, other bytes left out.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Shown<'a> {
@@ -223,7 +223,7 @@ async fn read(given: &str, target: &Target) -> Outcome<Vec<u8>> {
     let what = from.clone();
     let read = blocking(move || {
         let mut bytes = Vec::new();
-        // One more than allowed, so that it is known to be too much.
+        // One more than allowed, to notice that it is too much.
         let most = limit as u64 + 1;
         let done = match &file {
             None => std::io::stdin().lock().take(most).read_to_end(&mut bytes),
@@ -245,7 +245,7 @@ async fn read(given: &str, target: &Target) -> Outcome<Vec<u8>> {
             .hint("--max-payload says how large a payload may be")
             .into());
     }
-    // The end of the last line is not part of the payload.
+    // The line break at the end is not part of the payload.
     let end = bytes.trim_ascii_end().len();
     bytes.truncate(end);
     Ok(bytes)

@@ -1,4 +1,4 @@
-//! A person's editor, and texts as they look in it.
+//! The user's editor, and the text forms it shows.
 
 use std::io::Write as _;
 use std::process::Command;
@@ -7,22 +7,22 @@ use tempfile::NamedTempFile;
 
 use crate::stop::{Outcome, Stop};
 
-/// More lines than these are not shown of a change.
+/// At most this many lines of a change are shown.
 const MOST_LINES: usize = 40;
 
-/// What came out of an editor.
+/// The result of an editor.
 pub(super) enum Edited {
     Unchanged,
-    /// The text, and the file it is in until somebody has it.
+    /// The text, and its file, which is kept until the text is used.
     Changed {
         text: String,
         file: NamedTempFile,
     },
 }
 
-/// Lets a person edit a text.
+/// Opens a text in the user's editor.
 pub(super) async fn edit_text(text: String, json: bool) -> Outcome<Edited> {
-    // The handler stays once it is there: Ctrl-C is for the editor, which shares our terminal.
+    // The handler stays installed: Ctrl-C is for the editor, which shares the terminal.
     let quiet = tokio::spawn(async { while tokio::signal::ctrl_c().await.is_ok() {} });
     let editing = tokio::task::spawn_blocking(move || edit_blocking(&text, json));
     let edited = editing.await;
@@ -54,7 +54,7 @@ fn edit_blocking(text: &str, json: bool) -> Outcome<Edited> {
         let message = format!("the editor {program:?} ended with {status}; nothing was sent back");
         return Err(Stop::Io(message));
     }
-    // Many editors write another file in the place of the first.
+    // Many editors replace the file instead of writing to it.
     let text = std::fs::read_to_string(file.path()).map_err(|e| failed("what was edited", e))?;
     if text == begun {
         return Ok(Edited::Unchanged);
@@ -63,7 +63,7 @@ fn edit_blocking(text: &str, json: bool) -> Outcome<Edited> {
     Ok(Edited::Changed { text, file })
 }
 
-/// What `VISUAL` or `EDITOR` names.
+/// The program that `VISUAL` or `EDITOR` names.
 fn editor() -> String {
     let named = |name: &str| {
         let value = std::env::var(name).ok();
@@ -74,8 +74,8 @@ fn editor() -> String {
         .unwrap_or_else(|| "vi".to_owned())
 }
 
-/// JSON with one value in a line. Only spaces between the tokens differ: numbers and texts stay as they
-/// were written.
+/// Formats JSON with one value per line. Only whitespace between tokens changes: numbers and texts stay as
+/// they were written.
 pub(super) fn indented(json: &str) -> String {
     let mut out = String::with_capacity(json.len() * 2);
     let (mut depth, mut in_text, mut escaped) = (0usize, false, false);
@@ -124,8 +124,8 @@ pub(super) fn indented(json: &str) -> String {
     out
 }
 
-/// JSON without spaces between its tokens, as machines write it. What is no JSON stays as it is: joining
-/// its tokens could make it mean something.
+/// Removes whitespace between the tokens of JSON. Text that is not JSON stays as it is: joining its tokens
+/// could change its meaning.
 pub(super) fn compact(text: String) -> String {
     if serde_json::from_str::<serde::de::IgnoredAny>(&text).is_err() {
         return text;
@@ -146,8 +146,8 @@ pub(super) fn compact(text: String) -> String {
     out
 }
 
-/// What differs between two texts, as lines that begin with `-` or `+`: what is the same at the beginning
-/// and at the end is left out.
+/// The difference between two texts, as lines that begin with `-` or `+`. Equal lines at the beginning and
+/// the end are left out.
 pub(super) fn changes(before: &str, after: &str) -> Vec<String> {
     let before: Vec<&str> = before.lines().collect();
     let after: Vec<&str> = after.lines().collect();
@@ -179,7 +179,7 @@ mod tests {
         assert_eq!(indented(json), expected);
         assert_eq!(indented(expected), expected, "once is enough");
         assert_eq!(indented("7"), "7");
-        // What is no JSON is shown, not repaired.
+        // Text that is not JSON is shown, not repaired.
         assert_eq!(indented("}]"), "\n}\n]");
         let deep = "[".repeat(3000);
         assert!(indented(&deep).starts_with("[\n  [\n"));

@@ -35,7 +35,7 @@ pub(super) async fn list(
     let letters = engine.dead_letters()?;
     let mut page = letters.list(filter.clone(), request).await?;
     if let Some(next) = &page.next {
-        // A full page may be the last one: only what really follows is worth a cursor.
+        // A full page may be the last one: a cursor is printed only if something follows.
         let peek = PageRequest {
             limit: 1,
             offset: 0,
@@ -76,7 +76,7 @@ pub(super) async fn list(
     say_outbox(outbox, target, output)
 }
 
-/// What is not in the list because no group has ever seen it.
+/// Reports dead letters of the outbox, which are not in the list because no group has seen them.
 fn say_outbox(dead: u64, target: &Target, output: &mut Output) -> Outcome {
     if dead == 0 {
         return Ok(());
@@ -152,7 +152,7 @@ pub(super) async fn show(
 struct Shown {
     #[serde(flatten)]
     letter: DeadLetter,
-    /// Why the large part of the payload is not there.
+    /// Why the large part of the payload is missing.
     #[serde(skip_serializing_if = "Option::is_none")]
     payload_error: Option<String>,
 }

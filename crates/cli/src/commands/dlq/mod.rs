@@ -1,5 +1,4 @@
-//! `everbus dlq`: look at what failed for good, send it back as it is or corrected, or delete it. Needs
-//! no running bus.
+//! `everbus dlq`: list dead letters, retry them, send them corrected, or delete them. Needs no running bus.
 
 mod args;
 mod edit;
@@ -22,7 +21,7 @@ use crate::stop::{Outcome, Stop};
 use crate::when;
 
 pub(crate) async fn run(command: DlqCommand, target: &Target, output: &mut Output) -> Outcome {
-    // While an editor has the terminal, Ctrl-C is its business.
+    // While an editor has the terminal, it handles Ctrl-C.
     if let DlqCommand::Edit(args) = command {
         return edit::run(args, target, output).await;
     }
@@ -45,7 +44,7 @@ async fn run_on(
         DlqCommand::List(args) => list::list(args, engine, target, output).await,
         DlqCommand::Show(args) => list::show(args, engine, target, output).await,
         DlqCommand::Retry(args) => retry::retry(args, engine, target, output).await,
-        // Has gone its own way.
+        // Handled above.
         DlqCommand::Edit(_) => Ok(()),
         DlqCommand::Purge(args) => {
             let filter = filter(&args.filter, engine, target).await?;
@@ -55,8 +54,8 @@ async fn run_on(
     }
 }
 
-/// The filter, if it makes sense: a group that is not there and an end before the beginning match
-/// nothing, and that would look like good news.
+/// Checks and returns the filter. An unknown group, or an end before the beginning, would match nothing and
+/// look like good news.
 async fn filter(
     args: &DlqFilterArgs,
     engine: &Engine,
@@ -81,7 +80,7 @@ async fn filter(
     })
 }
 
-/// The group must exist. The outbox is none, although `system.dead_letter` names it like one.
+/// The group must exist. The outbox is not a group, although `system.dead_letter` names it like one.
 async fn group_or_outbox(group: &GroupName, engine: &Engine) -> Outcome {
     match existing_group(group, engine).await {
         Err(Stop::Failed(error))
@@ -95,7 +94,7 @@ async fn group_or_outbox(group: &GroupName, engine: &Engine) -> Outcome {
     }
 }
 
-/// How many dead letters the outbox in the same file has, which no group knows.
+/// The number of dead letters of the outbox in the same file, which no group has.
 async fn in_outbox(engine: &Engine) -> Outcome<u64> {
     Ok(match &engine.outbox {
         Some(outbox) => outbox.dead_letters().await?,
@@ -103,7 +102,7 @@ async fn in_outbox(engine: &Engine) -> Outcome<u64> {
     })
 }
 
-/// Why an event is not among the dead letters that were asked for.
+/// Why an event is not among the requested dead letters.
 struct WhyNot {
     message: String,
     hint: String,

@@ -1,4 +1,4 @@
-//! `everbus dlq retry`: one, many or all, at once or slowly.
+//! `everbus dlq retry`: retries one, many or all dead letters, at once or at a rate.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use crate::output::{Output, Table, counted, escaped, shortened};
 use crate::progress;
 use crate::stop::{Outcome, Stop};
 
-/// So many ways to fail are shown.
+/// At most this many kinds of failure are shown.
 const SHOWN: usize = 20;
 
 pub(super) async fn retry(
@@ -94,7 +94,7 @@ async fn slowly(
     Ok(sent?)
 }
 
-/// Each id by itself, so that those without a dead letter can be named.
+/// Retries each id separately, so that ids without a dead letter can be named.
 async fn retry_ids(
     args: &DlqRetryArgs,
     base: DeadLetterFilter,
@@ -115,7 +115,7 @@ async fn retry_ids(
         if args.dry_run {
             tallies.extend(letters.tally(filter, MAX_PAGE).await?);
         } else if n > 0 {
-            // A mistyped id is nothing that was done, and not put on record.
+            // A mistyped id changes nothing, so it is not recorded in the audit trail.
             let action = Action::new("dlq.retry").filter(&filter).on("EVENT", &id);
             n = audited(engine, &Operator::current(), action, letters.retry(filter)).await?;
         }
@@ -148,7 +148,7 @@ async fn preview(
     engine: &Engine,
     output: &mut Output,
 ) -> Outcome {
-    // One moment for both questions.
+    // One time for both queries.
     filter.died_until = Some(SystemClock.now());
     let letters = engine.dead_letters()?;
     let tallies = letters.tally(filter.clone(), MAX_PAGE).await?;
@@ -156,7 +156,7 @@ async fn preview(
     say_preview(total.min(args.limit.unwrap_or(u64::MAX)), &tallies, output)
 }
 
-/// How many would go, and what there is to choose from by group and type, then by error.
+/// Prints how many would be retried, by group and type, then by error.
 fn say_preview(would: u64, tallies: &[DeadLetterTally], output: &mut Output) -> Outcome {
     let mut by_type: BTreeMap<(&str, &str), u64> = BTreeMap::new();
     for tally in tallies {

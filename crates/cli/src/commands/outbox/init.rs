@@ -1,4 +1,4 @@
-//! `everbus outbox init`: the tables of an outbox, for services that cannot make them themselves.
+//! `everbus outbox init`: creates the tables of an outbox, for services that cannot create them.
 
 use std::path::PathBuf;
 
@@ -19,11 +19,11 @@ be part of the service's own migrations: everbus outbox init --print-sql | sqlit
 
 #[derive(Debug, Args)]
 pub(crate) struct InitArgs {
-    /// The SQLite database that gets the tables; it is made if there is none
+    /// The SQLite database that gets the tables; it is created if there is none
     #[arg(long, value_name = "FILE", required_unless_present = "print_sql")]
     outbox: Option<PathBuf>,
 
-    /// Print the SQL that makes them, and change nothing
+    /// Print the SQL that creates them, and change nothing
     #[arg(long, conflicts_with = "outbox")]
     print_sql: bool,
 }

@@ -1,5 +1,5 @@
-//! `everbus outbox`: relay events from a table of the user's own database into the broker, and see how
-//! that table stands.
+//! `everbus outbox`: relays events from a table in the user's database to the broker, and shows the state of
+//! that table.
 
 mod init;
 mod relay;
@@ -24,13 +24,13 @@ use crate::when;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum OutboxCommand {
-    /// Publish what is in an outbox, until Ctrl-C
+    /// Publish the rows of an outbox, until Ctrl-C
     #[command(after_help = RELAY_HELP)]
     Relay(RelayArgs),
-    /// Make the tables of an outbox in a database of one's own
+    /// Create the tables of an outbox in your own database
     #[command(after_help = INIT_HELP)]
     Init(InitArgs),
-    /// Show what waits, for how long, what failed, and who relays
+    /// Show what waits and for how long, what failed, and which process relays
     Status(WhichArgs),
     /// List the rows that failed for good, newest first
     Failed(FailedArgs),
@@ -101,7 +101,7 @@ pub(crate) async fn run(command: OutboxCommand, target: &Target, output: &mut Ou
     }
 }
 
-/// An outbox, and the engine in whose file it is, or whose audit trail tells of what is done to it.
+/// An outbox, and the engine whose audit trail records actions on it.
 struct Opened {
     source: Arc<dyn OutboxSource>,
     engine: Option<Engine>,
@@ -128,8 +128,8 @@ impl Opened {
         }
     }
 
-    /// What is done to a database of somebody else's is recorded in the file of the bus that it is
-    /// relayed to, if there is one: that is where an operator looks.
+    /// Actions on a user's database are recorded in the file of the bus that it is relayed to, if there is
+    /// one: an operator looks there.
     async fn look_for_trail(&mut self, target: &Target) -> Outcome {
         if self.engine.is_some() {
             return Ok(());
@@ -137,13 +137,13 @@ impl Opened {
         self.engine = match target.open_existing().await {
             Ok(engine) => Some(engine),
             Err(Stop::Failed(error)) if error.code() == Code::NoSuchFile => None,
-            // An action that cannot be recorded although it should be is not done.
+            // An action that should be recorded but cannot be is not done.
             Err(other) => return Err(other),
         };
         Ok(())
     }
 
-    /// Makes failed rows wait again, and puts it on record where there is an audit trail.
+    /// Makes failed rows wait again, and records it in the audit trail, if there is one.
     async fn retry(&self, id: Option<&String>) -> Outcome<u64> {
         let work = self.source.retry(id.map(|id| vec![id.clone()]));
         let Some(engine) = &self.engine else {
@@ -164,7 +164,7 @@ impl Opened {
     }
 }
 
-/// The database with the outbox, if it is another one than that of the broker.
+/// The database with the outbox, if it is not the broker's file.
 fn foreign<'a>(which: &'a WhichArgs, target: &Target) -> Option<&'a Path> {
     let path = which.outbox.as_deref()?;
     let own = target.path().ok();
@@ -265,7 +265,7 @@ async fn retry(args: &RetryArgs, opened: &Opened, target: &Target, output: &mut 
         return retried(opened.retry(None).await?, opened, target, output);
     }
     let mut rows = 0;
-    // One by one, so that a mistyped id is named.
+    // One by one, so that a mistyped id can be named.
     for id in &args.ids {
         let found = opened.retry(Some(id)).await?;
         if found == 0 {

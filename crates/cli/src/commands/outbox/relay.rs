@@ -1,4 +1,4 @@
-//! `everbus outbox relay`: publish what is in an outbox, until Ctrl-C.
+//! `everbus outbox relay`: publishes the rows of an outbox, until Ctrl-C.
 
 use std::time::Duration;
 
@@ -15,11 +15,11 @@ use crate::output::{Output, counted, grouped};
 use crate::stop::{Outcome, Stop};
 use crate::when;
 
-/// How often a relay says what it has done, if it has done something.
+/// How often a relay prints its progress, if there is any.
 const REPORT: Duration = Duration::from_secs(1);
-/// After Ctrl-C, what is under way gets so long.
+/// After Ctrl-C, running work gets this long.
 const LAST: Duration = Duration::from_secs(10);
-/// A bus that has failed is opened again after this long, and then twice as long, and so on.
+/// A failed bus is opened again after this pause; the pause then doubles each time.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
@@ -38,15 +38,15 @@ pub(crate) struct RelayArgs {
     #[command(flatten)]
     which: WhichArgs,
 
-    /// How many rows are taken at a time; while it is behind, up to fifty times as many
+    /// How many rows are taken at a time; up to fifty times as many while it is behind
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=10_000), allow_negative_numbers = true)]
     batch: u32,
 
-    /// How long others wait after a relay was killed, between 100ms and 60s
+    /// How long another relay waits after this one was killed, between 100ms and 60s
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = parse_lease, allow_hyphen_values = true)]
     lease: Duration,
 
-    /// How long rows stay in a database of one's own after they were sent: 7d, or never
+    /// How long sent rows stay in your own database: 7d, or never
     #[arg(long, value_name = "AGE", value_parser = parse_age, allow_hyphen_values = true)]
     keep: Option<Age>,
 
@@ -54,7 +54,7 @@ pub(crate) struct RelayArgs {
     #[arg(long, value_name = "AGE", value_parser = parse_age, allow_hyphen_values = true)]
     keep_failed: Option<Age>,
 
-    /// Publish what is ready now, and end
+    /// Publish the rows that are ready now, and end
     #[arg(long)]
     once: bool,
 }
@@ -69,7 +69,7 @@ fn parse_lease(text: &str) -> Result<Duration, String> {
 
 pub(super) async fn run(args: RelayArgs, target: &Target, output: &mut Output) -> Outcome {
     let interrupt = Interrupt::listen();
-    // A mistake in the name is told before a file is made for the broker.
+    // A mistyped file name is reported before a file is created for the broker.
     let source = match foreign(&args.which, target) {
         Some(path) => Some(open_file(path, target).await?),
         None => None,
@@ -98,7 +98,7 @@ pub(super) async fn run(args: RelayArgs, target: &Target, output: &mut Output) -
         let run = follow(&relay, &args, &interrupt, &before, output).await;
         add(&mut totals, &relay.stats());
         match run {
-            // The engine has stopped for good, by its own account: another one is opened in its place.
+            // The engine has stopped for good: another one is opened in its place.
             Err(Stop::Failed(error)) if bus.failure().is_some() && !args.once => {
                 tracing::warn!(%error, "the broker failed; opening it again");
                 close(bus.engine()).await;
@@ -117,7 +117,7 @@ pub(super) async fn run(args: RelayArgs, target: &Target, output: &mut Output) -
     outcome
 }
 
-/// How long rows are kept, where that is up to a relay.
+/// How long rows are kept, if the relay decides that.
 fn keep(args: &RelayArgs, is_foreign: bool) -> Outcome<OutboxKeep> {
     let mut keep = OutboxKeep::default();
     if (args.keep.is_some() || args.keep_failed.is_some()) && !is_foreign {
@@ -135,7 +135,7 @@ fn keep(args: &RelayArgs, is_foreign: bool) -> Outcome<OutboxKeep> {
     Ok(keep)
 }
 
-/// Opens the broker again, however long it takes; nothing if that is no longer wanted.
+/// Opens the broker again, however long it takes; `None` if interrupted.
 async fn reopen(target: &Target, interrupt: &Interrupt, pause: &mut Duration) -> Option<Bus> {
     loop {
         tokio::select! {
@@ -154,7 +154,7 @@ async fn reopen(target: &Target, interrupt: &Interrupt, pause: &mut Duration) ->
     }
 }
 
-/// Runs a relay and says now and then what it has done.
+/// Runs a relay and prints its progress.
 async fn follow(
     relay: &Relay,
     args: &RelayArgs,
@@ -190,7 +190,7 @@ async fn follow(
     relay.stop();
     match tokio::time::timeout(LAST, run).await {
         Ok(ran) => Ok(ran.map(drop)?),
-        // Whatever it waits for, the rows are as they were.
+        // Nothing is lost: the rows are as they were.
         Err(_) => Ok(()),
     }
 }

@@ -1,4 +1,4 @@
-//! What `everbus publish` is given: payloads for events that the options describe, or whole documents of a
+//! The input of `everbus publish`: payloads for events that the options describe, or whole documents of a
 //! dialect.
 
 use std::io::Read as _;
@@ -12,11 +12,11 @@ use crate::args::PublishArgs;
 use crate::files::io_error;
 use crate::stop::{Outcome, Stop};
 
-/// What becomes an event.
+/// What the input describes.
 pub(super) enum Form<'a> {
-    /// Payloads, for events that are otherwise alike.
+    /// Payloads of events that are otherwise alike.
     Payloads(Box<EventBuilder>),
-    /// Documents that say everything themselves, and what stands beside them.
+    /// Complete documents, and the options beside them.
     Documents {
         dialect: Dialect,
         event_type: Option<&'a str>,
@@ -25,7 +25,7 @@ pub(super) enum Form<'a> {
 }
 
 impl Form<'_> {
-    /// Says what is wrong before there is a payload.
+    /// Reports mistakes before there is a payload.
     pub(super) fn check(&self) -> Result<(), Error> {
         match self {
             Self::Payloads(template) => EventBuilder::clone(template).build().map(drop),
@@ -60,7 +60,7 @@ impl Form<'_> {
     }
 }
 
-/// What is published and its text, from the arguments in their order. A document needs no type before it.
+/// The input and its text, from the arguments in order. A document needs no type before it.
 pub(super) fn given(args: &PublishArgs) -> Outcome<(Form<'_>, &str)> {
     let (first, second) = (args.event_type.as_deref(), args.payload.as_deref());
     let Some(dialect) = args.dialect else {

@@ -1,4 +1,4 @@
-//! Merges: which runs become one, and a part of it at a time.
+//! Merges: selects runs and merges them, one part at a time.
 
 use everbus_core::Result;
 
@@ -7,11 +7,11 @@ use crate::history::merge::Merge;
 use crate::history::runs::{BATCH, End, Run, Target};
 
 impl Work {
-    /// Does a part of a merge, beginning one if there are enough runs of a size. How many blocks were
-    /// written, and one if none were needed.
+    /// Does a part of a merge; begins one if there are enough runs of a level. Returns the number of blocks
+    /// written, and 1 if none were needed.
     pub(super) fn merge_some(&mut self, standing: &Standing) -> Result<Result<usize, Next>> {
         self.plan(&standing.runs);
-        // The smallest first: it is done soonest, and queries have fewer runs to look at.
+        // The smallest merge first: it ends soonest, and queries then have fewer runs to read.
         let smallest = (0..self.merges.len()).min_by_key(|m| self.merges[*m].output.level);
         let Some(index) = smallest else {
             return Ok(Ok(0));
@@ -35,14 +35,14 @@ impl Work {
                 self.merges.push(merge);
             }
             Ok(_) => self.review |= merge.output.level > 1,
-            // It was dropped: somebody else has changed its runs.
+            // The merge was dropped: another process has changed its runs.
             Err(None) => {}
             Err(Some(next)) => return Ok(Err(next)),
         }
         Ok(Ok(written.max(1)))
     }
 
-    /// Begins a merge, if one is due among the runs that are newer than those of merges under way.
+    /// Begins a merge if one is due among the runs that are newer than those of running merges.
     fn plan(&mut self, runs: &[Run]) {
         let merging: Vec<i64> = self.merges.iter().flat_map(Merge::replaced).collect();
         let free = runs
@@ -55,9 +55,9 @@ impl Work {
     }
 }
 
-/// The runs to merge, and the level of what becomes of them: those of the lowest level that has enough
-/// of them, with smaller ones that lie before or between. Only runs of the level itself are counted.
-/// If smaller ones were, a large run would be written again for every few small ones.
+/// The runs to merge, and the level of the result: the lowest level with enough runs, with smaller runs that
+/// lie before or between. Only runs of the level itself are counted. If smaller ones were counted, a large
+/// run would be rewritten for every few small ones.
 fn due(runs: &[Run], fan: usize) -> Option<(&[Run], u32)> {
     let highest = runs.iter().map(|run| run.level).max()?;
     for level in 0..=highest {

@@ -1,4 +1,4 @@
-//! A new run: the postings of the events after the last one, sorted.
+//! Makes a new run: the sorted postings of the events after the last run.
 
 use everbus_core::Result;
 
@@ -10,15 +10,15 @@ use crate::history::scope::{self, Hashes, Named};
 use crate::readers::Reader;
 use crate::rows::{seq_from, to_sql};
 
-/// Rows read between two looks whether the engine closes.
+/// Rows read between two checks whether the engine closes.
 const ROWS: u64 = 2048;
 
 impl Work {
-    /// Makes a run of the events after the last one. Far behind, it makes a larger one at once.
+    /// Makes a run of the events after the last one. If the index is far behind, the run is larger.
     pub(super) fn cut(&mut self, standing: &Standing) -> Result<Result<usize, Next>> {
         let waiting = standing.newest - standing.after;
         let large = self.tuning.run.saturating_mul(self.tuning.fan as u64);
-        // Not after small ones: they would be in the way until the large ones are merged.
+        // Not after small runs: they would be in the way until the large ones are merged.
         let tidy = standing.runs.last().is_none_or(|run| run.level > 0);
         let (level, size) = if tidy && waiting >= large {
             (1, large)
@@ -75,7 +75,7 @@ impl Work {
         )
     }
 
-    /// Adds the postings of some events; how many events there were, and the last position.
+    /// Adds the postings of some events. Returns how many events there were, and the last position.
     fn read(
         &mut self,
         (after, upto): (u64, u64),
@@ -93,7 +93,7 @@ impl Work {
         let mut rows = statement
             .query((to_sql(after), to_sql(upto), to_sql(limit)))
             .map_err(doing)?;
-        // The names of neighbours are often the same.
+        // Neighbouring events often have the same names.
         let mut known: Option<(i64, u64)> = None;
         let (mut events, mut last) = (0, after);
         let mut found = Vec::new();
@@ -103,7 +103,7 @@ impl Work {
             let Ok(attrs) = row.get_ref(2).map_err(doing)?.as_str() else {
                 continue;
             };
-            // What cannot be read is damaged, and cannot be found by its names in any way.
+            // Unreadable attributes are damaged; such an event cannot be found by its names.
             let Ok(named) = serde_json::from_str::<Named<'_>>(attrs) else {
                 continue;
             };

@@ -1,4 +1,4 @@
-//! Steps that the writer does for the thread, each in one transaction.
+//! Steps that the writer runs for the indexer thread, each in one transaction.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::history::runs::{Applied, Change, End, Target};
 use crate::queue::{Answer, Command, Haste};
 use crate::writer::Writer;
 
-/// Until the lease of another process ends.
+/// How long to wait until the lease of another process ends.
 pub(super) fn wait_for(micros: i64) -> Duration {
     Duration::from_micros(u64::try_from(micros).unwrap_or(0).max(1000))
 }
@@ -32,7 +32,7 @@ impl Work {
         })
     }
 
-    /// Does a step in the file. `Err(None)`: it was not to be, look again.
+    /// Applies a change in the file. `Err(None)`: the file has changed; look again.
     pub(super) fn change(
         &mut self,
         target: Target,

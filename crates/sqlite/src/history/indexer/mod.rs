@@ -1,9 +1,9 @@
-//! The thread that keeps the index some way behind the log.
+//! The thread that builds the history index, some way behind the log.
 //!
-//! When enough events were appended it sorts their postings into a run; when there are many runs of a
-//! size it merges them. Nothing depends on it: what has no index yet is found by reading the log. So it
-//! never makes the engine fail; it logs a warning and tries again later. This is the handle that the
-//! writer has of it; what it does is in `work`.
+//! When enough events were appended it sorts their postings into a run; when there are many runs of a level
+//! it merges them. Nothing depends on the thread: events without an index are found by reading the log. So a
+//! failure never stops the engine; the thread logs a warning and tries again later. This file has the
+//! writer's handle of the thread; `work` has what the thread does.
 
 mod compact;
 mod cut;
@@ -23,7 +23,7 @@ use crate::queue::Queue;
 use crate::readers::Reader;
 use work::Work;
 
-/// What the writer has of the thread.
+/// The writer's handle of the thread.
 pub(crate) struct Indexer {
     sender: Option<mpsc::Sender<Wake>>,
     handle: Option<JoinHandle<()>>,
@@ -35,11 +35,11 @@ enum Wake {
     Review,
 }
 
-/// What both threads look at.
+/// State shared by both threads.
 struct Shared {
     /// The newest position that the writer knows of.
     head: AtomicU64,
-    /// The head at which there will be enough for a run.
+    /// The head at which there are enough events for a run.
     wake_at: AtomicU64,
     woken: AtomicBool,
     closing: AtomicBool,
@@ -70,7 +70,7 @@ impl Indexer {
         })
     }
 
-    /// Tells it how far the log reaches.
+    /// Tells the thread how far the log reaches.
     pub(crate) fn saw(&self, head: u64) {
         self.shared.head.store(head, Ordering::SeqCst);
         if head >= self.shared.wake_at.load(Ordering::SeqCst)
@@ -80,7 +80,7 @@ impl Indexer {
         }
     }
 
-    /// Lets it look for runs of which little is left.
+    /// Asks the thread to look for runs with few events left.
     pub(crate) fn review(&self) {
         self.send(Wake::Review);
     }
@@ -91,7 +91,7 @@ impl Indexer {
         }
     }
 
-    /// Ends the thread and closes its connection. What it was at is left for the next process.
+    /// Ends the thread and closes its connection. Unfinished work is left for the next process.
     pub(crate) fn close(&mut self) {
         self.shared.closing.store(true, Ordering::Relaxed);
         self.sender = None;

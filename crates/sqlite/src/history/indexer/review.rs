@@ -1,4 +1,4 @@
-//! Runs of which nothing or little is left, because retention took their events.
+//! Finds runs with no or few events left, because retention removed them.
 
 use everbus_core::Result;
 
@@ -8,15 +8,15 @@ use crate::history::merge::{Alive, Merge};
 use crate::history::runs::{self, Applied, Run};
 use crate::rows::{seq_from, to_sql};
 
-/// Rows read between two looks whether the engine closes.
+/// Rows read between two checks whether the engine closes.
 const ROWS: u64 = 2048;
-/// Positions of a run that are looked at to see how much of it is left.
+/// Positions of a run that are sampled to estimate how much of it is left.
 const PROBES: u64 = 256;
-/// A run is not written again if so few of those were there at first: it is small by then.
+/// A run is not rewritten if fewer samples than this had events at first: it is small.
 const PROBES_WITH_EVENTS: u64 = 32;
 
 impl Work {
-    /// Looks for runs of which nothing or little is left.
+    /// Looks for runs with no or few events left.
     pub(super) fn review(&mut self, standing: &Standing) -> Result<()> {
         self.review = false;
         let merging: Vec<i64> = self.merges.iter().flat_map(Merge::replaced).collect();
@@ -39,11 +39,11 @@ impl Work {
         Ok(())
     }
 
-    /// Whether less than half of the events seem to be left, by looking at some positions.
+    /// Whether less than half of the events seem to be left, by a sample of positions.
     fn seems_sparse(&mut self, run: &Run) -> Result<bool> {
         let width = run.hi - run.lo + 1;
         let probes = width.min(PROBES);
-        // Neither product comes near the limit of what fits.
+        // Neither product can overflow.
         let expected = probes.saturating_mul(run.events) / width;
         if expected < PROBES_WITH_EVENTS.min(probes / 8) || expected == 0 {
             return Ok(false);
@@ -61,7 +61,7 @@ impl Work {
         Ok(found * 2 < expected)
     }
 
-    /// A merge that leaves out what is gone, if that is more than half.
+    /// A merge that leaves out removed events, if they are more than half.
     fn without_gone(&mut self, run: &Run) -> Result<Option<Merge>> {
         let doing = |e| from_sqlite("reading the log", e);
         let mut alive = Alive::new(run);

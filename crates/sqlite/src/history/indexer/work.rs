@@ -1,8 +1,7 @@
-//! What the thread does next: new events first, then merges, reviews and sweeping.
+//! The loop of the indexer thread: new events first, then merges, reviews and sweeping.
 //!
-//! It reads on a connection of its own and hands what it made to the writer in small jobs. Several
-//! processes may have the file open: one of them writes runs, and every step is checked against what is
-//! in the file.
+//! It reads on its own connection and gives its results to the writer in small jobs. Several processes may
+//! have the file open: one of them writes runs, and every step is checked against the state of the file.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak, mpsc};
@@ -19,14 +18,14 @@ use crate::queue::Queue;
 use crate::readers::Reader;
 use crate::rows::ends;
 
-/// How long to leave it after something failed.
+/// Pause after a failure.
 const PAUSE: Duration = Duration::from_secs(5);
 
 /// What there is to do next.
 pub(super) enum Next {
-    /// Nothing until there is more in the log.
+    /// Nothing until the log has grown.
     Rest,
-    /// Nothing for this long: another process is at it, or something failed.
+    /// Nothing for this long: another process is working, or a step failed.
     Wait(Duration),
 }
 
@@ -40,12 +39,12 @@ pub(super) struct Work {
     pub(super) review: bool,
 }
 
-/// How the log and the index stand.
+/// The state of the log and the index.
 pub(super) struct Standing {
     pub(super) runs: Vec<Run>,
     /// Where the last run ends.
     pub(super) covered: Option<u64>,
-    /// Everything up to here is in runs, or was never there.
+    /// Everything up to here is in runs, or never existed.
     pub(super) after: u64,
     pub(super) newest: u64,
 }
@@ -85,7 +84,7 @@ impl Work {
                     .recv()
                     .map_err(|_| mpsc::RecvTimeoutError::Disconnected),
                 Next::Wait(time) => {
-                    // What is half done may not be ours to finish.
+                    // Another process may have continued: unfinished merges are dropped.
                     self.merges.clear();
                     self.shared.wake_at.store(u64::MAX, Ordering::SeqCst);
                     wakes.recv_timeout(time)
@@ -109,7 +108,7 @@ impl Work {
             if let Some(left) = runs::held(&self.reader.conn, self.holder)?
                 && (waiting >= self.tuning.run || self.review)
             {
-                // It does what there is to do; if it dies, somebody else will.
+                // Another process holds the lease and does the work; if it dies, the lease ends.
                 return Ok(Next::Wait(wait_for(left)));
             }
             if waiting >= self.tuning.run {
@@ -117,8 +116,8 @@ impl Work {
                     Ok(blocks) => blocks,
                     Err(next) => return Ok(next),
                 };
-                // Each posting is written again once per level, so this keeps up for six of them: with
-                // the usual sizes, five hundred million events.
+                // Each posting is rewritten once per level, so this keeps up for six levels: with the default
+                // sizes, five hundred million events.
                 let mut left = written * 6 + 1;
                 while left > 0 {
                     let standing = self.look()?;
@@ -145,11 +144,11 @@ impl Work {
                 }
                 continue;
             }
-            // As much more as is missing. The newest events may be gone: their positions still count.
+            // Wake up after as many events as are missing. Positions of removed events still count.
             let missing = self.tuning.run - waiting;
             let wake_at = standing.newest.max(head).saturating_add(missing);
             self.shared.wake_at.store(wake_at, Ordering::SeqCst);
-            // What the writer announced before it could see this is looked at now.
+            // The writer may have announced a head before it could see `wake_at`; so check it now.
             if self.shared.head.load(Ordering::SeqCst) < wake_at {
                 return Ok(Next::Rest);
             }
