@@ -85,7 +85,7 @@ impl Graveyard {
             died_at: burial.died_at,
             retried_at: None,
             replaced_by: self.graves.get(&key).and_then(|g| g.letter.replaced_by),
-            record: record,
+            record,
         };
         self.graves.insert(key, Grave { letter, open: true });
     }
