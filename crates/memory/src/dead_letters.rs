@@ -27,12 +27,12 @@ pub(crate) struct Graveyard {
 #[derive(Debug)]
 pub(crate) struct Grave {
     pub(crate) letter: DeadLetter,
-    /// A retried one is kept and no longer open, until it fails again.
+    /// False after a retry, until the event fails again.
     pub(crate) open: bool,
 }
 
 impl Graveyard {
-    /// Adds a dead letter, or opens the one there is again: attempts add up, the first time stays.
+    /// Adds a dead letter, or opens an existing one again: attempts add up, the first time stays.
     pub(crate) fn bury(&mut self, group: GroupName, row: Row, now: Timestamp) -> &DeadLetter {
         let key = (Reverse(row.record.seq()), group.clone());
         let grave = self.graves.entry(key).or_insert_with(|| Grave {
@@ -50,7 +50,7 @@ impl Graveyard {
             open: true,
         });
         grave.open = true;
-        // The claim counted one; if nobody ran, it was none.
+        // The claim counted an attempt; if no handler ran, it was none.
         let was_none = row
             .failures
             .last()
@@ -65,7 +65,7 @@ impl Graveyard {
         &grave.letter
     }
 
-    /// Puts a dead letter that another process tells of.
+    /// Stores a dead letter that the runtime reports.
     pub(crate) fn put(&mut self, record: Arc<Recorded>, burial: &Burial) {
         let key = (Reverse(record.seq()), burial.group.clone());
         let earlier = self.graves.get(&key).map(|grave| EarlierDeath {
@@ -102,7 +102,7 @@ impl Graveyard {
         self.get(position, group).is_some_and(|grave| grave.open)
     }
 
-    /// How many open dead letters a group has of each event type.
+    /// The number of open dead letters of a group by event type.
     pub(crate) fn open_by_type(&self, group: &GroupName) -> BTreeMap<Arc<str>, u64> {
         let graves = self.graves.values();
         let open = graves.filter(|g| g.open && g.letter.group == *group);
@@ -122,7 +122,7 @@ impl Graveyard {
         self.graves.remove(&(Reverse(position), group.clone()));
     }
 
-    /// Those that died before a time, open and retried.
+    /// Dead letters from before a time, open and retried.
     pub(crate) fn died_before(&self, time: Timestamp) -> impl Iterator<Item = (u64, GroupName)> {
         let old = self
             .graves
@@ -131,7 +131,7 @@ impl Graveyard {
         old.map(|((position, group), _)| (position.0, group.clone()))
     }
 
-    /// How many there are, and when the first died.
+    /// The number of dead letters, and the time of the first.
     pub(crate) fn held(&self) -> Held {
         Held {
             count: self.graves.len() as u64,
@@ -139,7 +139,7 @@ impl Graveyard {
         }
     }
 
-    /// Forgets what is kept of an event that leaves the log.
+    /// Removes the dead letters of an event that is removed from the log.
     pub(crate) fn forget(&mut self, position: u64) {
         let first = (Reverse(position), GroupName::unnamed());
         let of_event = self.graves.range(first..).map(|(key, _)| key.clone());
@@ -149,7 +149,7 @@ impl Graveyard {
         }
     }
 
-    /// Open dead letters that pass a filter, beginning after a key.
+    /// Open dead letters that pass a filter, after a key.
     fn open<'a>(
         &'a self,
         filter: &'a DeadLetterFilter,
@@ -208,7 +208,7 @@ impl Memory {
         Ok(DeadLetterPage { items, next })
     }
 
-    /// Oldest first.
+    /// Retries open dead letters, oldest first.
     fn retry_open(&self, filter: &DeadLetterFilter, limit: usize) -> Result<u64> {
         let mut guard = self.open_state()?;
         let state = &mut *guard;
@@ -260,7 +260,7 @@ impl Memory {
         if let Some(group) = number.and_then(|number| state.groups.get_mut(number))
             && !group.wants(&event_type)
         {
-            // The group has other patterns by now, and would pass it by.
+            // The group's patterns no longer match it, so it would skip the event.
             group.add_waiting(record, now);
         }
         if let Some(grave) = state.dead.get_mut(key.position.place(), &key.group) {
@@ -291,7 +291,7 @@ impl Memory {
                 count,
             });
         let mut tallies: Vec<DeadLetterTally> = tallies.collect();
-        // Stable: what is equally frequent stays in the order of its names.
+        // A stable sort: equal counts stay in the order of their names.
         tallies.sort_by_key(|tally| Reverse(tally.count));
         tallies.truncate(limit.min(MAX_PAGE));
         Ok(tallies)
