@@ -309,7 +309,7 @@ pub trait Maintenance: Send + Sync + 'static {
     fn holdings(&self) -> BoxFuture<'_, Result<Holdings>> {
         Box::pin(std::future::ready(Err(Error::new(
             Code::Unsupported,
-            "this engine cannot tell what it holds",
+            "this engine cannot list its stored data",
         ))))
     }
 

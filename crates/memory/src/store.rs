@@ -68,7 +68,7 @@ impl State {
         self.failed.get(&(*number, seq))
     }
 
-    /// The group is done with an event: what failed belongs to no next attempt.
+    /// The group has finished an event: its failures do not belong to a next attempt.
     fn end_failures(&mut self, key: (u64, u64)) {
         if let Some(kept) = self.failed.get_mut(&key) {
             kept.end();
@@ -180,7 +180,7 @@ impl Store for Memory {
             if let Some(kept) = state.failed.get_mut(&key) {
                 kept.forget_current();
             }
-            // The letter says what became of it.
+            // The dead letter has the outcome of the event.
             if let Some(group) = state.groups.get_mut(&key.0) {
                 group.skipped.remove(&key.1);
             }

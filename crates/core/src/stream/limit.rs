@@ -60,7 +60,7 @@ impl FromStr for OnFull {
             "drop_oldest" => Ok(Self::DropOldest),
             _ => Err(Error::new(
                 Code::InvalidSetting,
-                format!("{text:?} is nothing to do when a stream is full"),
+                format!("{text:?} is not a value of on_full"),
             )
             .hint("it is wait, reject or drop_oldest")),
         }

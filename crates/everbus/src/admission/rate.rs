@@ -215,7 +215,11 @@ mod tests {
             bucket.take(1, Instant::now()).await.unwrap();
         }
         assert_eq!(start.elapsed(), Duration::ZERO, "a quiet minute is a burst");
-        assert_eq!(took(&bucket, 1).await.unwrap(), 100, "and no more than that");
+        assert_eq!(
+            took(&bucket, 1).await.unwrap(),
+            100,
+            "and no more than that"
+        );
     }
 
     #[tokio::test(start_paused = true)]

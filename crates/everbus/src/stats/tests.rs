@@ -414,7 +414,7 @@ fn a_batch_counts_what_was_stored_under_its_type() {
         refused(),
         refused(),
     ]);
-    // An engine that answers for fewer is somebody else's fault.
+    // An engine that answers for fewer events has a bug; counting must not panic.
     batch.stored(&[stored(false)]);
     let report = stats.snapshot(Vec::new());
     let published = |name: &str| report.types[name].published;
