@@ -13,7 +13,7 @@ use tokio::sync::Notify;
 
 use crate::audit::Trail;
 use crate::checkpoints::Saved;
-use crate::dead_letters::Graveyard;
+use crate::dead_letters::DeadLetterTable;
 use crate::group::{Group, Row, RowState};
 use crate::inbox::Handled;
 use crate::orphans::Left;
@@ -29,7 +29,7 @@ pub(crate) struct State {
     /// By number; a number is never used again, so an old lease or consumer cannot refer to a new group.
     pub(crate) groups: BTreeMap<u64, Group>,
     pub(crate) names: BTreeMap<GroupName, u64>,
-    pub(crate) dead: Graveyard,
+    pub(crate) dead: DeadLetterTable,
     pub(crate) inbox: Handled,
     pub(crate) stages: Stages,
     /// What the runtime reported about events that another broker moves.
@@ -55,7 +55,7 @@ impl State {
             records: Records::new(),
             groups: BTreeMap::new(),
             names: BTreeMap::new(),
-            dead: Graveyard::default(),
+            dead: DeadLetterTable::default(),
             inbox: Handled::default(),
             stages: Stages::default(),
             failed: Failed::new(),

@@ -208,13 +208,13 @@ impl Memory {
         let mut state = self.open_state()?;
         for SentBack { letter, died_at } in letters {
             let position = letter.position.place();
-            if let Some(grave) = state.dead.get_mut(position, &letter.group)
-                && grave.open
-                && grave.letter.died_at == died_at
+            if let Some(entry) = state.dead.get_mut(position, &letter.group)
+                && entry.open
+                && entry.letter.died_at == died_at
             {
-                grave.open = false;
-                grave.letter.retried_at = Some(at);
-                grave.letter.replaced_by = by.or(grave.letter.replaced_by);
+                entry.open = false;
+                entry.letter.retried_at = Some(at);
+                entry.letter.replaced_by = by.or(entry.letter.replaced_by);
             }
             state.wake_waiters(position);
         }
