@@ -177,8 +177,8 @@ impl Progress {
         bitmap
     }
 
-    /// The done numbers of `first..=last` as a plain bitmap: bit `n % 8` of byte `n / 8` stands for `first
-    /// + n`. A plain SQL query can read this form.
+    /// The done numbers of `first..=last` as a plain bitmap: bit `n % 8` of byte `n / 8` stands for
+    /// `first + n`. A plain SQL query can read this form.
     pub fn bitmap(&self, first: u64, last: u64) -> Vec<u8> {
         let length = last.saturating_sub(first).saturating_add(1);
         let mut bytes = vec![0xff_u8; usize::try_from(length.div_ceil(8)).unwrap_or(0)];
