@@ -114,7 +114,7 @@ pub trait Consumer: Send {
     fn pause(&mut self) -> BoxFuture<'_, Result<()>>;
 
     /// Claims again, with at most `prefetch` deliveries claimed and not settled. Also changes the
-    /// prefetch of a consumer that is not paused; what it holds beyond the new number stays valid.
+    /// prefetch of a consumer that is not paused; deliveries beyond the new number stay valid.
     fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>>;
 
     /// Gives back events that were claimed and not fetched. Fetched deliveries stay valid.

@@ -87,8 +87,8 @@ impl std::fmt::Display for ClockDoubt {
         let hours = self.left().as_secs().div_ceil(HOUR.as_secs());
         write!(
             f,
-            "the clock went from {} to {} between two looks; retention waits until it has gone evenly for \
-             {hours} more hours of running, or somebody says that it is right",
+            "the clock jumped from {} to {} between two checks; retention waits until it has run evenly for \
+             {hours} more hours of running, or until an operator confirms that it is right",
             self.before, self.found
         )
     }

@@ -141,7 +141,7 @@ pub struct DeadLetter {
     /// When it was last retried, if it was.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub retried_at: Option<Timestamp>,
-    /// The corrected event that was sent in its place, if one was.
+    /// The corrected event that replaced it, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replaced_by: Option<EventId>,
     /// The event itself, unchanged, with its position.
@@ -308,7 +308,7 @@ pub struct DeadLetterPage {
 /// The time that a purge compares.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PurgeBasis {
-    /// When the event was received, as the specification says.
+    /// When the event was received, as in the specification.
     #[default]
     Created,
     /// When it became a dead letter.

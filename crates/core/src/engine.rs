@@ -135,14 +135,14 @@ impl Engine {
     pub fn store(&self) -> Result<Arc<dyn Store>> {
         self.store
             .clone()
-            .ok_or_else(|| self.unsupported("remembering events that another engine moves"))
+            .ok_or_else(|| self.unsupported("a store for events that another engine moves"))
     }
 
     /// The maintenance of the file, or [`Code::Unsupported`].
     pub fn maintenance(&self) -> Result<&dyn Maintenance> {
         self.maintenance
             .as_deref()
-            .ok_or_else(|| self.unsupported("a file to look after"))
+            .ok_or_else(|| self.unsupported("a file to maintain"))
     }
 
     /// The inbox, or [`Code::Unsupported`].
@@ -156,7 +156,7 @@ impl Engine {
     pub fn history(&self) -> Result<&dyn History> {
         self.history
             .as_deref()
-            .ok_or_else(|| self.unsupported("a history that can be asked"))
+            .ok_or_else(|| self.unsupported("history queries"))
     }
 
     /// The payload stages, or [`Code::Unsupported`].

@@ -8,7 +8,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 macro_rules! codes {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// What went wrong, in a form that never changes between versions.
+        /// What went wrong, as a name that never changes between versions.
         ///
         /// Each code has a page under `docs/errors/`.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -18,7 +18,7 @@ macro_rules! codes {
         }
 
         impl Code {
-            /// Every code there is.
+            /// Every code.
             pub const ALL: &'static [Code] = &[$(Code::$name,)*];
 
             /// The code as text, for logs and for machines.
@@ -32,25 +32,25 @@ macro_rules! codes {
 }
 
 codes! {
-    /// The bus was shut down; it takes no more publishes or subscriptions.
+    /// The bus was shut down; it accepts no more publishes or subscriptions.
     EventBusShutdownError,
-    /// The payload is not what its content type says (by default: not JSON).
+    /// The payload does not match its content type (by default: it is not JSON).
     InvalidPayloadError,
     /// The payload is larger than the bus allows.
     PayloadTooLarge,
-    /// The event type is empty, too long, or has a character it may not have.
+    /// The event type is empty, too long, or has a forbidden character.
     InvalidType,
     /// The text is not an event id.
     InvalidId,
     /// An attribute of the event is malformed or too long.
     InvalidAttribute,
-    /// The pattern is not one.
+    /// The pattern is invalid.
     InvalidPattern,
-    /// The cursor is not one, or belongs to another query.
+    /// The cursor is invalid, or belongs to another query.
     InvalidCursor,
-    /// A setting is out of range or cannot be read.
+    /// A setting is out of range or cannot be parsed.
     InvalidSetting,
-    /// The URL names no engine this build has, or cannot be read.
+    /// The URL names no engine of this build, or cannot be parsed.
     InvalidUrl,
     /// An event with this id but another body was published before.
     IdReused,
@@ -62,33 +62,33 @@ codes! {
     SubscriptionNotFound,
     /// There is no such event or dead letter.
     NotFound,
-    /// The lease had ended or belongs to somebody else now; the settlement was not applied.
+    /// The lease had ended, or another consumer has the event now; the settlement was not applied.
     LeaseLost,
-    /// The wait ended before what was waited for happened.
+    /// The wait ended before the awaited event happened.
     Timeout,
     /// The engine cannot do this.
     Unsupported,
-    /// The clock has leapt ahead, and by it things would be removed that cannot be brought back.
+    /// The clock has jumped ahead; by this clock, data would be removed that cannot be restored.
     ClockInDoubt,
     /// The payload does not match the schema registered for its type.
     ValidationError,
-    /// What was given as a JSON Schema is none.
+    /// The given JSON Schema is invalid.
     InvalidSchema,
-    /// The event has a version that nothing here can read.
+    /// The event has a version that no handler here can read.
     UnknownVersion,
-    /// The functions from one version of an event to the next contradict each other.
+    /// The upcasts of an event type contradict each other.
     UpcastConflict,
     /// No declared stream covers the event type, or no stream has this name.
     NoStream,
-    /// The stream is full, or the publisher is over its rate, for longer than a publish waits.
+    /// The stream is full, or the publisher is over its rate limit, for longer than a publish waits.
     Backpressure,
-    /// What a handler wanted done in the transaction of its ack failed; nothing of it was done.
+    /// The effect of a handler in the transaction of its ack failed; the transaction was rolled back.
     EffectFailed,
     /// The configuration file cannot be used.
     InvalidConfig,
     /// The server cannot be reached, or does not answer.
     Unavailable,
-    /// What the engine works on is held by something else for longer than the bus waits.
+    /// Another program holds the file or database for longer than the bus waits.
     Busy,
     /// The disk is full, or nearly: publishes are refused so that acks still fit.
     DiskFull,
@@ -102,23 +102,23 @@ codes! {
     FileGone,
     /// The process has run out of memory, file descriptors or threads.
     OutOfResources,
-    /// What is stored is damaged.
+    /// The stored data is damaged.
     Corrupt,
     /// The file or database belongs to another program.
     NotEverbus,
-    /// What is stored was written by a newer version of Everbus.
+    /// The stored data was written by a newer version of Everbus.
     NewerSchema,
     /// The file is on a network file system, where its locks cannot be trusted.
     NetworkFileSystem,
     /// The SQLite library is too old to be safe.
     SqliteTooOld,
-    /// The durability that was asked for could not be set.
+    /// The requested durability could not be set.
     NotDurable,
-    /// The object store cannot be reached, or an object in it is missing or not what was put there.
+    /// The object store cannot be reached, or an object in it is missing or has another content.
     ObjectStoreError,
-    /// Storage failed; the outcome of what was under way is unknown and the engine has stopped.
+    /// Storage failed; the outcome of the running operations is unknown and the engine has stopped.
     StorageFailed,
-    /// Something that cannot happen did.
+    /// A bug in Everbus.
     Internal,
 }
 
@@ -129,7 +129,7 @@ impl fmt::Display for Code {
 }
 
 impl Code {
-    /// The name that errors about a file are shown by, where it differs from the code.
+    /// The name of the error in messages about a file, if it differs from the code.
     const fn file_name(self) -> &'static str {
         match self {
             Code::Busy => "FileBusy",
@@ -190,30 +190,30 @@ impl Code {
     }
 }
 
-/// What an error means for the next step: [`Error::class`]. Code that decides whether to repeat a call,
-/// to blame an event or to stop goes by this and keeps no list of codes of its own.
+/// What an error means for the next step: [`Error::class`]. Code that decides whether to repeat a call, to
+/// blame an event or to stop uses the class and keeps no list of codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Class {
     /// The request cannot be served, and repeating it unchanged gives the same answer: it is invalid, names
-    /// something that does not exist, or asks for what the engine cannot do. [`Code::Internal`] belongs
-    /// here too: the same request meets the same bug, others are served.
+    /// something that does not exist, or needs an ability that the engine lacks. [`Code::Internal`] belongs
+    /// here too: the same request meets the same bug, other requests are served.
     Caller,
-    /// The request contradicts what is stored: another body under the same id, other settings, a lease
-    /// that was lost. Nothing was done.
+    /// The request contradicts stored data: another body under the same id, other settings, a lost lease.
+    /// Nothing was done.
     Conflict,
-    /// Nothing was done, and the same request may succeed later: the server is away, the file is locked,
-    /// the disk is full. It says nothing about the event.
+    /// Nothing was done, and the same request may succeed later: the server is not available, the file is
+    /// locked, the disk is full. The event is not the cause.
     Passing,
     /// The request may have taken effect. Repeating it is safe: an append with the same id, a settlement
     /// with the same lease.
     Unknown,
-    /// The engine serves nothing more until it is opened again, and perhaps repaired first.
+    /// The engine serves no more requests until it is opened again, and perhaps repaired first.
     Final,
 }
 
 impl Class {
-    /// Whether the same request may be sent again: it is nobody's fault that it failed.
+    /// Whether the same request may be sent again: the request did not cause the failure.
     pub const fn may_repeat(self) -> bool {
         matches!(self, Self::Passing | Self::Unknown)
     }
@@ -221,8 +221,9 @@ impl Class {
 
 /// An error with a stable [`Code`], a message, an optional hint and an optional cause.
 ///
-/// It displays as `name: message`, where the [`name`](Self::name) is that of the code; the hint is kept apart so that a program can show it its own way.
-/// Cloning is cheap: every waiter of a failed commit gets the same error.
+/// It displays as `name: message`, where the [`name`](Self::name) is that of the code; the hint is
+/// separate, so that a program can show it in its own way. Cloning is cheap: every waiter of a failed
+/// commit gets the same error.
 #[derive(Clone)]
 pub struct Error(Box<Inner>);
 
@@ -249,21 +250,20 @@ impl Error {
         }))
     }
 
-    /// A new error about a file: its [`name`](Self::name) speaks of files (`FileBusy` for
-    /// [`Code::Busy`]).
+    /// A new error about a file: its [`name`](Self::name) mentions files (`FileBusy` for [`Code::Busy`]).
     pub fn of_file(code: Code, message: impl Into<String>) -> Self {
         let mut error = Self::new(code, message);
         error.0.of_file = true;
         error
     }
 
-    /// The error every operation gives after shutdown.
+    /// The error of every operation after shutdown.
     pub fn shutdown() -> Self {
         Self::new(Code::EventBusShutdownError, "the bus has been shut down")
             .hint("publish and subscribe before calling shutdown, or open the bus again")
     }
 
-    /// Adds what the person may do about it.
+    /// Adds a hint: what the user can do about it.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.0.hint = Some(hint.into());
@@ -284,7 +284,7 @@ impl Error {
         self
     }
 
-    /// The same error with another sentence.
+    /// The same error with another message.
     #[must_use]
     pub fn with_message(mut self, message: impl Into<String>) -> Self {
         self.0.message = message.into();
@@ -296,7 +296,7 @@ impl Error {
         self.0.code
     }
 
-    /// The name the error is shown by: its code, or for a file the name that speaks of files.
+    /// The name of the error in messages: its code, or for a file the name that mentions files.
     pub fn name(&self) -> &'static str {
         if self.0.of_file {
             self.0.code.file_name()
@@ -307,8 +307,8 @@ impl Error {
 
     /// What the error means for the next step.
     ///
-    /// A final error stays final when its outcome is unknown, since the engine takes no repetition;
-    /// [`outcome_unknown`](Self::outcome_unknown) says it for the publisher who opens the engine again.
+    /// A final error stays final when its outcome is unknown, because the engine accepts no repetition;
+    /// [`outcome_unknown`](Self::outcome_unknown) tells a publisher that opens the engine again.
     pub fn class(&self) -> Class {
         match self.0.code.class() {
             Class::Final => Class::Final,
@@ -317,20 +317,20 @@ impl Error {
         }
     }
 
-    /// The sentence, without the code.
+    /// The message, without the code.
     pub fn message(&self) -> &str {
         &self.0.message
     }
 
-    /// What the person may do about it.
+    /// The hint: what the user can do about it.
     pub fn hint_text(&self) -> Option<&str> {
         self.0.hint.as_deref()
     }
 
-    /// Whether the operation may have taken effect all the same.
+    /// Whether the operation may have taken effect.
     ///
-    /// A publish with an unknown outcome may be repeated with the same id: if it did take effect,
-    /// the first receipt is returned and nothing is stored twice.
+    /// A publish with an unknown outcome may be repeated with the same id: if the first one took effect,
+    /// its receipt is returned and nothing is stored twice.
     pub fn outcome_unknown(&self) -> bool {
         self.0.outcome_unknown
     }

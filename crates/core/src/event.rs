@@ -1,4 +1,4 @@
-//! The event: an id, a dotted type, a payload kept as the bytes given, and optional attributes.
+//! The event: an id, a dotted type, a payload as unchanged bytes, and optional attributes.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -40,9 +40,9 @@ pub struct Event {
     version: u32,
     occurred_at: Timestamp,
     payload: Bytes,
-    // Most events have none of these: one pointer instead of four hundred bytes.
+    // Most events have no attributes: one pointer instead of four hundred bytes.
     attributes: Option<Box<Attributes>>,
-    // The publisher left the id to us. Not stored.
+    // The id was generated, not given by the publisher. Not stored.
     made_id: bool,
 }
 
@@ -59,8 +59,7 @@ impl PartialEq for Event {
 
 impl Eq for Event {}
 
-/// What an event takes over from the work during which it is published, where it does not say
-/// otherwise itself.
+/// Values that an event inherits from its context when it is published, if it does not set them itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Inherited {
@@ -70,30 +69,30 @@ pub struct Inherited {
     pub causation_id: Option<String>,
     /// The trace.
     pub trace: Option<TraceContext>,
-    /// Who emits it.
+    /// The service that emits it.
     pub source: Option<String>,
 }
 
-/// What an event may carry beside its type and payload. Everything is optional.
+/// The optional attributes of an event, besides its type and payload.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Attributes {
-    /// Who emitted the event.
+    /// The service that emitted the event.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub source: Option<String>,
     /// The application it belongs to.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub app: Option<String>,
-    /// For whom it was emitted. Ids are unique per tenant.
+    /// The tenant. Ids are unique per tenant.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tenant: Option<String>,
     /// The thing it is about.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub entity: Option<Entity>,
-    /// Events with the same key are handled in order by groups that ask for it.
+    /// Ordered groups handle events with the same key in order.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
-    /// Ties together everything that one request caused.
+    /// Links everything that one request caused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub correlation_id: Option<String>,
     /// The event whose handling caused this one.
@@ -105,29 +104,29 @@ pub struct Attributes {
     /// Free key-value pairs.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub metadata: BTreeMap<String, String>,
-    /// What the payload is, if not `application/json`.
+    /// The content type of the payload, if not `application/json`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub content_type: Option<String>,
-    /// The id the event came with, if that was not a UUID.
+    /// The original id of the event, if it was not a UUID.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub foreign_id: Option<String>,
-    /// When it may be forgotten, however long others are kept; never while a group still owes work
-    /// on it.
+    /// When it may be removed, whatever the retention of other events; never while it is pending in a
+    /// group.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expires_at: Option<Timestamp>,
     /// No group gets it before this time; it is in the log at once.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub not_before: Option<Timestamp>,
-    /// The one group that the event is for, as stored: empty for the unnamed group. All others pass it by.
+    /// The one group that the event is for, as stored: empty for the unnamed group. All others skip it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
-    /// Where the part of the payload is that was too large to travel with the event.
+    /// Where the large part of the payload is, if it is in an object store.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub overflow: Option<Box<Overflow>>,
 }
 
 impl Attributes {
-    /// Those of an event that has none.
+    /// The attributes of an event without any.
     pub const NONE: &'static Self = &Self {
         source: None,
         app: None,
@@ -147,37 +146,37 @@ impl Attributes {
     };
 }
 
-/// Where the large part of a payload was put, and how the payload is made whole again: in the payload
-/// that the event carries, each `null` at a known place stands for a part of the object.
+/// Where the large part of a payload is, and how to restore the payload: in the payload of the event, each
+/// `null` at a known place stands for a part of the object.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Overflow {
-    /// The bucket or directory, as the configuration names it.
+    /// The bucket or directory, by its name in the configuration.
     pub bucket: String,
-    /// The key of the object in it, made by us.
+    /// The key of the object in it.
     pub key: String,
     /// The length of the object in bytes.
     pub size: u64,
     /// The SHA-256 of the object, in hex.
     pub sha256: String,
-    /// The length of the whole payload in bytes.
+    /// The length of the complete payload in bytes.
     pub payload_size: u64,
-    /// The SHA-256 of the whole payload, in hex. A repeated publish is told by it, whatever was moved
-    /// the first time and the second.
+    /// The SHA-256 of the complete payload, in hex. It identifies a repeated publish, even if different
+    /// parts were moved.
     pub payload_sha256: String,
-    /// The parts that were moved, in the order of the payload. None at all: the object is the payload,
-    /// and the event carries `null`.
+    /// The moved parts, in the order of the payload. Empty: the object is the whole payload, and the event
+    /// carries `null`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub parts: Vec<OverflowPart>,
 }
 
-/// One part of a payload that is in an object.
+/// One part of a payload in an object.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OverflowPart {
     /// The field it is the value of.
     pub field: String,
-    /// Where its `null` begins in the payload that the event carries.
+    /// The offset of its `null` in the payload of the event.
     pub at: u64,
-    /// Where it begins in the object.
+    /// Its offset in the object.
     pub from: u64,
     /// Its length in bytes.
     pub len: u64,
@@ -189,7 +188,7 @@ pub struct Entity {
     /// The kind of thing.
     #[serde(rename = "type")]
     pub kind: String,
-    /// Which one.
+    /// Its id.
     pub id: String,
 }
 
@@ -217,8 +216,8 @@ pub struct TraceContext {
 }
 
 impl TraceContext {
-    /// Reads the two headers of a request: `00-<32 hex digits>-<16 hex digits>-<2 hex digits>`, neither
-    /// id all zeroes. Higher versions are read as far as version 00 goes, as the standard asks.
+    /// Parses the two headers of a request: `00-<32 hex digits>-<16 hex digits>-<2 hex digits>`, neither id
+    /// all zeroes. Higher versions are parsed like version 00, as the standard requires.
     pub fn parse(traceparent: &str, tracestate: Option<&str>) -> Result<Self> {
         let trace = Self {
             traceparent: traceparent.trim().to_owned(),
@@ -256,16 +255,16 @@ impl TraceContext {
     }
 }
 
-/// The metadata that names the key of [`Event::idempotency_key`].
+/// The metadata key of [`Event::idempotency_key`].
 pub const IDEMPOTENCY_KEY: &str = "idempotency_key";
 
 impl Event {
-    /// Whether a group may have the event; see [`GroupName::receives`].
+    /// Whether a group may get the event; see [`GroupName::receives`].
     pub fn is_for(&self, group: &GroupName) -> bool {
         group.receives(self.attributes().and_then(|a| a.address.as_deref()))
     }
 
-    /// The event for one group only: all others pass it by.
+    /// Addresses the event to one group: all others skip it.
     #[must_use]
     pub fn addressed_to(mut self, group: &GroupName) -> Self {
         self.attributes.get_or_insert_default().address = Some(group.as_str().to_owned());
@@ -277,7 +276,7 @@ impl Event {
         EventBuilder::new(event_type.into())
     }
 
-    /// Puts an event together again from what an engine stored. Nothing is validated.
+    /// Builds an event from stored data. Nothing is validated.
     pub fn from_stored(
         id: EventId,
         event_type: Arc<str>,
@@ -302,13 +301,13 @@ impl Event {
         self
     }
 
-    /// Whether the id was made by the builder, not brought by the publisher. Events that were stored
-    /// never say so.
+    /// Whether the id was generated by the builder and not given by the publisher. Always false for stored
+    /// events.
     pub fn has_made_id(&self) -> bool {
         self.made_id
     }
 
-    /// Puts another id in place of one that the builder made; one that was brought is kept.
+    /// Replaces a generated id; a given id is kept.
     #[must_use]
     pub fn or_id(mut self, id: impl FnOnce() -> EventId) -> Self {
         if self.made_id {
@@ -317,7 +316,7 @@ impl Event {
         self
     }
 
-    /// Takes over what the event does not say itself.
+    /// Adds inherited values that the event does not set itself.
     #[must_use]
     pub fn inheriting(mut self, from: Inherited) -> Self {
         if from == Inherited::default() {
@@ -331,8 +330,8 @@ impl Event {
         self
     }
 
-    /// The event with the large part of its payload in an object: this payload travels instead. For
-    /// whoever put the object there, durably, before the event is appended.
+    /// The event with the large part of its payload in an object and this smaller payload instead. The
+    /// caller has put the object, durably, before the event is appended.
     #[must_use]
     pub fn with_overflow(mut self, payload: Bytes, overflow: Overflow) -> Self {
         self.payload = payload;
@@ -340,7 +339,7 @@ impl Event {
         self
     }
 
-    /// The event as it was published, with the whole payload and nothing in an object.
+    /// The event with its complete payload and without a reference to an object.
     #[must_use]
     pub fn made_whole(mut self, payload: Bytes) -> Self {
         self.payload = payload;
@@ -353,7 +352,7 @@ impl Event {
         self
     }
 
-    /// Where the large part of the payload is, if it did not travel with the event.
+    /// Where the large part of the payload is, if it is in an object.
     pub fn overflow(&self) -> Option<&Overflow> {
         self.attributes()?.overflow.as_deref()
     }
@@ -378,18 +377,18 @@ impl Event {
         self.version
     }
 
-    /// When it happened, as the publisher says.
+    /// When it happened, as the publisher stated.
     pub fn occurred_at(&self) -> Timestamp {
         self.occurred_at
     }
 
-    /// The payload, exactly as published; if the event has an [overflow](Self::overflow), what travels
-    /// of it.
+    /// The payload, exactly as published; if the event has an [overflow](Self::overflow), only the part
+    /// that is in the log.
     pub fn payload(&self) -> &Bytes {
         &self.payload
     }
 
-    /// Reads the payload as JSON into any type.
+    /// Decodes the payload as JSON into any type.
     pub fn json<'a, T: Deserialize<'a>>(&'a self) -> Result<T> {
         serde_json::from_slice(&self.payload).map_err(|e| {
             Error::new(
@@ -402,12 +401,12 @@ impl Event {
         })
     }
 
-    /// The optional attributes, where there are any.
+    /// The optional attributes, if there are any.
     pub fn attributes(&self) -> Option<&Attributes> {
         self.attributes.as_deref()
     }
 
-    /// What the payload is; JSON unless said otherwise.
+    /// The content type of the payload; JSON by default.
     pub fn content_type(&self) -> &str {
         self.attributes()
             .and_then(|a| a.content_type.as_deref())
@@ -419,7 +418,7 @@ impl Event {
         is_json(self.content_type())
     }
 
-    /// For whom it was emitted.
+    /// The tenant.
     pub fn tenant(&self) -> Option<&str> {
         self.attributes()?.tenant.as_deref()
     }
@@ -447,7 +446,7 @@ impl Event {
         &self.attributes().unwrap_or(Attributes::NONE).metadata
     }
 
-    /// The id to show: the foreign one the event came with, else the UUID.
+    /// The id to show: the foreign id of the event, else the UUID.
     pub fn display_id(&self) -> Cow<'_, str> {
         match self.attributes().and_then(|a| a.foreign_id.as_deref()) {
             Some(id) => Cow::Borrowed(id),
@@ -455,11 +454,11 @@ impl Event {
         }
     }
 
-    /// The key under which an effect of this event is done once: the same in every attempt, for a correction
-    /// (`dlq edit`), and for a copy (`replay`), although those have ids of their own.
+    /// The key under which an effect of this event is done once: the same in every attempt, for a
+    /// correction (`dlq edit`), and for a copy (`replay`), although these have different ids.
     ///
-    /// It is the metadata [`IDEMPOTENCY_KEY`], which corrections and copies take over and a publisher may set,
-    /// or else the id.
+    /// It is the metadata [`IDEMPOTENCY_KEY`], which corrections and copies inherit and a publisher may
+    /// set, or else the id.
     pub fn idempotency_key(&self) -> Cow<'_, str> {
         match self.metadata().get(IDEMPOTENCY_KEY) {
             Some(key) => Cow::Borrowed(key),
@@ -467,11 +466,11 @@ impl Event {
         }
     }
 
-    /// Whether publishing `other` under the same id is the same publish again.
+    /// Whether publishing `other` under the same id is a repetition of the same publish.
     ///
-    /// What says *what happened* and to whom must agree: type, version, payload, content type, tenant, app,
-    /// entity, key, metadata and address. What a second try may well give anew does not count: the times,
-    /// the source, correlation, causation and trace.
+    /// The content must be equal: type, version, payload, content type, tenant, app, entity, key, metadata
+    /// and address. Values that may differ in a second try are ignored: the times, the source, correlation,
+    /// causation and trace.
     pub fn same_body(&self, other: &Event) -> bool {
         let (a, b) = (
             self.attributes().unwrap_or(Attributes::NONE),
@@ -489,7 +488,7 @@ impl Event {
             && self.same_payload(other)
     }
 
-    /// Whether the same payload was published, however much of it was moved into an object.
+    /// Whether both have the same complete payload, however much of it is in an object.
     fn same_payload(&self, other: &Event) -> bool {
         match (self.overflow(), other.overflow()) {
             (None, None) => self.payload == other.payload,
@@ -503,7 +502,7 @@ impl Event {
 }
 
 impl Overflow {
-    /// Whether this is the whole payload.
+    /// Whether this is the complete payload.
     fn is_of(&self, payload: &[u8]) -> bool {
         self.payload_size == payload.len() as u64
             && self.payload_sha256 == crate::log::hex(&sha2::Sha256::digest(payload))

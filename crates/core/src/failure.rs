@@ -1,4 +1,4 @@
-//! What is kept of a failed attempt.
+//! The record of a failed attempt.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::time::Timestamp;
 pub enum FailureKind {
     /// The handler returned an error.
     Error,
-    /// The handler returned an error that no retry can mend.
+    /// The handler returned an error that no retry can fix.
     Permanent,
     /// The handler did not finish in time.
     Timeout,
@@ -22,7 +22,7 @@ pub enum FailureKind {
     Panic,
     /// The process died, or lost its lease, while the event was in flight.
     Crash,
-    /// The event or its payload could not be read.
+    /// The event or its payload could not be decoded.
     Decode,
     /// No process had a handler for the event for too long.
     NoHandler,
@@ -32,13 +32,13 @@ pub enum FailureKind {
     Schema,
     /// Not an attempt: the circuit breaker was open.
     Rejected,
-    /// Not an attempt: what is stored of the event is damaged, so no handler got it.
+    /// Not an attempt: the stored event is damaged, so no handler got it.
     Corrupt,
 }
 
 impl FailureKind {
-    /// Whether an attempt was made: a rejection by an open circuit breaker is none, and neither is damage
-    /// that kept the event from every handler.
+    /// Whether an attempt was made: not for a rejection by an open circuit breaker, and not for damaged
+    /// data that reached no handler.
     pub const fn is_attempt(self) -> bool {
         !matches!(self, Self::Rejected | Self::Corrupt)
     }
@@ -70,19 +70,19 @@ pub struct Failure {
     pub at: Timestamp,
     /// How it failed.
     pub kind: FailureKind,
-    /// The name of the handler that failed, where one ran.
+    /// The name of the handler that failed, if one ran.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub handler: Option<String>,
     /// The error, with its causes.
     pub error: String,
-    /// Where it happened, if that is known: the backtrace of a panic or of an error that has one.
+    /// Where it happened, if known: the backtrace of a panic or of an error that has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backtrace: Option<String>,
-    /// For a crash: whether this was the only event its process had in flight, so that no other
-    /// can be to blame. Only such an event may be dead-lettered for crashes.
+    /// For a crash: whether this was the only event that its process had in flight, so that no other event
+    /// can be the cause. Only such an event may be dead-lettered for crashes.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub alone: bool,
-    /// How long the attempt ran, where a handler ran. In JSON `took_us`, in microseconds.
+    /// How long the attempt ran, if a handler ran. In JSON `took_us`, in microseconds.
     #[serde(
         rename = "took_us",
         default,
@@ -90,15 +90,15 @@ pub struct Failure {
         with = "micros"
     )]
     pub took: Option<Duration>,
-    /// The worker that made the attempt, where it is known.
+    /// The worker that made the attempt, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub worker: Option<String>,
 }
 
-/// The attempt that ended an event in a group: how long it ran, and where.
+/// The final attempt of an event in a group: how long it ran, and on which worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ran {
-    /// How long the attempt ran, where a handler ran. In JSON `took_us`, in microseconds.
+    /// How long the attempt ran, if a handler ran. In JSON `took_us`, in microseconds.
     #[serde(
         rename = "took_us",
         default,
@@ -106,7 +106,7 @@ pub struct Ran {
         with = "micros"
     )]
     pub took: Option<Duration>,
-    /// The worker that made the attempt, where it is known.
+    /// The worker that made the attempt, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub worker: Option<String>,
 }
@@ -121,17 +121,17 @@ impl Ran {
     }
 }
 
-/// The end of an event in a group that had failed there before.
+/// The end of an event in a group where it had failed before.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Ended {
     /// When the group handled or skipped it.
     pub at: Timestamp,
-    /// The attempt that ended it.
+    /// The final attempt.
     #[serde(flatten)]
     pub ran: Ran,
 }
 
-/// Why an ephemeral group skips an event that it gives up: it has no dead letters.
+/// Why an ephemeral group skips an event that failed for good: it has no dead letters.
 pub fn given_up(last: Option<&Failure>) -> String {
     match last {
         Some(failure) => format!("given up: {}", cut_at(&failure.error, 1000)),
@@ -165,7 +165,7 @@ mod micros {
     }
 }
 
-/// Longer error texts are cut here, at a character boundary, with a mark.
+/// Longer error texts are cut at this length, at a character boundary, with a mark.
 pub const MAX_ERROR_BYTES: usize = 64 * 1024;
 
 impl Failure {
@@ -185,7 +185,7 @@ impl Failure {
         }
     }
 
-    /// Adds how long the attempt ran, where a handler ran, and on which worker.
+    /// Adds how long the attempt ran, if a handler ran, and on which worker.
     #[must_use]
     pub fn on_worker(mut self, took: Option<Duration>, worker: impl Into<String>) -> Self {
         let ran = Ran::new(took, worker);

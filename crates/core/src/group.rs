@@ -1,4 +1,4 @@
-//! Consumer groups: who reads the log, from where, and which events it wants.
+//! Consumer groups: their names, start positions and subscriptions.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,15 +14,15 @@ use crate::pattern::Pattern;
 use crate::position::Cursor;
 use crate::time::Timestamp;
 
-/// The name of a group. The unnamed group, which the specification of the embedded bus describes,
-/// has the empty name and is shown as `(unnamed)`.
+/// The name of a group. The unnamed group of the embedded bus's specification has the empty name and is
+/// shown as `(unnamed)`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GroupName(Arc<str>);
 
-/// How the unnamed group is shown and may be written on a command line.
+/// How the unnamed group is shown, and may be written on a command line.
 pub const UNNAMED: &str = "(unnamed)";
 
-/// Why a group skipped an event that waited for a handler: its subscription was retracted.
+/// Why a group skipped an event that waited for a handler: its subscription was removed.
 pub const UNSUBSCRIBED: &str = "unsubscribed: the group no longer wants it";
 
 /// The name of the group that copies every event into the store beside a broker.
@@ -54,8 +54,8 @@ impl GroupName {
         Ok(Self(name.into()))
     }
 
-    /// Whether the group may have an event with this address: the event is for all groups, it is addressed
-    /// to this one, or this is the [`ARCHIVE`], which copies every event.
+    /// Whether the group may get an event with this address: the event is for all groups, or for this one,
+    /// or this is the [`ARCHIVE`], which copies every event.
     pub fn receives(&self, address: Option<&str>) -> bool {
         address.is_none_or(|address| address == self.as_str() || self.as_str() == ARCHIVE)
     }
@@ -80,7 +80,7 @@ impl fmt::Display for GroupName {
 impl FromStr for GroupName {
     type Err = Error;
 
-    /// Reads a name as shown: the empty text and `(unnamed)` are the unnamed group.
+    /// Parses a displayed name: the empty text and `(unnamed)` are the unnamed group.
     fn from_str(s: &str) -> Result<Self> {
         if s.is_empty() || s == UNNAMED {
             Ok(Self::unnamed())
@@ -96,14 +96,14 @@ impl Serialize for GroupName {
     }
 }
 
-/// Where a new group begins to read. A group that exists keeps its position.
+/// Where a new group begins. An existing group keeps its position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StartFrom {
-    /// After everything that is in the log now.
+    /// After the newest event in the log.
     New,
     /// At the beginning of the log.
     First,
-    /// At the newest event that matches, which is included.
+    /// At the newest matching event, which is included.
     Last,
     /// At the first event received at or after this time.
     Time(Timestamp),
@@ -114,7 +114,7 @@ pub enum StartFrom {
 pub struct SubscriptionSpec {
     /// Stable within the group; declaring it again is the same subscription.
     pub name: String,
-    /// Which events it wants.
+    /// The events it matches.
     pub pattern: Pattern,
 }
 
@@ -127,15 +127,16 @@ pub struct GroupSpec {
     pub start_from: StartFrom,
     /// Whether events with the same key are handled strictly one after another.
     pub ordered: bool,
-    /// Whether the group goes with the engine that declares it: when it is closed, or found dead. It has
-    /// no dead letters (what it gives up is skipped, with the reason), and retention does not wait for it.
+    /// Whether the group ends with the engine that declares it: when that engine is closed, or found dead.
+    /// It has no dead letters (events that fail for good are skipped, with the reason), and retention does
+    /// not wait for it.
     pub ephemeral: bool,
-    /// The subscriptions to add. Adding is not retroactive: it applies from the group's position on.
+    /// The subscriptions to add. They apply from the group's current position, not to earlier events.
     pub subscriptions: Vec<SubscriptionSpec>,
 }
 
 impl GroupSpec {
-    /// A group that lasts, begins with what is appended from now on, and has no subscriptions yet.
+    /// A durable group that begins after the newest event and has no subscriptions yet.
     pub fn new(name: GroupName) -> Self {
         Self {
             name,
@@ -147,7 +148,7 @@ impl GroupSpec {
     }
 }
 
-/// The error for a group that exists and lasts as long as another kind of group does.
+/// The error for an existing group of the other kind: ephemeral instead of durable, or the reverse.
 pub fn other_lifetime(spec: &GroupSpec) -> Error {
     if spec.name.is_unnamed() {
         return Error::new(Code::InvalidSetting, "the unnamed group is never ephemeral")
@@ -171,15 +172,15 @@ pub struct SubscriptionInfo {
     pub group: GroupName,
     /// Its name within the group.
     pub name: String,
-    /// Which events it wants.
+    /// The events it matches.
     pub pattern: Pattern,
-    /// It applies to events after this.
+    /// It applies to events after this cursor.
     pub after: Cursor,
     /// When it was first declared.
     pub created_at: Timestamp,
 }
 
-/// How a group stands. Engines begin with [`GroupInfo::new`] and fill in what they know.
+/// The state of a group. Engines begin with [`GroupInfo::new`] and fill in what they know.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct GroupInfo {
@@ -187,17 +188,17 @@ pub struct GroupInfo {
     pub name: GroupName,
     /// Whether events with the same key are handled one after another.
     pub ordered: bool,
-    /// Whether the group goes with the engine that declared it.
+    /// Whether the group ends with the engine that declared it.
     pub ephemeral: bool,
-    /// The patterns it wants.
+    /// The patterns of its subscriptions.
     pub patterns: Vec<String>,
-    /// Its subscriptions, by name. A handler that was given a name has it here as well.
+    /// Its subscriptions, by name. A named handler has its name here.
     pub subscriptions: Vec<SubscriptionInfo>,
-    /// Everything up to here was handed out or skipped.
+    /// Everything up to here was delivered or skipped.
     pub position: Cursor,
-    /// Events beyond the position that match.
+    /// Matching events after the position.
     pub behind: u64,
-    /// Events handed out and not settled.
+    /// Events delivered and not settled.
     pub in_flight: u64,
     /// Failed events that wait for their next attempt, and released ones.
     pub waiting: u64,
@@ -210,18 +211,18 @@ pub struct GroupInfo {
     /// How long the oldest unsettled event has been waiting; zero if there is none.
     #[serde(rename = "behind_ms", serialize_with = "as_millis")]
     pub behind_for: Duration,
-    /// When the group last handed something out or settled something.
+    /// When the group last delivered or settled an event.
     pub active_at: Timestamp,
-    /// What is to do of each event type, if the engine knows it; types with nothing to do may be left out.
+    /// The lag of each event type, if the engine knows it; types without lag may be left out.
     #[serde(skip)]
     pub types: BTreeMap<Arc<str>, Lag>,
-    /// What is to do in each stream: from an engine that counts by stream, or by
+    /// The lag of each stream: from an engine that counts by stream, or by
     /// [`with_streams`](Self::with_streams).
     pub streams: Vec<StreamLag>,
 }
 
 impl GroupInfo {
-    /// A group that has nothing and owes nothing.
+    /// A group without subscriptions and pending events.
     pub fn new(name: GroupName, active_at: Timestamp) -> Self {
         Self {
             name,

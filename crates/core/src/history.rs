@@ -1,9 +1,9 @@
 //! The history: what happened to a tenant, an app or an entity, page by page.
 //!
-//! A query names any of tenant, app, entity and type. The eight combinations of the *workflow* table
-//! have an index each; for the others the store combines what it has. Order is that of the log, which
-//! is the order of [`Recorded::received_at`]: it never changes and never falls, whatever the clocks of
-//! the senders do, so a page that was read stays as it was.
+//! A query filters by tenant, app, entity and type. The eight combinations of the *workflow* table have an
+//! index each; for others the store combines indexes. The order is that of the log, which is the order of
+//! [`Recorded::received_at`]: it never changes and never decreases, whatever the clocks of the publishers
+//! do, so a page that was read stays the same.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,10 +22,10 @@ use crate::time::Timestamp;
 /// The largest page of a history.
 pub const MAX_HISTORY_PAGE: usize = 10_000;
 
-/// A page ends early once its payloads are larger than this, in bytes; the rest is in the next one.
+/// A page ends early once its payloads have more bytes than this; the rest is in the next page.
 pub const MAX_HISTORY_BYTES: usize = 16 << 20;
 
-/// Which way to read.
+/// The order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Order {
@@ -36,7 +36,7 @@ pub enum Order {
     Oldest,
 }
 
-/// Which events, in which order, from where. The default is the newest hundred of all.
+/// Selects events, with an order and a start. The default is the newest hundred of all.
 ///
 /// ```
 /// use everbus_core::{HistoryQuery, Order};
@@ -56,17 +56,17 @@ pub struct HistoryQuery {
     pub app: Option<String>,
     /// Only about this entity.
     pub entity: Option<Entity>,
-    /// Only of types that match. An exact type uses the indexes that have it.
+    /// Only types that match. An exact type can use an index.
     pub types: Option<Pattern>,
     /// Only events received at or after this time.
     pub since: Option<Timestamp>,
     /// Only events received at or before this time.
     pub until: Option<Timestamp>,
-    /// Which way to read.
+    /// The order.
     pub order: Order,
     /// At most this many, from 1 to [`MAX_HISTORY_PAGE`].
     pub limit: usize,
-    /// Where to go on: [`HistoryPage::next`] of the page before, of the same query.
+    /// Where to continue: [`HistoryPage::next`] of the page before, of the same query.
     pub cursor: Option<PageCursor>,
 }
 
@@ -111,7 +111,7 @@ impl HistoryQuery {
         self
     }
 
-    /// Only of types that match.
+    /// Only types that match.
     #[must_use]
     pub fn types(mut self, pattern: Pattern) -> Self {
         self.types = Some(pattern);
@@ -132,7 +132,7 @@ impl HistoryQuery {
         self
     }
 
-    /// Which way to read.
+    /// Sets the order.
     #[must_use]
     pub fn order(mut self, order: Order) -> Self {
         self.order = order;
@@ -146,15 +146,15 @@ impl HistoryQuery {
         self
     }
 
-    /// Where to go on.
+    /// Where to continue.
     #[must_use]
     pub fn after(mut self, cursor: PageCursor) -> Self {
         self.cursor = Some(cursor);
         self
     }
 
-    /// Refuses queries that make no sense: an empty page, a range that ends before it starts, a
-    /// cursor of another query.
+    /// Refuses invalid queries: an empty page, a range that ends before it starts, a cursor of another
+    /// query.
     pub fn validate(&self) -> Result<()> {
         if self.limit == 0 || self.limit > MAX_HISTORY_PAGE {
             return Err(Error::new(
@@ -167,7 +167,7 @@ impl HistoryQuery {
         self.resume_after().map(drop)
     }
 
-    /// The position after which (in the order of the query) the page begins, if a cursor says so.
+    /// The position after which (in the order of the query) the page begins, if there is a cursor.
     pub fn resume_after(&self) -> Result<Option<Position>> {
         let Some(cursor) = &self.cursor else {
             return Ok(None);
@@ -183,7 +183,7 @@ impl HistoryQuery {
         Ok(Some(position))
     }
 
-    /// The cursor behind an event of this query.
+    /// The cursor after an event of this query.
     pub fn cursor_after(&self, position: Position) -> PageCursor {
         let (shard, place, filter) = (position.shard(), position.place(), self.fingerprint());
         PageCursor(match shard {
@@ -192,7 +192,7 @@ impl HistoryQuery {
         })
     }
 
-    /// Whether an event is one of those asked for, its position and time apart.
+    /// Whether an event matches the filters, without its position and time.
     pub fn matches(&self, event: &Event) -> bool {
         let a = event.attributes();
         let same = |wanted: &Option<String>, found: Option<&String>| {
@@ -210,7 +210,7 @@ impl HistoryQuery {
                 .is_none_or(|types| types.matches(event.event_type()))
     }
 
-    /// Tells apart the filters and orders of queries; limits and cursors do not matter.
+    /// A hash of the filters and the order; limits and cursors do not matter.
     fn fingerprint(&self) -> u32 {
         let mut hash = Fnv::new();
         let entity = self.entity.as_ref();
@@ -242,8 +242,8 @@ pub fn check_range(since: Option<Timestamp>, until: Option<Timestamp>) -> Result
     }
 }
 
-/// Where a page ends and the next begins. Text that its store understands; it stays valid as long as
-/// the file lives, also if the event it points to is gone.
+/// The end of a page and the start of the next. Its text is specific to the store; it stays valid for the
+/// life of the file, even if its event is removed.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PageCursor(String);
 
@@ -305,21 +305,21 @@ pub struct HistoryPage {
     /// Where the next page begins, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub next: Option<PageCursor>,
-    /// How the store went about it, for people: which indexes, or a scan.
+    /// How the store ran the query, as text: which indexes, or a scan.
     pub plan: String,
 }
 
-/// A store that can be asked what happened.
+/// A store that answers history queries.
 pub trait History: Send + Sync + 'static {
-    /// One page of the events that a query asks for. It has fewer than the limit if there are no more, or
-    /// if they are large ([`MAX_HISTORY_BYTES`]); [`HistoryPage::next`] tells which.
+    /// One page of the matching events. It has fewer than the limit if there are no more, or if they are
+    /// large ([`MAX_HISTORY_BYTES`]); [`HistoryPage::next`] tells which.
     fn query(&self, query: HistoryQuery) -> BoxFuture<'_, Result<HistoryPage>>;
 
-    /// How many events a query finds in all, its limit and cursor apart, counted up to `limit`.
+    /// How many events match a query in total, without its limit and cursor, counted up to `limit`.
     fn count(&self, query: HistoryQuery, limit: u64) -> BoxFuture<'_, Result<u64>>;
 }
 
-/// Fowler–Noll–Vo, 32 bits: enough to notice a cursor that was put with another query.
+/// Fowler–Noll–Vo, 32 bits: enough to detect a cursor of another query.
 struct Fnv(u32);
 
 impl Fnv {

@@ -1,4 +1,4 @@
-//! Event ids: UUIDs, time-ordered by default, kept as they are when a caller brings its own.
+//! Event ids: UUIDs, time-ordered by default; an id given by the caller is kept unchanged.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,8 +11,8 @@ use crate::time::Timestamp;
 
 /// The identity of an event and its idempotency key.
 ///
-/// New ids are UUID version 7, so they sort by time (random ids make inserts several times slower).
-/// Any UUID a caller brings is kept.
+/// New ids are UUID version 7, so they sort by time (random ids make inserts several times slower). Any
+/// UUID given by a caller is kept.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct EventId(Uuid);
@@ -28,7 +28,7 @@ impl EventId {
 
     /// The id for a foreign string id: always the same for the same source and id.
     ///
-    /// A string that already is a UUID is taken as it is.
+    /// A string that is a UUID is used unchanged.
     pub fn from_foreign(source: &str, id: &str) -> Self {
         if let Ok(uuid) = Uuid::parse_str(id) {
             return Self(uuid);
@@ -40,9 +40,9 @@ impl EventId {
         Self(Uuid::new_v5(&FOREIGN, &name))
     }
 
-    /// The id of an event that handling another one brought about: always the same for the same cause,
-    /// group, handler and index, so that a second run publishes nothing twice. It sorts by the time
-    /// the cause was received, as the cause's own id would.
+    /// The id of an event that was caused by handling another one: always the same for the same cause,
+    /// group, handler and index, so that a second run publishes nothing twice. It sorts by the time the
+    /// cause was received, like the cause's id.
     pub fn derived(
         cause: EventId,
         received_at: Timestamp,

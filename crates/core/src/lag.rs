@@ -1,4 +1,4 @@
-//! How far a group is behind: by event type, as engines know it, and by stream, as people ask.
+//! The lag of a group: by event type, as engines count it, and by stream, as it is shown.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,13 +10,13 @@ use crate::group::GroupInfo;
 use crate::stream::Streams;
 use crate::time::Timestamp;
 
-/// What a group still has to do, of one event type or of one stream.
+/// The pending work of a group, for one event type or one stream.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Lag {
-    /// Events that match and that the group has not reached.
+    /// Matching events that the group has not reached.
     pub behind: u64,
-    /// Events handed out and not settled.
+    /// Events delivered and not settled.
     pub in_flight: u64,
     /// Failed events that wait for their next attempt, and released ones.
     pub waiting: u64,
@@ -29,12 +29,12 @@ pub struct Lag {
 }
 
 impl Lag {
-    /// Nothing to do.
+    /// No lag.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Everything that is not settled.
+    /// All events that are not settled.
     pub fn unsettled(&self) -> u64 {
         self.behind + self.in_flight + self.waiting
     }
@@ -44,13 +44,13 @@ impl Lag {
         self.oldest.map(|at| now.since(at)).unwrap_or_default()
     }
 
-    /// An event that was received then is not settled.
+    /// Notes that an event received at this time is not settled.
     pub fn note_oldest(&mut self, received_at: Timestamp) {
         let known = self.oldest.unwrap_or(received_at);
         self.oldest = Some(known.min(received_at));
     }
 
-    /// Adds what is to do of another type.
+    /// Adds the lag of another type.
     pub fn add(&mut self, other: &Lag) {
         self.behind += other.behind;
         self.in_flight += other.in_flight;
@@ -71,13 +71,13 @@ impl Lag {
     }
 }
 
-/// How far a group is behind in one stream.
+/// The lag of a group in one stream.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct StreamLag {
     /// The name of the stream.
     pub stream: Arc<str>,
-    /// What is to do.
+    /// The lag.
     #[serde(flatten)]
     pub lag: Lag,
     /// How long the oldest unsettled event has been waiting; zero if there is none.
@@ -86,7 +86,7 @@ pub struct StreamLag {
 }
 
 impl StreamLag {
-    /// What is to do in a stream.
+    /// The lag in a stream.
     pub fn new(stream: Arc<str>, lag: Lag, now: Timestamp) -> Self {
         Self {
             behind_for: lag.behind_for(now),
@@ -97,7 +97,7 @@ impl StreamLag {
 }
 
 impl GroupInfo {
-    /// What is to do in all.
+    /// The total lag.
     pub fn lag(&self) -> Lag {
         Lag {
             behind: self.behind,
@@ -109,9 +109,9 @@ impl GroupInfo {
         }
     }
 
-    /// With [`streams`](Self::streams) by the routing table, for an engine that knows the lag by type: an
-    /// entry for each stream that the group reads or has something to do in, in the order of the table.
-    /// Events of a type that no stream covers any more are in the sums of the group alone.
+    /// Fills [`streams`](Self::streams) by the routing table, for an engine that knows the lag by type: an
+    /// entry for each stream that the group reads or has pending events in, in the order of the table.
+    /// Events of a type that no stream covers any more are only in the totals of the group.
     #[must_use]
     pub fn with_streams(mut self, table: &Streams, now: Timestamp) -> Self {
         if !self.streams.is_empty() {
@@ -138,7 +138,7 @@ impl GroupInfo {
         self
     }
 
-    /// Takes over the lag of each event type, and the sums of it.
+    /// Sets the lag of each event type, and the totals.
     #[must_use]
     pub fn with_types(mut self, types: BTreeMap<Arc<str>, Lag>, now: Timestamp) -> Self {
         let sum = Lag::sum(types.values());

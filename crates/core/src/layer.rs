@@ -1,4 +1,4 @@
-//! A broker around a broker: for tests, for counting, for planting faults.
+//! A broker that wraps another broker: for tests, for counting, for planting faults.
 
 use std::time::Duration;
 
@@ -11,8 +11,8 @@ use crate::group::{GroupInfo, GroupName, GroupSpec, SubscriptionInfo};
 use crate::id::EventId;
 use crate::stream::Streams;
 
-/// A [`Broker`] that is another one, except for what it says. Every verb is passed on unless it is
-/// written anew, also those that come later.
+/// A [`Broker`] that wraps another one. Every operation is forwarded unless it is overridden, including
+/// operations that are added later.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -38,7 +38,7 @@ use crate::stream::Streams;
 /// # fn is_a_broker(counting: Counting) -> Arc<dyn Broker> { Arc::new(counting) }
 /// ```
 pub trait BrokerLayer: Send + Sync + 'static {
-    /// What is passed on goes there.
+    /// The wrapped broker.
     fn inner(&self) -> &dyn Broker;
 
     /// As [`Broker::capabilities`].

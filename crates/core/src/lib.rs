@@ -2,18 +2,16 @@
 //!
 //! This crate does no I/O and knows no engine. Read it in this order:
 //!
-//! 1. [`Event`]: what travels. [`Pattern`]: which events a subscriber wants. [`Streams`]: which types
-//!    are in which log.
+//! 1. [`Event`]: the data. [`Pattern`]: selects event types. [`Streams`]: which types are in which log.
 //! 2. [`Broker`] and [`Consumer`]: how events move (append, fetch, settle). [`BrokerLayer`]: a broker
-//!    around another.
-//! 3. [`Position`], [`Shard`], [`Cursor`]: where events are and how far a reader has come.
-//! 4. What an engine may offer beside that: [`Log`], [`Lookup`], [`Settled`], [`Redeliver`], [`Depth`],
-//!    [`DeadLetters`], [`Inbox`], [`Maintenance`], and
-//!    its memory: [`History`], [`Payloads`], [`Audit`], [`Checkpoints`], [`OutboxSource`],
-//!    [`Orphans`].
-//! 5. [`RetryPolicy`], [`Clock`], [`Progress`], [`Window`]: the small pure parts every engine shares.
+//!    that wraps another.
+//! 3. [`Position`], [`Shard`], [`Cursor`]: the position of an event, and the progress of a reader.
+//! 4. Optional abilities of an engine: [`Log`], [`Lookup`], [`Settled`], [`Redeliver`], [`Depth`],
+//!    [`DeadLetters`], [`Inbox`], [`Maintenance`], and its memory: [`History`], [`Payloads`], [`Audit`],
+//!    [`Checkpoints`], [`OutboxSource`], [`Orphans`].
+//! 5. [`RetryPolicy`], [`Clock`], [`Progress`], [`Window`]: small pure parts that every engine shares.
 //!
-//! Everything that can go wrong is an [`Error`] with a stable [`Code`] and a hint.
+//! Every failure is an [`Error`] with a stable [`Code`] and a hint.
 
 pub mod abilities;
 pub mod audit;

@@ -20,14 +20,14 @@ use crate::time::Timestamp;
 pub struct Recorded {
     /// The event.
     pub event: Event,
-    /// Where it is; later events of the same shard have higher positions.
+    /// Its position; later events of the same shard have higher positions.
     pub position: Position,
     /// When the engine received it; never earlier than that of an earlier position.
     pub received_at: Timestamp,
 }
 
 impl Recorded {
-    /// An event where an engine has put it.
+    /// An event at the position that an engine gave it.
     pub const fn new(event: Event, position: Position, received_at: Timestamp) -> Self {
         Self {
             event,
@@ -37,13 +37,13 @@ impl Recorded {
     }
 }
 
-/// Where an event stands in one group.
+/// The state of an event in one group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EventState {
-    /// Not handed out yet, or waiting after a release, a crash or the retry of a dead letter.
+    /// Not delivered yet, or waiting after a release, a crash or the retry of a dead letter.
     Pending,
-    /// Handed out, or failed and waiting for its next attempt.
+    /// Delivered, or failed and waiting for its next attempt.
     Processing,
     /// Handled or skipped.
     Done,
@@ -63,25 +63,25 @@ impl EventState {
     }
 }
 
-/// How one event stands in one group.
+/// The state of one event in one group, with its attempts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct GroupState {
     /// The group.
     pub group: GroupName,
-    /// Where the event stands there.
+    /// Its state there.
     pub state: EventState,
-    /// Attempts begun. Of an event that is done, as far as they are on record: 0 if it never failed.
+    /// Attempts begun. For a finished event, the recorded ones: 0 if it never failed.
     pub attempts: u32,
-    /// The failed attempts, in order. An event that is done keeps them, also those before the retry of a
+    /// The failed attempts, in order. A finished event keeps them, including those before the retry of a
     /// dead letter.
     pub failures: Vec<Failure>,
     /// When the next attempt is due, if it waits for one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub due_at: Option<Timestamp>,
-    /// Why the group is done with it without having handled it, if that is so.
+    /// Why the group skipped it, if it did.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,
-    /// Once the group is done with an event that had failed there: when, and the attempt that ended it.
+    /// For a finished event that had failed there: when it finished, and its final attempt.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ended: Option<Ended>,
 }
@@ -91,8 +91,8 @@ pub trait Log: Send + Sync + 'static {
     /// The end of the log: after the newest event of every shard.
     fn head(&self) -> BoxFuture<'_, Result<Cursor>>;
 
-    /// Reads up to `limit` events after a cursor that match one of the patterns, and returns how far the
-    /// log was searched: go on from there. Events of one shard come in its order.
+    /// Reads up to `limit` events after a cursor that match one of the patterns. Returns them and the
+    /// cursor up to which the log was searched: continue from there. Events of one shard come in its order.
     fn read(
         &self,
         after: Cursor,
@@ -100,10 +100,10 @@ pub trait Log: Send + Sync + 'static {
         limit: usize,
     ) -> BoxFuture<'_, Result<(Vec<Arc<Recorded>>, Cursor)>>;
 
-    /// Returns the cursor for `from`: reading after it yields the first event that is wanted.
+    /// Returns the cursor for `from`: reading after it yields the first matching event.
     fn resolve(&self, from: StartFrom, patterns: Vec<Pattern>) -> BoxFuture<'_, Result<Cursor>>;
 
-    /// Waits until there is something after a cursor. Dropping the future is harmless.
+    /// Waits until there is an event after a cursor. Dropping the future is harmless.
     fn wait_beyond(&self, cursor: Cursor) -> BoxFuture<'_, Result<()>>;
 }
 
@@ -166,7 +166,7 @@ impl Serialize for Recorded {
     }
 }
 
-/// The payload as raw JSON, if that is what it is; the bytes are not changed.
+/// The payload as raw JSON, if it is JSON; the bytes are not changed.
 fn payload_json(event: &Event) -> Option<&serde_json::value::RawValue> {
     if event.is_json() {
         serde_json::from_slice(event.payload()).ok()
@@ -175,7 +175,7 @@ fn payload_json(event: &Event) -> Option<&serde_json::value::RawValue> {
     }
 }
 
-/// Bytes in hex, written as they are read: they may be many.
+/// Bytes in hex, written one by one without a copy: there may be many.
 struct Hex<'a>(&'a [u8]);
 
 impl std::fmt::Display for Hex<'_> {

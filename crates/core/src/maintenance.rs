@@ -1,4 +1,4 @@
-//! What an engine that keeps its own files offers to operators.
+//! Maintenance of an engine that keeps its own files: retention, checks, backups.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,25 +12,25 @@ use crate::pattern::Pattern;
 use crate::stream::Streams;
 use crate::time::Timestamp;
 
-/// What to keep, and for how long. Nothing a group still owes work on is ever removed, and events
-/// that say themselves when they [expire](crate::Attributes::expires_at) go when they do.
+/// What to keep, and for how long. An event that is pending in a group is never removed; events with an
+/// [expiry time](crate::Attributes::expires_at) are removed after it.
 ///
-/// The default removes nothing else; [`Retention::standard`] is what a bus uses unless told otherwise.
+/// The default removes nothing else; [`Retention::standard`] is the default of a bus.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Retention {
     /// Remove events received longer ago than this.
     pub max_age: Option<Duration>,
     /// Keep at most this many events.
     pub max_len: Option<u64>,
-    /// Ages of their own for some streams; the first that matches counts, `max_age` for the rest.
+    /// Ages for single streams; the first match counts, `max_age` for the rest.
     pub streams: Vec<StreamAge>,
     /// Remove payload stages stored longer ago than this.
     pub payloads: Option<Duration>,
-    /// Remove dead letters this long after death, those of the outbox with their rows. The events of the
-    /// others stay, and go by their own age; a group whose open dead letter goes has skipped the event,
-    /// with [`letter_kept_for`](crate::letter_kept_for) as the reason.
+    /// Removes dead letters this long after their final failure, those of the outbox with their rows. The
+    /// events of the others stay, and are removed by their own age; a group whose open dead letter is
+    /// removed has skipped the event, with [`letter_kept_for`](crate::letter_kept_for) as the reason.
     pub dead_letters: Option<Duration>,
-    /// Remove audit records older than this; an anchor keeps the chain verifiable.
+    /// Removes audit records older than this; an anchor keeps the chain verifiable.
     pub audit: Option<Duration>,
     /// Remove rows of the outbox that were sent longer ago than this.
     pub outbox: Option<Duration>,
@@ -39,17 +39,17 @@ pub struct Retention {
 /// How long the events of one stream are kept.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StreamAge {
-    /// Which types are in the stream.
+    /// The event types of the stream.
     pub types: Pattern,
-    /// Remove those received longer ago than this; `None` keeps them.
+    /// Removes events received longer ago than this; `None` keeps them.
     pub max_age: Option<Duration>,
 }
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
 impl Retention {
-    /// Events stay; payload stages go after 14 days, dead letters 30 days after death, sent rows of
-    /// the outbox after 7 days.
+    /// Keeps events; removes payload stages after 14 days, dead letters 30 days after their final failure,
+    /// sent rows of the outbox after 7 days.
     pub fn standard() -> Self {
         Self {
             payloads: Some(14 * DAY),
@@ -69,7 +69,7 @@ impl Retention {
         rest.with_streams(&Streams::omni())
     }
 
-    /// With the ages of streams, behind those that are here already: the first that matches counts.
+    /// Adds the ages of streams after those that are set already: the first match counts.
     #[must_use]
     pub fn with_streams(mut self, streams: &Streams) -> Self {
         let aged = streams.iter().filter(|stream| stream.max_age.is_some());
@@ -80,22 +80,22 @@ impl Retention {
         self
     }
 
-    /// How long events of this type are kept, if they are not kept for ever.
+    /// How long events of this type are kept; `None`: for ever.
     pub fn age_of(&self, event_type: &str) -> Option<Duration> {
         let own = self.streams.iter().find(|s| s.types.matches(event_type));
         own.map_or(self.max_age, |stream| stream.max_age)
     }
 
-    /// How long the events are kept that are kept longest; `None` if some are kept for ever.
+    /// The longest age of any event; `None` if some are kept for ever.
     pub fn longest(&self) -> Option<Duration> {
         let mut ages = self.streams.iter().map(|stream| stream.max_age);
         ages.try_fold(self.max_age?, |longest, age| Some(longest.max(age?)))
     }
 
-    /// The name of the [duty](Maintenance::take_duty) to carry out this policy. Buses that say different
-    /// things about one store each see to it that theirs is carried out.
+    /// The name of the [duty](Maintenance::take_duty) for this policy. Buses with different policies for
+    /// one store each run their own.
     pub fn duty(&self) -> String {
-        // FNV-1a: the same in every process, and nobody gains by a collision.
+        // FNV-1a: the same in every process; an attacker gains nothing by a collision.
         let text = format!("{self:?}");
         let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
@@ -103,7 +103,7 @@ impl Retention {
         format!("{RETENTION_DUTY}/{hash:016x}")
     }
 
-    /// Refuses what cannot be meant: ages of zero, which would take what has just come.
+    /// Refuses ages of zero, which would remove new data.
     pub fn validate(&self) -> Result<()> {
         let streams = self.streams.iter().map(|s| (s.types.as_str(), s.max_age));
         let single = [
@@ -128,30 +128,29 @@ impl Retention {
     }
 }
 
-/// What retention did, or would do.
+/// The result of retention, or of a preview.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Pruned {
     /// Events removed.
     pub removed: u64,
-    /// Events that are over the limits and were kept, because a group still owes work on them or
-    /// they are dead letters.
+    /// Events over the limits that were kept, because they are pending in a group or are dead letters.
     pub kept: u64,
-    /// Payload stages removed by their age; those of removed events are not counted.
+    /// Payload stages removed by age; stages of removed events are not counted.
     pub payloads: u64,
-    /// Dead letters removed by their age, those of the outbox included. Their events are counted only if
-    /// they went as well.
+    /// Dead letters removed by age, those of the outbox included. Their events are counted only if they
+    /// were removed as well.
     pub dead_letters: u64,
     /// Audit records removed.
     pub audit: u64,
     /// Rows of the outbox removed.
     pub outbox: u64,
-    /// Bytes given back to the file system; a preview cannot know them.
+    /// Bytes returned to the file system; unknown in a preview.
     pub freed_bytes: u64,
-    /// The longest that one transaction of the run worked on the writer, its commit apart; zero where
-    /// there is no writer to hold, and in a preview.
+    /// The longest work of one transaction on the writer, without its commit; zero without a writer, and in
+    /// a preview.
     #[serde(rename = "longest_step_us", serialize_with = "as_micros")]
     pub longest_step: Duration,
-    /// The longest that one transaction of the run kept the writer from others, its commit included.
+    /// The longest time that one transaction blocked the writer, with its commit.
     #[serde(rename = "longest_hold_us", serialize_with = "as_micros")]
     pub longest_hold: Duration,
 }
@@ -164,8 +163,8 @@ fn as_micros<S: Serializer>(
 }
 
 impl Pruned {
-    /// The same without what differs from run to run and what a preview cannot know: the space that was
-    /// given back, and times.
+    /// The same without values that differ from run to run and that a preview cannot know: freed space and
+    /// times.
     pub fn outcome(self) -> Self {
         Self {
             freed_bytes: 0,
@@ -176,24 +175,24 @@ impl Pruned {
     }
 }
 
-/// What there is that retention may take some day.
+/// The stored data that retention may remove some day.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Holdings {
     /// The events, by type, in the order of the names.
     pub types: Vec<TypeHoldings>,
     /// Payload stages.
     pub payloads: Held,
-    /// Dead letters, open and retried, by their death; those of the outbox included.
+    /// Dead letters, open and retried, by their final failure; those of the outbox included.
     pub dead_letters: Held,
     /// Audit records.
     pub audit: Held,
     /// Rows of the outbox that were sent.
     pub outbox: Held,
-    /// Events that say themselves when they expire; `oldest` is when the next one does.
+    /// Events with an expiry time; `oldest` is the next expiry.
     pub expiring: Held,
-    /// Who ran retention last, and when that was begun.
+    /// The process that ran retention last, and when it began.
     pub last_run: Option<DutyRecord>,
-    /// Set if the clock is not to be believed for now; retention does not run by itself then.
+    /// Set if the clock is in doubt; then retention does not run by itself.
     pub clock: Option<ClockDoubt>,
 }
 
@@ -208,7 +207,7 @@ pub struct TypeHoldings {
     pub oldest: Timestamp,
 }
 
-/// How many there are of something.
+/// A number of items and the oldest time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Held {
     /// How many.
@@ -217,30 +216,30 @@ pub struct Held {
     pub oldest: Option<Timestamp>,
 }
 
-/// Who took on a periodic duty last.
+/// The last run of a periodic duty.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, serde::Deserialize)]
 pub struct DutyRecord {
-    /// Whoever it was.
+    /// The process that ran it.
     pub owner: String,
-    /// When it was begun.
+    /// When it began.
     pub at: Timestamp,
 }
 
-/// What the names of the duties to carry out retention begin with.
+/// The prefix of the names of retention duties.
 pub const RETENTION_DUTY: &str = "retention";
 
-/// One thing a check found.
+/// One finding of a check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What was looked at.
+    /// What was checked.
     pub check: String,
-    /// Whether it is as it should be.
+    /// Whether it is correct.
     pub ok: bool,
-    /// What was seen.
+    /// The details.
     pub detail: String,
 }
 
-/// What a check found.
+/// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct CheckReport {
     /// All findings, good ones too.
@@ -248,12 +247,12 @@ pub struct CheckReport {
 }
 
 impl CheckReport {
-    /// Whether everything is as it should be.
+    /// Whether there are no problems.
     pub fn is_ok(&self) -> bool {
         self.findings.iter().all(|f| f.ok)
     }
 
-    /// Adds what is known of the clock. A doubt is told, and is no fault of the store.
+    /// Adds the state of the clock. A doubt is reported, but is not a problem of the store.
     pub fn note_clock(&mut self, known: &ClockRecord) {
         let detail = match &known.doubt {
             Some(doubt) => format!("in doubt: {doubt}"),
@@ -277,19 +276,19 @@ pub trait Maintenance: Send + Sync + 'static {
     /// Verifies the file: the structure of the database and the rules of the tables.
     fn check(&self) -> BoxFuture<'_, Result<CheckReport>>;
 
-    /// Copies everything to a new file while the bus runs. `progress` is told pages done and in all.
+    /// Copies everything to a new file while the bus runs. `progress` gets the pages done and the total.
     fn backup(
         &self,
         target: PathBuf,
         progress: Box<dyn FnMut(u64, u64) + Send>,
     ) -> BoxFuture<'_, Result<()>>;
 
-    /// Removes what retention allows, in small steps that let others through.
+    /// Removes what retention allows, in small steps, so that other writers are not blocked.
     fn prune(&self, retention: Retention) -> BoxFuture<'_, Result<Pruned>> {
         self.prune_watched(retention, Box::new(|_| {}))
     }
 
-    /// As [`prune`](Self::prune); `progress` is told now and then what was done so far. Dropping the
+    /// As [`prune`](Self::prune); calls `progress` from time to time with the result so far. Dropping the
     /// future ends it between two steps.
     fn prune_watched(
         &self,
@@ -306,16 +305,16 @@ pub trait Maintenance: Send + Sync + 'static {
         ))))
     }
 
-    /// What there is, by type and kind.
+    /// The stored data, by type and kind.
     fn holdings(&self) -> BoxFuture<'_, Result<Holdings>> {
         Box::pin(std::future::ready(Err(Error::new(
             Code::Unsupported,
-            "this engine cannot tell what it holds",
+            "this engine cannot list its stored data",
         ))))
     }
 
-    /// Takes on a periodic duty, unless somebody did within this time. Of several that ask at once one
-    /// gets it. Who did is on record; an engine that only one process can use may always say yes.
+    /// Takes a periodic duty, unless another process took it within this time. If several processes ask at
+    /// once, one gets it. The owner is recorded; an engine for a single process may always return true.
     fn take_duty(
         &self,
         duty: String,
@@ -326,19 +325,19 @@ pub trait Maintenance: Send + Sync + 'static {
         Box::pin(std::future::ready(Ok(true)))
     }
 
-    /// Notes what the clock says, for whoever removes things by their age: it is in doubt if it leapt ahead
-    /// since it was looked at last, until it has proved itself. An engine whose server tells the time may
-    /// always believe it.
+    /// Checks the clock, before data is removed by age: it is in doubt if it jumped ahead since the last
+    /// check, until it has run evenly for some time. An engine whose server tells the time may always trust
+    /// it.
     fn look_at_clock(&self) -> BoxFuture<'_, Result<Option<ClockDoubt>>> {
         Box::pin(std::future::ready(Ok(None)))
     }
 
-    /// Somebody has made sure that the clock is right.
+    /// An operator has confirmed that the clock is right.
     fn trust_clock(&self) -> BoxFuture<'_, Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
 
-    /// Gives a duty back that could not be done, so that the next one who asks may try.
+    /// Returns a duty that could not be done, so that the next process may try.
     fn return_duty(&self, duty: String, owner: String) -> BoxFuture<'_, Result<()>> {
         let _ = (duty, owner);
         Box::pin(std::future::ready(Ok(())))

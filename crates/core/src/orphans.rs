@@ -1,9 +1,9 @@
-//! Objects without an event, and whose objects are whose.
+//! Objects without an event, and the log that owns an object.
 //!
-//! The large part of an event may lie in an object store. Before an object is put it is noted here; the
-//! append of its event strikes the note off, and the removal of the event makes it again, in the same
-//! step each. So every object of a log is referred to or noted at any moment, and what is neither was put
-//! by somebody else: another log, or a later state of this one that an older copy has replaced.
+//! The large part of an event may be in an object store. Before an object is put, a note of it is made
+//! here; the append of its event removes the note, and the removal of the event makes it again, each in the
+//! same step. So every object of a log has a reference or a note at any moment. An object with neither was
+//! put by another log, or by a later state of this log that an older copy has replaced.
 
 use std::fmt;
 use std::str::FromStr;
@@ -16,19 +16,19 @@ use crate::error::{Code, Error, Result};
 use crate::id::EventId;
 use crate::time::Timestamp;
 
-/// Which log this is: made at random with the log. A backup or a restored log is another one, since the
-/// two go different ways from then on.
+/// The id of a log: random, made with the log. A backup or a restored log gets another id, because the two
+/// logs diverge.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LogId(Uuid);
 
 impl LogId {
-    /// A new one.
+    /// A new id.
     #[allow(clippy::new_without_default, reason = "each is another")]
     pub fn new() -> Self {
         Self(Uuid::new_v4())
     }
 
-    /// From what an engine stored.
+    /// From stored bytes.
     pub fn from_bytes(bytes: [u8; 16]) -> Self {
         Self(Uuid::from_bytes(bytes))
     }
@@ -38,7 +38,7 @@ impl LogId {
         self.0.as_bytes()
     }
 
-    /// The first twelve digits, which tell logs apart well enough.
+    /// The first twelve digits: enough to tell logs apart.
     pub fn short(&self) -> String {
         let mut text = self.to_string();
         text.truncate(12);
@@ -77,35 +77,36 @@ impl FromStr for LogId {
 /// An object without an event.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Orphan {
-    /// The bucket or directory, as the event named it.
+    /// The bucket or directory, as in the event.
     pub bucket: String,
     /// The key of the object in it.
     pub key: String,
-    /// The event. Another one with this id, of another tenant, may still refer to the object.
+    /// The event. An event of another tenant with the same id may still refer to the object.
     pub id: EventId,
-    /// When it was noted.
+    /// When the note was made.
     pub since: Timestamp,
-    /// Whether it was noted for a publish and the event is not there yet; else the event is gone.
+    /// Whether the note was made for a publish and the event does not exist yet; otherwise the event was
+    /// removed.
     pub unborn: bool,
 }
 
-/// A store that knows which of its objects have no event.
+/// A store that knows its objects without an event.
 pub trait Orphans: Send + Sync + 'static {
-    /// Up to `limit` of them by bucket and key, those after `after` if it is given.
+    /// Up to `limit` notes by bucket and key, those after `after` if it is given.
     fn list(&self, after: Option<Orphan>, limit: usize) -> BoxFuture<'_, Result<Vec<Orphan>>>;
 
-    /// Notes objects that are about to be put. Durable when it returns. The append of an event that
-    /// refers to one of them strikes it off the list, in the same step.
+    /// Makes notes of objects before they are put. Durable on return. The append of an event that refers to
+    /// one of them removes its note, in the same step.
     fn note(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>>;
 
-    /// Strikes these notes off the list, as they were listed: their objects are gone, or belong to
-    /// another event. What is not on the list, or was noted again since, is passed over.
+    /// Removes these notes: their objects were deleted, or belong to another event. A note that does not
+    /// exist, or was made again since, is ignored.
     fn forget(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>>;
 
-    /// Which log this is.
+    /// The id of this log.
     fn log_id(&self) -> BoxFuture<'_, Result<LogId>>;
 
-    /// Makes this another log: it gets a new id and forgets all notes, in one step. For a copy that was
-    /// put in the place of another state of the same log.
+    /// Gives this log a new id and removes all notes, in one step. For a copy that replaced another state
+    /// of the same log.
     fn renew(&self) -> BoxFuture<'_, Result<LogId>>;
 }

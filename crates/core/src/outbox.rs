@@ -1,9 +1,9 @@
-//! The outbox: events that were committed with the data they are about, on their way to a broker.
+//! The outbox: events committed with the data they are about, until a relay publishes them.
 //!
-//! The user writes events into `event_outbox` in a transaction of its own database. A *relay* takes
-//! them from there, publishes them to any broker and marks them. Only one relay at a time holds the
-//! lease of an outbox; others stand by. What was published and not yet marked when a relay died is
-//! published again, and the id of the event absorbs it.
+//! A service writes events into `event_outbox` in a transaction of its database. A *relay* reads them,
+//! publishes them to any broker and marks them. Only one relay at a time holds the lease of an outbox;
+//! others stand by. A row that was published and not yet marked when a relay died is published again, and
+//! the broker recognises the event id.
 
 use std::time::Duration;
 
@@ -19,86 +19,87 @@ use crate::maintenance::Retention;
 use crate::retry::RetryPolicy;
 use crate::time::Timestamp;
 
-/// A row that was rejected so often is given up.
+/// A row that was rejected this often fails for good.
 pub const OUTBOX_ATTEMPTS: u32 = 5;
-/// The name under which rows that were given up stand among the dead letters.
+/// The group name of failed rows among the dead letters.
 pub const OUTBOX_GROUP: &str = "outbox";
-/// No lease lasts longer. One that seems to was written before a clock went back, and counts as over.
+/// The longest lease. A lease that seems longer was written before a clock was set back, and counts as
+/// expired.
 pub const LONGEST_RELAY_LEASE: Duration = Duration::from_secs(60);
 
-/// How long a row waits that was rejected, so many attempts included: rule 8. `None` after the last.
+/// The delay of a rejected row after this many attempts: rule 8. `None` after the last.
 pub fn outbox_delay(attempts: u32) -> Option<Duration> {
     let policy = RetryPolicy::default().max_retries(OUTBOX_ATTEMPTS - 1);
     policy.after_failure(attempts, 0.0)
 }
 
-/// The right to relay an outbox until it ends.
+/// The right to relay an outbox, until it ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RelayLease {
-    /// Who holds it.
+    /// The holder.
     pub holder: String,
-    /// Changes each time the lease goes to another holder.
+    /// A fencing token: changes each time the lease goes to another holder.
     pub token: u64,
-    /// Rows up to this one were there when the lease came to this holder: another relay may have
-    /// published them without living to mark them.
+    /// Rows up to this one existed when this holder got the lease: another relay may have published them
+    /// without marking them.
     pub since: i64,
 }
 
-/// A row of the outbox on its way.
+/// A row of the outbox.
 #[derive(Clone, Debug)]
 pub struct OutboxRow {
-    /// The row, as its store numbers it.
+    /// The row number in its store.
     pub row: i64,
     /// The text in the column `id`.
     pub id: String,
-    /// The event, or why its payload cannot be read.
+    /// The event, or why its payload cannot be decoded.
     pub event: Result<Event>,
     /// The text in the column `event_id`.
     pub event_id: String,
     /// The text in the column `event_type`.
     pub event_type: String,
-    /// Attempts that were rejected so far.
+    /// Rejected attempts so far.
     pub attempts: u32,
     /// The ordering key of the event.
     pub key: Option<String>,
-    /// The tenant of the event, as far as it can be told where the event cannot be read.
+    /// The tenant of the event, as far as it is known if the event cannot be decoded.
     pub tenant: Option<String>,
-    /// How often the row was changed since it was written. Settling goes by it.
+    /// How often the row was changed since it was written. A settlement applies only to this revision.
     pub revision: i64,
-    /// When somebody last wanted it sent: when it was written, or made to wait again. The last moment
-    /// that the text allows; none if it is no time.
+    /// When the row was last requested to be sent: when it was written, or set to wait again. The latest
+    /// time that the text allows; `None` if it is not a time.
     pub wanted_at: Option<Timestamp>,
 }
 
-/// What became of a row.
+/// The outcome of a row.
 #[derive(Clone, Debug)]
 pub enum RowOutcome {
-    /// The broker has it.
+    /// The broker has accepted it.
     Sent,
-    /// The broker or the row itself is to blame; tried again after this long. Rows of its key wait.
+    /// The broker or the bus rejects it; tried again after this long. Later rows of its key wait.
     Rejected {
-        /// What was said.
+        /// The error.
         error: String,
-        /// How long to wait.
+        /// The delay.
         after: Duration,
     },
     /// Rejected for the last time: `failed`, with a dead letter.
     Failed {
-        /// What was said.
+        /// The error.
         error: String,
     },
 }
 
 impl OutboxRow {
-    /// The id of the event, also where the event cannot be read.
+    /// The id of the event, also if the event cannot be decoded.
     pub fn uuid(&self) -> EventId {
         let event = self.event.as_ref();
         event.map_or_else(|_| EventId::from_foreign("", &self.event_id), Event::id)
     }
 
-    /// The event that tells of a row that was given up: `system.dead_letter`, under an id made of the
-    /// event and the time, so that a row which is retried and fails again is told of again. None for
-    /// an event of the system itself.
+    /// The event that announces a failed row: `system.dead_letter`, with an id made from the event and the
+    /// time, so that a row that is retried and fails again is announced again. `None` for an event of the
+    /// system itself.
     pub fn dead_letter_notice(&self, error: &str, attempts: u32, at: Timestamp) -> Option<Event> {
         if self.event_type.starts_with("system.") {
             return None;
@@ -133,18 +134,18 @@ impl OutboxRow {
     }
 }
 
-/// What a relay got.
+/// The result of a claim.
 #[derive(Debug, Default)]
 pub struct Claimed {
     /// The rows, oldest first.
     pub rows: Vec<OutboxRow>,
-    /// Whether there may be more rows beyond these.
+    /// Whether there may be more rows after these.
     pub more: bool,
-    /// When the next row that waits may be tried, if some wait.
+    /// When the next waiting row is due, if some wait.
     pub next_due: Option<Timestamp>,
 }
 
-/// A row that failed, for people.
+/// A failed row, for display.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct FailedRow {
     /// The text in the column `id`.
@@ -153,24 +154,25 @@ pub struct FailedRow {
     pub event_id: String,
     /// The text in the column `event_type`.
     pub event_type: String,
-    /// Attempts that were rejected. None if the broker took it and its event became a dead letter later.
+    /// Rejected attempts. Zero if the broker accepted it and its event became a dead letter later.
     pub attempts: u32,
     /// The text in the column `created_at`.
     pub created_at: String,
-    /// What went wrong last.
+    /// The last error.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_error: Option<String>,
-    /// Every rejection, oldest first, if the relay gave it up; those before an earlier retry included.
+    /// Every rejection, oldest first, if the relay gave the row up; including those before an earlier
+    /// retry.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub failures: Vec<Failure>,
 }
 
-/// How long an outbox keeps what is over. What waits is always kept.
+/// How long an outbox keeps finished rows. Waiting rows are always kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutboxKeep {
-    /// Rows, after they were sent; `None` is for ever.
+    /// Rows, after they were sent; `None`: for ever.
     pub sent: Option<Duration>,
-    /// Dead letters of the outbox and their rows, after their death; `None` is for ever.
+    /// Dead letters of the outbox and their rows, after the final failure; `None`: for ever.
     pub dead_letters: Option<Duration>,
 }
 
@@ -185,7 +187,7 @@ impl Default for OutboxKeep {
     }
 }
 
-/// What an outbox has removed.
+/// The result of removing old rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Forgotten {
     /// Rows.
@@ -196,7 +198,7 @@ pub struct Forgotten {
     pub more: bool,
 }
 
-/// How an outbox stands.
+/// The state of an outbox.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct OutboxStatus {
     /// Rows that wait to be relayed.
@@ -205,35 +207,35 @@ pub struct OutboxStatus {
     pub retrying: u64,
     /// Rows that failed for good, or whose event became a dead letter.
     pub failed: u64,
-    /// Rows the broker has.
+    /// Rows that the broker has accepted.
     pub sent: u64,
-    /// When the oldest row that waits was written.
+    /// When the oldest waiting row was written.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub oldest_pending_at: Option<Timestamp>,
-    /// What went wrong last with a row that waits or failed.
+    /// The last error of a waiting or failed row.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_error: Option<String>,
-    /// Who relays, if somebody holds the lease.
+    /// The relay that holds the lease, if one does.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub relay: Option<String>,
 }
 
 /// A database with an outbox in it.
 pub trait OutboxSource: Send + Sync + 'static {
-    /// What to call it, for people.
+    /// Its name, for messages.
     fn name(&self) -> String;
 
-    /// Takes the lease, or keeps it: nothing while another relay holds it.
+    /// Takes or renews the lease; `None` while another relay holds it.
     fn acquire(&self, holder: String, lease: Duration)
     -> BoxFuture<'_, Result<Option<RelayLease>>>;
 
-    /// Up to `limit` rows that are ready, oldest first, beyond the row `after` (0: all of them); none
-    /// whose key has an earlier row that waits. It only looks: rows come again until they are settled.
+    /// Up to `limit` ready rows, oldest first, after the row `after` (0: all of them); without rows whose
+    /// key has an earlier waiting row. It only reads: rows are returned again until they are settled.
     fn claim(&self, after: i64, limit: usize) -> BoxFuture<'_, Result<Claimed>>;
 
-    /// Says what became of rows. [`Code::LeaseLost`](crate::Code::LeaseLost) without the lease: from
-    /// then on nothing is changed. Rows that no longer wait stay as they are, and so do rows that somebody
-    /// changed after they were claimed: what was said was said about another event.
+    /// Records the outcomes of rows. [`Code::LeaseLost`](crate::Code::LeaseLost) without the lease: from
+    /// then on nothing is changed. Rows that no longer wait are not changed, and neither are rows that were
+    /// changed after they were claimed: the outcome is about the earlier content.
     fn settle(
         &self,
         lease: RelayLease,
@@ -243,30 +245,30 @@ pub trait OutboxSource: Send + Sync + 'static {
     /// Gives the lease back.
     fn release(&self, lease: RelayLease) -> BoxFuture<'_, Result<()>>;
 
-    /// Waits until there may be something new, or for this long.
+    /// Waits until there may be new rows, or for this long.
     fn wait(&self, at_most: Duration) -> BoxFuture<'_, ()>;
 
-    /// How the outbox stands.
+    /// The state of the outbox.
     fn status(&self) -> BoxFuture<'_, Result<OutboxStatus>>;
 
     /// Rows that failed, newest first.
     fn failed(&self, limit: usize) -> BoxFuture<'_, Result<Vec<FailedRow>>>;
 
-    /// Makes failed rows wait again, with a fresh set of attempts: those with one of these texts in `id` or
-    /// `event_id`, or all of them. Returns how many.
+    /// Sets failed rows to wait again, with a fresh set of attempts: those with one of these texts in `id`
+    /// or `event_id`, or all of them. Returns how many.
     fn retry(&self, ids: Option<Vec<String>>) -> BoxFuture<'_, Result<u64>>;
 
-    /// How many dead letters of its own the outbox has: events that a relay gave up on and that nobody
-    /// has retried. No group knows them.
+    /// The number of dead letters of the outbox itself: events that a relay gave up on and that were not
+    /// retried. They belong to no group.
     fn dead_letters(&self) -> BoxFuture<'_, Result<u64>>;
 
-    /// Whether one of them is of this event, by the text that somebody typed or by its id: then the text
-    /// that [`retry`](Self::retry) knows it by.
+    /// Finds a dead letter of the outbox by the text that a user typed or by the event id. Returns the text
+    /// that [`retry`](Self::retry) takes.
     fn find_dead_letter(&self, text: String, id: EventId) -> BoxFuture<'_, Result<Option<String>>>;
 
-    /// Removes what is older than it is to be kept: in small steps, and for a moment only, so that it is
-    /// to be called again while there is more. Nothing without the lease, and nothing in the file of an
-    /// engine, whose own retention does that.
+    /// Removes rows that are older than `keep`: in small steps and for a short time, so call it again while
+    /// there is more. Does nothing without the lease, and nothing in the file of an engine, which has its
+    /// own retention.
     fn forget(&self, lease: RelayLease, keep: OutboxKeep) -> BoxFuture<'_, Result<Forgotten>>;
 }
 

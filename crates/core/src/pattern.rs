@@ -1,4 +1,4 @@
-//! Which event types a subscriber wants: globs over dotted names.
+//! Patterns that select event types: globs over dotted names.
 
 use std::fmt;
 use std::str::FromStr;
@@ -18,8 +18,8 @@ use crate::stream::{canonical, dotted};
 /// | `order.>`, `order.**` | `order.placed`, `order.123.shipped` | `order` |
 /// | `system.>` | `system.dead_letter` | |
 ///
-/// A `*` stands for one whole segment, also at the end. `>` and `**` may only come last and stand
-/// for one or more segments. Alone, `*`, `>` and `**` mean everything but the system's own events.
+/// A `*` stands for one whole segment, also at the end. `>` and `**` may only come last and stand for one
+/// or more segments. Alone, `*`, `>` and `**` match everything but the system's own events.
 ///
 /// ```
 /// use everbus_core::Pattern;
@@ -40,14 +40,15 @@ enum Form {
     All,
     /// No wildcard: compare the text.
     Exact,
-    /// Segment by segment; `rest` asks for one or more further segments.
+    /// Segment by segment; `rest` requires one or more further segments.
     Segments {
         segments: Box<[Segment]>,
         rest: bool,
     },
-    /// The types of a stream: any of these, and a channel (`orders:order-placed`) by its dotted form.
+    /// The types of a stream: any of these patterns, and a channel (`orders:order-placed`) by its dotted
+    /// form.
     Stream(Box<[Pattern]>),
-    /// One type, however it is written: compare canonical names.
+    /// One type in any spelling: compare canonical names.
     Channel,
 }
 
@@ -57,7 +58,7 @@ enum Segment {
     One,
 }
 
-/// The first segment of the events the system publishes about itself.
+/// The first segment of the events that the system publishes about itself.
 const SYSTEM: &str = "system.";
 
 impl Pattern {
@@ -113,8 +114,8 @@ impl Pattern {
         })
     }
 
-    /// The types that any of these matches. A type that is written as a channel matches by its dotted
-    /// form ([`dotted`]). Its text is for people: it cannot be compiled again.
+    /// The types that any of these patterns matches. A type that is written as a channel matches by its
+    /// dotted form ([`dotted`]). The text is for display: it cannot be compiled again.
     pub(crate) fn of_stream(patterns: &[Pattern]) -> Self {
         let texts: Vec<&str> = patterns.iter().map(Pattern::as_str).collect();
         Self {
@@ -123,8 +124,8 @@ impl Pattern {
         }
     }
 
-    /// One type, however it is written: `orders:order-placed`, `orders.order.placed` and
-    /// `orders.order-placed` are the same.
+    /// One type in any spelling: `orders:order-placed`, `orders.order.placed` and `orders.order-placed` are
+    /// the same.
     pub(crate) fn of_channel(name: &str) -> Result<Self> {
         let pattern = Self::new(&canonical(name))?;
         Ok(Self {
@@ -208,7 +209,7 @@ impl Pattern {
     }
 }
 
-/// A pattern as the types it matches are built: literal or free segments, and perhaps more.
+/// The form of the types that a pattern matches: literal or free segments, and perhaps more.
 struct Shape<'a> {
     segments: Vec<Option<&'a str>>,
     rest: bool,

@@ -1,7 +1,7 @@
-//! Payload stages: what an event looked like on its way, kept beside it for debugging.
+//! Payload stages: the payload of an event at each step of its way, kept beside it for debugging.
 //!
-//! A webhook's raw body, the request sent to an agent, its answer: each is a *stage* of an event, kept
-//! compressed, shorter than the event itself, and deleted with it.
+//! The raw body of a webhook, the request to an agent, its answer: each is a *stage* of an event. A stage
+//! is stored compressed, kept for a shorter time than the event, and deleted with it.
 
 use std::fmt;
 use std::str::FromStr;
@@ -17,10 +17,10 @@ use crate::time::Timestamp;
 
 /// A stage name has at most this many characters.
 pub const MAX_STAGE_CHARS: usize = 50;
-/// What counts as a large payload unless said otherwise: over 50,000 bytes.
+/// A payload over this many bytes counts as large by default.
 pub const LARGE_PAYLOAD: u64 = 50_000;
 
-/// The name of a stage: one of the five that are known, or one of your own.
+/// The name of a stage: one of the five known names, or any other.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Stage(String);
 
@@ -31,11 +31,11 @@ impl Stage {
     pub const AGENT_REQUEST: &str = "agent_request";
     /// The response of an agent.
     pub const AGENT_RESPONSE: &str = "agent_response";
-    /// What was sent to a channel for delivery.
+    /// The request sent to a channel for delivery.
     pub const CHANNEL_SEND: &str = "channel_send";
-    /// What went wrong.
+    /// The error.
     pub const ERROR: &str = "error";
-    /// The stages that are known.
+    /// The known stages.
     pub const KNOWN: [&str; 5] = [
         Self::WEBHOOK_RAW,
         Self::AGENT_REQUEST,
@@ -88,7 +88,7 @@ impl Serialize for Stage {
     }
 }
 
-/// What names an event in a store: ids are unique per tenant.
+/// Identifies an event in a store: ids are unique per tenant.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub struct EventKey {
     /// The id.
@@ -99,7 +99,7 @@ pub struct EventKey {
 }
 
 impl EventKey {
-    /// What names this event.
+    /// The key of this event.
     pub fn of(event: &Event) -> Self {
         Self {
             id: event.id(),
@@ -121,7 +121,7 @@ impl From<EventId> for EventKey {
     }
 }
 
-/// What is known about a stored stage without reading its content.
+/// The metadata of a stored stage.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct StageInfo {
     /// Which stage.
@@ -135,19 +135,19 @@ pub struct StageInfo {
     /// The HTTP status, where there was one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status_code: Option<u16>,
-    /// What went wrong, where something did.
+    /// The error text, if there was an error.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error_details: Option<String>,
-    /// It mentions the address of a picture, film, sound or document.
+    /// It contains the address of a picture, film, sound or document.
     pub contains_media: bool,
-    /// It mentions base64, or is long enough to hold some.
+    /// It contains the word base64, or is long enough to contain base64 data.
     pub contains_base64: bool,
 }
 
-/// One stage of an event, as it is stored.
+/// One stored stage of an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredStage {
-    /// What is known about it.
+    /// Its metadata.
     pub info: StageInfo,
     /// The content, compressed with gzip.
     pub compressed: Bytes,
@@ -155,11 +155,11 @@ pub struct StoredStage {
 
 /// A store that keeps payload stages.
 pub trait Payloads: Send + Sync + 'static {
-    /// Keeps a stage of an event, beside those it has, several of the same name included.
+    /// Stores a stage of an event. The event keeps its earlier stages, also those of the same name.
     /// [`Code::NotFound`] without the event.
     fn store(&self, event: EventKey, stage: StoredStage) -> BoxFuture<'_, Result<()>>;
 
-    /// The stages of an event, oldest first; of one name, or all.
+    /// The stages of an event, oldest first; those of one name, or all.
     fn stages(
         &self,
         event: EventKey,

@@ -1,8 +1,9 @@
-//! Where an event is, and how far a reader has come.
+//! The position of an event, and the progress of a reader.
 //!
-//! A [`Shard`] is one ordered log: a stream, or one partition of it. A [`Position`] names an event by its
-//! shard and its place there. A [`Cursor`] says how far a reader has come in every shard. Engines with a
-//! single log (SQLite, memory) use [`Shard::ONLY`]; their positions are written as plain numbers.
+//! A [`Shard`] is one ordered log: a stream, or one partition of it. A [`Position`] identifies an event by
+//! its shard and its place (offset) there. A [`Cursor`] says how far a reader has read in every shard.
+//! Engines with a single log (SQLite, memory) use [`Shard::ONLY`]; their positions are written as plain
+//! numbers.
 //!
 //! ```
 //! use everbus_core::{Cursor, Position, Shard};
@@ -32,12 +33,11 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::{Code, Error, Result};
 
-/// One ordered log. Small and `Copy`: the name is kept once per process.
+/// One ordered log. Small and `Copy`: each name is stored once per process.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shard(u32);
 
-/// Names that were used in this process. They are never removed: there are as many as there are
-/// partitions.
+/// The names used in this process. They are never removed: there are only as many as partitions.
 #[derive(Default)]
 struct Names {
     by_number: Vec<&'static str>,
@@ -46,15 +46,15 @@ struct Names {
 
 static NAMES: RwLock<Option<Names>> = RwLock::new(None);
 
-/// A process knows at most this many shards, so that foreign cursors cannot fill its memory.
+/// The largest number of shards in a process, so that foreign cursors cannot fill its memory.
 const MOST_SHARDS: usize = 1 << 20;
 
 impl Shard {
     /// The shard of an engine that has a single log.
     pub const ONLY: Self = Self(0);
 
-    /// The shard of this name: 1 to 255 printable characters without spaces and commas. An engine whose
-    /// names have other characters encodes them.
+    /// The shard of this name: 1 to 255 printable characters without spaces and commas. An engine encodes
+    /// other characters.
     pub fn named(name: &str) -> Result<Self> {
         let odd = |c: char| c.is_control() || c.is_whitespace() || c == ',';
         if name.is_empty() || name.chars().count() > 255 || name.contains(odd) {
@@ -104,7 +104,7 @@ impl fmt::Debug for Shard {
     }
 }
 
-/// Names an event: the shard and its place in it.
+/// Identifies an event: the shard and its place in it.
 ///
 /// Positions are compared only within a shard: `<` and `>` between two shards are both false.
 /// The text form is `1042` for the only log of an engine, and `shard:place` otherwise.
@@ -145,7 +145,7 @@ impl PartialOrd for Position {
 impl fmt::Display for Position {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.shard == Shard::ONLY {
-            // As a number, with the width that was asked for.
+            // As a number, so that the format width applies.
             fmt::Display::fmt(&self.place, f)
         } else {
             f.pad(&format!("{}:{}", self.shard.name(), self.place))
@@ -164,7 +164,7 @@ impl FromStr for Position {
 
     fn from_str(text: &str) -> Result<Self> {
         let place = |text: &str| {
-            // Only what `Display` writes: no sign, no leading zeros.
+            // Only the form that `Display` writes: no sign, no leading zeros.
             let plain =
                 text.bytes().all(|b| b.is_ascii_digit()) && (text == "0" || !text.starts_with('0'));
             let number = text.parse().ok().filter(|_| plain);
@@ -194,9 +194,9 @@ impl Serialize for Position {
     }
 }
 
-/// How far a reader has come over all shards. Opaque: engines make it, readers hand it back.
+/// How far a reader has read in all shards. Opaque: engines make it, readers return it.
 ///
-/// Its text form outlives the process. In a shard that it does not mention, nothing was read.
+/// Its text form outlives the process. A shard that it does not mention has not been read.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Cursor(Places);
 
@@ -217,7 +217,7 @@ impl Cursor {
         Self(Places::Only(place))
     }
 
-    /// The last place that was read in a shard; 0 if nothing was.
+    /// The last place read in a shard; 0 if nothing was read.
     pub fn place(&self, shard: Shard) -> u64 {
         match &self.0 {
             Places::Only(place) if shard == Shard::ONLY => *place,
@@ -234,7 +234,7 @@ impl Cursor {
         position.place <= self.place(position.shard)
     }
 
-    /// Moves to an event of one shard; a cursor never goes back.
+    /// Moves to an event of one shard; a cursor never moves back.
     pub fn advance(&mut self, position: Position) {
         if self.covers(position) {
             return;
@@ -262,19 +262,19 @@ impl Cursor {
         Self::from(Position { place, ..position })
     }
 
-    /// Whether it has come at least as far as another one, in every shard.
+    /// Whether it is at least as far as another one, in every shard.
     pub fn reaches(&self, other: &Self) -> bool {
         other.positions().all(|position| self.covers(position))
     }
 
-    /// Moves on to another one in every shard in which that is further.
+    /// Moves forward to another one, in every shard where that is further.
     pub fn advance_to(&mut self, other: &Self) {
         other
             .positions()
             .for_each(|position| self.advance(position));
     }
 
-    /// The earlier of the two in every shard.
+    /// The earlier place in every shard.
     #[must_use]
     pub fn earlier(&self, other: &Self) -> Self {
         let mut earlier = Self::START;
@@ -285,13 +285,13 @@ impl Cursor {
         earlier
     }
 
-    /// A number that grows as the cursor does, for progress bars: the places of all shards added up.
+    /// A number that grows with the cursor, for progress bars: the sum of the places of all shards.
     pub fn progress(&self) -> u64 {
         self.positions()
             .fold(0, |sum, position| sum.saturating_add(position.place))
     }
 
-    /// How far it has come in each shard that it mentions.
+    /// The last place read in each shard that it mentions.
     pub fn positions(&self) -> impl Iterator<Item = Position> + '_ {
         let (only, shards) = match &self.0 {
             Places::Only(0) => (None, &[][..]),

@@ -1,4 +1,4 @@
-//! What of a log is done: a floor, and the ranges done above it.
+//! Which events of a log are done: a floor, and the done ranges above it.
 //!
 //! A group finishes events out of order. [`Progress`] answers the one question that loses events when
 //! it is answered wrongly: how far may the position move? Never past something unfinished. It is
@@ -10,8 +10,8 @@ use crate::error::{Code, Error, Result};
 
 /// Which sequence numbers are done.
 ///
-/// Everything up to and including the [`floor`](Progress::floor) is done; above it, single ranges are.
-/// Completing something twice is harmless.
+/// Everything up to and including the [`floor`](Progress::floor) is done; above it, single ranges are done.
+/// Completing a number twice is harmless.
 ///
 /// ```
 /// use everbus_core::Progress;
@@ -52,9 +52,9 @@ impl Progress {
             .map_or(self.floor, |(_, last)| *last)
     }
 
-    /// Marks one number as done; says whether it was not before.
+    /// Marks one number as done. Returns whether it was not done before.
     pub fn complete(&mut self, seq: u64) -> bool {
-        // In order, as most are: nothing to search for.
+        // The common case, in order: no search needed.
         if seq.checked_sub(1) == Some(self.floor) {
             self.floor = seq;
             if let Some(next) = self.done.first_entry()
@@ -71,14 +71,14 @@ impl Progress {
         true
     }
 
-    /// Marks `first..=last` as done. An empty range is nothing.
+    /// Marks `first..=last` as done. An empty range does nothing.
     pub fn complete_range(&mut self, first: u64, last: u64) {
         if last < first || last <= self.floor {
             return;
         }
         let mut first = first.max(self.floor + 1);
         let mut last = last;
-        // A range that begins before and reaches into (or up to) the new one is joined with it.
+        // An earlier range that reaches into (or up to) the new one is joined with it.
         if let Some((&begin, &end)) = self.done.range(..first).next_back()
             && end >= first - 1
         {
@@ -146,13 +146,13 @@ impl Progress {
         self.floor >= end
     }
 
-    /// How many separate ranges are kept above the floor: the memory this takes.
+    /// How many separate ranges are kept above the floor: this determines the memory.
     pub fn fragments(&self) -> usize {
         self.done.len()
     }
 
-    /// What is done above the floor, as bytes: ranges or a bitmap, whichever is shorter. The floor
-    /// itself is not in it.
+    /// The done numbers above the floor, as bytes: ranges or a bitmap, whichever is shorter. The floor
+    /// itself is not included.
     pub fn encode(&self) -> Vec<u8> {
         let mut ranges = vec![RANGES];
         let mut at = self.floor;
@@ -177,8 +177,8 @@ impl Progress {
         bitmap
     }
 
-    /// What is done of `first..=last` as a plain bitmap: bit `n % 8` of byte `n / 8` stands for
-    /// `first + n`. A form that a query in plain SQL can read.
+    /// The done numbers of `first..=last` as a plain bitmap: bit `n % 8` of byte `n / 8` stands for
+    /// `first + n`. A plain SQL query can read this form.
     pub fn bitmap(&self, first: u64, last: u64) -> Vec<u8> {
         let length = last.saturating_sub(first).saturating_add(1);
         let mut bytes = vec![0xff_u8; usize::try_from(length.div_ceil(8)).unwrap_or(0)];
@@ -191,8 +191,8 @@ impl Progress {
         bytes
     }
 
-    /// Reads what [`bitmap`](Progress::bitmap) wrote; everything before `first` counts as done, and
-    /// so does nothing the bitmap is too short for.
+    /// Reads the output of [`bitmap`](Progress::bitmap). Everything before `first` counts as done; numbers
+    /// after the end of the bitmap count as not done.
     pub fn from_bitmap(first: u64, last: u64, bytes: &[u8]) -> Self {
         let mut progress = Self::new(first.saturating_sub(1));
         for (index, byte) in bytes.iter().enumerate() {
@@ -206,7 +206,7 @@ impl Progress {
         progress
     }
 
-    /// Reads what [`encode`](Progress::encode) wrote.
+    /// Reads the output of [`encode`](Progress::encode).
     pub fn decode(floor: u64, bytes: &[u8]) -> Result<Self> {
         let mut progress = Self::new(floor);
         let damaged = || Error::new(Code::Corrupt, "a record of progress is damaged");

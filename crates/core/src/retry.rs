@@ -1,10 +1,10 @@
-//! When a failed event is tried again, and when it is given up.
+//! The retry policy: when a failed event is retried, and when it fails for good.
 
 use std::time::Duration;
 
 use crate::error::{Code, Error, Result};
 
-/// How often and when a failed event is tried again.
+/// How often and when a failed event is retried.
 ///
 /// Attempt 1 is immediate; attempt *n* waits `min(base · multiplier^(n-2), max)`. The defaults are
 /// those of the specification: 3 retries (so 4 attempts), 1 s, doubling, at most 30 s, no jitter.
@@ -26,7 +26,7 @@ pub struct RetryPolicy {
     jitter: f64,
 }
 
-/// No delay may be longer than this; a longer one is a mistake of units.
+/// The longest delay; a longer one is probably a mistake of units.
 pub const LONGEST_DELAY: Duration = Duration::from_secs(366 * 24 * 3600);
 
 impl Default for RetryPolicy {
@@ -73,14 +73,14 @@ impl RetryPolicy {
         self
     }
 
-    /// By how much each wait is longer than the one before.
+    /// The factor by which each wait grows.
     #[must_use]
     pub fn multiplier(mut self, multiplier: f64) -> Self {
         self.multiplier = multiplier;
         self
     }
 
-    /// Spreads each wait by up to this fraction of itself, either way: 0.1 is ±10 %. Off by default.
+    /// Spreads each wait by up to this fraction, in both directions: 0.1 is ±10 %. Off by default.
     #[must_use]
     pub fn jitter(mut self, fraction: f64) -> Self {
         self.jitter = fraction;
@@ -122,7 +122,7 @@ impl RetryPolicy {
             .then(|| self.jittered_delay_before(attempt.saturating_add(1), random))
     }
 
-    /// Refuses policies that make no sense.
+    /// Refuses invalid policies.
     pub fn validate(&self) -> Result<()> {
         let bad = |what: &str, hint: &str| {
             Err(Error::new(Code::InvalidSetting, format!("retry policy: {what}")).hint(hint))

@@ -1,11 +1,10 @@
-//! The writing side of a store: what the runtime tells it about events that a broker beside it moves.
+//! The write operations of a store beside a broker: the runtime records events and outcomes there.
 //!
-//! An engine that moves and remembers at once (SQLite, PostgreSQL) writes its memory by itself, in the
-//! step that moves. Where the broker cannot remember, the runtime writes to a store, before the broker
-//! learns of the outcome: a crash in between repeats the write, and every method here takes a repetition
-//! for the same thing.
+//! An engine with a broker and a history (SQLite, PostgreSQL) writes both in one step. If the broker has no
+//! history, the runtime writes to a store before the broker gets the outcome. After a crash in between, the
+//! write is repeated; repeating any method here has no further effect.
 //!
-//! Each method that is given a record brings the event along. If the store has not seen the event yet, it
+//! Each method that takes a record also gets the event. If the store does not have the event yet, it
 //! [ingests](Store::ingest) it first.
 
 use std::sync::Arc;
@@ -22,20 +21,21 @@ use crate::payloads::{EventKey, StoredStage};
 use crate::position::Position;
 use crate::time::Timestamp;
 
-/// A store that can be written to. Groups are known by name; one that the store does not know yet is
-/// added, wants nothing, and so never keeps events from being removed.
+/// A store that can be written to. Groups are identified by name. An unknown group is added without
+/// subscriptions, so it never keeps events from being removed.
 pub trait Store: Send + Sync + 'static {
-    /// Copies events into the store's own log, with the time at which their broker received them. The time
-    /// is raised to that of the event before it in the store, and lowered to the store's own time, where it
-    /// lies outside. An event whose id its tenant has used already stays as it is, whatever its body: this
-    /// is never [`Code::IdReused`](crate::Code::IdReused). Returns where each is in the store.
+    /// Copies events into the store's log, with the time at which their broker received them. The time is
+    /// raised to that of the previous event in the store, or lowered to the store's current time, if it is
+    /// outside of these. If the tenant has used the id already, the stored event stays unchanged, whatever
+    /// its body: this is never [`Code::IdReused`](crate::Code::IdReused). Returns the position of each
+    /// event in the store.
     fn ingest(&self, records: Vec<Arc<Recorded>>) -> BoxFuture<'_, Result<Vec<Position>>>;
 
-    /// Keeps a payload stage of an event, also if the event has not been ingested yet: then the stage waits
-    /// for it, and is forgotten after [`EARLY_STAGES`] if it never comes.
+    /// Stores a payload stage of an event, also if the event has not been ingested yet: then the stage
+    /// waits for it, and is removed after [`EARLY_STAGES`] if the event never comes.
     fn store_stage(&self, event: EventKey, stage: StoredStage) -> BoxFuture<'_, Result<()>>;
 
-    /// Remembers a failed attempt. Attempts are numbered: the same number again replaces the first record.
+    /// Records a failed attempt. Attempts are numbered: the same number again replaces the first record.
     fn record_failure(
         &self,
         group: GroupName,
@@ -43,22 +43,22 @@ pub trait Store: Send + Sync + 'static {
         failure: Failure,
     ) -> BoxFuture<'_, Result<()>>;
 
-    /// The failed attempts of events that a group is not done with, in order; one answer per event.
+    /// The failed attempts of events that a group has not finished, in order; one answer per event.
     fn failures(
         &self,
         group: GroupName,
         events: Vec<EventKey>,
     ) -> BoxFuture<'_, Result<Vec<Vec<Failure>>>>;
 
-    /// Remembers that a group has handled an event, in its inbox. What is on record of failed attempts is
-    /// kept with the event and no longer belongs to the next attempt.
+    /// Records in the inbox that a group has handled an event. Recorded failures are kept with the event
+    /// and no longer belong to the next attempt.
     fn record_handled(
         &self,
         group: GroupName,
         records: Vec<Arc<Recorded>>,
     ) -> BoxFuture<'_, Result<()>>;
 
-    /// Remembers that a group has passed an event by on purpose.
+    /// Records that a group has skipped an event.
     fn record_skip(
         &self,
         group: GroupName,
@@ -66,17 +66,17 @@ pub trait Store: Send + Sync + 'static {
         reason: String,
     ) -> BoxFuture<'_, Result<()>>;
 
-    /// Puts a dead letter: opens it, or opens it again if it had been retried. The same death told twice is
-    /// one death ([`Burial::with_earlier`]). No `system.dead_letter` is appended here: the runtime publishes
-    /// it through the broker.
+    /// Stores a dead letter: opens it, or opens it again if it had been retried. Storing the same final
+    /// failure twice counts once ([`Burial::with_earlier`]). No `system.dead_letter` is appended here: the
+    /// runtime publishes it through the broker.
     fn bury(&self, letter: Burial) -> BoxFuture<'_, Result<()>>;
 
-    /// Notes that dead letters were sent back to their group through the broker: they are no longer open.
-    /// One that is not there, is not open, or has died again since, stays as it is.
+    /// Marks dead letters as retried through the broker: they are no longer open. A dead letter that does
+    /// not exist, is not open, or has failed again since is not changed.
     fn mark_retried(&self, letters: Vec<SentBack>, at: Timestamp) -> BoxFuture<'_, Result<()>>;
 
-    /// As [`mark_retried`](Self::mark_retried), for a dead letter in place of which a corrected event was
-    /// sent: it names that event.
+    /// As [`mark_retried`](Self::mark_retried), for a dead letter that was replaced by a corrected event:
+    /// it names that event.
     fn mark_replaced(
         &self,
         letter: SentBack,
@@ -85,17 +85,17 @@ pub trait Store: Send + Sync + 'static {
     ) -> BoxFuture<'_, Result<()>>;
 }
 
-/// A dead letter that was sent back.
+/// A dead letter that was retried.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SentBack {
-    /// The letter, by the store's own position.
+    /// The dead letter, by its position in the store.
     pub letter: DeadLetterKey,
-    /// The death that it was sent back for. What was sent may have failed again already, and that death
-    /// must stay open.
+    /// The final failure that it was retried for. The retried event may have failed again already, and that
+    /// dead letter must stay open.
     pub died_at: Timestamp,
 }
 
-/// A dead letter that a store is to keep.
+/// A dead letter to store.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Burial {
@@ -103,15 +103,15 @@ pub struct Burial {
     pub record: Arc<Recorded>,
     /// The group that gave up on it.
     pub group: GroupName,
-    /// The attempts begun since it was published, or since it was last sent back. If the last failure
-    /// [was no attempt](crate::FailureKind::is_attempt), the store counts one less.
+    /// The attempts begun since it was published, or since its last retry. If the last failure [was no
+    /// attempt](crate::FailureKind::is_attempt), the store counts one less.
     pub attempts: u32,
     /// Their failures, in order.
     pub failures: Vec<Failure>,
-    /// When it died.
+    /// The time of the final failure.
     pub died_at: Timestamp,
-    /// It died as an event that was sent back from the dead letters, so this is another run, also if the
-    /// store does not know yet that it was sent back.
+    /// A retry from the dead letters failed, so these are new attempts, even if the store does not know of
+    /// the retry yet.
     pub sent_back: bool,
 }
 
@@ -134,17 +134,17 @@ impl Burial {
         }
     }
 
-    /// Says that it had been sent back from the dead letters.
+    /// Marks it as failed again after a retry.
     #[must_use]
     pub fn of_sent_back(mut self) -> Self {
         self.sent_back = true;
         self
     }
 
-    /// For stores: the attempts and failures of the dead letter after this death.
+    /// For stores: the attempts and failures of the dead letter after this final failure.
     ///
-    /// They add up with those of before the letter was sent back. If it was not sent back, or died at this
-    /// very time, the same run is told again, and what is known of it is not added twice.
+    /// They are added to those from before the retry. If the letter was not retried, or has the same time
+    /// of failure, this is a repetition of the same record, and nothing is added twice.
     pub fn with_earlier(&self, earlier: Option<EarlierDeath>) -> (u32, Vec<Failure>) {
         let was_none = self.failures.last().is_some_and(|f| !f.kind.is_attempt());
         let attempts = self.attempts.saturating_sub(u32::from(was_none));
@@ -168,30 +168,31 @@ impl Burial {
     }
 }
 
-/// What a store knows of an earlier death of the same event in the same group.
+/// The earlier record of the same dead letter.
 #[derive(Clone, Debug)]
 pub struct EarlierDeath {
     /// All attempts.
     pub attempts: u32,
     /// All failures.
     pub failures: Vec<Failure>,
-    /// When it died last.
+    /// The time of its last final failure.
     pub died_at: Timestamp,
-    /// It was not sent back since.
+    /// It was not retried since.
     pub open: bool,
 }
 
-/// For stores: the failed attempts of an event in a group, those of runs that are over first.
+/// For stores: the failed attempts of an event in a group, those of earlier runs first. A run ends when the
+/// group finishes the event; a retry begins the next one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeptFailures {
     /// The failures, in order.
     pub all: Vec<Failure>,
-    /// So many of them belong to runs that are over.
+    /// How many of them belong to earlier runs.
     pub past: usize,
 }
 
 impl KeptFailures {
-    /// Adds a failure to the run under way; the same attempt again replaces its record.
+    /// Adds a failure to the current run; the same attempt again replaces its record.
     pub fn record(&mut self, failure: Failure) {
         let current = self.all.split_off(self.past.min(self.all.len()));
         let others = current.into_iter().filter(|f| f.attempt != failure.attempt);
@@ -204,23 +205,23 @@ impl KeptFailures {
         self.past = self.past.saturating_sub(over);
     }
 
-    /// Those of the run under way.
+    /// The failures of the current run.
     pub fn current(&self) -> &[Failure] {
         &self.all[self.past.min(self.all.len())..]
     }
 
-    /// The group is done with the event; what failed is kept.
+    /// Ends the current run; its failures are kept.
     pub fn end(&mut self) {
         self.past = self.all.len();
     }
 
-    /// The failures of the run under way are kept elsewhere.
+    /// Removes the failures of the current run: they are kept elsewhere.
     pub fn forget_current(&mut self) {
         self.all.truncate(self.past);
     }
 }
 
-/// A payload stage waits this long for its event.
+/// How long a payload stage waits for its event.
 pub const EARLY_STAGES: Duration = Duration::from_secs(14 * 24 * 3600);
 
 #[cfg(test)]
@@ -253,21 +254,21 @@ mod tests {
             died_at: first.died_at,
             open,
         };
-        // Told again, at once or after the retry.
+        // Repeated, at once or after the retry.
         for open in [true, false] {
             let (attempts, failures) = first.with_earlier(Some(earlier(open)));
             assert_eq!((attempts, &failures), (2, &first.failures));
         }
-        // Delivered again because the broker never heard of the death.
+        // Delivered again because the broker did not get the verdict.
         let mut again = first.failures.clone();
         again.push(failure(3, 9));
         let (attempts, failures) = burial(3, again.clone(), 9).with_earlier(Some(earlier(true)));
         assert_eq!((attempts, failures), (3, again));
-        // Died again before the store knew that it was sent back.
+        // Failed again before the store knew of the retry.
         let early = burial(1, vec![failure(1, 9)], 9).of_sent_back();
         let (attempts, failures) = early.with_earlier(Some(earlier(true)));
         assert_eq!((attempts, failures.len()), (3, 3));
-        // Died again after a retry.
+        // Failed again after a retry.
         let next = burial(1, vec![failure(1, 9)], 9);
         let (attempts, failures) = next.with_earlier(Some(earlier(false)));
         assert_eq!((attempts, failures.len()), (3, 3));

@@ -1,6 +1,6 @@
 //! The nearest known name, for messages about unknown ones.
 
-/// The candidate that is nearest to what was written, if one is near enough to be meant.
+/// The candidate that is nearest to the given word, if it is near enough.
 pub fn nearest<'a>(
     written: &str,
     candidates: impl IntoIterator<Item = &'a str>,

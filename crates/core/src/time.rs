@@ -19,7 +19,7 @@ use crate::error::{Code, Error};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Timestamp(i64);
 
-/// 9999-12-30T22:00:00Z, the last moment the calendar library can write.
+/// 9999-12-30T22:00:00Z, the last time that the calendar library can format.
 const LAST: i64 = 253_402_207_200_000_000;
 /// 0000-01-01T00:00:00Z, the first one.
 const FIRST: i64 = -62_167_219_200_000_000;
@@ -44,21 +44,21 @@ impl Timestamp {
         self.0
     }
 
-    /// This moment plus a duration, clamped to what can be written.
+    /// This time plus a duration, clamped to the valid range.
     #[must_use]
     pub fn plus(self, by: Duration) -> Self {
         let by = i64::try_from(by.as_micros()).unwrap_or(i64::MAX);
         Self::from_micros(self.0.saturating_add(by))
     }
 
-    /// This moment minus a duration, clamped to what can be written.
+    /// This time minus a duration, clamped to the valid range.
     #[must_use]
     pub fn minus(self, by: Duration) -> Self {
         let by = i64::try_from(by.as_micros()).unwrap_or(i64::MAX);
         Self::from_micros(self.0.saturating_sub(by))
     }
 
-    /// How long after `earlier` this is; zero if it is not after.
+    /// How long after `earlier` this is; zero if it is not later.
     pub fn since(self, earlier: Timestamp) -> Duration {
         Duration::from_micros(u64::try_from(self.0.saturating_sub(earlier.0)).unwrap_or(0))
     }

@@ -1,4 +1,4 @@
-//! Typed events: a Rust type that is the payload of one event type, and reading it back.
+//! Typed events: a Rust type that is the payload of one event type, and decoding it.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,8 +8,8 @@ use crate::event::Event;
 
 /// A Rust type that is the payload of one event type in one version.
 ///
-/// Usually derived with `#[derive(Event)]` of the crate `everbus`, which makes the value publishable
-/// as well. Written by hand it is enough for [`Event::typed`]:
+/// Usually derived with `#[derive(Event)]` of the crate `everbus`, which makes the value publishable as
+/// well. A manual implementation is enough for [`Event::typed`]:
 ///
 /// ```
 /// use everbus_core::{Event, TypedEvent};
@@ -43,8 +43,8 @@ pub trait TypedEvent: Serialize {
     /// The version of the payload, 1 or more.
     const VERSION: u32 = 1;
 
-    /// Begins the event of this value, with what its attribute says: to give it an id of its own, a
-    /// correlation id, metadata.
+    /// Begins the event of this value, with the settings of its attribute: to set an id, a correlation id,
+    /// metadata.
     ///
     /// ```
     /// use everbus_core::{Event, TypedEvent};
@@ -59,17 +59,17 @@ pub trait TypedEvent: Serialize {
         Event::builder(Self::TYPE).version(Self::VERSION).json(self)
     }
 
-    /// The JSON Schema of the payload, where one is known.
+    /// The JSON Schema of the payload, if known.
     ///
-    /// The derive fills it in for types that also derive `everbus::schemars::JsonSchema`. Written by
-    /// hand it may be any draft, named by its `$schema`.
+    /// The derive fills it in for types that also derive `everbus::schemars::JsonSchema`. A manual one may
+    /// use any draft, named by its `$schema`.
     fn schema() -> Option<serde_json::Value> {
         None
     }
 }
 
 impl Event {
-    /// Reads the payload into the Rust type of this event type and version.
+    /// Decodes the payload into the Rust type of this event type and version.
     ///
     /// An event of another type or version is never parsed, even if its payload would fit: it is
     /// [`Code::InvalidPayloadError`], as is a payload that does not fit.

@@ -1,21 +1,20 @@
-//! How many deliveries of a consumer may have begun.
+//! Limits how many deliveries of a consumer may have begun.
 //!
-//! An engine claims more than a consumer can run at once. What of it may have begun has to be durable
-//! before it is handed out, since after a crash exactly that counts as an attempt. The window keeps it
-//! small: what can run at once, and beyond that no more than quick handlers need in order not to wait
-//! for the engine.
+//! An engine claims more events than a consumer can run at once. Before an event is handed out, its attempt
+//! is made durable, because after a crash it counts. The window keeps this number small: the events that
+//! can run at once, and a few more, so that quick handlers do not wait for the engine.
 
 use std::time::{Duration, Instant};
 
-/// So many steps' worth of events are handed out beyond what can run: an outcome waits for the step
-/// under way and then for its own, and handlers are not all equally quick.
+/// How many steps' worth of events are handed out beyond the concurrency: an outcome waits for the current
+/// step and then for its own, and handlers are not equally quick.
 const LEAD: f64 = 4.0;
 
-/// If fewer than this many events are settled in a step, waiting for the step is nothing beside the time
-/// that the handlers take.
+/// If fewer than this many events are settled per step, the wait for a step is negligible compared to the
+/// run time of the handlers.
 const NEGLIGIBLE: f64 = 0.02;
 
-/// Limits how many deliveries of a consumer may have begun and not be settled.
+/// Limits how many deliveries of a consumer may have begun without being settled.
 ///
 /// ```
 /// use std::time::{Duration, Instant};
@@ -30,13 +29,13 @@ const NEGLIGIBLE: f64 = 0.02;
 #[derive(Clone, Debug)]
 pub struct Window {
     concurrency: Option<usize>,
-    /// How many more than can run at once.
+    /// How many more than the concurrency.
     ahead: usize,
     settled_at: Option<Instant>,
 }
 
 impl Window {
-    /// For a consumer that runs so many at once; `None`: it may begin whatever it has claimed.
+    /// For a consumer with this concurrency; `None`: it may begin every claimed event.
     pub const fn new(concurrency: Option<usize>) -> Self {
         Self {
             concurrency,
@@ -45,7 +44,7 @@ impl Window {
         }
     }
 
-    /// How many deliveries may have begun and not be settled.
+    /// How many deliveries may have begun without being settled.
     pub fn size(&self) -> usize {
         match self.concurrency {
             None => usize::MAX,
@@ -53,8 +52,8 @@ impl Window {
         }
     }
 
-    /// Takes note that some deliveries were settled, and how long a step of the engine takes: the time
-    /// from an outcome to the next delivery in its place.
+    /// Records that deliveries were settled, and how long a step of the engine takes: the time from an
+    /// outcome to the next delivery in its place.
     pub fn settled(&mut self, count: usize, now: Instant, step: Duration) {
         let before = self.settled_at.replace(now);
         let took = before.map_or(Duration::MAX, |at| now.saturating_duration_since(at));
@@ -65,7 +64,7 @@ impl Window {
         } else {
             (LEAD * in_a_step).ceil() as usize
         };
-        // One slow event among quick ones does not end it.
+        // One slow event among quick ones does not reset it.
         self.ahead = ahead.max(self.ahead / 2);
     }
 }
@@ -76,7 +75,7 @@ mod tests {
 
     const STEP: Duration = Duration::from_millis(1);
 
-    /// Settles so many at a time, so many times, this long apart.
+    /// Settles `count` events at a time, `times` times, this long apart.
     fn settle(window: &mut Window, at: &mut Instant, count: usize, times: usize, apart: Duration) {
         for _ in 0..times {
             *at += apart;
@@ -103,7 +102,7 @@ mod tests {
             steps += 1;
         }
         assert!(steps <= 6, "{steps} steps");
-        // Handlers that take ten steps have the next one at hand.
+        // Handlers that take ten steps have the next event ready.
         let (mut window, mut at) = (Window::new(Some(1)), Instant::now());
         settle(&mut window, &mut at, 1, 5, 10 * STEP);
         assert_eq!(window.size(), 2);

@@ -1,4 +1,4 @@
-//! The payload inside a document: as JSON, as text, as bytes in text form, or not at all.
+//! The payload inside a document: as JSON, as text, as encoded bytes, or absent.
 
 use bytes::Bytes;
 use data_encoding::{BASE64, Encoding, HEXLOWER};
@@ -9,16 +9,16 @@ use crate::dialect::Dialect;
 use crate::fields::{Fields, quoted};
 use crate::spelling;
 
-/// Where a dialect keeps the payload.
+/// The fields in which a dialect keeps the payload.
 #[derive(Debug)]
 pub(crate) struct Place {
     /// The field for JSON.
     value: &'static str,
     /// The field for text that is not JSON.
     text: Option<&'static str>,
-    /// The field for bytes, and how they are written there.
+    /// The field for bytes, and their encoding.
     bytes: Option<(&'static str, &'static Encoding)>,
-    /// Whether there must be a JSON object.
+    /// Whether the payload must be a JSON object.
     object: bool,
 }
 
@@ -58,14 +58,14 @@ impl Place {
         }
     }
 
-    /// Whether a field belongs to the payload. `null` in the field for bytes says nothing about it.
+    /// Whether a field belongs to the payload. `null` in the field for bytes does not count.
     pub(crate) fn holds(&self, name: &str, json: &str) -> bool {
         let bytes = self.bytes.map(|(name, _)| name);
         name == self.value || ((Some(name) == self.text || Some(name) == bytes) && json != "null")
     }
 }
 
-/// How the payload stands in the document.
+/// The form of the payload in the document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
     Value,
@@ -75,7 +75,7 @@ enum Form {
 }
 
 impl Form {
-    /// The mark in the metadata, where the form is not the usual one.
+    /// The mark in the metadata, if the form is not the usual one.
     fn mark(self) -> &'static str {
         match self {
             Form::Value => "json",
@@ -85,11 +85,11 @@ impl Form {
         }
     }
 
-    /// The form in which a payload is written if nothing else is asked for.
+    /// The form in which a payload is written by default.
     fn usual(dialect: Dialect, kind: Option<&str>, payload: &[u8], json: Option<&str>) -> Self {
         let text = std::str::from_utf8(payload).is_ok();
         match (json, dialect) {
-            // The native document keeps every byte, so also the spaces around a JSON value.
+            // The native document keeps every byte, including the spaces around a JSON value.
             (Some(json), Dialect::Native) if json.len() != payload.len() => Form::Text,
             (Some(_), _) if declares_json(kind) => Form::Value,
             _ if declares_json(kind) || !text => Form::Bytes,
@@ -104,7 +104,7 @@ impl Form {
         let mark = spelling::mark(event, dialect, place.value);
         let forms: &[Form] = match place {
             Place { bytes: None, .. } => &[],
-            // Where text and JSON share a field, the content type alone says which it is.
+            // If text and JSON share a field, only the content type tells them apart.
             Place { value, text, .. } if *text == Some(*value) => &[Form::Bytes, Form::Absent],
             _ => &[Form::Value, Form::Text, Form::Bytes, Form::Absent],
         };
@@ -118,11 +118,11 @@ impl Form {
     }
 }
 
-/// A payload that was read, and the marks to keep if it did not stand there as usual.
+/// A payload that was read, and the marks to keep if its form was unusual.
 #[derive(Debug)]
 pub(crate) struct Body {
     pub(crate) payload: Bytes,
-    /// Fields and what the metadata says about them.
+    /// Fields and their marks in the metadata.
     pub(crate) marks: Vec<(&'static str, &'static str)>,
 }
 
@@ -142,7 +142,7 @@ impl Body {
         }
     }
 
-    /// A payload that stands in no document.
+    /// A payload without a document.
     pub(crate) fn usual(payload: &[u8]) -> Self {
         Self {
             payload: Bytes::copy_from_slice(payload),
@@ -168,7 +168,7 @@ pub(crate) fn is_absent(event: &Event, dialect: Dialect) -> bool {
         && event.payload()[..] == *nothing(content_type(event))
 }
 
-/// Takes the payload out of a document.
+/// Reads the payload from a document.
 pub(crate) fn read(fields: &Fields<'_>, content_type: Option<&str>) -> Result<Body> {
     let dialect = fields.dialect();
     let place = Place::of(dialect);
@@ -208,7 +208,7 @@ pub(crate) fn read(fields: &Fields<'_>, content_type: Option<&str>) -> Result<Bo
     Ok(Body::new(dialect, content_type, payload, form))
 }
 
-/// Puts the payload into a document.
+/// Writes the payload into a document.
 pub(crate) fn write<'a>(event: &'a Event, fields: &mut Fields<'a>) -> Result<()> {
     let dialect = fields.dialect();
     let place = Place::of(dialect);
@@ -244,7 +244,7 @@ pub(crate) fn write<'a>(event: &'a Event, fields: &mut Fields<'a>) -> Result<()>
     Ok(())
 }
 
-/// Whether a content type says that the content is JSON; none says so too.
+/// Whether a content type means JSON; a missing one means JSON too.
 pub(crate) fn declares_json(content_type: Option<&str>) -> bool {
     content_type.is_none_or(|content_type| {
         let essence = content_type.split(';').next().unwrap_or_default().trim();
@@ -253,7 +253,7 @@ pub(crate) fn declares_json(content_type: Option<&str>) -> bool {
     })
 }
 
-/// What stands for "no payload" in an event.
+/// The payload of an event that came without one.
 fn nothing(content_type: Option<&str>) -> &'static [u8] {
     if declares_json(content_type) {
         b"null"
@@ -262,7 +262,7 @@ fn nothing(content_type: Option<&str>) -> &'static [u8] {
     }
 }
 
-/// The payload as JSON, if it is.
+/// The payload as JSON, if it is JSON.
 pub(crate) fn raw(payload: &[u8]) -> Option<&str> {
     serde_json::from_slice::<&RawValue>(payload)
         .ok()

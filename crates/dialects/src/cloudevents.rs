@@ -1,9 +1,9 @@
 //! CloudEvents 1.0: the JSON format here, HTTP in both modes through [`to_http`] and [`from_http`].
 //!
-//! What Everbus knows and the standard does not travels as extensions, under the names of the
-//! documented ones where there are such: `correlationid`, `causationid`, `partitionkey`,
-//! `traceparent`, `tracestate`; else `tenant`, `app`, `entitytype`, `entityid`, `schemaversion`,
-//! `replayof`. Every other extension is metadata, and metadata with a fitting name is an extension.
+//! Fields of Everbus that the standard does not have are written as extensions, under the documented names
+//! if there are any: `correlationid`, `causationid`, `partitionkey`, `traceparent`, `tracestate`; else
+//! `tenant`, `app`, `entitytype`, `entityid`, `schemaversion`, `replayof`. Every other extension is
+//! metadata, and metadata with a valid name is written as an extension.
 
 mod http;
 
@@ -18,7 +18,7 @@ use crate::time::{self, Digits};
 
 pub use self::http::{Headers, from_http, to_http};
 
-/// The names that are not extensions.
+/// The attributes that are not extensions.
 const CORE: &[&str] = &[
     "specversion",
     "id",
@@ -32,8 +32,8 @@ const CORE: &[&str] = &[
     "data_base64",
 ];
 
-/// The extensions that Everbus has a place for. They are never metadata: metadata of such a name
-/// would come back as something else.
+/// The extensions that map to a field of an event. They are never metadata: metadata with such a name would
+/// be read back as that field.
 const ADOPTED: &[&str] = &[
     "tenant",
     "app",
@@ -123,7 +123,7 @@ pub(crate) fn write<'a>(event: &'a Event, fields: &mut Fields<'a>) {
     }
 }
 
-/// The value of an extension, if it is a text. Other values are kept as they are spelled.
+/// The value of an extension, if it is a text. Other values are kept in their original spelling.
 fn extension(fields: &Fields<'_>, name: &str, json: &str) -> Result<Option<String>> {
     if !is_name(name) {
         let what = "names of CloudEvents attributes are lower-case letters and digits";
@@ -140,8 +140,8 @@ fn extension(fields: &Fields<'_>, name: &str, json: &str) -> Result<Option<Strin
     }
 }
 
-/// Gives the extensions their places. One that Everbus has a place for but that does not fit there is
-/// left to the spelling.
+/// Maps the extensions to fields of the event. An extension that does not fit its field is kept by the
+/// spelling.
 fn adopt(a: &mut Attributes, mut extensions: BTreeMap<String, String>) {
     let mut take = |name: &str| extensions.remove(name).filter(|text| !text.is_empty());
     a.tenant = take("tenant");

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use everbus_core::suggest::nearest;
 use everbus_core::{Code, Error};
 
-/// How an event is written down.
+/// A wire format of events.
 ///
 /// ```
 /// use everbus_dialects::Dialect;
@@ -18,7 +18,7 @@ use everbus_core::{Code, Error};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Dialect {
-    /// The JSON of Everbus itself, as the command line prints it. It carries everything.
+    /// The JSON of Everbus itself, as the command line prints it. It carries every field.
     #[default]
     Native,
     /// CloudEvents 1.0.
@@ -35,7 +35,7 @@ pub enum Dialect {
 }
 
 impl Dialect {
-    /// Every dialect there is.
+    /// Every dialect.
     pub const ALL: &'static [Dialect] = &[
         Dialect::Native,
         Dialect::CloudEvents,
@@ -45,7 +45,7 @@ impl Dialect {
         Dialect::Framework,
     ];
 
-    /// The name, as it stands in settings.
+    /// The name in settings.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Native => "native",

@@ -1,5 +1,5 @@
-//! Documents on their way into and out of a bus: what is published as it came, and what is shown with what
-//! the log knows.
+//! Documents as input and output of a bus: publishing a document, and writing a stored event with the
+//! fields that the log added.
 
 use everbus_core::{Event, IntoEvent, Recorded, Result};
 
@@ -7,7 +7,7 @@ use crate::dialect::Dialect;
 use crate::fields::quoted;
 use crate::{Beside, decode_beside, document};
 
-/// A document of a dialect. It can be published as it is:
+/// A document of a dialect. It can be published directly:
 ///
 /// ```
 /// use everbus_core::IntoEvent;
@@ -28,7 +28,7 @@ pub struct Document<'a> {
 }
 
 impl Dialect {
-    /// A document in this dialect, to be published. It is read, and refused if it cannot be, when it is
+    /// A document in this dialect, to be published. It is decoded, and refused if invalid, when it is
     /// published.
     pub fn document(self, bytes: &[u8]) -> Document<'_> {
         Document {
@@ -40,14 +40,15 @@ impl Dialect {
 }
 
 impl<'a> Document<'a> {
-    /// The type that stands beside the document: *outbox* envelopes have none of their own. Elsewhere it must
-    /// be that of the document.
+    /// The type beside the document: *outbox* envelopes have no type field. In other dialects it must equal
+    /// the type of the document.
     pub fn of_type(mut self, event_type: &'a str) -> Self {
         self.beside.event_type = Some(event_type);
         self
     }
 
-    /// Who emitted it, for dialects that do not say so. It is part of the identity of an id that is no UUID.
+    /// The source, for dialects without a source field. It is part of the identity of an id that is not a
+    /// UUID.
     pub fn from_source(mut self, source: &'a str) -> Self {
         self.beside.source = Some(source);
         self
@@ -60,9 +61,9 @@ impl IntoEvent for Document<'_> {
     }
 }
 
-/// Writes an event of a log as a document, with what the log added where the dialect has a place for it:
-/// `receivedAt` of *workflow*, in milliseconds, and `seq` and `received_at` of the native dialect. Otherwise
-/// as [`encode`](crate::encode).
+/// Writes a stored event as a document, with the fields that the log added if the dialect has them:
+/// `receivedAt` of *workflow*, in milliseconds, and `seq` and `received_at` of the native dialect.
+/// Otherwise as [`encode`](crate::encode).
 pub fn encode_stored(record: &Recorded, dialect: Dialect) -> Result<Vec<u8>> {
     let mut fields = document(&record.event, dialect)?;
     match dialect {
@@ -71,7 +72,7 @@ pub fn encode_stored(record: &Recorded, dialect: Dialect) -> Result<Vec<u8>> {
             fields.set("receivedAt", millis.to_string());
         }
         Dialect::Native => {
-            // A number or a text: it cannot fail.
+            // A number or a text: this cannot fail.
             let seq = serde_json::to_string(&record.position).unwrap_or_default();
             fields.set("seq", seq);
             fields.set("received_at", quoted(&record.received_at.to_string()));

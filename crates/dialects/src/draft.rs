@@ -1,4 +1,4 @@
-//! What a document says about its event, before the event is built.
+//! The envelope of a document, before the event is built.
 
 use everbus_core::{
     Attributes, Event, EventBuilder, EventId, GroupName, Result, Timestamp, TraceContext,
@@ -8,10 +8,10 @@ use crate::dialect::Dialect;
 use crate::fields::Fields;
 use crate::{Beside, located};
 
-/// The name under which a trace id that is no W3C one is kept.
+/// The metadata key of a trace id that is not a W3C one.
 const TRACE_ID: &str = "trace_id";
 
-/// The envelope of an event as one document gives it; the payload is read apart.
+/// The envelope of an event from one document; the payload is read separately.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Draft {
     pub(crate) id: EventId,
@@ -22,7 +22,7 @@ pub(crate) struct Draft {
 }
 
 impl Draft {
-    /// A draft from what every document has. The source belongs to the identity of a foreign id.
+    /// A draft from the fields that every document has. The source is part of the identity of a foreign id.
     pub(crate) fn new(id: &str, source: Option<String>, beside: &Beside<'_>) -> Self {
         let source = source.or_else(|| beside.source.map(str::to_owned));
         let uuid = EventId::from_foreign(source.as_deref().unwrap_or_default(), id);
@@ -39,9 +39,9 @@ impl Draft {
         }
     }
 
-    /// The trace id of a document. Without a span of its own it gets one made of the event's id, so that
-    /// the same document always gives the same event. It is sampled: senders leave out the ids of
-    /// traces that are not recorded.
+    /// Sets the trace id of a document. The span id is made from the event's id, so that the same document
+    /// always gives the same event. The trace counts as sampled: senders leave out the ids of traces that
+    /// are not recorded.
     pub(crate) fn set_trace_id(&mut self, trace_id: Option<String>) {
         let Some(text) = trace_id else { return };
         let span = self.id.as_bytes().iter().skip(8);
@@ -55,7 +55,7 @@ impl Draft {
         }
     }
 
-    /// Begins the event. The payload is still to be set.
+    /// Begins the event. The payload is set later.
     pub(crate) fn into_builder(
         self,
         dialect: Dialect,
@@ -105,7 +105,7 @@ impl Draft {
     }
 }
 
-/// The trace id of an event: that of its trace, else the one that was kept.
+/// The trace id of an event: that of its trace, else the one in the metadata.
 pub(crate) fn trace_id(event: &Event) -> Option<&str> {
     let trace = event.attributes().and_then(|a| a.trace.as_ref());
     trace
@@ -113,14 +113,14 @@ pub(crate) fn trace_id(event: &Event) -> Option<&str> {
         .or_else(|| event.metadata().get(TRACE_ID).map(String::as_str))
 }
 
-/// Who emitted the event, for envelopes that must say so.
+/// The source of the event, for envelopes that require one.
 pub(crate) fn source(event: &Event) -> &str {
     let a = event.attributes();
     a.and_then(|a| a.source.as_deref().or(a.app.as_deref()))
         .unwrap_or("everbus")
 }
 
-/// The correlation id: the one given, else the id the event is known by.
+/// The correlation id: the given one, else the id that the event is shown by.
 pub(crate) fn correlation_id(event: &Event) -> String {
     match event.attributes().and_then(|a| a.correlation_id.clone()) {
         Some(id) => id,
@@ -128,7 +128,7 @@ pub(crate) fn correlation_id(event: &Event) -> String {
     }
 }
 
-/// The type of a document, which must be the one that stood beside it.
+/// The type of a document, which must equal the type beside it.
 pub(crate) fn read_type(
     fields: &Fields<'_>,
     name: &str,
@@ -152,7 +152,7 @@ pub(crate) fn read_type(
     }
 }
 
-/// The type of a document that must carry it itself.
+/// The type of a document that must contain it.
 pub(crate) fn required_type(
     fields: &Fields<'_>,
     name: &str,

@@ -1,4 +1,4 @@
-//! What a dialect has no place for.
+//! What a dialect cannot represent.
 
 use everbus_core::{Attributes, Event, Result, TraceContext};
 
@@ -7,11 +7,11 @@ use crate::dialect::Dialect;
 use crate::fields::same_json;
 use crate::{Beside, document, format, spelling};
 
-/// What a reader of the document would not learn about the event, by name.
+/// The fields of the event that a reader of the document would not get, by name.
 ///
-/// It is found by reading the document, so it cannot be out of date. `span` means that the trace is known
-/// but not the span in it, `id` that the foreign id is known but not the UUID made of it and the
-/// source, `metadata.x` one entry.
+/// It is computed by reading the document, so it is always current. `span` means that the trace is kept but
+/// not the span, `id` that the foreign id is kept but not the UUID made from it and the source,
+/// `metadata.x` one entry.
 ///
 /// ```
 /// use everbus_core::Event;

@@ -1,5 +1,5 @@
-//! A document as a flat list of fields, each with its JSON as text: numbers, spaces and nested values
-//! stay as they were written.
+//! A document as a flat list of fields, each with its JSON as text: numbers, spaces and nested values keep
+//! their spelling.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -12,7 +12,7 @@ use serde_json::value::RawValue;
 
 use crate::dialect::Dialect;
 
-/// A document has at most this many fields. More could not be kept with the event anyway.
+/// The largest number of fields in a document. More could not be kept with the event anyway.
 const MAX_FIELDS: usize = 4096;
 
 /// The fields of one document.
@@ -30,7 +30,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Reads a JSON object. A name that stands twice is refused: two readers could see two documents.
+    /// Parses a JSON object. A repeated name is refused: two readers could see two documents.
     pub(crate) fn parse(document: &'a [u8], dialect: Dialect) -> Result<Self> {
         let broken = |e: &dyn fmt::Display| {
             let what = format!("the {dialect} document cannot be read: {e}");
@@ -78,12 +78,12 @@ impl<'a> Fields<'a> {
         self.get(name).filter(|value| *value != "null")
     }
 
-    /// Appends a field that is not there yet.
+    /// Appends a field that is not present yet.
     pub(crate) fn push(&mut self, name: impl Into<Cow<'a, str>>, json: impl Into<Cow<'a, str>>) {
         self.entries.push((name.into(), json.into()));
     }
 
-    /// Appends a text field that is not there yet.
+    /// Appends a text field that is not present yet.
     pub(crate) fn push_text(&mut self, name: impl Into<Cow<'a, str>>, text: &str) {
         self.push(name, quoted(text));
     }
@@ -94,7 +94,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Puts a field in the place of one that may be there already.
+    /// Replaces a field, or appends it.
     pub(crate) fn set(&mut self, name: impl Into<Cow<'a, str>>, json: impl Into<Cow<'a, str>>) {
         let name = name.into();
         match self.entries.iter_mut().find(|(n, _)| *n == name) {
@@ -107,7 +107,7 @@ impl<'a> Fields<'a> {
         self.entries.retain(|(n, _)| n != name);
     }
 
-    /// A text, if the field is there and not `null`.
+    /// A text, if the field is present and not `null`.
     pub(crate) fn text(&self, name: &str) -> Result<Option<String>> {
         let Some(json) = self.some(name) else {
             return Ok(None);
@@ -119,12 +119,12 @@ impl<'a> Fields<'a> {
         Ok(Some(text))
     }
 
-    /// A text that is not empty; an empty one counts as none.
+    /// A text that is not empty; an empty one counts as missing.
     pub(crate) fn filled(&self, name: &str) -> Result<Option<String>> {
         Ok(self.text(name)?.filter(|text| !text.is_empty()))
     }
 
-    /// A text that must be there and must not be empty.
+    /// A text that must be present and not empty.
     pub(crate) fn required(&self, name: &str) -> Result<String> {
         match self.text(name)? {
             Some(text) if !text.is_empty() => Ok(text),
@@ -147,7 +147,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The version of a payload, 1 where it is not said.
+    /// The version of a payload; 1 if it is missing.
     pub(crate) fn version(&self, name: &str) -> Result<u32> {
         match self.whole(name)? {
             None => Ok(1),
@@ -158,7 +158,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Refuses what is too long to be kept beside a payload.
+    /// Refuses values that are too long for an attribute.
     pub(crate) fn check_size(&self, name: &str, value: &str) -> Result<()> {
         if value.len() <= MAX_ATTRIBUTE_BYTES {
             return Ok(());
@@ -169,10 +169,10 @@ impl<'a> Fields<'a> {
             .hint("large values belong in the payload"))
     }
 
-    /// Refuses texts that could not be an attribute.
+    /// Refuses texts that are not valid attributes.
     pub(crate) fn check_text(&self, name: &str, text: &str) -> Result<()> {
         self.check_size(name, text)?;
-        // The native dialect takes what the builder takes.
+        // The native dialect accepts what the builder accepts.
         match text.chars().find(|c| c.is_control()) {
             Some(c) if self.dialect != Dialect::Native => {
                 let what = format!("the control character {c:?} is not allowed here");
@@ -190,7 +190,7 @@ impl<'a> Fields<'a> {
         self.error(Code::InvalidAttribute, name, what)
     }
 
-    /// An error that says where in the document.
+    /// An error that names the field of the document.
     pub(crate) fn error(&self, code: Code, name: &str, what: &str) -> Error {
         let dialect = self.dialect;
         let name: String = name.chars().take(64).collect();
@@ -203,7 +203,7 @@ pub(crate) fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
 
-/// Whether two pieces of JSON surely have the same value.
+/// Whether two pieces of JSON certainly have the same value.
 pub(crate) fn same_json(a: &str, b: &str) -> bool {
     let text = |json: &str| -> Option<String> {
         json.starts_with('"')
@@ -221,7 +221,7 @@ pub(crate) fn same_json(a: &str, b: &str) -> bool {
         || matches!((object(a), object(b)), (Some(a), Some(b)) if a == b)
 }
 
-/// The same JSON without the spaces and line ends between its parts.
+/// The same JSON without spaces and line ends between its parts.
 pub(crate) fn compact(json: &str) -> String {
     let mut text = String::with_capacity(json.len());
     let (mut inside, mut escaped) = (false, false);

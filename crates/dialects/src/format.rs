@@ -1,4 +1,4 @@
-//! From a dialect to the functions that read and write its envelope.
+//! Selects the functions that read and write the envelope of a dialect.
 
 use everbus_core::{Event, Result};
 
@@ -8,7 +8,7 @@ use crate::draft::Draft;
 use crate::fields::Fields;
 use crate::{cloudevents, framework, native, omni, outbox, workflow};
 
-/// What the fields of a document say.
+/// Reads the envelope from the fields of a document.
 pub(crate) fn read(fields: &Fields<'_>, beside: &Beside<'_>) -> Result<Draft> {
     match fields.dialect() {
         Dialect::Native => native::read(fields, beside),
@@ -20,7 +20,7 @@ pub(crate) fn read(fields: &Fields<'_>, beside: &Beside<'_>) -> Result<Draft> {
     }
 }
 
-/// The fields of an event, all but the payload.
+/// The fields of an event, without the payload.
 pub(crate) fn write(event: &Event, dialect: Dialect) -> Result<Fields<'_>> {
     let mut fields = Fields::new(dialect);
     match dialect {

@@ -1,11 +1,10 @@
 //! Wire formats: one event inside, several dialects outside. Pure functions, no I/O.
 //!
-//! [`encode`] writes an event as a JSON document of a [`Dialect`], [`decode`] reads one. Reading a
-//! document and writing it again gives the same document, whatever it holds: ids, times and versions
-//! come back as they were spelled, fields that nobody knows are kept. Where the event itself cannot
-//! say it, its metadata does, under `{dialect}:{field}`.
+//! [`encode`] writes an event as a JSON document of a [`Dialect`], [`decode`] reads one. Reading a document
+//! and writing it again gives the same document: ids, times and versions keep their spelling, unknown
+//! fields are kept. What the event itself cannot represent is in its metadata, under `{dialect}:{field}`.
 //!
-//! The other way something may be missing: [`dropped`] names what a dialect has no place for.
+//! In the other direction a field may be lost: [`dropped`] names what a dialect cannot represent.
 //!
 //! ```
 //! use everbus_core::Event;
@@ -50,15 +49,15 @@ use crate::body::Body;
 use crate::draft::Draft;
 use crate::fields::Fields;
 
-/// What stood beside a document: the column of a row, the subject of a message, the clock.
+/// Data beside a document: the column of a row, the subject of a message, the clock.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Beside<'a> {
-    /// The type. *outbox* envelopes have none of their own; elsewhere it must be that of the document.
+    /// The type. *outbox* envelopes have no type field; in other dialects it must equal that of the
+    /// document.
     pub event_type: Option<&'a str>,
-    /// Who emitted it, for documents that do not say so. It is part of the identity of an id that
-    /// is not a UUID.
+    /// The source, for documents without one. It is part of the identity of an id that is not a UUID.
     pub source: Option<&'a str>,
-    /// The time of an event whose document has none; without it, now.
+    /// The time of an event whose document has none; by default now.
     pub time: Option<Timestamp>,
 }
 
@@ -74,21 +73,21 @@ impl Beside<'_> {
 
 /// Writes an event as a document of a dialect.
 ///
-/// It is [`Code::Unsupported`] if a reader would misunderstand the document: a payload that is not JSON
-/// where only JSON goes, a version other than 1 where there is no version. What a reader would merely
-/// not learn is left out; [`dropped`] names it.
+/// It is [`Code::Unsupported`] if a reader would misunderstand the document: a payload that is not JSON in
+/// a dialect with only JSON, a version other than 1 in a dialect without versions. Other fields that the
+/// dialect does not have are left out; [`dropped`] names them.
 pub fn encode(event: &Event, dialect: Dialect) -> Result<Vec<u8>> {
     Ok(document(event, dialect)?.render())
 }
 
-/// Reads a document of a dialect. The caller bounds its size.
+/// Reads a document of a dialect. The caller limits its size.
 ///
-/// A mistake is an error that names the field, never a panic and never a guess.
+/// An invalid document is an error that names the field, never a panic and never a guess.
 pub fn decode(document: &[u8], dialect: Dialect) -> Result<Event> {
     decode_beside(document, dialect, &Beside::default())
 }
 
-/// Reads a document of a dialect together with what stood beside it.
+/// Reads a document of a dialect together with the data beside it.
 ///
 /// ```
 /// use everbus_dialects::{Beside, Dialect, decode_beside};
@@ -132,7 +131,7 @@ fn event(fields: &Fields<'_>, draft: Draft, body: Body, beside: &Beside<'_>) -> 
     event.map_err(|e| located(dialect, &e))
 }
 
-/// The same error, saying which document it is about.
+/// The same error, with the document in its message.
 fn located(dialect: Dialect, error: &Error) -> Error {
     let what = format!("{dialect} document: {}", error.message());
     match error.hint_text() {
@@ -141,7 +140,7 @@ fn located(dialect: Dialect, error: &Error) -> Error {
     }
 }
 
-/// Refuses versions that a dialect could not say: a reader would take them for the first.
+/// Refuses versions that a dialect cannot represent: a reader would take them for version 1.
 fn only_version_1(event: &Event, dialect: Dialect) -> Result<()> {
     if event.version() == 1 {
         return Ok(());

@@ -1,7 +1,7 @@
-//! The JSON of Everbus itself: the names under which the command line prints an event.
+//! The JSON of Everbus itself: the field names that the command line prints.
 //!
-//! It carries everything an event has. What an engine adds (`seq`, `received_at`) is kept as unknown
-//! fields are.
+//! It carries every field of an event. The fields of an engine (`seq`, `received_at`) are kept like unknown
+//! fields.
 
 use everbus_core::{
     Attributes, Code, Entity, Error, Event, EventId, GroupName, Result, TraceContext,
@@ -47,7 +47,7 @@ pub(crate) fn read(fields: &Fields<'_>, beside: &Beside<'_>) -> Result<Draft> {
     for (name, value) in texts {
         *value = fields.filled(name)?;
     }
-    // It is written for every event; its own id says no more than nothing does.
+    // It is written for every event; the event's own id means the same as none.
     let own = draft.id.to_string();
     a.correlation_id = a.correlation_id.take().filter(|id| *id != own);
     a.entity = object::<Entity>(fields, "entity")?;
@@ -127,7 +127,7 @@ fn object<T: DeserializeOwned>(fields: &Fields<'_>, name: &str) -> Result<Option
 }
 
 fn push_object<T: Serialize>(fields: &mut Fields<'_>, name: &'static str, value: Option<&T>) {
-    // Texts in texts: there is nothing that serialising could fail at.
+    // Maps of texts: serialising them cannot fail.
     if let Some(Ok(json)) = value.map(serde_json::to_string) {
         fields.push(name, json);
     }

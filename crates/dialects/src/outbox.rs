@@ -1,7 +1,7 @@
 //! *outbox*: `event_id, occurred_at, correlation_id, tenant_id, station_id, schema_version, payload`.
 //!
-//! The envelope has no type: it stands beside it, in the column `event_type`. A document that has a
-//! field of that name may be read without.
+//! The envelope has no type: the type is beside it, in the column `event_type`. A document with a field of
+//! that name can be read without the column.
 
 use everbus_core::{Event, Result};
 
@@ -28,7 +28,7 @@ pub(crate) fn read(fields: &Fields<'_>, beside: &Beside<'_>) -> Result<Draft> {
     Ok(draft)
 }
 
-/// All fields are there; a tenant or station that the event does not have is empty, as Go writes it.
+/// Writes all fields; a missing tenant or station is written as empty, as Go does.
 pub(crate) fn write<'a>(event: &'a Event, fields: &mut Fields<'a>) {
     fields.push_text("event_id", &event.display_id());
     let at = time::spelled(event.occurred_at(), Digits::Shortest);

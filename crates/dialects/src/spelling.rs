@@ -1,9 +1,9 @@
-//! How a document was spelled, where that does not follow from the event.
+//! The original spelling of a document, if it cannot be derived from the event.
 //!
 //! Reading a document and writing it again must give the same document. What the event itself cannot
-//! say is kept in its metadata, under `{dialect}:{field}`: the JSON of a field that nobody knows, or
-//! of one that would be written otherwise; nothing ([`ABSENT`]) for a field that would be written
-//! but was not there.
+//! represent is kept in its metadata, under `{dialect}:{field}`: the JSON of an unknown field or of a field
+//! that would be written differently; the mark [`ABSENT`] for a field that would be written but was
+//! missing.
 
 use everbus_core::{Code, Error, Event, Result};
 use serde::de::IgnoredAny;
@@ -27,7 +27,7 @@ pub(crate) fn field(dialect: Dialect, key: &str) -> Option<&str> {
     key.strip_prefix(dialect.as_str())?.strip_prefix(':')
 }
 
-/// What the metadata says about a field.
+/// The mark of a field in the metadata.
 pub(crate) fn mark<'a>(event: &'a Event, dialect: Dialect, field: &str) -> Option<&'a str> {
     event
         .metadata()
@@ -35,7 +35,7 @@ pub(crate) fn mark<'a>(event: &'a Event, dialect: Dialect, field: &str) -> Optio
         .map(String::as_str)
 }
 
-/// What must be kept so that `usual` becomes `document` again.
+/// The marks that turn `usual` into `document` again.
 pub(crate) fn difference(
     document: &Fields<'_>,
     usual: &Fields<'_>,
@@ -62,8 +62,8 @@ pub(crate) fn difference(
     Ok(kept)
 }
 
-/// The document as it was spelled. A spelling that no longer means what the event says is left out:
-/// the time of a copy is its own.
+/// The document in its original spelling. A spelling that contradicts the event is left out: for example, a
+/// copy has its own time.
 pub(crate) fn apply<'a>(event: &'a Event, usual: Fields<'a>) -> Result<Fields<'a>> {
     let dialect = usual.dialect();
     let place = Place::of(dialect);
@@ -80,7 +80,7 @@ pub(crate) fn apply<'a>(event: &'a Event, usual: Fields<'a>) -> Result<Fields<'a
         }
         kept.push((name, json.as_str()));
     }
-    // What we write we would also read.
+    // The written document must be readable again.
     let beside = Beside {
         event_type: Some(event.event_type()),
         ..Beside::default()
@@ -91,7 +91,7 @@ pub(crate) fn apply<'a>(event: &'a Event, usual: Fields<'a>) -> Result<Fields<'a
     }
     let agrees = |fields: &Fields<'_>| match format::read(fields, &beside) {
         Ok(mut draft) => {
-            // A document without a time got ours.
+            // A document without a time got the current one.
             draft.occurred_at = draft.occurred_at.or(meant.occurred_at);
             draft == meant
         }
@@ -108,7 +108,7 @@ pub(crate) fn apply<'a>(event: &'a Event, usual: Fields<'a>) -> Result<Fields<'a
 }
 
 fn patched<'a>(mut fields: Fields<'a>, kept: &[(&'a str, &'a str)]) -> Fields<'a> {
-    // Names of metadata are different from each other, so only the usual fields need a search.
+    // Metadata names are unique, so only the usual fields need a search.
     let usual: Vec<String> = fields.iter().map(|(name, _)| name.to_owned()).collect();
     for (name, json) in kept {
         match (usual.iter().any(|usual| usual == name), *json) {

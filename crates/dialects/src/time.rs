@@ -1,17 +1,17 @@
-//! Times as the dialects spell them.
+//! Times in the spelling of the dialects.
 
 use everbus_core::{Result, Timestamp};
 
 use crate::fields::Fields;
 
-/// How many digits follow the second.
+/// How many digits follow the seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Digits {
-    /// Three, or six where three do not do: what `toISOString` writes.
+    /// Three, or six if needed, as `toISOString` writes.
     Milliseconds,
-    /// None, or six: what `isoformat` writes.
+    /// None, or six, as `isoformat` writes.
     NoneOrSix,
-    /// As many as there are.
+    /// As many as needed.
     Shortest,
 }
 
@@ -42,7 +42,7 @@ pub(crate) fn read(fields: &Fields<'_>, name: &str) -> Result<Option<Timestamp>>
     }
 }
 
-/// A time with its offset, or without one: then it is UTC, as Python's `utcnow().isoformat()` means it.
+/// A time with its offset, or without one: then it is UTC, as in Python's `utcnow().isoformat()`.
 pub(crate) fn read_utc(fields: &Fields<'_>, name: &str) -> Result<Timestamp> {
     let text = fields.required(name)?;
     let at = parsed(&text).or_else(|| parsed(&format!("{text}Z")));
@@ -55,7 +55,7 @@ pub(crate) fn required(fields: &Fields<'_>, name: &str) -> Result<Timestamp> {
 
 fn parsed(text: &str) -> Option<Timestamp> {
     let at = text.parse::<Timestamp>().ok()?;
-    // What lies outside the years 0 to 9999 could not be written again.
+    // A time outside the years 0 to 9999 could not be written again.
     (Timestamp::from_micros(at.as_micros()) == at).then_some(at)
 }
 

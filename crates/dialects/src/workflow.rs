@@ -1,9 +1,9 @@
 //! *workflow*: `entityId, entityType, tenantId, eventType, timestamp, context, properties` and the keys
 //! of the table, computed by the sender.
 //!
-//! `timestamp` is in milliseconds, `ttl` in seconds: when the table may forget the event. The id of the event stands only in `SK`, the app only in the keys of
-//! the indexes, so the keys are read as well; a document whose keys are not those of its fields
-//! is refused.
+//! `timestamp` is in milliseconds. `ttl` is in seconds: when the table may remove the event. The id of the
+//! event is only in `SK`, the app only in the keys of the indexes, so the keys are read as well; a document
+//! whose keys contradict its fields is refused.
 
 mod keys;
 mod moved;
@@ -23,9 +23,9 @@ pub(crate) use self::properties::with_reference;
 pub use self::properties::{Overflow, Properties, seconds};
 pub use self::query::TableQuery;
 
-/// The metadata entry that holds the context, as JSON.
+/// The metadata key of the context, as JSON.
 const CONTEXT: &str = "context";
-/// When the table may forget the event.
+/// When the table may remove the event.
 const TTL: &str = "ttl";
 
 pub(crate) fn read(fields: &Fields<'_>, beside: &Beside<'_>) -> Result<Draft> {
@@ -108,11 +108,11 @@ pub(crate) fn write<'a>(event: &'a Event, fields: &mut Fields<'a>) -> Result<()>
     fields.push("timestamp", keys.millis().to_string());
     let expires = a.and_then(|a| a.expires_at).map(Timestamp::as_micros);
     if let Some(micros) = expires.filter(|micros| *micros >= 0) {
-        // Whole seconds; never earlier than the event says.
+        // Whole seconds; rounded up, so never earlier than the event's expiry.
         let seconds = micros / 1_000_000 + i64::from(micros % 1_000_000 > 0);
         fields.push(TTL, seconds.to_string());
     }
-    // Metadata of that name may be something else.
+    // Metadata with this name may have another meaning.
     let context = event.metadata().get(CONTEXT).map(String::as_str);
     if let Some(json) = context.filter(|json| is_object(json)) {
         fields.push(CONTEXT, json);

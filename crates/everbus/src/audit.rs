@@ -162,7 +162,7 @@ pub async fn audited<T: Serialize>(
         entry.details = json!({ "of": began });
     }
     if let Err(error) = audit.record(entry).await {
-        tracing::warn!(target: "everbus::audit", action = action.name, %error, "what came of it could not be recorded");
+        tracing::warn!(target: "everbus::audit", action = action.name, %error, "the result of an operation could not be recorded");
     }
     result
 }

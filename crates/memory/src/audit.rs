@@ -1,4 +1,4 @@
-//! The audit trail in memory: chained as in the engines that keep it, so that tests see the same.
+//! The audit trail in memory: chained as in the durable engines, so that tests see the same.
 
 use std::collections::VecDeque;
 
@@ -9,7 +9,7 @@ use everbus_core::{
 
 use crate::broker::Memory;
 
-/// The records, and what came before the first.
+/// The records, and the head before the first.
 #[derive(Debug)]
 pub(crate) struct Trail {
     anchor: AuditHead,
@@ -33,7 +33,7 @@ impl Trail {
     fn record(&mut self, entry: AuditEntry, now: Timestamp) -> u64 {
         let before = self.head();
         let seq = before.seq + 1;
-        // Times never fall, so that a time is a place in the trail.
+        // Times never decrease, so the trail can be searched by time.
         let at = self.records.back().map_or(now, |last| now.max(last.at));
         let details = entry.details_text();
         let hash = entry
@@ -119,7 +119,7 @@ impl Trail {
         records.take_while(|record| record.at < before).count()
     }
 
-    /// How many there are, and when the first was written.
+    /// The number of records, and the time of the first.
     pub(crate) fn held(&self) -> Held {
         Held {
             count: self.records.len() as u64,

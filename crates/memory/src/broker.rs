@@ -1,4 +1,4 @@
-//! The verbs of the broker, on the state behind its lock.
+//! The broker operations, on the state behind its lock.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,12 +19,12 @@ use crate::member::Member;
 use crate::records::Records;
 use crate::state::State;
 
-/// The engine. Everything it offers is implemented on this one type.
+/// The engine. This one type implements everything it offers.
 #[derive(Debug)]
 pub(crate) struct Memory {
     state: Mutex<State>,
     clock: Arc<dyn Clock>,
-    /// Wakes those who wait for work or for the log to grow.
+    /// Wakes tasks that wait for events or for the log to grow.
     pub(crate) work: Notify,
 }
 
@@ -37,7 +37,7 @@ impl Memory {
         }
     }
 
-    /// Looks at due times again whenever the clock jumps.
+    /// Checks due times again whenever the clock jumps.
     pub(crate) fn wake_on_jumps(self: &Arc<Self>) {
         let memory = Arc::downgrade(self);
         self.clock.on_jump(Box::new(move || {
@@ -166,7 +166,7 @@ fn describe(
     info.with_types(types, now)
 }
 
-/// Keeps a place among those who wait for a position, also when the future is dropped.
+/// An entry among the waiters of a position; removed when the future is dropped.
 struct Waiting<'a> {
     memory: &'a Memory,
     position: u64,
@@ -199,7 +199,7 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// The broker is handed out behind an `Arc`, which its consumers share.
+/// The broker is shared with its consumers through an `Arc`.
 #[derive(Debug)]
 pub(crate) struct MemoryBroker(pub(crate) Arc<Memory>);
 

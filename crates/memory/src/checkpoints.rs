@@ -1,4 +1,4 @@
-//! How far long work has come. Gone with the process, like everything here.
+//! Checkpoints of long operations. Lost with the process, like everything here.
 
 use std::collections::BTreeMap;
 

@@ -17,7 +17,7 @@ pub(crate) struct MemoryConsumer {
     options: ConsumeOptions,
 }
 
-/// What a look at the group gave.
+/// The result of a check of the group.
 enum Look {
     Got(Vec<Delivery>),
     Nothing { until: Option<Timestamp> },
@@ -79,7 +79,7 @@ impl Consumer for MemoryConsumer {
     fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
         Box::pin(async move {
             loop {
-                // Registered before the look, so that nothing between the two is missed.
+                // Registered before the check, so that no notification between the two is lost.
                 let mut woken = std::pin::pin!(self.memory.work.notified());
                 woken.as_mut().enable();
                 match self.look(max.max(1))? {
@@ -87,7 +87,7 @@ impl Consumer for MemoryConsumer {
                     Look::Nothing { until: None } => woken.await,
                     Look::Nothing { until: Some(until) } => {
                         let wait = until.since(self.memory.now());
-                        // Either way: look again.
+                        // Check again in both cases.
                         let _ = tokio::time::timeout(wait, woken).await;
                     }
                 }
@@ -112,7 +112,7 @@ impl Consumer for MemoryConsumer {
     }
 
     fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
-        // Nothing is claimed before it is fetched, so there is nothing to give back.
+        // Events are claimed only when fetched, so there is nothing to give back.
         self.options.prefetch = prefetch;
         self.memory.work.notify_waiters();
         Box::pin(std::future::ready(Ok(())))
@@ -131,7 +131,7 @@ impl Drop for MemoryConsumer {
             group.consumers.remove(&self.id);
         }
         drop(state);
-        // The others may now be the ones to see that nobody handles an event.
+        // The other consumers must check again which events have no handler.
         self.memory.work.notify_waiters();
     }
 }

@@ -20,22 +20,22 @@ type Key = (Reverse<u64>, GroupName);
 
 /// All dead letters, open and retried, in the order they are listed.
 #[derive(Debug, Default)]
-pub(crate) struct Graveyard {
-    graves: BTreeMap<Key, Grave>,
+pub(crate) struct DeadLetterTable {
+    entries: BTreeMap<Key, Entry>,
 }
 
 #[derive(Debug)]
-pub(crate) struct Grave {
+pub(crate) struct Entry {
     pub(crate) letter: DeadLetter,
-    /// A retried one is kept and no longer open, until it fails again.
+    /// False after a retry, until the event fails again.
     pub(crate) open: bool,
 }
 
-impl Graveyard {
-    /// Adds a dead letter, or opens the one there is again: attempts add up, the first time stays.
+impl DeadLetterTable {
+    /// Adds a dead letter, or opens an existing one again: attempts add up, the first time stays.
     pub(crate) fn bury(&mut self, group: GroupName, row: Row, now: Timestamp) -> &DeadLetter {
         let key = (Reverse(row.record.seq()), group.clone());
-        let grave = self.graves.entry(key).or_insert_with(|| Grave {
+        let entry = self.entries.entry(key).or_insert_with(|| Entry {
             letter: DeadLetter {
                 group,
                 handler: None,
@@ -49,33 +49,33 @@ impl Graveyard {
             },
             open: true,
         });
-        grave.open = true;
-        // The claim counted one; if nobody ran, it was none.
+        entry.open = true;
+        // The claim counted an attempt; if no handler ran, it was none.
         let was_none = row
             .failures
             .last()
             .is_some_and(|last| !last.kind.is_attempt());
         let attempts = row.attempts.saturating_sub(u32::from(was_none));
-        grave.letter.attempts = grave.letter.attempts.saturating_add(attempts);
-        let before = std::mem::take(&mut grave.letter.failures);
-        grave.letter.failures = all_failures(before, row.failures);
-        let mut failures = grave.letter.failures.iter().rev();
-        grave.letter.handler = failures.find_map(|f| f.handler.clone());
-        grave.letter.died_at = now;
-        &grave.letter
+        entry.letter.attempts = entry.letter.attempts.saturating_add(attempts);
+        let before = std::mem::take(&mut entry.letter.failures);
+        entry.letter.failures = all_failures(before, row.failures);
+        let mut failures = entry.letter.failures.iter().rev();
+        entry.letter.handler = failures.find_map(|f| f.handler.clone());
+        entry.letter.died_at = now;
+        &entry.letter
     }
 
-    /// Puts a dead letter that another process tells of.
+    /// Stores a dead letter that the runtime reports.
     pub(crate) fn put(&mut self, record: Arc<Recorded>, burial: &Burial) {
         let key = (Reverse(record.seq()), burial.group.clone());
-        let earlier = self.graves.get(&key).map(|grave| EarlierDeath {
-            attempts: grave.letter.attempts,
-            failures: grave.letter.failures.clone(),
-            died_at: grave.letter.died_at,
-            open: grave.open,
+        let earlier = self.entries.get(&key).map(|entry| EarlierDeath {
+            attempts: entry.letter.attempts,
+            failures: entry.letter.failures.clone(),
+            died_at: entry.letter.died_at,
+            open: entry.open,
         });
         let (attempts, failures) = burial.with_earlier(earlier);
-        let first = self.graves.get(&key).map(|g| g.letter.first_seen_at);
+        let first = self.entries.get(&key).map(|g| g.letter.first_seen_at);
         let letter = DeadLetter {
             group: burial.group.clone(),
             handler: failures.iter().rev().find_map(|f| f.handler.clone()),
@@ -84,82 +84,82 @@ impl Graveyard {
             first_seen_at: first.unwrap_or(burial.died_at),
             died_at: burial.died_at,
             retried_at: None,
-            replaced_by: self.graves.get(&key).and_then(|g| g.letter.replaced_by),
+            replaced_by: self.entries.get(&key).and_then(|g| g.letter.replaced_by),
             record,
         };
-        self.graves.insert(key, Grave { letter, open: true });
+        self.entries.insert(key, Entry { letter, open: true });
     }
 
-    pub(crate) fn get(&self, position: u64, group: &GroupName) -> Option<&Grave> {
-        self.graves.get(&(Reverse(position), group.clone()))
+    pub(crate) fn get(&self, position: u64, group: &GroupName) -> Option<&Entry> {
+        self.entries.get(&(Reverse(position), group.clone()))
     }
 
-    pub(crate) fn get_mut(&mut self, position: u64, group: &GroupName) -> Option<&mut Grave> {
-        self.graves.get_mut(&(Reverse(position), group.clone()))
+    pub(crate) fn get_mut(&mut self, position: u64, group: &GroupName) -> Option<&mut Entry> {
+        self.entries.get_mut(&(Reverse(position), group.clone()))
     }
 
     pub(crate) fn is_open(&self, position: u64, group: &GroupName) -> bool {
-        self.get(position, group).is_some_and(|grave| grave.open)
+        self.get(position, group).is_some_and(|entry| entry.open)
     }
 
-    /// How many open dead letters a group has of each event type.
+    /// The number of open dead letters of a group by event type.
     pub(crate) fn open_by_type(&self, group: &GroupName) -> BTreeMap<Arc<str>, u64> {
-        let graves = self.graves.values();
-        let open = graves.filter(|g| g.open && g.letter.group == *group);
+        let entries = self.entries.values();
+        let open = entries.filter(|g| g.open && g.letter.group == *group);
         let mut counts = BTreeMap::new();
-        for grave in open {
-            let event_type = grave.letter.event().type_arc().clone();
+        for entry in open {
+            let event_type = entry.letter.event().type_arc().clone();
             *counts.entry(event_type).or_default() += 1;
         }
         counts
     }
 
     pub(crate) fn remove_group(&mut self, group: &GroupName) {
-        self.graves.retain(|(_, name), _| name != group);
+        self.entries.retain(|(_, name), _| name != group);
     }
 
     pub(crate) fn remove(&mut self, position: u64, group: &GroupName) {
-        self.graves.remove(&(Reverse(position), group.clone()));
+        self.entries.remove(&(Reverse(position), group.clone()));
     }
 
-    /// Those that died before a time, open and retried.
+    /// Dead letters from before a time, open and retried.
     pub(crate) fn died_before(&self, time: Timestamp) -> impl Iterator<Item = (u64, GroupName)> {
         let old = self
-            .graves
+            .entries
             .iter()
             .filter(move |(_, g)| g.letter.died_at < time);
         old.map(|((position, group), _)| (position.0, group.clone()))
     }
 
-    /// How many there are, and when the first died.
+    /// The number of dead letters, and the time of the first.
     pub(crate) fn held(&self) -> Held {
         Held {
-            count: self.graves.len() as u64,
-            oldest: self.graves.values().map(|g| g.letter.died_at).min(),
+            count: self.entries.len() as u64,
+            oldest: self.entries.values().map(|g| g.letter.died_at).min(),
         }
     }
 
-    /// Forgets what is kept of an event that leaves the log.
+    /// Removes the dead letters of an event that is removed from the log.
     pub(crate) fn forget(&mut self, position: u64) {
         let first = (Reverse(position), GroupName::unnamed());
-        let of_event = self.graves.range(first..).map(|(key, _)| key.clone());
+        let of_event = self.entries.range(first..).map(|(key, _)| key.clone());
         let of_event: Vec<Key> = of_event.take_while(|key| key.0.0 == position).collect();
         for key in of_event {
-            self.graves.remove(&key);
+            self.entries.remove(&key);
         }
     }
 
-    /// Open dead letters that pass a filter, beginning after a key.
+    /// Open dead letters that pass a filter, after a key.
     fn open<'a>(
         &'a self,
         filter: &'a DeadLetterFilter,
         after: Option<Key>,
     ) -> impl Iterator<Item = &'a DeadLetter> {
         let after = after.map_or(Bound::Unbounded, Bound::Excluded);
-        let graves = self.graves.range((after, Bound::Unbounded));
-        let open = graves
-            .filter(|(_, grave)| grave.open)
-            .map(|(_, grave)| &grave.letter);
+        let entries = self.entries.range((after, Bound::Unbounded));
+        let open = entries
+            .filter(|(_, entry)| entry.open)
+            .map(|(_, entry)| &entry.letter);
         open.filter(|letter| passes(letter, filter))
     }
 }
@@ -208,26 +208,26 @@ impl Memory {
         Ok(DeadLetterPage { items, next })
     }
 
-    /// Oldest first.
+    /// Retries open dead letters, oldest first.
     fn retry_open(&self, filter: &DeadLetterFilter, limit: usize) -> Result<u64> {
         let mut guard = self.open_state()?;
         let state = &mut *guard;
         let now = self.now();
         let mut retried = 0;
-        for grave in state.dead.graves.values_mut().rev() {
+        for entry in state.dead.entries.values_mut().rev() {
             if retried == limit {
                 break;
             }
-            if !grave.open || !passes(&grave.letter, filter) {
+            if !entry.open || !passes(&entry.letter, filter) {
                 continue;
             }
-            let number = state.names.get(&grave.letter.group);
+            let number = state.names.get(&entry.letter.group);
             let Some(group) = number.and_then(|number| state.groups.get_mut(number)) else {
                 continue;
             };
-            group.add_waiting(grave.letter.record.clone(), now);
-            grave.open = false;
-            grave.letter.retried_at = Some(now);
+            group.add_waiting(entry.letter.record.clone(), now);
+            entry.open = false;
+            entry.letter.retried_at = Some(now);
             retried += 1;
         }
         drop(guard);
@@ -239,11 +239,11 @@ impl Memory {
         let mut guard = self.open_state()?;
         let state = &mut *guard;
         let now = self.now();
-        let grave = state.dead.get(key.position.place(), &key.group);
-        let Some(grave) = grave.filter(|grave| grave.open) else {
+        let entry = state.dead.get(key.position.place(), &key.group);
+        let Some(entry) = entry.filter(|entry| entry.open) else {
             return Err(not_open(key));
         };
-        check_replacement(&grave.letter.record.event, &corrected)?;
+        check_replacement(&entry.letter.record.event, &corrected)?;
         let corrected = corrected.addressed_to(&key.group);
         let (id, event_type) = (corrected.id(), corrected.type_arc().clone());
         if state.records.find(id, corrected.tenant()).is_some() {
@@ -260,13 +260,13 @@ impl Memory {
         if let Some(group) = number.and_then(|number| state.groups.get_mut(number))
             && !group.wants(&event_type)
         {
-            // The group has other patterns by now, and would pass it by.
+            // The group's patterns no longer match it, so it would skip the event.
             group.add_waiting(record, now);
         }
-        if let Some(grave) = state.dead.get_mut(key.position.place(), &key.group) {
-            grave.open = false;
-            grave.letter.retried_at = Some(now);
-            grave.letter.replaced_by = Some(id);
+        if let Some(entry) = state.dead.get_mut(key.position.place(), &key.group) {
+            entry.open = false;
+            entry.letter.retried_at = Some(now);
+            entry.letter.replaced_by = Some(id);
         }
         state.wake_waiters(key.position.place());
         drop(guard);
@@ -291,7 +291,7 @@ impl Memory {
                 count,
             });
         let mut tallies: Vec<DeadLetterTally> = tallies.collect();
-        // Stable: what is equally frequent stays in the order of its names.
+        // A stable sort: equal counts stay in the order of their names.
         tallies.sort_by_key(|tally| Reverse(tally.count));
         tallies.truncate(limit.min(MAX_PAGE));
         Ok(tallies)
@@ -317,7 +317,7 @@ impl Memory {
             let position = letter.record.seq();
             state
                 .dead
-                .graves
+                .entries
                 .remove(&(Reverse(position), letter.group.clone()));
             let with_event = !state.is_needed(&letter.record);
             if with_event {
@@ -352,16 +352,16 @@ impl DeadLetters for Memory {
     fn get(&self, id: EventId) -> BoxFuture<'_, Result<Vec<DeadLetter>>> {
         Box::pin(async move {
             let state = self.open_state()?;
-            let graves = state.dead.graves.values();
-            let of_event = graves.filter(|grave| grave.letter.event().id() == id);
-            Ok(of_event.map(|grave| grave.letter.clone()).collect())
+            let entries = state.dead.entries.values();
+            let of_event = entries.filter(|entry| entry.letter.event().id() == id);
+            Ok(of_event.map(|entry| entry.letter.clone()).collect())
         })
     }
 
     fn replaced(&self) -> BoxFuture<'_, Result<Vec<Replaced>>> {
         Box::pin(async move {
             let state = self.open_state()?;
-            let letters = state.dead.graves.values().rev().map(|grave| &grave.letter);
+            let letters = state.dead.entries.values().rev().map(|entry| &entry.letter);
             let replaced = letters.filter_map(|letter| {
                 let (key, by) = (letter.key(), letter.replaced_by?);
                 Some(Replaced { key, by })

@@ -1,7 +1,7 @@
-//! One consumer group: its position, and the events it was handed and has not settled.
+//! One consumer group: its position, and its delivered events that are not settled.
 //!
-//! Every position up to the group's is done, a row here (in flight or waiting), or an open dead
-//! letter. The rows are indexed by what they wait for, so that a fetch looks only at what it can get.
+//! Every position up to the group's is done, has a row here (in flight or waiting), or is an open dead
+//! letter. The rows are indexed by what they wait for, so that a fetch checks only rows that it can get.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -19,29 +19,29 @@ use crate::records::{LeaseParts as _, Records, Seq as _};
 pub(crate) struct Group {
     pub(crate) name: GroupName,
     pub(crate) ordered: bool,
-    /// It has no dead letters, and nothing is kept for it that it has not reached.
+    /// It has no dead letters, and retention does not keep events for it that it has not reached.
     pub(crate) ephemeral: bool,
-    /// The head of the log when the group was declared: it owes what came after.
+    /// The head of the log when the group was declared: later events are pending in it.
     pub(crate) declared_at: u64,
     pub(crate) subscriptions: Vec<SubscriptionInfo>,
-    /// Everything up to here was handed out, set aside as a row, or skipped.
+    /// Everything up to here was delivered, has a waiting row, or was skipped.
     pub(crate) position: u64,
-    /// What is settled or skipped. A retried dead letter is in here and has a row again.
+    /// Settled and skipped events. A retried dead letter is in here and has a row again.
     pub(crate) done: Progress,
     pub(crate) rows: BTreeMap<u64, Row>,
     pub(crate) active_at: Timestamp,
-    /// Why events were skipped that are still in the log.
+    /// The reasons of skipped events that are still in the log.
     pub(crate) skipped: BTreeMap<u64, Arc<str>>,
-    /// What is kept of events that failed before the group was done with them.
+    /// The record of events that failed before the group finished them.
     pub(crate) outcomes: BTreeMap<u64, Outcome>,
-    /// What was dropped before the group reached it.
+    /// Events that were dropped before the group reached them.
     pub(crate) dropped: BTreeSet<u64>,
     pub(crate) consumers: HashMap<u64, Member>,
-    /// Waiting rows that may be handed out now.
+    /// Waiting rows that may be delivered now.
     ready: BTreeSet<u64>,
-    /// Waiting rows that no consumer has a handler for, by when that was first seen.
+    /// Waiting rows without a handler in any consumer, by when this was first seen.
     unhandled: BTreeSet<(Timestamp, u64)>,
-    /// Waiting rows whose time has not come.
+    /// Waiting rows that are not due yet.
     due: BTreeSet<(Timestamp, u64)>,
     /// Leases by their end.
     leases: BTreeSet<(Timestamp, u64)>,
@@ -49,7 +49,7 @@ pub(crate) struct Group {
     keys: HashMap<Arc<str>, BTreeSet<u64>>,
 }
 
-/// An event that was handed out or set aside, and is not settled.
+/// An event that was delivered or waits, and is not settled.
 #[derive(Debug)]
 pub(crate) struct Row {
     pub(crate) record: Arc<Recorded>,
@@ -58,9 +58,9 @@ pub(crate) struct Row {
     pub(crate) failures: Vec<Failure>,
     pub(crate) state: RowState,
     key: Option<Arc<str>>,
-    /// It was put back from the dead letters, or is replayed.
+    /// It was retried from the dead letters, or is replayed.
     pub(crate) retried: bool,
-    /// When it was first seen that nobody has a handler for it.
+    /// When it was first seen that no consumer has a handler for it.
     unhandled_since: Option<Timestamp>,
 }
 
@@ -76,13 +76,13 @@ pub(crate) enum RowState {
     },
 }
 
-/// What a claim found.
+/// The result of a claim.
 pub(crate) struct Claim {
-    /// The rows handed out: their leases are in the rows.
+    /// The delivered rows: their leases are in the rows.
     pub(crate) taken: Vec<u64>,
-    /// Rows nobody had a handler for in time; they are gone from the group.
+    /// Rows that had no handler for too long; they are removed from the group.
     pub(crate) orphans: Vec<Row>,
-    /// When to look again, if nothing else happens before.
+    /// When to check again, if nothing else happens before.
     pub(crate) next: Option<Timestamp>,
 }
 
@@ -116,26 +116,26 @@ impl Group {
         }
     }
 
-    /// Whether a subscription wants events of this type.
+    /// Whether a subscription matches this type.
     pub(crate) fn wants(&self, event_type: &str) -> bool {
         self.subscriptions
             .iter()
             .any(|s| s.pattern.matches(event_type))
     }
 
-    /// Whether a subscription wants the event, and it is not addressed to another group.
+    /// Whether a subscription matches the event, and it is not addressed to another group.
     pub(crate) fn is_due(&self, event: &Event) -> bool {
         event.is_for(&self.name) && self.wants(event.event_type())
     }
 
-    /// Sends every row that was set aside for want of a handler to be looked at again.
+    /// Makes every row without a handler ready to be checked again.
     pub(crate) fn handlers_changed(&mut self) {
         let again = std::mem::take(&mut self.unhandled);
         self.ready
             .extend(again.into_iter().map(|(_, position)| position));
     }
 
-    /// Hands out up to `max` rows and fresh events to a consumer.
+    /// Delivers up to `max` waiting rows and new events to a consumer.
     pub(crate) fn claim(
         &mut self,
         consumer: u64,
@@ -154,7 +154,7 @@ impl Group {
         let max = max.min(free);
         let until = now.plus(options.lease);
         let mut taken = Vec::new();
-        // What waited comes first. Rows of other consumers' handlers stay where they are.
+        // Waiting rows come first. Rows for the handlers of other consumers stay.
         let mut from = 0;
         while taken.len() < max {
             let Some(&position) = self.ready.range(from..).next() else {
@@ -177,7 +177,7 @@ impl Group {
                 self.pass(record, consumer, until, next_token, now, &mut taken);
             }
             if taken.len() < max {
-                // Removed events at the end of the log are nothing to come back to.
+                // Removed events at the end of the log need no later visit.
                 self.advance_to(records.head());
                 self.dropped.clear();
             }
@@ -198,7 +198,7 @@ impl Group {
         }
     }
 
-    /// Moves the position past one fresh event: handed out, set aside, or skipped.
+    /// Moves the position past one new event: it is delivered, set aside, or skipped.
     fn pass(
         &mut self,
         record: &Arc<Recorded>,
@@ -229,7 +229,7 @@ impl Group {
         }
     }
 
-    /// Keeps a row that nobody has a handler for out of the way.
+    /// Sets aside a row without a handler.
     fn set_aside(&mut self, position: u64, now: Timestamp) {
         self.ready.remove(&position);
         if let Some(row) = self.rows.get_mut(&position) {
@@ -244,8 +244,8 @@ impl Group {
         since.is_some_and(|since| self.unhandled.contains(&(since, row.record.seq())))
     }
 
-    /// Skips what waits for want of a handler and matches no subscription any more: in an ordered group it
-    /// would hold up every later event of its key.
+    /// Skips events that wait without a handler and match no subscription any more: in an ordered group
+    /// they would block every later event of their key.
     pub(crate) fn skip_unwanted(&mut self, now: Timestamp) {
         let waiting: Vec<u64> = self.unhandled.iter().map(|(_, at)| *at).collect();
         for position in waiting {
@@ -257,7 +257,7 @@ impl Group {
         }
     }
 
-    /// Takes a row out of those that may be handed out.
+    /// Removes a row from those that may be delivered.
     fn withdraw(&mut self, position: u64) {
         self.ready.remove(&position);
         let since = self.rows.get(&position).and_then(|row| row.unhandled_since);
@@ -284,8 +284,8 @@ impl Group {
         consumers.any(|c| c.handles(event_type))
     }
 
-    /// Notes why the group is done with an event that has no row; one that it has yet to reach is passed
-    /// by when its turn comes.
+    /// Records why the group skipped an event without a row; an event that it has not reached yet is
+    /// skipped when the position passes it.
     pub(crate) fn skip(&mut self, position: u64, reason: &str) {
         if position > self.position {
             self.dropped.insert(position);
@@ -293,7 +293,7 @@ impl Group {
         self.skipped.insert(position, reason.into());
     }
 
-    /// Adds a row that waits from now on, with no attempts: a retried dead letter, or a replay.
+    /// Adds a row that waits from now on, without attempts: a retried dead letter, or a replay.
     pub(crate) fn add_waiting(&mut self, record: Arc<Recorded>, now: Timestamp) {
         let position = record.seq();
         self.skipped.remove(&position);
@@ -305,7 +305,7 @@ impl Group {
         }
     }
 
-    /// Adds a row that is due now; says whether its key lets it go.
+    /// Adds a row that is due now. Returns whether its key allows a delivery.
     fn insert_row(&mut self, record: Arc<Recorded>, now: Timestamp) -> bool {
         let position = record.seq();
         let mut key = None;
@@ -316,7 +316,7 @@ impl Group {
             let rows = self.keys.entry(name.clone()).or_default();
             let later = rows.range(position..).next().copied();
             rows.insert(position);
-            // A retried dead letter comes before what was first until now.
+            // A retried dead letter comes before the row that was the first of the key.
             if let Some(later) = later {
                 self.withdraw(later);
             }
@@ -354,7 +354,7 @@ impl Group {
         }
     }
 
-    /// The row a lease is for, if it is still held.
+    /// The row of a lease, if the lease is still held.
     pub(crate) fn held(&self, lease: &Lease) -> Option<&Row> {
         let row = self.rows.get(&lease.seq())?;
         match row.state {
@@ -363,7 +363,7 @@ impl Group {
         }
     }
 
-    /// Lengthens a lease that is held.
+    /// Extends a held lease.
     pub(crate) fn extend(&mut self, position: u64, to: Timestamp) {
         if let Some(Row {
             state: RowState::InFlight { until, .. },
@@ -376,7 +376,7 @@ impl Group {
         }
     }
 
-    /// Settles a row for good and takes it out.
+    /// Settles a row for good and removes it.
     pub(crate) fn finish(&mut self, position: u64) -> Option<Row> {
         self.leave_flight(position);
         self.withdraw(position);
@@ -384,7 +384,8 @@ impl Group {
         if let RowState::Waiting { due } = row.state {
             self.due.remove(&(due, position));
         }
-        // A replaced dead letter of a type the group no longer wants may be settled before its turn.
+        // A correction of a type that the group no longer matches may be settled before the position
+        // reaches it.
         if position <= self.position {
             self.done.complete(position);
         }
@@ -397,7 +398,7 @@ impl Group {
         Some(row)
     }
 
-    /// Lets the first row of a key be looked at again.
+    /// Makes the first row of a key ready again.
     fn wake_key(&mut self, key: &Arc<str>) {
         let Some(&first) = self.keys.get(key).and_then(BTreeSet::first) else {
             self.keys.remove(key);
@@ -409,7 +410,7 @@ impl Group {
         }
     }
 
-    /// Puts a row that was in flight back to wait.
+    /// Puts a row that was in flight back to waiting.
     pub(crate) fn put_back(&mut self, position: u64, due: Timestamp, undo_attempt: bool) {
         self.leave_flight(position);
         if let Some(row) = self.rows.get_mut(&position) {
@@ -435,7 +436,7 @@ impl Group {
         }
     }
 
-    /// Takes back what was held past the end of its lease: the attempt counts, as a crash.
+    /// Takes back rows whose lease has ended: the attempt counts, as a crash.
     pub(crate) fn end_leases(&mut self, now: Timestamp) {
         let mut ended = Vec::new();
         while let Some(&(until, position)) = self.leases.first()
@@ -456,8 +457,8 @@ impl Group {
         }
     }
 
-    /// Moves rows whose time has come to those that are ready, unless an earlier one of their key is
-    /// not settled; that one brings them back when it is.
+    /// Makes due rows ready, unless an earlier row of their key is not settled; settling that one makes
+    /// them ready.
     fn wake_due(&mut self, now: Timestamp) {
         while let Some(&(due, position)) = self.due.first()
             && due <= now
@@ -507,7 +508,7 @@ impl Group {
         orphans
     }
 
-    /// Where the numbers contradict each other, if they do.
+    /// A contradiction in the state, if there is one.
     pub(crate) fn contradiction(&self, open_dead: impl Fn(u64) -> bool) -> Option<String> {
         for (first, last) in self.done.unfinished(self.position) {
             for position in first..=last {

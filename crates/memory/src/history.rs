@@ -1,4 +1,4 @@
-//! The history: a plain scan of what is kept.
+//! The history: a plain scan of the log.
 
 use everbus_core::history::MAX_HISTORY_BYTES;
 use everbus_core::{

@@ -27,7 +27,7 @@ impl Handled {
         self.0.insert(key(group, event), now);
     }
 
-    /// Numbers of groups are never used again; this only frees the memory.
+    /// Group numbers are never used again; this only frees memory.
     pub(crate) fn remove_group(&mut self, group: u64) {
         self.0.retain(|(number, _, _), _| *number != group);
     }

@@ -1,8 +1,8 @@
 //! The in-memory engine: the semantics of the embedded engine without a file.
 //!
-//! For tests, and for events that need not survive the process. Everything is behind one lock: a
-//! log, and for each group what is not plain progress. Nothing polls; waiting futures are woken by
-//! appends, settlements, due times and jumps of the clock.
+//! For tests, and for events that need not survive the process. Everything is behind one lock: a log, and
+//! the state of each group. Nothing polls; waiting futures are woken by appends, settlements, due times and
+//! jumps of the clock.
 //!
 //! ```
 //! use everbus_core::Event;
@@ -40,10 +40,10 @@ use everbus_core::{Clock, Engine, SystemClock};
 
 use crate::broker::{Memory, MemoryBroker};
 
-/// How to open the engine.
+/// The options of the engine.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// What due times, leases and ages are reckoned with.
+    /// The clock for due times, leases and ages.
     pub clock: Arc<dyn Clock>,
 }
 
@@ -55,7 +55,7 @@ impl Default for Options {
     }
 }
 
-/// Opens an empty engine. It lives as long as something holds it; closing only makes it refuse.
+/// Opens an empty engine. It lives as long as a reference to it; after closing it refuses all calls.
 pub fn open(options: Options) -> Engine {
     let memory = Arc::new(Memory::new(options.clock));
     memory.wake_on_jumps();

@@ -1,4 +1,4 @@
-//! Retention and a check of the rules. There is no file, so there is nothing to back up.
+//! Retention and a consistency check. There is no file, so there is nothing to back up.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ impl Memory {
             let was_open = state.dead.is_open(position, &group);
             state.dead.remove(position, &group);
             if let Some(age) = retention.dead_letters.filter(|_| was_open) {
-                // It was never handled, and the event goes by its own age.
+                // It was never handled, and the event is removed by its own age.
                 state.skip(position, &group, &letter_kept_for(age));
             }
             state.wake_waiters(position);
@@ -199,7 +199,7 @@ impl Maintenance for Memory {
     }
 }
 
-/// What a look at this moment finds.
+/// The record after a check now.
 fn look_at_clock(state: &State, now: Timestamp) -> ClockRecord {
     let newest = state
         .records
@@ -209,12 +209,12 @@ fn look_at_clock(state: &State, now: Timestamp) -> ClockRecord {
     ClockRecord::look(state.clock.clone(), newest, now)
 }
 
-/// When an event says that it may be forgotten.
+/// The expiry time of an event.
 fn expiry(record: &Recorded) -> Option<Timestamp> {
     record.event.attributes().and_then(|a| a.expires_at)
 }
 
-/// Dead letters that are too old and that nothing is under way for.
+/// Dead letters that are too old and whose event is neither waiting nor in flight.
 fn old_dead(
     state: &State,
     retention: &Retention,
@@ -232,7 +232,7 @@ fn old_dead(
     (pruned, old)
 }
 
-/// What has expired, is too old or too much.
+/// Events that have expired, are too old or exceed the length.
 fn over_limits(state: &State, retention: &Retention, now: Timestamp) -> Vec<Arc<Recorded>> {
     let too_many = retention
         .max_len

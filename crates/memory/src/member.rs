@@ -1,4 +1,4 @@
-//! A consumer as its group sees it: what it handles, and how much it is handed.
+//! A consumer in its group: what it handles, and how many events it may get.
 
 use std::time::{Duration, Instant};
 
@@ -6,16 +6,16 @@ use everbus_core::{ConsumeOptions, Pattern, Window};
 
 use crate::records::any_matches;
 
-/// How long it takes from an outcome to the next delivery in its place: two tasks have to run.
+/// The time from an outcome to the next delivery in its place: two tasks have to run.
 const STEP: Duration = Duration::from_micros(100);
 
 #[derive(Debug)]
 pub(crate) struct Member {
     patterns: Vec<Pattern>,
     in_flight: usize,
-    /// How many may be in flight: what is handed out may have begun.
+    /// How many may be in flight: a delivered event may have begun.
     window: Window,
-    /// Settled since the window was told.
+    /// Settled since the last update of the window.
     settled: usize,
 }
 
@@ -41,13 +41,13 @@ impl Member {
         self.in_flight += 1;
     }
 
-    /// Takes note of an event that is no longer in flight.
+    /// Records that an event is no longer in flight.
     pub(crate) fn gave(&mut self) {
         self.in_flight -= 1;
         self.settled += 1;
     }
 
-    /// How many more it may be handed.
+    /// How many more events it may get.
     pub(crate) fn free(&mut self, prefetch: usize) -> usize {
         if self.settled > 0 {
             self.window.settled(self.settled, Instant::now(), STEP);

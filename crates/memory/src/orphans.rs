@@ -6,7 +6,7 @@ use everbus_core::{BoxFuture, Event, LogId, Orphan, Orphans, Result, Timestamp};
 
 use crate::broker::Memory;
 
-/// What was noted, by bucket and key.
+/// The notes, by bucket and key.
 #[derive(Debug)]
 pub(crate) struct Left {
     notes: BTreeMap<(String, String), Orphan>,
@@ -23,7 +23,7 @@ impl Default for Left {
 }
 
 impl Left {
-    /// An event is being removed.
+    /// An event is being removed: makes a note of its object.
     pub(crate) fn note(&mut self, event: &Event, now: Timestamp) {
         let Some(overflow) = event.overflow() else {
             return;
@@ -37,7 +37,7 @@ impl Left {
         });
     }
 
-    /// An event has been appended.
+    /// An event has been appended: removes the note of its object.
     pub(crate) fn born(&mut self, event: &Event) {
         if let Some(overflow) = event.overflow() {
             let name = (overflow.bucket.clone(), overflow.key.clone());

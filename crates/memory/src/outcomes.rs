@@ -1,12 +1,12 @@
-//! What is kept of an event that failed before a group was done with it. An event that works at its first
-//! attempt leaves nothing here.
+//! The record of an event that failed before a group finished it. An event that succeeds at its first
+//! attempt has none.
 
 use everbus_core::{DeadLetter, Ended, Failure, Ran, Timestamp, all_failures, given_up};
 
 use crate::group::{Group, Row};
 use crate::records::Seq as _;
 
-/// How an event that had failed ended in a group.
+/// The end of an event that had failed in a group.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     /// Attempts begun, the last included.
@@ -16,8 +16,8 @@ pub(crate) struct Outcome {
 }
 
 impl Group {
-    /// Settles a row for good as handled or skipped; says whether there was one. If it failed, in this
-    /// run or `before` it in the dead letters, its failures are kept.
+    /// Settles a row for good as handled or skipped. Returns whether there was one. If the event failed, in
+    /// this run or `before` it in the dead letters, its failures are kept.
     pub(crate) fn end(
         &mut self,
         position: u64,
@@ -34,7 +34,7 @@ impl Group {
         true
     }
 
-    /// Skips an event that an ephemeral group gives up, and keeps its failures.
+    /// Skips an event that failed for good in an ephemeral group, and keeps its failures.
     pub(crate) fn give_up(&mut self, row: Row, now: Timestamp) {
         let position = row.record.seq();
         self.skip(position, &given_up(row.failures.last()));
@@ -51,7 +51,7 @@ impl Group {
                 ran: ran.map(|ran| *ran).unwrap_or_default(),
             },
         };
-        // Of an event that was replayed, those of all runs.
+        // For a replayed event, those of all runs.
         if let Some(before) = self.outcomes.remove(&position) {
             outcome.attempts += before.attempts;
             outcome.failures = all_failures(before.failures, outcome.failures);
@@ -60,8 +60,8 @@ impl Group {
     }
 }
 
-/// All attempts and failures of an event that a group is done with: those of a dead letter that was
-/// retried, and those that were kept when it ended.
+/// All attempts and failures of a finished event: those of a retried dead letter, and those kept at its
+/// end.
 pub(crate) fn all(dead: Option<&DeadLetter>, outcome: Option<&Outcome>) -> (u32, Vec<Failure>) {
     let letters = dead.map_or(&[][..], |letter| &letter.failures);
     let kept = outcome.map_or(&[][..], |outcome| &outcome.failures);

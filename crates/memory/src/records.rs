@@ -1,11 +1,11 @@
-//! The log itself: events by position, and which ids are taken.
+//! The log itself: events by position, and the used ids.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use everbus_core::{Appended, EventId, Lease, Pattern, Recorded, StartFrom, Timestamp};
 
-/// All events that are kept. Positions begin at 1 and are never used again.
+/// All stored events. Positions begin at 1 and are never used again.
 #[derive(Debug)]
 pub(crate) struct Records {
     /// The position of the first slot.
@@ -14,7 +14,7 @@ pub(crate) struct Records {
     slots: VecDeque<Option<Arc<Recorded>>>,
     kept: u64,
     last_received: Timestamp,
-    /// Time-ordered ids go to the end of the tree; the tenant is looked up in the event.
+    /// Time-ordered ids are added at the end of the tree; the tenant is read from the event.
     ids: BTreeSet<(EventId, u64)>,
 }
 
@@ -29,17 +29,17 @@ impl Records {
         }
     }
 
-    /// The position of the newest event there ever was.
+    /// The position of the newest event ever appended.
     pub(crate) fn head(&self) -> u64 {
         self.first + self.slots.len() as u64 - 1
     }
 
-    /// How many events are kept.
+    /// The number of stored events.
     pub(crate) fn len(&self) -> u64 {
         self.kept
     }
 
-    /// A time of receipt that is not before that of the last event.
+    /// A receive time that is not before that of the last event.
     pub(crate) fn receipt_time(&self, now: Timestamp) -> Timestamp {
         now.max(self.last_received)
     }
@@ -75,7 +75,7 @@ impl Records {
         self.kept += 1;
     }
 
-    /// Takes back everything that was pushed after this head.
+    /// Removes everything that was pushed after this head.
     pub(crate) fn truncate(&mut self, head: u64) {
         while self.head() > head {
             if let Some(Some(record)) = self.slots.pop_back() {
@@ -101,7 +101,7 @@ impl Records {
         }
     }
 
-    /// The position after which a reader that starts so begins.
+    /// Returns the position for `from`: reading after it yields the first matching event.
     pub(crate) fn resolve(&self, from: StartFrom, patterns: &[Pattern]) -> u64 {
         match from {
             StartFrom::New => self.head(),
@@ -113,7 +113,7 @@ impl Records {
                     .map_or(self.head(), |r| r.seq() - 1)
             }
             StartFrom::Time(time) => {
-                // Times of receipt never sink, but removed slots have none: search from the end.
+                // Receive times never decrease, but removed slots have none: search from the end.
                 let later = self.after(0).rev().take_while(|r| r.received_at >= time);
                 later.last().map_or(self.head(), |r| r.seq() - 1)
             }
@@ -121,7 +121,7 @@ impl Records {
     }
 }
 
-/// The number of an event: the engine has a single log.
+/// The sequence number of an event: the engine has a single log.
 pub(crate) trait Seq {
     fn seq(&self) -> u64;
 }
@@ -144,11 +144,11 @@ impl Seq for Lease {
     }
 }
 
-/// What this engine puts into a lease.
+/// The content of a lease of this engine.
 pub(crate) trait LeaseParts {
     /// The number of the group.
     fn slot(&self) -> u64;
-    /// Changes each time the event is handed out.
+    /// The fencing token: changes with each delivery.
     fn token(&self) -> u64;
 }
 

@@ -1,4 +1,4 @@
-//! Everything the engine holds, and the steps that change it. The lock is around this.
+//! The whole state of the engine, and the operations that change it, under one lock.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use tokio::sync::Notify;
 
 use crate::audit::Trail;
 use crate::checkpoints::Saved;
-use crate::dead_letters::Graveyard;
+use crate::dead_letters::DeadLetterTable;
 use crate::group::{Group, Row, RowState};
 use crate::inbox::Handled;
 use crate::orphans::Left;
@@ -26,13 +26,13 @@ use crate::store::{Early, Failed};
 pub(crate) struct State {
     pub(crate) closed: bool,
     pub(crate) records: Records,
-    /// By number; a number is never used again, so an old lease or consumer cannot meet a new group.
+    /// By number; a number is never used again, so an old lease or consumer cannot refer to a new group.
     pub(crate) groups: BTreeMap<u64, Group>,
     pub(crate) names: BTreeMap<GroupName, u64>,
-    pub(crate) dead: Graveyard,
+    pub(crate) dead: DeadLetterTable,
     pub(crate) inbox: Handled,
     pub(crate) stages: Stages,
-    /// What a runtime told of events that another broker moves.
+    /// What the runtime reported about events that another broker moves.
     pub(crate) failed: Failed,
     pub(crate) early: Early,
     pub(crate) orphans: Left,
@@ -40,11 +40,11 @@ pub(crate) struct State {
     pub(crate) audit: Trail,
     pub(crate) next_token: u64,
     next_number: u64,
-    /// Who took on which periodic duty last.
+    /// The last owner of each periodic duty.
     pub(crate) duties: BTreeMap<String, DutyRecord>,
-    /// What was seen of the clock.
+    /// The last check of the clock.
     pub(crate) clock: Option<ClockRecord>,
-    /// Who waits for a position to be settled, and how many.
+    /// The tasks that wait for a position to be settled, and their number.
     pub(crate) waiters: HashMap<u64, (Arc<Notify>, usize)>,
 }
 
@@ -55,7 +55,7 @@ impl State {
             records: Records::new(),
             groups: BTreeMap::new(),
             names: BTreeMap::new(),
-            dead: Graveyard::default(),
+            dead: DeadLetterTable::default(),
             inbox: Handled::default(),
             stages: Stages::default(),
             failed: Failed::new(),
@@ -71,7 +71,7 @@ impl State {
         }
     }
 
-    /// A number for a group or a consumer.
+    /// A new number for a group or a consumer.
     pub(crate) fn number(&mut self) -> u64 {
         self.next_number += 1;
         self.next_number
@@ -246,7 +246,7 @@ impl State {
         Ok(())
     }
 
-    /// Applies one settlement: everything it brings together, or nothing.
+    /// Applies one settlement: all of it, or nothing.
     pub(crate) fn settle(&mut self, settlement: Settlement, now: Timestamp) -> Result<()> {
         let Settlement {
             lease,
@@ -266,7 +266,7 @@ impl State {
         }
         let record = record.filter(|_| acked && inbox);
         let handled = |record: &Arc<Recorded>| self.inbox.contains(lease.slot(), &record.event);
-        // What was handled before is acked, and nothing of it happens again.
+        // An event that the inbox knows is acked without its other effects.
         let again = record.as_ref().is_some_and(handled);
         if !follow_ups.is_empty() && !again {
             self.append(follow_ups, now)?;
@@ -298,7 +298,7 @@ impl State {
                 let name = group.name.clone();
                 if let Some(mut row) = group.finish(position) {
                     if failure.is_none() && !row.failures.is_empty() {
-                        // Given up for what is on record: this delivery was no attempt.
+                        // The event is given up because of recorded failures: this delivery was no attempt.
                         row.attempts = row.attempts.saturating_sub(1);
                     }
                     row.failures.extend(failure);
@@ -310,7 +310,7 @@ impl State {
         Ok(())
     }
 
-    /// Makes a row a dead letter, and tells of it.
+    /// Makes a row a dead letter, and appends its notice.
     fn bury(&mut self, group: GroupName, row: Row, now: Timestamp) {
         let number = self.names.get(&group);
         let ephemeral = number.and_then(|number| self.groups.get_mut(number));
@@ -323,12 +323,12 @@ impl State {
         let notice =
             dead_letter_notice(&letter.record, &letter.group, letter.attempts, failure, now);
         if let Some(notice) = notice {
-            // Told before, in the same moment, with another text: once is enough.
+            // The notice was appended before, at the same time, with another text: once is enough.
             let _ = self.append(vec![notice], now);
         }
     }
 
-    /// Moves rows nobody had a handler for to the dead letters.
+    /// Moves rows that had no handler for too long to the dead letters.
     pub(crate) fn bury_orphans(&mut self, group: &GroupName, orphans: Vec<Row>, now: Timestamp) {
         for row in orphans {
             let position = row.record.seq();
@@ -337,7 +337,7 @@ impl State {
         }
     }
 
-    /// Hands an event to a group once more, if the group is done with it.
+    /// Delivers an event to a group once more, if the group has finished it.
     pub(crate) fn redeliver(&mut self, group: u64, position: u64, now: Timestamp) -> Redelivery {
         let answer = self.redeliverable(group, position);
         if answer == Redelivery::Queued
@@ -349,7 +349,7 @@ impl State {
         answer
     }
 
-    /// Whether an event could be handed to a group once more.
+    /// Whether an event could be delivered to a group once more.
     pub(crate) fn redeliverable(&self, group: u64, position: u64) -> Redelivery {
         let (Some(_), Some(group)) = (self.records.get(position), self.groups.get(&group)) else {
             return Redelivery::Gone;
@@ -383,7 +383,7 @@ impl State {
             .for_each(|group| group.end_leases(now));
     }
 
-    /// Where an event stands in a group.
+    /// The state of an event in a group.
     fn state_in(&self, group: &Group, record: &Recorded) -> EventState {
         let position = record.seq();
         match group.rows.get(&position) {
@@ -404,7 +404,7 @@ impl State {
         }
     }
 
-    /// How an event stands in every group.
+    /// The state of an event in every group.
     pub(crate) fn states(&self, record: &Recorded) -> Vec<GroupState> {
         let position = record.seq();
         let states = self.names.values().filter_map(|number| {
@@ -445,7 +445,7 @@ impl State {
                 if !kept.current().is_empty() {
                     state = EventState::Processing;
                 } else if skipped.is_none() {
-                    // It was handled by the attempt after the last that failed.
+                    // The attempt after the last failed one handled it.
                     attempts = attempts.saturating_add(1);
                 }
             }
@@ -469,7 +469,7 @@ impl State {
         states.collect()
     }
 
-    /// Removes an event and everything that is kept beside it.
+    /// Removes an event and everything stored with it.
     pub(crate) fn remove(&mut self, position: u64, now: Timestamp) {
         if let Some(record) = self.records.get(position) {
             self.orphans.note(&record.event, now);
@@ -484,7 +484,7 @@ impl State {
         }
     }
 
-    /// Notes why a group is done with an event that it did not handle, if the group is there.
+    /// Records why a group skipped an event, if the group exists.
     pub(crate) fn skip(&mut self, position: u64, group: &GroupName, reason: &str) {
         let number = self.names.get(group);
         if let Some(group) = number.and_then(|number| self.groups.get_mut(number)) {
@@ -492,12 +492,12 @@ impl State {
         }
     }
 
-    /// Whether a group owes work on an event or keeps it as a dead letter.
+    /// Whether an event is pending in a group or is a dead letter.
     pub(crate) fn is_needed(&self, record: &Recorded) -> bool {
         self.is_needed_but_for(record, |_| false)
     }
 
-    /// The same, as if the dead letters of some groups were gone.
+    /// The same, without the dead letters of some groups.
     pub(crate) fn is_needed_but_for(
         &self,
         record: &Recorded,
@@ -506,7 +506,7 @@ impl State {
         let mut groups = self.groups.values();
         groups.any(|group| match self.state_in(group, record) {
             EventState::Done => false,
-            // What an ephemeral group has not reached is not kept for it.
+            // Events that an ephemeral group has not reached are not kept for it.
             _ if group.ephemeral && !group.rows.contains_key(&record.seq()) => false,
             EventState::Dlq => !gone(&group.name),
             EventState::Pending | EventState::Processing => true,
@@ -520,7 +520,7 @@ impl State {
         group.is_some_and(|group| group.rows.contains_key(&position))
     }
 
-    /// How an event was settled by the groups that were there when it came; `None` if it is not yet.
+    /// The result of an event in the groups that existed when it was appended; `None` if it is not settled.
     pub(crate) fn outcome(&self, position: u64) -> Result<Option<SettledOutcome>> {
         let Some(record) = self.records.get(position) else {
             return Err(no_event(position));

@@ -1,4 +1,4 @@
-//! The engine as a store beside a broker: what the runtime tells it about events that another engine moves.
+//! The engine as a store beside a broker: what the runtime reports about events that another engine moves.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,12 +15,12 @@ use crate::state::State;
 
 /// The failed attempts by the number of the group and the position of the event.
 pub(crate) type Failed = BTreeMap<(u64, u64), KeptFailures>;
-/// Payload stages of events that are not here yet.
+/// Payload stages of events that are not ingested yet.
 pub(crate) type Early = Vec<(EventKey, StoredStage)>;
 
 impl State {
-    /// Appends an event with the time at which its broker received it; one that is there stays as it is.
-    /// Returns where it is.
+    /// Appends an event with the time at which its broker received it; an existing event is not changed.
+    /// Returns its position.
     fn ingest(&mut self, record: &Recorded, now: Timestamp) -> u64 {
         let event = &record.event;
         if let Some(known) = self.records.find(event.id(), event.tenant()) {
@@ -39,7 +39,7 @@ impl State {
         seq
     }
 
-    /// Where an event is, after it was ingested if it was new, and the number of a group. A group without
+    /// The position of an event, ingested if it is new, and the number of a group. A group without
     /// subscriptions is moved to the end of the log.
     fn told_of(&mut self, name: &GroupName, record: &Recorded, now: Timestamp) -> (u64, u64) {
         let seq = self.ingest(record, now);
@@ -62,13 +62,13 @@ impl State {
         (number, seq)
     }
 
-    /// What is known of failed attempts at an event.
+    /// The recorded failed attempts of an event.
     pub(crate) fn failed(&self, group: &GroupName, seq: u64) -> Option<&KeptFailures> {
         let number = self.names.get(group)?;
         self.failed.get(&(*number, seq))
     }
 
-    /// The group is done with an event: what failed belongs to no next attempt.
+    /// The group has finished an event: its failures do not belong to a next attempt.
     fn end_failures(&mut self, key: (u64, u64)) {
         if let Some(kept) = self.failed.get_mut(&key) {
             kept.end();
@@ -180,7 +180,7 @@ impl Store for Memory {
             if let Some(kept) = state.failed.get_mut(&key) {
                 kept.forget_current();
             }
-            // The letter says what became of it.
+            // The dead letter has the outcome of the event.
             if let Some(group) = state.groups.get_mut(&key.0) {
                 group.skipped.remove(&key.1);
             }
@@ -208,13 +208,13 @@ impl Memory {
         let mut state = self.open_state()?;
         for SentBack { letter, died_at } in letters {
             let position = letter.position.place();
-            if let Some(grave) = state.dead.get_mut(position, &letter.group)
-                && grave.open
-                && grave.letter.died_at == died_at
+            if let Some(entry) = state.dead.get_mut(position, &letter.group)
+                && entry.open
+                && entry.letter.died_at == died_at
             {
-                grave.open = false;
-                grave.letter.retried_at = Some(at);
-                grave.letter.replaced_by = by.or(grave.letter.replaced_by);
+                entry.open = false;
+                entry.letter.retried_at = Some(at);
+                entry.letter.replaced_by = by.or(entry.letter.replaced_by);
             }
             state.wake_waiters(position);
         }

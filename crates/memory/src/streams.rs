@@ -1,4 +1,4 @@
-//! How much of a stream is owed, and what goes when it is full.
+//! The pending events of a stream, and dropping the oldest when it is full.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -10,14 +10,14 @@ use crate::group::{Group, RowState};
 use crate::records::{Records, Seq as _};
 
 impl Group {
-    /// Whether the group has yet to reach an event that is for it, and it was not dropped.
+    /// Whether the group has not yet reached an event that is for it and was not dropped.
     pub(crate) fn awaits(&self, record: &Recorded) -> bool {
         record.seq() > self.position
             && self.is_due(&record.event)
             && !self.dropped.contains(&record.seq())
     }
 
-    /// The positions of what is owed of a stream, oldest first; whether each is in flight.
+    /// The positions of the pending events of a stream, oldest first, and whether each is in flight.
     fn owed<'a>(
         &'a self,
         stream: &'a Pattern,
@@ -35,7 +35,7 @@ impl Group {
         rows.chain(beyond)
     }
 
-    /// Skips the oldest that wait, until no more than this are owed; says which.
+    /// Skips the oldest waiting events until at most this many are pending. Returns the skipped ones.
     fn drop_oldest(
         &mut self,
         stream: &Pattern,
@@ -57,7 +57,7 @@ impl Group {
                 self.dropped.insert(*position);
             }
         }
-        // What the group has passed since, removed events among it, need not be remembered.
+        // Events that the group has passed since, removed ones included, need not be remembered.
         self.dropped = self.dropped.split_off(&(self.position + 1));
         if !dropped.is_empty() {
             let reason: Arc<str> = DROPPED.into();

@@ -1,4 +1,4 @@
-//! How full a stream may be and what happens when it is: settings, their defaults, what is refused.
+//! The size limit of a stream, and what happens when it is full.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,9 +8,9 @@ use serde::Serialize;
 
 use crate::error::{Code, Error, Result};
 
-/// How long a publish waits for room or for its turn, unless set.
+/// How long a publish waits for room or for the rate limit, by default.
 pub const DEFAULT_WAIT: Duration = Duration::from_secs(5);
-/// Longer waits are a mistake of units.
+/// A longer wait is probably a mistake of units.
 const LONGEST_WAIT: Duration = Duration::from_secs(366 * 24 * 3600);
 
 /// What a publish into a full stream does.
@@ -25,16 +25,16 @@ pub enum OnFull {
     Wait,
     /// Fails with [`Code::Backpressure`](crate::Code::Backpressure) at once.
     Reject,
-    /// Makes room: the oldest events of the stream that wait are skipped in every group, and the skips
-    /// are recorded. What is being handled is left alone.
+    /// Makes room: the oldest waiting events of the stream are skipped in every group, and the skips are
+    /// recorded. Events that are being handled are left alone.
     ///
-    /// A stream of 128 events or more gets room for a 128th of its length at once, so that a full one
+    /// A stream of 128 events or more gets room for a 128th of its length at once, so that a full stream
     /// need not be trimmed at every publish.
     DropOldest,
 }
 
 impl OnFull {
-    /// The name, as it is written in configuration.
+    /// The name in the configuration.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Wait => "wait",
@@ -60,14 +60,14 @@ impl FromStr for OnFull {
             "drop_oldest" => Ok(Self::DropOldest),
             _ => Err(Error::new(
                 Code::InvalidSetting,
-                format!("{text:?} is nothing to do when a stream is full"),
+                format!("{text:?} is not a value of on_full"),
             )
             .hint("it is wait, reject or drop_oldest")),
         }
     }
 }
 
-/// How many events of a stream may wait for the group that is furthest behind.
+/// How many events of a stream may be pending in the group that is furthest behind.
 ///
 /// ```
 /// use everbus_core::{OnFull, StreamLimit};
@@ -77,7 +77,7 @@ impl FromStr for OnFull {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StreamLimit {
-    /// At most this many events are owed.
+    /// At most this many events are pending.
     pub max_len: u64,
     /// What a publish does when there is no room.
     pub on_full: OnFull,
@@ -109,7 +109,7 @@ impl StreamLimit {
         self
     }
 
-    /// Refuses limits that make no sense.
+    /// Refuses invalid limits.
     pub fn validate(&self) -> Result<()> {
         if self.max_len == 0 {
             return Err(Error::new(
@@ -128,7 +128,7 @@ impl StreamLimit {
     }
 }
 
-/// Refuses waits of more than a year; `what` begins the sentence.
+/// Refuses waits of more than a year; `what` begins the message.
 pub fn check_wait(what: &str, wait: Duration) -> Result<()> {
     if wait > LONGEST_WAIT {
         return Err(Error::new(

@@ -1,7 +1,7 @@
 //! Streams: named logs, and the table that maps each event type to exactly one of them.
 //!
-//! A stream has a name, the patterns it covers, limits, a dialect and wishes that engines may follow.
-//! Without any declaration there is one stream for everything ([`Streams::single`]).
+//! A stream has a name, the patterns it covers, limits, a dialect and hints for engines. Without any
+//! declaration there is one stream for all types ([`Streams::single`]).
 
 mod limit;
 mod names;
@@ -18,8 +18,7 @@ pub use table::{DEFAULT_STREAM, SYSTEM_STREAM, Streams};
 use crate::error::{Code, Error, Result};
 use crate::pattern::Pattern;
 
-/// A named log: which event types are in it, how long and how many of them, and what an engine that
-/// has a choice should do.
+/// A named log: its event types, its limits, and hints for engines that have a choice.
 ///
 /// ```
 /// use std::time::Duration;
@@ -40,22 +39,22 @@ pub struct Stream {
     pub name: Arc<str>,
     patterns: Arc<[Pattern]>,
     types: Pattern,
-    /// Events received longer ago than this may go, once no group owes work on them; `None` says
-    /// nothing.
+    /// Events received longer ago than this may be removed, once no group has them pending; `None`: not
+    /// set.
     pub max_age: Option<Duration>,
-    /// How many events may wait, and what happens when there are more; `None` is no limit.
+    /// How many events may be pending, and what happens at the limit; `None`: no limit.
     pub limit: Option<StreamLimit>,
-    /// The dialect that its events have on the wire, by name; `None` is the native one.
+    /// The dialect of its events on the wire, by name; `None`: the native one.
     pub dialect: Option<Arc<str>>,
-    /// Into how many shards an engine that has them should divide it.
+    /// The number of shards, for an engine that has them.
     pub shards: Option<u32>,
-    /// How many copies of it an engine that replicates should keep.
+    /// The number of replicas, for an engine that replicates.
     pub copies: Option<u32>,
 }
 
-/// Longer names are a mistake.
+/// Longer names are refused as a mistake.
 const LONGEST_NAME: usize = 255;
-/// More shards or copies than this are a mistake.
+/// More shards or copies are refused as a mistake.
 const MOST: u32 = 10_000;
 
 impl Stream {
@@ -90,14 +89,14 @@ impl Stream {
         })
     }
 
-    /// How long its events are kept.
+    /// Sets how long its events are kept.
     #[must_use]
     pub fn max_age(mut self, age: Duration) -> Self {
         self.max_age = Some(age);
         self
     }
 
-    /// How many of its events may wait.
+    /// Sets how many of its events may be pending.
     #[must_use]
     pub fn limit(mut self, limit: StreamLimit) -> Self {
         self.limit = Some(limit);
@@ -111,14 +110,14 @@ impl Stream {
         self
     }
 
-    /// Into how many shards it should be divided, where the engine has them.
+    /// Sets the number of shards, for an engine that has them.
     #[must_use]
     pub fn shards(mut self, shards: u32) -> Self {
         self.shards = Some(shards);
         self
     }
 
-    /// How many copies should be kept, where the engine replicates.
+    /// Sets the number of replicas, for an engine that replicates.
     #[must_use]
     pub fn copies(mut self, copies: u32) -> Self {
         self.copies = Some(copies);
@@ -130,7 +129,7 @@ impl Stream {
         &self.patterns
     }
 
-    /// All its types as one pattern, for verbs that take one. Its text is for people.
+    /// All its types as one pattern. The text is for display.
     pub fn types(&self) -> &Pattern {
         &self.types
     }
@@ -140,13 +139,13 @@ impl Stream {
         self.types.matches(event_type)
     }
 
-    /// Whether a name means this stream, however it is written: `orders:order-placed` and
-    /// `orders.order.placed` are one name, and so are `MESSAGES` and `messages`.
+    /// Whether a name means this stream, in any spelling: `orders:order-placed` and `orders.order.placed`
+    /// are one name, and so are `MESSAGES` and `messages`.
     pub fn is_named(&self, name: &str) -> bool {
         canonical(&self.name).eq_ignore_ascii_case(&canonical(name))
     }
 
-    /// Refuses settings that make no sense.
+    /// Refuses invalid settings.
     pub fn validate(&self) -> Result<()> {
         let bad = |what: String, hint: &str| {
             let what = format!("the stream {}: {what}", self.name);

@@ -1,5 +1,5 @@
-//! The names of streams. `orders:order-placed`, as the channels of the framework specification are
-//! named, and `orders.order.placed`, as event types are, name the same stream.
+//! The names of streams. `orders:order-placed`, the form of channel names in the framework specification,
+//! and `orders.order.placed`, the form of event types, name the same stream.
 //!
 //! | written | canonical | label |
 //! |---|---|---|
@@ -8,14 +8,14 @@
 //! | `order-service:order-placed` | `order-service.order.placed` | `order-service:order-placed` |
 //! | `TelemetryWindowClosed` | the same | the same |
 //!
-//! The domain is what comes before the first `:` or `.`, and is kept as it is. A name without either
-//! has no domain: it is left alone, hyphens and all.
+//! The domain is the part before the first `:` or `.`, and is kept unchanged. A name without either has no
+//! domain and is kept unchanged, hyphens included.
 
 use std::borrow::Cow;
 
-/// The name under which a stream is known, however it was written: dotted, like an event type.
+/// The canonical name of a stream, for any spelling: dotted, like an event type.
 ///
-/// Two names are of the same stream when their canonical names are equal.
+/// Two names mean the same stream if their canonical names are equal.
 ///
 /// ```
 /// use everbus_core::stream as streams;
@@ -29,9 +29,9 @@ pub fn canonical(name: &str) -> String {
     }
 }
 
-/// The name as metrics, logs and dead-letter streams show it: `domain:event-type`.
+/// The name in metrics, logs and dead-letter streams: `domain:event-type`.
 ///
-/// An event type without a domain is its own label.
+/// The label of an event type without a domain is the type itself.
 ///
 /// ```
 /// use everbus_core::stream as streams;
@@ -46,7 +46,7 @@ pub fn label(event_type: &str) -> String {
     }
 }
 
-/// An event type as patterns of streams match it: a channel by its dotted form, any other as it is.
+/// An event type as the patterns of streams match it: a channel by its dotted form, any other unchanged.
 ///
 /// Hyphens of a dotted type stay: `agent.task-done` has two segments, and `agent.*` covers it.
 pub(crate) fn dotted(event_type: &str) -> Cow<'_, str> {

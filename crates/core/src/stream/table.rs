@@ -8,9 +8,9 @@ use crate::error::{Code, Error, Result};
 use crate::pattern::Pattern;
 use crate::suggest::nearest;
 
-/// The name of the one stream that there is without any declaration.
+/// The name of the single stream without any declaration.
 pub const DEFAULT_STREAM: &str = "events";
-/// The name of the stream that is added for the system's own events if no declared one covers them.
+/// The name of the stream that is added for the system's own events if no declared stream covers them.
 pub const SYSTEM_STREAM: &str = "SYSTEM";
 
 const SYSTEM_TYPES: &str = "system.>";
@@ -20,9 +20,9 @@ const MOST_NAMED: usize = 10;
 
 /// The streams, and which types are in which.
 ///
-/// The default is one stream for everything. Declared streams may not overlap, and together they need
-/// not cover everything: a type that none covers is refused with [`Code::NoStream`] when it is
-/// published, and a subscription that no stream can serve when it is mounted.
+/// The default is one stream for all types. Declared streams must not overlap, and need not cover all
+/// types. Publishing a type that no stream covers is refused with [`Code::NoStream`], and mounting a
+/// subscription that no stream covers too.
 ///
 /// ```
 /// use everbus_core::Streams;
@@ -45,11 +45,11 @@ impl Default for Streams {
 }
 
 impl Streams {
-    /// One stream for everything, the system's own events included.
+    /// One stream for all types, the system's own events included.
     pub fn single() -> Self {
         let all = Stream::new(DEFAULT_STREAM, ["*", SYSTEM_TYPES]);
         Self {
-            // Both patterns are valid, and so is the name.
+            // Both patterns and the name are valid.
             streams: all.into_iter().collect(),
             declared: false,
         }
@@ -57,8 +57,8 @@ impl Streams {
 
     /// A table of declared streams.
     ///
-    /// Two streams that share a type are refused, and so are two of one name. The system's own events
-    /// (`system.…`) are in one stream as well: [`SYSTEM_STREAM`] is added if none covers `system.>`.
+    /// Two streams that share a type are refused, and so are two with one name. The system's own events
+    /// (`system.…`) are in one stream too: [`SYSTEM_STREAM`] is added if none covers `system.>`.
     pub fn new(streams: impl IntoIterator<Item = Stream>) -> Result<Self> {
         let mut streams: Vec<Stream> = streams.into_iter().collect();
         if streams.is_empty() {
@@ -129,7 +129,7 @@ impl Streams {
         }
     }
 
-    /// Whether streams were declared; otherwise one has everything.
+    /// Whether streams were declared; otherwise one stream has all types.
     pub fn is_declared(&self) -> bool {
         self.declared
     }
@@ -168,14 +168,14 @@ impl Streams {
         Err(self.uncovered(&format!("the pattern {pattern}"), &text))
     }
 
-    /// The stream of a name, however it is written.
+    /// The stream of a name, in any spelling.
     pub fn named(&self, name: &str) -> Option<&Stream> {
         self.streams.iter().find(|stream| stream.is_named(name))
     }
 
-    /// The types that a person means by the name of a stream.
+    /// The types that a user means by the name of a stream.
     ///
-    /// With declared streams the name is that of one of them. Without, it is the one stream, a stream of
+    /// With declared streams this is the name of one of them. Without, it is the single stream, a stream of
     /// the *omni* table, a type in any spelling, a pattern, or a domain (`orders`, `ORDERS`).
     pub fn select(&self, name: &str) -> Result<Pattern> {
         if let Some(stream) = self.named(name) {
@@ -202,7 +202,7 @@ impl Streams {
         let lower = canonical.to_lowercase();
         if lower != canonical && canonical.to_uppercase() == canonical {
             texts.push(format!("{lower}.>"));
-            // A log that was written by the omni table is read by its names without the table.
+            // A log that was written with the omni table can be read by its names without the table.
             let omni = Self::omni();
             let known = omni.iter().find(|stream| *stream.name == canonical);
             let patterns = known.into_iter().flat_map(Stream::patterns);
@@ -212,7 +212,7 @@ impl Streams {
         Ok(stream.types().clone())
     }
 
-    /// The same table with one stream changed, if it is there.
+    /// The same table with one stream changed, if it exists.
     pub fn with(&self, name: &str, change: impl FnOnce(Stream) -> Stream) -> Result<Self> {
         let mut streams = self.streams.to_vec();
         match streams.iter_mut().find(|stream| stream.is_named(name)) {
@@ -242,7 +242,7 @@ impl Streams {
         })
     }
 
-    /// The error about what no stream covers; the hint names the nearest stream.
+    /// The error for a type or pattern that no stream covers; the hint names the nearest stream.
     fn uncovered(&self, what: &str, text: &str) -> Error {
         let domain = |text: &str| text.split('.').next().unwrap_or_default().to_owned();
         let domains: Vec<(String, &Stream)> = self
@@ -294,7 +294,7 @@ impl<'a> IntoIterator for &'a Streams {
     }
 }
 
-/// The error about two streams that share a type.
+/// The error for two streams that share a type.
 fn overlap(a: &Stream, b: &Stream) -> Option<Error> {
     for mine in a.patterns() {
         for other in b.patterns() {

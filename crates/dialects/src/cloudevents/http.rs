@@ -9,7 +9,7 @@ use crate::dialect::Dialect;
 use crate::fields::{Fields, quoted};
 use crate::{Beside, format, spelling};
 
-/// Headers of a message: names in lower case, values as they travel.
+/// Headers of a message: names in lower case, values as sent.
 pub type Headers = Vec<(String, String)>;
 
 const CE: Dialect = Dialect::CloudEvents;
@@ -38,7 +38,7 @@ pub fn to_http(event: &Event) -> Result<(Headers, Bytes)> {
     for (name, json) in fields.iter().filter(|(name, _)| *name != "datacontenttype") {
         let value = match serde_json::from_str::<String>(json) {
             Ok(text) => encoded(&text),
-            // A field that is null is not set; numbers and truths are written as in JSON.
+            // A null field is not set; numbers and booleans are written as in JSON.
             Err(_) if json == "null" => continue,
             Err(_) => json.to_owned(),
         };
@@ -65,8 +65,8 @@ pub fn to_http(event: &Event) -> Result<(Headers, Bytes)> {
     Ok((headers, body.unwrap_or_default()))
 }
 
-/// Reads an event from headers and body: in structured mode if the content type says so, else in
-/// binary mode. Headers that do not begin with `ce-` are those of the transport and are not kept.
+/// Reads an event from headers and body: in structured mode if the content type says so, else in binary
+/// mode. Headers without the prefix `ce-` belong to the transport and are not kept.
 pub fn from_http(headers: &[(String, String)], body: &[u8]) -> Result<Event> {
     let content_type = content_type(headers)?;
     if let Some(kind) = &content_type {
@@ -147,7 +147,7 @@ fn encoded(text: &str) -> String {
     value
 }
 
-/// The text of a header value: quotes taken off, then `%XX` undone once.
+/// The text of a header value: quotes removed, then `%XX` decoded once.
 fn decoded(value: &str) -> Result<String, &'static str> {
     let mut plain = Vec::with_capacity(value.len());
     let mut bytes = value.trim().bytes();

@@ -10,7 +10,7 @@ pub const KEY_NAMES: [&str; 16] = [
     "GSI5PK", "GSI5SK", "GSI6PK", "GSI6SK", "GSI7PK", "GSI7SK",
 ];
 
-/// The keys of one event. An event without an entity or app has none for the indexes that need it.
+/// The keys of one event. An event without an entity or app has no keys for the indexes that need them.
 ///
 /// ```
 /// use everbus_core::Event;
@@ -30,8 +30,8 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// Computes the keys of an event. It must have a tenant and be from 1970 or later, and no `#` in
-    /// tenant, app or entity: that would reach into the keys of another.
+    /// Computes the keys of an event. It must have a tenant and a time from 1970 on, and no `#` in tenant,
+    /// app or entity: a `#` could form the key of another tenant.
     pub fn of(event: &Event) -> Result<Self> {
         let a = event.attributes();
         let Some(tenant) = event.tenant() else {

@@ -1,30 +1,30 @@
-//! Documents of other senders whose large fields are in an object: the properties say `_s3Overflow` instead.
-//! Which objects may be fetched is not decided here.
+//! Documents of other senders whose large fields are in an object: the properties contain `_s3Overflow`
+//! instead. This module does not decide which objects may be fetched.
 
 use everbus_core::{Code, Error, Event, Result};
 use serde::Deserialize;
 
 use super::properties::{Members, Overflow, REFERENCE};
 
-/// The metadata entry of an event that came with `_s3Overflow` in its properties, so that nothing has to
-/// search the payloads of all the others.
+/// The metadata key of an event that came with `_s3Overflow` in its properties, so that the payloads of
+/// other events need not be searched.
 pub const MOVED: &str = "s3_overflow";
-/// What stands there.
+/// Its value.
 pub(super) const BY: &str = "workflow";
 
-/// A bucket or directory has no longer name, and S3 takes no longer key.
+/// The largest lengths of a bucket name or directory, and of an S3 key.
 const LONGEST_BUCKET: usize = 4096;
 const LONGEST_KEY: usize = 1024;
 
-/// Whether the properties of a document say where its large fields are.
+/// Whether the properties of a document contain `_s3Overflow`.
 pub(super) fn says_so(properties: &str) -> bool {
     properties.contains(REFERENCE)
         && serde_json::from_str::<Members<'_>>(properties)
             .is_ok_and(|members| members.0.iter().any(|(name, _)| name == REFERENCE))
 }
 
-/// Where the large fields of an event are that came with `_s3Overflow` in its properties. None if it did not,
-/// or if its payload was corrected since.
+/// Where the large fields are, for an event with `_s3Overflow` in its properties. `None` for other events,
+/// or if the payload was corrected since.
 pub fn moved(event: &Event) -> Result<Option<Overflow>> {
     #[derive(Deserialize)]
     struct Reference {
@@ -49,7 +49,7 @@ pub fn moved(event: &Event) -> Result<Option<Overflow>> {
     }
 }
 
-/// The properties with the fields of the object in place of `_s3Overflow`.
+/// The properties with the fields of the object instead of `_s3Overflow`.
 pub fn completed(properties: &[u8], object: &[u8]) -> Result<Vec<u8>> {
     let read = |what: &str, json| {
         serde_json::from_slice::<Members<'_>>(json).map_err(|e| {
@@ -91,7 +91,7 @@ mod tests {
             whole(rest, r#"{"outputs":[1.0, 2],"input":null}"#),
             r#"{"requestId":"r","n":1.50,"outputs":[1.0, 2],"input":null}"#
         );
-        // A field that stands in both is the one that moved.
+        // If a field is in both, the one in the object counts.
         assert_eq!(
             whole(r#"{"input":null}"#, r#"{"input":7}"#),
             r#"{"input":7}"#

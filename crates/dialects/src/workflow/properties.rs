@@ -1,10 +1,10 @@
-//! What the properties of an event say that others than its handler must know.
+//! The properties of an event that the system itself reads.
 
 use everbus_core::{Code, Error, Event, Overflow as Reference, Result, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-/// Where the large fields of an event went.
+/// Where the large fields of an event are.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Overflow {
     /// The bucket.
@@ -13,7 +13,7 @@ pub struct Overflow {
     pub key: String,
 }
 
-/// The properties that the system itself reads. They stay in the payload as they are; their times are in
+/// The properties that the system itself reads. They stay in the payload unchanged; their times are in
 /// seconds, unlike the `timestamp` of the event.
 ///
 /// ```
@@ -30,11 +30,11 @@ pub struct Overflow {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Properties {
-    /// Until when the worker holds the task.
+    /// The end of the worker's hold on the task.
     pub effective_until: Option<Timestamp>,
-    /// When the task last did something.
+    /// The last activity of the task.
     pub last_activity: Option<Timestamp>,
-    /// Where the large fields went, if they did.
+    /// Where the large fields are, if they were moved.
     pub overflow: Option<Overflow>,
 }
 
@@ -77,11 +77,11 @@ impl Properties {
     }
 }
 
-/// The name of the field that says where the large fields went.
+/// The field with the place of the large fields.
 pub(super) const REFERENCE: &str = "_s3Overflow";
 
 /// The properties of an event whose large fields are in an object: without those fields, and with
-/// `_s3Overflow`. None if the payload is no JSON object.
+/// `_s3Overflow`. `None` if the payload is not a JSON object.
 pub(crate) fn with_reference(event: &Event, reference: &Reference) -> Option<String> {
     let place = Overflow {
         bucket: reference.bucket.clone(),
@@ -106,7 +106,7 @@ pub(crate) fn with_reference(event: &Event, reference: &Reference) -> Option<Str
     Some(format!("{{{}}}", members.collect::<Vec<_>>().join(",")))
 }
 
-/// The members of a JSON object in their order, repeated ones too.
+/// The members of a JSON object in order, repeated ones too.
 pub(super) struct Members<'a>(pub(super) Vec<(String, &'a RawValue)>);
 
 impl<'de> Deserialize<'de> for Members<'de> {
@@ -134,13 +134,13 @@ impl<'de> Deserialize<'de> for Members<'de> {
     }
 }
 
-/// Whole seconds since 1970, as `effectiveUntil` and `lastActivity.timestamp` are written.
+/// Whole seconds since 1970, the unit of `effectiveUntil` and `lastActivity.timestamp`.
 pub fn seconds(at: Timestamp) -> i64 {
     at.as_micros().div_euclid(1_000_000)
 }
 
 fn from_seconds(seconds: f64) -> Option<Timestamp> {
-    // Milliseconds given by mistake lie beyond the year 9999.
+    // A value in milliseconds by mistake would be after the year 9999.
     let micros = (seconds * 1e6).round();
     let possible = (0.0..253_402_207_200e6).contains(&micros);
     #[expect(clippy::cast_possible_truncation, reason = "the range was checked")]

@@ -1,14 +1,14 @@
-//! The queries of the specification, as queries of the history.
+//! The table queries of the specification, converted to history queries.
 
 use std::collections::BTreeMap;
 
 use everbus_core::{Code, Entity, Error, HistoryQuery, Order, Pattern, Result};
 use serde::Deserialize;
 
-/// A query of the table as the specification writes it, values as text.
+/// A table query in the form of the specification, with values as text.
 ///
-/// Order is that of receipt, not of the `timestamp` that senders give, so a sort key can only be given up
-/// to `TIMESTAMP#`; for a range of time use [`HistoryQuery::since`] and [`HistoryQuery::until`].
+/// The order is that of receipt, not of the senders' `timestamp`, so a sort key can only be given up to
+/// `TIMESTAMP#`; for a time range use [`HistoryQuery::since`] and [`HistoryQuery::until`].
 ///
 /// ```
 /// use everbus_core::Order;
@@ -41,7 +41,7 @@ pub struct TableQuery {
     pub index_name: Option<String>,
     /// `GSI4PK = :pk AND begins_with(GSI4SK, :sk)`.
     pub key_condition_expression: String,
-    /// What the names with a colon stand for.
+    /// The values of the names with a colon.
     #[serde(default)]
     pub expression_attribute_values: BTreeMap<String, String>,
     /// Oldest first, which is the default.
@@ -57,8 +57,8 @@ fn forward() -> bool {
 }
 
 impl TableQuery {
-    /// The same as a query of the history, for one tenant: the keys of GSI1 to GSI3 name none, and
-    /// nobody may look at another's events. Keys that name another tenant are refused.
+    /// The equivalent history query for one tenant: the keys of GSI1 to GSI3 contain no tenant, and a
+    /// tenant must not read another tenant's events. Keys with another tenant are refused.
     pub fn history(&self, tenant: &str) -> Result<HistoryQuery> {
         let condition = Condition::parse(&self.key_condition_expression)?;
         let index = condition.index;
@@ -98,9 +98,9 @@ impl TableQuery {
 
 const PRIMARY: &str = "the table";
 
-/// A key condition, taken apart.
+/// A parsed key condition.
 struct Condition<'a> {
-    /// The number of the index; none for the table itself.
+    /// The number of the index; `None` for the table itself.
     index: Option<u8>,
     /// The names of the values.
     partition: &'a str,
@@ -154,7 +154,7 @@ impl<'a> Condition<'a> {
     }
 }
 
-/// Reads keys into a query.
+/// Converts keys to a query.
 struct Parts<'a> {
     query: &'a mut HistoryQuery,
     tenant: &'a str,
@@ -171,7 +171,7 @@ impl Parts<'_> {
             (Some(1), kind) if !kind.is_empty() => self.entity(kind, name),
             (Some(2 | 3), "APP") => self.app(name),
             (Some(4..), "EVENT") => {
-                // Types have no wildcards, so a key that has one finds nothing there either.
+                // Types have no wildcards, so a key with a wildcard would find nothing in the table either.
                 self.query.types = Some(Pattern::new(name)?);
                 if self
                     .query
@@ -189,8 +189,8 @@ impl Parts<'_> {
         }
     }
 
-    /// The sort key, as far as it is given; what an index needs and is not given is refused, since it
-    /// would mean all apps or entities, and events that have one.
+    /// The sort key, as far as it is given. A missing part that the index needs is refused: it would mean
+    /// all apps or entities, but only events that have one.
     fn sort(&mut self, index: Option<u8>, prefix: &str) -> Result<()> {
         let whole = prefix.is_empty() || prefix.ends_with('#');
         let mut words: Vec<&str> = prefix.split('#').collect();

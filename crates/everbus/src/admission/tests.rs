@@ -1,4 +1,4 @@
-//! Every way in which a publish is admitted, held back or refused.
+//! Every way in which a publish is admitted, delayed or refused.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -14,7 +14,7 @@ use super::*;
 const S: Duration = Duration::from_secs(1);
 const MS: Duration = Duration::from_millis(1);
 
-/// A bus, as far as publishing goes.
+/// The publishing side of a bus.
 #[derive(Clone)]
 struct Publisher {
     engine: Arc<Engine>,
@@ -145,7 +145,7 @@ async fn a_stream_that_rejects_waits_for_the_count_of_another_but_not_for_ever()
             .wait(Duration::ZERO),
     );
     for (slow, answers) in [(S, true), (10 * S, false)] {
-        // Later than any count is believed.
+        // Later than the validity of any count.
         tokio::time::advance(60 * S).await;
         p.engine.add("a", 3);
         *p.engine.slow.lock() = Duration::ZERO;
@@ -266,7 +266,7 @@ async fn the_bound_is_corrected_by_a_count_when_it_leaves_no_room() {
         p.publish("a", 1).await.unwrap();
         p.engine.handle("a", 1);
     }
-    // The first, and then each time ten were published.
+    // The first, and then after every ten publishes.
     assert_eq!(p.engine.counts(), 5);
 }
 
@@ -340,7 +340,7 @@ async fn what_is_appended_during_a_count_is_added_to_it() {
         async move { p.publish("a", 1).await }
     });
     tokio::task::yield_now().await;
-    // The count has seen one event; these go by the bound that was known before.
+    // The count includes one event; these use the bound that was known before.
     p.publish("a", 8).await.unwrap();
     counting.await.unwrap().unwrap();
     assert_full(p.publish("a", 1).await);
@@ -359,7 +359,7 @@ async fn whoever_waits_for_room_is_not_overtaken() {
             publisher.publish("a", count).await.unwrap();
             order.lock().push(name);
         });
-        // The later ones would fit, but not the one before them.
+        // The later publishes would fit, but not the one before them.
         p.engine.handle("a", 1);
         tokio::time::sleep(100 * MS).await;
     }
@@ -397,7 +397,7 @@ async fn a_cancelled_publish_leaves_nothing_behind() {
     p.engine.handle("b", 10);
     p.publish("b", 10).await.unwrap();
     assert_eq!(start.elapsed(), Duration::ZERO);
-    // One that fails for `b` gives back what it had in `a`.
+    // A publish that fails for `b` gives back its room in `a`.
     p.engine.handle("a", 10);
     let mut both = events("a", 10);
     both.extend(events("b", 1));
@@ -447,13 +447,13 @@ async fn however_many_types_there_are_few_are_remembered() {
         p.publish(&format!("order.{n}.shipped"), 2).await.unwrap();
     }
     assert_eq!(tracked(), MOST_TRACKED);
-    // Those without a place are limited all the same, at the price of a count each time.
+    // Streams without a place are limited all the same, at the cost of a count for each publish.
     p.engine.counts();
     for n in [0, types - 1, types - 1] {
         assert_full(p.publish(&format!("order.{n}.shipped"), 1).await);
     }
     assert_eq!(p.engine.counts(), 3);
-    // When the others are no longer in use they make place.
+    // When the others are no longer used, they are forgotten.
     tokio::time::advance(S).await;
     p.publish("another", 1).await.unwrap();
     assert_eq!(tracked(), 1);

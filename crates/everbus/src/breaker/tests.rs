@@ -41,7 +41,7 @@ impl Rig {
         assert!(matches!(changes[..], [Change::Opened { again: false, .. }]));
     }
 
-    /// Opens it and waits until a probe may be made.
+    /// Opens it and waits until a probe is allowed.
     fn half_open(&self) {
         self.open();
         self.clock.advance(30 * S);
@@ -123,7 +123,7 @@ fn a_dependency_that_fails_half_of_the_time_opens_it() {
 
 #[test]
 fn the_rate_is_met_exactly_at_its_boundary() {
-    // No two failures follow each other until the last, so only the rate counts.
+    // No two failures are consecutive until the last, so only the rate counts.
     for (successes, opens) in [(27, true), (28, false)] {
         let r = rig(BreakerPolicy::new().fail_max(3).failure_rate(0.1));
         (0..14).for_each(|_| assert_eq!(r.succeed(), None));
@@ -299,7 +299,7 @@ fn a_clock_that_is_set_back_never_makes_the_wait_longer_than_open_for() {
     r.clock.set(Timestamp::EPOCH);
     assert_eq!(r.breaker.state(), BreakerState::HalfOpen, "it stays so");
     assert_eq!(probe.succeeded(), Some(Change::Closed));
-    // And failures of the new time are counted as ever.
+    // Failures at the new time are counted as usual.
     assert!((0..4).all(|_| r.fail().is_none()));
     assert!(r.fail().is_some());
 }
@@ -344,7 +344,7 @@ async fn of_64_concurrent_tasks_exactly_one_is_the_probe() {
     }
 }
 
-/// Awaits what must be about to happen; the time is virtual.
+/// Awaits a future that must complete soon; the time is virtual.
 async fn soon<T>(future: impl Future<Output = T>) -> T {
     let limit = tokio::time::timeout(S, future).await;
     limit.expect("it was not woken")
@@ -376,7 +376,7 @@ async fn whoever_waits_is_woken_by_the_clock_and_by_the_end_of_the_probe() {
     r.clock.advance(S);
     soon(both).await.unwrap();
     assert!(!is_pending!(first) && !is_pending!(second));
-    // Now the probe is out; each way in which it ends wakes the waiters.
+    // The probe is running; each way in which it ends wakes the waiters.
     let probe = r.breaker.try_begin().unwrap();
     let mut third = Box::pin(r.breaker.ready());
     assert!(is_pending!(third));
@@ -398,7 +398,7 @@ async fn whoever_waits_is_woken_by_the_clock_and_by_the_end_of_the_probe() {
 
 #[tokio::test(start_paused = true)]
 async fn a_clock_that_flows_wakes_waiters_without_jumps() {
-    /// The time of the tokio timer, which never says that it jumped.
+    /// The time of the tokio timer, which never reports a jump.
     #[derive(Debug)]
     struct Flowing(tokio::time::Instant);
     impl Clock for Flowing {
@@ -419,7 +419,7 @@ async fn a_clock_that_flows_wakes_waiters_without_jumps() {
 
 #[tokio::test(start_paused = true)]
 async fn waiting_does_not_spin() {
-    /// Counts how often it is asked.
+    /// Counts how often it is called.
     #[derive(Debug)]
     struct Counting(ManualClock, AtomicUsize);
     impl Clock for Counting {
@@ -447,7 +447,7 @@ async fn waiting_does_not_spin() {
 fn under_many_threads_there_is_one_probe_and_each_change_is_told_once() {
     let r = rig(BreakerPolicy::new().fail_max(3).open_for(S / 1000));
     let probes = AtomicUsize::new(0);
-    // Each change with the generation before it, as its ticket knew it.
+    // Each change with the generation that its ticket had.
     let changes = Mutex::new(Vec::new());
     thread::scope(|scope| {
         for seed in 1..=4u64 {
@@ -455,7 +455,7 @@ fn under_many_threads_there_is_one_probe_and_each_change_is_told_once() {
             scope.spawn(move || {
                 let mut random = seed;
                 for _ in 0..30_000 {
-                    // A linear congruential generator; the high bits are the good ones.
+                    // A linear congruential generator; the high bits are the random ones.
                     random = random
                         .wrapping_mul(6_364_136_223_846_793_005)
                         .wrapping_add(1);

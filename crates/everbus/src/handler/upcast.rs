@@ -233,7 +233,7 @@ impl Carried<'_> {
             value: Box::new(value),
             to_json: |value| match value.downcast::<T>() {
                 Ok(value) => serde_json::to_value(value).map_err(|e| e.to_string()),
-                Err(_) => Err("the value is not what it was".to_owned()),
+                Err(_) => Err("the value has another Rust type".to_owned()),
             },
         }
     }

@@ -185,7 +185,7 @@ impl Relay {
                     Ok(()) => RowOutcome::Failed { error: text },
                     // Other rows need not wait for this one: it is tried again later.
                     Err(error) if is_passing(&error) => {
-                        tracing::warn!(target: "everbus::outbox", %error, event_id = %row.event_id, "a row cannot be given up yet: its end cannot be told");
+                        tracing::warn!(target: "everbus::outbox", %error, event_id = %row.event_id, "a row cannot be given up yet: its dead-letter event cannot be published");
                         let after = LAST_DELAY;
                         RowOutcome::Rejected { error: text, after }
                     }
@@ -218,7 +218,7 @@ impl Relay {
                 if blame(&error) == Blame::Row
                     || is_passing(&error) && attempts >= 2 * OUTBOX_ATTEMPTS =>
             {
-                tracing::warn!(target: "everbus::outbox", %error, "a dead letter of the outbox could not be told of");
+                tracing::warn!(target: "everbus::outbox", %error, "the dead-letter event of an outbox row could not be published");
                 Ok(())
             }
             other => other,

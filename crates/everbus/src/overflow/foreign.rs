@@ -1,5 +1,5 @@
-//! Documents of other senders whose large fields are in an object: the payload contains `_s3Overflow
-//! {bucket, key}` ([`workflow::moved`]). The object is fetched when the event is read, like an object of
+//! Documents of other senders whose large fields are in an object: the payload contains
+//! `_s3Overflow {bucket, key}` ([`workflow::moved`]). The object is fetched when the event is read, like an object of
 //! this bus.
 //!
 //! The reference comes from outside. It is followed only into the configured places, and there only into

@@ -119,7 +119,7 @@ impl Store {
             return Ok(None);
         }
         let bytes = found.bytes().await.map_err(|e| {
-            super::errors::failed("whose objects these are could not be read".into(), e)
+            super::errors::failed("the owner of the objects could not be read".into(), e)
         })?;
         let mark: Option<Mark> = serde_json::from_slice(&bytes).ok();
         Ok(mark.and_then(|mark| mark.log.parse().ok()))

@@ -80,7 +80,7 @@ impl Filling {
     fn new(rest: &[u8], reference: &Reference) -> Result<Self, String> {
         let size = usize::try_from(reference.size).unwrap_or(usize::MAX);
         if size > LARGEST_OBJECT {
-            return Err(format!("it is said to have {size} bytes"));
+            return Err(format!("its reference gives a size of {size} bytes"));
         }
         let mut filling = Self {
             buffer: Vec::new(),

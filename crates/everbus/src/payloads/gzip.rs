@@ -33,7 +33,7 @@ pub(super) fn decompress(info: &StageInfo, compressed: &[u8]) -> Result<Bytes> {
     let expected = usize::try_from(info.payload_size_original).unwrap_or(usize::MAX);
     if expected > LARGEST_STAGE {
         return Err(damaged(format!(
-            "is said to have {expected} bytes, more than the {LARGEST_STAGE} a stage may have"
+            "has a recorded size of {expected} bytes, more than the {LARGEST_STAGE} a stage may have"
         )));
     }
     let mut content = Vec::with_capacity(expected.min(FIRST));

@@ -88,7 +88,7 @@ impl FreshGroup {
             let info = context.group(&group).await?.ok_or_else(|| {
                 Error::new(
                     Code::GroupNotFound,
-                    format!("somebody removed the group {group} of the replay"),
+                    format!("the group {group} of the replay was removed"),
                 )
             })?;
             self.given = info.waiting + info.in_flight;

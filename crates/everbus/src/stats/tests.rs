@@ -1,4 +1,4 @@
-//! What comes out of the statistics, in the program and at the recorder.
+//! The statistics, in the report and at the metrics recorder.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -233,7 +233,7 @@ fn types_and_groups_beyond_the_limit_are_counted_as_other() {
             stats.meter(&group, &event_type).handled(MS, MS);
             let queue = stats.queue(&group);
             queue.set(1);
-            // It counts on until it is dropped.
+            // It counts until it is dropped.
             std::mem::forget(queue);
             stats.breaker(&format!("b{n}")).set(BreakerState::HalfOpen);
         }
@@ -247,7 +247,7 @@ fn types_and_groups_beyond_the_limit_are_counted_as_other() {
     ] {
         assert_eq!(recorder.series_of(name), 10 + 1, "{name}");
     }
-    // A series that several breakers shared would say nothing.
+    // A series shared by several breakers would be meaningless.
     assert_eq!(recorder.series_of("everbus_breaker_state"), 10);
     let shared = recorder.value("everbus_events_handled_total", "stream=other group=other");
     assert_eq!(shared, Value::Counter(90));
@@ -277,7 +277,7 @@ fn a_thousand_pairs_of_type_and_group_are_told_apart() {
     for beyond in &meters[MOST_SERIES..] {
         assert!(Arc::ptr_eq(beyond, &meters[MOST_SERIES]));
     }
-    // Those that were there keep theirs.
+    // Existing types keep their own series.
     let again = stats.meter(&group, &event_type("a.t0"));
     assert!(Arc::ptr_eq(&again, &meters[0]));
 }
@@ -344,7 +344,7 @@ fn a_type_has_its_count_and_quantiles_in_milliseconds() {
         assert!(near(measured.mean, 500.5 * exact), "{measured:?}");
         assert_eq!(measured.max, 1000.0 * exact);
     }
-    // The groups have their own.
+    // The groups have their own series.
     let fast = report.groups[&group("g")].latency;
     assert_eq!((fast.count, fast.max), (960, 960.0));
 }
@@ -414,7 +414,7 @@ fn a_batch_counts_what_was_stored_under_its_type() {
         refused(),
         refused(),
     ]);
-    // An engine that answers for fewer is somebody else's fault.
+    // An engine that answers for fewer events has a bug; counting must not panic.
     batch.stored(&[stored(false)]);
     let report = stats.snapshot(Vec::new());
     let published = |name: &str| report.types[name].published;

@@ -24,8 +24,8 @@ const NAME: &str = "(called directly)";
 /// and the result is what the bus would get.
 ///
 /// Nothing is published, retried or recorded, and there is no timeout; a panic reaches the test. A function
-/// whose parameters can all be built by hand does not need this: `confirm(Payload(order),
-/// State(mailer)).await` is a normal call.
+/// whose parameters can all be built by hand does not need this:
+/// `confirm(Payload(order), State(mailer)).await` is a normal call.
 ///
 /// ```
 /// use everbus::testing::call;

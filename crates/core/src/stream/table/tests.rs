@@ -50,7 +50,7 @@ fn the_omni_table_is_the_one_of_the_specification() {
         assert_eq!((&*stream.name, stream.max_age), (name, Some(days * DAY)));
     }
     assert_eq!(streams.iter().count(), 7);
-    // It is a table that could have been declared.
+    // The same table could have been declared.
     assert_eq!(Streams::new(streams.iter().cloned()).unwrap(), streams);
 }
 
@@ -97,7 +97,7 @@ fn streams_that_share_a_type_are_refused() {
     ] {
         assert!(message.contains(part), "{message}");
     }
-    // Patterns of one stream may overlap, and literal types beside each other are fine.
+    // Patterns of one stream may overlap, and separate literal types are fine.
     let fine = [
         stream("ORDERS", &["order.>", "order.placed"]),
         stream("REST", &["cart.filled", "user.*"]),
@@ -115,7 +115,7 @@ fn the_systems_own_events_are_in_one_stream_without_a_limit() {
     );
     let own = Streams::new([orders(), stream("OPS", &["system.>", "ops.>"])]).unwrap();
     assert_eq!(&*own.route("system.dead_letter").unwrap().name, "OPS");
-    // A part of them would leave the others without a stream.
+    // A stream for some of them would leave the others without a stream.
     refused([stream("ALERTS", &["system.circuit_opened"])]);
     let limited = stream("OPS", &["system.>", "ops.>"]).limit(StreamLimit::new(10));
     refused([limited]);

@@ -175,7 +175,7 @@ impl Runner {
                 let group = &self.group;
                 let error = other.err();
                 guard::log(|| {
-                    tracing::warn!(target: "everbus::dispatch", %group, ?error, "the inbox gave no answer; its events are given back");
+                    tracing::warn!(target: "everbus::dispatch", %group, ?error, "the inbox did not answer; the events are given back");
                 });
                 let unknown = work.extract_if(.., |work| work.route.idempotent);
                 self.queue.give_back(unknown, LONGEST_PAUSE);

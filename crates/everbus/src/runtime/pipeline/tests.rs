@@ -1,4 +1,4 @@
-//! The judgement of single deliveries.
+//! Tests of the verdict on single deliveries.
 
 use std::future::Future;
 
@@ -31,7 +31,7 @@ where
     ))
 }
 
-/// A delivery after so many crashes of its process.
+/// A delivery after this many crashes of its process.
 fn crashed(times: u32, alone: bool) -> Delivery {
     let crash = |attempt| Failure {
         alone,

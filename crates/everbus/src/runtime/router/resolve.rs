@@ -211,7 +211,7 @@ impl Subscription {
                 return Err(Error::new(
                     Code::InvalidSetting,
                     format!(
-                        "the handler {name:?} takes a State<{}> that nobody gives",
+                        "the handler {name:?} takes a State<{}> that its router does not have",
                         need.rust_type
                     ),
                 )
