@@ -164,14 +164,15 @@ pub use rusqlite;
 #[cfg(feature = "schema")]
 pub use schemars;
 // The derive macro; it shares its name with the struct.
-pub use everbus_macros::Event;
+pub use everbus_macros::{Event, debug_handler};
 
-/// What the code of the derive macro names; not for use by hand.
+/// What the code of the macros names; not for use by hand.
 #[doc(hidden)]
 pub mod __private {
     pub use serde::Serialize;
     pub use serde_json::Value;
 
+    pub use crate::handler::debug::{is_extractor, is_outcome, is_send, value};
     pub use crate::handler::outcome::{emit, emits};
     pub use crate::schema::probe::{KnownSchema, NoSchema, SchemaOf};
 }

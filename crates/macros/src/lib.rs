@@ -1,9 +1,11 @@
-//! `#[derive(Event)]`, which makes a serde type publishable as one type of event.
+//! `#[derive(Event)]`, which makes a serde type publishable as one type of event, and `#[debug_handler]`,
+//! which says why a function is no handler.
 //!
-//! Use it as `everbus::Event`; the generated code names everything through `::everbus`, so that crate
+//! Use them as `everbus::Event` and `everbus::debug_handler`; the generated code names everything through `::everbus`, so that crate
 //! must be a dependency under its own name.
 
 mod attribute;
+mod debug_handler;
 mod expand;
 mod suggest;
 mod type_name;
@@ -54,4 +56,22 @@ pub fn derive_event(input: TokenStream) -> TokenStream {
     expand::expand(&input)
         .unwrap_or_else(syn::Error::into_compile_error)
         .into()
+}
+
+/// Says which part of an async function keeps it from being a handler. It changes nothing else.
+///
+/// Where a function is used that is no handler, the compiler only says that much. With this attribute on the
+/// function it points at the parameter that cannot be taken from an event, at a result that a handler cannot
+/// return, or at the value that keeps the future from being `Send`.
+///
+/// ```text
+/// #[everbus::debug_handler]
+/// async fn confirm(order: OrderPlaced, State(mailer): State<Mailer>) { … }
+///                         ^^^^^^^^^^^ `OrderPlaced` cannot be taken from an event
+/// ```
+///
+/// It is for free functions without type parameters: not for methods, closures and generic functions.
+#[proc_macro_attribute]
+pub fn debug_handler(arguments: TokenStream, function: TokenStream) -> TokenStream {
+    debug_handler::expand(&arguments.into(), &function.into()).into()
 }

@@ -3,6 +3,7 @@
 //! A function is a handler if each of its parameters can be taken from a delivery ([`FromMessage`])
 //! and what it returns says what is to happen ([`IntoOutcome`]).
 
+pub(crate) mod debug;
 mod decode;
 mod error;
 pub(crate) mod extract;
@@ -65,12 +66,15 @@ pub type HandlerOutcome = Result<Outcome, HandlerError>;
 /// }
 /// # let _ = everbus::Router::new().on("orders.order.placed", invoice);
 /// ```
+///
+/// [`#[debug_handler]`](crate::debug_handler) on a function says why it is no handler.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a handler",
     label = "not an async function of things that can be taken from an event",
     note = "a handler is an async function of up to eight extractors (Payload<T>, Json<T>, Envelope, State<S>, Context, Meta, Message, Option<…>, serde_json::Value)",
     note = "it returns (), an event, several events, or a Result of those with any error type",
-    note = "a closure that ends in Ok(()) does not say its error type: end it with everbus::handled()"
+    note = "a closure that ends in Ok(()) does not say its error type: end it with everbus::handled()",
+    note = "`#[everbus::debug_handler]` on the function says which part of it is at fault"
 )]
 pub trait Handler<Args>: Send + Sync + 'static {
     /// Runs the handler for one delivery.

@@ -60,7 +60,8 @@ impl std::fmt::Debug for Route {
     label = "neither an async function of extractors nor a route made by `to`",
     note = "a handler is an async function of up to eight extractors (Payload<T>, Json<T>, Envelope, State<S>, Context, Meta, Message, Option<…>, serde_json::Value)",
     note = "it returns (), an event, several events, or a Result of those with any error type",
-    note = "a closure that ends in Ok(()) does not say its error type: end it with everbus::handled()"
+    note = "a closure that ends in Ok(()) does not say its error type: end it with everbus::handled()",
+    note = "`#[everbus::debug_handler]` on the function says which part of it is at fault"
 )]
 pub trait IntoRoute<Args> {
     /// The route.
