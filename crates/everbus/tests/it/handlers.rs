@@ -285,6 +285,7 @@ async fn a_payload_that_does_not_fit_is_a_dead_letter_at_once() {
     .await;
 }
 
+// conformance: omni/subscribe-validated: with decode: retry a violation follows the retry policy, as the specification has it.
 // conformance: contract/decode-retry: with decode: retry an event that cannot be read, of an unknown version or against its schema is retried by the policy.
 #[tokio::test]
 async fn what_cannot_be_read_is_retried_if_that_is_asked_for() {
