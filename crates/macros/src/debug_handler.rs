@@ -3,7 +3,7 @@
 
 use proc_macro2::{Span, TokenStream, TokenTree};
 use quote::{ToTokens, quote, quote_spanned};
-use syn::{Attribute, Error, FnArg, GenericParam, ItemFn, Result, ReturnType, Signature, Type};
+use syn::{Error, FnArg, GenericParam, ItemFn, Result, ReturnType, Signature, Type};
 
 /// As many parameters as `Handler` is implemented for.
 const MOST_PARAMETERS: usize = 8;
@@ -21,7 +21,7 @@ fn questions(arguments: &TokenStream, function: &TokenStream) -> Result<TokenStr
         return Err(Error::new_spanned(arguments, what));
     }
     let here = "#[debug_handler] belongs on an async function";
-    let ItemFn { attrs, sig, .. } =
+    let ItemFn { sig, .. } =
         syn::parse2(function.clone()).map_err(|_| Error::new_spanned(function, here))?;
     if sig.asyncness.is_none() {
         let what = "a handler is an async function: write `async fn`";
@@ -45,10 +45,7 @@ fn questions(arguments: &TokenStream, function: &TokenStream) -> Result<TokenStr
     let at = at(name);
     let values = types.iter().map(|_| quote!(::everbus::__private::value()));
     let sendable = quote_spanned!(at=> ::everbus::__private::is_send(#name(#(#values),*)););
-    // A function that was compiled away is not asked about.
-    let conditions = attrs.iter().filter(|a| is_condition(a));
     Ok(quote! {
-        #(#conditions)*
         const _: fn() = || {
             #(#extractors)*
             #outcome
@@ -94,8 +91,4 @@ fn has_impl(tokens: TokenStream) -> bool {
         TokenTree::Group(group) => has_impl(group.stream()),
         TokenTree::Punct(_) | TokenTree::Literal(_) => false,
     })
-}
-
-fn is_condition(attribute: &Attribute) -> bool {
-    attribute.path().is_ident("cfg")
 }

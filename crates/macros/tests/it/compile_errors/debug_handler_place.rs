@@ -29,4 +29,9 @@ async fn with_arguments() {}
 #[debug_handler]
 struct NoFunction;
 
+impl NoFunction {
+    #[debug_handler]
+    async fn method(&self, _event: Envelope) {}
+}
+
 fn main() {}
