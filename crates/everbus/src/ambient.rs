@@ -55,7 +55,7 @@ impl Operator {
         }
     }
 
-    /// The current operator: the one of [`with_operator`] around this task, or `bus`.
+    /// The current operator: the one of [`with_operator`](crate::audit::with_operator) around this task, or `bus`.
     pub fn current() -> Self {
         operator().unwrap_or_else(|| Self::new("bus"))
     }

@@ -144,7 +144,7 @@ impl BusBuilder {
     }
 
     /// Which event types are in which stream. Publishing a type that no stream covers is refused
-    /// ([`Code::NoStream`]), and so is subscribing to one.
+    /// ([`Code::NoStream`](crate::Code::NoStream)), and so is subscribing to one.
     ///
     /// ```
     /// use everbus::{Bus, Stream, StreamLimit, Streams};

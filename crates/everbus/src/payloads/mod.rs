@@ -62,7 +62,7 @@ impl PayloadStages {
     }
 
     /// Stores a value as JSON under the name of a stage. The event keeps its earlier stages, also those of
-    /// the same name. Takes the [`Event`](crate::Event) by reference, or its id if it has no tenant. The
+    /// the same name. Takes the [`Event`](struct@crate::Event) by reference, or its id if it has no tenant. The
     /// stage is stored when the future returns.
     ///
     /// `NotFound` without the event, `PayloadTooLarge` over [`LARGEST_STAGE`].

@@ -32,7 +32,7 @@ pub struct BusOptions {
     pub retry: RetryPolicy,
     /// How long one attempt of a handler may take (30 s), unless its subscription sets a timeout.
     pub timeout: Duration,
-    /// How long [`Bus::shutdown`] waits for running handlers (30 s).
+    /// How long [`Bus::shutdown`](crate::Bus::shutdown) waits for running handlers (30 s).
     pub shutdown_timeout: Duration,
     /// The largest accepted payload in bytes, whether it is stored with its event or in an object store. By
     /// default it is the limit of [`overflow`](Self::overflow) (64 MiB), or 1 MiB without an object store.

@@ -53,7 +53,7 @@ impl Bus {
     }
 
     /// Publishes events in one step: all of them or none, where the engine's
-    /// [`Capabilities::atomic_batch`] says so. Receipts come in the order of the events.
+    /// [`Capabilities::atomic_batch`](crate::Capabilities::atomic_batch) says so. Receipts come in the order of the events.
     pub fn publish_batch<I>(
         &self,
         events: I,
