@@ -20,7 +20,7 @@ use crate::file::{locate, open_writer};
 use crate::guard::Guard;
 use crate::history::Indexer;
 use crate::mailbox::Mailbox;
-use crate::queue::{Answer, Command, Haste, Queue, Reply};
+use crate::queue::{Answer, Command, Priority, Queue, Reply};
 use crate::readers::{Reader, Readers};
 use crate::session::{NewSession, SqliteConsumer};
 use crate::writer::{Start, Writer};
@@ -103,7 +103,7 @@ impl Handle {
         &self,
         job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
     ) -> BoxFuture<'static, Result<T>> {
-        self.push_job(Haste::Patient, job, |value| value)
+        self.push_job(Priority::Patient, job, |value| value)
     }
 
     /// As [`patient_job`](Self::patient_job), for work that need not be durable when it is answered. It
@@ -112,7 +112,7 @@ impl Handle {
         &self,
         job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
     ) -> BoxFuture<'static, Result<T>> {
-        self.push_job(Haste::Lazy, job, |value| value)
+        self.push_job(Priority::Lazy, job, |value| value)
     }
 
     /// As [`job`](Self::job), with a step that runs on the writer's thread once the change is durable, even
@@ -122,12 +122,12 @@ impl Handle {
         job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
         then: impl FnOnce(T) -> U + Send + 'static,
     ) -> BoxFuture<'static, Result<U>> {
-        self.push_job(Haste::Now, job, then)
+        self.push_job(Priority::Now, job, then)
     }
 
     fn push_job<T: Send + 'static, U: Send + 'static>(
         &self,
-        haste: Haste,
+        priority: Priority,
         job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
         then: impl FnOnce(T) -> U + Send + 'static,
     ) -> BoxFuture<'static, Result<U>> {
@@ -155,7 +155,7 @@ impl Handle {
                     let _ = reply.send(Err(error));
                 }
             }),
-            haste,
+            priority,
         });
         Box::pin(receive(answer))
     }

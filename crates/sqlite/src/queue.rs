@@ -22,7 +22,7 @@ pub(crate) type Answer = Box<dyn FnOnce() + Send>;
 
 /// Priority and durability of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Haste {
+pub(crate) enum Priority {
     /// In the order of the queue.
     Now,
     /// May wait while other commands are queued.
@@ -84,7 +84,7 @@ pub(crate) enum Command {
     Job {
         job: Option<Job>,
         failed: Box<dyn FnOnce(Error) + Send>,
-        haste: Haste,
+        priority: Priority,
     },
 }
 
@@ -115,7 +115,7 @@ impl Command {
         matches!(
             self,
             Command::Job {
-                haste: Haste::Patient | Haste::Lazy,
+                priority: Priority::Patient | Priority::Lazy,
                 ..
             }
         )
@@ -126,7 +126,7 @@ impl Command {
         matches!(
             self,
             Command::Job {
-                haste: Haste::Lazy,
+                priority: Priority::Lazy,
                 ..
             }
         )

@@ -8,7 +8,7 @@ use everbus_core::{Code, Consumer, Delivery, Error, Result};
 
 use super::Runner;
 use super::outage::Outage;
-use super::plan::{Gate, Plan, Routes};
+use super::plan::{Gate, MatchTable, Plan};
 use super::queue::Work;
 use crate::guard;
 
@@ -49,11 +49,11 @@ impl Consuming {
 impl Runner {
     pub(super) async fn fetch_loop(self: Arc<Self>) {
         let mut consuming = None;
-        let mut routes = Routes::new(self.plan(), self.shared.schemas());
+        let mut table = MatchTable::new(self.plan(), self.shared.schemas());
         let mut outage = Outage::none(&self.group, "fetching", FIRST_PAUSE, LONGEST_PAUSE);
         while !self.queue.is_stopping() {
             let fetched = {
-                let mut once = pin!(self.fetch_once(&mut consuming, &mut routes));
+                let mut once = pin!(self.fetch_once(&mut consuming, &mut table));
                 if outage.is_on() {
                     // An engine that accepts a wait for events is available.
                     tokio::select! {
@@ -91,7 +91,7 @@ impl Runner {
     async fn fetch_once(
         self: &Arc<Self>,
         consuming: &mut Option<Consuming>,
-        routes: &mut Routes,
+        table: &mut MatchTable,
     ) -> Result<Fetched> {
         let plan = self.plan();
         let gate = plan.gate();
@@ -118,11 +118,11 @@ impl Runner {
             } => batch?,
         };
         // Uses the newest plan: a handler that was subscribed before an event was published gets the event.
-        routes.follow(self.plan(), self.shared.schemas());
+        table.follow(self.plan(), self.shared.schemas());
         let work = batch.into_iter().map(|delivery: Delivery| {
             let event_type = delivery.record.event.type_arc();
             Work {
-                route: routes.find(&self.shared, &self.group, event_type),
+                matched: table.find(&self.shared, &self.group, event_type),
                 delivery,
                 already_handled: false,
             }
@@ -154,7 +154,7 @@ impl Runner {
     /// Marks events that the group has handled before. If the inbox does not answer, the events are given
     /// back: they must not be handled twice, and they have not failed.
     async fn ask_inbox(&self, work: &mut Vec<Work>) {
-        let asked = || work.iter().filter(|work| work.route.idempotent);
+        let asked = || work.iter().filter(|work| work.matched.idempotent);
         let records: Vec<_> = asked().map(|w| w.delivery.record.clone()).collect();
         if records.is_empty() {
             return;
@@ -166,7 +166,7 @@ impl Runner {
         };
         match answers {
             Ok(answers) if answers.len() == expected => {
-                let asked = work.iter_mut().filter(|work| work.route.idempotent);
+                let asked = work.iter_mut().filter(|work| work.matched.idempotent);
                 for (work, handled) in asked.zip(answers) {
                     work.already_handled = handled;
                 }
@@ -177,7 +177,7 @@ impl Runner {
                 guard::log(|| {
                     tracing::warn!(target: "everbus::dispatch", %group, ?error, "the inbox did not answer; the events are given back");
                 });
-                let unknown = work.extract_if(.., |work| work.route.idempotent);
+                let unknown = work.extract_if(.., |work| work.matched.idempotent);
                 self.queue.give_back(unknown, LONGEST_PAUSE);
             }
         }

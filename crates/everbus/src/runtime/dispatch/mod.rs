@@ -31,7 +31,7 @@ use crate::runtime::bus::Shared;
 use crate::runtime::pipeline::Pipeline;
 use crate::stats::QueueDepth;
 
-pub(crate) use plan::{Plan, Route};
+pub(crate) use plan::{Matched, Plan};
 use queue::Queue;
 
 /// After the time for handlers, a shutdown spends at most this long on making outcomes durable and closing

@@ -18,7 +18,7 @@ use crate::streams;
 const LEASE_MARGIN: Duration = Duration::from_secs(10);
 /// When a group has seen more event types than this, the table is cleared and built again, so that it stays
 /// small.
-const MOST_ROUTES: usize = 10_000;
+const MOST_TYPES: usize = 10_000;
 
 /// The handlers of a group and how they are fed.
 pub(crate) struct Plan {
@@ -156,7 +156,7 @@ fn critical_breakers(handlers: &[Arc<Registered>]) -> Vec<Breaker> {
 }
 
 /// The handlers of one event type in a group.
-pub(crate) struct Route {
+pub(crate) struct Matched {
     /// In subscription order.
     pub(crate) handlers: Vec<Arc<Registered>>,
     pub(crate) meter: Arc<Meter>,
@@ -170,7 +170,7 @@ pub(crate) struct Route {
     schemas: Option<Arc<Schemas>>,
 }
 
-impl Route {
+impl Matched {
     pub(crate) fn new(
         handlers: Vec<Arc<Registered>>,
         meter: Arc<Meter>,
@@ -201,15 +201,15 @@ impl Route {
     }
 }
 
-/// Remembers the route of each type, so that a pattern is matched once per type.
-pub(super) struct Routes {
+/// Remembers the handlers of each type, so that a pattern is matched once per type.
+pub(super) struct MatchTable {
     plan: Arc<Plan>,
     schemas: Arc<Schemas>,
-    by_type: HashMap<Arc<str>, Arc<Route>>,
-    last: Option<(Arc<str>, Arc<Route>)>,
+    by_type: HashMap<Arc<str>, Arc<Matched>>,
+    last: Option<(Arc<str>, Arc<Matched>)>,
 }
 
-impl Routes {
+impl MatchTable {
     pub(super) fn new(plan: Arc<Plan>, schemas: Arc<Schemas>) -> Self {
         Self {
             plan,
@@ -231,15 +231,15 @@ impl Routes {
         shared: &Shared,
         group: &GroupName,
         event_type: &Arc<str>,
-    ) -> Arc<Route> {
+    ) -> Arc<Matched> {
         // Events of one type often come in a row.
-        if let Some((last, route)) = &self.last
+        if let Some((last, matched)) = &self.last
             && (Arc::ptr_eq(last, event_type) || last == event_type)
         {
-            return route.clone();
+            return matched.clone();
         }
-        let route = match self.by_type.get(event_type) {
-            Some(route) => route.clone(),
+        let matched = match self.by_type.get(event_type) {
+            Some(matched) => matched.clone(),
             None => {
                 let matching = self.plan.handlers.iter();
                 let handlers = matching
@@ -250,16 +250,16 @@ impl Routes {
                 let knows = self.schemas.knows(event_type);
                 let schemas = knows.then(|| self.schemas.clone());
                 let oldest = max_staleness(&shared.options, event_type);
-                let route = Arc::new(Route::new(handlers, meter, schemas, oldest));
-                if self.by_type.len() >= MOST_ROUTES {
+                let matched = Arc::new(Matched::new(handlers, meter, schemas, oldest));
+                if self.by_type.len() >= MOST_TYPES {
                     self.by_type.clear();
                 }
-                self.by_type.insert(event_type.clone(), route.clone());
-                route
+                self.by_type.insert(event_type.clone(), matched.clone());
+                matched
             }
         };
-        self.last = Some((event_type.clone(), route.clone()));
-        route
+        self.last = Some((event_type.clone(), matched.clone()));
+        matched
     }
 }
 
@@ -272,11 +272,11 @@ mod tests {
     async fn the_table_of_types_stays_bounded() {
         let bus = Bus::open("memory:").await.unwrap();
         let plan = Arc::new(Plan::new(&[], 1, &BusOptions::default()));
-        let mut routes = Routes::new(plan, bus.shared().schemas());
-        for n in 0..3 * MOST_ROUTES {
+        let mut table = MatchTable::new(plan, bus.shared().schemas());
+        for n in 0..3 * MOST_TYPES {
             let event_type = format!("type.{n}").into();
-            routes.find(bus.shared(), &GroupName::unnamed(), &event_type);
-            assert!(routes.by_type.len() <= MOST_ROUTES);
+            table.find(bus.shared(), &GroupName::unnamed(), &event_type);
+            assert!(table.by_type.len() <= MOST_TYPES);
         }
     }
 }

@@ -9,13 +9,13 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::Instant;
 
-use super::plan::Route;
+use super::plan::Matched;
 use crate::runtime::pipeline::{Counted, Finished};
 
 /// A delivery and the handlers it goes to.
 pub(super) struct Work {
     pub(super) delivery: Delivery,
-    pub(super) route: Arc<Route>,
+    pub(super) matched: Arc<Matched>,
     /// The inbox has it on record as handled.
     pub(super) already_handled: bool,
 }
@@ -28,7 +28,7 @@ impl Work {
             received_at: self.delivery.record.received_at,
             settlement: Settlement::new(self.delivery.lease, Verdict::Release { after }),
             counted: Counted::Nothing,
-            route: self.route,
+            matched: self.matched,
             case: None,
         }
     }

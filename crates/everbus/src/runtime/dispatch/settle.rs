@@ -198,7 +198,7 @@ impl Runner {
             settlement,
             counted,
             received_at: finished.received_at,
-            route: finished.route.clone(),
+            matched: finished.matched.clone(),
             case: None,
         })
     }
@@ -216,7 +216,7 @@ impl Runner {
         for event_type in in_effect.map(InEffect::types).unwrap_or_default() {
             self.shared.stats.publishing(&event_type).published(1);
         }
-        let meter = &finished.route.meter;
+        let meter = &finished.matched.meter;
         match finished.counted {
             Counted::Handled { took } => {
                 let now = now.unwrap_or(finished.received_at);

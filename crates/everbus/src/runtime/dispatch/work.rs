@@ -102,10 +102,10 @@ impl Seat {
             let pipeline = &runner.pipeline;
             let Work {
                 delivery,
-                route,
+                matched,
                 already_handled,
             } = work;
-            let delivered = pipeline.deliver(delivery, route, already_handled, &mut spare);
+            let delivered = pipeline.deliver(delivery, matched, already_handled, &mut spare);
             finished = Some(delivered.await);
             in_a_row += 1;
             if in_a_row == BEFORE_YIELDING {
@@ -134,7 +134,7 @@ mod tests {
     use everbus_core::{Delivery, Event, GroupName, Lease, Position, Recorded, Timestamp};
 
     use super::super::queue::Work;
-    use super::super::{Plan, Route, Runner};
+    use super::super::{Matched, Plan, Runner};
     use crate::handler::outcome::Outcome;
     use crate::handler::{Registered, Traits};
     use crate::runtime::bus::Bus;
@@ -164,14 +164,14 @@ mod tests {
             }),
         ));
         let meter = bus.shared().stats.meter(&GroupName::unnamed(), &"a".into());
-        let route = Arc::new(Route::new(vec![handler], meter, None, None));
+        let matched = Arc::new(Matched::new(vec![handler], meter, None, None));
         let work = (0..MANY as u64).map(|n| {
             let event = Event::builder("a").build().unwrap();
             let record = Recorded::new(event, Position::seq(n), Timestamp::EPOCH);
             let lease = Lease::new(record.position, [0, n]);
             Work {
                 delivery: Delivery::new(Arc::new(record), lease),
-                route: route.clone(),
+                matched: matched.clone(),
                 already_handled: false,
             }
         });

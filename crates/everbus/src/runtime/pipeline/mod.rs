@@ -35,7 +35,7 @@ use crate::handler::outcome::Outcome;
 use crate::handler::{HandlerError, Registered};
 use crate::overflow;
 use crate::runtime::bus::Shared;
-use crate::runtime::dispatch::Route;
+use crate::runtime::dispatch::Matched;
 use crate::stats::Skip;
 
 use attempt::Begun;
@@ -54,7 +54,7 @@ pub(crate) struct Finished {
     pub(crate) settlement: Settlement,
     pub(crate) counted: Counted,
     pub(crate) received_at: everbus_core::Timestamp,
-    pub(crate) route: Arc<Route>,
+    pub(crate) matched: Arc<Matched>,
     /// Judges the attempt again if the engine refuses its events or its effect.
     pub(crate) case: Option<Box<Case>>,
 }
@@ -66,7 +66,7 @@ impl Finished {
             settlement: self.settlement.clone(),
             counted: self.counted,
             received_at: self.received_at,
-            route: self.route.clone(),
+            matched: self.matched.clone(),
             case: self.case.clone(),
         }
     }
@@ -172,13 +172,13 @@ impl Pipeline {
     pub(crate) async fn deliver(
         &self,
         delivery: Delivery,
-        route: Arc<Route>,
+        matched: Arc<Matched>,
         already_handled: bool,
         spare: &mut Option<Message>,
     ) -> Finished {
         let span = crate::runtime::trace::span(&self.group, &delivery.record, delivery.attempt);
         let result = {
-            let run = pin!(self.run(&delivery, &route, already_handled, spare));
+            let run = pin!(self.run(&delivery, &matched, already_handled, spare));
             let run = guard::contained(run);
             if span.is_disabled() {
                 run.await
@@ -186,7 +186,7 @@ impl Pipeline {
                 run.instrument(span.clone()).await
             }
         };
-        let ran = result.unwrap_or_else(|said| match most_patient(&route.handlers) {
+        let ran = result.unwrap_or_else(|said| match most_patient(&matched.handlers) {
             Some(handler) => span.in_scope(|| {
                 // The clock itself may panic. An unsettled event is delivered again when its lease ends.
                 let now = guard::contain(|| self.shared.options.clock.now());
@@ -204,19 +204,19 @@ impl Pipeline {
         match ran {
             Ran::Handled { took } => {
                 let mut settlement = Settlement::new(delivery.lease, Verdict::Ack);
-                settlement.inbox = route.idempotent;
+                settlement.inbox = matched.idempotent;
                 settlement.ran = last.map(|worker| Box::new(LastRun::new(Some(took), worker)));
                 Finished {
                     settlement,
                     counted: Counted::Handled { took },
                     received_at: delivery.record.received_at,
-                    route,
+                    matched,
                     case: None,
                 }
             }
             Ran::Otherwise(done) => {
                 let ran = last.map(|worker| Box::new(LastRun::new(done.took, worker)));
-                finish(delivery, route, *done, ran)
+                finish(delivery, matched, *done, ran)
             }
         }
     }
@@ -236,7 +236,7 @@ impl Pipeline {
     fn enter(
         &self,
         delivery: &Delivery,
-        route: &Route,
+        matched: &Matched,
         already_handled: bool,
     ) -> Result<Option<Passes>, Box<Judged>> {
         if already_handled {
@@ -244,27 +244,27 @@ impl Pipeline {
         }
         if let Some(crash) = delivery.failures.last()
             && crash.kind == FailureKind::Crash
-            && let Some(handler) = most_patient(&route.handlers)
+            && let Some(handler) = most_patient(&matched.handlers)
             && let Some(judged) = self.judge(delivery).after_crash(handler, crash)
         {
             return Err(judged.into());
         }
-        if !route.guarded {
+        if !matched.guarded {
             return Ok(None);
         }
-        self.admit(delivery, route).map(Some)
+        self.admit(delivery, matched).map(Some)
     }
 
     /// Checks staleness, then the breaker, for every handler before the first one runs: if the third
     /// handler may not run, the first two must not have run.
-    fn admit(&self, delivery: &Delivery, route: &Route) -> Result<Passes, Box<Judged>> {
+    fn admit(&self, delivery: &Delivery, matched: &Matched) -> Result<Passes, Box<Judged>> {
         let mut passes = Passes::new();
-        for handler in &route.handlers {
+        for handler in &matched.handlers {
             if handler.is_removed() {
                 passes.push(Pass::Run(None));
                 continue;
             }
-            let stale = self.is_stale(delivery, handler, route);
+            let stale = self.is_stale(delivery, handler, matched);
             passes.push(match &handler.traits.breaker {
                 _ if stale => Pass::Skip("stale", Skip::Stale),
                 None => Pass::Run(None),
@@ -277,7 +277,7 @@ impl Pipeline {
                         Pass::Run(Some(ticket))
                     }
                     Err(rejected) => {
-                        route.meter.rejected();
+                        matched.meter.rejected();
                         self.rejected(delivery, handler, rejected.retry_in)?
                     }
                 },
@@ -286,8 +286,8 @@ impl Pipeline {
         Ok(passes)
     }
 
-    fn is_stale(&self, delivery: &Delivery, handler: &Registered, route: &Route) -> bool {
-        let most = handler.traits.max_staleness.or(route.max_staleness);
+    fn is_stale(&self, delivery: &Delivery, handler: &Registered, matched: &Matched) -> bool {
+        let most = handler.traits.max_staleness.or(matched.max_staleness);
         let Some(most) = most.filter(|most| !most.is_zero()) else {
             return false;
         };
@@ -353,11 +353,11 @@ impl Pipeline {
     async fn run(
         &self,
         delivery: &Delivery,
-        route: &Route,
+        matched: &Matched,
         already_handled: bool,
         spare: &mut Option<Message>,
     ) -> Ran {
-        let mut passes = match self.enter(delivery, route, already_handled) {
+        let mut passes = match self.enter(delivery, matched, already_handled) {
             Ok(passes) => passes,
             Err(judged) => return (*judged).into(),
         };
@@ -370,7 +370,7 @@ impl Pipeline {
                     whole = delivery;
                     &whole
                 }
-                Err(error) => return self.unreadable(delivery, route, &error).into(),
+                Err(error) => return self.unreadable(delivery, matched, &error).into(),
             }
         };
         let mut outcome = Outcome::default();
@@ -380,7 +380,7 @@ impl Pipeline {
         let mut handled = false;
         let mut skipped = None;
         let started = Instant::now();
-        for (index, handler) in route.handlers.iter().enumerate() {
+        for (index, handler) in matched.handlers.iter().enumerate() {
             if handler.is_removed() {
                 continue;
             }
@@ -401,7 +401,7 @@ impl Pipeline {
                 handler,
                 began,
             );
-            let result = match route.check(&delivery.record.event, handler) {
+            let result = match matched.check(&delivery.record.event, handler) {
                 Ok(()) => {
                     // Most handlers finish in the first poll.
                     let begun = poll_fn(|cx| Poll::Ready(attempt::begin(handler, &message, cx)));
@@ -522,8 +522,8 @@ impl Pipeline {
     }
 
     /// The large part of the event cannot be read: this is judged like any other failure.
-    fn unreadable(&self, delivery: &Delivery, route: &Route, error: &Error) -> Judged {
-        match most_patient(&route.handlers) {
+    fn unreadable(&self, delivery: &Delivery, matched: &Matched, error: &Error) -> Judged {
+        match most_patient(&matched.handlers) {
             Some(handler) => {
                 let error = HandlerError::unreadable(error);
                 self.judge(delivery).failed(handler, None, error)
@@ -554,7 +554,7 @@ impl Pipeline {
 /// Builds the settlement of a delivery that was not simply handled.
 fn finish(
     delivery: Delivery,
-    route: Arc<Route>,
+    matched: Arc<Matched>,
     done: Done,
     ran: Option<Box<LastRun>>,
 ) -> Finished {
@@ -564,7 +564,7 @@ fn finish(
     settlement.follow_ups = done.events;
     settlement.ran = ran;
     if acked {
-        settlement.inbox = route.idempotent && done.judged.counted != Counted::AlreadyHandled;
+        settlement.inbox = matched.idempotent && done.judged.counted != Counted::AlreadyHandled;
         settlement.effect = done.effect;
     }
     let in_effect = settlement.effect.take().map(|effect| {
@@ -588,7 +588,7 @@ fn finish(
         settlement,
         counted: done.judged.counted,
         received_at: delivery.record.received_at,
-        route,
+        matched,
         case,
     }
 }

@@ -65,13 +65,13 @@ async fn deliver(
     let bus = Bus::with_engine(engine, options).unwrap();
     let group = GroupName::unnamed();
     let meter = bus.shared().stats.meter(&group, &"a".into());
-    let route = Arc::new(Route::new(handlers.to_vec(), meter, None, None));
+    let matched = Arc::new(Matched::new(handlers.to_vec(), meter, None, None));
     let pipeline = Pipeline {
         shared: bus.shared().clone(),
         group,
     };
     let finished = pipeline
-        .deliver(delivery.clone(), route, already_handled, &mut None)
+        .deliver(delivery.clone(), matched, already_handled, &mut None)
         .await;
     finished.settlement.verdict
 }

@@ -8,7 +8,7 @@ use everbus_core::{Error, Result};
 use super::work::{Next, Work};
 use crate::history::block::Block;
 use crate::history::runs::{Applied, Change, End, Target};
-use crate::queue::{Answer, Command, Haste};
+use crate::queue::{Answer, Command, Priority};
 use crate::writer::Writer;
 
 /// How long to wait until the lease of another process ends.
@@ -73,7 +73,7 @@ impl Work {
                 Ok(answer)
             })),
             failed: Box::new(move |error| drop(failed.send(Err(error)))),
-            haste: Haste::Now,
+            priority: Priority::Now,
         });
         drop(queue);
         loop {
