@@ -10,6 +10,7 @@ use rusqlite::{OptionalExtension, params};
 use crate::deliver::{CRASHED, Ready};
 use crate::errors::from_sqlite;
 use crate::rows::{Stored, seq_from, stored_at, to_sql, write_failures};
+use crate::session::Session;
 use crate::state::{CRASHES_BEFORE_ISOLATION, next_suspect};
 use crate::writer::Writer;
 
@@ -23,7 +24,9 @@ impl Writer {
         if self.state.held.contains_key(&(group, seq)) {
             return Ok(());
         }
-        let attended = self.sessions.values().any(|session| session.group == group);
+        // A paused consumer takes nothing: the isolation would hold up every other group until it goes on.
+        let takes = |session: &Session| session.group == group && session.prefetch > 0;
+        let attended = self.sessions.values().any(takes);
         if !attended || self.suspect("AND seq = ?2", group, to_sql(seq))?.is_none() {
             self.isolating = None;
         }
