@@ -14,6 +14,9 @@ const LEAD: f64 = 4.0;
 /// run time of the handlers.
 const NEGLIGIBLE: f64 = 0.02;
 
+/// How long the first outcomes are taken to have needed: when their handlers began is not known.
+const FIRST: Duration = Duration::from_millis(250);
+
 /// Limits how many deliveries of a consumer may have begun without being settled.
 ///
 /// ```
@@ -58,11 +61,10 @@ impl Window {
     /// Records that deliveries were settled, and how long a step of the engine takes: the time from an
     /// outcome to the next delivery in its place.
     pub fn settled(&mut self, count: usize, now: Instant, step: Duration) {
-        let Some(before) = self.settled_at.replace(now) else {
-            return;
-        };
+        let before = self.settled_at.replace(now);
         let step = step.max(Duration::from_micros(1));
-        let took = now.saturating_duration_since(before).max(step);
+        let took = before.map_or(FIRST, |at| now.saturating_duration_since(at));
+        let took = took.max(step);
         // Several handlers that end together are settled in two transactions, one right after the other. So one
         // interval alone says little about the pace.
         let (settled, seconds) = self.recent;
@@ -125,7 +127,7 @@ mod tests {
             settle(&mut window, &mut at, all, 1, STEP);
             steps += 1;
         }
-        assert!(steps <= 9, "{steps} steps");
+        assert!(steps <= 15, "{steps} steps");
         // Handlers that take ten steps have the next event ready.
         let (mut window, mut at) = (Window::new(Some(1)), Instant::now());
         settle(&mut window, &mut at, 1, 5, 10 * STEP);
@@ -135,8 +137,8 @@ mod tests {
     #[test]
     fn handlers_that_become_slow_are_not_handed_more_for_long() {
         let (mut window, mut at) = (Window::new(Some(1)), Instant::now());
-        settle(&mut window, &mut at, 250, 5, STEP);
-        assert_eq!(window.size(), 1001);
+        settle(&mut window, &mut at, 250, 12, STEP);
+        assert!(window.size() > 900, "{}", window.size());
         settle(&mut window, &mut at, 1, 10, 1000 * STEP);
         assert_eq!(window.size(), 1);
     }
