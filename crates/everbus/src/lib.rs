@@ -118,6 +118,8 @@ pub use compose::{ARCHIVE, RETRY_OF, archive_lag, compose};
 pub use config::Config;
 pub use dead_letters::{DeadLetterPreview, DeadLetterQueue, RetryPace, RetryProgress};
 pub use environment::watch::{Activity, LeaseExtension, LeaseExtensions, RunningActivity};
+#[doc(hidden)]
+pub use handler::Slot;
 pub use handler::extract::{
     Context, Envelope, FromMessage, Json, Meta, Needs, Payload, PayloadNeed, State, StateNeed,
 };

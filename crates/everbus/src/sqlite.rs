@@ -95,13 +95,11 @@ where
 }
 
 fn events_only(outcome: Outcome) -> Result<Vec<Event>, BoxError> {
-    match outcome.effect {
-        None => Ok(outcome.events),
-        Some(_) => Err(HandlerError::permanent(
-            "a transaction inside a transaction: return events or nothing",
-        )
-        .into()),
+    if outcome.effects.is_empty() {
+        return Ok(outcome.events);
     }
+    let what = "a transaction inside a transaction: return events or nothing";
+    Err(HandlerError::permanent(what).into())
 }
 
 fn foreign() -> Error {

@@ -13,7 +13,7 @@ use tower_service::Service;
 
 use crate::handler::message::Message;
 use crate::handler::outcome::Outcome;
-use crate::handler::{BoxError, HandlerError, HandlerOutcome, Run};
+use crate::handler::{BoxError, HandlerError, HandlerOutcome, Run, Slot};
 
 /// The innermost service: the handler itself, which the layers wrap.
 ///
@@ -21,7 +21,7 @@ use crate::handler::{BoxError, HandlerError, HandlerOutcome, Run};
 /// [`permanent`](crate::permanent) passes through it unchanged.
 #[derive(Clone)]
 pub struct HandlerService {
-    run: Arc<Run>,
+    run: Run,
 }
 
 impl Service<Message> for HandlerService {
@@ -34,8 +34,9 @@ impl Service<Message> for HandlerService {
     }
 
     fn call(&mut self, message: Message) -> Self::Future {
-        let run = (self.run)(message);
-        Box::pin(async move { run.await.map_err(BoxError::from) })
+        let mut slot = Slot::default();
+        (self.run)(message, &mut slot);
+        Box::pin(async move { slot.await.map_err(BoxError::from) })
     }
 }
 
@@ -52,7 +53,7 @@ impl AnyLayer {
         <L::Service as Service<Message>>::Future: Send,
     {
         Self(Arc::new(move |run| {
-            around(layer.layer(HandlerService { run: Arc::new(run) }))
+            around(layer.layer(HandlerService { run }))
         }))
     }
 
@@ -67,17 +68,17 @@ where
     S::Error: Into<BoxError>,
     S::Future: Send,
 {
-    Box::new(move |message| {
+    Arc::new(move |message, slot| {
         // A tower service is called through `&mut`, so each call uses a clone.
         let mut service = service.clone();
-        Box::pin(async move {
+        slot.put(async move {
             let outcome: Result<Outcome, S::Error> = async {
                 poll_fn(|cx| service.poll_ready(cx)).await?;
                 service.call(message).await
             }
             .await;
             from_layer(outcome.map_err(Into::into))
-        })
+        });
     })
 }
 

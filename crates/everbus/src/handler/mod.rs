@@ -12,12 +12,11 @@ pub(crate) mod message;
 pub mod middleware;
 pub(crate) mod outcome;
 mod registered;
+mod slot;
 mod subscription_id;
 pub(crate) mod upcast;
 
 use std::future::Future;
-
-use everbus_core::BoxFuture;
 
 use crate::handler::extract::{FromMessage, Needs};
 use crate::handler::message::Message;
@@ -26,7 +25,8 @@ use crate::handler::outcome::{IntoOutcome, Outcome, Returns};
 pub use decode::Decode;
 pub(crate) use error::{Answer, MOST_EVENTS, unpublished};
 pub use error::{BoxError, HandlerError, HandlerResult, handled, permanent, retry_after, skip};
-pub(crate) use registered::{Registered, Run, Traits};
+pub(crate) use registered::{DEFAULT_TIMEOUT, Registered, Run, Traits};
+pub use slot::Slot;
 pub use subscription_id::SubscriptionId;
 
 /// What a run of a handler comes to.
@@ -77,8 +77,9 @@ pub type HandlerOutcome = Result<Outcome, HandlerError>;
     note = "`#[everbus::debug_handler]` on the function says which part of it is at fault"
 )]
 pub trait Handler<Args>: Send + Sync + 'static {
-    /// Runs the handler for one delivery.
-    fn call(&self, message: Message) -> BoxFuture<'static, HandlerOutcome>;
+    /// Begins a run for one delivery: its future is put into the slot.
+    #[doc(hidden)]
+    fn call(&self, message: Message, slot: &mut Slot);
 
     /// What it takes.
     #[doc(hidden)]
@@ -99,15 +100,15 @@ macro_rules! functions {
             $($arg: FromMessage + 'static,)*
         {
             #[allow(non_snake_case, unused_variables, reason = "named after the parameters; one arity has none")]
-            fn call(&self, message: Message) -> BoxFuture<'static, HandlerOutcome> {
+            fn call(&self, message: Message, slot: &mut Slot) {
                 $(
                     let $arg = match $arg::from_message(&message) {
                         Ok(value) => value,
-                        Err(error) => return Box::pin(std::future::ready(Err(error))),
+                        Err(error) => return slot.put(std::future::ready(Err(error))),
                     };
                 )*
                 let run = self($($arg,)*);
-                Box::pin(async move { run.await.into_outcome() })
+                slot.put(async move { run.await.into_outcome() });
             }
 
             #[allow(unused_mut, reason = "one arity has no parameters")]

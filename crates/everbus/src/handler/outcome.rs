@@ -12,7 +12,8 @@ use crate::handler::{BoxError, HandlerError, HandlerOutcome};
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
     pub(crate) events: Vec<Event>,
-    pub(crate) effect: Option<Effect>,
+    /// They run one after another.
+    pub(crate) effects: Vec<Effect>,
 }
 
 impl Outcome {
@@ -29,7 +30,7 @@ impl Outcome {
 
     /// Whether there are no events and no effect.
     pub(crate) fn is_plain(&self) -> bool {
-        self.events.is_empty() && self.effect.is_none()
+        self.events.is_empty() && self.effects.is_empty()
     }
 
     /// The outcome with an effect for one engine's transaction.
@@ -37,21 +38,8 @@ impl Outcome {
     pub(crate) fn of_effect(effect: Effect) -> Self {
         Self {
             events: Vec::new(),
-            effect: Some(effect),
+            effects: vec![effect],
         }
-    }
-
-    /// Adds the outcome of another handler of the same event. Effects run one after another.
-    pub(crate) fn join(&mut self, other: Outcome) {
-        self.events.extend(other.events);
-        self.effect = match (self.effect.take(), other.effect) {
-            (Some(first), Some(second)) => Some(Effect::new(first.engine(), move |transaction| {
-                let mut events = first.run(transaction)?;
-                events.extend(second.run(transaction)?);
-                Ok(events)
-            })),
-            (first, second) => first.or(second),
-        };
     }
 }
 
@@ -179,7 +167,9 @@ impl<R: IntoOutcome, E: Into<BoxError>> IntoOutcome for Result<R, E> {
 fn all<R: IntoOutcome>(parts: impl IntoIterator<Item = R>) -> HandlerOutcome {
     let mut outcome = Outcome::default();
     for part in parts {
-        outcome.join(part.into_outcome()?);
+        let part = part.into_outcome()?;
+        outcome.events.extend(part.events);
+        outcome.effects.extend(part.effects);
     }
     Ok(outcome)
 }
@@ -188,7 +178,7 @@ fn all<R: IntoOutcome>(parts: impl IntoIterator<Item = R>) -> HandlerOutcome {
 pub fn emit(event: impl IntoEvent) -> HandlerOutcome {
     Ok(Outcome {
         events: vec![event.into_event()?],
-        effect: None,
+        effects: Vec::new(),
     })
 }
 

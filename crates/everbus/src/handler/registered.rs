@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use everbus_core::{BoxFuture, Pattern, RetryPolicy};
+use everbus_core::{EventId, GroupName, Pattern, RetryPolicy};
 
 use super::SubscriptionId;
-use super::{Decode, HandlerError, HandlerOutcome};
+use super::{Decode, HandlerError, Slot};
 use crate::audit::AuditTrail;
 use crate::breaker::{Breaker, Criticality};
 use crate::guard;
@@ -16,8 +16,11 @@ use crate::handler::message::Message;
 use crate::handler::upcast::Upcasts;
 use crate::schema::Schema;
 
+/// How long an attempt may take.
+pub(crate) const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// The user's function, with the layers around it.
-pub(crate) type Run = Box<dyn Fn(Message) -> BoxFuture<'static, HandlerOutcome> + Send + Sync>;
+pub(crate) type Run = Arc<dyn Fn(Message, &mut Slot) + Send + Sync>;
 
 /// The settings of a handler besides its function.
 #[derive(Clone, Default)]
@@ -42,7 +45,9 @@ pub(crate) struct Traits {
 
 /// A registered handler with the settings of its subscription.
 pub(crate) struct Registered {
+    /// The id that the engine gave the subscription.
     pub(crate) id: SubscriptionId,
+    pub(crate) group: GroupName,
     pub(crate) name: String,
     pub(crate) pattern: Pattern,
     pub(crate) retry: RetryPolicy,
@@ -53,29 +58,24 @@ pub(crate) struct Registered {
 }
 
 impl Registered {
-    pub(crate) fn new(
-        id: SubscriptionId,
-        name: String,
-        pattern: Pattern,
-        retry: RetryPolicy,
-        timeout: Duration,
-        traits: Traits,
-        run: Run,
-    ) -> Self {
+    /// A handler of the unnamed group with the default settings, and an id of its own.
+    pub(crate) fn new(name: impl Into<String>, pattern: Pattern, run: Run) -> Self {
         Self {
-            id,
-            name,
+            id: EventId::new().into(),
+            group: GroupName::unnamed(),
+            name: name.into(),
             pattern,
-            retry,
-            timeout,
-            traits,
+            retry: RetryPolicy::default(),
+            timeout: DEFAULT_TIMEOUT,
+            traits: Traits::default(),
             run,
             removed: AtomicBool::new(false),
         }
     }
 
-    pub(crate) fn call(&self, message: Message) -> BoxFuture<'static, HandlerOutcome> {
-        (self.run)(message)
+    /// Begins a run: its future is put into the slot.
+    pub(crate) fn call(&self, message: Message, slot: &mut Slot) {
+        (self.run)(message, slot);
     }
 
     /// Whether an event whose probe failed waits for the breaker: the handler is critical, and a retry may
@@ -98,7 +98,7 @@ impl Drop for Registered {
     /// The user's function may panic when it is dropped. This must not kill the task that holds the last
     /// reference.
     fn drop(&mut self) {
-        let nothing: Run = Box::new(|_| Box::pin(std::future::pending()));
+        let nothing: Run = Arc::new(|_, _| {});
         let run = std::mem::replace(&mut self.run, nothing);
         if let Err(error) = guard::contain(|| drop(run)) {
             let handler = self.name.as_str();

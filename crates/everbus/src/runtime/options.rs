@@ -10,6 +10,7 @@ use everbus_core::{
 
 use crate::admission::{Limits, PublishRate};
 use crate::environment::LONGEST;
+use crate::handler::DEFAULT_TIMEOUT;
 use crate::overflow::Overflow;
 use crate::runtime::subscription::settings::Settings;
 
@@ -92,7 +93,7 @@ impl Default for BusOptions {
         Self {
             clock: Arc::new(SystemClock),
             retry: RetryPolicy::default(),
-            timeout: Duration::from_secs(30),
+            timeout: DEFAULT_TIMEOUT,
             shutdown_timeout: Duration::from_secs(30),
             max_payload: None,
             overflow: Overflow::default(),

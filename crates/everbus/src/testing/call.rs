@@ -1,11 +1,9 @@
 //! One call of one handler: no bus, no engine, no pipeline.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use everbus_core::{
-    Delivery, Event, EventId, GroupName, IntoEvent, Lease, Pattern, Position, Recorded,
-    RetryPolicy, TypedEvent,
+    Delivery, Event, GroupName, IntoEvent, Lease, Pattern, Position, Recorded, TypedEvent,
 };
 use serde::de::DeserializeOwned;
 use tokio::time::Instant;
@@ -14,7 +12,7 @@ use crate::ambient;
 use crate::handler::extract::States;
 use crate::handler::message::Message;
 use crate::handler::upcast::Upcasts;
-use crate::handler::{Handler, HandlerOutcome, Registered, Traits};
+use crate::handler::{Handler, HandlerOutcome, Registered, Slot};
 use crate::runtime::router::Route;
 
 /// The name of a directly called handler in logs and in [`Message::handler_name`].
@@ -120,8 +118,9 @@ impl Call {
     pub async fn with(self, event: impl IntoEvent) -> HandlerOutcome {
         let event = event.into_event()?;
         let (record, message) = self.message(event)?;
-        let run = message.handler().call(message.clone());
-        let outcome = ambient::handling(record.clone(), run).await;
+        let mut slot = Slot::default();
+        message.handler().call(message.clone(), &mut slot);
+        let outcome = ambient::handling(record.clone(), slot).await;
         let staged = message.take_follow_ups();
         let mut outcome = outcome?;
         let events = staged
@@ -137,20 +136,10 @@ impl Call {
         self.upcasts.check()?;
         let received_at = event.occurred_at();
         let record = Arc::new(Recorded::new(event, Position::seq(1), received_at));
-        let run = self.route.run;
-        let handler = Registered::new(
-            EventId::new().into(),
-            NAME.to_owned(),
-            Pattern::new(record.event.event_type())?,
-            RetryPolicy::default(),
-            LONG,
-            Traits {
-                states: Arc::new(self.states),
-                upcasts: Arc::new(self.upcasts),
-                ..Traits::default()
-            },
-            Box::new(move |message| run(message)),
-        );
+        let pattern = Pattern::new(record.event.event_type())?;
+        let mut handler = Registered::new(NAME, pattern, self.route.run);
+        handler.traits.states = Arc::new(self.states);
+        handler.traits.upcasts = Arc::new(self.upcasts);
         let lease = Lease::new(record.position, [0, 0]);
         let delivery = Delivery::new(record.clone(), lease).after(self.attempt, Vec::new());
         let message = Message::new(
@@ -163,9 +152,6 @@ impl Call {
         Ok((record, message))
     }
 }
-
-/// The deadline that the handler sees; nothing happens at that time.
-const LONG: Duration = Duration::from_secs(30);
 
 impl std::fmt::Debug for Call {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

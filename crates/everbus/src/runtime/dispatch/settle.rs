@@ -15,7 +15,7 @@ use super::queue::Outcomes;
 use crate::breaker::{Change, Ticket};
 use crate::guard;
 use crate::handler::{HandlerError, Registered, unpublished};
-use crate::runtime::pipeline::{Counted, Deferred, FailedAttempt, Finished, InEffect};
+use crate::runtime::pipeline::{Counted, Deferred, EffectsRun, FailedAttempt, Finished};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -209,11 +209,9 @@ impl Runner {
         for event in &settlement.follow_ups {
             self.shared.stats.publishing(event.type_arc()).published(1);
         }
-        let in_effect = finished
-            .case
-            .as_ref()
-            .and_then(|case| case.in_effect.as_ref());
-        for event_type in in_effect.map(InEffect::types).unwrap_or_default() {
+        let case = finished.case.as_ref();
+        let effects = case.and_then(|case| case.effects.as_ref());
+        for event_type in effects.map(EffectsRun::types).unwrap_or_default() {
             self.shared.stats.publishing(&event_type).published(1);
         }
         let meter = &finished.matched.meter;

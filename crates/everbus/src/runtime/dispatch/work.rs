@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::Runner;
 use super::queue::{NewSeat, Next, Work};
 use crate::guard;
+use crate::runtime::pipeline::Spare;
 
 /// After this many deliveries in a row a worker lets other tasks of its thread run.
 const BEFORE_YIELDING: u32 = 32;
@@ -76,7 +77,7 @@ impl Seat {
     async fn take_turns(&self, number: usize) -> End {
         let runner = &self.runner;
         let mut finished = None;
-        let mut spare = None;
+        let mut spare = Spare::default();
         let mut in_a_row = 0;
         let mut roused = true;
         loop {
@@ -90,7 +91,7 @@ impl Seat {
                 Next::Wait => {
                     in_a_row = 0;
                     // The spare message holds an event and a handler; a waiting worker must hold nothing.
-                    spare = None;
+                    spare = Spare::default();
                     if !runner.queue.woken().await {
                         return End::Stopped;
                     }
@@ -136,7 +137,7 @@ mod tests {
     use super::super::queue::Work;
     use super::super::{Matched, Plan, Runner};
     use crate::handler::outcome::Outcome;
-    use crate::handler::{Registered, Traits};
+    use crate::handler::{Registered, Slot};
     use crate::runtime::bus::Bus;
     use crate::runtime::options::BusOptions;
 
@@ -148,21 +149,14 @@ mod tests {
         let runner = Runner::start(bus.shared().clone(), GroupName::unnamed(), plan(MANY));
         // Each handler runs until all of them run.
         let all = Arc::new(tokio::sync::Barrier::new(MANY));
-        let handler = Arc::new(Registered::new(
-            everbus_core::EventId::new().into(),
-            "h".into(),
-            "a".parse().unwrap(),
-            everbus_core::RetryPolicy::never(),
-            Duration::from_secs(30),
-            Traits::default(),
-            Box::new(move |_| {
-                let all = all.clone();
-                Box::pin(async move {
-                    all.wait().await;
-                    Ok(Outcome::default())
-                })
-            }),
-        ));
+        let run = Arc::new(move |_, slot: &mut Slot| {
+            let all = all.clone();
+            slot.put(async move {
+                all.wait().await;
+                Ok(Outcome::default())
+            });
+        });
+        let handler = Arc::new(Registered::new("h", "a".parse().unwrap(), run));
         let meter = bus.shared().stats.meter(&GroupName::unnamed(), &"a".into());
         let matched = Arc::new(Matched::new(vec![handler], meter, None, None));
         let work = (0..MANY as u64).map(|n| {

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use crate::ambient;
 use crate::guard;
 use crate::handler::message::Message;
-use crate::handler::{HandlerError, HandlerOutcome, Registered};
+use crate::handler::{HandlerError, HandlerOutcome, Registered, Slot};
 
 /// The result of the first poll of a handler.
 pub(super) enum Begun {
@@ -19,15 +19,23 @@ pub(super) enum Begun {
 }
 
 /// Calls one handler and polls it once. Events that it publishes inherit from the handled event. A handler
-/// that finishes in the first poll never touches the timer.
-pub(super) fn begin(handler: &Registered, message: &Message, cx: &mut Context<'_>) -> Begun {
+/// that finishes in the first poll never touches the timer, and leaves its memory in `slot`.
+pub(super) fn begin(
+    handler: &Registered,
+    message: &Message,
+    slot: &mut Slot,
+    cx: &mut Context<'_>,
+) -> Begun {
     ambient::handling_now(message.record().clone(), || {
-        let mut run = match guard::traced(|| handler.call(message.clone())) {
-            Ok(future) => Unpanicked(Some(future)),
-            Err(panic) => return Begun::Ended(Err(HandlerError::panicked(panic))),
-        };
+        let mut run = Unpanicked(std::mem::take(slot));
+        if let Err(panic) = guard::traced(|| handler.call(message.clone(), &mut run.0)) {
+            return Begun::Ended(Err(HandlerError::panicked(panic)));
+        }
         match Pin::new(&mut run).poll(cx) {
-            Poll::Ready(result) => Begun::Ended(result),
+            Poll::Ready(result) => {
+                *slot = std::mem::take(&mut run.0);
+                Begun::Ended(result)
+            }
             Poll::Pending => Begun::Running(run),
         }
     })
@@ -74,16 +82,13 @@ async fn until_deadline(
 }
 
 /// A handler's future that catches panics in `poll` and in `drop`.
-pub(super) struct Unpanicked(Option<BoxFuture<'static, HandlerOutcome>>);
+pub(super) struct Unpanicked(Slot);
 
 impl Future for Unpanicked {
     type Output = HandlerOutcome;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<HandlerOutcome> {
-        let Some(future) = &mut self.0 else {
-            return Poll::Pending;
-        };
-        match guard::traced(|| future.as_mut().poll(cx)) {
+        match guard::traced(|| Pin::new(&mut self.0).poll(cx)) {
             Ok(poll) => poll,
             Err(panic) => Poll::Ready(Err(HandlerError::panicked(panic))),
         }
@@ -92,8 +97,8 @@ impl Future for Unpanicked {
 
 impl Drop for Unpanicked {
     fn drop(&mut self) {
-        let future = self.0.take();
-        if let Err(said) = guard::contain(|| drop(future)) {
+        let slot = std::mem::take(&mut self.0);
+        if let Err(said) = guard::contain(|| drop(slot)) {
             guard::log(|| {
                 tracing::error!(target: "everbus::dispatch", error = said, "a handler panicked while it was dropped");
             });

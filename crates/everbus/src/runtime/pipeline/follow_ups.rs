@@ -3,12 +3,12 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use everbus_core::{Effect, Error, Event, EventId, GroupName, Inherited, Recorded};
+use everbus_core::{Error, Event, EventId, GroupName, Inherited, Recorded};
 
 use crate::ambient;
 use crate::handler::message::Message;
 use crate::handler::outcome::Outcome;
-use crate::handler::{BoxError, HandlerError, HandlerOutcome, MOST_EVENTS};
+use crate::handler::{HandlerError, HandlerOutcome, MOST_EVENTS};
 use crate::runtime::bus::Shared;
 
 /// The events of an effect are numbered from here, because the number of events that the handler returns
@@ -19,13 +19,9 @@ const EFFECT_INDEX: u32 = 1 << 24;
 const FAILURE_INDEX: u32 = 1 << 31;
 const ATTEMPT_SHIFT: u32 = MOST_EVENTS.ilog2();
 
-fn cause_of(message: &Message) -> Cause<'_> {
-    (message.record(), message.group(), message.handler_name())
-}
-
 /// All events that the handler publishes: the staged ones, then the returned ones.
 pub(super) fn complete(
-    shared: &Arc<Shared>,
+    shared: &Shared,
     message: &Message,
     staged: Vec<Event>,
     outcome: Outcome,
@@ -33,18 +29,22 @@ pub(super) fn complete(
     let inherited = ambient::emitted_by(message.record(), shared.options.source.as_ref());
     let mut events = staged;
     events.extend(outcome.events);
-    let events = adopt(cause_of(message), &inherited, 0, events);
+    let cause = (message.record(), message.group(), message.handler_name());
+    let events = adopt(cause, &inherited, 0, events);
     check(&events, |event| shared.check_event(event, None))?;
-    let effect = outcome.effect.map(|effect| {
-        let (shared, message) = (shared.clone(), message.clone());
-        Effect::new(effect.engine(), move |transaction| {
-            let events = effect.run(transaction)?;
-            let events = adopt(cause_of(&message), &inherited, EFFECT_INDEX, events);
-            check(&events, |event| shared.check_unsplit(event))?;
-            Ok::<_, BoxError>(events)
-        })
-    });
-    Ok(Outcome { events, effect })
+    Ok(Outcome { events, ..outcome })
+}
+
+/// The events that the effects of a handler publish.
+pub(super) fn of_effects(
+    shared: &Shared,
+    cause: Cause<'_>,
+    events: Vec<Event>,
+) -> Result<Vec<Event>, HandlerError> {
+    let inherited = ambient::emitted_by(cause.0, shared.options.source.as_ref());
+    let events = adopt(cause, &inherited, EFFECT_INDEX, events);
+    check(&events, |event| shared.check_unsplit(event))?;
+    Ok(events)
 }
 
 /// Moves the large parts of the events to the object store. If this fails, the attempt fails and may be
@@ -108,6 +108,7 @@ impl FailedAttempt<'_> {
     }
 }
 
+/// The event that was handled, the group, and the name of the handler.
 type Cause<'a> = (&'a Arc<Recorded>, &'a GroupName, &'a str);
 
 fn adopt(cause: Cause<'_>, from: &Inherited, first: u32, events: Vec<Event>) -> Vec<Event> {

@@ -3,11 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{
-    Clock, Effect, Failure, FailureKind, GroupName, Recorded, RetryPolicy, Verdict,
-};
+use everbus_core::{Clock, Failure, FailureKind, GroupName, Recorded, RetryPolicy, Verdict};
 use parking_lot::Mutex;
 
+use super::effects::EffectsRun;
 use super::{Counted, Judged, millis, skipped_as};
 use crate::breaker::{Breaker, Ticket};
 use crate::guard;
@@ -43,49 +42,8 @@ pub(crate) struct Case {
     pub(crate) retried: bool,
     pub(crate) took: Option<Duration>,
     pub(crate) deferred: Arc<Mutex<Vec<Deferred>>>,
-    pub(crate) culprit: Option<Culprit>,
-    pub(crate) in_effect: Option<InEffect>,
-}
-
-/// The handler whose effect ran last: if the effects of an event fail, this one failed.
-#[derive(Clone, Default)]
-pub(crate) struct Culprit(Arc<Mutex<Option<Arc<Registered>>>>);
-
-impl Culprit {
-    /// Wraps the effect of a handler, to record when it runs.
-    pub(super) fn watch(&self, handler: &Arc<Registered>, effect: Effect) -> Effect {
-        let (last, handler) = (self.0.clone(), handler.clone());
-        Effect::new(effect.engine(), move |transaction| {
-            // Before it runs: it may panic.
-            *last.lock() = Some(handler.clone());
-            effect.run(transaction)
-        })
-    }
-
-    fn get(&self) -> Option<Arc<Registered>> {
-        self.0.lock().clone()
-    }
-}
-
-/// The types of the events that an effect published in its last run.
-#[derive(Clone, Default)]
-pub(crate) struct InEffect(Arc<Mutex<Vec<Arc<str>>>>);
-
-impl InEffect {
-    /// Wraps the effect, to record the events that it publishes.
-    pub(super) fn watch(&self, effect: Effect) -> Effect {
-        let types = self.0.clone();
-        Effect::new(effect.engine(), move |transaction| {
-            let events = effect.run(transaction)?;
-            let each = events.iter().map(|event| event.type_arc().clone());
-            *types.lock() = each.collect();
-            Ok(events)
-        })
-    }
-
-    pub(crate) fn types(&self) -> Vec<Arc<str>> {
-        self.0.lock().clone()
-    }
+    /// What its effects did, if it has any.
+    pub(crate) effects: Option<EffectsRun>,
 }
 
 /// The breaker of a handler with an effect gets the result of the attempt only after the effect has run.
@@ -102,7 +60,7 @@ impl Case {
 
     /// The handler whose effect failed, or whose events were refused.
     pub(crate) fn culprit(&self) -> Arc<Registered> {
-        let culprit = self.culprit.as_ref().and_then(Culprit::get);
+        let culprit = self.effects.as_ref().and_then(EffectsRun::handler);
         culprit.unwrap_or_else(|| self.handler.clone())
     }
 

@@ -10,6 +10,7 @@
 //! once; its answer comes with the delivery. Metrics are counted when the outcome is durable.
 
 mod attempt;
+mod effects;
 mod follow_ups;
 mod judge;
 
@@ -20,7 +21,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Delivery, EDIT_OF, Effect, Error, Event, FailureKind, GroupName, ManualClock, REPLAY_OF,
+    Code, Delivery, EDIT_OF, Error, Event, FailureKind, GroupName, ManualClock, REPLAY_OF,
     Ran as LastRun, Settlement, Verdict,
 };
 use parking_lot::Mutex;
@@ -32,21 +33,30 @@ use crate::breaker::{BreakerState, Criticality, Ticket};
 use crate::guard;
 use crate::handler::message::Message;
 use crate::handler::outcome::Outcome;
-use crate::handler::{HandlerError, Registered};
+use crate::handler::{HandlerError, Registered, Slot};
 use crate::overflow;
 use crate::runtime::bus::Shared;
 use crate::runtime::dispatch::Matched;
 use crate::stats::Skip;
 
 use attempt::Begun;
+pub(crate) use effects::EffectsRun;
 pub(crate) use follow_ups::FailedAttempt;
-pub(crate) use judge::{Case, Deferred, InEffect};
-use judge::{Culprit, Judge};
+use judge::Judge;
+pub(crate) use judge::{Case, Deferred};
 
 /// State that all deliveries of a group share.
 pub(crate) struct Pipeline {
     pub(crate) shared: Arc<Shared>,
     pub(crate) group: GroupName,
+}
+
+/// What a worker keeps from one delivery to the next, so that the next one allocates nothing.
+#[derive(Default)]
+pub(crate) struct Spare {
+    /// A used message.
+    message: Option<Message>,
+    slot: Slot,
 }
 
 /// The result of a delivery: the outcome to make durable, and what to count afterwards.
@@ -131,12 +141,11 @@ struct Done {
     /// How long the handlers ran.
     took: Option<Duration>,
     events: Vec<Event>,
-    effect: Option<Effect>,
+    effects: Vec<effects::OfHandler>,
     /// The handler that these events or this effect belong to, or the last one if there are several.
     author: Option<Arc<Registered>>,
     /// The breaker reports of the handlers with effects.
     deferred: Vec<Deferred>,
-    culprit: Option<Culprit>,
 }
 
 impl From<Judged> for Done {
@@ -145,10 +154,9 @@ impl From<Judged> for Done {
             judged,
             took: None,
             events: Vec::new(),
-            effect: None,
+            effects: Vec::new(),
             author: None,
             deferred: Vec::new(),
-            culprit: None,
         }
     }
 }
@@ -167,14 +175,13 @@ fn found_in_inbox() -> Judged {
 }
 
 impl Pipeline {
-    /// Takes one delivery through all layers. A panic on the way is a failure of the attempt. `spare` is a
-    /// used message, whose memory the next one reuses.
+    /// Takes one delivery through all layers. A panic on the way is a failure of the attempt.
     pub(crate) async fn deliver(
         &self,
         delivery: Delivery,
         matched: Arc<Matched>,
         already_handled: bool,
-        spare: &mut Option<Message>,
+        spare: &mut Spare,
     ) -> Finished {
         let span = crate::runtime::trace::span(&self.group, &delivery.record, delivery.attempt);
         let result = {
@@ -216,8 +223,47 @@ impl Pipeline {
             }
             Ran::Otherwise(done) => {
                 let ran = last.map(|worker| Box::new(LastRun::new(done.took, worker)));
-                finish(delivery, matched, *done, ran)
+                self.finish(delivery, matched, *done, ran)
             }
+        }
+    }
+
+    /// Builds the settlement of a delivery that was not simply handled.
+    fn finish(
+        &self,
+        delivery: Delivery,
+        matched: Arc<Matched>,
+        done: Done,
+        ran: Option<Box<LastRun>>,
+    ) -> Finished {
+        let acked = done.judged.verdict == Verdict::Ack;
+        let took = done.took;
+        let mut settlement = Settlement::new(delivery.lease, done.judged.verdict);
+        settlement.follow_ups = done.events;
+        settlement.ran = ran;
+        let mut last_run = None;
+        if acked {
+            settlement.inbox = matched.idempotent && done.judged.counted != Counted::AlreadyHandled;
+            let joined = effects::join(done.effects, &self.shared, &delivery.record, &self.group);
+            (settlement.effect, last_run) = joined.unzip();
+        }
+        let case = done.author.map(|handler| {
+            Box::new(Case {
+                handler,
+                record: delivery.record.clone(),
+                attempt: delivery.attempt,
+                retried: delivery.retried,
+                took,
+                deferred: Arc::new(Mutex::new(done.deferred)),
+                effects: last_run,
+            })
+        });
+        Finished {
+            settlement,
+            counted: done.judged.counted,
+            received_at: delivery.record.received_at,
+            matched,
+            case,
         }
     }
 
@@ -355,7 +401,7 @@ impl Pipeline {
         delivery: &Delivery,
         matched: &Matched,
         already_handled: bool,
-        spare: &mut Option<Message>,
+        spare: &mut Spare,
     ) -> Ran {
         let mut passes = match self.enter(delivery, matched, already_handled) {
             Ok(passes) => passes,
@@ -373,10 +419,9 @@ impl Pipeline {
                 Err(error) => return self.unreadable(delivery, matched, &error).into(),
             }
         };
-        let mut outcome = Outcome::default();
+        let (mut events, mut effects) = (Vec::new(), Vec::new());
         let mut author = None;
         let mut deferred = Vec::new();
-        let mut culprit: Option<Culprit> = None;
         let mut handled = false;
         let mut skipped = None;
         let started = Instant::now();
@@ -394,7 +439,7 @@ impl Pipeline {
             let began = if index == 0 { started } else { Instant::now() };
             let (shared, group) = (&self.shared, &self.group);
             let message = Message::reusing(
-                spare.take(),
+                spare.message.take(),
                 &shared.environment,
                 delivery,
                 group,
@@ -404,7 +449,9 @@ impl Pipeline {
             let result = match matched.check(&delivery.record.event, handler) {
                 Ok(()) => {
                     // Most handlers finish in the first poll.
-                    let begun = poll_fn(|cx| Poll::Ready(attempt::begin(handler, &message, cx)));
+                    let begun = poll_fn(|cx| {
+                        Poll::Ready(attempt::begin(handler, &message, &mut spare.slot, cx))
+                    });
                     match begun.await {
                         Begun::Ended(result) => result,
                         Begun::Running(run) => attempt::finish(run, handler, &message).await,
@@ -423,12 +470,12 @@ impl Pipeline {
                 }
                 Err(error) => Err(error),
             };
-            *spare = Some(message);
+            spare.message = Some(message);
             let probing = ticket.as_ref().is_some_and(Ticket::is_probe);
             if let Some(ticket) = ticket {
                 match &result {
                     // The result is known only after the effect has run.
-                    Ok(part) if part.effect.is_some() => {
+                    Ok(part) if !part.effects.is_empty() => {
                         let handler = handler.clone();
                         deferred.push(Deferred { handler, ticket });
                     }
@@ -436,16 +483,14 @@ impl Pipeline {
                 }
             }
             match result {
-                Ok(mut part) => {
+                Ok(outcome) => {
                     handled = true;
-                    let effect = part.effect.take();
-                    part.effect = effect.map(|effect| {
-                        let culprit = culprit.get_or_insert_default();
-                        culprit.watch(handler, effect)
-                    });
-                    if !part.events.is_empty() || part.effect.is_some() {
+                    if !outcome.is_plain() {
                         author = Some(handler.clone());
-                        outcome.join(part);
+                        events.extend(outcome.events);
+                        if !outcome.effects.is_empty() {
+                            effects.push((handler.clone(), outcome.effects));
+                        }
                     }
                 }
                 Err(error) if probing && self.judge(delivery).waits(handler, &error) => {
@@ -459,20 +504,20 @@ impl Pipeline {
                         attempt: delivery.attempt,
                         retried: delivery.retried,
                     };
-                    let events = failed.take_events(&self.shared, &mut error);
+                    let of_failure = failed.take_events(&self.shared, &mut error);
                     let judge = self.judge(delivery).ran_for(started.elapsed());
                     let judged = judge.failed(handler, Some(&handler.name), error);
                     let Verdict::Skip { reason } = judged.verdict else {
                         let done = Done {
-                            events,
+                            events: of_failure,
                             ..Done::from(judged)
                         };
                         return done.into();
                     };
                     skipped = skipped.or(Some(reason));
-                    if !events.is_empty() {
+                    if !of_failure.is_empty() {
                         author = Some(handler.clone());
-                        outcome.events.extend(events);
+                        events.extend(of_failure);
                     }
                 }
             }
@@ -497,11 +542,10 @@ impl Pipeline {
         Done {
             judged,
             took: Some(took),
-            events: outcome.events,
-            effect: outcome.effect,
+            events,
+            effects,
             author,
             deferred,
-            culprit,
         }
         .into()
     }
@@ -548,48 +592,6 @@ impl Pipeline {
         if let Some(change) = change {
             self.shared.circuit_changed(&self.group, handler, change);
         }
-    }
-}
-
-/// Builds the settlement of a delivery that was not simply handled.
-fn finish(
-    delivery: Delivery,
-    matched: Arc<Matched>,
-    done: Done,
-    ran: Option<Box<LastRun>>,
-) -> Finished {
-    let acked = done.judged.verdict == Verdict::Ack;
-    let took = done.took;
-    let mut settlement = Settlement::new(delivery.lease, done.judged.verdict);
-    settlement.follow_ups = done.events;
-    settlement.ran = ran;
-    if acked {
-        settlement.inbox = matched.idempotent && done.judged.counted != Counted::AlreadyHandled;
-        settlement.effect = done.effect;
-    }
-    let in_effect = settlement.effect.take().map(|effect| {
-        let in_effect = InEffect::default();
-        settlement.effect = Some(in_effect.watch(effect));
-        in_effect
-    });
-    let case = done.author.map(|handler| {
-        Box::new(Case {
-            handler,
-            record: delivery.record.clone(),
-            attempt: delivery.attempt,
-            retried: delivery.retried,
-            took,
-            deferred: Arc::new(Mutex::new(done.deferred)),
-            culprit: done.culprit,
-            in_effect,
-        })
-    });
-    Finished {
-        settlement,
-        counted: done.judged.counted,
-        received_at: delivery.record.received_at,
-        matched,
-        case,
     }
 }
 

@@ -20,15 +20,10 @@ where
     F: Fn() -> Fut + Send + Sync + 'static,
     Fut: Future<Output = HandlerOutcome> + Send + 'static,
 {
-    Arc::new(Registered::new(
-        EventId::new().into(),
-        "h".into(),
-        "a".parse().unwrap(),
-        policy,
-        timeout,
-        Traits::default(),
-        Box::new(move |_| Box::pin(run())),
-    ))
+    let run = Arc::new(move |_, slot: &mut Slot| slot.put(run()));
+    let mut handler = Registered::new("h", "a".parse().unwrap(), run);
+    (handler.retry, handler.timeout) = (policy, timeout);
+    Arc::new(handler)
 }
 
 /// A delivery after this many crashes of its process.
@@ -71,7 +66,12 @@ async fn deliver(
         group,
     };
     let finished = pipeline
-        .deliver(delivery.clone(), matched, already_handled, &mut None)
+        .deliver(
+            delivery.clone(),
+            matched,
+            already_handled,
+            &mut Spare::default(),
+        )
         .await;
     finished.settlement.verdict
 }

@@ -2,19 +2,16 @@
 
 use std::sync::Arc;
 
-use everbus_core::BoxFuture;
-
 use crate::handler::extract::Needs;
-use crate::handler::message::Message;
 use crate::handler::outcome::Returns;
-use crate::handler::{Handler, HandlerOutcome};
+use crate::handler::{Handler, Run};
 use crate::runtime::subscription::settings::{Settings, setters};
 
 /// A handler with its settings; made by [`to`].
 #[derive(Clone)]
 #[must_use = "a route takes effect in a router"]
 pub struct Route {
-    pub(crate) run: Arc<dyn Fn(Message) -> BoxFuture<'static, HandlerOutcome> + Send + Sync>,
+    pub(crate) run: Run,
     pub(crate) needs: Needs,
     pub(crate) returns: Returns,
     pub(crate) settings: Settings,
@@ -28,7 +25,7 @@ pub fn to<Args, H: Handler<Args>>(handler: H) -> Route {
 impl Route {
     pub(crate) fn new<Args, H: Handler<Args>>(handler: H) -> Self {
         Self {
-            run: Arc::new(move |message| handler.call(message)),
+            run: Arc::new(move |message, slot| handler.call(message, slot)),
             needs: H::needs(),
             returns: H::returns(),
             settings: Settings::default(),

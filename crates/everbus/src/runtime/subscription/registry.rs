@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use everbus_core::builder::validate_type;
 use everbus_core::{
-    Code, DEAD_LETTER_EVENT, Error, EventId, GroupName, GroupSpec, Result, StartFrom,
-    SubscriptionInfo, SubscriptionSpec,
+    Code, DEAD_LETTER_EVENT, Error, GroupName, GroupSpec, Result, StartFrom, SubscriptionInfo,
+    SubscriptionSpec,
 };
 use tokio::task::JoinHandle;
 
@@ -19,7 +19,7 @@ use crate::runtime::circuits::{CLOSED, OPENED};
 use crate::runtime::dispatch::{Plan, Runner};
 use crate::runtime::router::{Resolved, Subscription};
 use crate::runtime::subscription::agreed::Agreed;
-use crate::runtime::subscription::request::Request;
+use crate::runtime::subscription::prepare::prepare;
 use crate::schema::Schemas;
 
 /// The groups this bus has handlers in. Guarded by one lock: subscribing is rare.
@@ -45,6 +45,15 @@ struct Group {
     runner: Option<Arc<Runner>>,
 }
 
+/// A router after the checks: its handlers, the settings of their groups with them, and the schemas and
+/// event types that are known with it.
+struct Prepared {
+    handlers: Vec<Registered>,
+    groups: BTreeMap<GroupName, Agreed>,
+    schemas: Schemas,
+    known: BTreeSet<String>,
+}
+
 impl Registry {
     /// Subscribes every route of a router, after all of them passed the checks.
     pub(crate) async fn mount(
@@ -55,14 +64,12 @@ impl Registry {
         let breakers = shared.circuits.owners();
         let exact = resolved.exact.clone();
         let declared = self.declare(shared, resolved).await;
-        let (requests, schemas, known, subscribed) =
+        let (prepared, subscribed) =
             declared.inspect_err(|_| shared.circuits.keep_only(&breakers))?;
-        shared.set_schemas(schemas);
-        self.known = known;
-        let ids = requests.iter().map(|(_, id)| *id).collect();
-        for (request, id) in requests {
-            self.register(shared, request, id);
-        }
+        shared.set_schemas(prepared.schemas);
+        self.known = prepared.known;
+        let ids = prepared.handlers.iter().map(|handler| handler.id).collect();
+        self.register(shared, prepared.handlers, prepared.groups);
         self.subscribed.extend(subscribed);
         self.retract_leftovers(shared, &exact).await?;
         Ok(ids)
@@ -74,31 +81,27 @@ impl Registry {
         &self,
         shared: &Arc<Shared>,
         resolved: Resolved,
-    ) -> Result<(
-        Vec<(Request, SubscriptionId)>,
-        Schemas,
-        BTreeSet<String>,
-        Subscribed,
-    )> {
-        let (requests, schemas, known) = self.prepare(shared, resolved)?;
-        check_groups(shared, &requests).await?;
-        let mut declared = Vec::with_capacity(requests.len());
-        let mut subscribed = Subscribed::new();
-        for request in requests {
-            let (id, all) = declare(shared, &request).await?;
-            subscribed.insert(request.group.clone(), all);
-            declared.push((request, id));
+    ) -> Result<(Prepared, Subscribed)> {
+        let mut prepared = self.prepare(shared, resolved)?;
+        let Prepared {
+            handlers, groups, ..
+        } = &mut prepared;
+        if handlers.len() > 1 {
+            check_groups(shared, groups).await?;
         }
-        Ok((declared, schemas, known, subscribed))
+        let mut subscribed = Subscribed::new();
+        for handler in handlers {
+            let agreed = groups.entry(handler.group.clone()).or_default();
+            let (id, all) = declare(shared, handler, agreed).await?;
+            handler.id = id;
+            subscribed.insert(handler.group.clone(), all);
+        }
+        Ok((prepared, subscribed))
     }
 
     /// Checks a router against the bus and the existing subscriptions. Changes nothing but the breakers,
     /// which the caller restores.
-    fn prepare(
-        &self,
-        shared: &Arc<Shared>,
-        resolved: Resolved,
-    ) -> Result<(Vec<Request>, Schemas, BTreeSet<String>)> {
+    fn prepare(&self, shared: &Arc<Shared>, resolved: Resolved) -> Result<Prepared> {
         let schemas = schemas_with(&shared.schemas(), &resolved)?;
         let mut known = self.known.clone();
         known.extend(resolved.known_types());
@@ -121,32 +124,39 @@ impl Registry {
         }
         check_streams(shared, &resolved)?;
         let mut groups: BTreeMap<GroupName, Agreed> = BTreeMap::new();
-        let mut requests = Vec::with_capacity(resolved.subscriptions.len());
+        let mut handlers = Vec::with_capacity(resolved.subscriptions.len());
         for subscription in resolved.subscriptions {
             let group = subscription.group.clone();
             let agreed = groups.entry(group).or_insert_with_key(|name| {
                 let existing = self.groups.get(name);
                 existing.map_or_else(Agreed::default, |group| group.agreed.clone())
             });
-            requests.push(Request::new(shared, subscription, agreed)?);
+            handlers.push(prepare(shared, subscription, agreed)?);
         }
-        Ok((requests, schemas, known))
+        Ok(Prepared {
+            handlers,
+            groups,
+            schemas,
+            known,
+        })
     }
 
-    fn register(&mut self, shared: &Arc<Shared>, request: Request, id: SubscriptionId) {
-        let group = self.groups.entry(request.group.clone()).or_default();
-        group.agreed = request.agreed;
-        group.handlers.push(Arc::new(Registered::new(
-            id,
-            request.name,
-            request.pattern,
-            request.retry,
-            request.timeout,
-            request.traits,
-            request.run,
-        )));
-        if self.started {
-            group.run(shared, &request.group);
+    fn register(
+        &mut self,
+        shared: &Arc<Shared>,
+        handlers: Vec<Registered>,
+        agreed: BTreeMap<GroupName, Agreed>,
+    ) {
+        for handler in handlers {
+            let group = self.groups.entry(handler.group.clone()).or_default();
+            group.handlers.push(Arc::new(handler));
+        }
+        for (name, agreed) in agreed {
+            let group = self.groups.entry(name.clone()).or_default();
+            group.agreed = agreed;
+            if self.started {
+                group.run(shared, &name);
+            }
         }
     }
 
@@ -172,8 +182,8 @@ impl Registry {
         let breakers = shared.circuits.owners();
         let prepared = self.prepare(shared, resolved);
         // The router's schemas are not added to the bus: they must not apply to other publishers.
-        let (requests, _, _) = prepared.inspect_err(|_| shared.circuits.keep_only(&breakers))?;
-        let ordered = requests.iter().any(|request| request.agreed.is_ordered());
+        let prepared = prepared.inspect_err(|_| shared.circuits.keep_only(&breakers))?;
+        let ordered = prepared.groups.values().any(Agreed::is_ordered);
         shared.declare_streams().await?;
         shared
             .engine
@@ -186,9 +196,7 @@ impl Registry {
                 subscriptions: Vec::new(),
             })
             .await?;
-        for request in requests {
-            self.register(shared, request, SubscriptionId::from(EventId::new()));
-        }
+        self.register(shared, prepared.handlers, prepared.groups);
         if let Some(group) = self.groups.get_mut(name) {
             group.run(shared, name);
         }
@@ -342,17 +350,14 @@ fn check_streams(shared: &Shared, resolved: &Resolved) -> Result<()> {
 
 /// Whether existing groups of the engine are ordered or unordered as requested. For a single subscription
 /// the declaration checks this.
-async fn check_groups(shared: &Shared, requests: &[Request]) -> Result<()> {
-    if requests.len() < 2 {
-        return Ok(());
-    }
+async fn check_groups(shared: &Shared, wanted: &BTreeMap<GroupName, Agreed>) -> Result<()> {
     let groups = shared.engine.broker.inspect().await?;
-    for request in requests {
-        let ordered = request.agreed.is_ordered();
-        let existing = groups.iter().find(|group| group.name == request.group);
+    for (name, agreed) in wanted {
+        let ordered = agreed.is_ordered();
+        let existing = groups.iter().find(|group| group.name == *name);
         if existing.is_some_and(|group| group.ordered != ordered) {
             let not = if ordered { "not " } else { "" };
-            let what = format!("the group {} exists and is {not}ordered", request.group);
+            let what = format!("the group {name} exists and is {not}ordered");
             return Err(Error::new(Code::GroupConflict, what)
                 .hint("use another group name, or remove the group first"));
         }
@@ -363,21 +368,22 @@ async fn check_groups(shared: &Shared, requests: &[Request]) -> Result<()> {
 /// Makes a subscription durable.
 async fn declare(
     shared: &Shared,
-    request: &Request,
+    handler: &Registered,
+    agreed: &Agreed,
 ) -> Result<(SubscriptionId, Vec<SubscriptionInfo>)> {
-    let name = &request.name;
+    let name = &handler.name;
     shared.declare_streams().await?;
     let declared = shared
         .engine
         .broker
         .declare(GroupSpec {
-            name: request.group.clone(),
-            start_from: request.agreed.start_from(&request.group),
-            ordered: request.agreed.is_ordered(),
-            ephemeral: request.agreed.is_ephemeral(),
+            name: handler.group.clone(),
+            start_from: agreed.start_from(&handler.group),
+            ordered: agreed.is_ordered(),
+            ephemeral: agreed.is_ephemeral(),
             subscriptions: vec![SubscriptionSpec {
                 name: name.clone(),
-                pattern: request.pattern.clone(),
+                pattern: handler.pattern.clone(),
             }],
         })
         .await?;

@@ -1,0 +1,65 @@
+//! The effects of an event's handlers become one effect, which the engine runs in the transaction of the ack.
+
+use std::sync::Arc;
+
+use everbus_core::{Effect, GroupName, Recorded};
+use parking_lot::Mutex;
+
+use super::follow_ups;
+use crate::handler::Registered;
+use crate::runtime::bus::Shared;
+
+/// The effects that one handler returned.
+pub(super) type OfHandler = (Arc<Registered>, Vec<Effect>);
+
+/// What the last run of the effects did. It is needed after the engine has answered.
+#[derive(Clone, Default)]
+pub(crate) struct EffectsRun(Arc<Mutex<Seen>>);
+
+#[derive(Default)]
+struct Seen {
+    /// The handler whose effect ran last: if the effects fail, this one failed.
+    handler: Option<Arc<Registered>>,
+    /// The types of the events that the effects published.
+    types: Vec<Arc<str>>,
+}
+
+impl EffectsRun {
+    pub(super) fn handler(&self) -> Option<Arc<Registered>> {
+        self.0.lock().handler.clone()
+    }
+
+    pub(crate) fn types(&self) -> Vec<Arc<str>> {
+        self.0.lock().types.clone()
+    }
+}
+
+/// Joins the effects of the handlers, in the order of the handlers. The events that they publish get ids
+/// and inherit from their cause. `None` if there are no effects.
+pub(super) fn join(
+    effects: Vec<OfHandler>,
+    shared: &Arc<Shared>,
+    record: &Arc<Recorded>,
+    group: &GroupName,
+) -> Option<(Effect, EffectsRun)> {
+    let engine = effects.first()?.1.first()?.engine();
+    let last = EffectsRun::default();
+    let seen = last.0.clone();
+    let (shared, record, group) = (shared.clone(), record.clone(), group.clone());
+    let joined = Effect::new(engine, move |transaction| {
+        let mut events = Vec::new();
+        for (handler, effects) in &effects {
+            // Before they run: one may panic.
+            seen.lock().handler = Some(handler.clone());
+            let mut published = Vec::new();
+            for effect in effects {
+                published.extend(effect.run(transaction)?);
+            }
+            let cause = (&record, &group, handler.name.as_str());
+            events.extend(follow_ups::of_effects(&shared, cause, published)?);
+        }
+        seen.lock().types = events.iter().map(|e| e.type_arc().clone()).collect();
+        Ok(events)
+    });
+    Some((joined, last))
+}
