@@ -5,8 +5,7 @@ use rusqlite::params;
 use serde_json::Value;
 
 use crate::engine::SqliteEngine;
-use crate::errors::from_sqlite;
-use crate::state::micros;
+use crate::sql::Sql as _;
 
 impl Checkpoints for SqliteEngine {
     fn save(&self, name: String, state: Value) -> BoxFuture<'_, Result<()>> {
@@ -14,34 +13,25 @@ impl Checkpoints for SqliteEngine {
             return Box::pin(std::future::ready(Err(error)));
         }
         self.handle.job(move |writer| {
-            let now = micros(writer.clock.now());
-            writer
-                .conn
-                .prepare_cached(
-                    "INSERT INTO checkpoints (name, state, saved_at) VALUES (?1, ?2, ?3)
+            let now = writer.tx.now();
+            writer.tx.conn.run(
+                "saving a checkpoint",
+                "INSERT INTO checkpoints (name, state, saved_at) VALUES (?1, ?2, ?3)
                      ON CONFLICT (name) DO UPDATE SET
                        state = excluded.state, saved_at = excluded.saved_at",
-                )
-                .and_then(|mut s| s.execute(params![name, state.to_string(), now]))
-                .map(drop)
-                .map_err(|e| from_sqlite("saving a checkpoint", e))
+                params![name, state.to_string(), now],
+            )
         })
     }
 
     fn load(&self, prefix: String) -> BoxFuture<'_, Result<Vec<Checkpoint>>> {
         self.handle.query(move |reader| {
-            let doing = |e| from_sqlite("reading the checkpoints", e);
-            let rows: Vec<(String, String, i64)> = reader
-                .conn
-                .prepare_cached(
-                    "SELECT name, state, saved_at FROM checkpoints
+            let rows: Vec<(String, String, i64)> = reader.conn.all(
+                "reading the checkpoints",
+                "SELECT name, state, saved_at FROM checkpoints
                      WHERE name >= ?1 AND substr(name, 1, length(?1)) = ?1 ORDER BY name",
-                )
-                .and_then(|mut s| {
-                    s.query_map([prefix], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?)))?
-                        .collect()
-                })
-                .map_err(doing)?;
+                [prefix],
+            )?;
             rows.into_iter()
                 .map(|(name, state, saved_at)| {
                     let state = serde_json::from_str(&state).map_err(|e| {
@@ -63,11 +53,14 @@ impl Checkpoints for SqliteEngine {
     fn remove(&self, name: String) -> BoxFuture<'_, Result<bool>> {
         self.handle.job(move |writer| {
             writer
+                .tx
                 .conn
-                .prepare_cached("DELETE FROM checkpoints WHERE name = ?1")
-                .and_then(|mut s| s.execute([name]))
+                .change(
+                    "removing a checkpoint",
+                    "DELETE FROM checkpoints WHERE name = ?1",
+                    [name],
+                )
                 .map(|removed| removed > 0)
-                .map_err(|e| from_sqlite("removing a checkpoint", e))
         })
     }
 }

@@ -8,14 +8,17 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Delivery, Lease, Progress, Recorded, Result};
-use rusqlite::params;
+use everbus_core::{Delivery, Lease, Progress, Recorded, Result, Timestamp};
+use rusqlite::{Connection, Params, params};
 
+use crate::consumers::Outgoing;
+use crate::deliveries::Deliveries;
 use crate::errors::from_sqlite;
-use crate::reserve::Outgoing;
-use crate::rows::{Seq as _, to_sql};
-use crate::state::{BEHIND_KEY, Claim, Held, LEASED, UNHANDLED, WAITING, micros};
-use crate::writer::Writer;
+use crate::leases::{Claim, Held};
+use crate::rows::{BEHIND_KEY, LEASED, Seq as _, UNHANDLED, WAITING, micros, seq_from, to_sql};
+use crate::sql::Sql as _;
+use crate::streams::was_dropped;
+use crate::tx::Tx;
 
 /// An event with the number of its type.
 pub(crate) type Typed = (i64, Arc<Recorded>);
@@ -40,15 +43,69 @@ pub(crate) fn new_token() -> i64 {
     ((high ^ low) >> 1) as i64
 }
 
-impl Writer {
+/// A claim as stored.
+pub(crate) struct StoredClaim {
+    pub(crate) id: i64,
+    pub(crate) group: i64,
+    pub(crate) lo: u64,
+    pub(crate) hi: u64,
+    pub(crate) owner: i64,
+    pub(crate) attempt: u32,
+    /// Events up to here may have begun.
+    pub(crate) started: u64,
+    pub(crate) crashed_at: Timestamp,
+    pub(crate) progress: Progress,
+}
+
+impl StoredClaim {
+    /// Whether an event of the claim is not finished.
+    pub(crate) fn is_open(&self, seq: u64) -> bool {
+        (self.lo..=self.hi).contains(&seq) && !self.progress.is_done(seq)
+    }
+
+    /// The first event of the claim that is not finished.
+    pub(crate) fn first_open(&self) -> Option<u64> {
+        let open = self.progress.unfinished(self.hi).next();
+        open.map(|(first, _)| first)
+    }
+}
+
+/// The claims in the file that a condition selects.
+pub(crate) fn stored_claims(
+    conn: &Connection,
+    doing: &str,
+    which: &str,
+    values: impl Params,
+) -> Result<Vec<StoredClaim>> {
+    let sql = format!(
+        "SELECT id, group_id, lo, hi, owner, attempt, coalesce(started, hi),
+           coalesce(crashed_at, 0), done FROM claims WHERE {which}"
+    );
+    conn.read_all(doing, &sql, values, |r| {
+        let (lo, hi) = (seq_from(r.get(2)?), seq_from(r.get(3)?));
+        let done: Option<Vec<u8>> = r.get(8)?;
+        Ok(StoredClaim {
+            id: r.get(0)?,
+            group: r.get(1)?,
+            lo,
+            hi,
+            owner: r.get(4)?,
+            attempt: r.get(5)?,
+            started: seq_from(r.get(6)?),
+            crashed_at: Timestamp::from_micros(r.get(7)?),
+            progress: Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default()),
+        })
+    })
+}
+
+impl Deliveries {
     /// Hands out the events that this transaction appended, to groups that had caught up before it.
-    pub(crate) fn claim_appended(&mut self) -> Result<()> {
-        if self.state.appended.is_empty() || self.isolating.is_some() {
+    pub(crate) fn claim_appended(&mut self, tx: &mut Tx) -> Result<()> {
+        if tx.log.appended.is_empty() || self.leases.isolating.is_some() {
             return Ok(());
         }
-        let first = self.state.appended[0].1.seq();
-        let groups: Vec<i64> = self
-            .state
+        let first = tx.log.appended[0].1.seq();
+        let groups: Vec<i64> = tx
             .groups
             .iter()
             .filter(|(_, group)| group.cursor + 1 == first)
@@ -57,6 +114,7 @@ impl Writer {
         for group_id in groups {
             // Among competing consumers, the consumer with the fewest open deliveries comes first.
             let session = self
+                .consumers
                 .sessions
                 .iter()
                 .filter(|(_, s)| s.group == group_id && s.room() > 0)
@@ -65,13 +123,13 @@ impl Writer {
             let Some((session, room, room_in_bytes)) = session else {
                 continue;
             };
-            let passed_by = self.passed_by(group_id)?;
-            let Some(group) = self.state.groups.get_mut(&group_id) else {
+            let passed_by = passed_by(tx, group_id)?;
+            let Some(group) = tx.groups.get_mut(&group_id) else {
                 continue;
             };
-            let mut wanted = Vec::with_capacity(self.state.appended.len().min(room));
+            let mut wanted = Vec::with_capacity(tx.log.appended.len().min(room));
             let (mut searched, mut bytes) = (first - 1, 0);
-            for (type_id, record) in &self.state.appended {
+            for (type_id, record) in &tx.log.appended {
                 let wants = record.event.is_for(&group.name)
                     && group.wants(*type_id, record.event.event_type());
                 if wants && !passed_by.contains(&record.seq()) {
@@ -83,37 +141,24 @@ impl Writer {
                 }
                 searched = record.seq();
             }
-            self.hand_out(session, searched, wanted)?;
+            self.hand_out(tx, session, searched, wanted)?;
         }
         Ok(())
-    }
-
-    /// Events appended in this transaction that the group must skip. Usually there are none.
-    fn passed_by(&self, group_id: i64) -> Result<Vec<u64>> {
-        let mut passed_by = Vec::new();
-        let group = self.state.groups.get(&group_id);
-        if group.is_some_and(|group| group.dropped_to > group.cursor) {
-            for (_, record) in &self.state.appended {
-                if self.was_dropped(group_id, record.seq())? {
-                    passed_by.push(record.seq());
-                }
-            }
-        }
-        Ok(passed_by)
     }
 
     /// Moves the session's group to `searched` and hands out the wanted events up to there.
     pub(crate) fn hand_out(
         &mut self,
+        tx: &mut Tx,
         session_id: u64,
         searched: u64,
         mut wanted: Vec<Typed>,
     ) -> Result<()> {
-        let Some(session) = self.sessions.get_mut(&session_id) else {
+        let Some(session) = self.consumers.sessions.get_mut(&session_id) else {
             return Ok(());
         };
         let group_id = session.group;
-        let group = self.state.group_mut(group_id)?;
+        let group = tx.groups.known(group_id)?;
         group.cursor = searched;
         if wanted.is_empty() {
             return Ok(());
@@ -126,14 +171,14 @@ impl Writer {
         let handled = wanted;
         let (lease, patience) = (session.lease, session.no_handler_after);
         if !unhandled.is_empty() {
-            let due = micros(self.clock.now().plus(patience));
+            let due = micros(tx.clock.now().plus(patience));
             for event in &unhandled {
-                self.park(group_id, event, UNHANDLED, due)?;
+                park(tx, group_id, event, UNHANDLED, due)?;
             }
-            self.offer_unhandled(group_id, session_id);
+            self.consumers.offer_unhandled(group_id, session_id);
         }
-        if self.state.group_mut(group_id)?.ordered {
-            return self.queue_by_key(group_id, &handled);
+        if tx.groups.known(group_id)?.ordered {
+            return queue_by_key(tx, group_id, &handled);
         }
         let (Some(first), Some(last)) = (handled.first(), handled.last()) else {
             return Ok(());
@@ -142,13 +187,14 @@ impl Writer {
         // For a few events that are far apart, a bitmap would be larger than a row for each.
         let span = hi - lo + 1;
         if span > 64 + 16 * handled.len() as u64 {
-            return self.lease_one_by_one(session_id, group_id, handled, lease);
+            return self.lease_one_by_one(tx, session_id, group_id, handled, lease);
         }
-        self.claim_range(session_id, group_id, (lo, hi), handled, lease)
+        self.claim_range(tx, session_id, group_id, (lo, hi), handled, lease)
     }
 
     fn claim_range(
         &mut self,
+        tx: &mut Tx,
         session: u64,
         group: i64,
         (lo, hi): (u64, u64),
@@ -165,39 +211,33 @@ impl Writer {
         }
         let done = (progress.highest() >= lo).then(|| progress.bitmap(lo, hi));
         // Events that are already reserved come first.
-        let open = match self.reserved(session) {
-            0 => self.places(session).min(events.len()),
+        let open = match self.consumers.reserved(session) {
+            0 => self.consumers.places(session).min(events.len()),
             _ => 0,
         };
         let last_open = open.checked_sub(1).and_then(|last| events.get(last));
         let started = last_open.map_or(lo - 1, |(_, record)| record.seq());
         let token = new_token();
-        let until = micros(self.clock.now().plus(lease));
-        let id = self
-            .conn
-            .prepare_cached(
-                "INSERT INTO claims (group_id, lo, hi, owner, token, until, attempt, done, started)
+        let until = micros(tx.clock.now().plus(lease));
+        let id = tx.conn.add(
+            "claiming",
+            "INSERT INTO claims (group_id, lo, hi, owner, token, until, attempt, done, started)
                  VALUES (?1, ?2, ?3, ?4, ?5, ?6, 1, ?7, ?8)",
-            )
-            .and_then(|mut s| {
-                s.insert(params![
-                    group,
-                    to_sql(lo),
-                    to_sql(hi),
-                    self.state.owner,
-                    token,
-                    until,
-                    done,
-                    to_sql(started)
-                ])
-            })
-            .map_err(|e| from_sqlite("claiming", e))?;
+            params![
+                group,
+                to_sql(lo),
+                to_sql(hi),
+                self.leases.owner,
+                token,
+                until,
+                done,
+                to_sql(started)
+            ],
+        )?;
         let slot = claim_slot(id);
         let mut keys = Vec::with_capacity(events.len());
         for (_, record) in &events {
-            let tenant = self
-                .state
-                .intern_tenant(&self.conn, record.event.tenant())?;
+            let tenant = tx.log.intern_tenant(&tx.conn, record.event.tenant())?;
             keys.push((record.seq(), (*record.event.id().as_bytes(), tenant)));
         }
         let bytes_each =
@@ -209,7 +249,7 @@ impl Writer {
                 Delivery::new(record, lease)
             })
             .collect();
-        if let Some(session) = self.sessions.get_mut(&session) {
+        if let Some(session) = self.consumers.sessions.get_mut(&session) {
             session.took(deliveries.len(), bytes_each * deliveries.len() as u64);
         }
         let extended = HashMap::new();
@@ -226,8 +266,8 @@ impl Writer {
             bytes_each,
             keys,
         };
-        self.state.claims.insert(id, claim);
-        self.outgoing.push(Outgoing {
+        self.leases.claims.insert(id, claim);
+        self.consumers.outgoing.push(Outgoing {
             session,
             until,
             deliveries,
@@ -240,19 +280,19 @@ impl Writer {
     /// their rows.
     fn lease_one_by_one(
         &mut self,
+        tx: &mut Tx,
         session: u64,
         group: i64,
         mut events: Vec<Typed>,
         lease: Duration,
     ) -> Result<()> {
-        let places = self.places(session).min(events.len());
+        let places = self.consumers.places(session).min(events.len());
         for event in events.split_off(places) {
-            self.park(group, &event, WAITING, micros(self.clock.now()))?;
+            park(tx, group, &event, WAITING, tx.now())?;
         }
-        let now = self.clock.now();
+        let now = tx.clock.now();
         let until = micros(now.plus(lease));
-        let mut insert = self
-            .conn
+        let mut insert = tx.conn
             .prepare_cached(
                 "INSERT INTO deliveries (group_id, seq, state, due, attempt, type, owner, token, until, updated_at)
                  VALUES (?1, ?2, ?3, ?4, 1, ?5, ?6, ?7, ?8, ?4)",
@@ -269,7 +309,7 @@ impl Writer {
                     LEASED,
                     micros(now),
                     type_id,
-                    self.state.owner,
+                    self.leases.owner,
                     token,
                     until
                 ])
@@ -283,8 +323,8 @@ impl Writer {
                 bytes,
                 failed: false,
             };
-            self.state.held.insert((group, position), held);
-            if let Some(session) = self.sessions.get_mut(&session) {
+            self.leases.held.insert((group, position), held);
+            if let Some(session) = self.consumers.sessions.get_mut(&session) {
                 session.took(1, bytes);
             }
             let lease = Lease::new(record.position, [delivery_slot(group), token as u64]);
@@ -292,7 +332,7 @@ impl Writer {
         }
         drop(insert);
         let open = deliveries.len();
-        self.outgoing.push(Outgoing {
+        self.consumers.outgoing.push(Outgoing {
             session,
             until,
             deliveries,
@@ -300,102 +340,89 @@ impl Writer {
         });
         Ok(())
     }
+}
 
-    /// In an ordered group every event waits in a row. An event behind another event with the same key is not
-    /// due.
-    fn queue_by_key(&mut self, group: i64, events: &[Typed]) -> Result<()> {
-        let due = micros(self.clock.now());
-        for event in events {
-            let key = event.1.event.ordering_key();
-            let behind: bool = match &key {
-                None => false,
-                Some(key) => self
-                    .conn
-                    .prepare_cached(
-                        "SELECT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?1 AND key = ?2
-                           AND (seq < ?3 OR state = 1))",
-                    )
-                    .and_then(|mut s| {
-                        let seq = to_sql(event.1.seq());
-                        s.query_row(params![group, key, seq], |row| row.get(0))
-                    })
-                    .map_err(|e| from_sqlite("ordering by key", e))?,
-            };
-            self.park(group, event, if behind { BEHIND_KEY } else { WAITING }, due)?;
-        }
-        Ok(())
-    }
-
-    /// Stores an event in its own row, without counting an attempt.
-    pub(crate) fn park(&mut self, group: i64, event: &Typed, state: i64, due: i64) -> Result<()> {
-        let ordered = self.state.group_mut(group)?.ordered;
-        let key = if ordered {
-            event.1.event.ordering_key()
-        } else {
-            None
-        };
-        self.conn
-            .prepare_cached(
-                "INSERT OR IGNORE INTO deliveries
-                   (group_id, seq, state, due, attempt, type, key, updated_at)
-                 VALUES (?1, ?2, ?3, ?4, 0, ?5, ?6, ?7)",
-            )
-            .and_then(|mut s| {
-                let now = micros(self.clock.now());
-                s.execute(params![
-                    group,
-                    to_sql(event.1.seq()),
-                    state,
-                    due,
-                    event.0,
-                    key,
-                    now
-                ])
-            })
-            .map_err(|e| from_sqlite("setting an event aside", e))?;
-        if state != BEHIND_KEY {
-            self.note_due(group, due);
-        }
-        Ok(())
-    }
-
-    /// Notes that an event of the group is due at this time.
-    pub(crate) fn note_due(&mut self, group: i64, due: i64) {
-        if let Some(group) = self.state.groups.get_mut(&group) {
-            group.next_due = Some(group.next_due.map_or(due, |known| known.min(due)));
-        }
-    }
-
-    /// Stores the bitmap and the `started` mark of changed claims; removes finished claims.
-    pub(crate) fn flush_claims(&mut self) -> Result<()> {
-        let doing = |e| from_sqlite("settling", e);
-        let mut touched = std::mem::take(&mut self.touched);
-        touched.sort_unstable();
-        touched.dedup();
-        for id in &touched {
-            let Some(claim) = self.state.claims.get(id) else {
-                continue;
-            };
-            if claim.progress.is_complete(claim.hi) {
-                self.conn
-                    .prepare_cached("DELETE FROM claims WHERE id = ?1 AND token = ?2")
-                    .and_then(|mut s| s.execute((id, claim.token)))
-                    .map_err(doing)?;
-                self.drop_claim(*id);
-            } else {
-                let done = claim.progress.bitmap(claim.lo, claim.hi);
-                self.conn
-                    .prepare_cached(
-                        "UPDATE claims SET done = ?3, started = ?4 WHERE id = ?1 AND token = ?2",
-                    )
-                    .and_then(|mut s| {
-                        s.execute(params![id, claim.token, done, to_sql(claim.started)])
-                    })
-                    .map_err(doing)?;
+/// Events appended in this transaction that the group must skip. Usually there are none.
+fn passed_by(tx: &Tx, group_id: i64) -> Result<Vec<u64>> {
+    let mut passed_by = Vec::new();
+    let group = tx.groups.get(&group_id);
+    if group.is_some_and(|group| group.dropped_to > group.cursor) {
+        for (_, record) in &tx.log.appended {
+            if was_dropped(tx, group_id, record.seq())? {
+                passed_by.push(record.seq());
             }
         }
-        touched.clear();
-        self.touched = touched;
-        Ok(())
+    }
+    Ok(passed_by)
+}
+
+/// In an ordered group every event waits in a row. An event behind another event with the same key is not
+/// due.
+fn queue_by_key(tx: &mut Tx, group: i64, events: &[Typed]) -> Result<()> {
+    let due = tx.now();
+    for event in events {
+        let key = event.1.event.ordering_key();
+        let behind: bool = match &key {
+            None => false,
+            Some(key) => tx
+                .conn
+                .prepare_cached(
+                    "SELECT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?1 AND key = ?2
+                       AND (seq < ?3 OR state = 1))",
+                )
+                .and_then(|mut s| {
+                    let seq = to_sql(event.1.seq());
+                    s.query_row(params![group, key, seq], |row| row.get(0))
+                })
+                .map_err(|e| from_sqlite("ordering by key", e))?,
+        };
+        park(
+            tx,
+            group,
+            event,
+            if behind { BEHIND_KEY } else { WAITING },
+            due,
+        )?;
+    }
+    Ok(())
+}
+
+/// Stores an event in its own row, without counting an attempt.
+pub(crate) fn park(tx: &mut Tx, group: i64, event: &Typed, state: i64, due: i64) -> Result<()> {
+    let ordered = tx.groups.known(group)?.ordered;
+    let key = if ordered {
+        event.1.event.ordering_key()
+    } else {
+        None
+    };
+    tx.conn
+        .prepare_cached(
+            "INSERT OR IGNORE INTO deliveries
+               (group_id, seq, state, due, attempt, type, key, updated_at)
+             VALUES (?1, ?2, ?3, ?4, 0, ?5, ?6, ?7)",
+        )
+        .and_then(|mut s| {
+            let now = tx.now();
+            s.execute(params![
+                group,
+                to_sql(event.1.seq()),
+                state,
+                due,
+                event.0,
+                key,
+                now
+            ])
+        })
+        .map_err(|e| from_sqlite("setting an event aside", e))?;
+    if state != BEHIND_KEY {
+        note_due(tx, group, due);
+    }
+    Ok(())
+}
+
+/// Notes that an event of the group is due at this time.
+pub(crate) fn note_due(tx: &mut Tx, group: i64, due: i64) {
+    if let Some(group) = tx.groups.get_mut(&group) {
+        group.next_due = Some(group.next_due.map_or(due, |known| known.min(due)));
     }
 }

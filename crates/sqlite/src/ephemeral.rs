@@ -3,48 +3,49 @@
 
 use everbus_core::Result;
 
-use crate::errors::from_sqlite;
+use crate::declare::remove_group_numbered;
+use crate::leases::Leases;
 use crate::owner::is_dead;
 use crate::rows::to_sql;
-use crate::writer::Writer;
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 
-impl Writer {
-    /// Removes the ephemeral groups of an owner.
-    pub(crate) fn remove_ephemeral(&mut self, owner: i64) -> Result<()> {
-        let groups = self.state.groups.iter();
-        let theirs = groups.filter(|(_, group)| group.owner == Some(owner));
-        let ids: Vec<i64> = theirs.map(|(id, _)| *id).collect();
-        ids.into_iter()
-            .try_for_each(|id| self.remove_group_numbered(id))
-    }
+/// Removes the ephemeral groups of an owner.
+pub(crate) fn remove_ephemeral(tx: &mut Tx, leases: &mut Leases, owner: i64) -> Result<()> {
+    let groups = tx.groups.iter();
+    let theirs = groups.filter(|(_, group)| group.owner == Some(owner));
+    let ids: Vec<i64> = theirs.map(|(id, _)| *id).collect();
+    ids.into_iter()
+        .try_for_each(|id| remove_group_numbered(tx, leases, id))
+}
 
-    /// Removes the ephemeral groups of owners that are dead.
-    pub(crate) fn sweep_ephemeral(&mut self) -> Result<()> {
-        let owners = self.state.groups.values().filter_map(|group| group.owner);
-        let mut dead: Vec<i64> = owners.filter(|owner| self.is_gone(*owner)).collect();
-        dead.sort_unstable();
-        dead.dedup();
-        dead.into_iter()
-            .try_for_each(|owner| self.remove_ephemeral(owner))
-    }
+/// Removes the ephemeral groups of owners that are dead.
+pub(crate) fn sweep_ephemeral(tx: &mut Tx, leases: &mut Leases) -> Result<()> {
+    let owners = tx.groups.values().filter_map(|group| group.owner);
+    let mut dead: Vec<i64> = owners.filter(|owner| is_gone(tx, leases, *owner)).collect();
+    dead.sort_unstable();
+    dead.dedup();
+    dead.into_iter()
+        .try_for_each(|owner| remove_ephemeral(tx, leases, owner))
+}
 
-    fn is_gone(&self, owner: i64) -> bool {
-        let mut others = self.state.other_owners.iter();
-        let known = others.find(|(id, _)| *id == owner);
-        owner != self.state.owner && known.is_none_or(|(_, lock)| is_dead(&self.path, lock))
-    }
+fn is_gone(tx: &Tx, leases: &Leases, owner: i64) -> bool {
+    let mut others = leases.other_owners.iter();
+    let known = others.find(|(id, _)| *id == owner);
+    owner != leases.owner && known.is_none_or(|(_, lock)| is_dead(&tx.path, lock))
+}
 
-    /// Moves ephemeral groups past events that were removed before the groups reached them.
-    pub(crate) fn pass_removed(&mut self, hi: u64) -> Result<()> {
-        let groups = self.state.groups.iter_mut();
-        let behind = groups.filter(|(_, group)| group.owner.is_some() && group.cursor < hi);
-        for (id, group) in behind {
-            self.conn
-                .prepare_cached("UPDATE groups SET cursor = ?2 WHERE id = ?1 AND cursor < ?2")
-                .and_then(|mut s| s.execute((id, to_sql(hi))))
-                .map_err(|e| from_sqlite("removing events", e))?;
-            (group.cursor, group.stored_cursor) = (hi, hi);
-        }
-        Ok(())
+/// Moves ephemeral groups past events that were removed before the groups reached them.
+pub(crate) fn pass_removed(tx: &mut Tx, hi: u64) -> Result<()> {
+    let groups = tx.groups.iter_mut();
+    let behind = groups.filter(|(_, group)| group.owner.is_some() && group.cursor < hi);
+    for (id, group) in behind {
+        tx.conn.run(
+            "removing events",
+            "UPDATE groups SET cursor = ?2 WHERE id = ?1 AND cursor < ?2",
+            (id, to_sql(hi)),
+        )?;
+        (group.cursor, group.stored_cursor) = (hi, hi);
     }
+    Ok(())
 }

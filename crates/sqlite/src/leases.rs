@@ -1,287 +1,395 @@
-//! Part of the writer: leases that expire, leases of deliveries that wait to be fetched, and leases after a
-//! rollback.
+//! What this process has handed out and holds: claims, single rows, and the lock that makes it an owner.
 
 use std::collections::HashMap;
+use std::time::{Duration, Instant};
 
-use everbus_core::{Failure, FailureKind, Progress, Result, Timestamp};
+use everbus_core::{Code, Error, Lease, Progress, Result};
+use rusqlite::{Connection, OptionalExtension, params};
 
-use crate::claims::{claim_slot, delivery_slot};
-use crate::deliver::EXPIRED;
 use crate::errors::from_sqlite;
-use crate::rows::{LeaseParts as _, Seq as _, seq_from, to_sql};
-use crate::state::{State, micros};
-use crate::writer::Writer;
+use crate::ids::IdMap;
+use crate::owner::OwnerLock;
+use crate::rows::{LeaseParts as _, Seq as _, micros, to_sql};
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 
-impl Writer {
-    pub(crate) fn leases_ended(&self, now: i64) -> bool {
-        !self.sessions.is_empty()
-            && (self.state.foreign_until.is_some_and(|until| until <= now)
-                || self
-                    .state
-                    .claims
-                    .values()
-                    .any(|claim| claim.may_have_ended(now))
-                || self.state.held.values().any(|held| held.until <= now))
+/// What a lease refers to.
+#[derive(Clone, Copy)]
+pub(crate) enum Place {
+    Claim(i64),
+    Row(i64),
+}
+
+/// The leases of this process, and what it knows about other owners.
+pub(crate) struct Leases {
+    pub(crate) claims: IdMap<i64, Claim>,
+    pub(crate) held: HashMap<(i64, u64), Held>,
+    /// Claims whose bitmap changed in this transaction.
+    pub(crate) touched: Vec<i64>,
+    /// While this is set, only the named suspect may be handed out.
+    pub(crate) isolating: Option<(i64, u64)>,
+    pub(crate) owner: i64,
+    pub(crate) owner_lock: Option<OwnerLock>,
+    /// Other owners in the file: their ids and lock names.
+    pub(crate) other_owners: Vec<(i64, String)>,
+    /// The earliest end of a lease of another owner.
+    pub(crate) foreign_until: Option<i64>,
+    pub(crate) owners_checked: Instant,
+    pub(crate) owner_died: bool,
+    /// What the running transaction removed or changed, for a rollback.
+    pub(crate) undo: Undo,
+}
+
+/// Leases as they were before the running transaction.
+#[derive(Default)]
+pub(crate) struct Undo {
+    pub(crate) claims: Vec<(i64, Claim)>,
+    pub(crate) held: Vec<((i64, u64), Held)>,
+    /// Extended events of claims, each with the end that it had in `extended` before.
+    pub(crate) extended: Vec<(i64, u64, Option<i64>)>,
+}
+
+impl Leases {
+    pub(crate) fn load(conn: &Connection) -> Result<Self> {
+        let mut leases = Self {
+            claims: IdMap::default(),
+            held: HashMap::new(),
+            touched: Vec::new(),
+            isolating: None,
+            owner: 0,
+            owner_lock: None,
+            other_owners: Vec::new(),
+            foreign_until: None,
+            owners_checked: Instant::now(),
+            owner_died: false,
+            undo: Undo::default(),
+        };
+        leases.find_others(conn)?;
+        Ok(leases)
     }
 
-    /// Ends leases whose events were not settled in time.
-    pub(crate) fn end_leases(&mut self, now: i64) -> Result<()> {
-        let ended: Vec<i64> = self
-            .state
-            .claims
-            .iter()
-            .filter(|(_, c)| c.may_have_ended(now))
-            .map(|(id, _)| *id)
-            .collect();
-        for id in ended {
-            self.end_claim(id, now)?;
-        }
-        let ended: Vec<(i64, u64)> = self
-            .state
-            .held
-            .iter()
-            .filter(|(_, h)| h.until <= now)
-            .map(|(key, _)| *key)
-            .collect();
-        for key in ended {
-            self.end_row(key, now)?;
-        }
-        if self.state.foreign_until.is_some_and(|until| until <= now) {
-            let theirs = (self.state.owner, now);
-            self.crash_rows("owner <> ?5 AND until <= ?6", theirs, EXPIRED, false)?;
-            self.crash_claims("owner NOT IN (0, ?1) AND until <= ?2", theirs)?;
-            self.state.find_foreign_leases(&self.conn)?;
-            self.after_crashes()?;
-        }
+    /// Loads what another process may have changed. Leases that this process has lost are removed and
+    /// returned.
+    pub(crate) fn refresh(&mut self, conn: &Connection) -> Result<Lost> {
+        self.find_others(conn)?;
+        self.drop_lost(conn)
+    }
+
+    /// Loads the other owners, and when the first of their leases ends.
+    pub(crate) fn find_others(&mut self, conn: &Connection) -> Result<()> {
+        self.other_owners = conn.all(
+            "reading the state of the file",
+            "SELECT id, lock FROM owners WHERE id <> ?1",
+            [self.owner],
+        )?;
+        self.find_foreign_leases(conn)
+    }
+
+    /// When the first lease of another owner ends.
+    pub(crate) fn find_foreign_leases(&mut self, conn: &Connection) -> Result<()> {
+        self.foreign_until = conn.one(
+            "reading the leases of others",
+            "SELECT min(until) FROM (
+                   SELECT until FROM claims WHERE owner NOT IN (0, ?1)
+                   UNION ALL SELECT until FROM deliveries WHERE state = 1 AND owner <> ?1)",
+            [self.owner],
+        )?;
         Ok(())
     }
 
-    /// Ends expired leases in a claim of this process. Events that were not fetched were never begun; the
-    /// others count as a failed attempt.
-    pub(crate) fn end_claim(&mut self, id: i64, now: i64) -> Result<()> {
-        let Some(claim) = self.state.claims.get(&id) else {
-            return Ok(());
-        };
-        let (group, session, ended) = (claim.group, claim.session, claim.ended(now));
-        let bytes = claim.bytes_each * ended.len() as u64;
-        let slot = claim_slot(id);
-        if let Some(session) = self.sessions.get_mut(&session) {
-            session.gave(ended.len(), bytes);
-        }
-        let unseen = self.recall(session, |d| {
-            d.lease.slot() == slot && ended.binary_search(&d.lease.seq()).is_ok()
-        });
-        self.give_back(group, &unseen)?;
-        self.touched.push(id);
-        for seq in ended {
-            let Some(claim) = self.state.claims.get_mut(&id) else {
-                break;
-            };
-            if claim.progress.complete(seq) {
-                let at = Timestamp::from_micros(now);
-                let failure = Failure::new(1, at, FailureKind::Crash, EXPIRED);
-                self.insert_suspect(group, seq, 1, &[failure], now)?;
+    fn drop_lost(&mut self, conn: &Connection) -> Result<Lost> {
+        let doing = |e| from_sqlite("checking the leases", e);
+        let mut lost = Lost::default();
+        if !self.claims.is_empty() {
+            let ours: HashMap<i64, i64> = conn.all(
+                "checking the leases",
+                "SELECT id, token FROM claims WHERE owner = ?1",
+                [self.owner],
+            )?;
+            for (id, claim) in self
+                .claims
+                .extract_if(|id, claim| ours.get(id) != Some(&claim.token))
+            {
+                lost.claims.push((id, claim));
             }
         }
+        if !self.held.is_empty() {
+            let mut check = conn
+                .prepare_cached(
+                    "SELECT token FROM deliveries WHERE group_id = ?1 AND seq = ?2 AND state = 1",
+                )
+                .map_err(doing)?;
+            let mut gone = Vec::new();
+            for (key, held) in &self.held {
+                let token: Option<i64> = check
+                    .query_row((key.0, to_sql(key.1)), |r| r.get(0))
+                    .optional()
+                    .map_err(doing)?;
+                if token != Some(held.token) {
+                    gone.push(*key);
+                }
+            }
+            for key in gone {
+                if let Some(held) = self.held.remove(&key) {
+                    lost.held.push((key, held));
+                }
+            }
+        }
+        Ok(lost)
+    }
+
+    /// Bytes that a delivery counts for in its consumer's memory limit.
+    pub(crate) fn bytes_of(&self, lease: &Lease) -> u64 {
+        let id = (lease.slot() >> 1) as i64;
+        if lease.slot() & 1 == 0 {
+            self.claims.get(&id).map_or(0, |claim| claim.bytes_each)
+        } else {
+            self.held
+                .get(&(id, lease.seq()))
+                .map_or(0, |held| held.bytes)
+        }
+    }
+
+    /// How many events this engine has in flight.
+    pub(crate) fn in_flight(&self) -> u64 {
+        let claimed: u64 = self
+            .claims
+            .values()
+            .map(|c| c.progress.unfinished_count(c.hi))
+            .sum();
+        claimed + self.held.len() as u64
+    }
+
+    /// Stores the bitmap and the `started` mark of changed claims; removes finished claims.
+    pub(crate) fn flush_claims(&mut self, tx: &mut Tx) -> Result<()> {
+        let doing = "settling";
+        let mut touched = std::mem::take(&mut self.touched);
+        touched.sort_unstable();
+        touched.dedup();
+        for id in &touched {
+            let Some(claim) = self.claims.get(id) else {
+                continue;
+            };
+            if claim.progress.is_complete(claim.hi) {
+                tx.conn.run(
+                    doing,
+                    "DELETE FROM claims WHERE id = ?1 AND token = ?2",
+                    (id, claim.token),
+                )?;
+                self.drop_claim(*id);
+            } else {
+                let done = claim.progress.bitmap(claim.lo, claim.hi);
+                tx.conn.run(
+                    doing,
+                    "UPDATE claims SET done = ?3, started = ?4 WHERE id = ?1 AND token = ?2",
+                    params![id, claim.token, done, to_sql(claim.started)],
+                )?;
+            }
+        }
+        touched.clear();
+        self.touched = touched;
         Ok(())
     }
 
-    pub(crate) fn end_row(&mut self, (group, seq): (i64, u64), now: i64) -> Result<()> {
-        let Some(held) = self.drop_held((group, seq)) else {
-            return Ok(());
-        };
-        if self.isolating == Some((group, seq)) {
-            self.isolating = None;
+    /// The claim or row of a lease, if this process still holds it.
+    pub(crate) fn find(&self, tx: &Tx, lease: &Lease) -> Result<Place> {
+        let seq = lease.seq();
+        // An expired lease is lost, even before another consumer took the event.
+        let now = tx.now();
+        if lease.slot() & 1 == 0 {
+            let id = (lease.slot() >> 1) as i64;
+            match self.claims.get(&id) {
+                Some(claim)
+                    if claim.token as u64 == lease.token()
+                        && (claim.lo..=claim.hi).contains(&seq)
+                        && !claim.progress.is_done(seq)
+                        && claim.until_of(seq) > now =>
+                {
+                    Ok(Place::Claim(id))
+                }
+                _ => Err(lost(seq)),
+            }
+        } else {
+            let group = (lease.slot() >> 1) as i64;
+            match self.held.get(&(group, seq)) {
+                Some(held) if held.token as u64 == lease.token() && held.until > now => {
+                    Ok(Place::Row(group))
+                }
+                _ => Err(lost(seq)),
+            }
         }
-        if let Some(session) = self.sessions.get_mut(&held.session) {
-            session.gave(1, held.bytes);
-        }
-        let token = held.token as u64;
-        let unseen = self.recall(held.session, |d| {
-            d.lease.seq() == seq && d.lease.token() == token
-        });
-        if !unseen.is_empty() {
-            return self.release_row(group, seq, held.suspect, now);
-        }
-        self.crash_rows(
-            "group_id = ?5 AND seq = ?6",
-            (group, to_sql(seq)),
-            EXPIRED,
-            // An expired lease proves nothing against the event: no process died.
-            false,
-        )?;
-        self.note_suspect(group, now);
-        self.free_keys(group)
     }
 
-    /// Claims and rows that wait in a mailbox and whose lease is half over.
-    pub(crate) fn waiting_leases(&self, now: i64) -> (Vec<i64>, Vec<(i64, u64)>) {
-        let half_over = |session: u64, until: i64| {
-            self.sessions.get(&session).filter(|s| {
-                let half = i64::try_from(s.lease.as_micros() / 2).unwrap_or(i64::MAX);
-                until.saturating_sub(now) < half
-            })
+    /// Extends leases.
+    pub(crate) fn extend(
+        &mut self,
+        tx: &mut Tx,
+        leases: &[Lease],
+        by: Duration,
+    ) -> Result<Vec<Result<()>>> {
+        let until = micros(tx.clock.now().plus(by));
+        let mut results = Vec::with_capacity(leases.len());
+        let mut claims: HashMap<i64, Vec<u64>> = HashMap::new();
+        for lease in leases {
+            results.push(match self.find(tx, lease) {
+                Err(e) => Err(e),
+                Ok(Place::Claim(id)) => {
+                    claims.entry(id).or_default().push(lease.seq());
+                    Ok(())
+                }
+                Ok(Place::Row(group)) => {
+                    self.extend_row(tx, group, lease.seq(), until)?;
+                    Ok(())
+                }
+            });
+        }
+        for (id, seqs) in claims {
+            self.extend_claimed(tx, id, &seqs, until)?;
+        }
+        Ok(results)
+    }
+
+    /// Extends single events of a claim. In the file the claim lasts as long as its longest lease. Memory
+    /// knows the lease of each event, and sees first when one expires.
+    pub(crate) fn extend_claimed(
+        &mut self,
+        tx: &mut Tx,
+        id: i64,
+        seqs: &[u64],
+        until: i64,
+    ) -> Result<()> {
+        let Some(claim) = self.claims.get_mut(&id) else {
+            return Ok(());
         };
-        let claims = self.state.claims.iter().filter(|(id, claim)| {
-            half_over(claim.session, claim.until).is_some_and(|s| {
-                s.mailbox.holds(|d| {
-                    d.lease.slot() == claim_slot(**id)
-                        && half_over(claim.session, claim.until_of(d.lease.seq())).is_some()
-                })
-            })
-        });
-        let rows = self.state.held.iter().filter(|((group, seq), held)| {
-            half_over(held.session, held.until).is_some_and(|s| {
-                s.mailbox
-                    .holds(|d| d.lease.seq() == *seq && d.lease.slot() == delivery_slot(*group))
-            })
-        });
-        (
-            claims.map(|(id, _)| *id).collect(),
-            rows.map(|(key, _)| *key).collect(),
+        for seq in seqs {
+            let before = claim.extended.insert(*seq, until);
+            self.undo.extended.push((id, *seq, before));
+        }
+        tx.conn.run(
+            "extending a lease",
+            "UPDATE claims SET until = max(until, ?3) WHERE id = ?1 AND token = ?2",
+            (id, claim.token, until),
         )
     }
 
-    pub(crate) fn leases_to_extend(&self, now: i64) -> bool {
-        let (claims, rows) = self.waiting_leases(now);
-        !claims.is_empty() || !rows.is_empty()
-    }
-
-    /// Extends the leases of deliveries that wait in mailboxes. The consumer extends only what it has
-    /// fetched.
-    pub(crate) fn extend_waiting(&mut self, now: i64) -> Result<()> {
-        let (claims, rows) = self.waiting_leases(now);
-        for id in claims {
-            let session = self
-                .state
-                .claims
-                .get(&id)
-                .and_then(|c| self.sessions.get(&c.session));
-            let Some(session) = session else { continue };
-            let until = micros(self.clock.now().plus(session.lease));
-            let seqs = session
-                .mailbox
-                .positions(|d| d.lease.slot() == claim_slot(id));
-            session
-                .mailbox
-                .renew(until, |d| d.lease.slot() == claim_slot(id));
-            self.extend_claimed(id, &seqs, until)?;
-        }
-        for (group, seq) in rows {
-            let held = self.state.held.get(&(group, seq));
-            let Some(session) = held.and_then(|h| self.sessions.get(&h.session)) else {
-                continue;
-            };
-            let until = micros(self.clock.now().plus(session.lease));
-            let slot = delivery_slot(group);
-            session
-                .mailbox
-                .renew(until, |d| d.lease.seq() == seq && d.lease.slot() == slot);
-            self.extend_row(group, seq, until)?;
+    pub(crate) fn extend_row(
+        &mut self,
+        tx: &mut Tx,
+        group: i64,
+        seq: u64,
+        until: i64,
+    ) -> Result<()> {
+        if let Some(held) = self.held.get_mut(&(group, seq)) {
+            held.until = until;
+            tx.conn.run(
+                "extending a lease",
+                "UPDATE deliveries SET until = ?3 WHERE group_id = ?1 AND seq = ?2",
+                (group, to_sql(seq), until),
+            )?;
         }
         Ok(())
     }
 
-    /// The leases of this process in the file.
-    pub(crate) fn leases_in_file(&self, owner: i64) -> Result<LeasesInFile> {
-        let doing = |e| from_sqlite("reading the leases again", e);
-        let claims = self
-            .conn
-            .prepare_cached("SELECT id, token, until, started, done FROM claims WHERE owner = ?1")
-            .and_then(|mut s| {
-                s.query_map([owner], |r| {
-                    let claim = ClaimInFile {
-                        token: r.get(1)?,
-                        until: r.get(2)?,
-                        started: r.get::<_, Option<i64>>(3)?.map(seq_from),
-                        done: r.get(4)?,
-                    };
-                    Ok((r.get(0)?, claim))
-                })?
-                .collect()
-            })
-            .map_err(doing)?;
-        let rows = self
-            .conn
-            .prepare_cached(
-                "SELECT group_id, seq, token, until FROM deliveries WHERE state = 1 AND owner = ?1",
-            )
-            .and_then(|mut s| {
-                s.query_map([owner], |r| {
-                    Ok(((r.get(0)?, seq_from(r.get(1)?)), (r.get(2)?, r.get(3)?)))
-                })?
-                .collect()
-            })
-            .map_err(doing)?;
-        Ok(LeasesInFile { claims, rows })
+    pub(crate) fn may_take_suspect(&self, group: i64) -> bool {
+        let running = self
+            .held
+            .iter()
+            .any(|((g, _), held)| *g == group && held.suspect);
+        !running && (self.isolating.is_none() || self.in_flight() == 0)
     }
 
-    /// After a rollback: restores the leases in memory that the file confirms. Deliveries without a lease are
-    /// removed from the mailboxes.
-    pub(crate) fn restore_leases(&mut self, old: State, file: &LeasesInFile) {
-        for (id, mut claim) in old.claims {
-            match file.claims.get(&id).filter(|c| c.token == claim.token) {
-                Some(stored) => {
-                    claim.until = stored.until;
-                    claim.started = stored.started.unwrap_or(claim.hi);
-                    let done = stored.done.as_deref().unwrap_or_default();
-                    claim.progress = Progress::from_bitmap(claim.lo, claim.hi, done);
-                    self.state.claims.insert(id, claim);
-                }
-                None => self.discard(claim.session, |d| d.lease.slot() == claim_slot(id)),
-            }
-        }
-        for ((group, seq), mut held) in old.held {
-            match file
-                .rows
-                .get(&(group, seq))
-                .filter(|(token, _)| *token == held.token)
-            {
-                Some((_, until)) => {
-                    held.until = *until;
-                    self.state.held.insert((group, seq), held);
-                }
-                None => {
-                    let token = held.token as u64;
-                    self.discard(held.session, |d| {
-                        d.lease.seq() == seq && d.lease.token() == token
-                    });
-                }
-            }
-        }
-        for session in self.sessions.values_mut() {
-            session.recount();
-            session.look_for_unhandled = true;
-        }
-        for claim in self.state.claims.values() {
-            if let Some(session) = self.sessions.get_mut(&claim.session) {
-                let open = claim.progress.unfinished_count(claim.hi);
-                session.took(usize::try_from(open).unwrap_or(0), open * claim.bytes_each);
-            }
-        }
-        for held in self.state.held.values() {
-            if let Some(session) = self.sessions.get_mut(&held.session) {
-                session.took(1, held.bytes);
-            }
+    /// Forgets a claim that is finished or given up.
+    pub(crate) fn drop_claim(&mut self, id: i64) {
+        if let Some(claim) = self.claims.remove(&id) {
+            self.undo.claims.push((id, claim));
         }
     }
 
-    fn discard(&self, session: u64, which: impl FnMut(&everbus_core::Delivery) -> bool) {
-        if let Some(session) = self.sessions.get(&session) {
-            session.mailbox.recall(which);
-        }
+    /// Forgets a single delivery that is finished or given up.
+    pub(crate) fn drop_held(&mut self, key: (i64, u64)) -> Option<Held> {
+        let held = self.held.remove(&key)?;
+        self.undo.held.push((key, held));
+        Some(held)
     }
 }
 
-/// The leases of this process in the file: claims, and rows with token and end.
-pub(crate) struct LeasesInFile {
-    claims: HashMap<i64, ClaimInFile>,
-    rows: HashMap<(i64, u64), (i64, i64)>,
+/// A range of the log that this engine handed out.
+pub(crate) struct Claim {
+    pub(crate) group: i64,
+    pub(crate) session: u64,
+    pub(crate) lo: u64,
+    pub(crate) hi: u64,
+    pub(crate) token: i64,
+    /// When the lease ends of events that were never extended.
+    pub(crate) until: i64,
+    /// Events whose lease was extended, each with its end. The file has the latest of all.
+    pub(crate) extended: HashMap<u64, i64>,
+    /// Events up to here may have begun; the others are reserved.
+    pub(crate) started: u64,
+    pub(crate) progress: Progress,
+    /// Average payload bytes of its events.
+    pub(crate) bytes_each: u64,
+    /// The ids of its events, by position: an ack may record them in the inbox.
+    pub(crate) keys: Vec<(u64, EventKey)>,
 }
 
-struct ClaimInFile {
-    token: i64,
-    until: i64,
-    started: Option<u64>,
-    done: Option<Vec<u8>>,
+/// An event by its id and the number of its tenant.
+pub(crate) type EventKey = ([u8; 16], i64);
+
+impl Claim {
+    /// When the lease of one event ends.
+    pub(crate) fn until_of(&self, seq: u64) -> i64 {
+        self.extended.get(&seq).copied().unwrap_or(self.until)
+    }
+
+    /// The id of an event, if it is known.
+    pub(crate) fn key_of(&self, seq: u64) -> Option<EventKey> {
+        let found = self.keys.binary_search_by_key(&seq, |(seq, _)| *seq);
+        found.ok().map(|index| self.keys[index].1)
+    }
+
+    /// Unfinished events whose lease has ended.
+    pub(crate) fn ended(&self, now: i64) -> Vec<u64> {
+        let open = self
+            .progress
+            .unfinished(self.hi)
+            .flat_map(|(first, last)| first..=last);
+        open.filter(|seq| self.until_of(*seq) <= now).collect()
+    }
+
+    /// Whether some lease may have ended. Cheap; it may be wrong only by answering yes.
+    pub(crate) fn may_have_ended(&self, now: i64) -> bool {
+        self.until <= now && !self.ended(now).is_empty()
+            || self
+                .extended
+                .iter()
+                .any(|(seq, until)| *until <= now && !self.progress.is_done(*seq))
+    }
+}
+
+/// A single delivery that this engine handed out.
+#[derive(Clone, Copy)]
+pub(crate) struct Held {
+    pub(crate) session: u64,
+    pub(crate) token: i64,
+    pub(crate) until: i64,
+    pub(crate) suspect: bool,
+    pub(crate) bytes: u64,
+    /// It failed before, in this run or as a dead letter, so its outcome is kept.
+    pub(crate) failed: bool,
+}
+
+/// Leases that this process has lost.
+#[derive(Default)]
+pub(crate) struct Lost {
+    pub(crate) claims: Vec<(i64, Claim)>,
+    pub(crate) held: Vec<((i64, u64), Held)>,
+}
+
+pub(crate) fn lost(seq: u64) -> Error {
+    Error::new(
+        Code::LeaseLost,
+        format!("the lease on event {seq} has ended or another consumer has it"),
+    )
+    .hint("the event is delivered again; make handlers idempotent or raise the timeout")
 }

@@ -11,9 +11,12 @@ use rusqlite::backup::{Backup, StepResult};
 use rusqlite::{Connection, OpenFlags};
 use tokio::sync::oneshot;
 
+use crate::ahead::bring_back_times;
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::file::{locate, open_reader};
+use crate::retention::clock::{look_at_clock, trust_clock};
+use crate::retention::others::{return_duty, take_duty};
 use crate::rows::{RECORD, TypeNames, read_stored};
 use crate::schema::{Kind, VERSION, identify};
 
@@ -64,20 +67,22 @@ impl Maintenance for SqliteEngine {
         every: Duration,
     ) -> BoxFuture<'_, Result<bool>> {
         self.handle
-            .job(move |writer| writer.take_duty(&duty, &owner, every))
+            .job(move |writer| take_duty(&mut writer.tx, &duty, &owner, every))
     }
 
     fn look_at_clock(&self) -> BoxFuture<'_, Result<Option<ClockDoubt>>> {
-        self.handle.job(crate::writer::Writer::look_at_clock)
+        self.handle.job(|writer| look_at_clock(&mut writer.tx))
     }
 
     fn trust_clock(&self) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
-            self.handle.job(crate::writer::Writer::trust_clock).await?;
+            self.handle
+                .job(|writer| trust_clock(&mut writer.tx))
+                .await?;
             // Sets back times that an earlier clock, far ahead of this one, put into the future.
             while self
                 .handle
-                .job(crate::writer::Writer::bring_back_times)
+                .job(|writer| bring_back_times(&mut writer.tx))
                 .await?
             {}
             Ok(())
@@ -86,7 +91,7 @@ impl Maintenance for SqliteEngine {
 
     fn return_duty(&self, duty: String, owner: String) -> BoxFuture<'_, Result<()>> {
         self.handle
-            .job(move |writer| writer.return_duty(&duty, &owner))
+            .job(move |writer| return_duty(&mut writer.tx, &duty, &owner))
     }
 }
 

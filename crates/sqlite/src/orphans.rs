@@ -9,15 +9,15 @@ use std::path::{Path, PathBuf};
 use everbus_core::{
     BoxFuture, Code, Error, EventId, LogId, Orphan, Orphans, Overflow, Result, Timestamp,
 };
-use rusqlite::{Connection, OptionalExtension as _, params};
+use rusqlite::{Connection, params};
 
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::file::open_reader;
 use crate::readers::Reader;
-use crate::rows::to_sql;
-use crate::state::micros;
-use crate::writer::Writer;
+use crate::rows::{micros, to_sql};
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 
 /// The directory beside a file that holds its objects.
 pub(crate) fn beside(database: &Path) -> PathBuf {
@@ -26,69 +26,65 @@ pub(crate) fn beside(database: &Path) -> PathBuf {
     PathBuf::from(name)
 }
 
-impl Writer {
-    /// Notes the objects of all events in a range of the log, both ends included. Call it in the transaction
-    /// that removes the events, before they are removed.
-    pub(crate) fn note_orphans(&self, lo: u64, hi: u64) -> Result<()> {
-        // Few events have attributes that contain "overflow": only those are read as JSON.
-        self.conn
-            .prepare_cached(
-                "INSERT OR REPLACE INTO orphaned_objects (bucket, key, id, since, unborn)
-                 SELECT attrs ->> '$.overflow.bucket', attrs ->> '$.overflow.key', id, ?3, 0 FROM log
-                 WHERE seq BETWEEN ?1 AND ?2 AND attrs IS NOT NULL
-                   AND iif(instr(attrs, '\"overflow\"') > 0,
-                           typeof(attrs ->> '$.overflow.bucket') = 'text'
-                             AND typeof(attrs ->> '$.overflow.key') = 'text',
-                           0)",
-            )
-            .and_then(|mut s| s.execute(params![to_sql(lo), to_sql(hi), micros(self.clock.now())]))
-            .map(drop)
-            .map_err(|e| from_sqlite("noting objects without their events", e))
-    }
+/// Notes the objects of all events in a range of the log, both ends included. Call it in the transaction
+/// that removes the events, before they are removed.
+pub(crate) fn note_orphans(tx: &Tx, lo: u64, hi: u64) -> Result<()> {
+    // Few events have attributes that contain "overflow": only those are read as JSON.
+    tx.conn.run(
+        "noting objects without their events",
+        "INSERT OR REPLACE INTO orphaned_objects (bucket, key, id, since, unborn)
+             SELECT attrs ->> '$.overflow.bucket', attrs ->> '$.overflow.key', id, ?3, 0 FROM log
+             WHERE seq BETWEEN ?1 AND ?2 AND attrs IS NOT NULL
+               AND iif(instr(attrs, '\"overflow\"') > 0,
+                       typeof(attrs ->> '$.overflow.bucket') = 'text'
+                         AND typeof(attrs ->> '$.overflow.key') = 'text',
+                       0)",
+        params![to_sql(lo), to_sql(hi), tx.now()],
+    )
+}
 
-    fn note_unborn(&mut self, orphans: &[Orphan]) -> Result<()> {
-        let doing = |e| from_sqlite("noting objects before they are put", e);
-        let mut insert = self
-            .conn
-            .prepare_cached(
-                "INSERT OR REPLACE INTO orphaned_objects (bucket, key, id, since, unborn)
-                 VALUES (?1, ?2, ?3, ?4, ?5)",
-            )
-            .map_err(doing)?;
-        for orphan in orphans {
-            let row = params![
-                orphan.bucket,
-                orphan.key,
-                orphan.id.as_bytes(),
-                micros(orphan.since),
-                orphan.unborn
-            ];
-            insert.execute(row).map_err(doing)?;
-        }
-        Ok(())
+fn note_unborn(tx: &mut Tx, orphans: &[Orphan]) -> Result<()> {
+    let doing = |e| from_sqlite("noting objects before they are put", e);
+    let mut insert = tx
+        .conn
+        .prepare_cached(
+            "INSERT OR REPLACE INTO orphaned_objects (bucket, key, id, since, unborn)
+             VALUES (?1, ?2, ?3, ?4, ?5)",
+        )
+        .map_err(doing)?;
+    for orphan in orphans {
+        let row = params![
+            orphan.bucket,
+            orphan.key,
+            orphan.id.as_bytes(),
+            micros(orphan.since),
+            orphan.unborn
+        ];
+        insert.execute(row).map_err(doing)?;
     }
+    Ok(())
+}
 
-    fn forget_orphans(&mut self, orphans: &[Orphan]) -> Result<()> {
-        let doing = |e| from_sqlite("forgetting objects without their events", e);
-        let mut delete = self
-            .conn
-            .prepare_cached(
-                // Only the note that was read: there may be a newer note of the same object.
-                "DELETE FROM orphaned_objects
-                 WHERE bucket = ?1 AND key = ?2 AND since = ?3 AND unborn = ?4",
-            )
-            .map_err(doing)?;
-        for orphan in orphans {
-            let note = params![
-                orphan.bucket,
-                orphan.key,
-                micros(orphan.since),
-                orphan.unborn
-            ];
-            delete.execute(note).map_err(doing)?;
-        }
-        Ok(())
+fn forget_orphans(tx: &mut Tx, orphans: &[Orphan]) -> Result<()> {
+    let doing = |e| from_sqlite("forgetting objects without their events", e);
+    let mut delete = tx
+        .conn
+        .prepare_cached(
+            // Only the note that was read: there may be a newer note of the same object.
+            "DELETE FROM orphaned_objects
+             WHERE bucket = ?1 AND key = ?2 AND since = ?3 AND unborn = ?4",
+        )
+        .map_err(doing)?;
+    for orphan in orphans {
+        let note = params![
+            orphan.bucket,
+            orphan.key,
+            micros(orphan.since),
+            orphan.unborn
+        ];
+        delete.execute(note).map_err(doing)?;
     }
+    Ok(())
 }
 
 impl Orphans for SqliteEngine {
@@ -98,12 +94,13 @@ impl Orphans for SqliteEngine {
     }
 
     fn note(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>> {
-        self.handle.job(move |writer| writer.note_unborn(&orphans))
+        self.handle
+            .job(move |writer| note_unborn(&mut writer.tx, &orphans))
     }
 
     fn forget(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>> {
         self.handle
-            .job(move |writer| writer.forget_orphans(&orphans))
+            .job(move |writer| forget_orphans(&mut writer.tx, &orphans))
     }
 
     fn log_id(&self) -> BoxFuture<'_, Result<LogId>> {
@@ -111,24 +108,26 @@ impl Orphans for SqliteEngine {
     }
 
     fn renew(&self) -> BoxFuture<'_, Result<LogId>> {
-        self.handle.job(|writer| renew(&writer.conn))
+        self.handle.job(|writer| renew(&writer.tx.conn))
     }
 }
 
 /// Removes the note of an event's object, in the transaction of the append.
 pub(crate) fn born(conn: &Connection, overflow: &Overflow) -> Result<()> {
-    conn.prepare_cached("DELETE FROM orphaned_objects WHERE bucket = ?1 AND key = ?2")
-        .and_then(|mut s| s.execute([&overflow.bucket, &overflow.key]))
-        .map(drop)
-        .map_err(|e| from_sqlite("forgetting that an object has no event", e))
+    conn.run(
+        "forgetting that an object has no event",
+        "DELETE FROM orphaned_objects WHERE bucket = ?1 AND key = ?2",
+        [&overflow.bucket, &overflow.key],
+    )
 }
 
 /// The identity of the log in a file.
 pub(crate) fn log_id(conn: &Connection) -> Result<LogId> {
-    let id: Option<[u8; 16]> = conn
-        .prepare_cached("SELECT value FROM meta WHERE key = 'log_id'")
-        .and_then(|mut s| s.query_row([], |row| row.get(0)).optional())
-        .map_err(|e| from_sqlite("reading the id of the log", e))?;
+    let id: Option<[u8; 16]> = conn.first(
+        "reading the id of the log",
+        "SELECT value FROM meta WHERE key = 'log_id'",
+        [],
+    )?;
     let missing = || Error::of_file(Code::Corrupt, "the file does not say which log it is");
     id.map(LogId::from_bytes).ok_or_else(missing)
 }

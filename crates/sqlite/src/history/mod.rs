@@ -28,6 +28,7 @@ use crate::engine::{Handle, SqliteEngine};
 use search::Search;
 
 pub(crate) use indexer::Indexer;
+pub(crate) use runs::forget_history;
 
 /// How large the parts of the index are.
 #[doc(hidden)]

@@ -48,6 +48,6 @@ impl Access for Own {
         &self,
         change: impl FnOnce(&Connection) -> Result<T> + Send + 'static,
     ) -> BoxFuture<'static, Result<T>> {
-        self.0.job(|writer| change(&writer.conn))
+        self.0.job(|writer| change(&writer.tx.conn))
     }
 }

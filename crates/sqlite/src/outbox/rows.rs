@@ -11,8 +11,7 @@ use rusqlite::{Connection, OptionalExtension, params};
 use super::dead::{self, CLOSE, identity};
 use super::read::{self, COLUMNS};
 use super::{from_outbox, times};
-use crate::rows::{seq_from, to_sql};
-use crate::state::micros;
+use crate::rows::{micros, seq_from, to_sql};
 
 /// At most this many bytes of payload are in memory at a time.
 const MAX_BYTES: usize = 8 << 20;

@@ -3,12 +3,15 @@
 
 use std::collections::{HashMap, HashSet};
 
-use everbus_core::{GroupName, Pattern, Progress, Result};
+use everbus_core::{GroupName, Pattern, Result};
 use rusqlite::Connection;
 
+use crate::claims::stored_claims;
 use crate::errors::from_sqlite;
+use crate::leases::Leases;
 use crate::rows::{ADDRESS, TypeNames, seq_from, to_sql};
-use crate::writer::Writer;
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 
 /// Ranges of the log with both ends included, sorted, without overlap.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -121,35 +124,23 @@ impl Owed {
         (lo, hi): (u64, u64),
         all: &mut Vec<(u64, u64)>,
     ) -> Result<()> {
-        let doing = |e| from_sqlite("looking what has yet to be read", e);
+        let doing = "looking what has yet to be read";
         let behind = self.groups.iter().filter(|group| group.cursor < hi);
         let behind: Vec<&Reader> = behind.collect();
         let Some(slowest) = behind.iter().map(|group| group.cursor).min() else {
             return Ok(());
         };
-        let events: Vec<(i64, i64, Option<String>)> = conn
-            .prepare_cached(&format!(
+        let events: Vec<(i64, i64, Option<String>)> = conn.all(doing, &format!(
                 "SELECT seq, CAST(type AS INTEGER), {ADDRESS} FROM log WHERE seq BETWEEN ?1 AND ?2 ORDER BY seq"
-            ))
-            .and_then(|mut s| {
-                s.query_map((to_sql(lo.max(slowest + 1)), to_sql(hi)), |r| {
-                    Ok((r.get(0)?, r.get(1)?, r.get(2)?))
-                })?
-                .collect()
-            })
-            .map_err(doing)?;
+            ), (to_sql(lo.max(slowest + 1)), to_sql(hi)))?;
         let mut names = TypeNames::default();
         for group in behind {
             let from = to_sql(lo.max(group.cursor + 1));
-            let dropped: HashSet<i64> = conn
-                .prepare_cached(
-                    "SELECT seq FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3",
-                )
-                .and_then(|mut s| {
-                    s.query_map((group.id, from, to_sql(hi)), |r| r.get(0))?
-                        .collect()
-                })
-                .map_err(doing)?;
+            let dropped: HashSet<i64> = conn.all(
+                doing,
+                "SELECT seq FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3",
+                (group.id, from, to_sql(hi)),
+            )?;
             let mut wanted: HashMap<i64, bool> = HashMap::new();
             for (seq, type_id, address) in events.iter().filter(|(seq, ..)| *seq >= from) {
                 if !group.name.receives(address.as_deref()) {
@@ -180,41 +171,27 @@ impl Owed {
     }
 }
 
-impl Writer {
-    /// The events that groups need now. Memory knows more than the file about this process's groups and
-    /// claims.
-    pub(crate) fn owed(&self) -> Result<Owed> {
-        let doing = |e| from_sqlite("looking what is still owed", e);
-        let mut statement = self
-            .conn
-            .prepare_cached("SELECT id, lo, hi, done FROM claims")
-            .map_err(doing)?;
-        let mut rows = statement.query([]).map_err(doing)?;
-        let mut open = Vec::new();
-        while let Some(row) = rows.next().map_err(doing)? {
-            let id: i64 = row.get(0).map_err(doing)?;
-            if let Some(claim) = self.state.claims.get(&id) {
-                open.extend(claim.progress.unfinished(claim.hi));
-                continue;
-            }
-            let lo = seq_from(row.get(1).map_err(doing)?);
-            let hi = seq_from(row.get(2).map_err(doing)?);
-            let done: Option<Vec<u8>> = row.get(3).map_err(doing)?;
-            let progress = Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default());
-            open.extend(progress.unfinished(hi));
+/// The events that groups need now. Memory knows more than the file about this process's groups and
+/// claims.
+pub(crate) fn owed(tx: &Tx, leases: &Leases) -> Result<Owed> {
+    let mut open = Vec::new();
+    for stored in stored_claims(&tx.conn, "looking what is still owed", "true", [])? {
+        match leases.claims.get(&stored.id) {
+            Some(claim) => open.extend(claim.progress.unfinished(claim.hi)),
+            None => open.extend(stored.progress.unfinished(stored.hi)),
         }
-        let groups = self.state.groups.iter().map(|(id, group)| Reader {
-            id: *id,
-            name: group.name.clone(),
-            // Events that an ephemeral group has not reached are not kept for it.
-            cursor: group.owner.map_or(group.cursor, |_| u64::MAX),
-            patterns: group.patterns.clone(),
-        });
-        Ok(Owed {
-            groups: groups.collect(),
-            claimed: Stretches::new(open),
-        })
     }
+    let groups = tx.groups.iter().map(|(id, group)| Reader {
+        id: *id,
+        name: group.name.clone(),
+        // Events that an ephemeral group has not reached are not kept for it.
+        cursor: group.owner.map_or(group.cursor, |_| u64::MAX),
+        patterns: group.patterns.clone(),
+    });
+    Ok(Owed {
+        groups: groups.collect(),
+        claimed: Stretches::new(open),
+    })
 }
 
 #[cfg(test)]

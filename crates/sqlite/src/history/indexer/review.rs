@@ -5,6 +5,7 @@ use everbus_core::Result;
 use super::work::{Standing, Work};
 use crate::errors::from_sqlite;
 use crate::history::merge::{Alive, Merge};
+use crate::history::runs::forget_history;
 use crate::history::runs::{self, Applied, Run};
 use crate::rows::{seq_from, to_sql};
 
@@ -33,7 +34,7 @@ impl Work {
             }
         }
         if gone {
-            self.job(|writer| writer.forget_history().map(|()| Applied::Done(0)))?;
+            self.job(|writer| forget_history(writer).map(|()| Applied::Done(0)))?;
             self.review = false;
         }
         Ok(())
