@@ -306,7 +306,9 @@ impl DeadLetterFilter {
                 tenant == event.tenant().unwrap_or_default()
             })
             && (self.handler.is_none() || self.handler == letter.handler)
-            && fits(self.error.as_ref(), |text| letter.last_error().contains(text))
+            && fits(self.error.as_ref(), |text| {
+                letter.last_error().contains(text)
+            })
     }
 }
 

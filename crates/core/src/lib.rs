@@ -63,9 +63,9 @@ pub use clock::{Clock, ManualClock, SystemClock};
 pub use clock_record::{ClockDoubt, ClockRecord};
 pub use dead_letters::{
     ADDRESSED, DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
-    DeadLetterTally, DeadLetters, Death, EDIT_OF, LETTER_KEPT, LETTER_PURGED, MAX_FAILURES, PURGED_NAMED,
-    PageRequest, PurgeBasis, Purged, PurgedLetter, REPLAY_OF, Replaced, UNMATCHED, all_failures,
-    dead_letter_notice, letter_kept_for,
+    DeadLetterTally, DeadLetters, Death, EDIT_OF, LETTER_KEPT, LETTER_PURGED, MAX_FAILURES,
+    PURGED_NAMED, PageRequest, PurgeBasis, Purged, PurgedLetter, REPLAY_OF, Replaced, UNMATCHED,
+    all_failures, dead_letter_notice, letter_kept_for,
 };
 pub use effect::{Effect, EffectResult};
 pub use engine::{Background, Engine};

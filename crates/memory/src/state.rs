@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use everbus_core::{
-    ADDRESSED, Appended, ClockRecord, Code, Cursor, DutyRecord, Error, Event, EventId, EventState,
-    FailureKind, GroupName, GroupSpec, GroupState, Lease, Pattern, Position, Recorded, Redelivery,
-    Result, SettledOutcome, Settlement, StartFrom, SubscriptionInfo, Timestamp, UNMATCHED, Verdict,
-    dead_letter_notice,
+    ADDRESSED, Appended, ClockRecord, Code, Cursor, Death, DutyRecord, Error, Event, EventId,
+    EventState, GroupName, GroupSpec, GroupState, Lease, Pattern, Position, Recorded, Redelivery,
+    Result, SettledOutcome, Settlement, SubscriptionInfo, Timestamp, UNMATCHED, Verdict,
+    dead_letter_notice, no_group,
 };
 use tokio::sync::Notify;
 
@@ -79,10 +79,7 @@ impl State {
 
     pub(crate) fn group_number(&self, name: &GroupName) -> Result<u64> {
         let number = self.names.get(name).copied();
-        number.ok_or_else(|| {
-            Error::new(Code::GroupNotFound, format!("there is no group {name}"))
-                .hint("declare the group, by subscribing, before it is used")
-        })
+        number.ok_or_else(|| no_group(name))
     }
 
     pub(crate) fn declare(
@@ -92,32 +89,17 @@ impl State {
     ) -> Result<Vec<SubscriptionInfo>> {
         let number = match self.names.get(&spec.name) {
             Some(&number) => {
-                if self.groups[&number].ordered != spec.ordered {
-                    let what = format!("the group {} exists with another ordering", spec.name);
-                    return Err(Error::new(Code::GroupConflict, what)
-                        .hint("declare it as it was, or remove the group first"));
-                }
-                if self.groups[&number].ephemeral != spec.ephemeral {
-                    return Err(everbus_core::other_lifetime(&spec));
-                }
+                let group = &self.groups[&number];
+                spec.check_known(group.ordered, group.ephemeral == spec.ephemeral)?;
                 number
             }
             None => {
+                spec.check_new()?;
                 let patterns: Vec<Pattern> = spec
                     .subscriptions
                     .iter()
                     .map(|s| s.pattern.clone())
                     .collect();
-                if spec.name.is_unnamed() && spec.start_from != StartFrom::First {
-                    return Err(Error::new(
-                        Code::InvalidSetting,
-                        "the unnamed group begins at the start of the log",
-                    )
-                    .hint("name the group to start it anywhere else"));
-                }
-                if spec.name.is_unnamed() && spec.ephemeral {
-                    return Err(everbus_core::other_lifetime(&spec));
-                }
                 let position = self.records.resolve(spec.start_from, &patterns);
                 let head = self.records.head();
                 let mut group = Group::new(spec.name.clone(), spec.ordered, position, head, now);
@@ -296,13 +278,9 @@ impl State {
             Verdict::Release { after } => group.put_back(position, now.plus(after), true),
             Verdict::Dead { failure } => {
                 let name = group.name.clone();
-                if let Some(mut row) = group.finish(position) {
-                    if failure.is_none() && !row.failures.is_empty() {
-                        // The event is given up because of recorded failures: this delivery was no attempt.
-                        row.attempts = row.attempts.saturating_sub(1);
-                    }
-                    row.failures.extend(failure);
-                    self.bury(name, row, now);
+                if let Some(row) = group.finish(position) {
+                    let death = Death::new(row.attempts, row.failures, failure, now);
+                    self.bury(name, row.record, death, now);
                 }
             }
         }
@@ -310,18 +288,18 @@ impl State {
         Ok(())
     }
 
-    /// Makes a row a dead letter, and appends its notice.
-    fn bury(&mut self, group: GroupName, row: Row, now: Timestamp) {
+    /// Makes an event a dead letter, and appends its notice.
+    fn bury(&mut self, group: GroupName, record: Arc<Recorded>, death: Death, now: Timestamp) {
         let number = self.names.get(&group);
         let ephemeral = number.and_then(|number| self.groups.get_mut(number));
         if let Some(ephemeral) = ephemeral.filter(|group| group.ephemeral) {
-            ephemeral.give_up(row, now);
+            ephemeral.give_up(record.seq(), death, now);
             return;
         }
-        let letter = self.dead.bury(group, row, now);
-        let failure = letter.failures.last();
-        let notice =
-            dead_letter_notice(&letter.record, &letter.group, letter.attempts, failure, now);
+        let died_at = death.died_at;
+        let letter = self.dead.bury(group, record, death);
+        let (last, attempts) = (letter.failures.last(), letter.attempts);
+        let notice = dead_letter_notice(&letter.record, &letter.group, attempts, last, died_at);
         if let Some(notice) = notice {
             // The notice was appended before, at the same time, with another text: once is enough.
             let _ = self.append(vec![notice], now);
@@ -330,9 +308,10 @@ impl State {
 
     /// Moves rows that had no handler for too long to the dead letters.
     pub(crate) fn bury_orphans(&mut self, group: &GroupName, orphans: Vec<Row>, now: Timestamp) {
-        for row in orphans {
-            let position = row.record.seq();
-            self.bury(group.clone(), row, now);
+        for mut row in orphans {
+            let (position, last) = (row.record.seq(), row.failures.pop());
+            let death = Death::new(row.attempts, row.failures, last, now);
+            self.bury(group.clone(), row.record, death, now);
             self.wake_waiters(position);
         }
     }
@@ -387,17 +366,10 @@ impl State {
     fn state_in(&self, group: &Group, record: &Recorded) -> EventState {
         let position = record.seq();
         match group.rows.get(&position) {
-            Some(row) => match row.state {
-                RowState::Waiting { .. }
-                    if row
-                        .failures
-                        .last()
-                        .is_none_or(|f| f.kind == FailureKind::Crash) =>
-                {
-                    EventState::Pending
-                }
-                _ => EventState::Processing,
-            },
+            Some(row) => {
+                let in_flight = matches!(row.state, RowState::InFlight { .. });
+                EventState::of_waiting(in_flight, &row.failures)
+            }
             None if self.dead.is_open(position, &group.name) => EventState::Dlq,
             None if group.awaits(record) => EventState::Pending,
             None => EventState::Done,
@@ -420,8 +392,8 @@ impl State {
             } else if state == EventState::Dlq
                 && let Some(dead) = self.dead.get(position, &group.name)
             {
-                attempts = dead.letter.attempts;
-                failures.clone_from(&dead.letter.failures);
+                attempts = dead.attempts;
+                failures.clone_from(&dead.failures);
             }
             let skipped = group.skipped.get(&position);
             let skipped = skipped.filter(|_| state == EventState::Done);
@@ -433,7 +405,7 @@ impl State {
             if state == EventState::Done {
                 let dead = self.dead.get(position, &group.name);
                 let outcome = group.outcomes.get(&position);
-                (attempts, failures) = outcomes::all(dead.map(|dead| &dead.letter), outcome);
+                (attempts, failures) = outcomes::all(dead, outcome);
                 ended = outcome.map(|outcome| outcome.ended.clone());
             }
             if state == EventState::Done

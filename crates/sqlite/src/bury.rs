@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use everbus_core::dead_letters::last_handler;
 use everbus_core::{
-    Code, Error, Failure, FailureKind, Recorded, Result, Timestamp, all_failures,
-    dead_letter_notice, given_up,
+    Code, Death, Error, Failure, FailureKind, Recorded, Result, dead_letter_notice, given_up,
 };
 use rusqlite::params;
 
@@ -24,24 +24,18 @@ pub(crate) fn write_dead_letter(
     group: i64,
     seq: u64,
     type_id: i64,
-    attempts: u32,
-    failures: &[Failure],
-    died_at: Timestamp,
+    death: Death,
 ) -> Result<()> {
-    // The claim counted an attempt; if no handler ran, it was none.
-    let was_none = failures.last().is_some_and(|last| !last.kind.is_attempt());
-    let attempts = attempts.saturating_sub(u32::from(was_none));
     if tx.groups.known(group)?.owner.is_some() {
         // An ephemeral group has no dead letters: they could not be retried once the group is gone.
-        write_skip(tx, group, seq, &given_up(failures.last()))?;
+        write_skip(tx, group, seq, &given_up(death.failures.last()))?;
         tx.watches.touch(seq);
-        return write_outcome(tx, group, seq, attempts, failures.to_vec(), None);
+        return write_outcome(tx, group, seq, death.attempts, death.failures, None);
     }
-    let (before, earlier) = death_before(tx, group, seq)?;
-    let all = all_failures(earlier, failures.iter().cloned());
-    let attempts = before.saturating_add(attempts);
-    let record = put_dead_letter(tx, group, seq, type_id, attempts, &all, died_at)?;
-    tell(tx, group, &record, attempts, all.last(), died_at)?;
+    let (attempts, failures) = death_before(tx, group, seq)?;
+    let death = death.after(attempts, failures);
+    let record = put_dead_letter(tx, group, seq, type_id, &death)?;
+    tell(tx, group, &record, &death)?;
     failpoint::hit("after-dead-letter");
     Ok(())
 }
@@ -53,7 +47,7 @@ pub(crate) fn bury_damaged(
     group: i64,
     damaged: &Damaged,
     attempt: u32,
-    mut failures: Vec<Failure>,
+    failures: Vec<Failure>,
 ) -> Result<()> {
     let Damaged {
         seq,
@@ -70,9 +64,10 @@ pub(crate) fn bury_damaged(
         error,
         "an event is dead-lettered"
     );
-    failures.push(Failure::new(attempt, now, FailureKind::Corrupt, error));
+    let damage = Failure::new(attempt, now, FailureKind::Corrupt, error);
     // One more than the real count: a failure that was not an attempt is subtracted again.
-    write_dead_letter(tx, group, *seq, *type_id, attempt + 1, &failures, now)
+    let death = Death::new(attempt + 1, failures, Some(damage), now);
+    write_dead_letter(tx, group, *seq, *type_id, death)
 }
 
 /// Opens a dead letter, or opens it again, with all its attempts and failures. The first time stays.
@@ -81,12 +76,9 @@ pub(crate) fn put_dead_letter(
     group: i64,
     seq: u64,
     type_id: i64,
-    attempts: u32,
-    all: &[Failure],
-    died_at: Timestamp,
+    death: &Death,
 ) -> Result<Arc<Recorded>> {
-    let handler = all.iter().rev().find_map(|f| f.handler.as_deref());
-    let failures_json = serde_json::to_string(all)
+    let failures_json = serde_json::to_string(&death.failures)
         .map_err(|e| Error::new(Code::Internal, format!("failures cannot be stored: {e}")))?;
     let stored = stored_at(&tx.conn, seq, &mut tx.log.type_names)?.ok_or_else(|| {
         Error::of_file(
@@ -108,10 +100,10 @@ pub(crate) fn put_dead_letter(
             to_sql(seq),
             group,
             type_id,
-            attempts,
+            death.attempts,
             failures_json,
-            handler,
-            micros(died_at),
+            last_handler(&death.failures),
+            micros(death.died_at),
             record.event.display_id(),
             !is_text(record.event.payload()),
         ],
@@ -134,16 +126,10 @@ fn death_before(tx: &Tx, group: i64, seq: u64) -> Result<(u32, Vec<Failure>)> {
 }
 
 /// Appends the event that reports a dead letter. It is claimed and handed out like any other.
-fn tell(
-    tx: &mut Tx,
-    group: i64,
-    record: &Recorded,
-    attempts: u32,
-    failure: Option<&Failure>,
-    died_at: Timestamp,
-) -> Result<()> {
-    let name = &tx.groups.known(group)?.name;
-    let Some(notice) = dead_letter_notice(record, name, attempts, failure, died_at) else {
+fn tell(tx: &mut Tx, group: i64, record: &Recorded, death: &Death) -> Result<()> {
+    let (name, last) = (&tx.groups.known(group)?.name, death.failures.last());
+    let notice = dead_letter_notice(record, name, death.attempts, last, death.died_at);
+    let Some(notice) = notice else {
         return Ok(());
     };
     let now = tx.clock.now();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Code, Delivery, Error, Failure, FailureKind, Result};
+use everbus_core::{Code, Death, Delivery, Error, Failure, FailureKind, Result};
 use rusqlite::params;
 
 use crate::bury::write_dead_letter;
@@ -111,14 +111,8 @@ impl Consumers {
                 self.set_unhandled(tx, session, group, row.seq, now)?;
                 continue;
             }
-            let mut failures = read_failures(row.failures.as_deref())?;
+            let failures = read_failures(row.failures.as_deref())?;
             let error = "no process has a handler for this event";
-            failures.push(Failure::new(
-                row.attempt,
-                tx.clock.now(),
-                FailureKind::NoHandler,
-                error,
-            ));
             if let Some(stored) = stored_at(&tx.conn, row.seq, &mut tx.log.type_names)? {
                 let record = stored.record;
                 tracing::error!(
@@ -132,16 +126,10 @@ impl Consumers {
                     "an event is dead-lettered"
                 );
             }
-            let died_at = tx.clock.now();
-            write_dead_letter(
-                tx,
-                group,
-                row.seq,
-                row.type_id,
-                row.attempt,
-                &failures,
-                died_at,
-            )?;
+            let now = tx.clock.now();
+            let last = Failure::new(row.attempt, now, FailureKind::NoHandler, error);
+            let death = Death::new(row.attempt, failures, Some(last), now);
+            write_dead_letter(tx, group, row.seq, row.type_id, death)?;
             remove_row(tx, group, row.seq)?;
         }
         Ok(())

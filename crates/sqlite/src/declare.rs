@@ -2,7 +2,7 @@
 
 use everbus_core::{
     Code, Cursor, Error, EventId, GroupName, GroupSpec, Pattern, Result, StartFrom,
-    SubscriptionInfo, SubscriptionSpec, Timestamp, UNSUBSCRIBED, other_lifetime,
+    SubscriptionInfo, SubscriptionSpec, Timestamp, UNSUBSCRIBED, no_group,
 };
 use rusqlite::{Connection, params};
 
@@ -78,20 +78,7 @@ pub(crate) fn declare(
     let group = match known {
         Some(id) => {
             let group = tx.groups.known(id)?;
-            if group.ordered != spec.ordered {
-                return Err(Error::new(
-                    Code::GroupConflict,
-                    format!(
-                        "group {} is {}ordered and cannot be changed",
-                        spec.name,
-                        if group.ordered { "" } else { "not " }
-                    ),
-                )
-                .hint("use another group name, or remove the group first"));
-            }
-            if group.owner != owner {
-                return Err(other_lifetime(spec));
-            }
+            spec.check_known(group.ordered, group.owner == owner)?;
             id
         }
         None => create_group(tx, spec, owner)?,
@@ -109,16 +96,7 @@ pub(crate) fn declare(
 }
 
 fn create_group(tx: &mut Tx, spec: &GroupSpec, owner: Option<i64>) -> Result<i64> {
-    if spec.name.is_unnamed() && spec.ephemeral {
-        return Err(other_lifetime(spec));
-    }
-    if spec.name.is_unnamed() && spec.start_from != StartFrom::First {
-        return Err(Error::new(
-            Code::InvalidSetting,
-            "the unnamed group begins at the start of the log",
-        )
-        .hint("name the group to start it anywhere else"));
-    }
+    spec.check_new()?;
     let patterns: Vec<Pattern> = spec
         .subscriptions
         .iter()
@@ -247,10 +225,7 @@ fn skip_unwanted(tx: &mut Tx, group: i64) -> Result<()> {
 
 /// Deletes a group and all its rows.
 pub(crate) fn remove_group(tx: &mut Tx, leases: &mut Leases, name: &GroupName) -> Result<()> {
-    let id = tx.groups.id_of(name).ok_or_else(|| {
-        Error::new(Code::GroupNotFound, format!("there is no group {name}"))
-            .hint("list the groups with `everbus groups`")
-    })?;
+    let id = tx.groups.id_of(name).ok_or_else(|| no_group(name))?;
     remove_group_numbered(tx, leases, id)
 }
 

@@ -190,15 +190,7 @@ fn state_in(
     if let Some((kind, due, attempts, failures)) = row {
         state.attempts = attempts;
         state.failures = read_failures(failures.as_deref())?;
-        let crashed_or_fresh = state
-            .failures
-            .last()
-            .is_none_or(|f| f.kind == FailureKind::Crash);
-        state.state = if kind != LEASED && crashed_or_fresh {
-            EventState::Pending
-        } else {
-            EventState::Processing
-        };
+        state.state = EventState::of_waiting(kind == LEASED, &state.failures);
         state.due_at = (kind == WAITING).then(|| Timestamp::from_micros(due));
         return Ok(state);
     }

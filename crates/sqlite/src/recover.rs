@@ -1,7 +1,7 @@
 //! Part of the writer: consumers that attach and leave, owners (processes) that died, and what happens to
 //! their deliveries.
 
-use everbus_core::{Code, Delivery, Error, Failure, FailureKind, Result, Timestamp};
+use everbus_core::{Delivery, Failure, FailureKind, Result, Timestamp, no_group};
 use rusqlite::params;
 
 use crate::claims::{delivery_slot, new_token, park, stored_claims};
@@ -22,13 +22,10 @@ use crate::tx::Tx;
 impl Deliveries {
     /// Starts serving a consumer.
     pub(crate) fn attach(&mut self, tx: &mut Tx, new: &NewSession) -> Result<()> {
-        let group = tx.groups.id_of(&new.group).ok_or_else(|| {
-            Error::new(
-                Code::GroupNotFound,
-                format!("there is no group {}", new.group),
-            )
-            .hint("declare it by subscribing, or list the groups with `everbus groups`")
-        })?;
+        let group = tx
+            .groups
+            .id_of(&new.group)
+            .ok_or_else(|| no_group(&new.group))?;
         self.leases.become_owner(tx)?;
         self.consumers.add_session(new.id, Session::new(new, group));
         self.leases.inherit_from_dead(tx)?;

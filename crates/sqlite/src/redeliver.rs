@@ -1,7 +1,7 @@
 //! Part of the writer: delivering events to a group again. The event gets a row in `deliveries`, as for the
 //! retry of a dead letter; the group's cursor does not move.
 
-use everbus_core::{Code, Error, GroupName, Position, Redelivery, Result};
+use everbus_core::{GroupName, Position, Redelivery, Result, no_group};
 use rusqlite::params;
 
 use crate::claims::{StoredClaim, note_due, stored_claims};
@@ -58,10 +58,7 @@ fn redeliver_some(
     positions: &[u64],
     really: bool,
 ) -> Result<Vec<Redelivery>> {
-    let group = tx.groups.id_of(name).ok_or_else(|| {
-        Error::new(Code::GroupNotFound, format!("there is no group {name}"))
-            .hint("declare the group, by subscribing, before it is used")
-    })?;
+    let group = tx.groups.id_of(name).ok_or_else(|| no_group(name))?;
     let claims = claims_of(tx, leases, group)?;
     let cursor = tx.groups.known(group)?.cursor;
     let mut answers = Vec::with_capacity(positions.len());

@@ -1,6 +1,6 @@
 //! Part of the writer: settling deliveries (ack, retry, release, dead-letter) and extending leases.
 
-use everbus_core::{Code, Failure, Result, Settlement, Timestamp, Verdict};
+use everbus_core::{Code, Death, Failure, Result, Settlement, Timestamp, Verdict};
 use rusqlite::params;
 
 use crate::append::append_follow_ups;
@@ -85,10 +85,9 @@ impl Deliveries {
                 insert_waiting(tx, group, seq, 0, due, &[])
             }
             Verdict::Dead { failure } => {
-                let died_at = failure.as_ref().map_or_else(|| tx.clock.now(), |f| f.at);
-                let failures: Vec<Failure> = failure.iter().cloned().collect();
+                let death = Death::new(1, Vec::new(), failure.clone(), tx.clock.now());
                 let type_id = type_of(tx, seq)?;
-                write_dead_letter(tx, group, seq, type_id, 1, &failures, died_at)
+                write_dead_letter(tx, group, seq, type_id, death)
             }
         }
     }
@@ -138,15 +137,10 @@ impl Deliveries {
                 release_row(tx, group, seq, held.suspect, due)
             }
             Verdict::Dead { failure } => {
-                let died_at = failure.as_ref().map_or(now, |f| f.at);
-                let (mut attempt, mut failures) = row(tx, group, seq)?;
-                if failure.is_none() && !failures.is_empty() {
-                    // The event is given up because of earlier failures: this delivery was not an attempt.
-                    attempt = attempt.saturating_sub(1);
-                }
-                failures.extend(failure.iter().cloned());
+                let (attempt, failures) = row(tx, group, seq)?;
+                let death = Death::new(attempt, failures, failure.clone(), now);
                 let type_id = type_of(tx, seq)?;
-                write_dead_letter(tx, group, seq, type_id, attempt, &failures, died_at)?;
+                write_dead_letter(tx, group, seq, type_id, death)?;
                 remove_row(tx, group, seq)
             }
         }

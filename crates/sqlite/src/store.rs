@@ -117,17 +117,9 @@ impl Store for SqliteEngine {
         self.handle.job(move |writer| {
             let (group, seq) = told_of(&mut writer.tx, &letter.group, &letter.record)?;
             let earlier = earlier_death(&writer.tx, group, seq)?;
-            let (attempts, failures) = letter.with_earlier(earlier);
-            let (type_id, died_at) = (type_of(&mut writer.tx, seq)?, letter.died_at);
-            put_dead_letter(
-                &mut writer.tx,
-                group,
-                seq,
-                type_id,
-                attempts,
-                &failures,
-                died_at,
-            )?;
+            let death = letter.with_earlier(earlier);
+            let type_id = type_of(&mut writer.tx, seq)?;
+            put_dead_letter(&mut writer.tx, group, seq, type_id, &death)?;
             let mut kept = kept_failures(&writer.tx.conn, group, seq)?;
             kept.forget_current();
             keep_failures(&writer.tx, group, seq, &kept)?;

@@ -313,9 +313,7 @@ fn pragma(tx: &Tx, name: &str) -> Result<u64> {
 pub(crate) fn take_duty(tx: &mut Tx, duty: &str, owner: &str, every: Duration) -> Result<bool> {
     let now = tx.clock.now();
     let last = super::duty_record(&tx.conn, duty)?;
-    // A record from the future was written before the clock was set back.
-    let taken = last.is_some_and(|last| last.at <= now && now.since(last.at) < every);
-    if taken {
+    if last.is_some_and(|last| last.holds(now, every)) {
         return Ok(false);
     }
     tx.conn
