@@ -11,7 +11,7 @@ use everbus_core::{
     SubscriptionInfo, Timestamp, UNSUBSCRIBED,
 };
 
-use crate::member::Member;
+use crate::consumer::Member;
 use crate::outcomes::Outcome;
 use crate::records::{LeaseParts as _, Records, Seq as _};
 

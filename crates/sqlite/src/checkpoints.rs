@@ -4,7 +4,7 @@ use everbus_core::{BoxFuture, Checkpoint, Checkpoints, Code, Error, Result, Time
 use rusqlite::params;
 use serde_json::Value;
 
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
 use crate::sql::Sql as _;
 
 impl Checkpoints for SqliteEngine {

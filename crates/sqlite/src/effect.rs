@@ -1,4 +1,4 @@
-//! Part of the writer: effects. An effect is a handler's own work in the transaction that acks its event.
+//! Effects. An effect is a handler's own work in the transaction that acks its event.
 //!
 //! An effect runs on the writer, under a savepoint. If it fails, panics or is refused a statement, the
 //! savepoint is rolled back, and its whole settlement with it, in the file and in memory. The other

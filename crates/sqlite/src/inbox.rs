@@ -1,4 +1,4 @@
-//! Part of the writer: the inbox, which records the events that a group has handled.
+//! The inbox, which records the events that a group has handled.
 //!
 //! A record is a row of about thirty bytes, written in the transaction of the ack. Ids of version 7 rise with
 //! time, so new records go to the end of their group's part of the B-tree.
@@ -9,9 +9,9 @@ use std::sync::Arc;
 use everbus_core::{BoxFuture, GroupName, Inbox, Recorded, Result, Timestamp};
 use rusqlite::params;
 
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
+use crate::deliveries::leases::EventKey;
 use crate::errors::from_sqlite;
-use crate::leases::EventKey;
 use crate::readers::Reader;
 use crate::rows::{micros, to_sql};
 use crate::sql::Sql as _;

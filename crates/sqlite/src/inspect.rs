@@ -12,7 +12,7 @@ use everbus_core::{
 };
 use rusqlite::{Connection, OptionalExtension};
 
-use crate::claims::stored_claims;
+use crate::deliveries::claims::stored_claims;
 use crate::errors::from_sqlite;
 use crate::groups::patterns_of;
 use crate::owner::is_dead;

@@ -9,10 +9,10 @@ use everbus_core::{
 };
 use rusqlite::{Connection, params};
 
-use crate::claims::stored_claims;
+use crate::broker::SqliteEngine;
 use crate::declare::resolve;
-use crate::deliver::CRASHED;
-use crate::engine::SqliteEngine;
+use crate::deliveries::claims::stored_claims;
+use crate::deliveries::deliver::CRASHED;
 use crate::errors::from_sqlite;
 use crate::feeder::{Damaged, read_matching};
 use crate::groups::patterns_of;

@@ -12,7 +12,7 @@ use rusqlite::{Connection, OpenFlags};
 use tokio::sync::oneshot;
 
 use crate::ahead::bring_back_times;
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::file::{locate, open_reader};
 use crate::retention::clock::{look_at_clock, trust_clock};

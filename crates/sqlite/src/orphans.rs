@@ -1,4 +1,4 @@
-//! Part of the writer: notes about objects without an event, and the identity of the log.
+//! Notes about objects without an event, and the identity of the log.
 //!
 //! An object is noted before it is stored, and again in the transaction that removes its event
 //! ([`Writer::note_orphans`]). The note is removed by the append of the event ([`born`]), and when the object
@@ -11,7 +11,7 @@ use everbus_core::{
 };
 use rusqlite::{Connection, params};
 
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::file::open_reader;
 use crate::readers::Reader;

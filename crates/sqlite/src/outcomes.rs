@@ -1,4 +1,4 @@
-//! Part of the writer: the attempts of an event that failed before its group handled or skipped it. An event
+//! The attempts of an event that failed before its group handled or skipped it. An event
 //! that succeeds at its first attempt has no row here.
 
 use everbus_core::{Ended, Failure, GroupState, Ran, Result, Timestamp, all_failures};

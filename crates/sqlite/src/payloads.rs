@@ -1,4 +1,4 @@
-//! Part of the writer: payload stages, rows beside the log, one for each stored stage of an event.
+//! Payload stages, rows beside the log, one for each stored stage of an event.
 //!
 //! The columns are those of the specification. `seq` ties a row to its event, so that removing a range of the
 //! log can remove its stages with one statement.
@@ -10,7 +10,7 @@ use everbus_core::{
 };
 use rusqlite::{Connection, Row, params};
 
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::readers::Reader;
 use crate::rows::{micros, seq_from, to_sql};

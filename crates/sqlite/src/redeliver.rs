@@ -1,12 +1,12 @@
-//! Part of the writer: delivering events to a group again. The event gets a row in `deliveries`, as for the
+//! Delivering events to a group again. The event gets a row in `deliveries`, as for the
 //! retry of a dead letter; the group's cursor does not move.
 
 use everbus_core::{GroupName, Position, Redelivery, Result, no_group};
 use rusqlite::params;
 
-use crate::claims::{StoredClaim, note_due, stored_claims};
-use crate::engine::SqliteEngine;
-use crate::leases::Leases;
+use crate::broker::SqliteEngine;
+use crate::deliveries::claims::{StoredClaim, note_due, stored_claims};
+use crate::deliveries::leases::Leases;
 use crate::rows::{WAITING, stored_at, to_sql};
 use crate::sql::Sql as _;
 use crate::tx::Tx;

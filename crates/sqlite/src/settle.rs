@@ -1,20 +1,20 @@
-//! Part of the writer: settling deliveries (ack, retry, release, dead-letter) and extending leases.
+//! Settling deliveries (ack, retry, release, dead-letter) and extending leases.
 
 use everbus_core::{Code, Death, Failure, Result, Settlement, Timestamp, Verdict};
 use rusqlite::params;
 
 use crate::append::append_follow_ups;
-use crate::bury::write_dead_letter;
-use crate::claims::note_due;
+use crate::dead_letters::bury::write_dead_letter;
 use crate::deliveries::Deliveries;
+use crate::deliveries::claims::note_due;
+use crate::deliveries::leases::{Leases, Place, lost};
+use crate::deliveries::suspects::note_suspect;
 use crate::effect::{Effects, check_effect, run_effect, under_savepoint};
 use crate::failpoint;
 use crate::inbox::{note_handled, unnote_handled, write_noted};
-use crate::leases::{Leases, Place, lost};
 use crate::outcomes::keep_outcome;
 use crate::rows::{Seq as _, WAITING, micros, read_failures, stored_at, to_sql, write_failures};
 use crate::sql::Sql as _;
-use crate::suspects::note_suspect;
 use crate::tx::Tx;
 
 impl Deliveries {

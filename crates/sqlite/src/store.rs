@@ -1,5 +1,5 @@
 //! The file as a store beside a broker: it records what the runtime reports about events that another engine
-//! delivers. Part of the writer: storing these reports.
+//! delivers. Storing these reports.
 //!
 //! A group that is known only from such reports has no subscriptions, so it keeps no event from being
 //! removed. Its cursor moves with the end of the log: a row in `skips` beyond a cursor would mean that the
@@ -14,8 +14,8 @@ use everbus_core::{
 use rusqlite::{Connection, params};
 
 use crate::append::Appender;
-use crate::bury::put_dead_letter;
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
+use crate::dead_letters::bury::put_dead_letter;
 use crate::errors::from_sqlite;
 use crate::groups::reread_groups;
 use crate::inbox::note_handled;

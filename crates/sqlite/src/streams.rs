@@ -9,18 +9,18 @@ use std::collections::{BTreeSet, HashSet};
 use everbus_core::{DROPPED, GroupName, Pattern, Result};
 use rusqlite::params;
 
-use crate::claims::stored_claims;
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
+use crate::deliveries::claims::stored_claims;
+use crate::deliveries::leases::Leases;
+use crate::deliveries::suspects::write_inherited;
 use crate::errors::from_sqlite;
 use crate::groups::patterns_of;
-use crate::leases::Leases;
 use crate::log::head;
 use crate::outcomes::keep_outcome;
 use crate::readers::Reader;
 use crate::rows::{ADDRESS, LEASED, seq_from, to_sql};
 use crate::settle::{remove_row, row, write_skip};
 use crate::sql::Sql as _;
-use crate::suspects::write_inherited;
 use crate::tx::Tx;
 
 /// Rows of the log looked at in one snapshot.

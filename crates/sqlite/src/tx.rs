@@ -9,9 +9,9 @@ use std::sync::Arc;
 use everbus_core::{Clock, Result};
 use rusqlite::Connection;
 
+use crate::deliveries::leases::EventKey;
 use crate::errors::from_sqlite;
 use crate::groups::Groups;
-use crate::leases::EventKey;
 use crate::log_end::LogEnd;
 use crate::rows::micros;
 use crate::watch::Watches;

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use everbus_core::{Code, Error, Result, SettledOutcome};
 use rusqlite::params;
 
-use crate::claims::stored_claims;
-use crate::leases::Leases;
+use crate::deliveries::claims::stored_claims;
+use crate::deliveries::leases::Leases;
 use crate::queue::Reply;
 use crate::rows::{ADDRESS, to_sql};
 use crate::sql::Sql as _;

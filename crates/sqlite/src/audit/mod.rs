@@ -1,4 +1,4 @@
-//! The audit trail of a file. Part of the writer: adding and removing its records.
+//! The audit trail of a file. Adding and removing its records.
 //!
 //! Records are chained by their hashes. The head of the chain is kept in a file beside the database, so that
 //! verification notices records cut off at the end.
@@ -17,7 +17,7 @@ use everbus_core::{
 use rusqlite::types::Value;
 use rusqlite::{Connection, params};
 
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::maintenance::apart;
 use crate::rows::{seq_from, to_sql};

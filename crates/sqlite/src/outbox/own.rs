@@ -7,7 +7,7 @@ use everbus_core::{BoxFuture, Clock, OutboxSource, Result};
 use rusqlite::Connection;
 
 use super::source::{Access, Source};
-use crate::engine::Handle;
+use crate::handle::Handle;
 
 struct Own(Arc<Handle>);
 

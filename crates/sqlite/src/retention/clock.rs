@@ -1,4 +1,4 @@
-//! Part of the writer: the clock record of the file. Every process that checks the clock updates it.
+//! The clock record of the file. Every process that checks the clock updates it.
 
 use everbus_core::{ClockDoubt, ClockRecord, Code, Error, Result, Timestamp};
 use rusqlite::Connection;

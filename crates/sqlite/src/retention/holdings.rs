@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use everbus_core::{Held, Holdings, RETENTION_DUTY, Result, Timestamp, TypeHoldings};
 
 use super::{clock, last_duty};
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::readers::Reader;
 use crate::rows::{UNREADABLE, seq_from, to_sql};

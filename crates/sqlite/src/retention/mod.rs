@@ -24,8 +24,8 @@ use rusqlite::Connection;
 
 use self::others::{free_pages, shrink};
 use crate::audit::forget_audit_some;
-use crate::engine::SqliteEngine;
-use crate::ephemeral::sweep_ephemeral;
+use crate::broker::SqliteEngine;
+use crate::declare::sweep_ephemeral;
 use crate::history::forget_history;
 use crate::retention::needed::owed;
 use crate::retention::others::{

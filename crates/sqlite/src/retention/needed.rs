@@ -1,14 +1,14 @@
 //! Which events must stay: those that a group has not reached yet, has in flight, has waiting, or has in the
-//! dead letters. Part of the writer: collecting this from memory.
+//! dead letters. Collecting this from memory.
 
 use std::collections::{HashMap, HashSet};
 
 use everbus_core::{GroupName, Pattern, Result};
 use rusqlite::Connection;
 
-use crate::claims::stored_claims;
+use crate::deliveries::claims::stored_claims;
+use crate::deliveries::leases::Leases;
 use crate::errors::from_sqlite;
-use crate::leases::Leases;
 use crate::rows::{ADDRESS, TypeNames, seq_from, to_sql};
 use crate::sql::Sql as _;
 use crate::tx::Tx;

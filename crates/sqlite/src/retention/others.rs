@@ -1,5 +1,5 @@
 //! Rows with their own age limit: dead letters, payload stages, sent rows of the outbox.
-//! Part of the writer: removing them, and the records of duties.
+//! Removing them, and the records of duties.
 //!
 //! A reader selects rows in short snapshots. The writer removes those that have not changed since.
 

@@ -1,13 +1,13 @@
-//! Part of the writer: removing ranges of events, with all rows that belong to them.
+//! Removing ranges of events, with all rows that belong to them.
 
 use everbus_core::Result;
 
 use super::needed::Owed;
 use super::pace::Slice;
 use super::plan::Piece;
-use crate::ephemeral::pass_removed;
+use crate::declare::pass_removed;
+use crate::deliveries::leases::Leases;
 use crate::errors::from_sqlite;
-use crate::leases::Leases;
 use crate::orphans::note_orphans;
 use crate::retention::needed::owed;
 use crate::rows::to_sql;

@@ -10,7 +10,8 @@ use rusqlite::Connection;
 use super::pace::{Slice, Ticks};
 use super::plan::Piece;
 use crate::Options;
-use crate::engine::{SqliteEngine, start};
+use crate::broker::SqliteEngine;
+use crate::handle::start;
 use crate::retention::needed::owed;
 use crate::retention::remove::remove_pieces;
 

@@ -96,7 +96,7 @@ mod tests {
     use everbus_core::{Code, Cursor, Error, Log as _};
 
     use crate::Options;
-    use crate::engine::SqliteEngine;
+    use crate::broker::SqliteEngine;
 
     // conformance: contract/stalled-reader: who waits for new events learns that the engine cannot look for them, and may wait again afterwards
     #[tokio::test]
@@ -106,7 +106,7 @@ mod tests {
             busy_timeout: Duration::ZERO,
             ..Options::default()
         };
-        let handle = crate::engine::start(&dir.path().join("a.db"), options).unwrap();
+        let handle = crate::handle::start(&dir.path().join("a.db"), options).unwrap();
         let engine = SqliteEngine { handle };
         // The writer is held while it is in the failed state, so that its next good round does not hide the
         // failure.

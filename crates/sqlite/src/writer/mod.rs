@@ -37,15 +37,15 @@ use rusqlite::Connection;
 use tokio::sync::watch;
 
 use crate::answers::{Answers, Published};
-use crate::consumers::Consumers;
 use crate::deliveries::Deliveries;
+use crate::deliveries::consumers::Consumers;
+use crate::deliveries::leases::Leases;
 use crate::effect::Effects;
 use crate::errors::is_fatal;
 use crate::feeder::Feeder;
 use crate::groups::flush_cursors;
 use crate::guard::Guard;
 use crate::history::Indexer;
-use crate::leases::Leases;
 use crate::log_head::LogHead;
 use crate::presence::Presence;
 use crate::queue::{Command, Queue, Taken};

@@ -231,7 +231,7 @@ mod tests {
     #[tokio::test]
     async fn only_what_is_lazy_is_not_synced() {
         let dir = tempfile::tempdir().unwrap();
-        let handle = crate::engine::start(&dir.path().join("a.db"), Options::default()).unwrap();
+        let handle = crate::handle::start(&dir.path().join("a.db"), Options::default()).unwrap();
         let (usual, small) = (i64::from(CHECKPOINT), i64::from(SMALL_CHECKPOINT));
         for _ in 0..3 {
             assert_eq!(handle.job(settings).await.unwrap(), (FULL, usual));
@@ -268,7 +268,7 @@ mod tests {
             durability: Durable::Normal,
             ..Options::default()
         };
-        let handle = crate::engine::start(&dir.path().join("a.db"), options).unwrap();
+        let handle = crate::handle::start(&dir.path().join("a.db"), options).unwrap();
         for _ in 0..2 {
             assert_eq!(handle.job(settings).await.unwrap().0, NORMAL);
             assert_eq!(handle.lazy_job(settings).await.unwrap().0, NORMAL);
@@ -280,7 +280,7 @@ mod tests {
     #[tokio::test]
     async fn the_longest_hold_is_measured() {
         let dir = tempfile::tempdir().unwrap();
-        let handle = crate::engine::start(&dir.path().join("a.db"), Options::default()).unwrap();
+        let handle = crate::handle::start(&dir.path().join("a.db"), Options::default()).unwrap();
         let (hold, work) = (Hold::default(), Duration::from_millis(3));
         // A job that shares its transaction is not counted; the test tries again.
         while hold.longest() < work {
@@ -308,7 +308,7 @@ mod tests {
     #[tokio::test]
     async fn patient_work_rests_while_others_are_there() {
         let dir = tempfile::tempdir().unwrap();
-        let handle = crate::engine::start(&dir.path().join("a.db"), Options::default()).unwrap();
+        let handle = crate::handle::start(&dir.path().join("a.db"), Options::default()).unwrap();
         let rest = |writer: &mut Writer| Ok(writer.patience.rest_until);
         // Another command ran before. On a slow machine that may be too long ago; the test tries again.
         let until = loop {

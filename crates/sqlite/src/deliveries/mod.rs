@@ -13,16 +13,26 @@
 //! | `recover.rs` | consumers that come and go, owners that died |
 //! | `restore.rs` | leases after a rollback |
 
+pub(crate) mod claims;
+pub(crate) mod consumers;
+pub(crate) mod deliver;
+pub(crate) mod expire;
+pub(crate) mod leases;
+pub(crate) mod recover;
+pub(crate) mod reserve;
+pub(crate) mod restore;
+pub(crate) mod suspects;
+
 use std::time::{Duration, Instant};
 
 use everbus_core::Result;
 
-use crate::bury::bury_damaged;
-use crate::consumers::Consumers;
+use crate::dead_letters::bury::bury_damaged;
+use crate::deliveries::consumers::Consumers;
+use crate::deliveries::leases::{Leases, Lost};
 use crate::errors::is_fatal;
 use crate::feeder::{Fed, Feed, Feeder};
 use crate::groups::has_unwritten_cursors;
-use crate::leases::{Leases, Lost};
 use crate::rows::{LeaseParts as _, Seq as _};
 use crate::streams::was_dropped;
 use crate::tx::Tx;

@@ -1,4 +1,4 @@
-//! Part of the writer: which events of a claim may have begun, and which are only reserved.
+//! Which events of a claim may have begun, and which are only reserved.
 //!
 //! A claim covers more events than its consumer can run at once. Events beyond the consumer's window stay
 //! reserved in its mailbox. The file records how far the claim was opened (`started`), and that is durable
@@ -9,8 +9,8 @@ use std::time::Instant;
 
 use everbus_core::{Lease, Result};
 
-use crate::claims::stored_claims;
 use crate::deliveries::Deliveries;
+use crate::deliveries::claims::stored_claims;
 use crate::rows::{LeaseParts as _, Seq as _, to_sql};
 use crate::sql::Sql as _;
 use crate::tx::Tx;

@@ -2,13 +2,13 @@
 
 use everbus_core::{Failure, FailureKind, Result, Timestamp};
 
-use crate::claims::{claim_slot, delivery_slot};
-use crate::deliver::EXPIRED;
 use crate::deliveries::Deliveries;
-use crate::recover::{after_crashes, crash_claims, crash_rows};
+use crate::deliveries::claims::{claim_slot, delivery_slot};
+use crate::deliveries::deliver::EXPIRED;
+use crate::deliveries::recover::{after_crashes, crash_claims, crash_rows};
+use crate::deliveries::suspects::{insert_suspect, note_suspect};
 use crate::rows::{LeaseParts as _, Seq as _, micros, to_sql};
 use crate::settle::{free_keys, release_row};
-use crate::suspects::{insert_suspect, note_suspect};
 use crate::tx::Tx;
 
 impl Deliveries {

@@ -1,4 +1,4 @@
-//! Part of the writer: claims, which hand out ranges of the log.
+//! Claims, which hand out ranges of the log.
 //!
 //! A claim covers a range of events with one row. The group's cursor is past the range, and a bitmap says
 //! which of its events are done. A claim is made in the transaction that appends the events if the group has
@@ -11,10 +11,10 @@ use std::time::Duration;
 use everbus_core::{Delivery, Lease, Progress, Recorded, Result, Timestamp};
 use rusqlite::{Connection, Params, params};
 
-use crate::consumers::Outgoing;
 use crate::deliveries::Deliveries;
+use crate::deliveries::consumers::Outgoing;
+use crate::deliveries::leases::{Claim, Held};
 use crate::errors::from_sqlite;
-use crate::leases::{Claim, Held};
 use crate::rows::{BEHIND_KEY, LEASED, Seq as _, UNHANDLED, WAITING, micros, seq_from, to_sql};
 use crate::sql::Sql as _;
 use crate::streams::was_dropped;

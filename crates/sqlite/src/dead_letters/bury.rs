@@ -1,4 +1,4 @@
-//! Part of the writer: writing a dead letter, and the event that reports it, in one transaction.
+//! Writing a dead letter, and the event that reports it, in one transaction.
 
 use std::sync::Arc;
 

@@ -1,22 +1,22 @@
-//! Part of the writer: consumers that attach and leave, owners (processes) that died, and what happens to
+//! Consumers that attach and leave, owners (processes) that died, and what happens to
 //! their deliveries.
 
 use everbus_core::{Delivery, Failure, FailureKind, Result, Timestamp, no_group};
 use rusqlite::params;
 
-use crate::claims::{delivery_slot, new_token, park, stored_claims};
-use crate::deliver::CRASHED;
+use crate::consumer::{NewSession, Session};
+use crate::declare::remove_ephemeral;
 use crate::deliveries::Deliveries;
-use crate::ephemeral::remove_ephemeral;
+use crate::deliveries::claims::{delivery_slot, new_token, park, stored_claims};
+use crate::deliveries::deliver::CRASHED;
+use crate::deliveries::leases::Leases;
+use crate::deliveries::reserve::give_back_reserved;
+use crate::deliveries::suspects::insert_suspect;
 use crate::groups::reread_groups;
-use crate::leases::Leases;
 use crate::owner::{OwnerLock, bury, is_dead};
-use crate::reserve::give_back_reserved;
 use crate::rows::{LeaseParts as _, Seq as _, WAITING, micros, seq_from};
-use crate::session::{NewSession, Session};
 use crate::settle::{free_keys, release_row};
 use crate::sql::Sql as _;
-use crate::suspects::insert_suspect;
 use crate::tx::Tx;
 
 impl Deliveries {

@@ -1,4 +1,4 @@
-//! Part of the writer: suspects, the events that were in flight at a crash.
+//! Suspects, the events that were in flight at a crash.
 //!
 //! A handler that kills its process (a poison event) must be distinguished from those that only ran beside it. So
 //! the events of a dead process are handed out one at a time. An event that was in flight at several crashes
@@ -7,12 +7,12 @@
 use everbus_core::{Failure, FailureKind, Result};
 use rusqlite::params;
 
-use crate::claims::{StoredClaim, stored_claims};
-use crate::deliver::{CRASHED, Ready, stands_behind};
+use crate::consumer::Session;
 use crate::deliveries::Deliveries;
+use crate::deliveries::claims::{StoredClaim, stored_claims};
+use crate::deliveries::deliver::{CRASHED, Ready, stands_behind};
 use crate::groups::next_suspect;
 use crate::rows::{Stored, seq_from, stored_at, to_sql, write_failures};
-use crate::session::Session;
 use crate::settle::free_keys;
 use crate::sql::Sql as _;
 use crate::tx::Tx;

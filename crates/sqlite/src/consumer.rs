@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use everbus_core::{BoxFuture, ConsumeOptions, Consumer, Delivery, Pattern, Result, Window};
 use tokio::sync::oneshot;
 
-use crate::engine::Handle;
+use crate::handle::Handle;
 use crate::ids::IdMap;
 use crate::mailbox::Mailbox;
 use crate::queue::Command;

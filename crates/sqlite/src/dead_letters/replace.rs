@@ -1,4 +1,4 @@
-//! Part of the writer: appending a corrected event in place of a dead letter, for the one group that failed.
+//! Appending a corrected event in place of a dead letter, for the one group that failed.
 //!
 //! The corrected event is addressed to that group and stands at the end of the log. The group reaches it in
 //! the order of the log, and the other groups skip it.

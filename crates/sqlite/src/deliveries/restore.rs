@@ -2,15 +2,15 @@
 //!
 //! SQLite rolls the file back; memory must follow. The log, the groups and the leases are loaded again. What
 //! the file does not have (the consumers, the deliveries in their mailboxes, the consumer of each lease) comes
-//! from what [`Consumers`](crate::consumers::Consumers) and [`Leases`](crate::leases::Leases) kept.
+//! from what [`Consumers`](crate::deliveries::consumers::Consumers) and [`Leases`](crate::deliveries::leases::Leases) kept.
 
 use std::collections::HashMap;
 
 use everbus_core::{Progress, Result};
 use rusqlite::params;
 
-use crate::claims::claim_slot;
 use crate::deliveries::Deliveries;
+use crate::deliveries::claims::claim_slot;
 use crate::groups::Groups;
 use crate::log_end::LogEnd;
 use crate::rows::{LeaseParts as _, Seq as _, seq_from};

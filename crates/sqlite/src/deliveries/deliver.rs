@@ -1,14 +1,14 @@
-//! Part of the writer: handing out single rows: retries, released events, events that had no handler.
+//! Handing out single rows: retries, released events, events that had no handler.
 
 use everbus_core::{Code, Delivery, Error, Lease, Result};
 use rusqlite::params;
 
-use crate::bury::bury_damaged;
-use crate::claims::{delivery_slot, new_token, size};
+use crate::dead_letters::bury::bury_damaged;
 use crate::deliveries::Deliveries;
+use crate::deliveries::claims::{delivery_slot, new_token, size};
+use crate::deliveries::leases::Held;
 use crate::feeder::Damaged;
 use crate::groups::next_due;
-use crate::leases::Held;
 use crate::rows::{micros, read_failures, seq_from, stored_at, to_sql};
 use crate::settle::remove_row;
 use crate::sql::Sql as _;

@@ -1,6 +1,9 @@
 //! The dead letters of a file: queries, and (part of the writer) retry and purge. Nothing here needs a
 //! running bus.
 
+pub(crate) mod bury;
+mod replace;
+
 use everbus_core::dead_letters::{MAX_PAGE, TALLY_ERROR_CHARS};
 use everbus_core::{
     Appended, BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
@@ -11,11 +14,11 @@ use rusqlite::types::Value;
 use rusqlite::{Connection, Row, params_from_iter};
 
 use crate::append::position_before;
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
+use crate::dead_letters::replace::replace;
+use crate::deliveries::leases::Leases;
 use crate::errors::from_sqlite;
-use crate::leases::Leases;
 use crate::readers::Reader;
-use crate::replace::replace;
 use crate::retention::needed::owed;
 use crate::retention::remove::remove_unowed;
 use crate::rows::{
