@@ -1,5 +1,4 @@
 //! Times of receipt that lie far in the future, because the clock of an earlier publisher was ahead.
-//! Setting such times back.
 //!
 //! Times never fall as positions rise, so every later event gets the same future time until the clocks have
 //! caught up. Until then, everything that goes by time is wrong. The engine cannot know which clock is right,

@@ -217,11 +217,9 @@ impl<'c> Appender<'c> {
             return self.repeated(state, &event, tenant);
         }
         if let Some(at) = event.attributes().and_then(|a| a.expires_at) {
-            self.conn.run(
-                "publishing",
-                "INSERT INTO expirations (seq, at) VALUES (?1, ?2)",
-                (to_sql(seq), micros(at)),
-            )?;
+            let sql = "INSERT INTO expirations (seq, at) VALUES (?1, ?2)";
+            self.conn
+                .run("publishing", sql, (to_sql(seq), micros(at)))?;
         }
         Ok(self.written(state, event, type_id))
     }

@@ -14,24 +14,23 @@ impl Checkpoints for SqliteEngine {
         }
         self.handle.job(move |writer| {
             let now = writer.tx.now();
-            writer.tx.conn.run(
-                "saving a checkpoint",
-                "INSERT INTO checkpoints (name, state, saved_at) VALUES (?1, ?2, ?3)
-                     ON CONFLICT (name) DO UPDATE SET
-                       state = excluded.state, saved_at = excluded.saved_at",
-                params![name, state.to_string(), now],
-            )
+            let doing = "saving a checkpoint";
+            let sql = "INSERT INTO checkpoints (name, state, saved_at) VALUES (?1, ?2, ?3)
+                       ON CONFLICT (name) DO UPDATE SET
+                         state = excluded.state, saved_at = excluded.saved_at";
+            writer
+                .tx
+                .conn
+                .run(doing, sql, params![name, state.to_string(), now])
         })
     }
 
     fn load(&self, prefix: String) -> BoxFuture<'_, Result<Vec<Checkpoint>>> {
         self.handle.query(move |reader| {
-            let rows: Vec<(String, String, i64)> = reader.conn.all(
-                "reading the checkpoints",
-                "SELECT name, state, saved_at FROM checkpoints
-                     WHERE name >= ?1 AND substr(name, 1, length(?1)) = ?1 ORDER BY name",
-                [prefix],
-            )?;
+            let doing = "reading the checkpoints";
+            let sql = "SELECT name, state, saved_at FROM checkpoints
+                       WHERE name >= ?1 AND substr(name, 1, length(?1)) = ?1 ORDER BY name";
+            let rows: Vec<(String, String, i64)> = reader.conn.all(doing, sql, [prefix])?;
             rows.into_iter()
                 .map(|(name, state, saved_at)| {
                     let state = serde_json::from_str(&state).map_err(|e| {
@@ -52,14 +51,11 @@ impl Checkpoints for SqliteEngine {
 
     fn remove(&self, name: String) -> BoxFuture<'_, Result<bool>> {
         self.handle.job(move |writer| {
+            let sql = "DELETE FROM checkpoints WHERE name = ?1";
             writer
                 .tx
                 .conn
-                .change(
-                    "removing a checkpoint",
-                    "DELETE FROM checkpoints WHERE name = ?1",
-                    [name],
-                )
+                .change("removing a checkpoint", sql, [name])
                 .map(|removed| removed > 0)
         })
     }

@@ -44,21 +44,15 @@ fn forget_some_skips(tx: &mut Tx, name: &GroupName) -> Result<bool> {
         return Ok(false);
     };
     let cursor = tx.groups.known(id)?.cursor;
-    let last: Option<i64> = tx.conn.first(
-        doing,
-        "SELECT seq FROM skips WHERE group_id = ?1 AND seq <= ?2 ORDER BY seq
-             LIMIT 1 OFFSET ?3",
-        (id, to_sql(cursor), STEP - 1),
-    )?;
+    let sql = "SELECT seq FROM skips WHERE group_id = ?1 AND seq <= ?2 ORDER BY seq
+               LIMIT 1 OFFSET ?3";
+    let last: Option<i64> = tx.conn.first(doing, sql, (id, to_sql(cursor), STEP - 1))?;
     let Some(last) = last else {
         // A small rest is removed with the group.
         return Ok(false);
     };
-    tx.conn.run(
-        doing,
-        "DELETE FROM skips WHERE group_id = ?1 AND seq <= ?2",
-        (id, last),
-    )?;
+    let sql = "DELETE FROM skips WHERE group_id = ?1 AND seq <= ?2";
+    tx.conn.run(doing, sql, (id, last))?;
     Ok(true)
 }
 
@@ -107,7 +101,7 @@ fn create_group(tx: &mut Tx, spec: &GroupSpec, owner: Option<i64>) -> Result<i64
     tx.conn.add(
         "declaring a group",
         "INSERT INTO groups (name, ordered, cursor, declared_at, created_at, active_at, owner)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?5, ?6)",
+         VALUES (?1, ?2, ?3, ?4, ?5, ?5, ?6)",
         params![
             spec.name.as_str(),
             spec.ordered,
@@ -132,15 +126,12 @@ fn subscribe(
     // Events skipped in memory count as passed, even before the cursor is stored.
     let passed = tx.groups.get(&group).map_or(0, |g| g.cursor);
     let position = position.max(to_sql(passed));
-    tx.conn.run(
-        doing,
-        "UPDATE groups SET cursor = ?2 WHERE id = ?1 AND cursor < ?2",
-        (group, position),
-    )?;
+    let sql = "UPDATE groups SET cursor = ?2 WHERE id = ?1 AND cursor < ?2";
+    tx.conn.run(doing, sql, (group, position))?;
     let known: Option<(String, String, i64, String)> = tx.conn.first(
         doing,
         "SELECT id, event_type, after_seq, created_at FROM subscriptions
-             WHERE group_id = ?1 AND name = ?2",
+         WHERE group_id = ?1 AND name = ?2",
         params![group, spec.name],
     )?;
     let info = |id: EventId, after: i64, created_at: Timestamp| SubscriptionInfo {
@@ -155,11 +146,9 @@ fn subscribe(
         let mut after = after;
         if pattern != spec.pattern.as_str() {
             after = position;
-            tx.conn.run(
-                doing,
-                "UPDATE subscriptions SET event_type = ?2, after_seq = ?3 WHERE id = ?1",
-                params![id, spec.pattern.as_str(), after],
-            )?;
+            let sql = "UPDATE subscriptions SET event_type = ?2, after_seq = ?3 WHERE id = ?1";
+            tx.conn
+                .run(doing, sql, params![id, spec.pattern.as_str(), after])?;
         }
         return Ok(info(id.parse()?, after, created_at.parse()?));
     }
@@ -167,7 +156,7 @@ fn subscribe(
     tx.conn.run(
         doing,
         "INSERT INTO subscriptions (id, event_type, created_at, group_id, name, after_seq)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
         params![
             id.to_string(),
             spec.pattern.as_str(),
@@ -182,11 +171,8 @@ fn subscribe(
 
 /// Removes a subscription. Events that the group already has stay, unless they wait for a handler.
 pub(crate) fn retract(tx: &mut Tx, subscription: &str) -> Result<()> {
-    let group: Option<i64> = tx.conn.first(
-        "unsubscribing",
-        "DELETE FROM subscriptions WHERE id = ?1 RETURNING group_id",
-        [subscription],
-    )?;
+    let sql = "DELETE FROM subscriptions WHERE id = ?1 RETURNING group_id";
+    let group: Option<i64> = tx.conn.first("unsubscribing", sql, [subscription])?;
     tx.watches.recheck_all();
     let Some(group) = group else {
         return Err(Error::new(
@@ -202,11 +188,9 @@ pub(crate) fn retract(tx: &mut Tx, subscription: &str) -> Result<()> {
 /// Skips events that wait for a handler and match no subscription of the group any more. In an ordered
 /// group they would hold up every later event with their key.
 fn skip_unwanted(tx: &mut Tx, group: i64) -> Result<()> {
-    let waiting: Vec<(i64, i64)> = tx.conn.all(
-        "reading what has no handler",
-        "SELECT seq, type FROM deliveries WHERE group_id = ?1 AND state = ?2",
-        (group, UNHANDLED),
-    )?;
+    let doing = "reading what has no handler";
+    let sql = "SELECT seq, type FROM deliveries WHERE group_id = ?1 AND state = ?2";
+    let waiting: Vec<(i64, i64)> = tx.conn.all(doing, sql, (group, UNHANDLED))?;
     for (seq, type_id) in waiting {
         let name = tx.log.type_names.get(&tx.conn, type_id)?;
         if tx.groups.known(group)?.wants(type_id, &name) {
@@ -323,11 +307,8 @@ pub(crate) fn pass_removed(tx: &mut Tx, hi: u64) -> Result<()> {
     let groups = tx.groups.iter_mut();
     let behind = groups.filter(|(_, group)| group.owner.is_some() && group.cursor < hi);
     for (id, group) in behind {
-        tx.conn.run(
-            "removing events",
-            "UPDATE groups SET cursor = ?2 WHERE id = ?1 AND cursor < ?2",
-            (id, to_sql(hi)),
-        )?;
+        let sql = "UPDATE groups SET cursor = ?2 WHERE id = ?1 AND cursor < ?2";
+        tx.conn.run("removing events", sql, (id, to_sql(hi)))?;
         (group.cursor, group.stored_cursor) = (hi, hi);
     }
     Ok(())

@@ -157,12 +157,9 @@ pub(crate) fn check_effect(effect: &Effect) -> Result<()> {
 /// Whether some table has deferred constraints, which are checked at the commit. Then the commit of one
 /// effect must not decide about others.
 pub(crate) fn defers_constraints(tx: &Tx) -> Result<bool> {
-    tx.conn.one(
-        "reading the schema",
-        "SELECT EXISTS (SELECT 1 FROM sqlite_schema
-               WHERE type = 'table' AND sql LIKE '%INITIALLY%DEFERRED%')",
-        [],
-    )
+    let sql = "SELECT EXISTS (SELECT 1 FROM sqlite_schema
+               WHERE type = 'table' AND sql LIKE '%INITIALLY%DEFERRED%')";
+    tx.conn.one("reading the schema", sql, [])
 }
 
 fn schema_cookie(tx: &Tx) -> Result<i64> {

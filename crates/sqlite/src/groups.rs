@@ -1,9 +1,10 @@
 //! The groups of the file, as the writer knows them: cursors, patterns, and when each has work to do.
 
+use std::borrow::Cow;
 use std::ops::{Deref, DerefMut};
 use std::time::Instant;
 
-use everbus_core::{Code, Error, GroupName, Pattern, Result};
+use everbus_core::{Code, Error, Event, GroupName, Pattern, Result};
 use rusqlite::Connection;
 
 use crate::errors::from_sqlite;
@@ -120,6 +121,11 @@ pub(crate) struct Group {
 }
 
 impl Group {
+    /// The key of an event, if the group is ordered by it.
+    pub(crate) fn key_of<'e>(&self, event: &'e Event) -> Option<Cow<'e, str>> {
+        event.ordering_key().filter(|_| self.ordered)
+    }
+
     /// Whether some subscription of the group wants this type.
     pub(crate) fn wants(&mut self, type_id: i64, name: &str) -> bool {
         if let Some(known) = self.matches.get(&type_id) {
@@ -144,11 +150,9 @@ pub(crate) fn flush_cursors(tx: &mut Tx) -> Result<()> {
     let now = tx.now();
     for (id, group) in tx.groups.iter_mut() {
         if group.cursor != group.stored_cursor {
-            tx.conn.run(
-                "moving a group",
-                "UPDATE groups SET cursor = ?2, active_at = ?3 WHERE id = ?1",
-                (id, to_sql(group.cursor), now),
-            )?;
+            let sql = "UPDATE groups SET cursor = ?2, active_at = ?3 WHERE id = ?1";
+            tx.conn
+                .run("moving a group", sql, (id, to_sql(group.cursor), now))?;
             group.stored_cursor = group.cursor;
         }
     }
@@ -163,11 +167,9 @@ pub(crate) fn has_unwritten_cursors(tx: &Tx) -> bool {
 
 /// The patterns of a group, in the order they were declared.
 pub(crate) fn patterns_of(conn: &Connection, group: i64) -> Result<Vec<Pattern>> {
-    let texts: Vec<String> = conn.all(
-        "reading the subscriptions",
-        "SELECT DISTINCT event_type FROM subscriptions WHERE group_id = ?1 ORDER BY event_type",
-        [group],
-    )?;
+    let sql =
+        "SELECT DISTINCT event_type FROM subscriptions WHERE group_id = ?1 ORDER BY event_type";
+    let texts: Vec<String> = conn.all("reading the subscriptions", sql, [group])?;
     texts.iter().map(|text| Pattern::new(text)).collect()
 }
 
@@ -181,23 +183,17 @@ fn last_skip(conn: &Connection, group: i64) -> Result<u64> {
 
 /// When the earliest ordinary delivery is due, also one that waits for a handler.
 pub(crate) fn next_due(conn: &Connection, group: i64) -> Result<Option<i64>> {
-    conn.one(
-        "reading the waiting deliveries",
-        "SELECT min(due) FROM (
-           SELECT * FROM (SELECT due FROM deliveries
-             WHERE group_id = ?1 AND state = 0 AND suspect = 0 ORDER BY due LIMIT 1)
-           UNION ALL
-           SELECT min(due) FROM deliveries WHERE group_id = ?1 AND state = 3)",
-        [group],
-    )
+    let sql = "SELECT min(due) FROM (
+               SELECT * FROM (SELECT due FROM deliveries
+                 WHERE group_id = ?1 AND state = 0 AND suspect = 0 ORDER BY due LIMIT 1)
+               UNION ALL
+               SELECT min(due) FROM deliveries WHERE group_id = ?1 AND state = 3)";
+    conn.one("reading the waiting deliveries", sql, [group])
 }
 
 /// When the earliest suspect is due. Events in inherited claims are due at once.
 pub(crate) fn next_suspect(conn: &Connection, group: i64) -> Result<Option<i64>> {
-    conn.one(
-        "reading the suspects",
-        "SELECT iif(EXISTS (SELECT 1 FROM claims WHERE group_id = ?1 AND owner = 0), 0,
-           (SELECT min(due) FROM deliveries WHERE group_id = ?1 AND suspect = 1))",
-        [group],
-    )
+    let sql = "SELECT iif(EXISTS (SELECT 1 FROM claims WHERE group_id = ?1 AND owner = 0), 0,
+               (SELECT min(due) FROM deliveries WHERE group_id = ?1 AND suspect = 1))";
+    conn.one("reading the suspects", sql, [group])
 }

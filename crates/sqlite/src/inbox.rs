@@ -26,13 +26,11 @@ type Key = (i64, [u8; 16], i64);
 
 /// Records that a group has handled an event. Returns whether the record is new.
 pub(crate) fn note_handled(tx: &mut Tx, group: i64, seq: u64) -> Result<bool> {
+    let doing = "writing to the inbox";
+    let sql = "INSERT INTO inbox (group_id, id, tenant, at)
+               SELECT ?1, id, tenant, ?3 FROM log WHERE seq = ?2 ON CONFLICT DO NOTHING";
     tx.conn
-        .change(
-            "writing to the inbox",
-            "INSERT INTO inbox (group_id, id, tenant, at)
-             SELECT ?1, id, tenant, ?3 FROM log WHERE seq = ?2 ON CONFLICT DO NOTHING",
-            params![group, to_sql(seq), tx.now()],
-        )
+        .change(doing, sql, params![group, to_sql(seq), tx.now()])
         .map(|noted| noted > 0)
 }
 
@@ -62,12 +60,10 @@ pub(crate) fn write_noted(tx: &mut Tx) -> Result<()> {
 
 /// Deletes the record.
 pub(crate) fn unnote_handled(tx: &mut Tx, group: i64, seq: u64) -> Result<()> {
-    tx.conn.run(
-        "writing to the inbox",
-        "DELETE FROM inbox WHERE group_id = ?1
-               AND (id, tenant) = (SELECT id, tenant FROM log WHERE seq = ?2)",
-        params![group, to_sql(seq)],
-    )
+    let sql = "DELETE FROM inbox WHERE group_id = ?1
+               AND (id, tenant) = (SELECT id, tenant FROM log WHERE seq = ?2)";
+    tx.conn
+        .run("writing to the inbox", sql, params![group, to_sql(seq)])
 }
 
 /// Removes records, unless they were written again since they were read.
@@ -126,11 +122,10 @@ impl Inbox for SqliteEngine {
 }
 
 fn handled(reader: &Reader, group: &GroupName, events: &[Arc<Recorded>]) -> Result<Vec<bool>> {
-    let group: Option<i64> = reader.conn.first(
-        "looking into the inbox",
-        "SELECT id FROM groups WHERE name = ?1",
-        [group.as_str()],
-    )?;
+    let sql = "SELECT id FROM groups WHERE name = ?1";
+    let group: Option<i64> = reader
+        .conn
+        .first("looking into the inbox", sql, [group.as_str()])?;
     let Some(group) = group else {
         // An unknown group has handled nothing.
         return Ok(vec![false; events.len()]);
@@ -163,11 +158,8 @@ fn handled(reader: &Reader, group: &GroupName, events: &[Arc<Recorded>]) -> Resu
 }
 
 fn tenant_number(reader: &Reader, name: &str) -> Result<Option<i64>> {
-    reader.conn.first(
-        "looking into the inbox",
-        "SELECT id FROM tenants WHERE name = ?1",
-        [name],
-    )
+    let sql = "SELECT id FROM tenants WHERE name = ?1";
+    reader.conn.first("looking into the inbox", sql, [name])
 }
 
 /// All records between the first and the last of these. Ids that rise with time are close together, so one

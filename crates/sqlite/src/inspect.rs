@@ -52,24 +52,20 @@ pub(crate) fn groups(reader: &Reader, file: &Path, now: Timestamp) -> Result<Vec
 }
 
 fn stored(conn: &Connection) -> Result<Vec<Stored>> {
-    let mut stored: Vec<Stored> = conn.read_all(
-        "reading the groups",
-        "SELECT id, name, ordered, cursor, active_at, iif(owner IS NULL, NULL,
-               coalesce((SELECT lock FROM owners WHERE owners.id = groups.owner), ''))
-             FROM groups ORDER BY name",
-        [],
-        |r| {
-            Ok(Stored {
-                id: r.get(0)?,
-                name: r.get(1)?,
-                ordered: r.get(2)?,
-                cursor: seq_from(r.get(3)?),
-                active_at: r.get(4)?,
-                lock: r.get(5)?,
-                patterns: Vec::new(),
-            })
-        },
-    )?;
+    let sql = "SELECT id, name, ordered, cursor, active_at, iif(owner IS NULL, NULL,
+                 coalesce((SELECT lock FROM owners WHERE owners.id = groups.owner), ''))
+               FROM groups ORDER BY name";
+    let mut stored: Vec<Stored> = conn.read_all("reading the groups", sql, [], |r| {
+        Ok(Stored {
+            id: r.get(0)?,
+            name: r.get(1)?,
+            ordered: r.get(2)?,
+            cursor: seq_from(r.get(3)?),
+            active_at: r.get(4)?,
+            lock: r.get(5)?,
+            patterns: Vec::new(),
+        })
+    })?;
     for group in &mut stored {
         group.patterns = patterns_of(conn, group.id)?;
     }
@@ -176,8 +172,8 @@ fn leave_out_dropped(conn: &Connection, group: &Stored, types: &mut Types) -> Re
         let first: Option<i64> = conn.first(
             "reading the skips",
             "SELECT CAST(received_at AS INTEGER) FROM log WHERE seq > ?2 AND type = ?3
-                   AND NOT EXISTS (SELECT 1 FROM skips WHERE group_id = ?1 AND skips.seq = log.seq)
-                 ORDER BY seq LIMIT 1",
+               AND NOT EXISTS (SELECT 1 FROM skips WHERE group_id = ?1 AND skips.seq = log.seq)
+             ORDER BY seq LIMIT 1",
             (group.id, to_sql(group.cursor), type_id),
         )?;
         lag.oldest = first.map(Timestamp::from_micros);
@@ -196,12 +192,9 @@ fn info(
     count_rows(conn, group.id, &mut types, &mut oldest)?;
     count_claims(conn, group.id, &mut types, &mut oldest)?;
     note_oldest(conn, &mut types, &oldest)?;
-    let dead: Vec<(i64, i64)> = conn.all(
-        "counting the dead letters",
-        "SELECT type, count(*) FROM dead_letters
-             WHERE group_id = ?1 AND retried_at IS NULL GROUP BY type",
-        [group.id],
-    )?;
+    let sql = "SELECT type, count(*) FROM dead_letters
+               WHERE group_id = ?1 AND retried_at IS NULL GROUP BY type";
+    let dead: Vec<(i64, i64)> = conn.all("counting the dead letters", sql, [group.id])?;
     for (type_id, count) in dead {
         types.entry(type_id).or_default().dead_letters = seq_from(count);
     }
@@ -228,12 +221,9 @@ fn count_rows(
     types: &mut Types,
     oldest: &mut HashMap<i64, u64>,
 ) -> Result<()> {
-    let rows: Vec<(i64, i64, i64, i64)> = conn.all(
-        "counting the deliveries",
-        "SELECT type, state, count(*), min(seq) FROM deliveries
-             WHERE group_id = ?1 GROUP BY 1, 2",
-        [group],
-    )?;
+    let sql = "SELECT type, state, count(*), min(seq) FROM deliveries
+               WHERE group_id = ?1 GROUP BY 1, 2";
+    let rows: Vec<(i64, i64, i64, i64)> = conn.all("counting the deliveries", sql, [group])?;
     for (type_id, state, count, first) in rows {
         let (lag, count) = (types.entry(type_id).or_default(), seq_from(count));
         match state {
@@ -300,12 +290,10 @@ pub(crate) fn subscriptions(
     group: i64,
     name: &GroupName,
 ) -> Result<Vec<SubscriptionInfo>> {
-    let stored: Vec<(String, String, String, i64, String)> = conn.all(
-        "reading the subscriptions",
-        "SELECT id, name, event_type, after_seq, created_at FROM subscriptions
-             WHERE group_id = ?1 ORDER BY name",
-        [group],
-    )?;
+    let doing = "reading the subscriptions";
+    let sql = "SELECT id, name, event_type, after_seq, created_at FROM subscriptions
+               WHERE group_id = ?1 ORDER BY name";
+    let stored: Vec<(String, String, String, i64, String)> = conn.all(doing, sql, [group])?;
     let infos = stored
         .into_iter()
         .map(|(id, own, pattern, after, created_at)| {

@@ -116,11 +116,8 @@ impl Lookup for SqliteEngine {
                     format!("there is no event at {position}"),
                 ));
             };
-            let groups: Vec<(i64, String, i64)> = reader.conn.all(
-                "reading the groups",
-                "SELECT id, name, cursor FROM groups ORDER BY name",
-                [],
-            )?;
+            let sql = "SELECT id, name, cursor FROM groups ORDER BY name";
+            let groups: Vec<(i64, String, i64)> = reader.conn.all("reading the groups", sql, [])?;
             groups
                 .into_iter()
                 .map(|(id, name, cursor)| {
@@ -138,18 +135,13 @@ pub(crate) fn head(reader: &Reader) -> Result<u64> {
 }
 
 pub(crate) fn head_of(conn: &Connection) -> Result<u64> {
-    conn.one(
-        "reading the log",
-        "SELECT max(coalesce((SELECT max(seq) FROM log), 0),
-                        coalesce((SELECT value FROM meta WHERE key = 'head'), 0))",
-        [],
-    )
-    .map(seq_from)
+    let sql = "SELECT max(coalesce((SELECT max(seq) FROM log), 0),
+               coalesce((SELECT value FROM meta WHERE key = 'head'), 0))";
+    conn.one("reading the log", sql, []).map(seq_from)
 }
 
 /// state, due, attempt, failures
 type Row = (i64, i64, u32, Option<String>);
-/// lo, hi, owner, attempt (0 if it is only reserved), crashed_at, done
 
 fn state_in(
     reader: &Reader,
@@ -169,24 +161,18 @@ fn state_in(
         skipped: None,
         ended: None,
     };
-    let dead: Option<(u32, String)> = reader.conn.first(
-        doing,
-        "SELECT attempts, failures FROM dead_letters
-             WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL",
-        (seq, id),
-    )?;
+    let sql = "SELECT attempts, failures FROM dead_letters
+               WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL";
+    let dead: Option<(u32, String)> = reader.conn.first(doing, sql, (seq, id))?;
     if let Some((attempts, failures)) = dead {
         state.state = EventState::Dlq;
         state.attempts = attempts;
         state.failures = read_failures(Some(&failures))?;
         return Ok(state);
     }
-    let row: Option<Row> = reader.conn.first(
-        doing,
-        "SELECT state, due, attempt, failures FROM deliveries
-             WHERE group_id = ?1 AND seq = ?2",
-        (id, seq),
-    )?;
+    let sql = "SELECT state, due, attempt, failures FROM deliveries
+               WHERE group_id = ?1 AND seq = ?2";
+    let row: Option<Row> = reader.conn.first(doing, sql, (id, seq))?;
     if let Some((kind, due, attempts, failures)) = row {
         state.attempts = attempts;
         state.failures = read_failures(failures.as_deref())?;
@@ -213,11 +199,8 @@ fn state_in(
     let patterns = patterns_of(&reader.conn, id)?;
     let event_type = record.event.event_type();
     let is_matched = patterns.iter().any(|p| p.matches(event_type));
-    state.skipped = reader.conn.first(
-        doing,
-        "SELECT reason FROM skips WHERE group_id = ?1 AND seq = ?2",
-        (id, seq),
-    )?;
+    let sql = "SELECT reason FROM skips WHERE group_id = ?1 AND seq = ?2";
+    state.skipped = reader.conn.first(doing, sql, (id, seq))?;
     if record.seq() > cursor && state.skipped.is_none() && is_for && is_matched {
         state.state = EventState::Pending;
         return Ok(state);

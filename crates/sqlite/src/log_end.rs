@@ -55,11 +55,8 @@ impl LogEnd {
 
     /// The time of receipt of the newest event.
     pub(crate) fn newest_received(conn: &Connection) -> Result<Option<i64>> {
-        conn.first(
-            "reading the state of the file",
-            "SELECT CAST(received_at AS INTEGER) FROM log ORDER BY seq DESC LIMIT 1",
-            [],
-        )
+        let sql = "SELECT CAST(received_at AS INTEGER) FROM log ORDER BY seq DESC LIMIT 1";
+        conn.first("reading the state of the file", sql, [])
     }
 
     /// The number of a type. A new type gets one.

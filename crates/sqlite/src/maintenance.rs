@@ -366,9 +366,9 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
         (
             "what belongs to an event goes with it",
             "SELECT (SELECT count(*) FROM event_payloads WHERE seq NOT IN (SELECT seq FROM log))
-                  + (SELECT count(*) FROM expirations WHERE seq NOT IN (SELECT seq FROM log))
-                  + (SELECT count(*) FROM outcomes WHERE seq NOT IN (SELECT seq FROM log))
-                  + (SELECT count(*) FROM everbus_failures WHERE seq NOT IN (SELECT seq FROM log))",
+             + (SELECT count(*) FROM expirations WHERE seq NOT IN (SELECT seq FROM log))
+             + (SELECT count(*) FROM outcomes WHERE seq NOT IN (SELECT seq FROM log))
+             + (SELECT count(*) FROM everbus_failures WHERE seq NOT IN (SELECT seq FROM log))",
         ),
         (
             "no event is both waiting and dead",
@@ -382,17 +382,17 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
         (
             "claims do not overlap",
             "SELECT count(*) FROM claims a JOIN claims b
-               ON a.group_id = b.group_id AND a.id < b.id AND a.lo <= b.hi AND b.lo <= a.hi",
+             ON a.group_id = b.group_id AND a.id < b.id AND a.lo <= b.hi AND b.lo <= a.hi",
         ),
         (
             "the runs of the history's index do not overlap",
             "SELECT count(*) FROM (SELECT lo <= lag(hi) OVER (ORDER BY lo) OR hi < lo AS bad
-               FROM history_runs WHERE state = 1) WHERE bad",
+             FROM history_runs WHERE state = 1) WHERE bad",
         ),
         (
             "times never fall",
             "SELECT count(*) FROM (SELECT received_at < lag(received_at) OVER (ORDER BY seq) AS fell
-               FROM log) WHERE fell",
+             FROM log) WHERE fell",
         ),
     ];
     for (rule, sql) in RULES {

@@ -1,5 +1,5 @@
-//! The attempts of an event that failed before its group handled or skipped it. An event
-//! that succeeds at its first attempt has no row here.
+//! The attempts of an event that failed before its group handled or skipped it. An event that
+//! succeeds at its first attempt has no row here.
 
 use everbus_core::{Ended, Failure, GroupState, Ran, Result, Timestamp, all_failures};
 use rusqlite::{Connection, params};
@@ -29,11 +29,8 @@ pub(crate) fn write_outcome(
     ran: Option<&Ran>,
 ) -> Result<()> {
     let doing = "keeping the attempts of an event";
-    let before: Option<Kept> = tx.conn.first(
-        doing,
-        "SELECT attempts, failures FROM outcomes WHERE seq = ?1 AND group_id = ?2",
-        (to_sql(seq), group),
-    )?;
+    let sql = "SELECT attempts, failures FROM outcomes WHERE seq = ?1 AND group_id = ?2";
+    let before: Option<Kept> = tx.conn.first(doing, sql, (to_sql(seq), group))?;
     if let Some((earlier, texts)) = before {
         attempts = attempts.saturating_add(earlier);
         // Damaged old failures must not keep new ones from being written.
@@ -44,8 +41,8 @@ pub(crate) fn write_outcome(
     tx.conn.run(
         doing,
         "INSERT OR REPLACE INTO outcomes
-               (seq, group_id, attempts, failures, ended_at, took, worker)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
+           (seq, group_id, attempts, failures, ended_at, took, worker)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
         params![
             to_sql(seq),
             group,
@@ -67,27 +64,20 @@ pub(crate) fn read_into(
     state: &mut GroupState,
 ) -> Result<()> {
     let doing = "reading the attempts of an event";
-    let letter: Option<(u32, String)> = conn.first(
-        doing,
-        "SELECT attempts, failures FROM dead_letters WHERE seq = ?1 AND group_id = ?2",
-        (seq, group),
-    )?;
-    let kept: Option<(Kept, Ended)> = conn.read_first(
-        doing,
-        "SELECT attempts, failures, ended_at, took, worker FROM outcomes
-             WHERE seq = ?1 AND group_id = ?2",
-        (seq, group),
-        |r| {
-            let took: Option<i64> = r.get(3)?;
-            let took = took.and_then(|took| u64::try_from(took).ok());
-            let ran = Ran {
-                took: took.map(std::time::Duration::from_micros),
-                worker: r.get(4)?,
-            };
-            let at = Timestamp::from_micros(r.get(2)?);
-            Ok(((r.get(0)?, r.get(1)?), Ended { at, ran }))
-        },
-    )?;
+    let sql = "SELECT attempts, failures FROM dead_letters WHERE seq = ?1 AND group_id = ?2";
+    let letter: Option<(u32, String)> = conn.first(doing, sql, (seq, group))?;
+    let sql = "SELECT attempts, failures, ended_at, took, worker FROM outcomes
+               WHERE seq = ?1 AND group_id = ?2";
+    let kept: Option<(Kept, Ended)> = conn.read_first(doing, sql, (seq, group), |r| {
+        let took: Option<i64> = r.get(3)?;
+        let took = took.and_then(|took| u64::try_from(took).ok());
+        let ran = Ran {
+            took: took.map(std::time::Duration::from_micros),
+            worker: r.get(4)?,
+        };
+        let at = Timestamp::from_micros(r.get(2)?);
+        Ok(((r.get(0)?, r.get(1)?), Ended { at, ran }))
+    })?;
     let (mut attempts, mut failures): (u32, Vec<Failure>) = match letter {
         Some((attempts, texts)) => (attempts, read_failures(Some(&texts))?),
         None => (0, Vec::new()),

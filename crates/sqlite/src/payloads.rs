@@ -19,7 +19,7 @@ use crate::tx::Tx;
 
 /// The position of an event by its id and the name of its tenant (NULL for none).
 const SEQ_OF: &str = "SELECT seq FROM log WHERE id = ?1
-    AND tenant = iif(?2 IS NULL, 0, (SELECT id FROM tenants WHERE name = ?2))";
+                      AND tenant = iif(?2 IS NULL, 0, (SELECT id FROM tenants WHERE name = ?2))";
 
 /// The columns that [`read_info`] expects, in its order.
 const INFO: &str = "p.stage, p.timestamp, p.payload_size_original, p.payload_size_compressed,
@@ -36,16 +36,15 @@ pub(crate) fn seq_of(conn: &Connection, event: &EventKey) -> Result<Option<u64>>
 }
 
 pub(crate) fn store_stage(tx: &mut Tx, event: &EventKey, stage: &StoredStage) -> Result<()> {
-    let _doing = |e| from_sqlite("storing a payload stage", e);
     let seq = seq_of(&tx.conn, event)?.ok_or_else(|| no_event(event))?;
     let info = &stage.info;
     tx.conn.run(
         "storing a payload stage",
         "INSERT INTO event_payloads
-               (event_id, stage, payload_compressed, payload_size_original,
-                payload_size_compressed, timestamp, status_code, error_details,
-                contains_media, contains_base64, seq)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
+           (event_id, stage, payload_compressed, payload_size_original,
+            payload_size_compressed, timestamp, status_code, error_details,
+            contains_media, contains_base64, seq)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
         params![
             event.id.to_string(),
             info.stage.as_str(),

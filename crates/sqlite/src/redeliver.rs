@@ -7,7 +7,8 @@ use rusqlite::params;
 use crate::broker::SqliteEngine;
 use crate::deliveries::claims::{StoredClaim, note_due, stored_claims};
 use crate::deliveries::leases::Leases;
-use crate::rows::{WAITING, stored_at, to_sql};
+use crate::rows::{WAITING, to_sql};
+use crate::settle::key_at;
 use crate::sql::Sql as _;
 use crate::tx::Tx;
 
@@ -82,15 +83,13 @@ fn redeliver_some(
 /// The type of an event, and whether it has a row or an open dead letter in the group. `None` if there is
 /// no such event.
 fn standing(tx: &Tx, group: i64, seq: u64) -> Result<Option<(i64, bool)>> {
-    tx.conn.first(
-        "reading the state of an event",
-        "SELECT CAST(type AS INTEGER),
-               EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?1 AND seq = ?2)
-               OR EXISTS (SELECT 1 FROM dead_letters
-                 WHERE seq = ?2 AND group_id = ?1 AND retried_at IS NULL)
-             FROM log WHERE seq = ?2",
-        (group, to_sql(seq)),
-    )
+    let sql = "SELECT CAST(type AS INTEGER),
+                 EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?1 AND seq = ?2)
+                 OR EXISTS (SELECT 1 FROM dead_letters
+                   WHERE seq = ?2 AND group_id = ?1 AND retried_at IS NULL)
+               FROM log WHERE seq = ?2";
+    tx.conn
+        .first("reading the state of an event", sql, (group, to_sql(seq)))
 }
 
 /// All ranges that the group has handed out, by any owner. Memory knows more than the file about this
@@ -106,30 +105,16 @@ fn claims_of(tx: &Tx, leases: &Leases, group: i64) -> Result<Vec<StoredClaim>> {
 }
 
 fn queue_again(tx: &mut Tx, group: i64, seq: u64, type_id: i64) -> Result<()> {
-    let key = if tx.groups.known(group)?.ordered {
-        stored_at(&tx.conn, seq, &mut tx.log.type_names)?.and_then(|s| {
-            s.record
-                .event
-                .ordering_key()
-                .map(std::borrow::Cow::into_owned)
-        })
-    } else {
-        None
-    };
-    let now = tx.now();
-    tx.conn.run(
-        "delivering an event once more",
-        "INSERT INTO deliveries
-               (group_id, seq, state, due, attempt, type, key, updated_at, replayed)
-             VALUES (?1, ?2, ?3, ?4, 0, ?5, ?6, ?4, 1)",
-        params![group, to_sql(seq), WAITING, now, type_id, key],
-    )?;
+    let (key, now) = (key_at(tx, group, seq)?, tx.now());
+    let doing = "delivering an event once more";
+    let sql = "INSERT INTO deliveries
+                 (group_id, seq, state, due, attempt, type, key, updated_at, replayed)
+               VALUES (?1, ?2, ?3, ?4, 0, ?5, ?6, ?4, 1)";
+    let values = params![group, to_sql(seq), WAITING, now, type_id, key];
+    tx.conn.run(doing, sql, values)?;
     // An earlier skip no longer holds.
-    tx.conn.run(
-        "delivering an event once more",
-        "DELETE FROM skips WHERE group_id = ?1 AND seq = ?2",
-        (group, to_sql(seq)),
-    )?;
+    let sql = "DELETE FROM skips WHERE group_id = ?1 AND seq = ?2";
+    tx.conn.run(doing, sql, (group, to_sql(seq)))?;
     note_due(tx, group, now);
     Ok(())
 }

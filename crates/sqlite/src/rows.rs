@@ -63,11 +63,8 @@ impl TypeNames {
         if let Some(name) = self.0.get(&id) {
             return Ok(Some(name.clone()));
         }
-        let name: Option<String> = conn.first(
-            "reading a type",
-            "SELECT name FROM types WHERE id = ?1",
-            [id],
-        )?;
+        let sql = "SELECT name FROM types WHERE id = ?1";
+        let name: Option<String> = conn.first("reading a type", sql, [id])?;
         let Some(name) = name else { return Ok(None) };
         let name: Arc<str> = name.into();
         if self.0.len() >= MAX_CACHED_TYPES {

@@ -1,5 +1,7 @@
 //! Settling deliveries (ack, retry, release, dead-letter) and extending leases.
 
+use std::borrow::Cow;
+
 use everbus_core::{Code, Death, Failure, Result, Settlement, Timestamp, Verdict};
 use rusqlite::params;
 
@@ -13,7 +15,7 @@ use crate::effect::{Effects, check_effect, run_effect, under_savepoint};
 use crate::failpoint;
 use crate::inbox::{note_handled, unnote_handled, write_noted};
 use crate::outcomes::keep_outcome;
-use crate::rows::{Seq as _, WAITING, micros, read_failures, stored_at, to_sql, write_failures};
+use crate::rows::{Seq as _, micros, read_failures, stored_at, to_sql, write_failures};
 use crate::sql::Sql as _;
 use crate::tx::Tx;
 
@@ -98,9 +100,7 @@ impl Deliveries {
             return Err(lost(seq));
         };
         self.consumers.settled_in(held.session, held.bytes);
-        if self.leases.isolating == Some((group, seq)) {
-            self.leases.isolating = None;
-        }
+        self.leases.end_isolation((group, seq));
         let now = tx.clock.now();
         match &settlement.verdict {
             verdict @ (Verdict::Ack | Verdict::Skip { .. }) => {
@@ -119,8 +119,8 @@ impl Deliveries {
                 tx.conn.run(
                     "settling",
                     "UPDATE deliveries SET state = 0, due = ?3, owner = 0, suspect = 0, alone = 0,
-                           failures = ?4, updated_at = ?5
-                         WHERE group_id = ?1 AND seq = ?2",
+                       failures = ?4, updated_at = ?5
+                     WHERE group_id = ?1 AND seq = ?2",
                     params![
                         group,
                         to_sql(seq),
@@ -220,8 +220,8 @@ pub(crate) fn release_row(
     tx.conn.run(
         "giving an event back",
         "UPDATE deliveries SET state = 0, due = ?3, attempt = attempt - 1, owner = 0,
-               suspect = ?4, alone = 0, updated_at = ?5
-             WHERE group_id = ?1 AND seq = ?2",
+           suspect = ?4, alone = 0, updated_at = ?5
+         WHERE group_id = ?1 AND seq = ?2",
         params![group, to_sql(seq), due, suspect, tx.now()],
     )?;
     if suspect {
@@ -242,11 +242,8 @@ pub(crate) fn row(tx: &Tx, group: i64, seq: u64) -> Result<(u32, Vec<Failure>)> 
 }
 
 pub(crate) fn type_of(tx: &mut Tx, seq: u64) -> Result<i64> {
-    tx.conn.one(
-        "reading the log",
-        "SELECT CAST(type AS INTEGER) FROM log WHERE seq = ?1",
-        [to_sql(seq)],
-    )
+    let sql = "SELECT CAST(type AS INTEGER) FROM log WHERE seq = ?1";
+    tx.conn.one("reading the log", sql, [to_sql(seq)])
 }
 
 /// Removes a finished row. In an ordered group the next event with its key may go.
@@ -254,26 +251,17 @@ pub(crate) fn remove_row(tx: &mut Tx, group: i64, seq: u64) -> Result<()> {
     let doing = "settling";
     let ordered = tx.groups.get(&group).is_some_and(|g| g.ordered);
     let key: Option<String> = if ordered {
-        tx.conn.one(
-            doing,
-            "SELECT key FROM deliveries WHERE group_id = ?1 AND seq = ?2",
-            (group, to_sql(seq)),
-        )?
+        let sql = "SELECT key FROM deliveries WHERE group_id = ?1 AND seq = ?2";
+        tx.conn.one(doing, sql, (group, to_sql(seq)))?
     } else {
         None
     };
-    tx.conn.run(
-        doing,
-        "DELETE FROM deliveries WHERE group_id = ?1 AND seq = ?2",
-        (group, to_sql(seq)),
-    )?;
+    let sql = "DELETE FROM deliveries WHERE group_id = ?1 AND seq = ?2";
+    tx.conn.run(doing, sql, (group, to_sql(seq)))?;
     if let Some(key) = key {
-        let freed = tx.conn.change(
-            doing,
-            "UPDATE deliveries SET state = 0 WHERE group_id = ?1 AND state = 2 AND seq =
-                   (SELECT min(seq) FROM deliveries WHERE group_id = ?1 AND key = ?2)",
-            params![group, key],
-        )?;
+        let sql = "UPDATE deliveries SET state = 0 WHERE group_id = ?1 AND state = 2 AND seq =
+                   (SELECT min(seq) FROM deliveries WHERE group_id = ?1 AND key = ?2)";
+        let freed = tx.conn.change(doing, sql, params![group, key])?;
         if freed > 0 {
             note_due(tx, group, tx.now());
         }
@@ -287,18 +275,25 @@ pub(crate) fn free_keys(tx: &mut Tx, group: i64) -> Result<()> {
     if !tx.groups.get(&group).is_some_and(|g| g.ordered) {
         return Ok(());
     }
-    let freed = tx.conn.change(
-        "ordering by key",
-        "UPDATE deliveries AS d SET state = 0 WHERE d.group_id = ?1 AND d.state = 2
+    let sql = "UPDATE deliveries AS d SET state = 0 WHERE d.group_id = ?1 AND d.state = 2
                AND NOT EXISTS (SELECT 1 FROM deliveries other WHERE other.group_id = ?1
                  AND other.key = d.key AND other.seq <> d.seq
-                 AND (other.seq < d.seq OR other.state = 1))",
-        [group],
-    )?;
+                 AND (other.seq < d.seq OR other.state = 1))";
+    let freed = tx.conn.change("ordering by key", sql, [group])?;
     if freed > 0 {
         note_due(tx, group, tx.now());
     }
     Ok(())
+}
+
+/// The key of an event, if the group is ordered by it.
+pub(crate) fn key_at(tx: &mut Tx, group: i64, seq: u64) -> Result<Option<String>> {
+    let group = tx.groups.known(group)?;
+    if !group.ordered {
+        return Ok(None);
+    }
+    let stored = stored_at(&tx.conn, seq, &mut tx.log.type_names)?;
+    Ok(stored.and_then(|s| s.record.event.ordering_key().map(Cow::into_owned)))
 }
 
 /// Inserts a waiting row.
@@ -310,44 +305,22 @@ pub(crate) fn insert_waiting(
     due: Timestamp,
     failures: &[Failure],
 ) -> Result<()> {
-    let type_id = type_of(tx, seq)?;
-    let key = if tx.groups.known(group)?.ordered {
-        stored_at(&tx.conn, seq, &mut tx.log.type_names)?.and_then(|s| {
-            s.record
-                .event
-                .ordering_key()
-                .map(std::borrow::Cow::into_owned)
-        })
-    } else {
-        None
-    };
-    tx.conn.run(
-        "setting an event aside",
-        "INSERT OR REPLACE INTO deliveries
-               (group_id, seq, state, due, attempt, type, key, failures, updated_at)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)",
-        params![
-            group,
-            to_sql(seq),
-            WAITING,
-            micros(due),
-            attempt,
-            type_id,
-            key,
-            write_failures(failures),
-            tx.now()
-        ],
-    )?;
+    let (type_id, key) = (type_of(tx, seq)?, key_at(tx, group, seq)?);
+    let sql = "INSERT OR REPLACE INTO deliveries
+                 (group_id, seq, state, due, attempt, type, key, failures, updated_at)
+               VALUES (?1, ?2, 0, ?3, ?4, ?5, ?6, ?7, ?8)";
+    let (seq, at, failures) = (to_sql(seq), micros(due), write_failures(failures));
+    let values = params![group, seq, at, attempt, type_id, key, failures, tx.now()];
+    tx.conn.run("setting an event aside", sql, values)?;
     note_due(tx, group, micros(due));
     Ok(())
 }
 
 pub(crate) fn write_skip(tx: &mut Tx, group: i64, seq: u64, reason: &str) -> Result<()> {
-    tx.conn.run(
-        "recording a skip",
-        "INSERT OR REPLACE INTO skips (group_id, seq, reason, at) VALUES (?1, ?2, ?3, ?4)",
-        params![group, to_sql(seq), reason, tx.now()],
-    )
+    let doing = "recording a skip";
+    let sql = "INSERT OR REPLACE INTO skips (group_id, seq, reason, at) VALUES (?1, ?2, ?3, ?4)";
+    tx.conn
+        .run(doing, sql, params![group, to_sql(seq), reason, tx.now()])
 }
 
 /// Whether an error refuses one settlement and leaves the others alone.

@@ -1,5 +1,5 @@
 //! The file as a store beside a broker: it records what the runtime reports about events that another engine
-//! delivers. Storing these reports.
+//! delivers.
 //!
 //! A group that is known only from such reports has no subscriptions, so it keeps no event from being
 //! removed. Its cursor moves with the end of the log: a row in `skips` beyond a cursor would mean that the
@@ -176,58 +176,40 @@ fn store_group(tx: &mut Tx, name: &GroupName) -> Result<i64> {
         }
         return Ok(id);
     }
-    let id = tx
-        .conn
-        .prepare_cached(
-            "INSERT INTO groups (name, ordered, cursor, declared_at, created_at, active_at)
-             VALUES (?1, 0, ?2, ?2, ?3, ?3)",
-        )
-        .and_then(|mut s| {
-            let now = tx.now();
-            s.insert(params![name.as_str(), to_sql(tx.log.head), now])
-        })
-        .map_err(|e| from_sqlite("adding a group", e))?;
+    let sql = "INSERT INTO groups (name, ordered, cursor, declared_at, created_at, active_at)
+               VALUES (?1, 0, ?2, ?2, ?3, ?3)";
+    let values = params![name.as_str(), to_sql(tx.log.head), tx.now()];
+    let id = tx.conn.add("adding a group", sql, values)?;
     reread_groups(tx)?;
     Ok(id)
 }
 
 fn keep_failures(tx: &Tx, group: i64, seq: u64, kept: &KeptFailures) -> Result<()> {
-    let doing = |e| from_sqlite("keeping a failed attempt", e);
+    let doing = "keeping a failed attempt";
     if kept.all.is_empty() {
-        return tx.conn.run(
-            "keeping a failed attempt",
-            "DELETE FROM everbus_failures WHERE seq = ?1 AND group_id = ?2",
-            (to_sql(seq), group),
-        );
+        let sql = "DELETE FROM everbus_failures WHERE seq = ?1 AND group_id = ?2";
+        return tx.conn.run(doing, sql, (to_sql(seq), group));
     }
-    tx.conn
-        .prepare_cached(
-            "INSERT OR REPLACE INTO everbus_failures (seq, group_id, failures, past)
-             VALUES (?1, ?2, ?3, ?4)",
-        )
-        .and_then(|mut s| {
-            let past = to_sql(kept.past as u64);
-            s.execute(params![to_sql(seq), group, write_failures(&kept.all), past])
-        })
-        .map(drop)
-        .map_err(doing)
+    let sql = "INSERT OR REPLACE INTO everbus_failures (seq, group_id, failures, past)
+               VALUES (?1, ?2, ?3, ?4)";
+    let past = to_sql(kept.past as u64);
+    let values = params![to_sql(seq), group, write_failures(&kept.all), past];
+    tx.conn.run(doing, sql, values)
 }
 
 /// The group is done with an event: its failures no longer count for a next attempt.
 fn end_failures(tx: &Tx, group: i64, seq: u64) -> Result<()> {
-    tx.conn.run(
-        "keeping a failed attempt",
-        "UPDATE everbus_failures SET past = json_array_length(failures)
-             WHERE seq = ?1 AND group_id = ?2",
-        (to_sql(seq), group),
-    )
+    let sql = "UPDATE everbus_failures SET past = json_array_length(failures)
+               WHERE seq = ?1 AND group_id = ?2";
+    tx.conn
+        .run("keeping a failed attempt", sql, (to_sql(seq), group))
 }
 
 fn earlier_death(tx: &Tx, group: i64, seq: u64) -> Result<Option<EarlierDeath>> {
     tx.conn.read_first(
         "reading a dead letter",
         "SELECT attempts, failures, died_at, retried_at IS NULL FROM dead_letters
-             WHERE seq = ?1 AND group_id = ?2",
+         WHERE seq = ?1 AND group_id = ?2",
         (to_sql(seq), group),
         |r| {
             let failures: String = r.get(1)?;
@@ -243,11 +225,9 @@ fn earlier_death(tx: &Tx, group: i64, seq: u64) -> Result<Option<EarlierDeath>> 
 }
 
 fn forget_skip(tx: &Tx, group: i64, seq: u64) -> Result<()> {
-    tx.conn.run(
-        "writing a dead letter",
-        "DELETE FROM skips WHERE group_id = ?1 AND seq = ?2",
-        (group, to_sql(seq)),
-    )
+    let sql = "DELETE FROM skips WHERE group_id = ?1 AND seq = ?2";
+    tx.conn
+        .run("writing a dead letter", sql, (group, to_sql(seq)))
 }
 
 fn mark_retried(
@@ -256,46 +236,36 @@ fn mark_retried(
     by: Option<EventId>,
     at: Timestamp,
 ) -> Result<()> {
-    let doing = |e| from_sqlite("noting a retry", e);
+    let sql = "UPDATE dead_letters SET retried_at = ?3, replaced_by = coalesce(?4, replaced_by)
+               WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL AND died_at = ?5";
+    let by = by.as_ref().map(EventId::as_bytes);
     for SentBack { letter, died_at } in letters {
         let seq = letter.position.place();
         let Some(group) = tx.groups.id_of(&letter.group) else {
             continue;
         };
-        tx.conn
-            .prepare_cached(
-                "UPDATE dead_letters SET retried_at = ?3, replaced_by = coalesce(?4, replaced_by)
-                 WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL AND died_at = ?5",
-            )
-            .and_then(|mut s| {
-                let by = by.as_ref().map(EventId::as_bytes);
-                s.execute((to_sql(seq), group, micros(at), by, micros(*died_at)))
-            })
-            .map_err(doing)?;
+        let values = (to_sql(seq), group, micros(at), by, micros(*died_at));
+        tx.conn.run("noting a retry", sql, values)?;
         tx.watches.touch(seq);
     }
     Ok(())
 }
 
 fn store_stage_early(tx: &mut Tx, event: &EventKey, stage: &StoredStage) -> Result<()> {
-    let _doing = |e| from_sqlite("storing a payload stage", e);
     if seq_of(&tx.conn, event)?.is_some() {
         return store_stage(tx, event, stage);
     }
     let old = micros(tx.clock.now().minus(EARLY_STAGES));
-    tx.conn.run(
-        "storing a payload stage",
-        "DELETE FROM everbus_early_payloads WHERE timestamp < ?1",
-        [old],
-    )?;
+    let sql = "DELETE FROM everbus_early_payloads WHERE timestamp < ?1";
+    tx.conn.run("storing a payload stage", sql, [old])?;
     let info = &stage.info;
     tx.conn.run(
         "storing a payload stage",
         "INSERT INTO everbus_early_payloads
-               (event, tenant, event_id, stage, payload_compressed, payload_size_original,
-                payload_size_compressed, timestamp, status_code, error_details,
-                contains_media, contains_base64)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)",
+           (event, tenant, event_id, stage, payload_compressed, payload_size_original,
+            payload_size_compressed, timestamp, status_code, error_details,
+            contains_media, contains_base64)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)",
         params![
             event.id.as_bytes(),
             event.tenant.as_deref().unwrap_or_default(),
@@ -316,11 +286,8 @@ fn store_stage_early(tx: &mut Tx, event: &EventKey, stage: &StoredStage) -> Resu
 /// Moves stages that arrived early to the events that this transaction appended, from this one on.
 fn move_early_stages(tx: &Tx, from: usize) -> Result<()> {
     let doing = |e| from_sqlite("storing a payload stage", e);
-    let waiting: bool = tx.conn.one(
-        "storing a payload stage",
-        "SELECT EXISTS (SELECT 1 FROM everbus_early_payloads)",
-        [],
-    )?;
+    let sql = "SELECT EXISTS (SELECT 1 FROM everbus_early_payloads)";
+    let waiting: bool = tx.conn.one("storing a payload stage", sql, [])?;
     if !waiting {
         return Ok(());
     }
@@ -343,22 +310,18 @@ fn move_early_stages(tx: &Tx, from: usize) -> Result<()> {
                 s.execute(params![id.as_bytes(), tenant, seq])
             })
             .map_err(doing)?;
-        tx.conn.run(
-            "storing a payload stage",
-            "DELETE FROM everbus_early_payloads WHERE event = ?1 AND tenant = ?2",
-            params![id.as_bytes(), tenant],
-        )?;
+        let doing = "storing a payload stage";
+        let sql = "DELETE FROM everbus_early_payloads WHERE event = ?1 AND tenant = ?2";
+        tx.conn.run(doing, sql, params![id.as_bytes(), tenant])?;
     }
     Ok(())
 }
 
 /// The failed attempts of an event in a group.
 pub(crate) fn kept_failures(conn: &Connection, group: i64, seq: u64) -> Result<KeptFailures> {
-    let found: Option<(Option<String>, i64)> = conn.first(
-        "reading failed attempts",
-        "SELECT failures, past FROM everbus_failures WHERE seq = ?1 AND group_id = ?2",
-        (to_sql(seq), group),
-    )?;
+    let doing = "reading failed attempts";
+    let sql = "SELECT failures, past FROM everbus_failures WHERE seq = ?1 AND group_id = ?2";
+    let found: Option<(Option<String>, i64)> = conn.first(doing, sql, (to_sql(seq), group))?;
     let Some((texts, past)) = found else {
         return Ok(KeptFailures::default());
     };
@@ -368,11 +331,10 @@ pub(crate) fn kept_failures(conn: &Connection, group: i64, seq: u64) -> Result<K
 }
 
 fn failures(reader: &Reader, group: &GroupName, events: &[EventKey]) -> Result<Vec<Vec<Failure>>> {
-    let group: Option<i64> = reader.conn.first(
-        "reading failed attempts",
-        "SELECT id FROM groups WHERE name = ?1",
-        [group.as_str()],
-    )?;
+    let sql = "SELECT id FROM groups WHERE name = ?1";
+    let group: Option<i64> = reader
+        .conn
+        .first("reading failed attempts", sql, [group.as_str()])?;
     let Some(group) = group else {
         return Ok(vec![Vec::new(); events.len()]);
     };

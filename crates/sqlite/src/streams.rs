@@ -124,12 +124,10 @@ impl Count {
     /// Counts events in rows and claims. Events beyond the cursors are counted later.
     fn begin(reader: &Reader, stream: &Pattern, limit: u64, list_waiting: bool) -> Result<Self> {
         let types = matching_types(reader, stream)?;
-        let groups: Vec<(i64, i64, Option<i64>, String)> = reader.conn.all(
-            "reading the groups",
-            "SELECT id, cursor, (SELECT max(seq) FROM skips WHERE group_id = groups.id), name
-                 FROM groups WHERE owner IS NULL",
-            [],
-        )?;
+        let doing = "reading the groups";
+        let sql = "SELECT id, cursor, (SELECT max(seq) FROM skips WHERE group_id = groups.id), name
+                   FROM groups WHERE owner IS NULL";
+        let groups: Vec<(i64, i64, Option<i64>, String)> = reader.conn.all(doing, sql, [])?;
         let all: HashSet<i64> = types.iter().map(|(id, _)| *id).collect();
         let mut tallies = Vec::with_capacity(groups.len());
         for (group, cursor, last_skip, name) in groups {
@@ -306,9 +304,7 @@ fn drop_waiting(tx: &mut Tx, leases: &mut Leases, group: i64, seqs: &[u64]) -> R
     dropped.extend(drop_inherited(tx, group, &rest)?);
     for seq in &dropped {
         tx.watches.touch(*seq);
-        if leases.isolating == Some((group, *seq)) {
-            leases.isolating = None;
-        }
+        leases.end_isolation((group, *seq));
     }
     if let (Some(last), Ok(group)) = (dropped.iter().max(), tx.groups.known(group)) {
         group.dropped_to = group.dropped_to.max(*last);
@@ -318,11 +314,9 @@ fn drop_waiting(tx: &mut Tx, leases: &mut Leases, group: i64, seqs: &[u64]) -> R
 }
 
 fn row_state(tx: &Tx, group: i64, seq: u64) -> Result<Option<i64>> {
-    tx.conn.first(
-        "dropping from a stream",
-        "SELECT state FROM deliveries WHERE group_id = ?1 AND seq = ?2",
-        (group, to_sql(seq)),
-    )
+    let sql = "SELECT state FROM deliveries WHERE group_id = ?1 AND seq = ?2";
+    tx.conn
+        .first("dropping from a stream", sql, (group, to_sql(seq)))
 }
 
 /// Records why a group is done with an event without a row. The group will skip the event if it has not
@@ -384,12 +378,9 @@ pub(crate) fn was_dropped(tx: &Tx, group: i64, seq: u64) -> Result<bool> {
     if known.is_none_or(|group| seq > group.dropped_to) {
         return Ok(false);
     }
+    let doing = "reading the skips";
+    let sql = "SELECT 1 FROM skips WHERE group_id = ?1 AND seq = ?2";
     tx.conn
-        .read_first(
-            "reading the skips",
-            "SELECT 1 FROM skips WHERE group_id = ?1 AND seq = ?2",
-            params![group, to_sql(seq)],
-            |_| Ok(()),
-        )
+        .read_first(doing, sql, params![group, to_sql(seq)], |_| Ok(()))
         .map(|found| found.is_some())
 }

@@ -121,12 +121,9 @@ fn outcome(tx: &mut Tx, leases: &Leases, position: u64) -> Result<Option<Result<
         if to_come || is_claimed(tx, leases, id, position)? || has_row(tx, id, position)? {
             return Ok(None);
         }
-        let dead: bool = tx.conn.one(
-            doing,
-            "SELECT EXISTS (SELECT 1 FROM dead_letters
-                   WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL)",
-            (to_sql(position), id),
-        )?;
+        let sql = "SELECT EXISTS (SELECT 1 FROM dead_letters
+                   WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL)";
+        let dead: bool = tx.conn.one(doing, sql, (to_sql(position), id))?;
         if dead {
             outcome.dead_lettered.push(group_name);
         }
@@ -150,9 +147,7 @@ fn is_claimed(tx: &Tx, leases: &Leases, group: i64, position: u64) -> Result<boo
 }
 
 fn has_row(tx: &Tx, group: i64, position: u64) -> Result<bool> {
-    tx.conn.one(
-        "looking whether an event is settled",
-        "SELECT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?1 AND seq = ?2)",
-        (group, to_sql(position)),
-    )
+    let doing = "looking whether an event is settled";
+    let sql = "SELECT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?1 AND seq = ?2)";
+    tx.conn.one(doing, sql, (group, to_sql(position)))
 }

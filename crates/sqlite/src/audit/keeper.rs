@@ -118,13 +118,10 @@ fn hash_at(conn: &Connection, seq: u64) -> Result<Option<AuditHash>> {
     if anchor.seq == seq {
         return Ok(Some(anchor.hash));
     }
-    conn.read_first(
-        "reading the audit trail",
-        "SELECT seq, hash, at FROM audit_log WHERE seq = ?1",
-        [to_sql(seq)],
-        super::read_head,
-    )
-    .map(|found| found.map(|(head, _)| head.hash))
+    let doing = "reading the audit trail";
+    let sql = "SELECT seq, hash, at FROM audit_log WHERE seq = ?1";
+    conn.read_first(doing, sql, [to_sql(seq)], super::read_head)
+        .map(|found| found.map(|(head, _)| head.hash))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

@@ -1,4 +1,4 @@
-//! The audit trail of a file. Adding and removing its records.
+//! The audit trail of a file.
 //!
 //! Records are chained by their hashes. The head of the chain is kept in a file beside the database, so that
 //! verification notices records cut off at the end.
@@ -219,12 +219,8 @@ fn refused(doing: &str, error: rusqlite::Error) -> Error {
 
 /// The end of the chain and the time of its last record.
 fn last(conn: &Connection) -> Result<(AuditHead, i64)> {
-    let row = conn.read_first(
-        "reading the audit trail",
-        "SELECT seq, hash, at FROM audit_log ORDER BY seq DESC LIMIT 1",
-        [],
-        read_head,
-    )?;
+    let sql = "SELECT seq, hash, at FROM audit_log ORDER BY seq DESC LIMIT 1";
+    let row = conn.read_first("reading the audit trail", sql, [], read_head)?;
     match row {
         Some(row) => Ok(row),
         None => anchor(conn),
@@ -233,12 +229,8 @@ fn last(conn: &Connection) -> Result<(AuditHead, i64)> {
 
 /// The anchor that retention left, or the origin of the chain, and its time.
 fn anchor(conn: &Connection) -> Result<(AuditHead, i64)> {
-    let row = conn.read_first(
-        "reading the audit trail",
-        "SELECT seq, hash, at FROM audit_anchor",
-        [],
-        read_head,
-    )?;
+    let sql = "SELECT seq, hash, at FROM audit_anchor";
+    let row = conn.read_first("reading the audit trail", sql, [], read_head)?;
     Ok(row.unwrap_or((AuditHead::ORIGIN, i64::MIN)))
 }
 

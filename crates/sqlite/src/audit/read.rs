@@ -88,31 +88,21 @@ fn statement(conn: &Connection, query: &AuditQuery) -> Result<Option<(String, Ve
 }
 
 fn at_or_after(conn: &Connection, at: Timestamp) -> Result<Option<i64>> {
-    conn.first(
-        "reading the audit trail",
-        "SELECT seq FROM audit_log WHERE at >= ?1 ORDER BY at, seq LIMIT 1",
-        [at.as_micros()],
-    )
+    let sql = "SELECT seq FROM audit_log WHERE at >= ?1 ORDER BY at, seq LIMIT 1";
+    conn.first("reading the audit trail", sql, [at.as_micros()])
 }
 
 fn at_or_before(conn: &Connection, at: Timestamp) -> Result<Option<i64>> {
-    conn.first(
-        "reading the audit trail",
-        "SELECT seq FROM audit_log WHERE at <= ?1 ORDER BY at DESC, seq DESC LIMIT 1",
-        [at.as_micros()],
-    )
+    let sql = "SELECT seq FROM audit_log WHERE at <= ?1 ORDER BY at DESC, seq DESC LIMIT 1";
+    conn.first("reading the audit trail", sql, [at.as_micros()])
 }
 
 /// The last of the records at the beginning that were written before a time.
 pub(super) fn last_before(conn: &Connection, before: Timestamp) -> Result<Option<AuditHead>> {
     let beyond = at_or_after(conn, before)?.unwrap_or(i64::MAX);
-    conn.read_first(
-        "reading the audit trail",
-        "SELECT seq, hash, at FROM audit_log WHERE seq < ?1 ORDER BY seq DESC LIMIT 1",
-        [beyond],
-        super::read_head,
-    )
-    .map(|found| found.map(|(head, _)| head))
+    let sql = "SELECT seq, hash, at FROM audit_log WHERE seq < ?1 ORDER BY seq DESC LIMIT 1";
+    conn.read_first("reading the audit trail", sql, [beyond], super::read_head)
+        .map(|found| found.map(|(head, _)| head))
 }
 
 fn record(row: &Row<'_>) -> rusqlite::Result<AuditRecord> {

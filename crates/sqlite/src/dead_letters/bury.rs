@@ -90,12 +90,12 @@ pub(crate) fn put_dead_letter(
     tx.conn.run(
         "writing a dead letter",
         "INSERT INTO dead_letters
-               (seq, group_id, type, attempts, failures, handler, first_seen_at, died_at,
-                event_id, binary)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7, ?8, ?9)
-             ON CONFLICT (seq, group_id) DO UPDATE SET
-               attempts = excluded.attempts, failures = excluded.failures,
-               handler = excluded.handler, died_at = excluded.died_at, retried_at = NULL",
+           (seq, group_id, type, attempts, failures, handler, first_seen_at, died_at,
+            event_id, binary)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7, ?8, ?9)
+         ON CONFLICT (seq, group_id) DO UPDATE SET
+           attempts = excluded.attempts, failures = excluded.failures,
+           handler = excluded.handler, died_at = excluded.died_at, retried_at = NULL",
         params![
             to_sql(seq),
             group,
@@ -114,11 +114,9 @@ pub(crate) fn put_dead_letter(
 
 /// The attempts and failures of an earlier death of the same event in the same group.
 fn death_before(tx: &Tx, group: i64, seq: u64) -> Result<(u32, Vec<Failure>)> {
-    let before: Option<(u32, String)> = tx.conn.first(
-        "reading a dead letter",
-        "SELECT attempts, failures FROM dead_letters WHERE seq = ?1 AND group_id = ?2",
-        (to_sql(seq), group),
-    )?;
+    let doing = "reading a dead letter";
+    let sql = "SELECT attempts, failures FROM dead_letters WHERE seq = ?1 AND group_id = ?2";
+    let before: Option<(u32, String)> = tx.conn.first(doing, sql, (to_sql(seq), group))?;
     let (attempts, failures) = before.unwrap_or_default();
     // Damaged old failures must not keep new ones from being written.
     let failures = read_failures(Some(&failures)).unwrap_or_default();

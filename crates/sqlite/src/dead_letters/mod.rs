@@ -95,28 +95,19 @@ impl DeadLetters for SqliteEngine {
 
     fn replaced(&self) -> BoxFuture<'_, Result<Vec<Replaced>>> {
         self.handle.query(|reader| {
-            let doing = |e| from_sqlite("reading the replaced dead letters", e);
-            let mut statement = reader
-                .conn
-                .prepare_cached(
-                    "SELECT d.seq, g.name, d.replaced_by FROM dead_letters d
-                       JOIN groups g ON g.id = d.group_id
-                     WHERE d.replaced_by IS NOT NULL ORDER BY d.seq, g.name",
-                )
-                .map_err(doing)?;
-            let mut rows = statement.query([]).map_err(doing)?;
-            let mut replaced = Vec::new();
-            while let Some(row) = rows.next().map_err(doing)? {
-                let group: String = row.get(1).map_err(doing)?;
-                replaced.push(Replaced {
-                    key: DeadLetterKey {
-                        position: Position::seq(seq_from(row.get(0).map_err(doing)?)),
-                        group: group.parse()?,
-                    },
-                    by: EventId::from_bytes(row.get(2).map_err(doing)?),
-                });
-            }
-            Ok(replaced)
+            let doing = "reading the replaced dead letters";
+            let sql = "SELECT d.seq, g.name, d.replaced_by FROM dead_letters d
+                         JOIN groups g ON g.id = d.group_id
+                       WHERE d.replaced_by IS NOT NULL ORDER BY d.seq, g.name";
+            let rows: Vec<(i64, String, [u8; 16])> = reader.conn.all(doing, sql, [])?;
+            let replaced = rows.into_iter().map(|(seq, group, by)| {
+                let (position, group) = (Position::seq(seq_from(seq)), group.parse()?);
+                Ok(Replaced {
+                    key: DeadLetterKey { position, group },
+                    by: EventId::from_bytes(by),
+                })
+            });
+            replaced.collect()
         })
     }
 
@@ -301,7 +292,7 @@ fn last_received_by(conn: &Connection, at: Timestamp) -> Result<u64> {
 }
 
 fn tally(conn: &Connection, condition: &Condition, limit: usize) -> Result<Vec<DeadLetterTally>> {
-    let doing = |e| from_sqlite("counting dead letters", e);
+    let doing = "counting dead letters";
     let sql = format!(
         "SELECT g.name, coalesce(t.name, '{UNREADABLE}'),
                 substr(coalesce(json_extract(d.failures, '$[#-1].error'), ''), 1, {TALLY_ERROR_CHARS}) AS error,
@@ -310,21 +301,17 @@ fn tally(conn: &Connection, condition: &Condition, limit: usize) -> Result<Vec<D
          WHERE {} GROUP BY g.name, t.name, error ORDER BY n DESC, g.name, t.name, error LIMIT {limit}",
         condition.sql
     );
-    let mut statement = conn.prepare_cached(&sql).map_err(doing)?;
-    let mut rows = statement
-        .query(params_from_iter(&condition.values))
-        .map_err(doing)?;
-    let mut tallies = Vec::new();
-    while let Some(row) = rows.next().map_err(doing)? {
-        let group: String = row.get(0).map_err(doing)?;
-        tallies.push(DeadLetterTally {
+    let values = params_from_iter(&condition.values);
+    let rows: Vec<(String, String, String, i64)> = conn.all(doing, &sql, values)?;
+    let tallies = rows.into_iter().map(|(group, event_type, error, count)| {
+        Ok(DeadLetterTally {
             group: group.parse()?,
-            event_type: row.get(1).map_err(doing)?,
-            error: row.get(2).map_err(doing)?,
-            count: seq_from(row.get(3).map_err(doing)?),
-        });
-    }
-    Ok(tallies)
+            event_type,
+            error,
+            count: seq_from(count),
+        })
+    });
+    tallies.collect()
 }
 
 fn read(reader: &mut Reader, sql: &str, values: Vec<Value>) -> Result<Vec<DeadLetter>> {
@@ -392,11 +379,10 @@ fn retry_step(
     let chosen = pick(tx, &condition, "ORDER BY d.seq, d.group_id", limit)?;
     let now = tx.clock.now();
     for (seq, group) in &chosen {
-        tx.conn.run(
-            "retrying a dead letter",
-            "UPDATE dead_letters SET retried_at = ?3 WHERE seq = ?1 AND group_id = ?2",
-            (to_sql(*seq), group, micros(now)),
-        )?;
+        let doing = "retrying a dead letter";
+        let sql = "UPDATE dead_letters SET retried_at = ?3 WHERE seq = ?1 AND group_id = ?2";
+        tx.conn
+            .run(doing, sql, (to_sql(*seq), group, micros(now)))?;
         insert_waiting(tx, *group, *seq, 0, now, &[])?;
     }
     Ok(chosen)
@@ -423,11 +409,9 @@ fn purge_some(
     let mut ids = Vec::with_capacity(chosen.len());
     for (seq, group) in &chosen {
         ids.push(id_of(tx, *seq)?);
-        tx.conn.run(
-            "purging a dead letter",
-            "DELETE FROM dead_letters WHERE seq = ?1 AND group_id = ?2",
-            (to_sql(*seq), group),
-        )?;
+        let sql = "DELETE FROM dead_letters WHERE seq = ?1 AND group_id = ?2";
+        tx.conn
+            .run("purging a dead letter", sql, (to_sql(*seq), group))?;
     }
     let owed = owed(tx, leases)?;
     let mut purged = Purged::default();
@@ -448,11 +432,8 @@ fn purge_some(
 }
 
 fn id_of(tx: &Tx, seq: u64) -> Result<Option<EventId>> {
+    let sql = "SELECT id FROM log WHERE seq = ?1";
     tx.conn
-        .first(
-            "naming a dead letter",
-            "SELECT id FROM log WHERE seq = ?1",
-            [to_sql(seq)],
-        )
+        .first("naming a dead letter", sql, [to_sql(seq)])
         .map(|id: Option<[u8; 16]>| id.map(EventId::from_bytes))
 }

@@ -26,7 +26,7 @@ pub(crate) fn replace(
     let open: Option<()> = tx.conn.read_first(
         doing,
         "SELECT 1 FROM dead_letters
-             WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL",
+         WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL",
         (to_sql(key.position.place()), group),
         |_| Ok(()),
     )?;
@@ -59,7 +59,7 @@ pub(crate) fn replace(
     tx.conn.run(
         doing,
         "UPDATE dead_letters SET retried_at = ?3, replaced_by = ?4
-             WHERE seq = ?1 AND group_id = ?2",
+         WHERE seq = ?1 AND group_id = ?2",
         params![
             to_sql(key.position.place()),
             group,

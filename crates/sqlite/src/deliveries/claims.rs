@@ -12,10 +12,8 @@ use everbus_core::{Delivery, Lease, Progress, Recorded, Result, Timestamp};
 use rusqlite::{Connection, Params, params};
 
 use crate::deliveries::Deliveries;
-use crate::deliveries::consumers::Outgoing;
 use crate::deliveries::leases::{Claim, Held};
-use crate::errors::from_sqlite;
-use crate::rows::{BEHIND_KEY, LEASED, Seq as _, UNHANDLED, WAITING, micros, seq_from, to_sql};
+use crate::rows::{BEHIND_KEY, Seq as _, UNHANDLED, WAITING, micros, seq_from, to_sql};
 use crate::sql::Sql as _;
 use crate::streams::was_dropped;
 use crate::tx::Tx;
@@ -79,7 +77,7 @@ pub(crate) fn stored_claims(
 ) -> Result<Vec<StoredClaim>> {
     let sql = format!(
         "SELECT id, group_id, lo, hi, owner, attempt, coalesce(started, hi),
-           coalesce(crashed_at, 0), done FROM claims WHERE {which}"
+         coalesce(crashed_at, 0), done FROM claims WHERE {which}"
     );
     conn.read_all(doing, &sql, values, |r| {
         let (lo, hi) = (seq_from(r.get(2)?), seq_from(r.get(3)?));
@@ -222,7 +220,7 @@ impl Deliveries {
         let id = tx.conn.add(
             "claiming",
             "INSERT INTO claims (group_id, lo, hi, owner, token, until, attempt, done, started)
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, 1, ?7, ?8)",
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, 1, ?7, ?8)",
             params![
                 group,
                 to_sql(lo),
@@ -267,12 +265,7 @@ impl Deliveries {
             keys,
         };
         self.leases.claims.insert(id, claim);
-        self.consumers.outgoing.push(Outgoing {
-            session,
-            until,
-            deliveries,
-            open,
-        });
+        self.consumers.send(session, until, deliveries, open);
         Ok(())
     }
 
@@ -292,28 +285,17 @@ impl Deliveries {
         }
         let now = tx.clock.now();
         let until = micros(now.plus(lease));
-        let mut insert = tx.conn
-            .prepare_cached(
-                "INSERT INTO deliveries (group_id, seq, state, due, attempt, type, owner, token, until, updated_at)
-                 VALUES (?1, ?2, ?3, ?4, 1, ?5, ?6, ?7, ?8, ?4)",
-            )
-            .map_err(|e| from_sqlite("claiming", e))?;
+        let sql = "INSERT INTO deliveries
+                     (group_id, seq, state, due, attempt, type, owner, token, until, updated_at)
+                   VALUES (?1, ?2, 1, ?3, 1, ?4, ?5, ?6, ?7, ?3)";
+        let owner = self.leases.owner;
         let mut deliveries = Vec::with_capacity(events.len());
         for (type_id, record) in events {
             let token = new_token();
             let position = record.seq();
-            insert
-                .execute(params![
-                    group,
-                    to_sql(position),
-                    LEASED,
-                    micros(now),
-                    type_id,
-                    self.leases.owner,
-                    token,
-                    until
-                ])
-                .map_err(|e| from_sqlite("claiming", e))?;
+            let (seq, at) = (to_sql(position), micros(now));
+            let values = params![group, seq, at, type_id, owner, token, until];
+            tx.conn.run("claiming", sql, values)?;
             let bytes = size(&record);
             let held = Held {
                 session,
@@ -330,14 +312,8 @@ impl Deliveries {
             let lease = Lease::new(record.position, [delivery_slot(group), token as u64]);
             deliveries.push(Delivery::new(record, lease));
         }
-        drop(insert);
         let open = deliveries.len();
-        self.consumers.outgoing.push(Outgoing {
-            session,
-            until,
-            deliveries,
-            open,
-        });
+        self.consumers.send(session, until, deliveries, open);
         Ok(())
     }
 }
@@ -364,56 +340,29 @@ fn queue_by_key(tx: &mut Tx, group: i64, events: &[Typed]) -> Result<()> {
         let key = event.1.event.ordering_key();
         let behind: bool = match &key {
             None => false,
-            Some(key) => tx
-                .conn
-                .prepare_cached(
-                    "SELECT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?1 AND key = ?2
-                       AND (seq < ?3 OR state = 1))",
-                )
-                .and_then(|mut s| {
-                    let seq = to_sql(event.1.seq());
-                    s.query_row(params![group, key, seq], |row| row.get(0))
-                })
-                .map_err(|e| from_sqlite("ordering by key", e))?,
+            Some(key) => {
+                let sql = "SELECT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?1 AND key = ?2
+                           AND (seq < ?3 OR state = 1))";
+                let values = params![group, key, to_sql(event.1.seq())];
+                tx.conn.one("ordering by key", sql, values)?
+            }
         };
-        park(
-            tx,
-            group,
-            event,
-            if behind { BEHIND_KEY } else { WAITING },
-            due,
-        )?;
+        let state = if behind { BEHIND_KEY } else { WAITING };
+        park(tx, group, event, state, due)?;
     }
     Ok(())
 }
 
 /// Stores an event in its own row, without counting an attempt.
 pub(crate) fn park(tx: &mut Tx, group: i64, event: &Typed, state: i64, due: i64) -> Result<()> {
-    let ordered = tx.groups.known(group)?.ordered;
-    let key = if ordered {
-        event.1.event.ordering_key()
-    } else {
-        None
-    };
-    tx.conn
-        .prepare_cached(
-            "INSERT OR IGNORE INTO deliveries
-               (group_id, seq, state, due, attempt, type, key, updated_at)
-             VALUES (?1, ?2, ?3, ?4, 0, ?5, ?6, ?7)",
-        )
-        .and_then(|mut s| {
-            let now = tx.now();
-            s.execute(params![
-                group,
-                to_sql(event.1.seq()),
-                state,
-                due,
-                event.0,
-                key,
-                now
-            ])
-        })
-        .map_err(|e| from_sqlite("setting an event aside", e))?;
+    let (type_id, record) = event;
+    let key = tx.groups.known(group)?.key_of(&record.event);
+    let sql = "INSERT OR IGNORE INTO deliveries
+                 (group_id, seq, state, due, attempt, type, key, updated_at)
+               VALUES (?1, ?2, ?3, ?4, 0, ?5, ?6, ?7)";
+    let seq = to_sql(record.seq());
+    let values = params![group, seq, state, due, type_id, key, tx.now()];
+    tx.conn.run("setting an event aside", sql, values)?;
     if state != BEHIND_KEY {
         note_due(tx, group, due);
     }

@@ -180,29 +180,36 @@ impl Consumers {
             .unwrap_or_default();
         let due = micros(tx.clock.now().plus(patience));
         self.offer_unhandled(group, session);
-        tx.conn.run(
-            "setting an event aside",
-            "UPDATE deliveries SET state = ?3, due = ?4, suspect = 0, updated_at = ?5
-                 WHERE group_id = ?1 AND seq = ?2",
-            params![group, to_sql(seq), UNHANDLED, due, now],
-        )
+        let doing = "setting an event aside";
+        let sql = "UPDATE deliveries SET state = ?3, due = ?4, suspect = 0, updated_at = ?5
+                   WHERE group_id = ?1 AND seq = ?2";
+        tx.conn
+            .run(doing, sql, params![group, to_sql(seq), UNHANDLED, due, now])
     }
 
-    pub(crate) fn post(&mut self, tx: &mut Tx, session: u64, deliveries: Vec<Delivery>) {
+    /// Deliveries to hand over; the first `open` of them may begin.
+    pub(crate) fn send(
+        &mut self,
+        session: u64,
+        until: i64,
+        deliveries: Vec<Delivery>,
+        open: usize,
+    ) {
+        self.outgoing.push(Outgoing {
+            session,
+            until,
+            deliveries,
+            open,
+        });
+    }
+
+    /// Hands over single rows, under the lease of their consumer.
+    pub(crate) fn post(&mut self, tx: &Tx, session: u64, deliveries: Vec<Delivery>) {
         if !deliveries.is_empty() {
-            let lease = self
-                .sessions
-                .get(&session)
-                .map(|s| s.lease)
-                .unwrap_or_default();
-            let until = micros(tx.clock.now().plus(lease));
+            let lease = self.sessions.get(&session).map(|s| s.lease);
+            let until = micros(tx.clock.now().plus(lease.unwrap_or_default()));
             let open = deliveries.len();
-            self.outgoing.push(Outgoing {
-                session,
-                until,
-                deliveries,
-                open,
-            });
+            self.send(session, until, deliveries, open);
         }
     }
 

@@ -120,7 +120,7 @@ impl Deliveries {
                 continue;
             }
             if self.consumers.session_handles(tx, session, row.type_id)? {
-                deliveries.extend(self.lease_row(tx, session, group, &row, now, false, false)?);
+                deliveries.extend(self.lease_row(tx, session, group, &row, false, false)?);
             } else {
                 self.consumers
                     .set_unhandled(tx, session, group, row.seq, now)?;
@@ -133,11 +133,8 @@ impl Deliveries {
     /// Offers this session the events for which no process had a handler: this session may have one now.
     fn take_unhandled(&mut self, tx: &mut Tx, session: u64, group: i64, now: i64) -> Result<()> {
         let room = self.consumers.room_for_rows(session);
-        let types: Vec<i64> = tx.conn.all(
-            "reading what has no handler",
-            "SELECT DISTINCT type FROM deliveries WHERE group_id = ?1 AND state = 3",
-            [group],
-        )?;
+        let sql = "SELECT DISTINCT type FROM deliveries WHERE group_id = ?1 AND state = 3";
+        let types: Vec<i64> = tx.conn.all("reading what has no handler", sql, [group])?;
         let mut handled = Vec::new();
         for type_id in types {
             if self.consumers.session_handles(tx, session, type_id)? {
@@ -169,7 +166,7 @@ impl Deliveries {
                 complete = false;
                 break;
             }
-            deliveries.extend(self.lease_row(tx, session, group, &row, now, false, false)?);
+            deliveries.extend(self.lease_row(tx, session, group, &row, false, false)?);
         }
         if let Some(session) = self.consumers.sessions.get_mut(&session) {
             session.look_for_unhandled = !complete;
@@ -186,7 +183,6 @@ impl Deliveries {
         session: u64,
         group: i64,
         row: &Ready,
-        now: i64,
         suspect: bool,
         alone: bool,
     ) -> Result<Option<Delivery>> {
@@ -206,9 +202,7 @@ impl Deliveries {
             let failures = read_failures(row.failures.as_deref())?;
             bury_damaged(tx, group, &damaged, row.attempt, failures)?;
             remove_row(tx, group, row.seq)?;
-            if self.leases.isolating == Some((group, row.seq)) {
-                self.leases.isolating = None;
-            }
+            self.leases.end_isolation((group, row.seq));
             return Ok(None);
         }
         let lease = self
@@ -219,22 +213,12 @@ impl Deliveries {
             .unwrap_or_default();
         let (token, attempt) = (new_token(), row.attempt + 1);
         let until = micros(tx.clock.now().plus(lease));
-        tx.conn.run(
-            "claiming",
-            "UPDATE deliveries SET state = 1, attempt = ?3, owner = ?4, token = ?5, until = ?6,
-                   alone = ?7, suspect = 0, updated_at = ?8
-                 WHERE group_id = ?1 AND seq = ?2",
-            params![
-                group,
-                to_sql(row.seq),
-                attempt,
-                self.leases.owner,
-                token,
-                until,
-                alone,
-                now
-            ],
-        )?;
+        let sql = "UPDATE deliveries SET state = 1, attempt = ?3, owner = ?4, token = ?5,
+                     until = ?6, alone = ?7, suspect = 0, updated_at = ?8
+                   WHERE group_id = ?1 AND seq = ?2";
+        let (seq, owner) = (to_sql(row.seq), self.leases.owner);
+        let values = params![group, seq, attempt, owner, token, until, alone, tx.now()];
+        tx.conn.run("claiming", sql, values)?;
         let bytes = size(&record);
         let (was_dead, replayed) = earlier_runs(tx, group, row.seq)?;
         let held = Held {
@@ -279,15 +263,12 @@ pub(crate) fn stands_behind(tx: &mut Tx, group: i64, seq: u64) -> Result<bool> {
     if !tx.groups.known(group)?.ordered {
         return Ok(false);
     }
-    tx.conn
-        .change(
-            "ordering by key",
-            "UPDATE deliveries SET state = 2, suspect = 0 WHERE group_id = ?1 AND seq = ?2
+    let sql = "UPDATE deliveries SET state = 2, suspect = 0 WHERE group_id = ?1 AND seq = ?2
                AND EXISTS (SELECT 1 FROM deliveries other WHERE other.group_id = ?1
                  AND other.key = deliveries.key AND other.seq <> ?2
-                 AND (other.seq < ?2 OR other.state = 1))",
-            (group, to_sql(seq)),
-        )
+                 AND (other.seq < ?2 OR other.state = 1))";
+    tx.conn
+        .change("ordering by key", sql, (group, to_sql(seq)))
         .map(|moved| moved > 0)
 }
 

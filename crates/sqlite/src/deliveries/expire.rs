@@ -89,9 +89,7 @@ impl Deliveries {
         let Some(held) = self.leases.drop_held((group, seq)) else {
             return Ok(());
         };
-        if self.leases.isolating == Some((group, seq)) {
-            self.leases.isolating = None;
-        }
+        self.leases.end_isolation((group, seq));
         if let Some(session) = self.consumers.sessions.get_mut(&held.session) {
             session.gave(1, held.bytes);
         }

@@ -4,9 +4,8 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use everbus_core::{Code, Error, Lease, Progress, Result};
-use rusqlite::{Connection, OptionalExtension, params};
+use rusqlite::{Connection, params};
 
-use crate::errors::from_sqlite;
 use crate::ids::IdMap;
 use crate::owner::OwnerLock;
 use crate::rows::{LeaseParts as _, Seq as _, micros, to_sql};
@@ -77,35 +76,26 @@ impl Leases {
 
     /// Loads the other owners, and when the first of their leases ends.
     pub(crate) fn find_others(&mut self, conn: &Connection) -> Result<()> {
-        self.other_owners = conn.all(
-            "reading the state of the file",
-            "SELECT id, lock FROM owners WHERE id <> ?1",
-            [self.owner],
-        )?;
+        let sql = "SELECT id, lock FROM owners WHERE id <> ?1";
+        self.other_owners = conn.all("reading the state of the file", sql, [self.owner])?;
         self.find_foreign_leases(conn)
     }
 
     /// When the first lease of another owner ends.
     pub(crate) fn find_foreign_leases(&mut self, conn: &Connection) -> Result<()> {
-        self.foreign_until = conn.one(
-            "reading the leases of others",
-            "SELECT min(until) FROM (
+        let sql = "SELECT min(until) FROM (
                    SELECT until FROM claims WHERE owner NOT IN (0, ?1)
-                   UNION ALL SELECT until FROM deliveries WHERE state = 1 AND owner <> ?1)",
-            [self.owner],
-        )?;
+                   UNION ALL SELECT until FROM deliveries WHERE state = 1 AND owner <> ?1)";
+        self.foreign_until = conn.one("reading the leases of others", sql, [self.owner])?;
         Ok(())
     }
 
     fn drop_lost(&mut self, conn: &Connection) -> Result<Lost> {
-        let doing = |e| from_sqlite("checking the leases", e);
+        let doing = "checking the leases";
         let mut lost = Lost::default();
         if !self.claims.is_empty() {
-            let ours: HashMap<i64, i64> = conn.all(
-                "checking the leases",
-                "SELECT id, token FROM claims WHERE owner = ?1",
-                [self.owner],
-            )?;
+            let sql = "SELECT id, token FROM claims WHERE owner = ?1";
+            let ours: HashMap<i64, i64> = conn.all("checking the leases", sql, [self.owner])?;
             for (id, claim) in self
                 .claims
                 .extract_if(|id, claim| ours.get(id) != Some(&claim.token))
@@ -114,17 +104,10 @@ impl Leases {
             }
         }
         if !self.held.is_empty() {
-            let mut check = conn
-                .prepare_cached(
-                    "SELECT token FROM deliveries WHERE group_id = ?1 AND seq = ?2 AND state = 1",
-                )
-                .map_err(doing)?;
+            let sql = "SELECT token FROM deliveries WHERE group_id = ?1 AND seq = ?2 AND state = 1";
             let mut gone = Vec::new();
             for (key, held) in &self.held {
-                let token: Option<i64> = check
-                    .query_row((key.0, to_sql(key.1)), |r| r.get(0))
-                    .optional()
-                    .map_err(doing)?;
+                let token: Option<i64> = conn.first(doing, sql, (key.0, to_sql(key.1)))?;
                 if token != Some(held.token) {
                     gone.push(*key);
                 }
@@ -171,11 +154,8 @@ impl Leases {
                 continue;
             };
             if claim.progress.is_complete(claim.hi) {
-                tx.conn.run(
-                    doing,
-                    "DELETE FROM claims WHERE id = ?1 AND token = ?2",
-                    (id, claim.token),
-                )?;
+                let sql = "DELETE FROM claims WHERE id = ?1 AND token = ?2";
+                tx.conn.run(doing, sql, (id, claim.token))?;
                 self.drop_claim(*id);
             } else {
                 let done = claim.progress.bitmap(claim.lo, claim.hi);
@@ -265,11 +245,9 @@ impl Leases {
             let before = claim.extended.insert(*seq, until);
             self.undo.extended.push((id, *seq, before));
         }
-        tx.conn.run(
-            "extending a lease",
-            "UPDATE claims SET until = max(until, ?3) WHERE id = ?1 AND token = ?2",
-            (id, claim.token, until),
-        )
+        let sql = "UPDATE claims SET until = max(until, ?3) WHERE id = ?1 AND token = ?2";
+        tx.conn
+            .run("extending a lease", sql, (id, claim.token, until))
     }
 
     pub(crate) fn extend_row(
@@ -281,11 +259,9 @@ impl Leases {
     ) -> Result<()> {
         if let Some(held) = self.held.get_mut(&(group, seq)) {
             held.until = until;
-            tx.conn.run(
-                "extending a lease",
-                "UPDATE deliveries SET until = ?3 WHERE group_id = ?1 AND seq = ?2",
-                (group, to_sql(seq), until),
-            )?;
+            let sql = "UPDATE deliveries SET until = ?3 WHERE group_id = ?1 AND seq = ?2";
+            tx.conn
+                .run("extending a lease", sql, (group, to_sql(seq), until))?;
         }
         Ok(())
     }
@@ -296,6 +272,11 @@ impl Leases {
             .iter()
             .any(|((g, _), held)| *g == group && held.suspect);
         !running && (self.isolating.is_none() || self.in_flight() == 0)
+    }
+
+    /// Ends the isolation of an event, if this is the one.
+    pub(crate) fn end_isolation(&mut self, event: (i64, u64)) {
+        self.isolating = self.isolating.filter(|isolated| *isolated != event);
     }
 
     /// Forgets a claim that is finished or given up.

@@ -184,9 +184,7 @@ impl Deliveries {
                     .mailbox
                     .recall(|d| d.lease.seq() == seq && d.lease.token() == held.token as u64);
             }
-            if self.leases.isolating == Some((group, seq)) {
-                self.leases.isolating = None;
-            }
+            self.leases.end_isolation((group, seq));
         }
     }
 }

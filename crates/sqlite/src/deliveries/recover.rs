@@ -1,5 +1,4 @@
-//! Consumers that attach and leave, owners (processes) that died, and what happens to
-//! their deliveries.
+//! Consumers that attach and leave, owners (processes) that died, and what happens to their deliveries.
 
 use everbus_core::{Delivery, Failure, FailureKind, Result, Timestamp, no_group};
 use rusqlite::params;
@@ -167,11 +166,8 @@ impl Leases {
         remove_ephemeral(tx, self, owner)?;
         give_back_reserved(tx, "owner = ?1 AND ?2 = ?2", (owner, now))?;
         let claimed = stored_claims(&tx.conn, "recovering", "owner = ?1", [owner])?;
-        let leased: i64 = tx.conn.one(
-            "recovering",
-            "SELECT count(*) FROM deliveries WHERE state = 1 AND owner = ?1",
-            [owner],
-        )?;
+        let sql = "SELECT count(*) FROM deliveries WHERE state = 1 AND owner = ?1";
+        let leased: i64 = tx.conn.one("recovering", sql, [owner])?;
         let open: u64 = claimed
             .iter()
             .map(|c| c.progress.unfinished_count(c.hi))
@@ -218,11 +214,8 @@ impl Leases {
                 let failure = Failure::new(1, at, FailureKind::Crash, ABANDONED);
                 insert_suspect(tx, group, seq, 1, &[failure], now)?;
             }
-            tx.conn.run(
-                "leaving",
-                "DELETE FROM claims WHERE id = ?1 AND token = ?2",
-                (id, token),
-            )?;
+            let sql = "DELETE FROM claims WHERE id = ?1 AND token = ?2";
+            tx.conn.run("leaving", sql, (id, token))?;
         }
         let owner = self.owner;
         let keys: Vec<(i64, u64)> = self.held.keys().copied().collect();
@@ -245,11 +238,8 @@ pub(crate) fn after_crashes(tx: &mut Tx) -> Result<()> {
 }
 
 fn strike_owner(tx: &mut Tx, owner: i64) -> Result<()> {
-    tx.conn.run(
-        "striking an owner",
-        "DELETE FROM owners WHERE id = ?1",
-        [owner],
-    )
+    let sql = "DELETE FROM owners WHERE id = ?1";
+    tx.conn.run("striking an owner", sql, [owner])
 }
 
 /// Puts matching leased rows back to waiting, and records the crash.

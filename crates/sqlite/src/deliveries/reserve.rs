@@ -116,14 +116,12 @@ pub(crate) fn give_back_reserved(tx: &Tx, which: &str, values: (i64, i64)) -> Re
         let open = claim.progress.unfinished(claim.hi);
         for (first, last) in open.filter(|(_, last)| *last > started) {
             let first = first.max(started + 1);
-            tx.conn.run(
-                doing,
-                "INSERT OR IGNORE INTO deliveries
-                   (group_id, seq, state, due, attempt, type, updated_at)
-                 SELECT ?1, seq, 0, ?2, 0, CAST(type AS INTEGER), ?2 FROM log
-                 WHERE seq BETWEEN ?3 AND ?4",
-                (claim.group, now, to_sql(first), to_sql(last)),
-            )?;
+            let sql = "INSERT OR IGNORE INTO deliveries
+                         (group_id, seq, state, due, attempt, type, updated_at)
+                       SELECT ?1, seq, 0, ?2, 0, CAST(type AS INTEGER), ?2 FROM log
+                       WHERE seq BETWEEN ?3 AND ?4";
+            tx.conn
+                .run(doing, sql, (claim.group, now, to_sql(first), to_sql(last)))?;
         }
         let kept = match claim.progress.is_complete(started) {
             true => "DELETE FROM claims WHERE id = ?1",

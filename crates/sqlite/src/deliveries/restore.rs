@@ -123,19 +123,15 @@ impl Deliveries {
 /// The leases of this process in the file.
 pub(crate) fn leases_in_file(tx: &Tx, owner: i64) -> Result<LeasesInFile> {
     let doing = "reading the leases again";
-    let claims = tx.conn.read_all(
-        doing,
-        "SELECT id, token, started, done FROM claims WHERE owner = ?1",
-        [owner],
-        |r| {
-            let claim = ClaimInFile {
-                token: r.get(1)?,
-                started: r.get::<_, Option<i64>>(2)?.map(seq_from),
-                done: r.get(3)?,
-            };
-            Ok((r.get(0)?, claim))
-        },
-    )?;
+    let sql = "SELECT id, token, started, done FROM claims WHERE owner = ?1";
+    let claims = tx.conn.read_all(doing, sql, [owner], |r| {
+        let claim = ClaimInFile {
+            token: r.get(1)?,
+            started: r.get::<_, Option<i64>>(2)?.map(seq_from),
+            done: r.get(3)?,
+        };
+        Ok((r.get(0)?, claim))
+    })?;
     let rows = tx.conn.read_all(
         doing,
         "SELECT group_id, seq, token, until FROM deliveries WHERE state = 1 AND owner = ?1",

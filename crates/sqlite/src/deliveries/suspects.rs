@@ -12,7 +12,7 @@ use crate::deliveries::Deliveries;
 use crate::deliveries::claims::{StoredClaim, stored_claims};
 use crate::deliveries::deliver::{CRASHED, Ready, stands_behind};
 use crate::groups::next_suspect;
-use crate::rows::{Stored, seq_from, stored_at, to_sql, write_failures};
+use crate::rows::{seq_from, stored_at, to_sql, write_failures};
 use crate::settle::free_keys;
 use crate::sql::Sql as _;
 use crate::tx::Tx;
@@ -90,7 +90,7 @@ impl Deliveries {
                 .set_unhandled(tx, session, group, row.seq, now)?;
             return look_for_suspects(tx, group);
         }
-        let delivery = self.lease_row(tx, session, group, &row, now, true, alone)?;
+        let delivery = self.lease_row(tx, session, group, &row, true, alone)?;
         self.consumers
             .post(tx, session, delivery.into_iter().collect());
         look_for_suspects(tx, group)
@@ -138,12 +138,9 @@ pub(crate) fn suspect(
 /// Moves the next unfinished event of an inherited claim into its own row.
 pub(crate) fn separate_inherited(tx: &mut Tx, group: i64, now: i64) -> Result<()> {
     let doing = "recovering";
-    let waiting: bool = tx.conn.one(
-        doing,
-        "SELECT EXISTS (SELECT 1 FROM deliveries
-           WHERE group_id = ?1 AND suspect = 1 AND due <= ?2)",
-        (group, now),
-    )?;
+    let sql = "SELECT EXISTS (SELECT 1 FROM deliveries
+               WHERE group_id = ?1 AND suspect = 1 AND due <= ?2)";
+    let waiting: bool = tx.conn.one(doing, sql, (group, now))?;
     if waiting {
         return Ok(());
     }
@@ -180,34 +177,18 @@ pub(crate) fn insert_suspect(
     failures: &[Failure],
     now: i64,
 ) -> Result<()> {
-    let ordered = tx.groups.known(group)?.ordered;
-    let Some(Stored {
-        type_id, record, ..
-    }) = stored_at(&tx.conn, seq, &mut tx.log.type_names)?
-    else {
+    let Some(stored) = stored_at(&tx.conn, seq, &mut tx.log.type_names)? else {
         return Ok(());
     };
-    let key = if ordered {
-        record.event.ordering_key()
-    } else {
-        None
-    };
-    let crashes = failures
-        .iter()
-        .filter(|f| f.kind == FailureKind::Crash)
-        .count();
-    tx.conn.run("recovering", "INSERT OR REPLACE INTO deliveries
-               (group_id, seq, state, due, attempt, type, key, suspect, crashes, failures, updated_at)
-             VALUES (?1, ?2, 0, ?3, ?4, ?5, ?6, 1, ?7, ?8, ?3)", params![
-                group,
-                to_sql(seq),
-                now,
-                attempt,
-                type_id,
-                key,
-                to_sql(crashes as u64),
-                write_failures(failures)
-            ])?;
+    let key = tx.groups.known(group)?.key_of(&stored.record.event);
+    let crashed = |failure: &&Failure| failure.kind == FailureKind::Crash;
+    let crashes = to_sql(failures.iter().filter(crashed).count() as u64);
+    let sql = "INSERT OR REPLACE INTO deliveries (group_id, seq, state, due, attempt, type, key,
+                 suspect, crashes, failures, updated_at)
+               VALUES (?1, ?2, 0, ?3, ?4, ?5, ?6, 1, ?7, ?8, ?3)";
+    let (seq, type_id, failures) = (to_sql(seq), stored.type_id, write_failures(failures));
+    let values = params![group, seq, now, attempt, type_id, key, crashes, failures];
+    tx.conn.run("recovering", sql, values)?;
     note_suspect(tx, group, now);
     Ok(())
 }

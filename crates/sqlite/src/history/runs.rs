@@ -24,6 +24,7 @@ pub(crate) const LEASE_MICROS: i64 = 2_000_000;
 const WRITING: i64 = 0;
 const IN_USE: i64 = 1;
 const GONE: i64 = 2;
+const RETIRE: &str = "UPDATE history_runs SET state = ?2 WHERE id = ?1 AND state = ?3";
 
 /// The postings of a range of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,44 +39,30 @@ pub(crate) struct Run {
 
 /// The runs in use, in the order of the log, without overlaps and gaps.
 pub(crate) fn in_use(conn: &Connection) -> Result<Vec<Run>> {
-    conn.read_all(
-        "reading the history's index",
-        "SELECT id, level, lo, hi, events FROM history_runs WHERE state = 1 ORDER BY lo",
-        [],
-        |r| {
-            Ok(Run {
-                id: r.get(0)?,
-                level: r.get(1)?,
-                lo: seq_from(r.get(2)?),
-                hi: seq_from(r.get(3)?),
-                events: seq_from(r.get(4)?),
-            })
-        },
-    )
+    let sql = "SELECT id, level, lo, hi, events FROM history_runs WHERE state = 1 ORDER BY lo";
+    conn.read_all("reading the history's index", sql, [], |r| {
+        Ok(Run {
+            id: r.get(0)?,
+            level: r.get(1)?,
+            lo: seq_from(r.get(2)?),
+            hi: seq_from(r.get(3)?),
+            events: seq_from(r.get(4)?),
+        })
+    })
 }
 
 /// Whether there are runs to sweep, other than those being written.
 pub(crate) fn to_sweep(conn: &Connection, writing: &[i64]) -> Result<bool> {
-    let doing = |e| from_sqlite("reading the history's index", e);
-    let mut statement = conn
-        .prepare_cached("SELECT id FROM history_runs WHERE state <> 1")
-        .map_err(doing)?;
-    let mut rows = statement.query([]).map_err(doing)?;
-    while let Some(row) = rows.next().map_err(doing)? {
-        if !writing.contains(&row.get(0).map_err(doing)?) {
-            return Ok(true);
-        }
-    }
-    Ok(false)
+    let sql = "SELECT id FROM history_runs WHERE state <> 1";
+    let runs: Vec<i64> = conn.all("reading the history's index", sql, [])?;
+    Ok(runs.iter().any(|run| !writing.contains(run)))
 }
 
 /// For how many more microseconds another process holds the lease, if one does.
 pub(crate) fn held(conn: &Connection, holder: i64) -> Result<Option<i64>> {
-    let found: Option<(i64, i64)> = conn.first(
-        "reading the lease of the history's index",
-        "SELECT holder, until FROM history_indexer",
-        [],
-    )?;
+    let doing = "reading the lease of the history's index";
+    let sql = "SELECT holder, until FROM history_indexer";
+    let found: Option<(i64, i64)> = conn.first(doing, sql, [])?;
     Ok(found
         .filter(|(other, _)| *other != holder)
         .map(|(_, until)| until.saturating_sub(system_micros()))
@@ -188,13 +175,11 @@ fn system_micros() -> i64 {
 fn take(conn: &Connection, holder: i64) -> Result<Option<i64>> {
     let now = system_micros();
     let until = now.saturating_add(LEASE_MICROS);
-    let taken = conn.change(
-        "taking the lease of the history's index",
-        "INSERT INTO history_indexer (only, holder, until) VALUES (1, ?1, ?2)
-             ON CONFLICT (only) DO UPDATE SET holder = ?1, until = ?2
-             WHERE holder = ?1 OR until <= ?3 OR until > ?2",
-        (holder, until, now),
-    )?;
+    let doing = "taking the lease of the history's index";
+    let sql = "INSERT INTO history_indexer (only, holder, until) VALUES (1, ?1, ?2)
+               ON CONFLICT (only) DO UPDATE SET holder = ?1, until = ?2
+               WHERE holder = ?1 OR until <= ?3 OR until > ?2";
+    let taken = conn.change(doing, sql, (holder, until, now))?;
     if taken > 0 {
         return Ok(None);
     }
@@ -202,111 +187,74 @@ fn take(conn: &Connection, holder: i64) -> Result<Option<i64>> {
 }
 
 fn apply(conn: &Connection, change: &Change) -> Result<Applied> {
-    let doing = |e| from_sqlite("writing the history's index", e);
-    let covered: Option<u64> = conn
-        .prepare_cached("SELECT max(hi) FROM history_runs WHERE state = 1")
-        .and_then(|mut s| s.query_row([], |r| r.get::<_, Option<i64>>(0)))
-        .map_err(doing)?
-        .map(seq_from);
+    let doing = "writing the history's index";
+    let sql = "SELECT max(hi) FROM history_runs WHERE state = 1";
+    let covered: Option<i64> = conn.one(doing, sql, [])?;
+    let covered = covered.map(seq_from);
     let id = match &change.target {
-        Target::New(run) => conn
-            .prepare_cached(
-                "INSERT INTO history_runs (level, lo, hi, events, state)
-                 VALUES (?1, ?2, ?3, ?4, ?5)",
-            )
-            .and_then(|mut s| {
-                let (lo, hi, events) = (to_sql(run.lo), to_sql(run.hi), to_sql(run.events));
-                s.insert((run.level, lo, hi, events, WRITING))
-            })
-            .map_err(doing)?,
+        Target::New(run) => {
+            let sql = "INSERT INTO history_runs (level, lo, hi, events, state)
+                       VALUES (?1, ?2, ?3, ?4, ?5)";
+            let (lo, hi, events) = (to_sql(run.lo), to_sql(run.hi), to_sql(run.events));
+            conn.add(doing, sql, (run.level, lo, hi, events, WRITING))?
+        }
         Target::Begun(id) => {
-            let there = conn
-                .prepare_cached("SELECT 1 FROM history_runs WHERE id = ?1 AND state = ?2")
-                .and_then(|mut s| s.exists((id, WRITING)))
-                .map_err(doing)?;
-            if !there {
+            let sql = "SELECT EXISTS (SELECT 1 FROM history_runs WHERE id = ?1 AND state = ?2)";
+            if !conn.one::<bool>(doing, sql, (id, WRITING))? {
                 return Ok(Applied::Stale);
             }
             *id
         }
     };
-    let mut insert = conn
-        .prepare_cached(
-            "INSERT INTO history_blocks (run, scope, seq, block) VALUES (?1, ?2, ?3, ?4)",
-        )
-        .map_err(doing)?;
+    let sql = "INSERT INTO history_blocks (run, scope, seq, block) VALUES (?1, ?2, ?3, ?4)";
     for block in &change.blocks {
         let (scope, seq) = block.first;
-        insert
-            .execute((id, scope, to_sql(seq), &block.bytes[..]))
-            .map_err(doing)?;
+        conn.run(doing, sql, (id, scope, to_sql(seq), &block.bytes[..]))?;
     }
     match &change.end {
         End::Open => return Ok(Applied::Done(id)),
         End::Appended { after } if *after != covered => return Ok(Applied::Stale),
         End::Appended { .. } => {}
         End::Replaced(old) => {
-            let mut retire = conn
-                .prepare_cached("UPDATE history_runs SET state = ?2 WHERE id = ?1 AND state = ?3")
-                .map_err(doing)?;
             for run in old {
-                if retire.execute((run, GONE, IN_USE)).map_err(doing)? == 0 {
+                if conn.change(doing, RETIRE, (run, GONE, IN_USE))? == 0 {
                     return Ok(Applied::Stale);
                 }
             }
         }
     }
-    conn.run(
-        "writing the history's index",
-        "UPDATE history_runs SET state = ?2 WHERE id = ?1",
-        (id, IN_USE),
-    )?;
+    let sql = "UPDATE history_runs SET state = ?2 WHERE id = ?1";
+    conn.run(doing, sql, (id, IN_USE))?;
     Ok(Applied::Done(id))
 }
 
 fn sweep(conn: &Connection, writing: &[i64]) -> Result<Applied> {
-    let doing = |e| from_sqlite("sweeping the history's index", e);
-    let runs: Vec<i64> = conn.all(
-        "sweeping the history's index",
-        "SELECT id FROM history_runs WHERE state <> 1 ORDER BY id",
-        [],
-    )?;
-    // A process that began a run and was held up must not continue with what is left of it.
-    let mut retire = conn
-        .prepare_cached("UPDATE history_runs SET state = ?2 WHERE id = ?1 AND state = ?3")
-        .map_err(doing)?;
+    let doing = "sweeping the history's index";
+    let sql = "SELECT id FROM history_runs WHERE state <> 1 ORDER BY id";
+    let runs: Vec<i64> = conn.all(doing, sql, [])?;
     let mut swept = 0;
     for run in runs.into_iter().filter(|run| !writing.contains(run)) {
-        retire.execute((run, GONE, WRITING)).map_err(doing)?;
+        // A process that began a run and was held up must not continue with what is left of it.
+        conn.run(doing, RETIRE, (run, GONE, WRITING))?;
         let left = BATCH - swept;
-        let gone = conn.change(
-            "sweeping the history's index",
-            "DELETE FROM history_blocks WHERE id IN
-                   (SELECT id FROM history_blocks WHERE run = ?1 LIMIT ?2)",
-            (run, to_sql(left as u64)),
-        )?;
+        let sql = "DELETE FROM history_blocks WHERE id IN
+                   (SELECT id FROM history_blocks WHERE run = ?1 LIMIT ?2)";
+        let gone = conn.change(doing, sql, (run, to_sql(left as u64)))?;
         swept += gone;
         if gone == left {
             break;
         }
-        conn.run(
-            "sweeping the history's index",
-            "DELETE FROM history_runs WHERE id = ?1",
-            [run],
-        )?;
+        conn.run(doing, "DELETE FROM history_runs WHERE id = ?1", [run])?;
     }
     Ok(Applied::Done(to_sql(swept as u64)))
 }
 
 /// Whether all events of a run are gone.
 pub(crate) fn is_gone(conn: &Connection, run: &Run) -> Result<bool> {
-    conn.read_first(
-        "reading the log",
-        "SELECT 1 FROM log WHERE seq BETWEEN ?1 AND ?2 LIMIT 1",
-        (to_sql(run.lo), to_sql(run.hi)),
-        |_| Ok(()),
-    )
-    .map(|found| found.is_none())
+    let doing = "reading the log";
+    let sql = "SELECT 1 FROM log WHERE seq BETWEEN ?1 AND ?2 LIMIT 1";
+    conn.read_first(doing, sql, (to_sql(run.lo), to_sql(run.hi)), |_| Ok(()))
+        .map(|found| found.is_none())
 }
 
 /// Takes runs out of use whose events are all gone. The last run stays, because it says how far the log is
@@ -316,11 +264,9 @@ fn forget_gone(conn: &Connection) -> Result<()> {
     runs.pop();
     for run in runs {
         if is_gone(conn, &run)? {
-            conn.run(
-                "forgetting a part of the history's index",
-                "UPDATE history_runs SET state = ?2 WHERE id = ?1",
-                (run.id, GONE),
-            )?;
+            let doing = "forgetting a part of the history's index";
+            let sql = "UPDATE history_runs SET state = ?2 WHERE id = ?1";
+            conn.run(doing, sql, (run.id, GONE))?;
         }
     }
     Ok(())

@@ -23,31 +23,22 @@ pub(crate) fn trust_clock(tx: &mut Tx) -> Result<()> {
 fn note_clock(tx: &Tx, record: &ClockRecord) -> Result<()> {
     let text = serde_json::to_string(record)
         .map_err(|e| Error::new(Code::Internal, format!("noting the time: {e}")))?;
-    tx.conn.run(
-        "noting the time",
-        "INSERT OR REPLACE INTO meta (key, value) VALUES (?1, ?2)",
-        (KEY, text),
-    )
+    let sql = "INSERT OR REPLACE INTO meta (key, value) VALUES (?1, ?2)";
+    tx.conn.run("noting the time", sql, (KEY, text))
 }
 
 /// The result of a check at this moment, without writing it.
 pub(crate) fn look(conn: &Connection, now: Timestamp) -> Result<ClockRecord> {
-    let newest: Option<i64> = conn.first(
-        "reading the newest event",
-        "SELECT CAST(received_at AS INTEGER) FROM log ORDER BY seq DESC LIMIT 1",
-        [],
-    )?;
+    let sql = "SELECT CAST(received_at AS INTEGER) FROM log ORDER BY seq DESC LIMIT 1";
+    let newest: Option<i64> = conn.first("reading the newest event", sql, [])?;
     let newest = newest.map(Timestamp::from_micros);
     Ok(ClockRecord::look(recorded(conn)?, newest, now))
 }
 
 /// The result of the last check.
 pub(crate) fn recorded(conn: &Connection) -> Result<Option<ClockRecord>> {
-    let text: Option<String> = conn.first(
-        "looking what is known of the clock",
-        "SELECT value FROM meta WHERE key = ?1",
-        [KEY],
-    )?;
+    let sql = "SELECT value FROM meta WHERE key = ?1";
+    let text: Option<String> = conn.first("looking what is known of the clock", sql, [KEY])?;
     let record = text.map(|text| serde_json::from_str(&text)).transpose();
     record.map_err(|e| {
         let what = format!("the record of the clock is damaged: {e}");

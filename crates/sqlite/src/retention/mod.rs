@@ -487,11 +487,8 @@ fn duty_key(duty: &str) -> String {
 /// The latest record among the duties whose names have this prefix.
 fn last_duty(conn: &Connection, prefix: &str) -> Result<Option<DutyRecord>> {
     let first = duty_key(prefix);
-    let keys: Vec<String> = conn.all(
-        "looking who has a duty",
-        "SELECT key FROM meta WHERE key >= ?1 ORDER BY key",
-        [&first],
-    )?;
+    let sql = "SELECT key FROM meta WHERE key >= ?1 ORDER BY key";
+    let keys: Vec<String> = conn.all("looking who has a duty", sql, [&first])?;
     let mut last: Option<DutyRecord> = None;
     for key in keys.iter().take_while(|key| key.starts_with(&first)) {
         let duty = key.strip_prefix(DUTY).unwrap_or(key);
@@ -506,11 +503,8 @@ fn last_duty(conn: &Connection, prefix: &str) -> Result<Option<DutyRecord>> {
 
 /// The last owner of a duty.
 fn duty_record(conn: &Connection, duty: &str) -> Result<Option<DutyRecord>> {
-    let text: Option<String> = conn.first(
-        "looking who has a duty",
-        "SELECT value FROM meta WHERE key = ?1",
-        [duty_key(duty)],
-    )?;
+    let sql = "SELECT value FROM meta WHERE key = ?1";
+    let text: Option<String> = conn.first("looking who has a duty", sql, [duty_key(duty)])?;
     let Some(text) = text else {
         return Ok(None);
     };

@@ -1,5 +1,5 @@
 //! Which events must stay: those that a group has not reached yet, has in flight, has waiting, or has in the
-//! dead letters. Collecting this from memory.
+//! dead letters.
 
 use std::collections::{HashMap, HashSet};
 
@@ -8,7 +8,6 @@ use rusqlite::Connection;
 
 use crate::deliveries::claims::stored_claims;
 use crate::deliveries::leases::Leases;
-use crate::errors::from_sqlite;
 use crate::rows::{ADDRESS, TypeNames, seq_from, to_sql};
 use crate::sql::Sql as _;
 use crate::tx::Tx;
@@ -85,35 +84,21 @@ impl Owed {
         (lo, hi): (u64, u64),
         dead_before: Option<i64>,
     ) -> Result<Stretches> {
-        let doing = |e| from_sqlite("looking what is still owed", e);
+        let doing = "looking what is still owed";
         let (first, last) = (to_sql(lo), to_sql(hi));
         let claimed = self.claimed.0.iter().filter(|(a, b)| *a <= hi && *b >= lo);
         let mut all: Vec<(u64, u64)> = claimed.copied().collect();
-        let mut waiting = conn
-            .prepare_cached(
-                "SELECT seq FROM deliveries WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3",
-            )
-            .map_err(doing)?;
+        let sql = "SELECT seq FROM deliveries WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3";
+        let mut rows: Vec<i64> = Vec::new();
         for group in &self.groups {
-            let mut rows = waiting.query((group.id, first, last)).map_err(doing)?;
-            while let Some(row) = rows.next().map_err(doing)? {
-                let seq = seq_from(row.get(0).map_err(doing)?);
-                all.push((seq, seq));
-            }
+            rows.extend(conn.all::<i64, Vec<i64>>(doing, sql, (group.id, first, last))?);
         }
         self.add_unread(conn, (lo, hi), &mut all)?;
-        let mut dead = conn
-            .prepare_cached(
-                "SELECT seq FROM dead_letters
-                 WHERE retried_at IS NULL AND seq BETWEEN ?1 AND ?2 AND died_at >= ?3",
-            )
-            .map_err(doing)?;
+        let sql = "SELECT seq FROM dead_letters
+                   WHERE retried_at IS NULL AND seq BETWEEN ?1 AND ?2 AND died_at >= ?3";
         let since = dead_before.unwrap_or(i64::MIN);
-        let mut rows = dead.query((first, last, since)).map_err(doing)?;
-        while let Some(row) = rows.next().map_err(doing)? {
-            let seq = seq_from(row.get(0).map_err(doing)?);
-            all.push((seq, seq));
-        }
+        rows.extend(conn.all::<i64, Vec<i64>>(doing, sql, (first, last, since))?);
+        all.extend(rows.into_iter().map(|seq| (seq_from(seq), seq_from(seq))));
         Ok(Stretches::new(all))
     }
 
@@ -136,11 +121,8 @@ impl Owed {
         let mut names = TypeNames::default();
         for group in behind {
             let from = to_sql(lo.max(group.cursor + 1));
-            let dropped: HashSet<i64> = conn.all(
-                doing,
-                "SELECT seq FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3",
-                (group.id, from, to_sql(hi)),
-            )?;
+            let sql = "SELECT seq FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3";
+            let dropped: HashSet<i64> = conn.all(doing, sql, (group.id, from, to_sql(hi)))?;
             let mut wanted: HashMap<i64, bool> = HashMap::new();
             for (seq, type_id, address) in events.iter().filter(|(seq, ..)| *seq >= from) {
                 if !group.name.receives(address.as_deref()) {

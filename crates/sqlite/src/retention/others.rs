@@ -1,5 +1,5 @@
-//! Rows with their own age limit: dead letters, payload stages, sent rows of the outbox.
-//! Removing them, and the records of duties.
+//! Removing rows with their own age limit: dead letters, payload stages, sent rows of the outbox. Also the
+//! records of duties.
 //!
 //! A reader selects rows in short snapshots. The writer removes those that have not changed since.
 
@@ -40,32 +40,24 @@ pub(crate) fn old_dead(
     before: i64,
     after: (i64, u64, i64),
 ) -> Result<Vec<OldDead>> {
-    reader
-        .conn
-        .prepare_cached(
-            "SELECT d.seq, d.group_id, d.died_at, d.retried_at IS NULL, length(d.failures)
-             FROM dead_letters d INDEXED BY dead_died
-             WHERE d.died_at < ?1 AND (d.died_at, d.seq, d.group_id) > (?2, ?3, ?4)
-               AND NOT EXISTS (SELECT 1 FROM deliveries w WHERE w.group_id = d.group_id AND w.seq = d.seq)
-             ORDER BY d.died_at, d.seq, d.group_id LIMIT ?5",
-        )
-        .and_then(|mut s| {
-            let (died_at, seq, group) = after;
-            s.query_map(
-                params![before, died_at, to_sql(seq), group, CHOOSE as i64],
-                |r| {
-                    Ok(OldDead {
-                        seq: seq_from(r.get(0)?),
-                        group: r.get(1)?,
-                        died_at: r.get(2)?,
-                        open: r.get(3)?,
-                        weight: 4 + seq_from(r.get(4)?) / PAGE,
-                    })
-                },
-            )?
-            .collect()
+    let sql = "SELECT d.seq, d.group_id, d.died_at, d.retried_at IS NULL, length(d.failures)
+               FROM dead_letters d INDEXED BY dead_died
+               WHERE d.died_at < ?1 AND (d.died_at, d.seq, d.group_id) > (?2, ?3, ?4)
+                 AND NOT EXISTS (SELECT 1 FROM deliveries w
+                   WHERE w.group_id = d.group_id AND w.seq = d.seq)
+               ORDER BY d.died_at, d.seq, d.group_id LIMIT ?5";
+    let (died_at, seq, group) = after;
+    let values = params![before, died_at, to_sql(seq), group, CHOOSE as i64];
+    let doing = "looking for old dead letters";
+    reader.conn.read_all(doing, sql, values, |r| {
+        Ok(OldDead {
+            seq: seq_from(r.get(0)?),
+            group: r.get(1)?,
+            died_at: r.get(2)?,
+            open: r.get(3)?,
+            weight: 4 + seq_from(r.get(4)?) / PAGE,
         })
-        .map_err(|e| from_sqlite("looking for old dead letters", e))
+    })
 }
 
 impl OldDead {
@@ -99,55 +91,43 @@ pub(crate) fn old_stages(
     dead_since: i64,
     after: (i64, i64),
 ) -> Result<Vec<OldStage>> {
-    reader
-        .conn
-        .prepare_cached(
-            "SELECT p.id, p.timestamp, p.payload_size_compressed,
-               EXISTS (SELECT 1 FROM dead_letters d
-                 WHERE d.seq = p.seq AND d.retried_at IS NULL AND d.died_at >= ?2), p.seq
-             FROM event_payloads p INDEXED BY event_payloads_timestamp
-             WHERE p.timestamp < ?1 AND (p.timestamp, p.id) > (?3, ?4)
-             ORDER BY p.timestamp, p.id LIMIT ?5",
-        )
-        .and_then(|mut s| {
-            let (timestamp, id) = after;
-            s.query_map(
-                params![before, dead_since, timestamp, id, CHOOSE as i64],
-                |r| {
-                    Ok(OldStage {
-                        id: r.get(0)?,
-                        timestamp: r.get(1)?,
-                        weight: 4 + seq_from(r.get(2)?) / PAGE,
-                        spared: r.get(3)?,
-                        seq: seq_from(r.get(4)?),
-                    })
-                },
-            )?
-            .collect()
+    let sql = "SELECT p.id, p.timestamp, p.payload_size_compressed,
+                 EXISTS (SELECT 1 FROM dead_letters d
+                   WHERE d.seq = p.seq AND d.retried_at IS NULL AND d.died_at >= ?2), p.seq
+               FROM event_payloads p INDEXED BY event_payloads_timestamp
+               WHERE p.timestamp < ?1 AND (p.timestamp, p.id) > (?3, ?4)
+               ORDER BY p.timestamp, p.id LIMIT ?5";
+    let (timestamp, id) = after;
+    let values = params![before, dead_since, timestamp, id, CHOOSE as i64];
+    let doing = "looking for old payload stages";
+    reader.conn.read_all(doing, sql, values, |r| {
+        Ok(OldStage {
+            id: r.get(0)?,
+            timestamp: r.get(1)?,
+            weight: 4 + seq_from(r.get(2)?) / PAGE,
+            spared: r.get(3)?,
+            seq: seq_from(r.get(4)?),
         })
-        .map_err(|e| from_sqlite("looking for old payload stages", e))
+    })
 }
 
 /// Counts rows of the outbox that were sent before a time. It also counts rows with a dead letter from before
 /// `dead`: that dead letter would be removed first.
 pub(crate) fn count_sent(reader: &Reader, before: Timestamp, dead: Option<i64>) -> Result<u64> {
     let doing = "counting the outbox";
-    let sent: i64 = reader.conn.one(
-        doing,
-        "SELECT count(*) FROM event_outbox WHERE status = 'sent' AND sent_at < ?1",
-        [before.to_string()],
-    )?;
+    let sql = "SELECT count(*) FROM event_outbox WHERE status = 'sent' AND sent_at < ?1";
+    let sent: i64 = reader.conn.one(doing, sql, [before.to_string()])?;
     let Some(dead) = dead else {
         return Ok(seq_from(sent));
     };
     let freed: i64 = reader
         .conn.one(doing, "SELECT count(DISTINCT o.row) FROM dead_letters d INDEXED BY dead_open_died
-             CROSS JOIN event_outbox_origins v ON v.seq = d.seq
-             CROSS JOIN event_outbox o ON o.row = v.row
-             WHERE d.retried_at IS NULL AND d.died_at < ?2 AND +o.status = 'failed' AND o.sent_at < ?1
-               AND NOT EXISTS (SELECT 1 FROM dead_letters e
-                 WHERE e.seq = d.seq AND e.retried_at IS NULL AND (e.died_at >= ?2 OR EXISTS (
-                   SELECT 1 FROM deliveries w WHERE w.group_id = e.group_id AND w.seq = e.seq)))", params![before.to_string(), dead])?;
+                          CROSS JOIN event_outbox_origins v ON v.seq = d.seq
+                          CROSS JOIN event_outbox o ON o.row = v.row
+                          WHERE d.retried_at IS NULL AND d.died_at < ?2 AND +o.status = 'failed' AND o.sent_at < ?1
+                            AND NOT EXISTS (SELECT 1 FROM dead_letters e
+                              WHERE e.seq = d.seq AND e.retried_at IS NULL AND (e.died_at >= ?2 OR EXISTS (
+                                SELECT 1 FROM deliveries w WHERE w.group_id = e.group_id AND w.seq = e.seq)))", params![before.to_string(), dead])?;
     Ok(seq_from(sent + freed))
 }
 
@@ -207,8 +187,8 @@ pub(crate) fn forget_dead(
         let removed = tx.conn.change(
             "removing old dead letters",
             "DELETE FROM dead_letters WHERE seq = ?1 AND group_id = ?2 AND died_at = ?3
-                   AND (retried_at IS NULL) = ?4
-                   AND NOT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?2 AND seq = ?1)",
+             AND (retried_at IS NULL) = ?4
+             AND NOT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?2 AND seq = ?1)",
             (to_sql(dead.seq), dead.group, dead.died_at, dead.open),
         )?;
         done.removed += removed as u64;
@@ -225,22 +205,17 @@ pub(crate) fn forget_dead(
 
 /// Removes payload stages that have not changed since they were selected.
 pub(crate) fn forget_stages(tx: &mut Tx, old: &[OldStage], slice: &Slice) -> Result<Done> {
-    let doing = |e| from_sqlite("removing old payload stages", e);
-    let mut delete = tx
-        .conn
-        .prepare_cached(
-            "DELETE FROM event_payloads WHERE id = ?1 AND timestamp = ?2
-               AND NOT EXISTS (SELECT 1 FROM dead_letters d
-                 WHERE d.seq = event_payloads.seq AND d.retried_at IS NULL)",
-        )
-        .map_err(doing)?;
+    let doing = "removing old payload stages";
+    let sql = "DELETE FROM event_payloads WHERE id = ?1 AND timestamp = ?2
+                 AND NOT EXISTS (SELECT 1 FROM dead_letters d
+                   WHERE d.seq = event_payloads.seq AND d.retried_at IS NULL)";
     let mut done = Done::default();
     for stage in old {
         if done.seen > 0 && slice.is_over() {
             break;
         }
         done.seen += 1;
-        done.removed += delete.execute((stage.id, stage.timestamp)).map_err(doing)? as u64;
+        done.removed += tx.conn.change(doing, sql, (stage.id, stage.timestamp))? as u64;
     }
     Ok(done)
 }
@@ -291,11 +266,9 @@ pub(crate) fn forget_outbox_dead(
 /// Records the time of this removal. The write is synced, and all lazy commits before it become durable
 /// with it.
 pub(crate) fn note_pruned(tx: &mut Tx, now: Timestamp) -> Result<()> {
-    tx.conn.run(
-        "noting that things were removed",
-        "INSERT OR REPLACE INTO meta (key, value) VALUES ('pruned', ?1)",
-        [now.to_string()],
-    )
+    let sql = "INSERT OR REPLACE INTO meta (key, value) VALUES ('pruned', ?1)";
+    tx.conn
+        .run("noting that things were removed", sql, [now.to_string()])
 }
 
 /// The size of a page, and how many are free.
@@ -316,13 +289,10 @@ pub(crate) fn take_duty(tx: &mut Tx, duty: &str, owner: &str, every: Duration) -
     if last.is_some_and(|last| last.holds(now, every)) {
         return Ok(false);
     }
-    tx.conn
-        .prepare_cached("INSERT OR REPLACE INTO meta (key, value) VALUES (?1, ?2)")
-        .and_then(|mut s| {
-            let record = serde_json::json!({"owner": owner, "at": now});
-            s.execute((super::duty_key(duty), record.to_string()))
-        })
-        .map_err(|e| from_sqlite("taking on a duty", e))?;
+    let record = serde_json::json!({"owner": owner, "at": now});
+    let sql = "INSERT OR REPLACE INTO meta (key, value) VALUES (?1, ?2)";
+    let values = (super::duty_key(duty), record.to_string());
+    tx.conn.run("taking on a duty", sql, values)?;
     Ok(true)
 }
 
@@ -330,11 +300,9 @@ pub(crate) fn take_duty(tx: &mut Tx, duty: &str, owner: &str, every: Duration) -
 pub(crate) fn return_duty(tx: &mut Tx, duty: &str, owner: &str) -> Result<()> {
     let last = super::duty_record(&tx.conn, duty)?;
     if last.is_some_and(|last| last.owner == owner) {
-        tx.conn.run(
-            "giving a duty back",
-            "DELETE FROM meta WHERE key = ?1",
-            [super::duty_key(duty)],
-        )?;
+        let sql = "DELETE FROM meta WHERE key = ?1";
+        tx.conn
+            .run("giving a duty back", sql, [super::duty_key(duty)])?;
     }
     Ok(())
 }

@@ -264,20 +264,13 @@ impl Plan {
 
 /// Weights of the payload stages in a range.
 fn stage_weights(reader: &Reader, (lo, hi): (u64, u64)) -> Result<HashMap<u64, u64>> {
-    let doing = |e| from_sqlite("looking at payload stages", e);
-    let mut statement = reader
-        .conn
-        .prepare_cached(
-            "SELECT seq, payload_size_compressed FROM event_payloads
-             WHERE seq BETWEEN ?1 AND ?2",
-        )
-        .map_err(doing)?;
-    let mut rows = statement.query((to_sql(lo), to_sql(hi))).map_err(doing)?;
+    let doing = "looking at payload stages";
+    let sql = "SELECT seq, payload_size_compressed FROM event_payloads
+               WHERE seq BETWEEN ?1 AND ?2";
+    let stages: Vec<(i64, i64)> = reader.conn.all(doing, sql, (to_sql(lo), to_sql(hi)))?;
     let mut weights = HashMap::new();
-    while let Some(row) = rows.next().map_err(doing)? {
-        let seq = seq_from(row.get(0).map_err(doing)?);
-        let bytes = seq_from(row.get(1).map_err(doing)?);
-        *weights.entry(seq).or_default() += STAGE + bytes / PAGE;
+    for (seq, bytes) in stages {
+        *weights.entry(seq_from(seq)).or_default() += STAGE + seq_from(bytes) / PAGE;
     }
     Ok(weights)
 }
@@ -306,7 +299,7 @@ impl Length {
         let found: Option<(i64, i64)> = reader.conn.read_first(
             doing,
             "SELECT count(*), min(seq) FROM
-                   (SELECT seq FROM log WHERE seq < ?1 ORDER BY seq DESC LIMIT ?2)",
+             (SELECT seq FROM log WHERE seq < ?1 ORDER BY seq DESC LIMIT ?2)",
             (to_sql(self.before), to_sql(step)),
             |r| Ok((r.get(0)?, r.get::<_, Option<i64>>(1)?.unwrap_or(0))),
         )?;
@@ -316,11 +309,8 @@ impl Length {
             self.before = seq_from(first);
         }
         if self.left == 0 {
-            let first: Option<i64> = reader.conn.one(
-                doing,
-                "SELECT max(seq) FROM log WHERE seq < ?1",
-                [to_sql(self.before)],
-            )?;
+            let sql = "SELECT max(seq) FROM log WHERE seq < ?1";
+            let first: Option<i64> = reader.conn.one(doing, sql, [to_sql(self.before)])?;
             self.beyond = Some(first.map_or(0, seq_from));
         } else if seq_from(count) < step {
             self.beyond = Some(0);
@@ -335,10 +325,10 @@ pub(crate) fn expired(
     now: Timestamp,
     after: (i64, i64),
 ) -> Result<Vec<(i64, i64)>> {
-    reader.conn.all(
-        "looking what has expired",
-        "SELECT at, seq FROM expirations WHERE at < ?1 AND (at, seq) > (?2, ?3)
-             ORDER BY at, seq LIMIT ?4",
-        (micros(now), after.0, after.1, LOOK as i64),
-    )
+    let doing = "looking what has expired";
+    let sql = "SELECT at, seq FROM expirations WHERE at < ?1 AND (at, seq) > (?2, ?3)
+               ORDER BY at, seq LIMIT ?4";
+    reader
+        .conn
+        .all(doing, sql, (micros(now), after.0, after.1, LOOK as i64))
 }

@@ -7,7 +7,6 @@ use super::pace::Slice;
 use super::plan::Piece;
 use crate::declare::pass_removed;
 use crate::deliveries::leases::Leases;
-use crate::errors::from_sqlite;
 use crate::orphans::note_orphans;
 use crate::retention::needed::owed;
 use crate::rows::to_sql;
@@ -89,7 +88,7 @@ pub(crate) fn remove_unowed(tx: &mut Tx, owed: &Owed, seq: u64) -> Result<bool> 
 }
 
 fn beside(tx: &Tx, (lo, hi): (u64, u64)) -> Result<Beside> {
-    let doing = |e| from_sqlite("looking what belongs to events", e);
+    let doing = "looking what belongs to events";
     let range = (to_sql(lo), to_sql(hi));
     let mut tables = Vec::new();
     for (exists, delete) in BESIDE {
@@ -100,16 +99,10 @@ fn beside(tx: &Tx, (lo, hi): (u64, u64)) -> Result<Beside> {
             tables.push(*delete);
         }
     }
-    let mut skips = tx
-        .conn
-        .prepare_cached(
-            "SELECT EXISTS (SELECT 1 FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3)",
-        )
-        .map_err(doing)?;
+    let sql = "SELECT EXISTS (SELECT 1 FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3)";
     let mut skipped = Vec::new();
     for group in tx.groups.keys() {
-        let some = skips.query_row((group, range.0, range.1), |r| r.get(0));
-        if some.map_err(doing)? {
+        if tx.conn.one(doing, sql, (group, range.0, range.1))? {
             skipped.push(*group);
         }
     }
@@ -136,11 +129,8 @@ fn remove_stretch(tx: &mut Tx, lo: u64, hi: u64, beside: &Beside, overflow: bool
         tx.conn.run(doing, delete, range)?;
     }
     for group in &beside.skipped {
-        tx.conn.run(
-            doing,
-            "DELETE FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3",
-            (group, range.0, range.1),
-        )?;
+        let sql = "DELETE FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3";
+        tx.conn.run(doing, sql, (group, range.0, range.1))?;
     }
     pass_removed(tx, hi)?;
     tx.conn

@@ -153,7 +153,7 @@ async fn a_step_ends_when_its_time_is_over() {
         .conn()
         .query_row(
             "SELECT (SELECT count(*) FROM log) + (SELECT count(*) FROM event_payloads)
-               + (SELECT count(*) FROM expirations) + (SELECT count(*) FROM event_outbox)",
+             + (SELECT count(*) FROM expirations) + (SELECT count(*) FROM event_outbox)",
             [],
             |r| r.get(0),
         )
