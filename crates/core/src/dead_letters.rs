@@ -121,6 +121,56 @@ pub fn all_failures(
     before
 }
 
+/// For engines: what a dead letter records when a group gives an event up.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Death {
+    /// All attempts.
+    pub attempts: u32,
+    /// Every failed attempt, in order.
+    pub failures: Vec<Failure>,
+    /// The time of the final failure.
+    pub died_at: Timestamp,
+}
+
+impl Death {
+    /// The end of one run: `attempts` deliveries were counted, `recorded` are the failures of earlier
+    /// attempts, `last` is the failure of this delivery. Without `last` the event is given up because of the
+    /// recorded failures.
+    ///
+    /// A delivery that reached no handler was counted, but was no attempt.
+    pub fn new(
+        attempts: u32,
+        recorded: Vec<Failure>,
+        last: Option<Failure>,
+        now: Timestamp,
+    ) -> Self {
+        let unused = last.is_none() && !recorded.is_empty();
+        let died_at = last.as_ref().map_or(now, |failure| failure.at);
+        let failures = all_failures(recorded, last);
+        let none_ran = failures.last().is_some_and(|f| !f.kind.is_attempt());
+        Self {
+            attempts: attempts.saturating_sub(u32::from(unused) + u32::from(none_ran)),
+            failures,
+            died_at,
+        }
+    }
+
+    /// The same, after a retry: the attempts and failures from before it come first.
+    #[must_use]
+    pub fn after(self, attempts: u32, failures: Vec<Failure>) -> Self {
+        Self {
+            attempts: attempts.saturating_add(self.attempts),
+            failures: all_failures(failures, self.failures),
+            died_at: self.died_at,
+        }
+    }
+}
+
+/// The handler that failed last, if one ran.
+pub fn last_handler(failures: &[Failure]) -> Option<&str> {
+    failures.iter().rev().find_map(|f| f.handler.as_deref())
+}
+
 /// One event that one group gave up on.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct DeadLetter {
@@ -186,6 +236,11 @@ impl DeadLetter {
             .build()
     }
 
+    /// Whether it was neither retried nor replaced since its final failure.
+    pub const fn is_open(&self) -> bool {
+        self.retried_at.is_none()
+    }
+
     /// The last error, for a line in a list.
     pub fn last_error(&self) -> &str {
         self.failures.last().map_or("", |f| f.error.as_str())
@@ -232,6 +287,29 @@ pub struct DeadLetterFilter {
     pub handler: Option<String>,
     /// Only those whose last error contains this text.
     pub error: Option<String>,
+}
+
+impl DeadLetterFilter {
+    /// Whether the filter selects a dead letter, if that is open.
+    pub fn matches(&self, letter: &DeadLetter) -> bool {
+        fn fits<T>(wanted: Option<&T>, test: impl FnOnce(&T) -> bool) -> bool {
+            wanted.is_none_or(test)
+        }
+        let (record, event) = (&letter.record, letter.event());
+        fits(self.pattern.as_ref(), |p| p.matches(event.event_type()))
+            && fits(self.group.as_ref(), |group| *group == letter.group)
+            && fits(self.id.as_ref(), |id| *id == event.id())
+            && fits(self.since.as_ref(), |since| record.received_at >= *since)
+            && fits(self.until.as_ref(), |until| record.received_at <= *until)
+            && fits(self.died_until.as_ref(), |until| letter.died_at <= *until)
+            && fits(self.tenant.as_ref(), |tenant| {
+                tenant == event.tenant().unwrap_or_default()
+            })
+            && (self.handler.is_none() || self.handler == letter.handler)
+            && fits(self.error.as_ref(), |text| {
+                letter.last_error().contains(text)
+            })
+    }
 }
 
 /// The number of open dead letters with the same group, type and error.
@@ -313,6 +391,16 @@ pub enum PurgeBasis {
     Created,
     /// When it became a dead letter.
     Died,
+}
+
+impl PurgeBasis {
+    /// The time of a dead letter that is compared.
+    pub fn time_of(self, letter: &DeadLetter) -> Timestamp {
+        match self {
+            Self::Created => letter.record.received_at,
+            Self::Died => letter.died_at,
+        }
+    }
 }
 
 /// An engine that keeps dead letters. It needs no running bus.

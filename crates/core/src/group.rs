@@ -148,6 +148,41 @@ impl GroupSpec {
     }
 }
 
+impl GroupSpec {
+    /// For engines: refuses a new group that cannot be created as declared.
+    pub fn check_new(&self) -> Result<()> {
+        if self.name.is_unnamed() && self.ephemeral {
+            return Err(other_lifetime(self));
+        }
+        if self.name.is_unnamed() && self.start_from != StartFrom::First {
+            let what = "the unnamed group begins at the start of the log";
+            return Err(Error::new(Code::InvalidSetting, what)
+                .hint("name the group to start it anywhere else"));
+        }
+        Ok(())
+    }
+
+    /// For engines: refuses a declaration that contradicts the group that exists.
+    pub fn check_known(&self, ordered: bool, same_lifetime: bool) -> Result<()> {
+        if ordered != self.ordered {
+            let not = if ordered { "" } else { "not " };
+            let what = format!("group {} is {not}ordered and cannot be changed", self.name);
+            return Err(Error::new(Code::GroupConflict, what)
+                .hint("use another group name, or remove the group first"));
+        }
+        if !same_lifetime {
+            return Err(other_lifetime(self));
+        }
+        Ok(())
+    }
+}
+
+/// The error for a group that does not exist.
+pub fn no_group(name: &GroupName) -> Error {
+    Error::new(Code::GroupNotFound, format!("there is no group {name}"))
+        .hint("declare it by subscribing, or list the groups with `everbus groups`")
+}
+
 /// The error for an existing group of the other kind: ephemeral instead of durable, or the reverse.
 pub fn other_lifetime(spec: &GroupSpec) -> Error {
     if spec.name.is_unnamed() {

@@ -63,9 +63,9 @@ pub use clock::{Clock, ManualClock, SystemClock};
 pub use clock_record::{ClockDoubt, ClockRecord};
 pub use dead_letters::{
     ADDRESSED, DEAD_LETTER_EVENT, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
-    DeadLetterTally, DeadLetters, EDIT_OF, LETTER_KEPT, LETTER_PURGED, MAX_FAILURES, PURGED_NAMED,
-    PageRequest, PurgeBasis, Purged, PurgedLetter, REPLAY_OF, Replaced, UNMATCHED, all_failures,
-    dead_letter_notice, letter_kept_for,
+    DeadLetterTally, DeadLetters, Death, EDIT_OF, LETTER_KEPT, LETTER_PURGED, MAX_FAILURES,
+    PURGED_NAMED, PageRequest, PurgeBasis, Purged, PurgedLetter, REPLAY_OF, Replaced, UNMATCHED,
+    all_failures, dead_letter_notice, letter_kept_for,
 };
 pub use effect::{Effect, EffectResult};
 pub use engine::{Background, Engine};
@@ -76,7 +76,7 @@ pub use event::{
 pub use failure::{Ended, Failure, FailureKind, Ran, given_up};
 pub use group::{
     ARCHIVE, GroupInfo, GroupName, GroupSpec, StartFrom, SubscriptionInfo, SubscriptionSpec,
-    UNSUBSCRIBED, other_lifetime,
+    UNSUBSCRIBED, no_group, other_lifetime,
 };
 pub use history::{History, HistoryPage, HistoryQuery, Order, PageCursor, check_range};
 pub use id::EventId;

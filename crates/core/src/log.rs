@@ -8,7 +8,7 @@ use serde::{Serialize, Serializer};
 use crate::broker::BoxFuture;
 use crate::error::Result;
 use crate::event::Event;
-use crate::failure::{Ended, Failure};
+use crate::failure::{Ended, Failure, FailureKind};
 use crate::group::{GroupName, StartFrom};
 use crate::pattern::Pattern;
 use crate::position::{Cursor, Position};
@@ -52,6 +52,16 @@ pub enum EventState {
 }
 
 impl EventState {
+    /// For engines: the state of an event that is in flight or waits in a group, with its failures.
+    pub fn of_waiting(in_flight: bool, failures: &[Failure]) -> Self {
+        let crashed_or_fresh = failures.last().is_none_or(|f| f.kind == FailureKind::Crash);
+        if !in_flight && crashed_or_fresh {
+            Self::Pending
+        } else {
+            Self::Processing
+        }
+    }
+
     /// The word the specification uses in its `status` column.
     pub const fn as_str(self) -> &'static str {
         match self {

@@ -225,6 +225,14 @@ pub struct DutyRecord {
     pub at: Timestamp,
 }
 
+impl DutyRecord {
+    /// Whether the duty was taken within this time. A record from the future was written before the clock
+    /// was set back.
+    pub fn holds(&self, now: Timestamp, every: Duration) -> bool {
+        self.at <= now && now.since(self.at) < every
+    }
+}
+
 /// The prefix of the names of retention duties.
 pub const RETENTION_DUTY: &str = "retention";
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::broker::BoxFuture;
-use crate::dead_letters::{DeadLetterKey, MAX_FAILURES, all_failures};
+use crate::dead_letters::{DeadLetterKey, Death, MAX_FAILURES, all_failures};
 use crate::error::Result;
 use crate::failure::Failure;
 use crate::group::GroupName;
@@ -145,26 +145,27 @@ impl Burial {
     ///
     /// They are added to those from before the retry. If the letter was not retried, or has the same time
     /// of failure, this is a repetition of the same record, and nothing is added twice.
-    pub fn with_earlier(&self, earlier: Option<EarlierDeath>) -> (u32, Vec<Failure>) {
+    pub fn with_earlier(&self, earlier: Option<EarlierDeath>) -> Death {
         let was_none = self.failures.last().is_some_and(|f| !f.kind.is_attempt());
-        let attempts = self.attempts.saturating_sub(u32::from(was_none));
-        let failures = self.failures.iter().cloned();
-        let Some(earlier) = earlier else {
-            return (attempts, all_failures(Vec::new(), failures));
+        let mut death = Death {
+            attempts: self.attempts.saturating_sub(u32::from(was_none)),
+            failures: all_failures(Vec::new(), self.failures.iter().cloned()),
+            died_at: self.died_at,
         };
-        if earlier.open || earlier.died_at == self.died_at {
-            let known = earlier.failures.clone();
-            let new: Vec<Failure> = failures.filter(|f| !known.contains(f)).collect();
-            let more = new.iter().filter(|f| f.kind.is_attempt()).count();
-            let more = u32::try_from(more).unwrap_or(u32::MAX);
-            let attempts = match self.sent_back {
-                true => earlier.attempts.saturating_add(more),
-                false => earlier.attempts.max(attempts),
-            };
-            return (attempts, all_failures(earlier.failures, new));
+        match earlier {
+            Some(earlier) if earlier.open || earlier.died_at == self.died_at => {
+                death.failures.retain(|f| !earlier.failures.contains(f));
+                let more = death.failures.iter().filter(|f| f.kind.is_attempt());
+                let more = u32::try_from(more.count()).unwrap_or(u32::MAX);
+                death.attempts = match self.sent_back {
+                    true => more,
+                    false => death.attempts.saturating_sub(earlier.attempts),
+                };
+                death.after(earlier.attempts, earlier.failures)
+            }
+            Some(earlier) => death.after(earlier.attempts, earlier.failures),
+            None => death,
         }
-        let attempts = earlier.attempts.saturating_add(attempts);
-        (attempts, all_failures(earlier.failures, failures))
     }
 }
 
@@ -246,7 +247,9 @@ mod tests {
     #[test]
     fn only_a_death_after_a_retry_adds_up() {
         let first = burial(2, vec![failure(1, 1), failure(2, 2)], 2);
-        let (attempts, failures) = first.with_earlier(None);
+        let Death {
+            attempts, failures, ..
+        } = first.with_earlier(None);
         assert_eq!((attempts, failures.len()), (2, 2));
         let earlier = |open| EarlierDeath {
             attempts: 2,
@@ -256,21 +259,29 @@ mod tests {
         };
         // Repeated, at once or after the retry.
         for open in [true, false] {
-            let (attempts, failures) = first.with_earlier(Some(earlier(open)));
+            let Death {
+                attempts, failures, ..
+            } = first.with_earlier(Some(earlier(open)));
             assert_eq!((attempts, &failures), (2, &first.failures));
         }
         // Delivered again because the broker did not get the verdict.
         let mut again = first.failures.clone();
         again.push(failure(3, 9));
-        let (attempts, failures) = burial(3, again.clone(), 9).with_earlier(Some(earlier(true)));
+        let Death {
+            attempts, failures, ..
+        } = burial(3, again.clone(), 9).with_earlier(Some(earlier(true)));
         assert_eq!((attempts, failures), (3, again));
         // Failed again before the store knew of the retry.
         let early = burial(1, vec![failure(1, 9)], 9).of_sent_back();
-        let (attempts, failures) = early.with_earlier(Some(earlier(true)));
+        let Death {
+            attempts, failures, ..
+        } = early.with_earlier(Some(earlier(true)));
         assert_eq!((attempts, failures.len()), (3, 3));
         // Failed again after a retry.
         let next = burial(1, vec![failure(1, 9)], 9);
-        let (attempts, failures) = next.with_earlier(Some(earlier(false)));
+        let Death {
+            attempts, failures, ..
+        } = next.with_earlier(Some(earlier(false)));
         assert_eq!((attempts, failures.len()), (3, 3));
     }
 
@@ -278,7 +289,7 @@ mod tests {
     fn a_failure_that_was_no_attempt_is_not_counted() {
         let at = Timestamp::from_micros(1);
         let rejected = Failure::new(1, at, FailureKind::Rejected, "open");
-        assert_eq!(burial(1, vec![rejected], 1).with_earlier(None).0, 0);
+        assert_eq!(burial(1, vec![rejected], 1).with_earlier(None).attempts, 0);
     }
 
     // conformance: contract/store-failures-numbered: Failures come back in the order of their attempts, each once; those of a run that is over stay and belong to no next attempt.

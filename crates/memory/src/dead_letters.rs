@@ -5,15 +5,14 @@ use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::sync::Arc;
 
-use everbus_core::dead_letters::{MAX_PAGE, check_replacement, id_taken, not_open};
+use everbus_core::dead_letters::{MAX_PAGE, check_replacement, id_taken, last_handler, not_open};
 use everbus_core::{
     Appended, BoxFuture, Burial, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
-    DeadLetterTally, DeadLetters, EarlierDeath, Event, EventId, GroupName, Held, LETTER_PURGED,
-    PageRequest, PurgeBasis, Purged, Recorded, Replaced, Result, Timestamp, all_failures,
+    DeadLetterTally, DeadLetters, Death, EarlierDeath, Event, EventId, GroupName, Held,
+    LETTER_PURGED, PageRequest, PurgeBasis, Purged, Recorded, Replaced, Result, Timestamp,
 };
 
 use crate::broker::Memory;
-use crate::group::Row;
 use crate::records::Seq as _;
 
 type Key = (Reverse<u64>, GroupName);
@@ -21,94 +20,72 @@ type Key = (Reverse<u64>, GroupName);
 /// All dead letters, open and retried, in the order they are listed.
 #[derive(Debug, Default)]
 pub(crate) struct DeadLetterTable {
-    entries: BTreeMap<Key, Entry>,
-}
-
-#[derive(Debug)]
-pub(crate) struct Entry {
-    pub(crate) letter: DeadLetter,
-    /// False after a retry, until the event fails again.
-    pub(crate) open: bool,
+    entries: BTreeMap<Key, DeadLetter>,
 }
 
 impl DeadLetterTable {
     /// Adds a dead letter, or opens an existing one again: attempts add up, the first time stays.
-    pub(crate) fn bury(&mut self, group: GroupName, row: Row, now: Timestamp) -> &DeadLetter {
-        let key = (Reverse(row.record.seq()), group.clone());
-        let entry = self.entries.entry(key).or_insert_with(|| Entry {
-            letter: DeadLetter {
-                group,
-                handler: None,
-                attempts: 0,
-                failures: Vec::new(),
-                first_seen_at: now,
-                died_at: now,
-                retried_at: None,
-                replaced_by: None,
-                record: row.record,
-            },
-            open: true,
-        });
-        entry.open = true;
-        // The claim counted an attempt; if no handler ran, it was none.
-        let was_none = row
-            .failures
-            .last()
-            .is_some_and(|last| !last.kind.is_attempt());
-        let attempts = row.attempts.saturating_sub(u32::from(was_none));
-        entry.letter.attempts = entry.letter.attempts.saturating_add(attempts);
-        let before = std::mem::take(&mut entry.letter.failures);
-        entry.letter.failures = all_failures(before, row.failures);
-        let mut failures = entry.letter.failures.iter().rev();
-        entry.letter.handler = failures.find_map(|f| f.handler.clone());
-        entry.letter.died_at = now;
-        &entry.letter
+    pub(crate) fn bury(
+        &mut self,
+        group: GroupName,
+        record: Arc<Recorded>,
+        death: Death,
+    ) -> &DeadLetter {
+        let death = match self.get(record.seq(), &group) {
+            Some(letter) => death.after(letter.attempts, letter.failures.clone()),
+            None => death,
+        };
+        self.put(group, record, death)
     }
 
     /// Stores a dead letter that the runtime reports.
-    pub(crate) fn put(&mut self, record: Arc<Recorded>, burial: &Burial) {
-        let key = (Reverse(record.seq()), burial.group.clone());
-        let earlier = self.entries.get(&key).map(|entry| EarlierDeath {
-            attempts: entry.letter.attempts,
-            failures: entry.letter.failures.clone(),
-            died_at: entry.letter.died_at,
-            open: entry.open,
+    pub(crate) fn report(&mut self, record: Arc<Recorded>, burial: &Burial) {
+        let known = self.get(record.seq(), &burial.group);
+        let earlier = known.map(|letter| EarlierDeath {
+            attempts: letter.attempts,
+            failures: letter.failures.clone(),
+            died_at: letter.died_at,
+            open: letter.is_open(),
         });
-        let (attempts, failures) = burial.with_earlier(earlier);
-        let first = self.entries.get(&key).map(|g| g.letter.first_seen_at);
-        let letter = DeadLetter {
-            group: burial.group.clone(),
-            handler: failures.iter().rev().find_map(|f| f.handler.clone()),
-            attempts,
-            failures,
-            first_seen_at: first.unwrap_or(burial.died_at),
-            died_at: burial.died_at,
-            retried_at: None,
-            replaced_by: self.entries.get(&key).and_then(|g| g.letter.replaced_by),
-            record,
-        };
-        self.entries.insert(key, Entry { letter, open: true });
+        self.put(burial.group.clone(), record, burial.with_earlier(earlier));
     }
 
-    pub(crate) fn get(&self, position: u64, group: &GroupName) -> Option<&Entry> {
+    fn put(&mut self, group: GroupName, record: Arc<Recorded>, death: Death) -> &DeadLetter {
+        let key = (Reverse(record.seq()), group.clone());
+        let known = self.entries.remove(&key);
+        let letter = DeadLetter {
+            group,
+            handler: last_handler(&death.failures).map(str::to_owned),
+            attempts: death.attempts,
+            failures: death.failures,
+            first_seen_at: known.as_ref().map_or(death.died_at, |l| l.first_seen_at),
+            died_at: death.died_at,
+            retried_at: None,
+            replaced_by: known.and_then(|letter| letter.replaced_by),
+            record,
+        };
+        self.entries.entry(key).or_insert(letter)
+    }
+
+    pub(crate) fn get(&self, position: u64, group: &GroupName) -> Option<&DeadLetter> {
         self.entries.get(&(Reverse(position), group.clone()))
     }
 
-    pub(crate) fn get_mut(&mut self, position: u64, group: &GroupName) -> Option<&mut Entry> {
+    pub(crate) fn get_mut(&mut self, position: u64, group: &GroupName) -> Option<&mut DeadLetter> {
         self.entries.get_mut(&(Reverse(position), group.clone()))
     }
 
     pub(crate) fn is_open(&self, position: u64, group: &GroupName) -> bool {
-        self.get(position, group).is_some_and(|entry| entry.open)
+        self.get(position, group).is_some_and(DeadLetter::is_open)
     }
 
     /// The number of open dead letters of a group by event type.
     pub(crate) fn open_by_type(&self, group: &GroupName) -> BTreeMap<Arc<str>, u64> {
         let entries = self.entries.values();
-        let open = entries.filter(|g| g.open && g.letter.group == *group);
+        let open = entries.filter(|letter| letter.is_open() && letter.group == *group);
         let mut counts = BTreeMap::new();
-        for entry in open {
-            let event_type = entry.letter.event().type_arc().clone();
+        for letter in open {
+            let event_type = letter.event().type_arc().clone();
             *counts.entry(event_type).or_default() += 1;
         }
         counts
@@ -127,7 +104,7 @@ impl DeadLetterTable {
         let old = self
             .entries
             .iter()
-            .filter(move |(_, g)| g.letter.died_at < time);
+            .filter(move |(_, letter)| letter.died_at < time);
         old.map(|((position, group), _)| (position.0, group.clone()))
     }
 
@@ -135,7 +112,7 @@ impl DeadLetterTable {
     pub(crate) fn held(&self) -> Held {
         Held {
             count: self.entries.len() as u64,
-            oldest: self.entries.values().map(|g| g.letter.died_at).min(),
+            oldest: self.entries.values().map(|letter| letter.died_at).min(),
         }
     }
 
@@ -157,41 +134,9 @@ impl DeadLetterTable {
     ) -> impl Iterator<Item = &'a DeadLetter> {
         let after = after.map_or(Bound::Unbounded, Bound::Excluded);
         let entries = self.entries.range((after, Bound::Unbounded));
-        let open = entries
-            .filter(|(_, entry)| entry.open)
-            .map(|(_, entry)| &entry.letter);
-        open.filter(|letter| passes(letter, filter))
+        let letters = entries.map(|(_, letter)| letter);
+        letters.filter(|letter| letter.is_open() && filter.matches(letter))
     }
-}
-
-fn passes(letter: &DeadLetter, filter: &DeadLetterFilter) -> bool {
-    let DeadLetterFilter {
-        pattern,
-        group,
-        id,
-        since,
-        until,
-        died_until,
-        tenant,
-        handler,
-        error,
-    } = filter;
-    let record = &letter.record;
-    pattern
-        .as_ref()
-        .is_none_or(|p| p.matches(record.event.event_type()))
-        && group.as_ref().is_none_or(|g| *g == letter.group)
-        && id.is_none_or(|id| id == record.event.id())
-        && since.is_none_or(|since| record.received_at >= since)
-        && until.is_none_or(|until| record.received_at <= until)
-        && died_until.is_none_or(|until| letter.died_at <= until)
-        && tenant
-            .as_ref()
-            .is_none_or(|tenant| tenant == record.event.tenant().unwrap_or_default())
-        && (handler.is_none() || *handler == letter.handler)
-        && error
-            .as_ref()
-            .is_none_or(|text| letter.last_error().contains(text))
 }
 
 impl Memory {
@@ -214,20 +159,19 @@ impl Memory {
         let state = &mut *guard;
         let now = self.now();
         let mut retried = 0;
-        for entry in state.dead.entries.values_mut().rev() {
+        for letter in state.dead.entries.values_mut().rev() {
             if retried == limit {
                 break;
             }
-            if !entry.open || !passes(&entry.letter, filter) {
+            if !letter.is_open() || !filter.matches(letter) {
                 continue;
             }
-            let number = state.names.get(&entry.letter.group);
+            let number = state.names.get(&letter.group);
             let Some(group) = number.and_then(|number| state.groups.get_mut(number)) else {
                 continue;
             };
-            group.add_waiting(entry.letter.record.clone(), now);
-            entry.open = false;
-            entry.letter.retried_at = Some(now);
+            group.add_waiting(letter.record.clone(), now);
+            letter.retried_at = Some(now);
             retried += 1;
         }
         drop(guard);
@@ -239,11 +183,11 @@ impl Memory {
         let mut guard = self.open_state()?;
         let state = &mut *guard;
         let now = self.now();
-        let entry = state.dead.get(key.position.place(), &key.group);
-        let Some(entry) = entry.filter(|entry| entry.open) else {
+        let letter = state.dead.get(key.position.place(), &key.group);
+        let Some(letter) = letter.filter(|letter| letter.is_open()) else {
             return Err(not_open(key));
         };
-        check_replacement(&entry.letter.record.event, &corrected)?;
+        check_replacement(letter.event(), &corrected)?;
         let corrected = corrected.addressed_to(&key.group);
         let (id, event_type) = (corrected.id(), corrected.type_arc().clone());
         if state.records.find(id, corrected.tenant()).is_some() {
@@ -263,10 +207,9 @@ impl Memory {
             // The group's patterns no longer match it, so it would skip the event.
             group.add_waiting(record, now);
         }
-        if let Some(entry) = state.dead.get_mut(key.position.place(), &key.group) {
-            entry.open = false;
-            entry.letter.retried_at = Some(now);
-            entry.letter.replaced_by = Some(id);
+        if let Some(letter) = state.dead.get_mut(key.position.place(), &key.group) {
+            letter.retried_at = Some(now);
+            letter.replaced_by = Some(id);
         }
         state.wake_waiters(key.position.place());
         drop(guard);
@@ -305,20 +248,12 @@ impl Memory {
     ) -> Result<Purged> {
         let mut state = self.open_state()?;
         let mut purged = Purged::default();
-        let old = state.dead.open(filter, None).filter(|letter| {
-            let time = match basis {
-                PurgeBasis::Created => letter.record.received_at,
-                PurgeBasis::Died => letter.died_at,
-            };
-            time <= cutoff
-        });
+        let open = state.dead.open(filter, None);
+        let old = open.filter(|letter| basis.time_of(letter) <= cutoff);
         let old: Vec<DeadLetter> = old.cloned().collect();
         for letter in old {
             let position = letter.record.seq();
-            state
-                .dead
-                .entries
-                .remove(&(Reverse(position), letter.group.clone()));
+            state.dead.remove(position, &letter.group);
             let with_event = !state.is_needed(&letter.record);
             if with_event {
                 state.remove(position, self.now());
@@ -353,15 +288,15 @@ impl DeadLetters for Memory {
         Box::pin(async move {
             let state = self.open_state()?;
             let entries = state.dead.entries.values();
-            let of_event = entries.filter(|entry| entry.letter.event().id() == id);
-            Ok(of_event.map(|entry| entry.letter.clone()).collect())
+            let of_event = entries.filter(|letter| letter.event().id() == id);
+            Ok(of_event.cloned().collect())
         })
     }
 
     fn replaced(&self) -> BoxFuture<'_, Result<Vec<Replaced>>> {
         Box::pin(async move {
             let state = self.open_state()?;
-            let letters = state.dead.entries.values().rev().map(|entry| &entry.letter);
+            let letters = state.dead.entries.values().rev();
             let replaced = letters.filter_map(|letter| {
                 let (key, by) = (letter.key(), letter.replaced_by?);
                 Some(Replaced { key, by })

@@ -11,7 +11,7 @@ use everbus_core::{
     SubscriptionInfo, Timestamp, UNSUBSCRIBED,
 };
 
-use crate::member::Member;
+use crate::consumer::Member;
 use crate::outcomes::Outcome;
 use crate::records::{LeaseParts as _, Records, Seq as _};
 
@@ -445,12 +445,11 @@ impl Group {
             ended.push(position);
             self.leases.pop_first();
         }
-        let alone = ended.len() == 1 && self.leases.is_empty();
         for position in ended {
             if let Some(row) = self.rows.get_mut(&position) {
+                // Not `alone`: an expired lease proves nothing against the event, because no process died.
                 let text = "the lease ended before the event was settled";
-                let mut failure = Failure::new(row.attempts, now, FailureKind::Crash, text);
-                failure.alone = alone;
+                let failure = Failure::new(row.attempts, now, FailureKind::Crash, text);
                 row.failures.push(failure);
             }
             self.put_back(position, now, false);

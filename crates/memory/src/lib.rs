@@ -15,45 +15,38 @@
 //! # }).unwrap();
 //! ```
 
+mod append;
 mod audit;
 mod broker;
 mod checkpoints;
+mod config;
 mod consumer;
 mod dead_letters;
+mod declare;
 mod group;
 mod history;
 mod inbox;
+mod inspect;
 mod log;
 mod maintenance;
-mod member;
 mod orphans;
 mod outcomes;
 mod payloads;
 mod records;
+mod redeliver;
+mod settle;
 mod state;
 mod store;
 mod streams;
+mod watch;
 
 use std::sync::Arc;
 
-use everbus_core::{Clock, Engine, SystemClock};
+use everbus_core::Engine;
 
 use crate::broker::{Memory, MemoryBroker};
 
-/// The options of the engine.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// The clock for due times, leases and ages.
-    pub clock: Arc<dyn Clock>,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            clock: Arc::new(SystemClock),
-        }
-    }
-}
+pub use config::Options;
 
 /// Opens an empty engine. It lives as long as a reference to it; after closing it refuses all calls.
 pub fn open(options: Options) -> Engine {

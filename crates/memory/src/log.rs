@@ -1,15 +1,17 @@
-//! Reading the log without a group.
+//! Reading the log without a group, and the state of an event in each group.
 
 use std::sync::Arc;
 
 use everbus_core::{
-    BoxFuture, Cursor, EventId, GroupState, Log, Lookup, Pattern, Position, Recorded, Result,
-    Shard, StartFrom,
+    ADDRESSED, BoxFuture, Code, Cursor, Error, EventId, EventState, GroupState, Log, Lookup,
+    Pattern, Position, Recorded, Result, Shard, StartFrom, UNMATCHED,
 };
 
 use crate::broker::Memory;
+use crate::group::{Group, RowState};
+use crate::outcomes;
 use crate::records::{Seq as _, any_matches};
-use crate::state::no_event;
+use crate::state::State;
 
 impl Log for Memory {
     fn head(&self) -> BoxFuture<'_, Result<Cursor>> {
@@ -80,4 +82,90 @@ impl Lookup for Memory {
             Ok(state.states(record))
         })
     }
+}
+
+impl State {
+    /// The state of an event in a group.
+    pub(crate) fn state_in(&self, group: &Group, record: &Recorded) -> EventState {
+        let position = record.seq();
+        match group.rows.get(&position) {
+            Some(row) => {
+                let in_flight = matches!(row.state, RowState::InFlight { .. });
+                EventState::of_waiting(in_flight, &row.failures)
+            }
+            None if self.dead.is_open(position, &group.name) => EventState::Dlq,
+            None if group.awaits(record) => EventState::Pending,
+            None => EventState::Done,
+        }
+    }
+
+    /// The state of an event in every group.
+    pub(crate) fn states(&self, record: &Recorded) -> Vec<GroupState> {
+        let position = record.seq();
+        let states = self.names.values().filter_map(|number| {
+            let group = self.groups.get(number)?;
+            let mut state = self.state_in(group, record);
+            let (mut attempts, mut failures, mut due_at) = (0, Vec::new(), None);
+            if let Some(row) = group.rows.get(&position) {
+                attempts = row.attempts;
+                failures.clone_from(&row.failures);
+                if let RowState::Waiting { due } = row.state {
+                    due_at = Some(due);
+                }
+            } else if state == EventState::Dlq
+                && let Some(dead) = self.dead.get(position, &group.name)
+            {
+                attempts = dead.attempts;
+                failures.clone_from(&dead.failures);
+            }
+            let skipped = group.skipped.get(&position);
+            let skipped = skipped.filter(|_| state == EventState::Done);
+            let elsewhere = state == EventState::Done && !record.event.is_for(&group.name);
+            let unmatched = state == EventState::Done
+                && !group.subscriptions.is_empty()
+                && !group.wants(record.event.event_type());
+            let mut ended = None;
+            if state == EventState::Done {
+                let dead = self.dead.get(position, &group.name);
+                let outcome = group.outcomes.get(&position);
+                (attempts, failures) = outcomes::all(dead, outcome);
+                ended = outcome.map(|outcome| outcome.ended.clone());
+            }
+            if state == EventState::Done
+                && let Some(kept) = self.failed.get(&(*number, position))
+                && let Some(last) = kept.all.last()
+            {
+                failures.clone_from(&kept.all);
+                attempts = last.attempt;
+                if !kept.current().is_empty() {
+                    state = EventState::Processing;
+                } else if skipped.is_none() {
+                    // The attempt after the last failed one handled it.
+                    attempts = attempts.saturating_add(1);
+                }
+            }
+            let is_untouched = failures.is_empty();
+            Some(GroupState {
+                group: group.name.clone(),
+                state,
+                attempts,
+                failures,
+                due_at,
+                skipped: skipped
+                    .map(ToString::to_string)
+                    .or_else(|| elsewhere.then(|| ADDRESSED.to_owned()))
+                    .or_else(|| {
+                        let untouched = unmatched && is_untouched && ended.is_none();
+                        untouched.then(|| UNMATCHED.to_owned())
+                    }),
+                ended,
+            })
+        });
+        states.collect()
+    }
+}
+
+pub(crate) fn no_event(position: u64) -> Error {
+    let what = format!("there is no event at position {position}");
+    Error::new(Code::NotFound, what)
 }

@@ -161,7 +161,7 @@ impl Maintenance for Memory {
             let mut state = self.open_state()?;
             let now = self.now();
             let last = state.duties.get(&duty);
-            if last.is_some_and(|last| last.at <= now && now.since(last.at) < every) {
+            if last.is_some_and(|last| last.holds(now, every)) {
                 return Ok(false);
             }
             state.duties.insert(duty, DutyRecord { owner, at: now });

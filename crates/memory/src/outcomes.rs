@@ -1,10 +1,9 @@
 //! The record of an event that failed before a group finished it. An event that succeeds at its first
 //! attempt has none.
 
-use everbus_core::{DeadLetter, Ended, Failure, Ran, Timestamp, all_failures, given_up};
+use everbus_core::{DeadLetter, Death, Ended, Failure, Ran, Timestamp, all_failures, given_up};
 
-use crate::group::{Group, Row};
-use crate::records::Seq as _;
+use crate::group::Group;
 
 /// The end of an event that had failed in a group.
 #[derive(Debug)]
@@ -29,23 +28,27 @@ impl Group {
             return false;
         };
         if !row.failures.is_empty() || before {
-            self.keep(row, ran, now);
+            self.keep(position, (row.attempts, row.failures), ran, now);
         }
         true
     }
 
     /// Skips an event that failed for good in an ephemeral group, and keeps its failures.
-    pub(crate) fn give_up(&mut self, row: Row, now: Timestamp) {
-        let position = row.record.seq();
-        self.skip(position, &given_up(row.failures.last()));
-        self.keep(row, None, now);
+    pub(crate) fn give_up(&mut self, position: u64, death: Death, now: Timestamp) {
+        self.skip(position, &given_up(death.failures.last()));
+        self.keep(position, (death.attempts, death.failures), None, now);
     }
 
-    fn keep(&mut self, row: Row, ran: Option<Box<Ran>>, now: Timestamp) {
-        let position = row.record.seq();
+    fn keep(
+        &mut self,
+        position: u64,
+        (attempts, failures): (u32, Vec<Failure>),
+        ran: Option<Box<Ran>>,
+        now: Timestamp,
+    ) {
         let mut outcome = Outcome {
-            attempts: row.attempts,
-            failures: row.failures,
+            attempts,
+            failures,
             ended: Ended {
                 at: now,
                 ran: ran.map(|ran| *ran).unwrap_or_default(),

@@ -176,7 +176,7 @@ impl Store for Memory {
             let Some(record) = state.records.get(key.1).cloned() else {
                 return Ok(());
             };
-            state.dead.put(record, &letter);
+            state.dead.report(record, &letter);
             if let Some(kept) = state.failed.get_mut(&key) {
                 kept.forget_current();
             }
@@ -208,13 +208,12 @@ impl Memory {
         let mut state = self.open_state()?;
         for SentBack { letter, died_at } in letters {
             let position = letter.position.place();
-            if let Some(entry) = state.dead.get_mut(position, &letter.group)
-                && entry.open
-                && entry.letter.died_at == died_at
+            if let Some(letter) = state.dead.get_mut(position, &letter.group)
+                && letter.is_open()
+                && letter.died_at == died_at
             {
-                entry.open = false;
-                entry.letter.retried_at = Some(at);
-                entry.letter.replaced_by = by.or(entry.letter.replaced_by);
+                letter.retried_at = Some(at);
+                letter.replaced_by = by.or(letter.replaced_by);
             }
             state.wake_waiters(position);
         }

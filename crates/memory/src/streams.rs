@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use everbus_core::{DROPPED, Pattern, Recorded, Result, Timestamp};
+use everbus_core::{BoxFuture, DROPPED, Depth, Pattern, Recorded, Result, Timestamp};
 
 use crate::broker::Memory;
 use crate::group::{Group, RowState};
@@ -95,5 +95,15 @@ impl Memory {
         drop(guard);
         self.work.notify_waiters();
         Ok(dropped.len() as u64)
+    }
+}
+
+impl Depth for Memory {
+    fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move { self.depth_of(&stream, limit) })
+    }
+
+    fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move { self.drop_from(&stream, keep) })
     }
 }

@@ -112,7 +112,8 @@ mod tests {
     };
 
     use crate::Options;
-    use crate::engine::{Handle, SqliteEngine};
+    use crate::broker::SqliteEngine;
+    use crate::handle::Handle;
 
     /// Long enough for a machine that stalls.
     const PATIENCE: Duration = Duration::from_secs(60);
@@ -136,7 +137,7 @@ mod tests {
     }
 
     fn open(dir: &tempfile::TempDir) -> SqliteEngine {
-        let handle = crate::engine::start(&dir.path().join("a.db"), Options::default()).unwrap();
+        let handle = crate::handle::start(&dir.path().join("a.db"), Options::default()).unwrap();
         SqliteEngine { handle }
     }
 

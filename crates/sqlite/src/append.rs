@@ -7,8 +7,10 @@ use rusqlite::{CachedStatement, Connection, OptionalExtension, Statement, params
 
 use crate::checksum::Columns;
 use crate::errors::from_sqlite;
-use crate::rows::{ends, read_stored, seq_from, to_sql};
-use crate::state::{State, micros};
+use crate::log_end::LogEnd;
+use crate::rows::{ends, micros, read_stored, seq_from, to_sql};
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 
 /// Rows written by one statement when there are that many events. Starting and ending a statement and finding
 /// the end of the log costs a third of a single insert.
@@ -36,7 +38,7 @@ pub(crate) struct Appender<'c> {
 }
 
 impl<'c> Appender<'c> {
-    pub(crate) fn new(conn: &'c Connection, state: &State, now: Timestamp) -> Result<Self> {
+    pub(crate) fn new(conn: &'c Connection, state: &LogEnd, now: Timestamp) -> Result<Self> {
         let insert = conn
             .prepare_cached(&INSERT)
             .map_err(|e| from_sqlite("publishing", e))?;
@@ -50,12 +52,16 @@ impl<'c> Appender<'c> {
     }
 
     /// Appends a batch as a whole or not at all.
-    pub(crate) fn batch(&mut self, state: &mut State, events: Vec<Event>) -> Result<Vec<Appended>> {
+    pub(crate) fn batch(
+        &mut self,
+        state: &mut LogEnd,
+        events: Vec<Event>,
+    ) -> Result<Vec<Appended>> {
         self.all(state, events, |answer| answer)
     }
 
     /// Appends one event.
-    pub(crate) fn single(&mut self, state: &mut State, event: Event) -> Result<Appended> {
+    pub(crate) fn single(&mut self, state: &mut LogEnd, event: Event) -> Result<Appended> {
         let appended = self.one(state, event)?;
         let record = state.appended.last().filter(|_| !appended.duplicate);
         if let Some(overflow) = record.and_then(|(_, record)| record.event.overflow()) {
@@ -67,7 +73,7 @@ impl<'c> Appender<'c> {
     /// As [`batch`](Self::batch), with the answers in the form that a publisher gets.
     pub(crate) fn answered(
         &mut self,
-        state: &mut State,
+        state: &mut LogEnd,
         events: Vec<Event>,
     ) -> Result<Vec<Result<Appended>>> {
         self.all(state, events, Ok)
@@ -75,7 +81,7 @@ impl<'c> Appender<'c> {
 
     fn all<T>(
         &mut self,
-        state: &mut State,
+        state: &mut LogEnd,
         events: Vec<Event>,
         answer: impl Fn(Appended) -> T,
     ) -> Result<Vec<T>> {
@@ -96,7 +102,7 @@ impl<'c> Appender<'c> {
 
     fn each(
         &mut self,
-        state: &mut State,
+        state: &mut LogEnd,
         events: Vec<Event>,
         mut answer: impl FnMut(Appended),
     ) -> Result<()> {
@@ -125,7 +131,7 @@ impl<'c> Appender<'c> {
     /// stays as it is.
     pub(crate) fn ingest(
         &mut self,
-        state: &mut State,
+        state: &mut LogEnd,
         record: &Recorded,
         now: Timestamp,
     ) -> Result<u64> {
@@ -155,7 +161,7 @@ impl<'c> Appender<'c> {
     /// appended after [`written`](Self::written).
     pub(crate) fn write_rows<'e>(
         &mut self,
-        state: &mut State,
+        state: &mut LogEnd,
         events: impl Iterator<Item = &'e Event>,
     ) -> Result<Option<[i64; ROWS]>> {
         let doing = |e| from_sqlite("publishing", e);
@@ -188,7 +194,7 @@ impl<'c> Appender<'c> {
     }
 
     /// Adds an event whose row was written to the log's state in memory.
-    pub(crate) fn written(&self, state: &mut State, event: Event, type_id: i64) -> Appended {
+    pub(crate) fn written(&self, state: &mut LogEnd, event: Event, type_id: i64) -> Appended {
         state.head += 1;
         state.last_received = self.received_at;
         let received_at = Timestamp::from_micros(self.received_at);
@@ -199,7 +205,7 @@ impl<'c> Appender<'c> {
         answer
     }
 
-    fn one(&mut self, state: &mut State, event: Event) -> Result<Appended> {
+    fn one(&mut self, state: &mut LogEnd, event: Event) -> Result<Appended> {
         let doing = |e| from_sqlite("publishing", e);
         let type_id = state.intern_type(self.conn, event.type_arc())?;
         let tenant = state.intern_tenant(self.conn, event.tenant())?;
@@ -211,16 +217,15 @@ impl<'c> Appender<'c> {
             return self.repeated(state, &event, tenant);
         }
         if let Some(at) = event.attributes().and_then(|a| a.expires_at) {
+            let sql = "INSERT INTO expirations (seq, at) VALUES (?1, ?2)";
             self.conn
-                .prepare_cached("INSERT INTO expirations (seq, at) VALUES (?1, ?2)")
-                .and_then(|mut s| s.execute((to_sql(seq), micros(at))))
-                .map_err(doing)?;
+                .run("publishing", sql, (to_sql(seq), micros(at)))?;
         }
         Ok(self.written(state, event, type_id))
     }
 
     /// The id exists: in the same event, or in another one.
-    fn repeated(&mut self, state: &mut State, event: &Event, tenant: i64) -> Result<Appended> {
+    fn repeated(&mut self, state: &mut LogEnd, event: &Event, tenant: i64) -> Result<Appended> {
         let doing = |e| from_sqlite("looking for an earlier publish", e);
         let sql = format!(
             "SELECT {} FROM log WHERE id = ?1 AND tenant = ?2",
@@ -253,15 +258,13 @@ impl<'c> Appender<'c> {
         Ok(first.as_duplicate())
     }
 
-    fn undo(&mut self, state: &mut State, (head, appended): (u64, usize)) -> Result<()> {
+    fn undo(&mut self, state: &mut LogEnd, (head, appended): (u64, usize)) -> Result<()> {
         for sql in [
             "DELETE FROM log WHERE seq > ?1",
             "DELETE FROM expirations WHERE seq > ?1",
         ] {
             self.conn
-                .prepare_cached(sql)
-                .and_then(|mut s| s.execute([to_sql(head)]))
-                .map_err(|e| from_sqlite("taking back a refused batch", e))?;
+                .run("taking back a refused batch", sql, [to_sql(head)])?;
         }
         state.head = head;
         state.appended.truncate(appended);
@@ -338,4 +341,11 @@ pub(crate) fn position_before(conn: &Connection, at: Timestamp) -> Result<u64> {
         }
     }
     Ok(seq_from(low - 1))
+}
+
+/// Appends the follow-up events of a settlement, in the same transaction.
+pub(crate) fn append_follow_ups(tx: &mut Tx, events: Vec<Event>) -> Result<()> {
+    let now = tx.clock.now();
+    let mut appender = Appender::new(&tx.conn, &tx.log, now)?;
+    appender.batch(&mut tx.log, events).map(drop)
 }

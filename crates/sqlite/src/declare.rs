@@ -1,18 +1,23 @@
-//! Part of the writer: creating, changing and removing groups and subscriptions.
+//! Creating, changing and removing groups and subscriptions.
 
 use everbus_core::{
     Code, Cursor, Error, EventId, GroupName, GroupSpec, Pattern, Result, StartFrom,
-    SubscriptionInfo, SubscriptionSpec, Timestamp, UNSUBSCRIBED, other_lifetime,
+    SubscriptionInfo, SubscriptionSpec, Timestamp, UNSUBSCRIBED, no_group,
 };
-use rusqlite::{Connection, OptionalExtension, params};
+use rusqlite::{Connection, params};
 
 use crate::append::position_before;
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
+use crate::deliveries::leases::Leases;
 use crate::errors::from_sqlite;
+use crate::groups::reread_groups;
 use crate::inspect::subscriptions;
-use crate::rows::{seq_from, to_sql};
-use crate::state::{UNHANDLED, micros};
-use crate::writer::Writer;
+use crate::outcomes::keep_outcome;
+use crate::owner::is_dead;
+use crate::rows::{UNHANDLED, seq_from, to_sql};
+use crate::settle::{remove_row, row, write_skip};
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 
 /// Skips deleted in one transaction: few enough that a publish hardly waits.
 const STEP: i64 = 500;
@@ -25,7 +30,7 @@ impl SqliteEngine {
             let name = group.clone();
             let more = self
                 .handle
-                .job(move |writer| writer.forget_some_skips(&name));
+                .job(move |writer| forget_some_skips(&mut writer.tx, &name));
             if !more.await? {
                 return Ok(());
             }
@@ -33,277 +38,212 @@ impl SqliteEngine {
     }
 }
 
-impl Writer {
-    fn forget_some_skips(&mut self, name: &GroupName) -> Result<bool> {
-        let doing = |e| from_sqlite("removing a group", e);
-        let Some(id) = self.state.group_id(name) else {
-            return Ok(false);
-        };
-        let cursor = self.state.group_mut(id)?.cursor;
-        let last: Option<i64> = self
-            .conn
-            .prepare_cached(
-                "SELECT seq FROM skips WHERE group_id = ?1 AND seq <= ?2 ORDER BY seq
-                 LIMIT 1 OFFSET ?3",
-            )
-            .and_then(|mut s| {
-                s.query_row((id, to_sql(cursor), STEP - 1), |r| r.get(0))
-                    .optional()
-            })
-            .map_err(doing)?;
-        let Some(last) = last else {
-            // A small rest is removed with the group.
-            return Ok(false);
-        };
-        self.conn
-            .prepare_cached("DELETE FROM skips WHERE group_id = ?1 AND seq <= ?2")
-            .and_then(|mut s| s.execute((id, last)))
-            .map_err(doing)?;
-        Ok(true)
-    }
+fn forget_some_skips(tx: &mut Tx, name: &GroupName) -> Result<bool> {
+    let doing = "removing a group";
+    let Some(id) = tx.groups.id_of(name) else {
+        return Ok(false);
+    };
+    let cursor = tx.groups.known(id)?.cursor;
+    let sql = "SELECT seq FROM skips WHERE group_id = ?1 AND seq <= ?2 ORDER BY seq
+               LIMIT 1 OFFSET ?3";
+    let last: Option<i64> = tx.conn.first(doing, sql, (id, to_sql(cursor), STEP - 1))?;
+    let Some(last) = last else {
+        // A small rest is removed with the group.
+        return Ok(false);
+    };
+    let sql = "DELETE FROM skips WHERE group_id = ?1 AND seq <= ?2";
+    tx.conn.run(doing, sql, (id, last))?;
+    Ok(true)
+}
 
-    /// Creates a group if it is new, and adds subscriptions.
-    pub(crate) fn declare(&mut self, spec: &GroupSpec) -> Result<Vec<SubscriptionInfo>> {
-        if spec.ephemeral {
-            // The group ends with this owner. A dead process may have left a group with this name.
-            self.become_owner()?;
-            self.sweep_ephemeral()?;
-        }
-        let owner = spec.ephemeral.then_some(self.state.owner);
-        let known = self.state.group_id(&spec.name);
-        let group = match known {
-            Some(id) => {
-                let group = self.state.group_mut(id)?;
-                if group.ordered != spec.ordered {
-                    return Err(Error::new(
-                        Code::GroupConflict,
-                        format!(
-                            "group {} is {}ordered and cannot be changed",
-                            spec.name,
-                            if group.ordered { "" } else { "not " }
-                        ),
-                    )
-                    .hint("use another group name, or remove the group first"));
-                }
-                if group.owner != owner {
-                    return Err(other_lifetime(spec));
-                }
-                id
-            }
-            None => self.create_group(spec, owner)?,
-        };
-        let declared = spec.subscriptions.iter();
-        let declared = declared.map(|s| self.subscribe(group, &spec.name, s));
-        let mut all: Vec<SubscriptionInfo> = declared.collect::<Result<_>>()?;
-        let others = subscriptions(&self.conn, group, &spec.name)?.into_iter();
-        let others = others.filter(|other| spec.subscriptions.iter().all(|s| s.name != other.name));
-        all.extend(others);
-        self.reread_groups()?;
-        // A subscription may have become narrower.
-        self.skip_unwanted(group)?;
-        Ok(all)
+/// Creates a group if it is new, and adds subscriptions.
+pub(crate) fn declare(
+    tx: &mut Tx,
+    leases: &mut Leases,
+    spec: &GroupSpec,
+) -> Result<Vec<SubscriptionInfo>> {
+    if spec.ephemeral {
+        // The group ends with this owner. A dead process may have left a group with this name.
+        leases.become_owner(tx)?;
+        sweep_ephemeral(tx, leases)?;
     }
+    let owner = spec.ephemeral.then_some(leases.owner);
+    let known = tx.groups.id_of(&spec.name);
+    let group = match known {
+        Some(id) => {
+            let group = tx.groups.known(id)?;
+            spec.check_known(group.ordered, group.owner == owner)?;
+            id
+        }
+        None => create_group(tx, spec, owner)?,
+    };
+    let declared = spec.subscriptions.iter();
+    let declared = declared.map(|s| subscribe(tx, group, &spec.name, s));
+    let mut all: Vec<SubscriptionInfo> = declared.collect::<Result<_>>()?;
+    let others = subscriptions(&tx.conn, group, &spec.name)?.into_iter();
+    let others = others.filter(|other| spec.subscriptions.iter().all(|s| s.name != other.name));
+    all.extend(others);
+    reread_groups(tx)?;
+    // A subscription may have become narrower.
+    skip_unwanted(tx, group)?;
+    Ok(all)
+}
 
-    fn create_group(&mut self, spec: &GroupSpec, owner: Option<i64>) -> Result<i64> {
-        if spec.name.is_unnamed() && spec.ephemeral {
-            return Err(other_lifetime(spec));
+fn create_group(tx: &mut Tx, spec: &GroupSpec, owner: Option<i64>) -> Result<i64> {
+    spec.check_new()?;
+    let patterns: Vec<Pattern> = spec
+        .subscriptions
+        .iter()
+        .map(|s| s.pattern.clone())
+        .collect();
+    let cursor = resolve(&tx.conn, tx.log.head, spec.start_from, &patterns)?;
+    let now = tx.now();
+    tx.conn.add(
+        "declaring a group",
+        "INSERT INTO groups (name, ordered, cursor, declared_at, created_at, active_at, owner)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?5, ?6)",
+        params![
+            spec.name.as_str(),
+            spec.ordered,
+            to_sql(cursor),
+            to_sql(tx.log.head),
+            now,
+            owner
+        ],
+    )
+}
+
+fn subscribe(
+    tx: &mut Tx,
+    group: i64,
+    name: &GroupName,
+    spec: &SubscriptionSpec,
+) -> Result<SubscriptionInfo> {
+    let doing = "declaring a subscription";
+    let position: i64 = tx
+        .conn
+        .one(doing, "SELECT cursor FROM groups WHERE id = ?1", [group])?;
+    // Events skipped in memory count as passed, even before the cursor is stored.
+    let passed = tx.groups.get(&group).map_or(0, |g| g.cursor);
+    let position = position.max(to_sql(passed));
+    let sql = "UPDATE groups SET cursor = ?2 WHERE id = ?1 AND cursor < ?2";
+    tx.conn.run(doing, sql, (group, position))?;
+    let known: Option<(String, String, i64, String)> = tx.conn.first(
+        doing,
+        "SELECT id, event_type, after_seq, created_at FROM subscriptions
+         WHERE group_id = ?1 AND name = ?2",
+        params![group, spec.name],
+    )?;
+    let info = |id: EventId, after: i64, created_at: Timestamp| SubscriptionInfo {
+        id,
+        group: name.clone(),
+        name: spec.name.clone(),
+        pattern: spec.pattern.clone(),
+        after: Cursor::seq(seq_from(after)),
+        created_at,
+    };
+    if let Some((id, pattern, after, created_at)) = known {
+        let mut after = after;
+        if pattern != spec.pattern.as_str() {
+            after = position;
+            let sql = "UPDATE subscriptions SET event_type = ?2, after_seq = ?3 WHERE id = ?1";
+            tx.conn
+                .run(doing, sql, params![id, spec.pattern.as_str(), after])?;
         }
-        if spec.name.is_unnamed() && spec.start_from != StartFrom::First {
-            return Err(Error::new(
-                Code::InvalidSetting,
-                "the unnamed group begins at the start of the log",
-            )
-            .hint("name the group to start it anywhere else"));
-        }
-        let patterns: Vec<Pattern> = spec
-            .subscriptions
-            .iter()
-            .map(|s| s.pattern.clone())
-            .collect();
-        let cursor = resolve(&self.conn, self.state.head, spec.start_from, &patterns)?;
-        let now = micros(self.clock.now());
-        self.conn
-            .prepare_cached(
-                "INSERT INTO groups (name, ordered, cursor, declared_at, created_at, active_at, owner)
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?5, ?6)",
-            )
-            .and_then(|mut s| {
-                s.insert(params![
-                    spec.name.as_str(),
-                    spec.ordered,
-                    to_sql(cursor),
-                    to_sql(self.state.head),
-                    now,
-                    owner
-                ])
-            })
-            .map_err(|e| from_sqlite("declaring a group", e))
+        return Ok(info(id.parse()?, after, created_at.parse()?));
     }
+    let (id, now) = (EventId::new(), tx.clock.now());
+    tx.conn.run(
+        doing,
+        "INSERT INTO subscriptions (id, event_type, created_at, group_id, name, after_seq)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
+        params![
+            id.to_string(),
+            spec.pattern.as_str(),
+            now.to_string(),
+            group,
+            spec.name,
+            position
+        ],
+    )?;
+    Ok(info(id, position, now))
+}
 
-    fn subscribe(
-        &mut self,
-        group: i64,
-        name: &GroupName,
-        spec: &SubscriptionSpec,
-    ) -> Result<SubscriptionInfo> {
-        let doing = |e| from_sqlite("declaring a subscription", e);
-        let position: i64 = self
-            .conn
-            .prepare_cached("SELECT cursor FROM groups WHERE id = ?1")
-            .and_then(|mut s| s.query_row([group], |r| r.get(0)))
+/// Removes a subscription. Events that the group already has stay, unless they wait for a handler.
+pub(crate) fn retract(tx: &mut Tx, subscription: &str) -> Result<()> {
+    let sql = "DELETE FROM subscriptions WHERE id = ?1 RETURNING group_id";
+    let group: Option<i64> = tx.conn.first("unsubscribing", sql, [subscription])?;
+    tx.watches.recheck_all();
+    let Some(group) = group else {
+        return Err(Error::new(
+            Code::SubscriptionNotFound,
+            format!("there is no subscription {subscription}"),
+        )
+        .hint("subscriptions are named by the id that subscribe returned"));
+    };
+    reread_groups(tx)?;
+    skip_unwanted(tx, group)
+}
+
+/// Skips events that wait for a handler and match no subscription of the group any more. In an ordered
+/// group they would hold up every later event with their key.
+fn skip_unwanted(tx: &mut Tx, group: i64) -> Result<()> {
+    let doing = "reading what has no handler";
+    let sql = "SELECT seq, type FROM deliveries WHERE group_id = ?1 AND state = ?2";
+    let waiting: Vec<(i64, i64)> = tx.conn.all(doing, sql, (group, UNHANDLED))?;
+    for (seq, type_id) in waiting {
+        let name = tx.log.type_names.get(&tx.conn, type_id)?;
+        if tx.groups.known(group)?.wants(type_id, &name) {
+            continue;
+        }
+        let seq = seq_from(seq);
+        write_skip(tx, group, seq, UNSUBSCRIBED)?;
+        if !row(tx, group, seq)?.1.is_empty() {
+            keep_outcome(tx, group, seq, None)?;
+        }
+        remove_row(tx, group, seq)?;
+        tx.watches.touch(seq);
+    }
+    Ok(())
+}
+
+/// Deletes a group and all its rows.
+pub(crate) fn remove_group(tx: &mut Tx, leases: &mut Leases, name: &GroupName) -> Result<()> {
+    let id = tx.groups.id_of(name).ok_or_else(|| no_group(name))?;
+    remove_group_numbered(tx, leases, id)
+}
+
+/// As [`remove_group`](Self::remove_group), by number.
+pub(crate) fn remove_group_numbered(tx: &mut Tx, leases: &mut Leases, id: i64) -> Result<()> {
+    let doing = |e| from_sqlite("removing a group", e);
+    for table in [
+        "subscriptions",
+        "claims",
+        "deliveries",
+        "dead_letters",
+        "skips",
+        "outcomes",
+        "everbus_failures",
+    ] {
+        tx.conn
+            .execute(&format!("DELETE FROM {table} WHERE group_id = ?1"), [id])
             .map_err(doing)?;
-        // Events skipped in memory count as passed, even before the cursor is stored.
-        let passed = self.state.groups.get(&group).map_or(0, |g| g.cursor);
-        let position = position.max(to_sql(passed));
-        self.conn
-            .prepare_cached("UPDATE groups SET cursor = ?2 WHERE id = ?1 AND cursor < ?2")
-            .and_then(|mut s| s.execute((group, position)))
-            .map_err(doing)?;
-        let known: Option<(String, String, i64, String)> = self
-            .conn
-            .prepare_cached(
-                "SELECT id, event_type, after_seq, created_at FROM subscriptions
-                 WHERE group_id = ?1 AND name = ?2",
-            )
-            .and_then(|mut s| {
-                s.query_row(params![group, spec.name], |r| {
-                    Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?))
-                })
-                .optional()
-            })
-            .map_err(doing)?;
-        let info = |id: EventId, after: i64, created_at: Timestamp| SubscriptionInfo {
-            id,
-            group: name.clone(),
-            name: spec.name.clone(),
-            pattern: spec.pattern.clone(),
-            after: Cursor::seq(seq_from(after)),
-            created_at,
-        };
-        if let Some((id, pattern, after, created_at)) = known {
-            let mut after = after;
-            if pattern != spec.pattern.as_str() {
-                after = position;
-                self.conn
-                    .prepare_cached(
-                        "UPDATE subscriptions SET event_type = ?2, after_seq = ?3 WHERE id = ?1",
-                    )
-                    .and_then(|mut s| s.execute(params![id, spec.pattern.as_str(), after]))
-                    .map_err(doing)?;
-            }
-            return Ok(info(id.parse()?, after, created_at.parse()?));
-        }
-        let (id, now) = (EventId::new(), self.clock.now());
-        self.conn
-            .prepare_cached(
-                "INSERT INTO subscriptions (id, event_type, created_at, group_id, name, after_seq)
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
-            )
-            .and_then(|mut s| {
-                s.execute(params![
-                    id.to_string(),
-                    spec.pattern.as_str(),
-                    now.to_string(),
-                    group,
-                    spec.name,
-                    position
-                ])
-            })
-            .map_err(doing)?;
-        Ok(info(id, position, now))
     }
-
-    /// Removes a subscription. Events that the group already has stay, unless they wait for a handler.
-    pub(crate) fn retract(&mut self, subscription: &str) -> Result<()> {
-        let group: Option<i64> = self
-            .conn
-            .prepare_cached("DELETE FROM subscriptions WHERE id = ?1 RETURNING group_id")
-            .and_then(|mut s| s.query_row([subscription], |r| r.get(0)).optional())
-            .map_err(|e| from_sqlite("unsubscribing", e))?;
-        self.watches.recheck_all();
-        let Some(group) = group else {
-            return Err(Error::new(
-                Code::SubscriptionNotFound,
-                format!("there is no subscription {subscription}"),
-            )
-            .hint("subscriptions are named by the id that subscribe returned"));
-        };
-        self.reread_groups()?;
-        self.skip_unwanted(group)
+    tx.conn
+        .execute("DELETE FROM groups WHERE id = ?1", [id])
+        .map_err(doing)?;
+    let claims = leases.claims.iter().filter(|(_, claim)| claim.group == id);
+    let claims: Vec<i64> = claims.map(|(id, _)| *id).collect();
+    claims.into_iter().for_each(|id| leases.drop_claim(id));
+    let held = leases.held.keys().filter(|(group, _)| *group == id);
+    let held: Vec<(i64, u64)> = held.copied().collect();
+    for key in held {
+        leases.drop_held(key);
     }
-
-    /// Skips events that wait for a handler and match no subscription of the group any more. In an ordered
-    /// group they would hold up every later event with their key.
-    fn skip_unwanted(&mut self, group: i64) -> Result<()> {
-        let waiting: Vec<(i64, i64)> = self
-            .conn
-            .prepare_cached("SELECT seq, type FROM deliveries WHERE group_id = ?1 AND state = ?2")
-            .and_then(|mut s| {
-                s.query_map((group, UNHANDLED), |r| Ok((r.get(0)?, r.get(1)?)))?
-                    .collect()
-            })
-            .map_err(|e| from_sqlite("reading what has no handler", e))?;
-        for (seq, type_id) in waiting {
-            let name = self.state.type_names.get(&self.conn, type_id)?;
-            if self.state.group_mut(group)?.wants(type_id, &name) {
-                continue;
-            }
-            let seq = seq_from(seq);
-            self.write_skip(group, seq, UNSUBSCRIBED)?;
-            if !self.row(group, seq)?.1.is_empty() {
-                self.keep_outcome(group, seq, None)?;
-            }
-            self.remove_row(group, seq)?;
-            self.watches.touch(seq);
-        }
-        Ok(())
-    }
-
-    /// Deletes a group and all its rows.
-    pub(crate) fn remove_group(&mut self, name: &GroupName) -> Result<()> {
-        let id = self.state.group_id(name).ok_or_else(|| {
-            Error::new(Code::GroupNotFound, format!("there is no group {name}"))
-                .hint("list the groups with `everbus groups`")
-        })?;
-        self.remove_group_numbered(id)
-    }
-
-    /// As [`remove_group`](Self::remove_group), by number.
-    pub(crate) fn remove_group_numbered(&mut self, id: i64) -> Result<()> {
-        let doing = |e| from_sqlite("removing a group", e);
-        for table in [
-            "subscriptions",
-            "claims",
-            "deliveries",
-            "dead_letters",
-            "skips",
-            "outcomes",
-            "everbus_failures",
-        ] {
-            self.conn
-                .execute(&format!("DELETE FROM {table} WHERE group_id = ?1"), [id])
-                .map_err(doing)?;
-        }
-        self.conn
-            .execute("DELETE FROM groups WHERE id = ?1", [id])
-            .map_err(doing)?;
-        let claims = self
-            .state
-            .claims
-            .iter()
-            .filter(|(_, claim)| claim.group == id);
-        let claims: Vec<i64> = claims.map(|(id, _)| *id).collect();
-        claims.into_iter().for_each(|id| self.drop_claim(id));
-        let held = self.state.held.keys().filter(|(group, _)| *group == id);
-        let held: Vec<(i64, u64)> = held.copied().collect();
-        for key in held {
-            self.drop_held(key);
-        }
-        self.isolating = self.isolating.filter(|(group, _)| *group != id);
-        self.watches.recheck_all();
-        // The consumers are told once this is durable.
-        self.reread_groups()
-    }
+    leases.isolating = leases.isolating.filter(|(group, _)| *group != id);
+    tx.watches.recheck_all();
+    // The consumers are told once this is durable.
+    reread_groups(tx)
 }
 
 /// Returns the cursor for `from`: reading after it yields the first matching event.
@@ -335,4 +275,41 @@ pub(crate) fn resolve(
             Ok(head)
         }
     }
+}
+
+/// Removes the ephemeral groups of an owner.
+pub(crate) fn remove_ephemeral(tx: &mut Tx, leases: &mut Leases, owner: i64) -> Result<()> {
+    let groups = tx.groups.iter();
+    let theirs = groups.filter(|(_, group)| group.owner == Some(owner));
+    let ids: Vec<i64> = theirs.map(|(id, _)| *id).collect();
+    ids.into_iter()
+        .try_for_each(|id| remove_group_numbered(tx, leases, id))
+}
+
+/// Removes the ephemeral groups of owners that are dead.
+pub(crate) fn sweep_ephemeral(tx: &mut Tx, leases: &mut Leases) -> Result<()> {
+    let owners = tx.groups.values().filter_map(|group| group.owner);
+    let mut dead: Vec<i64> = owners.filter(|owner| is_gone(tx, leases, *owner)).collect();
+    dead.sort_unstable();
+    dead.dedup();
+    dead.into_iter()
+        .try_for_each(|owner| remove_ephemeral(tx, leases, owner))
+}
+
+fn is_gone(tx: &Tx, leases: &Leases, owner: i64) -> bool {
+    let mut others = leases.other_owners.iter();
+    let known = others.find(|(id, _)| *id == owner);
+    owner != leases.owner && known.is_none_or(|(_, lock)| is_dead(&tx.path, lock))
+}
+
+/// Moves ephemeral groups past events that were removed before the groups reached them.
+pub(crate) fn pass_removed(tx: &mut Tx, hi: u64) -> Result<()> {
+    let groups = tx.groups.iter_mut();
+    let behind = groups.filter(|(_, group)| group.owner.is_some() && group.cursor < hi);
+    for (id, group) in behind {
+        let sql = "UPDATE groups SET cursor = ?2 WHERE id = ?1 AND cursor < ?2";
+        tx.conn.run("removing events", sql, (id, to_sql(hi)))?;
+        (group.cursor, group.stored_cursor) = (hi, hi);
+    }
+    Ok(())
 }

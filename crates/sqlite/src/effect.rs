@@ -1,4 +1,4 @@
-//! Part of the writer: effects. An effect is a handler's own work in the transaction that acks its event.
+//! Effects. An effect is a handler's own work in the transaction that acks its event.
 //!
 //! An effect runs on the writer, under a savepoint. If it fails, panics or is refused a statement, the
 //! savepoint is rolled back, and its whole settlement with it, in the file and in memory. The other
@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 
 use everbus_core::{Code, Effect, Error, Event, Lease, Result};
 
-use crate::errors::from_sqlite;
 use crate::failpoint;
-use crate::guard::SAVEPOINT;
+use crate::guard::{Guard, SAVEPOINT};
 use crate::rows::Seq as _;
-use crate::writer::Writer;
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 
 /// The engine of effects that this crate runs: they get a `rusqlite::Connection`.
 pub(crate) const ENGINE: &str = "sqlite";
@@ -42,123 +42,129 @@ impl StdError for Cause {
     }
 }
 
+/// How effects run.
+pub(crate) struct Effects {
+    pub(crate) guard: Guard,
+    /// Effects that rolled the transaction back, each with the error its settlement gets.
+    pub(crate) offenders: Vec<(Lease, Error)>,
+    /// Whether each settlement has a transaction of its own.
+    pub(crate) apart: bool,
+}
+
 /// What to remove from memory if the savepoint is rolled back.
 struct Mark {
     head: u64,
     appended: usize,
 }
 
-impl Writer {
-    /// Does the work that belongs to an ack under a savepoint: all of it or nothing.
-    pub(crate) fn under_savepoint<T>(
-        &mut self,
-        work: impl FnOnce(&mut Self) -> Result<T>,
-    ) -> Result<T> {
-        let mark = Mark {
-            head: self.state.head,
-            appended: self.state.appended.len(),
-        };
-        self.savepoint("SAVEPOINT")?;
-        let result = work(self);
-        if self.conn.is_autocommit() {
-            // The transaction is gone. The other settlements run again in a new one, without this settlement.
-            return result;
-        }
-        if result.is_err() {
-            self.savepoint("ROLLBACK TO")?;
-            self.take_back(&mark);
-        }
-        self.savepoint("RELEASE")?;
-        result
+/// Does the work that belongs to an ack under a savepoint: all of it or nothing.
+pub(crate) fn under_savepoint<T>(
+    tx: &mut Tx,
+    work: impl FnOnce(&mut Tx) -> Result<T>,
+) -> Result<T> {
+    let mark = Mark {
+        head: tx.log.head,
+        appended: tx.log.appended.len(),
+    };
+    savepoint(tx, "SAVEPOINT")?;
+    let result = work(tx);
+    if tx.conn.is_autocommit() {
+        // The transaction is gone. The other settlements run again in a new one, without this settlement.
+        return result;
     }
-
-    fn savepoint(&self, what: &str) -> Result<()> {
-        self.conn
-            .prepare_cached(&format!("{what} {SAVEPOINT}"))
-            .and_then(|mut s| s.execute([]))
-            .map(drop)
-            .map_err(|e| from_sqlite("keeping an effect apart", e))
+    if result.is_err() {
+        savepoint(tx, "ROLLBACK TO")?;
+        take_back(tx, &mark);
     }
+    savepoint(tx, "RELEASE")?;
+    result
+}
 
-    fn take_back(&mut self, mark: &Mark) {
-        self.state.head = mark.head;
-        self.state.appended.truncate(mark.appended);
-        // New types and tenants were rolled back, and their numbers may be given to others.
-        self.state.forget_names();
+fn savepoint(tx: &Tx, what: &str) -> Result<()> {
+    tx.conn.run(
+        "keeping an effect apart",
+        &format!("{what} {SAVEPOINT}"),
+        [],
+    )
+}
+
+fn take_back(tx: &mut Tx, mark: &Mark) {
+    tx.log.head = mark.head;
+    tx.log.appended.truncate(mark.appended);
+    // New types and tenants were rolled back, and their numbers may be given to others.
+    tx.log.forget_names();
+}
+
+/// Runs an effect. The events that it returns are to be appended.
+pub(crate) fn run_effect(
+    tx: &mut Tx,
+    effects: &mut Effects,
+    lease: &Lease,
+    effect: &Effect,
+) -> Result<Vec<Event>> {
+    let schema = schema_cookie(tx)?;
+    let began = Instant::now();
+    let conn: &dyn Any = &tx.conn;
+    let result = effects
+        .guard
+        .during(|| catch_unwind(AssertUnwindSafe(|| effect.run(conn))));
+    let took = began.elapsed();
+    if took > LONG {
+        tracing::warn!(
+            target: "everbus::sqlite",
+            position = lease.seq(),
+            took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
+            "an effect held the writer; every publish waits meanwhile"
+        );
     }
-
-    /// Runs an effect. The events that it returns are to be appended.
-    pub(crate) fn run_effect(&mut self, lease: &Lease, effect: &Effect) -> Result<Vec<Event>> {
-        let schema = self.schema_cookie()?;
-        let began = Instant::now();
-        let conn: &dyn Any = &self.conn;
-        let result = self
-            .guard
-            .during(|| catch_unwind(AssertUnwindSafe(|| effect.run(conn))));
-        let took = began.elapsed();
-        if took > LONG {
-            tracing::warn!(
-                target: "everbus::sqlite",
-                position = lease.seq(),
-                took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
-                "an effect held the writer; every publish waits meanwhile"
-            );
-        }
-        failpoint::hit("after-effect");
-        let result = match result {
-            Ok(Ok(events)) => Ok(events),
-            Ok(Err(cause)) => Err(failed(cause)),
-            Err(panic) => Err(panicked(&*panic)),
-        };
-        if self.conn.is_autocommit() {
-            let error = result.err().unwrap_or_else(broke_out);
-            self.offenders.push((lease.clone(), error.clone()));
-            return Err(error);
-        }
-        let events = result?;
-        if !self.settling_apart && self.schema_cookie()? != schema && self.defers_constraints()? {
-            return Err(Error::new(
-                Code::EffectFailed,
-                "an effect made a table with a deferred constraint",
-            )
-            .hint("make the tables before the first event is handled"));
-        }
-        Ok(events)
+    failpoint::hit("after-effect");
+    let result = match result {
+        Ok(Ok(events)) => Ok(events),
+        Ok(Err(cause)) => Err(failed(cause)),
+        Err(panic) => Err(panicked(&*panic)),
+    };
+    if tx.conn.is_autocommit() {
+        let error = result.err().unwrap_or_else(broke_out);
+        effects.offenders.push((lease.clone(), error.clone()));
+        return Err(error);
     }
-
-    /// Refuses an effect that belongs to another engine.
-    pub(crate) fn check_effect(effect: &Effect) -> Result<()> {
-        if effect.engine() == ENGINE {
-            return Ok(());
-        }
-        Err(Error::new(
-            Code::Unsupported,
-            format!(
-                "an effect for the {} engine cannot run in a transaction of the {ENGINE} engine",
-                effect.engine()
-            ),
+    let events = result?;
+    if !effects.apart && schema_cookie(tx)? != schema && defers_constraints(tx)? {
+        return Err(Error::new(
+            Code::EffectFailed,
+            "an effect made a table with a deferred constraint",
         )
-        .hint("write the effect for the engine that carries the events"))
+        .hint("make the tables before the first event is handled"));
     }
+    Ok(events)
+}
 
-    /// Whether some table has deferred constraints, which are checked at the commit. Then the commit of one
-    /// effect must not decide about others.
-    pub(crate) fn defers_constraints(&self) -> Result<bool> {
-        self.conn
-            .prepare_cached(
-                "SELECT EXISTS (SELECT 1 FROM sqlite_schema
-                   WHERE type = 'table' AND sql LIKE '%INITIALLY%DEFERRED%')",
-            )
-            .and_then(|mut s| s.query_row([], |r| r.get(0)))
-            .map_err(|e| from_sqlite("reading the schema", e))
+/// Refuses an effect that belongs to another engine.
+pub(crate) fn check_effect(effect: &Effect) -> Result<()> {
+    if effect.engine() == ENGINE {
+        return Ok(());
     }
+    Err(Error::new(
+        Code::Unsupported,
+        format!(
+            "an effect for the {} engine cannot run in a transaction of the {ENGINE} engine",
+            effect.engine()
+        ),
+    )
+    .hint("write the effect for the engine that carries the events"))
+}
 
-    fn schema_cookie(&self) -> Result<i64> {
-        self.conn
-            .prepare_cached("PRAGMA schema_version")
-            .and_then(|mut s| s.query_row([], |r| r.get(0)))
-            .map_err(|e| from_sqlite("reading the schema", e))
-    }
+/// Whether some table has deferred constraints, which are checked at the commit. Then the commit of one
+/// effect must not decide about others.
+pub(crate) fn defers_constraints(tx: &Tx) -> Result<bool> {
+    let sql = "SELECT EXISTS (SELECT 1 FROM sqlite_schema
+               WHERE type = 'table' AND sql LIKE '%INITIALLY%DEFERRED%')";
+    tx.conn.one("reading the schema", sql, [])
+}
+
+fn schema_cookie(tx: &Tx) -> Result<i64> {
+    tx.conn
+        .one("reading the schema", "PRAGMA schema_version", [])
 }
 
 /// The error of an effect that failed at the commit.

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 
 use everbus_core::{Code, Error, GroupName, Pattern, Result};
 
-use crate::claims::Typed;
+use crate::deliveries::claims::Typed;
 use crate::errors::from_sqlite;
 use crate::queue::{Command, Queue};
 use crate::readers::Reader;

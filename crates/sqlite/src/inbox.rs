@@ -1,4 +1,4 @@
-//! Part of the writer: the inbox, which records the events that a group has handled.
+//! The inbox, which records the events that a group has handled.
 //!
 //! A record is a row of about thirty bytes, written in the transaction of the ack. Ids of version 7 rise with
 //! time, so new records go to the end of their group's part of the B-tree.
@@ -7,14 +7,15 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use everbus_core::{BoxFuture, GroupName, Inbox, Recorded, Result, Timestamp};
-use rusqlite::{OptionalExtension, params};
+use rusqlite::params;
 
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
+use crate::deliveries::leases::EventKey;
 use crate::errors::from_sqlite;
 use crate::readers::Reader;
-use crate::rows::to_sql;
-use crate::state::{EventKey, micros};
-use crate::writer::Writer;
+use crate::rows::{micros, to_sql};
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 
 /// Records read in one query, and removed in one transaction: few enough that a publish hardly waits.
 const LOOK: usize = 10_000;
@@ -23,72 +24,64 @@ const STEP: usize = 200;
 /// A record by its key: group, id, tenant.
 type Key = (i64, [u8; 16], i64);
 
-impl Writer {
-    /// Records that a group has handled an event. Returns whether the record is new.
-    pub(crate) fn note_handled(&mut self, group: i64, seq: u64) -> Result<bool> {
-        self.conn
-            .prepare_cached(
-                "INSERT INTO inbox (group_id, id, tenant, at)
-                 SELECT ?1, id, tenant, ?3 FROM log WHERE seq = ?2 ON CONFLICT DO NOTHING",
-            )
-            .and_then(|mut s| s.execute(params![group, to_sql(seq), micros(self.clock.now())]))
-            .map(|noted| noted > 0)
-            .map_err(|e| from_sqlite("writing to the inbox", e))
-    }
+/// Records that a group has handled an event. Returns whether the record is new.
+pub(crate) fn note_handled(tx: &mut Tx, group: i64, seq: u64) -> Result<bool> {
+    let doing = "writing to the inbox";
+    let sql = "INSERT INTO inbox (group_id, id, tenant, at)
+               SELECT ?1, id, tenant, ?3 FROM log WHERE seq = ?2 ON CONFLICT DO NOTHING";
+    tx.conn
+        .change(doing, sql, params![group, to_sql(seq), tx.now()])
+        .map(|noted| noted > 0)
+}
 
-    /// Writes the records of plain acks. An existing record stays as it is.
-    pub(crate) fn write_noted(&mut self) -> Result<()> {
-        if self.noted.is_empty() {
-            return Ok(());
-        }
-        let doing = |e| from_sqlite("writing to the inbox", e);
-        let at = micros(self.clock.now());
-        let mut insert = self
-            .conn
-            .prepare_cached(
-                "INSERT INTO inbox (group_id, id, tenant, at) VALUES (?1, ?2, ?3, ?4)
-                 ON CONFLICT DO NOTHING",
-            )
+/// Writes the records of plain acks. An existing record stays as it is.
+pub(crate) fn write_noted(tx: &mut Tx) -> Result<()> {
+    if tx.noted.is_empty() {
+        return Ok(());
+    }
+    let doing = |e| from_sqlite("writing to the inbox", e);
+    let at = tx.now();
+    let mut insert = tx
+        .conn
+        .prepare_cached(
+            "INSERT INTO inbox (group_id, id, tenant, at) VALUES (?1, ?2, ?3, ?4)
+             ON CONFLICT DO NOTHING",
+        )
+        .map_err(doing)?;
+    // In the order of the B-tree.
+    tx.noted.sort_unstable();
+    for (group, (id, tenant)) in tx.noted.drain(..) {
+        insert
+            .execute(params![group, id, tenant, at])
             .map_err(doing)?;
-        // In the order of the B-tree.
-        self.noted.sort_unstable();
-        for (group, (id, tenant)) in self.noted.drain(..) {
-            insert
-                .execute(params![group, id, tenant, at])
-                .map_err(doing)?;
-        }
-        Ok(())
     }
+    Ok(())
+}
 
-    /// Deletes the record.
-    pub(crate) fn unnote_handled(&mut self, group: i64, seq: u64) -> Result<()> {
-        self.conn
-            .prepare_cached(
-                "DELETE FROM inbox WHERE group_id = ?1
-                   AND (id, tenant) = (SELECT id, tenant FROM log WHERE seq = ?2)",
-            )
-            .and_then(|mut s| s.execute(params![group, to_sql(seq)]))
-            .map(drop)
-            .map_err(|e| from_sqlite("writing to the inbox", e))
-    }
+/// Deletes the record.
+pub(crate) fn unnote_handled(tx: &mut Tx, group: i64, seq: u64) -> Result<()> {
+    let sql = "DELETE FROM inbox WHERE group_id = ?1
+               AND (id, tenant) = (SELECT id, tenant FROM log WHERE seq = ?2)";
+    tx.conn
+        .run("writing to the inbox", sql, params![group, to_sql(seq)])
+}
 
-    /// Removes records, unless they were written again since they were read.
-    fn forget_handled(&mut self, keys: &[(Key, i64)]) -> Result<u64> {
-        let doing = |e| from_sqlite("forgetting what was handled", e);
-        let mut delete = self
-            .conn
-            .prepare_cached(
-                "DELETE FROM inbox WHERE group_id = ?1 AND id = ?2 AND tenant = ?3 AND at = ?4",
-            )
-            .map_err(doing)?;
-        let mut forgotten = 0;
-        for ((group, id, tenant), at) in keys {
-            forgotten += delete
-                .execute(params![group, id, tenant, at])
-                .map_err(doing)? as u64;
-        }
-        Ok(forgotten)
+/// Removes records, unless they were written again since they were read.
+fn forget_handled(tx: &mut Tx, keys: &[(Key, i64)]) -> Result<u64> {
+    let doing = |e| from_sqlite("forgetting what was handled", e);
+    let mut delete = tx
+        .conn
+        .prepare_cached(
+            "DELETE FROM inbox WHERE group_id = ?1 AND id = ?2 AND tenant = ?3 AND at = ?4",
+        )
+        .map_err(doing)?;
+    let mut forgotten = 0;
+    for ((group, id, tenant), at) in keys {
+        forgotten += delete
+            .execute(params![group, id, tenant, at])
+            .map_err(doing)? as u64;
     }
+    Ok(forgotten)
 }
 
 impl Inbox for SqliteEngine {
@@ -116,7 +109,7 @@ impl Inbox for SqliteEngine {
                     let step = step.to_vec();
                     forgotten += self
                         .handle
-                        .job(move |writer| writer.forget_handled(&step))
+                        .job(move |writer| forget_handled(&mut writer.tx, &step))
                         .await?;
                 }
                 match look.last {
@@ -129,12 +122,10 @@ impl Inbox for SqliteEngine {
 }
 
 fn handled(reader: &Reader, group: &GroupName, events: &[Arc<Recorded>]) -> Result<Vec<bool>> {
-    let doing = |e| from_sqlite("looking into the inbox", e);
+    let sql = "SELECT id FROM groups WHERE name = ?1";
     let group: Option<i64> = reader
         .conn
-        .prepare_cached("SELECT id FROM groups WHERE name = ?1")
-        .and_then(|mut s| s.query_row([group.as_str()], |r| r.get(0)).optional())
-        .map_err(doing)?;
+        .first("looking into the inbox", sql, [group.as_str()])?;
     let Some(group) = group else {
         // An unknown group has handled nothing.
         return Ok(vec![false; events.len()]);
@@ -167,11 +158,8 @@ fn handled(reader: &Reader, group: &GroupName, events: &[Arc<Recorded>]) -> Resu
 }
 
 fn tenant_number(reader: &Reader, name: &str) -> Result<Option<i64>> {
-    reader
-        .conn
-        .prepare_cached("SELECT id FROM tenants WHERE name = ?1")
-        .and_then(|mut s| s.query_row([name], |r| r.get(0)).optional())
-        .map_err(|e| from_sqlite("looking into the inbox", e))
+    let sql = "SELECT id FROM tenants WHERE name = ?1";
+    reader.conn.first("looking into the inbox", sql, [name])
 }
 
 /// All records between the first and the last of these. Ids that rise with time are close together, so one
@@ -181,24 +169,16 @@ fn neighbours(
     group: i64,
     keys: &[Option<EventKey>],
 ) -> Result<Option<HashSet<EventKey>>> {
-    let doing = |e| from_sqlite("looking into the inbox", e);
     let ids = || keys.iter().flatten().map(|(id, _)| id);
     let (Some(first), Some(last)) = (ids().min(), ids().max()) else {
         return Ok(Some(HashSet::new()));
     };
     let most = 2 * keys.len() + 16;
-    let found: HashSet<EventKey> = reader
-        .conn
-        .prepare_cached(
-            "SELECT id, tenant FROM inbox WHERE group_id = ?1 AND id BETWEEN ?2 AND ?3 LIMIT ?4",
-        )
-        .and_then(|mut s| {
-            s.query_map(params![group, first, last, to_sql(most as u64)], |r| {
-                Ok((r.get(0)?, r.get(1)?))
-            })?
-            .collect()
-        })
-        .map_err(doing)?;
+    let found: HashSet<EventKey> = reader.conn.all(
+        "looking into the inbox",
+        "SELECT id, tenant FROM inbox WHERE group_id = ?1 AND id BETWEEN ?2 AND ?3 LIMIT ?4",
+        params![group, first, last, to_sql(most as u64)],
+    )?;
     Ok((found.len() < most).then_some(found))
 }
 

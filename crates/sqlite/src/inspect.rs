@@ -8,15 +8,17 @@ use std::path::Path;
 use std::sync::Arc;
 
 use everbus_core::{
-    Cursor, GroupInfo, GroupName, Lag, Pattern, Progress, Result, SubscriptionInfo, Timestamp,
+    Cursor, GroupInfo, GroupName, Lag, Pattern, Result, SubscriptionInfo, Timestamp,
 };
 use rusqlite::{Connection, OptionalExtension};
 
+use crate::deliveries::claims::stored_claims;
 use crate::errors::from_sqlite;
+use crate::groups::patterns_of;
 use crate::owner::is_dead;
 use crate::readers::Reader;
-use crate::rows::{seq_from, to_sql};
-use crate::state::{LEASED, UNHANDLED, patterns_of};
+use crate::rows::{LEASED, UNHANDLED, seq_from, to_sql};
+use crate::sql::Sql as _;
 
 struct Stored {
     id: i64,
@@ -50,28 +52,20 @@ pub(crate) fn groups(reader: &Reader, file: &Path, now: Timestamp) -> Result<Vec
 }
 
 fn stored(conn: &Connection) -> Result<Vec<Stored>> {
-    let doing = |e| from_sqlite("reading the groups", e);
-    let mut stored: Vec<Stored> = conn
-        .prepare_cached(
-            "SELECT id, name, ordered, cursor, active_at, iif(owner IS NULL, NULL,
-               coalesce((SELECT lock FROM owners WHERE owners.id = groups.owner), ''))
-             FROM groups ORDER BY name",
-        )
-        .and_then(|mut s| {
-            s.query_map([], |r| {
-                Ok(Stored {
-                    id: r.get(0)?,
-                    name: r.get(1)?,
-                    ordered: r.get(2)?,
-                    cursor: seq_from(r.get(3)?),
-                    active_at: r.get(4)?,
-                    lock: r.get(5)?,
-                    patterns: Vec::new(),
-                })
-            })?
-            .collect()
+    let sql = "SELECT id, name, ordered, cursor, active_at, iif(owner IS NULL, NULL,
+                 coalesce((SELECT lock FROM owners WHERE owners.id = groups.owner), ''))
+               FROM groups ORDER BY name";
+    let mut stored: Vec<Stored> = conn.read_all("reading the groups", sql, [], |r| {
+        Ok(Stored {
+            id: r.get(0)?,
+            name: r.get(1)?,
+            ordered: r.get(2)?,
+            cursor: seq_from(r.get(3)?),
+            active_at: r.get(4)?,
+            lock: r.get(5)?,
+            patterns: Vec::new(),
         })
-        .map_err(doing)?;
+    })?;
     for group in &mut stored {
         group.patterns = patterns_of(conn, group.id)?;
     }
@@ -175,17 +169,13 @@ fn leave_out_dropped(conn: &Connection, group: &Stored, types: &mut Types) -> Re
             types.remove(&type_id);
             continue;
         }
-        let first: Option<i64> = conn
-            .prepare_cached(
-                "SELECT CAST(received_at AS INTEGER) FROM log WHERE seq > ?2 AND type = ?3
-                   AND NOT EXISTS (SELECT 1 FROM skips WHERE group_id = ?1 AND skips.seq = log.seq)
-                 ORDER BY seq LIMIT 1",
-            )
-            .and_then(|mut s| {
-                s.query_row((group.id, to_sql(group.cursor), type_id), |r| r.get(0))
-                    .optional()
-            })
-            .map_err(doing)?;
+        let first: Option<i64> = conn.first(
+            "reading the skips",
+            "SELECT CAST(received_at AS INTEGER) FROM log WHERE seq > ?2 AND type = ?3
+               AND NOT EXISTS (SELECT 1 FROM skips WHERE group_id = ?1 AND skips.seq = log.seq)
+             ORDER BY seq LIMIT 1",
+            (group.id, to_sql(group.cursor), type_id),
+        )?;
         lag.oldest = first.map(Timestamp::from_micros);
     }
     Ok(())
@@ -202,16 +192,9 @@ fn info(
     count_rows(conn, group.id, &mut types, &mut oldest)?;
     count_claims(conn, group.id, &mut types, &mut oldest)?;
     note_oldest(conn, &mut types, &oldest)?;
-    let dead: Vec<(i64, i64)> = conn
-        .prepare_cached(
-            "SELECT type, count(*) FROM dead_letters
-             WHERE group_id = ?1 AND retried_at IS NULL GROUP BY type",
-        )
-        .and_then(|mut s| {
-            s.query_map([group.id], |r| Ok((r.get(0)?, r.get(1)?)))?
-                .collect()
-        })
-        .map_err(|e| from_sqlite("counting the dead letters", e))?;
+    let sql = "SELECT type, count(*) FROM dead_letters
+               WHERE group_id = ?1 AND retried_at IS NULL GROUP BY type";
+    let dead: Vec<(i64, i64)> = conn.all("counting the dead letters", sql, [group.id])?;
     for (type_id, count) in dead {
         types.entry(type_id).or_default().dead_letters = seq_from(count);
     }
@@ -238,19 +221,9 @@ fn count_rows(
     types: &mut Types,
     oldest: &mut HashMap<i64, u64>,
 ) -> Result<()> {
-    let doing = |e| from_sqlite("counting the deliveries", e);
-    let rows: Vec<(i64, i64, i64, i64)> = conn
-        .prepare_cached(
-            "SELECT type, state, count(*), min(seq) FROM deliveries
-             WHERE group_id = ?1 GROUP BY 1, 2",
-        )
-        .and_then(|mut s| {
-            s.query_map([group], |r| {
-                Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?))
-            })?
-            .collect()
-        })
-        .map_err(doing)?;
+    let sql = "SELECT type, state, count(*), min(seq) FROM deliveries
+               WHERE group_id = ?1 GROUP BY 1, 2";
+    let rows: Vec<(i64, i64, i64, i64)> = conn.all("counting the deliveries", sql, [group])?;
     for (type_id, state, count, first) in rows {
         let (lag, count) = (types.entry(type_id).or_default(), seq_from(count));
         match state {
@@ -266,44 +239,24 @@ fn count_rows(
     Ok(())
 }
 
-/// Open events in claims. A claim of a dead owner has no owner, so its events count as waiting.
 fn count_claims(
     conn: &Connection,
     group: i64,
     types: &mut Types,
     oldest: &mut HashMap<i64, u64>,
 ) -> Result<()> {
-    let doing = |e| from_sqlite("counting the claims", e);
-    let claims: Vec<(i64, i64, i64, Option<Vec<u8>>)> = conn
-        .prepare_cached("SELECT lo, hi, owner, done FROM claims WHERE group_id = ?1 ORDER BY lo")
-        .and_then(|mut s| {
-            s.query_map([group], |r| {
-                Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?))
-            })?
-            .collect()
-        })
-        .map_err(doing)?;
-    let mut types_between = conn
-        .prepare_cached(
-            "SELECT seq, CAST(type AS INTEGER) FROM log WHERE seq BETWEEN ?1 AND ?2 ORDER BY seq",
-        )
-        .map_err(doing)?;
-    for (lo, hi, owner, done) in claims {
-        let (lo, hi) = (seq_from(lo), seq_from(hi));
-        let progress = Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default());
-        for (first, last) in progress.unfinished(hi) {
-            let mut rows = types_between
-                .query((to_sql(first), to_sql(last)))
-                .map_err(doing)?;
-            while let Some(row) = rows.next().map_err(doing)? {
-                let type_id = row.get(1).map_err(doing)?;
+    let doing = "counting the claims";
+    for claim in stored_claims(conn, doing, "group_id = ?1 ORDER BY lo", [group])? {
+        for (first, last) in claim.progress.unfinished(claim.hi) {
+            let sql = "SELECT seq, CAST(type AS INTEGER) FROM log WHERE seq BETWEEN ?1 AND ?2 ORDER BY seq";
+            let open: Vec<(i64, i64)> = conn.all(doing, sql, (to_sql(first), to_sql(last)))?;
+            for (seq, type_id) in open {
                 let lag = types.entry(type_id).or_default();
-                *(if owner == 0 {
-                    &mut lag.waiting
-                } else {
-                    &mut lag.in_flight
-                }) += 1;
-                earlier(oldest, type_id, seq_from(row.get(0).map_err(doing)?));
+                match claim.owner {
+                    0 => lag.waiting += 1,
+                    _ => lag.in_flight += 1,
+                }
+                earlier(oldest, type_id, seq_from(seq));
             }
         }
     }
@@ -337,18 +290,10 @@ pub(crate) fn subscriptions(
     group: i64,
     name: &GroupName,
 ) -> Result<Vec<SubscriptionInfo>> {
-    let stored: Vec<(String, String, String, i64, String)> = conn
-        .prepare_cached(
-            "SELECT id, name, event_type, after_seq, created_at FROM subscriptions
-             WHERE group_id = ?1 ORDER BY name",
-        )
-        .and_then(|mut s| {
-            s.query_map([group], |r| {
-                Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?, r.get(4)?))
-            })?
-            .collect()
-        })
-        .map_err(|e| from_sqlite("reading the subscriptions", e))?;
+    let doing = "reading the subscriptions";
+    let sql = "SELECT id, name, event_type, after_seq, created_at FROM subscriptions
+               WHERE group_id = ?1 ORDER BY name";
+    let stored: Vec<(String, String, String, i64, String)> = conn.all(doing, sql, [group])?;
     let infos = stored
         .into_iter()
         .map(|(id, own, pattern, after, created_at)| {

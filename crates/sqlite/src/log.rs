@@ -4,22 +4,25 @@ use std::sync::{Arc, PoisonError};
 
 use everbus_core::{
     ADDRESSED, BoxFuture, Code, Cursor, Error, EventId, EventState, Failure, FailureKind,
-    GroupName, GroupState, Log, Lookup, Pattern, Position, Progress, Recorded, Result, Shard,
-    StartFrom, Timestamp, UNMATCHED,
+    GroupName, GroupState, Log, Lookup, Pattern, Position, Recorded, Result, Shard, StartFrom,
+    Timestamp, UNMATCHED,
 };
-use rusqlite::{Connection, OptionalExtension, params};
+use rusqlite::{Connection, params};
 
+use crate::broker::SqliteEngine;
 use crate::declare::resolve;
-use crate::deliver::CRASHED;
-use crate::engine::SqliteEngine;
+use crate::deliveries::claims::stored_claims;
+use crate::deliveries::deliver::CRASHED;
 use crate::errors::from_sqlite;
 use crate::feeder::{Damaged, read_matching};
+use crate::groups::patterns_of;
 use crate::outcomes;
 use crate::readers::Reader;
 use crate::rows::{
-    LEFT_OUT, RECORD, Seq as _, read_failures, read_record, record_at, seq_from, to_sql,
+    LEASED, LEFT_OUT, RECORD, Seq as _, WAITING, read_failures, read_record, record_at, seq_from,
+    to_sql,
 };
-use crate::state::{LEASED, WAITING, patterns_of};
+use crate::sql::Sql as _;
 use crate::store::kept_failures;
 
 impl Log for SqliteEngine {
@@ -113,14 +116,8 @@ impl Lookup for SqliteEngine {
                     format!("there is no event at {position}"),
                 ));
             };
-            let groups: Vec<(i64, String, i64)> = reader
-                .conn
-                .prepare_cached("SELECT id, name, cursor FROM groups ORDER BY name")
-                .and_then(|mut s| {
-                    s.query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?)))?
-                        .collect()
-                })
-                .map_err(|e| from_sqlite("reading the groups", e))?;
+            let sql = "SELECT id, name, cursor FROM groups ORDER BY name";
+            let groups: Vec<(i64, String, i64)> = reader.conn.all("reading the groups", sql, [])?;
             groups
                 .into_iter()
                 .map(|(id, name, cursor)| {
@@ -138,19 +135,13 @@ pub(crate) fn head(reader: &Reader) -> Result<u64> {
 }
 
 pub(crate) fn head_of(conn: &Connection) -> Result<u64> {
-    conn.prepare_cached(
-        "SELECT max(coalesce((SELECT max(seq) FROM log), 0),
-                        coalesce((SELECT value FROM meta WHERE key = 'head'), 0))",
-    )
-    .and_then(|mut s| s.query_row([], |r| r.get(0)))
-    .map(seq_from)
-    .map_err(|e| from_sqlite("reading the log", e))
+    let sql = "SELECT max(coalesce((SELECT max(seq) FROM log), 0),
+               coalesce((SELECT value FROM meta WHERE key = 'head'), 0))";
+    conn.one("reading the log", sql, []).map(seq_from)
 }
 
 /// state, due, attempt, failures
 type Row = (i64, i64, u32, Option<String>);
-/// lo, hi, owner, attempt (0 if it is only reserved), crashed_at, done
-type Claimed = (i64, i64, i64, u32, Option<i64>, Option<Vec<u8>>);
 
 fn state_in(
     reader: &Reader,
@@ -159,7 +150,7 @@ fn state_in(
     cursor: u64,
     record: &Recorded,
 ) -> Result<GroupState> {
-    let doing = |e| from_sqlite("reading the state of an event", e);
+    let doing = "reading the state of an event";
     let seq = to_sql(record.seq());
     let mut state = GroupState {
         group,
@@ -170,96 +161,46 @@ fn state_in(
         skipped: None,
         ended: None,
     };
-    let dead: Option<(u32, String)> = reader
-        .conn
-        .prepare_cached(
-            "SELECT attempts, failures FROM dead_letters
-             WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL",
-        )
-        .and_then(|mut s| {
-            s.query_row((seq, id), |r| Ok((r.get(0)?, r.get(1)?)))
-                .optional()
-        })
-        .map_err(doing)?;
+    let sql = "SELECT attempts, failures FROM dead_letters
+               WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NULL";
+    let dead: Option<(u32, String)> = reader.conn.first(doing, sql, (seq, id))?;
     if let Some((attempts, failures)) = dead {
         state.state = EventState::Dlq;
         state.attempts = attempts;
         state.failures = read_failures(Some(&failures))?;
         return Ok(state);
     }
-    let row: Option<Row> = reader
-        .conn
-        .prepare_cached(
-            "SELECT state, due, attempt, failures FROM deliveries
-             WHERE group_id = ?1 AND seq = ?2",
-        )
-        .and_then(|mut s| {
-            s.query_row((id, seq), |r| {
-                Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?))
-            })
-            .optional()
-        })
-        .map_err(doing)?;
+    let sql = "SELECT state, due, attempt, failures FROM deliveries
+               WHERE group_id = ?1 AND seq = ?2";
+    let row: Option<Row> = reader.conn.first(doing, sql, (id, seq))?;
     if let Some((kind, due, attempts, failures)) = row {
         state.attempts = attempts;
         state.failures = read_failures(failures.as_deref())?;
-        let crashed_or_fresh = state
-            .failures
-            .last()
-            .is_none_or(|f| f.kind == FailureKind::Crash);
-        state.state = if kind != LEASED && crashed_or_fresh {
-            EventState::Pending
-        } else {
-            EventState::Processing
-        };
+        state.state = EventState::of_waiting(kind == LEASED, &state.failures);
         state.due_at = (kind == WAITING).then(|| Timestamp::from_micros(due));
         return Ok(state);
     }
-    let claim: Option<Claimed> = reader
-        .conn
-        .prepare_cached(
-            "SELECT lo, hi, owner, iif(?2 > started, 0, attempt), crashed_at, done FROM claims
-             WHERE group_id = ?1 AND lo <= ?2 AND hi >= ?2",
-        )
-        .and_then(|mut s| {
-            s.query_row((id, seq), |r| {
-                Ok((
-                    r.get(0)?,
-                    r.get(1)?,
-                    r.get(2)?,
-                    r.get(3)?,
-                    r.get(4)?,
-                    r.get(5)?,
-                ))
-            })
-            .optional()
-        })
-        .map_err(doing)?;
-    if let Some((lo, hi, owner, attempt, crashed_at, done)) = claim {
-        let done = done.unwrap_or_default();
-        if !Progress::from_bitmap(seq_from(lo), seq_from(hi), &done).is_done(record.seq()) {
-            state.attempts = attempt;
-            if owner == 0 {
-                let at = Timestamp::from_micros(crashed_at.unwrap_or(0));
-                state.state = EventState::Pending;
-                state
-                    .failures
-                    .push(Failure::new(attempt, at, FailureKind::Crash, CRASHED));
-            } else {
-                state.state = EventState::Processing;
-            }
-            return Ok(state);
+    let which = "group_id = ?1 AND lo <= ?2 AND hi >= ?2";
+    let claims = stored_claims(&reader.conn, doing, which, (id, seq))?;
+    if let Some(claim) = claims.iter().find(|claim| claim.is_open(record.seq())) {
+        let begun = record.seq() <= claim.started;
+        state.attempts = if begun { claim.attempt } else { 0 };
+        state.state = EventState::Processing;
+        if claim.owner == 0 {
+            let (attempt, at) = (state.attempts, claim.crashed_at);
+            state.state = EventState::Pending;
+            state
+                .failures
+                .push(Failure::new(attempt, at, FailureKind::Crash, CRASHED));
         }
+        return Ok(state);
     }
     let is_for = record.event.is_for(&state.group);
     let patterns = patterns_of(&reader.conn, id)?;
     let event_type = record.event.event_type();
     let is_matched = patterns.iter().any(|p| p.matches(event_type));
-    state.skipped = reader
-        .conn
-        .prepare_cached("SELECT reason FROM skips WHERE group_id = ?1 AND seq = ?2")
-        .and_then(|mut s| s.query_row((id, seq), |r| r.get(0)).optional())
-        .map_err(doing)?;
+    let sql = "SELECT reason FROM skips WHERE group_id = ?1 AND seq = ?2";
+    state.skipped = reader.conn.first(doing, sql, (id, seq))?;
     if record.seq() > cursor && state.skipped.is_none() && is_for && is_matched {
         state.state = EventState::Pending;
         return Ok(state);

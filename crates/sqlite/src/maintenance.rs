@@ -11,9 +11,12 @@ use rusqlite::backup::{Backup, StepResult};
 use rusqlite::{Connection, OpenFlags};
 use tokio::sync::oneshot;
 
-use crate::engine::SqliteEngine;
+use crate::ahead::bring_back_times;
+use crate::broker::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::file::{locate, open_reader};
+use crate::retention::clock::{look_at_clock, trust_clock};
+use crate::retention::others::{return_duty, take_duty};
 use crate::rows::{RECORD, TypeNames, read_stored};
 use crate::schema::{Kind, VERSION, identify};
 
@@ -64,20 +67,22 @@ impl Maintenance for SqliteEngine {
         every: Duration,
     ) -> BoxFuture<'_, Result<bool>> {
         self.handle
-            .job(move |writer| writer.take_duty(&duty, &owner, every))
+            .job(move |writer| take_duty(&mut writer.tx, &duty, &owner, every))
     }
 
     fn look_at_clock(&self) -> BoxFuture<'_, Result<Option<ClockDoubt>>> {
-        self.handle.job(crate::writer::Writer::look_at_clock)
+        self.handle.job(|writer| look_at_clock(&mut writer.tx))
     }
 
     fn trust_clock(&self) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
-            self.handle.job(crate::writer::Writer::trust_clock).await?;
+            self.handle
+                .job(|writer| trust_clock(&mut writer.tx))
+                .await?;
             // Sets back times that an earlier clock, far ahead of this one, put into the future.
             while self
                 .handle
-                .job(crate::writer::Writer::bring_back_times)
+                .job(|writer| bring_back_times(&mut writer.tx))
                 .await?
             {}
             Ok(())
@@ -86,7 +91,7 @@ impl Maintenance for SqliteEngine {
 
     fn return_duty(&self, duty: String, owner: String) -> BoxFuture<'_, Result<()>> {
         self.handle
-            .job(move |writer| writer.return_duty(&duty, &owner))
+            .job(move |writer| return_duty(&mut writer.tx, &duty, &owner))
     }
 }
 
@@ -361,9 +366,9 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
         (
             "what belongs to an event goes with it",
             "SELECT (SELECT count(*) FROM event_payloads WHERE seq NOT IN (SELECT seq FROM log))
-                  + (SELECT count(*) FROM expirations WHERE seq NOT IN (SELECT seq FROM log))
-                  + (SELECT count(*) FROM outcomes WHERE seq NOT IN (SELECT seq FROM log))
-                  + (SELECT count(*) FROM everbus_failures WHERE seq NOT IN (SELECT seq FROM log))",
+             + (SELECT count(*) FROM expirations WHERE seq NOT IN (SELECT seq FROM log))
+             + (SELECT count(*) FROM outcomes WHERE seq NOT IN (SELECT seq FROM log))
+             + (SELECT count(*) FROM everbus_failures WHERE seq NOT IN (SELECT seq FROM log))",
         ),
         (
             "no event is both waiting and dead",
@@ -377,17 +382,17 @@ fn verify(conn: &Connection) -> Result<CheckReport> {
         (
             "claims do not overlap",
             "SELECT count(*) FROM claims a JOIN claims b
-               ON a.group_id = b.group_id AND a.id < b.id AND a.lo <= b.hi AND b.lo <= a.hi",
+             ON a.group_id = b.group_id AND a.id < b.id AND a.lo <= b.hi AND b.lo <= a.hi",
         ),
         (
             "the runs of the history's index do not overlap",
             "SELECT count(*) FROM (SELECT lo <= lag(hi) OVER (ORDER BY lo) OR hi < lo AS bad
-               FROM history_runs WHERE state = 1) WHERE bad",
+             FROM history_runs WHERE state = 1) WHERE bad",
         ),
         (
             "times never fall",
             "SELECT count(*) FROM (SELECT received_at < lag(received_at) OVER (ORDER BY seq) AS fell
-               FROM log) WHERE fell",
+             FROM log) WHERE fell",
         ),
     ];
     for (rule, sql) in RULES {

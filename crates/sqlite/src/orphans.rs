@@ -1,7 +1,7 @@
-//! Part of the writer: notes about objects without an event, and the identity of the log.
+//! Notes about objects without an event, and the identity of the log.
 //!
 //! An object is noted before it is stored, and again in the transaction that removes its event
-//! ([`Writer::note_orphans`]). The note is removed by the append of the event ([`born`]), and when the object
+//! ([`note_orphans`]). The note is removed by the append of the event ([`born`]), and when the object
 //! has been deleted.
 
 use std::path::{Path, PathBuf};
@@ -9,15 +9,15 @@ use std::path::{Path, PathBuf};
 use everbus_core::{
     BoxFuture, Code, Error, EventId, LogId, Orphan, Orphans, Overflow, Result, Timestamp,
 };
-use rusqlite::{Connection, OptionalExtension as _, params};
+use rusqlite::{Connection, params};
 
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::file::open_reader;
 use crate::readers::Reader;
-use crate::rows::to_sql;
-use crate::state::micros;
-use crate::writer::Writer;
+use crate::rows::{micros, to_sql};
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 
 /// The directory beside a file that holds its objects.
 pub(crate) fn beside(database: &Path) -> PathBuf {
@@ -26,69 +26,58 @@ pub(crate) fn beside(database: &Path) -> PathBuf {
     PathBuf::from(name)
 }
 
-impl Writer {
-    /// Notes the objects of all events in a range of the log, both ends included. Call it in the transaction
-    /// that removes the events, before they are removed.
-    pub(crate) fn note_orphans(&self, lo: u64, hi: u64) -> Result<()> {
-        // Few events have attributes that contain "overflow": only those are read as JSON.
-        self.conn
-            .prepare_cached(
-                "INSERT OR REPLACE INTO orphaned_objects (bucket, key, id, since, unborn)
-                 SELECT attrs ->> '$.overflow.bucket', attrs ->> '$.overflow.key', id, ?3, 0 FROM log
-                 WHERE seq BETWEEN ?1 AND ?2 AND attrs IS NOT NULL
-                   AND iif(instr(attrs, '\"overflow\"') > 0,
-                           typeof(attrs ->> '$.overflow.bucket') = 'text'
-                             AND typeof(attrs ->> '$.overflow.key') = 'text',
-                           0)",
-            )
-            .and_then(|mut s| s.execute(params![to_sql(lo), to_sql(hi), micros(self.clock.now())]))
-            .map(drop)
-            .map_err(|e| from_sqlite("noting objects without their events", e))
-    }
+/// Notes the objects of all events in a range of the log, both ends included. Call it in the transaction
+/// that removes the events, before they are removed.
+pub(crate) fn note_orphans(tx: &Tx, lo: u64, hi: u64) -> Result<()> {
+    // Few events have attributes that contain "overflow": only those are read as JSON.
+    tx.conn.run(
+        "noting objects without their events",
+        "INSERT OR REPLACE INTO orphaned_objects (bucket, key, id, since, unborn)
+         SELECT attrs ->> '$.overflow.bucket', attrs ->> '$.overflow.key', id, ?3, 0 FROM log
+         WHERE seq BETWEEN ?1 AND ?2 AND attrs IS NOT NULL
+           AND iif(instr(attrs, '\"overflow\"') > 0,
+                   typeof(attrs ->> '$.overflow.bucket') = 'text'
+                     AND typeof(attrs ->> '$.overflow.key') = 'text',
+                   0)",
+        params![to_sql(lo), to_sql(hi), tx.now()],
+    )
+}
 
-    fn note_unborn(&mut self, orphans: &[Orphan]) -> Result<()> {
-        let doing = |e| from_sqlite("noting objects before they are put", e);
-        let mut insert = self
-            .conn
-            .prepare_cached(
-                "INSERT OR REPLACE INTO orphaned_objects (bucket, key, id, since, unborn)
-                 VALUES (?1, ?2, ?3, ?4, ?5)",
-            )
-            .map_err(doing)?;
-        for orphan in orphans {
-            let row = params![
-                orphan.bucket,
-                orphan.key,
-                orphan.id.as_bytes(),
-                micros(orphan.since),
-                orphan.unborn
-            ];
-            insert.execute(row).map_err(doing)?;
-        }
-        Ok(())
+fn note_unborn(tx: &mut Tx, orphans: &[Orphan]) -> Result<()> {
+    let sql = "INSERT OR REPLACE INTO orphaned_objects (bucket, key, id, since, unborn)
+               VALUES (?1, ?2, ?3, ?4, ?5)";
+    for Orphan {
+        bucket,
+        key,
+        id,
+        since,
+        unborn,
+    } in orphans
+    {
+        let row = params![bucket, key, id.as_bytes(), micros(*since), unborn];
+        tx.conn
+            .run("noting objects before they are put", sql, row)?;
     }
+    Ok(())
+}
 
-    fn forget_orphans(&mut self, orphans: &[Orphan]) -> Result<()> {
-        let doing = |e| from_sqlite("forgetting objects without their events", e);
-        let mut delete = self
-            .conn
-            .prepare_cached(
-                // Only the note that was read: there may be a newer note of the same object.
-                "DELETE FROM orphaned_objects
-                 WHERE bucket = ?1 AND key = ?2 AND since = ?3 AND unborn = ?4",
-            )
-            .map_err(doing)?;
-        for orphan in orphans {
-            let note = params![
-                orphan.bucket,
-                orphan.key,
-                micros(orphan.since),
-                orphan.unborn
-            ];
-            delete.execute(note).map_err(doing)?;
-        }
-        Ok(())
+fn forget_orphans(tx: &mut Tx, orphans: &[Orphan]) -> Result<()> {
+    // Only the note that was read: there may be a newer note of the same object.
+    let sql = "DELETE FROM orphaned_objects
+               WHERE bucket = ?1 AND key = ?2 AND since = ?3 AND unborn = ?4";
+    for Orphan {
+        bucket,
+        key,
+        since,
+        unborn,
+        ..
+    } in orphans
+    {
+        let note = params![bucket, key, micros(*since), unborn];
+        tx.conn
+            .run("forgetting objects without their events", sql, note)?;
     }
+    Ok(())
 }
 
 impl Orphans for SqliteEngine {
@@ -98,12 +87,13 @@ impl Orphans for SqliteEngine {
     }
 
     fn note(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>> {
-        self.handle.job(move |writer| writer.note_unborn(&orphans))
+        self.handle
+            .job(move |writer| note_unborn(&mut writer.tx, &orphans))
     }
 
     fn forget(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>> {
         self.handle
-            .job(move |writer| writer.forget_orphans(&orphans))
+            .job(move |writer| forget_orphans(&mut writer.tx, &orphans))
     }
 
     fn log_id(&self) -> BoxFuture<'_, Result<LogId>> {
@@ -111,24 +101,24 @@ impl Orphans for SqliteEngine {
     }
 
     fn renew(&self) -> BoxFuture<'_, Result<LogId>> {
-        self.handle.job(|writer| renew(&writer.conn))
+        self.handle.job(|writer| renew(&writer.tx.conn))
     }
 }
 
 /// Removes the note of an event's object, in the transaction of the append.
 pub(crate) fn born(conn: &Connection, overflow: &Overflow) -> Result<()> {
-    conn.prepare_cached("DELETE FROM orphaned_objects WHERE bucket = ?1 AND key = ?2")
-        .and_then(|mut s| s.execute([&overflow.bucket, &overflow.key]))
-        .map(drop)
-        .map_err(|e| from_sqlite("forgetting that an object has no event", e))
+    let doing = "forgetting that an object has no event";
+    let sql = "DELETE FROM orphaned_objects WHERE bucket = ?1 AND key = ?2";
+    conn.run(doing, sql, [&overflow.bucket, &overflow.key])
 }
 
 /// The identity of the log in a file.
 pub(crate) fn log_id(conn: &Connection) -> Result<LogId> {
-    let id: Option<[u8; 16]> = conn
-        .prepare_cached("SELECT value FROM meta WHERE key = 'log_id'")
-        .and_then(|mut s| s.query_row([], |row| row.get(0)).optional())
-        .map_err(|e| from_sqlite("reading the id of the log", e))?;
+    let id: Option<[u8; 16]> = conn.first(
+        "reading the id of the log",
+        "SELECT value FROM meta WHERE key = 'log_id'",
+        [],
+    )?;
     let missing = || Error::of_file(Code::Corrupt, "the file does not say which log it is");
     id.map(LogId::from_bytes).ok_or_else(missing)
 }
@@ -175,20 +165,15 @@ pub fn references(file: &Path, after: u64) -> Result<References> {
         return Ok((Vec::new(), None));
     };
     let to = from.saturating_add(PAGE - 1);
-    let mut statement = conn
-        .prepare_cached(
-            "SELECT id, attrs -> '$.overflow' FROM log
-             WHERE seq BETWEEN ?1 AND ?2 AND attrs IS NOT NULL
-               AND iif(instr(attrs, '\"overflow\"') > 0,
-                       json_type(attrs, '$.overflow') = 'object', 0)",
-        )
-        .map_err(doing)?;
-    let found: Vec<(_, String)> = statement
-        .query_map([to_sql(from), to_sql(to)], |row| {
-            Ok((EventId::from_bytes(row.get(0)?), row.get(1)?))
-        })
-        .and_then(Iterator::collect)
-        .map_err(doing)?;
+    let sql = "SELECT id, attrs -> '$.overflow' FROM log
+               WHERE seq BETWEEN ?1 AND ?2 AND attrs IS NOT NULL
+                 AND iif(instr(attrs, '\"overflow\"') > 0,
+                         json_type(attrs, '$.overflow') = 'object', 0)";
+    let what = "reading which objects are in use";
+    let found: Vec<([u8; 16], String)> = conn.all(what, sql, [to_sql(from), to_sql(to)])?;
+    let found = found
+        .into_iter()
+        .map(|(id, text)| (EventId::from_bytes(id), text));
     let read = |(id, text): (EventId, String)| match serde_json::from_str(&text) {
         Ok(reference) => Ok((id, reference)),
         Err(e) => {
@@ -196,34 +181,24 @@ pub fn references(file: &Path, after: u64) -> Result<References> {
             Err(Error::of_file(Code::Corrupt, what))
         }
     };
-    let found: Result<Vec<_>> = found.into_iter().map(read).collect();
+    let found: Result<Vec<_>> = found.map(read).collect();
     Ok((found?, Some(to)))
 }
 
 fn list(reader: &Reader, after: Option<&Orphan>, limit: usize) -> Result<Vec<Orphan>> {
-    let doing = |e| from_sqlite("reading objects without their events", e);
-    let mut statement = reader
-        .conn
-        .prepare_cached(
-            "SELECT bucket, key, id, since, unborn FROM orphaned_objects
-             WHERE ?1 IS NULL OR (bucket, key) > (?1, ?2) ORDER BY bucket, key LIMIT ?3",
-        )
-        .map_err(doing)?;
+    let sql = "SELECT bucket, key, id, since, unborn FROM orphaned_objects
+               WHERE ?1 IS NULL OR (bucket, key) > (?1, ?2) ORDER BY bucket, key LIMIT ?3";
     let after = after.map(|orphan| (orphan.bucket.as_str(), orphan.key.as_str()));
     let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-    let orphans = statement
-        .query_map(
-            params![after.map(|a| a.0), after.map(|a| a.1), limit],
-            |row| {
-                Ok(Orphan {
-                    bucket: row.get(0)?,
-                    key: row.get(1)?,
-                    id: EventId::from_bytes(row.get(2)?),
-                    since: Timestamp::from_micros(row.get(3)?),
-                    unborn: row.get(4)?,
-                })
-            },
-        )
-        .and_then(Iterator::collect);
-    orphans.map_err(doing)
+    let values = params![after.map(|a| a.0), after.map(|a| a.1), limit];
+    let doing = "reading objects without their events";
+    reader.conn.read_all(doing, sql, values, |row| {
+        Ok(Orphan {
+            bucket: row.get(0)?,
+            key: row.get(1)?,
+            id: EventId::from_bytes(row.get(2)?),
+            since: Timestamp::from_micros(row.get(3)?),
+            unborn: row.get(4)?,
+        })
+    })
 }

@@ -1,4 +1,4 @@
-//! Part of the writer: payload stages, rows beside the log, one for each stored stage of an event.
+//! Payload stages, rows beside the log, one for each stored stage of an event.
 //!
 //! The columns are those of the specification. `seq` ties a row to its event, so that removing a range of the
 //! log can remove its stages with one statement.
@@ -8,18 +8,18 @@ use everbus_core::{
     BoxFuture, Code, Error, EventId, EventKey, Payloads, Result, Stage, StageInfo, StoredStage,
     Timestamp,
 };
-use rusqlite::{Connection, OptionalExtension, Row, params};
+use rusqlite::{Connection, Row, params};
 
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::readers::Reader;
-use crate::rows::{seq_from, to_sql};
-use crate::state::micros;
-use crate::writer::Writer;
+use crate::rows::{micros, seq_from, to_sql};
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 
 /// The position of an event by its id and the name of its tenant (NULL for none).
 const SEQ_OF: &str = "SELECT seq FROM log WHERE id = ?1
-    AND tenant = iif(?2 IS NULL, 0, (SELECT id FROM tenants WHERE name = ?2))";
+                      AND tenant = iif(?2 IS NULL, 0, (SELECT id FROM tenants WHERE name = ?2))";
 
 /// The columns that [`read_info`] expects, in its order.
 const INFO: &str = "p.stage, p.timestamp, p.payload_size_original, p.payload_size_compressed,
@@ -27,56 +27,44 @@ const INFO: &str = "p.stage, p.timestamp, p.payload_size_original, p.payload_siz
 
 /// The position of an event, if it is in the log.
 pub(crate) fn seq_of(conn: &Connection, event: &EventKey) -> Result<Option<u64>> {
-    conn.prepare_cached(SEQ_OF)
-        .and_then(|mut s| {
-            s.query_row(params![event.id.as_bytes(), event.tenant], |r| r.get(0))
-                .optional()
-        })
-        .map(|seq| seq.map(seq_from))
-        .map_err(|e| from_sqlite("looking for an event", e))
+    conn.first(
+        "looking for an event",
+        SEQ_OF,
+        params![event.id.as_bytes(), event.tenant],
+    )
+    .map(|seq| seq.map(seq_from))
 }
 
-impl Writer {
-    pub(crate) fn seq_of(&self, event: &EventKey) -> Result<Option<u64>> {
-        seq_of(&self.conn, event)
-    }
-
-    pub(crate) fn store_stage(&mut self, event: &EventKey, stage: &StoredStage) -> Result<()> {
-        let doing = |e| from_sqlite("storing a payload stage", e);
-        let seq = self.seq_of(event)?.ok_or_else(|| no_event(event))?;
-        let info = &stage.info;
-        self.conn
-            .prepare_cached(
-                "INSERT INTO event_payloads
-                   (event_id, stage, payload_compressed, payload_size_original,
-                    payload_size_compressed, timestamp, status_code, error_details,
-                    contains_media, contains_base64, seq)
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
-            )
-            .and_then(|mut s| {
-                s.execute(params![
-                    event.id.to_string(),
-                    info.stage.as_str(),
-                    &stage.compressed[..],
-                    to_sql(info.payload_size_original),
-                    to_sql(info.payload_size_compressed),
-                    micros(info.timestamp),
-                    info.status_code,
-                    info.error_details,
-                    info.contains_media,
-                    info.contains_base64,
-                    to_sql(seq),
-                ])
-            })
-            .map(drop)
-            .map_err(doing)
-    }
+pub(crate) fn store_stage(tx: &mut Tx, event: &EventKey, stage: &StoredStage) -> Result<()> {
+    let seq = seq_of(&tx.conn, event)?.ok_or_else(|| no_event(event))?;
+    let info = &stage.info;
+    tx.conn.run(
+        "storing a payload stage",
+        "INSERT INTO event_payloads
+           (event_id, stage, payload_compressed, payload_size_original,
+            payload_size_compressed, timestamp, status_code, error_details,
+            contains_media, contains_base64, seq)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
+        params![
+            event.id.to_string(),
+            info.stage.as_str(),
+            &stage.compressed[..],
+            to_sql(info.payload_size_original),
+            to_sql(info.payload_size_compressed),
+            micros(info.timestamp),
+            info.status_code,
+            info.error_details,
+            info.contains_media,
+            info.contains_base64,
+            to_sql(seq),
+        ],
+    )
 }
 
 impl Payloads for SqliteEngine {
     fn store(&self, event: EventKey, stage: StoredStage) -> BoxFuture<'_, Result<()>> {
         self.handle
-            .job(move |writer| writer.store_stage(&event, &stage))
+            .job(move |writer| store_stage(&mut writer.tx, &event, &stage))
     }
 
     fn stages(

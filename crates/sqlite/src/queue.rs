@@ -9,8 +9,8 @@ use everbus_core::{
 };
 use tokio::sync::oneshot;
 
+use crate::consumer::NewSession;
 use crate::feeder::Fed;
-use crate::session::NewSession;
 use crate::writer::Writer;
 
 pub(crate) type Reply<T> = oneshot::Sender<Result<T>>;

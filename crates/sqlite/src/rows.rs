@@ -9,10 +9,17 @@ use everbus_core::{
     Timestamp,
 };
 use rusqlite::types::{FromSql, ValueRef};
-use rusqlite::{Connection, OptionalExtension, Row};
+use rusqlite::{Connection, Row};
 
 use crate::checksum::Columns;
 use crate::errors::from_sqlite;
+use crate::sql::Sql as _;
+
+/// States of a row in `deliveries`.
+pub(crate) const WAITING: i64 = 0;
+pub(crate) const LEASED: i64 = 1;
+pub(crate) const BEHIND_KEY: i64 = 2;
+pub(crate) const UNHANDLED: i64 = 3;
 
 /// The columns that [`read_record`] expects, in its order.
 pub(crate) const RECORD: &str = "log.seq, log.id, log.type, log.version, log.occurred_at, log.received_at, log.attrs, log.payload, log.tenant, log.checksum";
@@ -30,10 +37,7 @@ pub(crate) const ENDS: &str = "SELECT (SELECT min(seq) FROM log), (SELECT max(se
 
 /// The oldest and the newest position, if there is any event.
 pub(crate) fn ends(conn: &Connection) -> Result<Option<(u64, u64)>> {
-    let (oldest, newest): (Option<i64>, Option<i64>) = conn
-        .prepare_cached(ENDS)
-        .and_then(|mut s| s.query_row([], |r| Ok((r.get(0)?, r.get(1)?))))
-        .map_err(|e| from_sqlite("reading the log", e))?;
+    let (oldest, newest): (Option<i64>, Option<i64>) = conn.one("reading the log", ENDS, [])?;
     Ok(oldest.map(seq_from).zip(newest.map(seq_from)))
 }
 
@@ -59,10 +63,8 @@ impl TypeNames {
         if let Some(name) = self.0.get(&id) {
             return Ok(Some(name.clone()));
         }
-        let name: Option<String> = conn
-            .prepare_cached("SELECT name FROM types WHERE id = ?1")
-            .and_then(|mut s| s.query_row([id], |row| row.get(0)).optional())
-            .map_err(|e| from_sqlite("reading a type", e))?;
+        let sql = "SELECT name FROM types WHERE id = ?1";
+        let name: Option<String> = conn.first("reading a type", sql, [id])?;
         let Some(name) = name else { return Ok(None) };
         let name: Arc<str> = name.into();
         if self.0.len() >= MAX_CACHED_TYPES {
@@ -349,4 +351,9 @@ pub(crate) fn write_failures(failures: &[Failure]) -> Option<String> {
     } else {
         serde_json::to_string(failures).ok()
     }
+}
+
+/// Microseconds as stored.
+pub(crate) fn micros(at: Timestamp) -> i64 {
+    at.as_micros()
 }

@@ -1,34 +1,39 @@
-//! Part of the writer: settling deliveries (ack, retry, release, dead-letter) and extending leases.
+//! Settling deliveries (ack, retry, release, dead-letter) and extending leases.
 
-use std::collections::HashMap;
-use std::time::Duration;
+use std::borrow::Cow;
 
-use everbus_core::{Code, Error, Failure, Lease, Result, Settlement, Timestamp, Verdict};
+use everbus_core::{Code, Death, Failure, Result, Settlement, Timestamp, Verdict};
 use rusqlite::params;
 
-use crate::errors::from_sqlite;
+use crate::append::append_follow_ups;
+use crate::dead_letters::bury::write_dead_letter;
+use crate::deliveries::Deliveries;
+use crate::deliveries::claims::note_due;
+use crate::deliveries::leases::{Leases, Place, lost};
+use crate::deliveries::suspects::note_suspect;
+use crate::effect::{Effects, check_effect, run_effect, under_savepoint};
 use crate::failpoint;
-use crate::rows::{LeaseParts as _, Seq as _, read_failures, stored_at, to_sql, write_failures};
-use crate::state::{WAITING, micros};
-use crate::writer::Writer;
+use crate::inbox::{note_handled, unnote_handled, write_noted};
+use crate::outcomes::keep_outcome;
+use crate::rows::{Seq as _, micros, read_failures, stored_at, to_sql, write_failures};
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 
-/// What a lease refers to.
-#[derive(Clone, Copy)]
-enum Place {
-    Claim(i64),
-    Row(i64),
-}
-
-impl Writer {
+impl Deliveries {
     /// Applies settlements. Each one is refused separately if its lease is lost or its effect fails.
-    pub(crate) fn settle(&mut self, settlements: &[Settlement]) -> Result<Vec<Result<()>>> {
+    pub(crate) fn settle(
+        &mut self,
+        tx: &mut Tx,
+        effects: &mut Effects,
+        settlements: &[Settlement],
+    ) -> Result<Vec<Result<()>>> {
         let mut results = Vec::with_capacity(settlements.len());
         for settlement in settlements {
-            let result = self.settle_one(settlement);
+            let result = self.settle_one(tx, effects, settlement);
             let refused = match &result {
                 Ok(()) => true,
                 // Without a transaction, the other settlements are rolled back too.
-                Err(_) if self.conn.is_autocommit() => false,
+                Err(_) if tx.conn.is_autocommit() => false,
                 Err(e) => is_refusal(e.code()),
             };
             if !refused {
@@ -36,413 +41,286 @@ impl Writer {
             }
             results.push(result);
         }
-        self.write_noted()?;
+        write_noted(tx)?;
         failpoint::hit("after-settle");
         Ok(results)
     }
 
-    fn settle_one(&mut self, settlement: &Settlement) -> Result<()> {
+    fn settle_one(
+        &mut self,
+        tx: &mut Tx,
+        effects: &mut Effects,
+        settlement: &Settlement,
+    ) -> Result<()> {
         let lease = &settlement.lease;
-        let place = self.find(lease)?;
+        let place = self.leases.find(tx, lease)?;
         if settlement.verdict == Verdict::Ack && (settlement.inbox || settlement.effect.is_some()) {
-            self.accompany_ack(place, settlement)?;
+            accompany_ack(tx, &mut self.leases, effects, place, settlement)?;
         } else if !settlement.follow_ups.is_empty() {
-            self.append_follow_ups(settlement.follow_ups.clone())?;
+            append_follow_ups(tx, settlement.follow_ups.clone())?;
         }
         match place {
-            Place::Claim(id) => self.settle_claimed(id, lease.seq(), &settlement.verdict)?,
-            Place::Row(group) => self.settle_row(group, settlement)?,
+            Place::Claim(id) => self.settle_claimed(tx, id, lease.seq(), &settlement.verdict)?,
+            Place::Row(group) => self.settle_row(tx, group, settlement)?,
         }
-        self.watches.touch(lease.seq());
+        tx.watches.touch(lease.seq());
         Ok(())
     }
 
-    /// Does the work that belongs to an ack: the inbox record, the effect, the follow-up events. If the inbox
-    /// record exists, all of it was done before.
-    fn accompany_ack(&mut self, place: Place, settlement: &Settlement) -> Result<()> {
-        let seq = settlement.lease.seq();
-        let group = match place {
-            Place::Row(group) => group,
-            Place::Claim(id) => self.state.claims.get(&id).ok_or_else(|| lost(seq))?.group,
-        };
-        if let Some(effect) = &settlement.effect {
-            Self::check_effect(effect)?;
-            let offence = self.offenders.iter().find(|(l, _)| *l == settlement.lease);
-            if let Some((_, error)) = offence {
-                return Err(error.clone());
-            }
-            return self.under_savepoint(|writer| {
-                if settlement.inbox && !writer.note_handled(group, seq)? {
-                    return Ok(());
-                }
-                let more = writer.run_effect(&settlement.lease, effect)?;
-                let mut follow_ups = settlement.follow_ups.clone();
-                follow_ups.extend(more);
-                writer.append_follow_ups(follow_ups)
-            });
-        }
-        if settlement.follow_ups.is_empty() {
-            return self.note_later(place, group, seq);
-        }
-        if !self.note_handled(group, seq)? {
-            return Ok(());
-        }
-        let appended = self.append_follow_ups(settlement.follow_ups.clone());
-        if appended.is_err() {
-            self.unnote_handled(group, seq)?;
-        }
-        appended
-    }
-
-    /// A plain ack need not know whether the event was handled before, so these inbox records are written
-    /// together.
-    fn note_later(&mut self, place: Place, group: i64, seq: u64) -> Result<()> {
-        let known = match place {
-            Place::Claim(id) => self.state.claims.get(&id).and_then(|c| c.key_of(seq)),
-            Place::Row(_) => None,
-        };
-        match known {
-            Some(key) => self.noted.push((group, key)),
-            None => {
-                self.note_handled(group, seq)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// The claim or row of a lease, if this process still holds it.
-    fn find(&self, lease: &Lease) -> Result<Place> {
-        let seq = lease.seq();
-        // An expired lease is lost, even before another consumer took the event.
-        let now = micros(self.clock.now());
-        if lease.slot() & 1 == 0 {
-            let id = (lease.slot() >> 1) as i64;
-            match self.state.claims.get(&id) {
-                Some(claim)
-                    if claim.token as u64 == lease.token()
-                        && (claim.lo..=claim.hi).contains(&seq)
-                        && !claim.progress.is_done(seq)
-                        && claim.until_of(seq) > now =>
-                {
-                    Ok(Place::Claim(id))
-                }
-                _ => Err(lost(seq)),
-            }
-        } else {
-            let group = (lease.slot() >> 1) as i64;
-            match self.state.held.get(&(group, seq)) {
-                Some(held) if held.token as u64 == lease.token() && held.until > now => {
-                    Ok(Place::Row(group))
-                }
-                _ => Err(lost(seq)),
-            }
-        }
-    }
-
-    fn settle_claimed(&mut self, id: i64, seq: u64, verdict: &Verdict) -> Result<()> {
-        let Some(claim) = self.state.claims.get_mut(&id) else {
+    fn settle_claimed(&mut self, tx: &mut Tx, id: i64, seq: u64, verdict: &Verdict) -> Result<()> {
+        let Some(claim) = self.leases.claims.get_mut(&id) else {
             return Err(lost(seq));
         };
         let (group, session, bytes) = (claim.group, claim.session, claim.bytes_each);
         claim.progress.complete(seq);
-        self.touched.push(id);
-        self.settled_in(session, bytes);
+        self.leases.touched.push(id);
+        self.consumers.settled_in(session, bytes);
         match verdict {
             Verdict::Ack => Ok(()),
-            Verdict::Skip { reason } => self.write_skip(group, seq, reason),
+            Verdict::Skip { reason } => write_skip(tx, group, seq, reason),
             Verdict::Retry { after, failure } => {
-                let due = self.clock.now().plus(*after);
-                self.insert_waiting(group, seq, 1, due, std::slice::from_ref(failure))
+                let due = tx.clock.now().plus(*after);
+                insert_waiting(tx, group, seq, 1, due, std::slice::from_ref(failure))
             }
             Verdict::Release { after } => {
-                let due = self.clock.now().plus(*after);
-                self.insert_waiting(group, seq, 0, due, &[])
+                let due = tx.clock.now().plus(*after);
+                insert_waiting(tx, group, seq, 0, due, &[])
             }
             Verdict::Dead { failure } => {
-                let died_at = failure.as_ref().map_or_else(|| self.clock.now(), |f| f.at);
-                let failures: Vec<Failure> = failure.iter().cloned().collect();
-                let type_id = self.type_of(seq)?;
-                self.write_dead_letter(group, seq, type_id, 1, &failures, died_at)
+                let death = Death::new(1, Vec::new(), failure.clone(), tx.clock.now());
+                let type_id = type_of(tx, seq)?;
+                write_dead_letter(tx, group, seq, type_id, death)
             }
         }
     }
 
-    fn settle_row(&mut self, group: i64, settlement: &Settlement) -> Result<()> {
+    fn settle_row(&mut self, tx: &mut Tx, group: i64, settlement: &Settlement) -> Result<()> {
         let seq = settlement.lease.seq();
-        let Some(held) = self.drop_held((group, seq)) else {
+        let Some(held) = self.leases.drop_held((group, seq)) else {
             return Err(lost(seq));
         };
-        self.settled_in(held.session, held.bytes);
-        if self.isolating == Some((group, seq)) {
-            self.isolating = None;
-        }
-        let doing = |e| from_sqlite("settling", e);
-        let now = self.clock.now();
+        self.consumers.settled_in(held.session, held.bytes);
+        self.leases.end_isolation((group, seq));
+        let now = tx.clock.now();
         match &settlement.verdict {
             verdict @ (Verdict::Ack | Verdict::Skip { .. }) => {
                 if let Verdict::Skip { reason } = verdict {
-                    self.write_skip(group, seq, reason)?;
+                    write_skip(tx, group, seq, reason)?;
                 }
                 if held.failed {
-                    self.keep_outcome(group, seq, settlement.ran.as_deref())?;
+                    keep_outcome(tx, group, seq, settlement.ran.as_deref())?;
                 }
-                self.remove_row(group, seq)
+                remove_row(tx, group, seq)
             }
             Verdict::Retry { after, failure } => {
-                let (_, mut failures) = self.row(group, seq)?;
+                let (_, mut failures) = row(tx, group, seq)?;
                 failures.push(failure.clone());
                 let due = micros(now.plus(*after));
-                self.conn
-                    .prepare_cached(
-                        "UPDATE deliveries SET state = 0, due = ?3, owner = 0, suspect = 0, alone = 0,
-                           failures = ?4, updated_at = ?5
-                         WHERE group_id = ?1 AND seq = ?2",
-                    )
-                    .and_then(|mut s| {
-                        s.execute(params![group, to_sql(seq), due, write_failures(&failures), micros(now)])
-                    })
-                    .map_err(doing)?;
-                self.note_due(group, due);
-                self.free_keys(group)
+                tx.conn.run(
+                    "settling",
+                    "UPDATE deliveries SET state = 0, due = ?3, owner = 0, suspect = 0, alone = 0,
+                       failures = ?4, updated_at = ?5
+                     WHERE group_id = ?1 AND seq = ?2",
+                    params![
+                        group,
+                        to_sql(seq),
+                        due,
+                        write_failures(&failures),
+                        micros(now)
+                    ],
+                )?;
+                note_due(tx, group, due);
+                free_keys(tx, group)
             }
             Verdict::Release { after } => {
                 let due = micros(now.plus(*after));
-                self.release_row(group, seq, held.suspect, due)
+                release_row(tx, group, seq, held.suspect, due)
             }
             Verdict::Dead { failure } => {
-                let died_at = failure.as_ref().map_or(now, |f| f.at);
-                let (mut attempt, mut failures) = self.row(group, seq)?;
-                if failure.is_none() && !failures.is_empty() {
-                    // The event is given up because of earlier failures: this delivery was not an attempt.
-                    attempt = attempt.saturating_sub(1);
-                }
-                failures.extend(failure.iter().cloned());
-                let type_id = self.type_of(seq)?;
-                self.write_dead_letter(group, seq, type_id, attempt, &failures, died_at)?;
-                self.remove_row(group, seq)
+                let (attempt, failures) = row(tx, group, seq)?;
+                let death = Death::new(attempt, failures, failure.clone(), now);
+                let type_id = type_of(tx, seq)?;
+                write_dead_letter(tx, group, seq, type_id, death)?;
+                remove_row(tx, group, seq)
             }
         }
     }
+}
 
-    /// Puts a leased row back as if it had not been handed out.
-    pub(crate) fn release_row(
-        &mut self,
-        group: i64,
-        seq: u64,
-        suspect: bool,
-        due: i64,
-    ) -> Result<()> {
-        self.conn
-            .prepare_cached(
-                "UPDATE deliveries SET state = 0, due = ?3, attempt = attempt - 1, owner = 0,
-                   suspect = ?4, alone = 0, updated_at = ?5
-                 WHERE group_id = ?1 AND seq = ?2",
-            )
-            .and_then(|mut s| {
-                s.execute(params![
-                    group,
-                    to_sql(seq),
-                    due,
-                    suspect,
-                    micros(self.clock.now())
-                ])
-            })
-            .map_err(|e| from_sqlite("giving an event back", e))?;
-        if suspect {
-            self.note_suspect(group, due);
-        } else {
-            self.note_due(group, due);
+/// Does the work that belongs to an ack: the inbox record, the effect, the follow-up events. If the inbox
+/// record exists, all of it was done before.
+fn accompany_ack(
+    tx: &mut Tx,
+    leases: &mut Leases,
+    effects: &mut Effects,
+    place: Place,
+    settlement: &Settlement,
+) -> Result<()> {
+    let seq = settlement.lease.seq();
+    let group = match place {
+        Place::Row(group) => group,
+        Place::Claim(id) => leases.claims.get(&id).ok_or_else(|| lost(seq))?.group,
+    };
+    if let Some(effect) = &settlement.effect {
+        check_effect(effect)?;
+        let offence = effects
+            .offenders
+            .iter()
+            .find(|(l, _)| *l == settlement.lease);
+        if let Some((_, error)) = offence {
+            return Err(error.clone());
         }
-        self.free_keys(group)
-    }
-
-    fn settled_in(&mut self, session: u64, bytes: u64) {
-        if let Some(session) = self.sessions.get_mut(&session) {
-            session.settled(bytes);
-        }
-    }
-
-    pub(crate) fn row(&self, group: i64, seq: u64) -> Result<(u32, Vec<Failure>)> {
-        let (attempt, failures): (u32, Option<String>) = self
-            .conn
-            .prepare_cached(
-                "SELECT attempt, failures FROM deliveries WHERE group_id = ?1 AND seq = ?2",
-            )
-            .and_then(|mut s| s.query_row((group, to_sql(seq)), |r| Ok((r.get(0)?, r.get(1)?))))
-            .map_err(|e| from_sqlite("reading a delivery", e))?;
-        Ok((attempt, read_failures(failures.as_deref())?))
-    }
-
-    pub(crate) fn type_of(&mut self, seq: u64) -> Result<i64> {
-        self.conn
-            .prepare_cached("SELECT CAST(type AS INTEGER) FROM log WHERE seq = ?1")
-            .and_then(|mut s| s.query_row([to_sql(seq)], |r| r.get(0)))
-            .map_err(|e| from_sqlite("reading the log", e))
-    }
-
-    /// Removes a finished row. In an ordered group the next event with its key may go.
-    pub(crate) fn remove_row(&mut self, group: i64, seq: u64) -> Result<()> {
-        let doing = |e| from_sqlite("settling", e);
-        let ordered = self.state.groups.get(&group).is_some_and(|g| g.ordered);
-        let key: Option<String> = if ordered {
-            self.conn
-                .prepare_cached("SELECT key FROM deliveries WHERE group_id = ?1 AND seq = ?2")
-                .and_then(|mut s| s.query_row((group, to_sql(seq)), |r| r.get(0)))
-                .map_err(doing)?
-        } else {
-            None
-        };
-        self.conn
-            .prepare_cached("DELETE FROM deliveries WHERE group_id = ?1 AND seq = ?2")
-            .and_then(|mut s| s.execute((group, to_sql(seq))))
-            .map_err(doing)?;
-        if let Some(key) = key {
-            let freed = self
-                .conn
-                .prepare_cached(
-                    "UPDATE deliveries SET state = 0 WHERE group_id = ?1 AND state = 2 AND seq =
-                       (SELECT min(seq) FROM deliveries WHERE group_id = ?1 AND key = ?2)",
-                )
-                .and_then(|mut s| s.execute(params![group, key]))
-                .map_err(doing)?;
-            if freed > 0 {
-                self.note_due(group, micros(self.clock.now()));
+        return under_savepoint(tx, |tx| {
+            if settlement.inbox && !note_handled(tx, group, seq)? {
+                return Ok(());
             }
-        }
-        Ok(())
+            let more = run_effect(tx, effects, &settlement.lease, effect)?;
+            let mut follow_ups = settlement.follow_ups.clone();
+            follow_ups.extend(more);
+            append_follow_ups(tx, follow_ups)
+        });
     }
+    if settlement.follow_ups.is_empty() {
+        return note_later(tx, leases, place, group, seq);
+    }
+    if !note_handled(tx, group, seq)? {
+        return Ok(());
+    }
+    let appended = append_follow_ups(tx, settlement.follow_ups.clone());
+    if appended.is_err() {
+        unnote_handled(tx, group, seq)?;
+    }
+    appended
+}
 
-    /// In an ordered group, releases the first event of every key that has none in flight. Needed when an
-    /// event is no longer in flight but not finished.
-    pub(crate) fn free_keys(&mut self, group: i64) -> Result<()> {
-        if !self.state.groups.get(&group).is_some_and(|g| g.ordered) {
-            return Ok(());
+/// A plain ack need not know whether the event was handled before, so these inbox records are written
+/// together.
+fn note_later(tx: &mut Tx, leases: &mut Leases, place: Place, group: i64, seq: u64) -> Result<()> {
+    let known = match place {
+        Place::Claim(id) => leases.claims.get(&id).and_then(|c| c.key_of(seq)),
+        Place::Row(_) => None,
+    };
+    match known {
+        Some(key) => tx.noted.push((group, key)),
+        None => {
+            note_handled(tx, group, seq)?;
         }
-        let freed = self
-            .conn
-            .prepare_cached(
-                "UPDATE deliveries AS d SET state = 0 WHERE d.group_id = ?1 AND d.state = 2
-                   AND NOT EXISTS (SELECT 1 FROM deliveries other WHERE other.group_id = ?1
-                     AND other.key = d.key AND other.seq <> d.seq
-                     AND (other.seq < d.seq OR other.state = 1))",
-            )
-            .and_then(|mut s| s.execute([group]))
-            .map_err(|e| from_sqlite("ordering by key", e))?;
+    }
+    Ok(())
+}
+
+/// Puts a leased row back as if it had not been handed out.
+pub(crate) fn release_row(
+    tx: &mut Tx,
+    group: i64,
+    seq: u64,
+    suspect: bool,
+    due: i64,
+) -> Result<()> {
+    tx.conn.run(
+        "giving an event back",
+        "UPDATE deliveries SET state = 0, due = ?3, attempt = attempt - 1, owner = 0,
+           suspect = ?4, alone = 0, updated_at = ?5
+         WHERE group_id = ?1 AND seq = ?2",
+        params![group, to_sql(seq), due, suspect, tx.now()],
+    )?;
+    if suspect {
+        note_suspect(tx, group, due);
+    } else {
+        note_due(tx, group, due);
+    }
+    free_keys(tx, group)
+}
+
+pub(crate) fn row(tx: &Tx, group: i64, seq: u64) -> Result<(u32, Vec<Failure>)> {
+    let (attempt, failures): (u32, Option<String>) = tx.conn.one(
+        "reading a delivery",
+        "SELECT attempt, failures FROM deliveries WHERE group_id = ?1 AND seq = ?2",
+        (group, to_sql(seq)),
+    )?;
+    Ok((attempt, read_failures(failures.as_deref())?))
+}
+
+pub(crate) fn type_of(tx: &mut Tx, seq: u64) -> Result<i64> {
+    let sql = "SELECT CAST(type AS INTEGER) FROM log WHERE seq = ?1";
+    tx.conn.one("reading the log", sql, [to_sql(seq)])
+}
+
+/// Removes a finished row. In an ordered group the next event with its key may go.
+pub(crate) fn remove_row(tx: &mut Tx, group: i64, seq: u64) -> Result<()> {
+    let doing = "settling";
+    let ordered = tx.groups.get(&group).is_some_and(|g| g.ordered);
+    let key: Option<String> = if ordered {
+        let sql = "SELECT key FROM deliveries WHERE group_id = ?1 AND seq = ?2";
+        tx.conn.one(doing, sql, (group, to_sql(seq)))?
+    } else {
+        None
+    };
+    let sql = "DELETE FROM deliveries WHERE group_id = ?1 AND seq = ?2";
+    tx.conn.run(doing, sql, (group, to_sql(seq)))?;
+    if let Some(key) = key {
+        let sql = "UPDATE deliveries SET state = 0 WHERE group_id = ?1 AND state = 2 AND seq =
+                   (SELECT min(seq) FROM deliveries WHERE group_id = ?1 AND key = ?2)";
+        let freed = tx.conn.change(doing, sql, params![group, key])?;
         if freed > 0 {
-            self.note_due(group, micros(self.clock.now()));
+            note_due(tx, group, tx.now());
         }
-        Ok(())
     }
+    Ok(())
+}
 
-    /// Inserts a waiting row.
-    pub(crate) fn insert_waiting(
-        &mut self,
-        group: i64,
-        seq: u64,
-        attempt: u32,
-        due: Timestamp,
-        failures: &[Failure],
-    ) -> Result<()> {
-        let type_id = self.type_of(seq)?;
-        let key = if self.state.group_mut(group)?.ordered {
-            stored_at(&self.conn, seq, &mut self.state.type_names)?.and_then(|s| {
-                s.record
-                    .event
-                    .ordering_key()
-                    .map(std::borrow::Cow::into_owned)
-            })
-        } else {
-            None
-        };
-        self.conn
-            .prepare_cached(
-                "INSERT OR REPLACE INTO deliveries
-                   (group_id, seq, state, due, attempt, type, key, failures, updated_at)
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)",
-            )
-            .and_then(|mut s| {
-                s.execute(params![
-                    group,
-                    to_sql(seq),
-                    WAITING,
-                    micros(due),
-                    attempt,
-                    type_id,
-                    key,
-                    write_failures(failures),
-                    micros(self.clock.now())
-                ])
-            })
-            .map_err(|e| from_sqlite("setting an event aside", e))?;
-        self.note_due(group, micros(due));
-        Ok(())
+/// In an ordered group, releases the first event of every key that has none in flight. Needed when an
+/// event is no longer in flight but not finished.
+pub(crate) fn free_keys(tx: &mut Tx, group: i64) -> Result<()> {
+    if !tx.groups.get(&group).is_some_and(|g| g.ordered) {
+        return Ok(());
     }
+    let sql = "UPDATE deliveries AS d SET state = 0 WHERE d.group_id = ?1 AND d.state = 2
+               AND NOT EXISTS (SELECT 1 FROM deliveries other WHERE other.group_id = ?1
+                 AND other.key = d.key AND other.seq <> d.seq
+                 AND (other.seq < d.seq OR other.state = 1))";
+    let freed = tx.conn.change("ordering by key", sql, [group])?;
+    if freed > 0 {
+        note_due(tx, group, tx.now());
+    }
+    Ok(())
+}
 
-    pub(crate) fn write_skip(&mut self, group: i64, seq: u64, reason: &str) -> Result<()> {
-        self.conn
-            .prepare_cached(
-                "INSERT OR REPLACE INTO skips (group_id, seq, reason, at) VALUES (?1, ?2, ?3, ?4)",
-            )
-            .and_then(|mut s| {
-                s.execute(params![
-                    group,
-                    to_sql(seq),
-                    reason,
-                    micros(self.clock.now())
-                ])
-            })
-            .map(drop)
-            .map_err(|e| from_sqlite("recording a skip", e))
+/// The key of an event, if the group is ordered by it.
+pub(crate) fn key_at(tx: &mut Tx, group: i64, seq: u64) -> Result<Option<String>> {
+    let group = tx.groups.known(group)?;
+    if !group.ordered {
+        return Ok(None);
     }
+    let stored = stored_at(&tx.conn, seq, &mut tx.log.type_names)?;
+    Ok(stored.and_then(|s| s.record.event.ordering_key().map(Cow::into_owned)))
+}
 
-    /// Extends leases.
-    pub(crate) fn extend(&mut self, leases: &[Lease], by: Duration) -> Result<Vec<Result<()>>> {
-        let until = micros(self.clock.now().plus(by));
-        let mut results = Vec::with_capacity(leases.len());
-        let mut claims: HashMap<i64, Vec<u64>> = HashMap::new();
-        for lease in leases {
-            results.push(match self.find(lease) {
-                Err(e) => Err(e),
-                Ok(Place::Claim(id)) => {
-                    claims.entry(id).or_default().push(lease.seq());
-                    Ok(())
-                }
-                Ok(Place::Row(group)) => {
-                    self.extend_row(group, lease.seq(), until)?;
-                    Ok(())
-                }
-            });
-        }
-        for (id, seqs) in claims {
-            self.extend_claimed(id, &seqs, until)?;
-        }
-        Ok(results)
-    }
+/// Inserts a waiting row.
+pub(crate) fn insert_waiting(
+    tx: &mut Tx,
+    group: i64,
+    seq: u64,
+    attempt: u32,
+    due: Timestamp,
+    failures: &[Failure],
+) -> Result<()> {
+    let (type_id, key) = (type_of(tx, seq)?, key_at(tx, group, seq)?);
+    let sql = "INSERT OR REPLACE INTO deliveries
+                 (group_id, seq, state, due, attempt, type, key, failures, updated_at)
+               VALUES (?1, ?2, 0, ?3, ?4, ?5, ?6, ?7, ?8)";
+    let (seq, at, failures) = (to_sql(seq), micros(due), write_failures(failures));
+    let values = params![group, seq, at, attempt, type_id, key, failures, tx.now()];
+    tx.conn.run("setting an event aside", sql, values)?;
+    note_due(tx, group, micros(due));
+    Ok(())
+}
 
-    /// Extends single events of a claim. In the file the claim lasts as long as its longest lease. Memory
-    /// knows the lease of each event, and sees first when one expires.
-    pub(crate) fn extend_claimed(&mut self, id: i64, seqs: &[u64], until: i64) -> Result<()> {
-        let Some(claim) = self.state.claims.get_mut(&id) else {
-            return Ok(());
-        };
-        claim.extended.extend(seqs.iter().map(|seq| (*seq, until)));
-        self.conn
-            .prepare_cached("UPDATE claims SET until = max(until, ?3) WHERE id = ?1 AND token = ?2")
-            .and_then(|mut s| s.execute((id, claim.token, until)))
-            .map(drop)
-            .map_err(|e| from_sqlite("extending a lease", e))
-    }
-
-    pub(crate) fn extend_row(&mut self, group: i64, seq: u64, until: i64) -> Result<()> {
-        if let Some(held) = self.state.held.get_mut(&(group, seq)) {
-            held.until = until;
-            self.conn
-                .prepare_cached("UPDATE deliveries SET until = ?3 WHERE group_id = ?1 AND seq = ?2")
-                .and_then(|mut s| s.execute((group, to_sql(seq), until)))
-                .map_err(|e| from_sqlite("extending a lease", e))?;
-        }
-        Ok(())
-    }
+pub(crate) fn write_skip(tx: &mut Tx, group: i64, seq: u64, reason: &str) -> Result<()> {
+    let doing = "recording a skip";
+    let sql = "INSERT OR REPLACE INTO skips (group_id, seq, reason, at) VALUES (?1, ?2, ?3, ?4)";
+    tx.conn
+        .run(doing, sql, params![group, to_sql(seq), reason, tx.now()])
 }
 
 /// Whether an error refuses one settlement and leaves the others alone.
@@ -455,12 +333,4 @@ fn is_refusal(code: Code) -> bool {
             | Code::EffectFailed
             | Code::Unsupported
     )
-}
-
-fn lost(seq: u64) -> Error {
-    Error::new(
-        Code::LeaseLost,
-        format!("the lease on event {seq} has ended or another consumer has it"),
-    )
-    .hint("the event is delivered again; make handlers idempotent or raise the timeout")
 }

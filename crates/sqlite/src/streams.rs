@@ -6,16 +6,22 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use everbus_core::{DROPPED, GroupName, Pattern, Progress, Result};
-use rusqlite::{OptionalExtension, params};
+use everbus_core::{DROPPED, GroupName, Pattern, Result};
+use rusqlite::params;
 
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
+use crate::deliveries::claims::stored_claims;
+use crate::deliveries::leases::Leases;
+use crate::deliveries::suspects::write_inherited;
 use crate::errors::from_sqlite;
+use crate::groups::patterns_of;
 use crate::log::head;
+use crate::outcomes::keep_outcome;
 use crate::readers::Reader;
-use crate::rows::{ADDRESS, seq_from, to_sql};
-use crate::state::{LEASED, patterns_of};
-use crate::writer::Writer;
+use crate::rows::{ADDRESS, LEASED, seq_from, to_sql};
+use crate::settle::{remove_row, row, write_skip};
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 
 /// Rows of the log looked at in one snapshot.
 const LOOK: u64 = 20_000;
@@ -75,7 +81,14 @@ impl SqliteEngine {
                     let wanted = step.len();
                     let done = self
                         .handle
-                        .job(move |writer| writer.drop_waiting(group, &step))
+                        .job(move |writer| {
+                            drop_waiting(
+                                &mut writer.tx,
+                                &mut writer.deliveries.leases,
+                                group,
+                                &step,
+                            )
+                        })
                         .await?;
                     escaped |= done.len() < wanted;
                     dropped.extend(done);
@@ -111,17 +124,10 @@ impl Count {
     /// Counts events in rows and claims. Events beyond the cursors are counted later.
     fn begin(reader: &Reader, stream: &Pattern, limit: u64, list_waiting: bool) -> Result<Self> {
         let types = matching_types(reader, stream)?;
-        let groups: Vec<(i64, i64, Option<i64>, String)> = reader
-            .conn
-            .prepare_cached(
-                "SELECT id, cursor, (SELECT max(seq) FROM skips WHERE group_id = groups.id), name
-                 FROM groups WHERE owner IS NULL",
-            )
-            .and_then(|mut s| {
-                s.query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?)))?
-                    .collect()
-            })
-            .map_err(|e| from_sqlite("reading the groups", e))?;
+        let doing = "reading the groups";
+        let sql = "SELECT id, cursor, (SELECT max(seq) FROM skips WHERE group_id = groups.id), name
+                   FROM groups WHERE owner IS NULL";
+        let groups: Vec<(i64, i64, Option<i64>, String)> = reader.conn.all(doing, sql, [])?;
         let all: HashSet<i64> = types.iter().map(|(id, _)| *id).collect();
         let mut tallies = Vec::with_capacity(groups.len());
         for (group, cursor, last_skip, name) in groups {
@@ -230,35 +236,15 @@ impl Tally {
 
     /// Open events in claims. A claim of a dead owner has no owner, so its events count as waiting.
     fn count_claims(&mut self, reader: &Reader, types: &HashSet<i64>, list: bool) -> Result<()> {
-        let doing = |e| from_sqlite("counting the claims", e);
-        let claims: Vec<(i64, i64, i64, Option<Vec<u8>>)> = reader
-            .conn
-            .prepare_cached("SELECT lo, hi, owner, done FROM claims WHERE group_id = ?1")
-            .and_then(|mut s| {
-                s.query_map([self.group], |r| {
-                    Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?))
-                })?
-                .collect()
-            })
-            .map_err(doing)?;
-        let mut types_between = reader
-            .conn
-            .prepare_cached(
-                "SELECT seq, CAST(type AS INTEGER) FROM log WHERE seq BETWEEN ?1 AND ?2",
-            )
-            .map_err(doing)?;
-        for (lo, hi, owner, done) in claims {
-            let (lo, hi) = (seq_from(lo), seq_from(hi));
-            let progress = Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default());
-            let list = list && owner == 0;
-            for (first, last) in progress.unfinished(hi) {
-                let mut rows = types_between
-                    .query((to_sql(first), to_sql(last)))
-                    .map_err(doing)?;
-                while let Some(row) = rows.next().map_err(doing)? {
-                    if types.contains(&row.get(1).map_err(doing)?) {
-                        self.add(seq_from(row.get(0).map_err(doing)?), list);
-                    }
+        let doing = "counting the claims";
+        for claim in stored_claims(&reader.conn, doing, "group_id = ?1", [self.group])? {
+            let list = list && claim.owner == 0;
+            for (first, last) in claim.progress.unfinished(claim.hi) {
+                let sql = "SELECT seq, CAST(type AS INTEGER) FROM log WHERE seq BETWEEN ?1 AND ?2";
+                let range = (to_sql(first), to_sql(last));
+                let open: Vec<(i64, i64)> = reader.conn.all(doing, sql, range)?;
+                for (seq, _) in open.iter().filter(|(_, type_id)| types.contains(type_id)) {
+                    self.add(seq_from(*seq), list);
                 }
             }
         }
@@ -268,179 +254,133 @@ impl Tally {
 
 /// The types that belong to a stream, with their numbers.
 fn matching_types(reader: &Reader, stream: &Pattern) -> Result<Vec<(i64, String)>> {
-    let doing = |e| from_sqlite("reading the types", e);
+    let doing = "reading the types";
     if let Some(text) = stream.exact() {
         return reader
             .conn
-            .prepare_cached("SELECT id, name FROM types WHERE name = ?1")
-            .and_then(|mut s| {
-                s.query_map([text], |r| Ok((r.get(0)?, r.get(1)?)))?
-                    .collect()
-            })
-            .map_err(doing);
+            .all(doing, "SELECT id, name FROM types WHERE name = ?1", [text]);
     }
-    let mut types: Vec<(i64, String)> = reader
-        .conn
-        .prepare_cached("SELECT id, name FROM types")
-        .and_then(|mut s| s.query_map([], |r| Ok((r.get(0)?, r.get(1)?)))?.collect())
-        .map_err(doing)?;
+    let mut types: Vec<(i64, String)> = reader.conn.all(doing, "SELECT id, name FROM types", [])?;
     types.retain(|(_, name)| stream.matches(name));
     Ok(types)
 }
 
 /// The events in a range that a group was told to skip.
 fn dropped_between(reader: &Reader, group: i64, after: u64, upto: u64) -> Result<HashSet<u64>> {
-    reader
-        .conn
-        .prepare_cached("SELECT seq FROM skips WHERE group_id = ?1 AND seq > ?2 AND seq <= ?3")
-        .and_then(|mut s| {
-            s.query_map((group, to_sql(after), to_sql(upto)), |r| {
-                Ok(seq_from(r.get(0)?))
-            })?
-            .collect()
-        })
-        .map_err(|e| from_sqlite("reading the skips", e))
+    reader.conn.read_all(
+        "reading the skips",
+        "SELECT seq FROM skips WHERE group_id = ?1 AND seq > ?2 AND seq <= ?3",
+        (group, to_sql(after), to_sql(upto)),
+        |r| Ok(seq_from(r.get(0)?)),
+    )
 }
 
-impl Writer {
-    /// Skips waiting events of a group and returns them. Events that no longer wait are left alone.
-    fn drop_waiting(&mut self, group: i64, seqs: &[u64]) -> Result<Vec<u64>> {
-        let Some(cursor) = self.state.groups.get(&group).map(|g| g.cursor) else {
-            return Ok(Vec::new());
+/// Skips waiting events of a group and returns them. Events that no longer wait are left alone.
+fn drop_waiting(tx: &mut Tx, leases: &mut Leases, group: i64, seqs: &[u64]) -> Result<Vec<u64>> {
+    let Some(cursor) = tx.groups.get(&group).map(|g| g.cursor) else {
+        return Ok(Vec::new());
+    };
+    let mut dropped = Vec::with_capacity(seqs.len());
+    let mut rest = Vec::new();
+    for seq in seqs.iter().copied() {
+        // An event sent to this group alone has a row before the cursor reaches it.
+        match row_state(tx, group, seq)? {
+            Some(LEASED) => rest.push(seq),
+            Some(_) => {
+                write_skip(tx, group, seq, DROPPED)?;
+                if !row(tx, group, seq)?.1.is_empty() {
+                    keep_outcome(tx, group, seq, None)?;
+                }
+                remove_row(tx, group, seq)?;
+                dropped.push(seq);
+            }
+            None if seq > cursor => {
+                write_skip(tx, group, seq, DROPPED)?;
+                dropped.push(seq);
+            }
+            None => rest.push(seq),
+        }
+    }
+    dropped.extend(drop_inherited(tx, group, &rest)?);
+    for seq in &dropped {
+        tx.watches.touch(*seq);
+        leases.end_isolation((group, *seq));
+    }
+    if let (Some(last), Ok(group)) = (dropped.iter().max(), tx.groups.known(group)) {
+        group.dropped_to = group.dropped_to.max(*last);
+    }
+    pass_dropped(tx, group)?;
+    Ok(dropped)
+}
+
+fn row_state(tx: &Tx, group: i64, seq: u64) -> Result<Option<i64>> {
+    let sql = "SELECT state FROM deliveries WHERE group_id = ?1 AND seq = ?2";
+    tx.conn
+        .first("dropping from a stream", sql, (group, to_sql(seq)))
+}
+
+/// Records why a group is done with an event without a row. The group will skip the event if it has not
+/// reached it yet.
+pub(crate) fn skip_ahead(tx: &mut Tx, group: i64, seq: u64, reason: &str) -> Result<()> {
+    write_skip(tx, group, seq, reason)?;
+    let group = tx.groups.known(group)?;
+    group.dropped_to = group.dropped_to.max(seq);
+    Ok(())
+}
+
+/// Skips open events in the claims of dead owners.
+fn drop_inherited(tx: &mut Tx, group: i64, seqs: &[u64]) -> Result<Vec<u64>> {
+    let mut dropped = Vec::new();
+    if seqs.is_empty() {
+        return Ok(dropped);
+    }
+    let (doing, which) = ("dropping from a stream", "group_id = ?1 AND owner = 0");
+    for mut claim in stored_claims(&tx.conn, doing, which, [group])? {
+        let before = dropped.len();
+        for seq in seqs {
+            if claim.is_open(*seq) && claim.progress.complete(*seq) {
+                write_skip(tx, group, *seq, DROPPED)?;
+                dropped.push(*seq);
+            }
+        }
+        if dropped.len() > before {
+            write_inherited(tx, &claim)?;
+        }
+    }
+    Ok(dropped)
+}
+
+/// Moves a group past events that it need not read, a bounded distance. In a group without a consumer
+/// nothing else moves the cursor.
+fn pass_dropped(tx: &mut Tx, group_id: i64) -> Result<()> {
+    let cursor = tx.groups.known(group_id)?.cursor;
+    let next: Vec<(i64, i64, Option<String>)> = tx.conn.all("passing what was dropped", &format!(
+            "SELECT seq, CAST(type AS INTEGER), {ADDRESS} FROM log WHERE seq > ?1 ORDER BY seq LIMIT ?2"
+        ), (to_sql(cursor), PASSED))?;
+    for (seq, type_id, address) in next {
+        let Some(name) = tx.log.type_names.find(&tx.conn, type_id)? else {
+            break;
         };
-        let mut dropped = Vec::with_capacity(seqs.len());
-        let mut rest = Vec::new();
-        for seq in seqs.iter().copied() {
-            // An event sent to this group alone has a row before the cursor reaches it.
-            match self.row_state(group, seq)? {
-                Some(LEASED) => rest.push(seq),
-                Some(_) => {
-                    self.write_skip(group, seq, DROPPED)?;
-                    if !self.row(group, seq)?.1.is_empty() {
-                        self.keep_outcome(group, seq, None)?;
-                    }
-                    self.remove_row(group, seq)?;
-                    dropped.push(seq);
-                }
-                None if seq > cursor => {
-                    self.write_skip(group, seq, DROPPED)?;
-                    dropped.push(seq);
-                }
-                None => rest.push(seq),
-            }
+        let seq = seq_from(seq);
+        let group = tx.groups.known(group_id)?;
+        let is_for = group.name.receives(address.as_deref());
+        if is_for && group.wants(type_id, &name) && !was_dropped(tx, group_id, seq)? {
+            break;
         }
-        dropped.extend(self.drop_inherited(group, &rest)?);
-        for seq in &dropped {
-            self.watches.touch(*seq);
-            if self.isolating == Some((group, *seq)) {
-                self.isolating = None;
-            }
-        }
-        if let (Some(last), Ok(group)) = (dropped.iter().max(), self.state.group_mut(group)) {
-            group.dropped_to = group.dropped_to.max(*last);
-        }
-        self.pass_dropped(group)?;
-        Ok(dropped)
+        tx.groups.known(group_id)?.cursor = seq;
     }
+    Ok(())
+}
 
-    fn row_state(&self, group: i64, seq: u64) -> Result<Option<i64>> {
-        self.conn
-            .prepare_cached("SELECT state FROM deliveries WHERE group_id = ?1 AND seq = ?2")
-            .and_then(|mut s| s.query_row((group, to_sql(seq)), |r| r.get(0)).optional())
-            .map_err(|e| from_sqlite("dropping from a stream", e))
+/// Whether an event beyond the cursor of a group was dropped.
+pub(crate) fn was_dropped(tx: &Tx, group: i64, seq: u64) -> Result<bool> {
+    let known = tx.groups.get(&group);
+    if known.is_none_or(|group| seq > group.dropped_to) {
+        return Ok(false);
     }
-
-    /// Records why a group is done with an event without a row. The group will skip the event if it has not
-    /// reached it yet.
-    pub(crate) fn skip_ahead(&mut self, group: i64, seq: u64, reason: &str) -> Result<()> {
-        self.write_skip(group, seq, reason)?;
-        let group = self.state.group_mut(group)?;
-        group.dropped_to = group.dropped_to.max(seq);
-        Ok(())
-    }
-
-    /// Skips open events in the claims of dead owners.
-    fn drop_inherited(&mut self, group: i64, seqs: &[u64]) -> Result<Vec<u64>> {
-        let doing = |e| from_sqlite("dropping from a stream", e);
-        if seqs.is_empty() {
-            return Ok(Vec::new());
-        }
-        let claims: Vec<(i64, i64, i64, Option<Vec<u8>>)> = self
-            .conn
-            .prepare_cached("SELECT id, lo, hi, done FROM claims WHERE group_id = ?1 AND owner = 0")
-            .and_then(|mut s| {
-                s.query_map([group], |r| {
-                    Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?))
-                })?
-                .collect()
-            })
-            .map_err(doing)?;
-        let mut dropped = Vec::new();
-        for (id, lo, hi, done) in claims {
-            let (lo, hi) = (seq_from(lo), seq_from(hi));
-            let mut progress = Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default());
-            let open = seqs.iter().filter(|seq| (lo..=hi).contains(seq));
-            let here: Vec<u64> = open
-                .copied()
-                .filter(|seq| progress.complete(*seq))
-                .collect();
-            if here.is_empty() {
-                continue;
-            }
-            for seq in &here {
-                self.write_skip(group, *seq, DROPPED)?;
-            }
-            self.write_inherited(id, (lo, hi), &progress)?;
-            dropped.extend(here);
-        }
-        Ok(dropped)
-    }
-
-    /// Moves a group past events that it need not read, a bounded distance. In a group without a consumer
-    /// nothing else moves the cursor.
-    fn pass_dropped(&mut self, group_id: i64) -> Result<()> {
-        let doing = |e| from_sqlite("passing what was dropped", e);
-        let cursor = self.state.group_mut(group_id)?.cursor;
-        let next: Vec<(i64, i64, Option<String>)> = self
-            .conn
-            .prepare_cached(&format!(
-                "SELECT seq, CAST(type AS INTEGER), {ADDRESS} FROM log WHERE seq > ?1 ORDER BY seq LIMIT ?2"
-            ))
-            .and_then(|mut s| {
-                s.query_map((to_sql(cursor), PASSED), |r| {
-                    Ok((r.get(0)?, r.get(1)?, r.get(2)?))
-                })?
-                .collect()
-            })
-            .map_err(doing)?;
-        for (seq, type_id, address) in next {
-            let Some(name) = self.state.type_names.find(&self.conn, type_id)? else {
-                break;
-            };
-            let seq = seq_from(seq);
-            let group = self.state.group_mut(group_id)?;
-            let is_for = group.name.receives(address.as_deref());
-            if is_for && group.wants(type_id, &name) && !self.was_dropped(group_id, seq)? {
-                break;
-            }
-            self.state.group_mut(group_id)?.cursor = seq;
-        }
-        Ok(())
-    }
-
-    /// Whether an event beyond the cursor of a group was dropped.
-    pub(crate) fn was_dropped(&self, group: i64, seq: u64) -> Result<bool> {
-        let known = self.state.groups.get(&group);
-        if known.is_none_or(|group| seq > group.dropped_to) {
-            return Ok(false);
-        }
-        self.conn
-            .prepare_cached("SELECT 1 FROM skips WHERE group_id = ?1 AND seq = ?2")
-            .and_then(|mut s| {
-                s.query_row(params![group, to_sql(seq)], |_| Ok(()))
-                    .optional()
-            })
-            .map(|found| found.is_some())
-            .map_err(|e| from_sqlite("reading the skips", e))
-    }
+    let doing = "reading the skips";
+    let sql = "SELECT 1 FROM skips WHERE group_id = ?1 AND seq = ?2";
+    tx.conn
+        .read_first(doing, sql, params![group, to_sql(seq)], |_| Ok(()))
+        .map(|found| found.is_some())
 }

@@ -6,5 +6,6 @@
 
 mod conformance;
 mod false_claims;
+mod leases;
 mod model;
 mod real_time;

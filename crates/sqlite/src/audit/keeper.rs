@@ -7,13 +7,13 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use everbus_core::{AuditHash, AuditHead, BoxFuture, Result};
-use rusqlite::{Connection, OptionalExtension};
+use rusqlite::Connection;
 
 use super::Link;
 use super::head::{Found, HeadFile, Kept};
-use crate::errors::from_sqlite;
 use crate::readers::Readers;
 use crate::rows::to_sql;
+use crate::sql::Sql as _;
 
 /// Keeps the head file of one engine, on a thread that the first record starts.
 pub(crate) struct Keeper {
@@ -118,10 +118,10 @@ fn hash_at(conn: &Connection, seq: u64) -> Result<Option<AuditHash>> {
     if anchor.seq == seq {
         return Ok(Some(anchor.hash));
     }
-    conn.prepare_cached("SELECT seq, hash, at FROM audit_log WHERE seq = ?1")
-        .and_then(|mut s| s.query_row([to_sql(seq)], super::read_head).optional())
+    let doing = "reading the audit trail";
+    let sql = "SELECT seq, hash, at FROM audit_log WHERE seq = ?1";
+    conn.read_first(doing, sql, [to_sql(seq)], super::read_head)
         .map(|found| found.map(|(head, _)| head.hash))
-        .map_err(|e| from_sqlite("reading the audit trail", e))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

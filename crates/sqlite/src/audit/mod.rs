@@ -1,4 +1,4 @@
-//! The audit trail of a file. Part of the writer: adding and removing its records.
+//! The audit trail of a file.
 //!
 //! Records are chained by their hashes. The head of the chain is kept in a file beside the database, so that
 //! verification notices records cut off at the end.
@@ -15,14 +15,14 @@ use everbus_core::{
     CheckReport, Code, Error, Result, Timestamp,
 };
 use rusqlite::types::Value;
-use rusqlite::{Connection, OptionalExtension, params};
+use rusqlite::{Connection, params};
 
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::maintenance::apart;
 use crate::rows::{seq_from, to_sql};
-use crate::state::micros;
-use crate::writer::Writer;
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 
 pub(crate) use head::adopt;
 pub use head::kept_head;
@@ -38,7 +38,7 @@ impl Audit for SqliteEngine {
         }
         let keeper = self.handle.audit.clone();
         let recorded = self.handle.job_then(
-            move |writer| writer.record_audit(&entry),
+            move |writer| record_audit(&mut writer.tx, &entry),
             // Runs on the writer once the record is durable, even if the caller no longer waits.
             move |link| (link.head.seq, keeper.advance(link)),
         );
@@ -84,7 +84,7 @@ impl Audit for SqliteEngine {
             loop {
                 let (removed, all) = self
                     .handle
-                    .job(move |writer| writer.forget_audit_some(last))
+                    .job(move |writer| forget_audit_some(&mut writer.tx, last))
                     .await?;
                 total += removed;
                 if all {
@@ -126,60 +126,58 @@ pub(crate) struct Link {
     pub(crate) head: AuditHead,
 }
 
-impl Writer {
-    fn record_audit(&mut self, entry: &AuditEntry) -> Result<Link> {
-        let (before, last_at) = last(&self.conn)?;
-        let seq = before.seq + 1;
-        if before == AuditHead::ORIGIN {
-            // Within the transaction, so that no record can exist before the head file.
-            head::begin(&self.path);
-        }
-        // Times never fall, so a time is a place in the trail.
-        let at = Timestamp::from_micros(micros(self.clock.now()).max(last_at));
-        let details = entry.details_text();
-        let content = entry.content(seq, at, details.as_deref());
-        let hash = content.hash(&before.hash);
-        self.conn
-            .prepare_cached(
-                "INSERT INTO audit_log (seq, at, actor, action, entity_type, entity_id, tenant,
-                   correlation_id, trace_id, details, hash)
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
-            )
-            .and_then(|mut s| {
-                s.execute(params![
-                    to_sql(seq),
-                    at.as_micros(),
-                    content.actor,
-                    content.action,
-                    content.entity_type,
-                    content.entity_id,
-                    content.tenant,
-                    content.correlation_id,
-                    content.trace_id,
-                    content.details,
-                    hash.as_bytes()
-                ])
-            })
-            .map_err(|e| refused("writing to the audit trail", e))?;
-        let head = AuditHead { seq, hash };
-        Ok(Link { before, head })
+fn record_audit(tx: &mut Tx, entry: &AuditEntry) -> Result<Link> {
+    let (before, last_at) = last(&tx.conn)?;
+    let seq = before.seq + 1;
+    if before == AuditHead::ORIGIN {
+        // Within the transaction, so that no record can exist before the head file.
+        head::begin(&tx.path);
     }
+    // Times never fall, so a time is a place in the trail.
+    let at = Timestamp::from_micros(tx.now().max(last_at));
+    let details = entry.details_text();
+    let content = entry.content(seq, at, details.as_deref());
+    let hash = content.hash(&before.hash);
+    tx.conn
+        .prepare_cached(
+            "INSERT INTO audit_log (seq, at, actor, action, entity_type, entity_id, tenant,
+               correlation_id, trace_id, details, hash)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
+        )
+        .and_then(|mut s| {
+            s.execute(params![
+                to_sql(seq),
+                at.as_micros(),
+                content.actor,
+                content.action,
+                content.entity_type,
+                content.entity_id,
+                content.tenant,
+                content.correlation_id,
+                content.trace_id,
+                content.details,
+                hash.as_bytes()
+            ])
+        })
+        .map_err(|e| refused("writing to the audit trail", e))?;
+    let head = AuditHead { seq, hash };
+    Ok(Link { before, head })
+}
 
-    /// Removes some records from the beginning, up to `last`, and moves the anchor: both or neither. If the
-    /// tables were changed by hand and this fails, the other commands of the transaction do not. Returns how
-    /// many records were removed, and whether none of them is left.
-    pub(crate) fn forget_audit_some(&mut self, last: u64) -> Result<(u64, bool)> {
-        let doing = |e| from_sqlite("shortening the audit trail", e);
-        let run = |sql| self.conn.execute_batch(sql).map_err(doing);
-        run("SAVEPOINT everbus_audit")?;
-        let removed = shorten(&self.conn, last);
-        if removed.is_err() {
-            run("ROLLBACK TO everbus_audit")?;
-        }
-        run("RELEASE everbus_audit")?;
-        let removed = removed.map_err(|e| refused("shortening the audit trail", e))?;
-        Ok((removed as u64, removed < STEP))
+/// Removes some records from the beginning, up to `last`, and moves the anchor: both or neither. If the
+/// tables were changed by hand and this fails, the other commands of the transaction do not. Returns how
+/// many records were removed, and whether none of them is left.
+pub(crate) fn forget_audit_some(tx: &mut Tx, last: u64) -> Result<(u64, bool)> {
+    let doing = |e| from_sqlite("shortening the audit trail", e);
+    let run = |sql| tx.conn.execute_batch(sql).map_err(doing);
+    run("SAVEPOINT everbus_audit")?;
+    let removed = shorten(&tx.conn, last);
+    if removed.is_err() {
+        run("ROLLBACK TO everbus_audit")?;
     }
+    run("RELEASE everbus_audit")?;
+    let removed = removed.map_err(|e| refused("shortening the audit trail", e))?;
+    Ok((removed as u64, removed < STEP))
 }
 
 fn shorten(conn: &Connection, last: u64) -> rusqlite::Result<usize> {
@@ -221,10 +219,8 @@ fn refused(doing: &str, error: rusqlite::Error) -> Error {
 
 /// The end of the chain and the time of its last record.
 fn last(conn: &Connection) -> Result<(AuditHead, i64)> {
-    let row = conn
-        .prepare_cached("SELECT seq, hash, at FROM audit_log ORDER BY seq DESC LIMIT 1")
-        .and_then(|mut s| s.query_row([], read_head).optional())
-        .map_err(|e| from_sqlite("reading the audit trail", e))?;
+    let sql = "SELECT seq, hash, at FROM audit_log ORDER BY seq DESC LIMIT 1";
+    let row = conn.read_first("reading the audit trail", sql, [], read_head)?;
     match row {
         Some(row) => Ok(row),
         None => anchor(conn),
@@ -233,10 +229,8 @@ fn last(conn: &Connection) -> Result<(AuditHead, i64)> {
 
 /// The anchor that retention left, or the origin of the chain, and its time.
 fn anchor(conn: &Connection) -> Result<(AuditHead, i64)> {
-    let row = conn
-        .prepare_cached("SELECT seq, hash, at FROM audit_anchor")
-        .and_then(|mut s| s.query_row([], read_head).optional())
-        .map_err(|e| from_sqlite("reading the audit trail", e))?;
+    let sql = "SELECT seq, hash, at FROM audit_anchor";
+    let row = conn.read_first("reading the audit trail", sql, [], read_head)?;
     Ok(row.unwrap_or((AuditHead::ORIGIN, i64::MIN)))
 }
 

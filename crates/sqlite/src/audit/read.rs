@@ -6,10 +6,11 @@ use everbus_core::{
     Timestamp,
 };
 use rusqlite::types::{Value, ValueRef};
-use rusqlite::{Connection, OptionalExtension, Row, params_from_iter};
+use rusqlite::{Connection, Row, params_from_iter};
 
 use crate::errors::from_sqlite;
 use crate::rows::{seq_from, to_sql};
+use crate::sql::Sql as _;
 
 const COLUMNS: &str = "seq, at, actor, action, entity_type, entity_id, tenant, correlation_id, \
                        trace_id, details, hash";
@@ -87,28 +88,21 @@ fn statement(conn: &Connection, query: &AuditQuery) -> Result<Option<(String, Ve
 }
 
 fn at_or_after(conn: &Connection, at: Timestamp) -> Result<Option<i64>> {
-    conn.prepare_cached("SELECT seq FROM audit_log WHERE at >= ?1 ORDER BY at, seq LIMIT 1")
-        .and_then(|mut s| s.query_row([at.as_micros()], |r| r.get(0)).optional())
-        .map_err(|e| from_sqlite("reading the audit trail", e))
+    let sql = "SELECT seq FROM audit_log WHERE at >= ?1 ORDER BY at, seq LIMIT 1";
+    conn.first("reading the audit trail", sql, [at.as_micros()])
 }
 
 fn at_or_before(conn: &Connection, at: Timestamp) -> Result<Option<i64>> {
-    conn.prepare_cached(
-        "SELECT seq FROM audit_log WHERE at <= ?1 ORDER BY at DESC, seq DESC LIMIT 1",
-    )
-    .and_then(|mut s| s.query_row([at.as_micros()], |r| r.get(0)).optional())
-    .map_err(|e| from_sqlite("reading the audit trail", e))
+    let sql = "SELECT seq FROM audit_log WHERE at <= ?1 ORDER BY at DESC, seq DESC LIMIT 1";
+    conn.first("reading the audit trail", sql, [at.as_micros()])
 }
 
 /// The last of the records at the beginning that were written before a time.
 pub(super) fn last_before(conn: &Connection, before: Timestamp) -> Result<Option<AuditHead>> {
     let beyond = at_or_after(conn, before)?.unwrap_or(i64::MAX);
-    conn.prepare_cached(
-        "SELECT seq, hash, at FROM audit_log WHERE seq < ?1 ORDER BY seq DESC LIMIT 1",
-    )
-    .and_then(|mut s| s.query_row([beyond], super::read_head).optional())
-    .map(|found| found.map(|(head, _)| head))
-    .map_err(|e| from_sqlite("reading the audit trail", e))
+    let sql = "SELECT seq, hash, at FROM audit_log WHERE seq < ?1 ORDER BY seq DESC LIMIT 1";
+    conn.read_first("reading the audit trail", sql, [beyond], super::read_head)
+        .map(|found| found.map(|(head, _)| head))
 }
 
 fn record(row: &Row<'_>) -> rusqlite::Result<AuditRecord> {

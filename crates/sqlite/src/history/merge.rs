@@ -10,7 +10,7 @@ use crate::rows::{seq_from, to_sql};
 
 /// Some blocks of a run, from a place on.
 pub(crate) const FROM: &str = "SELECT scope, seq, block FROM history_blocks
-     WHERE run = ?1 AND (scope, seq) > (?2, ?3) ORDER BY scope, seq LIMIT 8";
+                               WHERE run = ?1 AND (scope, seq) > (?2, ?3) ORDER BY scope, seq LIMIT 8";
 
 /// A merge under way.
 pub(crate) struct Merge {

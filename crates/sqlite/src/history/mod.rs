@@ -24,10 +24,12 @@ mod tests;
 
 use everbus_core::{BoxFuture, History, HistoryPage, HistoryQuery, Result, check_range};
 
-use crate::engine::{Handle, SqliteEngine};
+use crate::broker::SqliteEngine;
+use crate::handle::Handle;
 use search::Search;
 
 pub(crate) use indexer::Indexer;
+pub(crate) use runs::forget_history;
 
 /// How large the parts of the index are.
 #[doc(hidden)]

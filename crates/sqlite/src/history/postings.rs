@@ -13,7 +13,7 @@ pub(crate) const AT_OR_BEFORE: &str = "SELECT scope, seq, block FROM history_blo
      WHERE run = ?1 AND (scope, seq) <= (?2, ?3) ORDER BY scope DESC, seq DESC LIMIT 1";
 /// The first block that begins after a posting.
 pub(crate) const AFTER: &str = "SELECT scope, seq, block FROM history_blocks
-     WHERE run = ?1 AND (scope, seq) > (?2, ?3) ORDER BY scope, seq LIMIT 1";
+                                WHERE run = ?1 AND (scope, seq) > (?2, ?3) ORDER BY scope, seq LIMIT 1";
 
 /// A list that is searched in the order of a query, never backwards.
 pub(crate) struct Postings<'c> {

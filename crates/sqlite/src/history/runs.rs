@@ -1,4 +1,4 @@
-//! Part of the writer: the runs of the history index in the file, and how they are added and removed.
+//! The runs of the history index in the file, and how they are added and removed.
 //!
 //! A run is written block by block and is invisible until one change puts it in use. The same change takes
 //! the runs that it replaces out of use. Runs that a crash left half-written are swept.
@@ -6,11 +6,13 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use everbus_core::{Error, Result};
-use rusqlite::{Connection, OptionalExtension};
+use rusqlite::Connection;
 
 use super::block::Block;
 use crate::errors::{from_sqlite, is_fatal};
 use crate::rows::{seq_from, to_sql};
+use crate::space::Space;
+use crate::sql::Sql as _;
 use crate::writer::Writer;
 
 /// Blocks written or swept in one transaction: few enough that a publish hardly waits.
@@ -22,6 +24,7 @@ pub(crate) const LEASE_MICROS: i64 = 2_000_000;
 const WRITING: i64 = 0;
 const IN_USE: i64 = 1;
 const GONE: i64 = 2;
+const RETIRE: &str = "UPDATE history_runs SET state = ?2 WHERE id = ?1 AND state = ?3";
 
 /// The postings of a range of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,45 +39,30 @@ pub(crate) struct Run {
 
 /// The runs in use, in the order of the log, without overlaps and gaps.
 pub(crate) fn in_use(conn: &Connection) -> Result<Vec<Run>> {
-    conn.prepare_cached(
-        "SELECT id, level, lo, hi, events FROM history_runs WHERE state = 1 ORDER BY lo",
-    )
-    .and_then(|mut s| {
-        s.query_map([], |r| {
-            Ok(Run {
-                id: r.get(0)?,
-                level: r.get(1)?,
-                lo: seq_from(r.get(2)?),
-                hi: seq_from(r.get(3)?),
-                events: seq_from(r.get(4)?),
-            })
-        })?
-        .collect()
+    let sql = "SELECT id, level, lo, hi, events FROM history_runs WHERE state = 1 ORDER BY lo";
+    conn.read_all("reading the history's index", sql, [], |r| {
+        Ok(Run {
+            id: r.get(0)?,
+            level: r.get(1)?,
+            lo: seq_from(r.get(2)?),
+            hi: seq_from(r.get(3)?),
+            events: seq_from(r.get(4)?),
+        })
     })
-    .map_err(|e| from_sqlite("reading the history's index", e))
 }
 
 /// Whether there are runs to sweep, other than those being written.
 pub(crate) fn to_sweep(conn: &Connection, writing: &[i64]) -> Result<bool> {
-    let doing = |e| from_sqlite("reading the history's index", e);
-    let mut statement = conn
-        .prepare_cached("SELECT id FROM history_runs WHERE state <> 1")
-        .map_err(doing)?;
-    let mut rows = statement.query([]).map_err(doing)?;
-    while let Some(row) = rows.next().map_err(doing)? {
-        if !writing.contains(&row.get(0).map_err(doing)?) {
-            return Ok(true);
-        }
-    }
-    Ok(false)
+    let sql = "SELECT id FROM history_runs WHERE state <> 1";
+    let runs: Vec<i64> = conn.all("reading the history's index", sql, [])?;
+    Ok(runs.iter().any(|run| !writing.contains(run)))
 }
 
 /// For how many more microseconds another process holds the lease, if one does.
 pub(crate) fn held(conn: &Connection, holder: i64) -> Result<Option<i64>> {
-    let found: Option<(i64, i64)> = conn
-        .prepare_cached("SELECT holder, until FROM history_indexer")
-        .and_then(|mut s| s.query_row([], |r| Ok((r.get(0)?, r.get(1)?))).optional())
-        .map_err(|e| from_sqlite("reading the lease of the history's index", e))?;
+    let doing = "reading the lease of the history's index";
+    let sql = "SELECT holder, until FROM history_indexer";
+    let found: Option<(i64, i64)> = conn.first(doing, sql, [])?;
     Ok(found
         .filter(|(other, _)| *other != holder)
         .map(|(_, until)| until.saturating_sub(system_micros()))
@@ -121,58 +109,58 @@ pub(crate) enum Applied {
     Failed(Error),
 }
 
-impl Writer {
-    /// Applies one change.
-    pub(crate) fn change_history(&mut self, change: &Change) -> Result<Applied> {
-        self.within(change.holder, |conn| apply(conn, change))
-    }
+/// Applies one change.
+pub(crate) fn change_history(conn: &Connection, space: &Space, change: &Change) -> Result<Applied> {
+    within(conn, space, change.holder, |conn| apply(conn, change))
+}
 
-    /// Sweeps some blocks of runs that are out of use or were never finished. Returns how many.
-    pub(crate) fn sweep_history(&mut self, holder: i64, writing: &[i64]) -> Result<Applied> {
-        self.within(holder, |conn| sweep(conn, writing))
-    }
+/// Sweeps some blocks of runs that are out of use or were never finished. Returns how many.
+pub(crate) fn sweep_history(
+    conn: &Connection,
+    space: &Space,
+    holder: i64,
+    writing: &[i64],
+) -> Result<Applied> {
+    within(conn, space, holder, |conn| sweep(conn, writing))
+}
 
-    /// Takes runs out of use whose events are all gone, and asks the indexer to look for runs with few events
-    /// left. Called after events were removed in large numbers.
-    pub(crate) fn forget_history(&mut self) -> Result<()> {
-        forget_gone(&self.conn)?;
-        self.review_history();
-        Ok(())
-    }
+/// Takes runs out of use whose events are all gone, and asks the indexer to look for runs with few events
+/// left. Called after events were removed in large numbers.
+pub(crate) fn forget_history(writer: &mut Writer) -> Result<()> {
+    forget_gone(&writer.tx.conn)?;
+    writer.indexer.review();
+    Ok(())
+}
 
-    /// Runs a change under a savepoint: if it fails, the other commands of the transaction do not.
-    fn within(
-        &mut self,
-        holder: i64,
-        change: impl FnOnce(&Connection) -> Result<Applied>,
-    ) -> Result<Applied> {
-        if let Err(error) = self.check_room() {
-            return Ok(Applied::Failed(error));
+/// Runs a change under a savepoint: if it fails, the other commands of the transaction do not.
+fn within(
+    conn: &Connection,
+    space: &Space,
+    holder: i64,
+    change: impl FnOnce(&Connection) -> Result<Applied>,
+) -> Result<Applied> {
+    if let Err(error) = space.check() {
+        return Ok(Applied::Failed(error));
+    }
+    let doing = |e| from_sqlite("writing the history's index", e);
+    conn.execute_batch("SAVEPOINT history").map_err(doing)?;
+    let applied = match take(conn, holder) {
+        Ok(None) => change(conn),
+        Ok(Some(left)) => Ok(Applied::Held(left)),
+        Err(error) => Err(error),
+    };
+    let undo = !matches!(applied, Ok(Applied::Done(_)));
+    if undo {
+        // A full disk may end the whole transaction; then there is no savepoint to go back to.
+        if let Err(error) = &applied
+            && (is_fatal(error) || conn.is_autocommit())
+        {
+            return applied;
         }
-        let doing = |e| from_sqlite("writing the history's index", e);
-        self.conn
-            .execute_batch("SAVEPOINT history")
-            .map_err(doing)?;
-        let applied = match take(&self.conn, holder) {
-            Ok(None) => change(&self.conn),
-            Ok(Some(left)) => Ok(Applied::Held(left)),
-            Err(error) => Err(error),
-        };
-        let undo = !matches!(applied, Ok(Applied::Done(_)));
-        if undo {
-            // A full disk may end the whole transaction; then there is no savepoint to go back to.
-            if let Err(error) = &applied
-                && (is_fatal(error) || self.conn.is_autocommit())
-            {
-                return applied;
-            }
-            self.conn
-                .execute_batch("ROLLBACK TO history")
-                .map_err(doing)?;
-        }
-        self.conn.execute_batch("RELEASE history").map_err(doing)?;
-        Ok(applied.unwrap_or_else(Applied::Failed))
+        conn.execute_batch("ROLLBACK TO history").map_err(doing)?;
     }
+    conn.execute_batch("RELEASE history").map_err(doing)?;
+    Ok(applied.unwrap_or_else(Applied::Failed))
 }
 
 /// The system's time. The lease is between processes and has nothing to do with the time of events.
@@ -185,17 +173,13 @@ fn system_micros() -> i64 {
 /// than any lease can was taken before the clock was set back. The caller holds the lock of the file, so no
 /// process can see an earlier time than the previous holder.
 fn take(conn: &Connection, holder: i64) -> Result<Option<i64>> {
-    let doing = |e| from_sqlite("taking the lease of the history's index", e);
     let now = system_micros();
     let until = now.saturating_add(LEASE_MICROS);
-    let taken = conn
-        .prepare_cached(
-            "INSERT INTO history_indexer (only, holder, until) VALUES (1, ?1, ?2)
-             ON CONFLICT (only) DO UPDATE SET holder = ?1, until = ?2
-             WHERE holder = ?1 OR until <= ?3 OR until > ?2",
-        )
-        .and_then(|mut s| s.execute((holder, until, now)))
-        .map_err(doing)?;
+    let doing = "taking the lease of the history's index";
+    let sql = "INSERT INTO history_indexer (only, holder, until) VALUES (1, ?1, ?2)
+               ON CONFLICT (only) DO UPDATE SET holder = ?1, until = ?2
+               WHERE holder = ?1 OR until <= ?3 OR until > ?2";
+    let taken = conn.change(doing, sql, (holder, until, now))?;
     if taken > 0 {
         return Ok(None);
     }
@@ -203,120 +187,86 @@ fn take(conn: &Connection, holder: i64) -> Result<Option<i64>> {
 }
 
 fn apply(conn: &Connection, change: &Change) -> Result<Applied> {
-    let doing = |e| from_sqlite("writing the history's index", e);
-    let covered: Option<u64> = conn
-        .prepare_cached("SELECT max(hi) FROM history_runs WHERE state = 1")
-        .and_then(|mut s| s.query_row([], |r| r.get::<_, Option<i64>>(0)))
-        .map_err(doing)?
-        .map(seq_from);
+    let doing = "writing the history's index";
+    let sql = "SELECT max(hi) FROM history_runs WHERE state = 1";
+    let covered: Option<i64> = conn.one(doing, sql, [])?;
+    let covered = covered.map(seq_from);
     let id = match &change.target {
-        Target::New(run) => conn
-            .prepare_cached(
-                "INSERT INTO history_runs (level, lo, hi, events, state)
-                 VALUES (?1, ?2, ?3, ?4, ?5)",
-            )
-            .and_then(|mut s| {
-                let (lo, hi, events) = (to_sql(run.lo), to_sql(run.hi), to_sql(run.events));
-                s.insert((run.level, lo, hi, events, WRITING))
-            })
-            .map_err(doing)?,
+        Target::New(run) => {
+            let sql = "INSERT INTO history_runs (level, lo, hi, events, state)
+                       VALUES (?1, ?2, ?3, ?4, ?5)";
+            let (lo, hi, events) = (to_sql(run.lo), to_sql(run.hi), to_sql(run.events));
+            conn.add(doing, sql, (run.level, lo, hi, events, WRITING))?
+        }
         Target::Begun(id) => {
-            let there = conn
-                .prepare_cached("SELECT 1 FROM history_runs WHERE id = ?1 AND state = ?2")
-                .and_then(|mut s| s.exists((id, WRITING)))
-                .map_err(doing)?;
-            if !there {
+            let sql = "SELECT EXISTS (SELECT 1 FROM history_runs WHERE id = ?1 AND state = ?2)";
+            if !conn.one::<bool>(doing, sql, (id, WRITING))? {
                 return Ok(Applied::Stale);
             }
             *id
         }
     };
-    let mut insert = conn
-        .prepare_cached(
-            "INSERT INTO history_blocks (run, scope, seq, block) VALUES (?1, ?2, ?3, ?4)",
-        )
-        .map_err(doing)?;
+    let sql = "INSERT INTO history_blocks (run, scope, seq, block) VALUES (?1, ?2, ?3, ?4)";
     for block in &change.blocks {
         let (scope, seq) = block.first;
-        insert
-            .execute((id, scope, to_sql(seq), &block.bytes[..]))
-            .map_err(doing)?;
+        conn.run(doing, sql, (id, scope, to_sql(seq), &block.bytes[..]))?;
     }
     match &change.end {
         End::Open => return Ok(Applied::Done(id)),
         End::Appended { after } if *after != covered => return Ok(Applied::Stale),
         End::Appended { .. } => {}
         End::Replaced(old) => {
-            let mut retire = conn
-                .prepare_cached("UPDATE history_runs SET state = ?2 WHERE id = ?1 AND state = ?3")
-                .map_err(doing)?;
             for run in old {
-                if retire.execute((run, GONE, IN_USE)).map_err(doing)? == 0 {
+                if conn.change(doing, RETIRE, (run, GONE, IN_USE))? == 0 {
                     return Ok(Applied::Stale);
                 }
             }
         }
     }
-    conn.prepare_cached("UPDATE history_runs SET state = ?2 WHERE id = ?1")
-        .and_then(|mut s| s.execute((id, IN_USE)))
-        .map_err(doing)?;
+    let sql = "UPDATE history_runs SET state = ?2 WHERE id = ?1";
+    conn.run(doing, sql, (id, IN_USE))?;
     Ok(Applied::Done(id))
 }
 
 fn sweep(conn: &Connection, writing: &[i64]) -> Result<Applied> {
-    let doing = |e| from_sqlite("sweeping the history's index", e);
-    let runs: Vec<i64> = conn
-        .prepare_cached("SELECT id FROM history_runs WHERE state <> 1 ORDER BY id")
-        .and_then(|mut s| s.query_map([], |r| r.get(0))?.collect())
-        .map_err(doing)?;
-    // A process that began a run and was held up must not continue with what is left of it.
-    let mut retire = conn
-        .prepare_cached("UPDATE history_runs SET state = ?2 WHERE id = ?1 AND state = ?3")
-        .map_err(doing)?;
+    let doing = "sweeping the history's index";
+    let sql = "SELECT id FROM history_runs WHERE state <> 1 ORDER BY id";
+    let runs: Vec<i64> = conn.all(doing, sql, [])?;
     let mut swept = 0;
     for run in runs.into_iter().filter(|run| !writing.contains(run)) {
-        retire.execute((run, GONE, WRITING)).map_err(doing)?;
+        // A process that began a run and was held up must not continue with what is left of it.
+        conn.run(doing, RETIRE, (run, GONE, WRITING))?;
         let left = BATCH - swept;
-        let gone = conn
-            .prepare_cached(
-                "DELETE FROM history_blocks WHERE id IN
-                   (SELECT id FROM history_blocks WHERE run = ?1 LIMIT ?2)",
-            )
-            .and_then(|mut s| s.execute((run, to_sql(left as u64))))
-            .map_err(doing)?;
+        let sql = "DELETE FROM history_blocks WHERE id IN
+                   (SELECT id FROM history_blocks WHERE run = ?1 LIMIT ?2)";
+        let gone = conn.change(doing, sql, (run, to_sql(left as u64)))?;
         swept += gone;
         if gone == left {
             break;
         }
-        conn.prepare_cached("DELETE FROM history_runs WHERE id = ?1")
-            .and_then(|mut s| s.execute([run]))
-            .map_err(doing)?;
+        conn.run(doing, "DELETE FROM history_runs WHERE id = ?1", [run])?;
     }
     Ok(Applied::Done(to_sql(swept as u64)))
 }
 
 /// Whether all events of a run are gone.
 pub(crate) fn is_gone(conn: &Connection, run: &Run) -> Result<bool> {
-    conn.prepare_cached("SELECT 1 FROM log WHERE seq BETWEEN ?1 AND ?2 LIMIT 1")
-        .and_then(|mut s| {
-            s.query_row((to_sql(run.lo), to_sql(run.hi)), |_| Ok(()))
-                .optional()
-        })
+    let doing = "reading the log";
+    let sql = "SELECT 1 FROM log WHERE seq BETWEEN ?1 AND ?2 LIMIT 1";
+    conn.read_first(doing, sql, (to_sql(run.lo), to_sql(run.hi)), |_| Ok(()))
         .map(|found| found.is_none())
-        .map_err(|e| from_sqlite("reading the log", e))
 }
 
 /// Takes runs out of use whose events are all gone. The last run stays, because it says how far the log is
 /// covered.
 fn forget_gone(conn: &Connection) -> Result<()> {
-    let doing = |e| from_sqlite("forgetting a part of the history's index", e);
     let mut runs = in_use(conn)?;
     runs.pop();
     for run in runs {
         if is_gone(conn, &run)? {
-            conn.prepare_cached("UPDATE history_runs SET state = ?2 WHERE id = ?1")
-                .and_then(|mut s| s.execute((run.id, GONE)))
-                .map_err(doing)?;
+            let doing = "forgetting a part of the history's index";
+            let sql = "UPDATE history_runs SET state = ?2 WHERE id = ?1";
+            conn.run(doing, sql, (run.id, GONE))?;
         }
     }
     Ok(())

@@ -324,7 +324,7 @@ impl Search {
             .collect();
         let sql = format!(
             "SELECT {RECORD} FROM log WHERE log.seq = ?1 {} AND (?2 IS NULL OR log.tenant = ?2)
-               AND (?3 IS NULL OR log.type = ?3)",
+             AND (?3 IS NULL OR log.type = ?3)",
             self.filter.types
         );
         let mut statement = conn.prepare_cached(&sql).map_err(doing)?;

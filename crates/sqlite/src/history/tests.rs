@@ -31,7 +31,7 @@ fn every_statement_searches() {
         "SELECT seq, type, attrs FROM log WHERE seq > ?1 AND seq <= ?2 ORDER BY seq DESC",
         "SELECT 1 FROM log WHERE seq BETWEEN ?1 AND ?2 LIMIT 1",
         "SELECT seq FROM log WHERE seq > ?1 AND seq <= ?2 AND type IN (1,2)
-           AND (?3 IS NULL OR tenant = ?3) ORDER BY seq",
+         AND (?3 IS NULL OR tenant = ?3) ORDER BY seq",
     ] {
         let found = plan(&conn, sql);
         assert!(found.contains("INTEGER PRIMARY KEY (rowid"), "{found}");

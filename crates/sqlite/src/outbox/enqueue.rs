@@ -6,18 +6,18 @@ use everbus_core::{Clock as _, Code, Error, Event, Result, SystemClock, TraceCon
 use rusqlite::{Connection, ErrorCode, params};
 
 use super::envelope;
-use super::from_outbox;
+use crate::errors::from_sqlite;
 
 const INSERT: &str = "INSERT INTO event_outbox (id, event_id, event_type, payload, created_at,
-     correlation_id, trace_id, attributes, ordering_key)
-     VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)";
+                      correlation_id, trace_id, attributes, ordering_key)
+                      VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)";
 
 pub(super) fn insert(conn: &Connection, event: &Event) -> Result<()> {
     let doing = |e: rusqlite::Error| {
         if e.sqlite_error_code() == Some(ErrorCode::ConstraintViolation) {
             return taken(event, e);
         }
-        from_outbox("writing to the outbox", e)
+        from_sqlite("writing to the outbox", e)
     };
     let written = envelope::write(event)?;
     let attributes = event.attributes();

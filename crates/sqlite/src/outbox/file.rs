@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 
 use super::init::NEEDED;
 use super::source::{Access, Source};
-use super::{OutboxOptions, from_outbox, rows};
+use super::{OutboxOptions, rows};
 use crate::errors::from_sqlite;
 use crate::file::locate;
 use crate::readers::Readers;
@@ -39,10 +39,10 @@ pub(super) fn open(path: &Path, options: OutboxOptions) -> Result<Source<File>> 
     let conn = file.connect()?;
     rows::holder(&conn, file.options.clock.now())?;
     conn.prepare(NEEDED)
-        .map_err(|e| from_outbox("opening the outbox", e))?;
+        .map_err(|e| from_sqlite("opening the outbox", e))?;
     let application: i32 = conn
         .query_row("PRAGMA application_id", [], |r| r.get(0))
-        .map_err(|e| from_outbox("opening the outbox", e))?;
+        .map_err(|e| from_sqlite("opening the outbox", e))?;
     file.is_everbus = application == APPLICATION_ID;
     file.start(conn)?;
     Ok(Source::new(file))

@@ -5,8 +5,9 @@
 use everbus_core::{Result, Timestamp};
 use rusqlite::{Connection, params};
 
-use super::from_outbox;
+use crate::errors::from_sqlite;
 use crate::rows::seq_from;
+use crate::sql::Sql as _;
 
 /// The result of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -19,16 +20,15 @@ pub(crate) struct DeadGone {
 /// Deletes at most `limit` rows that were sent before a time, oldest first, and returns how many. Rows that
 /// wait or failed are never deleted.
 pub fn forget_sent(conn: &Connection, before: Timestamp, limit: usize) -> Result<usize> {
-    conn.prepare_cached(
-        "DELETE FROM event_outbox WHERE row IN (
-           SELECT row FROM event_outbox WHERE status = 'sent' AND sent_at < ?1
-           ORDER BY sent_at LIMIT ?2)",
+    let sql = "DELETE FROM event_outbox WHERE row IN (
+               SELECT row FROM event_outbox WHERE status = 'sent' AND sent_at < ?1
+               ORDER BY sent_at LIMIT ?2)";
+    let limit = i64::try_from(limit).unwrap_or(i64::MAX);
+    conn.change(
+        "forgetting sent rows",
+        sql,
+        params![before.to_string(), limit],
     )
-    .and_then(|mut s| {
-        let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-        s.execute(params![before.to_string(), limit])
-    })
-    .map_err(|e| from_outbox("forgetting sent rows", e))
 }
 
 /// Dead letters that died before a time, retried or not, unless their event waits in the outbox.
@@ -38,19 +38,13 @@ const OLD: &str = "FROM outbox_dead_letters d INDEXED BY outbox_dead_letters_die
 
 /// Deletes at most `limit` dead letters that died before a time, oldest first, and their rows.
 pub(crate) fn forget_dead(conn: &Connection, before: Timestamp, limit: usize) -> Result<DeadGone> {
-    let doing = |e| from_outbox("forgetting dead letters of the outbox", e);
+    let doing = |e| from_sqlite("forgetting dead letters of the outbox", e);
     let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-    let old: Vec<(String, String, i64)> = conn
-        .prepare_cached(&format!(
-            "SELECT event, event_id, row {OLD} ORDER BY last_seen_at LIMIT ?2"
-        ))
-        .and_then(|mut s| {
-            s.query_map(params![before.to_string(), limit], |r| {
-                Ok((r.get(0)?, r.get(1)?, r.get(2)?))
-            })?
-            .collect()
-        })
-        .map_err(doing)?;
+    let old: Vec<(String, String, i64)> = conn.all(
+        "forgetting dead letters of the outbox",
+        &format!("SELECT event, event_id, row {OLD} ORDER BY last_seen_at LIMIT ?2"),
+        params![before.to_string(), limit],
+    )?;
     let mut letter = conn
         .prepare_cached("DELETE FROM outbox_dead_letters WHERE event = ?1")
         .map_err(doing)?;
@@ -72,12 +66,13 @@ pub(crate) fn forget_dead(conn: &Connection, before: Timestamp, limit: usize) ->
 
 /// What [`forget_dead`] would delete.
 pub(crate) fn count_dead(conn: &Connection, before: Timestamp) -> Result<DeadGone> {
-    let doing = |e| from_outbox("counting dead letters of the outbox", e);
     let count = |sql: String| -> Result<u64> {
-        conn.prepare_cached(&sql)
-            .and_then(|mut s| s.query_row([before.to_string()], |r| r.get(0)))
-            .map(seq_from)
-            .map_err(doing)
+        conn.one(
+            "counting dead letters of the outbox",
+            &sql,
+            [before.to_string()],
+        )
+        .map(seq_from)
     };
     Ok(DeadGone {
         letters: count(format!("SELECT count(*) {OLD}"))?,
@@ -105,7 +100,7 @@ pub(super) fn is_any(
         };
         conn.prepare_cached(sql)
             .and_then(|mut s| s.exists([before.to_string()]))
-            .map_err(|e| from_outbox("looking for old rows", e))
+            .map_err(|e| from_sqlite("looking for old rows", e))
     };
     let sent = "SELECT 1 FROM event_outbox WHERE status = 'sent' AND sent_at < ?1 LIMIT 1";
     Ok(found(sent, sent_before)? || found(&format!("SELECT 1 {OLD} LIMIT 1"), dead_before)?)

@@ -24,7 +24,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Clock, Code, Error, EventId, IntoEvent, OutboxSource, Result, SystemClock};
+use everbus_core::{Clock, EventId, IntoEvent, OutboxSource, Result, SystemClock};
 use rusqlite::Connection;
 
 use crate::errors::from_sqlite;
@@ -151,17 +151,4 @@ impl Outbox {
     pub fn open_with(path: &Path, options: OutboxOptions) -> Result<Arc<dyn OutboxSource>> {
         Ok(Arc::new(file::open(path, options)?))
     }
-}
-
-/// Maps a SQLite error in the outbox: a missing table is not a bug.
-fn from_outbox(doing: &str, error: rusqlite::Error) -> Error {
-    if error.to_string().contains("no such table: ") {
-        return Error::new(
-            Code::NotFound,
-            format!("{doing}: there is no outbox in this database"),
-        )
-        .hint("make its tables once, with Outbox::create_tables or `everbus outbox init`")
-        .caused_by(error);
-    }
-    from_sqlite(doing, error)
 }

@@ -7,7 +7,7 @@ use everbus_core::{BoxFuture, Clock, OutboxSource, Result};
 use rusqlite::Connection;
 
 use super::source::{Access, Source};
-use crate::engine::Handle;
+use crate::handle::Handle;
 
 struct Own(Arc<Handle>);
 
@@ -48,6 +48,6 @@ impl Access for Own {
         &self,
         change: impl FnOnce(&Connection) -> Result<T> + Send + 'static,
     ) -> BoxFuture<'static, Result<T>> {
-        self.0.job(|writer| change(&writer.conn))
+        self.0.job(|writer| change(&writer.tx.conn))
     }
 }

@@ -10,9 +10,10 @@ use rusqlite::{Connection, OptionalExtension, params};
 
 use super::dead::{self, CLOSE, identity};
 use super::read::{self, COLUMNS};
-use super::{from_outbox, times};
-use crate::rows::{seq_from, to_sql};
-use crate::state::micros;
+use super::times;
+use crate::errors::from_sqlite;
+use crate::rows::{micros, seq_from, to_sql};
+use crate::sql::Sql as _;
 
 /// At most this many bytes of payload are in memory at a time.
 const MAX_BYTES: usize = 8 << 20;
@@ -33,13 +34,8 @@ fn is_held(until: i64, now: i64) -> bool {
 
 /// The holder of the lease and its token, if the lease is held.
 pub(super) fn holder(conn: &Connection, now: Timestamp) -> Result<Option<(String, i64)>> {
-    let found: Option<(String, i64, i64)> = conn
-        .prepare_cached("SELECT holder, token, until FROM outbox_relay WHERE only = 1")
-        .and_then(|mut s| {
-            s.query_row([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?)))
-                .optional()
-        })
-        .map_err(|e| from_outbox("looking for the relay", e))?;
+    let sql = "SELECT holder, token, until FROM outbox_relay WHERE only = 1";
+    let found: Option<(String, i64, i64)> = conn.first("looking for the relay", sql, [])?;
     let held = found.filter(|(_, _, until)| is_held(*until, micros(now)));
     Ok(held.map(|(holder, token, _)| (holder, token)))
 }
@@ -59,7 +55,6 @@ pub(super) fn acquire(
     now: Timestamp,
     until: Timestamp,
 ) -> Result<Option<RelayLease>> {
-    let doing = |e| from_outbox("taking the lease of the outbox", e);
     if let Some((other, _)) = holder(conn, now)?
         && other != me
         && Some(other.as_str()) != gone
@@ -67,16 +62,13 @@ pub(super) fn acquire(
         return Ok(None);
     }
     // A new holder gets a new fencing token, also if it held the lease before.
-    let (token, since): (i64, i64) = conn
-        .prepare_cached(
-            "INSERT INTO outbox_relay (only, holder, token, until, since)
-             VALUES (1, ?1, 1, ?2, (SELECT coalesce(max(row), 0) FROM event_outbox))
-             ON CONFLICT DO UPDATE SET token = token + (holder <> ?1), holder = ?1, until = ?2,
-               since = iif(holder <> ?1, excluded.since, since)
-             RETURNING token, since",
-        )
-        .and_then(|mut s| s.query_row(params![me, micros(until)], |r| Ok((r.get(0)?, r.get(1)?))))
-        .map_err(doing)?;
+    let doing = "taking the lease of the outbox";
+    let sql = "INSERT INTO outbox_relay (only, holder, token, until, since)
+               VALUES (1, ?1, 1, ?2, (SELECT coalesce(max(row), 0) FROM event_outbox))
+               ON CONFLICT DO UPDATE SET token = token + (holder <> ?1), holder = ?1, until = ?2,
+                 since = iif(holder <> ?1, excluded.since, since)
+               RETURNING token, since";
+    let (token, since): (i64, i64) = conn.one(doing, sql, params![me, micros(until)])?;
     Ok(Some(RelayLease {
         holder: me.to_owned(),
         token: seq_from(token),
@@ -88,16 +80,13 @@ pub(super) fn acquire(
 pub(super) fn is_ours(conn: &Connection, lease: &RelayLease) -> Result<bool> {
     conn.prepare_cached("SELECT 1 FROM outbox_relay WHERE only = 1 AND holder = ?1 AND token = ?2")
         .and_then(|mut s| s.exists(params![lease.holder, to_sql(lease.token)]))
-        .map_err(|e| from_outbox("looking for the relay", e))
+        .map_err(|e| from_sqlite("looking for the relay", e))
 }
 
 pub(super) fn release(conn: &Connection, lease: &RelayLease) -> Result<()> {
-    conn.prepare_cached(
-        "UPDATE outbox_relay SET until = 0 WHERE only = 1 AND holder = ?1 AND token = ?2",
-    )
-    .and_then(|mut s| s.execute(params![lease.holder, to_sql(lease.token)]))
-    .map(drop)
-    .map_err(|e| from_outbox("giving the lease of the outbox back", e))
+    let doing = "giving the lease of the outbox back";
+    let sql = "UPDATE outbox_relay SET until = 0 WHERE only = 1 AND holder = ?1 AND token = ?2";
+    conn.run(doing, sql, params![lease.holder, to_sql(lease.token)])
 }
 
 /// Rows that are ready to publish.
@@ -107,27 +96,16 @@ pub(super) fn claim(
     after: i64,
     limit: usize,
 ) -> Result<Claimed> {
-    let doing = |e| from_outbox("reading the outbox", e);
+    let doing = |e| from_sqlite("reading the outbox", e);
     let (now, horizon) = (micros(now), horizon(micros(now)));
-    let held: HashMap<String, i64> = conn
-        .prepare_cached(
-            "SELECT ordering_key, min(row) FROM event_outbox
-             WHERE status = 'pending' AND attempts > 0 AND due > ?1 AND due <= ?2
-               AND ordering_key IS NOT NULL
-             GROUP BY ordering_key",
-        )
-        .and_then(|mut s| {
-            s.query_map([now, horizon], |r| Ok((r.get(0)?, r.get(1)?)))?
-                .collect()
-        })
-        .map_err(doing)?;
-    let next_due: Option<i64> = conn
-        .prepare_cached(
-            "SELECT min(due) FROM event_outbox
-             WHERE status = 'pending' AND attempts > 0 AND due > ?1 AND due <= ?2",
-        )
-        .and_then(|mut s| s.query_row([now, horizon], |r| r.get(0)))
-        .map_err(doing)?;
+    let sql = "SELECT ordering_key, min(row) FROM event_outbox
+               WHERE status = 'pending' AND attempts > 0 AND due > ?1 AND due <= ?2
+                 AND ordering_key IS NOT NULL
+               GROUP BY ordering_key";
+    let held: HashMap<String, i64> = conn.all("reading the outbox", sql, [now, horizon])?;
+    let sql = "SELECT min(due) FROM event_outbox
+               WHERE status = 'pending' AND attempts > 0 AND due > ?1 AND due <= ?2";
+    let next_due: Option<i64> = conn.one("reading the outbox", sql, [now, horizon])?;
     let mut claimed = Claimed {
         next_due: next_due.map(Timestamp::from_micros),
         ..Claimed::default()
@@ -196,7 +174,7 @@ pub(super) fn settle(
 
 /// Adjacent rows are marked in one statement.
 fn mark_sent(conn: &Connection, rows: &[&OutboxRow], now: Timestamp) -> Result<()> {
-    let doing = |e| from_outbox("marking rows as sent", e);
+    let doing = |e| from_sqlite("marking rows as sent", e);
     let mut statement = conn
         .prepare_cached(
             "UPDATE event_outbox SET status = 'sent', sent_at = ?3
@@ -215,7 +193,7 @@ fn mark_sent(conn: &Connection, rows: &[&OutboxRow], now: Timestamp) -> Result<(
 }
 
 pub(super) fn status(conn: &Connection, now: Timestamp) -> Result<OutboxStatus> {
-    let doing = |e| from_outbox("counting the outbox", e);
+    let doing = |e| from_sqlite("counting the outbox", e);
     let count = |condition: &str| -> Result<u64> {
         let sql = format!("SELECT count(*) FROM event_outbox WHERE {condition}");
         conn.query_row(&sql, [], |r| r.get(0))
@@ -253,14 +231,14 @@ pub(super) fn status(conn: &Connection, now: Timestamp) -> Result<OutboxStatus> 
 }
 
 pub(super) fn failed(conn: &Connection, limit: usize) -> Result<Vec<FailedRow>> {
-    conn.prepare_cached(
+    conn.read_all(
+        "listing failed rows",
         "SELECT id, event_id, event_type, attempts, CAST(created_at AS TEXT), last_error,
            iif(sent_at IS NULL, (SELECT failures FROM outbox_dead_letters d
              WHERE d.row = event_outbox.row ORDER BY last_seen_at DESC LIMIT 1), NULL)
          FROM event_outbox WHERE status = 'failed' ORDER BY row DESC LIMIT ?1",
-    )
-    .and_then(|mut s| {
-        s.query_map([i64::try_from(limit).unwrap_or(i64::MAX)], |r| {
+        [i64::try_from(limit).unwrap_or(i64::MAX)],
+        |r| {
             Ok(FailedRow {
                 id: r.get(0)?,
                 event_id: r.get(1)?,
@@ -270,10 +248,8 @@ pub(super) fn failed(conn: &Connection, limit: usize) -> Result<Vec<FailedRow>> 
                 last_error: r.get(5)?,
                 failures: dead::read_list(r.get(6)?),
             })
-        })?
-        .collect()
-    })
-    .map_err(|e| from_outbox("listing failed rows", e))
+        },
+    )
 }
 
 /// The failed rows that one of these texts names, or all failed rows, from `after` on and up to a limit:
@@ -284,7 +260,7 @@ pub(super) fn failed_rows(
     after: i64,
     limit: usize,
 ) -> Result<Vec<(i64, String)>> {
-    let doing = |e| from_outbox("looking for failed rows", e);
+    let doing = |e| from_sqlite("looking for failed rows", e);
     let limit = i64::try_from(limit).unwrap_or(i64::MAX);
     let sql = match ids {
         None => format!(
@@ -324,7 +300,7 @@ pub(super) fn failed_rows(
 
 /// Makes failed rows wait again.
 pub(super) fn retry(conn: &Connection, rows: &[(i64, String)], now: Timestamp) -> Result<u64> {
-    let doing = |e| from_outbox("retrying failed rows", e);
+    let doing = |e| from_sqlite("retrying failed rows", e);
     let mut again = conn
         .prepare_cached(
             "UPDATE event_outbox

@@ -18,10 +18,10 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use super::{dead, forget, rows};
-use crate::errors::from_sqlite;
 use crate::failpoint;
 use crate::owner::{OwnerLock, is_dead};
 use crate::retention::pace::Pace;
+use crate::sql::Sql as _;
 
 /// Rows settled in one transaction: few enough that other writers of the database hardly wait.
 const STEP: usize = 256;
@@ -165,9 +165,7 @@ fn forget_step(
 }
 
 fn data_version(conn: &Connection) -> Result<i64> {
-    conn.prepare_cached("PRAGMA data_version")
-        .and_then(|mut s| s.query_row([], |r| r.get(0)))
-        .map_err(|e| from_sqlite("looking for changes", e))
+    conn.one("looking for changes", "PRAGMA data_version", [])
 }
 
 impl<A: Access> OutboxSource for Source<A> {

@@ -5,10 +5,11 @@ use std::collections::HashMap;
 use everbus_core::{Held, Holdings, RETENTION_DUTY, Result, Timestamp, TypeHoldings};
 
 use super::{clock, last_duty};
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::readers::Reader;
 use crate::rows::{UNREADABLE, seq_from, to_sql};
+use crate::sql::Sql as _;
 
 /// Rows of the log counted in one snapshot.
 const LOOK: u64 = 50_000;
@@ -101,16 +102,9 @@ impl Count {
 }
 
 fn held(reader: &Reader, sql: &str) -> Result<Held> {
-    reader
-        .conn
-        .prepare_cached(sql)
-        .and_then(|mut s| {
-            s.query_row([], |r| {
-                Ok(Held {
-                    count: seq_from(r.get(0)?),
-                    oldest: r.get::<_, Option<i64>>(1)?.map(Timestamp::from_micros),
-                })
-            })
-        })
-        .map_err(|e| from_sqlite("counting", e))
+    let (count, oldest): (i64, Option<i64>) = reader.conn.one("counting", sql, [])?;
+    Ok(Held {
+        count: seq_from(count),
+        oldest: oldest.map(Timestamp::from_micros),
+    })
 }

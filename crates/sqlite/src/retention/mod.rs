@@ -6,11 +6,11 @@
 
 pub(crate) mod clock;
 mod holdings;
-mod needed;
-mod others;
+pub(crate) mod needed;
+pub(crate) mod others;
 pub(crate) mod pace;
 mod plan;
-mod remove;
+pub(crate) mod remove;
 #[cfg(test)]
 mod tests;
 
@@ -20,12 +20,20 @@ use std::time::Duration;
 use everbus_core::{
     Audit as _, Code, DutyRecord, Error, Pruned, Result, Retention, Timestamp, letter_kept_for,
 };
-use rusqlite::{Connection, OptionalExtension};
+use rusqlite::Connection;
 
-use crate::engine::SqliteEngine;
-use crate::errors::from_sqlite;
-use crate::rows::seq_from;
-use crate::state::micros;
+use self::others::{free_pages, shrink};
+use crate::audit::forget_audit_some;
+use crate::broker::SqliteEngine;
+use crate::declare::sweep_ephemeral;
+use crate::history::forget_history;
+use crate::retention::needed::owed;
+use crate::retention::others::{
+    forget_dead, forget_outbox_dead, forget_sent, forget_stages, note_pruned,
+};
+use crate::retention::remove::remove_pieces;
+use crate::rows::{micros, seq_from};
+use crate::sql::Sql as _;
 use crate::writer::{Hold, Writer};
 use needed::Stretches;
 use others::cutoff;
@@ -66,7 +74,9 @@ impl SqliteEngine {
         ticks: Ticks,
     ) -> Result<Pruned> {
         let mut run = Run::new(self, retention, false, watch, ticks);
-        self.handle.job(Writer::sweep_ephemeral).await?;
+        self.handle
+            .job(|writer| sweep_ephemeral(&mut writer.tx, &mut writer.deliveries.leases))
+            .await?;
         run.dead_letters().await?;
         run.events().await?;
         run.stages().await?;
@@ -125,7 +135,7 @@ impl<'e> Run<'e> {
     ) -> Result<(T, Duration)> {
         let (ticks, hold) = (self.ticks.clone(), self.hold.clone());
         let job = move |writer: &mut Writer| {
-            writer.watch_hold(&hold);
+            writer.patience.watch_hold(&hold);
             let slice = Slice::begin(ticks);
             let done = work(writer, &slice)?;
             Ok((done, slice.took()))
@@ -176,7 +186,7 @@ impl<'e> Run<'e> {
                 let (step, reason) = (old[..count].to_vec(), reason.clone());
                 let (done, took) = self
                     .step(false, move |writer, slice| {
-                        writer.forget_dead(&step, &reason, slice)
+                        forget_dead(&mut writer.tx, &step, &reason, slice)
                     })
                     .await?;
                 self.done.dead_letters += done.removed;
@@ -209,7 +219,7 @@ impl<'e> Run<'e> {
             let most = pace.budget();
             let ((gone, all), took) = self
                 .step(true, move |writer, slice| {
-                    writer.forget_outbox_dead(before, most, slice)
+                    forget_outbox_dead(&mut writer.tx, before, most, slice)
                 })
                 .await?;
             self.done.dead_letters += gone.letters;
@@ -229,7 +239,9 @@ impl<'e> Run<'e> {
         let handle = &self.engine.handle;
         let mut pace = Pace::default();
         while !plan.is_done() {
-            let owed = handle.lazy_job(|writer| writer.owed()).await?;
+            let owed = handle
+                .lazy_job(|writer| owed(&writer.tx, &writer.deliveries.leases))
+                .await?;
             let found;
             (plan, found) = handle
                 .query(move |reader| {
@@ -254,7 +266,7 @@ impl<'e> Run<'e> {
                 let durable = step.iter().any(|piece| piece.overflow);
                 let (removed, took) = self
                     .step(durable, move |writer, slice| {
-                        writer.remove_pieces(&step, slice)
+                        remove_pieces(&mut writer.tx, &mut writer.deliveries.leases, &step, slice)
                     })
                     .await?;
                 self.done.removed += removed.events;
@@ -341,7 +353,7 @@ impl<'e> Run<'e> {
                 let step = old[..count].to_vec();
                 let (done, took) = self
                     .step(false, move |writer, slice| {
-                        writer.forget_stages(&step, slice)
+                        forget_stages(&mut writer.tx, &step, slice)
                     })
                     .await?;
                 self.done.payloads += done.removed;
@@ -373,7 +385,7 @@ impl<'e> Run<'e> {
             let most = pace.budget();
             let ((gone, all), took) = self
                 .step(false, move |writer, slice| {
-                    writer.forget_sent(before, most, slice)
+                    forget_sent(&mut writer.tx, before, most, slice)
                 })
                 .await?;
             self.done.outbox += gone;
@@ -402,7 +414,9 @@ impl<'e> Run<'e> {
         let mut pace = Pace::default();
         loop {
             let ((gone, all), _) = self
-                .step(true, move |writer, _| writer.forget_audit_some(last))
+                .step(true, move |writer, _| {
+                    forget_audit_some(&mut writer.tx, last)
+                })
                 .await?;
             self.done.audit += gone;
             self.tell();
@@ -419,7 +433,7 @@ impl<'e> Run<'e> {
             return Ok(());
         }
         let handle = &self.engine.handle;
-        handle.patient_job(Writer::forget_history).await
+        handle.patient_job(forget_history).await
     }
 
     /// Makes the lazy steps durable.
@@ -427,7 +441,7 @@ impl<'e> Run<'e> {
         let handle = &self.engine.handle;
         let now = self.now;
         handle
-            .patient_job(move |writer| writer.note_pruned(now))
+            .patient_job(move |writer| note_pruned(&mut writer.tx, now))
             .await
     }
 
@@ -437,12 +451,14 @@ impl<'e> Run<'e> {
     /// event. New events fill the free pages anyway, so there is no hurry while other commands write.
     async fn space(&mut self) -> Result<()> {
         let handle = &self.engine.handle;
-        let (size, free) = handle.lazy_job(Writer::free_pages).await?;
+        let (size, free) = handle.lazy_job(|writer| free_pages(&mut writer.tx)).await?;
         let (mut pace, mut left) = (Pace::default(), free);
         while left > 0 {
             let pages = pace.budget().min(left);
             let (step, took) = self
-                .step(false, move |writer, slice| writer.shrink(pages, slice))
+                .step(false, move |writer, slice| {
+                    shrink(&writer.tx, writer.patience.is_in_use(), pages, slice)
+                })
                 .await?;
             self.done.freed_bytes += step.given * size;
             self.tell();
@@ -470,12 +486,9 @@ fn duty_key(duty: &str) -> String {
 
 /// The latest record among the duties whose names have this prefix.
 fn last_duty(conn: &Connection, prefix: &str) -> Result<Option<DutyRecord>> {
-    let doing = |e| from_sqlite("looking who has a duty", e);
     let first = duty_key(prefix);
-    let keys: Vec<String> = conn
-        .prepare_cached("SELECT key FROM meta WHERE key >= ?1 ORDER BY key")
-        .and_then(|mut s| s.query_map([&first], |r| r.get(0))?.collect())
-        .map_err(doing)?;
+    let sql = "SELECT key FROM meta WHERE key >= ?1 ORDER BY key";
+    let keys: Vec<String> = conn.all("looking who has a duty", sql, [&first])?;
     let mut last: Option<DutyRecord> = None;
     for key in keys.iter().take_while(|key| key.starts_with(&first)) {
         let duty = key.strip_prefix(DUTY).unwrap_or(key);
@@ -490,10 +503,8 @@ fn last_duty(conn: &Connection, prefix: &str) -> Result<Option<DutyRecord>> {
 
 /// The last owner of a duty.
 fn duty_record(conn: &Connection, duty: &str) -> Result<Option<DutyRecord>> {
-    let text: Option<String> = conn
-        .prepare_cached("SELECT value FROM meta WHERE key = ?1")
-        .and_then(|mut s| s.query_row([duty_key(duty)], |r| r.get(0)).optional())
-        .map_err(|e| from_sqlite("looking who has a duty", e))?;
+    let sql = "SELECT value FROM meta WHERE key = ?1";
+    let text: Option<String> = conn.first("looking who has a duty", sql, [duty_key(duty)])?;
     let Some(text) = text else {
         return Ok(None);
     };

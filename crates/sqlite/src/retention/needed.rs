@@ -1,14 +1,16 @@
 //! Which events must stay: those that a group has not reached yet, has in flight, has waiting, or has in the
-//! dead letters. Part of the writer: collecting this from memory.
+//! dead letters.
 
 use std::collections::{HashMap, HashSet};
 
-use everbus_core::{GroupName, Pattern, Progress, Result};
+use everbus_core::{GroupName, Pattern, Result};
 use rusqlite::Connection;
 
-use crate::errors::from_sqlite;
+use crate::deliveries::claims::stored_claims;
+use crate::deliveries::leases::Leases;
 use crate::rows::{ADDRESS, TypeNames, seq_from, to_sql};
-use crate::writer::Writer;
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 
 /// Ranges of the log with both ends included, sorted, without overlap.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -82,35 +84,21 @@ impl Owed {
         (lo, hi): (u64, u64),
         dead_before: Option<i64>,
     ) -> Result<Stretches> {
-        let doing = |e| from_sqlite("looking what is still owed", e);
+        let doing = "looking what is still owed";
         let (first, last) = (to_sql(lo), to_sql(hi));
         let claimed = self.claimed.0.iter().filter(|(a, b)| *a <= hi && *b >= lo);
         let mut all: Vec<(u64, u64)> = claimed.copied().collect();
-        let mut waiting = conn
-            .prepare_cached(
-                "SELECT seq FROM deliveries WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3",
-            )
-            .map_err(doing)?;
+        let sql = "SELECT seq FROM deliveries WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3";
+        let mut rows: Vec<i64> = Vec::new();
         for group in &self.groups {
-            let mut rows = waiting.query((group.id, first, last)).map_err(doing)?;
-            while let Some(row) = rows.next().map_err(doing)? {
-                let seq = seq_from(row.get(0).map_err(doing)?);
-                all.push((seq, seq));
-            }
+            rows.extend(conn.all::<i64, Vec<i64>>(doing, sql, (group.id, first, last))?);
         }
         self.add_unread(conn, (lo, hi), &mut all)?;
-        let mut dead = conn
-            .prepare_cached(
-                "SELECT seq FROM dead_letters
-                 WHERE retried_at IS NULL AND seq BETWEEN ?1 AND ?2 AND died_at >= ?3",
-            )
-            .map_err(doing)?;
+        let sql = "SELECT seq FROM dead_letters
+                   WHERE retried_at IS NULL AND seq BETWEEN ?1 AND ?2 AND died_at >= ?3";
         let since = dead_before.unwrap_or(i64::MIN);
-        let mut rows = dead.query((first, last, since)).map_err(doing)?;
-        while let Some(row) = rows.next().map_err(doing)? {
-            let seq = seq_from(row.get(0).map_err(doing)?);
-            all.push((seq, seq));
-        }
+        rows.extend(conn.all::<i64, Vec<i64>>(doing, sql, (first, last, since))?);
+        all.extend(rows.into_iter().map(|seq| (seq_from(seq), seq_from(seq))));
         Ok(Stretches::new(all))
     }
 
@@ -121,35 +109,20 @@ impl Owed {
         (lo, hi): (u64, u64),
         all: &mut Vec<(u64, u64)>,
     ) -> Result<()> {
-        let doing = |e| from_sqlite("looking what has yet to be read", e);
+        let doing = "looking what has yet to be read";
         let behind = self.groups.iter().filter(|group| group.cursor < hi);
         let behind: Vec<&Reader> = behind.collect();
         let Some(slowest) = behind.iter().map(|group| group.cursor).min() else {
             return Ok(());
         };
-        let events: Vec<(i64, i64, Option<String>)> = conn
-            .prepare_cached(&format!(
+        let events: Vec<(i64, i64, Option<String>)> = conn.all(doing, &format!(
                 "SELECT seq, CAST(type AS INTEGER), {ADDRESS} FROM log WHERE seq BETWEEN ?1 AND ?2 ORDER BY seq"
-            ))
-            .and_then(|mut s| {
-                s.query_map((to_sql(lo.max(slowest + 1)), to_sql(hi)), |r| {
-                    Ok((r.get(0)?, r.get(1)?, r.get(2)?))
-                })?
-                .collect()
-            })
-            .map_err(doing)?;
+            ), (to_sql(lo.max(slowest + 1)), to_sql(hi)))?;
         let mut names = TypeNames::default();
         for group in behind {
             let from = to_sql(lo.max(group.cursor + 1));
-            let dropped: HashSet<i64> = conn
-                .prepare_cached(
-                    "SELECT seq FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3",
-                )
-                .and_then(|mut s| {
-                    s.query_map((group.id, from, to_sql(hi)), |r| r.get(0))?
-                        .collect()
-                })
-                .map_err(doing)?;
+            let sql = "SELECT seq FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3";
+            let dropped: HashSet<i64> = conn.all(doing, sql, (group.id, from, to_sql(hi)))?;
             let mut wanted: HashMap<i64, bool> = HashMap::new();
             for (seq, type_id, address) in events.iter().filter(|(seq, ..)| *seq >= from) {
                 if !group.name.receives(address.as_deref()) {
@@ -180,41 +153,27 @@ impl Owed {
     }
 }
 
-impl Writer {
-    /// The events that groups need now. Memory knows more than the file about this process's groups and
-    /// claims.
-    pub(crate) fn owed(&self) -> Result<Owed> {
-        let doing = |e| from_sqlite("looking what is still owed", e);
-        let mut statement = self
-            .conn
-            .prepare_cached("SELECT id, lo, hi, done FROM claims")
-            .map_err(doing)?;
-        let mut rows = statement.query([]).map_err(doing)?;
-        let mut open = Vec::new();
-        while let Some(row) = rows.next().map_err(doing)? {
-            let id: i64 = row.get(0).map_err(doing)?;
-            if let Some(claim) = self.state.claims.get(&id) {
-                open.extend(claim.progress.unfinished(claim.hi));
-                continue;
-            }
-            let lo = seq_from(row.get(1).map_err(doing)?);
-            let hi = seq_from(row.get(2).map_err(doing)?);
-            let done: Option<Vec<u8>> = row.get(3).map_err(doing)?;
-            let progress = Progress::from_bitmap(lo, hi, done.as_deref().unwrap_or_default());
-            open.extend(progress.unfinished(hi));
+/// The events that groups need now. Memory knows more than the file about this process's groups and
+/// claims.
+pub(crate) fn owed(tx: &Tx, leases: &Leases) -> Result<Owed> {
+    let mut open = Vec::new();
+    for stored in stored_claims(&tx.conn, "looking what is still owed", "true", [])? {
+        match leases.claims.get(&stored.id) {
+            Some(claim) => open.extend(claim.progress.unfinished(claim.hi)),
+            None => open.extend(stored.progress.unfinished(stored.hi)),
         }
-        let groups = self.state.groups.iter().map(|(id, group)| Reader {
-            id: *id,
-            name: group.name.clone(),
-            // Events that an ephemeral group has not reached are not kept for it.
-            cursor: group.owner.map_or(group.cursor, |_| u64::MAX),
-            patterns: group.patterns.clone(),
-        });
-        Ok(Owed {
-            groups: groups.collect(),
-            claimed: Stretches::new(open),
-        })
     }
+    let groups = tx.groups.iter().map(|(id, group)| Reader {
+        id: *id,
+        name: group.name.clone(),
+        // Events that an ephemeral group has not reached are not kept for it.
+        cursor: group.owner.map_or(group.cursor, |_| u64::MAX),
+        patterns: group.patterns.clone(),
+    });
+    Ok(Owed {
+        groups: groups.collect(),
+        claimed: Stretches::new(open),
+    })
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Rows with their own age limit: dead letters, payload stages, sent rows of the outbox.
-//! Part of the writer: removing them, and the records of duties.
+//! Removing rows with their own age limit: dead letters, payload stages, sent rows of the outbox. Also the
+//! records of duties.
 //!
 //! A reader selects rows in short snapshots. The writer removes those that have not changed since.
 
@@ -12,9 +12,10 @@ use super::pace::Slice;
 use crate::errors::from_sqlite;
 use crate::outbox::DeadGone;
 use crate::readers::Reader;
-use crate::rows::{seq_from, to_sql};
-use crate::state::micros;
-use crate::writer::Writer;
+use crate::rows::{micros, seq_from, to_sql};
+use crate::sql::Sql as _;
+use crate::streams::skip_ahead;
+use crate::tx::Tx;
 
 /// Rows selected in one snapshot.
 pub(crate) const CHOOSE: usize = 2000;
@@ -39,32 +40,24 @@ pub(crate) fn old_dead(
     before: i64,
     after: (i64, u64, i64),
 ) -> Result<Vec<OldDead>> {
-    reader
-        .conn
-        .prepare_cached(
-            "SELECT d.seq, d.group_id, d.died_at, d.retried_at IS NULL, length(d.failures)
-             FROM dead_letters d INDEXED BY dead_died
-             WHERE d.died_at < ?1 AND (d.died_at, d.seq, d.group_id) > (?2, ?3, ?4)
-               AND NOT EXISTS (SELECT 1 FROM deliveries w WHERE w.group_id = d.group_id AND w.seq = d.seq)
-             ORDER BY d.died_at, d.seq, d.group_id LIMIT ?5",
-        )
-        .and_then(|mut s| {
-            let (died_at, seq, group) = after;
-            s.query_map(
-                params![before, died_at, to_sql(seq), group, CHOOSE as i64],
-                |r| {
-                    Ok(OldDead {
-                        seq: seq_from(r.get(0)?),
-                        group: r.get(1)?,
-                        died_at: r.get(2)?,
-                        open: r.get(3)?,
-                        weight: 4 + seq_from(r.get(4)?) / PAGE,
-                    })
-                },
-            )?
-            .collect()
+    let sql = "SELECT d.seq, d.group_id, d.died_at, d.retried_at IS NULL, length(d.failures)
+               FROM dead_letters d INDEXED BY dead_died
+               WHERE d.died_at < ?1 AND (d.died_at, d.seq, d.group_id) > (?2, ?3, ?4)
+                 AND NOT EXISTS (SELECT 1 FROM deliveries w
+                   WHERE w.group_id = d.group_id AND w.seq = d.seq)
+               ORDER BY d.died_at, d.seq, d.group_id LIMIT ?5";
+    let (died_at, seq, group) = after;
+    let values = params![before, died_at, to_sql(seq), group, CHOOSE as i64];
+    let doing = "looking for old dead letters";
+    reader.conn.read_all(doing, sql, values, |r| {
+        Ok(OldDead {
+            seq: seq_from(r.get(0)?),
+            group: r.get(1)?,
+            died_at: r.get(2)?,
+            open: r.get(3)?,
+            weight: 4 + seq_from(r.get(4)?) / PAGE,
         })
-        .map_err(|e| from_sqlite("looking for old dead letters", e))
+    })
 }
 
 impl OldDead {
@@ -98,60 +91,43 @@ pub(crate) fn old_stages(
     dead_since: i64,
     after: (i64, i64),
 ) -> Result<Vec<OldStage>> {
-    reader
-        .conn
-        .prepare_cached(
-            "SELECT p.id, p.timestamp, p.payload_size_compressed,
-               EXISTS (SELECT 1 FROM dead_letters d
-                 WHERE d.seq = p.seq AND d.retried_at IS NULL AND d.died_at >= ?2), p.seq
-             FROM event_payloads p INDEXED BY event_payloads_timestamp
-             WHERE p.timestamp < ?1 AND (p.timestamp, p.id) > (?3, ?4)
-             ORDER BY p.timestamp, p.id LIMIT ?5",
-        )
-        .and_then(|mut s| {
-            let (timestamp, id) = after;
-            s.query_map(
-                params![before, dead_since, timestamp, id, CHOOSE as i64],
-                |r| {
-                    Ok(OldStage {
-                        id: r.get(0)?,
-                        timestamp: r.get(1)?,
-                        weight: 4 + seq_from(r.get(2)?) / PAGE,
-                        spared: r.get(3)?,
-                        seq: seq_from(r.get(4)?),
-                    })
-                },
-            )?
-            .collect()
+    let sql = "SELECT p.id, p.timestamp, p.payload_size_compressed,
+                 EXISTS (SELECT 1 FROM dead_letters d
+                   WHERE d.seq = p.seq AND d.retried_at IS NULL AND d.died_at >= ?2), p.seq
+               FROM event_payloads p INDEXED BY event_payloads_timestamp
+               WHERE p.timestamp < ?1 AND (p.timestamp, p.id) > (?3, ?4)
+               ORDER BY p.timestamp, p.id LIMIT ?5";
+    let (timestamp, id) = after;
+    let values = params![before, dead_since, timestamp, id, CHOOSE as i64];
+    let doing = "looking for old payload stages";
+    reader.conn.read_all(doing, sql, values, |r| {
+        Ok(OldStage {
+            id: r.get(0)?,
+            timestamp: r.get(1)?,
+            weight: 4 + seq_from(r.get(2)?) / PAGE,
+            spared: r.get(3)?,
+            seq: seq_from(r.get(4)?),
         })
-        .map_err(|e| from_sqlite("looking for old payload stages", e))
+    })
 }
 
 /// Counts rows of the outbox that were sent before a time. It also counts rows with a dead letter from before
 /// `dead`: that dead letter would be removed first.
 pub(crate) fn count_sent(reader: &Reader, before: Timestamp, dead: Option<i64>) -> Result<u64> {
-    let doing = |e| from_sqlite("counting the outbox", e);
-    let sent: i64 = reader
-        .conn
-        .prepare_cached("SELECT count(*) FROM event_outbox WHERE status = 'sent' AND sent_at < ?1")
-        .and_then(|mut s| s.query_row([before.to_string()], |r| r.get(0)))
-        .map_err(doing)?;
+    let doing = "counting the outbox";
+    let sql = "SELECT count(*) FROM event_outbox WHERE status = 'sent' AND sent_at < ?1";
+    let sent: i64 = reader.conn.one(doing, sql, [before.to_string()])?;
     let Some(dead) = dead else {
         return Ok(seq_from(sent));
     };
     let freed: i64 = reader
-        .conn
-        .prepare_cached(
-            "SELECT count(DISTINCT o.row) FROM dead_letters d INDEXED BY dead_open_died
-             CROSS JOIN event_outbox_origins v ON v.seq = d.seq
-             CROSS JOIN event_outbox o ON o.row = v.row
-             WHERE d.retried_at IS NULL AND d.died_at < ?2 AND +o.status = 'failed' AND o.sent_at < ?1
-               AND NOT EXISTS (SELECT 1 FROM dead_letters e
-                 WHERE e.seq = d.seq AND e.retried_at IS NULL AND (e.died_at >= ?2 OR EXISTS (
-                   SELECT 1 FROM deliveries w WHERE w.group_id = e.group_id AND w.seq = e.seq)))",
-        )
-        .and_then(|mut s| s.query_row(params![before.to_string(), dead], |r| r.get(0)))
-        .map_err(doing)?;
+        .conn.one(doing, "SELECT count(DISTINCT o.row) FROM dead_letters d INDEXED BY dead_open_died
+                          CROSS JOIN event_outbox_origins v ON v.seq = d.seq
+                          CROSS JOIN event_outbox o ON o.row = v.row
+                          WHERE d.retried_at IS NULL AND d.died_at < ?2 AND +o.status = 'failed' AND o.sent_at < ?1
+                            AND NOT EXISTS (SELECT 1 FROM dead_letters e
+                              WHERE e.seq = d.seq AND e.retried_at IS NULL AND (e.died_at >= ?2 OR EXISTS (
+                                SELECT 1 FROM deliveries w WHERE w.group_id = e.group_id AND w.seq = e.seq)))", params![before.to_string(), dead])?;
     Ok(seq_from(sent + freed))
 }
 
@@ -173,184 +149,162 @@ pub(crate) struct Shrunk {
     pub(crate) in_use: bool,
 }
 
-impl Writer {
-    /// Removes dead letters that have not changed since they were selected. For an open one, the group's skip
-    /// is recorded with this reason.
-    pub(crate) fn forget_dead(
-        &mut self,
-        old: &[OldDead],
-        reason: &str,
-        slice: &Slice,
-    ) -> Result<Done> {
-        let doing = |e| from_sqlite("removing old dead letters", e);
-        let mut done = Done::default();
-        for dead in old {
-            if done.seen > 0 && slice.is_over() {
-                break;
+/// Gives some free pages back to the file system.
+pub(crate) fn shrink(tx: &Tx, in_use: bool, pages: u64, slice: &Slice) -> Result<Shrunk> {
+    let doing = |e| from_sqlite("giving space back", e);
+    let before = pragma(tx, "page_count")?;
+    // The inserted value is the engine's number; a pragma takes no parameters.
+    let mut statement = tx
+        .conn
+        .prepare(&format!("PRAGMA incremental_vacuum({pages})"))
+        .map_err(doing)?;
+    // Each step of the statement frees one page.
+    let mut rows = statement.query([]).map_err(doing)?;
+    while rows.next().map_err(doing)?.is_some() && !slice.is_over() {}
+    drop(rows);
+    drop(statement);
+    Ok(Shrunk {
+        given: before.saturating_sub(pragma(tx, "page_count")?),
+        left: pragma(tx, "freelist_count")?,
+        in_use,
+    })
+}
+
+/// Removes dead letters that have not changed since they were selected. For an open one, the group's skip
+/// is recorded with this reason.
+pub(crate) fn forget_dead(
+    tx: &mut Tx,
+    old: &[OldDead],
+    reason: &str,
+    slice: &Slice,
+) -> Result<Done> {
+    let mut done = Done::default();
+    for dead in old {
+        if done.seen > 0 && slice.is_over() {
+            break;
+        }
+        done.seen += 1;
+        let removed = tx.conn.change(
+            "removing old dead letters",
+            "DELETE FROM dead_letters WHERE seq = ?1 AND group_id = ?2 AND died_at = ?3
+             AND (retried_at IS NULL) = ?4
+             AND NOT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?2 AND seq = ?1)",
+            (to_sql(dead.seq), dead.group, dead.died_at, dead.open),
+        )?;
+        done.removed += removed as u64;
+        if removed > 0 && dead.open {
+            // The rows of a removed group are removed with the group.
+            if tx.groups.contains_key(&dead.group) {
+                skip_ahead(tx, dead.group, dead.seq, reason)?;
             }
-            done.seen += 1;
-            let removed = self
-                .conn
-                .prepare_cached(
-                    "DELETE FROM dead_letters WHERE seq = ?1 AND group_id = ?2 AND died_at = ?3
-                       AND (retried_at IS NULL) = ?4
-                       AND NOT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?2 AND seq = ?1)",
-                )
-                .and_then(|mut s| {
-                    s.execute((to_sql(dead.seq), dead.group, dead.died_at, dead.open))
-                })
-                .map_err(doing)?;
-            done.removed += removed as u64;
-            if removed > 0 && dead.open {
-                // The rows of a removed group are removed with the group.
-                if self.state.groups.contains_key(&dead.group) {
-                    self.skip_ahead(dead.group, dead.seq, reason)?;
-                }
-                self.watches.touch(dead.seq);
-            }
+            tx.watches.touch(dead.seq);
         }
-        Ok(done)
     }
+    Ok(done)
+}
 
-    /// Removes payload stages that have not changed since they were selected.
-    pub(crate) fn forget_stages(&mut self, old: &[OldStage], slice: &Slice) -> Result<Done> {
-        let doing = |e| from_sqlite("removing old payload stages", e);
-        let mut delete = self
-            .conn
-            .prepare_cached(
-                "DELETE FROM event_payloads WHERE id = ?1 AND timestamp = ?2
-                   AND NOT EXISTS (SELECT 1 FROM dead_letters d
-                     WHERE d.seq = event_payloads.seq AND d.retried_at IS NULL)",
-            )
-            .map_err(doing)?;
-        let mut done = Done::default();
-        for stage in old {
-            if done.seen > 0 && slice.is_over() {
-                break;
-            }
-            done.seen += 1;
-            done.removed += delete.execute((stage.id, stage.timestamp)).map_err(doing)? as u64;
+/// Removes payload stages that have not changed since they were selected.
+pub(crate) fn forget_stages(tx: &mut Tx, old: &[OldStage], slice: &Slice) -> Result<Done> {
+    let doing = "removing old payload stages";
+    let sql = "DELETE FROM event_payloads WHERE id = ?1 AND timestamp = ?2
+                 AND NOT EXISTS (SELECT 1 FROM dead_letters d
+                   WHERE d.seq = event_payloads.seq AND d.retried_at IS NULL)";
+    let mut done = Done::default();
+    for stage in old {
+        if done.seen > 0 && slice.is_over() {
+            break;
         }
-        Ok(done)
+        done.seen += 1;
+        done.removed += tx.conn.change(doing, sql, (stage.id, stage.timestamp))? as u64;
     }
+    Ok(done)
+}
 
-    /// Removes some rows of the outbox that were sent before a time. Returns how many, and whether none is
-    /// left.
-    pub(crate) fn forget_sent(
-        &mut self,
-        before: Timestamp,
-        most: u64,
-        slice: &Slice,
-    ) -> Result<(u64, bool)> {
-        let mut gone = 0;
-        while gone < most && (gone == 0 || !slice.is_over()) {
-            let some = FEW_ROWS.min(most - gone);
-            let limit = usize::try_from(some).unwrap_or(usize::MAX);
-            let removed = crate::outbox::forget_sent(&self.conn, before, limit)? as u64;
-            gone += removed;
-            if removed < some {
-                return Ok((gone, true));
-            }
+/// Removes some rows of the outbox that were sent before a time. Returns how many, and whether none is
+/// left.
+pub(crate) fn forget_sent(
+    tx: &mut Tx,
+    before: Timestamp,
+    most: u64,
+    slice: &Slice,
+) -> Result<(u64, bool)> {
+    let mut gone = 0;
+    while gone < most && (gone == 0 || !slice.is_over()) {
+        let some = FEW_ROWS.min(most - gone);
+        let limit = usize::try_from(some).unwrap_or(usize::MAX);
+        let removed = crate::outbox::forget_sent(&tx.conn, before, limit)? as u64;
+        gone += removed;
+        if removed < some {
+            return Ok((gone, true));
         }
-        Ok((gone, false))
     }
+    Ok((gone, false))
+}
 
-    /// Removes some dead letters of the outbox that died before a time, with their rows. Returns how many,
-    /// and whether none is left.
-    pub(crate) fn forget_outbox_dead(
-        &mut self,
-        before: Timestamp,
-        most: u64,
-        slice: &Slice,
-    ) -> Result<(DeadGone, bool)> {
-        let mut gone = DeadGone::default();
-        while gone.letters < most && (gone.letters == 0 || !slice.is_over()) {
-            let some = FEW_ROWS.min(most - gone.letters);
-            let limit = usize::try_from(some).unwrap_or(usize::MAX);
-            let removed = crate::outbox::forget_dead(&self.conn, before, limit)?;
-            gone.letters += removed.letters;
-            gone.rows += removed.rows;
-            if removed.letters < some {
-                return Ok((gone, true));
-            }
+/// Removes some dead letters of the outbox that died before a time, with their rows. Returns how many,
+/// and whether none is left.
+pub(crate) fn forget_outbox_dead(
+    tx: &mut Tx,
+    before: Timestamp,
+    most: u64,
+    slice: &Slice,
+) -> Result<(DeadGone, bool)> {
+    let mut gone = DeadGone::default();
+    while gone.letters < most && (gone.letters == 0 || !slice.is_over()) {
+        let some = FEW_ROWS.min(most - gone.letters);
+        let limit = usize::try_from(some).unwrap_or(usize::MAX);
+        let removed = crate::outbox::forget_dead(&tx.conn, before, limit)?;
+        gone.letters += removed.letters;
+        gone.rows += removed.rows;
+        if removed.letters < some {
+            return Ok((gone, true));
         }
-        Ok((gone, false))
     }
+    Ok((gone, false))
+}
 
-    /// Gives some free pages back to the file system.
-    pub(crate) fn shrink(&mut self, pages: u64, slice: &Slice) -> Result<Shrunk> {
-        let doing = |e| from_sqlite("giving space back", e);
-        let before = self.pragma("page_count")?;
-        // The inserted value is the engine's number; a pragma takes no parameters.
-        let mut statement = self
-            .conn
-            .prepare(&format!("PRAGMA incremental_vacuum({pages})"))
-            .map_err(doing)?;
-        // Each step of the statement frees one page.
-        let mut rows = statement.query([]).map_err(doing)?;
-        while rows.next().map_err(doing)?.is_some() && !slice.is_over() {}
-        drop(rows);
-        drop(statement);
-        Ok(Shrunk {
-            given: before.saturating_sub(self.pragma("page_count")?),
-            left: self.pragma("freelist_count")?,
-            in_use: self.is_in_use(),
-        })
-    }
+/// Records the time of this removal. The write is synced, and all lazy commits before it become durable
+/// with it.
+pub(crate) fn note_pruned(tx: &mut Tx, now: Timestamp) -> Result<()> {
+    let sql = "INSERT OR REPLACE INTO meta (key, value) VALUES ('pruned', ?1)";
+    tx.conn
+        .run("noting that things were removed", sql, [now.to_string()])
+}
 
-    /// Records the time of this removal. The write is synced, and all lazy commits before it become durable
-    /// with it.
-    pub(crate) fn note_pruned(&mut self, now: Timestamp) -> Result<()> {
-        self.conn
-            .prepare_cached("INSERT OR REPLACE INTO meta (key, value) VALUES ('pruned', ?1)")
-            .and_then(|mut s| s.execute([now.to_string()]))
-            .map(drop)
-            .map_err(|e| from_sqlite("noting that things were removed", e))
-    }
+/// The size of a page, and how many are free.
+pub(crate) fn free_pages(tx: &mut Tx) -> Result<(u64, u64)> {
+    Ok((pragma(tx, "page_size")?, pragma(tx, "freelist_count")?))
+}
 
-    /// The size of a page, and how many are free.
-    pub(crate) fn free_pages(&mut self) -> Result<(u64, u64)> {
-        Ok((self.pragma("page_size")?, self.pragma("freelist_count")?))
-    }
+fn pragma(tx: &Tx, name: &str) -> Result<u64> {
+    tx.conn
+        .one("measuring the file", &format!("PRAGMA {name}"), [])
+        .map(seq_from)
+}
 
-    fn pragma(&self, name: &str) -> Result<u64> {
-        self.conn
-            .prepare_cached(&format!("PRAGMA {name}"))
-            .and_then(|mut s| s.query_row([], |r| r.get(0)))
-            .map(seq_from)
-            .map_err(|e| from_sqlite("measuring the file", e))
+/// Takes on a duty unless another owner took it within this time.
+pub(crate) fn take_duty(tx: &mut Tx, duty: &str, owner: &str, every: Duration) -> Result<bool> {
+    let now = tx.clock.now();
+    let last = super::duty_record(&tx.conn, duty)?;
+    if last.is_some_and(|last| last.holds(now, every)) {
+        return Ok(false);
     }
+    let record = serde_json::json!({"owner": owner, "at": now});
+    let sql = "INSERT OR REPLACE INTO meta (key, value) VALUES (?1, ?2)";
+    let values = (super::duty_key(duty), record.to_string());
+    tx.conn.run("taking on a duty", sql, values)?;
+    Ok(true)
+}
 
-    /// Takes on a duty unless another owner took it within this time.
-    pub(crate) fn take_duty(&mut self, duty: &str, owner: &str, every: Duration) -> Result<bool> {
-        let now = self.clock.now();
-        let last = super::duty_record(&self.conn, duty)?;
-        // A record from the future was written before the clock was set back.
-        let taken = last.is_some_and(|last| last.at <= now && now.since(last.at) < every);
-        if taken {
-            return Ok(false);
-        }
-        self.conn
-            .prepare_cached("INSERT OR REPLACE INTO meta (key, value) VALUES (?1, ?2)")
-            .and_then(|mut s| {
-                let record = serde_json::json!({"owner": owner, "at": now});
-                s.execute((super::duty_key(duty), record.to_string()))
-            })
-            .map_err(|e| from_sqlite("taking on a duty", e))?;
-        Ok(true)
+/// Deletes the record of a duty if this owner holds it.
+pub(crate) fn return_duty(tx: &mut Tx, duty: &str, owner: &str) -> Result<()> {
+    let last = super::duty_record(&tx.conn, duty)?;
+    if last.is_some_and(|last| last.owner == owner) {
+        let sql = "DELETE FROM meta WHERE key = ?1";
+        tx.conn
+            .run("giving a duty back", sql, [super::duty_key(duty)])?;
     }
-
-    /// Deletes the record of a duty if this owner holds it.
-    pub(crate) fn return_duty(&mut self, duty: &str, owner: &str) -> Result<()> {
-        let last = super::duty_record(&self.conn, duty)?;
-        if last.is_some_and(|last| last.owner == owner) {
-            self.conn
-                .prepare_cached("DELETE FROM meta WHERE key = ?1")
-                .and_then(|mut s| s.execute([super::duty_key(duty)]))
-                .map_err(|e| from_sqlite("giving a duty back", e))?;
-        }
-        Ok(())
-    }
+    Ok(())
 }
 
 /// The stored time before which a row is too old.

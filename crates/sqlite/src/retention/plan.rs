@@ -7,14 +7,14 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use everbus_core::{Result, Retention, Timestamp};
-use rusqlite::{CachedStatement, OptionalExtension, Row};
+use rusqlite::{CachedStatement, Row};
 
 use super::needed::Owed;
 use crate::append::position_before;
 use crate::errors::from_sqlite;
 use crate::readers::Reader;
-use crate::rows::{seq_from, to_sql};
-use crate::state::micros;
+use crate::rows::{micros, seq_from, to_sql};
+use crate::sql::Sql as _;
 
 /// Rows looked at in one snapshot.
 const LOOK: usize = 10_000;
@@ -120,12 +120,12 @@ pub(crate) struct Plan {
 impl Plan {
     /// Reads the types and turns ages into positions.
     pub(crate) fn begin(reader: &Reader, retention: &Retention, now: Timestamp) -> Result<Self> {
-        let doing = |e| from_sqlite("reading the types", e);
-        let types: Vec<(i64, String)> = reader
-            .conn
-            .prepare_cached("SELECT id, name FROM types")
-            .and_then(|mut s| s.query_map([], |r| Ok((r.get(0)?, r.get(1)?)))?.collect())
-            .map_err(doing)?;
+        let types: Vec<(i64, String)> =
+            reader
+                .conn
+                .read_all("reading the types", "SELECT id, name FROM types", [], |r| {
+                    r.try_into()
+                })?;
         let mut positions: HashMap<Duration, u64> = HashMap::new();
         let mut limits = HashMap::new();
         for (id, name) in types {
@@ -264,20 +264,13 @@ impl Plan {
 
 /// Weights of the payload stages in a range.
 fn stage_weights(reader: &Reader, (lo, hi): (u64, u64)) -> Result<HashMap<u64, u64>> {
-    let doing = |e| from_sqlite("looking at payload stages", e);
-    let mut statement = reader
-        .conn
-        .prepare_cached(
-            "SELECT seq, payload_size_compressed FROM event_payloads
-             WHERE seq BETWEEN ?1 AND ?2",
-        )
-        .map_err(doing)?;
-    let mut rows = statement.query((to_sql(lo), to_sql(hi))).map_err(doing)?;
+    let doing = "looking at payload stages";
+    let sql = "SELECT seq, payload_size_compressed FROM event_payloads
+               WHERE seq BETWEEN ?1 AND ?2";
+    let stages: Vec<(i64, i64)> = reader.conn.all(doing, sql, (to_sql(lo), to_sql(hi)))?;
     let mut weights = HashMap::new();
-    while let Some(row) = rows.next().map_err(doing)? {
-        let seq = seq_from(row.get(0).map_err(doing)?);
-        let bytes = seq_from(row.get(1).map_err(doing)?);
-        *weights.entry(seq).or_default() += STAGE + bytes / PAGE;
+    for (seq, bytes) in stages {
+        *weights.entry(seq_from(seq)).or_default() += STAGE + seq_from(bytes) / PAGE;
     }
     Ok(weights)
 }
@@ -300,33 +293,24 @@ impl Length {
     }
 
     pub(crate) fn go_on(&mut self, reader: &Reader) -> Result<()> {
-        let doing = |e| from_sqlite("counting the log", e);
+        let doing = "counting the log";
         let step = self.left.min(LOOK as u64);
         // The last event that stays, or else the first that does not.
-        let found: Option<(i64, i64)> = reader
-            .conn
-            .prepare_cached(
-                "SELECT count(*), min(seq) FROM
-                   (SELECT seq FROM log WHERE seq < ?1 ORDER BY seq DESC LIMIT ?2)",
-            )
-            .and_then(|mut s| {
-                s.query_row((to_sql(self.before), to_sql(step)), |r| {
-                    Ok((r.get(0)?, r.get::<_, Option<i64>>(1)?.unwrap_or(0)))
-                })
-                .optional()
-            })
-            .map_err(doing)?;
+        let found: Option<(i64, i64)> = reader.conn.read_first(
+            doing,
+            "SELECT count(*), min(seq) FROM
+             (SELECT seq FROM log WHERE seq < ?1 ORDER BY seq DESC LIMIT ?2)",
+            (to_sql(self.before), to_sql(step)),
+            |r| Ok((r.get(0)?, r.get::<_, Option<i64>>(1)?.unwrap_or(0))),
+        )?;
         let (count, first) = found.unwrap_or_default();
         self.left -= seq_from(count).min(self.left);
         if count > 0 {
             self.before = seq_from(first);
         }
         if self.left == 0 {
-            let first: Option<i64> = reader
-                .conn
-                .prepare_cached("SELECT max(seq) FROM log WHERE seq < ?1")
-                .and_then(|mut s| s.query_row([to_sql(self.before)], |r| r.get(0)))
-                .map_err(doing)?;
+            let sql = "SELECT max(seq) FROM log WHERE seq < ?1";
+            let first: Option<i64> = reader.conn.one(doing, sql, [to_sql(self.before)])?;
             self.beyond = Some(first.map_or(0, seq_from));
         } else if seq_from(count) < step {
             self.beyond = Some(0);
@@ -341,17 +325,10 @@ pub(crate) fn expired(
     now: Timestamp,
     after: (i64, i64),
 ) -> Result<Vec<(i64, i64)>> {
+    let doing = "looking what has expired";
+    let sql = "SELECT at, seq FROM expirations WHERE at < ?1 AND (at, seq) > (?2, ?3)
+               ORDER BY at, seq LIMIT ?4";
     reader
         .conn
-        .prepare_cached(
-            "SELECT at, seq FROM expirations WHERE at < ?1 AND (at, seq) > (?2, ?3)
-             ORDER BY at, seq LIMIT ?4",
-        )
-        .and_then(|mut s| {
-            s.query_map((micros(now), after.0, after.1, LOOK as i64), |r| {
-                Ok((r.get(0)?, r.get(1)?))
-            })?
-            .collect()
-        })
-        .map_err(|e| from_sqlite("looking what has expired", e))
+        .all(doing, sql, (micros(now), after.0, after.1, LOOK as i64))
 }

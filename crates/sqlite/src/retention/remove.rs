@@ -1,13 +1,17 @@
-//! Part of the writer: removing ranges of events, with all rows that belong to them.
+//! Removing ranges of events, with all rows that belong to them.
 
 use everbus_core::Result;
 
 use super::needed::Owed;
 use super::pace::Slice;
 use super::plan::Piece;
-use crate::errors::from_sqlite;
+use crate::declare::pass_removed;
+use crate::deliveries::leases::Leases;
+use crate::orphans::note_orphans;
+use crate::retention::needed::owed;
 use crate::rows::to_sql;
-use crate::writer::Writer;
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 
 /// The result of one transaction.
 #[derive(Clone, Copy, Debug, Default)]
@@ -42,107 +46,96 @@ struct Beside {
     skipped: Vec<i64>,
 }
 
-impl Writer {
-    /// Removes the planned pieces, except events that a group has come to need since.
-    pub(crate) fn remove_pieces(&mut self, pieces: &[Piece], slice: &Slice) -> Result<Removed> {
-        let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else {
-            return Ok(Removed::default());
-        };
-        let whole = (first.lo, last.hi);
-        let needed = self.owed()?.needed(&self.conn, whole, None)?;
-        let beside = self.beside(whole)?;
-        let mut removed = Removed::default();
-        for (piece, joined) in joined(pieces) {
-            if removed.pieces > 0 && slice.is_over() {
-                break;
-            }
-            let mut gone = 0;
-            for (lo, hi) in needed.outside(piece.lo, piece.hi) {
-                gone += self.remove_stretch(lo, hi, &beside, piece.overflow)?;
-            }
-            removed.events += gone;
-            if !needed.is_empty() {
-                removed.kept += piece.events.saturating_sub(gone);
-            }
-            removed.pieces += joined;
+/// Removes the planned pieces, except events that a group has come to need since.
+pub(crate) fn remove_pieces(
+    tx: &mut Tx,
+    leases: &mut Leases,
+    pieces: &[Piece],
+    slice: &Slice,
+) -> Result<Removed> {
+    let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else {
+        return Ok(Removed::default());
+    };
+    let whole = (first.lo, last.hi);
+    let needed = owed(tx, leases)?.needed(&tx.conn, whole, None)?;
+    let beside = beside(tx, whole)?;
+    let mut removed = Removed::default();
+    for (piece, joined) in joined(pieces) {
+        if removed.pieces > 0 && slice.is_over() {
+            break;
         }
-        Ok(removed)
-    }
-
-    /// Removes one event unless a group needs it.
-    pub(crate) fn remove_unowed(&mut self, owed: &Owed, seq: u64) -> Result<bool> {
-        let needed = owed.needed(&self.conn, (seq, seq), None)?;
+        let mut gone = 0;
+        for (lo, hi) in needed.outside(piece.lo, piece.hi) {
+            gone += remove_stretch(tx, lo, hi, &beside, piece.overflow)?;
+        }
+        removed.events += gone;
         if !needed.is_empty() {
-            return Ok(false);
+            removed.kept += piece.events.saturating_sub(gone);
         }
-        let beside = self.beside((seq, seq))?;
-        Ok(self.remove_stretch(seq, seq, &beside, true)? > 0)
+        removed.pieces += joined;
     }
+    Ok(removed)
+}
 
-    fn beside(&self, (lo, hi): (u64, u64)) -> Result<Beside> {
-        let doing = |e| from_sqlite("looking what belongs to events", e);
-        let range = (to_sql(lo), to_sql(hi));
-        let mut tables = Vec::new();
-        for (exists, delete) in BESIDE {
-            let there: bool = self
-                .conn
-                .prepare_cached(exists)
-                .and_then(|mut s| s.query_row(range, |r| r.get(0)))
-                .map_err(doing)?;
-            if there {
-                tables.push(*delete);
-            }
-        }
-        let mut skips = self
+/// Removes one event unless a group needs it.
+pub(crate) fn remove_unowed(tx: &mut Tx, owed: &Owed, seq: u64) -> Result<bool> {
+    let needed = owed.needed(&tx.conn, (seq, seq), None)?;
+    if !needed.is_empty() {
+        return Ok(false);
+    }
+    let beside = beside(tx, (seq, seq))?;
+    Ok(remove_stretch(tx, seq, seq, &beside, true)? > 0)
+}
+
+fn beside(tx: &Tx, (lo, hi): (u64, u64)) -> Result<Beside> {
+    let doing = "looking what belongs to events";
+    let range = (to_sql(lo), to_sql(hi));
+    let mut tables = Vec::new();
+    for (exists, delete) in BESIDE {
+        let there: bool = tx
             .conn
-            .prepare_cached(
-                "SELECT EXISTS (SELECT 1 FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3)",
-            )
-            .map_err(doing)?;
-        let mut skipped = Vec::new();
-        for group in self.state.groups.keys() {
-            let some = skips.query_row((group, range.0, range.1), |r| r.get(0));
-            if some.map_err(doing)? {
-                skipped.push(*group);
-            }
+            .one("looking what belongs to events", exists, range)?;
+        if there {
+            tables.push(*delete);
         }
-        Ok(Beside { tables, skipped })
     }
+    let sql = "SELECT EXISTS (SELECT 1 FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3)";
+    let mut skipped = Vec::new();
+    for group in tx.groups.keys() {
+        if tx.conn.one(doing, sql, (group, range.0, range.1))? {
+            skipped.push(*group);
+        }
+    }
+    Ok(Beside { tables, skipped })
+}
 
-    /// Removes all events of a range, and all rows about them.
-    fn remove_stretch(&mut self, lo: u64, hi: u64, beside: &Beside, overflow: bool) -> Result<u64> {
-        let doing = |e| from_sqlite("removing events", e);
-        let range = (to_sql(lo), to_sql(hi));
-        if (lo..=hi).contains(&self.state.head) {
-            // The newest position must never be used again.
-            self.conn
-                .prepare_cached("INSERT OR REPLACE INTO meta (key, value) VALUES ('head', ?1)")
-                .and_then(|mut s| s.execute([to_sql(self.state.head)]))
-                .map_err(doing)?;
-        }
-        if overflow {
-            // The objects are deleted after this removal is durable, never before.
-            self.note_orphans(lo, hi)?;
-        }
-        for delete in &beside.tables {
-            self.conn
-                .prepare_cached(delete)
-                .and_then(|mut s| s.execute(range))
-                .map_err(doing)?;
-        }
-        for group in &beside.skipped {
-            self.conn
-                .prepare_cached("DELETE FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3")
-                .and_then(|mut s| s.execute((group, range.0, range.1)))
-                .map_err(doing)?;
-        }
-        self.pass_removed(hi)?;
-        self.conn
-            .prepare_cached("DELETE FROM log WHERE seq BETWEEN ?1 AND ?2")
-            .and_then(|mut s| s.execute(range))
-            .map(|removed| removed as u64)
-            .map_err(doing)
+/// Removes all events of a range, and all rows about them.
+fn remove_stretch(tx: &mut Tx, lo: u64, hi: u64, beside: &Beside, overflow: bool) -> Result<u64> {
+    let doing = "removing events";
+    let range = (to_sql(lo), to_sql(hi));
+    if (lo..=hi).contains(&tx.log.head) {
+        // The newest position must never be used again.
+        tx.conn.run(
+            doing,
+            "INSERT OR REPLACE INTO meta (key, value) VALUES ('head', ?1)",
+            [to_sql(tx.log.head)],
+        )?;
     }
+    if overflow {
+        // The objects are deleted after this removal is durable, never before.
+        note_orphans(tx, lo, hi)?;
+    }
+    for delete in &beside.tables {
+        tx.conn.run(doing, delete, range)?;
+    }
+    for group in &beside.skipped {
+        let sql = "DELETE FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3";
+        tx.conn.run(doing, sql, (group, range.0, range.1))?;
+    }
+    pass_removed(tx, hi)?;
+    tx.conn
+        .change(doing, "DELETE FROM log WHERE seq BETWEEN ?1 AND ?2", range)
+        .map(|removed| removed as u64)
 }
 
 /// Rows about an event in other tables: a query whether there are any, and the statement that removes them.

@@ -10,7 +10,10 @@ use rusqlite::Connection;
 use super::pace::{Slice, Ticks};
 use super::plan::Piece;
 use crate::Options;
-use crate::engine::{SqliteEngine, start};
+use crate::broker::SqliteEngine;
+use crate::handle::start;
+use crate::retention::needed::owed;
+use crate::retention::remove::remove_pieces;
 
 /// A clock by which every look takes a second.
 fn slow() -> Ticks {
@@ -150,7 +153,7 @@ async fn a_step_ends_when_its_time_is_over() {
         .conn()
         .query_row(
             "SELECT (SELECT count(*) FROM log) + (SELECT count(*) FROM event_payloads)
-               + (SELECT count(*) FROM expirations) + (SELECT count(*) FROM event_outbox)",
+             + (SELECT count(*) FROM expirations) + (SELECT count(*) FROM event_outbox)",
             [],
             |r| r.get(0),
         )
@@ -196,8 +199,14 @@ async fn stretches_of_events_are_cut() {
     let remove = |pieces: Vec<Piece>, ticks: Ticks| {
         let handle = lab.engine.handle.clone();
         async move {
-            let job = handle
-                .patient_job(move |writer| writer.remove_pieces(&pieces, &Slice::begin(ticks)));
+            let job = handle.patient_job(move |writer| {
+                remove_pieces(
+                    &mut writer.tx,
+                    &mut writer.deliveries.leases,
+                    &pieces,
+                    &Slice::begin(ticks),
+                )
+            });
             job.await.unwrap()
         }
     };
@@ -218,7 +227,12 @@ async fn what_is_heavy_is_planned_apart() {
         max_len: Some(0),
         ..Retention::default()
     };
-    let owed = lab.engine.handle.job(|writer| writer.owed()).await.unwrap();
+    let owed = lab
+        .engine
+        .handle
+        .job(|writer| owed(&writer.tx, &writer.deliveries.leases))
+        .await
+        .unwrap();
     let now = lab.engine.handle.clock.now();
     let pieces = lab
         .engine

@@ -1,5 +1,6 @@
-//! Part of the writer: how it ends. `finish` ends it in order, `stop` ends it after a fatal error.
+//! How the writer ends. `finish` ends it in order, `stop` ends it after a fatal error.
 
+use crate::groups::has_unwritten_cursors;
 use std::sync::PoisonError;
 use std::time::Instant;
 
@@ -11,21 +12,40 @@ impl Writer {
     /// Ends the writer: gives back deliveries that were not fetched, stores the cursors, frees the owner
     /// lock. In an orderly end, deliveries that were fetched but not settled are given back too.
     pub(super) fn finish(&mut self, orderly: bool) {
-        let ids: Vec<u64> = self.sessions.keys().copied().collect();
-        let mailboxes: Vec<_> = self.sessions.values().map(|s| s.mailbox.clone()).collect();
+        let ids: Vec<u64> = self.deliveries.consumers.sessions.keys().copied().collect();
+        let mailboxes: Vec<_> = self
+            .deliveries
+            .consumers
+            .sessions
+            .values()
+            .map(|s| s.mailbox.clone())
+            .collect();
         // If there is nothing to write, a file locked by another process is not waited for.
-        let nothing_to_write =
-            ids.is_empty() && self.owner_lock.is_none() && !self.has_unwritten_cursors();
-        if !nothing_to_write && self.sync_all().and_then(|()| self.begin()).is_ok() {
+        let nothing_to_write = ids.is_empty()
+            && self.deliveries.leases.owner_lock.is_none()
+            && !has_unwritten_cursors(&self.tx);
+        if !nothing_to_write
+            && self
+                .patience
+                .sync_all(&self.tx.conn)
+                .and_then(|()| self.begin())
+                .is_ok()
+        {
             let done = ids
                 .iter()
-                .try_for_each(|id| self.detach(*id))
+                .try_for_each(|id| self.deliveries.detach(&mut self.tx, *id))
                 .and_then(|()| self.flush())
-                .and_then(|()| if orderly { self.leave() } else { Ok(()) })
+                .and_then(|()| {
+                    if orderly {
+                        self.deliveries.leases.leave(&mut self.tx)
+                    } else {
+                        Ok(())
+                    }
+                })
                 .and_then(|()| self.commit());
             if done.is_err() {
                 // Nothing acknowledged depends on this: the next owner inherits what is left.
-                let _ = self.conn.execute_batch("ROLLBACK");
+                let _ = self.tx.conn.execute_batch("ROLLBACK");
             }
         }
         self.stop(&Error::shutdown());
@@ -37,11 +57,11 @@ impl Writer {
     /// Answers every waiting caller with the error and accepts no more commands.
     pub(super) fn stop(&mut self, error: &Error) {
         let _ = self.failed.set(error.clone());
-        for session in self.sessions.values() {
+        for session in self.deliveries.consumers.sessions.values() {
             session.mailbox.end(error.clone());
         }
-        self.sessions.clear();
-        self.watches.fail_all(error);
+        self.deliveries.consumers.sessions.clear();
+        self.tx.watches.fail_all(error);
         // Wakes every task that waits for new events; it finds the engine stopped.
         self.head.send_modify(|_| {});
         // The readers close first: the last connection to close must be the writing one, which can checkpoint
@@ -49,7 +69,7 @@ impl Writer {
         self.readers.iter().for_each(|readers| readers.close());
         self.feeder.close();
         self.indexer.close();
-        self.owner_lock = None;
+        self.deliveries.leases.owner_lock = None;
     }
 
     /// Notes that a round failed. Tasks that wait for new events get the error after the busy timeout, as
@@ -76,7 +96,7 @@ mod tests {
     use everbus_core::{Code, Cursor, Error, Log as _};
 
     use crate::Options;
-    use crate::engine::SqliteEngine;
+    use crate::broker::SqliteEngine;
 
     // conformance: contract/stalled-reader: who waits for new events learns that the engine cannot look for them, and may wait again afterwards
     #[tokio::test]
@@ -86,7 +106,7 @@ mod tests {
             busy_timeout: Duration::ZERO,
             ..Options::default()
         };
-        let handle = crate::engine::start(&dir.path().join("a.db"), options).unwrap();
+        let handle = crate::handle::start(&dir.path().join("a.db"), options).unwrap();
         let engine = SqliteEngine { handle };
         // The writer is held while it is in the failed state, so that its next good round does not hide the
         // failure.

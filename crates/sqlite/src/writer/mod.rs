@@ -4,80 +4,60 @@
 //! Without commands it wakes up for work that is due: retries, leases that expire, owners that died, commits
 //! of other processes.
 //!
-//! The writer is one type, [`Writer`], with an `impl` block in each of these files:
+//! The writer is the orchestration of parts:
 //!
-//! | file | part of the writer's work |
+//! | part | what it is |
 //! |---|---|
-//! | `writer/mod.rs` | the loop: take commands, run a round, sleep until something is due |
-//! | `writer/transaction.rs` | one transaction: begin, run commands, commit, answer |
-//! | `writer/patience.rs` | low-priority work: when it runs, and the checkpoints of the write-ahead log |
-//! | `writer/feeding.rs` | groups that are behind: requests to the feeder, and what it read |
-//! | `writer/undo.rs` | memory after a rollback |
-//! | `writer/ending.rs` | the end of the writer, orderly or after a fatal error |
-//! | `claims.rs` | handing out ranges of the log as claims |
-//! | `deliver.rs` | handing out single rows: retries, released events, events without a handler |
-//! | `suspects.rs` | events that were in flight at a crash, one at a time |
-//! | `reserve.rs` | how much of a claim a consumer may begin |
-//! | `settle.rs` | acks, retries, releases, dead-lettering; extending a lease |
-//! | `leases.rs` | leases that expire, leases of deliveries that were not fetched |
-//! | `recover.rs` | consumers that come and go, owners that died |
-//! | `bury.rs` | writing a dead letter, and the event that reports it |
-//! | `dead_letters.rs`, `replace.rs` | operators: retry, purge, replace a dead letter |
-//! | `redeliver.rs` | delivering events to a group again |
-//! | `effect.rs` | a handler's own statements in the transaction of its ack |
-//! | `inbox.rs` | which events a group has handled |
-//! | `outcomes.rs` | how an event ended that failed before |
-//! | `watch.rs` | tasks that wait until an event is settled |
-//! | `declare.rs`, `ephemeral.rs` | groups and subscriptions: create, change, remove |
-//! | `streams.rs` | dropping waiting events when a stream is full |
-//! | `store.rs` | the file as the store beside another engine's broker |
-//! | `payloads.rs`, `orphans.rs` | payload stages; objects without an event |
-//! | `audit/mod.rs` | records of the audit trail |
-//! | `history/runs.rs` | runs of the history index |
-//! | `retention/needed.rs`, `remove.rs`, `others.rs` | retention: what must stay; removing the rest |
-//! | `retention/clock.rs`, `ahead.rs` | doubts about the clock; times in the future |
+//! | [`Tx`] | the connection, the end of the log, the groups, the tasks that wait for an event |
+//! | [`Deliveries`] | what is handed out: consumers and leases. Its table lists the files |
+//! | [`Effects`] | handlers' own statements in the transaction of their ack |
+//! | `Patience` | low-priority work: when it runs, and the checkpoints of the write-ahead log |
+//! | [`Space`], [`Presence`], [`LogHead`] | is there room on the disk; is the file still in its place; the newest position, kept outside the file |
+//! | [`Feeder`], [`Indexer`] | threads that read for groups that are behind, and for the history |
+//!
+//! | file | the writer's own work |
+//! |---|---|
+//! | `mod.rs` | the loop: take commands, run a round, sleep until something is due |
+//! | `transaction.rs` | one transaction: begin, run commands, commit, answer |
+//! | `ending.rs` | the end of the writer, orderly or after a fatal error |
+//!
+//! A job of another module (retention, the audit trail, dead letters, …) gets the writer and passes the parts
+//! on that it needs, usually only the transaction.
 
 mod ending;
-mod feeding;
 mod patience;
 mod transaction;
-mod undo;
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use everbus_core::{Clock, Code, Error, Lease, Result};
+use everbus_core::{Code, Error, Result};
 use rusqlite::Connection;
 use tokio::sync::watch;
 
 use crate::answers::{Answers, Published};
-use crate::errors::{from_sqlite, is_fatal};
-use crate::failpoint;
+use crate::deliveries::Deliveries;
+use crate::deliveries::consumers::Consumers;
+use crate::deliveries::leases::Leases;
+use crate::effect::Effects;
+use crate::errors::is_fatal;
 use crate::feeder::Feeder;
+use crate::groups::flush_cursors;
 use crate::guard::Guard;
 use crate::history::Indexer;
-use crate::ids::IdMap;
 use crate::log_head::LogHead;
-use crate::owner::OwnerLock;
 use crate::presence::Presence;
 use crate::queue::{Command, Queue, Taken};
 use crate::readers::Readers;
-use crate::reserve::Outgoing;
-use crate::rows::{LeaseParts as _, Seq as _};
-use crate::session::Session;
 use crate::space::Space;
-use crate::state::{Claim, EventKey, Lost, State, micros};
-use crate::watch::Watches;
+use crate::sql::Sql as _;
+use crate::tx::Tx;
 pub(crate) use patience::Hold;
 use patience::Patience;
 
 /// How often the writer looks for commits of other processes while a consumer or a watcher waits.
 const POLL: Duration = Duration::from_millis(20);
-/// How often the writer looks for owners that died.
-const OWNER_CHECK: Duration = Duration::from_millis(200);
-/// A moved cursor is stored after at most this time.
-const CURSOR_DELAY: Duration = Duration::from_millis(500);
 /// A transaction takes at most about this many events and this many bytes of payload: less than the disk
 /// headroom.
 const MAX_EVENTS: usize = 8192;
@@ -86,49 +66,27 @@ const MAX_BYTES: usize = 4 << 20;
 const EFFECT: usize = 64;
 
 pub(crate) struct Writer {
-    pub(crate) conn: Connection,
-    pub(crate) guard: Guard,
-    pub(crate) path: PathBuf,
-    pub(crate) clock: Arc<dyn Clock>,
-    pub(crate) state: State,
-    pub(crate) sessions: IdMap<u64, Session>,
-    pub(crate) watches: Watches,
-    /// Claims whose bitmap changed in this transaction.
-    pub(crate) touched: Vec<i64>,
-    /// Deliveries to hand over once the transaction is durable.
-    pub(crate) outgoing: Vec<Outgoing>,
-    /// Average duration of a transaction.
-    pub(crate) step: Duration,
-    /// While this is set, only the named suspect may be handed out.
-    pub(crate) isolating: Option<(i64, u64)>,
-    /// Events to record in the inbox, from plain acks in this transaction.
-    pub(crate) noted: Vec<(i64, EventKey)>,
-    /// Effects that rolled the transaction back, each with the error its settlement gets.
-    pub(crate) offenders: Vec<(Lease, Error)>,
-    /// Whether each settlement has a transaction of its own.
-    pub(crate) settling_apart: bool,
-    undo: undo::Undo,
-    /// Memory may be ahead of the file. The state is loaded again before any other work.
-    must_reload: bool,
-    patience: Patience,
-    pub(crate) owner_lock: Option<OwnerLock>,
+    pub(crate) tx: Tx,
+    pub(crate) deliveries: Deliveries,
+    pub(crate) effects: Effects,
+    pub(crate) patience: Patience,
+    pub(crate) space: Space,
+    pub(crate) indexer: Indexer,
     feeder: Feeder,
-    indexer: Indexer,
-    readers: Vec<Arc<Readers>>,
-    queue: Arc<Queue>,
-    space: Space,
     presence: Presence,
     log_head: LogHead,
+    readers: Vec<Arc<Readers>>,
+    /// Memory may be ahead of the file. The state is loaded again before any other work.
+    must_reload: bool,
     busy_timeout: Duration,
-    head: watch::Sender<u64>,
     data_version: i64,
-    owners_checked: Instant,
-    owner_died: bool,
-    cursors_stored: Instant,
+    /// The newest position, for tasks that wait for new events.
+    head: watch::Sender<u64>,
     failed: Arc<OnceLock<Error>>,
     /// When looking for new events began to fail; `stalled` is the error that waiting readers get.
     failing_since: Option<Instant>,
     stalled: Arc<Mutex<Option<Error>>>,
+    queue: Arc<Queue>,
     backlog: Vec<Command>,
     /// Empty buffers for commands and answers, kept for reuse.
     spare: Vec<Command>,
@@ -156,47 +114,38 @@ impl Writer {
     pub(crate) fn new(start: Start) -> Result<Self> {
         // In this order: a commit of another process between the two calls is seen as a change.
         let data_version = data_version(&start.conn)?;
-        let state = State::load(&start.conn, 0)?;
-        let _ = start.head.send_replace(state.head);
+        let tx = Tx::new(start.conn, start.path, start.options.clock)?;
+        let _ = start.head.send_replace(tx.log.head);
         Ok(Self {
-            space: Space::new(&start.path, start.options.disk_headroom),
-            presence: Presence::of(&start.path),
-            log_head: LogHead::begin(&start.path, &start.conn),
-            conn: start.conn,
-            guard: start.guard,
-            path: start.path,
-            clock: start.options.clock,
-            busy_timeout: start.options.busy_timeout,
-            state,
-            sessions: IdMap::default(),
-            watches: Watches::default(),
-            touched: Vec::new(),
-            outgoing: Vec::new(),
-            step: Duration::ZERO,
-            isolating: None,
-            noted: Vec::new(),
-            offenders: Vec::new(),
-            settling_apart: false,
-            undo: undo::Undo::default(),
-            must_reload: false,
+            deliveries: Deliveries {
+                consumers: Consumers::default(),
+                leases: Leases::load(&tx.conn)?,
+            },
+            effects: Effects {
+                guard: start.guard,
+                offenders: Vec::new(),
+                apart: false,
+            },
             patience: Patience::new(start.options.durability),
-            owner_lock: None,
-            feeder: start.feeder,
+            space: Space::new(&tx.path, start.options.disk_headroom),
             indexer: start.indexer,
+            feeder: start.feeder,
+            presence: Presence::of(&tx.path),
+            log_head: LogHead::begin(&tx.path, &tx.conn),
             readers: start.readers,
-            queue: start.queue,
-            head: start.head,
+            must_reload: false,
+            busy_timeout: start.options.busy_timeout,
             data_version,
-            owners_checked: Instant::now(),
-            owner_died: false,
-            cursors_stored: Instant::now(),
+            head: start.head,
             failed: start.failed,
             failing_since: None,
             stalled: start.stalled,
+            queue: start.queue,
             backlog: Vec::new(),
             spare: Vec::new(),
             published: Vec::new(),
             answers: start.answers,
+            tx,
         })
     }
 
@@ -226,7 +175,7 @@ impl Writer {
             let timeout = if self.backlog.is_empty() {
                 self.sleep()
             } else {
-                Some(self.rest())
+                Some(self.patience.rest(&self.backlog))
             };
             let Taken {
                 commands,
@@ -255,11 +204,11 @@ impl Writer {
                 std::mem::swap(&mut self.backlog, &mut commands);
             }
             self.backlog.append(&mut commands);
-            if !closed && !self.backlog.is_empty() && !self.rest().is_zero() {
+            if !closed && !self.backlog.is_empty() && !self.patience.rest(&self.backlog).is_zero() {
                 continue;
             }
             let batch = self.next_batch();
-            let batch = self.without_patient(batch);
+            let batch = self.patience.put_off(batch, &mut self.backlog);
             match self.turn_patiently(batch) {
                 Err(error) if is_fatal(&error) => self.stop(&error),
                 // A temporary error, such as a locked file: the next round tries again.
@@ -307,22 +256,46 @@ impl Writer {
 
     /// How long the writer may sleep; `None` if no session and no watcher waits.
     fn sleep(&self) -> Option<Duration> {
-        let watched = self.head.receiver_count() > 1 || !self.watches.is_empty();
-        if self.sessions.is_empty() && !watched {
+        let watched = self.head.receiver_count() > 1 || !self.tx.watches.is_empty();
+        if self.deliveries.consumers.sessions.is_empty() && !watched {
             return None;
         }
-        if self.isolating.is_some() {
+        if self.deliveries.leases.isolating.is_some() {
             return Some(POLL);
         }
-        let now = micros(self.clock.now());
-        let due = self.sessions.iter().filter_map(|(id, session)| {
-            let group = self.state.groups.get(&session.group)?;
-            group.next_due.filter(|_| self.room_for_rows(*id) > 0)
-        });
+        let now = self.tx.now();
+        let due = self
+            .deliveries
+            .consumers
+            .sessions
+            .iter()
+            .filter_map(|(id, session)| {
+                let group = self.tx.groups.get(&session.group)?;
+                group
+                    .next_due
+                    .filter(|_| self.deliveries.consumers.room_for_rows(*id) > 0)
+            });
         let next = due.min().map_or(POLL, |due| {
             Duration::from_micros(u64::try_from(due.saturating_sub(now)).unwrap_or(0))
         });
         Some(next.clamp(Duration::from_millis(1), POLL))
+    }
+
+    /// One round. Its priority and durability follow from the commands in it.
+    fn turn_patiently(&mut self, batch: Vec<Command>) -> Result<()> {
+        let patient = !batch.is_empty() && batch.iter().all(Command::is_patient);
+        // Work that is due must be durable, so it may not share a lazy transaction.
+        let lazy = patient
+            && batch.iter().all(Command::is_lazy)
+            && !self.deliveries.has_work(&mut self.tx);
+        if let Err(error) = self.patience.begin(&self.tx.conn, patient, lazy) {
+            self.refuse(batch, &error);
+            return Err(error);
+        }
+        let began = Instant::now();
+        let done = self.turn(batch);
+        self.patience.end(patient, began.elapsed());
+        done
     }
 
     /// One round: the commands, and the work that is due.
@@ -332,16 +305,16 @@ impl Writer {
             self.undo_changes()?;
         }
         if commands.is_empty() {
-            let version = data_version(&self.conn)?;
+            let version = data_version(&self.tx.conn)?;
             if version != self.data_version {
                 self.refresh()?;
                 self.data_version = version;
-                self.watches.recheck_all();
+                self.tx.watches.recheck_all();
             }
-            if !self.has_work() {
+            if !self.deliveries.has_work(&mut self.tx) {
                 self.presence.check_idle()?;
-                self.answer_watches()?;
-                self.feed();
+                crate::watch::answer(&mut self.tx, &self.deliveries.leases)?;
+                self.deliveries.feed(&self.tx, &self.feeder);
                 return Ok(());
             }
         }
@@ -356,11 +329,12 @@ impl Writer {
         let began = Instant::now();
         match self.transaction(appends, others) {
             Ok(()) => {
-                self.hand_over();
-                self.step = (self.step * 3 + began.elapsed()) / 4;
-                self.dismiss_orphans();
-                self.answer_watches()?;
-                self.feed();
+                self.deliveries.consumers.hand_over();
+                self.deliveries.consumers.step =
+                    (self.deliveries.consumers.step * 3 + began.elapsed()) / 4;
+                self.deliveries.consumers.dismiss_orphans(&mut self.tx);
+                crate::watch::answer(&mut self.tx, &self.deliveries.leases)?;
+                self.deliveries.feed(&self.tx, &self.feeder);
                 Ok(())
             }
             Err(e) if is_fatal(&e) => Err(e),
@@ -381,19 +355,19 @@ impl Writer {
         }
         match self.space.check() {
             Ok(()) => {
-                self.save_room(false);
+                self.patience.save_room(&self.tx.conn, false);
                 appends
             }
             Err(error) => {
                 appends.into_iter().for_each(|c| c.fail(error.clone()));
-                self.save_room(true);
+                self.patience.save_room(&self.tx.conn, true);
                 Vec::new()
             }
         }
     }
 
     fn announce_head(&mut self) {
-        let head = self.state.head;
+        let head = self.tx.log.head;
         self.head.send_if_modified(|known| {
             let newer = *known < head;
             *known = head.max(*known);
@@ -403,166 +377,36 @@ impl Writer {
         self.log_head.note(head);
     }
 
-    /// Whether the disk has room for writes that can wait.
-    pub(crate) fn check_room(&self) -> Result<()> {
-        self.space.check()
-    }
-
-    /// Asks the indexer to look for runs with few events left.
-    pub(crate) fn review_history(&self) {
-        self.indexer.review();
-    }
-
-    fn hand_over(&mut self) {
-        for session in self.sessions.values() {
-            session.mailbox.finish_opening();
-        }
-        for outgoing in self.outgoing.drain(..) {
-            if let Some(session) = self.sessions.get(&outgoing.session) {
-                let Outgoing { until, open, .. } = outgoing;
-                session.mailbox.put(until, outgoing.deliveries, open);
-            }
-        }
-        failpoint::hit("after-hand-over");
-    }
-
-    fn answer_watches(&mut self) -> Result<()> {
-        let mut watches = std::mem::take(&mut self.watches);
-        let result = watches.answer(self);
-        self.watches = watches;
-        result
-    }
-
     /// Stores what changed in memory: bitmaps of claims, cursors of groups.
     fn flush(&mut self) -> Result<()> {
-        self.flush_claims()?;
-        self.flush_cursors()
+        self.deliveries.leases.flush_claims(&mut self.tx)?;
+        flush_cursors(&mut self.tx)
     }
 
-    /// Loads the groups again inside a transaction, after storing the cursors that it has moved.
-    pub(crate) fn reread_groups(&mut self) -> Result<()> {
-        self.flush_cursors()?;
-        self.state.refresh_groups(&self.conn)
-    }
-
-    fn flush_cursors(&mut self) -> Result<()> {
-        let doing = |e| from_sqlite("moving a group", e);
-        let now = micros(self.clock.now());
-        for (id, group) in &mut self.state.groups {
-            if group.cursor != group.stored_cursor {
-                self.conn
-                    .prepare_cached("UPDATE groups SET cursor = ?2, active_at = ?3 WHERE id = ?1")
-                    .and_then(|mut s| s.execute((id, crate::rows::to_sql(group.cursor), now)))
-                    .map_err(doing)?;
-                group.stored_cursor = group.cursor;
-            }
-        }
-        self.cursors_stored = Instant::now();
-        Ok(())
-    }
-
-    /// Whether there is something to write without a command.
-    fn has_work(&mut self) -> bool {
-        if self.sessions.is_empty() {
-            return false;
-        }
-        let now = micros(self.clock.now());
-        if self.owners_checked.elapsed() >= OWNER_CHECK {
-            self.owners_checked = Instant::now();
-            self.owner_died = self.some_owner_died();
-        }
-        self.leases_ended(now)
-            || self.owner_died
-            || self.leases_to_extend(now)
-            || self.deliveries_to_take(now)
-            || self.reserved_may_begin()
-            || (self.cursors_stored.elapsed() >= CURSOR_DELAY && self.has_unwritten_cursors())
-    }
-
-    fn has_unwritten_cursors(&self) -> bool {
-        let mut groups = self.state.groups.values();
-        groups.any(|g| g.cursor != g.stored_cursor)
-    }
-
-    /// Hands out every event that can be handed out.
-    fn pump(&mut self) -> Result<()> {
-        let now = micros(self.clock.now());
-        if self.leases_ended(now) {
-            self.end_leases(now)?;
-        }
-        if self.owner_died {
-            self.owner_died = false;
-            self.inherit_from_dead()?;
-        }
-        self.extend_waiting(now)?;
-        self.share_places(now);
-        self.take_deliveries(now)?;
-        self.claim_appended()?;
-        // In ordered groups, events that were just appended wait in rows.
-        if self.deliveries_to_take(now) {
-            self.take_deliveries(now)?;
-        }
-        self.open_reserved();
+    /// The transaction was rolled back: memory follows.
+    fn undo_changes(&mut self) -> Result<()> {
+        self.must_reload = true;
+        self.deliveries.undo_changes(&mut self.tx)?;
+        self.must_reload = false;
         Ok(())
     }
 
     /// Loads changes of other processes.
     fn refresh(&mut self) -> Result<()> {
-        let lost = self.state.refresh(&self.conn)?;
-        self.forget(lost);
-        self.dismiss_orphans();
-        self.drop_stale_isolation()?;
-        for session in self.sessions.values_mut() {
+        self.tx.refresh()?;
+        let lost = self.deliveries.leases.refresh(&self.tx.conn)?;
+        self.deliveries.forget(lost);
+        self.deliveries.consumers.dismiss_orphans(&mut self.tx);
+        self.deliveries.drop_stale_isolation(&mut self.tx)?;
+        for session in self.deliveries.consumers.sessions.values_mut() {
             session.look_for_unhandled = true;
         }
         self.announce_head();
         Ok(())
     }
-
-    fn forget(&mut self, lost: Lost) {
-        for (id, claim) in lost.claims {
-            self.forget_claim(id, &claim);
-        }
-        for ((group, seq), held) in lost.held {
-            if let Some(session) = self.sessions.get_mut(&held.session) {
-                session.gave(1, held.bytes);
-                session
-                    .mailbox
-                    .recall(|d| d.lease.seq() == seq && d.lease.token() == held.token as u64);
-            }
-            if self.isolating == Some((group, seq)) {
-                self.isolating = None;
-            }
-        }
-    }
-
-    /// Ends the consumers of groups that were removed.
-    fn dismiss_orphans(&mut self) {
-        let groups = &self.state.groups;
-        for (_, session) in self
-            .sessions
-            .extract_if(|_, s| !groups.contains_key(&s.group))
-        {
-            let gone = Error::new(Code::GroupNotFound, "the group was removed");
-            session
-                .mailbox
-                .end(gone.hint("subscribe again to create it anew"));
-        }
-    }
-
-    fn forget_claim(&mut self, id: i64, claim: &Claim) {
-        if let Some(session) = self.sessions.get_mut(&claim.session) {
-            let open = claim.progress.unfinished_count(claim.hi);
-            session.gave(usize::try_from(open).unwrap_or(0), open * claim.bytes_each);
-            let slot = crate::claims::claim_slot(id);
-            session.mailbox.recall(|d| d.lease.slot() == slot);
-        }
-    }
 }
 
 /// Changes when another connection commits; commits of this connection do not change it.
 fn data_version(conn: &Connection) -> Result<i64> {
-    conn.prepare_cached("PRAGMA data_version")
-        .and_then(|mut s| s.query_row([], |row| row.get(0)))
-        .map_err(|e| from_sqlite("looking for changes", e))
+    conn.one("looking for changes", "PRAGMA data_version", [])
 }

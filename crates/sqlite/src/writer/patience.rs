@@ -1,4 +1,4 @@
-//! Part of the writer: low-priority ("patient") work such as retention. It runs after all other commands,
+//! Low-priority ("patient") work such as retention. It runs after all other commands,
 //! rests after each piece for as long as the piece took, and does the checkpoints of the write-ahead log, so
 //! that publishers rarely wait for one.
 //!
@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 use everbus_core::Result;
 use rusqlite::Connection;
 
-use super::Writer;
 use crate::Durable;
 use crate::errors::from_sqlite;
 use crate::queue::Command;
@@ -61,9 +60,9 @@ impl Hold {
 }
 
 /// State of the scheduling of patient work.
-pub(super) struct Patience {
+pub(crate) struct Patience {
     /// How often patient work was put off in a row.
-    put_off: u32,
+    times_put_off: u32,
     /// When other commands ran last.
     others_at: Option<Instant>,
     /// When the rest of patient work ends.
@@ -78,7 +77,7 @@ pub(super) struct Patience {
 impl Patience {
     pub(super) fn new(durability: Durable) -> Self {
         Self {
-            put_off: 0,
+            times_put_off: 0,
             others_at: None,
             rest_until: None,
             holds: Vec::new(),
@@ -109,21 +108,42 @@ impl Patience {
     pub(super) fn is_lazy(&self) -> bool {
         !self.mode.synced
     }
-}
 
-impl Writer {
+    /// Sets the pragmas of a round from its commands.
+    pub(super) fn begin(&mut self, conn: &Connection, patient: bool, lazy: bool) -> Result<()> {
+        let checkpoint = match patient {
+            _ if self.saving_room => SAVING_CHECKPOINT,
+            true => SMALL_CHECKPOINT,
+            false => CHECKPOINT,
+        };
+        let synced = !lazy;
+        self.switch(conn, Mode { synced, checkpoint })
+    }
+
+    /// A round has ended. Only a round of patient work alone causes a rest.
+    pub(super) fn end(&mut self, patient: bool, took: Duration) {
+        for (hold, since) in self.holds.drain(..) {
+            if patient {
+                hold.note(since.elapsed());
+            }
+        }
+        if patient && self.is_in_use() {
+            self.rest_until = Some(Instant::now() + took.min(LONGEST_REST));
+        }
+    }
+
     /// Measures the running transaction from here to its end.
     pub(crate) fn watch_hold(&mut self, hold: &Hold) {
-        self.patience.holds.push((hold.clone(), Instant::now()));
+        self.holds.push((hold.clone(), Instant::now()));
     }
 
     /// How long the queued patient work still rests.
-    pub(super) fn rest(&self) -> Duration {
-        let until = self.patience.rest_until;
+    pub(super) fn rest(&self, backlog: &[Command]) -> Duration {
+        let until = self.rest_until;
         let left = until.map_or(Duration::ZERO, |until| {
             until.saturating_duration_since(Instant::now())
         });
-        if self.backlog.iter().all(Command::is_patient) {
+        if backlog.iter().all(Command::is_patient) {
             left
         } else {
             Duration::ZERO
@@ -131,89 +151,54 @@ impl Writer {
     }
 
     /// Postpones patient work, a few times, when other commands wait in the same batch.
-    pub(super) fn without_patient(&mut self, mut batch: Vec<Command>) -> Vec<Command> {
+    pub(super) fn put_off(
+        &mut self,
+        mut batch: Vec<Command>,
+        backlog: &mut Vec<Command>,
+    ) -> Vec<Command> {
         let patient = batch.iter().filter(|c| c.is_patient()).count();
         if patient < batch.len() {
-            self.patience.others_at = Some(Instant::now());
+            self.others_at = Some(Instant::now());
         }
         if patient == 0 {
             return batch;
         }
-        if patient == batch.len() || self.patience.put_off >= PUT_OFF {
-            self.patience.put_off = 0;
+        if patient == batch.len() || self.times_put_off >= PUT_OFF {
+            self.times_put_off = 0;
             return batch;
         }
-        self.patience.put_off += 1;
+        self.times_put_off += 1;
         let later: Vec<Command> = batch.extract_if(.., |c| c.is_patient()).collect();
-        self.backlog.splice(0..0, later);
+        backlog.splice(0..0, later);
         batch
-    }
-
-    /// One round. Its priority and durability follow from the commands in it.
-    pub(super) fn turn_patiently(&mut self, batch: Vec<Command>) -> Result<()> {
-        let patient = !batch.is_empty() && batch.iter().all(Command::is_patient);
-        // Work that is due must be durable, so it may not share a lazy transaction.
-        let lazy = patient && batch.iter().all(Command::is_lazy) && !self.has_work();
-        let usual = if patient {
-            SMALL_CHECKPOINT
-        } else {
-            CHECKPOINT
-        };
-        let mode = Mode {
-            synced: !lazy,
-            checkpoint: if self.patience.saving_room {
-                SAVING_CHECKPOINT
-            } else {
-                usual
-            },
-        };
-        if let Err(error) = self.patience.switch(&self.conn, mode) {
-            self.refuse(batch, &error);
-            return Err(error);
-        }
-        let began = Instant::now();
-        let done = self.turn(batch);
-        for (hold, since) in self.patience.holds.drain(..) {
-            // Only a round of patient work alone causes a rest.
-            if patient {
-                hold.note(since.elapsed());
-            }
-        }
-        if patient && self.is_in_use() {
-            let rest = began.elapsed().min(LONGEST_REST);
-            self.patience.rest_until = Some(Instant::now() + rest);
-        }
-        done
     }
 
     /// Whether other work ran within the last second.
     pub(crate) fn is_in_use(&self) -> bool {
-        let others = self.patience.others_at;
+        let others = self.others_at;
         others.is_some_and(|at| at.elapsed() < ACTIVE)
     }
 
     /// From here on every commit is synced.
-    pub(super) fn sync_all(&mut self) -> Result<()> {
-        self.patience.switch(&self.conn, Mode::USUAL)
+    pub(super) fn sync_all(&mut self, conn: &Connection) -> Result<()> {
+        self.switch(conn, Mode::USUAL)
     }
 
     /// While the disk is nearly full, checkpoints run often. The write-ahead log is then reused from its
     /// beginning, and the acks and dead letters that follow need little more room.
-    pub(super) fn save_room(&mut self, save: bool) {
-        if save != self.patience.saving_room {
-            self.patience.saving_room = save;
+    pub(super) fn save_room(&mut self, conn: &Connection, save: bool) {
+        if save != self.saving_room {
+            self.saving_room = save;
             let mode = Mode {
                 checkpoint: if save { SAVING_CHECKPOINT } else { CHECKPOINT },
-                ..self.patience.mode
+                ..self.mode
             };
             // An error is ignored: the next transaction sets the pragmas again.
-            let _ = self.patience.switch(&self.conn, mode);
+            let _ = self.switch(conn, mode);
         }
         if save {
             // An error is ignored: if the disk is full, the next ack reports it.
-            let _ = self
-                .conn
-                .query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
+            let _ = conn.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
         }
     }
 }
@@ -222,9 +207,11 @@ impl Writer {
 mod tests {
     use super::*;
     use crate::Options;
+    use crate::writer::Writer;
 
     fn setting(writer: &mut Writer, name: &str) -> Result<i64> {
         writer
+            .tx
             .conn
             .query_row(&format!("PRAGMA {name}"), [], |r| r.get(0))
             .map_err(|e| from_sqlite("reading a setting", e))
@@ -244,7 +231,7 @@ mod tests {
     #[tokio::test]
     async fn only_what_is_lazy_is_not_synced() {
         let dir = tempfile::tempdir().unwrap();
-        let handle = crate::engine::start(&dir.path().join("a.db"), Options::default()).unwrap();
+        let handle = crate::handle::start(&dir.path().join("a.db"), Options::default()).unwrap();
         let (usual, small) = (i64::from(CHECKPOINT), i64::from(SMALL_CHECKPOINT));
         for _ in 0..3 {
             assert_eq!(handle.job(settings).await.unwrap(), (FULL, usual));
@@ -281,7 +268,7 @@ mod tests {
             durability: Durable::Normal,
             ..Options::default()
         };
-        let handle = crate::engine::start(&dir.path().join("a.db"), options).unwrap();
+        let handle = crate::handle::start(&dir.path().join("a.db"), options).unwrap();
         for _ in 0..2 {
             assert_eq!(handle.job(settings).await.unwrap().0, NORMAL);
             assert_eq!(handle.lazy_job(settings).await.unwrap().0, NORMAL);
@@ -293,20 +280,20 @@ mod tests {
     #[tokio::test]
     async fn the_longest_hold_is_measured() {
         let dir = tempfile::tempdir().unwrap();
-        let handle = crate::engine::start(&dir.path().join("a.db"), Options::default()).unwrap();
+        let handle = crate::handle::start(&dir.path().join("a.db"), Options::default()).unwrap();
         let (hold, work) = (Hold::default(), Duration::from_millis(3));
         // A job that shares its transaction is not counted; the test tries again.
         while hold.longest() < work {
             let watched = hold.clone();
             let long = handle.lazy_job(move |writer| {
-                writer.watch_hold(&watched);
+                writer.patience.watch_hold(&watched);
                 std::thread::sleep(work);
                 Ok(())
             });
             long.await.unwrap();
             let watched = hold.clone();
             let short = handle.lazy_job(move |writer| {
-                writer.watch_hold(&watched);
+                writer.patience.watch_hold(&watched);
                 Ok(())
             });
             short.await.unwrap();
@@ -321,7 +308,7 @@ mod tests {
     #[tokio::test]
     async fn patient_work_rests_while_others_are_there() {
         let dir = tempfile::tempdir().unwrap();
-        let handle = crate::engine::start(&dir.path().join("a.db"), Options::default()).unwrap();
+        let handle = crate::handle::start(&dir.path().join("a.db"), Options::default()).unwrap();
         let rest = |writer: &mut Writer| Ok(writer.patience.rest_until);
         // Another command ran before. On a slow machine that may be too long ago; the test tries again.
         let until = loop {

@@ -1,15 +1,16 @@
-//! Part of the writer: one transaction. All queued commands run in it and are answered once it is durable.
+//! One transaction. All queued commands run in it and are answered once it is durable.
 
 use std::time::{Duration, Instant};
 
-use everbus_core::{Code, Error, Event, Result, Settlement, SubscriptionInfo};
+use everbus_core::{Code, Error, Result, Settlement, SubscriptionInfo};
 use rusqlite::ErrorCode;
 use tokio::sync::oneshot;
 
 use super::{MAX_EVENTS, Writer, data_version};
 use crate::answers::Published;
 use crate::append::{Appender, ROWS};
-use crate::effect::failed_at_commit;
+use crate::declare::{declare, remove_group, retract};
+use crate::effect::{defers_constraints, failed_at_commit};
 use crate::errors::{from_sqlite, is_busy, is_fatal};
 use crate::failpoint;
 use crate::queue::{Answer, Command};
@@ -67,18 +68,18 @@ impl Writer {
     ) -> Result<()> {
         // Effects can roll back the whole transaction, so they run first, before the work of other commands.
         others.sort_by_key(|command| !command.has_effects());
-        self.offenders.clear();
+        self.effects.offenders.clear();
         let mut known = 0;
         let mut error = loop {
             let Err(error) = self.attempt(&mut appends, &mut others) else {
                 self.keep_room(appends);
                 return Ok(());
             };
-            if self.offenders.len() == known {
+            if self.effects.offenders.len() == known {
                 break error;
             }
             // An effect rolled the transaction back: run again without that effect.
-            known = self.offenders.len();
+            known = self.effects.offenders.len();
             if let Err(error) = self.undo_changes() {
                 appends.into_iter().for_each(|c| c.fail(error.clone()));
                 self.refuse(others, &error);
@@ -86,7 +87,7 @@ impl Writer {
             }
         };
         if error.code() == Code::DiskFull && !others.is_empty() {
-            self.save_room(true);
+            self.patience.save_room(&self.tx.conn, true);
             // A job can run only once.
             let jobs = others.extract_if(.., |c| matches!(c, Command::Job { .. }));
             jobs.for_each(|job| job.fail(error.clone()));
@@ -112,7 +113,7 @@ impl Writer {
     /// Runs each settlement in its own transaction. A file with deferred constraints needs this: they are
     /// checked at the commit, and a violation would fail every command in the transaction.
     pub(super) fn settle_apart(&mut self, others: &mut Vec<Command>) -> Result<()> {
-        if !others.iter().any(Command::has_effects) || !self.defers_constraints()? {
+        if !others.iter().any(Command::has_effects) || !defers_constraints(&self.tx)? {
             return Ok(());
         }
         let apart: Vec<Command> = others.extract_if(.., |c| c.has_effects()).collect();
@@ -137,12 +138,12 @@ impl Writer {
     fn settle_alone(&mut self, settlement: Settlement) -> Result<Result<()>> {
         let (reply, mut answer) = oneshot::channel();
         let settlements = vec![settlement];
-        self.settling_apart = true;
+        self.effects.apart = true;
         let done = self.transaction(Vec::new(), vec![Command::Settle { settlements, reply }]);
-        self.settling_apart = false;
+        self.effects.apart = false;
         match done {
             Ok(()) => {
-                self.hand_over();
+                self.deliveries.consumers.hand_over();
                 let answer = answer.try_recv().ok().and_then(|all| all.ok()?.pop());
                 Ok(answer.unwrap_or_else(|| Err(Error::new(Code::Internal, "no answer"))))
             }
@@ -187,7 +188,7 @@ impl Writer {
             appends.drain(..).for_each(|c| c.fail(error.clone()));
             return Err(error);
         }
-        let offenders = self.offenders.len();
+        let offenders = self.effects.offenders.len();
         let mut published = std::mem::take(&mut self.published);
         let result = match self.perform(others) {
             Ok(outcomes) => self
@@ -197,7 +198,7 @@ impl Writer {
                 .and_then(|()| self.commit())
                 .map(|()| outcomes),
             Err(error) => {
-                if self.offenders.len() == offenders {
+                if self.effects.offenders.len() == offenders {
                     appends.drain(..).for_each(|c| c.fail(error.clone()));
                 }
                 Err(error)
@@ -215,7 +216,7 @@ impl Writer {
                 Ok(())
             }
             Err(error) => {
-                let _ = self.conn.execute_batch("ROLLBACK");
+                let _ = self.tx.conn.execute_batch("ROLLBACK");
                 let error = match error.code() {
                     Code::DiskFull => full(error.message()),
                     _ if is_fatal(&error) => error.with_unknown_outcome(),
@@ -233,7 +234,7 @@ impl Writer {
         if self.patience.is_lazy() {
             return Ok(());
         }
-        self.pump()
+        self.deliveries.pump(&mut self.tx)
     }
 
     pub(super) fn begin(&mut self) -> Result<()> {
@@ -248,17 +249,17 @@ impl Writer {
                 Err(e) => return Err(from_sqlite("waiting for the file", e)),
             }
         }
-        let version = match data_version(&self.conn) {
+        let version = match data_version(&self.tx.conn) {
             Ok(version) => version,
             Err(e) => {
-                let _ = self.conn.execute_batch("ROLLBACK");
+                let _ = self.tx.conn.execute_batch("ROLLBACK");
                 return Err(e);
             }
         };
         if version != self.data_version {
-            self.watches.recheck_all();
+            self.tx.watches.recheck_all();
             if let Err(e) = self.refresh() {
-                let _ = self.conn.execute_batch("ROLLBACK");
+                let _ = self.tx.conn.execute_batch("ROLLBACK");
                 return Err(e);
             }
             self.data_version = version;
@@ -270,8 +271,8 @@ impl Writer {
         if appends.is_empty() {
             return Ok(());
         }
-        let now = self.clock.now();
-        let mut appender = match Appender::new(&self.conn, &self.state, now) {
+        let now = self.tx.clock.now();
+        let mut appender = match Appender::new(&self.tx.conn, &self.tx.log, now) {
             Ok(appender) => appender,
             Err(error) => {
                 let refused = appends
@@ -288,7 +289,7 @@ impl Writer {
             let types = match commands.as_slice().first_chunk::<ROWS>() {
                 Some(rows) if failure.is_none() && rows.iter().all(|c| c.single().is_some()) => {
                     let events = rows.iter().filter_map(Command::single);
-                    appender.write_rows(&mut self.state, events)
+                    appender.write_rows(&mut self.tx.log, events)
                 }
                 _ => Ok(None),
             };
@@ -297,7 +298,7 @@ impl Writer {
                 None
             });
             for (row, command) in commands.by_ref().take(ROWS).enumerate() {
-                let state = &mut self.state;
+                let state = &mut self.tx.log;
                 let done = match (command, &failure) {
                     (command, Some(error)) => Published::refused(command, error),
                     (Command::AppendOne { event, reply }, None) => {
@@ -333,37 +334,51 @@ impl Writer {
     fn perform_one(&mut self, command: &mut Command) -> Result<Outcome> {
         Ok(match command {
             Command::Append { .. } | Command::AppendOne { .. } => Outcome::Nothing,
-            Command::Settle { settlements, .. } => Outcome::Each(self.settle(settlements)?),
-            Command::Extend { leases, by, .. } => Outcome::Each(self.extend(leases, *by)?),
-            Command::Declare { group, .. } => Outcome::Declared(soft(self.declare(group))?),
-            Command::Retract { subscription, .. } => {
-                Outcome::Unit(soft(self.retract(subscription))?)
+            Command::Settle { settlements, .. } => Outcome::Each(self.deliveries.settle(
+                &mut self.tx,
+                &mut self.effects,
+                settlements,
+            )?),
+            Command::Extend { leases, by, .. } => {
+                Outcome::Each(self.deliveries.leases.extend(&mut self.tx, leases, *by)?)
             }
-            Command::RemoveGroup { group, .. } => Outcome::Unit(soft(self.remove_group(group))?),
+            Command::Declare { group, .. } => Outcome::Declared(soft(declare(
+                &mut self.tx,
+                &mut self.deliveries.leases,
+                group,
+            ))?),
+            Command::Retract { subscription, .. } => {
+                Outcome::Unit(soft(retract(&mut self.tx, subscription))?)
+            }
+            Command::RemoveGroup { group, .. } => Outcome::Unit(soft(remove_group(
+                &mut self.tx,
+                &mut self.deliveries.leases,
+                group,
+            ))?),
             Command::Attach { session, .. } => {
-                Outcome::Unit(match self.attach(session) {
+                Outcome::Unit(match self.deliveries.attach(&mut self.tx, session) {
                     // The lock file cannot be created: only this consumer fails.
                     Err(e) if matches!(e.code(), Code::ReadOnly | Code::OutOfResources) => Err(e),
                     other => soft(other)?,
                 })
             }
             Command::SetHandled { session, handled } => {
-                if let Some(session) = self.sessions.get_mut(session) {
+                if let Some(session) = self.deliveries.consumers.sessions.get_mut(session) {
                     session.set_handled(handled.clone());
                 }
                 Outcome::Nothing
             }
             Command::Detach { session, .. } => {
-                self.detach(*session)?;
+                self.deliveries.detach(&mut self.tx, *session)?;
                 Outcome::Unit(Ok(()))
             }
             Command::Fed(fed) => {
-                self.take_feed(fed)?;
+                self.deliveries.take_feed(&mut self.tx, fed)?;
                 Outcome::Nothing
             }
             Command::Watch { position, reply } => {
                 if let Some(reply) = reply.take() {
-                    self.watches.add(*position, reply);
+                    self.tx.watches.add(*position, reply);
                 }
                 Outcome::Nothing
             }
@@ -374,16 +389,9 @@ impl Writer {
         })
     }
 
-    /// Appends the follow-up events of a settlement, in the same transaction.
-    pub(crate) fn append_follow_ups(&mut self, events: Vec<Event>) -> Result<()> {
-        let now = self.clock.now();
-        let mut appender = Appender::new(&self.conn, &self.state, now)?;
-        appender.batch(&mut self.state, events).map(drop)
-    }
-
     /// Runs a statement that is prepared only once.
     fn run_prepared(&self, sql: &str) -> rusqlite::Result<()> {
-        self.conn.prepare_cached(sql)?.execute([]).map(drop)
+        self.tx.conn.prepare_cached(sql)?.execute([]).map(drop)
     }
 
     pub(super) fn commit(&mut self) -> Result<()> {
@@ -392,8 +400,9 @@ impl Writer {
             .map_err(|e| from_sqlite("committing", e))?;
         failpoint::hit("after-commit");
         self.presence.check()?;
-        self.state.appended.clear();
-        self.keep_changes();
+        self.tx.log.appended.clear();
+        self.deliveries.consumers.keep_changes();
+        self.deliveries.leases.undo = Default::default();
         Ok(())
     }
 }

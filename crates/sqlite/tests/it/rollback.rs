@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Consumer, DeadLetterFilter, Engine, Event, EventState, PageRequest, Position, Settlement,
-    Verdict,
+    Code, Consumer, DeadLetterFilter, Delivery, Engine, Event, EventState, PageRequest, Position,
+    Settlement, Verdict,
 };
 use everbus_sqlite::Options;
 use rusqlite::Connection;
@@ -17,8 +17,8 @@ use rusqlite::Connection;
 use crate::disk::SmallDisk;
 use crate::locked::Lock;
 use crate::{
-    consume, consume_some, declare, eventually, failure, fetch, open, publish, retry_at_once,
-    settle, try_settle,
+    clock, consume, consume_some, declare, eventually, failure, fetch, open, publish,
+    retry_at_once, settle, try_settle,
 };
 
 /// Makes a kind of statement fail, `UPDATE ON groups` for example, until it is lifted.
@@ -103,6 +103,49 @@ async fn an_event_whose_verdict_was_rolled_back_outlives_an_orderly_end() {
     let again = fetch(&mut consumer, 1).await.remove(0);
     assert_eq!(again.record.position, settlement.lease.position());
     assert_eq!(again.attempt, 2);
+}
+
+// conformance: rule-4/rolled-back-extension: a lease whose extension was rolled back ends when it would have ended without it
+#[tokio::test]
+async fn an_extension_that_was_rolled_back_is_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.db");
+    let (clock, shared) = clock();
+    let options = Options {
+        clock: shared,
+        ..Options::default()
+    };
+    let engine = everbus_sqlite::open(&path, options).unwrap();
+    declare(&engine, "", "*").await;
+    let mut consumer = consume(&engine, "").await;
+    let extend = async |delivery: &Delivery, by: u64| {
+        let leases = vec![delivery.lease.clone()];
+        let extended = engine.broker.extend(leases, Duration::from_secs(by)).await;
+        extended?.remove(0)
+    };
+    for extended_before in [false, true] {
+        publish(&engine, "a.b").await;
+        let delivery = fetch(&mut consumer, 1).await.remove(0);
+        if extended_before {
+            extend(&delivery, 600).await.unwrap();
+        }
+        let sabotage = Sabotage::plant(&path, "UPDATE ON claims");
+        extend(&delivery, 3_600)
+            .await
+            .expect_err("it was rolled back");
+        sabotage.lift();
+        // A lease lasts 40 seconds if it is not extended.
+        clock.advance(Duration::from_secs(120));
+        let acked = try_settle(&engine, &delivery, Verdict::Ack).await;
+        match extended_before {
+            true => acked.expect("the first extension holds"),
+            false => {
+                assert_eq!(acked.unwrap_err().code(), Code::LeaseLost);
+                let again = fetch(&mut consumer, 1).await.remove(0);
+                settle(&engine, &again, Verdict::Ack).await;
+            }
+        }
+    }
 }
 
 // conformance: bus/full-disk: a verdict that finds the disk full can be given again once there is room

@@ -8,6 +8,7 @@ use everbus_core::{Error, Result};
 use super::work::{Next, Work};
 use crate::history::block::Block;
 use crate::history::runs::{Applied, Change, End, Target};
+use crate::history::runs::{change_history, sweep_history};
 use crate::queue::{Answer, Command, Priority};
 use crate::writer::Writer;
 
@@ -25,7 +26,8 @@ impl Work {
 
     pub(super) fn sweep(&mut self) -> Result<Result<(), Next>> {
         let (holder, writing) = (self.holder, self.begun());
-        let applied = self.job(move |writer| writer.sweep_history(holder, &writing))?;
+        let applied = self
+            .job(move |writer| sweep_history(&writer.tx.conn, &writer.space, holder, &writing))?;
         Ok(match self.outcome(applied)? {
             Ok(_) | Err(None) => Ok(()),
             Err(Some(next)) => Err(next),
@@ -45,7 +47,8 @@ impl Work {
             blocks,
             end,
         };
-        let applied = self.job(move |writer| writer.change_history(&change))?;
+        let applied =
+            self.job(move |writer| change_history(&writer.tx.conn, &writer.space, &change))?;
         self.outcome(applied)
     }
 

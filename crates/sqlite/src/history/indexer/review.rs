@@ -3,10 +3,11 @@
 use everbus_core::Result;
 
 use super::work::{Standing, Work};
-use crate::errors::from_sqlite;
 use crate::history::merge::{Alive, Merge};
+use crate::history::runs::forget_history;
 use crate::history::runs::{self, Applied, Run};
 use crate::rows::{seq_from, to_sql};
+use crate::sql::Sql as _;
 
 /// Rows read between two checks whether the engine closes.
 const ROWS: u64 = 2048;
@@ -33,7 +34,7 @@ impl Work {
             }
         }
         if gone {
-            self.job(|writer| writer.forget_history().map(|()| Applied::Done(0)))?;
+            self.job(|writer| forget_history(writer).map(|()| Applied::Done(0)))?;
             self.review = false;
         }
         Ok(())
@@ -49,41 +50,30 @@ impl Work {
             return Ok(false);
         }
         let conn = &self.reader.conn;
-        let mut statement = conn
-            .prepare_cached("SELECT 1 FROM log WHERE seq = ?1")
-            .map_err(|e| from_sqlite("reading the log", e))?;
+        let sql = "SELECT EXISTS (SELECT 1 FROM log WHERE seq = ?1)";
         let mut found = 0;
         for probe in 0..probes {
             let seq = run.lo + probe * width / probes;
-            let there = statement.exists([to_sql(seq)]);
-            found += u64::from(there.map_err(|e| from_sqlite("reading the log", e))?);
+            let there: bool = conn.one("reading the log", sql, [to_sql(seq)])?;
+            found += u64::from(there);
         }
         Ok(found * 2 < expected)
     }
 
     /// A merge that leaves out removed events, if they are more than half.
     fn without_gone(&mut self, run: &Run) -> Result<Option<Merge>> {
-        let doing = |e| from_sqlite("reading the log", e);
         let mut alive = Alive::new(run);
         let (mut left, mut after) = (0, run.lo.saturating_sub(1));
         loop {
             self.check_open()?;
-            let mut statement = self
-                .reader
-                .conn
-                .prepare_cached(
-                    "SELECT seq FROM log WHERE seq > ?1 AND seq <= ?2 ORDER BY seq LIMIT ?3",
-                )
-                .map_err(doing)?;
-            let mut rows = statement
-                .query((to_sql(after), to_sql(run.hi), to_sql(ROWS)))
-                .map_err(doing)?;
-            let mut read = 0;
-            while let Some(row) = rows.next().map_err(doing)? {
-                after = seq_from(row.get(0).map_err(doing)?);
+            let sql = "SELECT seq FROM log WHERE seq > ?1 AND seq <= ?2 ORDER BY seq LIMIT ?3";
+            let values = (to_sql(after), to_sql(run.hi), to_sql(ROWS));
+            let seqs: Vec<i64> = self.reader.conn.all("reading the log", sql, values)?;
+            for seq in &seqs {
+                after = seq_from(*seq);
                 alive.set(after);
-                read += 1;
             }
+            let read = seqs.len() as u64;
             left += read;
             if read < ROWS {
                 break;

@@ -6,12 +6,11 @@ use std::time::{Duration, Instant};
 use everbus_core::{BoxFuture, ConsumeOptions, Consumer, Delivery, Pattern, Result, Window};
 use tokio::sync::oneshot;
 
-use crate::engine::Handle;
+use crate::handle::Handle;
 use crate::ids::IdMap;
 use crate::mailbox::Mailbox;
 use crate::queue::Command;
-use crate::rows::MAX_CACHED_TYPES;
-use crate::state::micros;
+use crate::rows::{MAX_CACHED_TYPES, micros};
 
 /// Limit for the payload bytes that a consumer has in flight, in total or per event it asked for, whichever
 /// is more. One event is always allowed.
@@ -179,7 +178,7 @@ impl Consumer for SqliteConsumer {
     fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
         let id = self.id;
         self.handle
-            .job(move |writer| writer.set_prefetch(id, prefetch))
+            .job(move |writer| writer.deliveries.set_prefetch(&mut writer.tx, id, prefetch))
     }
 
     fn close(mut self: Box<Self>) -> BoxFuture<'static, Result<()>> {

@@ -1,6 +1,9 @@
 //! The dead letters of a file: queries, and (part of the writer) retry and purge. Nothing here needs a
 //! running bus.
 
+pub(crate) mod bury;
+mod replace;
+
 use everbus_core::dead_letters::{MAX_PAGE, TALLY_ERROR_CHARS};
 use everbus_core::{
     Appended, BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
@@ -8,17 +11,24 @@ use everbus_core::{
     PurgeBasis, Purged, Replaced, Result, Timestamp,
 };
 use rusqlite::types::Value;
-use rusqlite::{Connection, OptionalExtension as _, Row, params_from_iter};
+use rusqlite::{Connection, Row, params_from_iter};
 
 use crate::append::position_before;
-use crate::engine::SqliteEngine;
+use crate::broker::SqliteEngine;
+use crate::dead_letters::replace::replace;
+use crate::deliveries::leases::Leases;
 use crate::errors::from_sqlite;
 use crate::readers::Reader;
+use crate::retention::needed::owed;
+use crate::retention::remove::remove_unowed;
 use crate::rows::{
-    AFTER_RECORD, RECORD, TypeNames, UNREADABLE, read_failures, read_stored, seq_from, to_sql,
+    AFTER_RECORD, RECORD, TypeNames, UNREADABLE, micros, read_failures, read_stored, seq_from,
+    to_sql,
 };
-use crate::state::micros;
-use crate::writer::Writer;
+use crate::settle::insert_waiting;
+use crate::sql::Sql as _;
+use crate::streams::skip_ahead;
+use crate::tx::Tx;
 
 /// Rows changed in one transaction, so that other commands get their turn.
 const STEP: usize = 500;
@@ -85,28 +95,19 @@ impl DeadLetters for SqliteEngine {
 
     fn replaced(&self) -> BoxFuture<'_, Result<Vec<Replaced>>> {
         self.handle.query(|reader| {
-            let doing = |e| from_sqlite("reading the replaced dead letters", e);
-            let mut statement = reader
-                .conn
-                .prepare_cached(
-                    "SELECT d.seq, g.name, d.replaced_by FROM dead_letters d
-                       JOIN groups g ON g.id = d.group_id
-                     WHERE d.replaced_by IS NOT NULL ORDER BY d.seq, g.name",
-                )
-                .map_err(doing)?;
-            let mut rows = statement.query([]).map_err(doing)?;
-            let mut replaced = Vec::new();
-            while let Some(row) = rows.next().map_err(doing)? {
-                let group: String = row.get(1).map_err(doing)?;
-                replaced.push(Replaced {
-                    key: DeadLetterKey {
-                        position: Position::seq(seq_from(row.get(0).map_err(doing)?)),
-                        group: group.parse()?,
-                    },
-                    by: EventId::from_bytes(row.get(2).map_err(doing)?),
-                });
-            }
-            Ok(replaced)
+            let doing = "reading the replaced dead letters";
+            let sql = "SELECT d.seq, g.name, d.replaced_by FROM dead_letters d
+                         JOIN groups g ON g.id = d.group_id
+                       WHERE d.replaced_by IS NOT NULL ORDER BY d.seq, g.name";
+            let rows: Vec<(i64, String, [u8; 16])> = reader.conn.all(doing, sql, [])?;
+            let replaced = rows.into_iter().map(|(seq, group, by)| {
+                let (position, group) = (Position::seq(seq_from(seq)), group.parse()?);
+                Ok(Replaced {
+                    key: DeadLetterKey { position, group },
+                    by: EventId::from_bytes(by),
+                })
+            });
+            replaced.collect()
         })
     }
 
@@ -133,7 +134,7 @@ impl DeadLetters for SqliteEngine {
                 let step = RETRY_STEP.min(limit - total);
                 let done = self
                     .handle
-                    .job(move |writer| writer.retry_step(&filter, after, step))
+                    .job(move |writer| retry_step(&mut writer.tx, &filter, after, step))
                     .await?;
                 total += done.len();
                 // Forwards only: an event that fails again during this retry is not retried again.
@@ -148,7 +149,7 @@ impl DeadLetters for SqliteEngine {
     fn replace(&self, key: DeadLetterKey, corrected: Event) -> BoxFuture<'_, Result<Appended>> {
         Box::pin(async move {
             self.handle
-                .job(move |writer| writer.replace(&key, corrected))
+                .job(move |writer| replace(&mut writer.tx, &key, corrected))
                 .await?
         })
     }
@@ -165,7 +166,15 @@ impl DeadLetters for SqliteEngine {
                 let filter = filter.clone();
                 let (done, more) = self
                     .handle
-                    .job(move |writer| writer.purge_some(cutoff, basis, &filter))
+                    .job(move |writer| {
+                        purge_some(
+                            &mut writer.tx,
+                            &mut writer.deliveries.leases,
+                            cutoff,
+                            basis,
+                            &filter,
+                        )
+                    })
                     .await?;
                 total.extend(done);
                 if !more {
@@ -201,11 +210,10 @@ impl Condition {
             values: Vec::new(),
         };
         if let Some(pattern) = pattern {
-            let doing = |e| from_sqlite("reading the types", e);
-            let names: Vec<(i64, String)> = conn
-                .prepare_cached("SELECT id, name FROM types")
-                .and_then(|mut s| s.query_map([], |r| Ok((r.get(0)?, r.get(1)?)))?.collect())
-                .map_err(doing)?;
+            let names: Vec<(i64, String)> =
+                conn.read_all("reading the types", "SELECT id, name FROM types", [], |r| {
+                    r.try_into()
+                })?;
             let ids: Vec<String> = names
                 .iter()
                 .filter(|(_, name)| pattern.matches(name))
@@ -284,7 +292,7 @@ fn last_received_by(conn: &Connection, at: Timestamp) -> Result<u64> {
 }
 
 fn tally(conn: &Connection, condition: &Condition, limit: usize) -> Result<Vec<DeadLetterTally>> {
-    let doing = |e| from_sqlite("counting dead letters", e);
+    let doing = "counting dead letters";
     let sql = format!(
         "SELECT g.name, coalesce(t.name, '{UNREADABLE}'),
                 substr(coalesce(json_extract(d.failures, '$[#-1].error'), ''), 1, {TALLY_ERROR_CHARS}) AS error,
@@ -293,21 +301,17 @@ fn tally(conn: &Connection, condition: &Condition, limit: usize) -> Result<Vec<D
          WHERE {} GROUP BY g.name, t.name, error ORDER BY n DESC, g.name, t.name, error LIMIT {limit}",
         condition.sql
     );
-    let mut statement = conn.prepare_cached(&sql).map_err(doing)?;
-    let mut rows = statement
-        .query(params_from_iter(&condition.values))
-        .map_err(doing)?;
-    let mut tallies = Vec::new();
-    while let Some(row) = rows.next().map_err(doing)? {
-        let group: String = row.get(0).map_err(doing)?;
-        tallies.push(DeadLetterTally {
+    let values = params_from_iter(&condition.values);
+    let rows: Vec<(String, String, String, i64)> = conn.all(doing, &sql, values)?;
+    let tallies = rows.into_iter().map(|(group, event_type, error, count)| {
+        Ok(DeadLetterTally {
             group: group.parse()?,
-            event_type: row.get(1).map_err(doing)?,
-            error: row.get(2).map_err(doing)?,
-            count: seq_from(row.get(3).map_err(doing)?),
-        });
-    }
-    Ok(tallies)
+            event_type,
+            error,
+            count: seq_from(count),
+        })
+    });
+    tallies.collect()
 }
 
 fn read(reader: &mut Reader, sql: &str, values: Vec<Value>) -> Result<Vec<DeadLetter>> {
@@ -348,100 +352,88 @@ fn read_one(conn: &Connection, row: &Row<'_>, types: &mut TypeNames) -> Result<D
     })
 }
 
-impl Writer {
-    fn pick(&self, condition: &Condition, order: &str, limit: usize) -> Result<Vec<(u64, i64)>> {
-        let sql = format!(
-            "SELECT d.seq, d.group_id FROM dead_letters d WHERE {} {order} LIMIT {limit}",
-            condition.sql
-        );
-        self.conn
-            .prepare_cached(&sql)
-            .and_then(|mut s| {
-                s.query_map(params_from_iter(&condition.values), |r| {
-                    Ok((seq_from(r.get(0)?), r.get(1)?))
-                })?
-                .collect()
-            })
-            .map_err(|e| from_sqlite("choosing dead letters", e))
-    }
+fn pick(tx: &Tx, condition: &Condition, order: &str, limit: usize) -> Result<Vec<(u64, i64)>> {
+    let sql = format!(
+        "SELECT d.seq, d.group_id FROM dead_letters d WHERE {} {order} LIMIT {limit}",
+        condition.sql
+    );
+    tx.conn.read_all(
+        "choosing dead letters",
+        &sql,
+        params_from_iter(&condition.values),
+        |r| Ok((seq_from(r.get(0)?), r.get(1)?)),
+    )
+}
 
-    fn retry_step(
-        &mut self,
-        filter: &DeadLetterFilter,
-        after: (u64, i64),
-        limit: usize,
-    ) -> Result<Vec<(u64, i64)>> {
-        let mut condition = Condition::open(&self.conn, filter)?;
-        condition.sql += " AND (d.seq, d.group_id) > (?, ?)";
-        condition
-            .values
-            .extend([Value::Integer(to_sql(after.0)), Value::Integer(after.1)]);
-        let chosen = self.pick(&condition, "ORDER BY d.seq, d.group_id", limit)?;
-        let now = self.clock.now();
-        for (seq, group) in &chosen {
-            self.conn
-                .prepare_cached(
-                    "UPDATE dead_letters SET retried_at = ?3 WHERE seq = ?1 AND group_id = ?2",
-                )
-                .and_then(|mut s| s.execute((to_sql(*seq), group, micros(now))))
-                .map_err(|e| from_sqlite("retrying a dead letter", e))?;
-            self.insert_waiting(*group, *seq, 0, now, &[])?;
-        }
-        Ok(chosen)
+fn retry_step(
+    tx: &mut Tx,
+    filter: &DeadLetterFilter,
+    after: (u64, i64),
+    limit: usize,
+) -> Result<Vec<(u64, i64)>> {
+    let mut condition = Condition::open(&tx.conn, filter)?;
+    condition.sql += " AND (d.seq, d.group_id) > (?, ?)";
+    condition
+        .values
+        .extend([Value::Integer(to_sql(after.0)), Value::Integer(after.1)]);
+    let chosen = pick(tx, &condition, "ORDER BY d.seq, d.group_id", limit)?;
+    let now = tx.clock.now();
+    for (seq, group) in &chosen {
+        let doing = "retrying a dead letter";
+        let sql = "UPDATE dead_letters SET retried_at = ?3 WHERE seq = ?1 AND group_id = ?2";
+        tx.conn
+            .run(doing, sql, (to_sql(*seq), group, micros(now)))?;
+        insert_waiting(tx, *group, *seq, 0, now, &[])?;
     }
+    Ok(chosen)
+}
 
-    fn purge_some(
-        &mut self,
-        cutoff: Timestamp,
-        basis: PurgeBasis,
-        filter: &DeadLetterFilter,
-    ) -> Result<(Purged, bool)> {
-        let mut condition = Condition::open(&self.conn, filter)?;
-        match basis {
-            PurgeBasis::Created => {
-                let last = last_received_by(&self.conn, cutoff)?;
-                condition.and("d.seq <= ?", Value::Integer(to_sql(last)));
-            }
-            PurgeBasis::Died => {
-                condition.and("d.died_at <= ?", Value::Integer(micros(cutoff)));
-            }
+fn purge_some(
+    tx: &mut Tx,
+    leases: &mut Leases,
+    cutoff: Timestamp,
+    basis: PurgeBasis,
+    filter: &DeadLetterFilter,
+) -> Result<(Purged, bool)> {
+    let mut condition = Condition::open(&tx.conn, filter)?;
+    match basis {
+        PurgeBasis::Created => {
+            let last = last_received_by(&tx.conn, cutoff)?;
+            condition.and("d.seq <= ?", Value::Integer(to_sql(last)));
         }
-        let chosen = self.pick(&condition, "", STEP)?;
-        let mut ids = Vec::with_capacity(chosen.len());
-        for (seq, group) in &chosen {
-            ids.push(self.id_of(*seq)?);
-            self.conn
-                .prepare_cached("DELETE FROM dead_letters WHERE seq = ?1 AND group_id = ?2")
-                .and_then(|mut s| s.execute((to_sql(*seq), group)))
-                .map_err(|e| from_sqlite("purging a dead letter", e))?;
+        PurgeBasis::Died => {
+            condition.and("d.died_at <= ?", Value::Integer(micros(cutoff)));
         }
-        let owed = self.owed()?;
-        let mut purged = Purged::default();
-        let more = chosen.len() == STEP;
-        for ((seq, group), id) in chosen.into_iter().zip(ids) {
-            let with_event = self.remove_unowed(&owed, seq)?;
-            let name = self
-                .state
-                .groups
-                .get(&group)
-                .map(|group| group.name.clone());
-            // The rows of a removed group are removed with the group.
-            if let (Some(id), Some(name)) = (id, name) {
-                purged.add(id, name, with_event);
-                // The event may have been removed with the dead letter of another group.
-                if !with_event && self.id_of(seq)?.is_some() {
-                    self.skip_ahead(group, seq, LETTER_PURGED)?;
-                }
+    }
+    let chosen = pick(tx, &condition, "", STEP)?;
+    let mut ids = Vec::with_capacity(chosen.len());
+    for (seq, group) in &chosen {
+        ids.push(id_of(tx, *seq)?);
+        let sql = "DELETE FROM dead_letters WHERE seq = ?1 AND group_id = ?2";
+        tx.conn
+            .run("purging a dead letter", sql, (to_sql(*seq), group))?;
+    }
+    let owed = owed(tx, leases)?;
+    let mut purged = Purged::default();
+    let more = chosen.len() == STEP;
+    for ((seq, group), id) in chosen.into_iter().zip(ids) {
+        let with_event = remove_unowed(tx, &owed, seq)?;
+        let name = tx.groups.get(&group).map(|group| group.name.clone());
+        // The rows of a removed group are removed with the group.
+        if let (Some(id), Some(name)) = (id, name) {
+            purged.add(id, name, with_event);
+            // The event may have been removed with the dead letter of another group.
+            if !with_event && id_of(tx, seq)?.is_some() {
+                skip_ahead(tx, group, seq, LETTER_PURGED)?;
             }
         }
-        Ok((purged, more))
     }
+    Ok((purged, more))
+}
 
-    fn id_of(&self, seq: u64) -> Result<Option<EventId>> {
-        self.conn
-            .prepare_cached("SELECT id FROM log WHERE seq = ?1")
-            .and_then(|mut s| s.query_row([to_sql(seq)], |r| r.get(0)).optional())
-            .map(|id: Option<[u8; 16]>| id.map(EventId::from_bytes))
-            .map_err(|e| from_sqlite("naming a dead letter", e))
-    }
+fn id_of(tx: &Tx, seq: u64) -> Result<Option<EventId>> {
+    let sql = "SELECT id FROM log WHERE seq = ?1";
+    tx.conn
+        .first("naming a dead letter", sql, [to_sql(seq)])
+        .map(|id: Option<[u8; 16]>| id.map(EventId::from_bytes))
 }
