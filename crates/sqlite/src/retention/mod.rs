@@ -24,6 +24,7 @@ use rusqlite::{Connection, OptionalExtension};
 
 use crate::engine::SqliteEngine;
 use crate::errors::from_sqlite;
+use crate::outbox::DeadGone;
 use crate::rows::seq_from;
 use crate::state::micros;
 use crate::writer::{Hold, Writer};
@@ -204,21 +205,30 @@ impl<'e> Run<'e> {
             self.done.outbox += gone.rows;
             return Ok(());
         }
+        self.outbox_rows(true, move |writer, most, slice| {
+            writer.forget_outbox_dead(before, most, slice)
+        })
+        .await
+    }
+
+    /// Repeats a step on the outbox until none is left.
+    async fn outbox_rows(
+        &mut self,
+        durable: bool,
+        work: impl Fn(&mut Writer, u64, &Slice) -> Result<(DeadGone, bool)> + Copy + Send + 'static,
+    ) -> Result<()> {
         let mut pace = Pace::default();
         loop {
             let most = pace.budget();
-            let ((gone, all), took) = self
-                .step(true, move |writer, slice| {
-                    writer.forget_outbox_dead(before, most, slice)
-                })
-                .await?;
+            let step = self.step(durable, move |writer, slice| work(writer, most, slice));
+            let ((gone, all), took) = step.await?;
             self.done.dead_letters += gone.letters;
             self.done.outbox += gone.rows;
             self.tell();
             if all {
                 return Ok(());
             }
-            pace.learn(gone.letters, took);
+            pace.learn(gone.letters.max(gone.rows), took);
             pace.pause().await;
         }
     }
@@ -368,22 +378,10 @@ impl<'e> Run<'e> {
                 .await?;
             return Ok(());
         }
-        let mut pace = Pace::default();
-        loop {
-            let most = pace.budget();
-            let ((gone, all), took) = self
-                .step(false, move |writer, slice| {
-                    writer.forget_sent(before, most, slice)
-                })
-                .await?;
-            self.done.outbox += gone;
-            self.tell();
-            if all {
-                return Ok(());
-            }
-            pace.learn(gone, took);
-            pace.pause().await;
-        }
+        self.outbox_rows(false, move |writer, most, slice| {
+            writer.forget_sent(before, most, slice)
+        })
+        .await
     }
 
     /// Removes audit records by age; the trail keeps an anchor.

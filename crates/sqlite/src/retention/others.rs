@@ -241,18 +241,14 @@ impl Writer {
         before: Timestamp,
         most: u64,
         slice: &Slice,
-    ) -> Result<(u64, bool)> {
-        let mut gone = 0;
-        while gone < most && (gone == 0 || !slice.is_over()) {
-            let some = FEW_ROWS.min(most - gone);
-            let limit = usize::try_from(some).unwrap_or(usize::MAX);
+    ) -> Result<(DeadGone, bool)> {
+        let mut gone = DeadGone::default();
+        let all = a_few(most, slice, |limit| {
             let removed = crate::outbox::forget_sent(&self.conn, before, limit)? as u64;
-            gone += removed;
-            if removed < some {
-                return Ok((gone, true));
-            }
-        }
-        Ok((gone, false))
+            gone.rows += removed;
+            Ok(removed)
+        })?;
+        Ok((gone, all))
     }
 
     /// Removes some dead letters of the outbox that died before a time, with their rows. Returns how many,
@@ -264,17 +260,13 @@ impl Writer {
         slice: &Slice,
     ) -> Result<(DeadGone, bool)> {
         let mut gone = DeadGone::default();
-        while gone.letters < most && (gone.letters == 0 || !slice.is_over()) {
-            let some = FEW_ROWS.min(most - gone.letters);
-            let limit = usize::try_from(some).unwrap_or(usize::MAX);
+        let all = a_few(most, slice, |limit| {
             let removed = crate::outbox::forget_dead(&self.conn, before, limit)?;
             gone.letters += removed.letters;
             gone.rows += removed.rows;
-            if removed.letters < some {
-                return Ok((gone, true));
-            }
-        }
-        Ok((gone, false))
+            Ok(removed.letters)
+        })?;
+        Ok((gone, all))
     }
 
     /// Gives some free pages back to the file system.
@@ -351,6 +343,20 @@ impl Writer {
         }
         Ok(())
     }
+}
+
+/// Removes a few rows at a time until the time is over. Returns whether none is left.
+fn a_few(most: u64, slice: &Slice, mut remove: impl FnMut(usize) -> Result<u64>) -> Result<bool> {
+    let mut gone = 0;
+    while gone < most && (gone == 0 || !slice.is_over()) {
+        let some = FEW_ROWS.min(most - gone);
+        let removed = remove(usize::try_from(some).unwrap_or(usize::MAX))?;
+        gone += removed;
+        if removed < some {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// The stored time before which a row is too old.
