@@ -47,54 +47,39 @@ impl Writer {
     }
 
     fn note_unborn(&mut self, orphans: &[Orphan]) -> Result<()> {
-        let doing = |e| from_sqlite("noting objects before they are put", e);
-        let mut insert = self
-            .conn
-            .prepare_cached(
-                "INSERT OR REPLACE INTO orphaned_objects (bucket, key, id, since, unborn)
-                 VALUES (?1, ?2, ?3, ?4, ?5)",
-            )
-            .map_err(doing)?;
-        for orphan in orphans {
-            let row = params![
-                orphan.bucket,
-                orphan.key,
-                orphan.id.as_bytes(),
-                micros(orphan.since),
-                orphan.unborn
-            ];
-            insert.execute(row).map_err(doing)?;
-        }
-        Ok(())
+        let write = |orphan: &Orphan| {
+            let sql = "INSERT OR REPLACE INTO orphaned_objects (bucket, key, since, unborn, id)
+                       VALUES (?1, ?2, ?3, ?4, ?5)";
+            let Orphan { bucket, key, .. } = orphan;
+            let (since, id) = (micros(orphan.since), orphan.id.as_bytes());
+            let mut insert = self.conn.prepare_cached(sql)?;
+            insert.execute(params![bucket, key, since, orphan.unborn, id])
+        };
+        let written = orphans
+            .iter()
+            .try_for_each(|orphan| write(orphan).map(drop));
+        written.map_err(|e| from_sqlite("noting objects before they are put", e))
     }
 
+    /// Removes only the notes that were read: there may be a newer note of the same object.
     fn forget_orphans(&mut self, orphans: &[Orphan]) -> Result<()> {
-        let doing = |e| from_sqlite("forgetting objects without their events", e);
-        let mut delete = self
-            .conn
-            .prepare_cached(
-                // Only the note that was read: there may be a newer note of the same object.
-                "DELETE FROM orphaned_objects
-                 WHERE bucket = ?1 AND key = ?2 AND since = ?3 AND unborn = ?4",
-            )
-            .map_err(doing)?;
-        for orphan in orphans {
-            let note = params![
-                orphan.bucket,
-                orphan.key,
-                micros(orphan.since),
-                orphan.unborn
-            ];
-            delete.execute(note).map_err(doing)?;
-        }
-        Ok(())
+        let write = |orphan: &Orphan| {
+            let sql = "DELETE FROM orphaned_objects
+                       WHERE bucket = ?1 AND key = ?2 AND since = ?3 AND unborn = ?4";
+            let Orphan { bucket, key, .. } = orphan;
+            let mut delete = self.conn.prepare_cached(sql)?;
+            delete.execute(params![bucket, key, micros(orphan.since), orphan.unborn])
+        };
+        let written = orphans
+            .iter()
+            .try_for_each(|orphan| write(orphan).map(drop));
+        written.map_err(|e| from_sqlite("forgetting objects without their events", e))
     }
 }
 
 impl Orphans for SqliteEngine {
-    fn list(&self, after: Option<Orphan>, limit: usize) -> BoxFuture<'_, Result<Vec<Orphan>>> {
-        self.handle
-            .query(move |reader| list(reader, after.as_ref(), limit))
+    fn list(&self) -> BoxFuture<'_, Result<Vec<Orphan>>> {
+        self.handle.query(|reader| list(reader))
     }
 
     fn note(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>> {
@@ -200,21 +185,14 @@ pub fn references(file: &Path, after: u64) -> Result<References> {
     Ok((found?, Some(to)))
 }
 
-fn list(reader: &Reader, after: Option<&Orphan>, limit: usize) -> Result<Vec<Orphan>> {
-    let doing = |e| from_sqlite("reading objects without their events", e);
-    let mut statement = reader
+fn list(reader: &Reader) -> Result<Vec<Orphan>> {
+    reader
         .conn
         .prepare_cached(
-            "SELECT bucket, key, id, since, unborn FROM orphaned_objects
-             WHERE ?1 IS NULL OR (bucket, key) > (?1, ?2) ORDER BY bucket, key LIMIT ?3",
+            "SELECT bucket, key, id, since, unborn FROM orphaned_objects ORDER BY bucket, key",
         )
-        .map_err(doing)?;
-    let after = after.map(|orphan| (orphan.bucket.as_str(), orphan.key.as_str()));
-    let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-    let orphans = statement
-        .query_map(
-            params![after.map(|a| a.0), after.map(|a| a.1), limit],
-            |row| {
+        .and_then(|mut statement| {
+            let rows = statement.query_map([], |row| {
                 Ok(Orphan {
                     bucket: row.get(0)?,
                     key: row.get(1)?,
@@ -222,8 +200,8 @@ fn list(reader: &Reader, after: Option<&Orphan>, limit: usize) -> Result<Vec<Orp
                     since: Timestamp::from_micros(row.get(3)?),
                     unborn: row.get(4)?,
                 })
-            },
-        )
-        .and_then(Iterator::collect);
-    orphans.map_err(doing)
+            })?;
+            rows.collect()
+        })
+        .map_err(|e| from_sqlite("reading objects without their events", e))
 }
