@@ -163,7 +163,7 @@ pub(crate) enum Command {
     /// the everbus-demo.db of an earlier demo, and no other file
     Demo,
     /// Measure, with the figure of raw SQLite beside it
-    Bench(BenchArgs),
+    Bench(crate::commands::bench::BenchArgs),
     /// Verify the file, or with --config the configuration; exit code 1 if something is wrong
     #[command(after_help = CHECK_HELP)]
     Check(crate::commands::check::CheckArgs),
@@ -409,29 +409,6 @@ pub(crate) enum GroupsCommand {
         #[arg(long)]
         yes: bool,
     },
-}
-
-#[derive(Debug, clap::Args)]
-pub(crate) struct BenchArgs {
-    /// Which scenarios; all if none is named
-    #[arg(value_enum, value_name = "SCENARIO")]
-    pub(crate) scenarios: Vec<crate::bench::Scenario>,
-
-    /// How many events the throughput scenarios use in each round
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100_000_000))]
-    pub(crate) events: Option<u64>,
-
-    /// A twentieth of everything, to see that it runs; the figures mean little
-    #[arg(long)]
-    pub(crate) quick: bool,
-
-    /// Directory for the files of the bench, since disks differ
-    #[arg(long, value_name = "DIRECTORY")]
-    pub(crate) dir: Option<PathBuf>,
-
-    /// One part of a scenario, run by the bench in a separate process
-    #[arg(long, hide = true, value_name = "PART")]
-    pub(crate) only_child: Option<String>,
 }
 
 #[derive(Debug, clap::Args)]

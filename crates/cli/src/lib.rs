@@ -1,11 +1,10 @@
 //! The `everbus` command line: publish, inspect, repair and measure.
 //!
 //! `args` defines the command line, `values` and `when` parse values, `commands` has one file per
-//! command, `bench` has the benchmarks. All output goes through `output`, which escapes characters that
+//! command; the benchmarks are the crate `everbus-bench`. All output goes through `output`, which escapes characters that
 //! could harm a terminal. Every failure ends as a `Stop`, which has an exit code.
 
 mod args;
-mod bench;
 mod commands;
 mod files;
 mod interrupt;

@@ -144,6 +144,31 @@ impl Attributes {
         address: None,
         overflow: None,
     };
+
+    /// Every text of the attributes with the name of its attribute, keys of the metadata too.
+    pub fn texts(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        let entity = self.entity.as_ref();
+        let trace = self.trace.as_ref();
+        let singles = [
+            ("source", self.source.as_deref()),
+            ("app", self.app.as_deref()),
+            ("tenant", self.tenant.as_deref()),
+            ("key", self.key.as_deref()),
+            ("correlation_id", self.correlation_id.as_deref()),
+            ("causation_id", self.causation_id.as_deref()),
+            ("content_type", self.content_type.as_deref()),
+            ("the id", self.foreign_id.as_deref()),
+            ("address", self.address.as_deref()),
+            ("entity", entity.map(|entity| entity.kind.as_str())),
+            ("entity", entity.map(|entity| entity.id.as_str())),
+            ("traceparent", trace.map(|trace| trace.traceparent.as_str())),
+            ("tracestate", trace.and_then(|t| t.tracestate.as_deref())),
+        ];
+        let singles = singles.into_iter();
+        let singles = singles.filter_map(|(name, text)| text.map(|text| (name, text)));
+        let pairs = self.metadata.iter();
+        singles.chain(pairs.flat_map(|(key, value)| [("metadata", &**key), ("metadata", &**value)]))
+    }
 }
 
 /// Where the large part of a payload is, and how to restore the payload: in the payload of the event, each

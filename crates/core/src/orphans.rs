@@ -62,15 +62,11 @@ impl FromStr for LogId {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let wrong = || {
-            Error::new(
-                Code::InvalidSetting,
-                format!("{text:?} is not the id of a log"),
-            )
-        };
         let digits = text.len() == 32 && text.bytes().all(|b| b.is_ascii_hexdigit());
         let uuid = Uuid::try_parse(text).ok().filter(|_| digits);
-        uuid.map(Self).ok_or_else(wrong)
+        let wrong = format!("{text:?} is not the id of a log");
+        uuid.map(Self)
+            .ok_or_else(|| Error::new(Code::InvalidSetting, wrong))
     }
 }
 
@@ -92,8 +88,8 @@ pub struct Orphan {
 
 /// A store that knows its objects without an event.
 pub trait Orphans: Send + Sync + 'static {
-    /// Up to `limit` notes by bucket and key, those after `after` if it is given.
-    fn list(&self, after: Option<Orphan>, limit: usize) -> BoxFuture<'_, Result<Vec<Orphan>>>;
+    /// All notes by bucket and key.
+    fn list(&self) -> BoxFuture<'_, Result<Vec<Orphan>>>;
 
     /// Makes notes of objects before they are put. Durable on return. The append of an event that refers to
     /// one of them removes its note, in the same step.

@@ -51,19 +51,11 @@ impl Left {
     }
 }
 
-fn name(orphan: Orphan) -> (String, String) {
-    (orphan.bucket, orphan.key)
-}
-
 impl Orphans for Memory {
-    fn list(&self, after: Option<Orphan>, limit: usize) -> BoxFuture<'_, Result<Vec<Orphan>>> {
+    fn list(&self) -> BoxFuture<'_, Result<Vec<Orphan>>> {
         Box::pin(async move {
             let state = self.open_state()?;
-            let after = after.map(name);
-            let all = state.orphans.notes.iter();
-            let rest = all.filter(|(name, _)| after.as_ref().is_none_or(|after| *name > after));
-            let rest = rest.map(|(_, orphan)| orphan.clone());
-            Ok(rest.take(limit).collect())
+            Ok(state.orphans.notes.values().cloned().collect())
         })
     }
 

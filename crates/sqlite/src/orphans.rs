@@ -81,9 +81,8 @@ fn forget_orphans(tx: &mut Tx, orphans: &[Orphan]) -> Result<()> {
 }
 
 impl Orphans for SqliteEngine {
-    fn list(&self, after: Option<Orphan>, limit: usize) -> BoxFuture<'_, Result<Vec<Orphan>>> {
-        self.handle
-            .query(move |reader| list(reader, after.as_ref(), limit))
+    fn list(&self) -> BoxFuture<'_, Result<Vec<Orphan>>> {
+        self.handle.query(|reader| list(reader))
     }
 
     fn note(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>> {
@@ -185,14 +184,10 @@ pub fn references(file: &Path, after: u64) -> Result<References> {
     Ok((found?, Some(to)))
 }
 
-fn list(reader: &Reader, after: Option<&Orphan>, limit: usize) -> Result<Vec<Orphan>> {
-    let sql = "SELECT bucket, key, id, since, unborn FROM orphaned_objects
-               WHERE ?1 IS NULL OR (bucket, key) > (?1, ?2) ORDER BY bucket, key LIMIT ?3";
-    let after = after.map(|orphan| (orphan.bucket.as_str(), orphan.key.as_str()));
-    let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-    let values = params![after.map(|a| a.0), after.map(|a| a.1), limit];
+fn list(reader: &Reader) -> Result<Vec<Orphan>> {
+    let sql = "SELECT bucket, key, id, since, unborn FROM orphaned_objects ORDER BY bucket, key";
     let doing = "reading objects without their events";
-    reader.conn.read_all(doing, sql, values, |row| {
+    reader.conn.read_all(doing, sql, [], |row| {
         Ok(Orphan {
             bucket: row.get(0)?,
             key: row.get(1)?,

@@ -90,7 +90,7 @@ impl Table {
             let text = read(file)?;
             let shown = file.strip_prefix(root).unwrap_or(file);
             let shown = shown.to_string_lossy().replace('\\', "/");
-            if shown.starts_with("crates/cli/src/bench") {
+            if shown.starts_with("crates/bench/src") {
                 benches.push_str(&text);
             }
             table.add_tags(&shown, &text);

@@ -91,7 +91,7 @@ fn test_below(lines: &[&str], from: usize) -> Option<Test> {
         let mut words = text.split_whitespace();
         let name = match words.find(|word| *word == "fn") {
             Some(_) => words.next()?.split(['(', '<']).next()?,
-            None => macro_called(text)?,
+            None => macro_called(text).or_else(|| listed(text))?,
         };
         return Some(Test {
             name: name.to_owned(),
@@ -143,6 +143,13 @@ fn macro_called(line: &str) -> Option<&str> {
     name.ends_with("_tests").then_some(name)
 }
 
+/// `module::name;` in the list of scenarios is a test of that name.
+fn listed(line: &str) -> Option<&str> {
+    let (module, name) = line.strip_suffix(';')?.split_once("::")?;
+    let is_name = |text: &str| text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
+    (is_name(module) && is_name(name)).then_some(name)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -161,6 +168,8 @@ mod tests {
         assert!(t.found.iter().all(|tag| tag.test == "f.rs::shows_it"));
         let t = tags("// conformance: omni/a: x\nkit::suite_tests!(One::new());\n");
         assert_eq!(t.found[0].test, "f.rs::suite_tests");
+        let t = tags("// conformance: omni/a: x\nclaims::a_lease_is_held;\nclaims::b;\n");
+        assert_eq!(t.found[0].test, "f.rs::a_lease_is_held");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use everbus_core::{Code, Engine, Error};
 use indicatif::ProgressBar;
 use serde_json::json;
 
-use super::carry::{Carried, Carrier};
+use super::carry::{Carried, Carrier, References};
 use crate::files::{self, OBJECTS, with_suffix};
 use crate::open::{Target, blocking, close, refuse_directory_name};
 use crate::output::{Output, counted, escaped, grouped};
@@ -127,22 +127,16 @@ async fn back_up(
         Some(mut carrier) => {
             // Copies objects that were stored since.
             carrier.round(stage).await?;
-            let lost = std::mem::take(&mut carrier.lost);
-            for (reference, why) in lost {
+            let mut carried = carrier.finish();
+            for (id, key, why) in std::mem::take(&mut carried.lost) {
                 // The object of an event that was removed meanwhile may be gone.
-                if is_in_use(engine, &reference.key).await? {
-                    carrier.lost.push((reference, why));
+                if is_in_use(engine, id, &key).await? {
+                    carried.lost.push((id, key, why));
                 }
             }
-            if with_suffix(stage, OBJECTS).is_dir() {
-                let file = stage.to_path_buf();
-                let log = blocking(move || everbus_sqlite::log_id_of(&file)).await?;
-                there.give_to(log).await?;
-            }
-            let mut carried = carrier.finish().await?;
-            carried.place = with_suffix(&args.file, OBJECTS)
-                .to_string_lossy()
-                .into_owned();
+            give_to_log_of(stage, &there).await?;
+            let place = with_suffix(&args.file, OBJECTS);
+            carried.place = place.to_string_lossy().into_owned();
             Some(carried)
         }
     };
@@ -156,24 +150,25 @@ async fn back_up(
 }
 
 async fn say_what_is_left_out(args: &BackupArgs, copy: &Path) -> Outcome {
-    let copy = copy.to_path_buf();
-    let count = blocking(move || {
-        let (mut count, mut after) = (0, 0);
-        loop {
-            let (page, next) = everbus_sqlite::references(&copy, after)?;
-            count += page.len() as u64;
-            match next {
-                Some(next) => after = next,
-                None => return Ok(count),
-            }
-        }
-    });
-    let count = count.await?;
+    let (mut count, mut references) = (0, References::of(copy));
+    while let Some(page) = references.page().await? {
+        count += page.len() as u64;
+    }
     if args.no_objects && count > 0 {
         tracing::warn!(
             "the large parts of {} are not in the backup (--no-objects)",
             counted(count, "event")
         );
+    }
+    Ok(())
+}
+
+/// Makes the log of a file the owner of the directory beside it, if there is one.
+pub(super) async fn give_to_log_of(file: &Path, objects: &Place) -> Outcome {
+    if with_suffix(file, OBJECTS).is_dir() {
+        let file = file.to_path_buf();
+        let log = blocking(move || everbus_sqlite::log_id_of(&file)).await?;
+        objects.claim(log, true).await?;
     }
     Ok(())
 }

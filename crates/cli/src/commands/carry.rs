@@ -1,10 +1,10 @@
 //! Copies objects with a file: into a backup and back.
 
 use std::collections::HashSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use everbus::overflow::{Place, Transferred};
-use everbus_core::Overflow;
+use everbus_core::{EventId, Overflow, Result};
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
 
@@ -16,6 +16,29 @@ use crate::stop::Outcome;
 /// At most this many missing objects are named.
 const NAMED: usize = 5;
 
+/// The references to objects in a file, page by page.
+pub(super) struct References {
+    file: PathBuf,
+    after: Option<u64>,
+}
+
+impl References {
+    pub(super) fn of(file: &Path) -> Self {
+        let (file, after) = (file.to_path_buf(), Some(0));
+        Self { file, after }
+    }
+
+    pub(super) async fn page(&mut self) -> Result<Option<Vec<(EventId, Overflow)>>> {
+        let Some(after) = self.after else {
+            return Ok(None);
+        };
+        let file = self.file.clone();
+        let (page, next) = blocking(move || everbus_sqlite::references(&file, after)).await?;
+        self.after = next;
+        Ok(Some(page))
+    }
+}
+
 /// Copies the objects that a file refers to from one place to another.
 pub(super) struct Carrier<'a> {
     /// Sources; each is tried in turn.
@@ -24,11 +47,7 @@ pub(super) struct Carrier<'a> {
     bar: ProgressBar,
     /// Objects that are at the destination.
     seen: HashSet<String>,
-    copied: u64,
-    present: u64,
-    bytes: u64,
-    /// Objects that could not be copied in the last round, with the reasons.
-    pub(super) lost: Vec<(Overflow, String)>,
+    carried: Carried,
 }
 
 impl<'a> Carrier<'a> {
@@ -38,43 +57,38 @@ impl<'a> Carrier<'a> {
             to,
             bar: progress::bar("copying objects", None),
             seen: HashSet::new(),
-            copied: 0,
-            present: 0,
-            bytes: 0,
-            lost: Vec::new(),
+            carried: Carried {
+                place: to.name().to_owned(),
+                ..Carried::default()
+            },
         }
     }
 
     /// Copies all objects that a file refers to and that are not copied yet.
     pub(super) async fn round(&mut self, file: &Path) -> Outcome {
-        self.lost.clear();
-        let mut after = 0;
-        loop {
-            let (path, from) = (file.to_path_buf(), after);
-            let (page, next) = blocking(move || everbus_sqlite::references(&path, from)).await?;
-            for (_, reference) in page {
+        self.carried.lost.clear();
+        let mut references = References::of(file);
+        while let Some(page) = references.page().await? {
+            for (id, reference) in page {
                 if !self.seen.contains(&reference.key) {
-                    self.bring(reference).await?;
+                    self.bring(id, reference).await?;
                 }
-            }
-            match next {
-                Some(next) => after = next,
-                None => return Ok(()),
             }
         }
+        Ok(())
     }
 
-    async fn bring(&mut self, reference: Overflow) -> Outcome {
+    async fn bring(&mut self, id: EventId, reference: Overflow) -> Outcome {
         let mut why = "it is missing".to_owned();
-        let named = |from: &&&Place| from.name() == reference.bucket;
-        let (first, then) = (self.from.iter().filter(named), self.from.iter());
-        for from in first.chain(then.filter(|from| !named(from))) {
+        let mut from = self.from.clone();
+        from.sort_by_key(|from| from.name() != reference.bucket);
+        for from in from {
             match self.to.bring(from, &reference).await? {
                 Transferred::Copied => {
-                    self.copied += 1;
-                    self.bytes += reference.size;
+                    self.carried.copied += 1;
+                    self.carried.bytes += reference.size;
                 }
-                Transferred::Present => self.present += 1,
+                Transferred::Present => self.carried.present += 1,
                 Transferred::Damaged(what) => {
                     why = what;
                     continue;
@@ -85,31 +99,25 @@ impl<'a> Carrier<'a> {
             self.seen.insert(reference.key);
             return Ok(());
         }
-        self.lost.push((reference, why));
+        self.carried.lost.push((id, reference.key, why));
         Ok(())
     }
 
-    /// Makes everything durable, and returns the result.
-    pub(super) async fn finish(self) -> Outcome<Carried> {
-        self.to.finish().await?;
+    pub(super) fn finish(self) -> Carried {
         self.bar.finish_and_clear();
-        Ok(Carried {
-            place: self.to.name().to_owned(),
-            copied: self.copied,
-            present: self.present,
-            bytes: self.bytes,
-            lost: self.lost,
-        })
+        self.carried
     }
 }
 
 /// The result of copying the objects.
+#[derive(Default)]
 pub(super) struct Carried {
     pub(super) place: String,
     copied: u64,
     present: u64,
     bytes: u64,
-    pub(super) lost: Vec<(Overflow, String)>,
+    /// Objects that could not be copied in the last round: their events, keys and the reasons.
+    pub(super) lost: Vec<(EventId, String, String)>,
 }
 
 impl Carried {
@@ -142,8 +150,8 @@ impl Carried {
 
     /// Warns on standard error about missing objects.
     pub(super) fn warn(&self) {
-        for (reference, why) in self.lost.iter().take(NAMED) {
-            tracing::warn!("the object {}: {}", escaped(&reference.key), escaped(why));
+        for (_, key, why) in self.lost.iter().take(NAMED) {
+            tracing::warn!("the object {}: {}", escaped(key), escaped(why));
         }
         if self.lost.len() > NAMED {
             tracing::warn!("and {} more", self.lost.len() - NAMED);

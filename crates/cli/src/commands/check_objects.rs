@@ -2,12 +2,13 @@
 
 use std::fmt::Display;
 
-use everbus::overflow::Objects;
-use everbus_core::{CheckReport, Cursor, Engine, EventId, Overflow, Pattern, Shard};
+use everbus::overflow::{Objects, is_in_use};
+use everbus_core::{CheckReport, Cursor, Engine, EventId, Log, Overflow, Pattern, Result};
 use indicatif::ProgressBar;
 use serde::Serialize;
 
-use crate::open::{Target, blocking};
+use super::carry::References;
+use crate::open::Target;
 use crate::output::{Output, counted, escaped, grouped};
 use crate::progress;
 use crate::stop::Outcome;
@@ -70,19 +71,18 @@ impl Checked {
         engine: &Engine,
         objects: Option<&Objects>,
         bar: &ProgressBar,
-    ) -> everbus_core::Result<()> {
-        let mut after = 0;
-        loop {
-            let (page, next) = page(target, engine, after).await?;
+    ) -> Result<()> {
+        let mut pages = match target.path() {
+            Ok(file) => Pages::File(References::of(file)),
+            Err(_) => Pages::Log(engine.log()?, Some(Cursor::START)),
+        };
+        while let Some(page) = pages.next().await? {
             for part in page.chunks(CHUNK) {
                 self.look(engine, objects, part).await?;
                 bar.inc(part.len() as u64);
             }
-            match next {
-                Some(next) => after = next,
-                None => return Ok(()),
-            }
         }
+        Ok(())
     }
 
     async fn look(
@@ -90,32 +90,31 @@ impl Checked {
         engine: &Engine,
         objects: Option<&Objects>,
         part: &[(EventId, Overflow)],
-    ) -> everbus_core::Result<()> {
+    ) -> Result<()> {
         let references: Vec<Overflow> = part.iter().map(|(_, r)| r.clone()).collect();
         let answers = match objects {
             Some(objects) => objects.inspect_all(&references, self.deep).await,
-            None => Vec::new(),
+            None => {
+                let none = "there is no place for objects; set EVERBUS_CONFIG to the configuration";
+                part.iter().map(|_| Ok(Some(none.to_owned()))).collect()
+            }
         };
-        let mut answers = answers.into_iter();
-        let mut failed = None;
-        let mut failures = 0;
-        for (id, reference) in part {
+        let (mut failed, mut failures) = (None, 0);
+        for ((id, reference), answer) in part.iter().zip(answers) {
             self.checked += 1;
             self.bytes += reference.size;
-            let problem = match answers.next() {
-                Some(Ok(None)) => continue,
-                Some(Ok(Some(flaw))) => flaw.to_string(),
-                Some(Err(error)) => {
+            let problem = match answer {
+                Ok(None) => continue,
+                Ok(Some(problem)) => problem,
+                Err(error) => {
                     failures += 1;
                     let what = format!("it cannot be read: {}", error.message());
                     failed = Some(error);
                     what
                 }
-                None => "there is no place for objects; set EVERBUS_CONFIG to the configuration"
-                    .to_owned(),
             };
             // If the event was removed meanwhile, its object may be gone too.
-            if is_referred_to(engine, *id, reference).await? {
+            if is_in_use(engine, *id, &reference.key).await? {
                 self.add(*id, reference, problem);
             }
         }
@@ -178,34 +177,29 @@ impl Checked {
     }
 }
 
-async fn is_referred_to(
-    engine: &Engine,
-    id: EventId,
-    reference: &Overflow,
-) -> everbus_core::Result<bool> {
-    let events = engine.lookup()?.find(id).await?;
-    let mut references = events.iter().filter_map(|record| record.event.overflow());
-    Ok(references.any(|other| other == reference))
+/// Where the references come from: a file, or the log of an engine that has none.
+enum Pages<'a> {
+    File(References),
+    Log(&'a dyn Log, Option<Cursor>),
 }
 
-/// The next references after a position, and where to continue.
-async fn page(
-    target: &Target,
-    engine: &Engine,
-    after: u64,
-) -> everbus_core::Result<everbus_sqlite::References> {
-    if let Ok(path) = target.path() {
-        let path = path.to_path_buf();
-        return blocking(move || everbus_sqlite::references(&path, after)).await;
+impl Pages<'_> {
+    async fn next(&mut self) -> Result<Option<Vec<(EventId, Overflow)>>> {
+        let (log, after) = match self {
+            Self::File(references) => return references.page().await,
+            Self::Log(log, after) => (log, after),
+        };
+        let Some(from) = after.take() else {
+            return Ok(None);
+        };
+        let head = log.head().await?;
+        let all = vec![Pattern::new("*")?, Pattern::new("system.>")?];
+        let (events, reached) = log.read(from, all, EVENTS).await?;
+        *after = (!reached.reaches(&head)).then_some(reached);
+        let references = events.iter().filter_map(|record| {
+            let reference = record.event.overflow()?;
+            Some((record.event.id(), reference.clone()))
+        });
+        Ok(Some(references.collect()))
     }
-    let log = engine.log()?;
-    let head = log.head().await?;
-    let all = vec![Pattern::new("*")?, Pattern::new("system.>")?];
-    let (events, reached) = log.read(Cursor::seq(after), all, EVENTS).await?;
-    let references = events.iter().filter_map(|record| {
-        let reference = record.event.overflow()?;
-        Some((record.event.id(), reference.clone()))
-    });
-    let next = (!reached.reaches(&head)).then(|| reached.place(Shard::ONLY));
-    Ok((references.collect(), next))
 }

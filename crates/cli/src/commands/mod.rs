@@ -3,6 +3,7 @@
 mod asyncapi;
 pub(crate) mod audit;
 pub(crate) mod backup;
+pub(crate) mod bench;
 mod carry;
 pub(crate) mod check;
 mod check_config;
@@ -28,7 +29,6 @@ use clap::CommandFactory as _;
 use everbus_core::{Code, Engine, Error, EventId, GroupInfo, GroupName, Timestamp};
 
 use crate::args::{Args, Command};
-use crate::bench;
 use crate::interrupt::Interrupt;
 use crate::open::Target;
 use crate::output::Output;

@@ -57,24 +57,7 @@ pub(super) fn validate_json(payload: &[u8]) -> Result<()> {
 }
 
 pub(super) fn validate_attributes(attributes: &Attributes) -> Result<()> {
-    let Attributes {
-        source,
-        app,
-        tenant,
-        entity,
-        key,
-        correlation_id,
-        causation_id,
-        trace,
-        metadata,
-        content_type,
-        foreign_id,
-        expires_at: _,
-        not_before: _,
-        address,
-        overflow,
-    } = attributes;
-    if overflow.is_some() {
+    if attributes.overflow.is_some() {
         return Err(Error::new(
             Code::InvalidAttribute,
             "where the payload overflows to is not for a publisher to say",
@@ -82,7 +65,7 @@ pub(super) fn validate_attributes(attributes: &Attributes) -> Result<()> {
         .hint("publish the whole payload; the bus moves what is too large"));
     }
     let mut total = 0;
-    let mut check = |name: &str, value: &str| {
+    for (name, value) in attributes.texts() {
         total += value.len();
         if value.len() > MAX_ATTRIBUTE_BYTES || total > MAX_ATTRIBUTES_BYTES {
             let what = format!("{name} makes the attributes of the event too long");
@@ -91,45 +74,12 @@ pub(super) fn validate_attributes(attributes: &Attributes) -> Result<()> {
                  {MAX_ATTRIBUTES_BYTES}; put large values into the payload"
             )));
         }
-        Ok(())
-    };
-    let single = [
-        ("source", source),
-        ("app", app),
-        ("tenant", tenant),
-        ("key", key),
-        ("correlation_id", correlation_id),
-        ("causation_id", causation_id),
-        ("content_type", content_type),
-        ("the id", foreign_id),
-    ];
-    for (name, value) in single {
-        if let Some(value) = value {
-            check(name, value)?;
-            if value.is_empty() {
-                return Err(
-                    Error::new(Code::InvalidAttribute, format!("{name} is empty"))
-                        .hint("leave it out instead"),
-                );
-            }
+        // The address of the unnamed group is empty.
+        let may_be_empty = ["address", "entity", "traceparent", "tracestate", "metadata"];
+        if value.is_empty() && !may_be_empty.contains(&name) {
+            let what = format!("{name} is empty");
+            return Err(Error::new(Code::InvalidAttribute, what).hint("leave it out instead"));
         }
-    }
-    // Empty for the unnamed group.
-    check("address", address.as_deref().unwrap_or_default())?;
-    if let Some(entity) = entity {
-        check("entity", &entity.kind)?;
-        check("entity", &entity.id)?;
-    }
-    if let Some(trace) = trace {
-        check("traceparent", &trace.traceparent)?;
-        check(
-            "tracestate",
-            trace.tracestate.as_deref().unwrap_or_default(),
-        )?;
-    }
-    for (name, value) in metadata {
-        check("metadata", name)?;
-        check("metadata", value)?;
     }
     Ok(())
 }

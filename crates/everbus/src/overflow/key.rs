@@ -18,22 +18,14 @@ const ENDING: &str = "-payload.json";
 /// How many digits of a log's id are in a key. No other suffix has this length.
 const MARK: usize = 12;
 
-/// The key of an event's object, with the mark of the log if it needs one.
-pub(super) fn of(event: &Event, mark: Option<&str>) -> String {
-    let key = plain(event);
-    match mark {
-        None => key,
-        Some(mark) => suffixed(&key, mark),
-    }
-}
-
-fn plain(event: &Event) -> String {
+/// The key of an event's object.
+pub(super) fn of(event: &Event) -> String {
     let entity = event.attributes().and_then(|a| a.entity.as_ref());
     let entity = entity.map_or(NOTHING.to_owned(), |entity| segment(&entity.id));
     format!("{FOLDER}/{entity}/{}{ENDING}", event.id())
 }
 
-/// A different key for another content of the same event.
+/// Another key for the same event.
 pub(super) fn suffixed(key: &str, suffix: &str) -> String {
     let stem = key.strip_suffix(ENDING).unwrap_or(key);
     format!("{stem}-{suffix}{ENDING}")
@@ -69,10 +61,7 @@ fn segment(id: &str) -> String {
         match byte {
             b'0'..=b'9' | b'a'..=b'z' | b'A'..=b'Z' | b'-' | b'_' => encoded.push(byte.into()),
             b'.' if !dots => encoded.push('.'),
-            _ => {
-                encoded.push('%');
-                encoded.push_str(&data_encoding::HEXUPPER.encode(&[byte]));
-            }
+            _ => encoded.push_str(&format!("%{byte:02X}")),
         }
     }
     if encoded.is_empty() {
@@ -82,14 +71,7 @@ fn segment(id: &str) -> String {
     if encoded.len() > LONGEST_SEGMENT {
         use sha2::Digest as _;
         let hash = super::hex(&sha2::Sha256::digest(id.as_bytes()));
-        // Do not cut inside a percent-encoded byte.
-        let cut = (LONGEST_SEGMENT - 36..LONGEST_SEGMENT - 33).find(|at| {
-            let last = &encoded[at.saturating_sub(2)..*at];
-            !last.contains('%')
-        });
-        encoded.truncate(cut.unwrap_or(0));
-        encoded.push_str(NOTHING);
-        encoded.push_str(&hash[..32]);
+        return format!("{NOTHING}{hash}");
     }
     encoded
 }
@@ -100,7 +82,7 @@ mod tests {
 
     fn folder(entity: &str) -> String {
         let event = Event::builder("t").entity("TASK", entity).build().unwrap();
-        let key = plain(&event);
+        let key = of(&event);
         let parts: Vec<&str> = key.split('/').collect();
         assert_eq!(parts.len(), 3, "{key}");
         assert_eq!(parts[0], "events");
@@ -110,7 +92,7 @@ mod tests {
         let mark = "0123456789ab";
         assert_eq!(maker(&key), Some(None));
         assert_eq!(maker(&suffixed(&key, &"a".repeat(16))), Some(None));
-        let marked = of(&event, Some(mark));
+        let marked = suffixed(&key, mark);
         assert_eq!(maker(&marked), Some(Some(mark)));
         assert_eq!(maker(&suffixed(&marked, &"a".repeat(16))), Some(Some(mark)));
         assert!(parts[1].len() < 200, "{}", parts[1]);
@@ -140,9 +122,7 @@ mod tests {
             assert_eq!(folder(id), wanted, "{id:?}");
         }
         assert_eq!(
-            plain(&Event::builder("t").build().unwrap())
-                .split('/')
-                .nth(1),
+            of(&Event::builder("t").build().unwrap()).split('/').nth(1),
             Some("~")
         );
         let long: Vec<String> = ["a", "ä", "/", "%", "."]

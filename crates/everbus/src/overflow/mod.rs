@@ -44,18 +44,15 @@
 //! ```
 
 mod collect;
-mod directory;
 mod errors;
 mod fields;
 mod foreign;
 mod key;
 mod options;
 mod owner;
-mod places;
-mod store;
-mod survey;
+mod place;
+mod read;
 mod transfer;
-mod whole;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -67,46 +64,25 @@ use everbus_core::{
 };
 use sha2::{Digest as _, Sha256};
 
-pub use collect::{Collect, Collected, is_in_use};
+pub use collect::{Collect, Collected, Survey, Tally, is_in_use};
 pub use options::{LARGEST_EVENT, Overflow, THRESHOLD};
-pub use places::Flaw;
-pub use survey::{Survey, Tally};
-pub use transfer::{Place, Transferred};
+pub use place::Place;
+pub use transfer::Transferred;
 
 use fields::Split;
-use store::Store;
+use owner::Owners;
+
+/// Replaces a value that moved.
+const NULL: Bytes = Bytes::from_static(b"null");
 
 /// The object store of a bus, for large payloads.
 pub struct Objects {
-    store: Store,
+    place: Place,
     /// Places that may have older objects; only read.
-    others: Vec<Store>,
+    others: Vec<Place>,
     options: Overflow,
     /// Keeps a note of each object before it is put.
     orphans: Option<Arc<dyn Orphans>>,
-}
-
-/// The content of an object, in slices of the payload it comes from.
-struct Content {
-    chunks: Vec<Bytes>,
-    size: u64,
-    sha256: String,
-}
-
-impl Content {
-    fn new(chunks: Vec<Bytes>) -> Self {
-        let mut hash = Sha256::new();
-        let mut size = 0;
-        for chunk in &chunks {
-            hash.update(chunk);
-            size += chunk.len() as u64;
-        }
-        Self {
-            chunks,
-            size,
-            sha256: hex(&hash.finalize()),
-        }
-    }
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -118,14 +94,14 @@ impl Objects {
     /// neither, or it is switched off.
     pub fn open(engine: &Engine, options: &Overflow) -> Result<Option<Arc<Self>>> {
         options.validate()?;
-        let store = match (&options.url, &engine.objects) {
-            (Some(url), _) => Store::parse(url)?,
-            (None, Some(directory)) => Store::beside(directory),
+        let place = match (&options.url, &engine.objects) {
+            (Some(url), _) => Place::parse(url)?,
+            (None, Some(directory)) => Place::beside(directory),
             (None, None) => return Ok(None),
         };
         Ok(Some(Arc::new(Self {
-            store,
-            others: places::others(engine.objects.as_deref(), options)?,
+            place,
+            others: Place::others(options, engine.objects.as_deref())?,
             options: options.clone(),
             orphans: engine.orphans.clone(),
         })))
@@ -146,12 +122,10 @@ impl Objects {
         if !self.options.enabled || event.overflow().is_some() {
             return false;
         }
-        let payload = event.payload().len();
         // Almost every event is far below the limit; these are not measured exactly.
-        if payload + upper_bound(event.attributes()) <= self.options.smallest() {
-            return false;
-        }
-        payload + serialised(event.attributes()) > self.options.threshold_of(event.event_type())
+        let bound = event.attributes().map_or(0, upper_bound);
+        event.payload().len() + bound > self.options.smallest()
+            && size(event) > self.options.threshold_of(event.event_type())
     }
 
     /// The event to append: if it is too large, its large part is put into the store, durably, and it
@@ -161,54 +135,46 @@ impl Objects {
             return Ok(event);
         }
         let threshold = self.options.threshold_of(event.event_type());
-        let bucket = self.store.bucket().to_owned();
-        let (event, rest, parts, content, payload_sha256) = blocking(move || {
-            let split = Split::of(&event).filter(|split| fits(&event, split, bucket, threshold));
-            let (rest, parts, chunks) = match split {
-                Some(split) => (split.rest, split.parts, split.chunks),
-                None => (NULL, Vec::new(), vec![event.payload().clone()]),
-            };
-            let content = Content::new(chunks);
-            let whole = match parts.is_empty() {
-                true => content.sha256.clone(),
-                false => hex(&Sha256::digest(event.payload())),
-            };
-            (event, rest, parts, content, whole)
-        })
-        .await?;
-        let reference = Reference {
-            bucket: self.store.bucket().to_owned(),
-            key: self.put(&event, &content).await?,
-            size: content.size,
-            sha256: content.sha256,
-            payload_size: event.payload().len() as u64,
-            payload_sha256,
-            parts,
-        };
-        Ok(event.with_overflow(rest, reference))
-    }
-
-    /// Puts an object for an event and returns its key once it is durable. If this log put an object with
-    /// the same content there a moment ago, that one is used: the publish is being repeated. Any other
-    /// object with the same name, or one that may soon be deleted, is left alone, and another key is used.
-    async fn put(&self, event: &Event, content: &Content) -> Result<String> {
-        let owners = self.owners_or_claim().await?;
-        let mark = owners.and_then(|owners| owners.mark());
-        let base = key::of(event, mark.as_deref());
-        let base = format!("{}{base}", self.store.prefix);
-        let hashed = key::suffixed(&base, &content.sha256[..16]);
-        let random = uuid::Uuid::new_v4().simple().to_string();
-        let unique = key::suffixed(&hashed, &random);
-        for key in [base, hashed, unique] {
-            // An existing object gets no note: a note is only for an object that this publish puts.
-            if self.store.look(&key).await?.is_none() {
-                self.note(event, &key).await?;
-                if self.store.create(&key, &content.chunks).await? {
-                    return Ok(key);
+        let bucket = self.place.name().to_owned();
+        let (event, split, mut reference) = blocking(move || {
+            if let Some(split) = Split::of(&event) {
+                let reference = reference(&event, &split, bucket.clone());
+                let travels = event.clone();
+                let travels = travels.with_overflow(split.rest.clone(), reference.clone());
+                if size(&travels) <= threshold {
+                    return (event, split, reference);
                 }
             }
-            if owners.is_some() && self.store.is_same(&key, content).await? {
-                return Ok(key);
+            let split = Split::whole(&event);
+            let reference = reference(&event, &split, bucket);
+            (event, split, reference)
+        })
+        .await?;
+        reference.key = self.put(&event, &split.chunks).await?;
+        Ok(event.with_overflow(split.rest, reference))
+    }
+
+    /// Puts an object for an event and returns its key once it is durable. An object that is there already
+    /// is left alone, and another key is used: a publish that is repeated leaves the second object to the
+    /// collector.
+    async fn put(&self, event: &Event, chunks: &[Bytes]) -> Result<String> {
+        let mut key = format!("{}{}", self.place.prefix, key::of(event));
+        if let Some(orphans) = &self.orphans {
+            let log = orphans.log_id().await?;
+            let place = self.place.claim(log, false).await?;
+            if let Some(mark) = (Owners { log, place }).mark() {
+                key = key::suffixed(&key, &mark);
+            }
+        }
+        let unique = uuid::Uuid::new_v4().simple().to_string();
+        let unique = key::suffixed(&key, &unique);
+        for key in [key, unique] {
+            // An existing object gets no note: a note is only for an object that this publish puts.
+            if self.place.look(&key).await?.is_none() {
+                self.note(event, &key).await?;
+                if self.place.create(&key, chunks).await? {
+                    return Ok(key);
+                }
             }
         }
         let what = format!("no free key for the object of {}", event.display_id());
@@ -221,7 +187,7 @@ impl Objects {
             return Ok(());
         };
         let note = Orphan {
-            bucket: self.store.bucket().to_owned(),
+            bucket: self.place.name().to_owned(),
             key: key.to_owned(),
             id: event.id(),
             since: SystemClock.now(),
@@ -236,7 +202,7 @@ impl Objects {
     /// another content.
     pub async fn whole(&self, event: &Event) -> Result<Event> {
         let payload = match event.overflow() {
-            Some(reference) => Some(Box::pin(whole::payload(self, event, reference)).await?),
+            Some(reference) => Some(Box::pin(self.payload(event, reference)).await?),
             None if is_apart(event) => Box::pin(foreign::payload(Some(self), event)).await?,
             None => None,
         };
@@ -250,7 +216,7 @@ impl Objects {
 impl std::fmt::Debug for Objects {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Objects")
-            .field("bucket", &self.store.bucket())
+            .field("place", &self.place)
             .field("options", &self.options)
             .finish()
     }
@@ -318,28 +284,28 @@ pub(crate) async fn collect_daily(engine: Engine, objects: Arc<Objects>) {
     }
 }
 
-/// Whether the rest of the event, with its reference, is small enough for the log.
-fn fits(event: &Event, split: &Split, bucket: String, threshold: usize) -> bool {
-    if split.rest.len() > threshold {
-        return false;
-    }
-    let reference = Reference {
-        bucket,
-        key: key::of(event, None),
-        size: split.chunks.iter().map(|chunk| chunk.len() as u64).sum(),
-        sha256: "0".repeat(64),
-        payload_size: event.payload().len() as u64,
-        payload_sha256: "0".repeat(64),
-        parts: split.parts.clone(),
+/// The reference to the object of a split event; its key may still change.
+fn reference(event: &Event, split: &Split, bucket: String) -> Reference {
+    let mut hash = Sha256::new();
+    split.chunks.iter().for_each(|chunk| hash.update(chunk));
+    let sha256 = hex(&hash.finalize());
+    let payload_sha256 = match split.parts.is_empty() {
+        true => sha256.clone(),
+        false => hex(&Sha256::digest(event.payload())),
     };
-    let travels = event.clone().with_overflow(split.rest.clone(), reference);
-    travels.payload().len() + serialised(travels.attributes()) <= threshold
+    Reference {
+        bucket,
+        key: key::of(event),
+        size: split.chunks.iter().map(|chunk| chunk.len() as u64).sum(),
+        sha256,
+        payload_size: event.payload().len() as u64,
+        payload_sha256,
+        parts: split.parts.clone(),
+    }
 }
 
-const NULL: Bytes = Bytes::from_static(b"null");
-
-/// The serialised size of the attributes in bytes.
-fn serialised(attributes: Option<&Attributes>) -> usize {
+/// The serialised size of the attributes and the payload in bytes.
+fn size(event: &Event) -> usize {
     struct Count(usize);
     impl std::io::Write for Count {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
@@ -351,43 +317,19 @@ fn serialised(attributes: Option<&Attributes>) -> usize {
             Ok(())
         }
     }
-    let Some(attributes) = attributes else {
-        return 0;
-    };
-    let mut count = Count(0);
-    // Plain data into a writer that only counts: this cannot fail.
-    let _ = serde_json::to_writer(&mut count, attributes);
+    let mut count = Count(event.payload().len());
+    if let Some(attributes) = event.attributes() {
+        // Plain data into a writer that only counts: this cannot fail.
+        let _ = serde_json::to_writer(&mut count, attributes);
+    }
     count.0
 }
 
-/// An upper bound of the serialised size of the attributes, without serialising them.
-fn upper_bound(attributes: Option<&Attributes>) -> usize {
-    let Some(a) = attributes else {
-        return 0;
-    };
-    // JSON escapes need at most six bytes per byte; each field also has a name.
-    let text = |text: &str| 6 * text.len() + 32;
-    let option = |value: &Option<String>| value.as_deref().map_or(0, text);
-    let metadata = a.metadata.iter();
-    let metadata: usize = metadata.map(|(key, value)| text(key) + text(value)).sum();
-    let singles = [
-        &a.source,
-        &a.app,
-        &a.tenant,
-        &a.key,
-        &a.correlation_id,
-        &a.causation_id,
-        &a.content_type,
-        &a.foreign_id,
-    ];
-    let entity = a.entity.as_ref();
-    let trace = a.trace.as_ref();
-    512 + metadata
-        + singles.into_iter().map(option).sum::<usize>()
-        + entity.map_or(0, |entity| text(&entity.kind) + text(&entity.id))
-        + trace.map_or(0, |trace| {
-            text(&trace.traceparent) + option(&trace.tracestate)
-        })
+/// An upper bound of the serialised size of the attributes, without serialising them: JSON escapes need at
+/// most six bytes per byte, and each field has a name.
+fn upper_bound(attributes: &Attributes) -> usize {
+    let texts = attributes.texts();
+    512 + texts.map(|(_, text)| 6 * text.len() + 32).sum::<usize>()
 }
 
 /// Runs CPU-heavy work (hashing, scanning many megabytes) on a blocking thread.
@@ -416,9 +358,9 @@ mod tests {
             .foreign_id(&nasty)
             .build()
             .unwrap();
-        let attributes = event.attributes();
-        assert!(upper_bound(attributes) >= serialised(attributes));
-        let json = serde_json::to_string(attributes.unwrap()).unwrap();
-        assert_eq!(serialised(attributes), json.len());
+        let attributes = event.attributes().unwrap();
+        let json = serde_json::to_string(attributes).unwrap();
+        assert!(upper_bound(attributes) >= json.len());
+        assert_eq!(size(&event), event.payload().len() + json.len());
     }
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use everbus_core::{Code, Error, Result};
 
 #[cfg(feature = "overflow")]
-use super::store::Store;
+use super::Place;
 use crate::streams;
 
 /// Events with more bytes than this are split by default: the 200 KB of *workflow*, below the limit of
@@ -131,7 +131,7 @@ impl Overflow {
         }
         #[cfg(feature = "overflow")]
         for url in self.url.iter().chain(&self.also_read) {
-            Store::parse(url)?;
+            Place::parse(url)?;
         }
         Ok(())
     }

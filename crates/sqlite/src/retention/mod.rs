@@ -27,6 +27,7 @@ use crate::audit::forget_audit_some;
 use crate::broker::SqliteEngine;
 use crate::declare::sweep_ephemeral;
 use crate::history::forget_history;
+use crate::outbox::DeadGone;
 use crate::retention::needed::owed;
 use crate::retention::others::{
     forget_dead, forget_outbox_dead, forget_sent, forget_stages, note_pruned,
@@ -214,21 +215,30 @@ impl<'e> Run<'e> {
             self.done.outbox += gone.rows;
             return Ok(());
         }
+        self.outbox_rows(true, move |writer, most, slice| {
+            forget_outbox_dead(&mut writer.tx, before, most, slice)
+        })
+        .await
+    }
+
+    /// Repeats a step on the outbox until none is left.
+    async fn outbox_rows(
+        &mut self,
+        durable: bool,
+        work: impl Fn(&mut Writer, u64, &Slice) -> Result<(DeadGone, bool)> + Copy + Send + 'static,
+    ) -> Result<()> {
         let mut pace = Pace::default();
         loop {
             let most = pace.budget();
-            let ((gone, all), took) = self
-                .step(true, move |writer, slice| {
-                    forget_outbox_dead(&mut writer.tx, before, most, slice)
-                })
-                .await?;
+            let step = self.step(durable, move |writer, slice| work(writer, most, slice));
+            let ((gone, all), took) = step.await?;
             self.done.dead_letters += gone.letters;
             self.done.outbox += gone.rows;
             self.tell();
             if all {
                 return Ok(());
             }
-            pace.learn(gone.letters, took);
+            pace.learn(gone.letters.max(gone.rows), took);
             pace.pause().await;
         }
     }
@@ -380,22 +390,10 @@ impl<'e> Run<'e> {
                 .await?;
             return Ok(());
         }
-        let mut pace = Pace::default();
-        loop {
-            let most = pace.budget();
-            let ((gone, all), took) = self
-                .step(false, move |writer, slice| {
-                    forget_sent(&mut writer.tx, before, most, slice)
-                })
-                .await?;
-            self.done.outbox += gone;
-            self.tell();
-            if all {
-                return Ok(());
-            }
-            pace.learn(gone, took);
-            pace.pause().await;
-        }
+        self.outbox_rows(false, move |writer, most, slice| {
+            forget_sent(&mut writer.tx, before, most, slice)
+        })
+        .await
     }
 
     /// Removes audit records by age; the trail keeps an anchor.

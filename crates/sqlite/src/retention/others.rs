@@ -227,18 +227,14 @@ pub(crate) fn forget_sent(
     before: Timestamp,
     most: u64,
     slice: &Slice,
-) -> Result<(u64, bool)> {
-    let mut gone = 0;
-    while gone < most && (gone == 0 || !slice.is_over()) {
-        let some = FEW_ROWS.min(most - gone);
-        let limit = usize::try_from(some).unwrap_or(usize::MAX);
+) -> Result<(DeadGone, bool)> {
+    let mut gone = DeadGone::default();
+    let all = a_few(most, slice, |limit| {
         let removed = crate::outbox::forget_sent(&tx.conn, before, limit)? as u64;
-        gone += removed;
-        if removed < some {
-            return Ok((gone, true));
-        }
-    }
-    Ok((gone, false))
+        gone.rows += removed;
+        Ok(removed)
+    })?;
+    Ok((gone, all))
 }
 
 /// Removes some dead letters of the outbox that died before a time, with their rows. Returns how many,
@@ -250,17 +246,13 @@ pub(crate) fn forget_outbox_dead(
     slice: &Slice,
 ) -> Result<(DeadGone, bool)> {
     let mut gone = DeadGone::default();
-    while gone.letters < most && (gone.letters == 0 || !slice.is_over()) {
-        let some = FEW_ROWS.min(most - gone.letters);
-        let limit = usize::try_from(some).unwrap_or(usize::MAX);
+    let all = a_few(most, slice, |limit| {
         let removed = crate::outbox::forget_dead(&tx.conn, before, limit)?;
         gone.letters += removed.letters;
         gone.rows += removed.rows;
-        if removed.letters < some {
-            return Ok((gone, true));
-        }
-    }
-    Ok((gone, false))
+        Ok(removed.letters)
+    })?;
+    Ok((gone, all))
 }
 
 /// Records the time of this removal. The write is synced, and all lazy commits before it become durable
@@ -305,6 +297,20 @@ pub(crate) fn return_duty(tx: &mut Tx, duty: &str, owner: &str) -> Result<()> {
             .run("giving a duty back", sql, [super::duty_key(duty)])?;
     }
     Ok(())
+}
+
+/// Removes a few rows at a time until the time is over. Returns whether none is left.
+fn a_few(most: u64, slice: &Slice, mut remove: impl FnMut(usize) -> Result<u64>) -> Result<bool> {
+    let mut gone = 0;
+    while gone < most && (gone == 0 || !slice.is_over()) {
+        let some = FEW_ROWS.min(most - gone);
+        let removed = remove(usize::try_from(some).unwrap_or(usize::MAX))?;
+        gone += removed;
+        if removed < some {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// The stored time before which a row is too old.

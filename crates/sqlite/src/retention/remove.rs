@@ -39,9 +39,10 @@ pub(crate) fn near(pieces: &[Piece]) -> &[Piece] {
     &pieces[..count.max(1)]
 }
 
-/// Which other tables have rows about the events of a range.
+/// Rows about the events of a range in other tables.
 struct Beside {
-    tables: Vec<&'static str>,
+    /// Statements that remove them, for tables that have some.
+    tables: Vec<String>,
     /// Groups that skipped some of them.
     skipped: Vec<i64>,
 }
@@ -91,12 +92,10 @@ fn beside(tx: &Tx, (lo, hi): (u64, u64)) -> Result<Beside> {
     let doing = "looking what belongs to events";
     let range = (to_sql(lo), to_sql(hi));
     let mut tables = Vec::new();
-    for (exists, delete) in BESIDE {
-        let there: bool = tx
-            .conn
-            .one("looking what belongs to events", exists, range)?;
-        if there {
-            tables.push(*delete);
+    for table in BESIDE {
+        let exists = format!("SELECT EXISTS (SELECT 1 FROM {table} WHERE seq BETWEEN ?1 AND ?2)");
+        if tx.conn.one(doing, &exists, range)? {
+            tables.push(format!("DELETE FROM {table} WHERE seq BETWEEN ?1 AND ?2"));
         }
     }
     let sql = "SELECT EXISTS (SELECT 1 FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3)";
@@ -138,28 +137,13 @@ fn remove_stretch(tx: &mut Tx, lo: u64, hi: u64, beside: &Beside, overflow: bool
         .map(|removed| removed as u64)
 }
 
-/// Rows about an event in other tables: a query whether there are any, and the statement that removes them.
-const BESIDE: &[(&str, &str)] = &[
-    (
-        "SELECT EXISTS (SELECT 1 FROM dead_letters WHERE seq BETWEEN ?1 AND ?2)",
-        "DELETE FROM dead_letters WHERE seq BETWEEN ?1 AND ?2",
-    ),
-    (
-        "SELECT EXISTS (SELECT 1 FROM event_payloads WHERE seq BETWEEN ?1 AND ?2)",
-        "DELETE FROM event_payloads WHERE seq BETWEEN ?1 AND ?2",
-    ),
-    (
-        "SELECT EXISTS (SELECT 1 FROM expirations WHERE seq BETWEEN ?1 AND ?2)",
-        "DELETE FROM expirations WHERE seq BETWEEN ?1 AND ?2",
-    ),
-    (
-        "SELECT EXISTS (SELECT 1 FROM outcomes WHERE seq BETWEEN ?1 AND ?2)",
-        "DELETE FROM outcomes WHERE seq BETWEEN ?1 AND ?2",
-    ),
-    (
-        "SELECT EXISTS (SELECT 1 FROM everbus_failures WHERE seq BETWEEN ?1 AND ?2)",
-        "DELETE FROM everbus_failures WHERE seq BETWEEN ?1 AND ?2",
-    ),
+/// Tables with rows about an event.
+const BESIDE: [&str; 5] = [
+    "dead_letters",
+    "event_payloads",
+    "expirations",
+    "outcomes",
+    "everbus_failures",
 ];
 
 /// Joins adjacent pieces up to a weight, and returns how many pieces each was made of.

@@ -90,7 +90,7 @@ pub fn collect(file: &Path) -> Result<Collected, Broken> {
         .build()
         .map_err(Broken::at("starting a runtime"))?;
     let mut options = Collect::default();
-    (options.orphans_after, options.strays_after) = (Duration::ZERO, Duration::ZERO);
+    options.strays_after = Duration::ZERO;
     runtime
         .block_on(async {
             let bus = Bus::open(format!("sqlite:{}", file.display())).await?;

@@ -137,8 +137,7 @@ async fn work(orders: &Orders) -> Result<(), Error> {
     tell("READY\n");
     let mut ended = end_of_input();
     let mut collect = Collect::default();
-    // A removed event is never published again, so no process can be about to refer to its object.
-    (collect.orphans_after, collect.strays_after) = (Duration::ZERO, STRAYS_AFTER);
+    collect.strays_after = STRAYS_AFTER;
     loop {
         if orders.bug == Some(Bug::IgnoresClaims) {
             plant::remove_what_is_in_flight(&orders.db)?;

@@ -8,57 +8,6 @@ use super::needs::{DEAD_LETTERS, LOG, LOOKUP, MAINTENANCE, OWED_IS_KEPT, RESTART
 use super::stage::{code, event, name, options, spec, take_one};
 use super::{Harness, Outcome, Stage, Time};
 
-/// The scenarios of this module, as tests; part of [`conformance_tests!`](crate::conformance_tests).
-#[macro_export]
-#[doc(hidden)]
-macro_rules! ephemeral_tests {
-    ($harness:expr) => {
-        // conformance: contract/ephemeral-gone: an ephemeral group is gone after its engine was closed, and after a crash
-        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-        async fn an_ephemeral_group_goes_with_its_engine() {
-            $crate::conformance::run(
-                "ephemeral::an_ephemeral_group_goes_with_its_engine",
-                $crate::conformance::ephemeral::an_ephemeral_group_goes_with_its_engine($harness),
-            )
-            .await;
-        }
-
-        // conformance: contract/ephemeral-retention: retention removes what an ephemeral group has not reached, and keeps what it has in flight
-        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-        async fn an_ephemeral_group_never_pins_the_log() {
-            $crate::conformance::run(
-                "ephemeral::an_ephemeral_group_never_pins_the_log",
-                $crate::conformance::ephemeral::an_ephemeral_group_never_pins_the_log($harness),
-            )
-            .await;
-        }
-
-        // conformance: contract/ephemeral-given-up: what an ephemeral group gives up is skipped with the reason, and is no dead letter
-        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-        async fn what_an_ephemeral_group_gives_up_is_skipped() {
-            $crate::conformance::run(
-                "ephemeral::what_an_ephemeral_group_gives_up_is_skipped",
-                $crate::conformance::ephemeral::what_an_ephemeral_group_gives_up_is_skipped(
-                    $harness,
-                ),
-            )
-            .await;
-        }
-
-        // conformance: contract/ephemeral-conflict: a group that lasts is not taken for an ephemeral one, nor the other way round
-        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-        async fn an_ephemeral_group_is_not_taken_for_one_that_lasts() {
-            $crate::conformance::run(
-                "ephemeral::an_ephemeral_group_is_not_taken_for_one_that_lasts",
-                $crate::conformance::ephemeral::an_ephemeral_group_is_not_taken_for_one_that_lasts(
-                    $harness,
-                ),
-            )
-            .await;
-        }
-    };
-}
-
 fn ephemeral(group: &str) -> GroupSpec {
     GroupSpec {
         ephemeral: true,

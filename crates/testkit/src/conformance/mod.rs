@@ -51,19 +51,16 @@ pub use stage::{Stage, Time};
 
 /// The names of all scenarios, in the order of the suite.
 pub fn names() -> Vec<&'static str> {
-    let suite = [
-        include_str!("suite.rs"),
-        include_str!("history.rs"),
-        include_str!("outcomes.rs"),
-        include_str!("ephemeral.rs"),
-        include_str!("store.rs"),
-        include_str!("addressed.rs"),
-    ];
-    // The first argument of each `run`.
-    let runs = suite
-        .into_iter()
-        .flat_map(|text| text.split("conformance::run(").skip(1));
-    let mut names: Vec<&str> = runs.filter_map(|run| run.split('"').nth(1)).collect();
+    let is_name = |text: &str| text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
+    // `module::name;` in a list, or the first argument of a `run` on a line of its own.
+    let named = |line: &'static str| {
+        let quoted = |line: &'static str| line.strip_prefix('"')?.strip_suffix("\",");
+        let name = line.strip_suffix(';').or_else(|| quoted(line))?;
+        let (module, scenario) = name.split_once("::")?;
+        (is_name(module) && is_name(scenario)).then_some(name)
+    };
+    let lines = include_str!("suite.rs").lines().map(str::trim);
+    let mut names: Vec<&str> = lines.filter_map(named).collect();
     let mut order: Vec<&str> = Vec::new();
     for name in &names {
         let module = name.split("::").next().unwrap_or(name);

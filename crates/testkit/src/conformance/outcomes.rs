@@ -11,63 +11,6 @@ use super::needs::{DEAD_LETTERS, LOG, LOOKUP, MAINTENANCE, REDELIVER, RESTART, S
 use super::stage::{name, take_one};
 use super::{Harness, Outcome, Stage, Time};
 
-/// The scenarios of this module, as tests; part of [`conformance_tests!`](crate::conformance_tests).
-#[macro_export]
-#[doc(hidden)]
-macro_rules! outcome_tests {
-    ($harness:expr) => {
-        // conformance: contract/attempts-kept: an event that failed twice and then worked, or was skipped, keeps its failures with handler, duration and worker
-        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-        async fn an_event_that_failed_and_then_worked_keeps_its_failures() {
-            $crate::conformance::run(
-                "outcomes::an_event_that_failed_and_then_worked_keeps_its_failures",
-                $crate::conformance::outcomes::an_event_that_failed_and_then_worked_keeps_its_failures($harness),
-            )
-            .await;
-        }
-
-        // conformance: contract/attempts-nothing: an event that works at its first attempt leaves no record of its attempts
-        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-        async fn an_event_that_simply_works_leaves_nothing() {
-            $crate::conformance::run(
-                "outcomes::an_event_that_simply_works_leaves_nothing",
-                $crate::conformance::outcomes::an_event_that_simply_works_leaves_nothing($harness),
-            )
-            .await;
-        }
-
-        // conformance: contract/attempts-dead-letter: a dead letter that was retried and then worked keeps its failures and those of the retry
-        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-        async fn a_retried_dead_letter_keeps_the_failures_of_all_its_runs() {
-            $crate::conformance::run(
-                "outcomes::a_retried_dead_letter_keeps_the_failures_of_all_its_runs",
-                $crate::conformance::outcomes::a_retried_dead_letter_keeps_the_failures_of_all_its_runs($harness),
-            )
-            .await;
-        }
-
-        // conformance: contract/attempts-replay: a replayed event keeps the failures of every run
-        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-        async fn a_replayed_event_keeps_the_failures_of_every_run() {
-            $crate::conformance::run(
-                "outcomes::a_replayed_event_keeps_the_failures_of_every_run",
-                $crate::conformance::outcomes::a_replayed_event_keeps_the_failures_of_every_run($harness),
-            )
-            .await;
-        }
-
-        // conformance: contract/attempts-gone: what is kept of attempts goes with its event and with its group
-        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-        async fn what_is_kept_of_attempts_goes_with_its_event_and_group() {
-            $crate::conformance::run(
-                "outcomes::what_is_kept_of_attempts_goes_with_its_event_and_group",
-                $crate::conformance::outcomes::what_is_kept_of_attempts_goes_with_its_event_and_group($harness),
-            )
-            .await;
-        }
-    };
-}
-
 const TOOK: Duration = Duration::from_micros(1500);
 
 /// A failure with all its fields.

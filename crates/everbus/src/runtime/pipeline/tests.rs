@@ -2,10 +2,10 @@
 
 use std::future::Future;
 
-use everbus_core::{Clock, EventId, Failure, Lease, Position, Recorded, RetryPolicy, Timestamp};
+use everbus_core::{Clock, Failure, Lease, Position, Recorded, RetryPolicy, Timestamp};
 
 use super::*;
-use crate::handler::{HandlerOutcome, HandlerResult, Traits};
+use crate::handler::{HandlerOutcome, HandlerResult};
 use crate::runtime::bus::Bus;
 use crate::runtime::options::BusOptions;
 

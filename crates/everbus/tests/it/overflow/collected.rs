@@ -1,18 +1,22 @@
 //! Objects are deleted after their events, never before, and none is left behind.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use everbus::overflow::{Collect, Collected};
 use everbus::{Bus, Event, EventId, Retention};
-use everbus_core::{Clock as _, Orphan, SystemClock, Timestamp};
+use everbus_core::{
+    BoxFuture, Clock as _, GroupState, Lookup, Orphan, Position, Recorded, Result, SystemClock,
+    Timestamp,
+};
 
 use super::{Shelf, stored};
 use crate::support::{Kind, Lab, on_every_engine};
 
 fn at_once() -> Collect {
     let mut collect = Collect::default();
-    (collect.orphans_after, collect.strays_after) = (Duration::ZERO, Duration::ZERO);
+    collect.strays_after = Duration::ZERO;
     collect
 }
 
@@ -55,25 +59,17 @@ async fn an_object_goes_after_its_event() {
             2,
             "removing events deletes no object by itself"
         );
-        // Too young: a publish may be about to refer to them.
-        let kept = bus.collect_objects(&Collect::default()).await.unwrap();
-        assert_eq!((kept.orphans, kept.strays, kept.kept), (0, 0, 2));
-        let mut dry = at_once();
-        dry.dry_run = true;
-        let would = bus.collect_objects(&dry).await.unwrap();
+        let would = bus.collect_objects(&Collect::dry_run()).await.unwrap();
         assert_eq!((would.orphans, would.strays, would.bytes), (2, 0, 6004));
         assert_eq!(shelf.files().len(), 2);
-        for file in shelf.files() {
-            age(&shelf.objects().join(file), Duration::from_secs(3 * 3600));
-        }
         let done = bus.collect_objects(&Collect::default()).await.unwrap();
-        assert_eq!(done, Collected { kept: 0, ..would });
+        assert_eq!(done, would);
         assert!(shelf.files().is_empty());
         assert!(
             bus.engine()
                 .orphans()
                 .unwrap()
-                .list(None, 9)
+                .list()
                 .await
                 .unwrap()
                 .is_empty()
@@ -86,18 +82,17 @@ async fn an_object_goes_after_its_event() {
     .await;
 }
 
-// conformance: memory/overflow-shared: an event of another tenant with the same id has an object of its own, or keeps the one it shares
+// conformance: memory/overflow-shared: an event of another tenant with the same id has an object of its own
 #[tokio::test]
 async fn tenants_with_the_same_ids_do_not_take_each_others_objects() {
     on_every_engine(|lab| async move {
         let shelf = Shelf::new(lab);
         let bus = shelf.open().await;
         let id = EventId::new();
-        // The same content is stored once, another content under another key.
         for (tenant, text) in [("one", "x"), ("two", "x"), ("three", "y")] {
             bus.publish(large(id, tenant, text)).await.unwrap();
         }
-        assert_eq!(shelf.files().len(), 2);
+        assert_eq!(shelf.files().len(), 3);
         for record in bus.lookup().unwrap().find(id).await.unwrap() {
             let text = if record.event.tenant() == Some("three") {
                 "y"
@@ -107,7 +102,7 @@ async fn tenants_with_the_same_ids_do_not_take_each_others_objects() {
             let whole = bus.whole(&record).await.unwrap();
             assert_eq!(whole.event.json::<String>().unwrap(), text.repeat(3000));
         }
-        // The oldest goes; the one that shares its object stays.
+        // The oldest goes, with its object alone.
         let retention = Retention {
             max_len: Some(2),
             ..Retention::default()
@@ -115,7 +110,7 @@ async fn tenants_with_the_same_ids_do_not_take_each_others_objects() {
         let pruned = bus.maintenance().unwrap().prune(retention).await.unwrap();
         assert_eq!(pruned.removed, 1);
         let collected = bus.collect_objects(&at_once()).await.unwrap();
-        assert_eq!(collected, Collected::default());
+        assert_eq!((collected.orphans, shelf.files().len()), (1, 2));
         for record in bus.lookup().unwrap().find(id).await.unwrap() {
             bus.whole(&record).await.unwrap();
         }
@@ -126,7 +121,7 @@ async fn tenants_with_the_same_ids_do_not_take_each_others_objects() {
     .await;
 }
 
-// conformance: memory/overflow-repeated: a repeated publish stores nothing anew and uses no object that may be on its way out
+// conformance: memory/overflow-repeated: a repeated publish gives the first receipt; the object that it put is deleted after a day, and the first one is left alone
 #[tokio::test]
 async fn a_repeated_publish_gives_the_first_receipt() {
     on_every_engine(|lab| async move {
@@ -136,13 +131,6 @@ async fn a_repeated_publish_gives_the_first_receipt() {
         let first = bus.publish(event.clone()).await.unwrap();
         let second = bus.publish(event.clone()).await.unwrap();
         assert!(second.is_duplicate() && second.seq() == first.seq());
-        assert_eq!(shelf.files().len(), 1);
-        // An old object is not taken up again: it may be deleted at any moment.
-        age(
-            &shelf.objects().join(&shelf.files()[0]),
-            Duration::from_secs(2 * 3600),
-        );
-        assert!(bus.publish(event.clone()).await.unwrap().is_duplicate());
         assert_eq!(shelf.files().len(), 2);
         for file in shelf.files() {
             age(&shelf.objects().join(file), Duration::from_secs(25 * 3600));
@@ -209,6 +197,7 @@ async fn a_repeated_publish_is_the_same_under_any_threshold() {
     .await;
 }
 
+// conformance: memory/overflow-swept: what interrupted puts left among the objects is swept up after a day; nothing beside the objects is, also not an unfinished mark of the place
 // conformance: memory/overflow-strays: an object whose publish never committed is deleted after a day; what another put is not
 #[tokio::test]
 async fn an_object_whose_publish_never_committed_is_deleted_after_a_day() {
@@ -226,7 +215,8 @@ async fn an_object_whose_publish_never_committed_is_deleted_after_a_day() {
         // Another log marks its keys.
         let name = format!("{}-0123456789ab-payload.json", EventId::new());
         let others = young.with_file_name(name);
-        for file in [&cut, &foreign, &others] {
+        let mark = shelf.objects().join("everbus-log.json#1");
+        for file in [&cut, &foreign, &others, &mark] {
             std::fs::write(file, "0123456789").unwrap();
             age(file, Duration::from_secs(25 * 3600));
         }
@@ -236,7 +226,7 @@ async fn an_object_whose_publish_never_committed_is_deleted_after_a_day() {
         let done = bus.collect_objects(&Collect::default()).await.unwrap();
         assert_eq!(done, would);
         assert!(!old.exists() && !cut.exists());
-        for kept in [&object, &young, &foreign, &others] {
+        for kept in [&object, &young, &foreign, &others, &mark] {
             assert!(kept.exists(), "{kept:?}");
         }
         bus.whole(&known).await.unwrap();
@@ -253,7 +243,7 @@ async fn a_publish_that_fails_leaves_a_note_of_its_object() {
         let bus = shelf.open().await;
         let notes = async || {
             let orphans = bus.engine().orphans().unwrap();
-            orphans.list(None, 9).await.unwrap()
+            orphans.list().await.unwrap()
         };
         let event = large(EventId::new(), "t", "x");
         bus.publish(event.clone()).await.unwrap();
@@ -430,10 +420,6 @@ async fn an_object_in_another_place_is_not_taken_for_the_one_that_was_left_behin
     let other = theirs.open().await;
     other.publish(event.clone()).await.unwrap();
     assert_eq!(ours.files(), theirs.files(), "the same key");
-    age(
-        &theirs.objects().join(&theirs.files()[0]),
-        Duration::from_secs(3 * 3600),
-    );
     let bus = ours.open_with(theirs.overflow()).await;
     let collected = bus.collect_objects(&Collect::default()).await.unwrap();
     assert_eq!((collected.orphans, collected.kept), (0, 1));
@@ -443,16 +429,55 @@ async fn an_object_in_another_place_is_not_taken_for_the_one_that_was_left_behin
     other.shutdown().await.unwrap();
 }
 
+/// While the collector looks for the event of an object, another collector deletes the object, and a publish
+/// puts it again.
+struct PutAgain {
+    inner: Arc<dyn Lookup>,
+    object: PathBuf,
+}
+
+impl Lookup for PutAgain {
+    fn find(&self, id: EventId) -> BoxFuture<'_, Result<Vec<Arc<Recorded>>>> {
+        std::fs::remove_file(&self.object).unwrap();
+        std::fs::write(&self.object, "new").unwrap();
+        self.inner.find(id)
+    }
+
+    fn states(&self, position: Position) -> BoxFuture<'_, Result<Vec<GroupState>>> {
+        self.inner.states(position)
+    }
+}
+
+// conformance: memory/overflow-put-again: an object that was deleted and put again while a collector ran is not deleted
+#[tokio::test]
+async fn an_object_that_was_put_again_is_not_deleted() {
+    on_every_engine(|lab| async move {
+        let shelf = Shelf::new(lab);
+        let bus = shelf.open().await;
+        publish(&bus, "x").await;
+        forget_everything(&bus).await;
+        let object = shelf.objects().join(&shelf.files()[0]);
+        age(&object, Duration::from_secs(3600));
+        let objects = everbus::overflow::Objects::open(bus.engine(), &shelf.overflow());
+        let (objects, mut engine) = (objects.unwrap().unwrap(), bus.engine().clone());
+        let inner = engine.lookup.take().unwrap();
+        engine.lookup = Some(Arc::new(PutAgain {
+            inner,
+            object: object.clone(),
+        }));
+        let collected = objects.collect(&engine, &at_once()).await.unwrap();
+        assert_eq!(collected.orphans, 0);
+        assert_eq!(std::fs::read(&object).unwrap(), b"new");
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn a_started_bus_collects_by_itself() {
     let shelf = Shelf::new(Lab::new(Kind::Sqlite));
     let bus = shelf.open().await;
     bus.publish(("a", "x".repeat(3000))).await.unwrap();
     forget_everything(&bus).await;
-    age(
-        &shelf.objects().join(&shelf.files()[0]),
-        Duration::from_secs(3 * 3600),
-    );
     bus.start().await.unwrap();
     crate::support::eventually("the object is deleted", || async {
         shelf.files().is_empty()

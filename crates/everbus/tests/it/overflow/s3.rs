@@ -161,8 +161,9 @@ async fn with_a_server() {
     };
     bus.maintenance().unwrap().prune(everything).await.unwrap();
     let mut collect = Collect::default();
-    collect.orphans_after = Duration::ZERO;
-    assert_eq!(bus.collect_objects(&collect).await.unwrap().orphans, 1);
+    collect.strays_after = Duration::ZERO;
+    let collected = bus.collect_objects(&collect).await.unwrap();
+    assert_eq!((collected.orphans, collected.strays), (1, 1));
     let error = bus.whole(&found).await.unwrap_err();
     assert!(error.to_string().contains("it is missing"), "{error}");
     bus.shutdown().await.unwrap();
@@ -182,7 +183,6 @@ async fn travels(directory: &tempfile::TempDir, reference: &everbus_core::Overfl
         bring(&there, &s3, reference).await.unwrap(),
         Transferred::Present
     );
-    there.finish().await.unwrap();
     let copy = backup.join(&reference.key);
     assert_eq!(copy.metadata().unwrap().len(), reference.size);
     // Back to where it is, and to where it is not.

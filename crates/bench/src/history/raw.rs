@@ -6,15 +6,14 @@ use std::hint::black_box;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use everbus_core::{Code, Error, Order};
+use everbus_core::{Order, Result};
 use rusqlite::{Connection, ToSql, params};
 use uuid::Uuid;
 
 use super::data::{Data, Names};
 use super::{Case, PAGE, PATTERNS};
-use crate::bench::sample;
-use crate::open::blocking;
-use crate::stop::Outcome;
+use crate::raw::run;
+use crate::sample;
 
 const TABLE: &str = "CREATE TABLE raw(seq INTEGER PRIMARY KEY, id BLOB, type TEXT, tenant TEXT, \
                      app TEXT, entity TEXT, created_at INTEGER, payload BLOB)";
@@ -22,7 +21,7 @@ const INSERT: &str = "INSERT INTO raw(id, type, tenant, app, entity, created_at,
                       VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)";
 
 /// A table with eight indexes.
-pub(super) struct Raw {
+pub(crate) struct Raw {
     conn: Connection,
     data: Data,
 }
@@ -31,8 +30,8 @@ pub(super) struct Raw {
 type Row = (i64, [u8; 16], String, String, String, String, i64, Vec<u8>);
 
 impl Raw {
-    pub(super) async fn make(path: PathBuf, data: Data) -> Outcome<Self> {
-        let make = move || -> rusqlite::Result<Self> {
+    pub(crate) async fn make(path: PathBuf, data: Data) -> Result<Self> {
+        run(move || {
             let conn = Connection::open(&path)?;
             conn.pragma_update(None, "journal_mode", "OFF")?;
             conn.pragma_update(None, "synchronous", "OFF")?;
@@ -61,8 +60,8 @@ impl Raw {
             }
             drop(insert);
             conn.execute_batch("COMMIT")?;
-            for (index, pattern) in PATTERNS.iter().enumerate() {
-                let columns = pattern.columns().join(", ");
+            for (index, (_, columns)) in PATTERNS.iter().enumerate() {
+                let columns = columns.join(", ");
                 conn.execute_batch(&format!(
                     "CREATE INDEX raw_{index} ON raw ({columns}, created_at)"
                 ))?;
@@ -72,34 +71,29 @@ impl Raw {
             let conn = Connection::open(&path)?;
             conn.pragma_update(None, "journal_mode", "WAL")?;
             Ok(Self { conn, data })
-        };
-        Ok(blocking(move || make().map_err(failed)).await?)
+        })
+        .await
     }
 
     /// How long the pages of these queries take. Gives the table back.
-    pub(super) async fn pages(
+    pub(crate) async fn pages(
         self,
         case: Case,
         queries: std::ops::Range<u64>,
-    ) -> Outcome<(Self, Vec<Duration>)> {
-        let pages = move || -> rusqlite::Result<_> {
+    ) -> Result<(Self, Vec<Duration>)> {
+        run(move || {
             let took: rusqlite::Result<_> = queries.map(|n| self.page(case, n)).collect();
             Ok((self, took?))
-        };
-        Ok(blocking(move || pages().map_err(failed)).await?)
+        })
+        .await
     }
 
     fn page(&self, case: Case, n: u64) -> rusqlite::Result<Duration> {
         let names = self.data.asked(case.kind, n);
-        let pattern = &PATTERNS[case.pattern];
-        let conditions: Vec<String> = pattern
-            .columns()
-            .iter()
-            .map(|column| format!("{column} = :{column}"))
-            .collect();
-        let mut given: Vec<(&str, &dyn ToSql)> = Vec::new();
-        for column in pattern.columns() {
-            given.push(match column {
+        let (mut conditions, mut given) = (Vec::new(), Vec::<(&str, &dyn ToSql)>::new());
+        for column in PATTERNS[case.pattern].1 {
+            conditions.push(format!("{column} = :{column}"));
+            given.push(match *column {
                 "type" => (":type", &names.event_type),
                 "tenant" => (":tenant", &names.tenant),
                 "app" => (":app", &names.app),
@@ -129,29 +123,10 @@ impl Raw {
         );
         let began = Instant::now();
         let mut statement = self.conn.prepare_cached(&sql)?;
-        let rows = statement.query_map(&given[..], |r| -> rusqlite::Result<Row> {
-            Ok((
-                r.get(0)?,
-                r.get(1)?,
-                r.get(2)?,
-                r.get(3)?,
-                r.get(4)?,
-                r.get(5)?,
-                r.get(6)?,
-                r.get(7)?,
-            ))
-        })?;
+        let rows = statement.query_map(&given[..], |r| Row::try_from(r))?;
         let rows: Vec<Row> = rows.collect::<rusqlite::Result<_>>()?;
         let took = began.elapsed();
         black_box(rows);
         Ok(took)
     }
-}
-
-fn failed(error: rusqlite::Error) -> Error {
-    Error::new(
-        Code::StorageFailed,
-        format!("the raw queries failed: {error}"),
-    )
-    .caused_by(error)
 }

@@ -29,18 +29,18 @@ const TURN: [Kind; 10] = {
 };
 
 /// From this many events on, every page is full except those of single entities.
-pub(super) const ENOUGH: u64 = 50_000;
+pub(crate) const ENOUGH: u64 = 50_000;
 
 /// How often an entity has events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     Busy,
     Scattered,
     Single,
 }
 
 impl Kind {
-    pub(super) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Busy => "busy",
             Self::Scattered => "scattered",
@@ -51,17 +51,17 @@ impl Kind {
 
 /// The names of an event, or those that a query asks for.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Names {
-    pub(super) event_type: &'static str,
-    pub(super) tenant: String,
-    pub(super) app: String,
-    pub(super) entity: String,
+pub(crate) struct Names {
+    pub(crate) event_type: &'static str,
+    pub(crate) tenant: String,
+    pub(crate) app: String,
+    pub(crate) entity: String,
 }
 
 /// A log with this many events.
 #[derive(Clone, Copy)]
-pub(super) struct Data {
-    pub(super) events: u64,
+pub(crate) struct Data {
+    pub(crate) events: u64,
 }
 
 impl Data {
@@ -75,7 +75,7 @@ impl Data {
     }
 
     /// The names of an event of the log.
-    pub(super) fn names(self, n: u64) -> Names {
+    pub(crate) fn names(self, n: u64) -> Names {
         let at = usize::try_from(n % 10).unwrap_or(0);
         let kind = TURN[at];
         let of_kind = |turn: &[Kind]| turn.iter().filter(|k| **k == kind).count() as u64;
@@ -92,7 +92,7 @@ impl Data {
     }
 
     /// The names of the nth query: one entity after the other, in no order.
-    pub(super) fn asked(self, kind: Kind, n: u64) -> Names {
+    pub(crate) fn asked(self, kind: Kind, n: u64) -> Names {
         let entities = self.entities(kind);
         let entity = match kind {
             Kind::Busy => n * 61 % entities,
@@ -101,7 +101,7 @@ impl Data {
         named(kind, entity, USUAL)
     }
 
-    pub(super) fn event(self, n: u64, payload: &Bytes) -> Result<Event> {
+    pub(crate) fn event(self, n: u64, payload: &Bytes) -> Result<Event> {
         let names = self.names(n);
         Event::builder(names.event_type)
             .payload(payload.clone())

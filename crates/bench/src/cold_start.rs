@@ -2,25 +2,22 @@
 
 use std::time::Instant;
 
-use everbus_core::{Code, Error};
+use everbus_core::Result;
 
-use super::report::Figure;
-use super::sample::{self, Maker, TYPE, median, micros, percentile};
-use super::{Bench, Scenario, children};
-use crate::stop::Outcome;
+use crate::sample::{self, Maker, TYPE, median, micros, percentile};
+use crate::{Bench, Figure, children};
 
 const STARTS: usize = 20;
 const LIMIT_US: f64 = 20_000.0;
 
-pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
-    let scenario = Scenario::ColdStart;
+pub(crate) async fn measure(bench: &Bench) -> Result<Figure> {
     let events = bench.scaled(1_000_000);
     let path = bench.file("cold.db")?;
-    bench.say(scenario, format!("publishing {events}"));
+    bench.say(format!("publishing {events}"));
     let bus = sample::open(&path).await?;
     sample::fill(&bus, events).await?;
     bus.shutdown().await?;
-    bench.say(scenario, "starting");
+    bench.say("starting");
     let (mut durable, mut exit, mut inside) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..STARTS {
         let began = Instant::now();
@@ -30,7 +27,7 @@ pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
         child.wait()?;
         exit.push(began.elapsed());
         if !line.contains("\"seq\"") {
-            return Err(Error::new(Code::Internal, "the publish did not print its id").into());
+            return Err(sample::wrong("the publish did not print its id"));
         }
         let began = Instant::now();
         let bus = sample::open(&path).await?;
@@ -40,9 +37,8 @@ pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
     }
     bench.remove(&path);
     let p50 = percentile(&mut durable, 0.5);
-    Ok(Figure::new(scenario)
+    Ok(Figure::target("p50 < 20000 µs", p50 < LIMIT_US)
         .latencies(p50, percentile(&mut durable, 0.99))
-        .target("p50 < 20000 µs", p50 < LIMIT_US)
         .detail(format!(
             "from start to exit of the process {:.0} µs, open and publish without a new process \
              {:.0} µs (medians)",

@@ -4,41 +4,39 @@
 use std::time::{Duration, Instant};
 
 use everbus::Message;
-use everbus_core::{Code, Error, StartFrom};
+use everbus_core::{Code, Error, Result, StartFrom};
 use tokio::sync::mpsc;
 
-use super::report::Figure;
-use super::sample::{self, median, micros};
-use super::{Bench, Scenario, children};
-use crate::stop::Outcome;
+use crate::sample::{self, median, micros};
+use crate::{Bench, Figure, children};
 
 const LIMIT_US: f64 = 50_000.0;
 
-pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
-    let scenario = Scenario::Recovery;
+pub(crate) async fn measure(bench: &Bench) -> Result<Figure> {
     let events = bench.scaled(100_000);
     let mut firsts = Vec::new();
     for round in 1..=bench.rounds().min(3) {
-        bench.say(scenario, format!("round {round}: {events} in flight"));
+        bench.say(format!("round {round}: {events} in flight"));
         let path = bench.file("recovery.db")?;
         let mut child = children::spawn(children::HOLD, &path, events)?;
         child.wait_for_line().await?;
         child.kill()?;
-        bench.say(scenario, format!("round {round}: recovering"));
+        bench.say(format!("round {round}: recovering"));
         firsts.push(micros(Box::pin(first_redelivery(&path)).await?));
         bench.remove(&path);
     }
     let worst = firsts.iter().copied().fold(0.0, f64::max);
     let middle = median(firsts);
-    Ok(Figure::new(scenario)
-        .latencies(middle, worst)
-        .target("first redelivery < 50000 µs", middle < LIMIT_US)
-        .detail(format!(
-            "{events} in flight when killed; p50 is the median of the rounds, p99 the worst"
-        )))
+    Ok(
+        Figure::target("first redelivery < 50000 µs", middle < LIMIT_US)
+            .latencies(middle, worst)
+            .detail(format!(
+                "{events} in flight when killed; p50 is the median of the rounds, p99 the worst"
+            )),
+    )
 }
 
-async fn first_redelivery(path: &std::path::Path) -> Outcome<Duration> {
+async fn first_redelivery(path: &std::path::Path) -> Result<Duration> {
     let (to, mut first) = mpsc::channel(1);
     let began = Instant::now();
     let bus = sample::open(path).await?;
@@ -55,9 +53,10 @@ async fn first_redelivery(path: &std::path::Path) -> Outcome<Duration> {
     bus.shutdown().await?;
     match at {
         Ok(Some((at, attempt))) if attempt > 1 => Ok(at.saturating_duration_since(began)),
-        Ok(Some(_)) => Err(sample::wrong(
-            "the first delivery was no redelivery".to_owned(),
+        Ok(Some(_)) => Err(sample::wrong("the first delivery was no redelivery")),
+        _ => Err(Error::new(
+            Code::Timeout,
+            "nothing was delivered again for 60 s",
         )),
-        _ => Err(Error::new(Code::Timeout, "nothing was delivered again for 60 s").into()),
     }
 }

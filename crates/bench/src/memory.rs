@@ -1,18 +1,18 @@
 //! Resident memory, measured in separate processes: after a million events published and handled, and with a
 //! backlog of a million for slow handlers.
 
-use super::report::Figure;
-use super::{Bench, Scenario, children};
-use crate::stop::Outcome;
+use everbus_core::Result;
+
+use crate::figure::round;
+use crate::{Bench, Figure, children};
 
 const LIMIT_MIB: f64 = 40.0;
 
-pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
-    let scenario = Scenario::Memory;
+pub(crate) async fn measure(bench: &Bench) -> Result<Figure> {
     let events = bench.scaled(1_000_000);
     let mut used = Vec::new();
     for part in [children::HANDLE, children::BACKLOG] {
-        bench.say(scenario, format!("{part}, {events} events"));
+        bench.say(format!("{part}, {events} events"));
         let path = bench.file("memory.db")?;
         let mut child = children::spawn(part, &path, events)?;
         let line = child.wait_for_line().await?;
@@ -21,15 +21,14 @@ pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
         used.push(children::Resident::parse(&line)?);
     }
     let most = used.iter().map(|r| r.now_mib).fold(0.0, f64::max);
-    let detail = match used.as_slice() {
-        [handled, backlog] => format!(
+    let met = most > 0.0 && most < LIMIT_MIB;
+    let mut figure = Figure::target("< 40 MiB resident", met);
+    figure.rss_mib = Some(round(most, 1));
+    if let [handled, backlog] = used.as_slice() {
+        figure.detail = format!(
             "{events} handled: {:.1} MiB (peak {:.1}); backlog of {events}: {:.1} MiB (peak {:.1})",
             handled.now_mib, handled.peak_mib, backlog.now_mib, backlog.peak_mib
-        ),
-        _ => String::new(),
-    };
-    Ok(Figure::new(scenario)
-        .rss(most)
-        .target("< 40 MiB resident", most > 0.0 && most < LIMIT_MIB)
-        .detail(detail))
+        );
+    }
+    Ok(figure)
 }

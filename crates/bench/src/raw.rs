@@ -8,15 +8,14 @@ use rusqlite::{Connection, Statement, params};
 use tokio::sync::{mpsc, oneshot};
 use uuid::Uuid;
 
-use super::sample::{self, TYPE};
-use crate::open::blocking;
-use crate::stop::Outcome;
+use crate::blocking;
+use crate::sample::{self, TYPE};
 
 const TABLE: &str = "CREATE TABLE raw(seq INTEGER PRIMARY KEY AUTOINCREMENT, id BLOB UNIQUE, \
                      type TEXT, payload BLOB, created_at INTEGER)";
 const INSERT: &str = "INSERT INTO raw(id, type, payload, created_at) VALUES (?1, ?2, ?3, ?4)";
 
-fn failed(error: rusqlite::Error) -> Error {
+pub(crate) fn failed(error: rusqlite::Error) -> Error {
     Error::new(Code::StorageFailed, format!("the raw loop failed: {error}")).caused_by(error)
 }
 
@@ -29,6 +28,13 @@ fn open(path: &Path) -> rusqlite::Result<Connection> {
     Ok(connection)
 }
 
+/// Runs a loop of plain SQLite off the executor.
+pub(crate) async fn run<T: Send + 'static>(
+    work: impl FnOnce() -> rusqlite::Result<T> + Send + 'static,
+) -> Result<T> {
+    blocking(move || work().map_err(failed)).await
+}
+
 fn insert(statement: &mut Statement<'_>, payload: &[u8]) -> rusqlite::Result<()> {
     let id = Uuid::now_v7();
     let now = SystemTime::now()
@@ -39,8 +45,8 @@ fn insert(statement: &mut Statement<'_>, payload: &[u8]) -> rusqlite::Result<()>
 }
 
 /// A prepared single-row insert, 1000 rows per transaction.
-pub(super) async fn batched(path: PathBuf, events: u64) -> Outcome<Duration> {
-    let loop_ = move || -> rusqlite::Result<Duration> {
+pub(crate) async fn batched(path: PathBuf, events: u64) -> Result<Duration> {
+    run(move || {
         let connection = open(&path)?;
         let payload = sample::payload();
         let began = Instant::now();
@@ -55,14 +61,14 @@ pub(super) async fn batched(path: PathBuf, events: u64) -> Outcome<Duration> {
             left -= left.min(1000);
         }
         Ok(began.elapsed())
-    };
-    Ok(blocking(move || loop_().map_err(failed)).await?)
+    })
+    .await
 }
 
 /// Deletes by ranges of the key, 1000 rows per transaction, with no other work.
-pub(super) async fn range_deletes(path: PathBuf, events: u64) -> Outcome<Duration> {
+pub(crate) async fn range_deletes(path: PathBuf, events: u64) -> Result<Duration> {
     batched(path.clone(), events).await?;
-    let loop_ = move || -> rusqlite::Result<Duration> {
+    run(move || {
         let connection = Connection::open(&path)?;
         connection.pragma_update(None, "synchronous", "FULL")?;
         let events = i64::try_from(events).unwrap_or(i64::MAX);
@@ -74,34 +80,34 @@ pub(super) async fn range_deletes(path: PathBuf, events: u64) -> Outcome<Duratio
             from += 1000;
         }
         Ok(began.elapsed())
-    };
-    Ok(blocking(move || loop_().map_err(failed)).await?)
+    })
+    .await
 }
 
 /// Bare group commit: the same table fed by a channel, each task awaiting its commit.
-pub(super) async fn group_commit(path: PathBuf, tasks: u64, events: u64) -> Outcome<Duration> {
+pub(crate) async fn group_commit(path: PathBuf, tasks: u64, events: u64) -> Result<Duration> {
     let (to, from) = mpsc::unbounded_channel();
     let (ready, opened) = oneshot::channel();
     let writer = std::thread::spawn(move || commit_what_is_queued(&path, from, ready));
     if opened.await.is_err() {
-        return Err(join(writer).err().unwrap_or_else(ended).into());
+        return Err(join(writer).err().unwrap_or_else(ended));
     }
     let each = events.div_ceil(tasks);
     let payload = sample::payload();
     let began = Instant::now();
-    let mut publishers = tokio::task::JoinSet::new();
-    for _ in 0..tasks {
+    let publishing = sample::from_tasks(tasks, || {
         let (to, payload) = (to.clone(), payload.clone());
-        publishers.spawn(async move {
+        async move {
             for _ in 0..each {
                 let (done, committed) = oneshot::channel::<()>();
                 if to.send((payload.clone(), done)).is_err() || committed.await.is_err() {
-                    return;
+                    break;
                 }
             }
-        });
-    }
-    publishers.join_all().await;
+            Ok(())
+        }
+    });
+    publishing.await?;
     let took = began.elapsed();
     drop(to);
     join(writer)?;
@@ -144,12 +150,12 @@ fn ended() -> Error {
 }
 
 /// How long single-row commits take at a steady rate.
-pub(super) async fn paced_commits(
+pub(crate) async fn paced_commits(
     path: PathBuf,
     events: u64,
     period: Duration,
-) -> Outcome<Vec<Duration>> {
-    let loop_ = move || -> rusqlite::Result<Vec<Duration>> {
+) -> Result<Vec<Duration>> {
+    run(move || {
         let connection = open(&path)?;
         let payload = sample::payload();
         let mut statement = connection.prepare(INSERT)?;
@@ -165,6 +171,6 @@ pub(super) async fn paced_commits(
             took.push(began.elapsed());
         }
         Ok(took)
-    };
-    Ok(blocking(move || loop_().map_err(failed)).await?)
+    })
+    .await
 }

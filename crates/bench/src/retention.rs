@@ -4,19 +4,16 @@
 //! Machines are noisy even without retention. So short windows with and without retention take turns in one
 //! run, under one publisher, and the latencies of each kind are put together.
 
-use std::path::Path;
 use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use everbus::Bus;
-use everbus_core::{Event, Pruned, Result, Retention};
+use everbus_core::{Pruned, Result, Retention};
 
-use super::pacer::{Kind, Pacer};
-use super::report::Figure;
-use super::sample::{self, TYPE, median, percentile, rate};
-use super::{Bench, Scenario, raw};
-use crate::stop::Outcome;
+use crate::pacer::{Kind, Pacer};
+use crate::sample::{self, Maker, TYPE, median, percentile, rate};
+use crate::{Bench, Figure, Rates, raw};
 
 /// How long a window is, and the pause between two in which nothing is counted.
 const WINDOW: Duration = Duration::from_millis(250);
@@ -34,11 +31,8 @@ struct Round {
     freed: u64,
     /// The longest that a transaction worked, and held the writer.
     longest: (Duration, Duration),
-    quiet: Vec<Duration>,
-    /// Latencies while events are removed.
-    busy: Vec<Duration>,
-    /// Latencies while the file gives space back.
-    shrinking: Vec<Duration>,
+    /// Latencies by [`Kind`].
+    took: [Vec<Duration>; 3],
 }
 
 /// All rounds of one sort of events.
@@ -46,6 +40,7 @@ struct Rounds(Vec<Round>);
 
 /// Quantiles of the latencies of one kind.
 struct Felt {
+    count: usize,
     p50: f64,
     p99: f64,
 }
@@ -67,25 +62,26 @@ impl Rounds {
     }
 
     /// The latencies of all rounds together.
-    fn felt(&self, which: fn(&Round) -> &[Duration]) -> Felt {
-        let mut all: Vec<Duration> = self.0.iter().flat_map(|r| which(r).to_vec()).collect();
+    fn felt(&self, kind: Kind) -> Felt {
+        let all = self.0.iter().flat_map(|r| r.took[kind as usize].clone());
+        let mut all: Vec<Duration> = all.collect();
         Felt {
+            count: all.len(),
             p50: percentile(&mut all, 0.5),
             p99: percentile(&mut all, 0.99),
         }
     }
 
-    /// The p99 of the other kinds as multiples of the p99 without retention.
-    fn times(&self) -> (f64, f64) {
-        let quiet = self.felt(|r| &r.quiet).p99;
-        let (busy, shrinking) = (self.felt(|r| &r.busy), self.felt(|r| &r.shrinking));
-        (busy.p99 / quiet, shrinking.p99 / quiet)
+    /// The p99 of a kind as a multiple of the p99 without retention.
+    fn times(&self, kind: Kind) -> f64 {
+        self.felt(kind).p99 / self.felt(Kind::Quiet).p99
     }
 
     /// The minimum and the maximum of the rounds.
     fn spread(&self) -> (f64, f64) {
         let one = |r: &Round| {
-            percentile(&mut r.busy.clone(), 0.99) / percentile(&mut r.quiet.clone(), 0.99)
+            let [quiet, removing, _] = &mut r.took.clone();
+            percentile(removing, 0.99) / percentile(quiet, 0.99)
         };
         let all = self.0.iter().map(one);
         all.fold((f64::INFINITY, 0.0), |(least, most), times| {
@@ -95,63 +91,61 @@ impl Rounds {
 
     /// Whether publishers hardly noticed. A round without space to give back counts as unnoticed.
     fn unnoticed(&self) -> bool {
-        let (busy, shrinking) = self.times();
-        busy < 3.0 && (shrinking.is_nan() || shrinking < 3.0)
+        let shrinking = self.times(Kind::Shrinking);
+        self.times(Kind::Removing) < 3.0 && (shrinking.is_nan() || shrinking < 3.0)
     }
 
     fn describe(&self) -> String {
-        let quiet = self.felt(|r| &r.quiet);
-        let (busy, shrinking) = (self.felt(|r| &r.busy), self.felt(|r| &r.shrinking));
-        let ((times, shrinking_times), (least, most)) = (self.times(), self.spread());
+        let quiet = self.felt(Kind::Quiet);
+        let (busy, shrinking) = (self.felt(Kind::Removing), self.felt(Kind::Shrinking));
         let (step, hold) = self.longest();
-        let count =
-            |which: fn(&Round) -> &[Duration]| self.0.iter().map(|r| which(r).len()).sum::<usize>();
+        let (least, most) = self.spread();
         format!(
             "p50/p99 of a publish in quiet {:.0}/{:.0} µs ({} publishes), while they go {:.0}/{:.0} µs \
-             ({}; {times:.2} ×, rounds {least:.2}–{most:.2}), while space is given back {:.0}/{:.0} µs \
-             ({}; {shrinking_times:.2} ×), the writer held for at most {hold} µs, {step} µs of it for work",
+             ({}; {:.2} ×, rounds {least:.2}–{most:.2}), while space is given back {:.0}/{:.0} µs \
+             ({}; {:.2} ×), the writer held for at most {hold} µs, {step} µs of it for work",
             quiet.p50,
             quiet.p99,
-            count(|r| &r.quiet),
+            quiet.count,
             busy.p50,
             busy.p99,
-            count(|r| &r.busy),
+            busy.count,
+            self.times(Kind::Removing),
             shrinking.p50,
             shrinking.p99,
-            count(|r| &r.shrinking),
+            shrinking.count,
+            self.times(Kind::Shrinking),
         )
     }
 }
 
-pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
-    let scenario = Scenario::Retention;
+pub(crate) async fn measure(bench: &Bench) -> Result<Figure> {
     let events = bench.events(500_000);
     let (mut raws, mut bare, mut attributed) = (Vec::new(), Vec::new(), Vec::new());
     for round in 1..=bench.rounds().min(3) {
-        bench.say(scenario, format!("round {round}, raw"));
-        let path = bench.file("raw.db")?;
-        raws.push(rate(
-            events,
-            raw::range_deletes(path.clone(), events).await?,
-        ));
-        bench.remove(&path);
+        bench.say(format!("round {round}, raw"));
+        let deletes = async |path| raw::range_deletes(path, events).await;
+        raws.push(rate(events, bench.on_file("raw.db", deletes).await?));
         for (with, all) in [(false, &mut bare), (true, &mut attributed)] {
-            bench.say(scenario, format!("round {round}, attributed: {with}"));
-            let path = bench.file("ours.db")?;
-            all.push(Box::pin(one(bench, &path, events, with)).await?);
-            bench.remove(&path);
+            bench.say(format!("round {round}, attributed: {with}"));
+            let run = async |bus: &Bus| one(bench, bus, events, with).await;
+            all.push(bench.on_bus(run).await?);
         }
     }
     let (bare, attributed) = (Rounds(bare), Rounds(attributed));
     let (rate, full) = (bare.rate(), attributed.rate());
-    let during = bare.felt(|r| &r.busy);
-    Ok(Figure::new(scenario)
-        .rates(rate, median(raws))
+    let during = bare.felt(Kind::Removing);
+    let fast = rate >= BARE && full >= ATTRIBUTED;
+    let met = fast && bare.unnoticed() && attributed.unnoticed();
+    let rates = Rates {
+        ours: rate,
+        raw: median(raws),
+        cost: f64::NAN,
+    };
+    let target = "≥ 100,000/s bare, ≥ 10,000/s attributed; publish p99 < 3 × quiet";
+    Ok(Figure::target(target, met)
+        .rates(&rates)
         .latencies(during.p50, during.p99)
-        .target(
-            "≥ 100,000/s bare, ≥ 10,000/s attributed; publish p99 < 3 × quiet",
-            rate >= BARE && full >= ATTRIBUTED && bare.unnoticed() && attributed.unnoticed(),
-        )
         .detail(format!(
             "publishing {}/s; bare events: {}; {} MiB given back; fully attributed events: {full:.0}/s, {}",
             Pacer::RATE,
@@ -161,14 +155,13 @@ pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
         )))
 }
 
-async fn one(bench: &Bench, path: &Path, events: u64, attributed: bool) -> Outcome<Round> {
-    let bus = sample::open(path).await?;
+async fn one(bench: &Bench, bus: &Bus, events: u64, attributed: bool) -> Result<Round> {
     if attributed {
-        fill_attributed(&bus, events).await?;
+        fill_attributed(bus, events).await?;
     } else {
-        sample::fill(&bus, events).await?;
+        sample::fill(bus, events).await?;
     }
-    let pacer = Pacer::start(&bus);
+    let pacer = Pacer::start(bus);
     tokio::time::sleep(if bench.quick { WARM_UP / 10 } else { WARM_UP }).await;
     let (mut removed, mut took, mut freed) = (0, Duration::ZERO, 0);
     let mut longest = (Duration::ZERO, Duration::ZERO);
@@ -178,7 +171,7 @@ async fn one(bench: &Bench, path: &Path, events: u64, attributed: bool) -> Outco
         tokio::time::sleep(WINDOW).await;
         pacer.count_as(None);
         tokio::time::sleep(BETWEEN).await;
-        let window = prune_for(&bus, &pacer, WINDOW).await?;
+        let window = prune_for(bus, &pacer, WINDOW).await?;
         pacer.count_as(None);
         removed += window.done.removed;
         took += window.removing;
@@ -191,7 +184,7 @@ async fn one(bench: &Bench, path: &Path, events: u64, attributed: bool) -> Outco
         }
         tokio::time::sleep(BETWEEN).await;
     }
-    let [quiet, busy, shrinking] = pacer.stop().await?;
+    let latencies = pacer.stop().await?;
     // The last step of a window was done but not reported.
     let left = bus.engine().maintenance()?.holdings().await?;
     let left: u64 = left.types.iter().map(|held| held.events).sum();
@@ -199,14 +192,11 @@ async fn one(bench: &Bench, path: &Path, events: u64, attributed: bool) -> Outco
     if left + events > published {
         return Err(sample::wrong(format!("{left} events were not removed")));
     }
-    bus.shutdown().await?;
     Ok(Round {
         rate: rate(removed, took),
         freed,
         longest,
-        quiet,
-        busy,
-        shrinking,
+        took: latencies,
     })
 }
 
@@ -221,7 +211,7 @@ struct Window {
 }
 
 /// Runs retention for this long, or until everything is removed.
-async fn prune_for(bus: &Bus, pacer: &Pacer, time: Duration) -> Outcome<Window> {
+async fn prune_for(bus: &Bus, pacer: &Pacer, time: Duration) -> Result<Window> {
     let everything = Retention {
         max_age: Some(Duration::from_micros(1)),
         ..Retention::default()
@@ -260,27 +250,19 @@ async fn prune_for(bus: &Bus, pacer: &Pacer, time: Duration) -> Outcome<Window> 
     Ok(window)
 }
 
-async fn fill_attributed(bus: &Bus, events: u64) -> Outcome {
-    let payload = sample::payload();
-    let mut n = 0;
-    while n < events {
-        let batch: Result<Vec<Event>> = (n..events.min(n + 1000))
-            .map(|n| {
-                Event::builder(TYPE)
-                    .payload(payload.clone())
-                    .tenant(format!("tenant-{}", n % 20))
-                    .app(format!("app-{}", n % 10))
-                    .entity("order", format!("{}", n / 5))
-                    .source("bench")
-                    .key(format!("{}", n / 5))
-                    .correlation_id(format!("request-{}", n / 3))
-                    .meta("region", "north")
-                    .build()
-            })
-            .collect();
-        let batch = batch?;
-        n += batch.len() as u64;
-        bus.publish_batch(batch).await?;
-    }
-    Ok(())
+async fn fill_attributed(bus: &Bus, events: u64) -> Result<()> {
+    let maker = Maker::new(TYPE);
+    let make = |n| {
+        let event = maker.builder();
+        event
+            .tenant(format!("tenant-{}", n % 20))
+            .app(format!("app-{}", n % 10))
+            .entity("order", format!("{}", n / 5))
+            .source("bench")
+            .key(format!("{}", n / 5))
+            .correlation_id(format!("request-{}", n / 3))
+            .meta("region", "north")
+            .build()
+    };
+    sample::fill_with(bus, events, make).await
 }

@@ -7,15 +7,15 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use everbus::Bus;
-use everbus_core::{Error, Result};
+use everbus_core::Result;
 use tokio::task::JoinSet;
 
-use super::sample::{self, Maker, TYPE};
-use crate::stop::Outcome;
+use crate::blocking;
+use crate::sample::{self, Maker, TYPE};
 
 /// What runs beside a publish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     Quiet,
     Removing,
     Shrinking,
@@ -26,10 +26,10 @@ const NONE: u8 = u8::MAX;
 
 /// Sets the kind of the publishes that begin now.
 #[derive(Clone)]
-pub(super) struct Switch(Arc<AtomicU8>);
+pub(crate) struct Switch(Arc<AtomicU8>);
 
 impl Switch {
-    pub(super) fn count_as(&self, kind: Option<Kind>) {
+    pub(crate) fn count_as(&self, kind: Option<Kind>) {
         self.0
             .store(kind.map_or(NONE, |kind| kind as u8), Ordering::Relaxed);
     }
@@ -39,7 +39,7 @@ impl Switch {
 type Latencies = [Vec<Duration>; KINDS];
 
 /// Publishes at a steady rate and notes how long each publish took.
-pub(super) struct Pacer {
+pub(crate) struct Pacer {
     switch: Switch,
     stop: Arc<AtomicBool>,
     thread: JoinHandle<JoinSet<Result<()>>>,
@@ -48,9 +48,9 @@ pub(super) struct Pacer {
 
 impl Pacer {
     /// Publishes in a second.
-    pub(super) const RATE: u32 = 500;
+    pub(crate) const RATE: u32 = 500;
 
-    pub(super) fn start(bus: &Bus) -> Self {
+    pub(crate) fn start(bus: &Bus) -> Self {
         let (stop, switch) = (Arc::default(), Switch(Arc::new(AtomicU8::new(NONE))));
         let took: Arc<Mutex<Latencies>> = Arc::default();
         let round = Round {
@@ -70,21 +70,19 @@ impl Pacer {
         }
     }
 
-    pub(super) fn switch(&self) -> Switch {
+    pub(crate) fn switch(&self) -> Switch {
         self.switch.clone()
     }
 
-    pub(super) fn count_as(&self, kind: Option<Kind>) {
+    pub(crate) fn count_as(&self, kind: Option<Kind>) {
         self.switch.count_as(kind);
     }
 
     /// Ends once everything was answered: the latencies of each [`Kind`], in that order.
-    pub(super) async fn stop(self) -> Outcome<Latencies> {
+    pub(crate) async fn stop(self) -> Result<Latencies> {
         self.stop.store(true, Ordering::Relaxed);
-        let ended = || sample::wrong("the publisher ended early".to_owned());
-        let publishes =
-            crate::open::blocking(move || self.thread.join().map_err(|_| Error::shutdown()));
-        let publishes = publishes.await.map_err(|_| ended())?;
+        let ended = |_| sample::wrong("the publisher ended early");
+        let publishes = blocking(move || self.thread.join().map_err(ended)).await?;
         for published in publishes.join_all().await {
             published?;
         }

@@ -9,63 +9,27 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use everbus::Bus;
-use everbus_core::{Code, Error, Event, HistoryQuery, Order, Pattern, Result, Timestamp};
+use everbus_core::{HistoryQuery, Order, Pattern, Result, Timestamp};
 use rusqlite::Connection;
 
-use super::report::{Figure, Part};
-use super::sample::{self, percentile};
-use super::{Bench, Scenario};
-use crate::open::blocking;
-use crate::stop::Outcome;
+use crate::sample::{self, percentile};
+use crate::{Bench, Figure, Part};
 use data::{Data, ENOUGH, Kind};
 use raw::Raw;
 
-pub(super) use insert::measure as measure_insert;
+pub(crate) use insert::measure as measure_insert;
 
-/// The names that a query of a pattern gives.
-struct Names {
-    name: &'static str,
-    event_type: bool,
-    tenant: bool,
-    app: bool,
-    entity: bool,
-}
-
-const fn pattern(name: &'static str, has: [u8; 4]) -> Names {
-    Names {
-        name,
-        event_type: has[0] == 1,
-        tenant: has[1] == 1,
-        app: has[2] == 1,
-        entity: has[3] == 1,
-    }
-}
-
-const PATTERNS: [Names; 8] = [
-    pattern("tenant", [0, 1, 0, 0]),
-    pattern("entity", [0, 0, 0, 1]),
-    pattern("app", [0, 0, 1, 0]),
-    pattern("app+entity", [0, 0, 1, 1]),
-    pattern("type+tenant", [1, 1, 0, 0]),
-    pattern("type+tenant+entity", [1, 1, 0, 1]),
-    pattern("type+tenant+app", [1, 1, 1, 0]),
-    pattern("all four", [1, 1, 1, 1]),
+/// The patterns: their names, and the columns of the raw table that they give.
+const PATTERNS: [(&str, &[&str]); 8] = [
+    ("tenant", &["tenant"]),
+    ("entity", &["entity"]),
+    ("app", &["app"]),
+    ("app+entity", &["app", "entity"]),
+    ("type+tenant", &["type", "tenant"]),
+    ("type+tenant+entity", &["type", "tenant", "entity"]),
+    ("type+tenant+app", &["type", "tenant", "app"]),
+    ("all four", &["type", "tenant", "app", "entity"]),
 ];
-
-impl Names {
-    /// The columns of the raw table that its index has.
-    fn columns(&self) -> Vec<&'static str> {
-        let all = [
-            (self.event_type, "type"),
-            (self.tenant, "tenant"),
-            (self.app, "app"),
-            (self.entity, "entity"),
-        ];
-        all.into_iter()
-            .filter_map(|(has, c)| has.then_some(c))
-            .collect()
-    }
-}
 
 const PAGE: usize = 100;
 const QUERIES: u64 = 200;
@@ -83,32 +47,34 @@ struct Case {
 
 impl Case {
     fn all() -> Vec<Self> {
+        let case = |pattern, kind, until| Self {
+            pattern,
+            kind,
+            until,
+        };
         let mut cases = Vec::new();
-        for (pattern, names) in PATTERNS.iter().enumerate() {
-            let kinds: &[Kind] = match names.entity {
-                true => &[Kind::Busy, Kind::Scattered, Kind::Single],
-                false => &[Kind::Busy],
-            };
-            cases.extend(kinds.iter().map(|kind| Self {
-                pattern,
-                kind: *kind,
-                until: false,
-            }));
+        for pattern in 0..PATTERNS.len() {
+            cases.push(case(pattern, Kind::Busy, false));
+            if cases[cases.len() - 1].has("entity") {
+                cases.push(case(pattern, Kind::Scattered, false));
+                cases.push(case(pattern, Kind::Single, false));
+            }
         }
-        cases.push(Self {
-            pattern: 0,
-            kind: Kind::Busy,
-            until: true,
-        });
+        cases.push(case(0, Kind::Busy, true));
         cases
     }
 
+    /// Whether its pattern gives this column.
+    fn has(self, column: &str) -> bool {
+        PATTERNS[self.pattern].1.contains(&column)
+    }
+
     fn name(self) -> String {
-        let names = &PATTERNS[self.pattern];
-        match (names.entity, self.until) {
-            (true, _) => format!("{}, {}", names.name, self.kind.name()),
-            (false, true) => format!("{}, until", names.name),
-            (false, false) => names.name.to_owned(),
+        let name = PATTERNS[self.pattern].0;
+        match (self.has("entity"), self.until) {
+            (true, _) => format!("{name}, {}", self.kind.name()),
+            (false, true) => format!("{name}, until"),
+            (false, false) => name.to_owned(),
         }
     }
 
@@ -133,18 +99,17 @@ impl Case {
         (first, last): (Timestamp, Timestamp),
     ) -> Result<HistoryQuery> {
         let names = data.asked(self.kind, n);
-        let pattern = &PATTERNS[self.pattern];
         let mut query = HistoryQuery::default().order(self.order(n)).limit(PAGE);
-        if pattern.event_type {
+        if self.has("type") {
             query = query.types(Pattern::new(names.event_type)?);
         }
-        if pattern.tenant {
+        if self.has("tenant") {
             query = query.tenant(names.tenant);
         }
-        if pattern.app {
+        if self.has("app") {
             query = query.app(names.app);
         }
-        if pattern.entity {
+        if self.has("entity") {
             query = query.entity("TASK", names.entity);
         }
         if let Some(share) = self.share(n) {
@@ -167,27 +132,20 @@ impl Case {
     }
 }
 
-async fn fill(bus: &Bus, data: Data) -> Outcome {
+async fn fill(bus: &Bus, data: Data) -> Result<()> {
     let payload = sample::payload();
-    let mut done = 0;
-    while done < data.events {
-        let upto = data.events.min(done + 1000);
-        let batch: Result<Vec<Event>> = (done..upto).map(|n| data.event(n, &payload)).collect();
-        bus.publish_batch(batch?).await?;
-        done = upto;
-    }
-    Ok(())
+    sample::fill_with(bus, data.events, |n| data.event(n, &payload)).await
 }
 
 /// Waits until the indexes cover all but the last few thousand events, the merges are done, and replaced runs
 /// are swept.
-async fn until_indexed(path: &Path, events: u64) -> Outcome {
+async fn until_indexed(path: &Path, events: u64) -> Result<()> {
     let path = path.to_owned();
     let tuning = everbus_sqlite::HistoryTuning::default();
     let uncovered = i64::try_from(tuning.run * 2).unwrap_or(i64::MAX);
     let fan = i64::try_from(tuning.fan).unwrap_or(i64::MAX);
     let to_cover = i64::try_from(events).unwrap_or(i64::MAX);
-    let wait = move || -> rusqlite::Result<bool> {
+    let done = crate::raw::run(move || {
         let conn = Connection::open(&path)?;
         conn.busy_timeout(Duration::from_secs(5))?;
         let give_up = Instant::now() + Duration::from_secs(1200);
@@ -206,20 +164,15 @@ async fn until_indexed(path: &Path, events: u64) -> Outcome {
             std::thread::sleep(Duration::from_millis(1));
         }
         Ok(false)
-    };
-    let done = blocking(move || {
-        wait().map_err(|e| Error::new(Code::StorageFailed, format!("watching the index: {e}")))
     });
-    if done.await? {
-        return Ok(());
+    match done.await? {
+        true => Ok(()),
+        false => Err(sample::wrong("the indexes were not done in twenty minutes")),
     }
-    Err(sample::wrong(
-        "the indexes were not done in twenty minutes".into(),
-    ))
 }
 
 /// When the first and the last event were received.
-async fn span(bus: &Bus) -> Outcome<(Timestamp, Timestamp)> {
+async fn span(bus: &Bus) -> Result<(Timestamp, Timestamp)> {
     let mut ends = Vec::new();
     for order in [Order::Oldest, Order::Newest] {
         let query = HistoryQuery::default().order(order).limit(1);
@@ -228,7 +181,7 @@ async fn span(bus: &Bus) -> Outcome<(Timestamp, Timestamp)> {
     }
     match ends[..] {
         [first, last] => Ok((first, last)),
-        _ => Err(sample::wrong("the log is empty".into())),
+        _ => Err(sample::wrong("the log is empty")),
     }
 }
 
@@ -239,23 +192,22 @@ struct Took {
 }
 
 /// The first pages of each case, in a log of the given size.
-async fn pages(bench: &Bench, data: Data) -> Outcome<Vec<Took>> {
-    let scenario = Scenario::History;
+async fn pages(bench: &Bench, data: Data) -> Result<Vec<Took>> {
     let events = data.events;
     let path = bench.file("history.db")?;
     let bus = sample::open(&path).await?;
-    bench.say(scenario, format!("making {events} events"));
+    bench.say(format!("making {events} events"));
     fill(&bus, data).await?;
     sample::expect_stored(&bus, events).await?;
-    bench.say(scenario, "making a raw table with eight indexes");
+    bench.say("making a raw table with eight indexes");
     let raw_path = bench.file("raw.db")?;
     let mut raw = Raw::make(raw_path.clone(), data).await?;
-    bench.say(scenario, "waiting for the indexes");
+    bench.say("waiting for the indexes");
     until_indexed(&path, events).await?;
     let ends = span(&bus).await?;
     let mut figures = Vec::new();
     for case in Case::all() {
-        bench.say(scenario, format!("{} out of {events}", case.name()));
+        bench.say(format!("{} out of {events}", case.name()));
         let (mut ours, mut raws) = (Vec::new(), Vec::new());
         for turn in 0..TURNS {
             let queries = QUERIES / TURNS * turn..QUERIES / TURNS * (turn + 1);
@@ -288,7 +240,7 @@ async fn pages(bench: &Bench, data: Data) -> Outcome<Vec<Took>> {
 }
 
 /// The first page of 100, by each pattern, out of 50,000 and out of 5,000,000 events.
-pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
+pub(crate) async fn measure(bench: &Bench) -> Result<Figure> {
     let large = bench.events(5_000_000);
     let small = (large / 100).max(1);
     let mut parts = Vec::new();
@@ -310,9 +262,8 @@ pub(super) async fn measure(bench: &Bench) -> Outcome<Figure> {
         ratio = ratio.min(part.ratio());
         parts.push(part);
     }
-    let mut figure = Figure::new(Scenario::History)
+    let mut figure = Figure::target("each pattern < 5000 µs", worst < LIMIT_US)
         .latencies(worst, worst99)
-        .target("each pattern < 5000 µs", worst < LIMIT_US)
         .detail(format!(
             "the first page of 100 out of {small} and out of {large} events, medians in µs; above are the \
              slowest pattern and the least ratio of raw to ours"

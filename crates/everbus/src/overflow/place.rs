@@ -1,0 +1,412 @@
+//! A place that holds objects: a directory, or with the feature `s3` a bucket.
+//!
+//! An object is durable once it is created, and is never changed.
+
+use std::path::{Path as FilePath, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use everbus_core::{Code, Error, LogId, Result};
+use futures_util::TryStreamExt as _;
+use futures_util::stream::{self, BoxStream, StreamExt as _};
+use object_store::local::LocalFileSystem;
+use object_store::path::Path;
+use object_store::{
+    Error as StoreError, GetResult, GetResultPayload, ObjectMeta, ObjectStore, ObjectStoreExt as _,
+    PutMode, PutOptions, PutPayload,
+};
+use sha2::{Digest as _, Sha256};
+use tokio::sync::OnceCell;
+
+use super::errors::{failed, from_io};
+use super::{Overflow, blocking, hex, key};
+
+/// How many bytes of a file are read at once.
+const CHUNK: usize = 256 * 1024;
+
+/// A place that holds objects.
+pub struct Place {
+    /// The name that references use.
+    pub(super) bucket: String,
+    /// Comes before every key.
+    pub(super) prefix: String,
+    /// The log that owns the place, once known.
+    pub(super) owner: OnceCell<Option<LogId>>,
+    kind: Kind,
+}
+
+enum Kind {
+    /// Created when the first object is put there.
+    Directory {
+        path: PathBuf,
+        open: OnceLock<Arc<LocalFileSystem>>,
+    },
+    #[cfg(feature = "s3")]
+    Remote(Arc<dyn ObjectStore>),
+}
+
+const HINT: &str = "use file:///directory or a path for a directory, s3://bucket/prefix for S3";
+
+impl Place {
+    /// A directory.
+    pub fn directory(path: &FilePath) -> Self {
+        Self::named(path.to_string_lossy().into_owned(), path)
+    }
+
+    /// The directory beside an engine's file. References use only its name, so that the file and the
+    /// directory can be moved together.
+    pub(super) fn beside(directory: &FilePath) -> Self {
+        let name = directory.file_name().unwrap_or(directory.as_os_str());
+        Self::named(name.to_string_lossy().into_owned(), directory)
+    }
+
+    fn named(bucket: String, path: &FilePath) -> Self {
+        let (path, open) = (path.to_path_buf(), OnceLock::new());
+        Self::new(bucket, String::new(), Kind::Directory { path, open })
+    }
+
+    fn new(bucket: String, prefix: String, kind: Kind) -> Self {
+        Self {
+            bucket,
+            prefix,
+            owner: OnceCell::new(),
+            kind,
+        }
+    }
+
+    /// The configured place for objects, else the directory `beside`.
+    pub fn of(options: &Overflow, beside: &FilePath) -> Result<Self> {
+        options.validate()?;
+        match &options.url {
+            Some(url) => Self::parse(url),
+            None => Ok(Self::directory(beside)),
+        }
+    }
+
+    /// The places besides the configured one that may have objects: the directory `beside`, unless it is
+    /// the configured one, and those of the settings. They are only read.
+    pub fn others(options: &Overflow, beside: Option<&FilePath>) -> Result<Vec<Self>> {
+        let beside = beside.filter(|_| options.url.is_some()).map(Self::beside);
+        let listed = options.also_read.iter().map(|url| Self::parse(url));
+        beside.map(Ok).into_iter().chain(listed).collect()
+    }
+
+    /// Parses a URL or path. Does not connect or create anything.
+    pub(super) fn parse(url: &str) -> Result<Self> {
+        let bad = |what: String| Err(Error::new(Code::InvalidUrl, what).hint(HINT));
+        if url.is_empty() || url.contains('\0') {
+            return bad("the URL of the object store is empty or has a NUL in it".into());
+        }
+        match crate::url::split_scheme(url) {
+            None => Ok(Self::directory(FilePath::new(url))),
+            Some(("file", rest)) => {
+                let hex =
+                    |rest: &str| rest.bytes().take(2).filter(u8::is_ascii_hexdigit).count() == 2;
+                let encoded = |path: &&str| path.split('%').skip(1).all(hex);
+                let path = rest.strip_prefix("//").filter(|path| path.starts_with('/'));
+                let path = path.filter(encoded);
+                match path.and_then(|path| Path::from_url_path(path).ok()) {
+                    Some(path) => Ok(Self::named(url.to_owned(), format!("/{path}").as_ref())),
+                    None => bad(format!("{url:?} names no directory of this machine")),
+                }
+            }
+            Some(("s3", rest)) => {
+                let rest = rest.strip_prefix("//").unwrap_or_default();
+                let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+                let prefix = prefix.trim_matches('/');
+                if bucket.is_empty() || bucket.contains(['@', '?', ':']) {
+                    return bad("an s3 URL is s3://bucket or s3://bucket/prefix".into());
+                }
+                if !prefix.is_empty() && Path::parse(prefix).is_err() {
+                    return bad(format!("{prefix:?} is not a prefix of keys"));
+                }
+                Self::s3(bucket, prefix)
+            }
+            Some((scheme, _)) => bad(format!("there is no object store {scheme:?}")),
+        }
+    }
+
+    /// Credentials, region and endpoint come from the environment: `AWS_ACCESS_KEY_ID` and the related
+    /// variables.
+    #[cfg(feature = "s3")]
+    fn s3(bucket: &str, prefix: &str) -> Result<Self> {
+        let retry = object_store::RetryConfig {
+            max_retries: 5,
+            retry_timeout: Duration::from_secs(30),
+            ..Default::default()
+        };
+        let s3 = object_store::aws::AmazonS3Builder::from_env()
+            .with_bucket_name(bucket)
+            .with_retry(retry)
+            .build()
+            .map_err(|e| {
+                let what = format!("the bucket {bucket:?} cannot be used");
+                let error = Error::new(Code::InvalidUrl, what).caused_by(e);
+                error.hint("set AWS_REGION, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+            })?;
+        let prefix = match prefix {
+            "" => String::new(),
+            prefix => format!("{prefix}/"),
+        };
+        Ok(Self::new(bucket.into(), prefix, Kind::Remote(Arc::new(s3))))
+    }
+
+    #[cfg(not(feature = "s3"))]
+    fn s3(bucket: &str, _prefix: &str) -> Result<Self> {
+        let what = format!("s3://{bucket}: this build has no S3");
+        Err(Error::new(Code::InvalidUrl, what)
+            .hint("build everbus with the feature s3, or name a directory"))
+    }
+
+    /// The name of the place, as references use it.
+    pub fn name(&self) -> &str {
+        &self.bucket
+    }
+
+    /// The path, if this is a directory.
+    pub(super) fn path(&self) -> Option<&FilePath> {
+        match &self.kind {
+            Kind::Directory { path, .. } => Some(path),
+            #[cfg(feature = "s3")]
+            Kind::Remote(_) => None,
+        }
+    }
+
+    /// Whether a reference to this bucket means this place; spellings may differ.
+    pub(super) fn is_called(&self, bucket: &str) -> bool {
+        let absolute = |place: &Self| std::path::absolute(place.path()?).ok();
+        let same = |path| Self::parse(bucket).is_ok_and(|named| absolute(&named) == Some(path));
+        self.bucket == bucket || absolute(self).is_some_and(same)
+    }
+
+    /// The store. If the directory is missing it is created, durably, or `None` without `make`.
+    async fn store(&self, make: bool) -> Result<Option<Arc<dyn ObjectStore>>> {
+        match &self.kind {
+            Kind::Directory { path, open } => {
+                if let Some(open) = open.get() {
+                    return Ok(Some(open.clone()));
+                }
+                let wanted = path.clone();
+                let there = blocking(move || match make {
+                    true => make_directory(&wanted).map(|()| true),
+                    false => Ok(wanted.is_dir()),
+                });
+                let there = there.await?.map_err(|e| {
+                    let what = format!("the directory {} cannot be made", path.display());
+                    from_io(what, e)
+                })?;
+                there.then(|| opened(path, open)).transpose()
+            }
+            #[cfg(feature = "s3")]
+            Kind::Remote(store) => Ok(Some(store.clone())),
+        }
+    }
+
+    /// Creates an object. Returns false if the name is taken. Durable when it returns.
+    pub(super) async fn create(&self, key: &str, chunks: &[Bytes]) -> Result<bool> {
+        let Some(store) = self.store(true).await? else {
+            return Err(Error::new(Code::Internal, "an object has no place"));
+        };
+        let payload = PutPayload::from_iter(chunks.iter().cloned());
+        let options = PutOptions::from(PutMode::Create);
+        match store.put_opts(&path(key)?, payload, options).await {
+            Ok(_) => Ok(true),
+            // S3 answers `Precondition` when two clients create the same object at once.
+            Err(StoreError::AlreadyExists { .. } | StoreError::Precondition { .. }) => Ok(false),
+            Err(e) => Err(failed(format!("the object {key:?} could not be stored"), e)),
+        }
+    }
+
+    /// An object, or `None` if there is none.
+    pub(super) async fn get(&self, key: &str) -> Result<Option<GetResult>> {
+        match self.store(false).await? {
+            Some(store) => found(store.get(&path(key)?).await, key),
+            None => Ok(None),
+        }
+    }
+
+    /// The size and age of an object, or `None` if there is none.
+    pub(super) async fn look(&self, key: &str) -> Result<Option<(u64, Duration)>> {
+        let Some(store) = self.store(false).await? else {
+            return Ok(None);
+        };
+        let meta = store.head(&path(key)?).await;
+        found(meta.map(|meta| (meta.size, age(&meta))), key)
+    }
+
+    /// Deletes an object. A missing object is not an error.
+    pub(super) async fn delete(&self, key: &str) -> Result<()> {
+        match self.store(false).await? {
+            Some(store) => found(store.delete(&path(key)?).await, key).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// All objects: key, size and age.
+    pub(super) async fn list(&self) -> Result<BoxStream<'static, Result<(String, u64, Duration)>>> {
+        let Some(store) = self.store(false).await? else {
+            return Ok(stream::empty().boxed());
+        };
+        let folder = path(&format!("{}{}", self.prefix, key::FOLDER))?;
+        let objects = store.list(Some(&folder));
+        let objects = objects.map_ok(|meta| (meta.location.to_string(), meta.size, age(&meta)));
+        let objects = objects.map_err(|e| failed("the objects could not be listed".into(), e));
+        Ok(objects.boxed())
+    }
+
+    /// Removes unfinished files that interrupted puts left in a directory and that are older than `after`.
+    /// With `dry_run` they are only counted. Returns their number and bytes.
+    pub(super) async fn sweep(&self, after: Duration, dry_run: bool) -> Result<(u64, u64)> {
+        match self.path() {
+            Some(path) => {
+                let folder = path.join(key::FOLDER);
+                blocking(move || sweep(&folder, after, dry_run)).await
+            }
+            None => Ok((0, 0)),
+        }
+    }
+}
+
+impl std::fmt::Debug for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Place").field(&self.name()).finish()
+    }
+}
+
+fn found<T>(result: object_store::Result<T>, key: &str) -> Result<Option<T>> {
+    match result {
+        Ok(found) => Ok(Some(found)),
+        Err(StoreError::NotFound { .. }) => Ok(None),
+        Err(e) => Err(failed(format!("the object {key:?} could not be read"), e)),
+    }
+}
+
+/// Calls `take` with each chunk of an object. A file is read on a blocking thread.
+pub(super) async fn read<T: Send + 'static>(
+    found: GetResult,
+    mut into: T,
+    take: fn(&mut T, &[u8]),
+) -> Result<T> {
+    const DOING: &str = "an object could not be read";
+    match found.payload {
+        GetResultPayload::File(mut file, _) => {
+            let read = blocking(move || {
+                use std::io::Read as _;
+                let mut buffer = vec![0; CHUNK];
+                loop {
+                    match file.read(&mut buffer) {
+                        Ok(0) => return Ok(into),
+                        Ok(n) => take(&mut into, &buffer[..n]),
+                        Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                        Err(e) => return Err(from_io(DOING.into(), e)),
+                    }
+                }
+            });
+            read.await?
+        }
+        GetResultPayload::Stream(mut stream) => {
+            let failed = |e| failed(DOING.into(), e);
+            while let Some(chunk) = stream.try_next().await.map_err(failed)? {
+                take(&mut into, &chunk);
+            }
+            Ok(into)
+        }
+    }
+}
+
+/// The SHA-256 of an object, in hex.
+pub(super) async fn hash_of(found: GetResult) -> Result<String> {
+    let hash = read(found, Sha256::new(), |hash, chunk| hash.update(chunk)).await?;
+    Ok(hex(&hash.finalize()))
+}
+
+pub(super) fn path(key: &str) -> Result<Path> {
+    Path::parse(key).map_err(|e| {
+        let what = format!("{key:?} is not the key of an object");
+        Error::new(Code::ObjectStoreError, what).caused_by(e)
+    })
+}
+
+fn opened(path: &FilePath, open: &OnceLock<Arc<LocalFileSystem>>) -> Result<Arc<dyn ObjectStore>> {
+    let store = LocalFileSystem::new_with_prefix(path)
+        .map_err(|e| {
+            let what = format!("the directory {} cannot be used", path.display());
+            failed(what, e)
+        })?
+        .with_fsync(true)
+        .with_automatic_cleanup(true);
+    Ok(open.get_or_init(|| Arc::new(store)).clone())
+}
+
+/// The age of an object, by the clock of this machine.
+fn age(meta: &ObjectMeta) -> Duration {
+    let modified = u64::try_from(meta.last_modified.timestamp_millis()).unwrap_or(0);
+    let modified = SystemTime::UNIX_EPOCH + Duration::from_millis(modified);
+    modified.elapsed().unwrap_or_default()
+}
+
+/// Creates a directory and its parents, and syncs those that got a new entry.
+pub(super) fn make_directory(path: &FilePath) -> std::io::Result<()> {
+    let missing = path.ancestors().take_while(|above| !above.is_dir());
+    let missing: Vec<&FilePath> = missing.collect();
+    std::fs::create_dir_all(path)?;
+    for above in missing.into_iter().filter_map(FilePath::parent) {
+        match above.as_os_str().is_empty() {
+            true => sync_directory(FilePath::new("."))?,
+            false => sync_directory(above)?,
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn sync_directory(path: &FilePath) -> std::io::Result<()> {
+    if cfg!(unix) {
+        std::fs::File::open(path)?.sync_all()?;
+    }
+    Ok(())
+}
+
+/// `object_store` writes a file with `#` and a number after its name, then renames it. No key has a `#`.
+fn sweep(folder: &FilePath, after: Duration, dry_run: bool) -> (u64, u64) {
+    let entries = |path: &FilePath| std::fs::read_dir(path).into_iter().flatten().flatten();
+    let (mut files, mut bytes) = (0, 0);
+    for entry in entries(folder).flat_map(|entity| entries(&entity.path())) {
+        let unfinished = entry.file_name().to_string_lossy().contains('#');
+        let Some(meta) = entry.metadata().ok().filter(|_| unfinished) else {
+            continue;
+        };
+        let age = meta.modified().ok().and_then(|at| at.elapsed().ok());
+        if age.is_some_and(|age| age >= after)
+            && (dry_run || std::fs::remove_file(entry.path()).is_ok())
+        {
+            files += 1;
+            bytes += meta.len();
+        }
+    }
+    (files, bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // conformance: fault-11/object-synced: the store of a directory syncs each object and the directory it is in
+    #[test]
+    fn a_directory_syncs_what_is_put_there() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = opened(directory.path(), &OnceLock::new()).unwrap();
+        assert!(format!("{store:?}").contains("fsync: true"), "{store:?}");
+    }
+
+    #[test]
+    fn a_place_is_known_by_each_of_its_names() {
+        let place = Place::parse("/var/objects").unwrap();
+        assert!(place.is_called("/var/objects"));
+        assert!(place.is_called("file:///var/objects"));
+        assert!(place.is_called("/var/./objects"));
+        for other in ["/var/other", "objects", "", "s3://objects"] {
+            assert!(!place.is_called(other), "{other}");
+        }
+    }
+}
