@@ -17,6 +17,10 @@ pub struct Slot(ReusableBoxFuture<'static, HandlerOutcome>);
 
 impl Slot {
     /// Puts a future in the place of the last one.
+    #[allow(
+        clippy::redundant_async_block,
+        reason = "the block drops the future as soon as it has ended"
+    )]
     pub(crate) fn put<F>(&mut self, future: F)
     where
         F: Future<Output = HandlerOutcome> + Send + 'static,
