@@ -215,7 +215,9 @@ impl Objects {
                     true
                 }
                 // Never put or already deleted, unless it is in another place.
-                None => note.bucket == self.place.name(),
+                None => {
+                    note.bucket == self.place.name() && self.place.look(&note.key).await?.is_none()
+                }
             };
             match forget {
                 true => gone.push(note),

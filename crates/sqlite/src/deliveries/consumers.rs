@@ -14,7 +14,7 @@ use crate::deliveries::leases::Claim;
 use crate::failpoint;
 use crate::ids::IdMap;
 use crate::mailbox::{Mailbox, Recalled};
-use crate::rows::{LeaseParts as _, UNHANDLED, micros, read_failures, stored_at, to_sql};
+use crate::rows::{LeaseParts as _, Seq as _, UNHANDLED, micros, read_failures, stored_at, to_sql};
 use crate::settle::remove_row;
 use crate::sql::Sql as _;
 use crate::tx::Tx;
@@ -25,9 +25,21 @@ pub(crate) struct Consumers {
     pub(crate) sessions: IdMap<u64, Session>,
     /// Deliveries to hand over once the transaction is durable.
     pub(crate) outgoing: Vec<Outgoing>,
+    /// Longer leases of deliveries that wait in mailboxes, to be noted there once the transaction is durable:
+    /// a mailbox must not hand out a delivery whose lease ends sooner in the file.
+    pub(crate) renewals: Vec<Renewal>,
     /// Average duration of a transaction.
     pub(crate) step: Duration,
     undo: Undo,
+}
+
+/// The new end of the leases of some deliveries in a mailbox.
+pub(crate) struct Renewal {
+    pub(crate) mailbox: Arc<Mailbox>,
+    pub(crate) slot: u64,
+    /// Only the delivery of this event, if given.
+    pub(crate) seq: Option<u64>,
+    pub(crate) until: i64,
 }
 
 /// What the running transaction changed, for a rollback.
@@ -298,11 +310,23 @@ impl Consumers {
     /// The transaction is durable: nothing needs to be restored.
     pub(crate) fn keep_changes(&mut self) {
         self.undo = Undo::default();
+        for Renewal {
+            mailbox,
+            slot,
+            seq,
+            until,
+        } in self.renewals.drain(..)
+        {
+            mailbox.renew(until, |d| {
+                d.lease.slot() == slot && seq.is_none_or(|seq| d.lease.seq() == seq)
+            });
+        }
     }
 
     /// The transaction was rolled back: restores the consumers and their mailboxes.
     pub(crate) fn undo_changes(&mut self) {
         let undo = std::mem::take(&mut self.undo);
+        self.renewals.clear();
         for id in undo.attached {
             self.sessions.remove(&id);
         }

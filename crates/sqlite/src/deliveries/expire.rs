@@ -4,6 +4,7 @@ use everbus_core::{Failure, FailureKind, Result, Timestamp};
 
 use crate::deliveries::Deliveries;
 use crate::deliveries::claims::{claim_slot, delivery_slot};
+use crate::deliveries::consumers::Renewal;
 use crate::deliveries::deliver::EXPIRED;
 use crate::deliveries::recover::{after_crashes, crash_claims, crash_rows};
 use crate::deliveries::suspects::{insert_suspect, note_suspect};
@@ -160,9 +161,12 @@ impl Deliveries {
             let seqs = session
                 .mailbox
                 .positions(|d| d.lease.slot() == claim_slot(id));
-            session
-                .mailbox
-                .renew(until, |d| d.lease.slot() == claim_slot(id));
+            self.consumers.renewals.push(Renewal {
+                mailbox: session.mailbox.clone(),
+                slot: claim_slot(id),
+                seq: None,
+                until,
+            });
             self.leases.extend_claimed(tx, id, &seqs, until)?;
         }
         for (group, seq) in rows {
@@ -171,10 +175,12 @@ impl Deliveries {
                 continue;
             };
             let until = micros(tx.clock.now().plus(session.lease));
-            let slot = delivery_slot(group);
-            session
-                .mailbox
-                .renew(until, |d| d.lease.seq() == seq && d.lease.slot() == slot);
+            self.consumers.renewals.push(Renewal {
+                mailbox: session.mailbox.clone(),
+                slot: delivery_slot(group),
+                seq: Some(seq),
+                until,
+            });
             self.leases.extend_row(tx, group, seq, until)?;
         }
         Ok(())

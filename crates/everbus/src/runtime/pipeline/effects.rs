@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use everbus_core::{Effect, GroupName, Recorded};
+use everbus_core::{Effect, GroupName, Inherited, Recorded};
 use parking_lot::Mutex;
 
 use super::follow_ups;
@@ -10,7 +10,12 @@ use crate::handler::Registered;
 use crate::runtime::bus::Shared;
 
 /// The effects that one handler returned.
-pub(super) type OfHandler = (Arc<Registered>, Vec<Effect>);
+pub(super) struct OfHandler {
+    pub(super) handler: Arc<Registered>,
+    /// What their events inherit. It belongs to the handler's span, so it is taken while that is current.
+    pub(super) inherited: Inherited,
+    pub(super) effects: Vec<Effect>,
+}
 
 /// What the last run of the effects did. It is needed after the engine has answered.
 #[derive(Clone, Default)]
@@ -42,21 +47,22 @@ pub(super) fn join(
     record: &Arc<Recorded>,
     group: &GroupName,
 ) -> Option<(Effect, EffectsRun)> {
-    let engine = effects.first()?.1.first()?.engine();
+    let engine = effects.first()?.effects.first()?.engine();
     let last = EffectsRun::default();
     let seen = last.0.clone();
     let (shared, record, group) = (shared.clone(), record.clone(), group.clone());
     let joined = Effect::new(engine, move |transaction| {
         let mut events = Vec::new();
-        for (handler, effects) in &effects {
+        for of in &effects {
             // Before they run: one may panic.
-            seen.lock().handler = Some(handler.clone());
+            seen.lock().handler = Some(of.handler.clone());
             let mut published = Vec::new();
-            for effect in effects {
+            for effect in &of.effects {
                 published.extend(effect.run(transaction)?);
             }
-            let cause = (&record, &group, handler.name.as_str());
-            events.extend(follow_ups::of_effects(&shared, cause, published)?);
+            let cause = (&record, &group, of.handler.name.as_str());
+            let published = follow_ups::of_effects(&shared, cause, &of.inherited, published)?;
+            events.extend(published);
         }
         seen.lock().types = events.iter().map(|e| e.type_arc().clone()).collect();
         Ok(events)

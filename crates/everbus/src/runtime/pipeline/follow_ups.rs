@@ -39,10 +39,10 @@ pub(super) fn complete(
 pub(super) fn of_effects(
     shared: &Shared,
     cause: Cause<'_>,
+    inherited: &Inherited,
     events: Vec<Event>,
 ) -> Result<Vec<Event>, HandlerError> {
-    let inherited = ambient::emitted_by(cause.0, shared.options.source.as_ref());
-    let events = adopt(cause, &inherited, EFFECT_INDEX, events);
+    let events = adopt(cause, inherited, EFFECT_INDEX, events);
     check(&events, |event| shared.check_unsplit(event))?;
     Ok(events)
 }

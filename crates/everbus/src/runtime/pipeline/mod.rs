@@ -29,6 +29,7 @@ use smallvec::SmallVec;
 use tokio::time::Instant;
 use tracing::Instrument;
 
+use crate::ambient;
 use crate::breaker::{BreakerState, Criticality, Ticket};
 use crate::guard;
 use crate::handler::message::Message;
@@ -41,6 +42,7 @@ use crate::stats::Skip;
 
 use attempt::Begun;
 pub(crate) use effects::EffectsRun;
+use effects::OfHandler;
 pub(crate) use follow_ups::FailedAttempt;
 use judge::Judge;
 pub(crate) use judge::{Case, Deferred};
@@ -141,7 +143,7 @@ struct Done {
     /// How long the handlers ran.
     took: Option<Duration>,
     events: Vec<Event>,
-    effects: Vec<effects::OfHandler>,
+    effects: Vec<OfHandler>,
     /// The handler that these events or this effect belong to, or the last one if there are several.
     author: Option<Arc<Registered>>,
     /// The breaker reports of the handlers with effects.
@@ -489,7 +491,12 @@ impl Pipeline {
                         author = Some(handler.clone());
                         events.extend(outcome.events);
                         if !outcome.effects.is_empty() {
-                            effects.push((handler.clone(), outcome.effects));
+                            let source = self.shared.options.source.as_ref();
+                            effects.push(OfHandler {
+                                handler: handler.clone(),
+                                inherited: ambient::emitted_by(&delivery.record, source),
+                                effects: outcome.effects,
+                            });
                         }
                     }
                 }
