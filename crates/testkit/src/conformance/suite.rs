@@ -28,7 +28,7 @@ macro_rules! conformance_tests {
             consuming::what_was_not_fetched_is_given_back;
             // conformance: rule-4/held: what fetch hands out is held, however long ago it was claimed
             consuming::what_is_handed_out_is_held;
-            // conformance: bus/unknown-group: consuming a group nobody declared is an error
+            // conformance: bus/unknown-group: consuming a group that was not declared is an error
             consuming::an_unknown_group_cannot_be_consumed;
             // conformance: embedded/shutdown-error: publish and subscribe after shutdown give EventBusShutdownError
             consuming::after_close_everything_is_refused;
@@ -48,7 +48,7 @@ macro_rules! conformance_tests {
             settling::a_lease_that_ends_counts_as_a_crash;
             // conformance: fault-7/zombie: a late ack cannot complete another worker's lease
             settling::a_late_settlement_is_refused;
-            // conformance: rule-4/fenced: a lease that ended is lost even when nobody else took the event yet
+            // conformance: rule-4/fenced: a lease that ended is lost even before another consumer has taken the event
             settling::a_settlement_after_the_lease_is_refused;
             // conformance: rule-4/once: a lease settles once, answers are per item
             settling::a_second_settlement_is_refused;
@@ -223,7 +223,7 @@ macro_rules! conformance_tests {
             retention::retention_waits_for_those_who_lag;
         }
 
-        // conformance: rule-7/exactly: for random logs and policies exactly what is over the limits and needed by nobody goes
+        // conformance: rule-7/exactly: for random logs and policies retention removes exactly the events that are over the limits and that no group needs
         // conformance: memory/retention-preview: a preview foretells what a run does and changes nothing
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn exactly_what_nobody_needs_goes() {
@@ -294,7 +294,7 @@ macro_rules! conformance_tests {
             streams::waiting_retries_go_in_every_group;
             // conformance: handlers/drop-oldest-key: in an ordered group the next of a key may go when the one before it is dropped
             streams::dropping_frees_the_key;
-            // conformance: rule-7/dropped: what was dropped is owed to nobody, and retention may take it
+            // conformance: rule-7/dropped: no group owes a dropped event, and retention may remove it
             streams::retention_takes_what_was_dropped;
             // conformance: handlers/drop-oldest-crash: what a crash left waiting may be dropped
             streams::what_a_crash_left_may_be_dropped;
@@ -328,7 +328,7 @@ macro_rules! conformance_tests {
             // conformance: memory/audit-retention: retention removes from the beginning of the trail and leaves an anchor from which it is verified
             // conformance: framework/audit-append-only: retention removes from the beginning of the trail and leaves an anchor from which it is verified
             audit::forgetting_leaves_a_chain;
-            // conformance: memory/audit-known-head: the trail is verified against a head that somebody kept elsewhere
+            // conformance: memory/audit-known-head: the trail is verified against a head that an operator keeps elsewhere
             audit::a_head_kept_elsewhere_is_compared;
             // conformance: memory/audit-clock: a clock that jumps back does not make the times of the trail fall
             audit::times_in_the_trail_never_fall;
