@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use crate::durability::Durability;
 use crate::effect::Effect;
 use crate::error::Result;
 use crate::event::Event;
@@ -378,20 +379,6 @@ pub enum Verdict {
         /// Not to be delivered again before this long.
         after: Duration,
     },
-}
-
-/// The durability of an acknowledged event.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Durability {
-    /// Lost with the process.
-    Memory,
-    /// Survives the process; a power loss may lose the last moments.
-    Process,
-    /// On the disk before the publish returns: survives power loss.
-    PowerLoss,
-    /// On several machines.
-    Replicated,
 }
 
 /// How long a repeated id is recognised.

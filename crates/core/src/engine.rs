@@ -9,6 +9,7 @@ use crate::audit::Audit;
 use crate::broker::{BoxFuture, Broker};
 use crate::checkpoints::Checkpoints;
 use crate::dead_letters::DeadLetters;
+use crate::durability::Weakness;
 use crate::error::{Code, Error, Result};
 use crate::history::History;
 use crate::inbox::Inbox;
@@ -62,6 +63,9 @@ pub struct Engine {
     /// The directory for objects that are too large for the engine, unless another place is configured:
     /// beside its file, if it has one.
     pub objects: Option<PathBuf>,
+    /// The settings that keep the engine from being more durable than
+    /// [`Capabilities::durability`](crate::Capabilities::durability) says.
+    pub weaknesses: Vec<Weakness>,
 }
 
 impl Engine {
@@ -86,6 +90,7 @@ impl Engine {
             outbox: None,
             orphans: None,
             objects: None,
+            weaknesses: Vec::new(),
         }
     }
 

@@ -21,6 +21,7 @@ pub mod checkpoints;
 pub mod clock;
 pub mod clock_record;
 pub mod dead_letters;
+pub mod durability;
 pub mod effect;
 pub mod engine;
 pub mod error;
@@ -55,7 +56,7 @@ pub use audit::{
 };
 pub use broker::{
     Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Deduplication, Delivery,
-    Durability, Lease, OrderScope, Settlement, Verdict,
+    Lease, OrderScope, Settlement, Verdict,
 };
 pub use builder::{EventBuilder, IntoEvent, MAX_TYPE_CHARS};
 pub use checkpoints::{Checkpoint, Checkpoints, check_checkpoint_name};
@@ -67,6 +68,7 @@ pub use dead_letters::{
     PURGED_NAMED, PageRequest, PurgeBasis, Purged, PurgedLetter, REPLAY_OF, Replaced, UNMATCHED,
     all_failures, dead_letter_notice, letter_kept_for,
 };
+pub use durability::{Durability, Weakness};
 pub use effect::{Effect, EffectResult};
 pub use engine::{Background, Engine};
 pub use error::{Class, Code, Error, Result};

@@ -8,7 +8,7 @@ use std::time::Duration;
 use everbus_core::{
     Appended, BoxFuture, Broker, Capabilities, Code, ConsumeOptions, Consumer, Depth, Durability,
     Engine, Error, Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Pattern, Position,
-    Redeliver, Redelivery, Result, Settled, SettledOutcome, Settlement, SubscriptionInfo,
+    Redeliver, Redelivery, Result, Settled, SettledOutcome, Settlement, SubscriptionInfo, Weakness,
 };
 use tokio::sync::oneshot;
 
@@ -28,6 +28,14 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
     let handle = start(path, options)?;
     let objects = crate::orphans::beside(&handle.path);
     let outbox = crate::outbox::own_outbox(handle.clone());
+    let weaknesses = match handle.durability {
+        Durable::Full => Vec::new(),
+        Durable::Normal => vec![Weakness::new(
+            "durability",
+            "normal",
+            "commits are not synced; open the file with Durable::Full",
+        )],
+    };
     let engine = Arc::new(SqliteEngine { handle });
     Ok(Engine {
         log: Some(engine.clone()),
@@ -46,6 +54,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         checkpoints: Some(engine.clone()),
         audit: Some(engine.clone()),
         history: Some(engine.clone()),
+        weaknesses,
         ..Engine::new(engine)
     })
 }

@@ -1,8 +1,8 @@
-//! `everbus check`: checks the file, and prints the guarantees of the engine.
+//! `everbus check`: checks what is stored, and prints how durable the engine is and why.
 
 use std::path::Path;
 
-use everbus_core::{Capabilities, CheckReport, Code, Engine, Error};
+use everbus_core::{Capabilities, CheckReport, Code, Engine, Error, Weakness};
 use indicatif::ProgressBar;
 use rusqlite::{Connection, OpenFlags};
 use serde_json::json;
@@ -25,6 +25,7 @@ pub(crate) struct CheckArgs {
 struct Verdict {
     report: CheckReport,
     capabilities: Option<Capabilities>,
+    weaknesses: Vec<Weakness>,
     /// Whether the file itself is sound.
     sound: bool,
     objects: Option<Checked>,
@@ -39,6 +40,7 @@ pub(crate) async fn run(args: &CheckArgs, target: &Target, output: &mut Output) 
         Err(Stop::Failed(error)) if error.code() == Code::Corrupt => Verdict {
             report: damage(target.path()?, &error).await?,
             capabilities: None,
+            weaknesses: Vec::new(),
             sound: false,
             objects: None,
         },
@@ -65,7 +67,11 @@ async fn look(
     engine: &Engine,
     bar: &ProgressBar,
 ) -> Outcome<Verdict> {
-    let mut report = engine.maintenance()?.check().await?;
+    let mut report = match &engine.maintenance {
+        Some(maintenance) => maintenance.check().await?,
+        // A server that cannot be checked from outside; its durability is still printed.
+        None => CheckReport::default(),
+    };
     bar.finish_and_clear();
     let sound = report.is_ok();
     let objects = Checked::run(target, engine, args.deep).await?;
@@ -73,6 +79,7 @@ async fn look(
     Ok(Verdict {
         report,
         capabilities: Some(engine.broker.capabilities()),
+        weaknesses: engine.weaknesses.clone(),
         sound,
         objects: Some(objects),
     })
@@ -109,15 +116,20 @@ fn print(verdict: &Verdict, output: &mut Output) -> Outcome {
             "ok": report.is_ok(),
             "findings": report.findings,
             "capabilities": capabilities,
+            "weaknesses": verdict.weaknesses,
             "objects": verdict.objects,
         }));
     }
     if let Some(capabilities) = capabilities {
         output.line(format!(
-            "engine {}, durability {}",
+            "engine {}, durability {}: an acknowledged event {}",
             capabilities.engine,
-            json!(capabilities.durability).as_str().unwrap_or_default()
+            capabilities.durability,
+            capabilities.durability.meaning()
         ))?;
+        for weakness in &verdict.weaknesses {
+            output.line(format!("    {}", escaped(&weakness.to_string())))?;
+        }
     }
     for finding in &report.findings {
         let mark = if finding.ok { "ok " } else { "BAD" };

@@ -14,7 +14,10 @@ fn a_good_file_passes_the_check() {
     assert_eq!(report["ok"], true, "{report}");
     assert_eq!(report["capabilities"]["durability"], "power_loss");
     assert!(!report["findings"].as_array().unwrap().is_empty());
-    assert!(shop.run(&["check"]).ok().contains("as it should be"));
+    let text = shop.run(&["check"]).ok();
+    assert!(text.contains("as it should be"), "{text}");
+    assert!(text.contains("durability power_loss"), "{text}");
+    assert!(text.contains("survives a power loss"), "{text}");
 }
 
 // conformance: bus/cli-check: a damaged file fails the check

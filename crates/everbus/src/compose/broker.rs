@@ -392,6 +392,10 @@ impl BrokerLayer for Beside {
         let offers = self.shared.offers.clone();
         let mut offers = offers.atomic_dead_letter(false);
         offers.transaction = None;
+        // A dead letter is kept by the store alone.
+        offers.durability = offers
+            .durability
+            .min(self.store_broker.capabilities().durability);
         offers
     }
 

@@ -45,6 +45,7 @@ pub async fn compose(broker: Engine, store: Engine, clock: Arc<dyn Clock>) -> Re
         .clone()
         .ok_or_else(|| no_store(&store, &Error::new(Code::Unsupported, "no dead letters")))?;
     archive::declare(&*broker.broker).await?;
+    let weaknesses = [broker.weaknesses, store.weaknesses.clone()].concat();
     let beside = Arc::new(Beside::new(
         broker.broker.clone(),
         store.broker.clone(),
@@ -67,6 +68,7 @@ pub async fn compose(broker: Engine, store: Engine, clock: Arc<dyn Clock>) -> Re
         redeliver: None,
         depth: broker.depth,
         background: Some(beside),
+        weaknesses,
         ..store
     })
 }

@@ -2,11 +2,13 @@
 
 use std::fmt;
 
+use everbus_core::Durability;
+
 use super::problems::listed;
 use super::redact::redacted;
 use super::section::{Reader, Section, Text};
 
-pub(super) const KEYS: &[&str] = &["type", "url"];
+pub(super) const KEYS: &[&str] = &["type", "url", "require_durability"];
 
 /// The engine of the broker or of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,6 +18,8 @@ pub struct Broker {
     pub kind: BrokerKind,
     /// The key `url` in the form that [`Bus::open`](crate::Bus::open) takes: with its scheme.
     pub url: BrokerUrl,
+    /// The least durability that the engine must offer.
+    pub require_durability: Option<Durability>,
 }
 
 /// The engines that a file may name. Not every build has all of them.
@@ -145,6 +149,8 @@ pub(super) fn read_store(reader: &mut Reader<'_>, section: &Section<'_>) -> Opti
 pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -> Option<Broker> {
     let kind_field = section.get("type");
     let wrong_kind = kind_field.is_some();
+    let grades = Durability::ALL.map(|grade| (grade.as_str(), grade));
+    let require_durability = reader.choice(section.get("require_durability"), &grades);
     let kind = reader.choice(kind_field, KINDS);
     let url = reader.text(section.get("url"), &format!("the address of the {role}"));
     let Some(url) = url else {
@@ -154,6 +160,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -
                 return Some(Broker {
                     kind: BrokerKind::Memory,
                     url: BrokerUrl("memory:".to_owned()),
+                    require_durability,
                 });
             }
             Some(kind) if section.get("url").is_none() => {
@@ -196,6 +203,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -
         Ok(url) => Some(Broker {
             kind,
             url: BrokerUrl(url),
+            require_durability,
         }),
         Err(what) => {
             let hint = match url.variables.as_slice() {

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Clock, Engine, Result, Retention, RetryPolicy, StreamLimit, Streams};
+use everbus_core::{
+    Clock, Durability, Engine, Result, Retention, RetryPolicy, StreamLimit, Streams,
+};
 
 use crate::admission::PublishRate;
 #[cfg(feature = "config")]
@@ -199,6 +201,22 @@ impl BusBuilder {
     #[cfg(feature = "sqlite")]
     pub fn durability(mut self, durability: Durable) -> Self {
         self.engine.durability = durability;
+        self
+    }
+
+    /// Refuses to open an engine that is less durable than this ([`Code::NotDurable`](crate::Code::NotDurable)).
+    /// The error names the settings of the server that are to be changed.
+    ///
+    /// ```
+    /// use everbus::{Bus, Code, Durability};
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() {
+    /// let opened = Bus::builder().require_durability(Durability::PowerLoss).open("memory:").await;
+    /// assert_eq!(opened.unwrap_err().code(), Code::NotDurable);
+    /// # }
+    /// ```
+    pub fn require_durability(mut self, durability: Durability) -> Self {
+        self.options.require_durability = Some(durability);
         self
     }
 

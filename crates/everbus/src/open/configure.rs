@@ -32,6 +32,9 @@ impl BusBuilder {
         options.limits = config.limits.clone();
         options.publish_rate = config.backpressure.publish_rate;
         options.max_staleness = config.backpressure.max_staleness.clone();
+        if let Some(required) = config.broker.as_ref().and_then(|b| b.require_durability) {
+            options.require_durability = Some(required);
+        }
         if let Some(overflow) = &config.overflow {
             options.overflow = overflow.clone();
         }

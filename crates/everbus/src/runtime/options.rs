@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    Clock, Code, Error, GroupName, Pattern, Result, Retention, RetryPolicy, Streams, SystemClock,
+    Clock, Code, Durability, Error, GroupName, Pattern, Result, Retention, RetryPolicy, Streams,
+    SystemClock,
 };
 
 use crate::admission::{Limits, PublishRate};
@@ -67,6 +68,9 @@ pub struct BusOptions {
     pub publish_rate: Option<PublishRate>,
     /// Events of these types are skipped when they happened longer ago than this; zero: never skip.
     pub max_staleness: BTreeMap<String, Duration>,
+    /// The least durability of the engine; a bus on a weaker engine is refused
+    /// ([`Code::NotDurable`](crate::Code::NotDurable)).
+    pub require_durability: Option<Durability>,
     /// The settings of single consumers in the configuration file.
     pub(crate) consumers: Vec<ConsumerOverride>,
 }
@@ -108,6 +112,7 @@ impl Default for BusOptions {
             limits: Limits::default(),
             publish_rate: None,
             max_staleness: BTreeMap::new(),
+            require_durability: None,
             consumers: Vec::new(),
         }
     }

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use everbus::{
-    BreakerPolicy, BreakerState, Bus, Clock, Code, Config, Event, EventState, FailureKind,
-    HandlerError, Json, Message, Router, to,
+    BreakerPolicy, BreakerState, Bus, Clock, Code, Config, Durability, Event, EventState,
+    FailureKind, HandlerError, Json, Message, Router, to,
 };
 use serde_json::json;
 
@@ -30,6 +30,60 @@ backpressure:
   max_staleness_ms:
     'signals:price-update': 5000
 ";
+
+// conformance: contract/require-durability: an engine that promises less than the file requires is refused, with the setting to change
+#[tokio::test]
+async fn an_engine_below_the_required_durability_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("a.db");
+    let text = |grade: &str| {
+        format!(
+            "broker: {{url: 'sqlite:{}', require_durability: {grade}}}",
+            file.display()
+        )
+    };
+    let parsed = |grade: &str| Config::parse(&text(grade), "everbus.yaml").unwrap();
+    for grade in ["memory", "process", "power_loss"] {
+        let bus = Bus::builder()
+            .config(&parsed(grade))
+            .open_configured()
+            .await
+            .unwrap();
+        bus.shutdown().await.unwrap();
+    }
+    let refused = Bus::builder()
+        .config(&parsed("replicated"))
+        .open_configured()
+        .await
+        .unwrap_err();
+    assert_eq!(refused.code(), Code::NotDurable);
+    assert!(refused.message().contains("power_loss"), "{refused}");
+    // A weaker setting of the engine is named.
+    let weak = Bus::builder()
+        .durability(everbus::Durable::Normal)
+        .require_durability(Durability::PowerLoss)
+        .open(file.to_str().unwrap())
+        .await
+        .unwrap_err();
+    assert_eq!(weak.code(), Code::NotDurable);
+    assert!(
+        weak.hint_text().unwrap().contains("Durable::Full"),
+        "{weak:?}"
+    );
+    // Beside a broker the weaker of the two counts: dead letters are only in the store.
+    let beside = Bus::builder()
+        .store("memory:")
+        .require_durability(Durability::Process)
+        .open(file.to_str().unwrap())
+        .await
+        .unwrap_err();
+    assert_eq!(beside.code(), Code::NotDurable);
+    let unknown = Config::parse(&text("power-loss"), "everbus.yaml").unwrap_err();
+    assert!(
+        unknown.hint_text().unwrap().contains("did you mean"),
+        "{unknown:?}"
+    );
+}
 
 async fn open(lab: &Lab) -> Bus {
     let config = Config::parse(FILE, "everbus.yaml").unwrap();

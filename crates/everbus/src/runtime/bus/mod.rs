@@ -48,6 +48,9 @@ struct Inner {
 impl Bus {
     /// A bus on an engine that is open already.
     pub fn with_engine(engine: Engine, options: BusOptions) -> Result<Bus> {
+        if let Some(required) = options.require_durability {
+            engine.require_durability(required)?;
+        }
         Ok(Bus {
             inner: Arc::new(Inner {
                 shared: Arc::new(Shared::new(engine, options)?),
