@@ -19,6 +19,7 @@ pub mod ephemeral;
 pub mod groups;
 pub mod history;
 pub mod inbox;
+pub mod kv;
 pub mod lapsing;
 pub mod needs;
 pub mod notices;
