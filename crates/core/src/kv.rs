@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use bytes::Bytes;
-use serde::Serialize;
 
 use crate::broker::BoxFuture;
 use crate::error::{Code, Error, Result};
@@ -16,7 +15,7 @@ pub const ABSENT: u64 = 0;
 const LONGEST: usize = 255;
 
 /// A value under a key.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KvEntry {
     /// The key.
@@ -39,7 +38,7 @@ impl KvEntry {
 }
 
 /// A change of a key that a watcher sees.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KvChange {
     /// The key.
