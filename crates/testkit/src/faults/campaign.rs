@@ -186,6 +186,9 @@ impl Campaign<'_> {
 
     /// Cuts before a reply, mostly; a request that does not come is not waited for.
     async fn cut(&mut self) {
+        if self.proxies.is_empty() {
+            return;
+        }
         let n = self.random.below(self.proxies.len());
         if self.random.one_in(4) {
             self.proxies[n].cut();
@@ -265,7 +268,7 @@ impl Campaign<'_> {
             if owed.len() < least {
                 (least, progress) = (owed.len(), Instant::now());
             }
-            if owed.is_empty() || progress.elapsed() > PATIENCE {
+            if owed.is_empty() || progress.elapsed() > self.plan.stuck {
                 let told = |(group, id): &(usize, EventId)| {
                     let name = GROUPS[*group].name;
                     format!("{id} was neither handled nor given up by {name}")

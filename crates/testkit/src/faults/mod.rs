@@ -93,6 +93,9 @@ pub struct Plan {
     pub pause: Duration,
     /// A worker is stopped past its lease.
     pub stops: usize,
+    /// If no event ends for this long after the last fault, those that have not ended are lost. Longer than
+    /// leases and retries, also on a busy machine.
+    pub stuck: Duration,
 }
 
 impl Plan {
@@ -104,6 +107,7 @@ impl Plan {
         pauses: 1,
         pause: Duration::from_secs(2),
         stops: 1,
+        stuck: Duration::from_secs(60),
     };
 
     /// What a release asks for.
@@ -114,6 +118,7 @@ impl Plan {
         pauses: 1,
         pause: Duration::from_secs(30),
         stops: 5,
+        stuck: Duration::from_secs(60),
     };
 
     /// [`FULL`](Self::FULL) if `EVERBUS_FAULTS` is `full`, otherwise [`SMALL`](Self::SMALL).

@@ -9,6 +9,7 @@
 mod beside;
 mod checker;
 mod conformance;
+mod faults;
 mod hostile;
 mod kills;
 mod memory;
