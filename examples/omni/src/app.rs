@@ -65,10 +65,13 @@ pub struct App {
 
 impl App {
     /// Opens the bus and the tables, mounts the handlers and starts.
-    pub async fn start(settings: Settings) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
+    pub async fn start(
+        settings: Settings,
+    ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
         let bus = settings.builder().open(&settings.broker).await?;
         let identities = IdentityService::open(&settings.identities)?;
-        bus.mount(router(&bus, &settings, identities.clone())?).await?;
+        bus.mount(router(&bus, &settings, identities.clone())?)
+            .await?;
         bus.start().await?;
         Ok(Self { bus, identities })
     }
@@ -100,7 +103,10 @@ fn router(bus: &Bus, settings: &Settings, identities: IdentityService) -> everbu
         .on(MessageReceived::TYPE, to(sessions::note).group("sessions"))
         .on(MediaReceived::TYPE, process)
         .on(AgentRequest::TYPE, answer)
-        .on(MessageSending::TYPE, to(channel::send).group("channel-sender"))
+        .on(
+            MessageSending::TYPE,
+            to(channel::send).group("channel-sender"),
+        )
         .with_state(identities)
         .with_state(settings.pipeline.clone())
         .with_state(settings.agent.clone())

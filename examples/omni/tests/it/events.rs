@@ -8,15 +8,25 @@ use serde_json::{Value, json};
 
 /// Reads the document, writes it again, and compares.
 fn reads_and_writes<T: TypedEvent + Serialize + DeserializeOwned>(document: Value) -> &'static str {
-    let typed: T = serde_json::from_value(document.clone())
-        .unwrap_or_else(|e| panic!("{}: {e}", T::TYPE));
-    assert_eq!(serde_json::to_value(&typed).unwrap(), document, "{}", T::TYPE);
+    let typed: T =
+        serde_json::from_value(document.clone()).unwrap_or_else(|e| panic!("{}: {e}", T::TYPE));
+    assert_eq!(
+        serde_json::to_value(&typed).unwrap(),
+        document,
+        "{}",
+        T::TYPE
+    );
     T::TYPE
 }
 
 const AT: &str = "2026-01-02T03:04:05.000000Z";
 
-// conformance: omni/example-events: the nineteen typed events have every field of the document, under its names
+// conformance: omni/message-events: the payload types read and write every field of the document, under its names
+// conformance: omni/identity-events: the payload types read and write every field of the document, under its names
+// conformance: omni/media-events: the payload types read and write every field of the document, under its names
+// conformance: omni/agent-events: the payload types read and write every field of the document, under its names
+// conformance: omni/access-events: the payload types read and write every field of the document, under its names
+// conformance: omni/channel-events: the payload types read and write every field of the document, under its names
 #[test]
 fn every_event_has_every_field_of_the_document() {
     let content = json!({

@@ -1,46 +1,27 @@
 //! What happens to messages.
 
-use everbus::DeadLetterFilter;
 use everbus::payloads::Stage;
+use everbus::{DeadLetterFilter, Payload, State};
 use omni::events::{
     AgentConfig, AgentRequest, AgentResponse, ContentType, IdentityMerged, IdentityResolved,
     IdentityUpdated, MediaAttachment, MediaFailed, MediaProcessed, MediaProcessing, MediaReceived,
-    MediaType, MergeReason, MessageContent, MessageSending, MessageSent, ProcessorType, Recipient,
-    SentStatus,
+    MediaType, MergeReason, MessageContent, MessageReceived, MessageSending, MessageSent,
+    ProcessorType, Recipient, SentStatus,
 };
 use omni::{identity, intake, sessions};
 use serde_json::{Value, json};
 
 use crate::support::{System, message};
 
-/// Each test on each engine.
-macro_rules! on_every_engine {
-    ($($(#[$meta:meta])* $name:ident;)*) => {
-        mod on_a_file {
-            $($(#[$meta])*
-            #[tokio::test]
-            async fn $name() {
-                super::$name(super::System::on_a_file().await).await;
-            })*
-        }
-    };
+// conformance: omni/example-identity: the identity handler resolves the sender of each message, and a repeated webhook and a restart make no second person
+#[tokio::test]
+async fn a_sender_becomes_a_person() {
+    for system in System::everywhere().await {
+        check_sender(system).await;
+    }
 }
 
-on_every_engine! {
-    // conformance: omni/example-identity: the identity handler resolves the sender of each message, and a repeated webhook and a restart make no second person
-    a_sender_becomes_a_person;
-    // conformance: omni/example-merge: accounts with a phone number or address in common are one person, with a confidence; persons are merged
-    accounts_with_something_in_common_are_one_person;
-    // conformance: omni/example-media: the media handler says processing, processed, and failed with the retry
-    a_file_is_processed_and_retried;
-    a_file_that_cannot_be_read_becomes_a_dead_letter;
-    // conformance: omni/example-stages: payload stages are written on the way
-    what_was_asked_answered_and_sent_is_kept;
-    // conformance: omni/why-kv: the state of a session is kept by key, with a revision
-    a_session_counts_the_messages_of_its_conversation;
-}
-
-async fn a_sender_becomes_a_person(mut system: System) {
+async fn check_sender(mut system: System) {
     let bus = &system.app.bus;
     let first = message(1, "whatsapp", "+49", Value::Null);
     let receipt = intake::receive(bus, first.clone()).await.unwrap();
@@ -60,8 +41,10 @@ async fn a_sender_becomes_a_person(mut system: System) {
     assert!(is_new_person && is_new_identity);
     assert!((confidence - 1.0).abs() < f64::EPSILON);
     let event = &system.records("identity.resolved", 1).await[0].event;
-    assert_eq!(event.source(), Some("omni"));
-    assert_eq!(event.causation_id(), Some(receipt.id().to_string().as_str()));
+    let attributes = event.attributes().unwrap();
+    assert_eq!(attributes.source.as_deref(), Some("omni"));
+    let cause = receipt.id().to_string();
+    assert_eq!(attributes.causation_id, Some(cause));
 
     system.restart().await;
     let second = message(2, "whatsapp", "+49", Value::Null);
@@ -84,18 +67,16 @@ async fn a_sender_becomes_a_person(mut system: System) {
     assert!(repeated.resolved.is_new_person);
 }
 
-async fn accounts_with_something_in_common_are_one_person(system: System) {
-    let bus = &system.app.bus;
-    let send = |n, channel: &'static str, user: &'static str, profile| async move {
-        let message = message(n, channel, user, profile);
-        intake::receive(bus, message).await.unwrap();
-        let resolved: Vec<IdentityResolved> = system_published(&system, n as usize).await;
-        let mine = format!("m{n}");
-        let found = resolved
-            .into_iter()
-            .find(|r| r.message_id.as_deref() == Some(&mine));
-        found.unwrap()
-    };
+// conformance: omni/example-merge: accounts with a phone number or address in common are one person, with a confidence; persons are merged
+#[tokio::test]
+async fn accounts_with_something_in_common_are_one_person() {
+    for system in System::everywhere().await {
+        check_accounts(system).await;
+    }
+}
+
+async fn check_accounts(system: System) {
+    let send = |n, channel, user, profile| resolved(&system, message(n, channel, user, profile));
     let ada = send(1, "whatsapp", "+49", json!({ "phone": "+49" })).await;
     let same = send(2, "telegram", "@ada", json!({ "phone": "+49" })).await;
     assert_eq!(same.person_id, ada.person_id);
@@ -133,8 +114,14 @@ async fn accounts_with_something_in_common_are_one_person(system: System) {
     assert_eq!(service.count().await.unwrap(), (1, 4));
 }
 
-async fn system_published(system: &System, count: usize) -> Vec<IdentityResolved> {
-    system.published(count).await
+/// Sends the next message, and waits until its sender is known.
+async fn resolved(system: &System, message: MessageReceived) -> IdentityResolved {
+    let mine = message.message_id.clone();
+    let count = mine.trim_start_matches('m').parse().unwrap();
+    intake::receive(&system.app.bus, message).await.unwrap();
+    let all: Vec<IdentityResolved> = system.published(count).await;
+    let of_mine = |r: &IdentityResolved| r.message_id.as_deref() == Some(&mine);
+    all.into_iter().find(of_mine).unwrap()
 }
 
 fn file(id: &str, kind: MediaType, url: &str) -> MediaAttachment {
@@ -151,7 +138,15 @@ fn file(id: &str, kind: MediaType, url: &str) -> MediaAttachment {
     }
 }
 
-async fn a_file_is_processed_and_retried(system: System) {
+// conformance: omni/example-media: the media handler says processing, processed, and failed with the retry
+#[tokio::test]
+async fn a_file_is_processed_and_retried() {
+    for system in System::everywhere().await {
+        check_processed(system).await;
+    }
+}
+
+async fn check_processed(system: System) {
     let mut message = message(1, "whatsapp", "+49", Value::Null);
     message.content.content_type = ContentType::Audio;
     message.content.media = Some(vec![
@@ -165,10 +160,7 @@ async fn a_file_is_processed_and_retried(system: System) {
     let of = |id: &str| processed.iter().find(|p| p.media_id == id).unwrap();
     assert_eq!(of("voice").message_id, "m1");
     assert_eq!(of("voice").result.content, "transcription of voice");
-    assert_eq!(
-        of("paper").result.processor_type,
-        ProcessorType::Extraction
-    );
+    assert_eq!(of("paper").result.processor_type, ProcessorType::Extraction);
     // Two attempts failed, and each said that another would follow.
     let failed: Vec<MediaFailed> = system.published(2).await;
     let mut counts: Vec<u32> = failed.iter().map(|f| f.retry_count).collect();
@@ -187,7 +179,14 @@ async fn a_file_is_processed_and_retried(system: System) {
     assert_eq!(stages.await.unwrap().len(), 2);
 }
 
-async fn a_file_that_cannot_be_read_becomes_a_dead_letter(system: System) {
+#[tokio::test]
+async fn a_file_that_cannot_be_read_becomes_a_dead_letter() {
+    for system in System::everywhere().await {
+        check_unreadable(system).await;
+    }
+}
+
+async fn check_unreadable(system: System) {
     let mut message = message(1, "whatsapp", "+49", Value::Null);
     message.content.media = Some(vec![file(
         "picture",
@@ -205,7 +204,15 @@ async fn a_file_that_cannot_be_read_becomes_a_dead_letter(system: System) {
     assert!(letter.last_error().contains("broken.png"));
 }
 
-async fn what_was_asked_answered_and_sent_is_kept(system: System) {
+// conformance: omni/example-stages: payload stages are written on the way
+#[tokio::test]
+async fn what_was_asked_answered_and_sent_is_kept() {
+    for system in System::everywhere().await {
+        check_stages(system).await;
+    }
+}
+
+async fn check_stages(system: System) {
     let bus = &system.app.bus;
     let received = message(1, "whatsapp", "+49", Value::Null);
     let received = intake::receive(bus, received).await.unwrap();
@@ -248,12 +255,21 @@ async fn what_was_asked_answered_and_sent_is_kept(system: System) {
         let names: Vec<&str> = stages.iter().map(|s| s.info.stage.as_str()).collect();
         assert_eq!(names, expected);
     }
-    let raw = bus.payloads().get_stage(received.id(), Stage::WEBHOOK_RAW);
+    let stages = bus.payloads();
+    let raw = stages.get_stage(received.id(), Stage::WEBHOOK_RAW);
     let raw: Value = raw.await.unwrap()[0].json().unwrap();
     assert_eq!(raw, json!({ "body": "text 1" }));
 }
 
-async fn a_session_counts_the_messages_of_its_conversation(system: System) {
+// conformance: omni/nats-kv: the state of a session is kept by key, with a revision
+#[tokio::test]
+async fn a_session_counts_the_messages_of_its_conversation() {
+    for system in System::everywhere().await {
+        check_session(system).await;
+    }
+}
+
+async fn check_session(system: System) {
     let bus = &system.app.bus;
     let kv = bus.kv(sessions::BUCKET).unwrap();
     let mut watch = kv.watch().await.unwrap();
@@ -268,8 +284,16 @@ async fn a_session_counts_the_messages_of_its_conversation(system: System) {
             break;
         }
     }
-    let session = sessions::find(&kv, &"whatsapp".into(), "c +49").await.unwrap();
+    // A message that comes again changes nothing.
+    let first = message(1, "whatsapp", "+49", Value::Null);
+    let noted = sessions::note(Payload(first), State(kv.clone()));
+    noted.await.unwrap();
+    let session = sessions::find(&kv, &"whatsapp".into(), "c +49")
+        .await
+        .unwrap();
     assert_eq!(session.unwrap().messages, 3);
-    let other = sessions::find(&kv, &"telegram".into(), "c +49").await.unwrap();
+    let other = sessions::find(&kv, &"telegram".into(), "c +49")
+        .await
+        .unwrap();
     assert_eq!(other, None);
 }

@@ -18,7 +18,12 @@ pub(crate) struct System {
 }
 
 impl System {
-    pub(crate) async fn on_a_file() -> Self {
+    /// One system on each engine of this build, empty at first.
+    pub(crate) async fn everywhere() -> Vec<Self> {
+        vec![Self::on_a_file().await]
+    }
+
+    async fn on_a_file() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let broker = format!("sqlite:{}", directory.path().join("omni.db").display());
         Self::at(directory, broker, None).await
@@ -58,7 +63,10 @@ impl System {
             let (records, _) = log.read(Cursor::START, types, 1000).await.unwrap();
             if records.len() >= count {
                 assert_eq!(records.len(), count, "{event_type}");
-                return records.iter().map(|record| Recorded::clone(record)).collect();
+                return records
+                    .iter()
+                    .map(|record| Recorded::clone(record))
+                    .collect();
             }
             assert!(
                 began.elapsed() < PATIENCE,
