@@ -53,8 +53,7 @@ use crate::readers::Readers;
 use crate::space::Space;
 use crate::sql::Sql as _;
 use crate::tx::Tx;
-pub(crate) use patience::Hold;
-use patience::Patience;
+pub(crate) use patience::Patience;
 
 /// How often the writer looks for commits of other processes while a consumer or a watcher waits.
 const POLL: Duration = Duration::from_millis(20);
