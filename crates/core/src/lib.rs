@@ -23,6 +23,7 @@ pub mod clock_record;
 pub mod dead_letters;
 pub mod effect;
 pub mod engine;
+mod envelope;
 pub mod error;
 pub mod event;
 pub mod failure;
@@ -69,6 +70,7 @@ pub use dead_letters::{
 };
 pub use effect::{Effect, EffectResult};
 pub use engine::{Background, Engine};
+pub use envelope::{EnvelopeValue, envelope};
 pub use error::{Class, Code, Error, Result};
 pub use event::{
     Attributes, Entity, Event, IDEMPOTENCY_KEY, Inherited, Overflow, OverflowPart, TraceContext,
