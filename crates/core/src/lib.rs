@@ -24,6 +24,7 @@ pub mod dead_letters;
 pub mod durability;
 pub mod effect;
 pub mod engine;
+mod envelope;
 pub mod error;
 pub mod event;
 pub mod failure;
@@ -72,6 +73,7 @@ pub use dead_letters::{
 pub use durability::{Durability, Weakness};
 pub use effect::{Effect, EffectResult};
 pub use engine::{Background, Engine};
+pub use envelope::{EnvelopeValue, envelope};
 pub use error::{Class, Code, Error, Result};
 pub use event::{
     Attributes, Entity, Event, IDEMPOTENCY_KEY, Inherited, Overflow, OverflowPart, TraceContext,

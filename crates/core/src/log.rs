@@ -6,6 +6,7 @@ use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
 use crate::broker::BoxFuture;
+use crate::envelope::envelope;
 use crate::error::Result;
 use crate::event::Event;
 use crate::failure::{Ended, Failure, FailureKind};
@@ -121,48 +122,12 @@ impl Serialize for Recorded {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let event = &self.event;
         let mut map = serializer.serialize_map(None)?;
-        map.serialize_entry("id", &event.id())?;
-        map.serialize_entry("seq", &self.position)?;
-        map.serialize_entry("type", event.event_type())?;
-        map.serialize_entry("version", &event.version())?;
-        map.serialize_entry("occurred_at", &event.occurred_at())?;
-        map.serialize_entry("received_at", &self.received_at)?;
-        map.serialize_entry("correlation_id", &event.correlation_id())?;
-        if let Some(a) = event.attributes() {
-            let texts = [
-                ("foreign_id", &a.foreign_id),
-                ("source", &a.source),
-                ("app", &a.app),
-                ("tenant", &a.tenant),
-                ("key", &a.key),
-                ("causation_id", &a.causation_id),
-                ("content_type", &a.content_type),
-            ];
-            for (name, value) in texts {
-                if let Some(value) = value {
-                    map.serialize_entry(name, value)?;
-                }
-            }
-            if let Some(entity) = &a.entity {
-                map.serialize_entry("entity", entity)?;
-            }
-            if let Some(trace) = &a.trace {
-                map.serialize_entry("trace", trace)?;
-            }
-            if !a.metadata.is_empty() {
-                map.serialize_entry("metadata", &a.metadata)?;
-            }
-            if let Some(at) = &a.expires_at {
-                map.serialize_entry("expires_at", at)?;
-            }
-            if let Some(at) = &a.not_before {
-                map.serialize_entry("not_before", at)?;
-            }
-            if let Some(address) = &a.address {
-                map.serialize_entry("address", address)?;
-            }
-            if let Some(overflow) = &a.overflow {
-                map.serialize_entry("overflow", overflow)?;
+        for (name, value) in envelope(event) {
+            map.serialize_entry(name, &value)?;
+            match name {
+                "id" => map.serialize_entry("seq", &self.position)?,
+                "occurred_at" => map.serialize_entry("received_at", &self.received_at)?,
+                _ => {}
             }
         }
         match payload_json(event) {

@@ -6,20 +6,19 @@
 //! put by another log, or by a later state of this log that an older copy has replaced.
 
 use std::fmt;
-use std::str::FromStr;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::broker::BoxFuture;
-use crate::error::{Code, Error, Result};
+use crate::error::Result;
 use crate::id::EventId;
 use crate::time::Timestamp;
 
 /// The id of a log: random, made with the log. A backup or a restored log gets another id, because the two
 /// logs diverge.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct LogId(Uuid);
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct LogId(#[serde(with = "uuid::serde::simple")] Uuid);
 
 impl LogId {
     /// A new id.
@@ -49,24 +48,6 @@ impl LogId {
 impl fmt::Display for LogId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.simple().fmt(f)
-    }
-}
-
-impl fmt::Debug for LogId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "LogId({self})")
-    }
-}
-
-impl FromStr for LogId {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let digits = text.len() == 32 && text.bytes().all(|b| b.is_ascii_hexdigit());
-        let uuid = Uuid::try_parse(text).ok().filter(|_| digits);
-        let wrong = format!("{text:?} is not the id of a log");
-        uuid.map(Self)
-            .ok_or_else(|| Error::new(Code::InvalidSetting, wrong))
     }
 }
 

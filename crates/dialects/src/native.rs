@@ -3,8 +3,10 @@
 //! It carries every field of an event. The fields of an engine (`seq`, `received_at`) are kept like unknown
 //! fields.
 
+use std::collections::BTreeMap;
+
 use everbus_core::{
-    Attributes, Code, Entity, Error, Event, EventId, GroupName, Result, TraceContext,
+    Code, Entity, EnvelopeValue, Error, Event, EventId, GroupName, Result, TraceContext, envelope,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -74,47 +76,20 @@ pub(crate) fn read(fields: &Fields<'_>, beside: &Beside<'_>) -> Result<Draft> {
 }
 
 pub(crate) fn write<'a>(event: &'a Event, fields: &mut Fields<'a>) {
-    let a = event.attributes().unwrap_or(Attributes::NONE);
-    fields.push_text("id", &event.id().to_string());
-    fields.push_text("type", event.event_type());
-    fields.push("version", event.version().to_string());
-    fields.push_text("occurred_at", &event.occurred_at().to_string());
-    fields.push_text("correlation_id", &event.correlation_id());
-    let texts = [
-        ("foreign_id", &a.foreign_id),
-        ("source", &a.source),
-        ("app", &a.app),
-        ("tenant", &a.tenant),
-        ("key", &a.key),
-        ("causation_id", &a.causation_id),
-        ("content_type", &a.content_type),
-    ];
-    for (name, value) in texts {
-        fields.push_text_if(name, value.as_deref());
+    for (name, value) in envelope(event) {
+        match value {
+            EnvelopeValue::Metadata(metadata) => {
+                let own = |key: &str| spelling::field(Dialect::Native, key).is_none();
+                let own: BTreeMap<_, _> = metadata.iter().filter(|(key, _)| own(key)).collect();
+                if !own.is_empty() {
+                    push(fields, name, &own);
+                }
+            }
+            // It is of use only beside the log of this event.
+            EnvelopeValue::Overflow(_) => {}
+            value => push(fields, name, &value),
+        }
     }
-    if let Some(address) = &a.address {
-        fields.push_text("address", address);
-    }
-    push_object(fields, "entity", a.entity.as_ref());
-    push_object(fields, "trace", a.trace.as_ref());
-    if let Some(at) = a.expires_at {
-        fields.push_text("expires_at", &at.to_string());
-    }
-    if let Some(at) = a.not_before {
-        fields.push_text("not_before", &at.to_string());
-    }
-    let own = |(key, _): &(&String, &String)| spelling::field(Dialect::Native, key).is_none();
-    let metadata: serde_json::Map<_, _> = a
-        .metadata
-        .iter()
-        .filter(own)
-        .map(|(key, value)| (key.clone(), value.as_str().into()))
-        .collect();
-    push_object(
-        fields,
-        "metadata",
-        Some(&metadata).filter(|m| !m.is_empty()),
-    );
 }
 
 fn object<T: DeserializeOwned>(fields: &Fields<'_>, name: &str) -> Result<Option<T>> {
@@ -126,9 +101,9 @@ fn object<T: DeserializeOwned>(fields: &Fields<'_>, name: &str) -> Result<Option
     }
 }
 
-fn push_object<T: Serialize>(fields: &mut Fields<'_>, name: &'static str, value: Option<&T>) {
-    // Maps of texts: serialising them cannot fail.
-    if let Some(Ok(json)) = value.map(serde_json::to_string) {
+fn push(fields: &mut Fields<'_>, name: &'static str, value: &impl Serialize) {
+    // Texts, numbers and maps of texts: serialising them cannot fail.
+    if let Ok(json) = serde_json::to_string(value) {
         fields.push(name, json);
     }
 }

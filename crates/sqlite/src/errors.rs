@@ -43,13 +43,6 @@ pub(crate) fn from_sqlite(doing: &str, error: rusqlite::Error) -> Error {
         .sqlite_error()
         .is_some_and(|e| e.extended_code == IOERR_SHMSIZE);
     let message = format!("{doing}: {error}");
-    if message.contains("no such table: ") && message.contains("outbox") {
-        // A user's database, in which no outbox was made.
-        let what = format!("{doing}: there is no outbox in this database");
-        return Error::new(Code::NotFound, what)
-            .hint("make its tables once, with Outbox::create_tables or `everbus outbox init`")
-            .caused_by(error);
-    }
     let (code, hint) = match code {
         Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => (
             Code::Busy,

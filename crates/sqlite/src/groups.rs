@@ -7,9 +7,10 @@ use std::time::Instant;
 use everbus_core::{Code, Error, Event, GroupName, Pattern, Result};
 use rusqlite::Connection;
 
+use crate::deliveries::position::flush_cursors;
 use crate::errors::from_sqlite;
 use crate::ids::IdMap;
-use crate::rows::{MAX_CACHED_TYPES, seq_from, to_sql};
+use crate::rows::{MAX_CACHED_TYPES, seq_from};
 use crate::sql::Sql as _;
 use crate::tx::Tx;
 
@@ -144,25 +145,6 @@ impl Group {
 pub(crate) fn reread_groups(tx: &mut Tx) -> Result<()> {
     flush_cursors(tx)?;
     tx.groups.refresh(&tx.conn)
-}
-
-pub(crate) fn flush_cursors(tx: &mut Tx) -> Result<()> {
-    let now = tx.now();
-    for (id, group) in tx.groups.iter_mut() {
-        if group.cursor != group.stored_cursor {
-            let sql = "UPDATE groups SET cursor = ?2, active_at = ?3 WHERE id = ?1";
-            tx.conn
-                .run("moving a group", sql, (id, to_sql(group.cursor), now))?;
-            group.stored_cursor = group.cursor;
-        }
-    }
-    tx.groups.stored_at = Instant::now();
-    Ok(())
-}
-
-pub(crate) fn has_unwritten_cursors(tx: &Tx) -> bool {
-    let mut groups = tx.groups.values();
-    groups.any(|g| g.cursor != g.stored_cursor)
 }
 
 /// The patterns of a group, in the order they were declared.

@@ -12,10 +12,9 @@ use everbus_core::{
 use rusqlite::{Connection, params};
 
 use crate::broker::SqliteEngine;
-use crate::errors::from_sqlite;
 use crate::file::open_reader;
 use crate::readers::Reader;
-use crate::rows::{micros, to_sql};
+use crate::rows::{micros, seq_from, to_sql};
 use crate::sql::Sql as _;
 use crate::tx::Tx;
 
@@ -43,41 +42,24 @@ pub(crate) fn note_orphans(tx: &Tx, lo: u64, hi: u64) -> Result<()> {
     )
 }
 
-fn note_unborn(tx: &mut Tx, orphans: &[Orphan]) -> Result<()> {
+fn note_unborn(tx: &Tx, orphans: &[Orphan]) -> Result<()> {
     let sql = "INSERT OR REPLACE INTO orphaned_objects (bucket, key, id, since, unborn)
                VALUES (?1, ?2, ?3, ?4, ?5)";
-    for Orphan {
-        bucket,
-        key,
-        id,
-        since,
-        unborn,
-    } in orphans
-    {
-        let row = params![bucket, key, id.as_bytes(), micros(*since), unborn];
-        tx.conn
-            .run("noting objects before they are put", sql, row)?;
-    }
-    Ok(())
+    orphans.iter().try_for_each(|o| {
+        let note = params![o.bucket, o.key, o.id.as_bytes(), micros(o.since), o.unborn];
+        tx.conn.run("noting objects before they are put", sql, note)
+    })
 }
 
-fn forget_orphans(tx: &mut Tx, orphans: &[Orphan]) -> Result<()> {
+fn forget_orphans(tx: &Tx, orphans: &[Orphan]) -> Result<()> {
     // Only the note that was read: there may be a newer note of the same object.
     let sql = "DELETE FROM orphaned_objects
                WHERE bucket = ?1 AND key = ?2 AND since = ?3 AND unborn = ?4";
-    for Orphan {
-        bucket,
-        key,
-        since,
-        unborn,
-        ..
-    } in orphans
-    {
-        let note = params![bucket, key, micros(*since), unborn];
+    orphans.iter().try_for_each(|o| {
+        let note = params![o.bucket, o.key, micros(o.since), o.unborn];
         tx.conn
-            .run("forgetting objects without their events", sql, note)?;
-    }
-    Ok(())
+            .run("forgetting objects without their events", sql, note)
+    })
 }
 
 impl Orphans for SqliteEngine {
@@ -86,13 +68,17 @@ impl Orphans for SqliteEngine {
     }
 
     fn note(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>> {
-        self.handle
-            .job(move |writer| note_unborn(&mut writer.tx, &orphans))
+        let noted = self.handle.job(move |writer| match writer.space.check() {
+            Ok(()) => note_unborn(&writer.tx, &orphans).map(Ok),
+            // The append would be refused too. Asked first, so that no object takes the room that is left.
+            full => Ok(full),
+        });
+        Box::pin(async move { noted.await? })
     }
 
     fn forget(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>> {
         self.handle
-            .job(move |writer| forget_orphans(&mut writer.tx, &orphans))
+            .job(move |writer| forget_orphans(&writer.tx, &orphans))
     }
 
     fn log_id(&self) -> BoxFuture<'_, Result<LogId>> {
@@ -125,15 +111,11 @@ pub(crate) fn log_id(conn: &Connection) -> Result<LogId> {
 /// Gives a file a new log identity and removes its notes, because the noted objects may belong to the log
 /// that it was copied from. Call it in a transaction, or on a file that is not in place yet.
 pub(crate) fn renew(conn: &Connection) -> Result<LogId> {
-    let doing = |e| from_sqlite("giving the log a new id", e);
+    let doing = "giving the log a new id";
     let id = LogId::new();
-    conn.execute(
-        "INSERT OR REPLACE INTO meta (key, value) VALUES ('log_id', ?1)",
-        [id.as_bytes()],
-    )
-    .map_err(doing)?;
-    conn.execute("DELETE FROM orphaned_objects", [])
-        .map_err(doing)?;
+    let sql = "INSERT OR REPLACE INTO meta (key, value) VALUES ('log_id', ?1)";
+    conn.run(doing, sql, [id.as_bytes()])?;
+    conn.run(doing, "DELETE FROM orphaned_objects", [])?;
     Ok(id)
 }
 
@@ -151,16 +133,11 @@ pub type References = (Vec<(EventId, Overflow)>, Option<u64>);
 pub fn references(file: &Path, after: u64) -> Result<References> {
     /// Events read in one transaction.
     const PAGE: u64 = 20_000;
-    let doing = |e| from_sqlite("reading which objects are in use", e);
+    let doing = "reading which objects are in use";
     let conn = open_reader(file)?;
-    let from: Option<i64> = conn
-        .query_row(
-            "SELECT min(seq) FROM log WHERE seq > ?1",
-            [to_sql(after)],
-            |r| r.get(0),
-        )
-        .map_err(doing)?;
-    let Some(from) = from.and_then(|seq| u64::try_from(seq).ok()) else {
+    let sql = "SELECT min(seq) FROM log WHERE seq > ?1";
+    let from: Option<i64> = conn.one(doing, sql, [to_sql(after)])?;
+    let Some(from) = from.map(seq_from) else {
         return Ok((Vec::new(), None));
     };
     let to = from.saturating_add(PAGE - 1);
@@ -168,19 +145,16 @@ pub fn references(file: &Path, after: u64) -> Result<References> {
                WHERE seq BETWEEN ?1 AND ?2 AND attrs IS NOT NULL
                  AND iif(instr(attrs, '\"overflow\"') > 0,
                          json_type(attrs, '$.overflow') = 'object', 0)";
-    let what = "reading which objects are in use";
-    let found: Vec<([u8; 16], String)> = conn.all(what, sql, [to_sql(from), to_sql(to)])?;
-    let found = found
-        .into_iter()
-        .map(|(id, text)| (EventId::from_bytes(id), text));
-    let read = |(id, text): (EventId, String)| match serde_json::from_str(&text) {
-        Ok(reference) => Ok((id, reference)),
-        Err(e) => {
+    let found: Vec<([u8; 16], String)> = conn.all(doing, sql, [to_sql(from), to_sql(to)])?;
+    let read = |(id, text): ([u8; 16], String)| {
+        let id = EventId::from_bytes(id);
+        let reference = serde_json::from_str(&text).map_err(|e| {
             let what = format!("the reference of {id} to its object cannot be read: {e}");
-            Err(Error::of_file(Code::Corrupt, what))
-        }
+            Error::of_file(Code::Corrupt, what)
+        });
+        Ok((id, reference?))
     };
-    let found: Result<Vec<_>> = found.map(read).collect();
+    let found: Result<Vec<_>> = found.into_iter().map(read).collect();
     Ok((found?, Some(to)))
 }
 

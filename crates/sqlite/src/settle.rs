@@ -1,4 +1,4 @@
-//! Settling deliveries (ack, retry, release, dead-letter) and extending leases.
+//! Settling deliveries: ack, skip, retry, release, dead-letter. Leases are extended in `deliveries/leases.rs`.
 
 use std::borrow::Cow;
 

@@ -188,7 +188,8 @@ fn a_killed_publisher_leaves_no_event_without_its_object() {
         let mut collect = Collect::default();
         collect.strays_after = Duration::ZERO;
         let collected = bus.collect_objects(&collect).await.unwrap();
-        assert_eq!(collected.strays as usize, left);
+        // Files that were never finished go too, and are not counted.
+        assert!(collected.strays as usize <= left, "{collected:?}, {left}");
         assert_eq!(objects(&shop), events);
         eprintln!(
             "{events} events, {} acknowledged, {left} objects left behind",

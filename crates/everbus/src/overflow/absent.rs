@@ -41,6 +41,10 @@ impl Objects {
     pub(crate) async fn offload(&self, _: Event) -> Result<Event> {
         match *self {}
     }
+
+    pub(crate) async fn discard(&self, _: &Engine, _: &Event) -> Result<()> {
+        match *self {}
+    }
 }
 
 /// Returns the record unchanged. `Unsupported` if a part of its payload is in an object store.

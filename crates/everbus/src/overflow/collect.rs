@@ -1,5 +1,4 @@
-//! Walks over the objects of a place: deletes those without an event, and counts them by the log that put
-//! them.
+//! Deletes objects without an event, and counts the objects of a place by the log that put them.
 //!
 //! The collector deletes an object only if this log has a note of it, no event of the log refers to it,
 //! **and** only this log can have put it. The note of a publish that did not finish must be a day old as well:
@@ -7,10 +6,10 @@
 //! that the log is an older copy of itself, for example copied back by hand. Then the log gets a new id, and
 //! deletes only objects that it puts from then on.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
-use everbus_core::{Clock as _, Engine, EventId, Orphan, Result, SystemClock};
+use everbus_core::{Clock as _, Engine, Event, EventId, Orphan, Orphans, Result, SystemClock};
 use futures_util::TryStreamExt as _;
 use serde::Serialize;
 
@@ -51,7 +50,7 @@ impl Collect {
 pub struct Collected {
     /// Objects whose events were removed.
     pub orphans: u64,
-    /// Objects whose publish did not finish, and files that interrupted puts left.
+    /// Objects whose publish did not finish.
     pub strays: u64,
     /// The bytes of both together.
     pub bytes: u64,
@@ -98,83 +97,28 @@ pub struct Survey {
 
 /// One object of a place.
 struct Found {
+    id: EventId,
     key: String,
     bytes: u64,
     age: Duration,
-    state: State,
 }
 
-#[derive(PartialEq)]
-enum State {
-    InUse,
-    /// This log has a note of it.
+/// What an object is to this log.
+enum Kind {
+    Used,
     Noted,
-    /// This log should know it, and does not.
-    Unknown,
-    /// Another log put it.
-    Other,
+    /// Another log put it, or this one before it was replaced by an older copy. Empty: not known.
+    Of(String),
 }
 
 impl Objects {
-    /// Every object of the configured place, and the notes of this log.
-    async fn walk(
-        &self,
-        engine: &Engine,
-        owners: Option<Owners>,
-    ) -> Result<(Vec<Found>, Vec<Orphan>)> {
-        let mut listed = self.place.list().await?;
-        let mut found = Vec::new();
-        while let Some((key, bytes, age)) = listed.try_next().await? {
-            found.extend(key::event_of(&key).map(|id| (id, key, bytes, age)));
-        }
-        let notes = match &self.orphans {
-            Some(orphans) => orphans.list().await?,
-            None => Vec::new(),
-        };
-        let noted: HashMap<&str, &Orphan> = notes.iter().map(|n| (&*n.key, n)).collect();
-        let mut objects = Vec::with_capacity(found.len());
-        for (id, key, bytes, age) in found {
-            let ours = owners.is_some_and(|owners| owners.is_ours(&key));
-            let state = match is_in_use(engine, id, &key).await? {
-                true => State::InUse,
-                false if ours && noted.contains_key(&*key) => State::Noted,
-                false if ours => State::Unknown,
-                false => State::Other,
-            };
-            objects.push(Found {
-                key,
-                bytes,
-                age,
-                state,
-            });
-        }
-        Ok((objects, notes))
-    }
-
-    /// This log and the owner of the place. `None` if the engine keeps no notes of objects.
-    async fn owners(&self) -> Result<Option<Owners>> {
-        let Some(orphans) = &self.orphans else {
-            return Ok(None);
-        };
-        let (log, place) = (orphans.log_id().await?, self.place.owner().await?);
-        Ok(Some(Owners { log, place }))
-    }
-
     /// Deletes the objects of this log that no event refers to. Safe at any time, also during publishes.
     pub async fn collect(&self, engine: &Engine, options: &Collect) -> Result<Collected> {
         let mut done = Collected::default();
         let (Some(orphans), Some(owners)) = (&self.orphans, self.owners().await?) else {
             return Ok(done);
         };
-        let (mut found, notes) = self.walk(engine, Some(owners)).await?;
-        if found.iter().any(|object| object.state == State::Unknown) {
-            // An event may have been removed during the walk, which makes a note: look again.
-            let (again, _) = self.walk(engine, Some(owners)).await?;
-            let is_unknown = |object: &&Found| object.state == State::Unknown;
-            let before: Vec<&str> = found.iter().filter(is_unknown).map(|o| &*o.key).collect();
-            let both = again.iter().filter(is_unknown);
-            done.unknown = both.filter(|o| before.contains(&&*o.key)).count() as u64;
-        }
+        done.unknown = self.unknown(engine, &**orphans, owners).await?;
         if done.unknown > 0 {
             if !options.dry_run {
                 orphans.renew().await?;
@@ -186,52 +130,86 @@ impl Objects {
             }
             return Ok(done);
         }
-        let found: HashMap<String, Found> = found.drain(..).map(|o| (o.key.clone(), o)).collect();
         let mut gone = Vec::new();
-        for note in notes {
-            let since = SystemClock.now().since(note.since);
-            let object = found.get(&note.key);
-            let waiting = |age| note.unborn && age < options.strays_after;
-            let forget = match object.map(|object| (&object.state, object)) {
-                Some((State::InUse, _)) => true,
-                _ if waiting(since) || !owners.is_ours(&note.key) => false,
-                Some((_, object)) if waiting(object.age) => false,
-                Some((_, object)) => {
-                    // Since the walk the event may have been appended, or another collector may have
-                    // deleted the object and a publish put it again.
-                    let used = is_in_use(engine, note.id, &note.key).await?;
-                    let now = self.place.look(&note.key).await?;
-                    if used || now.is_none_or(|(_, age)| age < object.age) {
-                        continue;
-                    }
-                    if !options.dry_run {
-                        self.place.delete(&note.key).await?;
-                    }
-                    match note.unborn {
-                        true => done.strays += 1,
-                        false => done.orphans += 1,
-                    }
-                    done.bytes += object.bytes;
-                    true
-                }
-                // Never put or already deleted, unless it is in another place.
-                None => {
-                    note.bucket == self.place.name() && self.place.look(&note.key).await?.is_none()
-                }
-            };
+        for note in orphans.list().await? {
+            let forget = owners.is_ours(&note.key)
+                && self.dispose(engine, &note, options, &mut done).await?;
             match forget {
                 true => gone.push(note),
                 false => done.kept += 1,
             }
         }
-        if !gone.is_empty() && !options.dry_run {
+        if !options.dry_run {
             orphans.forget(gone).await?;
+            self.place.sweep(options.strays_after).await?;
         }
-        let swept = self.place.sweep(options.strays_after, options.dry_run);
-        let (files, bytes) = swept.await?;
-        done.strays += files;
-        done.bytes += bytes;
         Ok(done)
+    }
+
+    /// Deletes the object of a note, unless an event refers to it or may do so soon. Returns whether the note
+    /// is done with.
+    async fn dispose(
+        &self,
+        engine: &Engine,
+        note: &Orphan,
+        options: &Collect,
+        done: &mut Collected,
+    ) -> Result<bool> {
+        // In a store beside a broker the event may be still to come, however late: the archive copies it.
+        let archived = engine.background.is_some();
+        let waits = |age| note.unborn && (archived || age < options.strays_after);
+        if waits(SystemClock.now().since(note.since)) {
+            return Ok(false);
+        }
+        let Some((bytes, age)) = self.place.look(&note.key).await? else {
+            // Never put or already deleted, unless it is in another place.
+            return Ok(note.bucket == self.place.name());
+        };
+        if is_in_use(engine, note.id, &note.key).await? {
+            return Ok(true);
+        }
+        // Another collector may have deleted the object meanwhile, and a publish put it again.
+        let now = self.place.look(&note.key).await?;
+        if waits(age) || now.is_none_or(|(_, now)| now < age) {
+            return Ok(false);
+        }
+        if !options.dry_run {
+            self.place.delete(&note.key).await?;
+        }
+        match note.unborn {
+            true => done.strays += 1,
+            false => done.orphans += 1,
+        }
+        done.bytes += bytes;
+        Ok(true)
+    }
+
+    /// Deletes the object that an append did not need: it stored nothing, or had stored the event before. The
+    /// collector strikes off the note. In a store beside a broker, which sees events late, the object stays.
+    pub(crate) async fn discard(&self, engine: &Engine, event: &Event) -> Result<()> {
+        let seen = self.orphans.is_some() && engine.background.is_none();
+        match event.overflow().filter(|_| seen) {
+            Some(reference) if !is_in_use(engine, event.id(), &reference.key).await? => {
+                self.place.delete(&reference.key).await
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// How many objects of this log have neither a reference nor a note.
+    async fn unknown(&self, engine: &Engine, orphans: &dyn Orphans, owners: Owners) -> Result<u64> {
+        let mut found = self.walk(engine, Some(owners), true).await?;
+        found.retain(|(_, used)| matches!(used, Kind::Of(_)));
+        if found.is_empty() {
+            return Ok(0);
+        }
+        // An event may have been removed meanwhile, which made a note, and the object after it.
+        let noted = keys(orphans).await?;
+        let mut count = 0;
+        for (object, _) in found.iter().filter(|(o, _)| !noted.contains(&o.key)) {
+            count += u64::from(self.place.look(&object.key).await?.is_some());
+        }
+        Ok(count)
     }
 
     /// Lists the configured place. Every object is checked.
@@ -243,11 +221,11 @@ impl Objects {
             owner: owners.and_then(|owners| Some(owners.place?.short())),
             ..Survey::default()
         };
-        for object in self.walk(engine, owners).await?.0 {
-            let tally = match object.state {
-                State::InUse => &mut survey.in_use,
-                State::Noted => &mut survey.noted,
-                _ => survey.others.entry(owner_of(owners, &object)).or_default(),
+        for (object, used) in self.walk(engine, owners, false).await? {
+            let tally = match used {
+                Kind::Used => &mut survey.in_use,
+                Kind::Noted => &mut survey.noted,
+                Kind::Of(log) => survey.others.entry(log).or_default(),
             };
             tally.add(object.bytes);
         }
@@ -266,17 +244,69 @@ impl Objects {
     ) -> Result<Tally> {
         let owners = self.owners().await?;
         let mut removed = Tally::default();
-        for object in self.walk(engine, owners).await?.0 {
-            let stays = matches!(object.state, State::InUse | State::Noted);
-            if stays || object.age < older || owner_of(owners, &object) != owner {
-                continue;
+        for (object, used) in self.walk(engine, owners, false).await? {
+            if matches!(used, Kind::Of(log) if log == owner) && object.age >= older {
+                if !dry_run {
+                    self.place.delete(&object.key).await?;
+                }
+                removed.add(object.bytes);
             }
-            if !dry_run {
-                self.place.delete(&object.key).await?;
-            }
-            removed.add(object.bytes);
         }
         Ok(removed)
+    }
+
+    /// The objects of events in the configured place, with what they are to this log; `only_ours`: those that
+    /// only this log can have put.
+    async fn walk(
+        &self,
+        engine: &Engine,
+        owners: Option<Owners>,
+        only_ours: bool,
+    ) -> Result<Vec<(Found, Kind)>> {
+        let mut listed = Vec::new();
+        let mut list = self.place.list().await?;
+        while let Some((key, bytes, age)) = list.try_next().await? {
+            let ours = owners.is_some_and(|owners| owners.is_ours(&key));
+            let id = key::event_of(&key).filter(|_| ours || !only_ours);
+            listed.extend(id.map(|id| {
+                (
+                    ours,
+                    Found {
+                        id,
+                        key,
+                        bytes,
+                        age,
+                    },
+                )
+            }));
+        }
+        // After the listing: an object is noted before it is put.
+        let noted = match &self.orphans {
+            Some(orphans) => keys(&**orphans).await?,
+            None => HashSet::new(),
+        };
+        let mut objects = Vec::with_capacity(listed.len());
+        for (ours, object) in listed {
+            let key = &object.key;
+            let used = if ours && noted.contains(key) {
+                Kind::Noted
+            } else if is_in_use(engine, object.id, key).await? {
+                Kind::Used
+            } else {
+                Kind::Of(owners.and_then(|owners| owners.of(key)).unwrap_or_default())
+            };
+            objects.push((object, used));
+        }
+        Ok(objects)
+    }
+
+    /// This log and the owner of the place. `None` if the engine keeps no notes of objects.
+    async fn owners(&self) -> Result<Option<Owners>> {
+        let Some(orphans) = &self.orphans else {
+            return Ok(None);
+        };
+        let (log, place) = (orphans.log_id().await?, self.place.owner().await?);
+        Ok(Some(Owners { log, place }))
     }
 }
 
@@ -290,10 +320,10 @@ impl Survey {
     }
 }
 
-/// The log that put an object; empty if that is not known.
-fn owner_of(owners: Option<Owners>, object: &Found) -> String {
-    let owner = owners.and_then(|owners| owners.of(&object.key));
-    owner.unwrap_or_default()
+/// The keys of all notes.
+async fn keys(orphans: &dyn Orphans) -> Result<HashSet<String>> {
+    let notes = orphans.list().await?;
+    Ok(notes.into_iter().map(|note| note.key).collect())
 }
 
 /// Whether an event of the log with this id refers to the object, whatever its tenant.

@@ -1,9 +1,10 @@
 //! Splits a payload: finds the values of the large fields of a JSON object without copying them, so that the object
 //! is made of slices of the payload.
 
+use std::collections::HashMap;
+
 use bytes::{Bytes, BytesMut};
 use everbus_core::{Event, OverflowPart};
-use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
 use super::NULL;
@@ -32,7 +33,8 @@ impl Split {
         }
     }
 
-    /// Splits the payload of an event, if it is a JSON object with some of these fields.
+    /// Splits the payload of an event, if it is a JSON object with some of these fields. Of a repeated field the
+    /// last one moves.
     pub(super) fn of(event: &Event) -> Option<Self> {
         let payload = event.payload();
         // Asked first: the error for another type would quote the whole payload.
@@ -40,15 +42,18 @@ impl Split {
         if !is_object {
             return None;
         }
-        let Fields(moved) = serde_json::from_slice(payload).ok()?;
+        let fields: HashMap<String, &RawValue> = serde_json::from_slice(payload).ok()?;
+        let large = |field: &&str| fields.get(*field).is_some_and(|value| is_long(value));
+        let mut moved: Vec<&str> = FIELDS.into_iter().filter(large).collect();
         if moved.is_empty() {
             return None;
         }
+        moved.sort_by_key(|field| fields[*field].get().as_ptr());
         let mut rest = BytesMut::new();
         let (mut parts, mut chunks) = (Vec::new(), Vec::new());
         let (mut done, mut from) = (0, 0);
-        for (field, value) in moved {
-            let value = payload.slice_ref(value.get().as_bytes());
+        for field in moved {
+            let value = payload.slice_ref(fields[field].get().as_bytes());
             let start = value.as_ptr().addr() - payload.as_ptr().addr();
             rest.extend_from_slice(&payload[done..start]);
             done = start + value.len();
@@ -75,32 +80,9 @@ impl Split {
     }
 }
 
-/// The large fields of a JSON object, in order, repeated ones too. Values that are not longer than `null`
-/// stay.
-struct Fields<'a>(Vec<(&'static str, &'a RawValue)>);
-
-impl<'de> Deserialize<'de> for Fields<'de> {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Object;
-        impl<'de> Visitor<'de> for Object {
-            type Value = Fields<'de>;
-
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("an object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let mut found = Vec::new();
-                while let Some((key, value)) = map.next_entry::<String, &RawValue>()? {
-                    let large = FIELDS.into_iter().find(|field| *field == key);
-                    let large = large.filter(|_| value.get().len() > NULL.len());
-                    found.extend(large.map(|field| (field, value)));
-                }
-                Ok(Fields(found))
-            }
-        }
-        from.deserialize_map(Object)
-    }
+/// A value that is not longer than `null` stays.
+fn is_long(value: &RawValue) -> bool {
+    value.get().len() > NULL.len()
 }
 
 #[cfg(test)]
@@ -138,13 +120,13 @@ mod tests {
     }
 
     #[test]
-    fn repeated_fields_all_move_and_short_ones_stay() {
+    fn of_repeated_fields_the_last_moves_and_short_ones_stay() {
         let twice = split(r#"{"input":"12345","input":"67890","claudeOutput":true}"#).unwrap();
         assert_eq!(
             twice.rest,
-            r#"{"input":null,"input":null,"claudeOutput":true}"#
+            r#"{"input":"12345","input":null,"claudeOutput":true}"#
         );
-        assert_eq!(object(&twice), r#"{"input":"12345","input":"67890"}"#);
+        assert_eq!(object(&twice), r#"{"input":"67890"}"#);
         for nothing in [
             "{}",
             "[]",

@@ -10,8 +10,8 @@ use bytes::Bytes;
 use everbus_core::{Code, Error, Event, Result};
 use everbus_dialects::workflow::{self, MOVED, Overflow as Reference};
 
-use super::read::Flaw;
-use super::{Objects, Place, errors, key, place};
+use super::read::{Flaw, content};
+use super::{Objects, Place, key, place};
 
 /// Whether an event may have its large fields in an object of another sender.
 pub(super) fn is_foreign(event: &Event) -> bool {
@@ -35,30 +35,24 @@ pub(super) async fn payload(objects: Option<&Objects>, event: &Event) -> Result<
         return Ok(None);
     };
     let flawed = |flaw: Flaw| flaw.of(event, &reference.bucket, &reference.key);
-    let hinted = |what: &str, hint| {
-        let what = what.to_owned();
-        flawed(Flaw { what, hint })
-    };
     let Some(objects) = objects else {
-        let hint = Flaw::elsewhere("").hint;
-        return Err(hinted("no object store is configured", hint));
+        return Err(flawed(Flaw::unconfigured()));
     };
     for place in objects.allowed(&reference).map_err(flawed)? {
-        let Some(found) = place.get(&reference.key).await? else {
+        let Some(found) = place.get(&reference.key, false).await? else {
             continue;
         };
-        if found.meta.size > objects.limit() as u64 {
-            let what = format!("it has {} bytes", found.meta.size);
+        let size = found.meta.size;
+        if size > objects.limit() as u64 {
+            let what = format!("it has {size} bytes");
             let hint = "overflow.limit says how large the payload of an event may be";
-            return Err(hinted(&what, hint));
+            return Err(flawed(Flaw { what, hint }));
         }
-        let object = found.bytes().await.map_err(|e| {
-            let what = format!("the object {:?} could not be read", reference.key);
-            errors::failed(what, e)
-        })?;
+        let object = content(found, &reference.key).await?;
         let whole = workflow::completed(event.payload(), &object).map_err(|e| {
             let hint = "its fields are those that were left out of the payload";
-            hinted(e.message(), hint)
+            let what = e.message().to_owned();
+            flawed(Flaw { what, hint })
         })?;
         return Ok(Some(whole.into()));
     }

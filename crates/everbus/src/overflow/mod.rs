@@ -71,6 +71,7 @@ pub use transfer::Transferred;
 
 use fields::Split;
 use owner::Owners;
+use read::Flaw;
 
 /// Replaces a value that moved.
 const NULL: Bytes = Bytes::from_static(b"null");
@@ -137,16 +138,16 @@ impl Objects {
         let threshold = self.options.threshold_of(event.event_type());
         let bucket = self.place.name().to_owned();
         let (event, split, mut reference) = blocking(move || {
-            if let Some(split) = Split::of(&event) {
+            let referring = |split: Split| {
                 let reference = reference(&event, &split, bucket.clone());
+                (split, reference)
+            };
+            let fits = |(split, reference): &(Split, Reference)| {
                 let travels = event.clone();
-                let travels = travels.with_overflow(split.rest.clone(), reference.clone());
-                if size(&travels) <= threshold {
-                    return (event, split, reference);
-                }
-            }
-            let split = Split::whole(&event);
-            let reference = reference(&event, &split, bucket);
+                size(&travels.with_overflow(split.rest.clone(), reference.clone())) <= threshold
+            };
+            let part = Split::of(&event).map(referring).filter(fits);
+            let (split, reference) = part.unwrap_or_else(|| referring(Split::whole(&event)));
             (event, split, reference)
         })
         .await?;
@@ -155,8 +156,7 @@ impl Objects {
     }
 
     /// Puts an object for an event and returns its key once it is durable. An object that is there already
-    /// is left alone, and another key is used: a publish that is repeated leaves the second object to the
-    /// collector.
+    /// is left alone, and another key is used.
     async fn put(&self, event: &Event, chunks: &[Bytes]) -> Result<String> {
         let mut key = format!("{}{}", self.place.prefix, key::of(event));
         if let Some(orphans) = &self.orphans {
@@ -170,30 +170,25 @@ impl Objects {
         let unique = key::suffixed(&key, &unique);
         for key in [key, unique] {
             // An existing object gets no note: a note is only for an object that this publish puts.
-            if self.place.look(&key).await?.is_none() {
-                self.note(event, &key).await?;
-                if self.place.create(&key, chunks).await? {
-                    return Ok(key);
-                }
+            if self.place.look(&key).await?.is_some() {
+                continue;
+            }
+            if let Some(orphans) = &self.orphans {
+                let note = Orphan {
+                    bucket: self.place.name().to_owned(),
+                    key: key.clone(),
+                    id: event.id(),
+                    since: SystemClock.now(),
+                    unborn: true,
+                };
+                orphans.note(vec![note]).await?;
+            }
+            if self.place.create(&key, chunks).await? {
+                return Ok(key);
             }
         }
         let what = format!("no free key for the object of {}", event.display_id());
         Err(Error::new(Code::ObjectStoreError, what))
-    }
-
-    /// Makes a durable note of an object before it is put.
-    async fn note(&self, event: &Event, key: &str) -> Result<()> {
-        let Some(orphans) = &self.orphans else {
-            return Ok(());
-        };
-        let note = Orphan {
-            bucket: self.place.name().to_owned(),
-            key: key.to_owned(),
-            id: event.id(),
-            since: SystemClock.now(),
-            unborn: true,
-        };
-        orphans.note(vec![note]).await
     }
 
     /// The complete event. An event that is complete is returned unchanged.
@@ -201,54 +196,42 @@ impl Objects {
     /// `ObjectStoreError` if the object is missing, in a place that is not read, cannot be reached, or has
     /// another content.
     pub async fn whole(&self, event: &Event) -> Result<Event> {
-        let payload = match event.overflow() {
-            Some(reference) => Some(Box::pin(self.payload(event, reference)).await?),
-            None if is_apart(event) => Box::pin(foreign::payload(Some(self), event)).await?,
-            None => None,
-        };
-        Ok(match payload {
-            Some(payload) => event.clone().made_whole(payload),
-            None => event.clone(),
-        })
+        made_whole(Some(self), event).await
     }
+}
+
+/// The complete event, if there is an object store or the event is complete.
+async fn made_whole(objects: Option<&Objects>, event: &Event) -> Result<Event> {
+    let payload = match (event.overflow(), objects) {
+        (Some(reference), Some(objects)) => {
+            Some(Box::pin(objects.payload(event, reference)).await?)
+        }
+        (Some(reference), None) => {
+            let flaw = Flaw::unconfigured();
+            return Err(flaw.of(event, &reference.bucket, &reference.key));
+        }
+        (None, _) if is_apart(event) => Box::pin(foreign::payload(objects, event)).await?,
+        (None, _) => None,
+    };
+    Ok(match payload {
+        Some(payload) => event.clone().made_whole(payload),
+        None => event.clone(),
+    })
 }
 
 impl std::fmt::Debug for Objects {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Objects")
-            .field("place", &self.place)
-            .field("options", &self.options)
-            .finish()
+        f.debug_tuple("Objects").field(&self.place).finish()
     }
 }
 
 /// The record with its complete event. For programs that use an engine without a bus; a bus has
 /// [`Bus::whole`](crate::Bus::whole).
 pub async fn whole(objects: Option<&Objects>, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
-    let event = &record.event;
-    if !is_apart(event) {
+    if !is_apart(&record.event) {
         return Ok(record.clone());
     }
-    let whole = match (objects, event.overflow()) {
-        (Some(objects), _) => objects.whole(event).await?,
-        (None, Some(reference)) => {
-            return Err(Error::new(
-                Code::ObjectStoreError,
-                format!(
-                    "the payload of {} is in the object {:?} of {:?}, and no object store is configured",
-                    event.display_id(),
-                    reference.key,
-                    reference.bucket
-                ),
-            )
-            .hint("name it: overflow.url in the configuration, or BusBuilder::overflow"));
-        }
-        (None, None) => {
-            // An error, unless the payload was corrected since.
-            foreign::payload(None, event).await?;
-            return Ok(record.clone());
-        }
-    };
+    let whole = made_whole(objects, &record.event).await?;
     let whole = Recorded::new(whole, record.position, record.received_at);
     Ok(Arc::new(whole))
 }
@@ -306,23 +289,10 @@ fn reference(event: &Event, split: &Split, bucket: String) -> Reference {
 
 /// The serialised size of the attributes and the payload in bytes.
 fn size(event: &Event) -> usize {
-    struct Count(usize);
-    impl std::io::Write for Count {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0 += bytes.len();
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
-    let mut count = Count(event.payload().len());
-    if let Some(attributes) = event.attributes() {
-        // Plain data into a writer that only counts: this cannot fail.
-        let _ = serde_json::to_writer(&mut count, attributes);
-    }
-    count.0
+    let attributes = event.attributes().map(serde_json::to_vec);
+    // Plain data into memory: this cannot fail.
+    let attributes = attributes.map_or(0, |json| json.map_or(0, |json| json.len()));
+    event.payload().len() + attributes
 }
 
 /// An upper bound of the serialised size of the attributes, without serialising them: JSON escapes need at

@@ -115,19 +115,15 @@ impl Overflow {
     }
 
     pub(crate) fn validate(&self) -> Result<()> {
-        for threshold in self.streams.values().chain([&self.threshold]) {
-            if *threshold < SMALLEST_THRESHOLD || *threshold > LARGEST_OBJECT {
-                let what = format!("an overflow threshold of {threshold} bytes");
+        let thresholds = self.streams.values().chain([&self.threshold]);
+        let thresholds = thresholds.map(|bytes| ("threshold", *bytes, THRESHOLD));
+        for (what, bytes, usual) in thresholds.chain([("limit", self.limit, LARGEST_EVENT)]) {
+            if !(SMALLEST_THRESHOLD..=LARGEST_OBJECT).contains(&bytes) {
+                let what = format!("an overflow {what} of {bytes} bytes");
                 return Err(Error::new(Code::InvalidSetting, what).hint(format!(
-                    "it is between {SMALLEST_THRESHOLD} and {LARGEST_OBJECT}; {THRESHOLD} is the default"
+                    "it is between {SMALLEST_THRESHOLD} and {LARGEST_OBJECT}; {usual} is the default"
                 )));
             }
-        }
-        if self.limit < SMALLEST_THRESHOLD || self.limit > LARGEST_OBJECT {
-            let what = format!("an overflow limit of {} bytes", self.limit);
-            return Err(Error::new(Code::InvalidSetting, what).hint(format!(
-                "it is between {SMALLEST_THRESHOLD} and {LARGEST_OBJECT}; {LARGEST_EVENT} is the default"
-            )));
         }
         #[cfg(feature = "overflow")]
         for url in self.url.iter().chain(&self.also_read) {

@@ -4,11 +4,18 @@
 
 use everbus_core::{LogId, Result};
 use futures_util::TryStreamExt as _;
+use serde::{Deserialize, Serialize};
 
+use super::read::content;
 use super::{Place, key};
 
-/// The marker object that names the owner of the place: `{"log": "…"}`.
+/// The marker object that names the owner of the place.
 const MARK: &str = "everbus-log.json";
+
+#[derive(Serialize, Deserialize)]
+struct Mark {
+    log: LogId,
+}
 
 /// Which log makes which keys in a place.
 #[derive(Clone, Copy, Debug)]
@@ -57,7 +64,7 @@ impl Place {
             if owner.is_some() || !(filled || empty().await?) {
                 return Ok(owner);
             }
-            let mark = serde_json::json!({ "log": log.to_string() }).to_string();
+            let mark = serde_json::json!(Mark { log }).to_string();
             match self.create(&self.mark_key(), &[mark.into()]).await? {
                 true => Ok(Some(log)),
                 false => self.read_mark().await,
@@ -73,15 +80,12 @@ impl Place {
     /// Reads the marker. A marker that cannot be parsed means: no owner.
     async fn read_mark(&self) -> Result<Option<LogId>> {
         const LONGEST: u64 = 4096;
-        let found = self.get(&self.mark_key()).await?;
+        let key = self.mark_key();
+        let found = self.get(&key, false).await?;
         let Some(found) = found.filter(|found| found.meta.size <= LONGEST) else {
             return Ok(None);
         };
-        let bytes = found.bytes().await.map_err(|e| {
-            super::errors::failed("the owner of the objects could not be read".into(), e)
-        })?;
-        let mark: Option<serde_json::Value> = serde_json::from_slice(&bytes).ok();
-        let log = mark.and_then(|mark| mark["log"].as_str()?.parse().ok());
-        Ok(log)
+        let mark: Option<Mark> = serde_json::from_slice(&content(found, &key).await?).ok();
+        Ok(mark.map(|mark| mark.log))
     }
 }

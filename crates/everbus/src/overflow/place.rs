@@ -2,6 +2,7 @@
 //!
 //! An object is durable once it is created, and is never changed.
 
+use std::fs::DirEntry;
 use std::path::{Path as FilePath, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
@@ -13,17 +14,13 @@ use futures_util::stream::{self, BoxStream, StreamExt as _};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
-    Error as StoreError, GetResult, GetResultPayload, ObjectMeta, ObjectStore, ObjectStoreExt as _,
+    Error as StoreError, GetOptions, GetResult, ObjectMeta, ObjectStore, ObjectStoreExt as _,
     PutMode, PutOptions, PutPayload,
 };
-use sha2::{Digest as _, Sha256};
 use tokio::sync::OnceCell;
 
-use super::errors::{failed, from_io};
-use super::{Overflow, blocking, hex, key};
-
-/// How many bytes of a file are read at once.
-const CHUNK: usize = 256 * 1024;
+use super::errors::failed;
+use super::{Overflow, blocking, key};
 
 /// A place that holds objects.
 pub struct Place {
@@ -101,11 +98,12 @@ impl Place {
         match crate::url::split_scheme(url) {
             None => Ok(Self::directory(FilePath::new(url))),
             Some(("file", rest)) => {
-                let hex =
-                    |rest: &str| rest.bytes().take(2).filter(u8::is_ascii_hexdigit).count() == 2;
-                let encoded = |path: &&str| path.split('%').skip(1).all(hex);
+                let hex = |rest: &str| {
+                    rest.get(..2)
+                        .is_some_and(|two| u8::from_str_radix(two, 16).is_ok())
+                };
                 let path = rest.strip_prefix("//").filter(|path| path.starts_with('/'));
-                let path = path.filter(encoded);
+                let path = path.filter(|path| path.split('%').skip(1).all(hex));
                 match path.and_then(|path| Path::from_url_path(path).ok()) {
                     Some(path) => Ok(Self::named(url.to_owned(), format!("/{path}").as_ref())),
                     None => bad(format!("{url:?} names no directory of this machine")),
@@ -194,7 +192,7 @@ impl Place {
                 });
                 let there = there.await?.map_err(|e| {
                     let what = format!("the directory {} cannot be made", path.display());
-                    from_io(what, e)
+                    failed(what, e)
                 })?;
                 there.then(|| opened(path, open)).transpose()
             }
@@ -218,21 +216,19 @@ impl Place {
         }
     }
 
-    /// An object, or `None` if there is none.
-    pub(super) async fn get(&self, key: &str) -> Result<Option<GetResult>> {
-        match self.store(false).await? {
-            Some(store) => found(store.get(&path(key)?).await, key),
-            None => Ok(None),
-        }
+    /// An object, or `None` if there is none. With `head` its content is not read.
+    pub(super) async fn get(&self, key: &str, head: bool) -> Result<Option<GetResult>> {
+        let Some(store) = self.store(false).await? else {
+            return Ok(None);
+        };
+        let options = GetOptions::new().with_head(head);
+        found(store.get_opts(&path(key)?, options).await, key)
     }
 
     /// The size and age of an object, or `None` if there is none.
     pub(super) async fn look(&self, key: &str) -> Result<Option<(u64, Duration)>> {
-        let Some(store) = self.store(false).await? else {
-            return Ok(None);
-        };
-        let meta = store.head(&path(key)?).await;
-        found(meta.map(|meta| (meta.size, age(&meta))), key)
+        let found = self.get(key, true).await?;
+        Ok(found.map(|found| (found.meta.size, age(&found.meta))))
     }
 
     /// Deletes an object. A missing object is not an error.
@@ -241,6 +237,19 @@ impl Place {
             Some(store) => found(store.delete(&path(key)?).await, key).map(drop),
             None => Ok(()),
         }
+    }
+
+    /// Makes an object durable that another process put here: it may have died before its sync.
+    pub(super) async fn make_durable(&self, key: &str) -> Result<()> {
+        let Some(file) = self.path().map(|path| path.join(key)) else {
+            return Ok(());
+        };
+        let synced = blocking(move || {
+            // The file, the folder of its entity, the folder of all, the place.
+            file.ancestors().take(4).try_for_each(sync)
+        });
+        let what = |e| failed(format!("the object {key:?} could not be synced"), e);
+        synced.await?.map_err(what)
     }
 
     /// All objects: key, size and age.
@@ -255,16 +264,26 @@ impl Place {
         Ok(objects.boxed())
     }
 
-    /// Removes unfinished files that interrupted puts left in a directory and that are older than `after`.
-    /// With `dry_run` they are only counted. Returns their number and bytes.
-    pub(super) async fn sweep(&self, after: Duration, dry_run: bool) -> Result<(u64, u64)> {
-        match self.path() {
-            Some(path) => {
-                let folder = path.join(key::FOLDER);
-                blocking(move || sweep(&folder, after, dry_run)).await
+    /// Removes files that interrupted puts left in a directory and that are older than `after`.
+    /// `object_store` writes a file with `#` and a number after its name, then renames it. No key has a `#`.
+    pub(super) async fn sweep(&self, after: Duration) -> Result<()> {
+        let Some(folder) = self.path().map(|path| path.join(key::FOLDER)) else {
+            return Ok(());
+        };
+        let entries = |path: &FilePath| std::fs::read_dir(path).into_iter().flatten().flatten();
+        let old = move |entry: &DirEntry| {
+            let modified = entry.metadata().and_then(|meta| meta.modified()).ok();
+            modified.is_some_and(|at| at.elapsed().is_ok_and(|age| age >= after))
+        };
+        blocking(move || {
+            for entry in entries(&folder).flat_map(|entity| entries(&entity.path())) {
+                if entry.file_name().to_string_lossy().contains('#') && old(&entry) {
+                    // What cannot be removed stays until the next time.
+                    let _ = std::fs::remove_file(entry.path());
+                }
             }
-            None => Ok((0, 0)),
-        }
+        })
+        .await
     }
 }
 
@@ -280,45 +299,6 @@ fn found<T>(result: object_store::Result<T>, key: &str) -> Result<Option<T>> {
         Err(StoreError::NotFound { .. }) => Ok(None),
         Err(e) => Err(failed(format!("the object {key:?} could not be read"), e)),
     }
-}
-
-/// Calls `take` with each chunk of an object. A file is read on a blocking thread.
-pub(super) async fn read<T: Send + 'static>(
-    found: GetResult,
-    mut into: T,
-    take: fn(&mut T, &[u8]),
-) -> Result<T> {
-    const DOING: &str = "an object could not be read";
-    match found.payload {
-        GetResultPayload::File(mut file, _) => {
-            let read = blocking(move || {
-                use std::io::Read as _;
-                let mut buffer = vec![0; CHUNK];
-                loop {
-                    match file.read(&mut buffer) {
-                        Ok(0) => return Ok(into),
-                        Ok(n) => take(&mut into, &buffer[..n]),
-                        Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
-                        Err(e) => return Err(from_io(DOING.into(), e)),
-                    }
-                }
-            });
-            read.await?
-        }
-        GetResultPayload::Stream(mut stream) => {
-            let failed = |e| failed(DOING.into(), e);
-            while let Some(chunk) = stream.try_next().await.map_err(failed)? {
-                take(&mut into, &chunk);
-            }
-            Ok(into)
-        }
-    }
-}
-
-/// The SHA-256 of an object, in hex.
-pub(super) async fn hash_of(found: GetResult) -> Result<String> {
-    let hash = read(found, Sha256::new(), |hash, chunk| hash.update(chunk)).await?;
-    Ok(hex(&hash.finalize()))
 }
 
 pub(super) fn path(key: &str) -> Result<Path> {
@@ -347,44 +327,25 @@ fn age(meta: &ObjectMeta) -> Duration {
 }
 
 /// Creates a directory and its parents, and syncs those that got a new entry.
-pub(super) fn make_directory(path: &FilePath) -> std::io::Result<()> {
+fn make_directory(path: &FilePath) -> std::io::Result<()> {
     let missing = path.ancestors().take_while(|above| !above.is_dir());
     let missing: Vec<&FilePath> = missing.collect();
     std::fs::create_dir_all(path)?;
     for above in missing.into_iter().filter_map(FilePath::parent) {
         match above.as_os_str().is_empty() {
-            true => sync_directory(FilePath::new("."))?,
-            false => sync_directory(above)?,
+            true => sync(FilePath::new("."))?,
+            false => sync(above)?,
         }
     }
     Ok(())
 }
 
-pub(super) fn sync_directory(path: &FilePath) -> std::io::Result<()> {
+/// Makes a file or the entries of a directory durable.
+fn sync(path: &FilePath) -> std::io::Result<()> {
     if cfg!(unix) {
         std::fs::File::open(path)?.sync_all()?;
     }
     Ok(())
-}
-
-/// `object_store` writes a file with `#` and a number after its name, then renames it. No key has a `#`.
-fn sweep(folder: &FilePath, after: Duration, dry_run: bool) -> (u64, u64) {
-    let entries = |path: &FilePath| std::fs::read_dir(path).into_iter().flatten().flatten();
-    let (mut files, mut bytes) = (0, 0);
-    for entry in entries(folder).flat_map(|entity| entries(&entity.path())) {
-        let unfinished = entry.file_name().to_string_lossy().contains('#');
-        let Some(meta) = entry.metadata().ok().filter(|_| unfinished) else {
-            continue;
-        };
-        let age = meta.modified().ok().and_then(|at| at.elapsed().ok());
-        if age.is_some_and(|age| age >= after)
-            && (dry_run || std::fs::remove_file(entry.path()).is_ok())
-        {
-            files += 1;
-            bytes += meta.len();
-        }
-    }
-    (files, bytes)
 }
 
 #[cfg(test)]

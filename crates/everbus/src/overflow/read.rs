@@ -8,11 +8,12 @@ use object_store::GetResult;
 use sha2::{Digest as _, Sha256};
 
 use super::options::LARGEST_OBJECT;
-use super::place::{self, hash_of};
-use super::{NULL, Objects, Place, hex};
+use super::{NULL, Objects, Place, blocking, errors, hex};
 
-/// How many objects are checked at once.
+/// How many objects are looked for at once.
 const AT_ONCE: usize = 16;
+/// How many are read at once; each is in memory as a whole.
+const READ_AT_ONCE: usize = 2;
 
 /// What is wrong with an object, and what can be done about it.
 pub(super) struct Flaw {
@@ -32,7 +33,11 @@ impl Flaw {
         Self::new("it is missing")
     }
 
-    pub(super) fn content() -> Self {
+    fn length(found: u64, wanted: u64) -> Self {
+        Self::new(format!("it has {found} bytes instead of {wanted}"))
+    }
+
+    fn content() -> Self {
         Self::new("its content is not what was put there")
     }
 
@@ -47,6 +52,13 @@ impl Flaw {
         }
     }
 
+    pub(super) fn unconfigured() -> Self {
+        Self {
+            what: "no object store is configured".into(),
+            hint: "name it: overflow.url in the configuration, or BusBuilder::overflow",
+        }
+    }
+
     /// The error of an event with such an object.
     pub(super) fn of(&self, event: &Event, bucket: &str, key: &str) -> Error {
         let (event, what) = (event.display_id(), &self.what);
@@ -55,8 +67,32 @@ impl Flaw {
     }
 }
 
-pub(super) fn wrong_length(found: u64, wanted: u64) -> Flaw {
-    Flaw::new(format!("it has {found} bytes instead of {wanted}"))
+/// The content of an object, if it has the length and the SHA-256 of the reference.
+pub(super) async fn checked(
+    found: GetResult,
+    reference: &Reference,
+) -> Result<Result<Bytes, Flaw>> {
+    let size = found.meta.size;
+    if size != reference.size {
+        return Ok(Err(Flaw::length(size, reference.size)));
+    }
+    if size > LARGEST_OBJECT as u64 {
+        return Ok(Err(Flaw::new(format!("it has {size} bytes"))));
+    }
+    let object = content(found, &reference.key).await?;
+    let (object, hash) = blocking(move || {
+        let hash = hex(&Sha256::digest(&object));
+        (object, hash)
+    })
+    .await?;
+    let same = hash == reference.sha256;
+    Ok(same.then_some(object).ok_or_else(Flaw::content))
+}
+
+/// The content of an object, unchecked.
+pub(super) async fn content(found: GetResult, key: &str) -> Result<Bytes> {
+    let failed = |e| errors::failed(format!("the object {key:?} could not be read"), e);
+    found.bytes().await.map_err(failed)
 }
 
 impl Objects {
@@ -65,15 +101,11 @@ impl Objects {
     ///
     /// An error if a place cannot be reached.
     pub async fn inspect(&self, reference: &Reference, deep: bool) -> Result<Option<String>> {
-        let flaw = match self.find(reference, deep).await? {
-            Err(flaw) => flaw,
-            Ok(None) => return Ok(None),
-            Ok(Some(found)) => match hash_of(found).await? == reference.sha256 {
-                true => return Ok(None),
-                false => Flaw::content(),
-            },
+        let found = match self.find(reference, !deep).await? {
+            Ok(found) if deep => checked(found, reference).await?.map(drop),
+            found => found.map(drop),
         };
-        Ok(Some(flaw.what))
+        Ok(found.err().map(|flaw| flaw.what))
     }
 
     /// As [`inspect`](Self::inspect), for several references, a few at once; the answers are in the same
@@ -84,7 +116,8 @@ impl Objects {
         deep: bool,
     ) -> Vec<Result<Option<String>>> {
         let looking = stream::iter(references).map(|reference| self.inspect(reference, deep));
-        looking.buffered(AT_ONCE).collect().await
+        let at_once = if deep { READ_AT_ONCE } else { AT_ONCE };
+        looking.buffered(at_once).collect().await
     }
 
     /// All places that are read, the configured one first.
@@ -93,144 +126,72 @@ impl Objects {
     }
 
     /// Looks for an object, first in the places that the reference names. The others come after: a file may
-    /// have been moved together with its objects, or a place may be spelled differently. Length and SHA-256
-    /// decide whether it is the right object, which is opened only with `open`.
-    async fn find(
-        &self,
-        reference: &Reference,
-        open: bool,
-    ) -> Result<Result<Option<GetResult>, Flaw>> {
-        let (key, bucket) = (&reference.key, &reference.bucket);
+    /// have been moved together with its objects, or a place may be spelled differently. With `head` the
+    /// object is not opened.
+    async fn find(&self, reference: &Reference, head: bool) -> Result<Result<GetResult, Flaw>> {
+        let bucket = &reference.bucket;
         let mut places: Vec<&Place> = self.places().collect();
         places.sort_by_key(|place| place.name() != bucket);
         let (mut flaw, mut failed) = (None, None);
         for place in &places {
-            let found = match open {
-                true => place.get(key).await.map(|found| {
-                    let found = found?;
-                    Some((found.meta.size, Some(found)))
-                }),
-                false => place.look(key).await.map(|found| Some((found?.0, None))),
-            };
-            match found {
+            match place.get(&reference.key, head).await {
                 Ok(None) => {}
-                Ok(Some((size, found))) if size == reference.size => return Ok(Ok(found)),
-                Ok(Some((size, _))) => flaw = flaw.or(Some(wrong_length(size, reference.size))),
+                Ok(Some(found)) if found.meta.size == reference.size => return Ok(Ok(found)),
+                Ok(Some(found)) => {
+                    let other = Flaw::length(found.meta.size, reference.size);
+                    flaw = flaw.or(Some(other));
+                }
                 // It may be in one of the other places.
                 Err(error) => failed = failed.or(Some(error)),
             }
         }
-        match (failed, flaw) {
-            (Some(error), _) => Err(error),
-            (None, Some(flaw)) => Ok(Err(flaw)),
-            (None, None) if places.iter().any(|place| place.is_called(bucket)) => {
-                Ok(Err(Flaw::missing()))
-            }
-            (None, None) => Ok(Err(Flaw::elsewhere(bucket))),
+        match failed {
+            Some(error) => Err(error),
+            None => Ok(Err(flaw.unwrap_or_else(|| {
+                match places.iter().any(|place| place.is_called(bucket)) {
+                    true => Flaw::missing(),
+                    false => Flaw::elsewhere(bucket),
+                }
+            }))),
         }
     }
 
     /// The complete payload of an event of this log.
     pub(super) async fn payload(&self, event: &Event, reference: &Reference) -> Result<Bytes> {
         let flawed = |flaw: Flaw| flaw.of(event, &reference.bucket, &reference.key);
-        let filling = Filling::new(event.payload().clone(), reference).map_err(flawed)?;
-        let found = self.find(reference, true).await?.map_err(flawed)?;
-        let found = found.ok_or_else(|| flawed(Flaw::missing()))?;
-        let filled = place::read(found, filling, Filling::take).await?;
-        filled.finish(reference).map_err(flawed)
+        let found = self.find(reference, false).await?.map_err(flawed)?;
+        let object = checked(found, reference).await?.map_err(flawed)?;
+        restored(event.payload(), object, reference).map_err(flawed)
     }
 }
 
-/// A payload that is being put together while its object is read. Only the payload is in memory.
-struct Filling {
-    payload: Vec<u8>,
-    /// The part that was stored in the event, and how much of it is in the payload.
-    rest: Bytes,
-    done: usize,
-    /// The parts, in the order of the object and of the payload, and the first that is not complete.
-    parts: Vec<OverflowPart>,
-    next: usize,
-    read: u64,
-    hash: Sha256,
+/// The payload of which a part is in an object.
+fn restored(rest: &[u8], object: Bytes, reference: &Reference) -> Result<Bytes, Flaw> {
+    let payload = match reference.parts.is_empty() {
+        true => Some(object),
+        false => filled(rest, object.into(), &reference.parts).map(Bytes::from),
+    };
+    let fits = |payload: &Bytes| payload.len() as u64 == reference.payload_size;
+    let misfit = || Flaw::new("the reference to it does not fit the event");
+    payload.filter(fits).ok_or_else(misfit)
 }
 
-impl Filling {
-    fn new(rest: Bytes, reference: &Reference) -> Result<Self, Flaw> {
-        let size = usize::try_from(reference.size).unwrap_or(usize::MAX);
-        if size > LARGEST_OBJECT {
-            let what = format!("its reference gives a size of {size} bytes");
-            return Err(Flaw::new(what));
-        }
-        let mut parts = reference.parts.clone();
-        if parts.is_empty() {
-            // The object is the whole payload, and the event has only `null`.
-            parts.push(OverflowPart {
-                field: String::new(),
-                at: 0,
-                from: 0,
-                len: reference.size,
-            });
-        }
-        let (mut done, mut object) = (0, 0);
-        for part in &parts {
-            let end = part.from.checked_add(part.len);
-            let at = usize::try_from(part.at).unwrap_or(usize::MAX);
-            let stands = rest.get(at..).is_some_and(|rest| rest.starts_with(&NULL));
-            let fits = end.is_some_and(|end| end <= reference.size) && part.from >= object;
-            if at < done || !stands || !fits {
-                return Err(Flaw::new("the reference to it does not fit the event"));
-            }
-            (done, object) = (at + NULL.len(), part.from + part.len);
-        }
-        Ok(Self {
-            payload: Vec::with_capacity(size + rest.len()),
-            rest,
-            done: 0,
-            parts,
-            next: 0,
-            read: 0,
-            hash: Sha256::new(),
-        })
+/// Turns the object into the payload, in place, so that a large payload is in memory once: what is between its
+/// parts gives way to what the event has between their `null`s. `None` if a part does not fit.
+fn filled(rest: &[u8], mut object: Vec<u8>, parts: &[OverflowPart]) -> Option<Vec<u8>> {
+    // What is left of both, before the last part that was done.
+    let (mut before, mut end) = (rest.len(), object.len());
+    for part in parts.iter().rev() {
+        let at = usize::try_from(part.at).ok()?;
+        let from = usize::try_from(part.from).ok()?;
+        let to = from.checked_add(usize::try_from(part.len).ok()?)?;
+        let after = rest.get(at..before)?.strip_prefix(&*NULL)?;
+        object.get(to..end)?;
+        object.splice(to..end, after.iter().copied());
+        (before, end) = (at, from);
     }
-
-    /// Takes the next bytes of the object. All offsets were checked against the event and the object.
-    fn take(&mut self, chunk: &[u8]) {
-        self.hash.update(chunk);
-        let (start, end) = (self.read, self.read + chunk.len() as u64);
-        self.read = end;
-        while let Some(part) = self.parts.get(self.next).filter(|part| part.from < end) {
-            if part.from >= start {
-                let at = part.at as usize;
-                self.payload.extend_from_slice(&self.rest[self.done..at]);
-                self.done = at + NULL.len();
-            }
-            let last = part.from + part.len;
-            let range = part.from.max(start) - start..last.min(end) - start;
-            let range = range.start as usize..range.end as usize;
-            self.payload.extend_from_slice(&chunk[range]);
-            if last > end {
-                break;
-            }
-            self.next += 1;
-        }
-    }
-
-    fn finish(mut self, reference: &Reference) -> Result<Bytes, Flaw> {
-        if self.read != reference.size || hex(&self.hash.finalize()) != reference.sha256 {
-            return Err(Flaw::content());
-        }
-        // Parts without a byte stand at the end of the object, so no chunk reached them.
-        for part in &self.parts[self.next..] {
-            let at = part.at as usize;
-            self.payload.extend_from_slice(&self.rest[self.done..at]);
-            self.done = at + NULL.len();
-        }
-        self.payload.extend_from_slice(&self.rest[self.done..]);
-        if self.payload.len() as u64 != reference.payload_size {
-            return Err(Flaw::new("the reference to it does not fit the event"));
-        }
-        Ok(self.payload.into())
-    }
+    object.splice(..end, rest[..before].iter().copied());
+    Some(object)
 }
 
 #[cfg(test)]
@@ -249,10 +210,42 @@ mod tests {
             payload_sha256: hex(&Sha256::digest([])),
             parts: Vec::new(),
         };
-        let filling = Filling::new(Bytes::from_static(b"null"), &reference);
-        let Ok(payload) = filling.and_then(|filling| filling.finish(&reference)) else {
-            panic!("it is complete");
+        let payload = restored(&NULL, Bytes::new(), &reference).ok();
+        assert_eq!(payload, Some(Bytes::new()));
+        let longer = Reference {
+            payload_size: 1,
+            ..reference
         };
-        assert_eq!(payload, Bytes::new());
+        assert!(restored(&NULL, Bytes::new(), &longer).is_err());
+    }
+
+    #[test]
+    fn a_part_that_does_not_fit_is_refused() {
+        let part = |at, from, len| OverflowPart {
+            field: "f".into(),
+            at,
+            from,
+            len,
+        };
+        let fill = |parts: &[OverflowPart]| filled(b"[null,null]", b"{0123456789}".to_vec(), parts);
+        let whole = fill(&[part(1, 1, 3), part(6, 5, 6)]).unwrap();
+        assert_eq!(whole, b"[012,456789]");
+        for wrong in [
+            part(0, 0, 3),
+            part(2, 0, 3),
+            part(11, 0, 3),
+            part(u64::MAX, 0, 3),
+            part(1, 10, 3),
+            part(1, u64::MAX, 1),
+            part(1, 1, u64::MAX),
+        ] {
+            assert_eq!(fill(std::slice::from_ref(&wrong)), None, "{wrong:?}");
+        }
+        for wrong in [
+            [part(6, 0, 1), part(1, 1, 1)],
+            [part(1, 1, 3), part(6, 3, 3)],
+        ] {
+            assert_eq!(fill(&wrong), None, "out of order: {wrong:?}");
+        }
     }
 }

@@ -1,8 +1,7 @@
 //! Claims, which hand out ranges of the log.
 //!
 //! A claim covers a range of events with one row. The group's cursor is past the range, and a bitmap says
-//! which of its events are done. A claim is made in the transaction that appends the events if the group has
-//! caught up, or later with events that the feeder read.
+//! which of its events are done.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,9 +12,8 @@ use rusqlite::{Connection, Params, params};
 
 use crate::deliveries::Deliveries;
 use crate::deliveries::leases::{Claim, Held};
-use crate::rows::{BEHIND_KEY, Seq as _, UNHANDLED, WAITING, micros, seq_from, to_sql};
+use crate::rows::{BEHIND_KEY, Seq as _, WAITING, micros, seq_from, to_sql};
 use crate::sql::Sql as _;
-use crate::streams::was_dropped;
 use crate::tx::Tx;
 
 /// An event with the number of its type.
@@ -97,100 +95,8 @@ pub(crate) fn stored_claims(
 }
 
 impl Deliveries {
-    /// Hands out the events that this transaction appended, to groups that had caught up before it.
-    pub(crate) fn claim_appended(&mut self, tx: &mut Tx) -> Result<()> {
-        if tx.log.appended.is_empty() || self.leases.isolating.is_some() {
-            return Ok(());
-        }
-        let first = tx.log.appended[0].1.seq();
-        let groups: Vec<i64> = tx
-            .groups
-            .iter()
-            .filter(|(_, group)| group.cursor + 1 == first)
-            .map(|(id, _)| *id)
-            .collect();
-        for group_id in groups {
-            // Among competing consumers, the consumer with the fewest open deliveries comes first.
-            let session = self
-                .consumers
-                .sessions
-                .iter()
-                .filter(|(_, s)| s.group == group_id && s.room() > 0)
-                .min_by_key(|(_, s)| s.in_flight)
-                .map(|(id, s)| (*id, s.room(), s.room_in_bytes()));
-            let Some((session, room, room_in_bytes)) = session else {
-                continue;
-            };
-            let passed_by = passed_by(tx, group_id)?;
-            let Some(group) = tx.groups.get_mut(&group_id) else {
-                continue;
-            };
-            let mut wanted = Vec::with_capacity(tx.log.appended.len().min(room));
-            let (mut searched, mut bytes) = (first - 1, 0);
-            for (type_id, record) in &tx.log.appended {
-                let wants = record.event.is_for(&group.name)
-                    && group.wants(*type_id, record.event.event_type());
-                if wants && !passed_by.contains(&record.seq()) {
-                    if wanted.len() == room || bytes > room_in_bytes {
-                        break;
-                    }
-                    bytes += size(record);
-                    wanted.push((*type_id, record.clone()));
-                }
-                searched = record.seq();
-            }
-            self.hand_out(tx, session, searched, wanted)?;
-        }
-        Ok(())
-    }
-
-    /// Moves the session's group to `searched` and hands out the wanted events up to there.
-    pub(crate) fn hand_out(
-        &mut self,
-        tx: &mut Tx,
-        session_id: u64,
-        searched: u64,
-        mut wanted: Vec<Typed>,
-    ) -> Result<()> {
-        let Some(session) = self.consumers.sessions.get_mut(&session_id) else {
-            return Ok(());
-        };
-        let group_id = session.group;
-        let group = tx.groups.known(group_id)?;
-        group.cursor = searched;
-        if wanted.is_empty() {
-            return Ok(());
-        }
-        let unhandled: Vec<Typed> = wanted
-            .extract_if(.., |(type_id, record)| {
-                !session.handles(*type_id, record.event.event_type())
-            })
-            .collect();
-        let handled = wanted;
-        let (lease, patience) = (session.lease, session.no_handler_after);
-        if !unhandled.is_empty() {
-            let due = micros(tx.clock.now().plus(patience));
-            for event in &unhandled {
-                park(tx, group_id, event, UNHANDLED, due)?;
-            }
-            self.consumers.offer_unhandled(group_id, session_id);
-        }
-        if tx.groups.known(group_id)?.ordered {
-            return queue_by_key(tx, group_id, &handled);
-        }
-        let (Some(first), Some(last)) = (handled.first(), handled.last()) else {
-            return Ok(());
-        };
-        let (lo, hi) = (first.1.seq(), last.1.seq());
-        // For a few events that are far apart, a bitmap would be larger than a row for each.
-        let span = hi - lo + 1;
-        if span > 64 + 16 * handled.len() as u64 {
-            return self.lease_one_by_one(tx, session_id, group_id, handled, lease);
-        }
-        self.claim_range(tx, session_id, group_id, (lo, hi), handled, lease)
-    }
-
-    fn claim_range(
+    /// Hands out a range as one claim.
+    pub(super) fn claim_range(
         &mut self,
         tx: &mut Tx,
         session: u64,
@@ -271,7 +177,7 @@ impl Deliveries {
 
     /// Leases events that are far apart, each in its own row, as far as they may begin; the others wait in
     /// their rows.
-    fn lease_one_by_one(
+    pub(super) fn lease_one_by_one(
         &mut self,
         tx: &mut Tx,
         session: u64,
@@ -318,23 +224,9 @@ impl Deliveries {
     }
 }
 
-/// Events appended in this transaction that the group must skip. Usually there are none.
-fn passed_by(tx: &Tx, group_id: i64) -> Result<Vec<u64>> {
-    let mut passed_by = Vec::new();
-    let group = tx.groups.get(&group_id);
-    if group.is_some_and(|group| group.dropped_to > group.cursor) {
-        for (_, record) in &tx.log.appended {
-            if was_dropped(tx, group_id, record.seq())? {
-                passed_by.push(record.seq());
-            }
-        }
-    }
-    Ok(passed_by)
-}
-
 /// In an ordered group every event waits in a row. An event behind another event with the same key is not
 /// due.
-fn queue_by_key(tx: &mut Tx, group: i64, events: &[Typed]) -> Result<()> {
+pub(super) fn queue_by_key(tx: &mut Tx, group: i64, events: &[Typed]) -> Result<()> {
     let due = tx.now();
     for event in events {
         let key = event.1.event.ordering_key();

@@ -78,6 +78,11 @@ impl Outgoing {
 }
 
 impl Consumers {
+    /// The group of a consumer.
+    pub(crate) fn group_of(&self, id: u64) -> Option<i64> {
+        self.sessions.get(&id).map(|session| session.group)
+    }
+
     /// How many deliveries of a consumer are reserved.
     pub(crate) fn reserved(&self, id: u64) -> usize {
         let mailbox = self.sessions.get(&id).map_or(0, |s| s.mailbox.reserved());
@@ -307,8 +312,8 @@ impl Consumers {
         }
     }
 
-    /// The transaction is durable: nothing needs to be restored.
-    pub(crate) fn keep_changes(&mut self) {
+    /// The transaction is durable: forgets how to undo it, and tells the mailboxes of longer leases.
+    pub(super) fn keep_changes(&mut self) {
         self.undo = Undo::default();
         for Renewal {
             mailbox,
@@ -324,7 +329,7 @@ impl Consumers {
     }
 
     /// The transaction was rolled back: restores the consumers and their mailboxes.
-    pub(crate) fn undo_changes(&mut self) {
+    pub(super) fn undo_changes(&mut self) {
         let undo = std::mem::take(&mut self.undo);
         self.renewals.clear();
         for id in undo.attached {

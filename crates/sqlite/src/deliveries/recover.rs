@@ -34,12 +34,7 @@ impl Deliveries {
 
     /// Stops serving a consumer. Deliveries that it has not fetched go back without an attempt.
     pub(crate) fn detach(&mut self, tx: &mut Tx, id: u64) -> Result<()> {
-        let Some(group) = self
-            .consumers
-            .sessions
-            .get(&id)
-            .map(|session| session.group)
-        else {
+        let Some(group) = self.consumers.group_of(id) else {
             return Ok(());
         };
         let unfetched = self.consumers.recall(id, |_| true);
@@ -69,12 +64,7 @@ impl Deliveries {
 
     /// Takes back what a consumer has not fetched yet.
     fn take_back_unfetched(&mut self, tx: &mut Tx, id: u64) -> Result<()> {
-        let Some(group) = self
-            .consumers
-            .sessions
-            .get(&id)
-            .map(|session| session.group)
-        else {
+        let Some(group) = self.consumers.group_of(id) else {
             return Ok(());
         };
         let unfetched = self.consumers.recall(id, |_| true);

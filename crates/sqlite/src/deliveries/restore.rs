@@ -18,6 +18,12 @@ use crate::sql::Sql as _;
 use crate::tx::Tx;
 
 impl Deliveries {
+    /// The transaction is durable: nothing needs to be restored.
+    pub(crate) fn keep_changes(&mut self) {
+        self.consumers.keep_changes();
+        self.leases.undo = Default::default();
+    }
+
     /// The transaction was rolled back: loads the state from the file. If this fails, it can be called again.
     pub(crate) fn undo_changes(&mut self, tx: &mut Tx) -> Result<()> {
         self.consumers.outgoing.clear();

@@ -6,7 +6,7 @@ use everbus_core::{Clock as _, Code, Error, Event, Result, SystemClock, TraceCon
 use rusqlite::{Connection, ErrorCode, params};
 
 use super::envelope;
-use crate::errors::from_sqlite;
+use super::init::missing;
 
 const INSERT: &str = "INSERT INTO event_outbox (id, event_id, event_type, payload, created_at,
                       correlation_id, trace_id, attributes, ordering_key)
@@ -17,7 +17,7 @@ pub(super) fn insert(conn: &Connection, event: &Event) -> Result<()> {
         if e.sqlite_error_code() == Some(ErrorCode::ConstraintViolation) {
             return taken(event, e);
         }
-        from_sqlite("writing to the outbox", e)
+        missing(conn, "writing to the outbox", e)
     };
     let written = envelope::write(event)?;
     let attributes = event.attributes();

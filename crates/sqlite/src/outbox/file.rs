@@ -7,7 +7,7 @@ use everbus_core::{BoxFuture, Clock, Code, Error, Result};
 use rusqlite::{Connection, OpenFlags};
 use tokio::sync::oneshot;
 
-use super::init::NEEDED;
+use super::init::{NEEDED, missing};
 use super::source::{Access, Source};
 use super::{OutboxOptions, rows};
 use crate::errors::from_sqlite;
@@ -37,9 +37,9 @@ pub(super) fn open(path: &Path, options: OutboxOptions) -> Result<Source<File>> 
     };
     // Connects now, so that opening reports a mistake.
     let conn = file.connect()?;
-    rows::holder(&conn, file.options.clock.now())?;
     conn.prepare(NEEDED)
-        .map_err(|e| from_sqlite("opening the outbox", e))?;
+        .map_err(|e| missing(&conn, "opening the outbox", e))?;
+    rows::holder(&conn, file.options.clock.now())?;
     let application: i32 = conn
         .query_row("PRAGMA application_id", [], |r| r.get(0))
         .map_err(|e| from_sqlite("opening the outbox", e))?;

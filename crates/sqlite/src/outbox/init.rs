@@ -29,6 +29,21 @@ pub enum OutboxInit {
 pub(super) const NEEDED: &str =
     "SELECT attributes, due, revision, wanted_at, failures FROM event_outbox LIMIT 0";
 
+/// The error of a statement on the outbox. A database without an outbox is asked for by name: a table of the
+/// user with a similar name may be missing too.
+pub(super) fn missing(conn: &Connection, doing: &str, error: rusqlite::Error) -> Error {
+    let sql = "SELECT EXISTS (SELECT 1 FROM pragma_table_list WHERE lower(name) = 'event_outbox')";
+    match conn.query_row(sql, [], |row| row.get(0)) {
+        Ok(false) => {
+            let what = format!("{doing}: there is no outbox in this database");
+            Error::new(Code::NotFound, what)
+                .hint("make its tables once, with Outbox::create_tables or `everbus outbox init`")
+                .caused_by(error)
+        }
+        _ => from_sqlite(doing, error),
+    }
+}
+
 pub(super) fn init(path: &Path, options: &OutboxOptions) -> Result<OutboxInit> {
     let is_new = !path.exists();
     let path = locate(path, true)?;

@@ -20,7 +20,6 @@ use tokio::time::Instant;
 use super::{dead, forget, rows};
 use crate::failpoint;
 use crate::owner::{OwnerLock, is_dead};
-use crate::retention::pace::Pace;
 use crate::sql::Sql as _;
 
 /// Rows settled in one transaction: few enough that other writers of the database hardly wait.
@@ -30,6 +29,9 @@ const REST: Duration = Duration::from_millis(100);
 const FIRST_LOOK: Duration = Duration::from_millis(1);
 /// Time for one round of removing old rows.
 const FORGETTING: Duration = Duration::from_millis(50);
+/// Rows that one transaction of it removes, and the pause after it, in which other programs can write.
+const FORGET_ROWS: usize = 128;
+const FORGET_PAUSE: Duration = Duration::from_millis(1);
 
 /// Enqueues in this process, whatever database they go to.
 static ENQUEUED: AtomicU64 = AtomicU64::new(0);
@@ -138,30 +140,23 @@ enum Old {
     Dead(Timestamp),
 }
 
-/// One step: returns what was removed, and how long it took. Without the lease it does nothing.
-fn forget_step(
-    conn: &Connection,
-    lease: &RelayLease,
-    old: Old,
-    most: u64,
-) -> Result<(Forgotten, Duration)> {
-    let began = std::time::Instant::now();
-    let limit = usize::try_from(most).unwrap_or(usize::MAX);
+/// Removes a few rows. Without the lease it does nothing.
+fn forget_step(conn: &Connection, lease: &RelayLease, old: Old) -> Result<Forgotten> {
     let mut gone = Forgotten::default();
     if rows::is_ours(conn, lease)? {
         match old {
             Old::Sent(before) => {
-                gone.rows = forget::forget_sent(conn, before, limit)? as u64;
-                gone.more = gone.rows >= most;
+                gone.rows = forget::forget_sent(conn, before, FORGET_ROWS)? as u64;
+                gone.more = gone.rows >= FORGET_ROWS as u64;
             }
             Old::Dead(before) => {
-                let dead = forget::forget_dead(conn, before, limit)?;
+                let dead = forget::forget_dead(conn, before, FORGET_ROWS)?;
                 (gone.rows, gone.dead_letters) = (dead.rows, dead.letters);
-                gone.more = dead.letters >= most;
+                gone.more = dead.letters >= FORGET_ROWS as u64;
             }
         }
     }
-    Ok((gone, began.elapsed()))
+    Ok(gone)
 }
 
 fn data_version(conn: &Connection) -> Result<i64> {
@@ -349,14 +344,12 @@ impl<A: Access> OutboxSource for Source<A> {
             if !any {
                 return Ok(done);
             }
-            let (began, mut pace) = (Instant::now(), Pace::default());
+            let began = Instant::now();
             for old in sent.map(Old::Sent).into_iter().chain(dead.map(Old::Dead)) {
                 loop {
-                    let (lease, most) = (lease.clone(), pace.budget());
-                    let (gone, took) = self
-                        .access
-                        .write(move |conn| forget_step(conn, &lease, old, most))
-                        .await?;
+                    let lease = lease.clone();
+                    let step = move |conn: &Connection| forget_step(conn, &lease, old);
+                    let gone = self.access.write(step).await?;
                     done.rows += gone.rows;
                     done.dead_letters += gone.dead_letters;
                     if !gone.more {
@@ -366,8 +359,7 @@ impl<A: Access> OutboxSource for Source<A> {
                         done.more = true;
                         break;
                     }
-                    pace.learn(most, took);
-                    pace.pause().await;
+                    tokio::time::sleep(FORGET_PAUSE).await;
                 }
             }
             Ok(done)

@@ -35,10 +35,10 @@ use crate::retention::others::{
 use crate::retention::remove::remove_pieces;
 use crate::rows::{micros, seq_from};
 use crate::sql::Sql as _;
-use crate::writer::{Hold, Writer};
+use crate::writer::Writer;
 use needed::Stretches;
 use others::cutoff;
-use pace::{Pace, Slice, Ticks};
+use pace::{STEP, Slice};
 use plan::{Length, Plan};
 
 /// The pause between two steps of giving space back while other commands write to the file. At this rate the
@@ -58,23 +58,24 @@ struct Run<'e> {
     /// In a preview: all events that would be removed.
     gone: Vec<(u64, u64)>,
     watch: Watch,
-    ticks: Ticks,
-    hold: Hold,
+    /// How long a step works.
+    slice: Duration,
 }
 
 impl SqliteEngine {
     pub(crate) async fn prune_all(&self, retention: Retention, watch: Watch) -> Result<Pruned> {
-        self.prune_timed(retention, watch, pace::real_time()).await
+        self.prune_timed(retention, watch, pace::SLICE).await
     }
 
-    /// A run whose steps are measured by the given clock.
+    /// A run with steps of this length.
     async fn prune_timed(
         &self,
         retention: Retention,
         watch: Watch,
-        ticks: Ticks,
+        slice: Duration,
     ) -> Result<Pruned> {
-        let mut run = Run::new(self, retention, false, watch, ticks);
+        let mut run = Run::new(self, retention, false, watch);
+        run.slice = slice;
         self.handle
             .job(|writer| sweep_ephemeral(&mut writer.tx, &mut writer.deliveries.leases))
             .await?;
@@ -86,13 +87,11 @@ impl SqliteEngine {
         run.history().await?;
         run.space().await?;
         run.make_durable().await?;
-        run.note_hold(Duration::ZERO);
         Ok(run.done)
     }
 
     pub(crate) async fn preview_all(&self, retention: Retention) -> Result<Pruned> {
-        let ticks = pace::real_time();
-        let mut run = Run::new(self, retention, true, Box::new(|_| {}), ticks);
+        let mut run = Run::new(self, retention, true, Box::new(|_| {}));
         run.dead_letters().await?;
         run.events().await?;
         run.stages().await?;
@@ -103,13 +102,7 @@ impl SqliteEngine {
 }
 
 impl<'e> Run<'e> {
-    fn new(
-        engine: &'e SqliteEngine,
-        retention: Retention,
-        preview: bool,
-        watch: Watch,
-        ticks: Ticks,
-    ) -> Self {
+    fn new(engine: &'e SqliteEngine, retention: Retention, preview: bool, watch: Watch) -> Self {
         Self {
             engine,
             now: engine.handle.clock.now(),
@@ -118,8 +111,7 @@ impl<'e> Run<'e> {
             preview,
             gone: Vec::new(),
             watch,
-            ticks,
-            hold: Hold::default(),
+            slice: pace::SLICE,
         }
     }
 
@@ -127,36 +119,25 @@ impl<'e> Run<'e> {
         (self.watch)(self.done);
     }
 
-    /// Runs one step on the writer and returns how long it worked there. Steps that need not be durable at
-    /// once are lazy.
+    /// Runs one step on the writer. Steps that need not be durable at once are lazy.
     async fn step<T: Send + 'static>(
         &mut self,
         durable: bool,
         work: impl FnOnce(&mut Writer, &Slice) -> Result<T> + Send + 'static,
-    ) -> Result<(T, Duration)> {
-        let (ticks, hold) = (self.ticks.clone(), self.hold.clone());
+    ) -> Result<T> {
+        let length = self.slice;
         let job = move |writer: &mut Writer| {
-            writer.patience.watch_hold(&hold);
-            let slice = Slice::begin(ticks);
+            let slice = Slice::begin(length);
             let done = work(writer, &slice)?;
-            Ok((done, slice.took()))
+            Ok((done, slice, slice.took()))
         };
+        // Runs on the writer's thread, after the commit.
+        let then = |(done, slice, took): (T, Slice, Duration)| (done, took, slice.took());
         let handle = &self.engine.handle;
-        let (done, took) = if durable {
-            handle.patient_job(job).await?
-        } else {
-            handle.lazy_job(job).await?
-        };
-        self.note_hold(took);
-        Ok((done, took))
-    }
-
-    /// Notes how long a step held the writer, and how long the earlier steps did with their commits.
-    fn note_hold(&mut self, took: Duration) {
-        let done = &mut self.done;
-        done.longest_step = done.longest_step.max(took);
-        let held = self.hold.longest().max(done.longest_step);
-        done.longest_hold = done.longest_hold.max(held);
+        let (done, took, held) = handle.patient_job_then(durable, job, then).await?;
+        self.done.longest_step = self.done.longest_step.max(took);
+        self.done.longest_hold = self.done.longest_hold.max(held);
+        Ok(done)
     }
 
     /// Removes dead letters by age. Their events stay; a group counts an event that it never handled as
@@ -168,7 +149,7 @@ impl<'e> Run<'e> {
         let before = micros(self.now.minus(age));
         let reason: Arc<str> = letter_kept_for(age).into();
         let handle = &self.engine.handle;
-        let (mut pace, mut after) = (Pace::default(), (i64::MIN, 0, i64::MIN));
+        let mut after = (i64::MIN, 0, i64::MIN);
         loop {
             let old = handle
                 .query(move |reader| others::old_dead(reader, before, after))
@@ -183,19 +164,16 @@ impl<'e> Run<'e> {
             }
             let mut old = old.as_slice();
             while !old.is_empty() {
-                let count = pace.take(old.iter().map(|dead| dead.weight));
+                let count = pace::take(old.iter().map(|dead| dead.weight));
                 let (step, reason) = (old[..count].to_vec(), reason.clone());
-                let (done, took) = self
+                let done = self
                     .step(false, move |writer, slice| {
                         forget_dead(&mut writer.tx, &step, &reason, slice)
                     })
                     .await?;
                 self.done.dead_letters += done.removed;
                 self.tell();
-                let (step, rest) = old.split_at(done.seen);
-                pace.learn(step.iter().map(|dead| dead.weight).sum(), took);
-                pace.pause().await;
-                old = rest;
+                old = &old[done.seen..];
             }
         }
     }
@@ -215,8 +193,8 @@ impl<'e> Run<'e> {
             self.done.outbox += gone.rows;
             return Ok(());
         }
-        self.outbox_rows(true, move |writer, most, slice| {
-            forget_outbox_dead(&mut writer.tx, before, most, slice)
+        self.outbox_rows(true, move |writer, slice| {
+            forget_outbox_dead(&mut writer.tx, before, slice)
         })
         .await
     }
@@ -225,21 +203,17 @@ impl<'e> Run<'e> {
     async fn outbox_rows(
         &mut self,
         durable: bool,
-        work: impl Fn(&mut Writer, u64, &Slice) -> Result<(DeadGone, bool)> + Copy + Send + 'static,
+        work: impl Fn(&mut Writer, &Slice) -> Result<(DeadGone, bool)> + Copy + Send + 'static,
     ) -> Result<()> {
-        let mut pace = Pace::default();
         loop {
-            let most = pace.budget();
-            let step = self.step(durable, move |writer, slice| work(writer, most, slice));
-            let ((gone, all), took) = step.await?;
+            let step = self.step(durable, work);
+            let (gone, all) = step.await?;
             self.done.dead_letters += gone.letters;
             self.done.outbox += gone.rows;
             self.tell();
             if all {
                 return Ok(());
             }
-            pace.learn(gone.letters.max(gone.rows), took);
-            pace.pause().await;
         }
     }
 
@@ -247,7 +221,6 @@ impl<'e> Run<'e> {
     async fn events(&mut self) -> Result<()> {
         let mut plan = self.plan().await?;
         let handle = &self.engine.handle;
-        let mut pace = Pace::default();
         while !plan.is_done() {
             let owed = handle
                 .lazy_job(|writer| owed(&writer.tx, &writer.deliveries.leases))
@@ -270,11 +243,11 @@ impl<'e> Run<'e> {
             let mut pieces = found.pieces.as_slice();
             while !pieces.is_empty() {
                 let near = remove::near(pieces).iter();
-                let count = pace.take(near.map(|piece| piece.weight));
+                let count = pace::take(near.map(|piece| piece.weight));
                 let step = pieces[..count].to_vec();
                 // An object may be deleted only after the removal of its event is durable.
                 let durable = step.iter().any(|piece| piece.overflow);
-                let (removed, took) = self
+                let removed = self
                     .step(durable, move |writer, slice| {
                         remove_pieces(&mut writer.tx, &mut writer.deliveries.leases, &step, slice)
                     })
@@ -282,10 +255,7 @@ impl<'e> Run<'e> {
                 self.done.removed += removed.events;
                 self.done.kept += removed.kept;
                 self.tell();
-                let (step, rest) = pieces.split_at(removed.pieces);
-                pace.learn(step.iter().map(|piece| piece.weight).sum(), took);
-                pace.pause().await;
-                pieces = rest;
+                pieces = &pieces[removed.pieces..];
             }
         }
         Ok(())
@@ -342,7 +312,7 @@ impl<'e> Run<'e> {
         let handle = &self.engine.handle;
         // Stages that are removed with their event are not counted.
         let gone = Stretches::new(std::mem::take(&mut self.gone));
-        let (mut pace, mut after) = (Pace::default(), (i64::MIN, i64::MIN));
+        let mut after = (i64::MIN, i64::MIN);
         loop {
             let old = handle
                 .query(move |reader| others::old_stages(reader, before, dead_since, after))
@@ -359,19 +329,16 @@ impl<'e> Run<'e> {
             }
             let mut old = old.as_slice();
             while !old.is_empty() {
-                let count = pace.take(old.iter().map(|stage| stage.weight));
+                let count = pace::take(old.iter().map(|stage| stage.weight));
                 let step = old[..count].to_vec();
-                let (done, took) = self
+                let done = self
                     .step(false, move |writer, slice| {
                         forget_stages(&mut writer.tx, &step, slice)
                     })
                     .await?;
                 self.done.payloads += done.removed;
                 self.tell();
-                let (step, rest) = old.split_at(done.seen);
-                pace.learn(step.iter().map(|stage| stage.weight).sum(), took);
-                pace.pause().await;
-                old = rest;
+                old = &old[done.seen..];
             }
         }
     }
@@ -390,8 +357,8 @@ impl<'e> Run<'e> {
                 .await?;
             return Ok(());
         }
-        self.outbox_rows(false, move |writer, most, slice| {
-            forget_sent(&mut writer.tx, before, most, slice)
+        self.outbox_rows(false, move |writer, slice| {
+            forget_sent(&mut writer.tx, before, slice)
         })
         .await
     }
@@ -409,9 +376,8 @@ impl<'e> Run<'e> {
         let Some(last) = self.engine.allow_forgetting(before).await? else {
             return Ok(());
         };
-        let mut pace = Pace::default();
         loop {
-            let ((gone, all), _) = self
+            let (gone, all) = self
                 .step(true, move |writer, _| {
                     forget_audit_some(&mut writer.tx, last)
                 })
@@ -421,7 +387,6 @@ impl<'e> Run<'e> {
             if all {
                 return Ok(());
             }
-            pace.pause().await;
         }
     }
 
@@ -450,10 +415,10 @@ impl<'e> Run<'e> {
     async fn space(&mut self) -> Result<()> {
         let handle = &self.engine.handle;
         let (size, free) = handle.lazy_job(|writer| free_pages(&mut writer.tx)).await?;
-        let (mut pace, mut left) = (Pace::default(), free);
+        let mut left = free;
         while left > 0 {
-            let pages = pace.budget().min(left);
-            let (step, took) = self
+            let pages = STEP.min(left);
+            let step = self
                 .step(false, move |writer, slice| {
                     shrink(&writer.tx, writer.patience.is_in_use(), pages, slice)
                 })
@@ -464,11 +429,8 @@ impl<'e> Run<'e> {
                 break;
             }
             left = left.saturating_sub(step.given);
-            pace.learn(step.given, took);
             if step.in_use {
                 tokio::time::sleep(SPACE_PAUSE).await;
-            } else {
-                pace.pause().await;
             }
         }
         Ok(())

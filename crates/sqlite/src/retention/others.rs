@@ -21,7 +21,7 @@ use crate::tx::Tx;
 pub(crate) const CHOOSE: usize = 2000;
 const PAGE: u64 = 4096;
 /// Rows of the outbox removed between two checks of the time.
-pub(crate) const FEW_ROWS: u64 = 16;
+pub(crate) const FEW_ROWS: usize = 16;
 
 /// An old dead letter.
 #[derive(Clone, Copy, Debug)]
@@ -225,11 +225,10 @@ pub(crate) fn forget_stages(tx: &mut Tx, old: &[OldStage], slice: &Slice) -> Res
 pub(crate) fn forget_sent(
     tx: &mut Tx,
     before: Timestamp,
-    most: u64,
     slice: &Slice,
 ) -> Result<(DeadGone, bool)> {
     let mut gone = DeadGone::default();
-    let all = a_few(most, slice, |limit| {
+    let all = a_few(slice, |limit| {
         let removed = crate::outbox::forget_sent(&tx.conn, before, limit)? as u64;
         gone.rows += removed;
         Ok(removed)
@@ -242,11 +241,10 @@ pub(crate) fn forget_sent(
 pub(crate) fn forget_outbox_dead(
     tx: &mut Tx,
     before: Timestamp,
-    most: u64,
     slice: &Slice,
 ) -> Result<(DeadGone, bool)> {
     let mut gone = DeadGone::default();
-    let all = a_few(most, slice, |limit| {
+    let all = a_few(slice, |limit| {
         let removed = crate::outbox::forget_dead(&tx.conn, before, limit)?;
         gone.letters += removed.letters;
         gone.rows += removed.rows;
@@ -300,17 +298,15 @@ pub(crate) fn return_duty(tx: &mut Tx, duty: &str, owner: &str) -> Result<()> {
 }
 
 /// Removes a few rows at a time until the time is over. Returns whether none is left.
-fn a_few(most: u64, slice: &Slice, mut remove: impl FnMut(usize) -> Result<u64>) -> Result<bool> {
-    let mut gone = 0;
-    while gone < most && (gone == 0 || !slice.is_over()) {
-        let some = FEW_ROWS.min(most - gone);
-        let removed = remove(usize::try_from(some).unwrap_or(usize::MAX))?;
-        gone += removed;
-        if removed < some {
+fn a_few(slice: &Slice, mut remove: impl FnMut(usize) -> Result<u64>) -> Result<bool> {
+    loop {
+        if remove(FEW_ROWS)? < FEW_ROWS as u64 {
             return Ok(true);
         }
+        if slice.is_over() {
+            return Ok(false);
+        }
     }
-    Ok(false)
 }
 
 /// The stored time before which a row is too old.

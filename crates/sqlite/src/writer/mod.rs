@@ -40,10 +40,10 @@ use crate::answers::{Answers, Published};
 use crate::deliveries::Deliveries;
 use crate::deliveries::consumers::Consumers;
 use crate::deliveries::leases::Leases;
+use crate::deliveries::position::flush_cursors;
 use crate::effect::Effects;
 use crate::errors::is_fatal;
 use crate::feeder::Feeder;
-use crate::groups::flush_cursors;
 use crate::guard::Guard;
 use crate::history::Indexer;
 use crate::log_head::LogHead;
@@ -53,8 +53,7 @@ use crate::readers::Readers;
 use crate::space::Space;
 use crate::sql::Sql as _;
 use crate::tx::Tx;
-pub(crate) use patience::Hold;
-use patience::Patience;
+pub(crate) use patience::Patience;
 
 /// How often the writer looks for commits of other processes while a consumer or a watcher waits.
 const POLL: Duration = Duration::from_millis(20);

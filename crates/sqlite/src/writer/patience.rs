@@ -6,8 +6,6 @@
 //! commits, so a lazy commit becomes durable with the next synced one. If the power fails before that, the
 //! work is lost as a whole and is done again.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use everbus_core::Result;
@@ -19,7 +17,7 @@ use crate::queue::Command;
 
 /// Patient work is postponed at most this many times in a row while other commands wait.
 const PUT_OFF: u32 = 4;
-/// Patient work rests after each piece if other commands ran within this time.
+/// The file is in use if other commands ran within this time.
 const ACTIVE: Duration = Duration::from_secs(1);
 /// The longest rest.
 const LONGEST_REST: Duration = Duration::from_millis(2);
@@ -43,22 +41,6 @@ impl Mode {
     };
 }
 
-/// The longest time that one transaction of a patient job held the writer, with its commit. The last
-/// transaction that was answered may be missing.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Hold(Arc<AtomicU64>);
-
-impl Hold {
-    pub(crate) fn longest(&self) -> Duration {
-        Duration::from_micros(self.0.load(Ordering::Relaxed))
-    }
-
-    fn note(&self, held: Duration) {
-        let held = u64::try_from(held.as_micros()).unwrap_or(u64::MAX);
-        self.0.fetch_max(held, Ordering::Relaxed);
-    }
-}
-
 /// State of the scheduling of patient work.
 pub(crate) struct Patience {
     /// How often patient work was put off in a row.
@@ -67,8 +49,6 @@ pub(crate) struct Patience {
     others_at: Option<Instant>,
     /// When the rest of patient work ends.
     rest_until: Option<Instant>,
-    /// Measurements of the running transaction, each with its start.
-    holds: Vec<(Hold, Instant)>,
     durability: Durable,
     mode: Mode,
     saving_room: bool,
@@ -80,7 +60,6 @@ impl Patience {
             times_put_off: 0,
             others_at: None,
             rest_until: None,
-            holds: Vec::new(),
             durability,
             mode: Mode::USUAL,
             saving_room: false,
@@ -120,33 +99,21 @@ impl Patience {
         self.switch(conn, Mode { synced, checkpoint })
     }
 
-    /// A round has ended. Only a round of patient work alone causes a rest.
+    /// A round has ended. After a round of patient work alone comes a rest, in which other processes find the
+    /// file unlocked.
     pub(super) fn end(&mut self, patient: bool, took: Duration) {
-        for (hold, since) in self.holds.drain(..) {
-            if patient {
-                hold.note(since.elapsed());
-            }
-        }
-        if patient && self.is_in_use() {
+        if patient {
             self.rest_until = Some(Instant::now() + took.min(LONGEST_REST));
         }
     }
 
-    /// Measures the running transaction from here to its end.
-    pub(crate) fn watch_hold(&mut self, hold: &Hold) {
-        self.holds.push((hold.clone(), Instant::now()));
-    }
-
     /// How long the queued patient work still rests.
     pub(super) fn rest(&self, backlog: &[Command]) -> Duration {
-        let until = self.rest_until;
-        let left = until.map_or(Duration::ZERO, |until| {
-            until.saturating_duration_since(Instant::now())
-        });
-        if backlog.iter().all(Command::is_patient) {
-            left
-        } else {
-            Duration::ZERO
+        match self.rest_until {
+            Some(until) if backlog.iter().all(Command::is_patient) => {
+                until.saturating_duration_since(Instant::now())
+            }
+            _ => Duration::ZERO,
         }
     }
 
@@ -276,43 +243,14 @@ mod tests {
         handle.queue.close(true);
     }
 
-    // conformance: memory/retention-hold: how long patient work keeps the writer is measured, its commit included
+    // conformance: memory/retention-rests: patient work leaves the writer alone for as long as it held it
     #[tokio::test]
-    async fn the_longest_hold_is_measured() {
-        let dir = tempfile::tempdir().unwrap();
-        let handle = crate::handle::start(&dir.path().join("a.db"), Options::default()).unwrap();
-        let (hold, work) = (Hold::default(), Duration::from_millis(3));
-        // A job that shares its transaction is not counted; the test tries again.
-        while hold.longest() < work {
-            let watched = hold.clone();
-            let long = handle.lazy_job(move |writer| {
-                writer.patience.watch_hold(&watched);
-                std::thread::sleep(work);
-                Ok(())
-            });
-            long.await.unwrap();
-            let watched = hold.clone();
-            let short = handle.lazy_job(move |writer| {
-                writer.patience.watch_hold(&watched);
-                Ok(())
-            });
-            short.await.unwrap();
-        }
-        assert_eq!(Hold::default().longest(), Duration::ZERO);
-        let nobody = handle.job(|writer| Ok(writer.patience.holds.len()));
-        assert_eq!(nobody.await.unwrap(), 0);
-        handle.queue.close(true);
-    }
-
-    // conformance: memory/retention-rests: patient work leaves the writer alone for as long as it held it, while others are there
-    #[tokio::test]
-    async fn patient_work_rests_while_others_are_there() {
+    async fn patient_work_rests() {
         let dir = tempfile::tempdir().unwrap();
         let handle = crate::handle::start(&dir.path().join("a.db"), Options::default()).unwrap();
         let rest = |writer: &mut Writer| Ok(writer.patience.rest_until);
-        // Another command ran before. On a slow machine that may be too long ago; the test tries again.
+        // A job that shares its transaction with other work causes no rest; the test tries again.
         let until = loop {
-            handle.job(|_| Ok(())).await.unwrap();
             let work = handle.lazy_job(|_| {
                 std::thread::sleep(LONGEST_REST);
                 Ok(())

@@ -401,8 +401,7 @@ impl Writer {
         failpoint::hit("after-commit");
         self.presence.check()?;
         self.tx.log.appended.clear();
-        self.deliveries.consumers.keep_changes();
-        self.deliveries.leases.undo = Default::default();
+        self.deliveries.keep_changes();
         Ok(())
     }
 }

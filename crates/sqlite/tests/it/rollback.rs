@@ -148,6 +148,38 @@ async fn an_extension_that_was_rolled_back_is_none() {
     }
 }
 
+// conformance: rule-4/rolled-back-renewal: a delivery that waits to be fetched is not handed out after its lease, if the extension was rolled back
+#[tokio::test]
+async fn a_renewal_that_was_rolled_back_hands_nothing_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.db");
+    let (clock, shared) = clock();
+    let options = Options {
+        clock: shared,
+        ..Options::default()
+    };
+    let engine = everbus_sqlite::open(&path, options).unwrap();
+    declare(&engine, "", "a.b").await;
+    let mut consumer = consume(&engine, "").await;
+    publish(&engine, "a.b").await;
+    // The event waits in the mailbox. Its lease of 40 seconds is more than half over, so the next
+    // transaction extends it, and fails.
+    let sabotage = Sabotage::plant(&path, "UPDATE ON claims");
+    clock.advance(Duration::from_secs(25));
+    let refused = engine.broker.append(vec![event("other", 1)]).await;
+    refused.expect_err("the transaction was rolled back");
+    clock.advance(Duration::from_secs(20));
+    tokio::select! {
+        biased;
+        got = consumer.fetch(1) => panic!("its lease is over: {got:?}"),
+        () = std::future::ready(()) => {}
+    }
+    sabotage.lift();
+    let delivery = fetch(&mut consumer, 1).await.remove(0);
+    assert_eq!(delivery.attempt, 1, "no handler has seen it");
+    settle(&engine, &delivery, Verdict::Ack).await;
+}
+
 // conformance: bus/full-disk: a verdict that finds the disk full can be given again once there is room
 // needs: a file system that it may mount
 #[tokio::test]

@@ -4,7 +4,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use everbus_core::{Appended, Code, Error, Event, IntoEvent, REPLAY_OF, Result};
+use everbus_core::{Appended, Class, Code, Error, Event, IntoEvent, REPLAY_OF, Result};
 
 use super::{Bus, Shared};
 use crate::admission::Admitted;
@@ -130,11 +130,9 @@ impl Bus {
         }
         // After every wait: an object should be referred to soon after it was put.
         let over = |objects: &Arc<Objects>| events.iter().any(|event| objects.is_over(event));
-        let events = if shared.objects.as_ref().is_some_and(over) {
-            Box::pin(shared.unless_ending(shared.offload(events))).await?
-        } else {
-            events
-        };
+        if shared.objects.as_ref().is_some_and(over) {
+            return Box::pin(shared.append_split(events)).await;
+        }
         shared.append(events).await
     }
 }
@@ -201,6 +199,29 @@ impl Shared {
             }
         }
         Ok(events)
+    }
+
+    /// Moves large parts to the object store, then appends. Objects that the append did not need are deleted:
+    /// else a publisher that repeats a large event leaves one for a day, each time.
+    async fn append_split(&self, events: Vec<Event>) -> Result<Vec<Result<Appended>>> {
+        let events = self.unless_ending(self.offload(events)).await?;
+        let answers = self.append(events.clone()).await;
+        for (n, event) in events.iter().enumerate() {
+            let stored = match &answers {
+                Ok(answers) => answers.get(n).map(|answer| answer.as_ref()),
+                Err(error) => Some(Err(error)),
+            };
+            let unneeded = match stored {
+                Some(Ok(appended)) => appended.duplicate,
+                Some(Err(error)) => !matches!(error.class(), Class::Unknown | Class::Final),
+                None => false,
+            };
+            if let Some(objects) = self.objects.as_ref().filter(|_| unneeded) {
+                // An error is ignored: the collector deletes the object after a day.
+                let _ = objects.discard(&self.engine, event).await;
+            }
+        }
+        answers
     }
 
     /// Appends events that have been accepted, and counts them.

@@ -2,7 +2,9 @@
 
 use std::future::Future;
 
-use everbus_core::{Clock, Failure, Lease, Position, Recorded, RetryPolicy, Timestamp};
+use everbus_core::{
+    Clock, Failure, FailureKind, Lease, Position, Recorded, RetryPolicy, Timestamp,
+};
 
 use super::*;
 use crate::handler::{HandlerOutcome, HandlerResult};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use everbus::{Bus, Event, RetryPolicy, TraceContext};
+use everbus::{Bus, Event, RetryPolicy, TraceContext, sqlite};
 use opentelemetry::trace::{SpanKind, TracerProvider as _};
 use opentelemetry_sdk::trace::{InMemorySpanExporter, SdkTracerProvider, SpanData};
 use tracing::Instrument;
@@ -77,6 +77,32 @@ async fn the_handler_s_span_belongs_to_the_trace_of_the_publisher() {
         .map(|link| link.span_context.span_id())
         .collect();
     assert_eq!(links, [parent.span_id()]);
+}
+
+// conformance: handlers/otel-spans: what an effect publishes belongs to the span of its handler, although another thread runs the effect.
+#[tokio::test]
+async fn the_events_of_an_effect_belong_to_the_span_of_the_handler() {
+    let lab = Lab::new(Kind::Sqlite);
+    let mut trace = None;
+    let spans = recorded(async {
+        let bus = open(&lab).await;
+        bus.subscribe("a")
+            .handler(|| async { sqlite::in_transaction(|_| ("b", 1)) })
+            .await
+            .unwrap();
+        bus.start().await.unwrap();
+        let request = tracing::info_span!("request");
+        handled(&bus, ("a", 1)).instrument(request).await;
+        let event = published(&bus, "b").await[0].event.clone();
+        trace = event.attributes().unwrap().trace.clone();
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+    let handler = &named(&spans, "a process").span_context;
+    let trace = trace.unwrap();
+    assert_eq!(trace.trace_id(), Some(&*handler.trace_id().to_string()));
+    let span = handler.span_id().to_string();
+    assert!(trace.traceparent.contains(&span), "{trace:?} is not {span}");
 }
 
 // conformance: handlers/otel-spans: the trace context of an event from elsewhere is taken up, its state included; without one the handler begins a trace.

@@ -1,0 +1,236 @@
+//! How the position of a group moves.
+//!
+//! A group's cursor moves in one place, [`hand_out`](Deliveries::hand_out): over a stretch of the log, whose
+//! events are handed out in the same transaction, as claims or as rows. The stretch is what this transaction
+//! appended, if the group had caught up, or what the feeder read for a group that is behind. A cursor that
+//! moved only over events that the group does not want is stored later.
+
+use std::time::{Duration, Instant};
+
+use everbus_core::Result;
+
+use crate::dead_letters::bury::bury_damaged;
+use crate::deliveries::Deliveries;
+use crate::deliveries::claims::{Typed, park, queue_by_key, size};
+use crate::errors::is_fatal;
+use crate::feeder::{Fed, Feed, Feeder};
+use crate::rows::{Seq as _, UNHANDLED, micros, to_sql};
+use crate::sql::Sql as _;
+use crate::streams::was_dropped;
+use crate::tx::Tx;
+
+/// After a failed read the next request to the feeder waits this long.
+const FEED_PAUSE: Duration = Duration::from_secs(1);
+
+impl Deliveries {
+    /// Hands out the events that this transaction appended, to groups that had caught up before it.
+    pub(crate) fn claim_appended(&mut self, tx: &mut Tx) -> Result<()> {
+        if tx.log.appended.is_empty() || self.leases.isolating.is_some() {
+            return Ok(());
+        }
+        let first = tx.log.appended[0].1.seq();
+        let groups: Vec<i64> = tx
+            .groups
+            .iter()
+            .filter(|(_, group)| group.cursor + 1 == first)
+            .map(|(id, _)| *id)
+            .collect();
+        for group_id in groups {
+            // Among competing consumers, the consumer with the fewest open deliveries comes first.
+            let session = self
+                .consumers
+                .sessions
+                .iter()
+                .filter(|(_, s)| s.group == group_id && s.room() > 0)
+                .min_by_key(|(_, s)| s.in_flight)
+                .map(|(id, s)| (*id, s.room(), s.room_in_bytes()));
+            let Some((session, room, room_in_bytes)) = session else {
+                continue;
+            };
+            let passed_by = passed_by(tx, group_id)?;
+            let Some(group) = tx.groups.get_mut(&group_id) else {
+                continue;
+            };
+            let mut wanted = Vec::with_capacity(tx.log.appended.len().min(room));
+            let (mut searched, mut bytes) = (first - 1, 0);
+            for (type_id, record) in &tx.log.appended {
+                let wants = record.event.is_for(&group.name)
+                    && group.wants(*type_id, record.event.event_type());
+                if wants && !passed_by.contains(&record.seq()) {
+                    if wanted.len() == room || bytes > room_in_bytes {
+                        break;
+                    }
+                    bytes += size(record);
+                    wanted.push((*type_id, record.clone()));
+                }
+                searched = record.seq();
+            }
+            self.hand_out(tx, session, searched, wanted)?;
+        }
+        Ok(())
+    }
+
+    /// Moves the session's group to `searched` and hands out the wanted events up to there.
+    pub(crate) fn hand_out(
+        &mut self,
+        tx: &mut Tx,
+        session_id: u64,
+        searched: u64,
+        mut wanted: Vec<Typed>,
+    ) -> Result<()> {
+        let Some(session) = self.consumers.sessions.get_mut(&session_id) else {
+            return Ok(());
+        };
+        let group_id = session.group;
+        let group = tx.groups.known(group_id)?;
+        group.cursor = searched;
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let unhandled: Vec<Typed> = wanted
+            .extract_if(.., |(type_id, record)| {
+                !session.handles(*type_id, record.event.event_type())
+            })
+            .collect();
+        let handled = wanted;
+        let (lease, patience) = (session.lease, session.no_handler_after);
+        if !unhandled.is_empty() {
+            let due = micros(tx.clock.now().plus(patience));
+            for event in &unhandled {
+                park(tx, group_id, event, UNHANDLED, due)?;
+            }
+            self.consumers.offer_unhandled(group_id, session_id);
+        }
+        if tx.groups.known(group_id)?.ordered {
+            return queue_by_key(tx, group_id, &handled);
+        }
+        let (Some(first), Some(last)) = (handled.first(), handled.last()) else {
+            return Ok(());
+        };
+        let (lo, hi) = (first.1.seq(), last.1.seq());
+        // For a few events that are far apart, a bitmap would be larger than a row for each.
+        let span = hi - lo + 1;
+        if span > 64 + 16 * handled.len() as u64 {
+            return self.lease_one_by_one(tx, session_id, group_id, handled, lease);
+        }
+        self.claim_range(tx, session_id, group_id, (lo, hi), handled, lease)
+    }
+
+    /// Asks the feeder to read for sessions that have room and are behind.
+    pub(crate) fn feed(&mut self, tx: &Tx, feeder: &Feeder) {
+        if self.leases.isolating.is_some() {
+            return;
+        }
+        let head = tx.log.head;
+        for (id, session) in &mut self.consumers.sessions {
+            let Some(group) = tx.groups.get(&session.group) else {
+                continue;
+            };
+            let pausing = session.feed_after.is_some_and(|at| Instant::now() < at);
+            if session.feeding || pausing || session.room() == 0 || group.cursor >= head {
+                continue;
+            }
+            session.feed_after = None;
+            let feed = Feed {
+                session: *id,
+                group: group.name.clone(),
+                after: group.cursor,
+                upto: head,
+                patterns: group.patterns.clone(),
+                without_drops_of: (group.dropped_to > group.cursor).then_some(session.group),
+                limit: session.room().min(1024),
+                bytes: session.room_in_bytes().min(4 << 20),
+            };
+            session.feeding = feeder.ask(feed);
+        }
+    }
+
+    /// Moves the group of a session over the events that the feeder read, and hands them out.
+    pub(crate) fn take_feed(&mut self, tx: &mut Tx, fed: &Fed) -> Result<()> {
+        let Some(session) = self.consumers.sessions.get_mut(&fed.session) else {
+            return Ok(());
+        };
+        session.feeding = false;
+        let (group_id, room) = (session.group, session.room());
+        let records = match &fed.records {
+            Ok(records) => records.clone(),
+            Err(error) if is_fatal(error) => return Err(error.clone()),
+            Err(error) => {
+                tracing::error!(target: "everbus::sqlite", %error, "reading ahead failed; trying again");
+                session.feed_after = Some(Instant::now() + FEED_PAUSE);
+                return Ok(());
+            }
+        };
+        let Some(group) = tx.groups.get(&group_id) else {
+            return Ok(());
+        };
+        // If the group has moved or its patterns have changed since the request, the events are read again.
+        if group.cursor != fed.after
+            || group.patterns != fed.patterns
+            || self.leases.isolating.is_some()
+        {
+            return Ok(());
+        }
+        let (mut records, mut searched) = (records, fed.searched);
+        if group.dropped_to > fed.after {
+            // Leaves out events that were dropped since the read.
+            let mut kept = Vec::with_capacity(records.len());
+            for (type_id, record) in records {
+                if !was_dropped(tx, group_id, record.seq())? {
+                    kept.push((type_id, record));
+                }
+            }
+            records = kept;
+        }
+        // Retries that became due since the request may have taken the room.
+        if records.len() > room {
+            records.truncate(room);
+            let Some((_, last)) = records.last() else {
+                return Ok(());
+            };
+            searched = last.seq();
+        }
+        self.hand_out(tx, fed.session, searched, records)?;
+        for damaged in fed.damaged.iter().filter(|d| d.seq <= searched) {
+            if !was_dropped(tx, group_id, damaged.seq)? {
+                bury_damaged(tx, group_id, damaged, 0, Vec::new())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Events appended in this transaction that the group must skip. Usually there are none.
+fn passed_by(tx: &Tx, group_id: i64) -> Result<Vec<u64>> {
+    let mut passed_by = Vec::new();
+    let group = tx.groups.get(&group_id);
+    if group.is_some_and(|group| group.dropped_to > group.cursor) {
+        for (_, record) in &tx.log.appended {
+            if was_dropped(tx, group_id, record.seq())? {
+                passed_by.push(record.seq());
+            }
+        }
+    }
+    Ok(passed_by)
+}
+
+/// Stores the cursors that have moved.
+pub(crate) fn flush_cursors(tx: &mut Tx) -> Result<()> {
+    let now = tx.now();
+    for (id, group) in tx.groups.iter_mut() {
+        if group.cursor != group.stored_cursor {
+            let sql = "UPDATE groups SET cursor = ?2, active_at = ?3 WHERE id = ?1";
+            tx.conn
+                .run("moving a group", sql, (id, to_sql(group.cursor), now))?;
+            group.stored_cursor = group.cursor;
+        }
+    }
+    tx.groups.stored_at = Instant::now();
+    Ok(())
+}
+
+/// Whether a cursor has moved and is not stored yet.
+pub(crate) fn has_unwritten_cursors(tx: &Tx) -> bool {
+    let mut groups = tx.groups.values();
+    groups.any(|g| g.cursor != g.stored_cursor)
+}
