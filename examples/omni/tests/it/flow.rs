@@ -23,7 +23,7 @@ async fn a_sender_becomes_a_person() {
 
 async fn check_sender(mut system: System) {
     let bus = &system.app.bus;
-    let first = message(1, "whatsapp", "+49", Value::Null);
+    let first = message(1, "whatsapp", "+49", &Value::Null);
     let receipt = intake::receive(bus, first.clone()).await.unwrap();
     let again = intake::receive(bus, first).await.unwrap();
     assert_eq!(receipt.id(), again.id(), "the webhook was called twice");
@@ -47,7 +47,7 @@ async fn check_sender(mut system: System) {
     assert_eq!(attributes.causation_id, Some(cause));
 
     system.restart().await;
-    let second = message(2, "whatsapp", "+49", Value::Null);
+    let second = message(2, "whatsapp", "+49", &Value::Null);
     intake::receive(&system.app.bus, second).await.unwrap();
     let resolved: Vec<IdentityResolved> = system.published(2).await;
     assert_eq!(resolved[1].person_id, person_id);
@@ -76,17 +76,18 @@ async fn accounts_with_something_in_common_are_one_person() {
 }
 
 async fn check_accounts(system: System) {
-    let send = |n, channel, user, profile| resolved(&system, message(n, channel, user, profile));
-    let ada = send(1, "whatsapp", "+49", json!({ "phone": "+49" })).await;
-    let same = send(2, "telegram", "@ada", json!({ "phone": "+49" })).await;
+    let send =
+        |n, channel, user, profile: &Value| resolved(&system, message(n, channel, user, profile));
+    let ada = send(1, "whatsapp", "+49", &json!({ "phone": "+49" })).await;
+    let same = send(2, "telegram", "@ada", &json!({ "phone": "+49" })).await;
     assert_eq!(same.person_id, ada.person_id);
     assert!(same.is_new_identity && !same.is_new_person);
     assert!((same.confidence - 0.9).abs() < f64::EPSILON);
 
     // Somebody new on a third channel, who then turns out to have the same address.
-    let other = send(3, "discord", "ada#1", json!({ "email": "ada@x.org" })).await;
+    let other = send(3, "discord", "ada#1", &json!({ "email": "ada@x.org" })).await;
     assert!(other.is_new_person);
-    let known = send(4, "whatsapp", "+49", json!({ "email": "ada@x.org" })).await;
+    let known = send(4, "whatsapp", "+49", &json!({ "email": "ada@x.org" })).await;
     assert_eq!(known.person_id, ada.person_id, "the older person stays");
     let updated: Vec<IdentityUpdated> = system.published(1).await;
     assert_eq!(updated[0].changes.len(), 1);
@@ -96,14 +97,17 @@ async fn check_accounts(system: System) {
     assert_eq!(merged[0].reason, MergeReason::SameEmail);
     assert_eq!(merged[0].target_person_id, ada.person_id);
     assert_eq!(merged[0].source_person_id, other.person_id);
-    assert_eq!(merged[0].merged_identity_ids, [other.identity_id.clone()]);
+    assert_eq!(
+        merged[0].merged_identity_ids,
+        std::slice::from_ref(&other.identity_id)
+    );
     assert_eq!(merged[0].merged_by.as_deref(), Some("system"));
     assert_eq!(
         merged[0].evidence.as_ref().unwrap()["email"],
         json!("ada@x.org")
     );
 
-    let stranger = send(5, "slack", "U1", Value::Null).await;
+    let stranger = send(5, "slack", "U1", &Value::Null).await;
     let service = &system.app.identities;
     let linked = identity::link(service, &other.person_id, &stranger.person_id, "admin-1");
     let linked = linked.await.unwrap().unwrap();
@@ -147,7 +151,7 @@ async fn a_file_is_processed_and_retried() {
 }
 
 async fn check_processed(system: System) {
-    let mut message = message(1, "whatsapp", "+49", Value::Null);
+    let mut message = message(1, "whatsapp", "+49", &Value::Null);
     message.content.content_type = ContentType::Audio;
     message.content.media = Some(vec![
         file("voice", MediaType::Audio, "https://x.org/flaky-2.ogg"),
@@ -187,7 +191,7 @@ async fn a_file_that_cannot_be_read_becomes_a_dead_letter() {
 }
 
 async fn check_unreadable(system: System) {
-    let mut message = message(1, "whatsapp", "+49", Value::Null);
+    let mut message = message(1, "whatsapp", "+49", &Value::Null);
     message.content.media = Some(vec![file(
         "picture",
         MediaType::Image,
@@ -214,7 +218,7 @@ async fn what_was_asked_answered_and_sent_is_kept() {
 
 async fn check_stages(system: System) {
     let bus = &system.app.bus;
-    let received = message(1, "whatsapp", "+49", Value::Null);
+    let received = message(1, "whatsapp", "+49", &Value::Null);
     let received = intake::receive(bus, received).await.unwrap();
     let request = AgentRequest {
         message_id: "m1".to_owned(),
@@ -274,7 +278,7 @@ async fn check_session(system: System) {
     let kv = bus.kv(sessions::BUCKET).unwrap();
     let mut watch = kv.watch().await.unwrap();
     for n in 1..=3 {
-        let message = message(n, "whatsapp", "+49", Value::Null);
+        let message = message(n, "whatsapp", "+49", &Value::Null);
         intake::receive(bus, message).await.unwrap();
     }
     loop {
@@ -285,7 +289,7 @@ async fn check_session(system: System) {
         }
     }
     // A message that comes again changes nothing.
-    let first = message(1, "whatsapp", "+49", Value::Null);
+    let first = message(1, "whatsapp", "+49", &Value::Null);
     let noted = sessions::note(Payload(first), State(kv.clone()));
     noted.await.unwrap();
     let session = sessions::find(&kv, &"whatsapp".into(), "c +49")

@@ -79,7 +79,7 @@ impl System {
 }
 
 /// A message of a user on a channel.
-pub(crate) fn message(number: u32, channel: &str, user: &str, profile: Value) -> MessageReceived {
+pub(crate) fn message(number: u32, channel: &str, user: &str, profile: &Value) -> MessageReceived {
     MessageReceived {
         message_id: format!("m{number}"),
         external_message_id: format!("x{number}"),
