@@ -68,12 +68,8 @@ impl Orphans for SqliteEngine {
     }
 
     fn note(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>> {
-        let noted = self.handle.job(move |writer| match writer.space.check() {
-            Ok(()) => note_unborn(&writer.tx, &orphans).map(Ok),
-            // The append would be refused too. Asked first, so that no object takes the room that is left.
-            full => Ok(full),
-        });
-        Box::pin(async move { noted.await? })
+        self.handle
+            .job(move |writer| note_unborn(&writer.tx, &orphans))
     }
 
     fn forget(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>> {

@@ -9,7 +9,9 @@
 use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
-use everbus_core::{Clock as _, Engine, Event, EventId, Orphan, Orphans, Result, SystemClock};
+use everbus_core::{
+    Clock as _, Engine, Event, EventId, Orphan, Orphans, Result, SystemClock, Timestamp,
+};
 use futures_util::TryStreamExt as _;
 use serde::Serialize;
 
@@ -103,6 +105,24 @@ struct Found {
     age: Duration,
 }
 
+/// Notes examined before objects are deleted.
+const AT_A_TIME: usize = 256;
+
+/// What is to be done about the object of a note.
+enum Fate {
+    /// An event may refer to it soon.
+    Keep,
+    /// The object is gone or in use: only the note goes.
+    Forget,
+    /// No event refers to it.
+    Delete { bytes: u64, age: Duration },
+}
+
+/// What is different when a note was made again.
+fn identity(note: &Orphan) -> (String, Timestamp, bool) {
+    (note.key.clone(), note.since, note.unborn)
+}
+
 /// What an object is to this log.
 enum Kind {
     Used,
@@ -131,12 +151,42 @@ impl Objects {
             return Ok(done);
         }
         let mut gone = Vec::new();
-        for note in orphans.list().await? {
-            let forget = owners.is_ours(&note.key)
-                && self.dispose(engine, &note, options, &mut done).await?;
-            match forget {
-                true => gone.push(note),
-                false => done.kept += 1,
+        for notes in orphans.list().await?.chunks(AT_A_TIME) {
+            let mut unused = Vec::new();
+            for note in notes {
+                let fate = match owners.is_ours(&note.key) {
+                    true => self.examine(engine, note, options).await?,
+                    false => Fate::Keep,
+                };
+                match fate {
+                    Fate::Keep => done.kept += 1,
+                    Fate::Forget => gone.push(note.clone()),
+                    Fate::Delete { bytes, age } => unused.push((note, bytes, age)),
+                }
+            }
+            if unused.is_empty() {
+                continue;
+            }
+            // A publish makes a note before it puts an object. So a note that is still the same belongs to the
+            // object that was examined, and not to one that was put under the same key since.
+            let current = orphans.list().await?;
+            let current: HashSet<_> = current.iter().map(identity).collect();
+            for (note, bytes, age) in unused {
+                let unchanged = current.contains(&identity(note));
+                let now = self.place.look(&note.key).await?;
+                if !unchanged || now.is_none_or(|(_, now)| now < age) {
+                    done.kept += 1;
+                    continue;
+                }
+                if !options.dry_run {
+                    self.place.delete(&note.key).await?;
+                }
+                match note.unborn {
+                    true => done.strays += 1,
+                    false => done.orphans += 1,
+                }
+                done.bytes += bytes;
+                gone.push(note.clone());
             }
         }
         if !options.dry_run {
@@ -146,49 +196,38 @@ impl Objects {
         Ok(done)
     }
 
-    /// Deletes the object of a note, unless an event refers to it or may do so soon. Returns whether the note
-    /// is done with.
-    async fn dispose(
-        &self,
-        engine: &Engine,
-        note: &Orphan,
-        options: &Collect,
-        done: &mut Collected,
-    ) -> Result<bool> {
+    /// What is to be done about the object of a note.
+    async fn examine(&self, engine: &Engine, note: &Orphan, options: &Collect) -> Result<Fate> {
         // In a store beside a broker the event may be still to come, however late: the archive copies it.
         let archived = engine.background.is_some();
         let waits = |age| note.unborn && (archived || age < options.strays_after);
         if waits(SystemClock.now().since(note.since)) {
-            return Ok(false);
+            return Ok(Fate::Keep);
         }
         let Some((bytes, age)) = self.place.look(&note.key).await? else {
             // Never put or already deleted, unless it is in another place.
-            return Ok(note.bucket == self.place.name());
+            return Ok(match note.bucket == self.place.name() {
+                true => Fate::Forget,
+                false => Fate::Keep,
+            });
         };
         if is_in_use(engine, note.id, &note.key).await? {
-            return Ok(true);
+            return Ok(Fate::Forget);
         }
-        // Another collector may have deleted the object meanwhile, and a publish put it again.
-        let now = self.place.look(&note.key).await?;
-        if waits(age) || now.is_none_or(|(_, now)| now < age) {
-            return Ok(false);
-        }
-        if !options.dry_run {
-            self.place.delete(&note.key).await?;
-        }
-        match note.unborn {
-            true => done.strays += 1,
-            false => done.orphans += 1,
-        }
-        done.bytes += bytes;
-        Ok(true)
+        Ok(match waits(age) {
+            true => Fate::Keep,
+            false => Fate::Delete { bytes, age },
+        })
     }
 
     /// Deletes the object that an append did not need: it stored nothing, or had stored the event before. The
-    /// collector strikes off the note. In a store beside a broker, which sees events late, the object stays.
+    /// collector strikes off the note. Two objects stay: one whose key another publish may use again, since a
+    /// late deletion would hit the object of that publish, and one in a store beside a broker, which sees events
+    /// late.
     pub(crate) async fn discard(&self, engine: &Engine, event: &Event) -> Result<()> {
         let seen = self.orphans.is_some() && engine.background.is_none();
-        match event.overflow().filter(|_| seen) {
+        let unneeded = event.overflow().filter(|o| seen && key::is_unique(&o.key));
+        match unneeded {
             Some(reference) if !is_in_use(engine, event.id(), &reference.key).await? => {
                 self.place.delete(&reference.key).await
             }

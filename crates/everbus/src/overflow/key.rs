@@ -31,6 +31,17 @@ pub(super) fn suffixed(key: &str, suffix: &str) -> String {
     format!("{stem}-{suffix}{ENDING}")
 }
 
+/// The digits that make a key unique: a random UUID.
+const UNIQUE: usize = 32;
+
+/// Whether the key was made for one put and is never used again.
+pub(super) fn is_unique(key: &str) -> bool {
+    parts(key).is_some_and(|(_, suffix)| {
+        let last = suffix.rsplit('-').next().unwrap_or_default();
+        last.len() == UNIQUE && last.bytes().all(|b| b.is_ascii_hexdigit())
+    })
+}
+
 /// The event of an object, if a bus made its key.
 pub(super) fn event_of(key: &str) -> Option<EventId> {
     parts(key).map(|(id, _)| id)
@@ -89,6 +100,9 @@ mod tests {
         assert_eq!(parts[2], format!("{}-payload.json", event.id()));
         assert_eq!(event_of(&key), Some(event.id()));
         assert_eq!(event_of(&suffixed(&key, "0a1b")), Some(event.id()));
+        let unique = uuid::Uuid::new_v4().simple().to_string();
+        assert!(is_unique(&suffixed(&key, &unique)));
+        assert!(!is_unique(&key) && !is_unique(&suffixed(&key, "0a1b2c3d4e5f")));
         let mark = "0123456789ab";
         assert_eq!(maker(&key), Some(None));
         assert_eq!(maker(&suffixed(&key, &"a".repeat(16))), Some(None));

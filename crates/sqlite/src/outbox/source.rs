@@ -30,7 +30,7 @@ const FIRST_LOOK: Duration = Duration::from_millis(1);
 /// Time for one round of removing old rows.
 const FORGETTING: Duration = Duration::from_millis(50);
 /// Rows that one transaction of it removes, and the pause after it, in which other programs can write.
-const FORGET_ROWS: usize = 128;
+const FORGET_ROWS: usize = 32;
 const FORGET_PAUSE: Duration = Duration::from_millis(1);
 
 /// Enqueues in this process, whatever database they go to.

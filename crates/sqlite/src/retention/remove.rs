@@ -25,9 +25,12 @@ pub(crate) struct Removed {
 
 /// The largest range that one transaction looks at, from the first event that it removes on. Scattered events
 /// take several transactions.
-const SPAN: u64 = 8192;
+const SPAN: u64 = 2048;
 /// Adjacent pieces are removed together up to this weight; then the time is checked.
-const TOGETHER: u64 = 256;
+const TOGETHER: u64 = 64;
+/// A transaction removes about this many events before the time counts: what it looks up first costs the same for
+/// one event as for all of its range.
+const LEAST: u64 = 64;
 
 /// As many of these pieces as one transaction may take, by their positions: at least one.
 pub(crate) fn near(pieces: &[Piece]) -> &[Piece] {
@@ -61,8 +64,9 @@ pub(crate) fn remove_pieces(
     let needed = owed(tx, leases)?.needed(&tx.conn, whole, None)?;
     let beside = beside(tx, whole)?;
     let mut removed = Removed::default();
+    let mut seen = 0;
     for (piece, joined) in joined(pieces) {
-        if removed.pieces > 0 && slice.is_over() {
+        if seen >= LEAST && slice.is_over() {
             break;
         }
         let mut gone = 0;
@@ -70,6 +74,7 @@ pub(crate) fn remove_pieces(
             gone += remove_stretch(tx, lo, hi, &beside, piece.overflow)?;
         }
         removed.events += gone;
+        seen += piece.events;
         if !needed.is_empty() {
             removed.kept += piece.events.saturating_sub(gone);
         }

@@ -7,8 +7,8 @@ use std::time::{Duration, SystemTime};
 use everbus::overflow::{Collect, Collected};
 use everbus::{Bus, Event, EventId, Retention};
 use everbus_core::{
-    Background, BoxFuture, Clock as _, Engine, GroupState, Lookup, Orphan, Position, Recorded,
-    Result, SystemClock, Timestamp,
+    Background, BoxFuture, Clock as _, Engine, GroupState, LogId, Lookup, Orphan, Orphans,
+    Position, Recorded, Result, SystemClock, Timestamp,
 };
 
 use super::{Shelf, stored};
@@ -512,6 +512,71 @@ async fn an_object_that_was_put_again_is_not_deleted() {
         let collected = objects.collect(&engine, &at_once()).await.unwrap();
         assert_eq!(collected.orphans, 0);
         assert_eq!(std::fs::read(&object).unwrap(), b"new");
+    })
+    .await;
+}
+
+/// Each time a collector has read the notes, another one deletes the object, and a publish puts it again.
+struct PutAfterTheNotes {
+    inner: Arc<dyn Orphans>,
+    object: PathBuf,
+}
+
+impl Orphans for PutAfterTheNotes {
+    fn list(&self) -> BoxFuture<'_, Result<Vec<Orphan>>> {
+        Box::pin(async move {
+            let notes = self.inner.list().await?;
+            std::fs::remove_file(&self.object).unwrap();
+            let note = Orphan {
+                since: SystemClock.now(),
+                unborn: true,
+                ..notes[0].clone()
+            };
+            self.inner.note(vec![note]).await?;
+            std::fs::write(&self.object, "new").unwrap();
+            Ok(notes)
+        })
+    }
+
+    fn note(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>> {
+        self.inner.note(orphans)
+    }
+
+    fn forget(&self, orphans: Vec<Orphan>) -> BoxFuture<'_, Result<()>> {
+        self.inner.forget(orphans)
+    }
+
+    fn log_id(&self) -> BoxFuture<'_, Result<LogId>> {
+        self.inner.log_id()
+    }
+
+    fn renew(&self) -> BoxFuture<'_, Result<LogId>> {
+        self.inner.renew()
+    }
+}
+
+// conformance: memory/overflow-put-again: an object that is put again after the collector has read its notes is not deleted
+#[tokio::test]
+async fn an_object_that_was_put_again_after_the_notes_were_read_is_not_deleted() {
+    on_every_engine(|lab| async move {
+        let shelf = Shelf::new(lab);
+        let bus = shelf.open().await;
+        publish(&bus, "x").await;
+        forget_everything(&bus).await;
+        let object = shelf.objects().join(&shelf.files()[0]);
+        let mut engine = bus.engine().clone();
+        engine.orphans = Some(Arc::new(PutAfterTheNotes {
+            inner: engine.orphans.take().unwrap(),
+            object: object.clone(),
+        }));
+        let objects = everbus::overflow::Objects::open(&engine, &shelf.overflow());
+        let objects = objects.unwrap().unwrap();
+        let collected = objects.collect(&engine, &at_once()).await.unwrap();
+        assert_eq!((collected.orphans, collected.strays), (0, 0));
+        assert_eq!(std::fs::read(&object).unwrap(), b"new");
+        // The note of the publish is still there.
+        let notes = bus.engine().orphans().unwrap().list().await.unwrap();
+        assert!(notes.iter().any(|note| note.unborn), "{notes:?}");
     })
     .await;
 }
