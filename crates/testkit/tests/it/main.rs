@@ -16,6 +16,7 @@ mod narrow;
 mod opening;
 mod power;
 mod relay;
+mod servers;
 mod store_first;
 mod zombie;
 
