@@ -20,7 +20,6 @@ const API: &str = "$JS.API.";
 #[derive(Debug, Deserialize)]
 pub(crate) struct StreamInfo {
     pub(crate) config: Value,
-    pub(crate) created: String,
     pub(crate) state: StreamState,
     /// How many subjects the filter selects.
     #[serde(default)]

@@ -89,8 +89,8 @@ pub(crate) struct Address {
     pub(crate) tls: bool,
 }
 
-const HINT: &str = "write it as nats://host:4222, nats://user:password@host:4222/space or tls://host:4222; \
-                    several servers are separated by commas";
+const HINT: &str = "write it as nats://host:4222, nats://user:password@host:4222/space or \
+                    tls://host:4222; several servers are separated by commas";
 
 /// Reads a URL: `nats://[user:password@|token@]host[:port][,host…][/space]`.
 pub(crate) fn parse(url: &str) -> Result<Address> {
@@ -106,30 +106,30 @@ pub(crate) fn parse(url: &str) -> Result<Address> {
     if rest.contains(['?', '#']) {
         return bad("settings after a question mark are not read");
     }
+    // Each server of a list may have the scheme.
+    let rest = rest.replace("nats://", "").replace("tls://", "");
     let (hosts, space) = match rest.split_once('/') {
         Some((hosts, space)) => (hosts, space.trim_end_matches('/')),
-        None => (rest, ""),
+        None => (&rest[..], ""),
     };
     let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_');
     if space.len() > 32 || !space.chars().all(fits) {
         return bad("the part after the slash is not up to 32 letters, digits, - and _");
     }
-    let (secrets, hosts) = match hosts.rsplit_once('@') {
-        Some((secrets, hosts)) => (Some(secrets), hosts),
-        None => (None, hosts),
-    };
     let (mut user, mut password, mut token) = (None, None, None);
-    match secrets.map(|secrets| secrets.split_once(':')) {
-        Some(Some((name, secret))) => {
-            (user, password) = (Some(unescape(name)?), Some(unescape(secret)?));
-        }
-        Some(None) => token = Some(unescape(secrets.unwrap_or_default())?),
-        None => {}
-    }
     let mut servers = Vec::new();
     for host in hosts.split(',') {
-        let host = host.rsplit_once("://").map_or(host, |(_, host)| host);
-        let host = host.rsplit_once('@').map_or(host, |(_, host)| host).trim();
+        let (secrets, host) = match host.rsplit_once('@') {
+            Some((secrets, host)) => (Some(secrets), host.trim()),
+            None => (None, host.trim()),
+        };
+        match secrets.map(|secrets| (secrets, secrets.split_once(':'))) {
+            Some((_, Some((name, secret)))) => {
+                (user, password) = (Some(unescape(name)?), Some(unescape(secret)?));
+            }
+            Some((secret, None)) => token = Some(unescape(secret)?),
+            None => {}
+        }
         if host.is_empty() || host.contains(char::is_whitespace) {
             return bad("the URL names no host");
         }
@@ -191,6 +191,9 @@ mod tests {
         assert_eq!(full.user.as_deref(), Some("me"));
         assert_eq!(full.password.as_deref(), Some("a@b"));
         assert_eq!((full.space.as_str(), full.tls), ("shop", true));
+        let two = parse("nats://me:x@a:4222,nats://me:x@b:4222").unwrap();
+        assert_eq!(two.servers, ["nats://a:4222", "nats://b:4222"]);
+        assert_eq!(two.password.as_deref(), Some("x"));
         let token = parse("nats://secret@host").unwrap();
         assert_eq!(token.token.as_deref(), Some("secret"));
     }

@@ -99,8 +99,6 @@ pub(crate) struct StreamHandle {
     pub(crate) subjects: Vec<String>,
     /// The types that belong to it; `None` for one that is not declared any more, and for the single one.
     pub(crate) types: Option<Pattern>,
-    /// When it was created, as the server writes it.
-    pub(crate) created: String,
     /// Whether the server stores a batch as a whole.
     pub(crate) atomic: bool,
     pub(crate) durability: Durability,
@@ -427,7 +425,7 @@ fn changes(
                 "it keeps events {shown}, and the shorter {:?} would delete what is older",
                 Duration::from_nanos(wanted_age)
             ),
-            "declare the longer age, or allow it with streams.allow_shorter_age: true",
+            "declare the longer age, or allow it with broker.allow_shorter_age: true",
         );
     }
     if age != wanted_age && (ours || shorter) {
@@ -502,7 +500,6 @@ fn handle(
         prefix: space.subject_prefix.clone(),
         subjects: texts(&config["subjects"]),
         types,
-        created: info.created.clone(),
         atomic: config["allow_atomic"].as_bool() == Some(true),
         durability,
         window: Duration::from_nanos(config["duplicate_window"].as_u64().unwrap_or(0)),

@@ -1,23 +1,27 @@
 //! The suite with a SQLite file beside the server.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use everbus_core::{Clock, Engine, SystemClock};
 use everbus_testkit::conformance::Harness;
+use tokio::task::JoinHandle;
 
 use crate::{conformance, server};
 
 #[derive(Debug)]
 struct Beside {
-    url: String,
+    url: Option<String>,
     directory: tempfile::TempDir,
+    /// What a bus would run: it ends with its process.
+    background: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Beside {
     fn new() -> Self {
         Self {
-            url: server::space().unwrap(),
+            url: server::account(),
             directory: tempfile::tempdir().unwrap(),
+            background: Mutex::default(),
         }
     }
 }
@@ -25,7 +29,7 @@ impl Beside {
 impl Harness for Beside {
     async fn open(&self, _: Arc<dyn Clock>) -> Engine {
         let clock: Arc<dyn Clock> = Arc::new(SystemClock);
-        let broker = conformance::open(&self.url).await;
+        let broker = conformance::open(self.url.as_ref().unwrap()).await;
         let options = everbus_sqlite::Options {
             clock: clock.clone(),
             ..everbus_sqlite::Options::default()
@@ -35,9 +39,23 @@ impl Harness for Beside {
         let engine = everbus::compose(broker, store, clock).await.unwrap();
         // A bus would run it as long as it is started.
         if let Some(background) = &engine.background {
-            tokio::spawn(background.run());
+            let running = tokio::spawn(background.run());
+            *self.background.lock().unwrap() = Some(running);
         }
         engine
+    }
+
+    async fn crash(&self, engine: Engine) {
+        let running = self.background.lock().unwrap().take();
+        if let Some(running) = running {
+            running.abort();
+            let _ = running.await;
+        }
+        drop(engine);
+    }
+
+    fn available(&self) -> Result<(), String> {
+        self.url.as_ref().map(drop).ok_or_else(server::missing)
     }
 
     fn survives_restart(&self) -> bool {

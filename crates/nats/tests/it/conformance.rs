@@ -10,13 +10,13 @@ use crate::server;
 
 #[derive(Debug)]
 struct OnServer {
-    url: String,
+    url: Option<String>,
 }
 
 impl OnServer {
     fn new() -> Self {
         Self {
-            url: server::space().unwrap(),
+            url: server::account(),
         }
     }
 }
@@ -30,7 +30,11 @@ pub(crate) async fn open(url: &str) -> Engine {
 
 impl Harness for OnServer {
     async fn open(&self, _: Arc<dyn Clock>) -> Engine {
-        open(&self.url).await
+        open(self.url.as_ref().unwrap()).await
+    }
+
+    fn available(&self) -> Result<(), String> {
+        self.url.as_ref().map(drop).ok_or_else(server::missing)
     }
 
     fn survives_restart(&self) -> bool {
