@@ -27,6 +27,9 @@ const TURN: usize = 256;
 /// The first and the longest time that an event without a handler here is left to other processes.
 const LEFT_FIRST: Duration = Duration::from_secs(1);
 const LEFT_LONGEST: Duration = Duration::from_secs(300);
+/// How often a reader looks at its group: while it has no stream to read, and later.
+const LOOK_FIRST: Duration = Duration::from_millis(300);
+const LOOK: Duration = Duration::from_secs(15);
 
 /// A message for the group, under its lease.
 pub(crate) struct Item {
@@ -98,6 +101,7 @@ impl Reader {
         let mut turns = shared.link.turns.clone();
         let mut followed = false;
         let mut kept = Instant::now();
+        let mut looked = Instant::now();
         loop {
             let mut changed = pin!(desk.to_reader.notified());
             changed.as_mut().enable();
@@ -120,6 +124,16 @@ impl Reader {
                     () = closing => {}
                 }
                 continue;
+            }
+            let again = looked + if self.sources.is_empty() { LOOK_FIRST } else { LOOK };
+            if again <= Instant::now() {
+                // Another process may have created a stream for the group, or removed the group.
+                looked = Instant::now();
+                match shared.reload(&group).await {
+                    Ok(Some(_)) => {}
+                    Ok(None) => self.report(no_group(&group.name)),
+                    Err(error) => self.report(error),
+                }
             }
             if !followed || version.has_changed().unwrap_or(false) {
                 version.mark_unchanged();
@@ -159,8 +173,8 @@ impl Reader {
                 }
             };
             let tick = ordered.then(|| Instant::now() + self.lease / 3);
-            let until = [until, tick].into_iter().flatten().min();
-            let until = until.unwrap_or_else(|| Instant::now() + Duration::from_secs(60));
+            let until = [until, tick, Some(again)].into_iter().flatten().min();
+            let until = until.unwrap_or(again);
             tokio::select! {
                 biased;
                 () = closing => {}

@@ -141,18 +141,20 @@ async fn a_server_that_is_away_is_waited_for() {
     assert!(began.elapsed() < Duration::from_secs(60));
     server.restart();
     let answers = engine.broker.append(vec![event(2)]).await.unwrap();
-    answers.into_iter().for_each(|answer| drop(answer.unwrap()));
+    assert!(answers.into_iter().all(|answer| answer.is_ok()));
     // The consumer resumes without being opened again.
     let came = async {
         loop {
-            // An error is reported once, and the reader goes on.
-            if let Ok(batch) = consumer.fetch(10).await {
-                return batch;
+            // An error is reported once, and the reader goes on. The server may have forgotten the ack before
+            // its end.
+            let batch = consumer.fetch(10).await.unwrap_or_default();
+            let types = batch.iter().map(|delivery| delivery.record.event.event_type());
+            if types.into_iter().any(|event_type| event_type == "order.placed") {
+                return;
             }
         }
     };
-    let batch = tokio::time::timeout(Duration::from_secs(60), came).await.unwrap();
-    assert_eq!(batch[0].record.event.event_type(), "order.placed");
+    tokio::time::timeout(Duration::from_secs(60), came).await.unwrap();
     server.pause();
     let error = engine.broker.append(vec![event(3)]).await.unwrap_err();
     assert_eq!((error.code(), error.class()), (Code::Unavailable, Class::Unknown));

@@ -18,7 +18,17 @@ pub(crate) struct Plain(pub(crate) async_nats::Client);
 
 impl Plain {
     pub(crate) async fn connect(url: &str) -> Self {
-        Self(async_nats::connect(url).await.unwrap())
+        let connect = async_nats::ConnectOptions::new();
+        let (scheme, rest) = url.split_once("://").unwrap();
+        let connected = match rest.split_once('@') {
+            None => connect.connect(url).await,
+            Some((who, host)) => {
+                let (user, password) = who.split_once(':').unwrap();
+                let connect = connect.user_and_password(user.to_owned(), password.to_owned());
+                connect.connect(format!("{scheme}://{host}")).await
+            }
+        };
+        Self(connected.unwrap())
     }
 
     pub(crate) async fn api(&self, verb: &str, body: Value) -> Value {
