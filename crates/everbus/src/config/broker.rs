@@ -7,8 +7,23 @@ use everbus_core::Durability;
 use super::problems::listed;
 use super::redact::redacted;
 use super::section::{Reader, Section, Text};
+use crate::access::Access;
 
-pub(super) const KEYS: &[&str] = &["type", "url", "require_durability"];
+pub(super) const KEYS: &[&str] = &[
+    "type",
+    "url",
+    "user",
+    "password",
+    "token",
+    "creds",
+    "tls",
+    "foreign",
+    "synced",
+    "copies",
+    "allow_shorter_age",
+    "require_durability",
+];
+const FOREIGN: &[(&str, bool)] = &[("dead_letter", false), ("raw", true)];
 
 /// The engine of the broker or of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,6 +35,8 @@ pub struct Broker {
     pub url: BrokerUrl,
     /// The least durability that the engine must offer.
     pub require_durability: Option<Durability>,
+    /// The other keys: how to get access to a server.
+    pub access: Access,
 }
 
 /// The engines that a file may name. Not every build has all of them.
@@ -64,7 +81,12 @@ impl BrokerKind {
 
     /// Whether this build has the engine.
     pub fn is_available(self) -> bool {
-        matches!(self, Self::Sqlite | Self::Memory)
+        match self {
+            Self::Memory => true,
+            Self::Sqlite => cfg!(feature = "sqlite"),
+            Self::Nats => cfg!(feature = "nats"),
+            Self::Redis | Self::Kafka | Self::Postgres => false,
+        }
     }
 
     /// Whether the engine can be a store beside a broker.
@@ -161,6 +183,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -
                     kind: BrokerKind::Memory,
                     url: BrokerUrl("memory:".to_owned()),
                     require_durability,
+                    access: Access::default(),
                 });
             }
             Some(kind) if section.get("url").is_none() => {
@@ -204,6 +227,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -
             kind,
             url: BrokerUrl(url),
             require_durability,
+            access: access(reader, section, kind),
         }),
         Err(what) => {
             let hint = match url.variables.as_slice() {
@@ -218,6 +242,42 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -
             None
         }
     }
+}
+
+/// The keys for a server.
+fn access(reader: &mut Reader<'_>, section: &Section<'_>, kind: BrokerKind) -> Access {
+    // All but type and url.
+    let mut given = KEYS.iter().skip(2).filter_map(|key| section.get(key));
+    if kind != BrokerKind::Nats
+        && let Some(field) = given.next()
+    {
+        let what = format!("{} is for a nats broker, and this one is {kind}", field.path);
+        let hint = "remove the key, or put user and password into the URL";
+        reader.problems.add(field.key_place, what, hint);
+        return Access::default();
+    }
+    let mut text = |key: &str, wanted: &str| reader.text(section.get(key), wanted).map(|t| t.value);
+    let mut access = Access {
+        user: text("user", "the name of a user"),
+        password: text("password", "a password, such as ${NATS_PASSWORD}"),
+        token: text("token", "a token, such as ${NATS_TOKEN}"),
+        creds: text("creds", "the path of a .creds file, or the seed of an nkey"),
+        ..Access::default()
+    };
+    // A file with root certificates says that TLS is wanted.
+    match text("tls", "true, false or a file with root certificates").as_deref() {
+        None | Some("false") => {}
+        Some("true") => access.tls = true,
+        Some(file) => (access.tls, access.ca_file) = (true, Some(file.into())),
+    }
+    access.raw_foreign = reader.choice(section.get("foreign"), FOREIGN).unwrap_or(false);
+    access.synced = reader.boolean(section.get("synced")).unwrap_or(false);
+    let copies = reader.whole(section.get("copies"), 1..=5, "copies");
+    access.copies = copies.and_then(|copies| u32::try_from(copies).ok());
+    access.allow_shorter_age = reader
+        .boolean(section.get("allow_shorter_age"))
+        .unwrap_or(false);
+    access
 }
 
 /// The address as `Bus::open` takes it, or what is wrong with it. The message never contains the address.
