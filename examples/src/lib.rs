@@ -24,6 +24,7 @@ chapters! {
     history: "history.md",
     retention: "retention.md",
     testing: "testing.md",
+    engines: "engines.md",
     configuration: "configuration.md",
     dialects: "dialects.md",
 }

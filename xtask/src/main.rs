@@ -34,6 +34,7 @@ cargo xtask <task>
                                every run of the tests compares them
   bench [--record] [arguments] build in release mode and run `everbus bench` with the arguments;
                                --record writes the results to docs/requirements/benches.txt
+  bench engines [arguments]    the engines with a server beside their raw clients
   instructions                 count what an event costs in the pipeline, with valgrind
   chaos --minutes N            kill a real process again and again and look for lost events
         --seconds N            [--hostile-rounds K] how often hostile surroundings are tried
@@ -147,7 +148,29 @@ fn bench(arguments: &[String]) -> Result<(), Failed> {
     {
         return record(rest);
     }
+    if let Some((first, rest)) = arguments.split_first()
+        && first == "engines"
+    {
+        return bench_engines(rest);
+    }
     everbus_bench(arguments).run()
+}
+
+/// Every engine with a server beside its raw client.
+fn bench_engines(arguments: &[String]) -> Result<(), Failed> {
+    servers::install();
+    let fixed = [
+        "run",
+        "--release",
+        "--package",
+        "everbus-bench",
+        "--features",
+        "engines",
+        "--bin",
+        "everbus-bench-engines",
+        "--",
+    ];
+    Cargo::new(&fixed).args(arguments).run()
 }
 
 /// Runs the benchmarks and keeps what came out as the last results, with the commit they are of.

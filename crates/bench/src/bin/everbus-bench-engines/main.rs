@@ -1,0 +1,255 @@
+//! `cargo xtask bench engines`: every engine with a server beside its raw client, in the same run on the same
+//! machine, with the same durability, the same batches and the same number of tasks.
+//!
+//! Raw and Everbus take turns for several rounds, each on an empty database or account of a private server, and
+//! the median counts. A rate counts only if everything was stored and handled.
+
+mod nats;
+mod ours;
+mod postgres;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use serde::Serialize;
+
+type Failed = Box<dyn std::error::Error + Send + Sync>;
+type Outcome<T> = Result<T, Failed>;
+
+/// Tasks that publish at the same time.
+const PUBLISHERS: usize = 8;
+/// Events in one publish of the throughput scenarios.
+const BATCH: usize = 100;
+/// Events that a raw consumer takes at a time.
+const FETCH: usize = 500;
+
+const USAGE: &str = "\
+usage: everbus-bench-engines [-o json] [--quick] [--events N] [ENGINE…]
+
+ENGINE is postgres or nats; all if none is named. The servers are started for the run.";
+
+/// What a run is asked to do.
+struct Plan {
+    json: bool,
+    events: usize,
+    rounds: usize,
+    samples: usize,
+    engines: Vec<String>,
+}
+
+impl Plan {
+    fn parse(arguments: impl Iterator<Item = String>) -> Result<Self, String> {
+        let mut plan = Self {
+            json: false,
+            events: 50_000,
+            rounds: 3,
+            samples: 1000,
+            engines: Vec::new(),
+        };
+        let mut arguments = arguments;
+        while let Some(argument) = arguments.next() {
+            match argument.as_str() {
+                "-o" | "--output" => match arguments.next().as_deref() {
+                    Some("json") => plan.json = true,
+                    Some("table") => plan.json = false,
+                    other => return Err(format!("-o takes json or table, got {other:?}")),
+                },
+                "--quick" => {
+                    (plan.events, plan.rounds, plan.samples) = (2_000, 1, 100);
+                }
+                "--events" => {
+                    let number = arguments.next().and_then(|n| n.parse().ok());
+                    let number = number.filter(|n| *n >= PUBLISHERS * BATCH);
+                    plan.events = number.ok_or_else(|| {
+                        format!("--events takes a number from {} on", PUBLISHERS * BATCH)
+                    })?;
+                }
+                "postgres" | "nats" => plan.engines.push(argument),
+                other => return Err(format!("{other:?} is not known")),
+            }
+        }
+        // Every publisher publishes whole batches.
+        plan.events = plan.events.next_multiple_of(PUBLISHERS * BATCH);
+        if plan.engines.is_empty() {
+            plan.engines = ["postgres", "nats"].map(str::to_owned).to_vec();
+        }
+        Ok(plan)
+    }
+}
+
+/// One line of the result.
+#[derive(Serialize)]
+struct Line {
+    engine: &'static str,
+    scenario: &'static str,
+    payload_bytes: usize,
+    /// Events per second, or microseconds at the 99th percentile for `latency`.
+    ours: f64,
+    raw: f64,
+    /// `ours / raw`; for `latency` it is the difference in microseconds.
+    ratio: f64,
+    target: &'static str,
+    met: bool,
+}
+
+/// What one round of an engine measures, by raw and by Everbus.
+struct Round {
+    publish: Duration,
+    consume: Duration,
+    end_to_end: Duration,
+    latencies: Vec<Duration>,
+}
+
+fn main() -> ExitCode {
+    let plan = match Plan::parse(std::env::args().skip(1)) {
+        Ok(plan) => plan,
+        Err(what) => {
+            say(&format!("{what}\n{USAGE}"));
+            return ExitCode::from(2);
+        }
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build();
+    let lines = match runtime {
+        Ok(runtime) => runtime.block_on(measure(&plan)),
+        Err(error) => Err(error.into()),
+    };
+    match lines {
+        Ok(lines) => {
+            print(&lines, plan.json);
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            say(&format!("{error}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn measure(plan: &Plan) -> Outcome<Vec<Line>> {
+    let mut lines = Vec::new();
+    for engine in &plan.engines {
+        for payload in [256, 4096] {
+            let (mut raw, mut ours) = (Vec::new(), Vec::new());
+            for round in 1..=plan.rounds {
+                say(&format!("{engine}, {payload} bytes, round {round} of {}", plan.rounds));
+                if engine == "postgres" {
+                    raw.push(postgres::raw(plan, payload).await?);
+                    ours.push(postgres::ours(plan, payload).await?);
+                } else {
+                    raw.push(nats::raw(plan, payload).await?);
+                    ours.push(nats::ours(plan, payload).await?);
+                }
+            }
+            let engine = if engine == "postgres" { "postgres" } else { "nats" };
+            lines.extend(compare(engine, payload, plan.events, &raw, &ours));
+        }
+    }
+    Ok(lines)
+}
+
+fn compare(
+    engine: &'static str,
+    payload_bytes: usize,
+    events: usize,
+    raw: &[Round],
+    ours: &[Round],
+) -> Vec<Line> {
+    let end_to_end = if engine == "postgres" { 0.5 } else { 0.85 };
+    let rates: [(&'static str, fn(&Round) -> Duration, f64); 3] = [
+        ("publish", |r| r.publish, 0.85),
+        ("consume", |r| r.consume, 0.85),
+        ("end-to-end", |r| r.end_to_end, end_to_end),
+    ];
+    let mut lines: Vec<Line> = rates
+        .into_iter()
+        .map(|(scenario, took, least)| {
+            let rate = |rounds: &[Round]| {
+                median(rounds.iter().map(|r| events as f64 / took(r).as_secs_f64()).collect())
+            };
+            let (ours, raw) = (rate(ours), rate(raw));
+            Line {
+                engine,
+                scenario,
+                payload_bytes,
+                ours: ours.round(),
+                raw: raw.round(),
+                ratio: round(ours / raw),
+                target: if least > 0.8 { "≥ 0.85 × raw" } else { "≥ 0.5 × raw" },
+                met: ours >= least * raw,
+            }
+        })
+        .collect();
+    let p99 = |rounds: &[Round]| {
+        median(rounds.iter().map(|r| percentile(&r.latencies, 0.99)).collect())
+    };
+    let (ours, raw) = (p99(ours), p99(raw));
+    lines.push(Line {
+        engine,
+        scenario: "latency",
+        payload_bytes,
+        ours: ours.round(),
+        raw: raw.round(),
+        ratio: round(ours - raw),
+        target: "p99 ≤ raw + 200 µs",
+        met: ours <= raw + 200.0,
+    });
+    lines
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+fn percentile(durations: &[Duration], share: f64) -> f64 {
+    let mut micros: Vec<f64> = durations.iter().map(|d| d.as_secs_f64() * 1e6).collect();
+    micros.sort_by(f64::total_cmp);
+    let index = ((micros.len() as f64 * share) as usize).min(micros.len().saturating_sub(1));
+    micros.get(index).copied().unwrap_or(f64::NAN)
+}
+
+fn round(value: f64) -> f64 {
+    (value * 1000.0).round() / 1000.0
+}
+
+fn print(lines: &[Line], json: bool) {
+    use std::io::Write as _;
+    let mut out = std::io::stdout().lock();
+    if json {
+        let _ = serde_json::to_writer_pretty(&mut out, lines);
+        let _ = writeln!(out);
+        return;
+    }
+    let header = ["ENGINE", "SCENARIO", "BYTES", "OURS", "RAW", "RATIO", "TARGET", "MET"];
+    let _ = writeln!(
+        out,
+        "{:9} {:11} {:>6} {:>9} {:>9} {:>9}  {:20} {}",
+        header[0], header[1], header[2], header[3], header[4], header[5], header[6], header[7]
+    );
+    for line in lines {
+        let _ = writeln!(
+            out,
+            "{:9} {:11} {:>6} {:>9} {:>9} {:>9}  {:20} {}",
+            line.engine,
+            line.scenario,
+            line.payload_bytes,
+            line.ours,
+            line.raw,
+            line.ratio,
+            line.target,
+            if line.met { "yes" } else { "NO" }
+        );
+    }
+    let _ = writeln!(
+        out,
+        "\nRates in events per second; latency is p99 in µs from publish to handler, its ratio the difference."
+    );
+}
+
+/// Tells the person who waits.
+fn say(line: &str) {
+    use std::io::Write as _;
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
