@@ -45,13 +45,21 @@ impl Settings {
         }
     }
 
-    fn builder(&self) -> BusBuilder {
-        let builder = Bus::builder().source(SOURCE).streams(Streams::omni());
-        match &self.store {
+    fn builder(&self) -> everbus::Result<BusBuilder> {
+        let builder = Bus::builder().source(SOURCE).streams(streams()?);
+        Ok(match &self.store {
             Some(store) => builder.store(store),
             None => builder,
-        }
+        })
     }
+}
+
+/// The streams of the specification. On the wire their events are the JSON of its envelope, so that programs
+/// without Everbus read and write them.
+fn streams() -> everbus::Result<Streams> {
+    let streams = Streams::omni();
+    let streams = streams.iter().cloned();
+    Streams::new(streams.map(|stream| stream.dialect("omni")))
 }
 
 /// The running system.
@@ -68,7 +76,7 @@ impl App {
     pub async fn start(
         settings: Settings,
     ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
-        let bus = settings.builder().open(&settings.broker).await?;
+        let bus = settings.builder()?.open(&settings.broker).await?;
         let identities = IdentityService::open(&settings.identities)?;
         bus.mount(router(&bus, &settings, identities.clone())?)
             .await?;

@@ -20,7 +20,20 @@ pub(crate) struct System {
 impl System {
     /// One system on each engine of this build, empty at first.
     pub(crate) async fn everywhere() -> Vec<Self> {
-        vec![Self::on_a_file().await]
+        let mut systems = vec![Self::on_a_file().await];
+        #[cfg(feature = "nats")]
+        systems.extend(Self::on_nats().await.map(|(system, _)| system));
+        systems
+    }
+
+    /// On a real NATS server, with a file beside it; and the URL of the server. `None` (said aloud) without one.
+    #[cfg(feature = "nats")]
+    pub(crate) async fn on_nats() -> Option<(Self, String)> {
+        let url = everbus_testkit::servers::Nats::shared()?.fresh_account();
+        let directory = tempfile::tempdir().unwrap();
+        let store = format!("sqlite:{}", directory.path().join("store.db").display());
+        let system = Self::at(directory, url.clone(), Some(store)).await;
+        Some((system, url))
     }
 
     async fn on_a_file() -> Self {
