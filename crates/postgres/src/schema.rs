@@ -9,7 +9,9 @@ use crate::rows::get;
 const MIGRATIONS: &[&[&str]] = &[&[
     include_str!("sql/broker.sql"),
     include_str!("sql/views.sql"),
+    include_str!("sql/outbox.sql"),
     include_str!("sql/store.sql"),
+    include_str!("sql/audit.sql"),
 ]];
 
 /// The version of the tables that this engine uses.

@@ -3,21 +3,20 @@
 use everbus_core::{AuditEntry, AuditHash, AuditHead, Code, Error, Result, Timestamp};
 
 use super::read::{self, number};
-use crate::statements::{Db, args, first, run};
+use crate::pool::{Params, Sql};
 
 /// Records removed in one transaction.
 pub(super) const STEP: i64 = 1000;
 
 /// Adds a record, in a transaction. The row of the head is the lock: records are added one after another.
 pub(super) async fn record(
-    db: &impl Db,
-    s: &str,
+    db: &impl Sql,
     entry: &AuditEntry,
     now: Timestamp,
 ) -> Result<u64> {
     let doing = "writing to the audit trail";
-    let sql = format!("SELECT seq, hash, at FROM {s}.audit_head FOR UPDATE");
-    let row = first(db, doing, &sql, &[]).await?;
+    let sql = "SELECT seq, hash, at FROM everbus.audit_head FOR UPDATE";
+    let row = db.first(doing, sql, &[]).await?;
     let (before, last_at) = row.map(|row| read::head(&row)).ok_or_else(no_head)?;
     let seq = before.seq + 1;
     // Times never fall, so a time is a place in the trail.
@@ -27,27 +26,15 @@ pub(super) async fn record(
     let hash: AuditHash = content.hash(&before.hash);
     let bytes = &hash.as_bytes()[..];
     let sql = format!(
-        "INSERT INTO {s}.audit_log ({})
+        "INSERT INTO everbus.audit_log ({})
          VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
         read::COLUMNS
     );
-    let args = args![
-        number(seq),
-        at.as_micros(),
-        content.actor,
-        content.action,
-        content.entity_type,
-        content.entity_id,
-        content.tenant,
-        content.correlation_id,
-        content.trace_id,
-        content.details,
-        bytes,
-    ];
-    run(db, doing, &sql, args).await.map_err(refused)?;
+    let args: Params<'_> = &[&number(seq), &at.as_micros(), &content.actor, &content.action, &content.entity_type, &content.entity_id, &content.tenant, &content.correlation_id, &content.trace_id, &content.details, &bytes];
+    db.execute(doing, &sql, args).await.map_err(refused)?;
     // A statement of its own: its trigger sees the record.
-    let sql = format!("UPDATE {s}.audit_head SET seq = $1, hash = $2, at = $3");
-    let moved = run(db, doing, &sql, args![number(seq), bytes, at.as_micros()]).await;
+    let sql = "UPDATE everbus.audit_head SET seq = $1, hash = $2, at = $3";
+    let moved = db.execute(doing, sql, &[&number(seq), &bytes, &at.as_micros()]).await;
     moved.map_err(refused)?;
     Ok(seq)
 }
@@ -70,36 +57,34 @@ fn refused(error: Error) -> Error {
 
 /// Removes some records from the beginning, up to `last`, and moves the anchor, in a transaction. Returns
 /// how many.
-pub(super) async fn forget_some(db: &impl Db, s: &str, last: u64) -> Result<u64> {
+pub(super) async fn forget_some(db: &impl Sql, last: u64) -> Result<u64> {
     let doing = "shortening the audit trail";
-    let sql = format!(
-        "INSERT INTO {s}.audit_anchor AS anchor (seq, hash, at)
+    let sql = "INSERT INTO everbus.audit_anchor AS anchor (seq, hash, at)
          SELECT seq, hash, at FROM (
-           SELECT seq, hash, at FROM {s}.audit_log WHERE seq <= $1 ORDER BY seq LIMIT $2) AS some
+           SELECT seq, hash, at FROM everbus.audit_log WHERE seq <= $1 ORDER BY seq LIMIT $2) AS some
          ORDER BY seq DESC LIMIT 1
          ON CONFLICT (only_one) DO UPDATE SET seq = excluded.seq, hash = excluded.hash, at = excluded.at
-         RETURNING seq"
-    );
-    let anchor = first(db, doing, &sql, args![number(last), STEP]).await;
+         RETURNING seq";
+    let anchor = db.first(doing, sql, &[&number(last), &STEP]).await;
     let Some(anchor) = anchor.map_err(refused)? else {
         return Ok(0);
     };
-    let sql = format!("DELETE FROM {s}.audit_log WHERE seq <= $1");
-    run(db, doing, &sql, args![anchor.get::<_, i64>(0)])
+    let sql = "DELETE FROM everbus.audit_log WHERE seq <= $1";
+    db.execute(doing, sql, &[&anchor.get::<_, &i64>(0)])
         .await
         .map_err(refused)
 }
 
 /// The anchor that retention left, or the origin of the chain.
-pub(super) async fn anchor(db: &impl Db, s: &str) -> Result<AuditHead> {
-    let sql = format!("SELECT seq, hash, at FROM {s}.audit_anchor");
-    let row = first(db, "reading the audit trail", &sql, &[]).await?;
+pub(super) async fn anchor(db: &impl Sql) -> Result<AuditHead> {
+    let sql = "SELECT seq, hash, at FROM everbus.audit_anchor";
+    let row = db.first("reading the audit trail", sql, &[]).await?;
     Ok(row.map_or(AuditHead::ORIGIN, |row| read::head(&row).0))
 }
 
 /// The head that the schema keeps beside the records.
-pub(super) async fn kept_head(db: &impl Db, s: &str) -> Result<Option<AuditHead>> {
-    let sql = format!("SELECT seq, hash, at FROM {s}.audit_head");
-    let row = first(db, "reading the audit trail", &sql, &[]).await?;
+pub(super) async fn kept_head(db: &impl Sql) -> Result<Option<AuditHead>> {
+    let sql = "SELECT seq, hash, at FROM everbus.audit_head";
+    let row = db.first("reading the audit trail", sql, &[]).await?;
     Ok(row.map(|row| read::head(&row).0))
 }

@@ -7,7 +7,8 @@ use everbus_core::{
 };
 use tokio_postgres::Row;
 
-use crate::statements::{Arg, Db, Typed, args, clean, first, rows};
+use crate::pool::{Param, Sql};
+use crate::rows::storable;
 
 pub(super) const COLUMNS: &str = "seq, at, actor, action, entity_type, entity_id, tenant, correlation_id, \
                                   trace_id, details, hash";
@@ -27,23 +28,24 @@ impl Condition {
         let place = format!("${}", 4 + self.texts.len());
         self.sql.push_str(" AND ");
         self.sql.push_str(&term.replace('?', &place));
-        self.texts.push(clean(text).into_owned());
+        self.texts.push(storable(text));
     }
 
-    fn args(&self) -> Vec<Arg<'_>> {
-        let numbers = self.numbers.iter().map(Typed::arg);
-        numbers.chain(self.texts.iter().map(Typed::arg)).collect()
+    fn params(&self) -> Vec<&dyn Param> {
+        let numbers = self.numbers.iter().map(|number| number as &dyn Param);
+        let texts = self.texts.iter().map(|text| text as &dyn Param);
+        numbers.chain(texts).collect()
     }
 }
 
-pub(super) async fn page(db: &impl Db, s: &str, query: &AuditQuery) -> Result<AuditPage> {
+pub(super) async fn page(db: &impl Sql, query: &AuditQuery) -> Result<AuditPage> {
     let (mut low, mut high) = (i64::MIN, i64::MAX);
     // The time never falls as the number rises, so a time corresponds to a number.
     if let Some(since) = query.since {
-        low = at_or_after(db, s, since).await?.unwrap_or(i64::MAX);
+        low = at_or_after(db, since).await?.unwrap_or(i64::MAX);
     }
     if let Some(until) = query.until {
-        high = at_or_before(db, s, until).await?.unwrap_or(i64::MIN);
+        high = at_or_before(db, until).await?.unwrap_or(i64::MIN);
     }
     match (query.after.map(number), query.order) {
         (Some(after), Order::Newest) => high = high.min(after.saturating_sub(1)),
@@ -75,10 +77,10 @@ pub(super) async fn page(db: &impl Db, s: &str, query: &AuditQuery) -> Result<Au
         Order::Oldest => "ASC",
     };
     let sql = format!(
-        "SELECT {COLUMNS} FROM {s}.audit_log WHERE seq >= $1 AND seq <= $2{} ORDER BY seq {order} LIMIT $3",
+        "SELECT {COLUMNS} FROM everbus.audit_log WHERE seq >= $1 AND seq <= $2{} ORDER BY seq {order} LIMIT $3",
         condition.sql
     );
-    let found = rows(db, DOING, &sql, &condition.args()).await?;
+    let found = db.query(DOING, &sql, &condition.params()).await?;
     let mut items: Vec<AuditRecord> = found.iter().map(record).collect();
     let more = items.len() > query.page();
     items.truncate(query.page());
@@ -90,30 +92,26 @@ pub(super) fn number(seq: u64) -> i64 {
     i64::try_from(seq).unwrap_or(i64::MAX)
 }
 
-async fn at_or_after(db: &impl Db, s: &str, at: Timestamp) -> Result<Option<i64>> {
-    let sql = format!("SELECT seq FROM {s}.audit_log WHERE at >= $1 ORDER BY at, seq LIMIT 1");
-    let found = first(db, DOING, &sql, args![at.as_micros()]).await?;
+async fn at_or_after(db: &impl Sql, at: Timestamp) -> Result<Option<i64>> {
+    let sql = "SELECT seq FROM everbus.audit_log WHERE at >= $1 ORDER BY at, seq LIMIT 1";
+    let found = db.first(DOING, sql, &[&at.as_micros()]).await?;
     Ok(found.map(|row| row.get(0)))
 }
 
-async fn at_or_before(db: &impl Db, s: &str, at: Timestamp) -> Result<Option<i64>> {
-    let sql =
-        format!("SELECT seq FROM {s}.audit_log WHERE at <= $1 ORDER BY at DESC, seq DESC LIMIT 1");
-    let found = first(db, DOING, &sql, args![at.as_micros()]).await?;
+async fn at_or_before(db: &impl Sql, at: Timestamp) -> Result<Option<i64>> {
+    let sql = "SELECT seq FROM everbus.audit_log WHERE at <= $1 ORDER BY at DESC, seq DESC LIMIT 1";
+    let found = db.first(DOING, sql, &[&at.as_micros()]).await?;
     Ok(found.map(|row| row.get(0)))
 }
 
 /// The last of the records at the beginning that were written before a time.
 pub(super) async fn last_before(
-    db: &impl Db,
-    s: &str,
+    db: &impl Sql,
     before: Timestamp,
 ) -> Result<Option<AuditHead>> {
-    let beyond = at_or_after(db, s, before).await?.unwrap_or(i64::MAX);
-    let sql = format!(
-        "SELECT seq, hash, at FROM {s}.audit_log WHERE seq < $1 ORDER BY seq DESC LIMIT 1"
-    );
-    let found = first(db, DOING, &sql, args![beyond]).await?;
+    let beyond = at_or_after(db, before).await?.unwrap_or(i64::MAX);
+    let sql = "SELECT seq, hash, at FROM everbus.audit_log WHERE seq < $1 ORDER BY seq DESC LIMIT 1";
+    let found = db.first(DOING, sql, &[&beyond]).await?;
     Ok(found.map(|row| head(&row).0))
 }
 

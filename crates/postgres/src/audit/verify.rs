@@ -11,7 +11,7 @@ use tokio_postgres::Row;
 
 use super::chain::{anchor, kept_head};
 use super::read::{COLUMNS, number};
-use crate::statements::{Db, args, rows};
+use crate::pool::{Sql, in_schema};
 
 /// Records read in one statement.
 const CHUNK: i64 = 1000;
@@ -19,13 +19,12 @@ const TABLES: &str = include_str!("../sql/audit.sql");
 
 /// Verifies the trail. `db` is a transaction that sees one state of it.
 pub(super) async fn run(
-    db: &impl Db,
-    s: &str,
+    db: &impl Sql,
     known: Option<AuditHead>,
 ) -> Result<AuditVerdict> {
     let mut verdict = AuditVerdict::default();
-    let schema = schema_problem(db, s).await?;
-    let kept = kept_head(db, s).await?;
+    let schema = schema_problem(db).await?;
+    let kept = kept_head(db).await?;
     let mut points: Vec<Point> = Vec::new();
     points.extend(kept.map(|head| Point {
         head,
@@ -37,7 +36,7 @@ pub(super) async fn run(
     }));
     points.retain(|point| point.head.seq > 0);
     points.sort_by_key(|point| point.head.seq);
-    let start = anchor(db, s).await?;
+    let start = anchor(db).await?;
     let mut walk = Walk {
         points,
         anchor: start,
@@ -45,7 +44,7 @@ pub(super) async fn run(
         first: None,
         verified: 0,
     };
-    verdict.broken = walk.all(db, s).await?;
+    verdict.broken = walk.all(db).await?;
     verdict.verified = walk.verified;
     verdict.first = walk.first;
     verdict.head = (walk.at.seq > 0).then_some(walk.at);
@@ -96,10 +95,10 @@ fn broken(seq: u64, problem: String) -> Option<AuditBreak> {
 }
 
 impl Walk {
-    async fn all(&mut self, db: &impl Db, s: &str) -> Result<Option<AuditBreak>> {
+    async fn all(&mut self, db: &impl Sql) -> Result<Option<AuditBreak>> {
         let doing = "reading the audit trail";
-        let sql = format!("SELECT seq FROM {s}.audit_log WHERE seq <= $1 ORDER BY seq LIMIT 1");
-        let before = rows(db, doing, &sql, args![number(self.anchor.seq)]).await?;
+        let sql = "SELECT seq FROM everbus.audit_log WHERE seq <= $1 ORDER BY seq LIMIT 1";
+        let before = db.query(doing, sql, &[&number(self.anchor.seq)]).await?;
         if let Some(row) = before.first() {
             let seq: i64 = row.get(0);
             let problem = format!(
@@ -110,10 +109,10 @@ impl Walk {
         }
         let mut found = self.compare();
         let sql = format!(
-            "SELECT {COLUMNS} FROM {s}.audit_log WHERE seq > $1 ORDER BY seq LIMIT $2"
+            "SELECT {COLUMNS} FROM everbus.audit_log WHERE seq > $1 ORDER BY seq LIMIT $2"
         );
         while found.is_none() {
-            let chunk = rows(db, doing, &sql, args![number(self.at.seq), CHUNK]).await?;
+            let chunk = db.query(doing, &sql, &[&number(self.at.seq), &CHUNK]).await?;
             for row in &chunk {
                 found = found.or_else(|| self.step(row));
                 if found.is_some() {
@@ -199,25 +198,27 @@ fn content(row: &Row, seq: u64) -> AuditContent<'_> {
 }
 
 /// Whether the triggers of the trail and their functions are those that this version makes.
-async fn schema_problem(db: &impl Db, s: &str) -> Result<Option<String>> {
-    let sql = "SELECT t.tgname::text, t.tgenabled IN ('O', 'A'), p.prosrc
+async fn schema_problem(db: &impl Sql) -> Result<Option<String>> {
+    let sql = "SELECT t.tgname::text, t.tgenabled IN ('O', 'A'), p.prosrc, n.nspname::text
                FROM pg_catalog.pg_trigger t
                JOIN pg_catalog.pg_class c ON c.oid = t.tgrelid
                JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
                JOIN pg_catalog.pg_proc p ON p.oid = t.tgfoid
-               WHERE n.nspname = $1 AND c.relname IN ('audit_log', 'audit_anchor', 'audit_head')
+               WHERE c.oid IN ('everbus.audit_log'::regclass, 'everbus.audit_anchor'::regclass,
+                   'everbus.audit_head'::regclass)
                  AND NOT t.tgisinternal
                ORDER BY t.tgname";
-    let found = rows(db, "reading the triggers", sql, args![s]).await?;
+    let found = db.query("reading the triggers", sql, &[]).await?;
     let there: Vec<(String, bool, String)> = found
         .iter()
         .map(|row| (row.get(0), row.get(1), row.get(2)))
         .collect();
+    let schema = found.first().map_or(String::new(), |row| row.get(3));
     for (name, function) in TRIGGERS {
         let problem = match there.iter().find(|(found, ..)| found == name) {
             None => "is missing",
             Some((_, false, _)) => "is disabled",
-            Some((_, _, source)) if *source == body_of(function, s) => continue,
+            Some((_, _, source)) if *source == body_of(function, &schema) => continue,
             Some(_) => "was changed",
         };
         return Ok(Some(format!(
@@ -240,9 +241,9 @@ const TRIGGERS: [(&str, &str); 6] = [
 ];
 
 /// The text between the quotes of a function, as the server stores it.
-fn body_of(function: &str, s: &str) -> String {
+fn body_of(function: &str, schema: &str) -> String {
     let declared = format!("CREATE FUNCTION everbus.{function}()");
     let rest = TABLES.split_once(&declared).map_or("", |(_, rest)| rest);
     let body = rest.split("$everbus$").nth(1).unwrap_or_default();
-    body.replace("everbus.", &format!("{s}."))
+    in_schema(body, schema)
 }

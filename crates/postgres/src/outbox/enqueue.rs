@@ -5,9 +5,11 @@ use std::borrow::Cow;
 use everbus_core::{Code, Error, Event, Result, TraceContext};
 use everbus_dialects::envelope;
 use tokio_postgres::error::SqlState;
+use tokio_postgres::types::{ToSql, Type};
+use tokio_postgres::GenericClient;
 
 use crate::errors::from_pg;
-use crate::statements::{Db, args, clean};
+use crate::rows::storable;
 
 /// The values of a row, in the order of [`insert_sql`]. Any client of PostgreSQL can send them.
 #[derive(Clone, Debug)]
@@ -37,37 +39,42 @@ impl NewRow {
         let trace = attributes.and_then(|a| a.trace.as_ref());
         let id = event.id().to_string();
         let foreign = attributes.and_then(|a| a.foreign_id.as_deref());
-        let owned = |text: &str| clean(text).into_owned();
         Ok(Self {
-            event_id: foreign.map_or_else(|| id.clone(), owned),
+            event_id: foreign.map_or_else(|| id.clone(), storable),
             // Ids are unique per tenant.
             id: match event.tenant() {
-                Some(tenant) => format!("{id}@{}", clean(tenant)),
+                Some(tenant) => format!("{id}@{}", storable(tenant)),
                 None => id,
             },
             event_type: event.event_type().to_owned(),
             payload: written.payload,
-            correlation_id: attributes.and_then(|a| a.correlation_id.as_deref()).map(owned),
+            correlation_id: attributes.and_then(|a| a.correlation_id.as_deref()).map(storable),
             trace_id: trace.and_then(TraceContext::trace_id).map(str::to_owned),
             attributes: written.attributes,
-            ordering_key: event.ordering_key().map(|key| clean(&key).into_owned()),
+            ordering_key: event.ordering_key().map(|key| storable(&key)),
         })
     }
 }
 
-pub(super) async fn insert(db: &impl Db, table: &str, event: &Event) -> Result<()> {
+pub(super) async fn insert<C: GenericClient + Sync>(
+    db: &C,
+    table: &str,
+    event: &Event,
+) -> Result<()> {
     let row = NewRow::of(event)?;
-    let args = args![
-        row.id,
-        row.event_id,
-        row.event_type,
-        row.payload,
-        row.correlation_id,
-        row.trace_id,
-        row.attributes,
-        row.ordering_key,
+    let attributes = &*row.attributes;
+    let values: [&(dyn ToSql + Sync); 8] = [
+        &row.id,
+        &row.event_id,
+        &row.event_type,
+        &row.payload,
+        &row.correlation_id,
+        &row.trace_id,
+        &attributes,
+        &row.ordering_key,
     ];
-    let inserted = db.execute_typed(&insert_sql(table), args).await;
+    let values = values.map(|value| (value, Type::TEXT));
+    let inserted = db.execute_typed(&insert_sql(table), &values).await;
     inserted.map(drop).map_err(|e| refused(event, e))
 }
 

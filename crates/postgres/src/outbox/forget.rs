@@ -5,7 +5,7 @@
 use everbus_core::{Result, Timestamp};
 
 use super::rows::time;
-use crate::statements::{Db, args, one, rows, run};
+use crate::pool::Sql;
 
 /// The result of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -18,48 +18,46 @@ pub(crate) struct DeadGone {
 /// Deletes at most `limit` rows that were sent before a time, oldest first, and returns how many. Rows that
 /// wait or failed are never deleted.
 pub(crate) async fn forget_sent(
-    db: &impl Db,
-    s: &str,
+    db: &impl Sql,
     before: Timestamp,
     limit: i64,
 ) -> Result<u64> {
     let sql = format!(
-        "DELETE FROM {s}.event_outbox WHERE status = 'sent' AND number IN (
-           SELECT number FROM {s}.event_outbox WHERE status = 'sent' AND sent_at < {at}
+        "DELETE FROM everbus.event_outbox WHERE status = 'sent' AND number IN (
+           SELECT number FROM everbus.event_outbox WHERE status = 'sent' AND sent_at < {at}
            ORDER BY sent_at LIMIT $2)",
         at = time(1)
     );
-    run(db, "forgetting sent rows", &sql, args![before.as_micros(), limit]).await
+    db.execute("forgetting sent rows", &sql, &[&before.as_micros(), &limit]).await
 }
 
 /// How many rows [`forget_sent`] would delete in all, with those that failed because of a dead letter from
 /// before `dead`: that dead letter goes first, and then they count as sent.
 pub(crate) async fn count_sent(
-    db: &impl Db,
-    s: &str,
+    db: &impl Sql,
     before: Timestamp,
     dead: Option<Timestamp>,
 ) -> Result<u64> {
     let sql = format!(
-        "SELECT count(*) FROM {s}.event_outbox o
+        "SELECT count(*) FROM everbus.event_outbox o
          WHERE sent_at < {at} AND (status = 'sent' OR status = 'failed' AND $2
-           AND EXISTS (SELECT 1 FROM {s}.event_outbox_origins origin WHERE origin.number = o.number)
-           AND NOT EXISTS (SELECT 1 FROM {s}.event_outbox_origins origin
-             JOIN {s}.dead_letters d ON d.seq = origin.seq
+           AND EXISTS (SELECT 1 FROM everbus.event_outbox_origins origin WHERE origin.number = o.number)
+           AND NOT EXISTS (SELECT 1 FROM everbus.event_outbox_origins origin
+             JOIN everbus.dead_letters d ON d.seq = origin.seq
              WHERE origin.number = o.number AND d.retried_at IS NULL AND d.died_at >= $3))",
         at = time(1)
     );
     let since = dead.map_or(i64::MIN, Timestamp::as_micros);
-    let args = args![before.as_micros(), dead.is_some(), since];
-    let row = one(db, "counting sent rows", &sql, args).await?;
+    let args: Params<'_> = &[&before.as_micros(), &dead.is_some(), &since];
+    let row = db.one("counting sent rows", &sql, args).await?;
     Ok(u64::try_from(row.get::<_, i64>(0)).unwrap_or(0))
 }
 
 /// Dead letters that died before a time, retried or not, unless their event waits in the outbox.
 fn old(s: &str) -> String {
     format!(
-        "FROM {s}.outbox_dead_letters d
-         WHERE last_seen_at < {at} AND NOT EXISTS (SELECT 1 FROM {s}.event_outbox o
+        "FROM everbus.outbox_dead_letters d
+         WHERE last_seen_at < {at} AND NOT EXISTS (SELECT 1 FROM everbus.event_outbox o
            WHERE o.status = 'pending' AND (o.number = d.number OR o.event_id = d.event_id))",
         at = time(1)
     )
@@ -67,28 +65,25 @@ fn old(s: &str) -> String {
 
 /// Deletes at most `limit` dead letters that died before a time, oldest first, and their rows.
 pub(crate) async fn forget_dead(
-    db: &impl Db,
-    s: &str,
+    db: &impl Sql,
     before: Timestamp,
     limit: i64,
 ) -> Result<DeadGone> {
     let doing = "forgetting dead letters of the outbox";
     let sql = format!(
-        "DELETE FROM {s}.outbox_dead_letters WHERE ctid IN (
+        "DELETE FROM everbus.outbox_dead_letters WHERE ctid IN (
            SELECT d.ctid {} ORDER BY last_seen_at LIMIT $2)
          RETURNING number, event_id",
         old(s)
     );
-    let gone = rows(db, doing, &sql, args![before.as_micros(), limit]).await?;
+    let gone = db.query(doing, &sql, &[&before.as_micros(), &limit]).await?;
     let numbers: Vec<i64> = gone.iter().map(|row| row.get(0)).collect();
     let events: Vec<String> = gone.iter().map(|row| row.get(1)).collect();
     // Also rows of earlier attempts under the same id; the rows of another dead letter stay with it.
-    let sql = format!(
-        "DELETE FROM {s}.event_outbox o
+    let sql = "DELETE FROM everbus.event_outbox o
          WHERE status = 'failed' AND sent_at IS NULL AND (number = ANY($1) OR event_id = ANY($2))
-           AND NOT EXISTS (SELECT 1 FROM {s}.outbox_dead_letters d WHERE d.number = o.number)"
-    );
-    let rows = run(db, doing, &sql, args![numbers, events]).await?;
+           AND NOT EXISTS (SELECT 1 FROM everbus.outbox_dead_letters d WHERE d.number = o.number)";
+    let rows = db.execute(doing, sql, &[&numbers, &events]).await?;
     Ok(DeadGone {
         letters: gone.len() as u64,
         rows,
@@ -96,19 +91,19 @@ pub(crate) async fn forget_dead(
 }
 
 /// What [`forget_dead`] would delete in all.
-pub(crate) async fn count_dead(db: &impl Db, s: &str, before: Timestamp) -> Result<DeadGone> {
+pub(crate) async fn count_dead(db: &impl Sql, before: Timestamp) -> Result<DeadGone> {
     let sql = format!(
         "WITH old AS MATERIALIZED (SELECT event, event_id, number {old})
          SELECT (SELECT count(*) FROM old),
-           (SELECT count(*) FROM {s}.event_outbox o
+           (SELECT count(*) FROM everbus.event_outbox o
             WHERE status = 'failed' AND sent_at IS NULL
               AND (number IN (SELECT number FROM old) OR event_id IN (SELECT event_id FROM old))
-              AND NOT EXISTS (SELECT 1 FROM {s}.outbox_dead_letters d
+              AND NOT EXISTS (SELECT 1 FROM everbus.outbox_dead_letters d
                 WHERE d.number = o.number AND d.event NOT IN (SELECT event FROM old)))",
         old = old(s)
     );
     let doing = "counting dead letters of the outbox";
-    let row = one(db, doing, &sql, args![before.as_micros()]).await?;
+    let row = db.one(doing, &sql, &[&before.as_micros()]).await?;
     let count = |column: usize| u64::try_from(row.get::<_, i64>(column)).unwrap_or(0);
     Ok(DeadGone {
         letters: count(0),

@@ -1,5 +1,4 @@
-//! The statements of the outbox. Each function is one short transaction, or part of one. `s` is the quoted
-//! schema.
+//! The statements of the outbox. Each function is one short transaction, or part of one.
 
 use everbus_core::{
     Claimed, FailedRow, LONGEST_RELAY_LEASE, OUTBOX_ATTEMPTS, OutboxRow, OutboxStatus, RelayLease,
@@ -8,7 +7,7 @@ use everbus_core::{
 
 use super::dead::{self, identity};
 use super::read::{self, COLUMNS};
-use crate::statements::{Db, args, first, one, rows, run};
+use crate::pool::{Params, Sql};
 
 /// At most about this many bytes of payload are in memory at a time.
 const MAX_BYTES: i64 = 8 << 20;
@@ -35,25 +34,22 @@ fn latest_end(now: i64) -> i64 {
 /// Takes or keeps the lease, unless another holder has it. A new holder gets a new fencing token, also if it
 /// held the lease before.
 pub(super) async fn acquire(
-    db: &impl Db,
-    s: &str,
+    db: &impl Sql,
     me: &str,
     now: Timestamp,
     until: Timestamp,
 ) -> Result<Option<RelayLease>> {
     let doing = "taking the lease of the outbox";
-    let sql = format!(
-        "INSERT INTO {s}.outbox_relay AS held (holder, token, until, since)
-         VALUES ($1, 1, $2, (SELECT coalesce(max(number), 0) FROM {s}.event_outbox))
+    let sql = "INSERT INTO everbus.outbox_relay AS held (holder, token, until, since)
+         VALUES ($1, 1, $2, (SELECT coalesce(max(number), 0) FROM everbus.event_outbox))
          ON CONFLICT (only_one) DO UPDATE SET
            token = held.token + (held.holder <> $1)::int, holder = $1, until = $2,
            since = CASE WHEN held.holder <> $1 THEN excluded.since ELSE held.since END
          WHERE held.holder = $1 OR held.until <= $3 OR held.until > $4
-         RETURNING token, since"
-    );
+         RETURNING token, since";
     let now = now.as_micros();
-    let args = args![me, until.as_micros(), now, latest_end(now)];
-    let row = first(db, doing, &sql, args).await?;
+    let args: Params<'_> = &[&me, &until.as_micros(), &now, &latest_end(now)];
+    let row = db.first(doing, sql, args).await?;
     Ok(row.map(|row| RelayLease {
         holder: me.to_owned(),
         token: u64::try_from(row.get::<_, i64>(0)).unwrap_or(0),
@@ -63,27 +59,26 @@ pub(super) async fn acquire(
 
 /// Whether the lease is still this one. It may have expired, as long as no other relay has it; in a
 /// transaction, no other relay gets it before the end.
-pub(super) async fn is_ours(db: &impl Db, s: &str, lease: &RelayLease) -> Result<bool> {
-    let sql = format!("SELECT 1 FROM {s}.outbox_relay WHERE holder = $1 AND token = $2 FOR SHARE");
-    let args = args![lease.holder, token(lease)];
-    Ok(first(db, "looking for the relay", &sql, args).await?.is_some())
+pub(super) async fn is_ours(db: &impl Sql, lease: &RelayLease) -> Result<bool> {
+    let sql = "SELECT 1 FROM everbus.outbox_relay WHERE holder = $1 AND token = $2 FOR SHARE";
+    let args: Params<'_> = &[&lease.holder, &token(lease)];
+    Ok(db.first("looking for the relay", sql, args).await?.is_some())
 }
 
 fn token(lease: &RelayLease) -> i64 {
     i64::try_from(lease.token).unwrap_or(i64::MAX)
 }
 
-pub(super) async fn release(db: &impl Db, s: &str, lease: &RelayLease) -> Result<()> {
-    let sql = format!("UPDATE {s}.outbox_relay SET until = 0 WHERE holder = $1 AND token = $2");
-    let args = args![lease.holder, token(lease)];
-    run(db, "giving the lease of the outbox back", &sql, args).await?;
+pub(super) async fn release(db: &impl Sql, lease: &RelayLease) -> Result<()> {
+    let sql = "UPDATE everbus.outbox_relay SET until = 0 WHERE holder = $1 AND token = $2";
+    let args: Params<'_> = &[&lease.holder, &token(lease)];
+    db.execute("giving the lease of the outbox back", sql, args).await?;
     Ok(())
 }
 
 /// Rows that are ready to publish.
 pub(super) async fn claim(
-    db: &impl Db,
-    s: &str,
+    db: &impl Sql,
     now: Timestamp,
     after: i64,
     limit: usize,
@@ -93,12 +88,12 @@ pub(super) async fn claim(
     // One row more than asked for, to know whether more follow. The sizes are known without the payloads.
     let sql = format!(
         "WITH held AS MATERIALIZED (
-           SELECT ordering_key, min(number) AS number FROM {s}.event_outbox
+           SELECT ordering_key, min(number) AS number FROM everbus.event_outbox
            WHERE status = 'pending' AND attempts > 0 AND due > $1 AND due <= $2
              AND ordering_key IS NOT NULL
            GROUP BY ordering_key),
          ready AS (
-           SELECT o.* FROM {s}.event_outbox o
+           SELECT o.* FROM everbus.event_outbox o
            WHERE status = 'pending' AND number > $3 AND (due <= $1 OR due > $2)
              AND NOT EXISTS (SELECT 1 FROM held
                WHERE held.ordering_key = o.ordering_key AND held.number < o.number)
@@ -110,13 +105,11 @@ pub(super) async fn claim(
          WHERE before < $5 ORDER BY number LIMIT $4 - 1"
     );
     let many = i64::try_from(limit).unwrap_or(i64::MAX - 1).saturating_add(1);
-    let args = args![now, horizon(now), after, many, MAX_BYTES];
-    let found = rows(db, doing, &sql, args).await?;
-    let sql = format!(
-        "SELECT min(due) FROM {s}.event_outbox
-         WHERE status = 'pending' AND attempts > 0 AND due > $1 AND due <= $2"
-    );
-    let due = one(db, doing, &sql, args![now, horizon(now)]).await?;
+    let args: Params<'_> = &[&now, &horizon(now), &after, &many, &MAX_BYTES];
+    let found = db.query(doing, &sql, args).await?;
+    let sql = "SELECT min(due) FROM everbus.event_outbox
+         WHERE status = 'pending' AND attempts > 0 AND due > $1 AND due <= $2";
+    let due = db.one(doing, sql, &[&now, &horizon(now)]).await?;
     let all = found.first().map_or(0, |row| row.get::<_, i64>("found"));
     Ok(Claimed {
         more: usize::try_from(all).unwrap_or(0) > found.len(),
@@ -128,14 +121,13 @@ pub(super) async fn claim(
 /// Records the results of rows, in a transaction. Without the lease it writes nothing and returns false.
 /// With `own` the dead letters of an engine are in the same schema.
 pub(super) async fn settle(
-    db: &impl Db,
-    s: &str,
+    db: &impl Sql,
     lease: &RelayLease,
     outcomes: &[(OutboxRow, RowOutcome)],
     now: Timestamp,
     own: bool,
 ) -> Result<bool> {
-    if !is_ours(db, s, lease).await? {
+    if !is_ours(db, lease).await? {
         return Ok(false);
     }
     let sent = outcomes.iter().filter_map(|(row, outcome)| match outcome {
@@ -144,24 +136,24 @@ pub(super) async fn settle(
     });
     let sent: Vec<&OutboxRow> = sent.collect();
     if !sent.is_empty() {
-        mark_sent(db, s, &sent, now).await?;
+        mark_sent(db, &sent, now).await?;
         let sql = format!(
-            "SELECT EXISTS (SELECT 1 FROM {s}.outbox_dead_letters WHERE retried_at IS NULL), {}",
+            "SELECT EXISTS (SELECT 1 FROM everbus.outbox_dead_letters WHERE retried_at IS NULL), {}",
             match own {
                 true => format!(
-                    "EXISTS (SELECT 1 FROM {s}.dead_letters WHERE retried_at IS NULL)"
+                    "EXISTS (SELECT 1 FROM everbus.dead_letters WHERE retried_at IS NULL)"
                 ),
                 false => "false".to_owned(),
             }
         );
-        let row = one(db, "looking for dead letters", &sql, &[]).await?;
+        let row = db.one("looking for dead letters", &sql, &[]).await?;
         let (given_up, dead_lettered): (bool, bool) = (row.get(0), row.get(1));
         if given_up {
             let names: Vec<_> = sent.iter().map(|row| (row.row, identity(row))).collect();
-            dead::close(db, s, &names, now).await?;
+            dead::close(db, &names, now).await?;
         }
         if dead_lettered {
-            dead::show(db, s, &sent).await?;
+            dead::show(db, &sent).await?;
         }
     }
     for (row, outcome) in outcomes {
@@ -169,46 +161,44 @@ pub(super) async fn settle(
             RowOutcome::Sent => {}
             RowOutcome::Rejected { error, after } => {
                 let due = now.plus(*after).as_micros();
-                dead::reject(db, s, row, error, now, due).await?;
+                dead::reject(db, row, error, now, due).await?;
             }
-            RowOutcome::Failed { error } => dead::fail(db, s, row, error, now).await?,
+            RowOutcome::Failed { error } => dead::fail(db, row, error, now).await?,
         }
     }
     Ok(true)
 }
 
-async fn mark_sent(db: &impl Db, s: &str, sent: &[&OutboxRow], now: Timestamp) -> Result<()> {
+async fn mark_sent(db: &impl Sql, sent: &[&OutboxRow], now: Timestamp) -> Result<()> {
     let numbers: Vec<i64> = sent.iter().map(|row| row.row).collect();
     let revisions: Vec<i64> = sent.iter().map(|row| row.revision).collect();
     let sql = format!(
-        "UPDATE {s}.event_outbox o SET status = 'sent', sent_at = {at}
+        "UPDATE everbus.event_outbox o SET status = 'sent', sent_at = {at}
          FROM unnest($1, $2) AS t (number, revision)
          WHERE o.number = t.number AND o.status = 'pending' AND o.revision = t.revision",
         at = time(3)
     );
-    let args = args![numbers, revisions, now.as_micros()];
-    run(db, "marking rows as sent", &sql, args).await?;
+    let args: Params<'_> = &[&numbers, &revisions, &now.as_micros()];
+    db.execute("marking rows as sent", &sql, args).await?;
     Ok(())
 }
 
-pub(super) async fn status(db: &impl Db, s: &str, now: Timestamp) -> Result<OutboxStatus> {
-    let sql = format!(
-        "SELECT
-           (SELECT count(*) FROM {s}.event_outbox WHERE status = 'pending'),
-           (SELECT count(*) FROM {s}.event_outbox WHERE status = 'pending' AND attempts > 0),
-           (SELECT count(*) FROM {s}.event_outbox WHERE status = 'failed'),
-           (SELECT count(*) FROM {s}.event_outbox WHERE status = 'sent'),
+pub(super) async fn status(db: &impl Sql, now: Timestamp) -> Result<OutboxStatus> {
+    let sql = "SELECT
+           (SELECT count(*) FROM everbus.event_outbox WHERE status = 'pending'),
+           (SELECT count(*) FROM everbus.event_outbox WHERE status = 'pending' AND attempts > 0),
+           (SELECT count(*) FROM everbus.event_outbox WHERE status = 'failed'),
+           (SELECT count(*) FROM everbus.event_outbox WHERE status = 'sent'),
            (SELECT CASE WHEN isfinite(created_at) THEN (extract(epoch FROM created_at) * 1000000)::bigint END
-            FROM {s}.event_outbox WHERE status = 'pending' ORDER BY number LIMIT 1),
+            FROM everbus.event_outbox WHERE status = 'pending' ORDER BY number LIMIT 1),
            coalesce(
-             (SELECT last_error FROM {s}.event_outbox WHERE status = 'pending' AND attempts > 0
+             (SELECT last_error FROM everbus.event_outbox WHERE status = 'pending' AND attempts > 0
               ORDER BY due DESC LIMIT 1),
-             (SELECT last_error FROM {s}.event_outbox WHERE status = 'failed'
+             (SELECT last_error FROM everbus.event_outbox WHERE status = 'failed'
               ORDER BY number DESC LIMIT 1)),
-           (SELECT holder FROM {s}.outbox_relay WHERE until > $1 AND until <= $2)"
-    );
+           (SELECT holder FROM everbus.outbox_relay WHERE until > $1 AND until <= $2)";
     let now = now.as_micros();
-    let row = one(db, "counting the outbox", &sql, args![now, latest_end(now)]).await?;
+    let row = db.one("counting the outbox", sql, &[&now, &latest_end(now)]).await?;
     let count = |column: usize| u64::try_from(row.get::<_, i64>(column)).unwrap_or(0);
     Ok(OutboxStatus {
         pending: count(0),
@@ -221,16 +211,14 @@ pub(super) async fn status(db: &impl Db, s: &str, now: Timestamp) -> Result<Outb
     })
 }
 
-pub(super) async fn failed(db: &impl Db, s: &str, limit: usize) -> Result<Vec<FailedRow>> {
-    let sql = format!(
-        "SELECT id, event_id, event_type, attempts,
+pub(super) async fn failed(db: &impl Sql, limit: usize) -> Result<Vec<FailedRow>> {
+    let sql = "SELECT id, event_id, event_type, attempts,
            to_char(created_at AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"'), last_error,
-           CASE WHEN sent_at IS NULL THEN (SELECT failures FROM {s}.outbox_dead_letters d
+           CASE WHEN sent_at IS NULL THEN (SELECT failures FROM everbus.outbox_dead_letters d
              WHERE d.number = o.number ORDER BY last_seen_at DESC LIMIT 1) END
-         FROM {s}.event_outbox o WHERE status = 'failed' ORDER BY number DESC LIMIT $1"
-    );
+         FROM everbus.event_outbox o WHERE status = 'failed' ORDER BY number DESC LIMIT $1";
     let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-    let found = rows(db, "listing failed rows", &sql, args![limit]).await?;
+    let found = db.query("listing failed rows", sql, &[&limit]).await?;
     let read = |row: &tokio_postgres::Row| FailedRow {
         id: row.get(0),
         event_id: row.get(1),
@@ -246,8 +234,7 @@ pub(super) async fn failed(db: &impl Db, s: &str, limit: usize) -> Result<Vec<Fa
 /// The failed rows that one of these texts names, or all failed rows, from `after` on and up to a limit:
 /// their numbers, and the names of their events.
 pub(super) async fn failed_rows(
-    db: &impl Db,
-    s: &str,
+    db: &impl Sql,
     ids: Option<&Vec<String>>,
     after: i64,
     limit: i64,
@@ -257,11 +244,11 @@ pub(super) async fn failed_rows(
         None => "AND $3 IS NULL",
     };
     let sql = format!(
-        "SELECT {COLUMNS} FROM {s}.event_outbox WHERE status = 'failed' AND number > $1 {named}
+        "SELECT {COLUMNS} FROM everbus.event_outbox WHERE status = 'failed' AND number > $1 {named}
          ORDER BY number LIMIT $2"
     );
     let ids: Option<Vec<String>> = ids.cloned();
-    let found = rows(db, "looking for failed rows", &sql, args![after, limit, ids]).await?;
+    let found = db.query("looking for failed rows", &sql, &[&after, &limit, &ids]).await?;
     let name = |row: &tokio_postgres::Row| {
         let row = read::row(row);
         (row.row, identity(&row))
@@ -271,25 +258,24 @@ pub(super) async fn failed_rows(
 
 /// Makes failed rows wait again, in a transaction.
 pub(super) async fn retry(
-    db: &impl Db,
-    s: &str,
+    db: &impl Sql,
     chosen: &[(i64, String)],
     now: Timestamp,
 ) -> Result<u64> {
     let sql = format!(
-        "UPDATE {s}.event_outbox
+        "UPDATE everbus.event_outbox
          SET status = 'pending', attempts = 0, due = 0, sent_at = NULL, wanted_at = {at}
          WHERE number = ANY($1) AND status = 'failed' RETURNING number",
         at = time(2)
     );
     let numbers: Vec<i64> = chosen.iter().map(|(number, _)| *number).collect();
-    let args = args![numbers, now.as_micros()];
-    let changed = rows(db, "retrying failed rows", &sql, args).await?;
+    let args: Params<'_> = &[&numbers, &now.as_micros()];
+    let changed = db.query("retrying failed rows", &sql, args).await?;
     let changed: Vec<i64> = changed.iter().map(|row| row.get(0)).collect();
     let waiting = chosen.iter().filter(|(number, _)| changed.contains(number));
     let waiting: Vec<(i64, String)> = waiting.cloned().collect();
     if !waiting.is_empty() {
-        dead::close(db, s, &waiting, now).await?;
+        dead::close(db, &waiting, now).await?;
     }
     Ok(waiting.len() as u64)
 }

@@ -75,7 +75,7 @@ BEGIN
     IF NEW.wanted_at IS NOT DISTINCT FROM OLD.wanted_at THEN
       NEW.wanted_at := clock_timestamp();
     END IF;
-    PERFORM pg_notify('everbus_outbox', '');
+    PERFORM pg_notify(TG_TABLE_SCHEMA || '_wake', '');
   END IF;
   RETURN NEW;
 END
@@ -85,7 +85,7 @@ $everbus$;
 CREATE OR REPLACE FUNCTION everbus.event_outbox_wake() RETURNS trigger
 LANGUAGE plpgsql AS $everbus$
 BEGIN
-  PERFORM pg_notify('everbus_outbox', '');
+  PERFORM pg_notify(TG_TABLE_SCHEMA || '_wake', '');
   RETURN NULL;
 END
 $everbus$;

@@ -1,13 +1,5 @@
 -- The tables of the store. Every name begins with the schema, which a setting may change.
 
--- Properties of the schema as a whole: duties, the record of the clock, the id of the log.
-CREATE TABLE IF NOT EXISTS everbus.meta (
-  key   text COLLATE "C" PRIMARY KEY,
-  value text NOT NULL
-);
-INSERT INTO everbus.meta (key, value) VALUES ('log_id', replace(gen_random_uuid()::text, '-', ''))
-ON CONFLICT DO NOTHING;
-
 -- HISTORY. An event without a name is in none of these. Names may be longer than an entry of an index, so
 -- hashes of them are indexed.
 CREATE INDEX log_tenant ON everbus.log (hashtextextended(tenant, 0), seq) WHERE tenant <> '';
