@@ -134,8 +134,9 @@ impl NewRow {
                 Error::new(everbus_core::Code::Internal, "attributes cannot be written").caused_by(e)
             })?),
         };
+        let id = event.id();
         let columns = Columns {
-            id: event.id().as_bytes(),
+            id: id.as_bytes(),
             event_type: event.event_type(),
             version: event.version(),
             occurred_at: event.occurred_at().as_micros(),

@@ -240,3 +240,38 @@ EXCEPTION WHEN OTHERS THEN
   RETURN encode(payload, 'hex');
 END
 $$;
+
+-- Locks a group, and returns it as it is after the wait: the second statement sees what the holder of the
+-- lock before has committed. No row if there is no such group.
+CREATE FUNCTION everbus.lock_group(wanted bigint)
+RETURNS TABLE (o_name text, o_ordered boolean, o_cursor bigint, o_declared_at bigint, o_dropped_to bigint,
+  o_owner bigint, o_patterns text[], o_lease_end bigint, o_unhandled bigint, o_ahead boolean)
+LANGUAGE plpgsql AS $$
+BEGIN
+  PERFORM 1 FROM everbus.groups g WHERE g.id = wanted FOR UPDATE;
+  RETURN QUERY
+  SELECT g.name, g.ordered, g.cursor, g.declared_at, g.dropped_to, g.owner,
+    ARRAY (SELECT s.event_type FROM everbus.subscriptions s WHERE s.group_id = wanted ORDER BY s.name),
+    least((SELECT min(c.until) FROM everbus.claims c WHERE c.group_id = wanted),
+      (SELECT min(d.until) FROM everbus.deliveries d WHERE d.group_id = wanted AND d.state = 1)),
+    (SELECT min(d.due) FROM everbus.deliveries d WHERE d.group_id = wanted AND d.state = 3),
+    g.dropped_to > g.cursor
+      OR EXISTS (SELECT 1 FROM everbus.deliveries d WHERE d.group_id = wanted AND d.seq > g.cursor)
+  FROM everbus.groups g WHERE g.id = wanted;
+END
+$$;
+
+-- The number of the advisory lock that an owner holds.
+CREATE FUNCTION everbus.owner_key(owner bigint) RETURNS bigint LANGUAGE sql STABLE AS $$
+  SELECT (c.relnamespace::bigint << 32) | owner FROM pg_catalog.pg_class c WHERE c.oid = 'everbus.log'::regclass
+$$;
+
+-- The owners that hold no lock.
+CREATE FUNCTION everbus.unlocked_owners() RETURNS SETOF bigint LANGUAGE sql AS $$
+  SELECT o.id FROM everbus.owners o WHERE NOT EXISTS (
+    SELECT 1 FROM pg_catalog.pg_locks l
+    WHERE l.locktype = 'advisory' AND l.objsubid = 1 AND l.granted
+      AND l.database = (SELECT d.oid FROM pg_catalog.pg_database d WHERE d.datname = current_database())
+      AND l.classid = (SELECT c.relnamespace FROM pg_catalog.pg_class c WHERE c.oid = 'everbus.log'::regclass)
+      AND l.objid::bigint = o.id)
+$$;
