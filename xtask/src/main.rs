@@ -12,6 +12,7 @@ mod conformance;
 mod instructions;
 mod rooms;
 mod run;
+mod servers;
 mod tools;
 
 use std::path::{Path, PathBuf};
@@ -23,8 +24,9 @@ const USAGE: &str = "\
 cargo xtask <task>
 
   test [--no-chaos]            install what the tests need (as root, with apt-get; otherwise say
-                               what is missing and stop), then run all of them, check the
-                               conformance table and run the kill campaign for 60 seconds
+                               what is missing and stop) and the servers they talk to (as root,
+                               with apt-get and pip), then run all of them, check the conformance
+                               table and run the kill campaign for 60 seconds
   conformance [--check]        write docs/conformance.md from docs/requirements and the tags on the tests;
                                --check only says whether it is in order and up to date
   compat                       run the conformance suite on every engine, write its outcomes to
@@ -90,7 +92,7 @@ fn test(arguments: &[String]) -> Result<(), Failed> {
         }
     }
     tools::install()?;
-    tools::install_servers();
+    servers::install();
     let tests = ["test", "--workspace", "--all-features", "--no-fail-fast"];
     let tests = Cargo::new(&tests).run_tests();
     let table = conformance::check(&root());

@@ -1,5 +1,5 @@
-//! Tools that the tests need beside Rust: a C compiler (SQLite is compiled in), the `sqlite3` shell (to read
-//! the files as another program would), and if possible a server that speaks S3.
+//! Tools that the tests need beside Rust: a C compiler (SQLite is compiled in), and the `sqlite3` shell
+//! (to read the files as another program would).
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use crate::run::Failed;
 /// How often a download is tried.
 const TRIES: u32 = 4;
 /// Pause before the second try; it doubles before each further one.
-const PAUSE: Duration = Duration::from_secs(3);
+pub(crate) const PAUSE: Duration = Duration::from_secs(3);
 
 struct Tool {
     program: &'static str,
@@ -73,39 +73,11 @@ pub(crate) fn install() -> Result<(), Failed> {
     )))
 }
 
-/// Installs the servers for the tests if that needs no question. Tests without their server say so and are
-/// skipped, or fail with `EVERBUS_REQUIRE_SERVERS=1`.
-pub(crate) fn install_servers() {
-    if works("moto_server", "--help") {
-        return;
-    }
-    let why_not = if !is_root() {
-        "packages are installed only as root".to_owned()
-    } else if !works("python3", "-mpip") {
-        "python3 has no pip here".to_owned()
-    } else {
-        println!("> pip install {MOTO}");
-        let installed = repeatedly("installing moto", PAUSE, || succeed(&mut pip_install()));
-        installed.err().map_or_else(
-            || "its programs are not on the PATH".to_owned(),
-            |failed| failed.to_string(),
-        )
-    };
-    if !works("moto_server", "--help") {
-        println!(
-            "moto_server is missing ({why_not}): the tests of overflow to S3 are skipped, or fail with \
-             EVERBUS_REQUIRE_SERVERS=1 (pip install '{MOTO}')"
-        );
-    }
-}
-
-/// The S3 server of the tests; the next major version may behave differently.
-const MOTO: &str = "moto[server]>=5,<6";
-
-fn pip_install() -> Command {
+/// `pip install`, without the name of the wheel.
+pub(crate) fn pip_install() -> Command {
     let mut pip = Command::new("python3");
     pip.args(["-m", "pip", "install", "--quiet", "--no-input"])
-        .args(["--retries", "5", "--timeout", "60", MOTO])
+        .args(["--retries", "5", "--timeout", "60"])
         // A Python that belongs to the system's packages would refuse, and pip warns of root; one that
         // knows nothing of that ignores the variables.
         .env("PIP_BREAK_SYSTEM_PACKAGES", "1")
@@ -113,7 +85,7 @@ fn pip_install() -> Command {
     pip
 }
 
-fn apt_get() -> Command {
+pub(crate) fn apt_get() -> Command {
     let mut apt_get = Command::new("apt-get");
     apt_get.env("DEBIAN_FRONTEND", "noninteractive").args([
         "-o",
@@ -125,7 +97,7 @@ fn apt_get() -> Command {
 }
 
 /// Repeats a failed action after a growing pause.
-fn repeatedly(
+pub(crate) fn repeatedly(
     what: &str,
     mut pause: Duration,
     mut attempt: impl FnMut() -> Result<(), Failed>,
@@ -144,7 +116,7 @@ fn repeatedly(
     })
 }
 
-fn works(program: &str, probe: &str) -> bool {
+pub(crate) fn works(program: &str, probe: &str) -> bool {
     Command::new(program)
         .arg(probe)
         .stdin(Stdio::null())
@@ -154,14 +126,14 @@ fn works(program: &str, probe: &str) -> bool {
         .is_ok_and(|status| status.success())
 }
 
-fn is_root() -> bool {
+pub(crate) fn is_root() -> bool {
     Command::new("id")
         .arg("-u")
         .output()
         .is_ok_and(|output| output.stdout.trim_ascii() == b"0")
 }
 
-fn succeed(command: &mut Command) -> Result<(), Failed> {
+pub(crate) fn succeed(command: &mut Command) -> Result<(), Failed> {
     let shown = format!("{command:?}");
     match command.status() {
         Ok(status) if status.success() => Ok(()),

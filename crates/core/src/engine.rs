@@ -12,6 +12,7 @@ use crate::dead_letters::DeadLetters;
 use crate::error::{Code, Error, Result};
 use crate::history::History;
 use crate::inbox::Inbox;
+use crate::kv::KeyValue;
 use crate::log::Log;
 use crate::maintenance::Maintenance;
 use crate::orphans::Orphans;
@@ -55,6 +56,8 @@ pub struct Engine {
     pub audit: Option<Arc<dyn Audit>>,
     /// Stores checkpoints of long operations.
     pub checkpoints: Option<Arc<dyn Checkpoints>>,
+    /// Keeps values by key.
+    pub kv: Option<Arc<dyn KeyValue>>,
     /// The outbox in the engine's own database, if it has one.
     pub outbox: Option<Arc<dyn OutboxSource>>,
     /// Lists objects without an event.
@@ -83,6 +86,7 @@ impl Engine {
             payloads: None,
             audit: None,
             checkpoints: None,
+            kv: None,
             outbox: None,
             orphans: None,
             objects: None,
@@ -178,6 +182,14 @@ impl Engine {
         self.checkpoints
             .as_deref()
             .ok_or_else(|| self.unsupported("checkpoints"))
+    }
+
+    /// The values by key, or [`Code::Unsupported`].
+    pub fn kv(&self) -> Result<Arc<dyn KeyValue>> {
+        self.kv.clone().ok_or_else(|| {
+            let error = self.unsupported("values by key");
+            error.hint("name a store beside it, such as --store sqlite:state.db")
+        })
     }
 
     /// The outbox in the engine's own database, or [`Code::Unsupported`].

@@ -54,6 +54,8 @@ codes! {
     InvalidUrl,
     /// An event with this id but another body was published before.
     IdReused,
+    /// A key has another revision than the caller expected.
+    RevisionConflict,
     /// A group was declared again with settings that contradict the first ones.
     GroupConflict,
     /// There is no such group.
@@ -168,7 +170,9 @@ impl Code {
             | Code::EffectFailed
             | Code::ClockInDoubt
             | Code::Internal => Class::Caller,
-            Code::IdReused | Code::GroupConflict | Code::LeaseLost => Class::Conflict,
+            Code::IdReused | Code::RevisionConflict | Code::GroupConflict | Code::LeaseLost => {
+                Class::Conflict
+            }
             Code::Unavailable
             | Code::Busy
             | Code::DiskFull

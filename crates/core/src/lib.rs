@@ -8,7 +8,7 @@
 //! 3. [`Position`], [`Shard`], [`Cursor`]: the position of an event, and the progress of a reader.
 //! 4. Optional abilities of an engine: [`Log`], [`Lookup`], [`Settled`], [`Redeliver`], [`Depth`],
 //!    [`DeadLetters`], [`Inbox`], [`Maintenance`], and its memory: [`History`], [`Payloads`], [`Audit`],
-//!    [`Checkpoints`], [`OutboxSource`], [`Orphans`].
+//!    [`Checkpoints`], [`OutboxSource`], [`Orphans`], [`KeyValue`].
 //! 5. [`RetryPolicy`], [`Clock`], [`Progress`], [`Window`]: small pure parts that every engine shares.
 //!
 //! Every failure is an [`Error`] with a stable [`Code`] and a hint.
@@ -30,6 +30,7 @@ pub mod group;
 pub mod history;
 pub mod id;
 pub mod inbox;
+pub mod kv;
 pub mod lag;
 pub mod layer;
 pub mod log;
@@ -81,6 +82,10 @@ pub use group::{
 pub use history::{History, HistoryPage, HistoryQuery, Order, PageCursor, check_range};
 pub use id::EventId;
 pub use inbox::Inbox;
+pub use kv::{
+    ABSENT, KeyValue, KvChange, KvEntry, KvPut, KvSeen, KvWatch, check_kv_names,
+    revision_conflict,
+};
 pub use lag::{Lag, StreamLag};
 pub use layer::BrokerLayer;
 pub use log::{EventState, GroupState, Log, Recorded};

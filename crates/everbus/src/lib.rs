@@ -88,6 +88,7 @@ mod guard;
 mod handler;
 #[cfg(feature = "http")]
 pub mod http;
+pub mod kv;
 mod open;
 #[cfg(feature = "otel")]
 mod otel;
@@ -133,6 +134,7 @@ pub use handler::{
     retry_after, skip,
 };
 pub use handler::{Decode, SubscriptionId};
+pub use kv::Kv;
 pub use open::builder::BusBuilder;
 #[cfg(feature = "sqlite")]
 pub use open::engines::Durable;

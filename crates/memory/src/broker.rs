@@ -21,6 +21,8 @@ pub(crate) struct Memory {
     clock: Arc<dyn Clock>,
     /// Wakes tasks that wait for events or for the log to grow.
     pub(crate) work: Notify,
+    /// Wakes tasks that watch values.
+    pub(crate) values: Notify,
 }
 
 impl Memory {
@@ -29,6 +31,7 @@ impl Memory {
             state: Mutex::new(State::new()),
             clock,
             work: Notify::new(),
+            values: Notify::new(),
         }
     }
 
@@ -38,6 +41,7 @@ impl Memory {
         self.clock.on_jump(Box::new(move || {
             if let Some(memory) = memory.upgrade() {
                 memory.work.notify_waiters();
+                memory.values.notify_waiters();
             }
         }));
     }
@@ -170,6 +174,7 @@ impl Broker for MemoryBroker {
             state.closed = true;
             state.wake_all_waiters();
             self.0.work.notify_waiters();
+            self.0.values.notify_waiters();
             Ok(())
         })
     }

@@ -27,6 +27,7 @@ mod group;
 mod history;
 mod inbox;
 mod inspect;
+mod kv;
 mod log;
 mod maintenance;
 mod orphans;
@@ -53,6 +54,7 @@ pub fn open(options: Options) -> Engine {
     let memory = Arc::new(Memory::new(options.clock));
     memory.wake_on_jumps();
     Engine {
+        kv: Some(Arc::new(MemoryBroker(memory.clone()))),
         log: Some(memory.clone()),
         lookup: Some(memory.clone()),
         settled: Some(memory.clone()),

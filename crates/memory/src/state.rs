@@ -14,6 +14,7 @@ use crate::checkpoints::Saved;
 use crate::dead_letters::DeadLetterTable;
 use crate::group::Group;
 use crate::inbox::Handled;
+use crate::kv::Values;
 use crate::orphans::Left;
 use crate::payloads::Stages;
 use crate::records::{Records, Seq as _};
@@ -34,6 +35,7 @@ pub(crate) struct State {
     pub(crate) early: Early,
     pub(crate) orphans: Left,
     pub(crate) checkpoints: Saved,
+    pub(crate) values: Values,
     pub(crate) audit: Trail,
     pub(crate) next_token: u64,
     next_number: u64,
@@ -59,6 +61,7 @@ impl State {
             early: Early::new(),
             orphans: Left::default(),
             checkpoints: Saved::new(),
+            values: Values::default(),
             audit: Trail::default(),
             next_token: 0,
             next_number: 0,

@@ -44,6 +44,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         objects: Some(objects),
         outbox: Some(outbox),
         checkpoints: Some(engine.clone()),
+        kv: Some(engine.clone()),
         audit: Some(engine.clone()),
         history: Some(engine.clone()),
         ..Engine::new(engine)

@@ -57,6 +57,7 @@ const OURS: &[&str] = &[
     "orphaned_objects",
     "everbus_failures",
     "everbus_early_payloads",
+    "everbus_kv",
 ];
 
 /// The table that an effect may write events into.

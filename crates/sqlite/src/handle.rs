@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use everbus_core::{BoxFuture, Clock, Code, Error, Result};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{Notify, oneshot, watch};
 
 use crate::answers::Answers;
 use crate::audit::Keeper;
@@ -37,6 +37,8 @@ pub(crate) struct Handle {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) durability: Durable,
     pub(crate) sessions: AtomicU64,
+    /// Wakes tasks that watch values.
+    pub(crate) values: Notify,
     pub(crate) ended: watch::Receiver<bool>,
 }
 
@@ -239,6 +241,7 @@ pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
         clock,
         durability,
         sessions: AtomicU64::new(1),
+        values: Notify::new(),
         ended,
     }))
 }

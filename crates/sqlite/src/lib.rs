@@ -40,6 +40,7 @@ mod history;
 mod ids;
 mod inbox;
 mod inspect;
+mod kv;
 mod log;
 mod log_end;
 mod log_head;

@@ -335,6 +335,17 @@ CREATE TABLE checkpoints (
   saved_at INTEGER NOT NULL                   -- microseconds
 ) WITHOUT ROWID;
 
+-- VALUES by key. Revisions come from the row `kv_revision` of meta.
+CREATE TABLE everbus_kv (
+  bucket     TEXT    NOT NULL,
+  key        TEXT    NOT NULL,
+  value      BLOB    NOT NULL,
+  revision   INTEGER NOT NULL,
+  expires_at INTEGER,                         -- microseconds; NULL: never
+  PRIMARY KEY (bucket, key)
+) WITHOUT ROWID;
+CREATE INDEX everbus_kv_expires ON everbus_kv (expires_at) WHERE expires_at IS NOT NULL;
+
 -- EXPIRY: events that say themselves until when they are wanted. The others have no row.
 CREATE TABLE expirations (
   seq INTEGER PRIMARY KEY,                    -- the event in the log

@@ -12,6 +12,7 @@
 //! | follow-ups with the ack | appended first, with the ids that a repetition chooses again | `broker` |
 //! | redelivery | an event addressed to the group | `dead_letters`, [`crate::replay`] |
 //! | payload stages | kept in the store, where a stage may come before its event | `payloads` |
+//! | values by key | kept in the store | |
 //! | history, find by id | the *archive* group copies every event into the store | `archive` |
 //!
 //! What cannot be done this way (effects in the transaction of an ack, waiting until every group has
@@ -66,6 +67,7 @@ pub async fn compose(broker: Engine, store: Engine, clock: Arc<dyn Clock>) -> Re
         // Readers use positions of the store, which the broker does not know.
         redeliver: None,
         depth: broker.depth,
+        kv: broker.kv.or(store.kv),
         background: Some(beside),
         ..store
     })

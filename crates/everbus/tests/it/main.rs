@@ -19,6 +19,7 @@ mod faults;
 mod faulty;
 mod handlers;
 mod killed;
+mod kv;
 mod layers;
 mod leftovers;
 mod logs;

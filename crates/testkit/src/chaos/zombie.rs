@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use everbus_core::{
-    ConsumeOptions, Error, GroupName, GroupSpec, Pattern, Settlement, StartFrom, SubscriptionSpec,
+    ConsumeOptions, Engine, Error, GroupName, GroupSpec, Pattern, Settlement, StartFrom, SubscriptionSpec,
     Verdict,
 };
 
@@ -42,12 +42,14 @@ pub fn run(file: &Path) -> Result<(), Broken> {
         .enable_time()
         .build()
         .map_err(Broken::at("starting a runtime"))?
-        .block_on(fetch_and_ack(file))
+        .block_on(async {
+            let options = everbus_sqlite::Options::default();
+            fetch_and_ack(everbus_sqlite::open(file, options)?).await
+        })
         .map_err(|error| Broken(format!("{error:?}")))
 }
 
-async fn fetch_and_ack(file: &Path) -> Result<(), Error> {
-    let engine = everbus_sqlite::open(file, everbus_sqlite::Options::default())?;
+pub(crate) async fn fetch_and_ack(engine: Engine) -> Result<(), Error> {
     engine.broker.declare(group()?).await?;
     let mut consumer = engine.broker.consume(group()?.name, options()?).await?;
     let batch = consumer.fetch(1).await?;

@@ -19,6 +19,7 @@ pub mod ephemeral;
 pub mod groups;
 pub mod history;
 pub mod inbox;
+pub mod kv;
 pub mod lapsing;
 pub mod needs;
 pub mod notices;
@@ -76,6 +77,14 @@ pub fn names() -> Vec<&'static str> {
     names
 }
 
+/// Whether the engine of a harness can be opened; if not, says so (see
+/// [`servers::require`](crate::servers::require)).
+#[doc(hidden)]
+pub fn is_available(harness: &impl Harness) -> bool {
+    let found = harness.available();
+    crate::servers::require("the conformance suite", "cargo xtask test", found).is_some()
+}
+
 /// How the suite opens an engine. One value is one storage, empty at first.
 pub trait Harness: Send + Sync {
     /// Opens the engine; opening again on the same value is a restart.
@@ -99,6 +108,12 @@ pub trait Harness: Send + Sync {
     /// leaves out scenarios that need a clock that can be moved.
     fn virtual_time(&self) -> bool {
         true
+    }
+
+    /// Whether the engine can be opened here. An error says which server is missing and how to get it: the
+    /// scenario is then skipped aloud, or fails with `EVERBUS_REQUIRE_SERVERS=1`.
+    fn available(&self) -> Result<(), String> {
+        Ok(())
     }
 
     /// The name of its column in `docs/compat`, if that is not the name of the engine.

@@ -135,6 +135,8 @@ pub static AUDIT: Need = need("it keeps no audit trail", |o| o.engine.audit.is_s
 pub static CHECKPOINTS: Need = need("it keeps no checkpoints", |o| {
     o.engine.checkpoints.is_some()
 });
+/// It keeps values by key.
+pub static KV: Need = need("it keeps no values by key", |o| o.engine.kv.is_some());
 /// It knows which objects outlived their events.
 pub static ORPHANS: Need = need("it keeps no list of objects", |o| {
     o.engine.orphans.is_some()

@@ -9,6 +9,7 @@
 mod beside;
 mod checker;
 mod conformance;
+mod faults;
 mod hostile;
 mod kills;
 mod memory;
@@ -16,6 +17,7 @@ mod narrow;
 mod opening;
 mod power;
 mod relay;
+mod servers;
 mod store_first;
 mod zombie;
 

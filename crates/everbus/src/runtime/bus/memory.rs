@@ -7,6 +7,7 @@ use everbus_core::{History, Log, Lookup, Maintenance, Recorded, Result};
 
 use super::Bus;
 use crate::audit::AuditTrail;
+use crate::kv::Kv;
 #[cfg(feature = "overflow")]
 use crate::overflow::{Collect, Collected};
 use crate::payloads::PayloadStages;
@@ -48,6 +49,24 @@ impl Bus {
     /// The payload stages: the payload of an event at each step of its way. They need no started bus.
     pub fn payloads(&self) -> PayloadStages {
         PayloadStages::new(self.inner.shared.environment.clone())
+    }
+
+    /// Values by key, in the bucket of this name; `Unsupported` where the engine keeps none. They need no
+    /// started bus.
+    ///
+    /// ```
+    /// # #[tokio::main]
+    /// # async fn main() -> everbus::Result<()> {
+    /// let bus = everbus::Bus::open("memory:").await?;
+    /// let sessions = bus.kv("sessions")?;
+    /// let first = sessions.put("user.42", "open").await?;
+    /// sessions.put("user.42", "closed").expected(first).await?;
+    /// assert_eq!(sessions.get("user.42").await?.unwrap().value, "closed");
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn kv(&self, bucket: impl Into<String>) -> Result<Kv> {
+        Kv::new(self.inner.shared.engine.kv()?, bucket.into())
     }
 
     /// Returns the record with its complete event. Records from [`log`](Self::log) and from dead letters

@@ -1,0 +1,244 @@
+//! Values by key, for state that belongs to a program and not to an event: sessions, locks, settings.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use crate::broker::BoxFuture;
+use crate::error::{Code, Error, Result};
+
+/// The expected revision of a key that must not be there.
+pub const ABSENT: u64 = 0;
+
+/// The longest bucket name and key, in characters.
+const LONGEST: usize = 255;
+
+/// A value under a key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct KvEntry {
+    /// The key.
+    pub key: String,
+    /// The value, byte for byte.
+    pub value: Bytes,
+    /// Grows with every change in the bucket, and is never used again.
+    pub revision: u64,
+}
+
+impl KvEntry {
+    /// An entry.
+    pub fn new(key: impl Into<String>, value: impl Into<Bytes>, revision: u64) -> Self {
+        Self {
+            key: key.into(),
+            value: value.into(),
+            revision,
+        }
+    }
+}
+
+/// A change of a key that a watcher sees.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct KvChange {
+    /// The key.
+    pub key: String,
+    /// Its value now; `None`: it was deleted, or it expired.
+    pub value: Option<Bytes>,
+    /// The revision of the value, or of the deletion. A value that expired has the revision it had.
+    pub revision: u64,
+}
+
+impl KvChange {
+    /// A change.
+    pub fn new(key: impl Into<String>, value: Option<Bytes>, revision: u64) -> Self {
+        Self {
+            key: key.into(),
+            value,
+            revision,
+        }
+    }
+}
+
+/// The conditions of a put.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KvPut {
+    /// The key must have this revision; [`ABSENT`]: it must not be there. `None`: any.
+    pub expected: Option<u64>,
+    /// The value expires after this time. `None`: it stays until it is replaced or deleted.
+    pub ttl: Option<Duration>,
+}
+
+/// Keeps values by key, in buckets. A bucket exists as soon as something is put into it.
+///
+/// Engines check names with [`check_kv_names`].
+pub trait KeyValue: Send + Sync + 'static {
+    /// The value of a key. A value that expired is not there.
+    fn get(&self, bucket: String, key: String) -> BoxFuture<'_, Result<Option<KvEntry>>>;
+
+    /// Puts a value and returns its revision, once durable. [`Code::RevisionConflict`] if the key has not the
+    /// expected revision; then nothing changes.
+    fn put(
+        &self,
+        bucket: String,
+        key: String,
+        value: Bytes,
+        put: KvPut,
+    ) -> BoxFuture<'_, Result<u64>>;
+
+    /// Deletes a key, and returns whether it was there. [`Code::RevisionConflict`] if it has not the expected
+    /// revision.
+    fn delete(
+        &self,
+        bucket: String,
+        key: String,
+        expected: Option<u64>,
+    ) -> BoxFuture<'_, Result<bool>>;
+
+    /// Watches a bucket: first every value that is there, then the changes. Of several changes of one key in
+    /// quick succession only the last is certain to be seen.
+    fn watch(&self, bucket: String) -> BoxFuture<'_, Result<Box<dyn KvWatch>>>;
+}
+
+/// The changes of a bucket, one after another.
+pub trait KvWatch: Send {
+    /// Waits for the next change. Dropping the future loses nothing.
+    fn next(&mut self) -> BoxFuture<'_, Result<KvChange>>;
+}
+
+/// Compares the values of a bucket with what a watcher has seen, for engines that are asked again after each
+/// change.
+#[derive(Debug, Default)]
+pub struct KvSeen {
+    revisions: BTreeMap<String, u64>,
+    last: u64,
+    changes: VecDeque<KvChange>,
+}
+
+impl KvSeen {
+    /// The highest revision that was seen. Values up to it need not be read again.
+    pub fn last(&self) -> u64 {
+        self.last
+    }
+
+    /// Compares with what is there now: key, value and revision. The value is needed only for revisions after
+    /// [`last`](Self::last).
+    pub fn compare(&mut self, now: impl IntoIterator<Item = (String, Option<Bytes>, u64)>) {
+        let mut there = BTreeSet::new();
+        let mut changed = Vec::new();
+        for (key, value, revision) in now {
+            if self.revisions.insert(key.clone(), revision) != Some(revision) {
+                changed.push(KvChange::new(key.clone(), value, revision));
+            }
+            there.insert(key);
+        }
+        let changes = &mut self.changes;
+        self.revisions.retain(|key, revision| {
+            let is_there = there.contains(key);
+            if !is_there {
+                changes.push_back(KvChange::new(key.clone(), None, *revision));
+            }
+            is_there
+        });
+        changed.sort_by_key(|change| change.revision);
+        if let Some(change) = changed.last() {
+            self.last = self.last.max(change.revision);
+        }
+        changes.extend(changed);
+    }
+
+    /// The next change that was found.
+    pub fn take(&mut self) -> Option<KvChange> {
+        self.changes.pop_front()
+    }
+}
+
+/// Refuses names that some engine cannot carry: a bucket has letters, digits, `-` and `_`; a key has in
+/// addition `.`, `/` and `=`, and does not begin or end with a dot.
+pub fn check_kv_names(bucket: &str, key: Option<&str>) -> Result<()> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_');
+    let length = |name: &str| (1..=LONGEST).contains(&name.len());
+    if !length(bucket) || !bucket.chars().all(plain) {
+        return Err(refused("bucket", bucket, "letters, digits, - and _"));
+    }
+    let of_key = |c: char| plain(c) || matches!(c, '.' | '/' | '=');
+    match key {
+        Some(key) if !length(key) || !key.chars().all(of_key) => {}
+        Some(key) if key.starts_with('.') || key.ends_with('.') || key.contains("..") => {}
+        _ => return Ok(()),
+    }
+    let key = key.unwrap_or_default();
+    let what = "letters, digits, - _ . / and =, with dots only inside";
+    Err(refused("key", key, what))
+}
+
+fn refused(what: &str, name: &str, allowed: &str) -> Error {
+    Error::new(
+        Code::InvalidAttribute,
+        format!("{name:?} is not the name of a {what}"),
+    )
+    .hint(format!("1 to {LONGEST} {allowed}"))
+}
+
+/// The error of a put or delete whose key has another revision.
+pub fn revision_conflict(key: &str, expected: u64, found: Option<u64>) -> Error {
+    let found = match found {
+        Some(revision) => format!("it has revision {revision}"),
+        None => "it is not there".to_owned(),
+    };
+    let wanted = match expected {
+        ABSENT => "was to be absent".to_owned(),
+        revision => format!("was to have revision {revision}"),
+    };
+    Error::new(
+        Code::RevisionConflict,
+        format!("{key:?} {wanted}, but {found}"),
+    )
+    .hint("get the key again, and decide on its present value")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_watcher_sees_what_differs() {
+        let at = |key: &str, revision| (key.to_owned(), Some(Bytes::from("v")), revision);
+        let mut seen = KvSeen::default();
+        let told = |seen: &mut KvSeen| {
+            let changes = std::iter::from_fn(|| seen.take());
+            let told = changes.map(|c| (c.key, c.value.is_some(), c.revision));
+            told.collect::<Vec<_>>()
+        };
+        seen.compare([at("b", 2), at("a", 3)]);
+        assert_eq!(
+            told(&mut seen),
+            [("b".into(), true, 2), ("a".into(), true, 3)]
+        );
+        seen.compare([at("b", 2), at("a", 3)]);
+        assert_eq!(told(&mut seen), []);
+        assert_eq!(seen.last(), 3);
+        seen.compare([at("b", 4)]);
+        assert_eq!(
+            told(&mut seen),
+            [("a".into(), false, 3), ("b".into(), true, 4)]
+        );
+        seen.compare([at("a", 5), at("b", 4)]);
+        assert_eq!(told(&mut seen), [("a".into(), true, 5)]);
+    }
+
+    #[test]
+    fn names_that_some_engine_cannot_carry_are_refused() {
+        for key in ["a", "user.42", "a/b=c_d-e", &"x".repeat(255)] {
+            check_kv_names("sessions", Some(key)).unwrap();
+        }
+        let long = "x".repeat(256);
+        for key in ["", ".a", "a.", "a..b", "a b", "a*", "a>", "ä", &long] {
+            let error = check_kv_names("sessions", Some(key)).unwrap_err();
+            assert_eq!(error.code(), Code::InvalidAttribute, "{key:?}");
+        }
+        for bucket in ["", "a.b", "a b", "a/b", &long] {
+            assert!(check_kv_names(bucket, None).is_err(), "{bucket:?}");
+        }
+    }
+}

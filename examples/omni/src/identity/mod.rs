@@ -1,0 +1,49 @@
+//! Who wrote a message: the handler of `message.received` that resolves identities.
+//!
+//! Persons and accounts are in tables of this service's own ([`service`]), whatever engine moves the events.
+//! A delivery that comes twice must not make two persons, and must not say the second time that the person was
+//! known: the service keeps what it answered for each message, in the transaction that changed its tables.
+
+mod service;
+mod tables;
+
+use everbus::{HandlerError, Outcome, Payload, State};
+
+pub use service::{IdentityService, Resolution, Resolve};
+
+use crate::events::{IdentityMerged, MergeReason, MessageReceived};
+
+/// Resolves the sender of a message, and says who it is.
+pub async fn resolve(
+    Payload(message): Payload<MessageReceived>,
+    State(service): State<IdentityService>,
+) -> Result<Outcome, HandlerError> {
+    let request = Resolve {
+        message_id: message.message_id,
+        channel: message.channel,
+        platform_user_id: message.sender.platform_user_id,
+        username: message.sender.platform_username,
+        profile: message.sender.profile_data.unwrap_or_default(),
+    };
+    let resolution = service.resolve(request).await?;
+    let mut outcome = Outcome::default();
+    if let Some(updated) = resolution.updated {
+        outcome = outcome.publish(updated)?;
+    }
+    for merged in resolution.merged {
+        outcome = outcome.publish(merged)?;
+    }
+    outcome.publish(resolution.resolved)
+}
+
+/// An administrator says that two persons are one. Returns the event to publish; `None` if they were one already.
+pub async fn link(
+    service: &IdentityService,
+    target: &str,
+    source: &str,
+    admin: &str,
+) -> Result<Option<IdentityMerged>, service::Failed> {
+    let (target, source) = (target.to_owned(), source.to_owned());
+    let reason = MergeReason::AdminLinked;
+    service.merge(target, source, reason, admin.to_owned()).await
+}

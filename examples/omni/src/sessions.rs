@@ -1,0 +1,80 @@
+//! The state of each conversation, in `bus.kv("sessions")`: what was said last, and how often.
+//!
+//! A session expires a day after its last message. Two messages of one conversation may be handled at once by
+//! two processes: each puts with the revision it read, and the one that comes second reads again.
+
+use std::time::Duration;
+
+use everbus::{Code, HandlerError, Kv, Payload, Result, State, Timestamp};
+use serde::{Deserialize, Serialize};
+
+use crate::events::{ChannelType, MessageReceived};
+
+/// The bucket.
+pub const BUCKET: &str = "sessions";
+/// A session ends when nothing was said for this long.
+pub const LASTS: Duration = Duration::from_secs(24 * 3600);
+
+/// The state of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Session {
+    /// The channel.
+    pub channel: ChannelType,
+    /// How many messages it has had.
+    pub messages: u64,
+    /// The last one.
+    pub last_message_id: String,
+    /// Its text.
+    pub last_text: Option<String>,
+    /// Its time on the platform.
+    pub last_at: Timestamp,
+}
+
+/// The key of a conversation: platforms have ids with characters that keys cannot have.
+pub fn key(channel: &ChannelType, conversation: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '-';
+    let escaped = |text: &str| {
+        let bytes = text.bytes().map(|byte| match char::from(byte) {
+            c if plain(c) => c.to_string(),
+            _ => format!("={byte:02x}"),
+        });
+        bytes.collect::<String>()
+    };
+    format!("{}/{}", escaped(&channel.0), escaped(conversation))
+}
+
+/// Notes a message in the session of its conversation. A message that comes twice is noted once.
+pub async fn note(
+    Payload(message): Payload<MessageReceived>,
+    State(sessions): State<Kv>,
+) -> Result<(), HandlerError> {
+    let key = key(&message.channel, &message.external_conversation_id);
+    loop {
+        let found = sessions.get_json::<Session>(key.clone()).await?;
+        let (before, revision) = match &found {
+            Some((session, _)) if session.last_message_id == message.message_id => return Ok(()),
+            Some((session, revision)) => (session.messages, *revision),
+            None => (0, 0),
+        };
+        let session = Session {
+            channel: message.channel.clone(),
+            messages: before + 1,
+            last_message_id: message.message_id.clone(),
+            last_text: message.content.text.clone(),
+            last_at: message.platform_timestamp,
+        };
+        let put = sessions.put_json(key.clone(), &session).expected(revision);
+        match put.ttl(LASTS).await {
+            Ok(_) => return Ok(()),
+            Err(error) if error.code() == Code::RevisionConflict => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// The session of a conversation, if it has one.
+pub async fn find(sessions: &Kv, channel: &ChannelType, conversation: &str) -> Result<Option<Session>> {
+    let found = sessions.get_json(key(channel, conversation)).await?;
+    Ok(found.map(|(session, _)| session))
+}

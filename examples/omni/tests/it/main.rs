@@ -1,0 +1,6 @@
+//! The system on a file, and with the feature `nats` the same on a real NATS server.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
+
+mod events;
+mod flow;
+mod support;

