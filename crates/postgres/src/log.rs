@@ -54,7 +54,7 @@ impl Log for Postgres {
         Box::pin(async move {
             let db = self.conn().await?;
             let head = self.horizon.ask(&*db).await?.decided;
-            self.resolve_start(&db, from, &patterns, head).await.map(Cursor::seq)
+            self.resolve_start(&*db, from, &patterns, head).await.map(Cursor::seq)
         })
     }
 

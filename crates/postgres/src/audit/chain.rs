@@ -69,8 +69,9 @@ pub(super) async fn forget_some(db: &impl Sql, last: u64) -> Result<u64> {
     let Some(anchor) = anchor.map_err(refused)? else {
         return Ok(0);
     };
+    let anchor: i64 = anchor.get(0);
     let sql = "DELETE FROM everbus.audit_log WHERE seq <= $1";
-    db.execute(doing, sql, &[&anchor.get::<_, &i64>(0)])
+    db.execute(doing, sql, &[&anchor])
         .await
         .map_err(refused)
 }

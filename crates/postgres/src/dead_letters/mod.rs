@@ -12,9 +12,11 @@ use tokio_postgres::Row;
 
 use crate::Postgres;
 use crate::condition::Condition;
-use crate::pool::{Conn, Params, Sql, transaction};
+use crate::pool::{Conn, Sql, transaction};
 use crate::retention::needed::Owed;
-use crate::retention::remove::{self, lock_groups};
+use crate::groups::{self, Group};
+use crate::redeliver::add_waiting;
+use crate::retention::remove;
 use crate::rows::{AFTER_RECORD, RECORD, UNREADABLE, get, get_seq, read_failures, storable, to_sql};
 
 /// Rows changed in one transaction.
@@ -278,7 +280,7 @@ impl Postgres {
             );
             let chosen = pairs(&tx.query(doing, &sql, &condition.params()).await?)?;
             let (seqs, groups): (Vec<i64>, Vec<i64>) = chosen.iter().copied().unzip();
-            lock_groups(tx, &groups).await?;
+            let locked = self.lock_all(tx, &groups).await?;
             // Only those that are still open: another retry may have been first.
             let sql = "UPDATE everbus.dead_letters d SET retried_at = $3
                        FROM unnest($1, $2) AS t (seq, group_id)
@@ -286,11 +288,33 @@ impl Postgres {
                        RETURNING d.seq, d.group_id";
             let mut done = pairs(&tx.query(doing, sql, &[&seqs, &groups, &self.micros()]).await?)?;
             done.sort_unstable();
-            for group in by_group(&done) {
-                crate::deliveries::add_waiting(self, tx, group.0, &group.1).await?;
+            for group in &locked {
+                let of_group = done.iter().filter(|(_, id)| *id == group.id);
+                let seqs: Vec<i64> = of_group.map(|(seq, _)| *seq).collect();
+                self.wait_again(tx, group, &seqs).await?;
             }
             Ok((chosen, done.len()))
         })
+    }
+
+    /// Locks groups in the order of their numbers, before any other row.
+    async fn lock_all(&self, db: &impl Sql, ids: &[i64]) -> Result<Vec<Group>> {
+        let mut locked = Vec::new();
+        for id in ids.iter().collect::<std::collections::BTreeSet<_>>() {
+            locked.extend(groups::lock(db, *id).await?.map(|locked| locked.group));
+        }
+        Ok(locked)
+    }
+
+    /// Makes events wait in a group, with a fresh set of attempts.
+    async fn wait_again(&self, db: &impl Sql, group: &Group, seqs: &[i64]) -> Result<()> {
+        let sql = format!("SELECT {RECORD} FROM everbus.log WHERE log.seq = ANY ($1) ORDER BY log.seq");
+        let rows = db.query("retrying dead letters", &sql, &[&seqs]).await?;
+        // A damaged event is dead-lettered again.
+        let stored = self.types.read(db, &rows).await?;
+        let events: Vec<(u64, i32, &Event)> =
+            stored.iter().map(|s| (s.seq(), s.type_id, &s.record.event)).collect();
+        add_waiting(db, group, &events, false, self.micros()).await
     }
 
     /// Deletes some dead letters. Returns what was done, and whether there may be more.
@@ -345,13 +369,4 @@ impl Postgres {
 /// Events and groups, as they are in the first two columns.
 fn pairs(rows: &[Row]) -> Result<Vec<(i64, i64)>> {
     rows.iter().map(|row| Ok((get(row, 0)?, get(row, 1)?))).collect()
-}
-
-/// The events of each group.
-fn by_group(pairs: &[(i64, i64)]) -> std::collections::BTreeMap<i64, Vec<i64>> {
-    let mut groups: std::collections::BTreeMap<i64, Vec<i64>> = std::collections::BTreeMap::new();
-    for (seq, group) in pairs {
-        groups.entry(*group).or_default().push(*seq);
-    }
-    groups
 }

@@ -10,7 +10,6 @@ use crate::Postgres;
 use crate::append::append_in;
 use crate::groups;
 use crate::pool::{Params, Sql as _, transaction};
-use crate::retention::remove::lock_groups;
 use crate::rows::{stored_at, to_sql};
 
 impl Postgres {
@@ -26,7 +25,8 @@ impl Postgres {
         let seq = key.position.place();
         let appended: Appended = transaction!(self.pool, doing, |tx| {
             let group = groups::find(tx, &key.group).await?.ok_or_else(|| not_open(&key))?;
-            lock_groups(tx, &[group.id]).await?;
+            let locked = groups::lock(tx, group.id).await?.ok_or_else(|| not_open(&key))?;
+            let group = locked.group;
             let sql = "SELECT 1 FROM everbus.dead_letters
                        WHERE seq = $1 AND group_id = $2 AND retried_at IS NULL FOR UPDATE";
             let open = tx.first(doing, sql, &[&to_sql(seq), &group.id]).await?;
@@ -44,7 +44,7 @@ impl Postgres {
             if !group.wants(corrected.event_type()) {
                 // The group has other patterns by now and would skip the event, so it gets a row.
                 let place = to_sql(appended.position.place());
-                crate::deliveries::add_waiting(self, tx, group.id, &[place]).await?;
+                self.wait_again(tx, &group, &[place]).await?;
             }
             let sql = "UPDATE everbus.dead_letters SET retried_at = $3, replaced_by = $4
                        WHERE seq = $1 AND group_id = $2";

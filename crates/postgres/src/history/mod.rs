@@ -17,7 +17,7 @@ use crate::rows::{RECORD, Stored, get_seq, to_sql};
 
 impl Postgres {
     /// The numbers of the types that match, or `None` if the query has no types.
-    async fn types_of(&self, db: &crate::pool::Conn, query: &HistoryQuery) -> Result<Option<Vec<i32>>> {
+    async fn numbers_of(&self, db: &crate::pool::Conn, query: &HistoryQuery) -> Result<Option<Vec<i32>>> {
         let Some(pattern) = &query.types else {
             return Ok(None);
         };
@@ -39,7 +39,7 @@ impl History for Postgres {
             query.validate()?;
             let resume = query.resume_after()?;
             let db = self.conn().await?;
-            let types = self.types_of(&db, &query).await?;
+            let types = self.numbers_of(&db, &query).await?;
             let mut condition = plan::condition(&query, types);
             let direction = match query.order {
                 Order::Newest => "DESC",
@@ -82,7 +82,7 @@ impl History for Postgres {
         Box::pin(async move {
             check_range(query.since, query.until)?;
             let db = self.conn().await?;
-            let types = self.types_of(&db, &query).await?;
+            let types = self.numbers_of(&db, &query).await?;
             let mut condition = plan::condition(&query, types);
             let limit = condition.value(to_sql(limit));
             let sql = format!(

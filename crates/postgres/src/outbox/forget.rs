@@ -5,7 +5,7 @@
 use everbus_core::{Result, Timestamp};
 
 use super::rows::time;
-use crate::pool::Sql;
+use crate::pool::{Params, Sql};
 
 /// The result of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -54,7 +54,7 @@ pub(crate) async fn count_sent(
 }
 
 /// Dead letters that died before a time, retried or not, unless their event waits in the outbox.
-fn old(s: &str) -> String {
+fn old() -> String {
     format!(
         "FROM everbus.outbox_dead_letters d
          WHERE last_seen_at < {at} AND NOT EXISTS (SELECT 1 FROM everbus.event_outbox o
@@ -74,7 +74,7 @@ pub(crate) async fn forget_dead(
         "DELETE FROM everbus.outbox_dead_letters WHERE ctid IN (
            SELECT d.ctid {} ORDER BY last_seen_at LIMIT $2)
          RETURNING number, event_id",
-        old(s)
+        old()
     );
     let gone = db.query(doing, &sql, &[&before.as_micros(), &limit]).await?;
     let numbers: Vec<i64> = gone.iter().map(|row| row.get(0)).collect();
@@ -100,7 +100,7 @@ pub(crate) async fn count_dead(db: &impl Sql, before: Timestamp) -> Result<DeadG
               AND (number IN (SELECT number FROM old) OR event_id IN (SELECT event_id FROM old))
               AND NOT EXISTS (SELECT 1 FROM everbus.outbox_dead_letters d
                 WHERE d.number = o.number AND d.event NOT IN (SELECT event FROM old)))",
-        old = old(s)
+        old = old()
     );
     let doing = "counting dead letters of the outbox";
     let row = db.one(doing, &sql, &[&before.as_micros()]).await?;

@@ -239,16 +239,14 @@ pub(super) async fn failed_rows(
     after: i64,
     limit: i64,
 ) -> Result<Vec<(i64, String)>> {
-    let named = match ids {
-        Some(_) => "AND (id = ANY($3) OR event_id = ANY($3))",
-        None => "AND $3 IS NULL",
-    };
     let sql = format!(
-        "SELECT {COLUMNS} FROM everbus.event_outbox WHERE status = 'failed' AND number > $1 {named}
+        "SELECT {COLUMNS} FROM everbus.event_outbox WHERE status = 'failed' AND number > $1
+           AND ($4 OR id = ANY ($3) OR event_id = ANY ($3))
          ORDER BY number LIMIT $2"
     );
-    let ids: Option<Vec<String>> = ids.cloned();
-    let found = db.query("looking for failed rows", &sql, &[&after, &limit, &ids]).await?;
+    let (all, ids) = (ids.is_none(), ids.cloned().unwrap_or_default());
+    let values: Params<'_> = &[&after, &limit, &ids, &all];
+    let found = db.query("looking for failed rows", &sql, values).await?;
     let name = |row: &tokio_postgres::Row| {
         let row = read::row(row);
         (row.row, identity(&row))

@@ -16,14 +16,6 @@ pub(crate) async fn lock(db: &impl Sql) -> Result<()> {
     Ok(())
 }
 
-/// Locks these groups until the transaction ends. Locks are taken in the order of the numbers, and before
-/// those of any other row.
-pub(crate) async fn lock_groups(db: &impl Sql, groups: &[i64]) -> Result<()> {
-    let sql = "SELECT id FROM everbus.groups WHERE id = ANY ($1) ORDER BY id FOR UPDATE";
-    db.query("locking groups", sql, &[&groups]).await?;
-    Ok(())
-}
-
 /// Removes events and all rows about them, in a transaction that holds the [`lock`]. Returns how many.
 pub(crate) async fn remove_events(engine: &Postgres, db: &impl Sql, seqs: &[i64]) -> Result<u64> {
     let doing = "removing events";
