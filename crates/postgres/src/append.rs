@@ -1,7 +1,7 @@
 //! Appending events to the log.
 //!
-//! Calls that wait at the same time share a transaction: one commit makes all of them durable. If one of them
-//! must be refused, its transaction is rolled back and each call gets one of its own.
+//! Calls that wait at the same time share a transaction: one commit makes all of them durable. A call that
+//! must be refused is found out before anything is written.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
@@ -68,46 +68,83 @@ impl Postgres {
         let (events, replies): (Vec<_>, Vec<_>) =
             jobs.into_iter().map(|job| (job.events, job.reply)).unzip();
         let batches: Vec<&[Event]> = events.iter().map(Vec::as_slice).collect();
-        let together = self.append_all(&batches).await;
-        let refused = matches!(&together, Err(e) if e.code() == Code::IdReused);
-        if refused && batches.len() > 1 {
-            for (batch, reply) in batches.into_iter().zip(replies) {
-                let alone = self.append_all(&[batch]).await;
-                let answer = alone.map(|mut answers| answers.pop().unwrap_or_default());
-                let _ = reply.send(answer.map(|answers| answers.into_iter().map(Ok).collect()));
-            }
+        let lone = |batch: &&[Event]| matches!(batch, [event] if event.overflow().is_none());
+        let appended = if batches.iter().all(lone) {
+            self.append_lone(&events).await
         } else {
-            match together {
-                Ok(all) => {
-                    for (answers, reply) in all.into_iter().zip(replies) {
-                        let _ = reply.send(Ok(answers.into_iter().map(Ok).collect()));
-                    }
+            self.append_sets(&batches).await
+        };
+        match appended {
+            Ok(all) => {
+                for (answers, reply) in all.into_iter().zip(replies) {
+                    let _ = reply.send(answers.map(|a| a.into_iter().map(Ok).collect()));
                 }
-                Err(error) => {
-                    for reply in replies {
-                        let _ = reply.send(Err(error.clone()));
-                    }
+            }
+            Err(error) => {
+                for reply in replies {
+                    let _ = reply.send(Err(error.clone()));
                 }
             }
         }
         self.bell.ring();
     }
 
-    /// Appends all batches in one transaction, or none.
-    async fn append_all(&self, batches: &[&[Event]]) -> Result<Vec<Vec<Appended>>> {
-        let events: Vec<&Event> = batches.iter().copied().flatten().collect();
+    /// Appends events that were published one by one, with a single statement that is its own transaction.
+    async fn append_lone(&self, events: &[Vec<Event>]) -> Result<Vec<Result<Vec<Appended>>>> {
+        let events: Vec<&Event> = events.iter().flatten().collect();
+        let conn = self.pool.get().await?;
+        let names = events.iter().map(|e| e.type_arc());
+        let types = self.types.intern(&*conn, names, true).await?;
+        let mut tries = crate::pool::Tries::new();
+        loop {
+            // Without an answer nobody knows whether it was committed.
+            let times = vec![self.micros(); events.len()];
+            let inserted = insert(&*conn, &events, &types, &times).await;
+            let inserted = inserted.map_err(|e| match e.code() {
+                Code::Unavailable => e.with_unknown_outcome(),
+                _ => e,
+            });
+            let answered = match inserted {
+                Ok(inserted) => answer(self, &*conn, &events, &inserted).await,
+                Err(error) => Err(error),
+            };
+            match answered {
+                Ok(answers) => {
+                    return Ok(answers.into_iter().map(|a| a.map(|a| vec![a])).collect());
+                }
+                Err(error) => tries.again(error).await?,
+            }
+        }
+    }
+
+    /// Appends batches in one transaction, each as a whole or not at all.
+    async fn append_sets(&self, batches: &[&[Event]]) -> Result<Vec<Result<Vec<Appended>>>> {
         {
             // Outside of the transaction, so that new types are known for good.
             let conn = self.pool.get().await?;
-            let names = events.iter().map(|e| e.type_arc());
-            self.types.intern(&*conn, names, true).await?;
+            let names = batches.iter().flat_map(|batch| batch.iter());
+            let names: Vec<Arc<str>> = names.map(|e| e.type_arc().clone()).collect();
+            self.types.intern(&*conn, &names, true).await?;
         }
-        let mut answers = transaction!(self.pool, "publishing", |tx| {
-            append_in(self, tx, &events).await
-        })?
-        .into_iter();
-        let lengths = batches.iter().map(|batch| batch.len());
-        Ok(lengths.map(|n| answers.by_ref().take(n).collect()).collect())
+        transaction!(self.pool, "publishing", |tx| {
+            // Refused before anything is written, so that they leave no gap in the numbers.
+            let free = check_sets(self, tx, batches).await?;
+            let taken = batches.iter().zip(&free).filter(|(_, free)| free.is_ok());
+            let taken: Vec<&Event> = taken.flat_map(|(batch, _)| batch.iter()).collect();
+            let mut appended = append_in(self, tx, &taken).await.map_err(conflict)?.into_iter();
+            let answers = batches.iter().zip(free).map(|(batch, free)| {
+                free.map(|()| appended.by_ref().take(batch.len()).collect())
+            });
+            Ok(answers.collect())
+        })
+    }
+}
+
+/// An id that was free a moment ago: somebody else stored it meanwhile, so look again.
+pub(crate) fn conflict(error: Error) -> Error {
+    match error.code() {
+        Code::IdReused => Error::new(Code::Busy, error.message()),
+        _ => error,
     }
 }
 
@@ -142,22 +179,31 @@ pub(crate) async fn append_received(
     let types = engine.types.intern(db, names, false).await?;
     let times = vec![received_at.as_micros(); events.len()];
     let inserted = insert(db, events, &types, &times).await?;
-    let new: HashMap<Key<'_>, Appended> =
-        inserted.iter().map(|(event, appended)| (key_of(event), *appended)).collect();
     let born: Vec<(u64, &Event)> =
         inserted.iter().map(|(event, a)| (a.position.place(), *event)).collect();
     crate::orphans::born(db, &born).await?;
-    let mut known: HashMap<Key<'_>, Arc<Recorded>> = HashMap::new();
+    answer(engine, db, events, &inserted).await?.into_iter().collect()
+}
+
+/// One answer per event, after those whose ids were free were inserted.
+async fn answer(
+    engine: &Postgres,
+    db: &impl Sql,
+    events: &[&Event],
+    inserted: &[(&Event, Appended)],
+) -> Result<Vec<Result<Appended>>> {
+    let new: HashMap<Key<'_>, Appended> =
+        inserted.iter().map(|(event, appended)| (key_of(event), *appended)).collect();
+    let mut known: HashMap<Key<'_>, Option<Arc<Recorded>>> = HashMap::new();
     let stored;
-    if new.len() < events.len() {
-        let missing = events.iter().filter(|e| !new.contains_key(&key_of(e)));
-        let missing: Vec<uuid::Uuid> = missing.map(|e| e.id().as_uuid()).collect();
+    let missing = events.iter().filter(|e| !new.contains_key(&key_of(e)));
+    let missing: Vec<uuid::Uuid> = missing.map(|e| e.id().as_uuid()).collect();
+    if !missing.is_empty() {
         stored = with_ids(engine, db, missing).await?;
         for found in &stored {
             // A damaged event cannot be compared. It counts as another event.
-            if found.damage.is_none() {
-                known.insert(key_of(&found.record.event), found.record.clone());
-            }
+            let intact = found.damage.is_none().then(|| found.record.clone());
+            known.insert(key_of(&found.record.event), intact);
         }
     }
     let mut answers = Vec::with_capacity(events.len());
@@ -165,13 +211,17 @@ pub(crate) async fn append_received(
     for event in events {
         let key = key_of(event);
         let answer = match (new.get(&key), seen.get(&key), known.get(&key)) {
-            (Some(appended), None, _) => *appended,
+            (Some(appended), None, _) => Ok(*appended),
             // Twice in the batch.
-            (Some(appended), Some(first), _) if first.same_body(event) => appended.as_duplicate(),
-            (None, _, Some(first)) if first.event.same_body(event) => {
-                Appended::new(event.id(), first.position, first.received_at).as_duplicate()
+            (Some(appended), Some(first), _) if first.same_body(event) => Ok(appended.as_duplicate()),
+            (None, _, Some(Some(first))) if first.event.same_body(event) => {
+                Ok(Appended::new(event.id(), first.position, first.received_at).as_duplicate())
             }
-            _ => return Err(reused(event)),
+            // It was there a moment ago, and was removed since.
+            (None, _, None) => {
+                return Err(Error::new(Code::Busy, "an event with this id was removed meanwhile"));
+            }
+            _ => Err(reused(event)),
         };
         seen.entry(key).or_insert(event);
         answers.push(answer);
@@ -211,7 +261,8 @@ pub(crate) async fn insert<'e>(
     for event in events {
         columns.push(event, types)?;
     }
-    // The last time of receipt is never undercut, whatever the clock does.
+    // The last time of receipt is never undercut, whatever the clock does. An id that is taken is left out
+    // before it takes a number; only one that is taken at the same moment leaves a gap.
     let sql = "INSERT INTO everbus.log (received_at, occurred_at, expires_at, type, version, checksum, id,
                  tenant, app, entity_type, entity_id, address, attrs, payload)
                SELECT greatest(x.received_at, (SELECT l.received_at FROM everbus.log l ORDER BY l.seq DESC LIMIT 1)),
@@ -221,6 +272,7 @@ pub(crate) async fn insert<'e>(
                  $7::uuid[], $8::text[], $9::text[], $10::text[], $11::text[], $12::text[], $13::text[],
                  $14::bytea[]) WITH ORDINALITY AS x (received_at, occurred_at, expires_at, type, version, checksum, id,
                  tenant, app, entity_type, entity_id, address, attrs, payload, place)
+               WHERE NOT EXISTS (SELECT 1 FROM everbus.log k WHERE k.id = x.id AND k.tenant = x.tenant)
                ORDER BY x.place
                ON CONFLICT (id, tenant) DO NOTHING
                RETURNING seq, received_at, id, tenant";
@@ -384,16 +436,4 @@ pub(crate) async fn check_sets(
         });
     }
     Ok(answers)
-}
-
-/// The position of the event with this id and tenant.
-pub(crate) async fn position_of(
-    db: &impl Sql,
-    id: EventId,
-    tenant: Option<&str>,
-) -> Result<Option<u64>> {
-    let sql = "SELECT seq FROM everbus.log WHERE id = $1 AND tenant = $2";
-    let values: crate::pool::Params<'_> = &[&id.as_uuid(), &tenant.unwrap_or_default()];
-    let row = db.first("looking for an event", sql, values).await?;
-    row.map(|row| get_seq(&row, 0)).transpose()
 }

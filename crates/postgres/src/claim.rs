@@ -318,8 +318,13 @@ impl Claim<'_, '_> {
         let at = self.now.as_micros();
         let rows = self.tx.query("reading what has no handler", &sql, &[&group.id, &at]).await?;
         let stored = self.engine.types.read(self.tx, &rows).await?;
-        let mut seqs = Vec::new();
+        let (mut seqs, mut kept) = (Vec::new(), Vec::new());
         for (row, stored) in rows.iter().zip(stored) {
+            if self.engine.seats.is_handled(group.id, stored.record.event.event_type()) {
+                // A consumer that is paused has a handler.
+                kept.push(to_sql(stored.seq()));
+                continue;
+            }
             let attempt = u32::try_from(get::<i32>(row, AFTER_RECORD)?).unwrap_or(0);
             let failures = read_failures(get(row, AFTER_RECORD + 1)?)?;
             let text = format!(
@@ -333,6 +338,11 @@ impl Claim<'_, '_> {
             let notice = bury(self.engine, self.tx, group.id, seq, death).await?;
             self.notices.extend(notice);
             seqs.push(to_sql(seq));
+        }
+        if !kept.is_empty() {
+            let sql = "UPDATE everbus.deliveries SET due = $3 WHERE group_id = $1 AND seq = ANY ($2)";
+            let due = self.patience();
+            self.tx.execute("setting events aside", sql, &[&group.id, &kept, &due]).await?;
         }
         self.remove_rows(group, &seqs).await
     }

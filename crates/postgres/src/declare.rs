@@ -114,6 +114,7 @@ async fn declare(
         Some(group) => groups::lock(tx, group.id).await?.map(|locked| locked.group),
         None => None,
     };
+    let is_new = known.is_none();
     let mut group = match known {
         Some(group) => {
             spec.check_known(group.ordered, group.owner == owner)?;
@@ -121,7 +122,8 @@ async fn declare(
         }
         None => create(engine, tx, spec, owner, now).await?,
     };
-    let changes = spec.subscriptions.iter().any(|s| !group.patterns.contains(&s.pattern));
+    let changes = !is_new
+        && spec.subscriptions.iter().any(|s| !group.patterns.contains(&s.pattern));
     if changes {
         // Subscriptions apply from here on: events that the group did not want are passed.
         let end = engine.horizon.ask(tx).await?;

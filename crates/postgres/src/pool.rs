@@ -363,7 +363,12 @@ pub(crate) async fn connect(
             let message = format!("{} ({target:?})", e.message());
             e.with_message(message)
         })?;
-    Ok((Conn::new(client, target, patience), notifications))
+    let conn = Conn::new(client, target, patience);
+    if !target.pooled {
+        // A plan that was made while a table was small would be kept when it is large.
+        conn.batch(doing, "SET plan_cache_mode = force_custom_plan").await?;
+    }
+    Ok((conn, notifications))
 }
 
 /// Reads the messages of a connection until it ends. Each notification is passed on.

@@ -6,7 +6,7 @@ use everbus_core::{BoxFuture, Event, GroupName, Position, Redeliver, Redelivery,
 use crate::Postgres;
 use crate::groups::{self, Group, caught_up};
 use crate::pool::{Params, Sql, Tx, transaction};
-use crate::rows::{RECORD, Stored, get, get_seq, to_sql};
+use crate::rows::{RECORD, get, get_seq, to_sql};
 
 /// Events queued in one transaction, which holds the lock of the group.
 const STEP: usize = 200;
@@ -69,28 +69,25 @@ async fn redeliver_some(
     let mut again = Vec::new();
     for position in positions {
         let seq = position.place();
-        answers.push(match known.remove(&seq) {
-            None if answers_has(&again, seq) => Redelivery::Owed,
+        answers.push(match known.get_mut(&seq) {
             None => Redelivery::Gone,
             Some((_, true)) => Redelivery::Owed,
             Some(_) if seq > group.cursor => Redelivery::Owed,
-            Some((stored, false)) => {
-                again.push(stored);
+            Some((_, owed)) => {
+                *owed = really;
+                again.push(seq);
                 Redelivery::Queued
             }
         });
     }
     if really {
         let now = engine.micros();
+        let again = again.iter().filter_map(|seq| known.get(seq));
         let events: Vec<(u64, i32, &Event)> =
-            again.iter().map(|s| (s.seq(), s.type_id, &s.record.event)).collect();
+            again.map(|(s, _)| (s.seq(), s.type_id, &s.record.event)).collect();
         add_waiting(tx, &group, &events, true, now).await?;
     }
     Ok(answers)
-}
-
-fn answers_has(queued: &[Stored], seq: u64) -> bool {
-    queued.iter().any(|stored| stored.seq() == seq)
 }
 
 /// Adds rows that wait from now on, without attempts: a retried dead letter, or a replay. An earlier skip no

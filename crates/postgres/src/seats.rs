@@ -100,6 +100,13 @@ impl Seats {
         inner.seats.get(&id).map(|seat| seat.handled.clone()).unwrap_or_default()
     }
 
+    /// Whether a consumer of a group, a paused one too, handles a type.
+    pub(crate) fn is_handled(&self, group: i64, event_type: &str) -> bool {
+        let inner = self.0.lock();
+        let mut seats = inner.seats.values().filter(|seat| seat.group == group);
+        seats.any(|seat| seat.handled.iter().any(|p| p.matches(event_type)))
+    }
+
     /// How many more events a consumer may get. Leases that have ended do not count.
     pub(crate) fn room(&self, id: u64, now: i64) -> usize {
         let mut inner = self.0.lock();

@@ -13,7 +13,7 @@ use everbus_core::{
 use tokio::sync::{mpsc, oneshot};
 
 use crate::Postgres;
-use crate::append::{append_in, check_sets};
+use crate::append::{append_in, check_sets, conflict};
 use crate::bury::{bury, tell, write_skips};
 use crate::effect;
 use crate::outcomes;
@@ -342,11 +342,7 @@ async fn apply(
     let appended = !events.is_empty() || !notices.is_empty();
     if !events.is_empty() {
         let new: Vec<&Event> = events.iter().collect();
-        append_in(engine, tx, &new).await.map_err(|e| match e.code() {
-            // Somebody else stored the same id since it was looked for: look again.
-            Code::IdReused => Error::new(Code::Busy, e.message()),
-            _ => e,
-        })?;
+        append_in(engine, tx, &new).await.map_err(conflict)?;
         events.clear();
     }
     tell(engine, tx, notices).await?;
