@@ -25,9 +25,13 @@ const LOOK: i64 = 200_000;
 impl Log for Postgres {
     fn head(&self) -> BoxFuture<'_, Result<Cursor>> {
         Box::pin(async move {
-            let end = self.horizon.ask(&*self.conn().await?).await?;
-            // Not the newest number: an event that commits later may have a lower one.
-            Ok(Cursor::seq(end.decided))
+            let db = self.conn().await?;
+            // Not the newest event: one that commits later may have a lower number. Numbers without an
+            // event, such as those of a refused batch, do not count.
+            let end = self.horizon.ask(&*db).await?;
+            let sql = "SELECT coalesce(max(seq), 0) FROM everbus.log WHERE seq <= $1";
+            let row = db.one("reading the end of the log", sql, &[&to_sql(end.decided)]).await?;
+            Ok(Cursor::seq(get_seq(&row, 0)?))
         })
     }
 
@@ -96,13 +100,13 @@ impl Postgres {
         let wanted: Vec<i32> = wanted.map(|(id, _)| *id).collect();
         let sql = format!(
             "WITH first AS (SELECT min(seq) AS seq FROM everbus.log WHERE seq > $1),
-             some AS (
+             page AS (
                SELECT l.* FROM everbus.log l, first
                WHERE l.seq >= first.seq AND l.seq <= least($2, first.seq + {LOOK}) AND l.type = ANY ($3)
                ORDER BY l.seq LIMIT $4)
              SELECT {RECORD}, first.seq FROM first LEFT JOIN (
-               SELECT some.*, sum(octet_length(payload)) OVER (ORDER BY seq) - octet_length(payload) AS before
-               FROM some) AS log ON log.before < {MOST_BYTES}
+               SELECT page.*, sum(octet_length(payload)) OVER (ORDER BY seq) - octet_length(payload) AS before
+               FROM page) AS log ON log.before < {MOST_BYTES}
              ORDER BY log.seq"
         );
         let limit = limit.max(1);

@@ -61,7 +61,7 @@ pub(super) async fn forget_some(db: &impl Sql, last: u64) -> Result<u64> {
     let doing = "shortening the audit trail";
     let sql = "INSERT INTO everbus.audit_anchor AS anchor (seq, hash, at)
          SELECT seq, hash, at FROM (
-           SELECT seq, hash, at FROM everbus.audit_log WHERE seq <= $1 ORDER BY seq LIMIT $2) AS some
+           SELECT seq, hash, at FROM everbus.audit_log WHERE seq <= $1 ORDER BY seq LIMIT $2) AS page
          ORDER BY seq DESC LIMIT 1
          ON CONFLICT (only_one) DO UPDATE SET seq = excluded.seq, hash = excluded.hash, at = excluded.at
          RETURNING seq";

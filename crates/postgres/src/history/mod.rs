@@ -58,10 +58,10 @@ impl History for Postgres {
             let bytes = condition.value(to_sql(MAX_HISTORY_BYTES as u64));
             let sql = format!(
                 "SELECT {RECORD}, log.found FROM (
-                   SELECT some.*, count(*) OVER () AS found,
+                   SELECT page.*, count(*) OVER () AS found,
                      sum(octet_length(payload)) OVER (ORDER BY seq {direction}) - octet_length(payload) AS before
                    FROM (SELECT log.* FROM everbus.log log WHERE {condition}
-                         ORDER BY log.seq {direction} LIMIT {limit} + 1) AS some) AS log
+                         ORDER BY log.seq {direction} LIMIT {limit} + 1) AS page) AS log
                  WHERE log.before <= {bytes} ORDER BY log.seq {direction} LIMIT {limit}",
                 condition = condition.sql()
             );

@@ -58,6 +58,22 @@ CREATE TABLE everbus.orphaned_objects (
   PRIMARY KEY (bucket, key)
 );
 
+-- VALUES by key. Every change takes the next revision of its bucket and holds that row until it commits, so
+-- that a watcher sees revisions in their order.
+CREATE TABLE everbus.kv_buckets (
+  bucket   text COLLATE "C" PRIMARY KEY,
+  revision bigint NOT NULL
+) WITH (fillfactor = 50);
+CREATE TABLE everbus.kv (
+  bucket     text COLLATE "C" NOT NULL,
+  key        text COLLATE "C" NOT NULL,
+  value      bytea  NOT NULL,
+  revision   bigint NOT NULL,
+  expires_at bigint,                            -- microseconds
+  PRIMARY KEY (bucket, key)
+);
+CREATE INDEX kv_expires ON everbus.kv (bucket, expires_at) WHERE expires_at IS NOT NULL;
+
 -- THE OUTBOX of this schema and the dead letters.
 
 -- Which rows of the outbox an event came from. Ids are unique per tenant, and only an envelope says one.
