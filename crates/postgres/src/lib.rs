@@ -35,6 +35,7 @@ mod history;
 mod horizon;
 mod inbox;
 mod inspect;
+mod kv;
 mod leases;
 mod log;
 mod maintenance;
@@ -193,6 +194,7 @@ fn wire(engine: Arc<Postgres>) -> Engine {
         checkpoints: Some(engine.clone()),
         orphans: Some(engine.clone()),
         outbox: Some(outbox::own_outbox(&engine)),
+        kv: Some(Arc::new(kv::Values(engine.clone()))),
         ..Engine::new(Arc::new(PgBroker(engine)))
     }
 }
