@@ -256,10 +256,15 @@ pub(crate) async fn insert<'e>(
     types: &HashMap<Arc<str>, i32>,
     received_at: &[i64],
 ) -> Result<Vec<(&'e Event, Appended)>> {
-    let n = events.len();
-    let mut columns = Columns::with_capacity(n);
-    for event in events {
-        columns.push(event, types)?;
+    let mut columns = Columns::with_capacity(events.len());
+    let mut times = Vec::with_capacity(events.len());
+    let mut ids = std::collections::HashSet::with_capacity(events.len());
+    for (event, at) in events.iter().zip(received_at) {
+        // A repetition in the batch would take a number and leave a gap.
+        if ids.insert(key_of(event)) {
+            columns.push(event, types)?;
+            times.push(*at);
+        }
     }
     // The last time of receipt is never undercut, whatever the clock does. An id that is taken is left out
     // before it takes a number; only one that is taken at the same moment leaves a gap.
@@ -282,7 +287,7 @@ pub(crate) async fn insert<'e>(
             "publishing",
             sql,
             &[
-                &received_at,
+                &times,
                 &c.occurred_at,
                 &c.expires_at,
                 &c.types,
