@@ -66,6 +66,8 @@ impl Postgres {
     /// Hands out up to `max` events, if there are any for this consumer.
     pub(crate) async fn look(&self, asking: &Asking, max: usize, sure: bool) -> Result<Looked> {
         self.check_open()?;
+        // What a consumer here gives back must not be taken for a lease that ended.
+        self.returning.done().await;
         let now = self.now();
         let room = self.seats.room(asking.seat, now.as_micros()).min(max).min(BATCH);
         let patterns = self.seats.handled(asking.seat);

@@ -188,6 +188,7 @@ impl Drop for PgConsumer {
         };
         let (mailbox, running) = (std::mem::take(&mut self.mailbox), self.running.take());
         let engine = self.engine.clone();
+        let returning = self.engine.returning.begin();
         runtime.spawn(async move {
             let mut leases: Vec<Lease> = mailbox.into_iter().map(|(d, _)| d.lease).collect();
             if let Some(running) = running
@@ -198,6 +199,7 @@ impl Drop for PgConsumer {
             if let Err(error) = give_back(&engine, &leases).await {
                 tracing::warn!(target: "everbus::postgres", %error, "events come again when their leases end");
             }
+            drop(returning);
         });
     }
 }

@@ -103,6 +103,7 @@ async fn end(db: &impl Sql, group: i64, ended: Ended, now: Timestamp) -> Result<
 impl Postgres {
     /// Ends every lease whose time is over, in all groups. Cheap if there is none.
     pub(crate) async fn end_leases(&self) -> Result<()> {
+        self.returning.done().await;
         let (now, doing) = (self.now(), "ending leases");
         let sql = "SELECT group_id FROM everbus.claims WHERE until <= $1
                    UNION SELECT group_id FROM everbus.deliveries WHERE state = 1 AND until <= $1";
@@ -173,6 +174,7 @@ impl Postgres {
 
     /// Gives up all leases and the ephemeral groups of this engine at an orderly end.
     pub(crate) async fn leave(&self) -> Result<()> {
+        self.returning.done().await;
         let owner = self.session().owner();
         if owner == 0 {
             return Ok(());
@@ -200,8 +202,9 @@ impl Postgres {
         self.check_open()?;
         let now = self.now();
         let until = now.plus(by);
+        let owner = self.session().owner();
         let answers = transaction!(self.pool, "extending leases", |tx| {
-            extend(tx, leases, now.as_micros(), until.as_micros()).await
+            extend(tx, leases, owner, now.as_micros(), until.as_micros()).await
         })?;
         for (lease, answer) in leases.iter().zip(&answers) {
             let until = answer.is_ok().then_some(until.as_micros());
@@ -211,9 +214,15 @@ impl Postgres {
     }
 }
 
-async fn extend(tx: &Tx<'_>, leases: &[Lease], now: i64, until: i64) -> Result<Vec<Result<()>>> {
+async fn extend(
+    tx: &Tx<'_>,
+    leases: &[Lease],
+    owner: i64,
+    now: i64,
+    until: i64,
+) -> Result<Vec<Result<()>>> {
     let doing = "extending leases";
-    let held = crate::settle::Held::read(tx, leases, now).await?;
+    let held = crate::settle::Held::read(tx, leases, owner, now).await?;
     let mut answers = Vec::with_capacity(leases.len());
     let (mut groups, mut seqs) = (Vec::new(), Vec::new());
     let mut claimed: std::collections::BTreeMap<i64, Vec<u64>> = std::collections::BTreeMap::new();

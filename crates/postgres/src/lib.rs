@@ -75,7 +75,7 @@ use crate::groups::{GroupCache, Natures};
 use crate::horizon::Horizon;
 use crate::pool::{Pool, Pooled, Sql as _};
 use crate::rows::Types;
-use crate::seats::Seats;
+use crate::seats::{Returning, Seats};
 use crate::session::{Bell, Session};
 
 /// The engine. This one type implements everything it offers; the traits are in the files of their roles.
@@ -88,6 +88,7 @@ pub(crate) struct Postgres {
     pub(crate) natures: Natures,
     pub(crate) horizon: Horizon,
     pub(crate) seats: Seats,
+    pub(crate) returning: Returning,
     pub(crate) bell: Arc<Bell>,
     pub(crate) durability: Grade,
     pub(crate) closed: AtomicBool,
@@ -148,6 +149,7 @@ pub async fn open(url: &str, options: Options) -> Result<Engine> {
         natures: Natures::default(),
         horizon: Horizon::default(),
         seats: Seats::default(),
+        returning: Returning::default(),
         bell: Arc::default(),
         durability,
         closed: AtomicBool::new(false),

@@ -1,10 +1,13 @@
 //! The consumers of this engine, and what they hold.
 
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use everbus_core::{ConsumeOptions, Delivery, Lease, Pattern, Result, Window};
 use parking_lot::Mutex;
+use tokio::sync::Notify;
 
 use crate::settle::parts;
 
@@ -192,5 +195,37 @@ impl Seats {
     pub(crate) fn holds(&self, (group, seq): (i64, u64)) -> bool {
         let inner = self.0.lock();
         inner.held.keys().any(|key| (key.0, key.2) == (group, seq))
+    }
+}
+
+/// Consumers that were dropped, and whose events are on their way back.
+#[derive(Clone, Default)]
+pub(crate) struct Returning(Arc<(AtomicUsize, Notify)>);
+
+impl Returning {
+    pub(crate) fn begin(&self) -> ReturnGuard {
+        self.0.0.fetch_add(1, Ordering::AcqRel);
+        ReturnGuard(self.clone())
+    }
+
+    /// Waits until everything is back.
+    pub(crate) async fn done(&self) {
+        loop {
+            let changed = self.0.1.notified();
+            if self.0.0.load(Ordering::Acquire) == 0 {
+                return;
+            }
+            changed.await;
+        }
+    }
+}
+
+/// Something is on its way back as long as this lives.
+pub(crate) struct ReturnGuard(Returning);
+
+impl Drop for ReturnGuard {
+    fn drop(&mut self) {
+        self.0.0.0.fetch_sub(1, Ordering::AcqRel);
+        self.0.0.1.notify_waiters();
     }
 }

@@ -154,7 +154,7 @@ impl Postgres {
         }
         let now = self.now();
         let done = transaction!(self.pool, "settling", |tx| {
-            apply(self, tx, settlements, now).await
+            apply(self, tx, settlements, now, now.as_micros()).await
         });
         match done {
             Ok((answers, appended)) => {
@@ -204,15 +204,21 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    pub(crate) async fn read(tx: &Tx<'_>, leases: &[Lease], now: i64) -> Result<Self> {
+    /// Reads what is held after `now`, by this owner: the leases of another process are never ours to settle.
+    pub(crate) async fn read(
+        tx: &Tx<'_>,
+        leases: &[Lease],
+        owner: i64,
+        now: i64,
+    ) -> Result<Self> {
         let doing = "reading leases";
         let mut tokens: Vec<i64> = leases.iter().map(|lease| parts(lease).1).collect();
         tokens.sort_unstable();
         tokens.dedup();
         let sql = "SELECT token, group_id, lo, hi, done::text FROM everbus.claims
-                   WHERE token = ANY ($1) AND until > $2 ORDER BY token FOR UPDATE";
+                   WHERE token = ANY ($1) AND until > $2 AND owner = $3 ORDER BY token FOR UPDATE";
         let mut claims = BTreeMap::new();
-        for row in tx.query(doing, sql, &[&tokens, &now]).await? {
+        for row in tx.query(doing, sql, &[&tokens, &now, &owner]).await? {
             let claim = Claim {
                 group: get(&row, 1)?,
                 lo: get_seq(&row, 2)?,
@@ -244,8 +250,9 @@ impl Held {
                    FROM everbus.deliveries d
                    JOIN unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS x (group_id, seq, token)
                      ON d.group_id = x.group_id AND d.seq = x.seq AND d.token = x.token
-                   WHERE d.state = 1 AND d.until > $4 ORDER BY d.group_id, d.seq FOR UPDATE OF d";
-        for row in tx.query(doing, sql, &[&groups, &seqs, &tokens, &now]).await? {
+                   WHERE d.state = 1 AND d.until > $4 AND d.owner = $5
+                   ORDER BY d.group_id, d.seq FOR UPDATE OF d";
+        for row in tx.query(doing, sql, &[&groups, &seqs, &tokens, &now, &owner]).await? {
             let leased = LeasedRow {
                 attempt: u32::try_from(get::<i32>(&row, 3)?).unwrap_or(0),
                 failures: get(&row, 4)?,
@@ -310,15 +317,18 @@ struct Changes {
     deaths: Vec<(i64, u64, Death)>,
 }
 
-/// Applies settlements. An error undoes all of them. Returns whether events were appended.
+/// Applies settlements of leases that last beyond `held_after`. An error undoes all of them. Returns whether
+/// events were appended.
 async fn apply(
     engine: &Postgres,
     tx: &Tx<'_>,
     settlements: &[&Settlement],
     now: Timestamp,
+    held_after: i64,
 ) -> Result<(Vec<Result<()>>, bool)> {
     let leases: Vec<Lease> = settlements.iter().map(|s| s.lease.clone()).collect();
-    let mut held = Held::read(tx, &leases, now.as_micros()).await?;
+    let owner = engine.session().owner();
+    let mut held = Held::read(tx, &leases, owner, held_after).await?;
     let mut seen = HashSet::new();
     let mut answers: Vec<Result<()>> = Vec::with_capacity(settlements.len());
     for settlement in settlements {
@@ -611,7 +621,8 @@ async fn put_back(
         .map(drop)
 }
 
-/// Gives back events that were handed out and reached no handler: no attempt counts.
+/// Gives back events that were claimed and reached no handler: no attempt counts, even if the lease is over
+/// by now and nobody has noticed.
 pub(crate) async fn give_back(engine: &Postgres, leases: &[Lease]) -> Result<()> {
     if leases.is_empty() {
         return Ok(());
@@ -624,7 +635,7 @@ pub(crate) async fn give_back(engine: &Postgres, leases: &[Lease]) -> Result<()>
     let settlements: Vec<&Settlement> = settlements.iter().collect();
     let now = engine.now();
     let answers = transaction!(engine.pool, "giving events back", |tx| {
-        apply(engine, tx, &settlements, now).await
+        apply(engine, tx, &settlements, now, i64::MIN).await
     })?;
     let step = std::time::Duration::ZERO;
     for (lease, answer) in leases.iter().zip(&answers.0) {
