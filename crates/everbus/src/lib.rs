@@ -74,6 +74,7 @@
 //!
 //! Everything here uses the traits of [`everbus_core`]; it never asks which engine it runs on.
 
+mod access;
 mod admission;
 mod ambient;
 pub mod asyncapi;
@@ -135,6 +136,7 @@ pub use handler::{
 };
 pub use handler::{Decode, SubscriptionId};
 pub use kv::Kv;
+pub use access::Access;
 pub use open::builder::BusBuilder;
 #[cfg(feature = "sqlite")]
 pub use open::engines::Durable;

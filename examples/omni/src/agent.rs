@@ -54,7 +54,9 @@ pub async fn answer(
     context: Context,
 ) -> Result<AgentResponse, HandlerError> {
     let (message_id, streaming) = (request.message_id.clone(), request.agent_config.streaming);
-    context.store_payload(Stage::AGENT_REQUEST, &request).await?;
+    context
+        .store_payload(Stage::AGENT_REQUEST, &request)
+        .await?;
     let began = Instant::now();
     match (agent.ask)(request).await {
         Ok(response) => {

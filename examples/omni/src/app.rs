@@ -45,13 +45,21 @@ impl Settings {
         }
     }
 
-    fn builder(&self) -> BusBuilder {
-        let builder = Bus::builder().source(SOURCE).streams(Streams::omni());
-        match &self.store {
+    fn builder(&self) -> everbus::Result<BusBuilder> {
+        let builder = Bus::builder().source(SOURCE).streams(streams()?);
+        Ok(match &self.store {
             Some(store) => builder.store(store),
             None => builder,
-        }
+        })
     }
+}
+
+/// The streams of the specification. On the wire their events are the JSON of its envelope, so that programs
+/// without Everbus read and write them.
+fn streams() -> everbus::Result<Streams> {
+    let streams = Streams::omni();
+    let streams = streams.iter().cloned();
+    Streams::new(streams.map(|stream| stream.dialect("omni")))
 }
 
 /// The running system.
@@ -65,10 +73,13 @@ pub struct App {
 
 impl App {
     /// Opens the bus and the tables, mounts the handlers and starts.
-    pub async fn start(settings: Settings) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
-        let bus = settings.builder().open(&settings.broker).await?;
+    pub async fn start(
+        settings: Settings,
+    ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
+        let bus = settings.builder()?.open(&settings.broker).await?;
         let identities = IdentityService::open(&settings.identities)?;
-        bus.mount(router(&bus, &settings, identities.clone())?).await?;
+        bus.mount(router(&bus, &settings, identities.clone())?)
+            .await?;
         bus.start().await?;
         Ok(Self { bus, identities })
     }
@@ -100,7 +111,10 @@ fn router(bus: &Bus, settings: &Settings, identities: IdentityService) -> everbu
         .on(MessageReceived::TYPE, to(sessions::note).group("sessions"))
         .on(MediaReceived::TYPE, process)
         .on(AgentRequest::TYPE, answer)
-        .on(MessageSending::TYPE, to(channel::send).group("channel-sender"))
+        .on(
+            MessageSending::TYPE,
+            to(channel::send).group("channel-sender"),
+        )
         .with_state(identities)
         .with_state(settings.pipeline.clone())
         .with_state(settings.agent.clone())

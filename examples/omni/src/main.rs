@@ -5,13 +5,14 @@ use std::io::Read as _;
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand};
-use everbus::Cursor;
+use everbus::{Clock as _, Cursor, SystemClock};
 use omni::events::{
     AgentConfig, AgentRequest, MediaAttachment, MediaType, MessageContent, MessageReceived,
     MessageSending, Recipient, Sender,
 };
 use omni::{App, Settings, intake, sessions};
 use serde_json::json;
+use uuid::Uuid;
 
 /// An omnichannel messaging system on Everbus.
 #[derive(Debug, Parser)]
@@ -64,10 +65,10 @@ async fn main() -> Done {
     Ok(())
 }
 
-fn message(number: u32, channel: &str, user: &str, phone: &str, text: &str) -> MessageReceived {
+fn message(channel: &str, user: &str, phone: &str, text: &str) -> MessageReceived {
     MessageReceived {
-        message_id: format!("message-{number}"),
-        external_message_id: format!("external-{number}"),
+        message_id: Uuid::now_v7().to_string(),
+        external_message_id: Uuid::now_v7().to_string(),
         channel: channel.into(),
         instance_id: "instance-1".to_owned(),
         sender: Sender {
@@ -78,7 +79,7 @@ fn message(number: u32, channel: &str, user: &str, phone: &str, text: &str) -> M
         conversation_id: None,
         external_conversation_id: format!("conversation-{user}"),
         content: MessageContent::text(text),
-        platform_timestamp: everbus::Timestamp::EPOCH,
+        platform_timestamp: SystemClock.now(),
         raw_payload: Some(json!({ "body": text })),
     }
 }
@@ -86,10 +87,10 @@ fn message(number: u32, channel: &str, user: &str, phone: &str, text: &str) -> M
 /// Two accounts with one phone number, a voice message whose processing fails once, a question and an answer.
 async fn demo(app: &App) -> Done {
     let mut last = tail_start(app).await?;
-    let first = message(1, "whatsapp", "+49 170 1", "+49 170 1", "Hello");
-    let mut second = message(2, "telegram", "@ada", "+49 170 1", "It's me again");
+    let first = message("whatsapp", "+49 170 1", "+49 170 1", "Hello");
+    let mut second = message("telegram", "@ada", "+49 170 1", "It's me again");
     second.content.media = Some(vec![MediaAttachment {
-        media_id: "voice-1".to_owned(),
+        media_id: Uuid::now_v7().to_string(),
         media_type: MediaType::Audio,
         mime_type: "audio/ogg".to_owned(),
         size: None,
@@ -99,12 +100,12 @@ async fn demo(app: &App) -> Done {
         filename: None,
         caption: None,
     }]);
-    let mut waiting = Vec::new();
+    let question_id = second.message_id.clone();
     for message in [first, second] {
-        waiting.push(intake::receive(&app.bus, message).await?);
+        intake::receive(&app.bus, message).await?;
     }
     let question = AgentRequest {
-        message_id: "message-2".to_owned(),
+        message_id: question_id.clone(),
         person_id: "unknown".to_owned(),
         instance_id: "instance-1".to_owned(),
         enriched_content: "It's me again".to_owned(),
@@ -115,9 +116,9 @@ async fn demo(app: &App) -> Done {
             streaming: false,
         },
     };
-    waiting.push(app.bus.publish(question).await?);
+    app.bus.publish(question).await?;
     let reply = MessageSending {
-        message_id: "message-3".to_owned(),
+        message_id: Uuid::now_v7().to_string(),
         instance_id: "instance-1".to_owned(),
         channel: "telegram".into(),
         recipient: Recipient {
@@ -125,10 +126,10 @@ async fn demo(app: &App) -> Done {
             conversation_id: None,
         },
         content: MessageContent::text("Welcome back"),
-        reply_to: Some("message-2".to_owned()),
+        reply_to: Some(question_id),
     };
-    waiting.push(app.bus.publish(reply).await?);
-    // The file was announced by then, or its last event is still to come: the log is read until it is there.
+    app.bus.publish(reply).await?;
+    // The voice message comes last: its first attempt fails, and the second one waits two seconds.
     let mut processed = false;
     while !processed {
         let types = vec!["*".parse()?];

@@ -15,6 +15,9 @@ pub const BUCKET: &str = "sessions";
 /// A session ends when nothing was said for this long.
 pub const LASTS: Duration = Duration::from_secs(24 * 3600);
 
+/// So many messages of a conversation are recognised when they come again.
+const RECENT: usize = 50;
+
 /// The state of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -23,8 +26,8 @@ pub struct Session {
     pub channel: ChannelType,
     /// How many messages it has had.
     pub messages: u64,
-    /// The last one.
-    pub last_message_id: String,
+    /// The last ones, the newest last: a message that comes twice is counted once.
+    pub recent_message_ids: Vec<String>,
     /// Its text.
     pub last_text: Option<String>,
     /// Its time on the platform.
@@ -52,15 +55,19 @@ pub async fn note(
     let key = key(&message.channel, &message.external_conversation_id);
     loop {
         let found = sessions.get_json::<Session>(key.clone()).await?;
-        let (before, revision) = match &found {
-            Some((session, _)) if session.last_message_id == message.message_id => return Ok(()),
-            Some((session, revision)) => (session.messages, *revision),
-            None => (0, 0),
+        let (messages, mut recent, revision) = match found {
+            Some((session, revision)) => (session.messages, session.recent_message_ids, revision),
+            None => (0, Vec::new(), 0),
         };
+        if recent.contains(&message.message_id) {
+            return Ok(());
+        }
+        recent.push(message.message_id.clone());
+        recent.drain(..recent.len().saturating_sub(RECENT));
         let session = Session {
             channel: message.channel.clone(),
-            messages: before + 1,
-            last_message_id: message.message_id.clone(),
+            messages: messages + 1,
+            recent_message_ids: recent,
             last_text: message.content.text.clone(),
             last_at: message.platform_timestamp,
         };
@@ -74,7 +81,11 @@ pub async fn note(
 }
 
 /// The session of a conversation, if it has one.
-pub async fn find(sessions: &Kv, channel: &ChannelType, conversation: &str) -> Result<Option<Session>> {
+pub async fn find(
+    sessions: &Kv,
+    channel: &ChannelType,
+    conversation: &str,
+) -> Result<Option<Session>> {
     let found = sessions.get_json(key(channel, conversation)).await?;
     Ok(found.map(|(session, _)| session))
 }

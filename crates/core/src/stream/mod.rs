@@ -11,8 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use limit::{DEFAULT_WAIT, OnFull, StreamLimit, check_wait};
-pub(crate) use names::dotted;
-pub use names::{canonical, label};
+pub use names::{canonical, dotted, label};
 pub use table::{DEFAULT_STREAM, SYSTEM_STREAM, Streams};
 
 use crate::error::{Code, Error, Result};

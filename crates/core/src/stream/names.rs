@@ -49,7 +49,7 @@ pub fn label(event_type: &str) -> String {
 /// An event type as the patterns of streams match it: a channel by its dotted form, any other unchanged.
 ///
 /// Hyphens of a dotted type stay: `agent.task-done` has two segments, and `agent.*` covers it.
-pub(crate) fn dotted(event_type: &str) -> Cow<'_, str> {
+pub fn dotted(event_type: &str) -> Cow<'_, str> {
     match event_type.find([':', '.']) {
         Some(at) if event_type.as_bytes()[at] == b':' => canonical(event_type).into(),
         _ => event_type.into(),

@@ -172,8 +172,12 @@ async fn with_failures(
     let failures = shared.store.failures(group.clone(), keys.collect());
     for (delivery, kept) in again.into_iter().zip(failures.await?) {
         let begun = kept.last().map_or(0, |last| last.attempt);
-        let crashes = std::mem::take(&mut delivery.failures);
+        let mut crashes = std::mem::take(&mut delivery.failures);
         delivery.failures = kept;
+        // Only the broker knows that it could not read the event.
+        let corrupt: Vec<Failure> = crashes
+            .extract_if(.., |f| f.kind == FailureKind::Corrupt)
+            .collect();
         if exact {
             // Only the broker knows of attempts that ended with their process.
             let crashes = crashes.into_iter().filter(|f| f.kind == FailureKind::Crash);
@@ -189,6 +193,7 @@ async fn with_failures(
         } else {
             delivery.attempt = begun + 1;
         }
+        delivery.failures.extend(corrupt);
     }
     Ok(batch)
 }

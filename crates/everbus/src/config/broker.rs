@@ -5,8 +5,22 @@ use std::fmt;
 use super::problems::listed;
 use super::redact::redacted;
 use super::section::{Reader, Section, Text};
+use crate::access::Access;
 
-pub(super) const KEYS: &[&str] = &["type", "url"];
+pub(super) const KEYS: &[&str] = &[
+    "type",
+    "url",
+    "user",
+    "password",
+    "token",
+    "creds",
+    "tls",
+    "foreign",
+    "synced",
+    "copies",
+    "allow_shorter_age",
+];
+const FOREIGN: &[(&str, bool)] = &[("dead_letter", false), ("raw", true)];
 
 /// The engine of the broker or of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,6 +30,8 @@ pub struct Broker {
     pub kind: BrokerKind,
     /// The key `url` in the form that [`Bus::open`](crate::Bus::open) takes: with its scheme.
     pub url: BrokerUrl,
+    /// The other keys: how to get access to a server.
+    pub access: Access,
 }
 
 /// The engines that a file may name. Not every build has all of them.
@@ -60,7 +76,12 @@ impl BrokerKind {
 
     /// Whether this build has the engine.
     pub fn is_available(self) -> bool {
-        matches!(self, Self::Sqlite | Self::Memory)
+        match self {
+            Self::Memory => true,
+            Self::Sqlite => cfg!(feature = "sqlite"),
+            Self::Nats => cfg!(feature = "nats"),
+            Self::Redis | Self::Kafka | Self::Postgres => false,
+        }
     }
 
     /// Whether the engine can be a store beside a broker.
@@ -154,6 +175,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -
                 return Some(Broker {
                     kind: BrokerKind::Memory,
                     url: BrokerUrl("memory:".to_owned()),
+                    access: Access::default(),
                 });
             }
             Some(kind) if section.get("url").is_none() => {
@@ -196,6 +218,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -
         Ok(url) => Some(Broker {
             kind,
             url: BrokerUrl(url),
+            access: access(reader, section, kind),
         }),
         Err(what) => {
             let hint = match url.variables.as_slice() {
@@ -210,6 +233,42 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -
             None
         }
     }
+}
+
+/// The keys for a server.
+fn access(reader: &mut Reader<'_>, section: &Section<'_>, kind: BrokerKind) -> Access {
+    // All but type and url.
+    let mut given = KEYS.iter().skip(2).filter_map(|key| section.get(key));
+    if kind != BrokerKind::Nats
+        && let Some(field) = given.next()
+    {
+        let what = format!("{} is for a nats broker, and this one is {kind}", field.path);
+        let hint = "remove the key, or put user and password into the URL";
+        reader.problems.add(field.key_place, what, hint);
+        return Access::default();
+    }
+    let mut text = |key: &str, wanted: &str| reader.text(section.get(key), wanted).map(|t| t.value);
+    let mut access = Access {
+        user: text("user", "the name of a user"),
+        password: text("password", "a password, such as ${NATS_PASSWORD}"),
+        token: text("token", "a token, such as ${NATS_TOKEN}"),
+        creds: text("creds", "the path of a .creds file, or the seed of an nkey"),
+        ..Access::default()
+    };
+    // A file with root certificates says that TLS is wanted.
+    match text("tls", "true, false or a file with root certificates").as_deref() {
+        None | Some("false") => {}
+        Some("true") => access.tls = true,
+        Some(file) => (access.tls, access.ca_file) = (true, Some(file.into())),
+    }
+    access.raw_foreign = reader.choice(section.get("foreign"), FOREIGN).unwrap_or(false);
+    access.synced = reader.boolean(section.get("synced")).unwrap_or(false);
+    let copies = reader.whole(section.get("copies"), 1..=5, "copies");
+    access.copies = copies.and_then(|copies| u32::try_from(copies).ok());
+    access.allow_shorter_age = reader
+        .boolean(section.get("allow_shorter_age"))
+        .unwrap_or(false);
+    access
 }
 
 /// The address as `Bus::open` takes it, or what is wrong with it. The message never contains the address.

@@ -12,6 +12,7 @@ use crate::environment::LONGEST;
 #[cfg(feature = "sqlite")]
 use crate::open::engines::Durable;
 use crate::open::engines::{self, EngineOptions};
+use crate::access::Access;
 use crate::overflow::Overflow;
 use crate::runtime::bus::Bus;
 use crate::runtime::options::{BusOptions, too_long};
@@ -212,6 +213,12 @@ impl BusBuilder {
     /// (10 s). Outcomes of handlers are not given up: they are tried again.
     pub fn busy_timeout(mut self, timeout: Duration) -> Self {
         self.engine.busy_timeout = Some(timeout);
+        self
+    }
+
+    /// Sets how to get access to a server: credentials, TLS.
+    pub fn access(mut self, access: Access) -> Self {
+        self.engine.access = access;
         self
     }
 

@@ -44,6 +44,9 @@ impl BusBuilder {
             ..consumer(c)
         });
         options.consumers = consumers.collect();
+        if let Some(broker) = &config.broker {
+            self = self.access(broker.access.clone());
+        }
         self.url = config.broker_url();
         self.config = Some(Box::new(config.clone()));
         self

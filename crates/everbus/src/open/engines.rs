@@ -8,6 +8,7 @@ use everbus_core::{Clock, Code, Engine, Error, Result};
 #[cfg(feature = "sqlite")]
 pub use everbus_sqlite::Durable;
 
+use crate::access::Access;
 use crate::url::split_scheme;
 
 /// The settings that only some engines have.
@@ -18,6 +19,8 @@ pub(crate) struct EngineOptions {
     pub(crate) create: bool,
     /// `None`: the default of the engine.
     pub(crate) busy_timeout: Option<Duration>,
+    /// How to get access to a server.
+    pub(crate) access: Access,
 }
 
 impl Default for EngineOptions {
@@ -27,6 +30,7 @@ impl Default for EngineOptions {
             durability: Durable::default(),
             create: true,
             busy_timeout: None,
+            access: Access::default(),
         }
     }
 }
@@ -35,6 +39,8 @@ impl Default for EngineOptions {
 enum Target {
     Memory,
     Sqlite(PathBuf),
+    /// The whole URL.
+    Nats(String),
 }
 
 pub(crate) async fn open(
@@ -51,6 +57,10 @@ pub(crate) async fn open(
             let _ = options;
             Err(not_built("sqlite"))
         }
+        #[cfg(feature = "nats")]
+        Target::Nats(url) => everbus_nats::open(&url, nats_options(options.access, clock)).await,
+        #[cfg(not(feature = "nats"))]
+        Target::Nats(_) => Err(not_built("nats")),
     }
 }
 
@@ -74,7 +84,26 @@ async fn open_sqlite(
 }
 
 /// The error for a URL whose engine is not part of this build.
-#[cfg(not(feature = "sqlite"))]
+#[cfg(feature = "nats")]
+fn nats_options(access: Access, clock: Arc<dyn Clock>) -> everbus_nats::Options {
+    let mut options = everbus_nats::Options::default();
+    options.clock = clock;
+    options.user = access.user;
+    options.password = access.password;
+    options.token = access.token;
+    options.creds = access.creds;
+    options.tls = access.tls;
+    options.ca_file = access.ca_file;
+    options.raw_foreign = access.raw_foreign;
+    options.synced = access.synced;
+    options.allow_shorter_age = access.allow_shorter_age;
+    if let Some(copies) = access.copies {
+        options.replicas = copies;
+    }
+    options
+}
+
+#[cfg(not(all(feature = "sqlite", feature = "nats")))]
 fn not_built(feature: &str) -> Error {
     let what = format!("this build has no {feature} engine");
     let hint = format!("build with the feature `{feature}` of the crate everbus");
@@ -97,7 +126,7 @@ pub(crate) fn check_apart(broker: &str, store: &str) -> Result<()> {
     }
 }
 
-const HINT: &str = "use sqlite:FILE or a path for a file, memory: for none";
+const HINT: &str = "use sqlite:FILE or a path for a file, memory: for none, nats://HOST for a server";
 
 fn parse(url: &str) -> Result<Target> {
     let bad = |what: String| Err(Error::new(Code::InvalidUrl, what).hint(HINT));
@@ -125,6 +154,7 @@ fn parse(url: &str) -> Result<Target> {
             }
             Ok(Target::Sqlite(path.into()))
         }
+        "nats" | "tls" => Ok(Target::Nats(url.to_owned())),
         _ => bad(format!("this build has no engine for {scheme:?}")),
     }
 }

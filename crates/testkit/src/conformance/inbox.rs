@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Delivery, Event, EventId, EventState, Inbox, Recorded, Retention, Settlement, Timestamp,
-    Verdict,
+    Code, Deduplication, Delivery, Event, EventId, EventState, Inbox, Recorded, Retention,
+    Settlement, Timestamp, Verdict,
 };
 
 use super::needs::{
-    ATOMIC_FOLLOW_UPS, DEDUPLICATION, FENCING, INBOX, LOOKUP, MAINTENANCE, RESTART,
+    ATOMIC_FOLLOW_UPS, DEDUPLICATION, FENCING, INBOX, LOOKUP, MAINTENANCE, OWN_LOG, RESTART,
 };
 use super::stage::{LEASE, code, event, following, name, nothing, take, take_one};
 use super::{Harness, Outcome, Stage, Time};
@@ -158,6 +158,11 @@ pub async fn what_was_handled_has_no_effect_again<H: Harness>(harness: H) -> Out
             assert_eq!(found.len(), expected, "round {}", followed.len());
         }
         empty_the_log(&stage).await;
+        // A broker that knows ids for a while keeps knowing them when copies are removed.
+        let dedup = stage.capabilities().deduplication;
+        if matches!(dedup, Deduplication::Window(_)) && !stage.offers(&OWN_LOG) {
+            break;
+        }
     }
     stage.passed()
 }

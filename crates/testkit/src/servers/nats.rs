@@ -191,7 +191,10 @@ impl Nats {
     pub fn shared() -> Option<&'static Self> {
         static SHARED: OnceLock<Option<Nats>> = OnceLock::new();
         let start = || {
-            let options = NatsOptions::default().sync_always(false);
+            // Some scenarios have events of a megabyte, with headers beyond the default.
+            let options = NatsOptions::default()
+                .sync_always(false)
+                .max_payload(8 << 20);
             Self::start(options.accounts(ACCOUNTS))
         };
         SHARED.get_or_init(start).as_ref()

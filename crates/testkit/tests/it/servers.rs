@@ -87,7 +87,9 @@ fn a_pooler_stands_before_a_database() {
 // needs: nats-server
 #[test]
 fn nats_is_killed_restarted_and_paused() {
-    let options = NatsOptions::default().user("me", "secret").max_payload(4096);
+    let options = NatsOptions::default()
+        .user("me", "secret")
+        .max_payload(4096);
     let Some(server) = Nats::start(options) else {
         return;
     };
@@ -239,6 +241,10 @@ fn holds_a_server() {
 // needs: nats-server
 #[test]
 fn a_server_ends_with_its_test() {
+    // Said aloud here, because the output of the other process is not shown.
+    let Some(_) = Nats::shared() else {
+        return;
+    };
     let mut holder = Command::new(std::env::current_exe().unwrap())
         .args(["--ignored", "--exact", "servers::holds_a_server"])
         .arg("--nocapture")
@@ -250,11 +256,6 @@ fn a_server_ends_with_its_test() {
     let lines = BufReader::new(holder.stderr.take().unwrap()).lines();
     let mut ports = lines.filter_map(|line| line.ok()?.strip_prefix("PORT ")?.parse().ok());
     let port: u16 = ports.next().unwrap();
-    let Some(port) = (port > 0).then_some(port) else {
-        holder.kill().unwrap();
-        holder.wait().unwrap();
-        return;
-    };
     assert!(listens(port));
     holder.kill().unwrap();
     holder.wait().unwrap();

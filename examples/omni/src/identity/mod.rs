@@ -9,7 +9,7 @@ mod tables;
 
 use everbus::{HandlerError, Outcome, Payload, State};
 
-pub use service::{IdentityService, Resolution, Resolve};
+pub use service::{Failed, IdentityService, Resolution, Resolve};
 
 use crate::events::{IdentityMerged, MergeReason, MessageReceived};
 
@@ -25,7 +25,8 @@ pub async fn resolve(
         username: message.sender.platform_username,
         profile: message.sender.profile_data.unwrap_or_default(),
     };
-    let resolution = service.resolve(request).await?;
+    let resolution = service.resolve(request).await;
+    let resolution = resolution.map_err(HandlerError::new)?;
     let mut outcome = Outcome::default();
     if let Some(updated) = resolution.updated {
         outcome = outcome.publish(updated)?;
@@ -42,8 +43,10 @@ pub async fn link(
     target: &str,
     source: &str,
     admin: &str,
-) -> Result<Option<IdentityMerged>, service::Failed> {
+) -> Result<Option<IdentityMerged>, Failed> {
     let (target, source) = (target.to_owned(), source.to_owned());
     let reason = MergeReason::AdminLinked;
-    service.merge(target, source, reason, admin.to_owned()).await
+    service
+        .merge(target, source, reason, admin.to_owned())
+        .await
 }

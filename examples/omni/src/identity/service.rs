@@ -117,7 +117,7 @@ impl IdentityService {
     }
 
     /// How many persons and accounts there are.
-    pub async fn count(&self) -> Result<(u64, u64), Failed> {
+    pub async fn count(&self) -> Result<(u32, u32), Failed> {
         self.change(|db| Ok(tables::count(db)?)).await
     }
 
@@ -144,7 +144,10 @@ fn new_id() -> String {
 }
 
 fn decide(db: &Connection, request: &Resolve) -> Result<Resolution, Failed> {
-    let (channel, user) = (request.channel.0.as_str(), request.platform_user_id.as_str());
+    let (channel, user) = (
+        request.channel.0.as_str(),
+        request.platform_user_id.as_str(),
+    );
     let known = tables::account(db, channel, user)?;
     let is_new_identity = known.is_none();
     let mut is_new_person = false;
@@ -193,10 +196,7 @@ fn decide(db: &Connection, request: &Resolve) -> Result<Resolution, Failed> {
 }
 
 /// The person with whom a new account has something in common, and how certain that makes it.
-fn related(
-    db: &Connection,
-    profile: &Map<String, Value>,
-) -> Result<Option<(String, f64)>, Failed> {
+fn related(db: &Connection, profile: &Map<String, Value>) -> Result<Option<(String, f64)>, Failed> {
     for (field, _, confidence) in EVIDENCE {
         if let Some(value) = profile.get(field).and_then(Value::as_str)
             && let Some(person) = tables::person_with(db, field, value, "")?

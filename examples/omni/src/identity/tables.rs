@@ -139,7 +139,7 @@ pub(super) fn merge(db: &Connection, target: &str, source: &str) -> rusqlite::Re
 }
 
 /// How many persons and accounts there are.
-pub(super) fn count(db: &Connection) -> rusqlite::Result<(u64, u64)> {
+pub(super) fn count(db: &Connection) -> rusqlite::Result<(u32, u32)> {
     let sql = "SELECT (SELECT count(*) FROM persons WHERE merged_into IS NULL),
                       (SELECT count(*) FROM identities)";
     db.query_row(sql, (), |row| Ok((row.get(0)?, row.get(1)?)))

@@ -5,7 +5,9 @@ mod pipeline;
 use std::time::Duration;
 
 use everbus::payloads::Stage;
-use everbus::{Bus, Clock as _, Context, Envelope, HandlerError, Payload, State, SystemClock, TypedEvent};
+use everbus::{
+    Bus, Clock as _, Context, Envelope, HandlerError, Payload, State, SystemClock, TypedEvent,
+};
 use serde_json::json;
 
 pub use pipeline::{FixedPipeline, MediaPipeline, PipelineError, Process};

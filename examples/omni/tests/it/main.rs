@@ -3,4 +3,6 @@
 
 mod events;
 mod flow;
+#[cfg(feature = "nats")]
+mod interop;
 mod support;

@@ -18,7 +18,25 @@ pub(crate) struct System {
 }
 
 impl System {
-    pub(crate) async fn on_a_file() -> Self {
+    /// One system on each engine of this build, empty at first.
+    pub(crate) async fn everywhere() -> Vec<Self> {
+        let mut systems = vec![Self::on_a_file().await];
+        #[cfg(feature = "nats")]
+        systems.extend(Self::on_nats().await.map(|(system, _)| system));
+        systems
+    }
+
+    /// On a real NATS server, with a file beside it; and the URL of the server. `None` (said aloud) without one.
+    #[cfg(feature = "nats")]
+    pub(crate) async fn on_nats() -> Option<(Self, String)> {
+        let url = everbus_testkit::servers::Nats::shared()?.fresh_account();
+        let directory = tempfile::tempdir().unwrap();
+        let store = format!("sqlite:{}", directory.path().join("store.db").display());
+        let system = Self::at(directory, url.clone(), Some(store)).await;
+        Some((system, url))
+    }
+
+    async fn on_a_file() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let broker = format!("sqlite:{}", directory.path().join("omni.db").display());
         Self::at(directory, broker, None).await
@@ -58,7 +76,10 @@ impl System {
             let (records, _) = log.read(Cursor::START, types, 1000).await.unwrap();
             if records.len() >= count {
                 assert_eq!(records.len(), count, "{event_type}");
-                return records.iter().map(|record| Recorded::clone(record)).collect();
+                return records
+                    .iter()
+                    .map(|record| Recorded::clone(record))
+                    .collect();
             }
             assert!(
                 began.elapsed() < PATIENCE,
@@ -71,7 +92,7 @@ impl System {
 }
 
 /// A message of a user on a channel.
-pub(crate) fn message(number: u32, channel: &str, user: &str, profile: Value) -> MessageReceived {
+pub(crate) fn message(number: u32, channel: &str, user: &str, profile: &Value) -> MessageReceived {
     MessageReceived {
         message_id: format!("m{number}"),
         external_message_id: format!("x{number}"),

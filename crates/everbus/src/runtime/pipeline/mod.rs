@@ -290,6 +290,17 @@ impl Pipeline {
         if already_handled {
             return Err(found_in_inbox().into());
         }
+        if let Some(last) = delivery.failures.last()
+            && last.kind == FailureKind::Corrupt
+            && !delivery.retried
+        {
+            // The engine could not read it: no handler could.
+            return Err(Judged {
+                verdict: Verdict::Dead { failure: None },
+                counted: Counted::Failed { retried: false },
+            }
+            .into());
+        }
         if let Some(crash) = delivery.failures.last()
             && crash.kind == FailureKind::Crash
             && let Some(handler) = most_patient(&matched.handlers)

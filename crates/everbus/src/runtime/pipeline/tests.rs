@@ -86,6 +86,18 @@ async fn an_event_that_keeps_crashing_its_process_is_given_up() {
     assert_eq!(verdict_after(4).await, Verdict::Dead { failure: None });
 }
 
+// conformance: nats/foreign: a message that is not of its stream's dialect is dead-lettered with the raw bytes and the reason, before any handler sees it
+#[tokio::test]
+async fn an_event_that_its_engine_could_not_read_is_given_up() {
+    let handlers = [handler(RetryPolicy::default(), || Ok(()))];
+    let mut delivery = crashed(1, false);
+    delivery.failures[0].kind = FailureKind::Corrupt;
+    let verdict_of = async |delivery: &Delivery| verdict(delivery, &handlers).await;
+    assert_eq!(verdict_of(&delivery).await, Verdict::Dead { failure: None });
+    delivery.retried = true;
+    assert_eq!(verdict_of(&delivery).await, Verdict::Ack, "an operator may send it all the same");
+}
+
 // conformance: handlers/idempotent-crash: an event that was handled is never dead-lettered for the crashes of later deliveries.
 #[tokio::test]
 async fn an_event_that_was_handled_is_not_given_up_for_its_crashes() {

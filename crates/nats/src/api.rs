@@ -1,0 +1,320 @@
+//! The requests of JetStream that the engine uses, as JSON.
+
+use std::collections::BTreeMap;
+
+use async_nats::HeaderMap;
+use bytes::Bytes;
+use data_encoding::BASE64;
+use everbus_core::{Code, Error, Result, Timestamp};
+use futures_util::StreamExt as _;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::client::Link;
+use crate::errors::{ApiError, number, unreadable};
+
+const API: &str = "$JS.API.";
+
+/// The state of a stream.
+#[derive(Debug, Deserialize)]
+pub(crate) struct StreamInfo {
+    pub(crate) config: Value,
+    pub(crate) state: StreamState,
+    /// How many subjects the filter selects.
+    #[serde(default)]
+    pub(crate) total: u64,
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct StreamState {
+    pub(crate) first_seq: u64,
+    pub(crate) last_seq: u64,
+    #[serde(default)]
+    pub(crate) subjects: BTreeMap<String, u64>,
+}
+
+/// The state of a consumer.
+#[derive(Debug, Deserialize)]
+pub(crate) struct ConsumerInfo {
+    pub(crate) config: Value,
+    pub(crate) delivered: Sequence,
+    pub(crate) ack_floor: Sequence,
+    pub(crate) num_ack_pending: u64,
+    pub(crate) num_pending: u64,
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct Sequence {
+    pub(crate) stream_seq: u64,
+    #[serde(default)]
+    pub(crate) last_active: Option<String>,
+}
+
+/// A stored message.
+#[derive(Debug)]
+pub(crate) struct Stored {
+    pub(crate) subject: String,
+    pub(crate) seq: u64,
+    pub(crate) time: Timestamp,
+    pub(crate) headers: HeaderMap,
+    pub(crate) payload: Bytes,
+}
+
+/// The answer to a publish.
+#[derive(Debug, Deserialize)]
+pub(crate) struct PubAck {
+    #[serde(default)]
+    pub(crate) seq: u64,
+    #[serde(default)]
+    pub(crate) duplicate: bool,
+    #[serde(default)]
+    pub(crate) error: Option<ApiError>,
+}
+
+#[derive(Deserialize)]
+struct Refused {
+    #[serde(default)]
+    error: Option<ApiError>,
+}
+
+/// Which message of a stream.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct Which {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) seq: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) next_by_subj: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) last_by_subj: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) start_time: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) batch: Option<usize>,
+}
+
+impl Link {
+    /// One request of the API: the answer, or what the server refused.
+    async fn api<T: DeserializeOwned>(
+        &self,
+        verb: &str,
+        body: &Value,
+    ) -> Result<Result<T, ApiError>> {
+        let bytes = match body {
+            Value::Null => Bytes::new(),
+            body => body.to_string().into(),
+        };
+        let answer = self.ask(&format!("{API}{verb}"), None, bytes).await?;
+        let read = |error: serde_json::Error| unreadable(verb, &error);
+        let refused: Refused = serde_json::from_slice(&answer.payload).map_err(read)?;
+        match refused.error {
+            Some(error) => Ok(Err(error)),
+            None => serde_json::from_slice(&answer.payload).map(Ok).map_err(read),
+        }
+    }
+
+    /// Publishes into a stream and reads the answer.
+    pub(crate) async fn publish(
+        &self,
+        subject: &str,
+        headers: HeaderMap,
+        payload: Bytes,
+    ) -> Result<PubAck> {
+        let answer = self.ask(subject, Some(headers), payload).await?;
+        serde_json::from_slice(&answer.payload).map_err(|error| unreadable(subject, &error))
+    }
+
+    /// A stream, if it exists.
+    pub(crate) async fn stream(&self, name: &str) -> Result<Option<StreamInfo>> {
+        self.stream_with(name, Value::Null).await
+    }
+
+    /// A stream with the number of messages of each subject that the filter selects.
+    pub(crate) async fn stream_subjects(
+        &self,
+        name: &str,
+        filter: &str,
+        offset: u64,
+    ) -> Result<Option<StreamInfo>> {
+        let body = json!({ "subjects_filter": filter, "offset": offset });
+        self.stream_with(name, body).await
+    }
+
+    async fn stream_with(&self, name: &str, body: Value) -> Result<Option<StreamInfo>> {
+        let what = format!("stream {name}");
+        match self.api(&format!("STREAM.INFO.{name}"), &body).await? {
+            Ok(info) => Ok(Some(info)),
+            Err(error) if error.err_code == number::STREAM_NOT_FOUND => Ok(None),
+            Err(error) => Err(error.into_error(&what)),
+        }
+    }
+
+    /// Creates a stream; `None` if another process was faster.
+    pub(crate) async fn create_stream(&self, config: &Value) -> Result<Option<StreamInfo>> {
+        let name = config["name"].as_str().unwrap_or_default();
+        match self.api(&format!("STREAM.CREATE.{name}"), config).await? {
+            Ok(info) => Ok(Some(info)),
+            Err(error) if error.err_code == number::STREAM_NAME_IN_USE => Ok(None),
+            Err(error) => Err(error.into_error(&format!("the stream {name} cannot be created"))),
+        }
+    }
+
+    pub(crate) async fn update_stream(&self, config: &Value) -> Result<StreamInfo> {
+        let name = config["name"].as_str().unwrap_or_default();
+        let updated = self.api(&format!("STREAM.UPDATE.{name}"), config).await?;
+        updated.map_err(|e| e.into_error(&format!("the stream {name} cannot be changed")))
+    }
+
+    /// Removes the messages of the subjects that the filter selects.
+    pub(crate) async fn purge(&self, stream: &str, filter: &str) -> Result<()> {
+        let body = json!({ "filter": filter });
+        let purged: Result<Value, ApiError> =
+            self.api(&format!("STREAM.PURGE.{stream}"), &body).await?;
+        match purged {
+            Err(error) if error.err_code != number::STREAM_NOT_FOUND => {
+                Err(error.into_error(&format!("the stream {stream} cannot be purged")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) async fn consumer(&self, stream: &str, name: &str) -> Result<Option<ConsumerInfo>> {
+        let verb = format!("CONSUMER.INFO.{stream}.{name}");
+        match self.api(&verb, &Value::Null).await? {
+            Ok(info) => Ok(Some(info)),
+            Err(error) if is_gone(&error) => Ok(None),
+            Err(error) => Err(error.into_error(&format!("consumer {name} of {stream}"))),
+        }
+    }
+
+    /// Creates a consumer, or changes it.
+    pub(crate) async fn put_consumer(
+        &self,
+        stream: &str,
+        name: &str,
+        config: &Value,
+    ) -> Result<Result<ConsumerInfo, ApiError>> {
+        let body = json!({ "stream_name": stream, "config": config });
+        self.api(&format!("CONSUMER.CREATE.{stream}.{name}"), &body)
+            .await
+    }
+
+    pub(crate) async fn delete_consumer(&self, stream: &str, name: &str) -> Result<()> {
+        let verb = format!("CONSUMER.DELETE.{stream}.{name}");
+        match self.api::<Value>(&verb, &Value::Null).await? {
+            Err(error) if !is_gone(&error) => {
+                Err(error.into_error(&format!("consumer {name} of {stream}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Reads a message from the leader of the stream.
+    pub(crate) async fn message(&self, stream: &str, which: &Which) -> Result<Option<Stored>> {
+        #[derive(Deserialize)]
+        struct Answer {
+            message: Raw,
+        }
+        #[derive(Deserialize)]
+        struct Raw {
+            subject: String,
+            seq: u64,
+            #[serde(default)]
+            hdrs: String,
+            #[serde(default)]
+            data: String,
+            time: String,
+        }
+        let body = serde_json::to_value(which).map_err(|e| unreadable(stream, &e))?;
+        let verb = format!("STREAM.MSG.GET.{stream}");
+        let raw = match self.api::<Answer>(&verb, &body).await? {
+            Ok(answer) => answer.message,
+            Err(error) if matches!(error.err_code, number::NO_MESSAGE | 10057 | 10043) => {
+                return Ok(None);
+            }
+            Err(error) => return Err(error.into_error(&format!("a message of {stream}"))),
+        };
+        let decoded = |text: &str| {
+            BASE64.decode(text.as_bytes()).map_err(|error| {
+                let what = format!("a message of {stream} is not in base64: {error}");
+                Error::new(Code::Unavailable, what)
+            })
+        };
+        Ok(Some(Stored {
+            subject: raw.subject,
+            seq: raw.seq,
+            time: raw.time.parse().unwrap_or(Timestamp::EPOCH),
+            headers: parse_headers(&decoded(&raw.hdrs)?),
+            payload: decoded(&raw.data)?.into(),
+        }))
+    }
+
+    /// Reads several messages at once from any replica, which may be behind its leader.
+    pub(crate) async fn messages(&self, stream: &str, which: &Which) -> Result<Vec<Stored>> {
+        let inbox = self.client.new_inbox();
+        let lost = |what: String| Error::new(Code::Unavailable, format!("{stream}: {what}"));
+        let mut answers = self
+            .client
+            .subscribe(inbox.clone())
+            .await
+            .map_err(|e| lost(e.to_string()))?;
+        let body = serde_json::to_vec(which).map_err(|e| unreadable(stream, &e))?;
+        self.client
+            .publish_with_reply(format!("{API}DIRECT.GET.{stream}"), inbox, body.into())
+            .await
+            .map_err(|e| lost(e.to_string()))?;
+        let mut messages = Vec::new();
+        loop {
+            let next = tokio::time::timeout(self.timeout(), answers.next()).await;
+            let Ok(Some(message)) = next else {
+                return Err(lost("no answer to a read in time".to_owned()));
+            };
+            match message.status.map(|status| status.as_u16()) {
+                None | Some(200) => messages.push(of_direct(message)),
+                // The end, or nothing at all.
+                Some(204 | 404) => return Ok(messages),
+                Some(status) => {
+                    let text = message.description.unwrap_or_default();
+                    return Err(lost(format!("a read was refused: {status} {text}")));
+                }
+            }
+        }
+    }
+}
+
+fn is_gone(error: &ApiError) -> bool {
+    matches!(
+        error.err_code,
+        number::CONSUMER_NOT_FOUND | number::STREAM_NOT_FOUND
+    )
+}
+
+/// A message with its place in headers.
+fn of_direct(message: async_nats::Message) -> Stored {
+    let headers = message.headers.unwrap_or_default();
+    let text = |name: &str| headers.get(name).map_or("", |value| value.as_str());
+    Stored {
+        subject: text("Nats-Subject").to_owned(),
+        seq: text("Nats-Sequence").parse().unwrap_or(0),
+        time: text("Nats-Time-Stamp").parse().unwrap_or(Timestamp::EPOCH),
+        payload: message.payload,
+        headers,
+    }
+}
+
+/// Headers as they are stored: a first line, then `name: value`.
+fn parse_headers(bytes: &[u8]) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    let text = String::from_utf8_lossy(bytes);
+    for line in text.split("\r\n").skip(1) {
+        let Some((name, value)) = line.split_once(':') else {
+            continue;
+        };
+        let name: Result<async_nats::HeaderName, _> = name.parse();
+        let value: Result<async_nats::HeaderValue, _> = value.trim().parse();
+        if let (Ok(name), Ok(value)) = (name, value) {
+            headers.append(name, value);
+        }
+    }
+    headers
+}

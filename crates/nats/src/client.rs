@@ -1,0 +1,298 @@
+//! The connection: requests with an answer, and what happens to them when it breaks.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use async_nats::client::RequestErrorKind;
+use async_nats::connection::State;
+use async_nats::{Client, ConnectOptions, Event as Happened, HeaderMap, Message, Request};
+use bytes::Bytes;
+use everbus_core::{Code, Error, Result};
+use parking_lot::Mutex;
+use tokio::sync::{Notify, watch};
+
+use crate::config::{Address, Options};
+use crate::errors::{no_jetstream, not_connected};
+
+/// The connection of one engine.
+pub(crate) struct Link {
+    pub(crate) client: Client,
+    /// Grows with every connect and every disconnect.
+    pub(crate) turns: watch::Receiver<u64>,
+    events: Arc<Events>,
+    timeout: Duration,
+    servers: String,
+    closed: AtomicBool,
+    /// Notified once it is closed.
+    pub(crate) closing: Notify,
+    running: AtomicUsize,
+    idle: Notify,
+}
+
+/// What the client reports from its own task.
+struct Events {
+    turns: watch::Sender<u64>,
+    /// The last refusal by the server's permissions.
+    refused: Mutex<Option<String>>,
+}
+
+impl Events {
+    fn note(&self, event: &Happened) {
+        match event {
+            Happened::Connected | Happened::Disconnected => {
+                self.turns.send_modify(|turn| *turn += 1);
+            }
+            Happened::ServerError(error) => *self.refused.lock() = Some(error.to_string()),
+            _ => {}
+        }
+        match event {
+            Happened::Connected | Happened::Draining | Happened::Closed => {
+                tracing::debug!(target: "everbus::nats", %event, "connection");
+            }
+            _ => tracing::warn!(target: "everbus::nats", %event, "connection"),
+        }
+    }
+}
+
+/// A call that is under way: [`Link::close`] waits for it.
+pub(crate) struct Running<'a>(&'a Link);
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        if self.0.running.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.0.idle.notify_waiters();
+        }
+    }
+}
+
+/// Connects, and checks that the server has JetStream.
+pub(crate) async fn connect(address: &Address, options: &Options) -> Result<Link> {
+    let servers = address.servers.join(",");
+    let (sender, turns) = watch::channel(0);
+    let events = Arc::new(Events {
+        turns: sender,
+        refused: Mutex::default(),
+    });
+    let noted = events.clone();
+    let mut connect = credentials(address, options)
+        .await?
+        .name("everbus")
+        .connection_timeout(options.timeout)
+        .request_timeout(Some(options.timeout))
+        .ping_interval(Duration::from_secs(10))
+        .reconnect_delay_callback(|attempts| {
+            let attempts = u32::try_from(attempts).unwrap_or(u32::MAX).min(5);
+            Duration::from_millis(20 << attempts)
+        })
+        .event_callback(move |event| {
+            noted.note(&event);
+            std::future::ready(())
+        });
+    if options.tls || address.tls {
+        connect = connect.require_tls(true);
+    }
+    if let Some(file) = &options.ca_file {
+        connect = connect.add_root_certificates(file.clone());
+    }
+    let client = connect
+        .connect(&address.servers[..])
+        .await
+        .map_err(|error| not_connected(&servers, &error))?;
+    let info = client.server_info();
+    if !info.jetstream {
+        return Err(no_jetstream());
+    }
+    Ok(Link {
+        client,
+        turns,
+        events,
+        timeout: options.timeout,
+        servers,
+        closed: AtomicBool::new(false),
+        closing: Notify::new(),
+        running: AtomicUsize::new(0),
+        idle: Notify::new(),
+    })
+}
+
+async fn credentials(address: &Address, options: &Options) -> Result<ConnectOptions> {
+    let connect = ConnectOptions::new();
+    let user = address.user.as_ref().or(options.user.as_ref());
+    let password = address.password.as_ref().or(options.password.as_ref());
+    let token = address.token.as_ref().or(options.token.as_ref());
+    let given = [user.is_some(), token.is_some(), options.creds.is_some()];
+    if given.into_iter().filter(|given| *given).count() > 1 {
+        let what = "more than one of user, token and creds is given";
+        return Err(Error::new(Code::InvalidSetting, what)
+            .hint("name one: user with password, token, or creds"));
+    }
+    if let Some(creds) = &options.creds {
+        if is_seed(creds) {
+            return Ok(connect.nkey(creds.clone()));
+        }
+        return connect.credentials_file(creds).await.map_err(|error| {
+            let what = format!("the credentials file {creds} cannot be read: {error}");
+            Error::new(Code::InvalidSetting, what)
+                .hint("broker.creds is the path of a .creds file, or the seed of an nkey")
+        });
+    }
+    Ok(match (user, token) {
+        (Some(user), _) => {
+            connect.user_and_password(user.clone(), password.cloned().unwrap_or_default())
+        }
+        (None, Some(token)) => connect.token(token.clone()),
+        (None, None) => connect,
+    })
+}
+
+/// The seed of a user's nkey: `SU` and 56 characters of base32.
+fn is_seed(text: &str) -> bool {
+    text.len() == 58 && text.starts_with("SU") && text.bytes().all(|b| b.is_ascii_alphanumeric())
+}
+
+impl Link {
+    /// Refuses calls after the close, and counts this one otherwise.
+    pub(crate) fn enter(&self) -> Result<Running<'_>> {
+        self.running.fetch_add(1, Ordering::SeqCst);
+        let running = Running(self);
+        self.check_open()?;
+        Ok(running)
+    }
+
+    /// Counts a task that [`Link::close`] waits for.
+    pub(crate) fn join(&self) {
+        self.running.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// The task has ended.
+    pub(crate) fn part(&self) {
+        drop(Running(self));
+    }
+
+    pub(crate) fn check_open(&self) -> Result<()> {
+        match self.closed.load(Ordering::SeqCst) {
+            true => Err(Error::shutdown()),
+            false => Ok(()),
+        }
+    }
+
+    /// Refuses new calls. True for the first call.
+    pub(crate) fn begin_close(&self) -> bool {
+        let first = !self.closed.swap(true, Ordering::SeqCst);
+        self.closing.notify_waiters();
+        first
+    }
+
+    /// Waits for the running calls, then closes the connection.
+    pub(crate) async fn close(&self) {
+        let quiet = async {
+            loop {
+                let idle = self.idle.notified();
+                if self.running.load(Ordering::SeqCst) == 0 {
+                    return;
+                }
+                idle.await;
+            }
+        };
+        let _ = tokio::time::timeout(self.timeout, quiet).await;
+        let _ = tokio::time::timeout(self.timeout, self.client.drain()).await;
+    }
+
+    pub(crate) fn is_connected(&self) -> bool {
+        self.client.connection_state() == State::Connected
+    }
+
+    /// Waits for a connection that was lost. Nothing was sent if this fails.
+    async fn connected(&self) -> Result<()> {
+        if self.is_connected() {
+            return Ok(());
+        }
+        let mut turns = self.turns.clone();
+        let back = async {
+            while !self.is_connected() {
+                if turns.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
+        match tokio::time::timeout(self.timeout, back).await {
+            Ok(()) if self.is_connected() => Ok(()),
+            _ => Err(self.away("there is no connection")),
+        }
+    }
+
+    fn away(&self, what: &str) -> Error {
+        let text = format!("{}: {what}", self.servers);
+        Error::new(Code::Unavailable, text)
+            .hint("the bus goes on by itself once the server is there again")
+    }
+
+    /// A request whose answer is awaited. An error says whether the request may have taken effect.
+    pub(crate) async fn ask(
+        &self,
+        subject: &str,
+        headers: Option<HeaderMap>,
+        payload: Bytes,
+    ) -> Result<Message> {
+        self.connected().await?;
+        let mut turns = self.turns.clone();
+        turns.mark_unchanged();
+        let mut request = Request::new().payload(payload);
+        if let Some(headers) = headers {
+            request = request.headers(headers);
+        }
+        let answer = self.client.send_request(subject.to_owned(), request);
+        let mut answer = std::pin::pin!(answer);
+        let answer = loop {
+            tokio::select! {
+                biased;
+                answer = &mut answer => break answer,
+                turned = turns.changed() => {
+                    // The answer would have come over the connection that is gone.
+                    if turned.is_err() || !self.is_connected() {
+                        return Err(self.away("the connection was lost before the answer").with_unknown_outcome());
+                    }
+                }
+            }
+        };
+        answer.map_err(|error| match error.kind() {
+            RequestErrorKind::NoResponders => self.away("nobody answers, which happens while a leader is elected"),
+            RequestErrorKind::MaxPayloadExceeded => self.too_large(),
+            RequestErrorKind::InvalidSubject => {
+                Error::new(Code::InvalidType, format!("{subject:?} cannot be a subject"))
+            }
+            RequestErrorKind::TimedOut => match self.refusal(subject) {
+                Some(error) => error,
+                None => self.away("no answer in time").with_unknown_outcome(),
+            },
+            RequestErrorKind::Other => self.away(&error.to_string()).with_unknown_outcome(),
+        })
+    }
+
+    /// The server's permissions forbid a subject. It reports that beside the request, not as its answer.
+    fn refusal(&self, subject: &str) -> Option<Error> {
+        let mut refused = self.events.refused.lock();
+        let text = refused.take_if(|text| text.to_lowercase().contains("permissions violation"))?;
+        let what = format!("no permission for {subject}: {text}");
+        let hint = "the account needs to publish to $JS.API.>, $JS.ACK.>, $EVERBUS.> and the subjects of its \
+                    events, and to subscribe to _INBOX.>";
+        Some(Error::new(Code::InvalidSetting, what).hint(hint))
+    }
+
+    /// The largest message, headers included.
+    pub(crate) fn max_payload(&self) -> usize {
+        self.client.max_payload()
+    }
+
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    pub(crate) fn too_large(&self) -> Error {
+        let limit = self.max_payload();
+        let what = format!("the event is larger than {limit} bytes, which the server takes at most");
+        Error::new(Code::PayloadTooLarge, what)
+            .hint("let large payloads overflow to an object store, or raise max_payload of the server")
+    }
+}

@@ -1,0 +1,122 @@
+//! The state of every group, from the server's counts.
+//!
+//! The server counts by stream and not by type, and does not tell an event that waits from one in flight:
+//! `waiting` has the events that this process gave back, and those of other processes count as in flight.
+//! `behind` is exact unless a pattern cannot be a filter; then it is an upper bound.
+
+use everbus_core::{
+    Cursor, GroupInfo, GroupName, Lag, Position, Result, StreamLag, Timestamp,
+};
+use futures_util::future::try_join_all;
+
+use crate::api::Which;
+use crate::broker::Shared;
+use crate::groups::{self, Record};
+use crate::names;
+use crate::streams::StreamHandle;
+use crate::wire::{self, Around};
+
+impl Shared {
+    pub(crate) async fn inspect(&self) -> Result<Vec<GroupInfo>> {
+        let records = groups::list(&self.link, &self.space).await?;
+        let infos = try_join_all(records.iter().map(|record| self.inspect_one(record))).await?;
+        Ok(infos.into_iter().flatten().collect())
+    }
+
+    /// `None` for an ephemeral group whose engine is gone.
+    async fn inspect_one(&self, record: &Record) -> Result<Option<GroupInfo>> {
+        if let Some(owner) = &record.owner
+            && !self.is_alive(owner).await
+        {
+            return Ok(None);
+        }
+        let name: GroupName = record.name.parse()?;
+        let encoded = names::encoded(name.as_str());
+        let number = self.groups.lock().get(&name).map(|group| group.number);
+        let now = self.options.clock.now();
+        let mut info = GroupInfo::new(name.clone(), record.created_at);
+        info.ordered = record.ordered;
+        info.ephemeral = record.owner.is_some();
+        info.subscriptions = record.infos(&name)?;
+        info.subscriptions.sort_by(|a, b| a.name.cmp(&b.name));
+        let patterns = record.subscriptions.iter().map(|s| s.pattern.clone());
+        info.patterns = patterns.collect();
+        info.patterns.sort();
+        let mut position = Cursor::START;
+        for (stream, start) in &record.starts {
+            let Some(stream) = self.stream_named(stream).await? else {
+                continue;
+            };
+            position.advance(Position::new(stream.shard, start.saturating_sub(1)));
+            let Some(state) = self.link.consumer(&stream.name, &encoded).await? else {
+                continue;
+            };
+            position.advance(Position::new(stream.shard, state.delivered.stream_seq));
+            for at in [&state.delivered.last_active, &state.ack_floor.last_active] {
+                let at = at.as_ref().and_then(|at| at.parse::<Timestamp>().ok());
+                info.active_at = at.map_or(info.active_at, |at| at.max(info.active_at));
+            }
+            let (waiting, unhandled) = number
+                .map(|number| self.held.waiting(stream.shard, number))
+                .unwrap_or_default();
+            let mut lag = Lag::new();
+            lag.behind = state.num_pending;
+            lag.waiting = waiting.min(state.num_ack_pending);
+            lag.unhandled = unhandled.min(lag.waiting);
+            lag.in_flight = state.num_ack_pending - lag.waiting;
+            if lag.unsettled() > 0 {
+                let floor = state.ack_floor.stream_seq.max(start.saturating_sub(1));
+                lag.oldest = self.oldest(&stream, record, floor).await?;
+            }
+            lag.dead_letters = self.count_dead(&stream.short, &encoded).await?;
+            info.behind += lag.behind;
+            info.in_flight += lag.in_flight;
+            info.waiting += lag.waiting;
+            info.unhandled += lag.unhandled;
+            info.dead_letters += lag.dead_letters;
+            info.oldest = [info.oldest, lag.oldest].into_iter().flatten().min();
+            if lag != Lag::default() {
+                let name = stream.short.as_str().into();
+                info.streams.push(StreamLag::new(name, lag, now));
+            }
+        }
+        info.position = position;
+        info.behind_for = info.oldest.map(|at| now.since(at)).unwrap_or_default();
+        Ok(Some(info))
+    }
+
+    /// When the first event after the floor was received that the group may want. Events after the floor may be
+    /// settled, so it may be older than the oldest one.
+    async fn oldest(
+        &self,
+        stream: &StreamHandle,
+        record: &Record,
+        floor: u64,
+    ) -> Result<Option<Timestamp>> {
+        let which = Which {
+            seq: Some(floor + 1),
+            next_by_subj: Some(stream.one_filter(&record.patterns()?)),
+            ..Which::default()
+        };
+        let Some(stored) = self.link.message(&stream.name, &which).await? else {
+            return Ok(None);
+        };
+        let around = Around {
+            stream: &stream.name,
+            subject: stream.plain(&stored.subject),
+            seq: stored.seq,
+            time: stored.time,
+            dialect: stream.dialect,
+            naming: stream.naming,
+        };
+        let read = wire::read(around, Some(&stored.headers), &stored.payload);
+        Ok(Some(read.received_at))
+    }
+
+    async fn count_dead(&self, stream: &str, group: &str) -> Result<u64> {
+        let filter = self.space.dead_subject(stream, group, "*");
+        let dead = self.space.dead_stream();
+        let found = self.link.stream_subjects(&dead, &filter, 0).await?;
+        Ok(found.map_or(0, |info| info.total.max(info.state.subjects.len() as u64)))
+    }
+}

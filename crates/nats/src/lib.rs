@@ -1,0 +1,63 @@
+//! The NATS JetStream engine: it moves events; a store beside it remembers them.
+//!
+//! | Everbus | JetStream |
+//! |---|---|
+//! | stream | a stream of the same name, its patterns as subjects; `EVERBUS` where none are declared |
+//! | type | the subject; what a subject cannot carry is encoded (`names`) |
+//! | event | a message in the dialect of its stream, with attributes in headers (`wire`) |
+//! | id | `Nats-Msg-Id`, known to the server for a window (`append`) |
+//! | position | stream and sequence |
+//! | group | a record in `EVERBUS_GROUPS` (`groups`), and a durable pull consumer in each of its streams |
+//! | ephemeral group | a consumer that the server removes when nobody asks it for an hour |
+//! | lease | `ack_wait` of the consumer; extended by `+WPI` |
+//! | retry after a delay, release | `-NAK` with the delay |
+//! | dead letter | a message in `DLQ`, then `+TERM` |
+//! | order by key | one process at a time (a pinned client), which keeps the order (`ordered`) |
+//! | log | direct reads of the streams |
+//!
+//! What the server cannot do is in [`Capabilities`](everbus_core::Capabilities): leases have no fence, and
+//! deliveries are counted instead of attempts.
+
+mod api;
+mod append;
+mod broker;
+mod client;
+mod config;
+mod consumer;
+mod declare;
+mod errors;
+mod groups;
+mod held;
+mod inspect;
+mod log;
+mod names;
+mod ordered;
+mod reader;
+mod settle;
+mod source;
+mod streams;
+mod wire;
+
+use std::sync::Arc;
+
+use everbus_core::{Engine, Result};
+
+use crate::broker::{Nats, Shared};
+use crate::streams::Space;
+
+pub use config::{DEFAULT_WINDOW, Options};
+
+/// Connects to a server and opens the engine. Streams are created when they are declared, or with the first
+/// event.
+pub async fn open(url: &str, options: Options) -> Result<Engine> {
+    let address = config::parse(url)?;
+    let link = client::connect(&address, &options).await?;
+    let space = Space::new(&address.space);
+    streams::declare_groups(&link, &space, &options).await?;
+    let nats = Arc::new(Nats {
+        shared: Arc::new(Shared::new(link, space, options)),
+    });
+    let mut engine = Engine::new(nats.clone());
+    engine.log = Some(nats);
+    Ok(engine)
+}

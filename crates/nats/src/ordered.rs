@@ -1,0 +1,143 @@
+//! Order by key: the next event of a key is handed out once the one before it is finished.
+//!
+//! The server delivers the messages of an ordered group to one process at a time (a *pinned* client). That
+//! process keeps the order: a message whose key is in use is parked here, under its lease.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::{Duration, Instant};
+
+use everbus_core::Shard;
+
+use crate::reader::Item;
+
+/// The state of an ordered group in this process.
+#[derive(Default)]
+pub(crate) struct Keys {
+    by_key: HashMap<(Shard, String), BTreeMap<u64, Seen>>,
+    parked: BTreeMap<(String, u64), Item>,
+    /// How many readers of the group there are.
+    readers: usize,
+    /// The server's name for this process, while it is the one that gets the messages.
+    pub(crate) pin: Option<String>,
+}
+
+struct Seen {
+    /// Handed out, and neither settled nor given back.
+    out: bool,
+    /// After this, another process has it.
+    forget: Instant,
+}
+
+impl Keys {
+    pub(crate) fn join(&mut self) {
+        self.readers += 1;
+    }
+
+    /// A reader ends. The last one gets everything that is parked, to give it back.
+    pub(crate) fn leave(&mut self) -> Vec<Item> {
+        self.readers = self.readers.saturating_sub(1);
+        if self.readers > 0 {
+            return Vec::new();
+        }
+        self.pin = None;
+        self.clear()
+    }
+
+    /// Forgets all keys, and returns what is parked.
+    pub(crate) fn clear(&mut self) -> Vec<Item> {
+        self.by_key.clear();
+        std::mem::take(&mut self.parked).into_values().collect()
+    }
+
+    /// A message has come: it may be handed out, or it is parked.
+    pub(crate) fn arrive(&mut self, item: Item) -> Option<Item> {
+        let Some(key) = item.key() else {
+            return Some(item);
+        };
+        let seq = item.seq();
+        let forget = Instant::now() + 2 * item.lease;
+        let of_key = self.by_key.entry(key).or_default();
+        let seen = of_key.entry(seq).or_insert(Seen { out: false, forget });
+        seen.forget = seen.forget.max(forget);
+        if is_next(of_key, seq) {
+            if let Some(seen) = of_key.get_mut(&seq) {
+                seen.out = true;
+            }
+            self.parked.remove(&item.place());
+            return Some(item);
+        }
+        self.parked.insert(item.place(), item);
+        None
+    }
+
+    /// What was parked and may be handed out now.
+    pub(crate) fn ready(&mut self) -> Vec<Item> {
+        let now = Instant::now();
+        for of_key in self.by_key.values_mut() {
+            of_key.retain(|_, seen| seen.forget > now);
+        }
+        self.by_key.retain(|_, of_key| !of_key.is_empty());
+        let places: Vec<(String, u64)> = self.parked.keys().cloned().collect();
+        let mut ready = Vec::new();
+        for place in places {
+            let Some(item) = self.parked.remove(&place) else {
+                continue;
+            };
+            ready.extend(self.arrive(item));
+        }
+        ready
+    }
+
+    /// The leases of parked messages, to be kept.
+    pub(crate) fn keep(&mut self, by: Duration) -> Vec<std::sync::Arc<str>> {
+        let forget = Instant::now() + 2 * by;
+        let mut replies = Vec::new();
+        for item in self.parked.values_mut() {
+            item.came = Instant::now();
+            replies.push(item.reply.clone());
+            if let Some(key) = item.key()
+                && let Some(seen) = self.by_key.get_mut(&key).and_then(|k| k.get_mut(&item.seq()))
+            {
+                seen.forget = forget;
+            }
+        }
+        replies
+    }
+
+    pub(crate) fn parked(&self) -> usize {
+        self.parked.len()
+    }
+
+    /// An event of a key is finished.
+    pub(crate) fn finish(&mut self, key: (Shard, String), seq: u64) {
+        if let Some(of_key) = self.by_key.get_mut(&key) {
+            of_key.remove(&seq);
+            if of_key.is_empty() {
+                self.by_key.remove(&key);
+            }
+        }
+    }
+
+    /// An event of a key was given back, and is due again after this long. It stays the first of its key.
+    pub(crate) fn give_back(&mut self, key: &(Shard, String), seq: u64, after: Duration) {
+        let seen = self.by_key.get_mut(key).and_then(|k| k.get_mut(&seq));
+        if let Some(seen) = seen {
+            seen.out = false;
+            seen.forget = Instant::now() + after + Duration::from_secs(60);
+        }
+    }
+
+    /// The lease of an event was extended.
+    pub(crate) fn extend(&mut self, key: &(Shard, String), seq: u64, by: Duration) {
+        let seen = self.by_key.get_mut(key).and_then(|k| k.get_mut(&seq));
+        if let Some(seen) = seen {
+            seen.forget = Instant::now() + 2 * by;
+        }
+    }
+}
+
+/// Whether this is the first of its key, and no other one is being handled.
+fn is_next(of_key: &BTreeMap<u64, Seen>, seq: u64) -> bool {
+    let first = of_key.keys().next() == Some(&seq);
+    first && !of_key.iter().any(|(other, seen)| *other != seq && seen.out)
+}

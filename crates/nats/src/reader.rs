@@ -1,0 +1,489 @@
+//! The task behind a consumer: it reads messages, sorts out those that are not for it, and puts the others
+//! on the consumer's desk.
+//!
+//! It asks the server for no more than the last `fetch` wanted, because the server counts every message that it
+//! sends as a delivery. A message that nobody takes from the desk is given back before its lease ends.
+
+use std::collections::VecDeque;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use async_nats::Message;
+use everbus_core::{Code, Error, Pattern, Position, Recorded, Result, Shard, Timestamp, no_group};
+use futures_util::Stream as _;
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use crate::broker::Shared;
+use crate::groups::Group;
+use crate::source::{Source, Status, place};
+use crate::streams::StreamHandle;
+use crate::wire::{self, Around};
+
+/// The most messages that are sorted in one turn.
+const TURN: usize = 256;
+/// The first and the longest time that an event without a handler here is left to other processes.
+const LEFT_FIRST: Duration = Duration::from_secs(1);
+const LEFT_LONGEST: Duration = Duration::from_secs(300);
+
+/// A message for the group, under its lease.
+pub(crate) struct Item {
+    pub(crate) stream: Arc<StreamHandle>,
+    pub(crate) record: Arc<Recorded>,
+    pub(crate) reply: Arc<str>,
+    /// How often the server has sent it.
+    pub(crate) delivered: u64,
+    pub(crate) came: Instant,
+    pub(crate) lease: Duration,
+    /// Why it is not of the stream's dialect.
+    pub(crate) foreign: Option<String>,
+}
+
+impl Item {
+    pub(crate) fn key(&self) -> Option<(Shard, String)> {
+        let key = self.record.event.ordering_key()?;
+        Some((self.record.position.shard(), key.into_owned()))
+    }
+
+    pub(crate) fn seq(&self) -> u64 {
+        self.record.position.place()
+    }
+
+    pub(crate) fn place(&self) -> (String, u64) {
+        (self.stream.short.clone(), self.seq())
+    }
+}
+
+/// What consumer and reader share.
+pub(crate) struct Desk {
+    pub(crate) state: Mutex<DeskState>,
+    pub(crate) to_reader: Notify,
+    pub(crate) to_consumer: Notify,
+    /// Notified when the reader has ended.
+    pub(crate) done: Notify,
+}
+
+pub(crate) struct DeskState {
+    pub(crate) ready: VecDeque<Item>,
+    /// How many the last fetch wanted.
+    pub(crate) want: usize,
+    pub(crate) prefetch: usize,
+    pub(crate) paused: bool,
+    pub(crate) handled: Arc<[Pattern]>,
+    pub(crate) error: Option<Error>,
+    pub(crate) ended: bool,
+    pub(crate) is_done: bool,
+}
+
+/// The reader of one consumer.
+pub(crate) struct Reader {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) group: Arc<Group>,
+    pub(crate) desk: Arc<Desk>,
+    pub(crate) number: u64,
+    pub(crate) lease: Duration,
+    pub(crate) no_handler_after: Duration,
+    pub(crate) sources: Vec<Source>,
+    pub(crate) next: usize,
+}
+
+impl Reader {
+    /// Reads until the consumer or the engine ends.
+    pub(crate) async fn run(mut self) {
+        self.group.keys.lock().join();
+        let (shared, group, desk) = (self.shared.clone(), self.group.clone(), self.desk.clone());
+        let mut version = group.version.subscribe();
+        let mut turns = shared.link.turns.clone();
+        let mut followed = false;
+        let mut kept = Instant::now();
+        loop {
+            let mut changed = pin!(desk.to_reader.notified());
+            changed.as_mut().enable();
+            let mut freed = pin!(group.freed.notified());
+            freed.as_mut().enable();
+            let mut closing = pin!(shared.link.closing.notified());
+            closing.as_mut().enable();
+            let (ended, paused) = {
+                let state = desk.state.lock();
+                (state.ended, state.paused)
+            };
+            if ended || shared.link.check_open().is_err() {
+                break;
+            }
+            if paused {
+                self.stop_reading().await;
+                followed = false;
+                tokio::select! {
+                    () = changed => {}
+                    () = closing => {}
+                }
+                continue;
+            }
+            if !followed || version.has_changed().unwrap_or(false) {
+                version.mark_unchanged();
+                match self.follow().await {
+                    Ok(()) => followed = true,
+                    Err(error) => {
+                        self.report(error);
+                        followed = false;
+                        tokio::select! {
+                            () = tokio::time::sleep(Duration::from_millis(200)) => {}
+                            () = closing => {}
+                        }
+                        continue;
+                    }
+                }
+            }
+            turns.mark_unchanged();
+            let turn = *turns.borrow();
+            let ordered = group.record().ordered;
+            if ordered {
+                if kept.elapsed() > self.lease / 3 {
+                    kept = Instant::now();
+                    let replies = group.keys.lock().keep(self.lease);
+                    for reply in replies {
+                        shared.tell(&reply, "+WPI").await;
+                    }
+                }
+                let ready = group.keys.lock().ready();
+                self.put(ready);
+            }
+            self.give_back_stale().await;
+            let until = match self.pull(turn, ordered).await {
+                Ok(until) => until,
+                Err(error) => {
+                    self.report(error);
+                    Some(Instant::now() + Duration::from_millis(200))
+                }
+            };
+            let tick = ordered.then(|| Instant::now() + self.lease / 3);
+            let until = [until, tick].into_iter().flatten().min();
+            let until = until.unwrap_or_else(|| Instant::now() + Duration::from_secs(60));
+            tokio::select! {
+                biased;
+                () = closing => {}
+                messages = arrivals(&mut self.sources) => {
+                    if let Err(error) = self.sort(messages).await {
+                        followed &= error.code() != Code::Unavailable;
+                        self.report(error);
+                    }
+                }
+                () = changed => {}
+                () = freed => {}
+                _ = version.changed() => { followed = false; }
+                _ = turns.changed() => {}
+                () = tokio::time::sleep_until(until.into()) => {}
+            }
+        }
+        self.stop_reading().await;
+        let parked = group.keys.lock().leave();
+        for item in parked {
+            self.give_back(&item).await;
+        }
+        desk.state.lock().is_done = true;
+        desk.done.notify_waiters();
+        desk.to_consumer.notify_waiters();
+        shared.link.part();
+    }
+
+    /// Tells the consumer of an error with its next fetch.
+    fn report(&self, error: Error) {
+        tracing::debug!(target: "everbus::nats", group = %self.group.name, %error, "reading");
+        self.desk.state.lock().error = Some(error);
+        self.desk.to_consumer.notify_waiters();
+    }
+
+    /// Opens the streams that the group consumes.
+    async fn follow(&mut self) -> Result<()> {
+        let group = self.group.clone();
+        let streams = self.shared.consumed(&group, Some(self.lease)).await?;
+        for stream in streams {
+            let known = |source: &Source| source.stream.name == stream.name;
+            if !self.sources.iter().any(known) {
+                let source = Source::open(&self.shared.link, stream, &group).await?;
+                self.sources.push(source);
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks for as many messages as are wanted and allowed. Returns when to look again.
+    async fn pull(&mut self, turn: u64, ordered: bool) -> Result<Option<Instant>> {
+        let (want, prefetch, ready) = {
+            let state = self.desk.state.lock();
+            (state.want, state.prefetch, state.ready.len())
+        };
+        let (parked, pin) = match ordered {
+            true => {
+                let keys = self.group.keys.lock();
+                (keys.parked(), keys.pin.clone())
+            }
+            false => (0, None),
+        };
+        let mut outstanding = 0;
+        for source in &mut self.sources {
+            outstanding += source.outstanding(turn, pin.as_ref());
+        }
+        let mut until = self.sources.iter().filter_map(Source::deadline).min();
+        let held = self.shared.held.count(self.number);
+        let mut room = prefetch.saturating_sub(held + ready + parked + outstanding);
+        if want > 0 && room == 0 && held > 0 {
+            let ends = self.shared.held.sweep(self.number);
+            let held = self.shared.held.count(self.number);
+            room = prefetch.saturating_sub(held + ready + parked + outstanding);
+            until = [until, ends].into_iter().flatten().min();
+        }
+        let missing = want.saturating_sub(ready + outstanding).min(room);
+        if missing == 0 || self.sources.is_empty() || !self.shared.link.is_connected() {
+            return Ok(until);
+        }
+        let link = &self.shared.link;
+        let count = self.sources.len();
+        if count == 1 {
+            self.sources[0].pull(link, missing, false, turn, pin, ordered).await?;
+        } else if room >= count {
+            let each = (missing / count).max(1);
+            for source in &mut self.sources {
+                if source.outstanding(turn, pin.as_ref()) == 0 {
+                    source.pull(link, each, false, turn, pin.clone(), ordered).await?;
+                }
+            }
+        } else if outstanding == 0 {
+            // Less room than streams: one after another, briefly.
+            self.next = (self.next + 1) % count;
+            self.sources[self.next]
+                .pull(link, missing, true, turn, pin, ordered)
+                .await?;
+        }
+        let deadline = self.sources.iter().filter_map(Source::deadline).min();
+        Ok([until, deadline].into_iter().flatten().min())
+    }
+
+    /// Sorts what has come.
+    async fn sort(&mut self, messages: Vec<(usize, Option<Message>)>) -> Result<()> {
+        let mut items = Vec::new();
+        let mut gone = false;
+        for (index, message) in messages {
+            let Some(message) = message else {
+                // The subscription ended with its connection.
+                self.sources.clear();
+                self.shared.link.check_open()?;
+                return Err(Error::new(Code::Unavailable, "the subscription has ended"));
+            };
+            match self.sources[index].note(&message) {
+                None => {
+                    let stream = self.sources[index].stream.clone();
+                    self.note_pin(&message);
+                    items.extend(self.item(stream, message));
+                }
+                Some(Status::Alive) => {}
+                Some(Status::Gone) => gone = true,
+                Some(Status::Unpinned) => {
+                    let mut keys = self.group.keys.lock();
+                    keys.pin = None;
+                    // The other process gets what was parked here once its lease ends.
+                    drop(keys.clear());
+                }
+            }
+        }
+        let mut wanted = Vec::with_capacity(items.len());
+        for item in items {
+            if self.decide(&item).await {
+                wanted.push(item);
+            }
+        }
+        if self.group.record().ordered {
+            let mut keys = self.group.keys.lock();
+            wanted = wanted.into_iter().filter_map(|item| keys.arrive(item)).collect();
+        }
+        self.put(wanted);
+        if gone {
+            return self.is_gone().await;
+        }
+        Ok(())
+    }
+
+    /// The server has no consumer for the group: it was removed, or has to be created again.
+    async fn is_gone(&mut self) -> Result<()> {
+        let (shared, group) = (self.shared.clone(), self.group.clone());
+        if shared.reload(&group).await?.is_none() {
+            self.sources.clear();
+            return Err(no_group(&group.name));
+        }
+        shared.consumed(&group, Some(self.lease)).await.map(drop)
+    }
+
+    fn note_pin(&self, message: &Message) {
+        let headers = message.headers.as_ref();
+        if let Some(pin) = headers.and_then(|headers| headers.get("Nats-Pin-Id")) {
+            let mut keys = self.group.keys.lock();
+            if keys.pin.as_deref() != Some(pin.as_str()) {
+                keys.pin = Some(pin.as_str().to_owned());
+                drop(keys);
+                self.group.freed.notify_waiters();
+            }
+        }
+    }
+
+    fn item(&self, stream: Arc<StreamHandle>, message: Message) -> Option<Item> {
+        let reply = message.reply.as_ref()?;
+        let at = place(reply.as_str())?;
+        let around = Around {
+            stream: &stream.name,
+            subject: stream.plain(message.subject.as_str()),
+            seq: at.seq,
+            time: Timestamp::from_micros(at.time / 1000),
+            dialect: stream.dialect,
+            naming: stream.naming,
+        };
+        let read = wire::read(around, message.headers.as_ref(), &message.payload);
+        let position = Position::new(stream.shard, at.seq);
+        Some(Item {
+            record: Arc::new(Recorded::new(read.event, position, read.received_at)),
+            stream,
+            reply: reply.as_str().into(),
+            delivered: at.delivered,
+            came: Instant::now(),
+            lease: self.lease,
+            foreign: read.foreign,
+        })
+    }
+
+    /// Whether a message is for a handler here. Others are acked, or left to other processes.
+    async fn decide(&self, item: &Item) -> bool {
+        let (event, group) = (&item.record.event, &self.group);
+        let event_type = event.event_type();
+        let handled = self.desk.state.lock().handled.clone();
+        let handles = handled.iter().any(|pattern| pattern.matches(event_type));
+        let early = |since: Timestamp| item.record.received_at < since;
+        let mut passes = !event.is_for(&group.name) || group.record().since.is_some_and(early);
+        if !passes {
+            let matches = || group.patterns().iter().any(|p| p.matches(event_type));
+            // What was handed out before is owed, also after its subscription was removed.
+            let owed = item.delivered > 1 && handles;
+            if !owed && !matches() {
+                // Another process may have added a subscription. Without an answer the event is kept.
+                let known = self.shared.reload(group).await.is_ok();
+                passes = known && !matches();
+            }
+        }
+        if passes {
+            self.shared.tell(&item.reply, "+ACK").await;
+            return false;
+        }
+        if handles {
+            return true;
+        }
+        self.leave(item).await;
+        false
+    }
+
+    /// Leaves an event to processes that have a handler for it. After a long time without any it is a dead
+    /// letter.
+    async fn leave(&self, item: &Item) {
+        let shared = &self.shared;
+        let key = shared.key(&self.group, item);
+        let now = Instant::now();
+        let (since, times) = shared.held.with_note(key, |note| {
+            note.uncounted += 1;
+            (*note.unhandled.get_or_insert(now), note.uncounted)
+        });
+        if now.duration_since(since) >= self.no_handler_after {
+            let item = Item {
+                stream: item.stream.clone(),
+                record: item.record.clone(),
+                reply: item.reply.clone(),
+                foreign: item.foreign.clone(),
+                ..*item
+            };
+            shared.nobody_handles(&self.group, item, self.number).await;
+            return;
+        }
+        let delay = (LEFT_FIRST * (1 << times.saturating_sub(1).min(16))).min(LEFT_LONGEST);
+        shared.held.with_note(key, |note| note.due = Some(now + delay));
+        shared.tell(&item.reply, &nak(delay)).await;
+    }
+
+    fn put(&self, items: Vec<Item>) {
+        if !items.is_empty() {
+            self.desk.state.lock().ready.extend(items);
+            self.desk.to_consumer.notify_waiters();
+        }
+    }
+
+    /// Messages that nobody took in time go to other consumers.
+    async fn give_back_stale(&self) {
+        let stale = |item: &Item| item.came.elapsed() > item.lease / 2;
+        let items: Vec<Item> = {
+            let mut state = self.desk.state.lock();
+            if !state.ready.front().is_some_and(stale) {
+                return;
+            }
+            let (old, fresh): (Vec<_>, Vec<_>) =
+                state.ready.drain(..).partition(|item| stale(item));
+            state.ready = fresh.into();
+            old
+        };
+        for item in &items {
+            self.give_back(item).await;
+        }
+    }
+
+    async fn give_back(&self, item: &Item) {
+        self.shared.give_back(&self.group, item).await;
+    }
+
+    /// Ends all subscriptions, and gives back what was not fetched.
+    async fn stop_reading(&mut self) {
+        let items: Vec<Item> = {
+            let mut state = self.desk.state.lock();
+            state.want = 0;
+            state.ready.drain(..).collect()
+        };
+        for item in &items {
+            self.give_back(item).await;
+        }
+        for source in std::mem::take(&mut self.sources) {
+            let (stream, messages) = source.end().await;
+            for message in messages {
+                if let Some(item) = self.item(stream.clone(), message) {
+                    self.give_back(&item).await;
+                }
+            }
+        }
+    }
+}
+
+/// A negative ack: the server sends the message again after this long.
+pub(crate) fn nak(delay: Duration) -> String {
+    match u64::try_from(delay.as_nanos()).unwrap_or(i64::MAX as u64) {
+        0 => "-NAK".to_owned(),
+        nanos => format!("-NAK {{\"delay\": {}}}", nanos.min(i64::MAX as u64)),
+    }
+}
+
+/// Waits for messages of any source. `None` is the end of a subscription.
+async fn arrivals(sources: &mut [Source]) -> Vec<(usize, Option<Message>)> {
+    std::future::poll_fn(|context| {
+        let mut all = Vec::new();
+        for (index, source) in sources.iter_mut().enumerate() {
+            while all.len() < TURN {
+                match Pin::new(&mut source.messages).poll_next(context) {
+                    Poll::Ready(Some(message)) => all.push((index, Some(message))),
+                    Poll::Ready(None) => {
+                        all.push((index, None));
+                        break;
+                    }
+                    Poll::Pending => break,
+                }
+            }
+        }
+        match all.is_empty() {
+            true => Poll::Pending,
+            false => Poll::Ready(all),
+        }
+    })
+    .await
+}

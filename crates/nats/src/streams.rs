@@ -1,0 +1,522 @@
+//! The streams of the server: created and changed as declared.
+//!
+//! A declared stream is a JetStream stream of its name, with its patterns as subjects. Without declared streams
+//! one stream, `EVERBUS`, has everything. Two more streams always exist: `EVERBUS_GROUPS` has the groups and
+//! `DLQ` the dead letters.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{Code, Durability, Error, Pattern, Result, Shard, Stream, Streams};
+use everbus_dialects::Dialect;
+use serde_json::{Value, json};
+
+use crate::api::StreamInfo;
+use crate::client::Link;
+use crate::config::Options;
+use crate::names::{self, Naming};
+
+/// The stream of everything, where none are declared.
+pub(crate) const SINGLE: &str = "EVERBUS";
+const GROUPS: &str = "EVERBUS_GROUPS";
+const DEAD: &str = "DLQ";
+/// The mark of streams that Everbus made, and the key of their dialect.
+const MADE: &str = "everbus";
+const DIALECT: &str = "everbus.dialect";
+const NAMING: &str = "everbus.naming";
+const DAY: Duration = Duration::from_secs(24 * 3600);
+
+/// The names of a bus on its server: with a path in the URL, several buses share one.
+#[derive(Clone, Debug)]
+pub(crate) struct Space {
+    stream_prefix: String,
+    subject_prefix: String,
+    own: String,
+}
+
+impl Space {
+    pub(crate) fn new(space: &str) -> Self {
+        let (stream_prefix, subject_prefix, own) = match space {
+            "" => (String::new(), String::new(), "$EVERBUS".to_owned()),
+            space => (
+                format!("{space}-"),
+                format!("{space}."),
+                format!("$EVERBUS.{space}"),
+            ),
+        };
+        Self {
+            stream_prefix,
+            subject_prefix,
+            own,
+        }
+    }
+
+    fn stream(&self, name: &str) -> String {
+        format!("{}{}", self.stream_prefix, names::encoded(name))
+    }
+
+    pub(crate) fn single_stream(&self) -> String {
+        self.stream(SINGLE)
+    }
+
+    pub(crate) fn groups_stream(&self) -> String {
+        self.stream(GROUPS)
+    }
+
+    pub(crate) fn dead_stream(&self) -> String {
+        self.stream(DEAD)
+    }
+
+    /// The subject of a group's record; `*` for all.
+    pub(crate) fn group_subject(&self, encoded: &str) -> String {
+        format!("{}.groups.{encoded}", self.own)
+    }
+
+    /// Where a living engine answers.
+    pub(crate) fn owner_subject(&self, owner: &str) -> String {
+        format!("{}.owner.{owner}", self.own)
+    }
+
+    /// The subject of a dead letter.
+    pub(crate) fn dead_subject(&self, stream: &str, group: &str, seq: &str) -> String {
+        format!("{}dlq.{stream}.{group}.{seq}", self.subject_prefix)
+    }
+}
+
+/// A stream of the server that has events.
+#[derive(Debug)]
+pub(crate) struct StreamHandle {
+    /// Its name on the server.
+    pub(crate) name: String,
+    /// Its name as declared, encoded.
+    pub(crate) short: String,
+    pub(crate) shard: Shard,
+    pub(crate) naming: Naming,
+    pub(crate) dialect: Dialect,
+    /// The prefix of all its subjects.
+    prefix: String,
+    /// Its subjects, with the prefix.
+    pub(crate) subjects: Vec<String>,
+    /// The types that belong to it; `None` for one that is not declared any more, and for the single one.
+    pub(crate) types: Option<Pattern>,
+    /// Whether the server stores a batch as a whole.
+    pub(crate) atomic: bool,
+    pub(crate) durability: Durability,
+    pub(crate) window: Duration,
+}
+
+impl StreamHandle {
+    pub(crate) fn subject(&self, plain: &str) -> String {
+        format!("{}{plain}", self.prefix)
+    }
+
+    /// The subject without the prefix of the space.
+    pub(crate) fn plain<'a>(&self, subject: &'a str) -> &'a str {
+        subject.strip_prefix(&self.prefix).unwrap_or(subject)
+    }
+
+    /// The filters for these patterns, with the prefix. `None` is everything, and an empty list nothing.
+    pub(crate) fn filters(&self, patterns: &[Pattern]) -> Option<Vec<String>> {
+        let wanted = |pattern: &&Pattern| {
+            let types = self.types.as_ref();
+            types.is_none_or(|types| reaches(pattern, types))
+        };
+        let wanted: Vec<&Pattern> = patterns.iter().filter(wanted).collect();
+        let filters = names::filters(self.naming, wanted)?;
+        Some(filters.iter().map(|filter| self.subject(filter)).collect())
+    }
+
+    /// One filter that covers all of these patterns.
+    pub(crate) fn one_filter(&self, patterns: &[Pattern]) -> String {
+        match self.filters(patterns).as_deref() {
+            Some([one]) => one.clone(),
+            _ => self.subject(">"),
+        }
+    }
+}
+
+/// Whether a subscription's pattern shares a type with those of a stream.
+fn reaches(pattern: &Pattern, types: &Pattern) -> bool {
+    let text = everbus_core::stream::dotted(pattern.as_str());
+    match text == pattern.as_str() {
+        true => pattern.overlap(types).is_some(),
+        false => Pattern::new(&text).is_ok_and(|dotted| dotted.overlap(types).is_some()),
+    }
+}
+
+/// The streams of a bus, and which type is in which.
+#[derive(Debug)]
+pub(crate) struct Table {
+    pub(crate) routes: Streams,
+    pub(crate) streams: Vec<Arc<StreamHandle>>,
+}
+
+impl Table {
+    /// The stream of an event type.
+    pub(crate) fn route(&self, event_type: &str) -> Result<&Arc<StreamHandle>> {
+        let name = &self.routes.route(event_type)?.name;
+        let short = match self.routes.is_declared() {
+            true => names::encoded(name),
+            false => SINGLE.to_owned(),
+        };
+        self.streams
+            .iter()
+            .find(|stream| stream.short == short)
+            .ok_or_else(|| Error::new(Code::Internal, format!("the stream {name} has no handle")))
+    }
+
+    /// The weakest durability of its streams.
+    pub(crate) fn durability(&self) -> Durability {
+        let rank = |durability: &Durability| match durability {
+            Durability::Memory => 0,
+            Durability::Process => 1,
+            Durability::PowerLoss => 2,
+            Durability::Replicated => 3,
+        };
+        let all = self.streams.iter().map(|stream| stream.durability);
+        all.min_by_key(rank).unwrap_or(Durability::Process)
+    }
+
+    /// The shortest time for which a repeated id is recognised.
+    pub(crate) fn window(&self) -> Duration {
+        let all = self.streams.iter().map(|stream| stream.window);
+        all.min().unwrap_or_default()
+    }
+
+    /// Whether a batch is stored as a whole, whatever types it has.
+    pub(crate) fn atomic(&self) -> bool {
+        matches!(&self.streams[..], [only] if only.atomic)
+    }
+}
+
+/// Creates or changes the streams.
+pub(crate) async fn declare(
+    link: &Link,
+    space: &Space,
+    options: &Options,
+    routes: Streams,
+) -> Result<Table> {
+    let mut streams = Vec::new();
+    if routes.is_declared() {
+        for stream in routes.iter() {
+            streams.push(Arc::new(declare_one(link, space, options, stream).await?));
+        }
+    } else {
+        let subjects = names::single_subjects();
+        let wanted = Wanted {
+            name: SINGLE,
+            subjects,
+            dialect: Dialect::Native,
+            naming: Naming::Single,
+            max_age: None,
+            copies: options.replicas,
+        };
+        streams.push(Arc::new(ensure(link, space, options, wanted, None).await?));
+    }
+    declare_dead(link, space, options, &routes).await?;
+    Ok(Table { routes, streams })
+}
+
+async fn declare_one(
+    link: &Link,
+    space: &Space,
+    options: &Options,
+    stream: &Stream,
+) -> Result<StreamHandle> {
+    let dialect = match &stream.dialect {
+        Some(name) => name.parse()?,
+        None => Dialect::Native,
+    };
+    let Some(subjects) = names::filters(Naming::Declared, stream.patterns()) else {
+        let what = format!(
+            "the stream {} covers everything: a NATS server has subjects of its own",
+            stream.name
+        );
+        return Err(Error::new(Code::InvalidSetting, what)
+            .hint("name domains, such as order.>, or declare no streams at all"));
+    };
+    let wanted = Wanted {
+        name: &stream.name,
+        subjects,
+        dialect,
+        naming: Naming::Declared,
+        max_age: stream.max_age,
+        copies: stream.copies.unwrap_or(options.replicas),
+    };
+    let types = Some(stream.types().clone());
+    ensure(link, space, options, wanted, types).await
+}
+
+/// The stream of the groups.
+pub(crate) async fn declare_groups(link: &Link, space: &Space, options: &Options) -> Result<()> {
+    let (name, subject) = (space.groups_stream(), space.group_subject("*"));
+    own_stream(link, options, &name, &subject, None).await
+}
+
+/// The stream of the dead letters.
+async fn declare_dead(
+    link: &Link,
+    space: &Space,
+    options: &Options,
+    routes: &Streams,
+) -> Result<()> {
+    // The omni specification keeps dead letters for thirty days.
+    let omni = Streams::omni();
+    let is_omni = routes.is_declared() && omni.iter().all(|s| routes.named(&s.name).is_some());
+    let age = is_omni.then_some(30 * DAY);
+    let subject = format!("{}dlq.>", space.subject_prefix);
+    own_stream(link, options, &space.dead_stream(), &subject, age).await
+}
+
+async fn own_stream(
+    link: &Link,
+    options: &Options,
+    name: &str,
+    subject: &str,
+    age: Option<Duration>,
+) -> Result<()> {
+    if link.stream(name).await?.is_some() {
+        return Ok(());
+    }
+    let config = json!({
+        "name": name,
+        "subjects": [subject],
+        "storage": "file",
+        "retention": "limits",
+        "discard": "old",
+        "max_msgs_per_subject": 1,
+        "max_age": age.map_or(0, nanos),
+        "num_replicas": options.replicas,
+        "allow_direct": true,
+        "metadata": { MADE: "1" },
+    });
+    link.create_stream(&config).await.map(drop)
+}
+
+struct Wanted<'a> {
+    name: &'a str,
+    subjects: Vec<String>,
+    dialect: Dialect,
+    naming: Naming,
+    max_age: Option<Duration>,
+    copies: u32,
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Creates the stream, or compares it with what is there.
+async fn ensure(
+    link: &Link,
+    space: &Space,
+    options: &Options,
+    wanted: Wanted<'_>,
+    types: Option<Pattern>,
+) -> Result<StreamHandle> {
+    let name = space.stream(wanted.name);
+    let subjects: Vec<String> = wanted
+        .subjects
+        .iter()
+        .map(|subject| format!("{}{subject}", space.subject_prefix))
+        .collect();
+    let info = match link.stream(&name).await? {
+        Some(info) => Some(info),
+        None => {
+            let mut config = json!({
+                "name": name,
+                "subjects": subjects,
+                "storage": "file",
+                "retention": "limits",
+                "discard": "old",
+                "max_age": wanted.max_age.map_or(0, nanos),
+                "num_replicas": wanted.copies,
+                "duplicate_window": nanos(window(options, wanted.max_age)),
+                "allow_direct": true,
+                "allow_atomic": true,
+                "metadata": metadata(&wanted),
+            });
+            if !link.client.is_server_compatible(2, 12, 0)
+                && let Some(config) = config.as_object_mut()
+            {
+                config.remove("allow_atomic");
+            }
+            match link.create_stream(&config).await? {
+                Some(info) => Some(info),
+                None => link.stream(&name).await?,
+            }
+        }
+    };
+    let Some(mut info) = info else {
+        let what = format!("the stream {name} is removed and created at the same time");
+        return Err(Error::new(Code::Unavailable, what));
+    };
+    if let Some(changed) = changes(&info, &name, &subjects, &wanted, options)? {
+        info = link.update_stream(&changed).await?;
+    }
+    let short = names::encoded(wanted.name);
+    handle(space, name, short, &info, types, Some(&wanted), options)
+}
+
+/// The server refuses a window that is longer than the age.
+fn window(options: &Options, max_age: Option<Duration>) -> Duration {
+    max_age.map_or(options.window, |age| age.min(options.window))
+}
+
+fn metadata(wanted: &Wanted<'_>) -> Value {
+    let naming = match wanted.naming {
+        Naming::Single => "single",
+        Naming::Declared => "declared",
+    };
+    json!({ MADE: "1", DIALECT: wanted.dialect.as_str(), NAMING: naming })
+}
+
+/// The changed configuration of a stream that is there, or `None` if it is as wanted. A stream whose settings
+/// would lose events is refused.
+fn changes(
+    info: &StreamInfo,
+    name: &str,
+    subjects: &[String],
+    wanted: &Wanted<'_>,
+    options: &Options,
+) -> Result<Option<Value>> {
+    let config = &info.config;
+    let refused = |what: String, hint: &str| {
+        let what = format!("the stream {name} exists with other settings: {what}");
+        Err(Error::new(Code::InvalidSetting, what).hint(hint))
+    };
+    let retention = config["retention"].as_str().unwrap_or("limits");
+    if retention != "limits" {
+        return refused(
+            format!("its retention is {retention}, so events vanish once one consumer acked them"),
+            "give the stream another name, or recreate it with the retention limits",
+        );
+    }
+    if config["sealed"].as_bool() == Some(true) || config["mirror"].is_object() {
+        return refused(
+            "it is sealed or a mirror and takes no events".to_owned(),
+            "give the stream another name",
+        );
+    }
+    let ours = config["metadata"][MADE].is_string();
+    let there: Vec<String> = texts(&config["subjects"]);
+    let missing = |subject: &&String| !there.iter().any(|known| names::covers(known, subject));
+    let missing: Vec<&String> = subjects.iter().filter(missing).collect();
+    if !missing.is_empty() && !ours {
+        return refused(
+            format!("it has the subjects {there:?} and not {missing:?}"),
+            "declare the patterns that the stream has, or give the stream another name",
+        );
+    }
+    let mut new = config.clone();
+    if ours && sorted(&there) != sorted(subjects) {
+        new["subjects"] = json!(subjects);
+    }
+    let age = config["max_age"].as_u64().unwrap_or(0);
+    let wanted_age = wanted.max_age.map_or(0, nanos);
+    let shorter = wanted_age != 0 && (age == 0 || wanted_age < age);
+    if shorter && !options.allow_shorter_age {
+        let shown = match age {
+            0 => "without an age".to_owned(),
+            age => format!("for {:?}", Duration::from_nanos(age)),
+        };
+        return refused(
+            format!(
+                "it keeps events {shown}, and the shorter {:?} would delete what is older",
+                Duration::from_nanos(wanted_age)
+            ),
+            "declare the longer age, or allow it with broker.allow_shorter_age: true",
+        );
+    }
+    if age != wanted_age && (ours || shorter) {
+        new["max_age"] = json!(wanted_age);
+        let known = config["duplicate_window"].as_u64().unwrap_or(0);
+        if wanted_age != 0 && known > wanted_age {
+            new["duplicate_window"] = json!(wanted_age);
+        }
+    }
+    if ours {
+        if u64::from(wanted.copies) > config["num_replicas"].as_u64().unwrap_or(1) {
+            new["num_replicas"] = json!(wanted.copies);
+        }
+        if let (Some(known), Value::Object(more)) =
+            (new["metadata"].as_object_mut(), metadata(wanted))
+        {
+            known.extend(more);
+        }
+        new["allow_direct"] = json!(true);
+    }
+    Ok((new != *config).then_some(new))
+}
+
+fn texts(value: &Value) -> Vec<String> {
+    let all = value.as_array().map(Vec::as_slice).unwrap_or_default();
+    let all = all.iter().filter_map(Value::as_str);
+    all.map(str::to_owned).collect()
+}
+
+fn sorted(texts: &[String]) -> Vec<&String> {
+    let mut all: Vec<&String> = texts.iter().collect();
+    all.sort();
+    all
+}
+
+fn handle(
+    space: &Space,
+    name: String,
+    short: String,
+    info: &StreamInfo,
+    types: Option<Pattern>,
+    wanted: Option<&Wanted<'_>>,
+    options: &Options,
+) -> Result<StreamHandle> {
+    let config = &info.config;
+    let metadata = &config["metadata"];
+    let dialect = match wanted {
+        Some(wanted) => wanted.dialect,
+        None => match metadata[DIALECT].as_str() {
+            Some(name) => name.parse()?,
+            None => Dialect::Native,
+        },
+    };
+    let naming = match (wanted, metadata[NAMING].as_str()) {
+        (Some(wanted), _) => wanted.naming,
+        (None, Some("single")) => Naming::Single,
+        (None, _) => Naming::Declared,
+    };
+    let replicas = config["num_replicas"].as_u64().unwrap_or(1);
+    let durability = match config["storage"].as_str() {
+        Some("memory") if replicas < 3 => Durability::Memory,
+        _ if replicas >= 3 => Durability::Replicated,
+        _ if options.synced => Durability::PowerLoss,
+        _ => Durability::Process,
+    };
+    Ok(StreamHandle {
+        shard: Shard::named(&short)?,
+        name,
+        short,
+        naming,
+        dialect,
+        prefix: space.subject_prefix.clone(),
+        subjects: texts(&config["subjects"]),
+        types,
+        atomic: config["allow_atomic"].as_bool() == Some(true),
+        durability,
+        window: Duration::from_nanos(config["duplicate_window"].as_u64().unwrap_or(0)),
+    })
+}
+
+/// A stream that a group consumes and that is not declared here any more. `None` if it is gone.
+pub(crate) async fn undeclared(
+    link: &Link,
+    space: &Space,
+    options: &Options,
+    name: &str,
+) -> Result<Option<StreamHandle>> {
+    let Some(info) = link.stream(name).await? else {
+        return Ok(None);
+    };
+    let short = name.strip_prefix(&space.stream_prefix).unwrap_or(name);
+    let (name, short) = (name.to_owned(), short.to_owned());
+    handle(space, name, short, &info, None, None, options).map(Some)
+}

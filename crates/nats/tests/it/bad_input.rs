@@ -1,0 +1,132 @@
+//! What is wrong with a server, an account or an event is said in words, with a hint.
+
+use std::time::Duration;
+
+use everbus_core::{Code, Error, Event};
+use everbus_nats::Options;
+use everbus_testkit::servers::{Nats, NatsOptions};
+
+async fn refused(url: &str, options: Options) -> Error {
+    let opened = everbus_nats::open(url, options).await;
+    let error = opened.map(drop).unwrap_err();
+    assert!(error.hint_text().is_some(), "{error:?}");
+    assert!(!format!("{error:?}").contains("s3cret"), "{error:?}");
+    error
+}
+
+// conformance: nats/wrong-password: wrong credentials are refused with a hint, and are not repeated in the error
+#[tokio::test]
+async fn wrong_credentials_are_refused() {
+    let options = NatsOptions::default().user("shop", "right");
+    let Some(server) = Nats::start(options) else {
+        return;
+    };
+    let host = server.plain_url();
+    let with = |who: &str| host.replace("nats://", &format!("nats://{who}"));
+    for url in [with("shop:s3cret@"), with("s3cret@"), host.clone()] {
+        let error = refused(&url, Options::default()).await;
+        assert_eq!(error.code(), Code::InvalidSetting, "{error}");
+    }
+    let mut options = Options::default();
+    (options.user, options.password) = (Some("shop".into()), Some("right".into()));
+    let engine = everbus_nats::open(&host, options.clone()).await.unwrap();
+    engine.broker.close().await.unwrap();
+    options.token = Some("s3cret".into());
+    let error = refused(&host, options).await;
+    assert!(error.message().contains("more than one"), "{error}");
+    let mut options = Options::default();
+    options.creds = Some("/no/such/file.creds".into());
+    assert_eq!(refused(&host, options).await.code(), Code::InvalidSetting);
+}
+
+// conformance: nats/credentials: user with password, token, nkey and creds file give access
+#[tokio::test]
+async fn tokens_and_nkeys_give_access() {
+    let Some(server) = Nats::start(NatsOptions::default().token("t0ken")) else {
+        return;
+    };
+    let mut options = Options::default();
+    options.token = Some("t0ken".into());
+    let engine = everbus_nats::open(&server.plain_url(), options).await.unwrap();
+    engine.broker.close().await.unwrap();
+    // A seed and its public key, made for this test.
+    let seed = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY";
+    let public = "UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4";
+    let users = format!("authorization {{ users: [ {{ nkey: {public} }} ] }}");
+    let Some(server) = Nats::start(NatsOptions::default().config(&users)) else {
+        return;
+    };
+    let mut options = Options::default();
+    options.creds = Some(seed.into());
+    let engine = everbus_nats::open(&server.plain_url(), options).await.unwrap();
+    engine.broker.close().await.unwrap();
+}
+
+// conformance: nats/no-jetstream: a server without JetStream is refused with a hint
+#[tokio::test]
+async fn a_server_without_jetstream_is_refused() {
+    let Some(server) = Nats::start(NatsOptions::default().without_jetstream()) else {
+        return;
+    };
+    let error = refused(&server.url(), Options::default()).await;
+    assert_eq!(error.code(), Code::Unsupported);
+}
+
+// conformance: nats/unreachable: a server that is not there is Unavailable, with a hint
+#[tokio::test]
+async fn a_server_that_is_not_there_is_unavailable() {
+    let Some(server) = Nats::start(NatsOptions::default()) else {
+        return;
+    };
+    server.kill();
+    let error = refused(&server.url(), Options::default()).await;
+    assert_eq!(error.code(), Code::Unavailable);
+}
+
+// conformance: nats/no-permission: an account that may not use JetStream or its subjects learns which subject it was
+#[tokio::test]
+async fn an_account_without_permission_learns_what_it_lacks() {
+    let users = r#"authorization { users: [
+        { user: low, password: low, permissions: { publish: { deny: ["$JS.API.STREAM.CREATE.>"] } } }
+        { user: mute, password: mute, permissions: { publish: { deny: ["events.>"] } } }
+    ] }"#;
+    let Some(server) = Nats::start(NatsOptions::default().config(users)) else {
+        return;
+    };
+    let as_user = |user: &str| {
+        let who = format!("nats://{user}:{user}@");
+        server.plain_url().replace("nats://", &who)
+    };
+    let mut options = Options::default();
+    options.timeout = Duration::from_secs(1);
+    let error = refused(&as_user("low"), options.clone()).await;
+    assert_eq!(error.code(), Code::InvalidSetting, "{error}");
+    assert!(error.message().contains("STREAM.CREATE"), "{error}");
+    let engine = everbus_nats::open(&as_user("mute"), options).await.unwrap();
+    let event = Event::builder("order.placed").build().unwrap();
+    let answers = engine.broker.append(vec![event]).await;
+    let error = answers.and_then(|mut answers| answers.remove(0)).unwrap_err();
+    assert_eq!(error.code(), Code::InvalidSetting, "{error}");
+    assert!(error.message().contains("events.order.placed"), "{error}");
+}
+
+// conformance: nats/too-large: an event over the server's limit is refused before it is sent
+#[tokio::test]
+async fn an_event_over_the_limit_is_refused() {
+    let Some(server) = Nats::start(NatsOptions::default().max_payload(10_000)) else {
+        return;
+    };
+    let engine = everbus_nats::open(&server.url(), Options::default()).await.unwrap();
+    let of = |length: usize| {
+        let text = "x".repeat(length);
+        Event::builder("order.placed").json(&text).build().unwrap()
+    };
+    let answers = engine.broker.append(vec![of(11_000)]).await.unwrap();
+    let error = answers.into_iter().next().unwrap().unwrap_err();
+    assert_eq!(error.code(), Code::PayloadTooLarge);
+    assert!(error.hint_text().unwrap().contains("overflow"));
+    let refused = engine.broker.append(vec![of(10), of(11_000)]).await;
+    assert_eq!(refused.unwrap_err().code(), Code::PayloadTooLarge);
+    let answers = engine.broker.append(vec![of(9000)]).await.unwrap();
+    assert_eq!(answers[0].as_ref().unwrap().position.place(), 1, "nothing else was stored");
+}

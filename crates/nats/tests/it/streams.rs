@@ -1,0 +1,271 @@
+//! Declared streams on the server: created, compared, changed, and never at the cost of events.
+
+use std::time::Duration;
+
+use everbus_core::{
+    Code, ConsumeOptions, Cursor, Engine, Event, GroupSpec, Pattern, Settlement, StartFrom, Stream,
+    Streams, SubscriptionSpec, Verdict,
+};
+use everbus_nats::Options;
+use serde_json::{Value, json};
+
+use crate::server;
+
+const DAY: Duration = Duration::from_secs(24 * 3600);
+
+/// A plain client of the same account, without Everbus.
+pub(crate) struct Plain(pub(crate) async_nats::Client);
+
+impl Plain {
+    pub(crate) async fn connect(url: &str) -> Self {
+        Self(async_nats::connect(url).await.unwrap())
+    }
+
+    pub(crate) async fn api(&self, verb: &str, body: Value) -> Value {
+        let body = body.to_string().into();
+        let answer = self.0.request(format!("$JS.API.{verb}"), body).await.unwrap();
+        serde_json::from_slice(&answer.payload).unwrap()
+    }
+}
+
+pub(crate) async fn open(url: &str) -> Engine {
+    everbus_nats::open(url, Options::default()).await.unwrap()
+}
+
+fn stream(name: &str, pattern: &str) -> Stream {
+    Stream::new(name, [pattern]).unwrap()
+}
+
+fn table(streams: impl IntoIterator<Item = Stream>) -> Streams {
+    Streams::new(streams).unwrap()
+}
+
+pub(crate) fn group(name: &str, patterns: &[&str]) -> GroupSpec {
+    let mut spec = GroupSpec::new(name.parse().unwrap());
+    spec.start_from = StartFrom::First;
+    spec.subscriptions = patterns
+        .iter()
+        .map(|text| SubscriptionSpec {
+            name: (*text).to_owned(),
+            pattern: Pattern::new(text).unwrap(),
+        })
+        .collect();
+    spec
+}
+
+pub(crate) fn options() -> ConsumeOptions {
+    let patterns = ["*", "system.>"].map(|text| Pattern::new(text).unwrap());
+    ConsumeOptions::new(patterns.to_vec()).lease(Duration::from_secs(5))
+}
+
+pub(crate) async fn publish(engine: &Engine, event_type: &str) -> everbus_core::Appended {
+    let event = Event::builder(event_type).payload("{}").build().unwrap();
+    engine.broker.append(vec![event]).await.unwrap().remove(0).unwrap()
+}
+
+/// Takes and acks this many, and returns their types in order.
+pub(crate) async fn handle(engine: &Engine, group: &str, count: usize) -> Vec<String> {
+    let consumer = engine.broker.consume(group.parse().unwrap(), options());
+    let mut consumer = consumer.await.unwrap();
+    let mut types = Vec::new();
+    while types.len() < count {
+        let fetched = tokio::time::timeout(Duration::from_secs(60), consumer.fetch(10));
+        for delivery in fetched.await.expect("something comes").unwrap() {
+            types.push(delivery.record.event.event_type().to_owned());
+            let ack = Settlement::new(delivery.lease, Verdict::Ack);
+            engine.broker.settle(vec![ack]).await.unwrap().remove(0).unwrap();
+        }
+    }
+    consumer.close().await.unwrap();
+    types
+}
+
+// conformance: omni/nats-streams: the preset makes the six streams of the document with their subjects, ages and file storage, and SYSTEM and the dead letters of thirty days
+#[tokio::test]
+async fn the_omni_table_is_made_as_written() {
+    let Some(url) = server::account() else { return };
+    let engine = open(&url).await;
+    engine.broker.declare_streams(Streams::omni()).await.unwrap();
+    let plain = Plain::connect(&url).await;
+    for (name, subject, days) in [
+        ("MESSAGES", "message.>", 30),
+        ("IDENTITY", "identity.>", 90),
+        ("MEDIA", "media.>", 7),
+        ("AGENT", "agent.>", 7),
+        ("ACCESS", "access.>", 30),
+        ("CHANNEL", "channel.>", 7),
+        ("SYSTEM", "system.>", 30),
+        ("DLQ", "dlq.>", 30),
+    ] {
+        let info = plain.api(&format!("STREAM.INFO.{name}"), json!({})).await;
+        let config = &info["config"];
+        assert_eq!(config["subjects"], json!([subject]), "{name}");
+        assert_eq!(config["storage"], "file", "{name}");
+        assert_eq!(config["max_age"], json!((DAY * days).as_nanos() as u64), "{name}");
+    }
+    let names = plain.api("STREAM.NAMES", json!({})).await;
+    assert!(!names["streams"].as_array().unwrap().contains(&json!("EVERBUS")));
+    // The subject is the type.
+    let at = publish(&engine, "message.received").await.position;
+    assert_eq!(at.to_string(), "MESSAGES:1");
+    let last = json!({"last_by_subj": "message.received"});
+    let last = plain.api("STREAM.MSG.GET.MESSAGES", last).await;
+    assert_eq!(last["message"]["seq"], 1);
+    let uncovered = Event::builder("order.placed").build().unwrap();
+    let answers = engine.broker.append(vec![uncovered]).await.unwrap();
+    assert_eq!(answers[0].as_ref().unwrap_err().code(), Code::NoStream);
+}
+
+// conformance: nats/groups-over-streams: a group consumes every stream that its patterns reach, also one that is declared later, and what an undeclared stream still has
+#[tokio::test]
+async fn a_group_spans_streams_and_follows_the_table() {
+    let Some(url) = server::account() else { return };
+    let engine = open(&url).await;
+    let broker = &engine.broker;
+    let first = table([stream("ORDERS", "order.>"), stream("MAIL", "mail.>")]);
+    broker.declare_streams(first).await.unwrap();
+    broker.declare(group("all", &["*"])).await.unwrap();
+    broker.declare(group("paid", &["*.paid"])).await.unwrap();
+    for event_type in ["order.placed", "mail.sent", "order.paid"] {
+        publish(&engine, event_type).await;
+    }
+    let mut types = handle(&engine, "all", 3).await;
+    types.sort();
+    assert_eq!(types, ["mail.sent", "order.paid", "order.placed"]);
+    assert_eq!(handle(&engine, "paid", 1).await, ["order.paid"]);
+    publish(&engine, "mail.left").await;
+    // MAIL is not declared any more, and CARTS is new.
+    let second = table([stream("ORDERS", "order.>"), stream("CARTS", "cart.>")]);
+    broker.declare_streams(second).await.unwrap();
+    publish(&engine, "cart.filled").await;
+    let mut types = handle(&engine, "all", 2).await;
+    types.sort();
+    assert_eq!(types, ["cart.filled", "mail.left"]);
+    let groups = broker.inspect().await.unwrap();
+    let all = groups.iter().find(|g| g.name.as_str() == "all").unwrap();
+    assert_eq!((all.behind, all.in_flight, all.waiting), (0, 0, 0), "{all:?}");
+}
+
+// conformance: nats/undeclared-to-declared: events of the single stream are handled after streams are declared
+#[tokio::test]
+async fn the_single_stream_is_finished_after_streams_are_declared() {
+    let Some(url) = server::account() else { return };
+    let engine = open(&url).await;
+    engine.broker.declare(group("g", &["order.*"])).await.unwrap();
+    publish(&engine, "order.old").await;
+    engine.broker.close().await.unwrap();
+    let engine = open(&url).await;
+    let declared = table([stream("ORDERS", "order.>")]);
+    engine.broker.declare_streams(declared).await.unwrap();
+    engine.broker.declare(group("g", &["order.*"])).await.unwrap();
+    publish(&engine, "order.new").await;
+    let mut types = handle(&engine, "g", 2).await;
+    types.sort();
+    assert_eq!(types, ["order.new", "order.old"]);
+}
+
+// conformance: nats/shorter-age: an update that would shorten an age is refused unless allowed; a longer one is applied
+#[tokio::test]
+async fn a_shorter_age_is_refused_unless_allowed() {
+    let Some(url) = server::account() else { return };
+    let engine = open(&url).await;
+    let aged = |days: u32| table([stream("ORDERS", "order.>").max_age(DAY * days)]);
+    engine.broker.declare_streams(aged(7)).await.unwrap();
+    engine.broker.declare_streams(aged(30)).await.unwrap();
+    let error = engine.broker.declare_streams(aged(7)).await.unwrap_err();
+    assert_eq!(error.code(), Code::InvalidSetting);
+    assert!(error.hint_text().unwrap().contains("allow_shorter_age"), "{error:?}");
+    let plain = Plain::connect(&url).await;
+    let age = async || {
+        let info = plain.api("STREAM.INFO.ORDERS", json!({})).await;
+        info["config"]["max_age"].as_u64().unwrap()
+    };
+    assert_eq!(age().await, (DAY * 30).as_nanos() as u64);
+    let mut options = Options::default();
+    options.allow_shorter_age = true;
+    let engine = everbus_nats::open(&url, options).await.unwrap();
+    engine.broker.declare_streams(aged(7)).await.unwrap();
+    assert_eq!(age().await, (DAY * 7).as_nanos() as u64);
+}
+
+// conformance: nats/other-settings: a stream that exists with settings that lose events, or other subjects, is a specific error; a fitting one of another program is used as it is
+#[tokio::test]
+async fn a_stream_of_another_program_is_compared() {
+    let Some(url) = server::account() else { return };
+    let plain = Plain::connect(&url).await;
+    for config in [
+        json!({"name": "QUEUE", "subjects": ["queue.>"], "retention": "workqueue"}),
+        json!({"name": "ORDERS", "subjects": ["order.placed"]}),
+        json!({"name": "TAKEN", "subjects": ["cart.*"]}),
+        json!({"name": "FINE", "subjects": ["mail.>"], "max_msgs": 1000}),
+    ] {
+        let name = config["name"].as_str().unwrap().to_owned();
+        let made = plain.api(&format!("STREAM.CREATE.{name}"), config).await;
+        assert!(made["error"].is_null(), "{made}");
+    }
+    let engine = open(&url).await;
+    for (name, pattern, said) in [
+        ("QUEUE", "queue.>", "workqueue"),
+        ("ORDERS", "order.>", "order.placed"),
+        ("CARTS", "cart.>", "overlap"),
+    ] {
+        let declared = engine.broker.declare_streams(table([stream(name, pattern)]));
+        let error = declared.await.unwrap_err();
+        assert_eq!(error.code(), Code::InvalidSetting, "{error}");
+        assert!(error.message().contains(said), "{error}");
+        assert!(error.hint_text().is_some());
+    }
+    let fine = table([stream("FINE", "mail.>")]);
+    engine.broker.declare_streams(fine).await.unwrap();
+    engine.broker.declare(group("g", &["mail.*"])).await.unwrap();
+    publish(&engine, "mail.sent").await;
+    assert_eq!(handle(&engine, "g", 1).await, ["mail.sent"]);
+    let info = plain.api("STREAM.INFO.FINE", json!({})).await;
+    assert_eq!(info["config"]["max_msgs"], 1000, "its own settings stay");
+}
+
+// conformance: nats/replay: the log is read from the server by stream, type and time, and waited on
+#[tokio::test]
+async fn the_log_is_read_from_the_server() {
+    let Some(url) = server::account() else { return };
+    let engine = open(&url).await;
+    let declared = table([stream("ORDERS", "order.>"), stream("MAIL", "mail.>")]);
+    engine.broker.declare_streams(declared.clone()).await.unwrap();
+    let log = engine.log().unwrap();
+    assert!(log.head().await.unwrap().is_start());
+    let mut at = Vec::new();
+    for n in 0..300 {
+        at.push(publish(&engine, ["order.a", "order.b", "mail.a"][n % 3]).await);
+    }
+    let head = log.head().await.unwrap();
+    assert_eq!(head.to_string(), "MAIL:100,ORDERS:200");
+    let of = |text: &str| vec![Pattern::new(text).unwrap()];
+    for (patterns, expected) in [
+        (of("*"), 300),
+        (of("order.*"), 200),
+        (of("*.a"), 200),
+        (of("mail.a"), 100),
+        (of("none.*"), 0),
+        (vec![declared.named("ORDERS").unwrap().types().clone()], 200),
+    ] {
+        let (mut after, mut count) = (Cursor::START, 0);
+        loop {
+            let read = log.read(after.clone(), patterns.clone(), 70).await.unwrap();
+            count += read.0.len();
+            if read.1 == after {
+                break;
+            }
+            after = read.1;
+        }
+        assert_eq!(count, expected, "{patterns:?}");
+        assert_eq!(after, head, "{patterns:?}");
+    }
+    let time = at[150].received_at;
+    let from = log.resolve(StartFrom::Time(time), of("*")).await.unwrap();
+    let (read, _) = log.read(from, of("*"), 1000).await.unwrap();
+    assert!(read.iter().all(|record| record.received_at >= time));
+    assert_eq!(read.len(), at.iter().filter(|a| a.received_at >= time).count());
+    let waiting = log.wait_beyond(head);
+    let (waited, _) = tokio::join!(waiting, publish(&engine, "mail.b"));
+    waited.unwrap();
+}
