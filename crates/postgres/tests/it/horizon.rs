@@ -2,27 +2,10 @@
 
 use std::time::Duration;
 
-use everbus_core::{
-    ConsumeOptions, Cursor, Event, GroupName, GroupSpec, Pattern, Settlement, StartFrom,
-    SubscriptionSpec, Verdict,
-};
+use everbus_core::{ConsumeOptions, Cursor, Event, GroupName, Pattern, Settlement, Verdict};
 use everbus_postgres::tokio_postgres::{Client, NoTls};
 
-use crate::support::{fresh_schema, open};
-
-fn group(name: &str) -> GroupSpec {
-    let mut spec = GroupSpec::new(GroupName::new(name).unwrap());
-    spec.start_from = StartFrom::First;
-    spec.subscriptions.push(SubscriptionSpec {
-        name: "all".into(),
-        pattern: Pattern::new("*").unwrap(),
-    });
-    spec
-}
-
-fn event(number: u32) -> Event {
-    Event::builder("a.b").json(&number).build().unwrap()
-}
+use crate::support::{event, fresh_schema, group, open};
 
 /// A plain connection to the database of an engine, and its schema.
 async fn plain(url: &str) -> (Client, String) {

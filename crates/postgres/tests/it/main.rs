@@ -7,7 +7,12 @@
     reason = "tests"
 )]
 
+mod bad_input;
 mod conformance;
+mod effects;
+mod faults;
 mod horizon;
-mod model;
+mod outbox;
+mod pooler;
+mod store;
 mod support;

@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use everbus_core::{Clock, Engine, SystemClock};
+use everbus_core::{
+    Clock, Engine, Event, GroupName, GroupSpec, Pattern, StartFrom, SubscriptionSpec, SystemClock,
+};
 use everbus_postgres::Options;
 use everbus_testkit::servers::Postgres;
 
@@ -32,4 +34,19 @@ pub(crate) fn options(clock: Arc<dyn Clock>) -> Options {
 pub(crate) async fn open(url: &str) -> Engine {
     let engine = everbus_postgres::open(url, options(Arc::new(SystemClock))).await;
     engine.expect("the engine opens")
+}
+
+/// A group that wants every event there is.
+pub(crate) fn group(name: &str) -> GroupSpec {
+    let mut spec = GroupSpec::new(GroupName::new(name).unwrap());
+    spec.start_from = StartFrom::First;
+    spec.subscriptions.push(SubscriptionSpec {
+        name: "all".into(),
+        pattern: Pattern::new("*").unwrap(),
+    });
+    spec
+}
+
+pub(crate) fn event(number: u32) -> Event {
+    Event::builder("a.b").json(&number).build().unwrap()
 }
