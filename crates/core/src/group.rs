@@ -254,6 +254,10 @@ pub struct GroupInfo {
     /// The lag of each stream: from an engine that counts by stream, or by
     /// [`with_streams`](Self::with_streams).
     pub streams: Vec<StreamLag>,
+    /// What keeps new events from the group although they are stored, if the engine knows of something: a
+    /// transaction that has not ended.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub held_back: Option<String>,
 }
 
 impl GroupInfo {
@@ -276,6 +280,7 @@ impl GroupInfo {
             active_at,
             types: BTreeMap::new(),
             streams: Vec::new(),
+            held_back: None,
         }
     }
 }

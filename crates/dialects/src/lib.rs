@@ -25,10 +25,12 @@
 
 mod body;
 pub mod cloudevents;
+pub mod columns;
 mod dialect;
 mod document;
 mod draft;
 mod dropped;
+pub mod envelope;
 mod fields;
 mod format;
 mod framework;

@@ -101,6 +101,8 @@ pub mod overflow;
 #[path = "overflow/absent.rs"]
 pub mod overflow;
 pub mod payloads;
+#[cfg(feature = "postgres")]
+pub mod postgres;
 pub mod replay;
 mod runtime;
 mod schema;
@@ -163,6 +165,9 @@ pub use everbus_core::{
 };
 pub use everbus_dialects as dialects;
 pub use everbus_dialects::Dialect;
+/// The crate whose transactions [`postgres::in_transaction`] runs in.
+#[cfg(feature = "postgres")]
+pub use everbus_postgres::tokio_postgres;
 /// The crate whose transactions [`sqlite::in_transaction`] runs in.
 #[cfg(feature = "sqlite")]
 pub use rusqlite;

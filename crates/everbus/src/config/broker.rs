@@ -85,7 +85,8 @@ impl BrokerKind {
             Self::Memory => true,
             Self::Sqlite => cfg!(feature = "sqlite"),
             Self::Nats => cfg!(feature = "nats"),
-            Self::Redis | Self::Kafka | Self::Postgres => false,
+            Self::Postgres => cfg!(feature = "postgres"),
+            Self::Redis | Self::Kafka => false,
         }
     }
 

@@ -41,6 +41,8 @@ enum Target {
     Sqlite(PathBuf),
     /// The whole URL.
     Nats(String),
+    /// The whole URL.
+    Postgres(String),
 }
 
 pub(crate) async fn open(
@@ -61,6 +63,17 @@ pub(crate) async fn open(
         Target::Nats(url) => everbus_nats::open(&url, nats_options(options.access, clock)).await,
         #[cfg(not(feature = "nats"))]
         Target::Nats(_) => Err(not_built("nats")),
+        #[cfg(feature = "postgres")]
+        Target::Postgres(url) => {
+            let options = everbus_postgres::Options {
+                clock,
+                create: options.create,
+                ..everbus_postgres::Options::default()
+            };
+            everbus_postgres::open(&url, options).await
+        }
+        #[cfg(not(feature = "postgres"))]
+        Target::Postgres(_) => Err(not_built("postgres")),
     }
 }
 
@@ -83,7 +96,6 @@ async fn open_sqlite(
         .map_err(|e| Error::new(Code::Internal, "opening the file failed").caused_by(e))?
 }
 
-/// The error for a URL whose engine is not part of this build.
 #[cfg(feature = "nats")]
 fn nats_options(access: Access, clock: Arc<dyn Clock>) -> everbus_nats::Options {
     let mut options = everbus_nats::Options::default();
@@ -103,7 +115,8 @@ fn nats_options(access: Access, clock: Arc<dyn Clock>) -> everbus_nats::Options 
     options
 }
 
-#[cfg(not(all(feature = "sqlite", feature = "nats")))]
+/// The error for a URL whose engine is not part of this build.
+#[cfg(not(all(feature = "sqlite", feature = "nats", feature = "postgres")))]
 fn not_built(feature: &str) -> Error {
     let what = format!("this build has no {feature} engine");
     let hint = format!("build with the feature `{feature}` of the crate everbus");
@@ -126,7 +139,7 @@ pub(crate) fn check_apart(broker: &str, store: &str) -> Result<()> {
     }
 }
 
-const HINT: &str = "use sqlite:FILE or a path for a file, memory: for none, nats://HOST for a server";
+const HINT: &str = "use sqlite:FILE or a path for a file, memory: for none, nats://HOST or postgres://HOST/DATABASE for a server";
 
 fn parse(url: &str) -> Result<Target> {
     let bad = |what: String| Err(Error::new(Code::InvalidUrl, what).hint(HINT));
@@ -155,6 +168,7 @@ fn parse(url: &str) -> Result<Target> {
             Ok(Target::Sqlite(path.into()))
         }
         "nats" | "tls" => Ok(Target::Nats(url.to_owned())),
+        "postgres" | "postgresql" => Ok(Target::Postgres(url.to_owned())),
         _ => bad(format!("this build has no engine for {scheme:?}")),
     }
 }

@@ -3,9 +3,9 @@
 use std::borrow::Cow;
 
 use everbus_core::{Clock as _, Code, Error, Event, Result, SystemClock, TraceContext};
+use everbus_dialects::envelope;
 use rusqlite::{Connection, ErrorCode, params};
 
-use super::envelope;
 use super::init::missing;
 
 const INSERT: &str = "INSERT INTO event_outbox (id, event_id, event_type, payload, created_at,

@@ -10,7 +10,6 @@
 
 mod dead;
 mod enqueue;
-mod envelope;
 mod file;
 mod forget;
 mod init;

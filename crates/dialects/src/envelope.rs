@@ -1,7 +1,7 @@
 //! The envelope of the *outbox* specification, and what it has no place for. The code is
 //! written by hand, because it runs in the user's transaction.
 //!
-//! The document is the one that `everbus-dialects` writes, byte for byte; a test compares the two.
+//! The document is the one that [`encode`](crate::encode) writes, byte for byte; a test compares the two.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -9,9 +9,10 @@ use std::fmt::Write as _;
 use bytes::Bytes;
 use data_encoding::BASE64;
 use everbus_core::{Attributes, Code, Error, Event, EventId, Result, Timestamp};
-use everbus_dialects::Dialect;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
+
+use crate::Dialect;
 
 /// The metadata entry that holds the station.
 const STATION: &str = "station_id";
@@ -19,9 +20,12 @@ const STATION: &str = "station_id";
 const SPELLING: &str = "outbox:";
 
 /// The content of the columns `payload` and `attributes`.
-pub(super) struct Written {
-    pub(super) payload: String,
-    pub(super) attributes: Cow<'static, str>,
+#[derive(Clone, Debug)]
+pub struct Written {
+    /// The envelope.
+    pub payload: String,
+    /// What the envelope has no place for, as JSON; `{}` if nothing is left over.
+    pub attributes: Cow<'static, str>,
 }
 
 /// What the envelope has no place for.
@@ -51,7 +55,7 @@ enum Form {
 }
 
 /// Writes an event without loss.
-pub(super) fn write(event: &Event) -> Result<Written> {
+pub fn write(event: &Event) -> Result<Written> {
     let mut rest = Rest::default();
     let payload = event.payload();
     let json = if declares_json(event) {
@@ -67,7 +71,7 @@ pub(super) fn write(event: &Event) -> Result<Written> {
                 rest.blanks = blanks(payload, json);
             }
             if spelled_otherwise(event)
-                && let Ok(document) = everbus_dialects::encode(event, Dialect::Outbox)
+                && let Ok(document) = crate::encode(event, Dialect::Outbox)
                 && let Ok(document) = String::from_utf8(document)
             {
                 text = document;
@@ -191,7 +195,7 @@ struct Envelope<'a> {
 }
 
 /// Reads an event that [`write`] wrote. If the envelope was changed since, the change counts.
-pub(super) fn read(event_type: &str, payload: &str, attributes: &str) -> Result<Event> {
+pub(crate) fn read(event_type: &str, payload: &str, attributes: &str) -> Result<Event> {
     let bad = |column: &str, e: &dyn std::fmt::Display| {
         Error::new(
             Code::InvalidPayloadError,
@@ -332,7 +336,7 @@ mod tests {
     fn the_envelope_is_the_document_of_the_dialect() {
         for event in samples() {
             let written = write(&event).unwrap();
-            match everbus_dialects::encode(&event, Dialect::Outbox) {
+            match crate::encode(&event, Dialect::Outbox) {
                 Ok(document) => assert_eq!(written.payload.as_bytes(), document, "{event:?}"),
                 Err(e) => assert!(event.tenant().is_some_and(|t| t.contains('\u{7f}')), "{e}"),
             }
@@ -342,11 +346,11 @@ mod tests {
     #[test]
     fn a_document_that_was_spelled_otherwise_stays_so() {
         let document = br#"{"event_id":"e-1","occurred_at":"2026-03-01T13:00:00+01:00","correlation_id":"c","tenant_id":"t","station_id":"s","schema_version":1,"payload":{},"extra":[1]}"#;
-        let beside = everbus_dialects::Beside {
+        let beside = crate::Beside {
             event_type: Some("x.y"),
-            ..everbus_dialects::Beside::default()
+            ..crate::Beside::default()
         };
-        let event = everbus_dialects::decode_beside(document, Dialect::Outbox, &beside).unwrap();
+        let event = crate::decode_beside(document, Dialect::Outbox, &beside).unwrap();
         let written = write(&event).unwrap();
         let same: serde_json::Value = serde_json::from_str(&written.payload).unwrap();
         assert_eq!(

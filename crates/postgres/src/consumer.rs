@@ -1,0 +1,205 @@
+//! One consumer of a group. It claims what a fetch asks for, so a dropped future holds at most that, and the
+//! next fetch returns it.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{
+    BoxFuture, Code, ConsumeOptions, Consumer, Delivery, Error, Lease, Pattern, Result,
+};
+use tokio::task::JoinHandle;
+
+use crate::Postgres;
+use crate::claim::{Asking, Looked};
+use crate::settle::give_back;
+
+/// How soon to look again while a writer that has not ended holds events back.
+const HELD_BACK: Duration = Duration::from_millis(5);
+
+pub(crate) struct PgConsumer {
+    engine: Arc<Postgres>,
+    asking: Asking,
+    /// Claimed, with the end of the lease, and not yet returned.
+    mailbox: VecDeque<(Delivery, i64)>,
+    /// A look under way. It goes on when the fetch that began it is dropped.
+    running: Option<JoinHandle<Result<Looked>>>,
+    /// The last claim was full, so there is more.
+    sure: bool,
+    closed: bool,
+}
+
+impl PgConsumer {
+    pub(crate) fn new(
+        engine: Arc<Postgres>,
+        group: i64,
+        owner: i64,
+        options: ConsumeOptions,
+    ) -> Self {
+        let seat = engine.seats.add(group, &options);
+        Self {
+            engine,
+            asking: Asking {
+                seat,
+                group,
+                owner,
+                options: Arc::new(options),
+            },
+            mailbox: VecDeque::new(),
+            running: None,
+            sure: false,
+            closed: false,
+        }
+    }
+
+    /// What was claimed before, under leases that are held.
+    async fn from_mailbox(&mut self, max: usize) -> Result<Vec<Delivery>> {
+        if self.mailbox.is_empty() {
+            return Ok(Vec::new());
+        }
+        let lease = self.asking.options.lease;
+        let soon = self.engine.now().plus(lease / 2).as_micros();
+        let count = max.min(self.mailbox.len());
+        let old = |(_, until): &(Delivery, i64)| *until < soon;
+        if self.mailbox.iter().take(count).any(old) {
+            let leases: Vec<Lease> =
+                self.mailbox.iter().map(|(delivery, _)| delivery.lease.clone()).collect();
+            let until = self.engine.now().plus(lease).as_micros();
+            let extended = self.engine.extend_leases(&leases, lease).await?;
+            let kept = std::mem::take(&mut self.mailbox).into_iter().zip(extended);
+            // Those whose lease was over come again as others do.
+            let kept = kept.filter(|(_, answer)| answer.is_ok());
+            self.mailbox = kept.map(|((delivery, _), _)| (delivery, until)).collect();
+        }
+        let count = max.min(self.mailbox.len());
+        Ok(self.mailbox.drain(..count).map(|(delivery, _)| delivery).collect())
+    }
+
+    /// Looks once. What it finds is in the mailbox then.
+    async fn look(&mut self, max: usize) -> Result<Option<Looked>> {
+        let (engine, asking, sure) = (&self.engine, &self.asking, self.sure);
+        let running = self.running.get_or_insert_with(|| {
+            let (engine, asking) = (engine.clone(), asking.clone());
+            tokio::spawn(async move { engine.look(&asking, max, sure).await })
+        });
+        let looked = running.await;
+        self.running = None;
+        self.sure = false;
+        let mut looked = looked
+            .map_err(|e| Error::new(Code::Internal, "looking for events failed").caused_by(e))??;
+        let deliveries = std::mem::take(&mut looked.deliveries);
+        if deliveries.is_empty() {
+            return Ok(Some(looked));
+        }
+        self.sure = deliveries.len() >= max;
+        self.mailbox.extend(deliveries.into_iter().map(|d| (d, looked.until)));
+        Ok(None)
+    }
+
+    /// Everything that was claimed and not returned.
+    async fn unfetched(&mut self) -> Vec<Lease> {
+        if let Some(running) = self.running.take()
+            && let Ok(Ok(looked)) = running.await
+        {
+            let until = looked.until;
+            self.mailbox.extend(looked.deliveries.into_iter().map(|d| (d, until)));
+        }
+        let unfetched = self.mailbox.drain(..);
+        unfetched.map(|(delivery, _)| delivery.lease).collect()
+    }
+
+    async fn return_unfetched(&mut self) -> Result<()> {
+        let unfetched = self.unfetched().await;
+        give_back(&self.engine, &unfetched).await
+    }
+}
+
+impl Consumer for PgConsumer {
+    fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
+        Box::pin(async move {
+            let max = max.max(1);
+            let bell = self.engine.bell.clone();
+            loop {
+                // Registered before the look, so that no ring between the two is lost.
+                let mut woken = std::pin::pin!(bell.here.notified());
+                woken.as_mut().enable();
+                self.engine.check_open()?;
+                let batch = self.from_mailbox(max).await?;
+                if !batch.is_empty() {
+                    return Ok(batch);
+                }
+                let Some(looked) = self.look(max).await? else {
+                    continue;
+                };
+                let mut wait = self.engine.options.poll * 2;
+                if let Some(next) = looked.next {
+                    let now = self.engine.now();
+                    let left = everbus_core::Timestamp::from_micros(next).since(now);
+                    wait = wait.min(left.max(Duration::from_millis(1)));
+                }
+                if looked.held_back {
+                    wait = wait.min(HELD_BACK);
+                }
+                let _ = tokio::time::timeout(wait, woken).await;
+            }
+        })
+    }
+
+    fn set_handled(&mut self, handled: Vec<Pattern>) {
+        self.engine.seats.set_handled(self.asking.seat, handled);
+        self.engine.bell.ring_here();
+    }
+
+    fn pause(&mut self) -> BoxFuture<'_, Result<()>> {
+        self.engine.seats.set_prefetch(self.asking.seat, 0);
+        Box::pin(self.return_unfetched())
+    }
+
+    fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
+        self.engine.seats.set_prefetch(self.asking.seat, prefetch);
+        self.engine.bell.ring_here();
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn close(mut self: Box<Self>) -> BoxFuture<'static, Result<()>> {
+        Box::pin(async move {
+            self.closed = true;
+            self.engine.seats.remove(self.asking.seat);
+            let done = self.return_unfetched().await;
+            // Others may take what this consumer would have taken.
+            self.engine.bell.ring();
+            done
+        })
+    }
+}
+
+impl Drop for PgConsumer {
+    fn drop(&mut self) {
+        if self.closed {
+            return;
+        }
+        self.engine.seats.remove(self.asking.seat);
+        self.engine.bell.ring_here();
+        if self.mailbox.is_empty() && self.running.is_none() {
+            return;
+        }
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else {
+            return;
+        };
+        let (mailbox, running) = (std::mem::take(&mut self.mailbox), self.running.take());
+        let engine = self.engine.clone();
+        let returning = self.engine.returning.begin();
+        runtime.spawn(async move {
+            let mut leases: Vec<Lease> = mailbox.into_iter().map(|(d, _)| d.lease).collect();
+            if let Some(running) = running
+                && let Ok(Ok(looked)) = running.await
+            {
+                leases.extend(looked.deliveries.into_iter().map(|d| d.lease));
+            }
+            if let Err(error) = give_back(&engine, &leases).await {
+                tracing::warn!(target: "everbus::postgres", %error, "events come again when their leases end");
+            }
+            drop(returning);
+        });
+    }
+}

@@ -1,0 +1,58 @@
+//! How far the log is decided.
+//!
+//! Numbers of the log are given in the order of the calls, and transactions commit in any order. A reader
+//! that saw event 7 and remembered "up to 7" would never see event 6, whose transaction commits later. So
+//! readers go no further than the horizon: every number up to it is an event that all can see, or will never
+//! be one. The rule is in the function `everbus.horizon` of `sql/broker.sql`; here is what one engine knows
+//! already, which stays true for ever.
+
+use everbus_core::Result;
+use parking_lot::Mutex;
+
+use crate::pool::Sql;
+use crate::rows::{get, get_seq, to_sql};
+
+#[derive(Default)]
+pub(crate) struct Horizon(Mutex<Seen>);
+
+#[derive(Clone, Default)]
+struct Seen {
+    decided: u64,
+    /// Once these writers have ended, everything up to here is decided.
+    pending: u64,
+    holders: Vec<String>,
+}
+
+/// An answer about the end of the log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct End {
+    /// Readers may go up to here.
+    pub(crate) decided: u64,
+    /// The newest number that was given to a writer. If it is higher, a writer has not ended.
+    pub(crate) newest: u64,
+}
+
+impl Horizon {
+    /// Asks how far readers may go. Later statements see every event up to there.
+    pub(crate) async fn ask(&self, db: &impl Sql) -> Result<End> {
+        let seen = self.0.lock().clone();
+        let sql = "SELECT decided, newest, now_pending, now_holders FROM everbus.horizon($1, $2, $3)";
+        let (known, pending) = (to_sql(seen.decided), to_sql(seen.pending));
+        let row = db
+            .one("reading the end of the log", sql, &[&known, &pending, &seen.holders])
+            .await?;
+        let end = End {
+            decided: get_seq(&row, 0)?,
+            newest: get_seq(&row, 1)?,
+        };
+        let mut now = self.0.lock();
+        if end.decided >= now.decided {
+            *now = Seen {
+                decided: end.decided,
+                pending: get_seq(&row, 2)?,
+                holders: get::<Option<Vec<String>>>(&row, 3)?.unwrap_or_default(),
+            };
+        }
+        Ok(end)
+    }
+}

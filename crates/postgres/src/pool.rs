@@ -1,0 +1,557 @@
+//! Connections: a small pool, statements with typed values, and transactions that are tried again.
+//!
+//! The pool is our own because it is short, and because a pool must know two things about this engine:
+//! which connections may keep prepared statements (not those through a pooler), and that a connection whose
+//! answer did not come in time is never used again.
+//!
+//! ```text
+//! let rows = shared.pool.get().await?.query("reading", SQL, &[&seq]).await?;
+//! let value = transaction!(shared.pool, "moving", |tx| {
+//!     tx.execute("moving", SQL, &[&seq]).await?;
+//!     Ok(42)
+//! })?;
+//! ```
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use everbus_core::{Class, Code, Error, Result};
+use parking_lot::Mutex;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio_postgres::types::{ToSql, Type};
+use tokio_postgres::{Client, Row, Statement};
+
+use crate::config::{Target, Tls};
+use crate::errors::{from_pg, is_conflict, too_slow};
+use crate::tls::Connector;
+
+/// The first pause between two tries to connect.
+const FIRST_PAUSE: Duration = Duration::from_millis(25);
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+/// Prepared statements that a connection keeps.
+const MOST_STATEMENTS: usize = 300;
+/// How often a transaction is tried.
+const MOST_TRIES: u32 = 12;
+
+/// A value for a statement, with the type that it has on the server.
+pub(crate) trait Param: Sync {
+    fn sql(&self) -> &(dyn ToSql + Sync);
+    fn sql_type(&self) -> Type;
+}
+
+macro_rules! params {
+    ($($rust:ty => $sql:ident,)*) => {$(
+        impl Param for $rust {
+            fn sql(&self) -> &(dyn ToSql + Sync) {
+                self
+            }
+
+            fn sql_type(&self) -> Type {
+                Type::$sql
+            }
+        }
+    )*};
+}
+
+params! {
+    bool => BOOL,
+    i16 => INT2,
+    i32 => INT4,
+    i64 => INT8,
+    &str => TEXT,
+    String => TEXT,
+    uuid::Uuid => UUID,
+    &[u8] => BYTEA,
+    Vec<u8> => BYTEA,
+    Option<bool> => BOOL,
+    Option<i32> => INT4,
+    Option<i64> => INT8,
+    Option<&str> => TEXT,
+    Option<String> => TEXT,
+    Option<uuid::Uuid> => UUID,
+    Vec<bool> => BOOL_ARRAY,
+    Vec<i16> => INT2_ARRAY,
+    Vec<i32> => INT4_ARRAY,
+    Vec<i64> => INT8_ARRAY,
+    Vec<&str> => TEXT_ARRAY,
+    Vec<String> => TEXT_ARRAY,
+    Vec<uuid::Uuid> => UUID_ARRAY,
+    Vec<&[u8]> => BYTEA_ARRAY,
+    Vec<Vec<u8>> => BYTEA_ARRAY,
+    Vec<Option<i32>> => INT4_ARRAY,
+    Vec<Option<i64>> => INT8_ARRAY,
+    Vec<Option<&str>> => TEXT_ARRAY,
+    Vec<Option<String>> => TEXT_ARRAY,
+    Vec<Option<uuid::Uuid>> => UUID_ARRAY,
+    &[i64] => INT8_ARRAY,
+}
+
+/// The values of a statement.
+pub(crate) type Params<'a> = &'a [&'a dyn Param];
+
+/// Statements on a connection, inside a transaction or outside of one. Statements whose futures are polled
+/// together are sent together.
+pub(crate) trait Sql: Sync {
+    fn client(&self) -> &Client;
+    fn kept(&self) -> &Kept;
+
+    /// Reads all rows.
+    fn query(
+        &self,
+        doing: &str,
+        sql: &str,
+        params: Params<'_>,
+    ) -> impl Future<Output = Result<Vec<Row>>> + Send {
+        async move {
+            let run = async {
+                let sql = self.kept().named(sql);
+                let types = || params.iter().map(|p| p.sql_type());
+                match self.kept().statement(self.client(), &sql, types).await? {
+                    Some(statement) => {
+                        let values: Vec<_> = params.iter().map(|p| p.sql()).collect();
+                        self.client().query(&statement, &values).await
+                    }
+                    None => {
+                        let values: Vec<_> =
+                            params.iter().map(|p| (p.sql(), p.sql_type())).collect();
+                        self.client().query_typed(&sql, &values).await
+                    }
+                }
+            };
+            self.kept().answer(doing, run).await
+        }
+    }
+
+    /// Changes rows, and returns how many.
+    fn execute(
+        &self,
+        doing: &str,
+        sql: &str,
+        params: Params<'_>,
+    ) -> impl Future<Output = Result<u64>> + Send {
+        async move {
+            let run = async {
+                let sql = self.kept().named(sql);
+                let types = || params.iter().map(|p| p.sql_type());
+                match self.kept().statement(self.client(), &sql, types).await? {
+                    Some(statement) => {
+                        let values: Vec<_> = params.iter().map(|p| p.sql()).collect();
+                        self.client().execute(&statement, &values).await
+                    }
+                    None => {
+                        let values: Vec<_> =
+                            params.iter().map(|p| (p.sql(), p.sql_type())).collect();
+                        self.client().execute_typed(&sql, &values).await
+                    }
+                }
+            };
+            self.kept().answer(doing, run).await
+        }
+    }
+
+    /// Reads the first row, if there is one.
+    fn first(
+        &self,
+        doing: &str,
+        sql: &str,
+        params: Params<'_>,
+    ) -> impl Future<Output = Result<Option<Row>>> + Send {
+        async move { Ok(self.query(doing, sql, params).await?.into_iter().next()) }
+    }
+
+    /// Reads the only row.
+    fn one(
+        &self,
+        doing: &str,
+        sql: &str,
+        params: Params<'_>,
+    ) -> impl Future<Output = Result<Row>> + Send {
+        async move {
+            let row = self.first(doing, sql, params).await?;
+            row.ok_or_else(|| Error::new(Code::Internal, format!("{doing}: no row came")))
+        }
+    }
+
+    /// Runs several statements without values.
+    fn batch(&self, doing: &str, sql: &str) -> impl Future<Output = Result<()>> + Send {
+        async move {
+            let run = async {
+                let sql = self.kept().named(sql);
+                self.client().batch_execute(&sql).await
+            };
+            self.kept().answer(doing, run).await
+        }
+    }
+}
+
+/// What a connection keeps beside the client.
+pub(crate) struct Kept {
+    schema: Arc<str>,
+    patience: Duration,
+    /// `None`: through a pooler each transaction has another connection, which knows no statements.
+    statements: Option<Mutex<HashMap<Box<str>, Statement>>>,
+    /// An answer did not come, so that the next answer might be that one.
+    broken: AtomicBool,
+}
+
+impl Kept {
+    /// The statement with the name of the schema. Statements are written for the schema `everbus`.
+    fn named<'a>(&self, sql: &'a str) -> std::borrow::Cow<'a, str> {
+        if &*self.schema == "everbus" {
+            sql.into()
+        } else {
+            in_schema(sql, &self.schema).into()
+        }
+    }
+
+    async fn statement<I: Iterator<Item = Type>>(
+        &self,
+        client: &Client,
+        sql: &str,
+        types: impl Fn() -> I,
+    ) -> Result<Option<Statement>, tokio_postgres::Error> {
+        let Some(statements) = &self.statements else {
+            return Ok(None);
+        };
+        if let Some(known) = statements.lock().get(sql) {
+            return Ok(Some(known.clone()));
+        }
+        let types: Vec<Type> = types().collect();
+        let statement = client.prepare_typed(sql, &types).await?;
+        let mut statements = statements.lock();
+        if statements.len() >= MOST_STATEMENTS {
+            statements.clear();
+        }
+        statements.insert(sql.into(), statement.clone());
+        Ok(Some(statement))
+    }
+
+    /// Waits for an answer as long as the options say.
+    async fn answer<T>(
+        &self,
+        doing: &str,
+        run: impl Future<Output = Result<T, tokio_postgres::Error>>,
+    ) -> Result<T> {
+        match tokio::time::timeout(self.patience, run).await {
+            Ok(answer) => answer.map_err(|e| from_pg(doing, e)),
+            Err(_) => {
+                self.broken.store(true, Ordering::Relaxed);
+                Err(too_slow(doing, self.patience))
+            }
+        }
+    }
+}
+
+/// Writes the name of a schema into a statement for the schema `everbus`.
+pub(crate) fn in_schema(sql: &str, schema: &str) -> String {
+    sql.replace("everbus.", &format!("{schema}."))
+}
+
+/// A connection.
+pub(crate) struct Conn {
+    client: Client,
+    kept: Kept,
+}
+
+impl Conn {
+    pub(crate) fn new(client: Client, target: &Target, patience: Duration) -> Self {
+        let statements = (!target.pooled).then(Mutex::default);
+        Self {
+            client,
+            kept: Kept {
+                schema: target.schema.as_str().into(),
+                patience,
+                statements,
+                broken: AtomicBool::new(false),
+            },
+        }
+    }
+
+    /// Begins a transaction.
+    pub(crate) async fn begin(&mut self, doing: &str) -> Result<Tx<'_>> {
+        let inner = self.kept.answer(doing, self.client.transaction()).await?;
+        Ok(Tx {
+            inner,
+            kept: &self.kept,
+        })
+    }
+
+    fn is_usable(&self) -> bool {
+        !self.client.is_closed() && !self.kept.broken.load(Ordering::Relaxed)
+    }
+}
+
+impl Sql for Conn {
+    fn client(&self) -> &Client {
+        &self.client
+    }
+
+    fn kept(&self) -> &Kept {
+        &self.kept
+    }
+}
+
+/// A transaction. Dropped without a commit it is rolled back.
+pub(crate) struct Tx<'a> {
+    inner: tokio_postgres::Transaction<'a>,
+    kept: &'a Kept,
+}
+
+impl<'a> Tx<'a> {
+    /// Commits. If the connection is lost meanwhile, the outcome is unknown.
+    pub(crate) async fn commit(self, doing: &str) -> Result<()> {
+        let done = self.kept.answer(doing, self.inner.commit()).await;
+        done.map_err(|e| match e.class() {
+            // A refused commit is an answer; only a missing answer leaves the outcome open.
+            Class::Passing if !is_conflict(&e) && e.code() == Code::Unavailable => {
+                e.with_unknown_outcome()
+            }
+            _ => e,
+        })
+    }
+
+    /// The transaction of the client library, for effects.
+    pub(crate) fn inner(&self) -> &tokio_postgres::Transaction<'a> {
+        &self.inner
+    }
+}
+
+impl Sql for Tx<'_> {
+    fn client(&self) -> &Client {
+        self.inner.client()
+    }
+
+    fn kept(&self) -> &Kept {
+        self.kept
+    }
+}
+
+/// Opens a connection. Its messages are driven by a task that ends with it.
+pub(crate) async fn connect(
+    target: &Target,
+    patience: Duration,
+) -> Result<(Conn, tokio::sync::mpsc::UnboundedReceiver<()>)> {
+    let doing = "connecting";
+    let (notified, notifications) = tokio::sync::mpsc::unbounded_channel();
+    let connecting = async {
+        if target.tls == Tls::Off {
+            let (client, connection) = target
+                .config
+                .connect(tokio_postgres::NoTls)
+                .await
+                .map_err(|e| from_pg(doing, e))?;
+            drive(connection, notified);
+            return Ok(client);
+        }
+        let connector = Connector::new(target)?;
+        let (client, connection) = target
+            .config
+            .connect(connector)
+            .await
+            .map_err(|e| from_pg(doing, e))?;
+        drive(connection, notified);
+        Ok(client)
+    };
+    let client = tokio::time::timeout(patience, connecting)
+        .await
+        .map_err(|_| too_slow(doing, patience))
+        .flatten()
+        .map_err(|e| {
+            let message = format!("{} ({target:?})", e.message());
+            e.with_message(message)
+        })?;
+    let conn = Conn::new(client, target, patience);
+    if !target.pooled {
+        // A plan that was made while a table was small would be kept when it is large.
+        conn.batch(doing, "SET plan_cache_mode = force_custom_plan").await?;
+    }
+    Ok((conn, notifications))
+}
+
+/// Reads the messages of a connection until it ends. Each notification is passed on.
+fn drive<S, T>(
+    mut connection: tokio_postgres::Connection<S, T>,
+    notified: tokio::sync::mpsc::UnboundedSender<()>,
+) where
+    S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
+    T: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
+{
+    tokio::spawn(async move {
+        loop {
+            let message = std::future::poll_fn(|cx| connection.poll_message(cx)).await;
+            match message {
+                Some(Ok(tokio_postgres::AsyncMessage::Notification(_))) => {
+                    let _ = notified.send(());
+                }
+                Some(Ok(_)) => {}
+                Some(Err(_)) | None => return,
+            }
+        }
+    });
+}
+
+/// The connections of an engine.
+pub(crate) struct Pool {
+    target: Target,
+    patience: Duration,
+    idle: Arc<Mutex<Vec<Conn>>>,
+    places: Arc<Semaphore>,
+    closed: Arc<AtomicBool>,
+}
+
+impl Pool {
+    pub(crate) fn new(target: Target, patience: Duration) -> Self {
+        Self {
+            places: Arc::new(Semaphore::new(target.pool_size)),
+            target,
+            patience,
+            idle: Arc::default(),
+            closed: Arc::default(),
+        }
+    }
+
+    pub(crate) fn target(&self) -> &Target {
+        &self.target
+    }
+
+    /// A connection. While the server is not there, it waits and tries again.
+    pub(crate) async fn get(&self) -> Result<Pooled> {
+        let began = Instant::now();
+        let waiting = self.places.clone().acquire_owned();
+        let place = tokio::time::timeout(self.patience, waiting).await;
+        let place = match place {
+            Ok(Ok(place)) => place,
+            Ok(Err(_)) => return Err(Error::shutdown()),
+            Err(_) => return Err(too_slow("waiting for a free connection", self.patience)),
+        };
+        loop {
+            let idle = self.idle.lock().pop();
+            match idle {
+                Some(conn) if conn.is_usable() => return Ok(self.lend(conn, place)),
+                Some(_) => {}
+                None => break,
+            }
+        }
+        let mut pause = FIRST_PAUSE;
+        loop {
+            if self.closed.load(Ordering::Relaxed) {
+                return Err(Error::shutdown());
+            }
+            match connect(&self.target, self.patience).await {
+                Ok((conn, _)) => return Ok(self.lend(conn, place)),
+                Err(error) => {
+                    let over = began.elapsed() + pause >= self.patience;
+                    if !error.class().may_repeat() || over {
+                        return Err(error);
+                    }
+                }
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    fn lend(&self, conn: Conn, place: OwnedSemaphorePermit) -> Pooled {
+        Pooled {
+            conn: Some(conn),
+            idle: self.idle.clone(),
+            closed: self.closed.clone(),
+            _place: place,
+        }
+    }
+
+    /// Closes the idle connections; those in use are closed when they come back.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::Relaxed);
+        self.places.close();
+        self.idle.lock().clear();
+    }
+}
+
+/// A connection on loan.
+pub(crate) struct Pooled {
+    conn: Option<Conn>,
+    idle: Arc<Mutex<Vec<Conn>>>,
+    closed: Arc<AtomicBool>,
+    _place: OwnedSemaphorePermit,
+}
+
+impl std::ops::Deref for Pooled {
+    type Target = Conn;
+
+    #[expect(clippy::expect_used, reason = "it is taken out only by drop")]
+    fn deref(&self) -> &Conn {
+        self.conn.as_ref().expect("a connection on loan")
+    }
+}
+
+impl std::ops::DerefMut for Pooled {
+    #[expect(clippy::expect_used, reason = "it is taken out only by drop")]
+    fn deref_mut(&mut self) -> &mut Conn {
+        self.conn.as_mut().expect("a connection on loan")
+    }
+}
+
+impl Drop for Pooled {
+    fn drop(&mut self) {
+        if let Some(conn) = self.conn.take()
+            && conn.is_usable()
+            && !self.closed.load(Ordering::Relaxed)
+        {
+            self.idle.lock().push(conn);
+        }
+    }
+}
+
+/// How often a transaction was tried.
+pub(crate) struct Tries(u32);
+
+impl Tries {
+    pub(crate) fn new() -> Self {
+        Self(0)
+    }
+
+    /// Waits before the next try, or gives the error back: the transaction is not to be tried again.
+    pub(crate) async fn again(&mut self, error: Error) -> Result<()> {
+        self.0 += 1;
+        let lost = error.code() == Code::Unavailable && !error.outcome_unknown() && self.0 <= 3;
+        if !(is_conflict(&error) && self.0 < MOST_TRIES || lost) {
+            return Err(error);
+        }
+        let most = 2u64 << self.0.min(6);
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(1..=most))).await;
+        Ok(())
+    }
+}
+
+/// Runs the body in a transaction and commits it. It runs again if another transaction was in the way, or
+/// the connection was lost before the commit. The body may use `?`, and ends with a `Result`.
+macro_rules! transaction {
+    ($pool:expr, $doing:expr, |$tx:ident| $body:expr) => {{
+        let mut tries = $crate::pool::Tries::new();
+        loop {
+            let done: everbus_core::Result<_> = async {
+                let mut conn = $pool.get().await?;
+                let transaction = conn.begin($doing).await?;
+                let $tx = &transaction;
+                let value: everbus_core::Result<_> = async { $body }.await;
+                let value = value?;
+                transaction.commit($doing).await?;
+                Ok(value)
+            }
+            .await;
+            match done {
+                Ok(value) => break Ok(value),
+                Err(error) => {
+                    if let Err(error) = tries.again(error).await {
+                        break Err(error);
+                    }
+                }
+            }
+        }
+    }};
+}
+pub(crate) use transaction;

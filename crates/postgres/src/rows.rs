@@ -1,0 +1,334 @@
+//! Reading and writing rows of the log, and the names of event types.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use everbus_core::{
+    Attributes, Error, Event, EventId, Failure, Position, Recorded, Result, Timestamp,
+};
+use parking_lot::RwLock;
+use tokio_postgres::Row;
+use tokio_postgres::types::FromSql;
+
+use crate::checksum::Columns;
+use crate::errors::{damaged, from_pg};
+use crate::pool::Sql;
+
+/// States of a row in `deliveries`.
+pub(crate) const WAITING: i16 = 0;
+pub(crate) const LEASED: i16 = 1;
+pub(crate) const BEHIND_KEY: i16 = 2;
+pub(crate) const UNHANDLED: i16 = 3;
+
+/// The columns that [`Types::read`] expects, in its order. The table is called `log` in the statement.
+pub(crate) const RECORD: &str = "log.seq, log.id, log.type, log.version, log.occurred_at, log.received_at, log.attrs, log.payload, log.checksum";
+
+/// The first column after those of [`RECORD`].
+pub(crate) const AFTER_RECORD: usize = 9;
+
+/// The type of an event whose type cannot be read.
+pub(crate) const UNREADABLE: &str = "unreadable";
+/// At most this many characters of damaged attributes are kept in a failure.
+const SHOWN_ATTRIBUTES: usize = 1000;
+
+/// Reads a column.
+pub(crate) fn get<'a, T: FromSql<'a>>(row: &'a Row, index: usize) -> Result<T> {
+    row.try_get(index).map_err(|e| from_pg("reading a row", e))
+}
+
+/// Reads the column of a position or a counter, which is never negative.
+pub(crate) fn get_seq(row: &Row, index: usize) -> Result<u64> {
+    Ok(seq_from(get(row, index)?))
+}
+
+/// Positions are unsigned in Rust and signed on the server; they never get near the limit.
+pub(crate) fn to_sql(value: u64) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}
+
+/// The opposite of [`to_sql`].
+pub(crate) fn seq_from(value: i64) -> u64 {
+    u64::try_from(value).unwrap_or(0)
+}
+
+/// Reads failures of a delivery or a dead letter.
+pub(crate) fn read_failures(text: Option<&str>) -> Result<Vec<Failure>> {
+    match text {
+        None => Ok(Vec::new()),
+        Some(text) => serde_json::from_str(text)
+            .map_err(|e| damaged(format!("a record of failures is damaged: {e}"))),
+    }
+}
+
+/// Writes failures; an empty list is NULL.
+pub(crate) fn write_failures(failures: &[Failure]) -> Option<String> {
+    if failures.is_empty() {
+        return None;
+    }
+    let text = serde_json::to_string(failures).ok()?;
+    // The JSON functions of the server refuse this character.
+    Some(if text.contains("\\u0000") {
+        text.replace("\\u0000", "\u{fffd}")
+    } else {
+        text
+    })
+}
+
+/// A text that the server can store: it has no zero characters.
+pub(crate) fn storable(text: &str) -> String {
+    text.replace('\0', "\u{fffd}")
+}
+
+/// An event as read from a row of the log.
+pub(crate) struct Stored {
+    pub(crate) type_id: i32,
+    /// The event. If the row is damaged: what could be read of it, above all the bytes of the payload.
+    pub(crate) record: Arc<Recorded>,
+    /// What is wrong with the row. A damaged event is not given to a handler.
+    pub(crate) damage: Option<String>,
+}
+
+impl Stored {
+    pub(crate) fn seq(&self) -> u64 {
+        self.record.position.place()
+    }
+
+    /// The event, if its row is intact.
+    pub(crate) fn intact(self) -> Result<Arc<Recorded>> {
+        match self.damage {
+            None => Ok(self.record),
+            Some(damage) => {
+                let position = self.record.position;
+                Err(damaged(format!("event {position} is damaged: {damage}")))
+            }
+        }
+    }
+
+    /// The event, for a reader that continues after damage. A skipped event is logged.
+    pub(crate) fn or_left_out(self) -> Option<Arc<Recorded>> {
+        if let Some(damage) = &self.damage {
+            tracing::error!(
+                target: "everbus::postgres",
+                position = %self.record.position,
+                %damage,
+                "a damaged event is left out; see `everbus check`"
+            );
+            return None;
+        }
+        Some(self.record)
+    }
+}
+
+/// The columns of a new row of the log.
+pub(crate) struct NewRow {
+    pub(crate) attrs: Option<String>,
+    pub(crate) checksum: i32,
+}
+
+impl NewRow {
+    pub(crate) fn of(event: &Event) -> Result<Self> {
+        let attrs = match event.attributes() {
+            None => None,
+            Some(attributes) => Some(serde_json::to_string(attributes).map_err(|e| {
+                Error::new(everbus_core::Code::Internal, "attributes cannot be written").caused_by(e)
+            })?),
+        };
+        let id = event.id();
+        let columns = Columns {
+            id: id.as_bytes(),
+            event_type: event.event_type(),
+            version: event.version(),
+            occurred_at: event.occurred_at().as_micros(),
+            attrs: attrs.as_deref().map(str::as_bytes),
+            payload: event.payload(),
+        };
+        let checksum = columns.checksum();
+        Ok(Self { attrs, checksum })
+    }
+}
+
+/// The names of event types by number. Numbers and names never change, so what is known stays true.
+#[derive(Default)]
+pub(crate) struct Types {
+    known: RwLock<Known>,
+}
+
+#[derive(Default)]
+struct Known {
+    by_id: HashMap<i32, Arc<str>>,
+    by_name: HashMap<Arc<str>, i32>,
+}
+
+/// More types than this are not cached at once.
+const MAX_CACHED_TYPES: usize = 100_000;
+
+impl Types {
+    /// The numbers of these types, in the same order. Types that are new are added.
+    ///
+    /// Outside of a transaction (`durable`) the new ones are remembered; inside of one they may be rolled
+    /// back.
+    pub(crate) async fn intern<'a>(
+        &self,
+        db: &impl Sql,
+        names: impl IntoIterator<Item = &'a Arc<str>>,
+        durable: bool,
+    ) -> Result<HashMap<Arc<str>, i32>> {
+        let mut found = HashMap::new();
+        let mut missing: Vec<&str> = Vec::new();
+        {
+            let known = self.known.read();
+            for name in names {
+                match known.by_name.get(name) {
+                    Some(id) => _ = found.insert(name.clone(), *id),
+                    None if !missing.contains(&&**name) => missing.push(name),
+                    None => {}
+                }
+            }
+        }
+        if missing.is_empty() {
+            return Ok(found);
+        }
+        missing.sort_unstable();
+        let doing = "naming event types";
+        let sql = "INSERT INTO everbus.types (name) SELECT unnest($1::text[]) ON CONFLICT DO NOTHING";
+        db.execute(doing, sql, &[&missing]).await?;
+        let sql = "SELECT id, name FROM everbus.types WHERE name = ANY ($1)";
+        for row in db.query(doing, sql, &[&missing]).await? {
+            let (id, name): (i32, &str) = (get(&row, 0)?, get(&row, 1)?);
+            let name: Arc<str> = name.into();
+            if durable {
+                self.remember(id, name.clone());
+            }
+            found.insert(name, id);
+        }
+        Ok(found)
+    }
+
+    fn remember(&self, id: i32, name: Arc<str>) {
+        let mut known = self.known.write();
+        if known.by_id.len() >= MAX_CACHED_TYPES {
+            *known = Known::default();
+        }
+        known.by_id.insert(id, name.clone());
+        known.by_name.insert(name, id);
+    }
+
+    /// The name of a type, if it is known here.
+    pub(crate) fn name(&self, id: i32) -> Option<Arc<str>> {
+        self.known.read().by_id.get(&id).cloned()
+    }
+
+    /// All known types.
+    pub(crate) fn all(&self) -> Vec<(i32, Arc<str>)> {
+        let known = self.known.read();
+        known.by_id.iter().map(|(id, name)| (*id, name.clone())).collect()
+    }
+
+    /// Learns all names there are.
+    pub(crate) async fn learn_all(&self, db: &impl Sql) -> Result<()> {
+        let rows = db.query("reading the types", "SELECT id, name FROM everbus.types", &[]).await?;
+        self.learned(&rows)
+    }
+
+    /// Learns the names of these types.
+    pub(crate) async fn learn(&self, db: &impl Sql, ids: impl Iterator<Item = i32>) -> Result<()> {
+        let mut missing: Vec<i32> = {
+            let known = self.known.read();
+            ids.filter(|id| !known.by_id.contains_key(id)).collect()
+        };
+        if missing.is_empty() {
+            return Ok(());
+        }
+        missing.sort_unstable();
+        missing.dedup();
+        let sql = "SELECT id, name FROM everbus.types WHERE id = ANY ($1)";
+        let rows = db.query("reading the types", sql, &[&missing]).await?;
+        self.learned(&rows)
+    }
+
+    fn learned(&self, rows: &[Row]) -> Result<()> {
+        for row in rows {
+            let name: &str = get(row, 1)?;
+            self.remember(get(row, 0)?, name.into());
+        }
+        Ok(())
+    }
+
+    /// Reads events from rows that begin with the columns of [`RECORD`], damaged ones too.
+    pub(crate) async fn read(&self, db: &impl Sql, rows: &[Row]) -> Result<Vec<Stored>> {
+        self.learn(db, rows.iter().filter_map(|row| get(row, 2).ok())).await?;
+        rows.iter().map(|row| self.read_row(row)).collect()
+    }
+
+    /// Reads intact events.
+    pub(crate) async fn read_intact(
+        &self,
+        db: &impl Sql,
+        rows: &[Row],
+    ) -> Result<Vec<Arc<Recorded>>> {
+        let stored = self.read(db, rows).await?;
+        stored.into_iter().map(Stored::intact).collect()
+    }
+
+    fn read_row(&self, row: &Row) -> Result<Stored> {
+        let mut damage = None;
+        let position = Position::seq(get_seq(row, 0)?);
+        let id: uuid::Uuid = get(row, 1)?;
+        let type_id: i32 = get(row, 2)?;
+        let event_type = self.name(type_id).unwrap_or_else(|| {
+            damage = Some(format!("it names type {type_id}, which is missing"));
+            UNREADABLE.into()
+        });
+        let version = u32::try_from(get::<i32>(row, 3)?).unwrap_or(0);
+        let occurred_at: i64 = get(row, 4)?;
+        let received_at: i64 = get(row, 5)?;
+        let attrs: Option<&str> = get(row, 6)?;
+        let payload: &[u8] = get(row, 7)?;
+        let checksum: Option<i32> = get(row, 8)?;
+        let attributes = match attrs.map(serde_json::from_str::<Attributes>).transpose() {
+            Ok(attributes) => attributes.map(Box::new),
+            Err(e) => {
+                let shown: String = attrs.unwrap_or_default().chars().take(SHOWN_ATTRIBUTES).collect();
+                damage.get_or_insert_with(|| {
+                    format!("its attributes cannot be read: {e}; they are: {shown}")
+                });
+                None
+            }
+        };
+        if let (Some(expected), None) = (checksum, &damage) {
+            let columns = Columns {
+                id: id.as_bytes(),
+                event_type: &event_type,
+                version,
+                occurred_at,
+                attrs: attrs.map(str::as_bytes),
+                payload,
+            };
+            if columns.checksum() != expected {
+                damage = Some("its checksum does not match what is stored".into());
+            }
+        }
+        let event = Event::from_stored(
+            EventId::from(id),
+            event_type,
+            version,
+            Timestamp::from_micros(occurred_at),
+            Bytes::copy_from_slice(payload),
+            attributes,
+        );
+        let record = Recorded::new(event, position, Timestamp::from_micros(received_at));
+        Ok(Stored {
+            type_id,
+            record: Arc::new(record),
+            damage,
+        })
+    }
+}
+
+/// Reads the event at a position, damaged or not.
+pub(crate) async fn stored_at(db: &impl Sql, types: &Types, seq: u64) -> Result<Option<Stored>> {
+    let sql = format!("SELECT {RECORD} FROM everbus.log WHERE seq = $1");
+    let rows = db.query("reading the log", &sql, &[&to_sql(seq)]).await?;
+    Ok(types.read(db, &rows).await?.pop())
+}

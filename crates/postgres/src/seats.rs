@@ -1,0 +1,231 @@
+//! The consumers of this engine, and what they hold.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use everbus_core::{ConsumeOptions, Delivery, Lease, Pattern, Result, Window};
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use crate::settle::parts;
+
+/// Every consumer of this engine.
+#[derive(Default)]
+pub(crate) struct Seats(Mutex<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    next: u64,
+    seats: HashMap<u64, Seat>,
+    /// What was handed out and not settled: by whom it is held, and until when.
+    held: HashMap<Key, (u64, i64)>,
+    /// While this is set, only the named suspect may be handed out.
+    isolating: Option<(i64, u64)>,
+}
+
+/// Group, token and position of a lease.
+type Key = (i64, i64, u64);
+
+struct Seat {
+    group: i64,
+    handled: Vec<Pattern>,
+    prefetch: usize,
+    window: Window,
+    held: usize,
+    /// Settled since the last update of the window, and how long a settlement took.
+    settled: usize,
+    step: Duration,
+}
+
+fn key_of(lease: &Lease) -> Key {
+    let (group, token) = parts(lease);
+    (group, token, lease.position().place())
+}
+
+impl Inner {
+    fn release(&mut self, key: Key) {
+        if let Some((seat, _)) = self.held.remove(&key)
+            && let Some(seat) = self.seats.get_mut(&seat)
+        {
+            seat.held = seat.held.saturating_sub(1);
+            seat.settled += 1;
+        }
+        if self.isolating == Some((key.0, key.2)) {
+            self.isolating = None;
+        }
+    }
+}
+
+impl Seats {
+    pub(crate) fn add(&self, group: i64, options: &ConsumeOptions) -> u64 {
+        let mut inner = self.0.lock();
+        inner.next += 1;
+        let id = inner.next;
+        let seat = Seat {
+            group,
+            handled: options.handled.clone(),
+            prefetch: options.prefetch,
+            window: Window::new(options.concurrency),
+            held: 0,
+            settled: 0,
+            step: Duration::ZERO,
+        };
+        inner.seats.insert(id, seat);
+        id
+    }
+
+    /// Removes a consumer. What it was handed stays held.
+    pub(crate) fn remove(&self, id: u64) {
+        let mut inner = self.0.lock();
+        inner.seats.remove(&id);
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.lock().seats.is_empty()
+    }
+
+    pub(crate) fn set_handled(&self, id: u64, handled: Vec<Pattern>) {
+        if let Some(seat) = self.0.lock().seats.get_mut(&id) {
+            seat.handled = handled;
+        }
+    }
+
+    pub(crate) fn set_prefetch(&self, id: u64, prefetch: usize) {
+        if let Some(seat) = self.0.lock().seats.get_mut(&id) {
+            seat.prefetch = prefetch;
+        }
+    }
+
+    pub(crate) fn handled(&self, id: u64) -> Vec<Pattern> {
+        let inner = self.0.lock();
+        inner.seats.get(&id).map(|seat| seat.handled.clone()).unwrap_or_default()
+    }
+
+    /// Whether a consumer of a group, a paused one too, handles a type.
+    pub(crate) fn is_handled(&self, group: i64, event_type: &str) -> bool {
+        let inner = self.0.lock();
+        let mut seats = inner.seats.values().filter(|seat| seat.group == group);
+        seats.any(|seat| seat.handled.iter().any(|p| p.matches(event_type)))
+    }
+
+    /// How many more events a consumer may get. Leases that have ended do not count.
+    pub(crate) fn room(&self, id: u64, now: i64) -> usize {
+        let mut inner = self.0.lock();
+        let ended = inner.held.iter().filter(|(_, (_, until))| *until <= now);
+        let ended: Vec<Key> = ended.map(|(key, _)| *key).collect();
+        for key in ended {
+            inner.release(key);
+        }
+        let Some(seat) = inner.seats.get_mut(&id) else {
+            return 0;
+        };
+        if seat.settled > 0 {
+            seat.window.settled(seat.settled, Instant::now(), seat.step);
+            seat.settled = 0;
+        }
+        seat.window.size().min(seat.prefetch).saturating_sub(seat.held)
+    }
+
+    pub(crate) fn took(&self, id: u64, deliveries: &[Delivery], until: i64) {
+        let mut inner = self.0.lock();
+        for delivery in deliveries {
+            inner.held.insert(key_of(&delivery.lease), (id, until));
+        }
+        if let Some(seat) = inner.seats.get_mut(&id) {
+            seat.held += deliveries.len();
+        }
+    }
+
+    /// Notes the answer to a settlement.
+    pub(crate) fn settled(&self, lease: &Lease, answer: &Result<()>, step: Duration) {
+        let over = match answer {
+            Ok(()) => true,
+            Err(e) => e.code() == everbus_core::Code::LeaseLost,
+        };
+        if !over {
+            return;
+        }
+        let key = key_of(lease);
+        let mut inner = self.0.lock();
+        let seat = inner.held.get(&key).map(|(seat, _)| *seat);
+        if let Some(seat) = seat.and_then(|seat| inner.seats.get_mut(&seat)) {
+            seat.step = step;
+        }
+        inner.release(key);
+    }
+
+    /// Notes that a lease was extended, or lost.
+    pub(crate) fn extended(&self, lease: &Lease, until: Option<i64>) {
+        let key = key_of(lease);
+        let mut inner = self.0.lock();
+        match until {
+            None => inner.release(key),
+            Some(until) => {
+                if let Some(held) = inner.held.get_mut(&key) {
+                    held.1 = until;
+                }
+            }
+        }
+    }
+
+    /// How many events this engine has in flight.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.0.lock().held.len()
+    }
+
+    /// The suspect that must run alone, if there is one.
+    pub(crate) fn isolating(&self) -> Option<(i64, u64)> {
+        self.0.lock().isolating
+    }
+
+    pub(crate) fn isolate(&self, event: Option<(i64, u64)>) {
+        self.0.lock().isolating = event;
+    }
+
+    /// Whether the isolated event is held, or a consumer of its group could take it.
+    pub(crate) fn is_attended(&self, (group, seq): (i64, u64)) -> bool {
+        let inner = self.0.lock();
+        let held = inner.held.keys().any(|key| (key.0, key.2) == (group, seq));
+        held || inner.seats.values().any(|seat| seat.group == group && seat.prefetch > 0)
+    }
+
+    /// Whether an event is held by this engine.
+    pub(crate) fn holds(&self, (group, seq): (i64, u64)) -> bool {
+        let inner = self.0.lock();
+        inner.held.keys().any(|key| (key.0, key.2) == (group, seq))
+    }
+}
+
+/// Consumers that were dropped, and whose events are on their way back.
+#[derive(Clone, Default)]
+pub(crate) struct Returning(Arc<(AtomicUsize, Notify)>);
+
+impl Returning {
+    pub(crate) fn begin(&self) -> ReturnGuard {
+        self.0.0.fetch_add(1, Ordering::AcqRel);
+        ReturnGuard(self.clone())
+    }
+
+    /// Waits until everything is back.
+    pub(crate) async fn done(&self) {
+        loop {
+            let changed = self.0.1.notified();
+            if self.0.0.load(Ordering::Acquire) == 0 {
+                return;
+            }
+            changed.await;
+        }
+    }
+}
+
+/// Something is on its way back as long as this lives.
+pub(crate) struct ReturnGuard(Returning);
+
+impl Drop for ReturnGuard {
+    fn drop(&mut self) {
+        self.0.0.0.fetch_sub(1, Ordering::AcqRel);
+        self.0.0.1.notify_waiters();
+    }
+}

@@ -1,0 +1,307 @@
+//! The session of an engine: a connection of its own, for what belongs to a connection.
+//!
+//! It listens for notifications, sends those of this engine, and holds the advisory lock that makes the
+//! engine an owner: the server frees the lock when the process dies, however it dies. If the connection is
+//! lost, it is opened again and the lock taken again; others wait a moment before they take the owner for
+//! dead. Through a pooler in transaction mode there is no session unless a direct URL is given: then
+//! everything is found by polling, and only the end of a lease tells of a dead engine.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use everbus_core::{Code, Error, Result};
+use parking_lot::Mutex;
+use tokio::sync::{Notify, mpsc, oneshot, watch};
+
+use crate::Postgres;
+use crate::pool::{Conn, Sql as _, connect};
+use crate::rows::get;
+
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// Wakes whoever waits for events, here and in other engines.
+#[derive(Default)]
+pub(crate) struct Bell {
+    /// Tasks of this engine that wait for events, settlements or the log to grow.
+    pub(crate) here: Notify,
+    /// Another engine has yet to be told.
+    pending: AtomicBool,
+    /// Wakes the session.
+    session: Notify,
+}
+
+impl Bell {
+    /// Something changed that others may wait for.
+    pub(crate) fn ring(&self) {
+        self.here.notify_waiters();
+        if !self.pending.swap(true, Ordering::AcqRel) {
+            self.session.notify_one();
+        }
+    }
+
+    /// Something changed that only this engine waits for.
+    pub(crate) fn ring_here(&self) {
+        self.here.notify_waiters();
+    }
+}
+
+/// A request to the session.
+pub(crate) enum Request {
+    /// Become an owner; the answer is its number.
+    Own(oneshot::Sender<Result<i64>>),
+}
+
+/// The engine's side of its session.
+pub(crate) struct Session {
+    requests: mpsc::UnboundedSender<Request>,
+    task: tokio::task::AbortHandle,
+    /// The number of the owner; 0: it is none yet.
+    owner: Arc<AtomicI64>,
+    /// Whether the session is connected.
+    pub(crate) connected: watch::Receiver<bool>,
+    unlocked: Mutex<HashMap<i64, Instant>>,
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Session {
+    pub(crate) fn start(engine: Weak<Postgres>) -> Self {
+        let (requests, inbox) = mpsc::unbounded_channel();
+        let (connected, is_connected) = watch::channel(false);
+        let owner: Arc<AtomicI64> = Arc::default();
+        let task = tokio::spawn(run(engine, inbox, connected, owner.clone()));
+        Self {
+            requests,
+            task: task.abort_handle(),
+            owner,
+            connected: is_connected,
+            unlocked: Mutex::default(),
+        }
+    }
+
+    /// The number of the owner; 0 if it is none.
+    pub(crate) fn owner(&self) -> i64 {
+        self.owner.load(Ordering::Acquire)
+    }
+
+    /// Ends the session without a word, as a crash would.
+    pub(crate) fn stop(&self) {
+        self.task.abort();
+    }
+
+    async fn own(&self) -> Result<i64> {
+        let known = self.owner();
+        if known != 0 {
+            return Ok(known);
+        }
+        let (reply, answer) = oneshot::channel();
+        let sent = self.requests.send(Request::Own(reply));
+        sent.map_err(|_| Error::shutdown())?;
+        answer.await.map_err(|_| Error::shutdown())?
+    }
+
+    /// Which of the owners without a lock have been so for long enough to be dead.
+    pub(crate) fn dead(&self, unlocked: Vec<i64>, grace: Duration) -> Vec<i64> {
+        let own = self.owner();
+        let mut seen = self.unlocked.lock();
+        seen.retain(|owner, _| unlocked.contains(owner));
+        let now = Instant::now();
+        let others = unlocked.into_iter().filter(|owner| *owner != own);
+        let dead = others.filter(|owner| {
+            let since = *seen.entry(*owner).or_insert(now);
+            now.duration_since(since) >= grace
+        });
+        dead.collect()
+    }
+}
+
+impl Postgres {
+    /// The number of this engine as an owner; 0 if there is no session that could hold its lock.
+    pub(crate) async fn become_owner(&self) -> Result<i64> {
+        if self.pool.target().session().is_none() {
+            return Ok(0);
+        }
+        let asked = self.session().own();
+        let answer = tokio::time::timeout(self.options.patience, asked).await;
+        answer.map_err(|_| {
+            crate::errors::too_slow("registering as a consumer", self.options.patience)
+        })?
+    }
+
+    /// The channel of notifications: one per schema of a database.
+    fn channel(&self) -> String {
+        format!("{}_wake", self.pool.target().schema)
+    }
+}
+
+/// Keeps the session until the engine is gone.
+async fn run(
+    engine: Weak<Postgres>,
+    mut requests: mpsc::UnboundedReceiver<Request>,
+    connected: watch::Sender<bool>,
+    owner: Arc<AtomicI64>,
+) {
+    let mut pause = FIRST_PAUSE;
+    loop {
+        let Some(strong) = engine.upgrade() else {
+            return;
+        };
+        let (poll, has_session) = (strong.options.poll, strong.pool.target().session().is_some());
+        if !has_session {
+            serve_pooled(&strong).await;
+            drop(strong);
+            // The pool is all there is: poll often.
+            tokio::time::sleep(poll.min(Duration::from_millis(100))).await;
+            continue;
+        }
+        let began = Instant::now();
+        let ended = match begin(&strong, &owner).await {
+            Ok((conn, notifications)) => {
+                drop(strong);
+                let _ = connected.send(true);
+                let ended = serve(&engine, &conn, notifications, &mut requests, &owner).await;
+                let _ = connected.send(false);
+                ended
+            }
+            Err(error) => {
+                drop(strong);
+                Err(error)
+            }
+        };
+        let Err(error) = ended else { return };
+        tracing::warn!(target: "everbus::postgres", %error, "the session was lost; connecting again");
+        if began.elapsed() > LONGEST_PAUSE * 5 {
+            pause = FIRST_PAUSE;
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(LONGEST_PAUSE);
+        // Whoever waits looks for itself, at the pace of the poll, while there are no notifications.
+        if let Some(engine) = engine.upgrade() {
+            engine.bell.ring_here();
+        }
+    }
+}
+
+/// Rings on a pooled connection, if it is due.
+async fn serve_pooled(engine: &Postgres) {
+    engine.bell.here.notify_waiters();
+    if engine.bell.pending.swap(false, Ordering::AcqRel)
+        && let Ok(conn) = engine.pool.get().await
+    {
+        let sql = "SELECT pg_notify($1, '')";
+        let _ = conn.query("waking others", sql, &[&engine.channel()]).await;
+    }
+}
+
+/// Connects, listens, and takes the lock of the owner again.
+async fn begin(
+    engine: &Postgres,
+    owner: &AtomicI64,
+) -> Result<(Conn, mpsc::UnboundedReceiver<()>)> {
+    let Some(target) = engine.pool.target().session() else {
+        return Err(Error::new(Code::Internal, "there is no session"));
+    };
+    let mut target = target.clone();
+    target.schema.clone_from(&engine.pool.target().schema);
+    let (conn, notifications) = connect(&target, engine.options.patience).await?;
+    conn.batch("listening", &format!("LISTEN {}", engine.channel())).await?;
+    let known = owner.load(Ordering::Acquire);
+    if known != 0 {
+        register(engine, &conn, known).await?;
+    }
+    Ok((conn, notifications))
+}
+
+/// Takes the lock of an owner, then writes its row: a row without a lock would be taken for dead.
+async fn register(engine: &Postgres, conn: &Conn, owner: i64) -> Result<()> {
+    let doing = "registering as a consumer";
+    let sql = "SELECT pg_try_advisory_lock(everbus.owner_key($1))";
+    let row = conn.one(doing, sql, &[&owner]).await?;
+    if !get::<bool>(&row, 0)? {
+        // The server has not noticed yet that the connection before is gone.
+        return Err(Error::new(Code::Unavailable, "the lock of this engine is still held"));
+    }
+    let name = format!("process {}", std::process::id());
+    let sql = "INSERT INTO everbus.owners (id, name, started_at) VALUES ($1, $2, $3)
+               ON CONFLICT (id) DO NOTHING";
+    let at = engine.clock.now().as_micros();
+    conn.execute(doing, sql, &[&owner, &name, &at]).await?;
+    Ok(())
+}
+
+/// Serves until the connection is lost (an error) or the engine is gone.
+async fn serve(
+    engine: &Weak<Postgres>,
+    conn: &Conn,
+    mut notifications: mpsc::UnboundedReceiver<()>,
+    requests: &mut mpsc::UnboundedReceiver<Request>,
+    owner: &AtomicI64,
+) -> Result<()> {
+    let Some(strong) = engine.upgrade() else {
+        return Ok(());
+    };
+    let (poll, channel) = (strong.options.poll, strong.channel());
+    let bell = strong.bell.clone();
+    drop(strong);
+    let notify = format!("NOTIFY {channel}");
+    loop {
+        tokio::select! {
+            () = bell.session.notified() => {
+                if bell.pending.swap(false, Ordering::AcqRel) {
+                    conn.batch("waking others", &notify).await?;
+                }
+            }
+            notified = notifications.recv() => {
+                if notified.is_none() {
+                    return Err(Error::new(Code::Unavailable, "the connection was closed"));
+                }
+                while notifications.try_recv().is_ok() {}
+                bell.here.notify_waiters();
+            }
+            request = requests.recv() => {
+                let Some(strong) = engine.upgrade() else { return Ok(()) };
+                let Some(Request::Own(reply)) = request else { return Ok(()) };
+                let known = owner.load(Ordering::Acquire);
+                if known != 0 {
+                    let _ = reply.send(Ok(known));
+                    continue;
+                }
+                match become_one(&strong, conn).await {
+                    Ok(number) => {
+                        owner.store(number, Ordering::Release);
+                        let _ = reply.send(Ok(number));
+                    }
+                    Err(error) => {
+                        let lost = error.class().may_repeat();
+                        let _ = reply.send(Err(error.clone()));
+                        if lost { return Err(error) }
+                    }
+                }
+            }
+            () = tokio::time::sleep(poll) => {
+                if engine.strong_count() == 0 {
+                    return Ok(());
+                }
+                // A dead connection is noticed, and whoever waits looks again.
+                conn.query("keeping the session", "SELECT 1", &[]).await?;
+                bell.here.notify_waiters();
+            }
+        }
+    }
+}
+
+async fn become_one(engine: &Postgres, conn: &Conn) -> Result<i64> {
+    let row = conn
+        .one("registering as a consumer", "SELECT nextval('everbus.owner_seq')", &[])
+        .await?;
+    let number: i64 = get(&row, 0)?;
+    register(engine, conn, number).await?;
+    Ok(number)
+}

@@ -1,0 +1,138 @@
+//! What breaks under the engine: the server, the connection, the process.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{
+    Class, Code, ConsumeOptions, Engine, Event, GroupName, Pattern, Result, Settlement,
+    SystemClock, Verdict,
+};
+use everbus_postgres::Options;
+use everbus_testkit::faults::{Place, Plan, Subject, campaign, late_ack};
+use everbus_testkit::servers::{Postgres, Proxy};
+
+use crate::support::{event, group, options};
+
+async fn open(place: Place) -> Result<Engine> {
+    everbus_postgres::open(&place.url, Options::default()).await
+}
+
+const SUBJECT: Subject = Subject {
+    open: |place| Box::pin(open(place)),
+    worker: "faults::worker",
+};
+
+fn seed() -> u64 {
+    everbus_testkit::model::Random::seed_from_env().unwrap_or(12)
+}
+
+#[test]
+#[ignore = "a process of the campaign"]
+fn worker() {
+    SUBJECT.work();
+}
+
+// conformance: engines/postgres-never-lost: through kills of the server and of workers, connections cut before the reply, a paused server and stopped workers no acknowledged event is lost
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_is_lost() {
+    let Some(server) = Postgres::start() else { return };
+    let url = server.fresh_database();
+    let figures = campaign(&SUBJECT, &server, &url, Plan::from_env(), seed()).await;
+    figures.assert_clean();
+}
+
+// conformance: engines/postgres-zombie: a worker that slept past its lease is refused, and the holder's ack is applied
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_slept_is_refused() {
+    let Some(server) = Postgres::shared() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let place = Place {
+        url: server.fresh_database(),
+        folder: folder.path().to_owned(),
+    };
+    let (said, applied) = late_ack(&SUBJECT, &place).await;
+    assert_eq!(said, "REFUSED LeaseLost");
+    assert!(applied);
+}
+
+// conformance: engines/postgres-unknown-outcome: a publish whose answer is lost has an unknown outcome, and its repetition stores it once
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_publish_without_an_answer_is_stored_once() {
+    let Some(server) = Postgres::shared() else { return };
+    let url = server.fresh_database();
+    let proxy = Proxy::start(server.port()).await;
+    let engine = everbus_postgres::open(&proxy.through(&url), Options::default()).await.unwrap();
+    engine.broker.declare(group("g")).await.unwrap();
+    engine.broker.append(vec![event(0)]).await.unwrap();
+    let mut unknown = 0;
+    for number in 1..=6 {
+        let batch: Vec<Event> = (0..=number % 2).map(|i| event(10 * number + i)).collect();
+        // A lone event is its own transaction; the commit of a batch is a statement of its own.
+        let needle: &[u8] = if batch.len() == 1 { b"a.b" } else { b"COMMIT" };
+        proxy.cut_before_reply_to(needle, 1);
+        loop {
+            match engine.broker.append(batch.clone()).await {
+                Ok(answers) => {
+                    answers.into_iter().for_each(|answer| drop(answer.unwrap()));
+                    break;
+                }
+                Err(error) => {
+                    assert_eq!(error.code(), Code::Unavailable, "{error:?}");
+                    unknown += u32::from(error.class() == Class::Unknown);
+                }
+            }
+        }
+        proxy.heal();
+    }
+    assert!(proxy.cuts() >= 1, "a cut met its request");
+    assert!(unknown >= 1, "some publish did not know its outcome");
+    let (read, _) = engine
+        .log()
+        .unwrap()
+        .read(everbus_core::Cursor::START, vec![Pattern::new("*").unwrap()], 100)
+        .await
+        .unwrap();
+    assert_eq!(read.len(), 1 + 9, "each event once");
+}
+
+// conformance: engines/postgres-away: a server that is away is Unavailable; the consumer goes on by itself when it is back
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_is_away_is_waited_for() {
+    let Some(server) = Postgres::start() else { return };
+    let url = server.fresh_database();
+    let brief = Options {
+        patience: Duration::from_secs(2),
+        ..options(Arc::new(SystemClock))
+    };
+    let engine = everbus_postgres::open(&url, brief).await.unwrap();
+    engine.broker.declare(group("g")).await.unwrap();
+    let wanted = ConsumeOptions::new(vec![Pattern::new("*").unwrap()]);
+    let mut consumer =
+        engine.broker.consume(GroupName::new("g").unwrap(), wanted).await.unwrap();
+    engine.broker.append(vec![event(1)]).await.unwrap();
+    let first = consumer.fetch(10).await.unwrap();
+    server.kill();
+    let error = engine.broker.append(vec![event(2)]).await.unwrap_err();
+    assert_eq!(error.code(), Code::Unavailable, "{error:?}");
+    assert!(error.class().may_repeat());
+    assert!(error.hint_text().is_some());
+    let ack = Settlement::new(first[0].lease.clone(), Verdict::Ack);
+    let refused = engine.broker.settle(vec![ack.clone()]).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unavailable, "{refused:?}");
+    server.restart();
+    let appended = engine.broker.append(vec![event(3)]).await.unwrap();
+    appended.into_iter().for_each(|answer| drop(answer.unwrap()));
+    engine.broker.settle(vec![ack]).await.unwrap().remove(0).unwrap();
+    let second = async {
+        loop {
+            // An error is reported, and the next call goes on.
+            if let Ok(batch) = consumer.fetch(10).await {
+                return batch;
+            }
+        }
+    };
+    let second = tokio::time::timeout(Duration::from_secs(60), second).await.unwrap();
+    let body: u32 = second[0].record.event.json().unwrap();
+    assert_eq!(body, 3);
+    engine.broker.close().await.unwrap();
+}

@@ -1,0 +1,159 @@
+//! Events that commit late, out of the order of their numbers.
+
+use std::time::Duration;
+
+use everbus_core::{ConsumeOptions, Cursor, Event, GroupName, Pattern, Settlement, Verdict};
+use everbus_postgres::tokio_postgres::{Client, NoTls};
+
+use crate::support::{event, fresh_schema, group, open};
+
+/// A plain connection to the database of an engine, and its schema.
+async fn plain(url: &str) -> (Client, String) {
+    let (base, query) = url.split_once('?').unwrap();
+    let schema = query.split('&').find_map(|pair| pair.strip_prefix("schema=")).unwrap();
+    let (client, connection) = everbus_postgres::tokio_postgres::connect(base, NoTls).await.unwrap();
+    tokio::spawn(connection);
+    (client, schema.to_owned())
+}
+
+/// Begins to insert an event by hand, and leaves the transaction open.
+async fn insert_slowly(client: &Client, schema: &str) -> i64 {
+    client.batch_execute("BEGIN").await.unwrap();
+    let sql = format!(
+        "INSERT INTO {schema}.log (received_at, occurred_at, type, version, id, tenant, payload)
+         SELECT 0, 0, id, 1, gen_random_uuid(), '', '\\x37' FROM {schema}.types WHERE name = 'a.b'
+         RETURNING seq"
+    );
+    client.query_one(&sql, &[]).await.unwrap().get(0)
+}
+
+// conformance: engines/postgres-late-commit: an event that commits after events with higher numbers reaches every group and reader
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_commits_late_is_not_passed_over() {
+    let Some(url) = fresh_schema() else { return };
+    let engine = open(&url).await;
+    engine.broker.declare(group("g")).await.unwrap();
+    engine.broker.append(vec![event(1)]).await.unwrap();
+    let mut consumer = engine
+        .broker
+        .consume(GroupName::new("g").unwrap(), options())
+        .await
+        .unwrap();
+    let first = consumer.fetch(10).await.unwrap();
+    assert_eq!(first.len(), 1);
+    let (slow, schema) = plain(&url).await;
+    let late = insert_slowly(&slow, &schema).await;
+    let answers = engine.broker.append(vec![event(3), event(4)]).await.unwrap();
+    let after = answers[0].as_ref().unwrap().position.place();
+    assert!(after > late.unsigned_abs(), "the late event has the lower number");
+    // Nothing may be handed out beyond the gap, and whoever asks is told why.
+    let early = tokio::time::timeout(Duration::from_millis(300), consumer.fetch(10)).await;
+    assert!(early.is_err(), "{early:?}");
+    let log = engine.log().unwrap();
+    let (read, cursor) = log.read(Cursor::START, vec![Pattern::new("*").unwrap()], 100).await.unwrap();
+    assert_eq!(read.len(), 1, "a reader stops before the gap as well");
+    let info = engine.broker.inspect().await.unwrap().remove(0);
+    let held_back = info.held_back.expect("what holds the log back");
+    assert!(held_back.contains("INSERT INTO"), "{held_back}");
+    slow.batch_execute("COMMIT").await.unwrap();
+    let mut got = Vec::new();
+    while got.len() < 3 {
+        for delivery in consumer.fetch(10).await.unwrap() {
+            got.push(delivery.record.position.place());
+            let ack = Settlement::new(delivery.lease, Verdict::Ack);
+            engine.broker.settle(vec![ack]).await.unwrap().remove(0).unwrap();
+        }
+    }
+    assert_eq!(got, [late.unsigned_abs(), after, after + 1]);
+    let (rest, _) = log.read(cursor, vec![Pattern::new("*").unwrap()], 100).await.unwrap();
+    assert_eq!(rest.len(), 3);
+    assert!(engine.broker.inspect().await.unwrap()[0].held_back.is_none());
+    engine.broker.close().await.unwrap();
+}
+
+// conformance: engines/postgres-rolled-back: a number whose transaction was rolled back, or is prepared, holds readers back no longer than that
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_never_commits_holds_nobody_back() {
+    let Some(url) = fresh_schema() else { return };
+    let engine = open(&url).await;
+    engine.broker.declare(group("g")).await.unwrap();
+    engine.broker.append(vec![event(1)]).await.unwrap();
+    let (slow, schema) = plain(&url).await;
+    insert_slowly(&slow, &schema).await;
+    engine.broker.append(vec![event(3)]).await.unwrap();
+    // A transaction that writes elsewhere is none of our business, however long it runs.
+    let (other, _) = plain(&url).await;
+    other.batch_execute("BEGIN; CREATE TEMPORARY TABLE t (x integer); INSERT INTO t VALUES (1)").await.unwrap();
+    let mut consumer = engine
+        .broker
+        .consume(GroupName::new("g").unwrap(), options())
+        .await
+        .unwrap();
+    assert_eq!(consumer.fetch(10).await.unwrap().len(), 1);
+    slow.batch_execute("ROLLBACK").await.unwrap();
+    let next = tokio::time::timeout(Duration::from_secs(60), consumer.fetch(10)).await;
+    assert_eq!(next.unwrap().unwrap().len(), 1);
+    engine.broker.close().await.unwrap();
+}
+
+// conformance: engines/postgres-many-writers: with many writers that commit in any order, several consumers get every event once
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_writers_lose_nothing() {
+    const WRITERS: u32 = 6;
+    const EACH: u32 = 40;
+    let Some(url) = fresh_schema() else { return };
+    let reading = open(&url).await;
+    reading.broker.declare(group("g")).await.unwrap();
+    let mut writers = Vec::new();
+    for writer in 0..WRITERS {
+        let url = url.clone();
+        writers.push(tokio::spawn(async move {
+            let engine = open(&url).await;
+            let mut ids = Vec::new();
+            for number in 0..EACH {
+                let batch: Vec<Event> = (0..1 + (writer + number) % 3).map(event).collect();
+                ids.extend(batch.iter().map(Event::id));
+                engine.broker.append(batch).await.unwrap();
+            }
+            engine.broker.close().await.unwrap();
+            ids
+        }));
+    }
+    let mut consumer = reading
+        .broker
+        .consume(GroupName::new("g").unwrap(), options())
+        .await
+        .unwrap();
+    let mut seen = std::collections::BTreeSet::new();
+    let mut expected: Option<std::collections::BTreeSet<_>> = None;
+    while expected.as_ref().is_none_or(|ids| seen.len() < ids.len()) {
+        if expected.is_none() && writers.iter().all(tokio::task::JoinHandle::is_finished) {
+            let mut all = std::collections::BTreeSet::new();
+            for writer in writers.drain(..) {
+                all.extend(writer.await.unwrap());
+            }
+            expected = Some(all);
+        }
+        let fetched = tokio::time::timeout(Duration::from_millis(200), consumer.fetch(64)).await;
+        let Ok(batch) = fetched else {
+            let all = expected.as_ref().map_or(0, |ids| ids.len());
+            assert!(expected.is_none() || seen.len() == all, "{} of {all}", seen.len());
+            continue;
+        };
+        let batch = batch.unwrap();
+        let mut acks = Vec::new();
+        for delivery in batch {
+            assert!(seen.insert(delivery.record.event.id()), "an event came twice");
+            acks.push(Settlement::new(delivery.lease, Verdict::Ack));
+        }
+        for answer in reading.broker.settle(acks).await.unwrap() {
+            answer.unwrap();
+        }
+    }
+    assert_eq!(Some(seen), expected);
+    reading.broker.close().await.unwrap();
+}
+
+fn options() -> ConsumeOptions {
+    ConsumeOptions::new(vec![Pattern::new("*").unwrap()]).prefetch(100)
+}

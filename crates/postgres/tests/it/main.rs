@@ -1,0 +1,18 @@
+//! The PostgreSQL engine against real servers.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::print_stderr,
+    reason = "tests"
+)]
+
+mod bad_input;
+mod conformance;
+mod effects;
+mod faults;
+mod horizon;
+mod outbox;
+mod pooler;
+mod store;
+mod support;
