@@ -109,7 +109,9 @@ impl Link {
         let refused: Refused = serde_json::from_slice(&answer.payload).map_err(read)?;
         match refused.error {
             Some(error) => Ok(Err(error)),
-            None => serde_json::from_slice(&answer.payload).map(Ok).map_err(read),
+            None => serde_json::from_slice(&answer.payload)
+                .map(Ok)
+                .map_err(read),
         }
     }
 

@@ -54,7 +54,10 @@ impl Shared {
             }
         }
         let missing = || Err(Error::new(Code::Internal, "an event was not answered"));
-        Ok(answers.into_iter().map(|a| a.unwrap_or_else(missing)).collect())
+        Ok(answers
+            .into_iter()
+            .map(|a| a.unwrap_or_else(missing))
+            .collect())
     }
 
     /// Appends to one stream, in order.
@@ -95,12 +98,19 @@ impl Shared {
     }
 
     /// Appends one event.
-    pub(crate) async fn append_one(&self, stream: &StreamHandle, event: &Event) -> Result<Appended> {
+    pub(crate) async fn append_one(
+        &self,
+        stream: &StreamHandle,
+        event: &Event,
+    ) -> Result<Appended> {
         let (written, mut appended) = self.written(stream, event)?;
         let ack = self
             .patiently(|| async {
                 let (headers, payload) = (written.headers.clone(), written.payload.clone());
-                let ack = self.link.publish(&written.subject, headers, payload).await?;
+                let ack = self
+                    .link
+                    .publish(&written.subject, headers, payload)
+                    .await?;
                 refused_or(ack)
             })
             .await?;
@@ -163,7 +173,11 @@ impl Shared {
     }
 
     /// Appends events as a whole or not at all.
-    async fn append_atomic(&self, stream: &StreamHandle, events: &[Event]) -> Result<Vec<Appended>> {
+    async fn append_atomic(
+        &self,
+        stream: &StreamHandle,
+        events: &[Event],
+    ) -> Result<Vec<Appended>> {
         // The first event of each id, and for each event the index of that.
         let mut firsts: HashMap<String, usize> = HashMap::new();
         let mut same_as = Vec::with_capacity(events.len());
@@ -192,7 +206,9 @@ impl Shared {
                 let what = "others publish the same ids all the time";
                 return Err(Error::new(Code::Unavailable, what));
             }
-            let asked = new.iter().map(|index| self.find_id(stream, &events[*index]));
+            let asked = new
+                .iter()
+                .map(|index| self.find_id(stream, &events[*index]));
             for (index, found) in new.clone().into_iter().zip(join_all(asked).await) {
                 if let Some(seq) = found? {
                     answers.insert(index, self.known(stream, &events[index], seq).await?);
@@ -235,10 +251,13 @@ impl Shared {
             return Ok(None);
         };
         let before = ack.seq.saturating_sub(indexes.len() as u64);
-        let appended = written.into_iter().zip(1..).map(|((_, mut appended), nth)| {
-            appended.position = Position::new(stream.shard, before + nth);
-            appended
-        });
+        let appended = written
+            .into_iter()
+            .zip(1..)
+            .map(|((_, mut appended), nth)| {
+                appended.position = Position::new(stream.shard, before + nth);
+                appended
+            });
         Ok(Some(appended.collect()))
     }
 
@@ -255,7 +274,10 @@ impl Shared {
                 headers.insert("Nats-Batch-Commit", "1");
                 return self.link.publish(&written.subject, headers, payload).await;
             }
-            let sent = self.link.client.publish_with_headers(written.subject.clone(), headers, payload);
+            let sent =
+                self.link
+                    .client
+                    .publish_with_headers(written.subject.clone(), headers, payload);
             sent.await.map_err(|e| lost(e.to_string()))?;
         }
         Err(Error::new(Code::Internal, "a batch is empty"))
@@ -268,7 +290,10 @@ impl Shared {
         let mut headers = async_nats::HeaderMap::new();
         headers.insert(wire::MESSAGE_ID, message_id(event));
         headers.insert("Nats-Expected-Last-Msg-Id", "everbus-asks");
-        let answer = self.link.ask(&written.subject, Some(headers), Bytes::new()).await?;
+        let answer = self
+            .link
+            .ask(&written.subject, Some(headers), Bytes::new())
+            .await?;
         let ack: PubAck = serde_json::from_slice(&answer.payload)
             .map_err(|error| unreadable(&written.subject, &error))?;
         match ack.error {

@@ -251,7 +251,10 @@ impl Shared {
         let verdict = Verdict::Dead {
             failure: Some(failure),
         };
-        if let Err(error) = self.settle_one(Settlement::new(delivery.lease, verdict)).await {
+        if let Err(error) = self
+            .settle_one(Settlement::new(delivery.lease, verdict))
+            .await
+        {
             tracing::warn!(target: "everbus::nats", %error, "an event without a handler could not be dead-lettered");
             self.tell(&reply, &nak(Duration::from_secs(60))).await;
         }

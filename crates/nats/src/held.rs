@@ -142,7 +142,10 @@ impl Held {
         for key in &ended {
             inner.drop_hold(key);
         }
-        let own = inner.holds.values().filter(|hold| hold.consumer == consumer);
+        let own = inner
+            .holds
+            .values()
+            .filter(|hold| hold.consumer == consumer);
         own.map(|hold| hold.until).min()
     }
 

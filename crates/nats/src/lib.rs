@@ -40,7 +40,7 @@ mod wire;
 
 use std::sync::Arc;
 
-use everbus_core::{Engine, Result};
+use everbus_core::{Engine, Result, Weakness};
 
 use crate::broker::{Nats, Shared};
 use crate::streams::Space;
@@ -54,10 +54,25 @@ pub async fn open(url: &str, options: Options) -> Result<Engine> {
     let link = client::connect(&address, &options).await?;
     let space = Space::new(&address.space);
     streams::declare_groups(&link, &space, &options).await?;
+    let weaknesses = match (options.replicas, options.synced) {
+        (3.., _) => Vec::new(),
+        (replicas, true) => vec![Weakness::new(
+            "replicas",
+            replicas.to_string(),
+            "for copies on several machines set copies: 3 (a cluster of three servers)",
+        )],
+        (_, false) => vec![Weakness::new(
+            "sync_interval",
+            "not known",
+            "a power loss may lose the last moments; set sync_interval: always on the server and synced: true \
+             here, or copies: 3 for streams on a cluster",
+        )],
+    };
     let nats = Arc::new(Nats {
         shared: Arc::new(Shared::new(link, space, options)),
     });
     let mut engine = Engine::new(nats.clone());
     engine.log = Some(nats);
+    engine.weaknesses = weaknesses;
     Ok(engine)
 }

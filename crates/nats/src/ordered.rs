@@ -96,7 +96,10 @@ impl Keys {
             item.came = Instant::now();
             replies.push(item.reply.clone());
             if let Some(key) = item.key()
-                && let Some(seen) = self.by_key.get_mut(&key).and_then(|k| k.get_mut(&item.seq()))
+                && let Some(seen) = self
+                    .by_key
+                    .get_mut(&key)
+                    .and_then(|k| k.get_mut(&item.seq()))
             {
                 seen.forget = forget;
             }

@@ -125,7 +125,12 @@ impl Reader {
                 }
                 continue;
             }
-            let again = looked + if self.sources.is_empty() { LOOK_FIRST } else { LOOK };
+            let again = looked
+                + if self.sources.is_empty() {
+                    LOOK_FIRST
+                } else {
+                    LOOK
+                };
             if again <= Instant::now() {
                 // Another process may have created a stream for the group, or removed the group.
                 looked = Instant::now();
@@ -256,12 +261,16 @@ impl Reader {
         let link = &self.shared.link;
         let count = self.sources.len();
         if count == 1 {
-            self.sources[0].pull(link, missing, false, turn, pin, ordered).await?;
+            self.sources[0]
+                .pull(link, missing, false, turn, pin, ordered)
+                .await?;
         } else if room >= count {
             let each = (missing / count).max(1);
             for source in &mut self.sources {
                 if source.outstanding(turn, pin.as_ref()) == 0 {
-                    source.pull(link, each, false, turn, pin.clone(), ordered).await?;
+                    source
+                        .pull(link, each, false, turn, pin.clone(), ordered)
+                        .await?;
                 }
             }
         } else if outstanding == 0 {
@@ -310,7 +319,10 @@ impl Reader {
         }
         if self.group.record().ordered {
             let mut keys = self.group.keys.lock();
-            wanted = wanted.into_iter().filter_map(|item| keys.arrive(item)).collect();
+            wanted = wanted
+                .into_iter()
+                .filter_map(|item| keys.arrive(item))
+                .collect();
         }
         self.put(wanted);
         if gone {
@@ -416,7 +428,9 @@ impl Reader {
             return;
         }
         let delay = (LEFT_FIRST * (1 << times.saturating_sub(1).min(16))).min(LEFT_LONGEST);
-        shared.held.with_note(key, |note| note.due = Some(now + delay));
+        shared
+            .held
+            .with_note(key, |note| note.due = Some(now + delay));
         shared.tell(&item.reply, &nak(delay)).await;
     }
 

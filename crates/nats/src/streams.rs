@@ -167,14 +167,8 @@ impl Table {
 
     /// The weakest durability of its streams.
     pub(crate) fn durability(&self) -> Durability {
-        let rank = |durability: &Durability| match durability {
-            Durability::Memory => 0,
-            Durability::Process => 1,
-            Durability::PowerLoss => 2,
-            Durability::Replicated => 3,
-        };
         let all = self.streams.iter().map(|stream| stream.durability);
-        all.min_by_key(rank).unwrap_or(Durability::Process)
+        all.min().unwrap_or(Durability::Process)
     }
 
     /// The shortest time for which a repeated id is recognised.

@@ -1,6 +1,6 @@
 //! How durable the server's answers are, by its own settings.
 
-use everbus_core::{Durability, Result};
+use everbus_core::{Durability, Result, Weakness};
 
 use crate::pool::Sql;
 use crate::rows::get;
@@ -9,43 +9,51 @@ use crate::rows::get;
 #[derive(Clone, Debug)]
 pub(crate) struct Grade {
     pub(crate) grade: Durability,
-    pub(crate) advice: Option<&'static str>,
+    pub(crate) weakness: Option<Weakness>,
 }
 
 /// Reads the settings. They apply to this connection; one that changes them for its own session is not known.
 pub(crate) async fn read(db: &impl Sql) -> Result<Grade> {
     let sql = "SELECT current_setting('fsync'), current_setting('synchronous_commit'),
                current_setting('full_page_writes'), current_setting('synchronous_standby_names')";
-    let row = db.one("reading the settings of the server", sql, &[]).await?;
+    let row = db
+        .one("reading the settings of the server", sql, &[])
+        .await?;
     let text = |index: usize| get::<String>(&row, index);
     Ok(grade(&text(0)?, &text(1)?, &text(2)?, &text(3)?))
 }
 
 fn grade(fsync: &str, commit: &str, full_pages: &str, standbys: &str) -> Grade {
-    let process = |advice| Grade {
-        grade: Durability::Process,
-        advice: Some(advice),
+    let weak = |grade, setting: &str, value: &str, advice: &str| Grade {
+        grade,
+        weakness: Some(Weakness::new(setting, value, advice)),
     };
+    let process = Durability::Process;
     if fsync != "on" {
-        return process("set fsync = on on the server: a power loss may damage the database");
+        let advice = "a power loss may damage the database; set fsync = on on the server";
+        return weak(process, "fsync", fsync, advice);
     }
     if commit == "off" {
-        return process("set synchronous_commit = on: the last commits may be lost with the server");
+        let advice = "the last commits may be lost with the server; set synchronous_commit = on";
+        return weak(process, "synchronous_commit", commit, advice);
     }
     if full_pages != "on" {
-        return process("set full_page_writes = on, unless the disk never writes half a page");
+        let advice = "a power loss may leave half-written pages; set full_page_writes = on, unless the disk \
+                      never writes half a page";
+        return weak(process, "full_page_writes", full_pages, advice);
     }
-    if commit == "local" || standbys.trim().is_empty() {
-        return Grade {
-            grade: Durability::PowerLoss,
-            advice: Some(
-                "for a copy on another machine set synchronous_standby_names, and synchronous_commit = on",
-            ),
-        };
+    let elsewhere = Durability::PowerLoss;
+    if standbys.trim().is_empty() {
+        let advice = "for a copy on another machine name the standbys that every commit waits for";
+        return weak(elsewhere, "synchronous_standby_names", "empty", advice);
+    }
+    if commit == "local" {
+        let advice = "commits do not wait for the standbys; set synchronous_commit = on";
+        return weak(elsewhere, "synchronous_commit", commit, advice);
     }
     Grade {
         grade: Durability::Replicated,
-        advice: None,
+        weakness: None,
     }
 }
 
@@ -68,7 +76,7 @@ mod tests {
             let [fsync, commit, pages, standbys] = settings;
             let found = grade(fsync, commit, pages, standbys);
             assert_eq!(found.grade, expected, "{settings:?}");
-            assert_eq!(found.advice.is_none(), expected == Durability::Replicated);
+            assert_eq!(found.weakness.is_none(), expected == Durability::Replicated);
         }
     }
 }

@@ -47,7 +47,9 @@ impl Group {
     /// The known types that the group does not want. A type that is not known here is never among them.
     pub(crate) fn unwanted(&self, types: &Types) -> Vec<i32> {
         let all = types.all().into_iter();
-        all.filter(|(_, name)| !self.wants(name)).map(|(id, _)| id).collect()
+        all.filter(|(_, name)| !self.wants(name))
+            .map(|(id, _)| id)
+            .collect()
     }
 
     /// Whether it gets events whatever their address.
@@ -110,7 +112,8 @@ pub(crate) struct Locked {
 /// Locks a group until the end of the transaction. Everything that hands out events of the group, or changes
 /// what it owes other than by settling, holds this lock. `None`: it was removed.
 pub(crate) async fn lock(db: &impl Sql, id: i64) -> Result<Option<Locked>> {
-    let sql = "SELECT o_name, o_ordered, o_cursor, o_declared_at, o_dropped_to, o_owner, o_patterns,
+    let sql =
+        "SELECT o_name, o_ordered, o_cursor, o_declared_at, o_dropped_to, o_owner, o_patterns,
                o_lease_end, o_unhandled, o_ahead FROM everbus.lock_group($1)";
     let Some(row) = db.first("locking a group", sql, &[&id]).await? else {
         return Ok(None);
@@ -143,7 +146,9 @@ pub(crate) fn removed() -> Error {
 pub(crate) async fn subscriptions(db: &impl Sql, group: &Group) -> Result<Vec<SubscriptionInfo>> {
     let sql = "SELECT id, name, event_type, after_seq, created_at FROM everbus.subscriptions
                WHERE group_id = $1 ORDER BY name";
-    let rows = db.query("reading the subscriptions", sql, &[&group.id]).await?;
+    let rows = db
+        .query("reading the subscriptions", sql, &[&group.id])
+        .await?;
     let infos = rows.iter().map(|row| {
         Ok(SubscriptionInfo {
             id: get::<uuid::Uuid>(row, 0)?.into(),
@@ -236,7 +241,11 @@ impl GroupCache {
     }
 
     pub(crate) fn put(&self, group: &Group) {
-        let known = self.0.read().get(&group.id).map(|g| g.patterns == group.patterns);
+        let known = self
+            .0
+            .read()
+            .get(&group.id)
+            .map(|g| g.patterns == group.patterns);
         if known != Some(true) {
             self.0.write().insert(group.id, Arc::new(group.clone()));
         }

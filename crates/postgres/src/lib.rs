@@ -197,6 +197,7 @@ fn wire(engine: Arc<Postgres>) -> Engine {
         orphans: Some(engine.clone()),
         outbox: Some(outbox::own_outbox(&engine)),
         kv: Some(Arc::new(kv::Values(engine.clone()))),
+        weaknesses: engine.durability.weakness.iter().cloned().collect(),
         ..Engine::new(Arc::new(PgBroker(engine)))
     }
 }

@@ -153,7 +153,10 @@ async fn run(
         let Some(strong) = engine.upgrade() else {
             return;
         };
-        let (poll, has_session) = (strong.options.poll, strong.pool.target().session().is_some());
+        let (poll, has_session) = (
+            strong.options.poll,
+            strong.pool.target().session().is_some(),
+        );
         if !has_session {
             serve_pooled(&strong).await;
             drop(strong);
@@ -211,7 +214,8 @@ async fn begin(
     let mut target = target.clone();
     target.schema.clone_from(&engine.pool.target().schema);
     let (conn, notifications) = connect(&target, engine.options.patience).await?;
-    conn.batch("listening", &format!("LISTEN {}", engine.channel())).await?;
+    conn.batch("listening", &format!("LISTEN {}", engine.channel()))
+        .await?;
     let known = owner.load(Ordering::Acquire);
     if known != 0 {
         register(engine, &conn, known).await?;
@@ -226,7 +230,10 @@ async fn register(engine: &Postgres, conn: &Conn, owner: i64) -> Result<()> {
     let row = conn.one(doing, sql, &[&owner]).await?;
     if !get::<bool>(&row, 0)? {
         // The server has not noticed yet that the connection before is gone.
-        return Err(Error::new(Code::Unavailable, "the lock of this engine is still held"));
+        return Err(Error::new(
+            Code::Unavailable,
+            "the lock of this engine is still held",
+        ));
     }
     let name = format!("process {}", std::process::id());
     let sql = "INSERT INTO everbus.owners (id, name, started_at) VALUES ($1, $2, $3)
@@ -299,7 +306,11 @@ async fn serve(
 
 async fn become_one(engine: &Postgres, conn: &Conn) -> Result<i64> {
     let row = conn
-        .one("registering as a consumer", "SELECT nextval('everbus.owner_seq')", &[])
+        .one(
+            "registering as a consumer",
+            "SELECT nextval('everbus.owner_seq')",
+            &[],
+        )
         .await?;
     let number: i64 = get(&row, 0)?;
     register(engine, conn, number).await?;

@@ -133,7 +133,10 @@ async fn measure(plan: &Plan) -> Outcome<Vec<Line>> {
         for payload in [256, 4096] {
             let (mut raw, mut ours) = (Vec::new(), Vec::new());
             for round in 1..=plan.rounds {
-                say(&format!("{engine}, {payload} bytes, round {round} of {}", plan.rounds));
+                say(&format!(
+                    "{engine}, {payload} bytes, round {round} of {}",
+                    plan.rounds
+                ));
                 if engine == "postgres" {
                     raw.push(postgres::raw(plan, payload).await?);
                     ours.push(postgres::ours(plan, payload).await?);
@@ -142,7 +145,11 @@ async fn measure(plan: &Plan) -> Outcome<Vec<Line>> {
                     ours.push(nats::ours(plan, payload).await?);
                 }
             }
-            let engine = if engine == "postgres" { "postgres" } else { "nats" };
+            let engine = if engine == "postgres" {
+                "postgres"
+            } else {
+                "nats"
+            };
             lines.extend(compare(engine, payload, plan.events, &raw, &ours));
         }
     }
@@ -166,7 +173,12 @@ fn compare(
         .into_iter()
         .map(|(scenario, took, least)| {
             let rate = |rounds: &[Round]| {
-                median(rounds.iter().map(|r| events as f64 / took(r).as_secs_f64()).collect())
+                median(
+                    rounds
+                        .iter()
+                        .map(|r| events as f64 / took(r).as_secs_f64())
+                        .collect(),
+                )
             };
             let (ours, raw) = (rate(ours), rate(raw));
             Line {
@@ -176,13 +188,22 @@ fn compare(
                 ours: ours.round(),
                 raw: raw.round(),
                 ratio: round(ours / raw),
-                target: if least > 0.8 { "≥ 0.85 × raw" } else { "≥ 0.5 × raw" },
+                target: if least > 0.8 {
+                    "≥ 0.85 × raw"
+                } else {
+                    "≥ 0.5 × raw"
+                },
                 met: ours >= least * raw,
             }
         })
         .collect();
     let p99 = |rounds: &[Round]| {
-        median(rounds.iter().map(|r| percentile(&r.latencies, 0.99)).collect())
+        median(
+            rounds
+                .iter()
+                .map(|r| percentile(&r.latencies, 0.99))
+                .collect(),
+        )
     };
     let (ours, raw) = (p99(ours), p99(raw));
     lines.push(Line {
@@ -222,7 +243,9 @@ fn print(lines: &[Line], json: bool) {
         let _ = writeln!(out);
         return;
     }
-    let header = ["ENGINE", "SCENARIO", "BYTES", "OURS", "RAW", "RATIO", "TARGET", "MET"];
+    let header = [
+        "ENGINE", "SCENARIO", "BYTES", "OURS", "RAW", "RATIO", "TARGET", "MET",
+    ];
     let _ = writeln!(
         out,
         "{:9} {:11} {:>6} {:>9} {:>9} {:>9}  {:20} {}",

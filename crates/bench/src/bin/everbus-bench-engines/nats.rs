@@ -135,7 +135,10 @@ async fn latencies(
     for sample in 0..samples + samples / 10 {
         let began = Instant::now();
         send(context, payload).await?;
-        let message = messages.next().await.ok_or("the stream of messages ended")??;
+        let message = messages
+            .next()
+            .await
+            .ok_or("the stream of messages ended")??;
         if sample >= samples / 10 {
             took.push(began.elapsed());
         }

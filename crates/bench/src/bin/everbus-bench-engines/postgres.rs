@@ -114,7 +114,10 @@ async fn consume(url: &str, events: usize) -> Outcome<Duration> {
 async fn claim(client: &mut Client, events: usize) -> Outcome<bool> {
     let transaction = client.transaction().await?;
     let cursor: i64 = transaction
-        .query_one("SELECT cursor FROM raw_group WHERE name = 'bench' FOR UPDATE", &[])
+        .query_one(
+            "SELECT cursor FROM raw_group WHERE name = 'bench' FOR UPDATE",
+            &[],
+        )
         .await?
         .get(0);
     if cursor >= i64::try_from(events)? {
@@ -133,7 +136,10 @@ async fn claim(client: &mut Client, events: usize) -> Outcome<bool> {
         return Ok(true);
     };
     transaction
-        .execute("UPDATE raw_group SET cursor = $1 WHERE name = 'bench'", &[&hi])
+        .execute(
+            "UPDATE raw_group SET cursor = $1 WHERE name = 'bench'",
+            &[&hi],
+        )
         .await?;
     let claim: i64 = transaction
         .query_one(
@@ -147,7 +153,9 @@ async fn claim(client: &mut Client, events: usize) -> Outcome<bool> {
     if bytes == 0 {
         return Err("the payloads are gone".into());
     }
-    client.execute("DELETE FROM raw_claims WHERE id = $1", &[&claim]).await?;
+    client
+        .execute("DELETE FROM raw_claims WHERE id = $1", &[&claim])
+        .await?;
     Ok(true)
 }
 
