@@ -6,9 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{
-    BoxFuture, Cursor, Log, Pattern, Position, Recorded, Result, StartFrom,
-};
+use everbus_core::{BoxFuture, Cursor, Log, Pattern, Position, Recorded, Result, StartFrom};
 
 use crate::api::{Stored, Which};
 use crate::broker::{Nats, Shared};
@@ -77,7 +75,10 @@ impl Shared {
             let mut page = self.link.messages(&stream.name, &which).await?;
             if page.is_empty() {
                 // Nothing more on this replica: ask the leader.
-                let which = Which { batch: None, ..which };
+                let which = Which {
+                    batch: None,
+                    ..which
+                };
                 page.extend(self.link.message(&stream.name, &which).await?);
             }
             let Some(last) = page.last() else {
@@ -144,7 +145,10 @@ impl Log for Nats {
                 }
                 let from = after.place(stream.shard);
                 let room = limit - found.len();
-                let (records, at) = self.shared.read_stream(stream, from, &patterns, room).await?;
+                let (records, at) = self
+                    .shared
+                    .read_stream(stream, from, &patterns, room)
+                    .await?;
                 found.extend(records);
                 reached.advance(Position::new(stream.shard, at));
             }

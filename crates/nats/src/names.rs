@@ -267,8 +267,25 @@ mod tests {
 
     #[test]
     fn a_filter_selects_what_its_pattern_matches() {
-        let patterns = ["*", "order.*", "system.>", "*.x", "*.>", "a b", "order.placed", "*.*"];
-        let types = ["order.placed", "system.x", "order.x", "a b", "system", "order", "a.b.c"];
+        let patterns = [
+            "*",
+            "order.*",
+            "system.>",
+            "*.x",
+            "*.>",
+            "a b",
+            "order.placed",
+            "*.*",
+        ];
+        let types = [
+            "order.placed",
+            "system.x",
+            "order.x",
+            "a b",
+            "system",
+            "order",
+            "a.b.c",
+        ];
         for text in patterns {
             let pattern = Pattern::new(text).unwrap();
             let filters = filters(Naming::Single, [&pattern]).unwrap();

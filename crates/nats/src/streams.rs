@@ -55,6 +55,11 @@ impl Space {
         format!("{}{}", self.stream_prefix, names::encoded(name))
     }
 
+    /// The name of a bucket of values.
+    pub(crate) fn bucket(&self, name: &str) -> String {
+        format!("{}{name}", self.stream_prefix)
+    }
+
     pub(crate) fn single_stream(&self) -> String {
         self.stream(SINGLE)
     }
@@ -198,7 +203,7 @@ pub(crate) async fn declare(
 ) -> Result<Table> {
     let mut streams = Vec::new();
     if routes.is_declared() {
-        for stream in routes.iter() {
+        for stream in &routes {
             streams.push(Arc::new(declare_one(link, space, options, stream).await?));
         }
     } else {

@@ -126,7 +126,8 @@ pub(crate) fn check_apart(broker: &str, store: &str) -> Result<()> {
     }
 }
 
-const HINT: &str = "use sqlite:FILE or a path for a file, memory: for none, nats://HOST for a server";
+const HINT: &str =
+    "use sqlite:FILE or a path for a file, memory: for none, nats://HOST for a server";
 
 fn parse(url: &str) -> Result<Target> {
     let bad = |what: String| Err(Error::new(Code::InvalidUrl, what).hint(HINT));

@@ -47,7 +47,9 @@ async fn tokens_and_nkeys_give_access() {
     };
     let mut options = Options::default();
     options.token = Some("t0ken".into());
-    let engine = everbus_nats::open(&server.plain_url(), options).await.unwrap();
+    let engine = everbus_nats::open(&server.plain_url(), options)
+        .await
+        .unwrap();
     engine.broker.close().await.unwrap();
     // A seed and its public key, made for this test.
     let seed = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY";
@@ -58,7 +60,9 @@ async fn tokens_and_nkeys_give_access() {
     };
     let mut options = Options::default();
     options.creds = Some(seed.into());
-    let engine = everbus_nats::open(&server.plain_url(), options).await.unwrap();
+    let engine = everbus_nats::open(&server.plain_url(), options)
+        .await
+        .unwrap();
     engine.broker.close().await.unwrap();
 }
 
@@ -105,7 +109,9 @@ async fn an_account_without_permission_learns_what_it_lacks() {
     let engine = everbus_nats::open(&as_user("mute"), options).await.unwrap();
     let event = Event::builder("order.placed").build().unwrap();
     let answers = engine.broker.append(vec![event]).await;
-    let error = answers.and_then(|mut answers| answers.remove(0)).unwrap_err();
+    let error = answers
+        .and_then(|mut answers| answers.remove(0))
+        .unwrap_err();
     assert_eq!(error.code(), Code::InvalidSetting, "{error}");
     assert!(error.message().contains("events.order.placed"), "{error}");
 }
@@ -116,7 +122,9 @@ async fn an_event_over_the_limit_is_refused() {
     let Some(server) = Nats::start(NatsOptions::default().max_payload(10_000)) else {
         return;
     };
-    let engine = everbus_nats::open(&server.url(), Options::default()).await.unwrap();
+    let engine = everbus_nats::open(&server.url(), Options::default())
+        .await
+        .unwrap();
     let of = |length: usize| {
         let text = "x".repeat(length);
         Event::builder("order.placed").json(&text).build().unwrap()
@@ -128,5 +136,9 @@ async fn an_event_over_the_limit_is_refused() {
     let refused = engine.broker.append(vec![of(10), of(11_000)]).await;
     assert_eq!(refused.unwrap_err().code(), Code::PayloadTooLarge);
     let answers = engine.broker.append(vec![of(9000)]).await.unwrap();
-    assert_eq!(answers[0].as_ref().unwrap().position.place(), 1, "nothing else was stored");
+    assert_eq!(
+        answers[0].as_ref().unwrap().position.place(),
+        1,
+        "nothing else was stored"
+    );
 }

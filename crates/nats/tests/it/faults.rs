@@ -112,7 +112,10 @@ async fn a_publish_without_an_answer_is_stored_once() {
         };
         let expected = batch.len();
         let answers = engine.broker.append(batch).await.unwrap();
-        assert_eq!(answers.iter().filter(|answer| answer.is_ok()).count(), expected);
+        assert_eq!(
+            answers.iter().filter(|answer| answer.is_ok()).count(),
+            expected
+        );
     }
     assert!(proxy.cuts() >= 5, "the cuts met their requests");
     let head = engine.log().unwrap().head().await.unwrap();
@@ -148,16 +151,26 @@ async fn a_server_that_is_away_is_waited_for() {
             // An error is reported once, and the reader goes on. The server may have forgotten the ack before
             // its end.
             let batch = consumer.fetch(10).await.unwrap_or_default();
-            let types = batch.iter().map(|delivery| delivery.record.event.event_type());
-            if types.into_iter().any(|event_type| event_type == "order.placed") {
+            let types = batch
+                .iter()
+                .map(|delivery| delivery.record.event.event_type());
+            if types
+                .into_iter()
+                .any(|event_type| event_type == "order.placed")
+            {
                 return;
             }
         }
     };
-    tokio::time::timeout(Duration::from_secs(60), came).await.unwrap();
+    tokio::time::timeout(Duration::from_secs(60), came)
+        .await
+        .unwrap();
     server.pause();
     let error = engine.broker.append(vec![event(3)]).await.unwrap_err();
-    assert_eq!((error.code(), error.class()), (Code::Unavailable, Class::Unknown));
+    assert_eq!(
+        (error.code(), error.class()),
+        (Code::Unavailable, Class::Unknown)
+    );
     server.resume();
     let answers = engine.broker.append(vec![event(3)]).await.unwrap();
     assert!(answers.into_iter().all(|answer| answer.is_ok()));
@@ -185,7 +198,12 @@ async fn a_repeated_dead_letter_is_stored_once() {
         },
     );
     proxy.cut_before_reply_to(b"+TERM", 1);
-    let first = engine.broker.settle(vec![dead.clone()]).await.unwrap().remove(0);
+    let first = engine
+        .broker
+        .settle(vec![dead.clone()])
+        .await
+        .unwrap()
+        .remove(0);
     assert_eq!(first.unwrap_err().class(), Class::Unknown);
     let second = engine.broker.settle(vec![dead]).await.unwrap().remove(0);
     second.unwrap();

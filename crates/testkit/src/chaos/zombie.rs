@@ -8,8 +8,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use everbus_core::{
-    ConsumeOptions, Engine, Error, GroupName, GroupSpec, Pattern, Settlement, StartFrom, SubscriptionSpec,
-    Verdict,
+    ConsumeOptions, Engine, Error, GroupName, GroupSpec, Pattern, Settlement, StartFrom,
+    SubscriptionSpec, Verdict,
 };
 
 use super::Broken;

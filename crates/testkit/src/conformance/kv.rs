@@ -64,7 +64,13 @@ pub async fn a_value_is_what_was_put_last<H: Harness>(harness: H) -> Outcome {
         .unwrap();
     let entry = kv.get("other".into(), "a/b=c".into()).await.unwrap();
     assert_eq!(entry.unwrap().value, odd);
-    for (bucket, key) in [("a b", "k"), ("", "k"), ("b", ""), ("b", "a b"), ("b", ".a")] {
+    for (bucket, key) in [
+        ("a b", "k"),
+        ("", "k"),
+        ("b", ""),
+        ("b", "a b"),
+        ("b", ".a"),
+    ] {
         let refused = kv.get(bucket.into(), key.into()).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidAttribute, "{bucket:?} {key:?}");
         let refused = kv.put(bucket.into(), key.into(), Bytes::new(), any());

@@ -66,8 +66,9 @@ impl Reports {
             _ => None,
         };
         if understood.is_none() {
-            self.errors
-                .push(format!("worker {worker} said {line:?}, which means nothing"));
+            self.errors.push(format!(
+                "worker {worker} said {line:?}, which means nothing"
+            ));
         }
     }
 }

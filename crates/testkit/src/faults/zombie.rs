@@ -47,7 +47,9 @@ pub async fn late_ack(subject: &Subject, place: &Place) -> (String, bool) {
     options.lease = PATIENCE;
     let mut consumer = engine.broker.consume(group.name, options).await.unwrap();
     let fetched = tokio::time::timeout(PATIENCE, consumer.fetch(1)).await;
-    let mut batch = fetched.expect("the lease of a stopped process ends").unwrap();
+    let mut batch = fetched
+        .expect("the lease of a stopped process ends")
+        .unwrap();
     let delivery = batch.pop().unwrap();
     process::signal(zombie.0.id(), Signal::CONT).unwrap();
     writeln!(zombie.0.stdin.as_mut().unwrap(), "ack").unwrap();

@@ -116,7 +116,10 @@ impl Postgres {
         let mut command = as_user(&self.programs.join("postgres"));
         command.arg("-D").arg(self.directory.path().join("data"));
         command.args(["-p", &self.port.to_string()]);
-        let sockets = format!("unix_socket_directories={}", self.directory.path().display());
+        let sockets = format!(
+            "unix_socket_directories={}",
+            self.directory.path().display()
+        );
         let fixed = [
             "listen_addresses=127.0.0.1",
             &sockets,

@@ -87,7 +87,9 @@ fn a_pooler_stands_before_a_database() {
 // needs: nats-server
 #[test]
 fn nats_is_killed_restarted_and_paused() {
-    let options = NatsOptions::default().user("me", "secret").max_payload(4096);
+    let options = NatsOptions::default()
+        .user("me", "secret")
+        .max_payload(4096);
     let Some(server) = Nats::start(options) else {
         return;
     };
