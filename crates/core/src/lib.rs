@@ -83,8 +83,7 @@ pub use history::{History, HistoryPage, HistoryQuery, Order, PageCursor, check_r
 pub use id::EventId;
 pub use inbox::Inbox;
 pub use kv::{
-    ABSENT, KeyValue, KvChange, KvEntry, KvPut, KvSeen, KvWatch, check_kv_names,
-    revision_conflict,
+    ABSENT, KeyValue, KvChange, KvEntry, KvPut, KvSeen, KvWatch, check_kv_names, revision_conflict,
 };
 pub use lag::{Lag, StreamLag};
 pub use layer::BrokerLayer;

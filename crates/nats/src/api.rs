@@ -168,6 +168,30 @@ impl Link {
         }
     }
 
+    /// All streams of the account.
+    pub(crate) async fn streams(&self) -> Result<Vec<StreamInfo>> {
+        #[derive(Deserialize)]
+        struct Page {
+            total: usize,
+            #[serde(default)]
+            streams: Option<Vec<StreamInfo>>,
+        }
+        let mut all: Vec<StreamInfo> = Vec::new();
+        loop {
+            let body = json!({ "offset": all.len() });
+            let page: Page = match self.api("STREAM.LIST", &body).await? {
+                Ok(page) => page,
+                Err(error) => return Err(error.into_error("the streams cannot be listed")),
+            };
+            let streams = page.streams.unwrap_or_default();
+            let end = streams.is_empty();
+            all.extend(streams);
+            if end || all.len() >= page.total {
+                return Ok(all);
+            }
+        }
+    }
+
     /// Creates a stream; `None` if another process was faster.
     pub(crate) async fn create_stream(&self, config: &Value) -> Result<Option<StreamInfo>> {
         let name = config["name"].as_str().unwrap_or_default();

@@ -164,7 +164,7 @@ impl Shared {
     ) -> Result<()> {
         let patterns = record.patterns()?;
         let last = match start {
-            Some(StartFrom::Last) => self.newest(table, &patterns).await?,
+            Some(StartFrom::Last) => self.newest(&table.streams, &patterns).await?,
             _ => None,
         };
         for stream in &table.streams {
@@ -197,11 +197,11 @@ impl Shared {
     /// The newest event that one of the patterns matches: its stream and sequence.
     pub(crate) async fn newest(
         &self,
-        table: &Table,
+        streams: &[Arc<StreamHandle>],
         patterns: &[Pattern],
     ) -> Result<Option<(String, u64)>> {
         let mut newest: Option<(Timestamp, String, u64)> = None;
-        for stream in &table.streams {
+        for stream in streams {
             let filters = match stream.filters(patterns) {
                 Some(filters) => filters,
                 None => vec![stream.subject(">")],

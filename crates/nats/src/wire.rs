@@ -255,7 +255,7 @@ mod tests {
         }
     }
 
-    // conformance: nats/dialects: an event comes back whole in every dialect, with what its document has no place for
+    // conformance: contract/nats-dialects: an event comes back whole in every dialect, with what its document has no place for
     #[test]
     fn an_event_reads_back_in_every_dialect() {
         let event = Event::builder("orders:order-placed")
@@ -279,7 +279,7 @@ mod tests {
         }
     }
 
-    // conformance: nats/foreign-read: a document that another program wrote is read by its dialect; what is no document keeps its bytes and says why
+    // conformance: contract/nats-foreign-read: a document that another program wrote is read by its dialect; what is no document keeps its bytes and says why
     #[test]
     fn messages_of_others_are_read() {
         let document = Bytes::from_static(
