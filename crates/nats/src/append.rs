@@ -25,13 +25,16 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// A batch incomplete, or too many at once: the same request may succeed later.
 const INCOMPLETE: [u64; 4] = [10176, 10199, 10205, 10210];
 
+/// Events with their places in a batch.
+type Numbered = Vec<(usize, Event)>;
+
 impl Shared {
     pub(crate) async fn append(&self, batch: Vec<Event>) -> Result<Vec<Result<Appended>>> {
         if batch.is_empty() {
             return Ok(Vec::new());
         }
         let table = self.table().await?;
-        let mut by_stream: Vec<(Arc<StreamHandle>, Vec<(usize, Event)>)> = Vec::new();
+        let mut by_stream: Vec<(Arc<StreamHandle>, Numbered)> = Vec::new();
         let mut answers: Vec<Option<Result<Appended>>> = Vec::new();
         answers.resize_with(batch.len(), || None);
         for (index, event) in batch.into_iter().enumerate() {

@@ -25,7 +25,7 @@ const FIRST_LEASE: Duration = Duration::from_secs(40);
 /// Unsettled events of a group and stream beyond this wait.
 const MAX_PENDING: u64 = 100_000;
 /// A process that asks for nothing for this long loses an ordered group to another one.
-const PINNED: Duration = Duration::from_secs(30);
+const PINNED: Duration = Duration::from_secs(15);
 /// Clocks of publishers and server may differ by this much.
 const SKEW: Duration = Duration::from_secs(60);
 
@@ -164,7 +164,7 @@ impl Shared {
     ) -> Result<()> {
         let patterns = record.patterns()?;
         let last = match start {
-            Some(StartFrom::Last) => self.newest(table, &patterns).await?,
+            Some(StartFrom::Last) => self.newest(&table.streams, &patterns).await?,
             _ => None,
         };
         for stream in &table.streams {
@@ -197,11 +197,11 @@ impl Shared {
     /// The newest event that one of the patterns matches: its stream and sequence.
     pub(crate) async fn newest(
         &self,
-        table: &Table,
+        streams: &[Arc<StreamHandle>],
         patterns: &[Pattern],
     ) -> Result<Option<(String, u64)>> {
         let mut newest: Option<(Timestamp, String, u64)> = None;
-        for stream in &table.streams {
+        for stream in streams {
             let filters = match stream.filters(patterns) {
                 Some(filters) => filters,
                 None => vec![stream.subject(">")],

@@ -184,6 +184,17 @@ impl Held {
         }
     }
 
+    /// How many unsettled events of a group this process has, or gave back itself.
+    pub(crate) fn of_group(&self, group: u64) -> usize {
+        let now = Instant::now();
+        let inner = self.inner.lock();
+        let held = inner.holds.iter();
+        let held = held.filter(|(key, hold)| key.1 == group && hold.until > now);
+        let waits =
+            |(key, note): &(&Key, &Note)| key.1 == group && note.due.is_some_and(|due| due > now);
+        held.count() + inner.notes.iter().filter(waits).count()
+    }
+
     /// How many events of a group wait in a stream, as far as this process knows: all of them, and those
     /// without a handler.
     pub(crate) fn waiting(&self, shard: Shard, group: u64) -> (u64, u64) {

@@ -235,7 +235,7 @@ pub(crate) fn encoded(name: &str) -> String {
 mod tests {
     use super::*;
 
-    // conformance: nats/odd-types: a type that a subject cannot carry is encoded and read back
+    // conformance: contract/nats-odd-types: a type that a subject cannot carry is encoded and read back
     #[test]
     fn every_type_reads_back() {
         let wide = "ß".repeat(255);

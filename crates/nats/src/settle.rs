@@ -92,7 +92,7 @@ impl Shared {
         );
         let mut keys = hold.group.keys.lock();
         match after {
-            None => keys.finish(key, seq),
+            None => keys.finish(&key, seq),
             Some(after) => keys.give_back(&key, seq, after),
         }
     }

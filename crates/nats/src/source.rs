@@ -102,10 +102,11 @@ impl Source {
             return Ok(());
         }
         self.not_before = None;
-        let expires = if brief {
-            Duration::from_millis(500)
-        } else {
-            EXPIRES
+        let expires = match (brief, ordered) {
+            (true, _) => Duration::from_millis(500),
+            // A process that asks seldom loses the group to another one.
+            (false, true) => EXPIRES / 6,
+            (false, false) => EXPIRES,
         };
         let mut body = json!({
             "batch": count,

@@ -11,7 +11,7 @@
 //! | `Everbus-Type` | the type, where the subject does not say it |
 //! | `Everbus-Attributes` | the attributes as JSON |
 
-use async_nats::HeaderMap;
+use async_nats::{HeaderMap, HeaderValue};
 use bytes::Bytes;
 use everbus_core::{Attributes, Code, Error, Event, EventId, Result, Timestamp};
 use everbus_dialects::{Beside, Dialect, decode_beside, encode};
@@ -113,11 +113,7 @@ pub(crate) struct Around<'a> {
 
 /// Reads a message. It never fails: a message that is not of the dialect is an event with the raw bytes.
 pub(crate) fn read(around: Around<'_>, headers: Option<&HeaderMap>, payload: &Bytes) -> Read {
-    let header = |name: &str| {
-        headers
-            .and_then(|h| h.get(name))
-            .map(|value| value.as_str())
-    };
+    let header = |name: &str| headers.and_then(|h| h.get(name)).map(HeaderValue::as_str);
     let subject_type = names::event_type(around.naming, around.subject);
     let own = header(MARK).and_then(mark);
     if let Some((version, occurred_at, received_at)) = own {
@@ -259,7 +255,7 @@ mod tests {
         }
     }
 
-    // conformance: nats/dialects: an event comes back whole in every dialect, with what its document has no place for
+    // conformance: contract/nats-dialects: an event comes back whole in every dialect, with what its document has no place for
     #[test]
     fn an_event_reads_back_in_every_dialect() {
         let event = Event::builder("orders:order-placed")
@@ -283,7 +279,7 @@ mod tests {
         }
     }
 
-    // conformance: nats/foreign-read: a document that another program wrote is read by its dialect; what is no document keeps its bytes and says why
+    // conformance: contract/nats-foreign-read: a document that another program wrote is read by its dialect; what is no document keeps its bytes and says why
     #[test]
     fn messages_of_others_are_read() {
         let document = Bytes::from_static(

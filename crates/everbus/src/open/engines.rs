@@ -119,7 +119,8 @@ fn nats_options(access: Access, clock: Arc<dyn Clock>) -> everbus_nats::Options 
 #[cfg(not(all(feature = "sqlite", feature = "nats", feature = "postgres")))]
 fn not_built(feature: &str) -> Error {
     let what = format!("this build has no {feature} engine");
-    let hint = format!("build with the feature `{feature}` of the crate everbus");
+    let hint =
+        format!("build with `--features {feature}`, or `--features engines` for all of them");
     Error::new(Code::Unsupported, what).hint(hint)
 }
 

@@ -14,7 +14,7 @@ async fn refused(url: &str, options: Options) -> Error {
     error
 }
 
-// conformance: nats/wrong-password: wrong credentials are refused with a hint, and are not repeated in the error
+// conformance: contract/nats-wrong-password: wrong credentials are refused with a hint, and are not repeated in the error
 #[tokio::test]
 async fn wrong_credentials_are_refused() {
     let options = NatsOptions::default().user("shop", "right");
@@ -39,7 +39,8 @@ async fn wrong_credentials_are_refused() {
     assert_eq!(refused(&host, options).await.code(), Code::InvalidSetting);
 }
 
-// conformance: nats/credentials: user with password, token, nkey and creds file give access
+// conformance: omni/nats-connect: a connection takes user, password, token and credentials
+// conformance: contract/nats-credentials: user with password, token, nkey and creds file give access
 #[tokio::test]
 async fn tokens_and_nkeys_give_access() {
     let Some(server) = Nats::start(NatsOptions::default().token("t0ken")) else {
@@ -66,7 +67,7 @@ async fn tokens_and_nkeys_give_access() {
     engine.broker.close().await.unwrap();
 }
 
-// conformance: nats/no-jetstream: a server without JetStream is refused with a hint
+// conformance: contract/nats-no-jetstream: a server without JetStream is refused with a hint
 #[tokio::test]
 async fn a_server_without_jetstream_is_refused() {
     let Some(server) = Nats::start(NatsOptions::default().without_jetstream()) else {
@@ -76,7 +77,7 @@ async fn a_server_without_jetstream_is_refused() {
     assert_eq!(error.code(), Code::Unsupported);
 }
 
-// conformance: nats/unreachable: a server that is not there is Unavailable, with a hint
+// conformance: contract/nats-unreachable: a server that is not there is Unavailable, with a hint
 #[tokio::test]
 async fn a_server_that_is_not_there_is_unavailable() {
     let Some(server) = Nats::start(NatsOptions::default()) else {
@@ -87,7 +88,7 @@ async fn a_server_that_is_not_there_is_unavailable() {
     assert_eq!(error.code(), Code::Unavailable);
 }
 
-// conformance: nats/no-permission: an account that may not use JetStream or its subjects learns which subject it was
+// conformance: contract/nats-no-permission: an account that may not use JetStream or its subjects learns which subject it was
 #[tokio::test]
 async fn an_account_without_permission_learns_what_it_lacks() {
     let users = r#"authorization { users: [
@@ -116,7 +117,7 @@ async fn an_account_without_permission_learns_what_it_lacks() {
     assert!(error.message().contains("events.order.placed"), "{error}");
 }
 
-// conformance: nats/too-large: an event over the server's limit is refused before it is sent
+// conformance: contract/nats-too-large: an event over the server's limit is refused before it is sent
 #[tokio::test]
 async fn an_event_over_the_limit_is_refused() {
     let Some(server) = Nats::start(NatsOptions::default().max_payload(10_000)) else {

@@ -105,7 +105,7 @@ async fn a_service_that_speaks_omni_shares_the_subjects() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: nats/foreign-message: a foreign message on a subject is dead-lettered with the raw bytes and the reason, and blocks nothing
+// conformance: contract/nats-foreign-message: a foreign message on a subject is dead-lettered with the raw bytes and the reason, and blocks nothing
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_foreign_message_is_dead_lettered_with_its_bytes() {
     let Some(url) = server::account() else { return };
@@ -146,7 +146,7 @@ async fn a_foreign_message_is_dead_lettered_with_its_bytes() {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: nats/foreign-raw: by setting, a foreign message goes to the handler as it is
+// conformance: contract/nats-foreign-raw: by setting, a foreign message goes to the handler as it is
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_foreign_message_is_passed_raw_by_setting() {
     let Some(url) = server::account() else { return };

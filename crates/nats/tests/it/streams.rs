@@ -155,7 +155,7 @@ async fn the_omni_table_is_made_as_written() {
     assert_eq!(answers[0].as_ref().unwrap_err().code(), Code::NoStream);
 }
 
-// conformance: nats/groups-over-streams: a group consumes every stream that its patterns reach, also one that is declared later, and what an undeclared stream still has
+// conformance: contract/nats-groups-over-streams: a group consumes every stream that its patterns reach, also one that is declared later, and what an undeclared stream still has
 #[tokio::test]
 async fn a_group_spans_streams_and_follows_the_table() {
     let Some(url) = server::account() else { return };
@@ -189,7 +189,7 @@ async fn a_group_spans_streams_and_follows_the_table() {
     );
 }
 
-// conformance: nats/undeclared-to-declared: events of the single stream are handled after streams are declared
+// conformance: contract/nats-undeclared-to-declared: events of the single stream are handled after streams are declared
 #[tokio::test]
 async fn the_single_stream_is_finished_after_streams_are_declared() {
     let Some(url) = server::account() else { return };
@@ -215,7 +215,7 @@ async fn the_single_stream_is_finished_after_streams_are_declared() {
     assert_eq!(types, ["order.new", "order.old"]);
 }
 
-// conformance: nats/shorter-age: an update that would shorten an age is refused unless allowed; a longer one is applied
+// conformance: contract/nats-shorter-age: an update that would shorten an age is refused unless allowed; a longer one is applied
 #[tokio::test]
 async fn a_shorter_age_is_refused_unless_allowed() {
     let Some(url) = server::account() else { return };
@@ -242,7 +242,7 @@ async fn a_shorter_age_is_refused_unless_allowed() {
     assert_eq!(age().await, (DAY * 7).as_nanos() as u64);
 }
 
-// conformance: nats/other-settings: a stream that exists with settings that lose events, or other subjects, is a specific error; a fitting one of another program is used as it is
+// conformance: contract/nats-other-settings: a stream that exists with settings that lose events, or other subjects, is a specific error; a fitting one of another program is used as it is
 #[tokio::test]
 async fn a_stream_of_another_program_is_compared() {
     let Some(url) = server::account() else { return };
@@ -284,7 +284,7 @@ async fn a_stream_of_another_program_is_compared() {
     assert_eq!(info["config"]["max_msgs"], 1000, "its own settings stay");
 }
 
-// conformance: nats/replay: the log is read from the server by stream, type and time, and waited on
+// conformance: contract/nats-replay: the log is read from the server by stream, type and time, and waited on
 #[tokio::test]
 async fn the_log_is_read_from_the_server() {
     let Some(url) = server::account() else { return };
@@ -332,6 +332,9 @@ async fn the_log_is_read_from_the_server() {
         read.len(),
         at.iter().filter(|a| a.received_at >= time).count()
     );
+    // A reader that declares nothing finds the streams.
+    let other = open(&url).await;
+    assert_eq!(other.log().unwrap().head().await.unwrap(), head);
     let waiting = log.wait_beyond(head);
     let (waited, _) = tokio::join!(waiting, publish(&engine, "mail.b"));
     waited.unwrap();
