@@ -153,12 +153,12 @@ impl Campaign<'_> {
             .collect();
         self.progress("the start").await;
         for fault in self.plan.shuffled(&mut self.random) {
-            self.inject(fault).await;
-            self.watch_workers();
-            self.progress(&format!("{fault:?}")).await;
             if !self.figures.problems.is_empty() || !self.published.problems().is_empty() {
                 break;
             }
+            self.inject(fault).await;
+            self.watch_workers();
+            self.progress(&format!("{fault:?}")).await;
         }
         self.published.stop.store(true, Ordering::Relaxed);
         for publisher in publishers {
