@@ -1,4 +1,4 @@
-//! Tasks of the workspace: `cargo xtask test | conformance | compat | bench | instructions | chaos | rooms | ci`.
+//! Tasks of the workspace: `cargo xtask test | servers | conformance | compat | bench | instructions | chaos | rooms | ci`.
 //!
 //! Only the standard library, so that it builds in seconds on a fresh machine.
 
@@ -27,6 +27,7 @@ cargo xtask <task>
                                what is missing and stop) and the servers they talk to (as root,
                                with apt-get and pip), then run all of them, check the conformance
                                table and run the kill campaign for 60 seconds
+  servers                      install the servers that tests talk to, as root
   conformance [--check]        write docs/conformance.md from docs/requirements and the tags on the tests;
                                --check only says whether it is in order and up to date
   compat                       run the conformance suite on every engine, write its outcomes to
@@ -50,6 +51,10 @@ fn main() -> ExitCode {
     };
     let outcome = match task {
         "test" => test(rest),
+        "servers" => {
+            servers::install();
+            Ok(())
+        }
         "conformance" => conformance_task(rest),
         "compat" => compat(rest),
         "bench" => bench(rest),

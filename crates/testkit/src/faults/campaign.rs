@@ -23,6 +23,9 @@ const WORKERS: usize = 2;
 const PROGRESS: u64 = 10;
 /// Publishers and workers that have not gone on after this long never will.
 const PATIENCE: Duration = Duration::from_secs(120);
+/// If no event ends for this long after the last fault, those that have not ended are lost. Longer than leases
+/// and retries, also on a busy machine.
+const STUCK: Duration = Duration::from_secs(60);
 /// A cut that has not met its request by then is replaced by a plain one.
 const ARMED: Duration = Duration::from_secs(3);
 
@@ -58,6 +61,7 @@ struct Campaign<'a> {
     subject: &'a Subject,
     server: &'a dyn Server,
     plan: Plan,
+    stuck: Duration,
     random: Random,
     proxies: Vec<Proxy>,
     /// Through the proxies.
@@ -78,6 +82,18 @@ pub async fn campaign(
     plan: Plan,
     seed: u64,
 ) -> Figures {
+    campaign_with(subject, server, url, plan, seed, STUCK).await
+}
+
+/// As [`campaign`]; what has not ended when no event has ended for `stuck` is lost.
+pub async fn campaign_with(
+    subject: &Subject,
+    server: &dyn Server,
+    url: &str,
+    plan: Plan,
+    seed: u64,
+    stuck: Duration,
+) -> Figures {
     say(&format!("campaign EVERBUS_SEED={seed}: {plan:?}"));
     let begin = Instant::now();
     let folder = tempfile::tempdir().unwrap();
@@ -95,6 +111,7 @@ pub async fn campaign(
         subject,
         server,
         plan,
+        stuck,
         random: Random::new(seed),
         proxies,
         place: Place {
@@ -136,12 +153,12 @@ impl Campaign<'_> {
             .collect();
         self.progress("the start").await;
         for fault in self.plan.shuffled(&mut self.random) {
-            self.inject(fault).await;
-            self.watch_workers();
-            self.progress(&format!("{fault:?}")).await;
             if !self.figures.problems.is_empty() || !self.published.problems().is_empty() {
                 break;
             }
+            self.inject(fault).await;
+            self.watch_workers();
+            self.progress(&format!("{fault:?}")).await;
         }
         self.published.stop.store(true, Ordering::Relaxed);
         for publisher in publishers {
@@ -268,7 +285,7 @@ impl Campaign<'_> {
             if owed.len() < least {
                 (least, progress) = (owed.len(), Instant::now());
             }
-            if owed.is_empty() || progress.elapsed() > self.plan.stuck {
+            if owed.is_empty() || progress.elapsed() > self.stuck {
                 let told = |(group, id): &(usize, EventId)| {
                     let name = GROUPS[*group].name;
                     format!("{id} was neither handled nor given up by {name}")

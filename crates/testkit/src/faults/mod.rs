@@ -44,7 +44,7 @@ use std::time::Duration;
 
 use everbus_core::{BoxFuture, Engine, Result};
 
-pub use campaign::campaign;
+pub use campaign::{campaign, campaign_with};
 pub use figures::Figures;
 pub use zombie::late_ack;
 
@@ -93,9 +93,6 @@ pub struct Plan {
     pub pause: Duration,
     /// A worker is stopped past its lease.
     pub stops: usize,
-    /// If no event ends for this long after the last fault, those that have not ended are lost. Longer than
-    /// leases and retries, also on a busy machine.
-    pub stuck: Duration,
 }
 
 impl Plan {
@@ -107,7 +104,6 @@ impl Plan {
         pauses: 1,
         pause: Duration::from_secs(2),
         stops: 1,
-        stuck: Duration::from_secs(60),
     };
 
     /// What a release asks for.
@@ -118,7 +114,6 @@ impl Plan {
         pauses: 1,
         pause: Duration::from_secs(30),
         stops: 5,
-        stuck: Duration::from_secs(60),
     };
 
     /// [`FULL`](Self::FULL) if `EVERBUS_FAULTS` is `full`, otherwise [`SMALL`](Self::SMALL).

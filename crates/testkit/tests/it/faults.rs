@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use everbus_testkit::chaos::plant::AckFirst;
-use everbus_testkit::faults::{Place, Plan, Server, Subject, campaign, late_ack};
+use everbus_testkit::faults::{Place, Plan, Server, Subject, campaign, campaign_with, late_ack};
 
 const SUBJECT: Subject = Subject {
     open: |place| Box::pin(async move { open(&place) }),
@@ -64,7 +64,6 @@ fn plan(worker_kills: usize, stops: usize) -> Plan {
         pauses: 0,
         pause: Duration::ZERO,
         stops,
-        stuck: Duration::from_secs(60),
     }
 }
 
@@ -81,12 +80,10 @@ async fn killed_and_stopped_workers_lose_nothing() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_acks_too_early_is_found_out() {
     // Each kill may hit an event that is acked and not handled; one is enough.
-    let plan = Plan {
-        stuck: Duration::from_secs(5),
-        ..plan(5, 0)
-    };
+    let short = Duration::from_secs(5);
     for _ in 0..20 {
-        let figures = campaign(&PLANTED, &NoServer, "", plan, crate::seed()).await;
+        let found = campaign_with(&PLANTED, &NoServer, "", plan(5, 0), crate::seed(), short);
+        let figures = found.await;
         if !figures.lost.is_empty() {
             return;
         }
