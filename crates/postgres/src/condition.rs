@@ -35,6 +35,9 @@ impl Condition {
     }
 
     pub(crate) fn params(&self) -> Vec<&dyn Param> {
-        self.values.iter().map(|value| &**value as &dyn Param).collect()
+        self.values
+            .iter()
+            .map(|value| &**value as &dyn Param)
+            .collect()
     }
 }

@@ -27,7 +27,9 @@ impl Inbox for Postgres {
                        JOIN everbus.groups g ON g.id = i.group_id
                        WHERE g.name = $1 AND i.id = ANY ($2)";
             let db = self.conn().await?;
-            let rows = db.query("looking into the inbox", sql, &[&group.as_str(), &ids]).await?;
+            let rows = db
+                .query("looking into the inbox", sql, &[&group.as_str(), &ids])
+                .await?;
             let mut found: HashSet<(uuid::Uuid, String)> = HashSet::with_capacity(rows.len());
             for row in &rows {
                 found.insert((get(row, 0)?, get(row, 1)?));
@@ -58,7 +60,9 @@ impl Inbox for Postgres {
             let mut forgotten = 0;
             loop {
                 let db = self.conn().await?;
-                let found = db.first(doing, next, &[&after.0, &after.1, &after.2, &LOOK]).await?;
+                let found = db
+                    .first(doing, next, &[&after.0, &after.1, &after.2, &LOOK])
+                    .await?;
                 let Some(row) = found else {
                     return Ok(forgotten);
                 };

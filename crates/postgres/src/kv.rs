@@ -30,7 +30,9 @@ impl KeyValue for Values {
             let db = self.0.conn().await?;
             let sql = "SELECT value, revision FROM everbus.kv
                        WHERE bucket = $1 AND key = $2 AND (expires_at IS NULL OR expires_at > $3)";
-            let row = db.first("reading a value", sql, &[&bucket, &key, &self.0.micros()]).await?;
+            let row = db
+                .first("reading a value", sql, &[&bucket, &key, &self.0.micros()])
+                .await?;
             let Some(row) = row else {
                 return Ok(None);
             };
@@ -118,12 +120,7 @@ async fn next_revision(db: &impl Sql, bucket: &String, now: Timestamp) -> Result
 }
 
 /// Compares the revision of a key. Expired values are gone by now.
-async fn expect(
-    db: &impl Sql,
-    bucket: &String,
-    key: &String,
-    expected: Option<u64>,
-) -> Result<()> {
+async fn expect(db: &impl Sql, bucket: &String, key: &String, expected: Option<u64>) -> Result<()> {
     let Some(expected) = expected else {
         return Ok(());
     };
@@ -166,7 +163,11 @@ impl Watcher {
         let mut next: Option<i64> = None;
         for row in &rows {
             let value: Option<&[u8]> = get(row, 1)?;
-            found.push((get(row, 0)?, value.map(Bytes::copy_from_slice), get_seq(row, 2)?));
+            found.push((
+                get(row, 0)?,
+                value.map(Bytes::copy_from_slice),
+                get_seq(row, 2)?,
+            ));
             let until: Option<i64> = get(row, 3)?;
             next = next.into_iter().chain(until).min();
         }

@@ -30,7 +30,9 @@ impl Log for Postgres {
             // event, such as those of a refused batch, do not count.
             let end = self.horizon.ask(&*db).await?;
             let sql = "SELECT coalesce(max(seq), 0) FROM everbus.log WHERE seq <= $1";
-            let row = db.one("reading the end of the log", sql, &[&to_sql(end.decided)]).await?;
+            let row = db
+                .one("reading the end of the log", sql, &[&to_sql(end.decided)])
+                .await?;
             Ok(Cursor::seq(get_seq(&row, 0)?))
         })
     }
@@ -58,7 +60,9 @@ impl Log for Postgres {
         Box::pin(async move {
             let db = self.conn().await?;
             let head = self.horizon.ask(&*db).await?.decided;
-            self.resolve_start(&*db, from, &patterns, head).await.map(Cursor::seq)
+            self.resolve_start(&*db, from, &patterns, head)
+                .await
+                .map(Cursor::seq)
         })
     }
 
@@ -117,14 +121,19 @@ impl Postgres {
             &to_sql(limit as u64),
         ];
         let mut rows = db.query(doing, &sql, values).await?;
-        let first: Option<i64> = rows.first().map_or(Ok(None), |row| get(row, AFTER_RECORD))?;
+        let first: Option<i64> = rows
+            .first()
+            .map_or(Ok(None), |row| get(row, AFTER_RECORD))?;
         rows.retain(|row| row.try_get::<_, i64>(0).is_ok());
         let looked = match first {
             None => upto,
             Some(first) => upto.min(crate::rows::seq_from(first.saturating_add(LOOK))),
         };
         let last = rows.last().map(|row| get_seq(row, 0)).transpose()?;
-        let bytes: usize = rows.iter().map(|row| get::<&[u8]>(row, 7).map_or(0, <[u8]>::len)).sum();
+        let bytes: usize = rows
+            .iter()
+            .map(|row| get::<&[u8]>(row, 7).map_or(0, <[u8]>::len))
+            .sum();
         let ended = rows.len() >= limit || bytes >= usize::try_from(MOST_BYTES).unwrap_or(0);
         let searched = match last {
             Some(last) if ended => last,
@@ -174,7 +183,9 @@ impl Lookup for Postgres {
         Box::pin(async move {
             let db = self.conn().await?;
             let sql = format!("SELECT {RECORD} FROM everbus.log WHERE id = $1 ORDER BY seq");
-            let rows = db.query("looking for an event", &sql, &[&id.as_uuid()]).await?;
+            let rows = db
+                .query("looking for an event", &sql, &[&id.as_uuid()])
+                .await?;
             self.types.read_intact(&*db, &rows).await
         })
     }
@@ -188,7 +199,9 @@ impl Lookup for Postgres {
                 return Err(Error::new(Code::NotFound, what));
             };
             let seq = to_sql(position.place());
-            let rows = db.query("reading the state of an event", STATES, &[&seq]).await?;
+            let rows = db
+                .query("reading the state of an event", STATES, &[&seq])
+                .await?;
             rows.iter().map(|row| state_in(row, &record)).collect()
         })
     }

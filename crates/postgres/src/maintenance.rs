@@ -121,7 +121,11 @@ impl Maintenance for Postgres {
                          WHERE seq >= (SELECT everbus.seq_at($2)) - 10000 AND received_at > $2
                          ORDER BY seq LIMIT 5000)";
             let ahead = now.plus(TOLERATED).as_micros();
-            while db.execute("bringing times back", sql, &[&now.as_micros(), &ahead]).await? > 0 {}
+            while db
+                .execute("bringing times back", sql, &[&now.as_micros(), &ahead])
+                .await?
+                > 0
+            {}
             Ok(())
         })
     }
@@ -139,7 +143,12 @@ async fn lock_meta(db: &impl Sql, key: &str) -> Result<String> {
 
 async fn write_meta(db: &impl Sql, key: &str, value: &str) -> Result<()> {
     let sql = "UPDATE everbus.meta SET value = $2 WHERE key = $1";
-    db.execute("writing what the schema says of itself", sql, &[&key, &value]).await?;
+    db.execute(
+        "writing what the schema says of itself",
+        sql,
+        &[&key, &value],
+    )
+    .await?;
     Ok(())
 }
 
@@ -148,7 +157,9 @@ fn parsed<T: serde::de::DeserializeOwned>(what: &str, text: String) -> Result<Op
         return Ok(None);
     }
     let record = serde_json::from_str(&text);
-    record.map(Some).map_err(|e| damaged(format!("the record of {what} is damaged: {e}")))
+    record
+        .map(Some)
+        .map_err(|e| damaged(format!("the record of {what} is damaged: {e}")))
 }
 
 async fn note_clock(db: &impl Sql, record: &ClockRecord) -> Result<()> {
@@ -160,7 +171,9 @@ async fn note_clock(db: &impl Sql, record: &ClockRecord) -> Result<()> {
 /// The result of the last check of the clock.
 async fn recorded_clock(db: &impl Sql) -> Result<Option<ClockRecord>> {
     let sql = "SELECT value FROM everbus.meta WHERE key = $1";
-    let row = db.first("looking what is known of the clock", sql, &[&CLOCK]).await?;
+    let row = db
+        .first("looking what is known of the clock", sql, &[&CLOCK])
+        .await?;
     match row {
         None => Ok(None),
         Some(row) => parsed(CLOCK, get(&row, 0)?),
@@ -184,7 +197,10 @@ pub(crate) async fn last_duty(db: &impl Sql, prefix: &str) -> Result<Option<Duty
     let mut last: Option<DutyRecord> = None;
     for row in &rows {
         let record = parsed("a duty", get(row, 0)?)?;
-        last = last.into_iter().chain(record).max_by_key(|record| record.at);
+        last = last
+            .into_iter()
+            .chain(record)
+            .max_by_key(|record| record.at);
     }
     Ok(last)
 }
@@ -251,7 +267,9 @@ impl Postgres {
         if let Some(known) = recorded_clock(&*db).await? {
             report.note_clock(&known);
         }
-        let server = db.one("checking", "SELECT current_setting('server_version')", &[]).await?;
+        let server = db
+            .one("checking", "SELECT current_setting('server_version')", &[])
+            .await?;
         report.add("PostgreSQL", true, get::<String>(&server, 0)?);
         Ok(report)
     }
@@ -268,7 +286,9 @@ impl Postgres {
             after = get_seq(last, 0)?;
             events += rows.len();
             for stored in self.types.read(db, &rows).await? {
-                let Some(damage) = stored.damage else { continue };
+                let Some(damage) = stored.damage else {
+                    continue;
+                };
                 damaged += 1;
                 if shown.len() < SHOWN {
                     let id = stored.record.event.display_id();
@@ -289,7 +309,9 @@ impl Postgres {
     async fn check_future(&self, db: &Conn, report: &mut CheckReport) -> Result<()> {
         let now = self.now();
         let sql = "SELECT everbus.seq_at($1)";
-        let row = db.one("checking", sql, &[&now.plus(TOLERATED).as_micros()]).await?;
+        let row = db
+            .one("checking", sql, &[&now.plus(TOLERATED).as_micros()])
+            .await?;
         let first: Option<i64> = get(&row, 0)?;
         let detail = match first {
             None => "ok".into(),

@@ -4,7 +4,9 @@
 //! ([`note_removed`]). The note is removed by the append of the event ([`born`]), and when the object has been
 //! deleted.
 
-use everbus_core::{BoxFuture, Event, EventId, LogId, Orphan, Orphans, Overflow, Result, Timestamp};
+use everbus_core::{
+    BoxFuture, Event, EventId, LogId, Orphan, Orphans, Overflow, Result, Timestamp,
+};
 
 use crate::Postgres;
 use crate::errors::damaged;
@@ -77,7 +79,9 @@ impl Orphans for Postgres {
             let sql = "SELECT bucket, key, id, since, unborn FROM everbus.orphaned_objects
                        ORDER BY bucket, key";
             let db = self.conn().await?;
-            let rows = db.query("reading objects without their events", sql, &[]).await?;
+            let rows = db
+                .query("reading objects without their events", sql, &[])
+                .await?;
             let read = |row: &tokio_postgres::Row| {
                 Ok(Orphan {
                     bucket: get(row, 0)?,
@@ -106,7 +110,8 @@ impl Orphans for Postgres {
                 &notes.unborn,
             ];
             let db = self.conn().await?;
-            db.execute("noting objects before they are put", sql, values).await?;
+            db.execute("noting objects before they are put", sql, values)
+                .await?;
             Ok(())
         })
     }
@@ -120,7 +125,8 @@ impl Orphans for Postgres {
             let values: crate::pool::Params<'_> =
                 &[&notes.buckets, &notes.keys, &notes.since, &notes.unborn];
             let db = self.conn().await?;
-            db.execute("forgetting objects without their events", sql, values).await?;
+            db.execute("forgetting objects without their events", sql, values)
+                .await?;
             Ok(())
         })
     }
@@ -145,7 +151,8 @@ impl Orphans for Postgres {
                 let sql = "INSERT INTO everbus.meta (key, value) VALUES ('log_id', $1)
                            ON CONFLICT (key) DO UPDATE SET value = excluded.value";
                 tx.execute(doing, sql, &[&text]).await?;
-                tx.execute(doing, "DELETE FROM everbus.orphaned_objects", &[]).await?;
+                tx.execute(doing, "DELETE FROM everbus.orphaned_objects", &[])
+                    .await?;
                 Ok(id)
             })
         })

@@ -61,7 +61,8 @@ pub(crate) async fn forget_early(db: &impl Sql, now: Timestamp) -> Result<()> {
                AND NOT EXISTS (SELECT 1 FROM everbus.log l
                  WHERE l.id = p.event_id AND l.tenant = p.tenant)";
     let old = now.minus(EARLY_STAGES).as_micros();
-    db.execute("forgetting payload stages without an event", sql, &[&old]).await?;
+    db.execute("forgetting payload stages without an event", sql, &[&old])
+        .await?;
     Ok(())
 }
 
@@ -116,7 +117,9 @@ impl Payloads for Postgres {
             );
             let db = self.conn().await?;
             let limit = to_sql(limit as u64);
-            let rows = db.query("reading payload stages", &sql, &[&to_sql(over), &limit]).await?;
+            let rows = db
+                .query("reading payload stages", &sql, &[&to_sql(over), &limit])
+                .await?;
             let read = |row: &Row| {
                 let tenant: String = get(row, 1)?;
                 let key = EventKey {

@@ -105,7 +105,12 @@ impl Store for Postgres {
                     let sql = "INSERT INTO everbus.inbox (group_id, id, tenant, at)
                                SELECT $1, l.id, l.tenant, $3 FROM everbus.log l WHERE l.seq = ANY ($2)
                                ORDER BY l.id, l.tenant ON CONFLICT DO NOTHING";
-                    tx.execute("writing to the inbox", sql, &[&group, &seqs, &self.micros()]).await?;
+                    tx.execute(
+                        "writing to the inbox",
+                        sql,
+                        &[&group, &seqs, &self.micros()],
+                    )
+                    .await?;
                     end_failures(tx, group, &seqs).await
                 })?;
             }
@@ -142,7 +147,8 @@ impl Store for Postgres {
                 keep_failures(tx, group, seq, &kept).await?;
                 // The dead letter says how it ended.
                 let sql = "DELETE FROM everbus.skips WHERE group_id = $1 AND seq = $2";
-                tx.execute("writing a dead letter", sql, &[&group, &seq]).await?;
+                tx.execute("writing a dead letter", sql, &[&group, &seq])
+                    .await?;
                 Ok(())
             })
         })
@@ -191,8 +197,10 @@ impl Postgres {
             let names = new.iter().map(|event| event.type_arc());
             let types = self.types.intern(db, names, false).await?;
             let inserted = insert(db, &new, &types, &times).await?;
-            let born: Vec<(u64, &Event)> =
-                inserted.iter().map(|(event, a)| (a.position.place(), *event)).collect();
+            let born: Vec<(u64, &Event)> = inserted
+                .iter()
+                .map(|(event, a)| (a.position.place(), *event))
+                .collect();
             crate::orphans::born(db, &born).await?;
             if inserted.len() < new.len() {
                 // Another copy of the same event was committed meanwhile.
@@ -204,7 +212,10 @@ impl Postgres {
         }
         let missing = || crate::errors::damaged("an event that was copied is not in the log");
         let place = |record: &Arc<Recorded>| known.get(&key_of(&record.event)).copied();
-        records.iter().map(|record| place(record).ok_or_else(missing)).collect()
+        records
+            .iter()
+            .map(|record| place(record).ok_or_else(missing))
+            .collect()
     }
 
     /// The number of a group and the position of an event. A new event is ingested first.
@@ -230,7 +241,9 @@ impl Postgres {
                      WHEN EXISTS (SELECT 1 FROM everbus.subscriptions s WHERE s.group_id = g.id) THEN g.cursor
                      ELSE greatest(g.cursor, excluded.cursor) END
                    RETURNING id";
-        let row = db.one(doing, sql, &[&name.as_str(), &self.micros()]).await?;
+        let row = db
+            .one(doing, sql, &[&name.as_str(), &self.micros()])
+            .await?;
         get(&row, 0)
     }
 
@@ -240,9 +253,14 @@ impl Postgres {
         by: Option<EventId>,
         at: Timestamp,
     ) -> Result<()> {
-        let seqs: Vec<i64> = letters.iter().map(|l| to_sql(l.letter.position.place())).collect();
-        let groups: Vec<String> =
-            letters.iter().map(|l| l.letter.group.as_str().to_owned()).collect();
+        let seqs: Vec<i64> = letters
+            .iter()
+            .map(|l| to_sql(l.letter.position.place()))
+            .collect();
+        let groups: Vec<String> = letters
+            .iter()
+            .map(|l| l.letter.group.as_str().to_owned())
+            .collect();
         let died: Vec<i64> = letters.iter().map(|l| l.died_at.as_micros()).collect();
         let sql = "UPDATE everbus.dead_letters d
                    SET retried_at = $4, replaced_by = coalesce($5, d.replaced_by)
@@ -252,7 +270,10 @@ impl Postgres {
                      AND d.died_at = t.died_at";
         let by = by.map(|by| by.as_uuid());
         let values: Params<'_> = &[&seqs, &groups, &died, &at.as_micros(), &by];
-        self.conn().await?.execute("noting a retry", sql, values).await?;
+        self.conn()
+            .await?
+            .execute("noting a retry", sql, values)
+            .await?;
         self.bell.ring();
         Ok(())
     }
@@ -262,7 +283,10 @@ impl Postgres {
 type Key = (uuid::Uuid, String);
 
 fn key_of(event: &Event) -> Key {
-    (event.id().as_uuid(), crate::rows::storable(event.tenant().unwrap_or_default()))
+    (
+        event.id().as_uuid(),
+        crate::rows::storable(event.tenant().unwrap_or_default()),
+    )
 }
 
 /// The positions of the events that are there.
@@ -288,15 +312,20 @@ impl KeptRow {
             return Ok(KeptFailures::default());
         };
         let all = read_failures(Some(texts))?;
-        let past = usize::try_from(get::<i32>(row, first + 1)?).unwrap_or(0).min(all.len());
+        let past = usize::try_from(get::<i32>(row, first + 1)?)
+            .unwrap_or(0)
+            .min(all.len());
         Ok(KeptFailures { all, past })
     }
 }
 
 /// The failed attempts of an event in a group, locked until the end of the transaction.
 async fn kept_failures(db: &impl Sql, group: i64, seq: i64) -> Result<KeptFailures> {
-    let sql = "SELECT failures, past FROM everbus.failures WHERE seq = $1 AND group_id = $2 FOR UPDATE";
-    let row = db.first("reading failed attempts", sql, &[&seq, &group]).await?;
+    let sql =
+        "SELECT failures, past FROM everbus.failures WHERE seq = $1 AND group_id = $2 FOR UPDATE";
+    let row = db
+        .first("reading failed attempts", sql, &[&seq, &group])
+        .await?;
     row.map_or_else(|| Ok(KeptFailures::default()), |row| KeptRow::read(&row, 0))
 }
 
@@ -309,14 +338,17 @@ async fn keep_failures(db: &impl Sql, group: i64, seq: i64, kept: &KeptFailures)
     let sql = "INSERT INTO everbus.failures (seq, group_id, failures, past) VALUES ($1, $2, $3, $4)
                ON CONFLICT (seq, group_id) DO UPDATE SET failures = excluded.failures, past = excluded.past";
     let past = i32::try_from(kept.past).unwrap_or(i32::MAX);
-    db.execute(doing, sql, &[&seq, &group, &texts, &past]).await.map(drop)
+    db.execute(doing, sql, &[&seq, &group, &texts, &past])
+        .await
+        .map(drop)
 }
 
 /// The group is done with events: their failures no longer count for a next attempt.
 async fn end_failures(db: &impl Sql, group: i64, seqs: &[i64]) -> Result<()> {
     let sql = "UPDATE everbus.failures SET past = json_array_length(failures::json)
                WHERE group_id = $1 AND seq = ANY ($2)";
-    db.execute("keeping a failed attempt", sql, &[&group, &seqs]).await?;
+    db.execute("keeping a failed attempt", sql, &[&group, &seqs])
+        .await?;
     Ok(())
 }
 
@@ -324,7 +356,10 @@ async fn end_failures(db: &impl Sql, group: i64, seqs: &[i64]) -> Result<()> {
 async fn earlier_death(db: &impl Sql, group: i64, seq: i64) -> Result<Option<EarlierDeath>> {
     let sql = "SELECT attempts, failures, died_at, retried_at IS NULL FROM everbus.dead_letters
                WHERE seq = $1 AND group_id = $2 FOR UPDATE";
-    let Some(row) = db.first("reading a dead letter", sql, &[&seq, &group]).await? else {
+    let Some(row) = db
+        .first("reading a dead letter", sql, &[&seq, &group])
+        .await?
+    else {
         return Ok(None);
     };
     Ok(Some(EarlierDeath {

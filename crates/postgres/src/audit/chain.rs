@@ -9,11 +9,7 @@ use crate::pool::{Params, Sql};
 pub(super) const STEP: i64 = 1000;
 
 /// Adds a record, in a transaction. The row of the head is the lock: records are added one after another.
-pub(super) async fn record(
-    db: &impl Sql,
-    entry: &AuditEntry,
-    now: Timestamp,
-) -> Result<u64> {
+pub(super) async fn record(db: &impl Sql, entry: &AuditEntry, now: Timestamp) -> Result<u64> {
     let doing = "writing to the audit trail";
     let sql = "SELECT seq, hash, at FROM everbus.audit_head FOR UPDATE";
     let row = db.first(doing, sql, &[]).await?;
@@ -30,11 +26,25 @@ pub(super) async fn record(
          VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
         read::COLUMNS
     );
-    let args: Params<'_> = &[&number(seq), &at.as_micros(), &content.actor, &content.action, &content.entity_type, &content.entity_id, &content.tenant, &content.correlation_id, &content.trace_id, &content.details, &bytes];
+    let args: Params<'_> = &[
+        &number(seq),
+        &at.as_micros(),
+        &content.actor,
+        &content.action,
+        &content.entity_type,
+        &content.entity_id,
+        &content.tenant,
+        &content.correlation_id,
+        &content.trace_id,
+        &content.details,
+        &bytes,
+    ];
     db.execute(doing, &sql, args).await.map_err(refused)?;
     // A statement of its own: its trigger sees the record.
     let sql = "UPDATE everbus.audit_head SET seq = $1, hash = $2, at = $3";
-    let moved = db.execute(doing, sql, &[&number(seq), &bytes, &at.as_micros()]).await;
+    let moved = db
+        .execute(doing, sql, &[&number(seq), &bytes, &at.as_micros()])
+        .await;
     moved.map_err(refused)?;
     Ok(seq)
 }
@@ -71,9 +81,7 @@ pub(super) async fn forget_some(db: &impl Sql, last: u64) -> Result<u64> {
     };
     let anchor: i64 = anchor.get(0);
     let sql = "DELETE FROM everbus.audit_log WHERE seq <= $1";
-    db.execute(doing, sql, &[&anchor])
-        .await
-        .map_err(refused)
+    db.execute(doing, sql, &[&anchor]).await.map_err(refused)
 }
 
 /// The anchor that retention left, or the origin of the chain.

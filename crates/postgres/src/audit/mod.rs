@@ -47,7 +47,11 @@ impl Audit for Postgres {
             let doing = "reading the audit trail";
             transaction!(self.pool, doing, |tx| {
                 // One state of the trail, however long the walk takes.
-                tx.batch(doing, "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY").await?;
+                tx.batch(
+                    doing,
+                    "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY",
+                )
+                .await?;
                 verify::run(tx, known).await
             })
         })

@@ -59,16 +59,25 @@ pub(super) async fn page(db: &impl Sql, query: &AuditQuery) -> Result<AuditPage>
         ..Condition::default()
     };
     if let Some(entity) = &query.entity {
-        condition.and("hashtextextended(entity_id, 0) = hashtextextended(?, 0) AND entity_id = ?", &entity.id);
+        condition.and(
+            "hashtextextended(entity_id, 0) = hashtextextended(?, 0) AND entity_id = ?",
+            &entity.id,
+        );
         condition.and("entity_type = ?", &entity.kind);
     }
     if let Some(actor) = &query.actor {
-        condition.and("hashtextextended(actor, 0) = hashtextextended(?, 0) AND actor = ?", actor);
+        condition.and(
+            "hashtextextended(actor, 0) = hashtextextended(?, 0) AND actor = ?",
+            actor,
+        );
     }
     match query.action.as_deref().map(|a| (a, a.strip_suffix('*'))) {
         Some((_, Some(start))) => condition.and("starts_with(action, ?)", start),
         Some((action, None)) => {
-            condition.and("left(action, 64) COLLATE \"C\" = left(?, 64) AND action = ?", action);
+            condition.and(
+                "left(action, 64) COLLATE \"C\" = left(?, 64) AND action = ?",
+                action,
+            );
         }
         None => {}
     }
@@ -105,12 +114,10 @@ async fn at_or_before(db: &impl Sql, at: Timestamp) -> Result<Option<i64>> {
 }
 
 /// The last of the records at the beginning that were written before a time.
-pub(super) async fn last_before(
-    db: &impl Sql,
-    before: Timestamp,
-) -> Result<Option<AuditHead>> {
+pub(super) async fn last_before(db: &impl Sql, before: Timestamp) -> Result<Option<AuditHead>> {
     let beyond = at_or_after(db, before).await?.unwrap_or(i64::MAX);
-    let sql = "SELECT seq, hash, at FROM everbus.audit_log WHERE seq < $1 ORDER BY seq DESC LIMIT 1";
+    let sql =
+        "SELECT seq, hash, at FROM everbus.audit_log WHERE seq < $1 ORDER BY seq DESC LIMIT 1";
     let found = db.first(DOING, sql, &[&beyond]).await?;
     Ok(found.map(|row| head(&row).0))
 }
@@ -124,7 +131,10 @@ pub(super) fn head(row: &Row) -> (AuditHead, i64) {
 }
 
 fn record(row: &Row) -> AuditRecord {
-    let entity = match (row.get::<_, Option<String>>(4), row.get::<_, Option<String>>(5)) {
+    let entity = match (
+        row.get::<_, Option<String>>(4),
+        row.get::<_, Option<String>>(5),
+    ) {
         (None, None) => None,
         (kind, id) => Some(Entity {
             kind: kind.unwrap_or_default(),

@@ -18,10 +18,7 @@ const CHUNK: i64 = 1000;
 const TABLES: &str = include_str!("../sql/audit.sql");
 
 /// Verifies the trail. `db` is a transaction that sees one state of it.
-pub(super) async fn run(
-    db: &impl Sql,
-    known: Option<AuditHead>,
-) -> Result<AuditVerdict> {
+pub(super) async fn run(db: &impl Sql, known: Option<AuditHead>) -> Result<AuditVerdict> {
     let mut verdict = AuditVerdict::default();
     let schema = schema_problem(db).await?;
     let kept = kept_head(db).await?;
@@ -52,7 +49,9 @@ pub(super) async fn run(
         let seq = kept.map_or(0, |kept| kept.seq) + 1;
         verdict.broken = Some(AuditBreak {
             seq: Some(seq),
-            problem: format!("record {seq} was inserted: the head kept beside the records is before it"),
+            problem: format!(
+                "record {seq} was inserted: the head kept beside the records is before it"
+            ),
         });
     }
     if let Some(problem) = schema {
@@ -108,11 +107,12 @@ impl Walk {
             return Ok(broken(u64::try_from(seq).unwrap_or(0), problem));
         }
         let mut found = self.compare();
-        let sql = format!(
-            "SELECT {COLUMNS} FROM everbus.audit_log WHERE seq > $1 ORDER BY seq LIMIT $2"
-        );
+        let sql =
+            format!("SELECT {COLUMNS} FROM everbus.audit_log WHERE seq > $1 ORDER BY seq LIMIT $2");
         while found.is_none() {
-            let chunk = db.query(doing, &sql, &[&number(self.at.seq), &CHUNK]).await?;
+            let chunk = db
+                .query(doing, &sql, &[&number(self.at.seq), &CHUNK])
+                .await?;
             for row in &chunk {
                 found = found.or_else(|| self.step(row));
                 if found.is_some() {
@@ -227,7 +227,8 @@ async fn schema_problem(db: &impl Sql) -> Result<Option<String>> {
     }
     let known = |name: &str| TRIGGERS.iter().any(|(known, _)| *known == name);
     let foreign = there.iter().find(|(name, ..)| !known(name));
-    Ok(foreign.map(|(name, ..)| format!("the trigger {name} on the audit trail is not one of Everbus")))
+    Ok(foreign
+        .map(|(name, ..)| format!("the trigger {name} on the audit trail is not one of Everbus")))
 }
 
 /// Each trigger with its function.

@@ -12,12 +12,14 @@ use tokio_postgres::Row;
 
 use crate::Postgres;
 use crate::condition::Condition;
-use crate::pool::{Conn, Sql, transaction};
-use crate::retention::needed::Owed;
 use crate::groups::{self, Group};
+use crate::pool::{Conn, Sql, transaction};
 use crate::redeliver::add_waiting;
+use crate::retention::needed::Owed;
 use crate::retention::remove;
-use crate::rows::{AFTER_RECORD, RECORD, UNREADABLE, get, get_seq, read_failures, storable, to_sql};
+use crate::rows::{
+    AFTER_RECORD, RECORD, UNREADABLE, get, get_seq, read_failures, storable, to_sql,
+};
 
 /// Rows changed in one transaction.
 const STEP: usize = 500;
@@ -50,7 +52,9 @@ impl Postgres {
         if let Some(pattern) = pattern {
             self.types.learn_all(db).await?;
             let all = self.types.all().into_iter();
-            let wanted = all.filter(|(_, name)| pattern.matches(name)).map(|(id, _)| id);
+            let wanted = all
+                .filter(|(_, name)| pattern.matches(name))
+                .map(|(id, _)| id);
             condition.and("d.type = ANY (?)", wanted.collect::<Vec<i32>>());
         }
         if let Some(group) = group {
@@ -81,12 +85,21 @@ impl Postgres {
         Ok(condition)
     }
 
-    async fn read_letters(&self, db: &Conn, sql: &str, condition: &Condition) -> Result<Vec<DeadLetter>> {
-        let rows = db.query("reading dead letters", sql, &condition.params()).await?;
+    async fn read_letters(
+        &self,
+        db: &Conn,
+        sql: &str,
+        condition: &Condition,
+    ) -> Result<Vec<DeadLetter>> {
+        let rows = db
+            .query("reading dead letters", sql, &condition.params())
+            .await?;
         let stored = self.types.read(db, &rows).await?;
         let letters = rows.iter().zip(stored);
         // Damage is reported in the failures.
-        letters.map(|(row, stored)| read_letter(row, stored.record)).collect()
+        letters
+            .map(|(row, stored)| read_letter(row, stored.record))
+            .collect()
     }
 }
 
@@ -145,7 +158,9 @@ impl DeadLetters for Postgres {
             let db = self.conn().await?;
             let condition = self.open_letters(&*db, &filter).await?;
             let sql = format!("SELECT count(*) {FROM} WHERE {}", condition.sql());
-            let row = db.one("counting dead letters", &sql, &condition.params()).await?;
+            let row = db
+                .one("counting dead letters", &sql, &condition.params())
+                .await?;
             get_seq(&row, 0)
         })
     }
@@ -166,7 +181,9 @@ impl DeadLetters for Postgres {
                  WHERE {} GROUP BY 1, 2, 3 ORDER BY 4 DESC, 1, 2, 3 LIMIT {most}",
                 condition.sql()
             );
-            let rows = db.query("counting dead letters", &sql, &condition.params()).await?;
+            let rows = db
+                .query("counting dead letters", &sql, &condition.params())
+                .await?;
             let tallies = rows.iter().map(|row| {
                 Ok(DeadLetterTally {
                     group: get::<&str>(row, 0)?.parse()?,
@@ -198,7 +215,9 @@ impl DeadLetters for Postgres {
                          JOIN everbus.groups g ON g.id = d.group_id
                        WHERE d.replaced_by IS NOT NULL ORDER BY d.seq, g.name";
             let db = self.conn().await?;
-            let rows = db.query("reading the replaced dead letters", sql, &[]).await?;
+            let rows = db
+                .query("reading the replaced dead letters", sql, &[])
+                .await?;
             let replaced = rows.iter().map(|row| {
                 let position = Position::seq(get_seq(row, 0)?);
                 let group = get::<&str>(row, 1)?.parse()?;
@@ -286,7 +305,10 @@ impl Postgres {
                        FROM unnest($1, $2) AS t (seq, group_id)
                        WHERE d.seq = t.seq AND d.group_id = t.group_id AND d.retried_at IS NULL
                        RETURNING d.seq, d.group_id";
-            let mut done = pairs(&tx.query(doing, sql, &[&seqs, &groups, &self.micros()]).await?)?;
+            let mut done = pairs(
+                &tx.query(doing, sql, &[&seqs, &groups, &self.micros()])
+                    .await?,
+            )?;
             done.sort_unstable();
             for group in &locked {
                 let of_group = done.iter().filter(|(_, id)| *id == group.id);
@@ -308,12 +330,15 @@ impl Postgres {
 
     /// Makes events wait in a group, with a fresh set of attempts.
     async fn wait_again(&self, db: &impl Sql, group: &Group, seqs: &[i64]) -> Result<()> {
-        let sql = format!("SELECT {RECORD} FROM everbus.log WHERE log.seq = ANY ($1) ORDER BY log.seq");
+        let sql =
+            format!("SELECT {RECORD} FROM everbus.log WHERE log.seq = ANY ($1) ORDER BY log.seq");
         let rows = db.query("retrying dead letters", &sql, &[&seqs]).await?;
         // A damaged event is dead-lettered again.
         let stored = self.types.read(db, &rows).await?;
-        let events: Vec<(u64, i32, &Event)> =
-            stored.iter().map(|s| (s.seq(), s.type_id, &s.record.event)).collect();
+        let events: Vec<(u64, i32, &Event)> = stored
+            .iter()
+            .map(|s| (s.seq(), s.type_id, &s.record.event))
+            .collect();
         add_waiting(db, group, &events, false, self.micros()).await
     }
 
@@ -348,7 +373,10 @@ impl Postgres {
             events.dedup();
             let owed = Owed::read(tx).await?;
             let needed = owed.needed_among(self, tx, &events, None).await?;
-            let gone: Vec<i64> = events.into_iter().filter(|seq| !needed.contains(seq)).collect();
+            let gone: Vec<i64> = events
+                .into_iter()
+                .filter(|seq| !needed.contains(seq))
+                .collect();
             remove::remove_events(self, tx, &gone).await?;
             // Where the event stays, the group has skipped it.
             let kept = chosen.iter().filter(|(seq, _)| needed.contains(seq));
@@ -368,5 +396,7 @@ impl Postgres {
 
 /// Events and groups, as they are in the first two columns.
 fn pairs(rows: &[Row]) -> Result<Vec<(i64, i64)>> {
-    rows.iter().map(|row| Ok((get(row, 0)?, get(row, 1)?))).collect()
+    rows.iter()
+        .map(|row| Ok((get(row, 0)?, get(row, 1)?)))
+        .collect()
 }

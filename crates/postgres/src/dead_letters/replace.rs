@@ -24,8 +24,12 @@ impl Postgres {
         let doing = "replacing a dead letter";
         let seq = key.position.place();
         let appended: Appended = transaction!(self.pool, doing, |tx| {
-            let group = groups::find(tx, &key.group).await?.ok_or_else(|| not_open(&key))?;
-            let locked = groups::lock(tx, group.id).await?.ok_or_else(|| not_open(&key))?;
+            let group = groups::find(tx, &key.group)
+                .await?
+                .ok_or_else(|| not_open(&key))?;
+            let locked = groups::lock(tx, group.id)
+                .await?
+                .ok_or_else(|| not_open(&key))?;
             let group = locked.group;
             let sql = "SELECT 1 FROM everbus.dead_letters
                        WHERE seq = $1 AND group_id = $2 AND retried_at IS NULL FOR UPDATE";
@@ -35,11 +39,16 @@ impl Postgres {
                 return Err(not_open(&key));
             };
             check_replacement(&original.record.event, &corrected)?;
-            let answers = append_in(self, tx, &[&corrected]).await.map_err(|e| match e.code() {
-                Code::IdReused => id_taken(&corrected),
-                _ => e,
-            })?;
-            let appended = answers.into_iter().next().filter(|answer| !answer.duplicate);
+            let answers = append_in(self, tx, &[&corrected])
+                .await
+                .map_err(|e| match e.code() {
+                    Code::IdReused => id_taken(&corrected),
+                    _ => e,
+                })?;
+            let appended = answers
+                .into_iter()
+                .next()
+                .filter(|answer| !answer.duplicate);
             let appended = appended.ok_or_else(|| id_taken(&corrected))?;
             if !group.wants(corrected.event_type()) {
                 // The group has other patterns by now and would skip the event, so it gets a row.

@@ -7,9 +7,7 @@
 mod plan;
 
 use everbus_core::history::MAX_HISTORY_BYTES;
-use everbus_core::{
-    BoxFuture, History, HistoryPage, HistoryQuery, Order, Result, check_range,
-};
+use everbus_core::{BoxFuture, History, HistoryPage, HistoryQuery, Order, Result, check_range};
 
 use crate::Postgres;
 use crate::pool::Sql as _;
@@ -17,7 +15,11 @@ use crate::rows::{RECORD, Stored, get_seq, to_sql};
 
 impl Postgres {
     /// The numbers of the types that match, or `None` if the query has no types.
-    async fn numbers_of(&self, db: &crate::pool::Conn, query: &HistoryQuery) -> Result<Option<Vec<i32>>> {
+    async fn numbers_of(
+        &self,
+        db: &crate::pool::Conn,
+        query: &HistoryQuery,
+    ) -> Result<Option<Vec<i32>>> {
         let Some(pattern) = &query.types else {
             return Ok(None);
         };
@@ -25,11 +27,19 @@ impl Postgres {
             // One type: the name is looked up, without reading all of them.
             let sql = "SELECT id FROM everbus.types WHERE name = $1";
             let row = db.first("reading the types", sql, &[&exact]).await?;
-            return row.iter().map(|row| crate::rows::get(row, 0)).collect::<Result<_>>().map(Some);
+            return row
+                .iter()
+                .map(|row| crate::rows::get(row, 0))
+                .collect::<Result<_>>()
+                .map(Some);
         }
         self.types.learn_all(db).await?;
         let all = self.types.all().into_iter();
-        Ok(Some(all.filter(|(_, name)| pattern.matches(name)).map(|(id, _)| id).collect()))
+        Ok(Some(
+            all.filter(|(_, name)| pattern.matches(name))
+                .map(|(id, _)| id)
+                .collect(),
+        ))
     }
 }
 
@@ -65,10 +75,18 @@ impl History for Postgres {
                  WHERE log.before <= {bytes} ORDER BY log.seq {direction} LIMIT {limit}",
                 condition = condition.sql()
             );
-            let rows = db.query("reading the history", &sql, &condition.params()).await?;
-            let found = rows.first().map_or(Ok(0), |row| get_seq(row, crate::rows::AFTER_RECORD))?;
+            let rows = db
+                .query("reading the history", &sql, &condition.params())
+                .await?;
+            let found = rows
+                .first()
+                .map_or(Ok(0), |row| get_seq(row, crate::rows::AFTER_RECORD))?;
             let more = found > rows.len() as u64;
-            let last = rows.last().map(|row| get_seq(row, 0)).transpose()?.filter(|_| more);
+            let last = rows
+                .last()
+                .map(|row| get_seq(row, 0))
+                .transpose()?
+                .filter(|_| more);
             let stored = self.types.read(&*db, &rows).await?;
             Ok(HistoryPage {
                 items: stored.into_iter().filter_map(Stored::or_left_out).collect(),
@@ -89,7 +107,9 @@ impl History for Postgres {
                 "SELECT count(*) FROM (SELECT 1 FROM everbus.log log WHERE {} LIMIT {limit}) AS found",
                 condition.sql()
             );
-            let row = db.one("counting the history", &sql, &condition.params()).await?;
+            let row = db
+                .one("counting the history", &sql, &condition.params())
+                .await?;
             get_seq(&row, 0)
         })
     }

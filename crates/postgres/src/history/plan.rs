@@ -53,13 +53,19 @@ pub(super) fn condition(query: &HistoryQuery, types: Option<Vec<i32>>) -> Condit
 
 /// How a query is found, for people: the narrowest index, and what filters.
 pub(super) fn text(query: &HistoryQuery) -> String {
-    let exact = query.types.as_ref().is_some_and(|types| types.exact().is_some());
+    let exact = query
+        .types
+        .as_ref()
+        .is_some_and(|types| types.exact().is_some());
     let names = [
         ("entity", query.entity.is_some()),
         ("tenant", query.tenant.is_some()),
         ("app", query.app.is_some()),
     ];
-    let mut given = names.iter().filter(|(_, given)| *given).map(|(name, _)| *name);
+    let mut given = names
+        .iter()
+        .filter(|(_, given)| *given)
+        .map(|(name, _)| *name);
     let first = given.next();
     let mut filters: Vec<&str> = given.collect();
     let index = match first {
@@ -101,7 +107,10 @@ mod tests {
             ("a.b tenant", "index type+tenant"),
             ("a.b tenant entity", "index entity, filter tenant, type"),
             ("a.b tenant app", "index type+tenant, filter app"),
-            ("a.b tenant app entity", "index entity, filter tenant, app, type"),
+            (
+                "a.b tenant app entity",
+                "index entity, filter tenant, app, type",
+            ),
             ("a.* tenant", "index tenant, filter type"),
             ("a.b", "scan, filter type"),
             ("", "scan"),

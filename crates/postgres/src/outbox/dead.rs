@@ -14,11 +14,7 @@ use crate::rows::storable;
 
 /// Marks earlier dead letters of rows that are sent now as retried. By the event or by the row: an
 /// unreadable row may have become another event when it was corrected.
-pub(super) async fn close(
-    db: &impl Sql,
-    rows: &[(i64, String)],
-    now: Timestamp,
-) -> Result<()> {
+pub(super) async fn close(db: &impl Sql, rows: &[(i64, String)], now: Timestamp) -> Result<()> {
     let numbers: Vec<i64> = rows.iter().map(|(number, _)| *number).collect();
     let events: Vec<&str> = rows.iter().map(|(_, event)| event.as_str()).collect();
     let sql = format!(
@@ -28,7 +24,8 @@ pub(super) async fn close(
         at = time(1)
     );
     let doing = "closing dead letters of the outbox";
-    db.execute(doing, &sql, &[&now.as_micros(), &numbers, &events]).await?;
+    db.execute(doing, &sql, &[&now.as_micros(), &numbers, &events])
+        .await?;
     Ok(())
 }
 
@@ -58,7 +55,8 @@ pub(super) async fn show(db: &impl Sql, rows: &[&OutboxRow]) -> Result<()> {
                JOIN everbus.event_outbox_origins origin ON origin.seq = l.seq AND origin.number = t.number
                ORDER BY t.number) AS found
          WHERE o.number = found.number AND o.status = 'sent'";
-    db.execute("looking for dead letters", sql, &[&numbers, &ids, &tenants]).await?;
+    db.execute("looking for dead letters", sql, &[&numbers, &ids, &tenants])
+        .await?;
     Ok(())
 }
 
@@ -106,9 +104,17 @@ pub(super) async fn reject(
     due: i64,
 ) -> Result<()> {
     let failures = write_list(&rejections(db, row, error, now).await?)?;
-    let sql = "UPDATE everbus.event_outbox SET attempts = $2, last_error = $3, due = $4, failures = $6
+    let sql =
+        "UPDATE everbus.event_outbox SET attempts = $2, last_error = $3, due = $4, failures = $6
          WHERE number = $1 AND status = 'pending' AND revision = $5";
-    let args: Params<'_> = &[&row.row, &attempts(row), &storable(error), &due, &row.revision, &failures];
+    let args: Params<'_> = &[
+        &row.row,
+        &attempts(row),
+        &storable(error),
+        &due,
+        &row.revision,
+        &failures,
+    ];
     db.execute("writing down a rejection", sql, args).await?;
     Ok(())
 }
@@ -126,12 +132,15 @@ pub(super) async fn fail(
     let sql = "UPDATE everbus.event_outbox SET status = 'failed', attempts = $2, last_error = $3, due = 0,
            sent_at = NULL, failures = NULL
          WHERE number = $1 AND status = 'pending' AND revision = $4";
-    let failed = db.execute(doing, sql, &[&row.row, &attempts, &error, &row.revision]).await?;
+    let failed = db
+        .execute(doing, sql, &[&row.row, &attempts, &error, &row.revision])
+        .await?;
     if failed == 0 {
         return Ok(());
     }
     let event = identity(row);
-    let sql = "SELECT failures FROM everbus.outbox_dead_letters WHERE md5(event) = md5($1) FOR UPDATE";
+    let sql =
+        "SELECT failures FROM everbus.outbox_dead_letters WHERE md5(event) = md5($1) FOR UPDATE";
     let before = db.first(doing, sql, &[&event]).await?;
     let before = before.map(|row| row.get::<_, String>(0));
     let failures = write_list(&all_failures(read_list(before.as_deref()), new))?;
@@ -147,7 +156,14 @@ pub(super) async fn fail(
            retried_at = NULL, failures = excluded.failures",
         at = time(4)
     );
-    let args: Params<'_> = &[&row.row, &error, &attempts, &now.as_micros(), &event, &failures];
+    let args: Params<'_> = &[
+        &row.row,
+        &error,
+        &attempts,
+        &now.as_micros(),
+        &event,
+        &failures,
+    ];
     db.execute(doing, &sql, args).await?;
     Ok(())
 }
@@ -155,20 +171,20 @@ pub(super) async fn fail(
 /// How many events were given up and not retried since.
 pub(super) async fn count(db: &impl Sql) -> Result<u64> {
     let sql = "SELECT count(*) FROM everbus.outbox_dead_letters WHERE retried_at IS NULL";
-    let row = db.one("counting dead letters of the outbox", sql, &[]).await?;
+    let row = db
+        .one("counting dead letters of the outbox", sql, &[])
+        .await?;
     Ok(u64::try_from(row.get::<_, i64>(0)).unwrap_or(0))
 }
 
 /// The text in `event_id` of an event that was given up, by that text or by its id, whatever its tenant.
-pub(super) async fn find(
-    db: &impl Sql,
-    text: &str,
-    id: EventId,
-) -> Result<Option<String>> {
+pub(super) async fn find(db: &impl Sql, text: &str, id: EventId) -> Result<Option<String>> {
     let sql = "SELECT event_id FROM everbus.outbox_dead_letters
          WHERE retried_at IS NULL AND (event_id = $1 OR left(event, 36) = $2)
          ORDER BY event_id <> $1 LIMIT 1";
     let args: Params<'_> = &[&storable(text), &id.to_string()];
-    let found = db.first("looking for a dead letter of the outbox", sql, args).await?;
+    let found = db
+        .first("looking for a dead letter of the outbox", sql, args)
+        .await?;
     Ok(found.map(|row| row.get(0)))
 }

@@ -4,9 +4,9 @@ use std::borrow::Cow;
 
 use everbus_core::{Code, Error, Event, Result, TraceContext};
 use everbus_dialects::envelope;
+use tokio_postgres::GenericClient;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::{ToSql, Type};
-use tokio_postgres::GenericClient;
 
 use crate::errors::from_pg;
 use crate::rows::storable;
@@ -48,7 +48,9 @@ impl NewRow {
             },
             event_type: event.event_type().to_owned(),
             payload: written.payload,
-            correlation_id: attributes.and_then(|a| a.correlation_id.as_deref()).map(storable),
+            correlation_id: attributes
+                .and_then(|a| a.correlation_id.as_deref())
+                .map(storable),
             trace_id: trace.and_then(TraceContext::trace_id).map(str::to_owned),
             attributes: written.attributes,
             ordering_key: event.ordering_key().map(|key| storable(&key)),
@@ -98,6 +100,9 @@ pub(crate) fn taken(event: &Event) -> Error {
 
 /// The database has no outbox where the transaction looks.
 pub(crate) fn no_table() -> Error {
-    Error::new(Code::NotFound, "there is no table event_outbox in this database")
-        .hint("make it with `Outbox::create_tables`, or name its schema with `Outbox::in_schema`")
+    Error::new(
+        Code::NotFound,
+        "there is no table event_outbox in this database",
+    )
+    .hint("make it with `Outbox::create_tables`, or name its schema with `Outbox::in_schema`")
 }

@@ -17,18 +17,15 @@ pub(crate) struct DeadGone {
 
 /// Deletes at most `limit` rows that were sent before a time, oldest first, and returns how many. Rows that
 /// wait or failed are never deleted.
-pub(crate) async fn forget_sent(
-    db: &impl Sql,
-    before: Timestamp,
-    limit: i64,
-) -> Result<u64> {
+pub(crate) async fn forget_sent(db: &impl Sql, before: Timestamp, limit: i64) -> Result<u64> {
     let sql = format!(
         "DELETE FROM everbus.event_outbox WHERE status = 'sent' AND number IN (
            SELECT number FROM everbus.event_outbox WHERE status = 'sent' AND sent_at < {at}
            ORDER BY sent_at LIMIT $2)",
         at = time(1)
     );
-    db.execute("forgetting sent rows", &sql, &[&before.as_micros(), &limit]).await
+    db.execute("forgetting sent rows", &sql, &[&before.as_micros(), &limit])
+        .await
 }
 
 /// How many rows [`forget_sent`] would delete in all, with those that failed because of a dead letter from
@@ -64,11 +61,7 @@ fn old() -> String {
 }
 
 /// Deletes at most `limit` dead letters that died before a time, oldest first, and their rows.
-pub(crate) async fn forget_dead(
-    db: &impl Sql,
-    before: Timestamp,
-    limit: i64,
-) -> Result<DeadGone> {
+pub(crate) async fn forget_dead(db: &impl Sql, before: Timestamp, limit: i64) -> Result<DeadGone> {
     let doing = "forgetting dead letters of the outbox";
     let sql = format!(
         "DELETE FROM everbus.outbox_dead_letters WHERE ctid IN (
@@ -76,7 +69,9 @@ pub(crate) async fn forget_dead(
          RETURNING number, event_id",
         old()
     );
-    let gone = db.query(doing, &sql, &[&before.as_micros(), &limit]).await?;
+    let gone = db
+        .query(doing, &sql, &[&before.as_micros(), &limit])
+        .await?;
     let numbers: Vec<i64> = gone.iter().map(|row| row.get(0)).collect();
     let events: Vec<String> = gone.iter().map(|row| row.get(1)).collect();
     // Also rows of earlier attempts under the same id; the rows of another dead letter stay with it.

@@ -13,7 +13,10 @@ pub(super) const COLUMNS: &str = "number, id, event_id, event_type, payload, att
 
 /// Reads a row. An unreadable event is an error of that row alone.
 pub(super) fn row(row: &Row) -> OutboxRow {
-    let filled = |column: usize| row.get::<_, Option<String>>(column).filter(|t| !t.is_empty());
+    let filled = |column: usize| {
+        row.get::<_, Option<String>>(column)
+            .filter(|t| !t.is_empty())
+    };
     let columns = Columns {
         event_id: row.get(2),
         event_type: row.get(3),

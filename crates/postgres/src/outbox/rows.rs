@@ -62,7 +62,10 @@ pub(super) async fn acquire(
 pub(super) async fn is_ours(db: &impl Sql, lease: &RelayLease) -> Result<bool> {
     let sql = "SELECT 1 FROM everbus.outbox_relay WHERE holder = $1 AND token = $2 FOR SHARE";
     let args: Params<'_> = &[&lease.holder, &token(lease)];
-    Ok(db.first("looking for the relay", sql, args).await?.is_some())
+    Ok(db
+        .first("looking for the relay", sql, args)
+        .await?
+        .is_some())
 }
 
 fn token(lease: &RelayLease) -> i64 {
@@ -72,7 +75,8 @@ fn token(lease: &RelayLease) -> i64 {
 pub(super) async fn release(db: &impl Sql, lease: &RelayLease) -> Result<()> {
     let sql = "UPDATE everbus.outbox_relay SET until = 0 WHERE holder = $1 AND token = $2";
     let args: Params<'_> = &[&lease.holder, &token(lease)];
-    db.execute("giving the lease of the outbox back", sql, args).await?;
+    db.execute("giving the lease of the outbox back", sql, args)
+        .await?;
     Ok(())
 }
 
@@ -104,7 +108,9 @@ pub(super) async fn claim(
            FROM ready) AS sized
          WHERE before < $5 ORDER BY number LIMIT $4 - 1"
     );
-    let many = i64::try_from(limit).unwrap_or(i64::MAX - 1).saturating_add(1);
+    let many = i64::try_from(limit)
+        .unwrap_or(i64::MAX - 1)
+        .saturating_add(1);
     let args: Params<'_> = &[&now, &horizon(now), &after, &many, &MAX_BYTES];
     let found = db.query(doing, &sql, args).await?;
     let sql = "SELECT min(due) FROM everbus.event_outbox
@@ -140,9 +146,8 @@ pub(super) async fn settle(
         let sql = format!(
             "SELECT EXISTS (SELECT 1 FROM everbus.outbox_dead_letters WHERE retried_at IS NULL), {}",
             match own {
-                true => format!(
-                    "EXISTS (SELECT 1 FROM everbus.dead_letters WHERE retried_at IS NULL)"
-                ),
+                true =>
+                    format!("EXISTS (SELECT 1 FROM everbus.dead_letters WHERE retried_at IS NULL)"),
                 false => "false".to_owned(),
             }
         );
@@ -198,7 +203,9 @@ pub(super) async fn status(db: &impl Sql, now: Timestamp) -> Result<OutboxStatus
               ORDER BY number DESC LIMIT 1)),
            (SELECT holder FROM everbus.outbox_relay WHERE until > $1 AND until <= $2)";
     let now = now.as_micros();
-    let row = db.one("counting the outbox", sql, &[&now, &latest_end(now)]).await?;
+    let row = db
+        .one("counting the outbox", sql, &[&now, &latest_end(now)])
+        .await?;
     let count = |column: usize| u64::try_from(row.get::<_, i64>(column)).unwrap_or(0);
     Ok(OutboxStatus {
         pending: count(0),
@@ -255,11 +262,7 @@ pub(super) async fn failed_rows(
 }
 
 /// Makes failed rows wait again, in a transaction.
-pub(super) async fn retry(
-    db: &impl Sql,
-    chosen: &[(i64, String)],
-    now: Timestamp,
-) -> Result<u64> {
+pub(super) async fn retry(db: &impl Sql, chosen: &[(i64, String)], now: Timestamp) -> Result<u64> {
     let sql = format!(
         "UPDATE everbus.event_outbox
          SET status = 'pending', attempts = 0, due = 0, sent_at = NULL, wanted_at = {at}

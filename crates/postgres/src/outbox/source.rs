@@ -104,8 +104,13 @@ pub(super) async fn open(url: &str, options: Options) -> Result<Arc<dyn OutboxSo
     target.pool_size = target.pool_size.min(3);
     let pool = Pool::new(target.clone(), options.patience);
     // Connects now, so that opening reports a mistake.
-    let needed = "SELECT attributes, due, revision, wanted_at, failures FROM everbus.event_outbox LIMIT 0";
-    let found = pool.get().await?.query("opening the outbox", needed, &[]).await;
+    let needed =
+        "SELECT attributes, due, revision, wanted_at, failures FROM everbus.event_outbox LIMIT 0";
+    let found = pool
+        .get()
+        .await?
+        .query("opening the outbox", needed, &[])
+        .await;
     found.map_err(|e| match e.code() {
         Code::NotEverbus => no_table().caused_by(e),
         Code::Internal => Error::new(
@@ -118,7 +123,11 @@ pub(super) async fn open(url: &str, options: Options) -> Result<Arc<dyn OutboxSo
     })?;
     let sql = "SELECT EXISTS (SELECT 1 FROM information_schema.tables
                WHERE table_schema = $1 AND table_name = 'dead_letters')";
-    let row = pool.get().await?.one("opening the outbox", sql, &[&target.schema]).await?;
+    let row = pool
+        .get()
+        .await?
+        .one("opening the outbox", sql, &[&target.schema])
+        .await?;
     let own: bool = crate::rows::get(&row, 0)?;
     let wake: Arc<Notify> = Arc::default();
     wake_on_jump(&*options.clock, &wake);
@@ -195,7 +204,8 @@ impl Source {
     async fn retry_failed(&self, ids: Option<Vec<String>>) -> Result<u64> {
         let (mut total, mut after) = (0, 0);
         loop {
-            let found = rows::failed_rows(&*self.pool().get().await?, ids.as_ref(), after, FORGET).await?;
+            let found =
+                rows::failed_rows(&*self.pool().get().await?, ids.as_ref(), after, FORGET).await?;
             // Forwards only: a row that fails again during this retry is not retried again.
             let Some((last, _)) = found.last() else {
                 return Ok(total);
@@ -214,20 +224,21 @@ impl Source {
             return Ok(done);
         }
         let now = self.clock.now();
-        let (sent, dead): (u64, forget::DeadGone) = transaction!(self.pool(), "forgetting old rows", |tx| {
-            if !rows::is_ours(tx, &lease).await? {
-                return Ok((0, forget::DeadGone::default()));
-            }
-            let sent = match keep.sent {
-                Some(age) => forget::forget_sent(tx, now.minus(age), FORGET).await?,
-                None => 0,
-            };
-            let dead = match keep.dead_letters {
-                Some(age) => forget::forget_dead(tx, now.minus(age), FORGET).await?,
-                None => forget::DeadGone::default(),
-            };
-            Ok((sent, dead))
-        })?;
+        let (sent, dead): (u64, forget::DeadGone) =
+            transaction!(self.pool(), "forgetting old rows", |tx| {
+                if !rows::is_ours(tx, &lease).await? {
+                    return Ok((0, forget::DeadGone::default()));
+                }
+                let sent = match keep.sent {
+                    Some(age) => forget::forget_sent(tx, now.minus(age), FORGET).await?,
+                    None => 0,
+                };
+                let dead = match keep.dead_letters {
+                    Some(age) => forget::forget_dead(tx, now.minus(age), FORGET).await?,
+                    None => forget::DeadGone::default(),
+                };
+                Ok((sent, dead))
+            })?;
         done.rows = sent + dead.rows;
         done.dead_letters = dead.letters;
         done.more = sent.max(dead.letters) >= FORGET.unsigned_abs();

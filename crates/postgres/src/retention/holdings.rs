@@ -35,7 +35,12 @@ impl Postgres {
         let mut named: Vec<TypeHoldings> = types
             .into_iter()
             .map(|(id, (events, oldest))| TypeHoldings {
-                event_type: self.types.name(id).as_deref().unwrap_or(UNREADABLE).to_owned(),
+                event_type: self
+                    .types
+                    .name(id)
+                    .as_deref()
+                    .unwrap_or(UNREADABLE)
+                    .to_owned(),
                 events,
                 oldest: Timestamp::from_micros(oldest),
             })
@@ -43,7 +48,11 @@ impl Postgres {
         named.sort_unstable_by(|a, b| a.event_type.cmp(&b.event_type));
         Ok(Holdings {
             types: named,
-            payloads: held(&*db, "SELECT count(*), min(timestamp) FROM everbus.event_payloads").await?,
+            payloads: held(
+                &*db,
+                "SELECT count(*), min(timestamp) FROM everbus.event_payloads",
+            )
+            .await?,
             dead_letters: held(
                 &*db,
                 "SELECT count(*), min(at) FROM (

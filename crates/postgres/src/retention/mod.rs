@@ -172,7 +172,9 @@ impl<'e> Run<'e> {
             let db = engine.conn().await?;
             Plan::begin(engine, &*db, &self.retention, self.now).await?
         };
-        let dead_since = self.cutoff(self.retention.dead_letters).map(Timestamp::as_micros);
+        let dead_since = self
+            .cutoff(self.retention.dead_letters)
+            .map(Timestamp::as_micros);
         loop {
             let db = engine.conn().await?;
             let Some(over) = plan.next(&*db).await? else {
@@ -183,20 +185,22 @@ impl<'e> Run<'e> {
                 let needed = owed.needed_among(engine, &*db, &over, dead_since).await?;
                 self.done.kept += needed.len() as u64;
                 self.done.removed += (over.len() - needed.len()) as u64;
-                self.gone.extend(over.iter().filter(|seq| !needed.contains(seq)));
+                self.gone
+                    .extend(over.iter().filter(|seq| !needed.contains(seq)));
                 continue;
             }
             drop(db);
             for step in over.chunks(usize::try_from(STEP).unwrap_or(1)) {
-                let (removed, kept): (u64, u64) = transaction!(engine.pool, "removing events", |tx| {
-                    remove::lock(tx).await?;
-                    let owed = Owed::read(tx).await?;
-                    let needed = owed.needed_among(engine, tx, step, None).await?;
-                    let free = step.iter().filter(|seq| !needed.contains(seq));
-                    let free: Vec<i64> = free.copied().collect();
-                    let removed = remove::remove_events(engine, tx, &free).await?;
-                    Ok((removed, needed.len() as u64))
-                })?;
+                let (removed, kept): (u64, u64) =
+                    transaction!(engine.pool, "removing events", |tx| {
+                        remove::lock(tx).await?;
+                        let owed = Owed::read(tx).await?;
+                        let needed = owed.needed_among(engine, tx, step, None).await?;
+                        let free = step.iter().filter(|seq| !needed.contains(seq));
+                        let free: Vec<i64> = free.copied().collect();
+                        let removed = remove::remove_events(engine, tx, &free).await?;
+                        Ok((removed, needed.len() as u64))
+                    })?;
                 self.done.removed += removed;
                 self.done.kept += kept;
                 self.tell();
@@ -218,14 +222,15 @@ impl<'e> Run<'e> {
                 WHERE d.seq = l.seq AND d.retried_at IS NULL AND d.died_at >= $4)
             ORDER BY p.timestamp, p.id LIMIT $5";
         // In a run, old dead letters are gone by now.
-        let dead = self.cutoff(self.retention.dead_letters).filter(|_| self.preview);
+        let dead = self
+            .cutoff(self.retention.dead_letters)
+            .filter(|_| self.preview);
         let dead_since = dead.map_or(i64::MIN, Timestamp::as_micros);
         let mut after = (i64::MIN, i64::MIN);
         loop {
             let db = self.engine.conn().await?;
             let sql = format!("SELECT p.timestamp, p.id, l.seq {OLD}");
-            let values: Params<'_> =
-                &[&before.as_micros(), &after.0, &after.1, &dead_since, &STEP];
+            let values: Params<'_> = &[&before.as_micros(), &after.0, &after.1, &dead_since, &STEP];
             let rows = db.query(doing, &sql, values).await?;
             let Some(last) = rows.last() else {
                 return Ok(());

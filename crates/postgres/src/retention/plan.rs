@@ -83,7 +83,11 @@ impl Plan {
             let rows = db.query(doing, sql, values).await?;
             if let Some(last) = rows.last() {
                 self.expired = Some((get(last, 0)?, get(last, 1)?));
-                return rows.iter().map(|row| get(row, 1)).collect::<Result<_>>().map(Some);
+                return rows
+                    .iter()
+                    .map(|row| get(row, 1))
+                    .collect::<Result<_>>()
+                    .map(Some);
             }
             self.expired = None;
         }

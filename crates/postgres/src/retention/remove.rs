@@ -3,9 +3,9 @@
 use everbus_core::Result;
 
 use crate::Postgres;
+use crate::bury::write_skips;
 use crate::orphans::note_removed;
 use crate::pool::Sql;
-use crate::bury::write_skips;
 use crate::rows::seq_from;
 
 /// Locks all groups until the transaction ends: none gets an event again that it was done with. A group that
@@ -40,7 +40,12 @@ pub(crate) async fn remove_events(engine: &Postgres, db: &impl Sql, seqs: &[i64]
     if let Some(last) = seqs.iter().max() {
         db.execute(doing, sql, &[last]).await?;
     }
-    db.execute(doing, "DELETE FROM everbus.log WHERE seq = ANY ($1)", &[&seqs]).await
+    db.execute(
+        doing,
+        "DELETE FROM everbus.log WHERE seq = ANY ($1)",
+        &[&seqs],
+    )
+    .await
 }
 
 /// Records why groups are done with events without having handled them. A group that has not reached an event
@@ -56,7 +61,9 @@ pub(crate) async fn skip(
         return Ok(());
     }
     let (seqs, groups): (Vec<i64>, Vec<i64>) = pairs.iter().copied().unzip();
-    let skips = pairs.iter().map(|(seq, group)| (*group, seq_from(*seq), reason.to_owned()));
+    let skips = pairs
+        .iter()
+        .map(|(seq, group)| (*group, seq_from(*seq), reason.to_owned()));
     let skips: Vec<(i64, u64, String)> = skips.collect();
     write_skips(db, &skips, engine.micros()).await?;
     let sql = "UPDATE everbus.groups g SET dropped_to = t.seq

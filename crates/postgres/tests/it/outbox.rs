@@ -28,7 +28,9 @@ struct Shop {
 
 async fn connect(url: &str) -> Client {
     let base = url.split('?').next().unwrap();
-    let (client, connection) = everbus_postgres::tokio_postgres::connect(base, NoTls).await.unwrap();
+    let (client, connection) = everbus_postgres::tokio_postgres::connect(base, NoTls)
+        .await
+        .unwrap();
     tokio::spawn(connection);
     client
 }
@@ -37,14 +39,18 @@ impl Shop {
     async fn new() -> Option<Self> {
         let url = Postgres::shared()?.fresh_database();
         let db = connect(&url).await;
-        db.batch_execute("CREATE TABLE orders (id integer PRIMARY KEY, status text)").await.unwrap();
+        db.batch_execute("CREATE TABLE orders (id integer PRIMARY KEY, status text)")
+            .await
+            .unwrap();
         Outbox::create_tables(&db).await.unwrap();
         let clock = ManualClock::default();
         Some(Self { url, db, clock })
     }
 
     async fn source(&self) -> Arc<dyn OutboxSource> {
-        Outbox::open(&self.url, options(Arc::new(self.clock.clone()))).await.unwrap()
+        Outbox::open(&self.url, options(Arc::new(self.clock.clone())))
+            .await
+            .unwrap()
     }
 
     async fn enqueue(&self, event: Event) {
@@ -58,7 +64,10 @@ impl Shop {
 
 async fn text(db: &Client, sql: &str) -> String {
     let sql = format!("SELECT coalesce(({sql})::text, 'NULL')");
-    let row = db.query_one(&sql, &[]).await.unwrap_or_else(|e| panic!("{sql}: {e:?}"));
+    let row = db
+        .query_one(&sql, &[])
+        .await
+        .unwrap_or_else(|e| panic!("{sql}: {e:?}"));
     row.get(0)
 }
 
@@ -100,7 +109,9 @@ fn rejected(row: OutboxRow, seconds: u64) -> (OutboxRow, RowOutcome) {
 // conformance: engines/postgres-outbox-inserts: both insert statements of the specifications work as written on PostgreSQL, NOW() included
 #[tokio::test]
 async fn the_statements_of_the_specifications_work_as_written() {
-    let Some(shop) = Shop::new().await else { return };
+    let Some(shop) = Shop::new().await else {
+        return;
+    };
     // *framework*.
     shop.db
         .batch_execute(
@@ -126,7 +137,10 @@ async fn the_statements_of_the_specifications_work_as_written() {
     // *outbox*: the row fails, and its dead letter is inserted again.
     let mine = lease(&source, "me").await;
     let failed = RowOutcome::Failed { error: "no".into() };
-    source.settle(mine.clone(), vec![(rows[0].clone(), failed)]).await.unwrap();
+    source
+        .settle(mine.clone(), vec![(rows[0].clone(), failed)])
+        .await
+        .unwrap();
     let id = rows[0].event_id.clone();
     let replay = format!(
         "INSERT INTO event_outbox (id, event_id, event_type, payload, status, attempts)
@@ -136,31 +150,57 @@ async fn the_statements_of_the_specifications_work_as_written() {
     );
     shop.db.batch_execute(&replay).await.unwrap();
     let again = ready(&source).await;
-    assert_eq!((again.len(), again[0].id.as_str()), (1, format!("{id}-replay").as_str()));
-    assert_eq!(again[0].event.as_ref().unwrap().id(), sent.id(), "the same event");
-    source.settle(mine, vec![(again[0].clone(), RowOutcome::Sent)]).await.unwrap();
-    assert_eq!(source.dead_letters().await.unwrap(), 0, "it was sent after all");
+    assert_eq!(
+        (again.len(), again[0].id.as_str()),
+        (1, format!("{id}-replay").as_str())
+    );
+    assert_eq!(
+        again[0].event.as_ref().unwrap().id(),
+        sent.id(),
+        "the same event"
+    );
+    source
+        .settle(mine, vec![(again[0].clone(), RowOutcome::Sent)])
+        .await
+        .unwrap();
+    assert_eq!(
+        source.dead_letters().await.unwrap(),
+        0,
+        "it was sent after all"
+    );
     // Sent, it may be replayed once more under the same id.
     shop.db.batch_execute(&replay).await.unwrap();
     assert_eq!(ready(&source).await.len(), 1);
-    let refused = shop.db.batch_execute("UPDATE event_outbox SET status = 'lost'").await;
+    let refused = shop
+        .db
+        .batch_execute("UPDATE event_outbox SET status = 'lost'")
+        .await;
     assert!(refused.is_err(), "there are three states");
 }
 
 // conformance: engines/postgres-outbox-transaction: on PostgreSQL an event is relayed if and only if the transaction that enqueued it commits
 #[tokio::test]
 async fn an_event_is_there_if_and_only_if_the_transaction_committed() {
-    let Some(mut shop) = Shop::new().await else { return };
+    let Some(mut shop) = Shop::new().await else {
+        return;
+    };
     let source = shop.source().await;
     let tx = shop.db.transaction().await.unwrap();
-    tx.batch_execute("INSERT INTO orders VALUES (1, 'confirmed')").await.unwrap();
+    tx.batch_execute("INSERT INTO orders VALUES (1, 'confirmed')")
+        .await
+        .unwrap();
     Outbox::new().enqueue(&tx, event(None, 1)).await.unwrap();
     assert!(ready(&source).await.is_empty(), "not before the commit");
     tx.rollback().await.unwrap();
     assert!(ready(&source).await.is_empty());
     let tx = shop.db.transaction().await.unwrap();
-    tx.batch_execute("INSERT INTO orders VALUES (2, 'confirmed')").await.unwrap();
-    let ids = Outbox::new().enqueue_batch(&tx, [event(None, 2), event(None, 3)]).await.unwrap();
+    tx.batch_execute("INSERT INTO orders VALUES (2, 'confirmed')")
+        .await
+        .unwrap();
+    let ids = Outbox::new()
+        .enqueue_batch(&tx, [event(None, 2), event(None, 3)])
+        .await
+        .unwrap();
     tx.commit().await.unwrap();
     let rows = ready(&source).await;
     assert_eq!(numbers(&rows), [2, 3]);
@@ -170,29 +210,46 @@ async fn an_event_is_there_if_and_only_if_the_transaction_committed() {
 
 #[tokio::test]
 async fn the_same_event_waits_once_and_another_body_is_refused() {
-    let Some(shop) = Shop::new().await else { return };
+    let Some(shop) = Shop::new().await else {
+        return;
+    };
     let first = event(None, 1);
     for _ in 0..2 {
         shop.enqueue(first.clone()).await;
     }
     assert_eq!(shop.text("SELECT count(*) FROM event_outbox").await, "1");
-    let other = Event::builder("order.placed").id(first.id()).json(&2).build().unwrap();
+    let other = Event::builder("order.placed")
+        .id(first.id())
+        .json(&2)
+        .build()
+        .unwrap();
     let error = Outbox::new().enqueue(&shop.db, other).await.unwrap_err();
     assert_eq!(error.code(), Code::IdReused);
     // Ids are unique per tenant.
-    let other = Event::builder("order.placed").id(first.id()).tenant("acme").build().unwrap();
+    let other = Event::builder("order.placed")
+        .id(first.id())
+        .tenant("acme")
+        .build()
+        .unwrap();
     shop.enqueue(other).await;
     assert_eq!(shop.text("SELECT count(*) FROM event_outbox").await, "2");
     // Once it has had its turn, it may go again.
-    shop.db.batch_execute("UPDATE event_outbox SET status = 'sent', sent_at = now()").await.unwrap();
+    shop.db
+        .batch_execute("UPDATE event_outbox SET status = 'sent', sent_at = now()")
+        .await
+        .unwrap();
     shop.enqueue(first).await;
     assert_eq!(
-        shop.text("SELECT string_agg(status, ' ' ORDER BY status) FROM event_outbox").await,
+        shop.text("SELECT string_agg(status, ' ' ORDER BY status) FROM event_outbox")
+            .await,
         "pending sent"
     );
     let engine = fresh_schema().unwrap();
     let empty = connect(&Postgres::shared().unwrap().fresh_database()).await;
-    let error = Outbox::new().enqueue(&empty, event(None, 1)).await.unwrap_err();
+    let error = Outbox::new()
+        .enqueue(&empty, event(None, 1))
+        .await
+        .unwrap_err();
     assert_eq!(error.code(), Code::NotFound);
     assert!(error.hint_text().unwrap().contains("create_tables"));
     drop(engine);
@@ -201,13 +258,18 @@ async fn the_same_event_waits_once_and_another_body_is_refused() {
 // conformance: engines/postgres-outbox-rows: rows of other programs are read on PostgreSQL as on the file; a bad row is its own trouble
 #[tokio::test]
 async fn rows_of_other_programs_are_read_and_bad_ones_stop_nobody() {
-    let Some(shop) = Shop::new().await else { return };
+    let Some(shop) = Shop::new().await else {
+        return;
+    };
     let insert = async |event_id: &str, payload: &str, created_at: &str| {
         let sql = "INSERT INTO event_outbox
                      (event_id, event_type, payload, created_at, correlation_id, trace_id, ordering_key)
                    VALUES ($1, 'TelemetryWindowClosed', $2, $3::text::timestamptz, 'c-1',
                      '0AF7651916CD43DD8448EB211C80319C', 'k')";
-        shop.db.execute(sql, &[&event_id, &payload, &created_at]).await.unwrap();
+        shop.db
+            .execute(sql, &[&event_id, &payload, &created_at])
+            .await
+            .unwrap();
     };
     let at = "2026-03-01 12:00:00+00";
     insert("order-1", "[1,2,3]", at).await;
@@ -222,10 +284,22 @@ async fn rows_of_other_programs_are_read_and_bad_ones_stop_nobody() {
     insert("bad-2", "1", "infinity").await;
     let rows = ready(&shop.source().await).await;
     assert_eq!(rows.len(), 5);
-    let events: Vec<&Event> = rows[..3].iter().map(|r| r.event.as_ref().unwrap()).collect();
-    assert_eq!(events[0].occurred_at(), "2026-03-01T12:00:00Z".parse().unwrap());
-    assert_eq!((events[0].display_id(), events[0].correlation_id()), ("order-1".into(), "c-1".into()));
-    assert_eq!(&events[1].payload()[..], br#"{"event_id":"order-2","payload":1}"#);
+    let events: Vec<&Event> = rows[..3]
+        .iter()
+        .map(|r| r.event.as_ref().unwrap())
+        .collect();
+    assert_eq!(
+        events[0].occurred_at(),
+        "2026-03-01T12:00:00Z".parse().unwrap()
+    );
+    assert_eq!(
+        (events[0].display_id(), events[0].correlation_id()),
+        ("order-1".into(), "c-1".into())
+    );
+    assert_eq!(
+        &events[1].payload()[..],
+        br#"{"event_id":"order-2","payload":1}"#
+    );
     assert_eq!(&events[2].payload()[..], br#"{"a":1}"#);
     assert_eq!((events[2].version(), events[2].tenant()), (2, Some("t")));
     assert_eq!(events[2].correlation_id(), "c-9");
@@ -244,12 +318,24 @@ async fn rows_of_other_programs_are_read_and_bad_ones_stop_nobody() {
 // conformance: engines/postgres-outbox-whole: nothing of an event is lost in the outbox on PostgreSQL, whatever its payload is
 #[tokio::test]
 async fn every_event_comes_back_as_it_was() {
-    let Some(shop) = Shop::new().await else { return };
-    let trace = TraceContext::parse("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", None);
+    let Some(shop) = Shop::new().await else {
+        return;
+    };
+    let trace = TraceContext::parse(
+        "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        None,
+    );
     let events = [
         Event::builder("a.b").payload(" \n{\"a\":1}\t").build(),
-        Event::builder("a.b").payload(vec![0_u8, 255, 10]).content_type("image/png").build(),
-        Event::builder("a b").payload("\"\\u0000\"").tenant("é\u{7f}ü").meta("k", "v\u{0}").build(),
+        Event::builder("a.b")
+            .payload(vec![0_u8, 255, 10])
+            .content_type("image/png")
+            .build(),
+        Event::builder("a b")
+            .payload("\"\\u0000\"")
+            .tenant("é\u{7f}ü")
+            .meta("k", "v\u{0}")
+            .build(),
         Event::builder("a.b")
             .foreign_id("test-1")
             .source("shop")
@@ -270,18 +356,32 @@ async fn every_event_comes_back_as_it_was() {
 // conformance: engines/postgres-outbox-order: a rejected row holds back later rows of its key and no others on PostgreSQL
 #[tokio::test]
 async fn a_row_that_waits_holds_back_its_key_only() {
-    let Some(shop) = Shop::new().await else { return };
-    for (n, key) in [(1, Some("a")), (2, Some("a")), (3, Some("b")), (4, None), (5, Some("a"))] {
+    let Some(shop) = Shop::new().await else {
+        return;
+    };
+    for (n, key) in [
+        (1, Some("a")),
+        (2, Some("a")),
+        (3, Some("b")),
+        (4, None),
+        (5, Some("a")),
+    ] {
         shop.enqueue(event(key, n)).await;
     }
     let source = shop.source().await;
     let mine = lease(&source, "me").await;
     let rows = ready(&source).await;
     assert_eq!(numbers(&rows), [1, 2, 3, 4, 5]);
-    source.settle(mine.clone(), vec![rejected(rows[1].clone(), 4)]).await.unwrap();
+    source
+        .settle(mine.clone(), vec![rejected(rows[1].clone(), 4)])
+        .await
+        .unwrap();
     let claimed = source.claim(0, 100).await.unwrap();
     assert_eq!(numbers(&claimed.rows), [1, 3, 4]);
-    assert_eq!(claimed.next_due, Some(shop.clock.now().plus(Duration::from_secs(4))));
+    assert_eq!(
+        claimed.next_due,
+        Some(shop.clock.now().plus(Duration::from_secs(4)))
+    );
     shop.clock.advance(Duration::from_secs(4));
     assert_eq!(numbers(&ready(&source).await), [1, 2, 3, 4, 5]);
     let page = source.claim(rows[1].row, 2).await.unwrap();
@@ -292,14 +392,23 @@ async fn a_row_that_waits_holds_back_its_key_only() {
         .batch_execute("UPDATE event_outbox SET payload = replace(payload, '\"n\":1', '\"n\":9') WHERE number = 1")
         .await
         .unwrap();
-    source.settle(mine, vec![(row, RowOutcome::Sent)]).await.unwrap();
-    assert_eq!(numbers(&ready(&source).await)[0], 9, "the outcome was about the earlier one");
+    source
+        .settle(mine, vec![(row, RowOutcome::Sent)])
+        .await
+        .unwrap();
+    assert_eq!(
+        numbers(&ready(&source).await)[0],
+        9,
+        "the outcome was about the earlier one"
+    );
 }
 
 // conformance: engines/postgres-outbox-lease: of several relays at once one holds the lease; whoever lost it changes nothing
 #[tokio::test]
 async fn a_relay_that_lost_its_lease_changes_nothing() {
-    let Some(shop) = Shop::new().await else { return };
+    let Some(shop) = Shop::new().await else {
+        return;
+    };
     shop.enqueue(event(None, 1)).await;
     let (one, two) = (shop.source().await, shop.source().await);
     let old = lease(&one, "one").await;
@@ -309,16 +418,27 @@ async fn a_relay_that_lost_its_lease_changes_nothing() {
     let row = ready(&one).await.remove(0);
     shop.clock.advance(LEASE);
     // It is over, but nobody else has it.
-    one.settle(old.clone(), vec![rejected(row.clone(), 0)]).await.unwrap();
+    one.settle(old.clone(), vec![rejected(row.clone(), 0)])
+        .await
+        .unwrap();
     let new = lease(&two, "two").await;
     for outcome in [RowOutcome::Sent, RowOutcome::Failed { error: "x".into() }] {
         let late = one.settle(old.clone(), vec![(row.clone(), outcome)]).await;
         assert_eq!(late.unwrap_err().code(), Code::LeaseLost);
     }
-    assert_eq!(shop.text("SELECT status || attempts FROM event_outbox").await, "pending1");
+    assert_eq!(
+        shop.text("SELECT status || attempts FROM event_outbox")
+            .await,
+        "pending1"
+    );
     one.release(old).await.unwrap();
-    assert!(one.acquire("one".into(), LEASE).await.unwrap().is_none(), "only its own is given back");
-    two.settle(new.clone(), vec![(row, RowOutcome::Sent)]).await.unwrap();
+    assert!(
+        one.acquire("one".into(), LEASE).await.unwrap().is_none(),
+        "only its own is given back"
+    );
+    two.settle(new.clone(), vec![(row, RowOutcome::Sent)])
+        .await
+        .unwrap();
     two.release(new).await.unwrap();
     assert_eq!(shop.text("SELECT status FROM event_outbox").await, "sent");
     lease(&one, "one").await;
@@ -327,7 +447,9 @@ async fn a_relay_that_lost_its_lease_changes_nothing() {
     let mut asked = Vec::new();
     for n in 0..8 {
         let source = shop.source().await;
-        asked.push(tokio::spawn(async move { source.acquire(format!("many {n}"), LEASE).await }));
+        asked.push(tokio::spawn(async move {
+            source.acquire(format!("many {n}"), LEASE).await
+        }));
     }
     let mut held = 0;
     for answer in asked {
@@ -341,15 +463,30 @@ async fn a_relay_that_lost_its_lease_changes_nothing() {
 // conformance: engines/postgres-outbox-notify: the commit of an enqueue wakes a waiting relay, of a user's schema and of an engine's
 #[tokio::test]
 async fn a_commit_wakes_the_relay() {
-    let Some(shop) = Shop::new().await else { return };
+    let Some(shop) = Shop::new().await else {
+        return;
+    };
     let url = fresh_schema().unwrap();
     let engine = open(&url).await;
-    let schema = url.split("schema=").nth(1).unwrap().split('&').next().unwrap();
-    let own = (engine.outbox().unwrap(), connect(&url).await, Outbox::in_schema(schema));
+    let schema = url
+        .split("schema=")
+        .nth(1)
+        .unwrap()
+        .split('&')
+        .next()
+        .unwrap();
+    let own = (
+        engine.outbox().unwrap(),
+        connect(&url).await,
+        Outbox::in_schema(schema),
+    );
     let theirs = (shop.source().await, connect(&shop.url).await, Outbox::new());
     for (source, mut db, outbox) in [own, theirs] {
         // Settles: a relay is also woken when it begins to listen.
-        while tokio::time::timeout(Duration::from_millis(300), source.wait(PATIENCE)).await.is_ok() {
+        while tokio::time::timeout(Duration::from_millis(300), source.wait(PATIENCE))
+            .await
+            .is_ok()
+        {
             assert!(ready(&source).await.is_empty());
         }
         let tx = db.transaction().await.unwrap();
@@ -368,7 +505,9 @@ async fn a_commit_wakes_the_relay() {
 // conformance: engines/postgres-outbox-dead: a row that fails has a dead letter on PostgreSQL, can be retried, and goes with its age
 #[tokio::test]
 async fn a_row_that_fails_has_a_dead_letter_and_can_be_retried() {
-    let Some(shop) = Shop::new().await else { return };
+    let Some(shop) = Shop::new().await else {
+        return;
+    };
     let first = event(None, 1);
     shop.enqueue(first.clone()).await;
     shop.enqueue(event(None, 2)).await;
@@ -376,8 +515,13 @@ async fn a_row_that_fails_has_a_dead_letter_and_can_be_retried() {
     let mine = lease(&source, "me").await;
     let fail = async || {
         let row = ready(&source).await.remove(0);
-        let failed = RowOutcome::Failed { error: "no \u{0}schema".into() };
-        source.settle(mine.clone(), vec![(row, failed)]).await.unwrap();
+        let failed = RowOutcome::Failed {
+            error: "no \u{0}schema".into(),
+        };
+        source
+            .settle(mine.clone(), vec![(row, failed)])
+            .await
+            .unwrap();
     };
     fail().await;
     let letter = async || {
@@ -395,7 +539,10 @@ async fn a_row_that_fails_has_a_dead_letter_and_can_be_retried() {
     assert!(status.last_error.unwrap().contains("schema"));
     let failed = source.failed(10).await.unwrap();
     assert_eq!((failed.len(), failed[0].failures.len()), (1, 1));
-    assert_eq!(source.find_dead_letter("x".into(), id).await.unwrap(), Some(id.to_string()));
+    assert_eq!(
+        source.find_dead_letter("x".into(), id).await.unwrap(),
+        Some(id.to_string())
+    );
     shop.clock.advance(Duration::from_secs(5));
     assert_eq!(source.retry(Some(vec!["nobody".into()])).await.unwrap(), 0);
     assert_eq!(source.retry(Some(vec![id.to_string()])).await.unwrap(), 1);
@@ -406,7 +553,10 @@ async fn a_row_that_fails_has_a_dead_letter_and_can_be_retried() {
     shop.clock.advance(Duration::from_secs(31 * 24 * 3600));
     let mine = lease(&source, "me").await;
     let rows = ready(&source).await;
-    source.settle(mine.clone(), vec![(rows[0].clone(), RowOutcome::Sent)]).await.unwrap();
+    source
+        .settle(mine.clone(), vec![(rows[0].clone(), RowOutcome::Sent)])
+        .await
+        .unwrap();
     shop.clock.advance(Duration::from_secs(8 * 24 * 3600));
     let mine = lease(&source, "me").await;
     let gone = source.forget(mine, OutboxKeep::default()).await.unwrap();
@@ -419,23 +569,42 @@ async fn a_row_that_fails_has_a_dead_letter_and_can_be_retried() {
 async fn a_row_shows_the_dead_letter_of_its_event() {
     let Some(url) = fresh_schema() else { return };
     let engine = open(&url).await;
-    let schema = url.split("schema=").nth(1).unwrap().split('&').next().unwrap().to_owned();
+    let schema = url
+        .split("schema=")
+        .nth(1)
+        .unwrap()
+        .split('&')
+        .next()
+        .unwrap()
+        .to_owned();
     let db = connect(&url).await;
     let mut spec = GroupSpec::new(GroupName::new("g").unwrap());
     spec.start_from = StartFrom::First;
     let all = Pattern::new("*").unwrap();
-    spec.subscriptions.push(SubscriptionSpec { name: "all".into(), pattern: all.clone() });
+    spec.subscriptions.push(SubscriptionSpec {
+        name: "all".into(),
+        pattern: all.clone(),
+    });
     engine.broker.declare(spec).await.unwrap();
     let source = engine.outbox().unwrap();
-    let event = Event::builder("order.placed").foreign_id("order-1").tenant("acme").json(&1);
+    let event = Event::builder("order.placed")
+        .foreign_id("order-1")
+        .tenant("acme")
+        .json(&1);
     let event = event.build().unwrap();
-    Outbox::in_schema(&*schema).enqueue(&db, event.clone()).await.unwrap();
+    Outbox::in_schema(&*schema)
+        .enqueue(&db, event.clone())
+        .await
+        .unwrap();
     let row = ready(&source).await.remove(0);
     let relayed = row.event.clone().unwrap();
     assert_eq!(relayed, event);
     engine.broker.append(vec![relayed]).await.unwrap();
     let mine = lease(&source, "me").await;
-    source.settle(mine, vec![(row, RowOutcome::Sent)]).await.unwrap();
+    source
+        .settle(mine, vec![(row, RowOutcome::Sent)])
+        .await
+        .unwrap();
     let mut consumer = engine
         .broker
         .consume(GroupName::new("g").unwrap(), ConsumeOptions::new(vec![all]))
@@ -449,44 +618,75 @@ async fn a_row_shows_the_dead_letter_of_its_event() {
             everbus_core::FailureKind::Error,
             "broken",
         );
-        let dead = Verdict::Dead { failure: Some(failure) };
+        let dead = Verdict::Dead {
+            failure: Some(failure),
+        };
         let settlement = Settlement::new(delivery.lease, dead);
-        engine.broker.settle(vec![settlement]).await.unwrap().remove(0).unwrap();
+        engine
+            .broker
+            .settle(vec![settlement])
+            .await
+            .unwrap()
+            .remove(0)
+            .unwrap();
     };
-    let status = format!("SELECT status || ' ' || coalesce(last_error, '') FROM {schema}.event_outbox");
+    let status =
+        format!("SELECT status || ' ' || coalesce(last_error, '') FROM {schema}.event_outbox");
     kill(&mut consumer).await;
     assert_eq!(text(&db, &status).await, "failed broken");
     let letters = format!(
         "SELECT event_id || ' ' || consumer_name || ' ' || (payload::json ->> 'everbus_id')
          FROM {schema}.dead_letter_events"
     );
-    assert_eq!(text(&db, &letters).await, format!("order-1 g {}", event.id()));
+    assert_eq!(
+        text(&db, &letters).await,
+        format!("order-1 g {}", event.id())
+    );
     let dead = engine.dead_letters().unwrap();
     assert_eq!(dead.retry(DeadLetterFilter::default()).await.unwrap(), 1);
     assert_eq!(text(&db, &status).await, "sent broken");
     kill(&mut consumer).await;
     assert_eq!(text(&db, &status).await, "failed broken");
     let now = everbus_core::SystemClock.now();
-    dead.purge(now, Default::default(), DeadLetterFilter::default()).await.unwrap();
+    dead.purge(now, Default::default(), DeadLetterFilter::default())
+        .await
+        .unwrap();
     assert_eq!(text(&db, &status).await, "sent broken");
     // Its row is old some day.
     let upkeep = engine.maintenance().unwrap();
-    let retention = Retention { outbox: Some(Duration::from_nanos(1000)), ..Retention::default() };
+    let retention = Retention {
+        outbox: Some(Duration::from_nanos(1000)),
+        ..Retention::default()
+    };
     let foretold = upkeep.preview(retention.clone()).await.unwrap();
-    assert_eq!((foretold.outbox, upkeep.prune(retention).await.unwrap().outbox), (1, 1));
+    assert_eq!(
+        (
+            foretold.outbox,
+            upkeep.prune(retention).await.unwrap().outbox
+        ),
+        (1, 1)
+    );
     engine.broker.close().await.unwrap();
 }
 
 #[tokio::test]
 async fn an_outbox_that_is_none_is_refused() {
-    let Some(server) = Postgres::shared() else { return };
+    let Some(server) = Postgres::shared() else {
+        return;
+    };
     let url = server.fresh_database();
     let open = async || Outbox::open(&url, everbus_postgres::Options::default()).await;
-    let Err(error) = open().await else { panic!("there is no outbox") };
+    let Err(error) = open().await else {
+        panic!("there is no outbox")
+    };
     assert_eq!(error.code(), Code::NotFound, "{error}");
     let db = connect(&url).await;
-    db.batch_execute("CREATE TABLE event_outbox (id text)").await.unwrap();
-    let Err(error) = open().await else { panic!("it is of another kind") };
+    db.batch_execute("CREATE TABLE event_outbox (id text)")
+        .await
+        .unwrap();
+    let Err(error) = open().await else {
+        panic!("it is of another kind")
+    };
     assert_eq!(error.code(), Code::Unsupported, "{error}");
     assert!(error.hint_text().unwrap().contains("RENAME"));
 }
